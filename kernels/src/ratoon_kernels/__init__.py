@@ -1,0 +1,1 @@
+"""Tree attention and token log-probabilities as torch custom ops."""

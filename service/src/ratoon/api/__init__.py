@@ -1,0 +1,1 @@
+"""The wires: HTTP and gRPC to the engine and back."""

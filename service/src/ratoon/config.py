@@ -1,0 +1,119 @@
+"""The server's settings: one YAML file and `RATOON_*` environment variables, read here and nowhere else.
+
+Enters from `ratoon serve --config FILE` and the environment (which wins), leaves as frozen values.
+Nested names take two underscores: `RATOON_HTTP__PORT=8000`. Unknown names are refused.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+MIB = 2**20
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class HttpConfig(_Section):
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=0, le=65535)
+    num_replicas: int = Field(default=1, ge=1)
+
+
+class GrpcConfig(_Section):
+    """The gateway is the public endpoint; Serve's proxy port is for closed in-cluster use."""
+
+    host: str = "127.0.0.1"
+    gateway_port: int = Field(default=8443, ge=0, le=65535)
+    serve_port: int = Field(default=9000, ge=0, le=65535)
+    max_message_bytes: int = Field(default=256 * MIB, ge=MIB)
+
+
+class LimitsConfig(_Section):
+    """Bounds that are checked before anything is allocated. Sizes in bytes, times in seconds."""
+
+    max_body_bytes: int = Field(default=256 * MIB, ge=1024)
+    max_fetch_bytes: int = Field(default=16 * MIB, ge=1024, le=16 * MIB)
+    max_groups: int = Field(default=65_536, ge=1)
+    max_sequences: int = Field(default=1_048_576, ge=1)
+    max_tokens: int = Field(default=64 * MIB, ge=1)
+    max_wait_s: float = Field(default=60.0, gt=0)
+    # How long a caller's wait may be held by a missing seq.
+    gap_wait_s: float = Field(default=30.0, gt=0)
+    max_policies: int = Field(default=16, ge=1)
+    max_open_operations: int = Field(default=1024, ge=1)
+    upload_ttl_s: float = Field(default=3600.0, gt=0)
+    result_ttl_s: float = Field(default=3600.0, gt=0)
+    inline_result_bytes: int = Field(default=4 * MIB, ge=0)
+
+
+class WorkerConfig(_Section):
+    """`device` "auto": a GPU where there is one, else the CPU."""
+
+    device: str = "auto"
+    # Threads of torch in a CPU worker; 0: the machine's cores.
+    num_threads: int = Field(default=0, ge=0)
+    micro_batch_tokens: int = Field(default=16_384, ge=1)
+
+
+class RayConfig(_Section):
+    """`address` "" starts a local Ray; sizes in bytes."""
+
+    address: str = ""
+    namespace: str = "ratoon"
+    object_store_bytes: int = Field(default=200 * MIB, ge=80 * MIB)
+    temp_folder: str = ""
+    num_cpus: int = Field(default=2, ge=1)
+
+
+class RatoonConfig(BaseSettings):
+    """Everything `ratoon serve` can be told."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="RATOON_", env_nested_delimiter="__", frozen=True, extra="forbid"
+    )
+
+    data_root: Path = Path("ratoon-data")
+    # Folders that CreatePolicy may name live below here.
+    models_root: Path = Path("ratoon-data/models")
+    # "": SQLite below data_root.
+    database_url: str = ""
+    log_level: str = "INFO"
+    http: HttpConfig = HttpConfig()
+    grpc: GrpcConfig = GrpcConfig()
+    limits: LimitsConfig = LimitsConfig()
+    worker: WorkerConfig = WorkerConfig()
+    ray: RayConfig = RayConfig()
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """The environment wins over the YAML file, which comes in by the constructor."""
+        return (env_settings, init_settings)
+
+
+def load_config(path: Path | None) -> RatoonConfig:
+    """Read `path` (YAML; None: defaults) and the environment.
+
+    Raises `pydantic.ValidationError` naming the field, `OSError` where the file cannot be read.
+    """
+    data: dict[str, Any] = {}
+    if path is not None:
+        data = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    return RatoonConfig(**data)

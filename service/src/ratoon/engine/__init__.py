@@ -1,0 +1,1 @@
+"""Order, durability and workers of a policy."""

@@ -1,0 +1,286 @@
+"""The engine's nouns: policy, operation, command, result. No torch, no wire.
+
+Enters from the api's conversion, kept by the journal, leaves in operations. Invariant: a value here is
+validated; ids match their patterns, enums are resolved, a command is complete.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ratoon.model.spec import ModelInfo, ModelSpec
+from ratoon.train.config import AdamWConfig, LossRequest, OptimRequest
+from ratoon.train.report import StepReport
+
+
+class Sequencing(StrEnum):
+    CLIENT = "client"
+    SERVER = "server"
+
+
+class Recovery(StrEnum):
+    REPLAY = "replay"
+    FAIL = "fail"
+
+
+class OnChangedNumerics(StrEnum):
+    STOP = "stop"
+    REBASE = "rebase"
+
+
+class PublishKind(StrEnum):
+    EVERY = "every"
+    EVERY_N = "every_n"
+    ON_REQUEST = "on_request"
+
+
+class ReferencePolicy(StrEnum):
+    NONE = "none"
+    BASE = "base"
+
+
+class PolicyState(StrEnum):
+    CREATING = "creating"
+    READY = "ready"
+    FAILED = "failed"
+    DELETING = "deleting"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishConfig:
+    """When a version's weights are written for readers; `every_n` counts versions."""
+
+    kind: PublishKind
+    every_n: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicySpec:
+    policy_id: str
+    model: ModelSpec
+    optimizer: AdamWConfig
+    sequencing: Sequencing
+    deterministic: bool
+    recovery: Recovery
+    on_changed_numerics: OnChangedNumerics
+    publish: PublishConfig
+    keep_versions: int
+    # Packed tokens of one micro-batch.
+    micro_batch_tokens: int
+    reference: ReferencePolicy
+    num_workers: int
+    # "": the best available.
+    attention_backend: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """A policy as its callers see it; times are seconds since the epoch, versions start at 0."""
+
+    spec: PolicySpec
+    state: PolicyState
+    version: int
+    next_seq: int
+    created_at: float
+    info: ModelInfo | None
+    published_version: int | None
+
+
+class OperationKind(StrEnum):
+    CREATE_POLICY = "create_policy"
+    DELETE_POLICY = "delete_policy"
+    UPDATE = "update"
+    FORWARD_BACKWARD = "forward_backward"
+    OPTIM_STEP = "optim_step"
+    DISCARD_GRADIENTS = "discard_gradients"
+    FORWARD = "forward"
+    SAVE_CHECKPOINT = "save_checkpoint"
+    LOAD_CHECKPOINT = "load_checkpoint"
+
+
+class OperationState(StrEnum):
+    QUEUED = "queued"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def is_final(self) -> bool:
+        return self in (OperationState.DONE, OperationState.FAILED, OperationState.CANCELLED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeqKey:
+    """Client sequencing: contiguous from 1."""
+
+    seq: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestKey:
+    """Server sequencing: the caller's own id."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoKey:
+    """Not sequenced: a Forward that reads the newest version."""
+
+
+OperationKey = SeqKey | RequestKey | NoKey
+
+
+# Commands: what an operation asks of the worker. `body` is the serialized RolloutBatch
+# (`rollout.serial`), written as a file beside the journal and named by `body_digest` in it.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateCommand:
+    loss: LossRequest
+    optim: OptimRequest
+    expected_version: int | None
+    body_digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBackwardCommand:
+    loss: LossRequest
+    expected_version: int | None
+    body_digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimStepCommand:
+    optim: OptimRequest
+    expected_version: int | None
+    # Empty: the whole window, no operation of which may have failed.
+    include_seqs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiscardGradientsCommand:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardCommand:
+    with_entropy: bool
+    use_reference: bool
+    expected_version: int | None
+    body_digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveCheckpointCommand:
+    # "": named by seq and version.
+    checkpoint_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadCheckpointCommand:
+    checkpoint_id: str
+
+
+Command = (
+    UpdateCommand
+    | ForwardBackwardCommand
+    | OptimStepCommand
+    | DiscardGradientsCommand
+    | ForwardCommand
+    | SaveCheckpointCommand
+    | LoadCheckpointCommand
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """One sequenced call, validated: what the controller accepts, journals and hashes.
+
+    `body` is b"" for commands without a batch. The payload hash covers command and body, not the key.
+    """
+
+    policy_id: str
+    key: OperationKey
+    command: Command
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Counts are micro-batches; planned is 0 until planned."""
+
+    micro_batches_done: int = 0
+    micro_batches_planned: int = 0
+    tokens_per_second: float = 0.0
+    eta_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyResult:
+    policy: Policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    version: int
+    report: StepReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardResult:
+    """The output is a file of the policy's results folder: a serialized `ForwardOutput`."""
+
+    digest: str
+    size_bytes: int
+    report: StepReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointInfo:
+    """`replay_from_seq`: first operation of the window open at `seq`. Time in seconds since the epoch."""
+
+    checkpoint_id: str
+    version: int
+    seq: int
+    replay_from_seq: int
+    created_at: float
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmptyResult:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedResult:
+    """`RatoonError.to_dict()` of what went wrong."""
+
+    error: dict[str, object]
+
+
+OperationResult = (
+    PolicyResult | StepResult | ForwardResult | CheckpointInfo | EmptyResult | FailedResult
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """The handle of anything asynchronous. seq 0: not sequenced; blocked_by_seq 0: not blocked."""
+
+    operation_id: str
+    policy_id: str
+    kind: OperationKind
+    seq: int
+    request_id: str
+    state: OperationState
+    blocked_by_seq: int
+    progress: Progress
+    created_at: float
+    started_at: float | None
+    finished_at: float | None
+    # None until the state is final.
+    result: OperationResult | None

@@ -1,0 +1,158 @@
+"""Typed errors: what went wrong, on which field, and what the caller may do about it.
+
+Every user-visible failure is a `RatoonError` whose code is a row of `ERROR_TABLE`; the wires render
+the row's HTTP status or gRPC status and never invent one. Invariant: a code has exactly one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class ErrorCode(StrEnum):
+    """Stable names of failures, as they stand in `ErrorDetail.code`."""
+
+    INVALID_ARGUMENT = "INVALID_ARGUMENT"
+    MALFORMED_BODY = "MALFORMED_BODY"
+    UNSUPPORTED = "UNSUPPORTED"
+    POLICY_NOT_FOUND = "POLICY_NOT_FOUND"
+    POLICY_EXISTS = "POLICY_EXISTS"
+    POLICY_NOT_READY = "POLICY_NOT_READY"
+    OPERATION_NOT_FOUND = "OPERATION_NOT_FOUND"
+    CHECKPOINT_NOT_FOUND = "CHECKPOINT_NOT_FOUND"
+    UPLOAD_NOT_FOUND = "UPLOAD_NOT_FOUND"
+    WEIGHTS_NOT_FOUND = "WEIGHTS_NOT_FOUND"
+    KEY_REUSED = "KEY_REUSED"
+    SEQ_GAP = "SEQ_GAP"
+    WINDOW_OPEN = "WINDOW_OPEN"
+    WINDOW_EMPTY = "WINDOW_EMPTY"
+    WINDOW_POISONED = "WINDOW_POISONED"
+    VERSION_MISMATCH = "VERSION_MISMATCH"
+    STALE_ROLLOUTS = "STALE_ROLLOUTS"
+    NOTHING_TO_TRAIN = "NOTHING_TO_TRAIN"
+    CANCELLED = "CANCELLED"
+    BODY_TOO_LARGE = "BODY_TOO_LARGE"
+    RESOURCE_EXHAUSTED = "RESOURCE_EXHAUSTED"
+    RANGE_NOT_SATISFIABLE = "RANGE_NOT_SATISFIABLE"
+    WORKER_LOST = "WORKER_LOST"
+    UNAVAILABLE = "UNAVAILABLE"
+    INTERNAL = "INTERNAL"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorRow:
+    """How one code looks on each wire; `grpc` is the name of a `grpc.StatusCode`."""
+
+    http: int
+    grpc: str
+    retryable: bool
+
+
+def _row(http: int, grpc: str, *, retryable: bool = False) -> ErrorRow:
+    return ErrorRow(http=http, grpc=grpc, retryable=retryable)
+
+
+ERROR_TABLE: Mapping[ErrorCode, ErrorRow] = {
+    ErrorCode.INVALID_ARGUMENT: _row(422, "INVALID_ARGUMENT"),
+    ErrorCode.MALFORMED_BODY: _row(400, "INVALID_ARGUMENT"),
+    ErrorCode.UNSUPPORTED: _row(422, "INVALID_ARGUMENT"),
+    ErrorCode.POLICY_NOT_FOUND: _row(404, "NOT_FOUND"),
+    ErrorCode.POLICY_EXISTS: _row(409, "ALREADY_EXISTS"),
+    ErrorCode.POLICY_NOT_READY: _row(409, "FAILED_PRECONDITION", retryable=True),
+    ErrorCode.OPERATION_NOT_FOUND: _row(404, "NOT_FOUND"),
+    ErrorCode.CHECKPOINT_NOT_FOUND: _row(404, "NOT_FOUND"),
+    ErrorCode.UPLOAD_NOT_FOUND: _row(404, "NOT_FOUND"),
+    ErrorCode.WEIGHTS_NOT_FOUND: _row(404, "NOT_FOUND"),
+    ErrorCode.KEY_REUSED: _row(409, "ALREADY_EXISTS"),
+    ErrorCode.SEQ_GAP: _row(409, "ABORTED", retryable=True),
+    ErrorCode.WINDOW_OPEN: _row(409, "FAILED_PRECONDITION"),
+    ErrorCode.WINDOW_EMPTY: _row(409, "FAILED_PRECONDITION"),
+    ErrorCode.WINDOW_POISONED: _row(409, "FAILED_PRECONDITION"),
+    ErrorCode.VERSION_MISMATCH: _row(409, "FAILED_PRECONDITION"),
+    ErrorCode.STALE_ROLLOUTS: _row(409, "FAILED_PRECONDITION"),
+    ErrorCode.NOTHING_TO_TRAIN: _row(409, "FAILED_PRECONDITION"),
+    ErrorCode.CANCELLED: _row(409, "CANCELLED"),
+    ErrorCode.BODY_TOO_LARGE: _row(413, "RESOURCE_EXHAUSTED"),
+    ErrorCode.RESOURCE_EXHAUSTED: _row(429, "RESOURCE_EXHAUSTED", retryable=True),
+    ErrorCode.RANGE_NOT_SATISFIABLE: _row(416, "OUT_OF_RANGE"),
+    ErrorCode.WORKER_LOST: _row(503, "UNAVAILABLE", retryable=True),
+    ErrorCode.UNAVAILABLE: _row(503, "UNAVAILABLE", retryable=True),
+    ErrorCode.INTERNAL: _row(500, "INTERNAL"),
+}
+
+
+class RatoonError(Exception):
+    """A failure with a code of `ERROR_TABLE` and, where there is one, the field at fault.
+
+    `field` is a path with indexes (`groups[3].rollouts[17].sampler_logprobs`); `got` and `expected`
+    are short texts; `details` holds what a program may act on (`missing_seq`, `wanted`, `free`).
+    """
+
+    def __init__(
+        self,
+        code: ErrorCode,
+        message: str,
+        *,
+        field: str = "",
+        got: str = "",
+        expected: str = "",
+        details: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.field = field
+        self.got = got
+        self.expected = expected
+        self.details: dict[str, str] = dict(details or {})
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Keep every field across process borders (Ray pickles exceptions by constructor)."""
+        return (_rebuild, (self.to_dict(),))
+
+    @property
+    def retryable(self) -> bool:
+        return ERROR_TABLE[self.code].retryable
+
+    def to_dict(self) -> dict[str, object]:
+        """The wire form, one key a field of `ErrorDetail`."""
+        return {
+            "code": str(self.code),
+            "message": self.message,
+            "field": self.field,
+            "got": self.got,
+            "expected": self.expected,
+            "retryable": self.retryable,
+            "details": dict(self.details),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, object]) -> RatoonError:
+        """Inverse of `to_dict`."""
+        details = data.get("details") or {}
+        assert isinstance(details, Mapping)
+        return cls(
+            ErrorCode(str(data["code"])),
+            str(data["message"]),
+            field=str(data.get("field", "")),
+            got=str(data.get("got", "")),
+            expected=str(data.get("expected", "")),
+            details={str(key): str(value) for key, value in details.items()},
+        )
+
+
+def _rebuild(data: Mapping[str, object]) -> RatoonError:
+    return RatoonError.from_dict(data)
+
+
+def invalid(field: str, got: object, expected: str) -> RatoonError:
+    """The usual validation failure: `field: got, expected`."""
+    return RatoonError(
+        ErrorCode.INVALID_ARGUMENT,
+        f"{field}: got {got}, expected {expected}",
+        field=field,
+        got=str(got),
+        expected=expected,
+    )

@@ -1,0 +1,1 @@
+"""A decoder from a Hugging Face folder, with tree attention; LoRA."""

@@ -1,0 +1,67 @@
+"""Which model a policy is. No torch here: the wires and the engine import it.
+
+Enters from CreatePolicy, leaves into `loader.load_model`. Invariant: a spec names everything that
+decides the initial weights, so that the same spec gives the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+PRESET_NAMES = ("tiny", "small")
+
+
+class ModelDtype(StrEnum):
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    # For proofs of exactness; not offered on the wire.
+    FLOAT64 = "float64"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PresetBase:
+    """A built-in random model, one of PRESET_NAMES."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderBase:
+    """A Hugging Face model folder; `folder` is an absolute path below the models root."""
+
+    folder: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullTuning:
+    """Every parameter is trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraTuning:
+    """Low-rank adapters (Hu et al., 2021); empty target_modules: every attention and MLP projection."""
+
+    rank: int
+    alpha: float
+    target_modules: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    base: PresetBase | FolderBase
+    tuning: FullTuning | LoraTuning
+    dtype: ModelDtype
+    # Of random initial weights and adapters.
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What a loaded model tells its policy; counts are parameters, lengths are tokens."""
+
+    num_parameters: int
+    num_trainable_parameters: int
+    vocab_size: int
+    max_sequence_tokens: int
+    attention_backend: str

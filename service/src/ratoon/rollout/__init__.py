@@ -1,0 +1,1 @@
+"""Groups -> batch -> forest -> plan -> packed batch. numpy only."""

@@ -1,0 +1,67 @@
+"""The validated batch: every rollout of an operation in columns, in request order.
+
+Enters by `validate.validate_groups`, leaves into the forest, the advantages and the journal's body.
+Invariant: arrays agree with the offsets, all numbers are finite, at least one token is trained.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutBatch:
+    """G groups and S sequences (rollouts); J response tokens in all, concatenated in request order.
+
+    A sequence is its group's prompt followed by its response. Optional columns are there for all
+    rollouts of the batch or for none. Values where `loss_mask` is false are finite and unused.
+    """
+
+    group_ids: tuple[str, ...]
+    # int64 [G + 1]: sequences of group g are [group_offsets[g], group_offsets[g + 1]).
+    group_offsets: NDArray[np.int64]
+    # int32 [sum of P], int64 [G + 1].
+    prompt_tokens: NDArray[np.int32]
+    prompt_offsets: NDArray[np.int64]
+    # int32 [J], int64 [S + 1].
+    response_tokens: NDArray[np.int32]
+    response_offsets: NDArray[np.int64]
+    # bool [J].
+    loss_mask: NDArray[np.bool_]
+    # float32 [J], at the sampling temperature unless sampler_is_raw says otherwise.
+    sampler_logprobs: NDArray[np.float32] | None
+    old_logprobs: NDArray[np.float32] | None
+    reference_logprobs: NDArray[np.float32] | None
+    # Exactly one of rewards float64 [S] and advantages float32 [J], or neither (cross_entropy, Forward).
+    rewards: NDArray[np.float64] | None
+    advantages: NDArray[np.float32] | None
+    # float32 [J], signed; cross_entropy only.
+    token_weights: NDArray[np.float32] | None
+    # float32 [S], > 0.
+    temperature: NDArray[np.float32]
+    # bool [S].
+    sampler_is_raw: NDArray[np.bool_]
+    truncated: NDArray[np.bool_]
+    # int64 [S]; -1: not said.
+    policy_version: NDArray[np.int64]
+    # float32 [S] in (0, 1], 1: off; int32 [S], 0: off.
+    top_p: NDArray[np.float32]
+    top_k: NDArray[np.int32]
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.group_ids)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.response_offsets) - 1
+
+    def sequence_tokens(self, sequence: int) -> NDArray[np.int32]:
+        """Prompt and response of one sequence, int32 [P + R]."""
+        group = int(np.searchsorted(self.group_offsets, sequence, side="right")) - 1
+        prompt = self.prompt_tokens[self.prompt_offsets[group] : self.prompt_offsets[group + 1]]
+        start, stop = self.response_offsets[sequence], self.response_offsets[sequence + 1]
+        return np.concatenate([prompt, self.response_tokens[start:stop]])

@@ -1,0 +1,89 @@
+"""The types between a batch and a device: forest, plan, packed batch.
+
+`forest.build_forest` and friends make them; `train` consumes them. Invariant of all three: sequence
+indexes are those of the `RolloutBatch`, packed indexes are positions in depth-first order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forest:
+    """Prefix trees over S sequences: M nodes in packed order, T packed tokens.
+
+    Node m owns packed tokens [node_start[m], node_stop[m]), never none; its subtree ends at
+    node_end[m]; children follow their parent, heaviest subtree first.
+    """
+
+    # int32 [T]: token ids in packed order.
+    tokens: NDArray[np.int32]
+    # int32 [M]; -1: root.
+    node_parent: NDArray[np.int32]
+    # int64 [M] each; node_depth is the position of the node's first token.
+    node_start: NDArray[np.int64]
+    node_stop: NDArray[np.int64]
+    node_end: NDArray[np.int64]
+    node_depth: NDArray[np.int64]
+    # int64 [S]: sequence indexes of the batch in this forest, ascending.
+    sequences: NDArray[np.int64]
+    # int32 [S]: node that holds the sequence's last token; -1 for an empty sequence.
+    sequence_node: NDArray[np.int32]
+    # int64 [S].
+    sequence_length: NDArray[np.int64]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """Sequences that are packed and run together."""
+
+    # Batch sequence indexes, ascending.
+    sequences: tuple[int, ...]
+    packed_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdatePlan:
+    """How one batch is cut. Journaled before it is applied; replay executes it as it stands."""
+
+    micro_batches: tuple[MicroBatch, ...]
+    micro_batch_tokens: int
+    # Of the whole plan: tokens and causal (query, key) pairs, each rollout alone against packed.
+    replicated_tokens: int
+    packed_tokens: int
+    replicated_pairs: int
+    packed_pairs: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedBatch:
+    """One micro-batch, ready to be put on a device.
+
+    A *target* is a distinct trained packed token; it is predicted by the row just before it on its
+    path. A *term* is one (sequence, trained token) pair; several terms may share a target.
+    """
+
+    forest: Forest
+    # int64 [T]: depth on the path.
+    position: NDArray[np.int64]
+    # int32 [T]: one past the packed index of the subtree of the token's node.
+    end: NDArray[np.int32]
+    # int64 [R]: distinct predicting rows, ascending packed index; float32 [R].
+    row_index: NDArray[np.int64]
+    row_temperature: NDArray[np.float32]
+    # int64 [M targets]: token id and index in row_index.
+    target_token: NDArray[np.int64]
+    target_row: NDArray[np.int64]
+    # int64 [terms]: index of the target; index of the sequence in `forest.sequences`; response-token
+    # index in the batch's columns (0 .. J - 1). Terms are in request order.
+    term_target: NDArray[np.int64]
+    term_sequence: NDArray[np.int64]
+    term_token: NDArray[np.int64]

@@ -1,0 +1,58 @@
+"""What a wire hands over: groups as the caller sent them, decoded but not yet judged.
+
+Both wires build these; `validate` turns them into a `RolloutBatch` or names what is wrong with them.
+Invariant: nothing here has been checked beyond its numpy dtype kind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class SamplerLogprobsKind(StrEnum):
+    """Whether sampler log-probs were taken after (`processed`) or before (`raw`) the temperature."""
+
+    UNSPECIFIED = "unspecified"
+    PROCESSED = "processed"
+    RAW = "raw"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawSegment:
+    """A run of tokens, int [length]; not trained: context."""
+
+    tokens: NDArray[np.integer]
+    trained: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawRollout:
+    """One rollout; `None` stands for a field the caller left out. Arrays have one value a response token."""
+
+    segments: tuple[RawSegment, ...]
+    loss_mask: NDArray[np.generic] | None
+    sampler_logprobs: NDArray[np.floating] | None
+    old_logprobs: NDArray[np.floating] | None
+    reference_logprobs: NDArray[np.floating] | None
+    reward: float | None
+    advantages: NDArray[np.floating] | None
+    token_weights: NDArray[np.floating] | None
+    temperature: float
+    sampler_logprobs_kind: SamplerLogprobsKind
+    top_p: float | None
+    top_k: int | None
+    policy_version: int | None
+    truncated: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawGroup:
+    """Rollouts of one prompt, int [P]."""
+
+    group_id: str
+    prompt: NDArray[np.integer]
+    rollouts: tuple[RawRollout, ...]

@@ -1,0 +1,1 @@
+"""Versioned weights as files, and their manifests."""

@@ -1,0 +1,35 @@
+"""A version's weights as a list of files with digests.
+
+Enters from the worker that wrote the folder, leaves on both wires. Invariant: a manifest is written
+last, so every file that it names is whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class WeightKind(StrEnum):
+    FULL = "full"
+    ADAPTER = "adapter"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightFile:
+    """Size in bytes; digest is xxh3-128 of the whole file, 32 hexadecimal digits."""
+
+    name: str
+    size_bytes: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightManifest:
+    """Time in seconds since the epoch."""
+
+    policy_id: str
+    version: int
+    kind: WeightKind
+    files: tuple[WeightFile, ...]
+    created_at: float

@@ -1,0 +1,1 @@
+"""Loss, step and checkpoint of one policy on one worker."""

@@ -1,0 +1,168 @@
+"""What a call says about the loss and the optimizer step. No torch here: the wires import it.
+
+Enters from the wires, leaves into the loss and the optimizer. Invariant: a config is complete; the
+defaults of each loss are filled in by `resolve_loss` before anything else reads it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class LossKind(StrEnum):
+    GRPO = "grpo"
+    PPO_CLIP = "ppo_clip"
+    DAPO = "dapo"
+    DR_GRPO = "dr_grpo"
+    GSPO = "gspo"
+    CISPO = "cispo"
+    IMPORTANCE_SAMPLING = "importance_sampling"
+    REINFORCE = "reinforce"
+    CROSS_ENTROPY = "cross_entropy"
+
+
+class AdvantageKind(StrEnum):
+    GROUP_MEAN_STD = "group_mean_std"
+    GROUP_MEAN = "group_mean"
+    LEAVE_ONE_OUT = "leave_one_out"
+    NONE = "none"
+    GIVEN = "given"
+
+
+class OldLogprobsKind(StrEnum):
+    SAMPLER = "sampler"
+    GIVEN = "given"
+    FROM_FORWARD = "from_forward"
+    ON_POLICY = "on_policy"
+
+
+class KlKind(StrEnum):
+    K1 = "k1"
+    K2 = "k2"
+    K3 = "k3"
+
+
+class ReferenceKind(StrEnum):
+    GIVEN = "given"
+    FROZEN = "frozen"
+
+
+class CorrectionMode(StrEnum):
+    TRUNCATE = "truncate"
+    MASK = "mask"
+
+
+class CorrectionLevel(StrEnum):
+    TOKEN = "token"
+    SEQUENCE = "sequence"
+
+
+class TokenWeight(StrEnum):
+    PER_TOKEN = "per_token"
+    PER_SEQUENCE = "per_sequence"
+
+
+class DivideBy(StrEnum):
+    TOKENS = "tokens"
+    SEQUENCES = "sequences"
+    GROUPS = "groups"
+    CONSTANT = "constant"
+    NONE = "none"
+
+
+class SharedTokens(StrEnum):
+    SUM = "sum"
+    ONCE = "once"
+
+
+class StalenessAction(StrEnum):
+    REFUSE = "refuse"
+    DROP = "drop"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OldLogprobs:
+    """Source of the ratio's old log-probs; the operation id is for FROM_FORWARD, else empty."""
+
+    kind: OldLogprobsKind
+    forward_operation_id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KlConfig:
+    kind: KlKind
+    coefficient: float
+    reference: ReferenceKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutCorrection:
+    """Weight exp(old - sampler) on the policy-gradient term; `low` is for MASK."""
+
+    mode: CorrectionMode
+    level: CorrectionLevel
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlongFilter:
+    """Truncated rollouts are dropped after advantages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlongPenalty:
+    """Soft overlong punishment added to the reward (DAPO, eq. 13), times `scale`. Lengths in tokens."""
+
+    max_tokens: int
+    buffer_tokens: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staleness:
+    max_versions: int
+    action: StalenessAction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossRequest:
+    """A loss as the caller sent it; `None` takes the loss's own default (see `resolve_loss`)."""
+
+    kind: LossKind
+    advantage: AdvantageKind | None = None
+    clip_low: float | None = None
+    clip_high: float | None = None
+    dual_clip: float | None = None
+    old_logprobs: OldLogprobs | None = None
+    kl: KlConfig | None = None
+    entropy_coefficient: float = 0.0
+    correction: RolloutCorrection | None = None
+    token_weight: TokenWeight | None = None
+    shared_tokens: SharedTokens = SharedTokens.SUM
+    overlong: OverlongFilter | OverlongPenalty | None = None
+    drop_zero_variance_groups: bool | None = None
+    staleness: Staleness | None = None
+    router_aux_loss_coefficient: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimRequest:
+    """One optimizer step as the caller sent it; `None` takes the policy's or the loss's default."""
+
+    learning_rate: float
+    weight_decay: float | None = None
+    max_grad_norm: float | None = None
+    divide_by: DivideBy | None = None
+    divide_constant: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamWConfig:
+    """AdamW (Loshchilov and Hutter, 2019) of one policy."""
+
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.01

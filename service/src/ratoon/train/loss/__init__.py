@@ -1,0 +1,1 @@
+"""The losses, as sums over (sequence, trained token) terms."""

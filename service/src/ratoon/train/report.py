@@ -1,0 +1,54 @@
+"""What a forward-backward or an optimizer step did, in the words of the wire's `StepReport`.
+
+Invariant: means are over what the loss counts; `None` stands for a quantity that does not exist here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseSeconds:
+    plan: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+    optimizer: float = 0.0
+    publish: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """Field for field `ratoon.v1.StepReport`; see the .proto for the meaning of each."""
+
+    loss: float = 0.0
+    policy_gradient_loss: float = 0.0
+    kl: float | None = None
+    entropy: float = 0.0
+    clip_fraction_low: float = 0.0
+    clip_fraction_high: float = 0.0
+    ratio_max: float = 0.0
+    sampler_kl: float | None = None
+    sampler_gap_max: float | None = None
+    grad_norm: float | None = None
+    reward_mean: float | None = None
+    num_groups: int = 0
+    num_sequences: int = 0
+    trained_tokens: int = 0
+    replicated_tokens: int = 0
+    packed_tokens: int = 0
+    token_reduction: float = 0.0
+    attention_pair_reduction: float = 0.0
+    num_micro_batches: int = 0
+    seconds: PhaseSeconds = PhaseSeconds()
+    tokens_per_second: float = 0.0
+    hardware_mfu: float | None = None
+    logical_mfu: float | None = None
+    peak_memory_bytes: int = 0
+    staleness_mean: float | None = None
+    staleness_max: int | None = None
+    dropped_stale: int = 0
+    dropped_truncated: int = 0
+    dropped_zero_variance: int = 0
+    skipped: bool = False
+    warnings: tuple[str, ...] = ()

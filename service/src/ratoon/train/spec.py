@@ -1,0 +1,27 @@
+"""What a trainer is built from. No torch here.
+
+Enters from the policy's spec and the server's config, leaves into `trainer.Trainer.create`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ratoon.model.spec import ModelSpec
+from ratoon.train.config import AdamWConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSpec:
+    model: ModelSpec
+    optimizer: AdamWConfig
+    deterministic: bool
+    # Token budget of one micro-batch, in packed tokens.
+    micro_batch_tokens: int
+    # Keep the initial weights for the frozen reference (LoRA needs no copy: the adapter off).
+    keep_reference: bool
+    # Backend of tree attention by name; "" picks the best available.
+    attention_backend: str
+    # "cpu" or "cuda:N"; threads of torch on the CPU (part of the numerics fingerprint).
+    device: str
+    num_threads: int
