@@ -1,0 +1,61 @@
+"""Fixtures of the whole suite: one Ray cluster a session, and the recorded rollouts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from tests.recorded import DATA, RecordedGroup, read_groups
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayCluster:
+    """The session's cluster; this process is connected to it."""
+
+    namespace: str
+    address: str
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[RayCluster]:
+    """One small local cluster for all tests that need Ray; it is never stopped in between."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+
+    # Short: Ray puts sockets below it, and the path of a socket has at most 107 bytes.
+    temp_dir = tempfile.mkdtemp(prefix="rt-", dir="/tmp")
+    context = ray.init(
+        num_cpus=2,
+        object_store_memory=100 * 2**20,
+        include_dashboard=False,
+        _temp_dir=temp_dir,
+        namespace="ratoon",
+        log_to_driver=False,
+    )
+    yield RayCluster(namespace="ratoon", address=context.address_info["address"])
+    ray.shutdown()
+    shutil.rmtree(temp_dir, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def gsm8k_groups() -> tuple[RecordedGroup, ...]:
+    """300 grade-school problems of 4 solutions each, reward = correct or not."""
+    return _recorded("gsm8k_rollouts.jsonl")
+
+
+@pytest.fixture(scope="session")
+def airline_groups() -> tuple[RecordedGroup, ...]:
+    """25 airline-support tasks of 4 conversations with tools each, reward = task solved."""
+    return _recorded("tau_airline_rollouts.jsonl")
+
+
+def _recorded(name: str) -> tuple[RecordedGroup, ...]:
+    path = DATA / name
+    if not path.is_file():
+        pytest.skip(f"recorded rollouts are not on this machine: {path}")
+    return read_groups(path)
