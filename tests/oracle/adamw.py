@@ -1,0 +1,125 @@
+"""The trainer side of the oracle: one backward a rollout, one division, torch's clip and AdamW.
+
+States: no gradients; gradients summed by `forward_backward` calls; `optim_step` or `discard` goes
+back to no gradients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from tests.oracle import hf
+from tests.oracle.advantages import NOTHING, Counters, count, select
+from tests.oracle.losses import path_loss
+from tests.oracle.paths import OracleLoss, Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sums:
+    """Sums of a forward-backward over all counted paths, undivided, and its counters."""
+
+    total: float
+    policy_gradient: float
+    kl: float
+    entropy: float
+    counters: Counters
+
+
+class OracleTrainer:
+    """A policy trained one rollout at a time."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+    ) -> None:
+        self.model = model
+        self.version = 0
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._optimizer = torch.optim.AdamW(
+            trained, lr=0.0, betas=betas, eps=eps, weight_decay=weight_decay
+        )
+        self._counters = NOTHING
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Trained parameters by name."""
+        return {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Summed, undivided gradients by parameter name; zeros where nothing flowed."""
+        return {
+            name: torch.zeros_like(p) if p.grad is None else p.grad
+            for name, p in self.parameters().items()
+        }
+
+    def forward_backward(self, paths: list[Path], loss: OracleLoss) -> Sums:
+        """Add the gradient of each path's loss, one forward and one backward a path."""
+        remaining = select(paths, loss, self.version)
+        counters = count(remaining)
+        totals = [0.0, 0.0, 0.0, 0.0]
+        for counted in remaining:
+            if not counted.own.any():
+                continue
+            sums = path_loss(counted, loss, *hf.logprobs(self.model, counted.path))
+            sums.total.backward()
+            for slot, value in enumerate((sums.total, sums.policy_gradient, sums.kl, sums.entropy)):
+                totals[slot] += value.item()
+        self._counters = self._counters + counters
+        return Sums(
+            total=totals[0],
+            policy_gradient=totals[1],
+            kl=totals[2],
+            entropy=totals[3],
+            counters=counters,
+        )
+
+    def divisor(self, divide_by: str, constant: float | None = None) -> float:
+        """What the window's sums are divided by."""
+        if divide_by == "constant":
+            assert constant is not None
+            return constant
+        counters = self._counters
+        return {
+            "none": 1.0,
+            "tokens": float(counters.tokens),
+            "sequences": float(counters.sequences),
+            "groups": float(len(counters.groups)),
+        }[divide_by]
+
+    def optim_step(
+        self,
+        *,
+        learning_rate: float,
+        divide_by: str,
+        constant: float | None = None,
+        max_grad_norm: float | None = None,
+        weight_decay: float | None = None,
+    ) -> float:
+        """Divide, clip, step; the gradient norm after division and before clipping."""
+        divisor = self.divisor(divide_by, constant)
+        trained = list(self.parameters().values())
+        for parameter in trained:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad /= divisor
+        limit = float("inf") if max_grad_norm is None else max_grad_norm
+        norm = float(nn.utils.clip_grad_norm_(trained, limit))
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+            if weight_decay is not None:
+                group["weight_decay"] = weight_decay
+        self._optimizer.step()
+        self.version += 1
+        self.discard()
+        return norm
+
+    def discard(self) -> None:
+        """Forget the window."""
+        self._optimizer.zero_grad(set_to_none=True)
+        self._counters = NOTHING

@@ -1,0 +1,136 @@
+"""Advantages, drops and counters of a list of paths, group by group, in plain loops.
+
+Order: advantages over each group as received, then drops, then counters over what remains.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.oracle.paths import OracleLoss, Overlong, Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counted:
+    """A path that is trained on: which of its trained tokens count, and its advantages.
+
+    `own` bool [R]: the trained tokens whose term this path pays; `advantages` float64 [R].
+    """
+
+    path: Path
+    own: NDArray[np.bool_]
+    advantages: NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counters:
+    tokens: int
+    sequences: int
+    groups: frozenset[str]
+
+    def __add__(self, other: Counters) -> Counters:
+        return Counters(
+            tokens=self.tokens + other.tokens,
+            sequences=self.sequences + other.sequences,
+            groups=self.groups | other.groups,
+        )
+
+
+NOTHING = Counters(tokens=0, sequences=0, groups=frozenset())
+
+
+def overlong_penalty(length: int, rule: Overlong) -> float:
+    """0 up to max - buffer, then linearly down to -1 at max, -1 past it; times scale."""
+    free = rule.max_tokens - rule.buffer_tokens
+    if length <= free:
+        return 0.0
+    if length <= rule.max_tokens:
+        return rule.scale * (free - length) / rule.buffer_tokens
+    return -rule.scale
+
+
+def _groups(paths: list[Path]) -> dict[str, list[int]]:
+    groups: dict[str, list[int]] = {}
+    for index, path in enumerate(paths):
+        groups.setdefault(path.group_id, []).append(index)
+    return groups
+
+
+def _group_advantages(rewards: list[float], kind: str) -> list[float]:
+    count = len(rewards)
+    if kind == "none":
+        return rewards
+    if kind == "leave_one_out":
+        if count == 1:
+            return rewards
+        return [r - (sum(rewards) - r) / (count - 1) for r in rewards]
+    mean = sum(rewards) / count if count > 1 else 0.0
+    if kind == "group_mean":
+        return [r - mean for r in rewards]
+    assert kind == "group_mean_std"
+    std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / (count - 1)) if count > 1 else 1.0
+    return [(r - mean) / (std + 1e-6) for r in rewards]
+
+
+def _advantages(paths: list[Path], loss: OracleLoss) -> tuple[list[NDArray[np.float64]], set[int]]:
+    """Per-path advantages, and the indexes of paths whose group has one reward for all."""
+    out = [np.zeros(len(path.response)) for path in paths]
+    flat: set[int] = set()
+    if loss.kind == "cross_entropy":
+        return out, flat
+    if loss.advantage == "given":
+        for index, path in enumerate(paths):
+            assert path.advantages is not None
+            out[index] = path.advantages
+        return out, flat
+    for members in _groups(paths).values():
+        rewards: list[float] = []
+        for index in members:
+            reward = paths[index].reward
+            assert reward is not None
+            if loss.overlong is not None:
+                reward += overlong_penalty(len(paths[index].response), loss.overlong)
+            rewards.append(reward)
+        for index, value in zip(members, _group_advantages(rewards, loss.advantage), strict=True):
+            out[index][:] = value
+        if len(members) > 1 and max(rewards) == min(rewards):
+            flat.update(members)
+    return out, flat
+
+
+def select(paths: list[Path], loss: OracleLoss, version: int = 0) -> list[Counted]:
+    """Paths that remain, in request order; under `once` a token is paid by the first to train it.
+
+    A trained token is shared where everything up to and including it is the same, and so is the
+    temperature.
+    """
+    advantages, flat = _advantages(paths, loss)
+    paid: set[tuple[float, tuple[int, ...]]] = set()
+    remaining: list[Counted] = []
+    for index, path in enumerate(paths):
+        is_old = loss.max_versions is not None and 0 <= path.version < version - loss.max_versions
+        is_cut = loss.filter_truncated and path.truncated
+        if is_old or is_cut or (loss.drop_zero_variance and index in flat):
+            continue
+        own = path.mask.copy()
+        if loss.shared == "once":
+            for token in path.trained:
+                prefix = tuple(path.tokens[: len(path.prompt) + token + 1].tolist())
+                own[token] = (path.temperature, prefix) not in paid
+                paid.add((path.temperature, prefix))
+        remaining.append(Counted(path=path, own=own, advantages=advantages[index]))
+    return remaining
+
+
+def count(remaining: list[Counted]) -> Counters:
+    """Counters over the paths that pay for at least one token."""
+    payers = [counted for counted in remaining if counted.own.any()]
+    return Counters(
+        tokens=sum(int(counted.own.sum()) for counted in payers),
+        sequences=len(payers),
+        groups=frozenset(counted.path.group_id for counted in payers),
+    )

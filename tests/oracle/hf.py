@@ -1,0 +1,72 @@
+"""The model side of the oracle: stock Hugging Face, one unpadded forward a rollout.
+
+Enters a model folder (and an adapter folder), leaves log-probs and entropies with their gradient.
+Invariant: batch size 1, no padding, no attention mask but the model's own causal one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path as FilePath
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from tests.oracle.paths import Path
+
+
+def load(folder: FilePath, *, dtype: torch.dtype, attention: str = "eager") -> nn.Module:
+    """The folder's model in `dtype` with stock attention (`eager` or `sdpa`)."""
+    auto = cast(Any, AutoModelForCausalLM)
+    model = auto.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
+    return model.to(dtype)
+
+
+def load_lora(
+    folder: FilePath, adapter: FilePath, *, dtype: torch.dtype, attention: str = "eager"
+) -> nn.Module:
+    """The folder's model with a trainable peft adapter; the base is frozen."""
+    from peft import PeftModel
+
+    base = cast(Any, load(folder, dtype=dtype, attention=attention))
+    return PeftModel.from_pretrained(base, adapter, is_trainable=True).to(dtype)
+
+
+def logprobs(model: nn.Module, path: Path) -> tuple[Tensor, Tensor]:
+    """Log-prob and entropy of every response token at the path's temperature, float64 [R] each.
+
+    Response token t is predicted by the token before it: the last prompt token for t = 0. With an
+    empty prompt nothing predicts t = 0: log-prob and entropy are 0 there.
+    """
+    num_prompt, num_response = len(path.prompt), len(path.response)
+    if num_response == 0:
+        empty = torch.zeros(0, dtype=torch.float64)
+        return empty, empty
+    ids = torch.as_tensor(path.tokens, dtype=torch.int64)[None]
+    logits = model(input_ids=ids, use_cache=False).logits[0].to(torch.float64)
+    first = max(num_prompt - 1, 0)
+    rows = logits[first : num_prompt + num_response - 1] / path.temperature
+    log_softmax = torch.log_softmax(rows, dim=-1)
+    entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+    logprob = log_softmax.gather(1, ids[0, first + 1 :, None])[:, 0]
+    if num_prompt == 0:
+        zero = logprob.new_zeros(1)
+        return torch.cat([zero, logprob]), torch.cat([zero, entropy])
+    return logprob, entropy
+
+
+def all_logprobs(model: nn.Module, paths: list[Path]) -> list[tuple[Tensor, Tensor]]:
+    """`logprobs` of each path, without gradients."""
+    with torch.no_grad():
+        return [logprobs(model, path) for path in paths]
+
+
+@contextmanager
+def adapter_off(model: nn.Module) -> Iterator[nn.Module]:
+    """The model without its adapter, for the frozen reference of a LoRA policy."""
+    off = cast(Any, model).disable_adapter() if hasattr(model, "disable_adapter") else nullcontext()
+    with off:
+        yield model

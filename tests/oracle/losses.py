@@ -1,0 +1,105 @@
+"""Every loss as a torch scalar of one path, so that autograd gives the gradient.
+
+Written from the papers: PPO (arXiv 1707.06347, eq. 7), dual clip (1912.09729), GRPO (2402.03300),
+DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO-token (2507.18071, eq. 14), CISPO (2506.13585), KL
+estimators k1, k2, k3 (Schulman, 2020). Invariant: what leaves is a plain sum over the path's terms;
+nothing is divided by a counter here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tests.oracle.advantages import Counted
+from tests.oracle.paths import Correction, OracleLoss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSums:
+    """Sums over the terms of one path, each a float64 scalar; `total` carries the gradient."""
+
+    total: Tensor
+    policy_gradient: Tensor
+    kl: Tensor
+    entropy: Tensor
+
+
+def old_logprobs(counted: Counted, loss: OracleLoss, logp: Tensor) -> Tensor:
+    """Old log-probs of the ratio, float64 [R], detached."""
+    if loss.old == "on_policy":
+        return logp.detach()
+    values = counted.path.old if loss.old == "given" else counted.path.sampler
+    assert values is not None
+    return torch.as_tensor(values)
+
+
+def _correction(rule: Correction, counted: Counted, old: Tensor) -> Tensor:
+    assert counted.path.sampler is not None
+    gap = (old - torch.as_tensor(counted.path.sampler)).detach()
+    if rule.level == "sequence":
+        gap = torch.full_like(gap, float(gap[torch.as_tensor(counted.path.mask)].sum()))
+    weight = gap.exp()
+    if rule.mode == "truncate":
+        return weight.clamp(max=rule.high)
+    return torch.where((weight >= rule.low) & (weight <= rule.high), weight, 0.0)
+
+
+def _clipped(ratio: Tensor, advantage: Tensor, loss: OracleLoss) -> Tensor:
+    inside = ratio.clamp(1 - loss.clip_low, 1 + loss.clip_high)
+    gain = torch.minimum(ratio * advantage, inside * advantage)
+    if loss.dual_clip is not None:
+        bounded = torch.maximum(gain, loss.dual_clip * advantage)
+        gain = torch.where(advantage < 0, bounded, gain)
+    return -gain
+
+
+def _policy_gradient(counted: Counted, loss: OracleLoss, logp: Tensor) -> Tensor:
+    """Per-token policy-gradient terms, float64 [R]; those of untrained tokens mean nothing."""
+    advantage = torch.as_tensor(counted.advantages)
+    if loss.kind == "cross_entropy":
+        weights = counted.path.weights
+        return -logp if weights is None else -torch.as_tensor(weights) * logp
+    if loss.kind == "reinforce":
+        return -advantage * logp
+    old = old_logprobs(counted, loss, logp)
+    ratio = (logp - old).exp()
+    if loss.kind == "gspo":
+        mask = torch.as_tensor(counted.path.mask)
+        log_sequence = (logp - old)[mask].mean() if mask.any() else torch.zeros(())
+        ratio = log_sequence.exp().detach() * (logp - logp.detach()).exp()
+        terms = _clipped(ratio, advantage, loss)
+    elif loss.kind == "cispo":
+        terms = -ratio.clamp(loss.clip_low, loss.clip_high).detach() * advantage * logp
+    elif loss.kind == "importance_sampling":
+        terms = -ratio * advantage
+    else:
+        terms = _clipped(ratio, advantage, loss)
+    if loss.correction is not None:
+        terms = terms * _correction(loss.correction, counted, old)
+    return terms
+
+
+def _kl(kind: str, logp: Tensor, reference: Tensor) -> Tensor:
+    difference = logp - reference
+    if kind == "k1":
+        return difference
+    if kind == "k2":
+        return difference.square() / 2
+    return (-difference).exp() + difference - 1
+
+
+def path_loss(counted: Counted, loss: OracleLoss, logp: Tensor, entropy: Tensor) -> LossSums:
+    """The sums of one path. `logp`, `entropy`: float64 [R] of the current model, with gradient."""
+    own = torch.as_tensor(counted.own)
+    share = 1.0 / int(own.sum()) if loss.token_weight == "per_sequence" else 1.0
+    terms = _policy_gradient(counted, loss, logp)[own].sum() * share
+    bonus = entropy[own].sum() * share
+    kl = torch.zeros((), dtype=torch.float64)
+    if loss.kl is not None:
+        assert counted.path.reference is not None
+        kl = _kl(loss.kl, logp, torch.as_tensor(counted.path.reference))[own].sum() * share
+    total = terms + loss.kl_coefficient * kl - loss.entropy_coefficient * bonus
+    return LossSums(total=total, policy_gradient=terms, kl=kl, entropy=bonus)

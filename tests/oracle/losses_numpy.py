@@ -1,0 +1,85 @@
+"""The value of every loss a second time, one Python float at a time, to check the oracle itself.
+
+Nothing is shared with `losses` but the types: a slip would have to be made twice.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.oracle.advantages import Counted
+from tests.oracle.paths import OracleLoss
+
+Values = NDArray[np.float64]
+
+
+def _surrogate(ratio: float, advantage: float, loss: OracleLoss) -> float:
+    clipped = max(1 - loss.clip_low, min(ratio, 1 + loss.clip_high))
+    gain = min(ratio * advantage, clipped * advantage)
+    if advantage < 0 and loss.dual_clip is not None:
+        gain = max(gain, loss.dual_clip * advantage)
+    return gain
+
+
+def _weight(loss: OracleLoss, gap: float) -> float:
+    rule = loss.correction
+    if rule is None:
+        return 1.0
+    weight = math.exp(gap)
+    if rule.mode == "truncate":
+        return min(weight, rule.high)
+    return weight if rule.low <= weight <= rule.high else 0.0
+
+
+def _term(
+    counted: Counted, loss: OracleLoss, token: int, logp: float, ratio: float, gap: float
+) -> float:
+    advantage = float(counted.advantages[token])
+    if loss.kind == "cross_entropy":
+        weights = counted.path.weights
+        return -logp * (1.0 if weights is None else float(weights[token]))
+    if loss.kind == "reinforce":
+        return -advantage * logp
+    weight = _weight(loss, gap)
+    if loss.kind == "cispo":
+        return -weight * min(max(ratio, loss.clip_low), loss.clip_high) * advantage * logp
+    if loss.kind == "importance_sampling":
+        return -weight * ratio * advantage
+    return -weight * _surrogate(ratio, advantage, loss)
+
+
+def _ratios(counted: Counted, loss: OracleLoss, logp: Values) -> tuple[dict[int, float], Values]:
+    """Ratio of each trained token, and the old log-probs, float64 [R]."""
+    path = counted.path
+    old = {"sampler": path.sampler, "given": path.old, "on_policy": logp, "none": logp}[loss.old]
+    assert old is not None
+    logs = {int(token): float(logp[token] - old[token]) for token in path.trained}
+    if loss.kind == "gspo":
+        mean = sum(logs.values()) / len(logs)
+        logs = dict.fromkeys(logs, mean)
+    return {token: math.exp(value) for token, value in logs.items()}, old
+
+
+def path_value(counted: Counted, loss: OracleLoss, logp: Values, entropy: Values) -> float:
+    """The path's total, as `losses.path_loss` gives it, of log-probs and entropies float64 [R]."""
+    path = counted.path
+    ratios, old = _ratios(counted, loss, logp)
+    gaps = dict.fromkeys(ratios, 0.0)
+    if loss.correction is not None:
+        assert path.sampler is not None
+        gaps = {token: float(old[token] - path.sampler[token]) for token in ratios}
+        if loss.correction.level == "sequence":
+            gaps = dict.fromkeys(ratios, sum(gaps.values()))
+    total = 0.0
+    for token in np.flatnonzero(counted.own).tolist():
+        value = _term(counted, loss, token, float(logp[token]), ratios[token], gaps[token])
+        if loss.kl is not None:
+            assert path.reference is not None
+            d = float(logp[token] - path.reference[token])
+            estimate = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[loss.kl]
+            value += loss.kl_coefficient * estimate
+        total += value - loss.entropy_coefficient * float(entropy[token])
+    return total / int(counted.own.sum()) if loss.token_weight == "per_sequence" else total
