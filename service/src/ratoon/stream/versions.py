@@ -1,0 +1,254 @@
+"""Versions of a policy's weights as folders: publish, read, prune.
+
+Enters a writer that fills a folder, leaves `WeightManifest`s and chunks of files. Invariant: a
+version folder is there only when it is whole: files on disk, then their digests in `manifest.json`,
+then the name. A version number never names two contents. A root has one writer, many readers.
+
+    root/00000007/{manifest.json, config.json, model.safetensors, ...}
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, cast
+
+from ratoon.errors import ErrorCode, RatoonError, invalid
+from ratoon.stream.files import (
+    digest_file,
+    fsync_tree,
+    make_folder,
+    remove_folder,
+    remove_leftovers,
+    rename_folder,
+    temporary_name,
+    write_atomic,
+)
+from ratoon.stream.manifest import WeightFile, WeightKind, WeightManifest
+
+MANIFEST_NAME = "manifest.json"
+MANIFEST_FORMAT = 1
+# Of one chunk; the wire's own bound.
+MAX_CHUNK_BYTES = 16 * 2**20
+
+_VERSION_PATTERN = re.compile(r"[0-9]{8,}")
+_DIGEST_PATTERN = re.compile(r"[0-9a-f]{32}")
+
+
+def version_folder(root: Path, version: int) -> Path:
+    """Where a version is, or would be."""
+    return root / f"{version:08d}"
+
+
+def publish_version(
+    root: Path,
+    policy_id: str,
+    version: int,
+    kind: WeightKind,
+    write: Callable[[Path], None],
+    created_at: float,
+) -> WeightManifest:
+    """Make `version` visible with the files that `write` puts in the (flat) folder it is given.
+
+    Publishing a version that is there already returns its manifest and calls nothing: after a crash
+    the same step gives the same bits. Raises INVALID_ARGUMENT where the version that is there is
+    another policy's or of another kind, and whatever `write` raises; nothing is visible then.
+    """
+    if version < 0:
+        raise invalid("version", version, "at least 0")
+    make_folder(root)
+    target = version_folder(root, version)
+    if (target / MANIFEST_NAME).exists():
+        return _same_version(read_manifest(root, version), policy_id, kind)
+    remove_leftovers(root)
+    temporary = temporary_name(target)
+    temporary.mkdir()
+    try:
+        write(temporary)
+        manifest = WeightManifest(
+            policy_id=policy_id,
+            version=version,
+            kind=kind,
+            files=_digest_files(temporary),
+            created_at=created_at,
+        )
+        fsync_tree(temporary)
+        write_atomic(temporary / MANIFEST_NAME, _encode(manifest))
+        rename_folder(temporary, target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return manifest
+
+
+def read_manifest(root: Path, version: int) -> WeightManifest:
+    """The manifest of a published version. Raises WEIGHTS_NOT_FOUND."""
+    path = version_folder(root, version) / MANIFEST_NAME
+    try:
+        return _decode(path.read_bytes())
+    except FileNotFoundError as err:
+        raise RatoonError(
+            ErrorCode.WEIGHTS_NOT_FOUND,
+            f"version {version} is not published or was removed",
+            field="version",
+            got=str(version),
+            expected="a published version",
+        ) from err
+    except (ValueError, KeyError, TypeError) as err:
+        raise RatoonError(
+            ErrorCode.INTERNAL, f"the manifest of version {version} is unreadable: {err}"
+        ) from err
+
+
+def list_versions(root: Path) -> tuple[int, ...]:
+    """Published versions, ascending; a root that is not there has none."""
+    if not root.is_dir():
+        return ()
+    return tuple(
+        sorted(
+            int(path.name)
+            for path in root.iterdir()
+            if _VERSION_PATTERN.fullmatch(path.name) and (path / MANIFEST_NAME).exists()
+        )
+    )
+
+
+def prune_versions(root: Path, keep: int, protected: Collection[int]) -> tuple[int, ...]:
+    """Remove all but the newest `keep` (1 or more) and the protected; returns the removed."""
+    if keep < 1:
+        raise invalid("keep_versions", keep, "at least 1")
+    removed = tuple(v for v in list_versions(root)[:-keep] if v not in protected)
+    for version in removed:
+        remove_folder(version_folder(root, version))
+    return removed
+
+
+def file_path(root: Path, version: int, name: str) -> Path:
+    """The path of a file that the manifest names. Raises WEIGHTS_NOT_FOUND for any other name."""
+    if not any(file.name == name for file in read_manifest(root, version).files):
+        raise RatoonError(
+            ErrorCode.WEIGHTS_NOT_FOUND,
+            f"version {version} has no file of that name",
+            field="name",
+            got=name,
+            expected="a file of the manifest",
+        )
+    return version_folder(root, version) / name
+
+
+def find_file(root: Path, digest: str) -> tuple[Path, WeightFile]:
+    """The newest published file with this digest.
+
+    Raises INVALID_ARGUMENT where `digest` is no digest, WEIGHTS_NOT_FOUND where no file has it.
+    """
+    if not _DIGEST_PATTERN.fullmatch(digest):
+        raise invalid("digest", repr(digest), "32 lower-case hexadecimal digits")
+    for version in reversed(list_versions(root)):
+        try:
+            manifest = read_manifest(root, version)
+        except RatoonError as err:
+            if err.code is ErrorCode.WEIGHTS_NOT_FOUND:
+                continue  # Pruned since it was listed.
+            raise
+        for file in manifest.files:
+            if file.digest == digest:
+                return version_folder(root, version) / file.name, file
+    raise _digest_not_found(digest)
+
+
+def open_chunk(root: Path, digest: str, offset: int, length: int) -> bytes:
+    """Bytes [offset, offset + length) of the file with this digest, fewer at its end.
+
+    Raises INVALID_ARGUMENT for a bad digest, offset < 0, length < 1 or length > MAX_CHUNK_BYTES;
+    WEIGHTS_NOT_FOUND; RANGE_NOT_SATISFIABLE for an offset at or past the end (0 of an empty file is
+    b"").
+    """
+    if offset < 0:
+        raise invalid("offset", offset, "at least 0")
+    if not 1 <= length <= MAX_CHUNK_BYTES:
+        raise invalid("length", length, f"1 to {MAX_CHUNK_BYTES}")
+    path, file = find_file(root, digest)
+    if offset >= max(file.size_bytes, 1):
+        raise RatoonError(
+            ErrorCode.RANGE_NOT_SATISFIABLE,
+            f"offset: got {offset}, expected below the file's {file.size_bytes} bytes",
+            field="offset",
+            got=str(offset),
+            expected=f"below {file.size_bytes}",
+            details={"size_bytes": str(file.size_bytes)},
+        )
+    try:
+        with path.open("rb") as handle:
+            handle.seek(offset)
+            return handle.read(min(length, file.size_bytes - offset))
+    except FileNotFoundError as err:
+        raise _digest_not_found(digest) from err
+
+
+def _digest_not_found(digest: str) -> RatoonError:
+    return RatoonError(
+        ErrorCode.WEIGHTS_NOT_FOUND,
+        "no published version has a file with this digest",
+        field="digest",
+        got=digest,
+        expected="a digest of a manifest",
+    )
+
+
+def _same_version(manifest: WeightManifest, policy_id: str, kind: WeightKind) -> WeightManifest:
+    if (manifest.policy_id, manifest.kind) != (policy_id, kind):
+        raise invalid(
+            "version",
+            f"{manifest.version} of {policy_id} ({kind})",
+            f"the one that is published: of {manifest.policy_id} ({manifest.kind})",
+        )
+    return manifest
+
+
+def _digest_files(folder: Path) -> tuple[WeightFile, ...]:
+    paths = sorted(folder.iterdir())
+    assert paths, "a version without files"
+    assert all(path.is_file() and not path.is_symlink() for path in paths), "a version is flat"
+    assert all(path.name != MANIFEST_NAME for path in paths), "manifest.json is ours"
+    return tuple(
+        WeightFile(name=path.name, size_bytes=path.stat().st_size, digest=digest_file(path))
+        for path in paths
+    )
+
+
+def _encode(manifest: WeightManifest) -> bytes:
+    document = {
+        "format": MANIFEST_FORMAT,
+        "policy_id": manifest.policy_id,
+        "version": manifest.version,
+        "kind": manifest.kind.value,
+        "created_at": manifest.created_at,
+        "files": [
+            {"name": file.name, "size_bytes": file.size_bytes, "digest": file.digest}
+            for file in manifest.files
+        ],
+    }
+    return (json.dumps(document, indent=2) + "\n").encode()
+
+
+def _decode(data: bytes) -> WeightManifest:
+    document = cast("dict[str, Any]", json.loads(data))
+    if document["format"] != MANIFEST_FORMAT:
+        raise ValueError(f"format {document['format']}, expected {MANIFEST_FORMAT}")
+    return WeightManifest(
+        policy_id=str(document["policy_id"]),
+        version=int(document["version"]),
+        kind=WeightKind(document["kind"]),
+        files=tuple(
+            WeightFile(
+                name=str(file["name"]),
+                size_bytes=int(file["size_bytes"]),
+                digest=str(file["digest"]),
+            )
+            for file in document["files"]
+        ),
+        created_at=float(document["created_at"]),
+    )

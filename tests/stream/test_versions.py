@@ -1,0 +1,222 @@
+"""Versions of weights as folders."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon.stream import versions
+from ratoon.stream.manifest import WeightFile, WeightKind, WeightManifest
+from ratoon.stream.versions import (
+    file_path,
+    list_versions,
+    open_chunk,
+    prune_versions,
+    publish_version,
+    read_manifest,
+    version_folder,
+)
+
+
+def writer(contents: dict[str, bytes]) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        for name, data in contents.items():
+            (folder / name).write_bytes(data)
+
+    return write
+
+
+def publish(root: Path, version: int, contents: dict[str, bytes]) -> WeightManifest:
+    return publish_version(root, "p", version, WeightKind.FULL, writer(contents), 12.5)
+
+
+def code_of(call: Callable[[], object]) -> ErrorCode:
+    with pytest.raises(RatoonError) as caught:
+        call()
+    return caught.value.code
+
+
+def test_publish_names_every_file_with_size_and_digest(tmp_path: Path) -> None:
+    manifest = publish(tmp_path / "deep" / "root", 3, {"b": b"bytes", "a": b""})
+    assert manifest == WeightManifest(
+        policy_id="p",
+        version=3,
+        kind=WeightKind.FULL,
+        files=(
+            WeightFile(name="a", size_bytes=0, digest=xxhash.xxh3_128_hexdigest(b"")),
+            WeightFile(name="b", size_bytes=5, digest=xxhash.xxh3_128_hexdigest(b"bytes")),
+        ),
+        created_at=12.5,
+    )
+    assert read_manifest(tmp_path / "deep" / "root", 3) == manifest
+
+
+def test_publish_again_returns_the_first_and_writes_nothing(tmp_path: Path) -> None:
+    first = publish(tmp_path, 1, {"a": b"one"})
+    second = publish(tmp_path, 1, {"a": b"two"})
+    assert second == first
+    assert (version_folder(tmp_path, 1) / "a").read_bytes() == b"one"
+
+
+def test_publish_of_another_policy_or_kind_is_refused(tmp_path: Path) -> None:
+    publish(tmp_path, 1, {"a": b"one"})
+    for policy_id, kind in (("q", WeightKind.FULL), ("p", WeightKind.ADAPTER)):
+        call = lambda p=policy_id, k=kind: publish_version(tmp_path, p, 1, k, writer({}), 0.0)  # noqa: E731
+        assert code_of(call) is ErrorCode.INVALID_ARGUMENT
+
+
+def test_publish_failing_write_leaves_nothing(tmp_path: Path) -> None:
+    def write(folder: Path) -> None:
+        (folder / "a").write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        publish_version(tmp_path, "p", 1, WeightKind.FULL, write, 0.0)
+    assert list(tmp_path.iterdir()) == []
+    assert list_versions(tmp_path) == ()
+
+
+CRASH = """
+import os, pathlib
+from ratoon.stream import versions
+from ratoon.stream.manifest import WeightKind
+
+point = {point!r}
+if point != "write":
+    real = getattr(versions, point)
+    setattr(versions, point, lambda *args: os._exit(9))
+
+def write(folder):
+    (folder / "a").write_bytes(b"data")
+    if point == "write":
+        os._exit(9)
+
+versions.publish_version(pathlib.Path({root!r}), "p", 4, WeightKind.FULL, write, 0.0)
+"""
+
+
+@pytest.mark.parametrize("point", ["write", "fsync_tree", "write_atomic", "rename_folder"])
+def test_publish_killed_anywhere_shows_nothing_and_can_be_repeated(
+    tmp_path: Path, point: str
+) -> None:
+    publish(tmp_path, 3, {"a": b"before"})
+    script = CRASH.format(point=point, root=str(tmp_path))
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 9
+    assert len(list(tmp_path.iterdir())) == 2
+    assert list_versions(tmp_path) == (3,)
+    assert code_of(lambda: read_manifest(tmp_path, 4)) is ErrorCode.WEIGHTS_NOT_FOUND
+    publish(tmp_path, 4, {"a": b"data"})
+    assert list_versions(tmp_path) == (3, 4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["00000003", "00000004"]
+
+
+def test_publish_syncs_files_then_manifest_then_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    for step in ("fsync_tree", "write_atomic", "rename_folder"):
+        real = getattr(versions, step)
+
+        def record(*args: object, _step: str = step, _real: Callable[..., None] = real) -> None:
+            order.append(_step)
+            _real(*args)
+
+        monkeypatch.setattr(versions, step, record)
+    publish(tmp_path, 1, {"a": b"x"})
+    assert order == ["fsync_tree", "write_atomic", "rename_folder"]
+
+
+def test_list_versions_is_ascending_and_ignores_the_rest(tmp_path: Path) -> None:
+    assert list_versions(tmp_path / "none") == ()
+    for version in (10, 2, 123456789):
+        publish(tmp_path, version, {"a": b"x"})
+    (tmp_path / "00000005").mkdir()
+    (tmp_path / "notes").mkdir()
+    assert list_versions(tmp_path) == (2, 10, 123456789)
+
+
+def test_prune_keeps_newest_and_protected(tmp_path: Path) -> None:
+    for version in range(6):
+        publish(tmp_path, version, {"a": str(version).encode()})
+    assert prune_versions(tmp_path, 2, {1}) == (0, 2, 3)
+    assert list_versions(tmp_path) == (1, 4, 5)
+    assert len(list(tmp_path.iterdir())) == 3
+    assert prune_versions(tmp_path, 2, {1}) == ()
+    assert code_of(lambda: prune_versions(tmp_path, 0, ())) is ErrorCode.INVALID_ARGUMENT
+
+
+def test_file_path_takes_only_names_of_the_manifest(tmp_path: Path) -> None:
+    publish(tmp_path, 1, {"a": b"x"})
+    (tmp_path / "secret").write_bytes(b"s")
+    assert file_path(tmp_path, 1, "a").read_bytes() == b"x"
+    for name in ("../secret", "manifest.json", str(tmp_path / "secret"), "", ".", "a/../a"):
+        assert code_of(lambda n=name: file_path(tmp_path, 1, n)) is ErrorCode.WEIGHTS_NOT_FOUND
+    assert code_of(lambda: file_path(tmp_path, 2, "a")) is ErrorCode.WEIGHTS_NOT_FOUND
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.binary(max_size=64), offset=st.integers(0, 70), length=st.integers(1, 70))
+def test_chunk_is_the_slice_or_out_of_range(
+    tmp_path_factory: pytest.TempPathFactory, data: bytes, offset: int, length: int
+) -> None:
+    root = tmp_path_factory.mktemp("versions")
+    digest = publish(root, 1, {"a": data}).files[0].digest
+    if offset >= max(len(data), 1):
+        with pytest.raises(RatoonError) as caught:
+            open_chunk(root, digest, offset, length)
+        assert caught.value.code is ErrorCode.RANGE_NOT_SATISFIABLE
+        assert caught.value.details == {"size_bytes": str(len(data))}
+    else:
+        assert open_chunk(root, digest, offset, length) == data[offset : offset + length]
+
+
+@pytest.mark.parametrize(
+    ("digest", "offset", "length", "code"),
+    [
+        ("{real}", -1, 1, ErrorCode.INVALID_ARGUMENT),
+        ("{real}", 0, 0, ErrorCode.INVALID_ARGUMENT),
+        ("{real}", 0, -5, ErrorCode.INVALID_ARGUMENT),
+        ("{real}", 0, 16 * 2**20 + 1, ErrorCode.INVALID_ARGUMENT),
+        ("../../etc/passwd", 0, 1, ErrorCode.INVALID_ARGUMENT),
+        ("A" * 32, 0, 1, ErrorCode.INVALID_ARGUMENT),
+        ("", 0, 1, ErrorCode.INVALID_ARGUMENT),
+        ("0" * 32, 0, 1, ErrorCode.WEIGHTS_NOT_FOUND),
+        ("{real}", 10**18, 1, ErrorCode.RANGE_NOT_SATISFIABLE),
+    ],
+)
+def test_chunk_bad_request_is_typed(
+    tmp_path: Path, digest: str, offset: int, length: int, code: ErrorCode
+) -> None:
+    real = publish(tmp_path, 1, {"a": b"data"}).files[0].digest
+    assert code_of(lambda: open_chunk(tmp_path, digest.format(real=real), offset, length)) is code
+
+
+def test_chunk_is_found_in_an_older_version_until_it_is_pruned(tmp_path: Path) -> None:
+    digest = publish(tmp_path, 1, {"a": b"one"}).files[0].digest
+    publish(tmp_path, 2, {"a": b"two"})
+    assert open_chunk(tmp_path, digest, 0, 3) == b"one"
+    prune_versions(tmp_path, 1, ())
+    assert code_of(lambda: open_chunk(tmp_path, digest, 0, 3)) is ErrorCode.WEIGHTS_NOT_FOUND
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"format": 2}', "[]"])
+def test_damaged_manifest_is_an_error_not_a_version(tmp_path: Path, text: str) -> None:
+    publish(tmp_path, 1, {"a": b"x"})
+    (version_folder(tmp_path, 1) / "manifest.json").write_text(text)
+    assert code_of(lambda: read_manifest(tmp_path, 1)) is ErrorCode.INTERNAL
+
+
+def test_manifest_is_json_of_a_stated_format(tmp_path: Path) -> None:
+    publish(tmp_path, 1, {"a": b"x"})
+    document = json.loads((version_folder(tmp_path, 1) / "manifest.json").read_text())
+    assert document["format"] == 1
+    assert [file["name"] for file in document["files"]] == ["a"]
