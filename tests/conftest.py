@@ -29,7 +29,7 @@ def ray_cluster() -> Iterator[RayCluster]:
 
     # Short: Ray puts sockets below it, and the path of a socket has at most 107 bytes.
     temp_dir = tempfile.mkdtemp(prefix="rt-", dir="/tmp")
-    context = ray.init(
+    ray.init(
         num_cpus=2,
         object_store_memory=100 * 2**20,
         include_dashboard=False,
@@ -37,7 +37,7 @@ def ray_cluster() -> Iterator[RayCluster]:
         namespace="ratoon",
         log_to_driver=False,
     )
-    yield RayCluster(namespace="ratoon", address=context.address_info["address"])
+    yield RayCluster(namespace="ratoon", address=ray.get_runtime_context().gcs_address)
     ray.shutdown()
     shutil.rmtree(temp_dir, ignore_errors=True)
 

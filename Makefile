@@ -1,0 +1,107 @@
+# Every target does its own set-up: a fresh clone needs Python 3.11 or newer and make, nothing else.
+#   PYTHON       the interpreter of the virtual environment (python3)
+#   TORCH_INDEX  where no NVIDIA device is found, torch comes from this package index; with
+#                https://download.pytorch.org/whl/cpu that is a tenth of the download
+#   ARGS         more arguments for the command that a target runs: make test ARGS='-k codec'
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+ARGS ?=
+
+BIN := .venv/bin
+STAMPS := .venv/.stamps
+DISTRIBUTIONS := proto kernels clients/python service
+PYPROJECTS := $(DISTRIBUTIONS:%=%/pyproject.toml)
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -q
+
+# Two make processes must not fill one environment; without flock (macOS) that is up to the caller.
+LOCKED = $(shell command -v flock >/dev/null 2>&1 && echo flock .venv.lock) $(MAKE) --no-print-directory
+NVIDIA = $(wildcard /dev/nvidiactl)$(shell command -v nvidia-smi 2>/dev/null)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint type fmt proto proto-check bench bench-cpu test-gpu up down clean \
+	env env-dev env-proto
+
+help:
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "%-12s %s\n", $$1, $$2 }'
+
+demo: env ## train a tiny policy on this machine through the public client
+	@$(BIN)/ratoon demo $(ARGS)
+
+test: env-dev ## run the tests, without slow and GPU ones
+	@$(BIN)/pytest $(ARGS)
+
+test-gpu: env-dev ## run the tests that need NVIDIA GPUs
+	@$(BIN)/pytest -m "gpu or multigpu" $(ARGS)
+
+lint: env-dev env-proto ## check format, lint, imports between layers, generated code
+	@$(BIN)/pre-commit run --all-files --show-diff-on-failure
+	@$(BIN)/lint-imports --no-cache
+	@scripts/proto.sh --check
+
+type: env-dev ## check types
+	@$(BIN)/basedpyright $(ARGS)
+
+fmt: env-dev ## format and fix what can be fixed
+	@$(BIN)/ruff check --fix-only .
+	@$(BIN)/ruff format .
+
+proto: env-proto ## generate proto/src/ratoon_proto/v1
+	@scripts/proto.sh proto/src
+
+proto-check: env-proto ## check that the generated code is what protoc writes
+	@scripts/proto.sh --check
+
+bench: bench-cpu ## run the benchmarks of this machine
+
+bench-cpu: env ## packed against replicated training on the CPU
+	@$(BIN)/python benchmarks/step_cpu.py --out benchmarks/results/cpu/step.json $(ARGS)
+
+up: ## start the service and Prometheus in containers
+	docker compose up --build --detach --wait
+
+down: ## stop them
+	docker compose down
+
+clean: ## remove the environments and every cache
+	rm -rf .venv .venv-proto .pytest_cache .ruff_cache .hypothesis .import_linter_cache .schemathesis
+	find $(DISTRIBUTIONS) tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
+	find $(DISTRIBUTIONS) -name '*.egg-info' -prune -exec rm -rf {} +
+
+env: ## install the four distributions into .venv
+	+@$(LOCKED) $(STAMPS)/env
+
+env-dev: ## the same, and the tools of test, lint and type
+	+@$(LOCKED) $(STAMPS)/env-dev
+
+env-proto: ## install the protobuf generators into .venv-proto
+	+@$(LOCKED) .venv-proto/.stamp
+
+define REQUIRE_PYTHON
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+  echo "make: Ratoon needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1);" \
+    "say which one: make PYTHON=python3.11 TARGET" >&2; exit 1; }
+endef
+
+$(STAMPS)/venv:
+	$(REQUIRE_PYTHON)
+	@$(PYTHON) -m venv .venv
+	@mkdir -p $(STAMPS)
+	@touch $@
+
+$(STAMPS)/env: $(STAMPS)/venv $(PYPROJECTS) constraints.txt
+	@echo "make: installing Ratoon into .venv: minutes, once (sizes: README.md)"
+	@$(if $(and $(TORCH_INDEX),$(if $(NVIDIA),,none)),$(PIP) --no-deps --index-url $(TORCH_INDEX) -c constraints.txt torch)
+	@$(PIP) -c constraints.txt $(DISTRIBUTIONS:%=-e ./%)
+	@touch $@
+
+$(STAMPS)/env-dev: $(STAMPS)/env requirements-dev.txt
+	@$(PIP) -c constraints.txt -r requirements-dev.txt
+	@touch $@
+
+.venv-proto/.stamp: requirements-proto.txt
+	$(REQUIRE_PYTHON)
+	@$(PYTHON) -m venv .venv-proto
+	@.venv-proto/bin/python -m pip --disable-pip-version-check install -q -r $<
+	@touch $@
