@@ -15,7 +15,7 @@ PYPROJECTS := $(DISTRIBUTIONS:%=%/pyproject.toml)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q
 
 # Two make processes must not fill one environment; without flock (macOS) that is up to the caller.
-LOCKED = $(shell command -v flock >/dev/null 2>&1 && echo flock .venv.lock) $(MAKE) --no-print-directory
+LOCKED = $(shell command -v flock >/dev/null 2>&1 && echo flock .venv.lock) $(MAKE) -s --no-print-directory
 NVIDIA = $(wildcard /dev/nvidiactl)$(shell command -v nvidia-smi 2>/dev/null)
 
 .DEFAULT_GOAL := help
@@ -36,7 +36,7 @@ test-gpu: env-dev ## run the tests that need NVIDIA GPUs
 	@$(BIN)/pytest -m "gpu or multigpu" $(ARGS)
 
 lint: env-dev env-proto ## check format, lint, imports between layers, generated code
-	@$(BIN)/pre-commit run --all-files --show-diff-on-failure
+	@$(BIN)/pre-commit run --all-files
 	@$(BIN)/lint-imports --no-cache
 	@scripts/proto.sh --check
 
