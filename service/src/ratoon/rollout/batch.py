@@ -35,7 +35,8 @@ class RolloutBatch:
     sampler_logprobs: NDArray[np.float32] | None
     old_logprobs: NDArray[np.float32] | None
     reference_logprobs: NDArray[np.float32] | None
-    # Exactly one of rewards float64 [S] and advantages float32 [J], or neither (cross_entropy, Forward).
+    # Exactly one of rewards float64 [S] and advantages float32 [J], or neither (cross_entropy,
+    # Forward).
     rewards: NDArray[np.float64] | None
     advantages: NDArray[np.float32] | None
     # float32 [J], signed; cross_entropy only.

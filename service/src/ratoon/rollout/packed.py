@@ -82,8 +82,8 @@ class PackedBatch:
     # int64 [M targets]: token id and index in row_index.
     target_token: NDArray[np.int64]
     target_row: NDArray[np.int64]
-    # int64 [terms]: index of the target; index of the sequence in `forest.sequences`; response-token
-    # index in the batch's columns (0 .. J - 1). Terms are in request order.
+    # int64 [terms]: index of the target; index of the sequence in `forest.sequences`; index of the
+    # response token in the batch's columns (0 .. J - 1). Terms are in request order.
     term_target: NDArray[np.int64]
     term_sequence: NDArray[np.int64]
     term_token: NDArray[np.int64]

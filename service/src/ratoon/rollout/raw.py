@@ -1,6 +1,6 @@
 """What a wire hands over: groups as the caller sent them, decoded but not yet judged.
 
-Both wires build these; `validate` turns them into a `RolloutBatch` or names what is wrong with them.
+Both wires build these; `validate` makes a `RolloutBatch` of them or names what is wrong with them.
 Invariant: nothing here has been checked beyond its numpy dtype kind.
 """
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 
 class SamplerLogprobsKind(StrEnum):
-    """Whether sampler log-probs were taken after (`processed`) or before (`raw`) the temperature."""
+    """Sampler log-probs were taken after (`processed`) or before (`raw`) the temperature."""
 
     UNSPECIFIED = "unspecified"
     PROCESSED = "processed"
@@ -31,7 +31,7 @@ class RawSegment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawRollout:
-    """One rollout; `None` stands for a field the caller left out. Arrays have one value a response token."""
+    """One rollout; `None`: the caller left it out. Arrays have one value a response token."""
 
     segments: tuple[RawSegment, ...]
     loss_mask: NDArray[np.generic] | None
