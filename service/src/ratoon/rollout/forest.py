@@ -1,0 +1,172 @@
+"""Prefix trees from sorted sequences: each run of tokens that the same sequences share is one node.
+
+Enter a batch, its `SortedPrefixes` and a choice of sequences; leaves a `Forest` in packed order.
+Invariant: packed tokens are the distinct prefixes of the chosen sequences, each once; what another
+request order changes is only which of two equally heavy siblings comes first.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.packed import Forest
+from ratoon.rollout.prefixes import SortedPrefixes, shared_with_previous
+from ratoon.rollout.ragged import group_of_sequence, sequence_lengths
+
+
+def build_forest(
+    batch: RolloutBatch, prefixes: SortedPrefixes, sequences: NDArray[np.int64] | None
+) -> Forest:
+    """The forest of `sequences` (int64, distinct, ascending; None: all of the batch).
+
+    A sequence that another one continues ends at an internal node; equal sequences end at the same
+    node; an empty one has node -1.
+    """
+    if sequences is None:
+        sequences = np.arange(batch.num_sequences)
+    places = np.sort(prefixes.rank[sequences])
+    length_S = sequence_lengths(batch)
+    sorted_sequence = prefixes.order[places]
+    lcp = shared_with_previous(prefixes.lcp, places)
+    parent_M, stop_M, sample_M, node_of = _grow(lcp.tolist(), length_S[sorted_sequence].tolist())
+    depth_M = np.where(parent_M < 0, 0, stop_M[parent_M])
+    weight_M, first_M = _weigh(parent_M, stop_M, stop_M - depth_M, sorted_sequence, node_of)
+    preorder = _preorder(parent_M, weight_M, first_M)
+
+    packed = np.empty(len(preorder) + 1, np.int32)
+    packed[preorder] = np.arange(len(preorder))
+    packed[-1] = -1  # parent of a root, node of an empty sequence
+    own = (stop_M - depth_M)[preorder]
+    node_stop = np.cumsum(own)
+    node_start = node_stop - own
+    node_depth = depth_M[preorder]
+    sequence_node = np.empty(len(sequences), np.int32)
+    sequence_node[np.searchsorted(sequences, sorted_sequence)] = packed[node_of]
+    return Forest(
+        tokens=_gather_tokens(batch, sorted_sequence[sample_M[preorder]], node_depth, own),
+        node_parent=packed[parent_M[preorder]],
+        node_start=node_start,
+        node_stop=node_stop,
+        node_end=node_start + weight_M[preorder],
+        node_depth=node_depth,
+        sequences=sequences,
+        sequence_node=sequence_node,
+        sequence_length=length_S[sequences],
+    )
+
+
+def _grow(
+    lcp: list[int], lengths: list[int]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Nodes of the trie of sorted sequences; node numbers are in order of creation.
+
+    Returns per node the parent (-1: root), the depth where it stops and a sequence that holds it;
+    per sequence the node where it ends (-1: empty). Sequences are by place in the sorted order.
+    """
+    parent: list[int] = []
+    stop: list[int] = []
+    sample: list[int] = []
+    node_of: list[int] = []
+    # Nodes from the root to the end of the sequence before.
+    path: list[int] = []
+    for i, shared in enumerate(lcp):
+        below = -1
+        while path and stop[path[-1]] > shared:
+            below = path.pop()
+        top = path[-1] if path else -1
+        if below >= 0 and shared > (stop[top] if path else 0):
+            # The sequence leaves in the middle of `below`: its upper part becomes a node.
+            parent.append(top)
+            stop.append(shared)
+            sample.append(i)
+            top = parent[below] = len(parent) - 1
+            path.append(top)
+        if lengths[i] > shared:
+            parent.append(top)
+            stop.append(lengths[i])
+            sample.append(i)
+            top = len(parent) - 1
+            path.append(top)
+        node_of.append(top)
+    return (
+        np.array(parent, np.int64),
+        np.array(stop, np.int64),
+        np.array(sample, np.int64),
+        np.array(node_of, np.int64),
+    )
+
+
+def _weigh(
+    parent_M: NDArray[np.int64],
+    stop_M: NDArray[np.int64],
+    own_M: NDArray[np.int64],
+    sorted_sequence: NDArray[np.int64],
+    node_of: NDArray[np.int64],
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Tokens of each node's subtree, and the first in request order of its sequences; int64 [M]."""
+    weight: list[int] = own_M.tolist()
+    first = [int(sorted_sequence.max(initial=0)) + 1] * len(weight)
+    for sequence, node in zip(sorted_sequence.tolist(), node_of.tolist(), strict=True):
+        if node >= 0 and sequence < first[node]:
+            first[node] = sequence
+    parent: list[int] = parent_M.tolist()
+    # A child stops deeper than its parent, so deepest first is children first.
+    bottom_up: list[int] = np.argsort(-stop_M).tolist()
+    for node in bottom_up:
+        above = parent[node]
+        if above >= 0:
+            weight[above] += weight[node]
+            first[above] = min(first[above], first[node])
+    return np.array(weight, np.int64), np.array(first, np.int64)
+
+
+def _preorder(
+    parent_M: NDArray[np.int64], weight_M: NDArray[np.int64], first_M: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Nodes depth-first, heaviest sibling first, ties in request order; int64 [M]."""
+    parent: list[int] = parent_M.tolist()
+    # The last list is of the roots, whose parent is -1.
+    children: list[list[int]] = [[] for _ in range(len(parent) + 1)]
+    lightest_first: list[int] = np.lexsort((-first_M, weight_M)).tolist()
+    for node in lightest_first:
+        children[parent[node]].append(node)
+    preorder: list[int] = []
+    stack = children[-1]
+    while stack:
+        node = stack.pop()
+        preorder.append(node)
+        stack += children[node]
+    return np.array(preorder, np.int64)
+
+
+def _gather_tokens(
+    batch: RolloutBatch,
+    sample: NDArray[np.int64],
+    depth: NDArray[np.int64],
+    own: NDArray[np.int64],
+) -> NDArray[np.int32]:
+    """Tokens [depth, depth + own) of each sample sequence, one after the other, int32 [T]."""
+    group = group_of_sequence(batch)[sample]
+    prompt_start = batch.prompt_offsets[group]
+    length = batch.prompt_offsets[group + 1] - prompt_start
+    shift = batch.response_offsets[sample] - length
+    stop = depth + own
+    bounds = np.stack(
+        [
+            prompt_start + np.minimum(depth, length),
+            prompt_start + np.minimum(stop, length),
+            shift + np.maximum(depth, length),
+            shift + np.maximum(stop, length),
+        ],
+        axis=1,
+    )
+    pieces: list[NDArray[np.int32]] = [np.empty(0, np.int32)]
+    # Slices are copied whole: much quicker than gathering by index, as nodes are long.
+    for prompt_from, prompt_to, response_from, response_to in bounds.tolist():
+        if prompt_from < prompt_to:
+            pieces.append(batch.prompt_tokens[prompt_from:prompt_to])
+        if response_from < response_to:
+            pieces.append(batch.response_tokens[response_from:response_to])
+    return np.concatenate(pieces)

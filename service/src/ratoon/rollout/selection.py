@@ -1,0 +1,155 @@
+"""Which sequences and tokens of a batch count: drops, the owners of shared tokens, counters.
+
+Enter a batch and what the call says about staleness, truncation and zero variance; leave a
+`Selection` and masks over sequences [S] and response tokens [J]. Invariant: nothing here depends on
+how the batch is later cut into micro-batches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ratoon.errors import ErrorCode, RatoonError, invalid
+from ratoon.rollout.advantages import zero_variance_groups
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.forest import build_forest
+from ratoon.rollout.paths import response_tokens
+from ratoon.rollout.prefixes import SortedPrefixes
+from ratoon.rollout.ragged import group_of_sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """Sequences that stay, and how many went for each reason; one is counted for the first only."""
+
+    # bool [S].
+    kept_S: NDArray[np.bool_]
+    dropped_stale: int
+    dropped_truncated: int
+    dropped_zero_variance: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counters:
+    """What an update divides by: trained tokens, and the sequences and groups that have some."""
+
+    tokens: int
+    sequences: int
+    groups: int
+
+
+def select_sequences(
+    batch: RolloutBatch,
+    *,
+    version: int,
+    max_versions: int | None,
+    refuse_stale: bool,
+    drop_truncated: bool,
+    drop_zero_variance: bool,
+) -> Selection:
+    """Drop stale, then truncated sequences, then groups of zero variance.
+
+    A sequence is stale if it was sampled more than `max_versions` versions before `version` (None:
+    none is). Variance is that of the rewards of the group as received, before any drop; without
+    rewards no group is dropped for it. Raises `RatoonError`: STALE_ROLLOUTS with `refuse_stale`,
+    INVALID_ARGUMENT where staleness is bounded and a sequence does not say its version.
+    """
+    kept = np.ones(batch.num_sequences, np.bool_)
+    if max_versions is not None:
+        kept = _fresh(batch, version, max_versions, refuse_stale=refuse_stale)
+    dropped_stale = int(np.count_nonzero(~kept))
+    dropped_truncated = 0
+    if drop_truncated:
+        dropped_truncated = int(np.count_nonzero(kept & batch.truncated))
+        kept = kept & ~batch.truncated
+    dropped_zero_variance = 0
+    if drop_zero_variance and batch.rewards is not None:
+        is_flat = zero_variance_groups(batch.rewards, batch.group_offsets)
+        is_flat = is_flat[group_of_sequence(batch)]
+        dropped_zero_variance = int(np.count_nonzero(kept & is_flat))
+        kept = kept & ~is_flat
+    return Selection(
+        kept_S=kept,
+        dropped_stale=dropped_stale,
+        dropped_truncated=dropped_truncated,
+        dropped_zero_variance=dropped_zero_variance,
+    )
+
+
+def _fresh(
+    batch: RolloutBatch, version: int, max_versions: int, *, refuse_stale: bool
+) -> NDArray[np.bool_]:
+    """Sequences sampled at most `max_versions` before `version`, bool [S]."""
+    is_unknown = batch.policy_version < 0
+    if is_unknown.any():
+        field = f"{sequence_field(batch, int(is_unknown.argmax()))}.policy_version"
+        raise invalid(field, "none", "the version it was sampled from, as staleness is bounded")
+    age = version - batch.policy_version
+    is_stale = age > max_versions
+    if refuse_stale and is_stale.any():
+        first = int(is_stale.argmax())
+        field = f"{sequence_field(batch, first)}.policy_version"
+        got = f"version {batch.policy_version[first]}, {age[first]} behind {version}"
+        expected = f"at most {max_versions} behind"
+        count = int(np.count_nonzero(is_stale))
+        raise RatoonError(
+            ErrorCode.STALE_ROLLOUTS,
+            f"{count} of {len(is_stale)} rollouts are stale, first {field}: got {got}, "
+            f"expected {expected}",
+            field=field,
+            got=got,
+            expected=expected,
+            details={"num_stale": str(count), "version": str(version)},
+        )
+    return ~is_stale
+
+
+def sequence_field(batch: RolloutBatch, sequence: int) -> str:
+    """A sequence's path in the request: `groups[3].rollouts[17]`."""
+    group = int(np.searchsorted(batch.group_offsets, sequence, side="right")) - 1
+    return f"groups[{group}].rollouts[{sequence - int(batch.group_offsets[group])}]"
+
+
+def first_owner_mask(
+    batch: RolloutBatch, prefixes: SortedPrefixes, kept_S: NDArray[np.bool_]
+) -> NDArray[np.bool_]:
+    """Trained response tokens of kept sequences, a shared one with its first path only, bool [J].
+
+    The first path is that of request order among kept sequences whose loss mask trains the token.
+    """
+    forest = build_forest(batch, prefixes, np.flatnonzero(kept_S))
+    response = response_tokens(batch, forest)
+    is_trained = batch.loss_mask[response.column]
+    column, packed = response.column[is_trained], response.packed[is_trained]
+    owner = np.empty(forest.num_tokens, np.int64)
+    # Of several values for one place the last one assigned stays: the first in request order.
+    owner[packed[::-1]] = column[::-1]
+    mask = np.zeros(len(batch.loss_mask), np.bool_)
+    mask[column] = owner[packed] == column
+    return mask
+
+
+def trained_mask(batch: RolloutBatch, kept_S: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Trained response tokens of kept sequences, every path's own, bool [J]."""
+    return batch.loss_mask & np.repeat(kept_S, np.diff(batch.response_offsets))
+
+
+def trained_lengths(batch: RolloutBatch, mask_J: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Response tokens of each sequence where `mask_J` (bool [J]) holds, int64 [S]."""
+    before = np.zeros(len(mask_J) + 1, np.int64)
+    np.cumsum(mask_J, out=before[1:])
+    return np.diff(before[batch.response_offsets])
+
+
+def counters(mask_J: NDArray[np.bool_], batch: RolloutBatch, kept_S: NDArray[np.bool_]) -> Counters:
+    """Tokens of kept sequences where `mask_J` holds, and the sequences and groups that have one."""
+    lengths = np.where(kept_S, trained_lengths(batch, mask_J), 0)
+    per_group = np.add.reduceat(lengths, batch.group_offsets[:-1])
+    return Counters(
+        tokens=int(lengths.sum()),
+        sequences=int(np.count_nonzero(lengths)),
+        groups=int(np.count_nonzero(per_group)),
+    )
