@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,19 +62,19 @@ def _groups(paths: list[Path]) -> dict[str, list[int]]:
 
 
 def _group_advantages(rewards: list[float], kind: str) -> list[float]:
-    count = len(rewards)
-    if kind == "none":
+    """In rational arithmetic, so that equal rewards give exactly zero."""
+    exact, count = [Fraction(r) for r in rewards], len(rewards)
+    if kind == "none" or (kind == "leave_one_out" and count == 1):
         return rewards
     if kind == "leave_one_out":
-        if count == 1:
-            return rewards
-        return [r - (sum(rewards) - r) / (count - 1) for r in rewards]
-    mean = sum(rewards) / count if count > 1 else 0.0
+        return [float(r - (sum(exact) - r) / (count - 1)) for r in exact]
+    mean = sum(exact) / count if count > 1 else Fraction(0)
+    centred = [r - mean for r in exact]
     if kind == "group_mean":
-        return [r - mean for r in rewards]
+        return [float(r) for r in centred]
     assert kind == "group_mean_std"
-    std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / (count - 1)) if count > 1 else 1.0
-    return [(r - mean) / (std + 1e-6) for r in rewards]
+    std = math.sqrt(sum(r * r for r in centred) / (count - 1)) if count > 1 else 1.0
+    return [float(r) / (std + 1e-6) for r in centred]
 
 
 def _advantages(paths: list[Path], loss: OracleLoss) -> tuple[list[NDArray[np.float64]], set[int]]:

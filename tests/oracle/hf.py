@@ -1,7 +1,9 @@
 """The model side of the oracle: stock Hugging Face, one unpadded forward a rollout.
 
 Enters a model folder (and an adapter folder), leaves log-probs and entropies with their gradient.
-Invariant: batch size 1, no padding, no attention mask but the model's own causal one.
+Invariant: batch size 1, no padding, no attention mask but the model's own causal one. A float64
+model is float64 throughout: its code asks for float32 in norms, rotary angles and router, whose
+rounding would differ between one long backward and many short ones.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
 from tests.oracle.paths import Path
@@ -21,7 +24,9 @@ from tests.oracle.paths import Path
 def load(folder: FilePath, *, dtype: torch.dtype, attention: str = "eager") -> nn.Module:
     """The folder's model in `dtype` with stock attention (`eager` or `sdpa`)."""
     auto = cast(Any, AutoModelForCausalLM)
-    model = auto.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
+    model = auto.from_pretrained(
+        folder, dtype=dtype, attn_implementation=attention, experts_implementation="eager"
+    )
     return model.to(dtype)
 
 
@@ -46,9 +51,11 @@ def logprobs(model: nn.Module, path: Path) -> tuple[Tensor, Tensor]:
         empty = torch.zeros(0, dtype=torch.float64)
         return empty, empty
     ids = torch.as_tensor(path.tokens, dtype=torch.int64)[None]
-    logits = model(input_ids=ids, use_cache=False).logits[0].to(torch.float64)
+    is_double = next(model.parameters()).dtype is torch.float64
+    with _DoublePrecision() if is_double else nullcontext():
+        logits = model(input_ids=ids, use_cache=False).logits[0]
     first = max(num_prompt - 1, 0)
-    rows = logits[first : num_prompt + num_response - 1] / path.temperature
+    rows = logits[first : num_prompt + num_response - 1].to(torch.float64) / path.temperature
     log_softmax = torch.log_softmax(rows, dim=-1)
     entropy = -(log_softmax.exp() * log_softmax).sum(-1)
     logprob = log_softmax.gather(1, ids[0, first + 1 :, None])[:, 0]
@@ -62,6 +69,20 @@ def all_logprobs(model: nn.Module, paths: list[Path]) -> list[tuple[Tensor, Tens
     """`logprobs` of each path, without gradients."""
     with torch.no_grad():
         return [logprobs(model, path) for path in paths]
+
+
+class _DoublePrecision(TorchFunctionMode):
+    """Whoever asks for float32 gets float64."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.float:
+            return args[0].double()
+        args = [torch.float64 if arg is torch.float32 else arg for arg in args]
+        if kwargs and kwargs.get("dtype") is torch.float32:
+            kwargs = kwargs | {"dtype": torch.float64}
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -1,0 +1,75 @@
+"""Very small Hugging Face folders with random weights, for tests that compare with stock models.
+
+In: an architecture's name and a seed. Out: a folder written by `save_pretrained`, float32.
+Invariant: nothing of ours is imported here, and no weight is zero or one: norms and biases are
+random too.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+# All have grouped queries; qwen3 and mistral tie the embeddings.
+ARCHITECTURES = ("qwen3", "qwen3_untied", "qwen2", "llama", "mistral", "qwen3_moe")
+
+
+def write_folder(folder: Path, architecture: str, *, vocab_size: int = 64, seed: int = 0) -> Path:
+    """A model of two layers and hidden size 16 at `folder`; returns the folder."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = cast(Any, AutoModelForCausalLM).from_config(_config(architecture, vocab_size))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                is_matrix = parameter.ndim > 1
+                noise = torch.randn_like(parameter) * (0.25 if is_matrix else 0.1)
+                parameter.copy_(noise if is_matrix else 1 + noise)
+    model.save_pretrained(folder)
+    return folder
+
+
+def _config(architecture: str, vocab_size: int) -> PretrainedConfig:
+    common: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32_768,
+        "tie_word_embeddings": False,
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    if architecture == "qwen3":
+        return Qwen3Config(**{**common, "head_dim": 8, "tie_word_embeddings": True})
+    if architecture == "qwen3_untied":
+        return Qwen3Config(**{**common, "head_dim": 8})
+    if architecture == "qwen2":
+        return Qwen2Config(**common)
+    if architecture == "llama":
+        return LlamaConfig(**{**common, "num_key_value_heads": 1})
+    if architecture == "mistral":
+        return MistralConfig(**{**common, "sliding_window": None, "tie_word_embeddings": True})
+    assert architecture == "qwen3_moe"
+    return Qwen3MoeConfig(
+        **common,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=12,
+        decoder_sparse_step=1,
+        norm_topk_prob=True,
+    )
