@@ -62,7 +62,7 @@ def _policy_gradient(counted: Counted, loss: OracleLoss, logp: Tensor) -> Tensor
     if loss.kind == "cross_entropy":
         weights = counted.path.weights
         return -logp if weights is None else -torch.as_tensor(weights) * logp
-    if loss.kind == "reinforce":
+    if loss.kind == "reinforce" and loss.correction is None:
         return -advantage * logp
     old = old_logprobs(counted, loss, logp)
     ratio = (logp - old).exp()
@@ -71,6 +71,8 @@ def _policy_gradient(counted: Counted, loss: OracleLoss, logp: Tensor) -> Tensor
         log_sequence = (logp - old)[mask].mean() if mask.any() else torch.zeros(())
         ratio = log_sequence.exp().detach() * (logp - logp.detach()).exp()
         terms = _clipped(ratio, advantage, loss)
+    elif loss.kind == "reinforce":
+        terms = -advantage * logp
     elif loss.kind == "cispo":
         terms = -ratio.clamp(loss.clip_low, loss.clip_high).detach() * advantage * logp
     elif loss.kind == "importance_sampling":

@@ -41,9 +41,9 @@ def _term(
     if loss.kind == "cross_entropy":
         weights = counted.path.weights
         return -logp * (1.0 if weights is None else float(weights[token]))
-    if loss.kind == "reinforce":
-        return -advantage * logp
     weight = _weight(loss, gap)
+    if loss.kind == "reinforce":
+        return -weight * advantage * logp
     if loss.kind == "cispo":
         return -weight * min(max(ratio, loss.clip_low), loss.clip_high) * advantage * logp
     if loss.kind == "importance_sampling":

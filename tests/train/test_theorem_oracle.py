@@ -74,7 +74,7 @@ def test_losses_torch_equals_numpy(kind: str, correction: Correction | None) -> 
         loss = default_loss(
             kind,
             advantage="given",
-            old="none" if kind in {"reinforce", "cross_entropy"} else "given",
+            old="on_policy" if kind == "reinforce" else "given",
             kl=("k1", "k2", "k3", None)[seed % 4],
             kl_coefficient=0.3,
             entropy_coefficient=0.1,
