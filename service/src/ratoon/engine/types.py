@@ -1,7 +1,7 @@
 """The engine's nouns: policy, operation, command, result. No torch, no wire.
 
-Enters from the api's conversion, kept by the journal, leaves in operations. Invariant: a value here is
-validated; ids match their patterns, enums are resolved, a command is complete.
+Enters from the api's conversion, kept by the journal, leaves in operations. Invariant: a value here
+is validated; ids match their patterns, enums are resolved, a command is complete.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ Command = (
 class Submission:
     """One sequenced call, validated: what the controller accepts, journals and hashes.
 
-    `body` is b"" for commands without a batch. The payload hash covers command and body, not the key.
+    `body` is b"" for commands without a batch. The payload hash covers command and body, not key.
     """
 
     policy_id: str
@@ -240,7 +240,7 @@ class ForwardResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointInfo:
-    """`replay_from_seq`: first operation of the window open at `seq`. Time in seconds since the epoch."""
+    """`replay_from_seq`: first operation of the window open at `seq`. Time in seconds since 1970."""
 
     checkpoint_id: str
     version: int

@@ -40,7 +40,7 @@ class FullTuning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraTuning:
-    """Low-rank adapters (Hu et al., 2021); empty target_modules: every attention and MLP projection."""
+    """Low-rank adapters (Hu et al., 2021); empty target_modules: all attention and MLP projections."""
 
     rank: int
     alpha: float
