@@ -240,7 +240,7 @@ class ForwardResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointInfo:
-    """`replay_from_seq`: first operation of the window open at `seq`. Time in seconds since 1970."""
+    """`replay_from_seq`: first operation of the window open at `seq`. Times in Unix seconds."""
 
     checkpoint_id: str
     version: int

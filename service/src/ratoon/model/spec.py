@@ -40,7 +40,7 @@ class FullTuning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraTuning:
-    """Low-rank adapters (Hu et al., 2021); empty target_modules: all attention and MLP projections."""
+    """Low-rank adapters (Hu et al., 2021); no target_modules: all of attention and MLP."""
 
     rank: int
     alpha: float
