@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.rollout.advantages import zero_variance_groups
 from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.fields import sequence_field
 from ratoon.rollout.forest import build_forest
 from ratoon.rollout.paths import response_tokens
 from ratoon.rollout.prefixes import SortedPrefixes
@@ -85,13 +86,13 @@ def _fresh(
     """Sequences sampled at most `max_versions` before `version`, bool [S]."""
     is_unknown = batch.policy_version < 0
     if is_unknown.any():
-        field = f"{sequence_field(batch, int(is_unknown.argmax()))}.policy_version"
+        field = f"{sequence_field(batch.group_offsets, int(is_unknown.argmax()))}.policy_version"
         raise invalid(field, "none", "the version it was sampled from, as staleness is bounded")
     age = version - batch.policy_version
     is_stale = age > max_versions
     if refuse_stale and is_stale.any():
         first = int(is_stale.argmax())
-        field = f"{sequence_field(batch, first)}.policy_version"
+        field = f"{sequence_field(batch.group_offsets, first)}.policy_version"
         got = f"version {batch.policy_version[first]}, {age[first]} behind {version}"
         expected = f"at most {max_versions} behind"
         count = int(np.count_nonzero(is_stale))
@@ -105,12 +106,6 @@ def _fresh(
             details={"num_stale": str(count), "version": str(version)},
         )
     return ~is_stale
-
-
-def sequence_field(batch: RolloutBatch, sequence: int) -> str:
-    """A sequence's path in the request: `groups[3].rollouts[17]`."""
-    group = int(np.searchsorted(batch.group_offsets, sequence, side="right")) - 1
-    return f"groups[{group}].rollouts[{sequence - int(batch.group_offsets[group])}]"
 
 
 def first_owner_mask(

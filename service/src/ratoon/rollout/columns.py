@@ -1,0 +1,172 @@
+"""Per-token columns, outcomes and sampling settings of all rollouts of a request.
+
+Enter `RawRollout`s, leave arrays over response tokens [J] or sequences [S], or an error that names
+rollout and index. Invariant: a column is there for every rollout or for none, and its values are
+finite. A rollout without response tokens has nothing to give and may leave per-token columns out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ratoon.errors import RatoonError, invalid
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.fields import RequestFields, first_true
+from ratoon.rollout.raw import RawRollout, SamplerLogprobsKind
+
+# What rounding may leave of a probability of one.
+_LOGPROB_EPSILON = 1e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingSettings:
+    """The columns of the same names of a `RolloutBatch`, each [S]."""
+
+    temperature: NDArray[np.float32]
+    sampler_is_raw: NDArray[np.bool_]
+    truncated: NDArray[np.bool_]
+    policy_version: NDArray[np.int64]
+    top_p: NDArray[np.float32]
+    top_k: NDArray[np.int32]
+
+
+def token_column(
+    rollouts: Sequence[RawRollout], name: str, fields: RequestFields
+) -> NDArray[np.float32] | None:
+    """The per-token column `name`, float32 [J], or None where no rollout gives it."""
+    has_tokens: list[bool] = (np.diff(fields.response_offsets) > 0).tolist()
+    values: list[NDArray[np.floating] | None] = [getattr(rollout, name) for rollout in rollouts]
+    witness = has_tokens.index(True)
+    is_given = values[witness] is not None
+    parts: list[NDArray[np.floating]] = []
+    for s, value in enumerate(values):
+        if value is None:
+            if is_given and has_tokens[s]:
+                raise _uneven(name, s, "none", "values", witness, fields)
+            continue
+        _check_values_array(value, name, s, fields)
+        if has_tokens[s]:
+            if not is_given:
+                raise _uneven(name, s, "values", "none", witness, fields)
+            parts.append(value)
+    if not is_given:
+        return None
+    with np.errstate(over="ignore"):  # what overflows is refused below
+        column = np.concatenate(parts).astype(np.float32)
+    j = first_true(~np.isfinite(column))
+    if j is not None:
+        raise invalid(fields.token(j, name), np.concatenate(parts)[j], "a finite float32")
+    return column
+
+
+def _check_values_array(
+    value: NDArray[np.floating], name: str, s: int, fields: RequestFields
+) -> None:
+    # Two-byte floats are refused: their rounding alone moves a ratio by 0.4%.
+    if value.ndim != 1 or value.dtype.kind != "f" or value.dtype.itemsize < 4:
+        path = f"{fields.sequence(s)}.{name}"
+        raise invalid(path, f"{value.dtype} of shape {list(value.shape)}", "float32 [length]")
+    fields.check_count(s, name, len(value))
+
+
+def _uneven(
+    name: str, s: int, got: str, expected: str, witness: int, fields: RequestFields
+) -> RatoonError:
+    return invalid(
+        f"{fields.sequence(s)}.{name}", got, f"{expected}, as in {fields.sequence(witness)}"
+    )
+
+
+def check_logprobs(batch: RolloutBatch, fields: RequestFields) -> None:
+    """Raise `RatoonError` where a log-prob of a trained token is above 0."""
+    for name in ("sampler_logprobs", "old_logprobs", "reference_logprobs"):
+        column: NDArray[np.float32] | None = getattr(batch, name)
+        if column is None:
+            continue
+        j = first_true(batch.loss_mask & (column > _LOGPROB_EPSILON))
+        if j is not None:
+            raise invalid(fields.token(j, name), column[j], "a log-probability <= 0")
+
+
+def outcomes(
+    rollouts: Sequence[RawRollout], fields: RequestFields
+) -> tuple[NDArray[np.float64] | None, NDArray[np.float32] | None]:
+    """Rewards float64 [S] or advantages float32 [J]: one for the whole batch, or neither."""
+    for s, rollout in enumerate(rollouts):
+        if rollout.reward is not None and rollout.advantages is not None:
+            path = f"{fields.sequence(s)}.advantages"
+            raise invalid(path, "both reward and advantages", "one of them")
+    advantages = token_column(rollouts, "advantages", fields)
+    given = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+    if not given:
+        return None, advantages
+    if advantages is not None or len(given) < len(rollouts):
+        wants_reward = rollouts[0].reward is not None
+        for s, rollout in enumerate(rollouts):
+            if (rollout.reward is not None) != wants_reward:
+                expected = "one" if wants_reward else "none"
+                got = "none" if wants_reward else "one"
+                raise _uneven("reward", s, got, expected, 0, fields)
+    rewards = np.array(given, np.float64)
+    s = first_true(~np.isfinite(rewards))
+    if s is not None:
+        raise invalid(f"{fields.sequence(s)}.reward", rewards[s], "a finite number")
+    return rewards, None
+
+
+def sampling_settings(rollouts: Sequence[RawRollout], fields: RequestFields) -> SamplingSettings:
+    """How each rollout was sampled; what was left out is off (top_p 1, top_k 0) or -1 (version)."""
+    temperature = _positive(
+        [rollout.temperature for rollout in rollouts], "temperature", np.inf, "> 0", fields
+    )
+    top_p = _positive(
+        [1.0 if rollout.top_p is None else rollout.top_p for rollout in rollouts],
+        "top_p",
+        1.0,
+        "in (0, 1]",
+        fields,
+    )
+    is_raw = np.zeros(len(rollouts), np.bool_)
+    for s, rollout in enumerate(rollouts):
+        _check_integer(rollout.top_k, np.iinfo(np.int32).max, s, "top_k", fields)
+        _check_integer(rollout.policy_version, np.iinfo(np.int64).max, s, "policy_version", fields)
+        if rollout.sampler_logprobs is None or temperature[s] == 1.0:
+            continue
+        if rollout.sampler_logprobs_kind == SamplerLogprobsKind.UNSPECIFIED:
+            path = f"{fields.sequence(s)}.sampler_logprobs_kind"
+            raise invalid(
+                path, "none", f"processed or raw, as the temperature is {rollout.temperature}"
+            )
+        is_raw[s] = rollout.sampler_logprobs_kind == SamplerLogprobsKind.RAW
+    versions = [
+        -1 if rollout.policy_version is None else rollout.policy_version for rollout in rollouts
+    ]
+    return SamplingSettings(
+        temperature=temperature,
+        sampler_is_raw=is_raw,
+        truncated=np.array([rollout.truncated for rollout in rollouts], np.bool_),
+        policy_version=np.array(versions, np.int64),
+        top_p=top_p,
+        top_k=np.array([rollout.top_k or 0 for rollout in rollouts], np.int32),
+    )
+
+
+def _positive(
+    values: list[float], name: str, most: float, expected: str, fields: RequestFields
+) -> NDArray[np.float32]:
+    """Values [S] as float32, all finite and in (0, most]."""
+    with np.errstate(over="ignore", under="ignore"):
+        column = np.array(values, np.float64).astype(np.float32)
+    s = first_true(~(np.isfinite(column) & (column > 0) & (column <= most)))
+    if s is not None:
+        raise invalid(f"{fields.sequence(s)}.{name}", values[s], f"a finite number {expected}")
+    return column
+
+
+def _check_integer(value: int | None, most: int, s: int, name: str, fields: RequestFields) -> None:
+    if value is not None and not 0 <= value <= most:
+        raise invalid(f"{fields.sequence(s)}.{name}", value, f"an integer in [0, {most}]")
