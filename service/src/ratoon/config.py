@@ -1,4 +1,4 @@
-"""The server's settings: one YAML file and `RATOON_*` environment variables, read here and nowhere else.
+"""The server's settings: one YAML file and `RATOON_*` environment variables, read only here.
 
 Enters from `ratoon serve --config FILE` and the environment (which wins), leaves as frozen values.
 Nested names take two underscores: `RATOON_HTTP__PORT=8000`. Unknown names are refused.
@@ -31,10 +31,15 @@ class HttpConfig(_Section):
 
 
 class GrpcConfig(_Section):
-    """The gateway is the public endpoint; Serve's proxy port is for closed in-cluster use."""
+    """The gateway is the public endpoint.
+
+    Serve's own gRPC port has no TLS and listens on all interfaces: it is for loopback development
+    and closed in-cluster use, and refused beside a bind to another address.
+    """
 
     host: str = "127.0.0.1"
     gateway_port: int = Field(default=8443, ge=0, le=65535)
+    serve_proxy: bool = True
     serve_port: int = Field(default=9000, ge=0, le=65535)
     max_message_bytes: int = Field(default=256 * MIB, ge=MIB)
 

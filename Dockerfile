@@ -1,0 +1,39 @@
+# syntax=docker/dockerfile:1
+# One image for CPU and CUDA: torch's default wheels bring their own CUDA libraries, so a CUDA build
+# needs nothing of the base but the driver that the container runtime mounts.
+#
+#   docker build --build-arg DEVICE=cpu --build-arg TORCH_INDEX=... -t ratoon .
+#   docker build --build-arg DEVICE=cuda -t ratoon:cuda .
+ARG PYTHON_IMAGE=python:3.11-slim-bookworm
+
+FROM ${PYTHON_IMAGE} AS build
+ARG DEVICE=cpu
+ARG TORCH_INDEX=
+WORKDIR /src
+COPY constraints.txt ./
+COPY deploy/install.sh deploy/install.sh
+COPY proto proto
+COPY kernels kernels
+COPY clients clients
+COPY service service
+RUN --mount=type=cache,target=/root/.cache/pip \
+    TORCH_INDEX="${TORCH_INDEX}" deploy/install.sh /opt/ratoon "${DEVICE}"
+
+FROM ${PYTHON_IMAGE}
+RUN useradd --create-home --uid 10001 ratoon \
+ && install -d -o ratoon -g ratoon /var/lib/ratoon
+COPY --from=build /opt/ratoon /opt/ratoon
+COPY deploy/ratoon.yaml /etc/ratoon/ratoon.yaml
+ENV PATH=/opt/ratoon/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    RATOON_DATA_ROOT=/var/lib/ratoon \
+    RATOON_MODELS_ROOT=/var/lib/ratoon/models
+USER ratoon
+WORKDIR /home/ratoon
+VOLUME /var/lib/ratoon
+EXPOSE 8000 8443
+STOPSIGNAL SIGTERM
+HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=3 \
+  CMD ["ratoonctl", "--url", "http://127.0.0.1:8000", "health"]
+ENTRYPOINT ["ratoon"]
+CMD ["serve", "--config", "/etc/ratoon/ratoon.yaml"]

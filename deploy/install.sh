@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# Install the four distributions of this checkout into a virtual environment.
+#
+#   deploy/install.sh VENV [cpu|cuda]
+#
+# cpu   torch from TORCH_INDEX where that is set (a CPU build is about 0.2 GB, the default one 3 GB)
+# cuda  torch's default build, which brings its CUDA libraries
+#
+# Honoured: PYTHON (default python3), TORCH_INDEX, PIP_* as pip reads them.
+set -euo pipefail
+
+if [ $# -lt 1 ] || [ $# -gt 2 ]; then
+  echo "usage: $0 VENV [cpu|cuda]" >&2
+  exit 2
+fi
+venv=$1
+device=${2:-cpu}
+case "$device" in
+  cpu | cuda) ;;
+  *)
+    echo "$0: device is '$device', expected cpu or cuda" >&2
+    exit 2
+    ;;
+esac
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+python=${PYTHON:-python3}
+"$python" - <<'EOF'
+import sys
+if sys.version_info < (3, 11):
+    sys.exit(f"python is {sys.version.split()[0]}, Ratoon needs 3.11 or newer")
+EOF
+
+"$python" -m venv "$venv"
+pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
+pip+=(--constraint "$root/constraints.txt")
+
+if [ "$device" = cpu ] && [ -n "${TORCH_INDEX:-}" ]; then
+  "${pip[@]}" --index-url "$TORCH_INDEX" torch
+fi
+# Built from a copy: the checkout may be read-only, and a build writes beside the sources.
+build=$(mktemp -d)
+trap 'rm -rf "$build"' EXIT
+for part in proto kernels clients/python service; do
+  mkdir -p "$build/$part"
+  cp -R "$root/$part/pyproject.toml" "$root/$part/README.md" "$root/$part/src" "$build/$part/"
+  find "$build/$part/src" -name '*.egg-info' -prune -exec rm -rf {} +
+done
+"${pip[@]}" "$build/proto" "$build/kernels" "$build/clients/python" "$build/service"
+"$venv/bin/ratoon" --help >/dev/null
+echo "installed in $venv ($device)"

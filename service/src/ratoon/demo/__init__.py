@@ -1,0 +1,1 @@
+"""`ratoon demo`: a real GRPO loop against the real service, on this machine."""

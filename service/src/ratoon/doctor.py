@@ -1,0 +1,165 @@
+"""`ratoon doctor`: what this machine can do, and why not where it cannot.
+
+Enters the server's config, leaves one `Check` a line. Invariant: nothing is started or changed; a
+check that cannot be made is itself a failed check with its reason.
+"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+from ratoon.config import RatoonConfig
+
+MIN_PYTHON = (3, 11)
+TORCH_VERSIONS = ((2, 11), (2, 13))
+MIN_FREE_DISK_BYTES = 2 * 2**30
+MIN_FREE_MEMORY_BYTES = 2 * 2**30
+
+
+class Status(StrEnum):
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One finding; `detail` says what was found and, where it is not ok, what to do."""
+
+    name: str
+    status: Status
+    detail: str
+
+
+def run_checks(config: RatoonConfig) -> tuple[Check, ...]:
+    """All checks, in the order of a start-up. Never raises for what it looks at."""
+    groups: tuple[tuple[str, Callable[[], Iterator[Check]]], ...] = (
+        ("python", _check_python),
+        ("torch", _check_torch),
+        ("gpu", _check_gpu),
+        ("kernels", _check_kernels),
+        ("ports", lambda: _check_ports(config)),
+        ("disk", lambda: _check_disk(config)),
+        ("memory", _check_memory),
+        ("ray", _check_ray),
+    )
+    checks: list[Check] = []
+    for name, group in groups:
+        try:
+            checks.extend(group())
+        except (ImportError, OSError, RuntimeError) as err:
+            checks.append(
+                Check(name=name, status=Status.FAIL, detail=f"{type(err).__name__}: {err}")
+            )
+    return tuple(checks)
+
+
+def _check_python() -> Iterator[Check]:
+    found = platform.python_version()
+    ok = sys.version_info[:2] >= MIN_PYTHON
+    expected = ".".join(map(str, MIN_PYTHON))
+    detail = found if ok else f"{found}; needs {expected} or newer"
+    yield Check(name="python", status=Status.OK if ok else Status.FAIL, detail=detail)
+
+
+def _check_torch() -> Iterator[Check]:
+    import torch
+
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    low, high = TORCH_VERSIONS
+    ok = low <= version <= high
+    detail = f"{torch.__version__}, {torch.get_num_threads()} threads"
+    if not ok:
+        detail += f"; tested with {low[0]}.{low[1]} to {high[0]}.{high[1]}"
+    yield Check(name="torch", status=Status.OK if ok else Status.WARN, detail=detail)
+
+
+def _check_gpu() -> Iterator[Check]:
+    import torch
+
+    if not torch.cuda.is_available():
+        reason = "torch is a CPU build" if torch.version.cuda is None else "no NVIDIA device found"
+        yield Check(name="gpu", status=Status.WARN, detail=f"none: {reason}; the CPU is used")
+        return
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        memory_gib = properties.total_memory / 2**30
+        detail = f"{properties.name}, sm_{properties.major}{properties.minor}, {memory_gib:.0f} GiB"
+        yield Check(name=f"gpu {index}", status=Status.OK, detail=detail)
+
+
+def _check_kernels() -> Iterator[Check]:
+    from ratoon_kernels.registry import list_backends
+
+    for backend in list_backends():
+        status = Status.OK if backend.available else Status.WARN
+        detail = "available" if backend.available else backend.reason
+        yield Check(name=f"{backend.op} [{backend.name}]", status=status, detail=detail)
+
+
+def _check_ports(config: RatoonConfig) -> Iterator[Check]:
+    wanted = (
+        ("http", config.http.host, config.http.port),
+        ("grpc gateway", config.grpc.host, config.grpc.gateway_port),
+        ("grpc of serve", config.grpc.host, config.grpc.serve_port),
+    )
+    for name, host, port in wanted:
+        if port == 0:
+            yield Check(name=f"port {name}", status=Status.OK, detail="any free port")
+            continue
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError as err:
+                detail = f"{host}:{port} cannot be bound: {err.strerror}"
+                yield Check(name=f"port {name}", status=Status.FAIL, detail=detail)
+            else:
+                yield Check(name=f"port {name}", status=Status.OK, detail=f"{host}:{port} is free")
+
+
+def _existing_parent(path: Path) -> Path:
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def _check_disk(config: RatoonConfig) -> Iterator[Check]:
+    root = _existing_parent(config.data_root)
+    free_bytes = shutil.disk_usage(root).free
+    ok = free_bytes >= MIN_FREE_DISK_BYTES
+    detail = f"{free_bytes / 2**30:.1f} GiB free for {config.data_root.absolute()}"
+    if not ok:
+        detail += f"; wants {MIN_FREE_DISK_BYTES / 2**30:.0f} GiB"
+    yield Check(name="disk", status=Status.OK if ok else Status.FAIL, detail=detail)
+
+
+def _check_memory() -> Iterator[Check]:
+    free_bytes = psutil.virtual_memory().available
+    ok = free_bytes >= MIN_FREE_MEMORY_BYTES
+    detail = f"{free_bytes / 2**30:.1f} GiB available, {psutil.cpu_count()} cores"
+    if not ok:
+        detail += f"; wants {MIN_FREE_MEMORY_BYTES / 2**30:.0f} GiB"
+    yield Check(name="memory", status=Status.OK if ok else Status.WARN, detail=detail)
+
+
+def _check_ray() -> Iterator[Check]:
+    version = metadata.version("ray")
+    shm = Path("/dev/shm")
+    if shm.is_dir():
+        free_bytes = shutil.disk_usage(shm).free
+        detail = f"{version}, {free_bytes / 2**20:.0f} MiB of shared memory free"
+    else:
+        detail = f"{version}, no /dev/shm: the object store uses plain files"
+    yield Check(name="ray", status=Status.OK, detail=detail)
