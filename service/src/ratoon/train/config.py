@@ -113,7 +113,7 @@ class OverlongFilter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlongPenalty:
-    """Soft overlong punishment added to the reward (DAPO, eq. 13), times `scale`. Lengths in tokens."""
+    """Soft overlong punishment added to the reward (DAPO, eq. 13), times `scale`; in tokens."""
 
     max_tokens: int
     buffer_tokens: int

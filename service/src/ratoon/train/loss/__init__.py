@@ -1,1 +1,1 @@
-"""The losses, as sums over (sequence, trained token) terms."""
+"""The losses of the table, as pure functions over one-dimensional tensors of terms."""

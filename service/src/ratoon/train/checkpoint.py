@@ -1,0 +1,180 @@
+"""A trainer's state at a step boundary as a folder: safetensors and a manifest with digests.
+
+Enters an `OptimizerState`, leaves a folder that is whole or does not exist; and back. Invariant: a
+load checks everything (digests, names, shapes, dtypes, the model's spec) before it returns;
+gradients are never in it, and no file is a pickle.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import cast
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ratoon.errors import ErrorCode, RatoonError, invalid
+from ratoon.model.spec import ModelSpec
+from ratoon.stream.files import digest_file, fsync_tree, make_folder, rename_folder, temporary_name
+from ratoon.train.optimizer import OptimizerState
+
+MANIFEST_NAME = "checkpoint.json"
+WEIGHTS_NAME = "weights.safetensors"
+MOMENTS_NAME = "moments.safetensors"
+_FORMAT = 1
+_AVG, _AVG_SQ = "exp_avg/", "exp_avg_sq/"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedCheckpoint:
+    """A verified checkpoint, in memory."""
+
+    version: int
+    state: OptimizerState
+
+
+def save_checkpoint(folder: Path, state: OptimizerState, model: ModelSpec, version: int) -> int:
+    """Write `folder`, which may not exist, and return its size in bytes.
+
+    It appears under its name only when all of it is on disk. Raises `FileExistsError`.
+    """
+    make_folder(folder.parent)
+    temporary = temporary_name(folder)
+    temporary.mkdir()
+    try:
+        save_file(_host(state.weights, ""), temporary / WEIGHTS_NAME)
+        moments = _host(state.exp_avg, _AVG) | _host(state.exp_avg_sq, _AVG_SQ)
+        save_file(moments, temporary / MOMENTS_NAME)
+        files = [_describe(temporary / name) for name in (WEIGHTS_NAME, MOMENTS_NAME)]
+        manifest = {
+            "format": _FORMAT,
+            "version": version,
+            "num_steps": state.num_steps,
+            "model": _plain(model),
+            "files": files,
+        }
+        text = json.dumps(manifest, indent=1, sort_keys=True)
+        (temporary / MANIFEST_NAME).write_text(text, encoding="utf-8")
+        size_bytes = sum(path.stat().st_size for path in temporary.iterdir())
+        fsync_tree(temporary)
+        rename_folder(temporary, folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return size_bytes
+
+
+def load_checkpoint(folder: Path, like: OptimizerState, model: ModelSpec) -> LoadedCheckpoint:
+    """Read and verify a checkpoint for a trainer whose state is `like` and whose model is `model`.
+
+    Raises `RatoonError`: CHECKPOINT_NOT_FOUND where there is no manifest, INVALID_ARGUMENT where it
+    is of another model, INTERNAL naming the file where bytes are damaged.
+    """
+    manifest = _read_manifest(folder)
+    if manifest["model"] != _plain(model):
+        raise invalid("checkpoint.model", manifest["model"], f"the policy's own: {_plain(model)}")
+    for entry in cast("list[dict[str, object]]", manifest["files"]):
+        _verify(folder, entry)
+    weights = _load(folder / WEIGHTS_NAME)
+    moments = _load(folder / MOMENTS_NAME)
+    _match(WEIGHTS_NAME, weights, like.weights)
+    expected = {_AVG + name: tensor for name, tensor in like.exp_avg.items()}
+    expected |= {_AVG_SQ + name: tensor for name, tensor in like.exp_avg_sq.items()}
+    _match(MOMENTS_NAME, moments, expected)
+    return LoadedCheckpoint(
+        version=cast("int", manifest["version"]),
+        state=OptimizerState(
+            weights=weights,
+            exp_avg={name: moments[_AVG + name] for name in like.exp_avg},
+            exp_avg_sq={name: moments[_AVG_SQ + name] for name in like.exp_avg_sq},
+            num_steps=cast("int", manifest["num_steps"]),
+        ),
+    )
+
+
+def _host(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {prefix + name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def _plain(model: ModelSpec) -> object:
+    """JSON values of a model's spec."""
+    return json.loads(json.dumps(asdict(model)))
+
+
+def _describe(path: Path) -> dict[str, object]:
+    return {"name": path.name, "size_bytes": path.stat().st_size, "digest": digest_file(path)}
+
+
+def _read_manifest(folder: Path) -> dict[str, object]:
+    path = folder / MANIFEST_NAME
+    if not path.is_file():
+        raise RatoonError(
+            ErrorCode.CHECKPOINT_NOT_FOUND, f"no checkpoint {folder.name}", field="checkpoint_id"
+        )
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as err:
+        raise _damaged(path, "no JSON", "a manifest") from err
+    if not isinstance(manifest, dict) or not _is_manifest(cast("dict[str, object]", manifest)):
+        raise _damaged(path, "other fields", "those of a manifest")
+    if manifest["format"] != _FORMAT:
+        raise _damaged(path, f"format {manifest['format']}", f"format {_FORMAT}")
+    return cast("dict[str, object]", manifest)
+
+
+def _is_manifest(manifest: dict[str, object]) -> bool:
+    files = manifest.get("files")
+    return (
+        all(isinstance(manifest.get(name), int) for name in ("format", "version", "num_steps"))
+        and isinstance(files, list)
+        and all(isinstance(entry, dict) for entry in cast("list[object]", files))
+        and {entry.get("name") for entry in cast("list[dict[str, object]]", files)}
+        == {WEIGHTS_NAME, MOMENTS_NAME}
+    )
+
+
+def _verify(folder: Path, entry: dict[str, object]) -> None:
+    path = folder / str(entry["name"])
+    if not path.is_file():
+        raise _damaged(path, "no file", f"{entry['size_bytes']} bytes")
+    if path.stat().st_size != entry.get("size_bytes"):
+        raise _damaged(path, f"{path.stat().st_size} bytes", f"{entry['size_bytes']} bytes")
+    digest = digest_file(path)
+    if digest != entry.get("digest"):
+        raise _damaged(path, f"digest {digest}", f"digest {entry['digest']}")
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except SafetensorError as err:
+        raise _damaged(path, str(err), "safetensors") from err
+
+
+def _match(name: str, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Same names, shapes and dtypes."""
+    if odd := sorted(got.keys() ^ expected.keys()):
+        raise invalid(f"checkpoint.{name}", f"{len(odd)} other tensors, as {odd[0]}", "the model's")
+    for key, tensor in expected.items():
+        theirs = got[key]
+        if theirs.shape != tensor.shape or theirs.dtype != tensor.dtype:
+            raise invalid(
+                f"checkpoint.{name}[{key}]",
+                f"{theirs.dtype} {tuple(theirs.shape)}",
+                f"{tensor.dtype} {tuple(tensor.shape)}",
+            )
+
+
+def _damaged(path: Path, got: str, expected: str) -> RatoonError:
+    return RatoonError(
+        ErrorCode.INTERNAL,
+        f"checkpoint {path.parent.name} is damaged: {path.name}: got {got}, expected {expected}",
+        field=path.name,
+        got=got,
+        expected=expected,
+    )

@@ -1,0 +1,84 @@
+"""A packed micro-batch on the model's device, and one run of the model over it.
+
+Enters a `PackedBatch`, leaves `DeviceBatch` and `TokenOutputs`. Invariant: log-probs and entropies
+are at the sampling temperature, in float32 (float64 for a float64 model); only predicting rows
+reach the LM head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ratoon.model.policy_model import PolicyModel
+from ratoon.rollout.packed import PackedBatch
+from ratoon_kernels import TreeLayout, build_layout, token_logprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceBatch:
+    """T packed tokens, R predicting rows, M targets, L terms; all integers int64."""
+
+    tokens_T: Tensor
+    position_T: Tensor
+    layout: TreeLayout
+    row_index_R: Tensor
+    # float32.
+    row_temperature_R: Tensor
+    target_token_M: Tensor
+    target_row_M: Tensor
+    term_target_L: Tensor
+    # Row that predicts each term's target.
+    term_row_L: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenOutputs:
+    """Log-prob of each target [M] and entropy of each predicting row [R]."""
+
+    logprob_M: Tensor
+    entropy_R: Tensor
+
+
+def to_device(packed: PackedBatch, device: torch.device) -> DeviceBatch:
+    """Copy the index arrays over and build the layout once for all layers."""
+    forest = packed.forest
+    return DeviceBatch(
+        tokens_T=put(forest.tokens.astype(np.int64), device),
+        position_T=put(packed.position, device),
+        layout=build_layout(
+            node_start=forest.node_start,
+            node_stop=forest.node_stop,
+            node_end=forest.node_end,
+            node_parent=forest.node_parent,
+            device=device,
+        ),
+        row_index_R=put(packed.row_index, device),
+        row_temperature_R=put(packed.row_temperature, device),
+        target_token_M=put(packed.target_token, device),
+        target_row_M=put(packed.target_row, device),
+        term_target_L=put(packed.term_target, device),
+        term_row_L=put(packed.target_row[packed.term_target], device),
+    )
+
+
+def put(array: NDArray[np.generic], device: torch.device) -> Tensor:
+    """A host array as a tensor on `device`, same dtype."""
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+
+def run_model(model: PolicyModel, batch: DeviceBatch) -> TokenOutputs:
+    """One forward; gradients flow where they are enabled."""
+    hidden_TD = model.forward_hidden(batch.tokens_T, batch.position_T, batch.layout)
+    logprob_M, entropy_R = token_logprobs(
+        hidden_TD.index_select(0, batch.row_index_R),
+        model.lm_head_VD,
+        batch.target_token_M,
+        batch.target_row_M,
+        batch.row_temperature_R,
+    )
+    return TokenOutputs(logprob_M=logprob_M, entropy_R=entropy_R)

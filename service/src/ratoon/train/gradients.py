@@ -1,0 +1,60 @@
+"""Sum gradients of the trainable parameters, in at least float32.
+
+Enters through autograd, leaves by name into the optimizer step. Invariant: sums are raw, neither
+divided nor clipped, and no addition across micro-batches is done in less than float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+_WIDE = (torch.float32, torch.float64)
+
+
+class GradientSums:
+    """Owns the gradients of `parameters` by name.
+
+    float32 and float64 parameters sum in their own `.grad`. For narrower ones autograd's gradient
+    of each backward is added to a float32 buffer as soon as it is whole, and let go.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters = dict(parameters)
+        self._buffers: dict[str, Tensor] = {}
+        for name, parameter in self._parameters.items():
+            if parameter.dtype not in _WIDE:
+                self._buffers[name] = torch.zeros_like(parameter, dtype=torch.float32)
+                parameter.register_post_accumulate_grad_hook(_adder(self._buffers[name]))
+
+    def sums(self) -> dict[str, Tensor]:
+        """The live sums by name, zeros where nothing flowed; changing them changes the sums."""
+        for name, parameter in self._parameters.items():
+            if name not in self._buffers and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return {
+            name: self._buffers[name] if name in self._buffers else _grad(parameter)
+            for name, parameter in self._parameters.items()
+        }
+
+    def clear(self) -> None:
+        """Forget all sums."""
+        for buffer in self._buffers.values():
+            buffer.zero_()
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+
+def _adder(buffer: Tensor) -> Callable[[Tensor], None]:
+    def add(parameter: Tensor) -> None:
+        buffer.add_(_grad(parameter))
+        parameter.grad = None
+
+    return add
+
+
+def _grad(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad

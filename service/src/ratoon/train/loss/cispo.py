@@ -1,0 +1,23 @@
+"""Clipped importance weights: every token keeps a gradient.
+
+Enters log-ratios and advantages, leaves policy terms. Invariant: the weight carries no gradient.
+"""
+
+from __future__ import annotations
+
+from ratoon.train.loss.terms import PolicyInputs, PolicyTerms
+from ratoon.train.loss_spec import CispoObjective
+
+
+def cispo_terms(inputs: PolicyInputs) -> PolicyTerms:
+    """-sg(clip(r, lo, hi)) A log p: CISPO (MiniMax-M1, arXiv 2506.13585, eq. 4 and 5)."""
+    objective = inputs.objective
+    assert isinstance(objective, CispoObjective)
+    ratio_L = inputs.log_ratio_L.detach().exp()
+    weight_L = ratio_L.clamp(objective.ratio_low, objective.ratio_high)
+    return PolicyTerms(
+        loss_L=-weight_L * inputs.advantage_L * inputs.logprob_L,
+        ratio_L=ratio_L,
+        clipped_low_L=ratio_L < objective.ratio_low,
+        clipped_high_L=ratio_L > objective.ratio_high,
+    )

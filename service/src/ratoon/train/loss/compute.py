@@ -1,0 +1,156 @@
+"""One micro-batch's loss: from log-probs to gradients with respect to them, in two phases.
+
+Enters detached log-probs and entropies of all terms, leaves their gradients and the sums of the
+report. First phase: what depends on a whole path (sequence ratio, sequence weight), over all its
+trained tokens. Second phase: the terms that count. Invariant: sums only, nothing is divided by a
+counter, so that no cut of the batch changes the result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ratoon.train.loss.correction import correction_weight
+from ratoon.train.loss.kl import kl_estimate
+from ratoon.train.loss.registry import LOSS_FUNCTIONS
+from ratoon.train.loss.sums import LossSums
+from ratoon.train.loss.terms import PolicyInputs, PolicyTerms, RatioInputs, TermColumns
+from ratoon.train.loss_spec import Loss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossOutput:
+    """Gradients of the loss sum, [L] each; `grad_entropy_L` None: no entropy bonus."""
+
+    grad_logprob_L: Tensor
+    grad_entropy_L: Tensor | None
+    sums: LossSums
+
+
+def compute_loss(
+    loss: Loss, columns: TermColumns, logprob_L: Tensor, entropy_L: Tensor
+) -> LossOutput:
+    """Loss sum over the counted terms and its gradient.
+
+    `logprob_L` and `entropy_L`: detached, float32 or float64 [L], of the current policy at the
+    sampling temperature. Where `columns.old_L` is None the old log-probs are the current ones.
+    """
+    logprob_L = logprob_L.detach().requires_grad_()
+    entropy_L = entropy_L.detach().requires_grad_()
+    old_L = logprob_L.detach() if columns.old_L is None else columns.old_L
+    functions = LOSS_FUNCTIONS[loss.kind]
+    log_ratio_L = functions.ratio(
+        RatioInputs(
+            logprob_L=logprob_L,
+            old_L=old_L,
+            sequence_L=columns.sequence_L,
+            num_sequences=columns.num_sequences,
+        )
+    )
+
+    # Only counted terms go on: an overflow in another path's term times 0 would still be NaN.
+    counted_C = columns.counted_C
+    logprob_C, entropy_C = logprob_L[counted_C], entropy_L[counted_C]
+    weight_C = columns.weight_L[counted_C]
+    policy = functions.terms(
+        PolicyInputs(
+            objective=loss.objective,
+            logprob_L=logprob_C,
+            log_ratio_L=log_ratio_L[counted_C],
+            advantage_L=columns.advantage_L[counted_C],
+        )
+    )
+    gradient_term_C = policy.loss_L
+    if loss.correction is not None:
+        assert columns.sampler_L is not None
+        correction_L = correction_weight(
+            loss.correction, old_L, columns.sampler_L, columns.sequence_L, columns.num_sequences
+        )
+        gradient_term_C = gradient_term_C * correction_L[counted_C]
+    term_C = gradient_term_C
+    kl_C = torch.zeros_like(weight_C)
+    if loss.kl is not None:
+        assert columns.reference_L is not None
+        kl_C = kl_estimate(loss.kl.kind, logprob_C, columns.reference_L[counted_C])
+        term_C = term_C + loss.kl.coefficient * kl_C
+    if loss.entropy_coefficient != 0:
+        term_C = term_C - loss.entropy_coefficient * entropy_C
+
+    grad_logprob_L, grad_entropy_L = _gradients((weight_C * term_C).sum(), logprob_L, entropy_L)
+    sums = _sum_terms(
+        weight_C=weight_C,
+        summands=(term_C, gradient_term_C, kl_C, entropy_C),
+        policy=policy,
+        sampler=_sampler_mismatch(columns, logprob_C.detach()),
+    )
+    return LossOutput(
+        grad_logprob_L=grad_logprob_L,
+        grad_entropy_L=grad_entropy_L if loss.entropy_coefficient != 0 else None,
+        sums=sums,
+    )
+
+
+def _gradients(total: Tensor, logprob_L: Tensor, entropy_L: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of `total` with respect to log-probs and entropies, zero where it has none."""
+    if not total.requires_grad:
+        return torch.zeros_like(logprob_L), torch.zeros_like(entropy_L)
+    grads = torch.autograd.grad(
+        total, [logprob_L, entropy_L], allow_unused=True, materialize_grads=True
+    )
+    return grads[0], grads[1]
+
+
+def _sampler_mismatch(columns: TermColumns, logprob_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """k3 estimates of KL(sampler || trainer) and |log p - log p_sampler|, [C], and where they hold.
+
+    The sampler drew the tokens, so with u = log p - log p_sampler the estimate is exp(u) - u - 1.
+    """
+    usable_C = columns.sampler_usable_L[columns.counted_C]
+    if columns.sampler_L is None:
+        return torch.zeros_like(logprob_C), torch.zeros_like(logprob_C), usable_C
+    gap_C = logprob_C - columns.sampler_L[columns.counted_C]
+    gap_C = torch.where(usable_C, gap_C, torch.zeros_like(gap_C))
+    return torch.expm1(gap_C) - gap_C, gap_C.abs(), usable_C
+
+
+def _sum_terms(
+    *,
+    weight_C: Tensor,
+    summands: tuple[Tensor, Tensor, Tensor, Tensor],
+    policy: PolicyTerms,
+    sampler: tuple[Tensor, Tensor, Tensor],
+) -> LossSums:
+    """All sums in float64, brought to the host in one copy."""
+    if len(weight_C) == 0:
+        return LossSums()
+    weight64_C = weight_C.double()
+    sampler_kl_C, sampler_gap_C, sampler_usable_C = sampler
+    values = [(weight64_C * value.detach().double()).sum() for value in summands]
+    values += [
+        weight64_C.sum(),
+        policy.clipped_low_L.sum().double(),
+        policy.clipped_high_L.sum().double(),
+        policy.ratio_L.max().double(),
+        sampler_kl_C.double().sum(),
+        sampler_usable_C.sum().double(),
+        sampler_gap_C.max().double(),
+    ]
+    numbers = [float(number) for number in torch.stack(values).cpu().numpy()]
+    loss, policy_gradient, kl, entropy, weight, low, high, ratio, skl, sterms, sgap = numbers
+    return LossSums(
+        loss=loss,
+        policy_gradient=policy_gradient,
+        kl=kl,
+        entropy=entropy,
+        weight=weight,
+        terms=float(len(weight_C)),
+        clipped_low=low,
+        clipped_high=high,
+        ratio_max=ratio,
+        sampler_kl=skl,
+        sampler_terms=sterms,
+        sampler_gap_max=sgap,
+    )

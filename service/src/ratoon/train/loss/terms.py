@@ -1,0 +1,72 @@
+"""The terms of one micro-batch: one per (sequence path, trained token).
+
+Enters from the device batch with the model's log-probs, leaves into `compute_loss`. Shape letters
+of this package: L terms, C terms that count, S sequences of the micro-batch. Invariant: all float
+tensors have one dtype, float32 or float64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ratoon.train.loss_spec import Objective
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TermColumns:
+    """What is known of each term before the model runs. None: the loss does not use it.
+
+    Terms that do not count (`shared_tokens: once`, paid by an earlier path) are here all the same:
+    sequence ratios and sequence weights are over all of a path's trained tokens.
+    """
+
+    # int64 [L], ascending: index of the term's sequence in 0 .. num_sequences - 1.
+    sequence_L: Tensor
+    num_sequences: int
+    # int64 [C]: indexes of the terms that count, ascending.
+    counted_C: Tensor
+    # [L]: 1 or 1 / (the path's counted tokens); unused where the term does not count.
+    weight_L: Tensor
+    # [L]: advantage, or the signed token weight of cross_entropy.
+    advantage_L: Tensor
+    # [L]; None: the loss has no old log-probs, or they are the current ones (on_policy).
+    old_L: Tensor | None
+    # [L]; bool [L]: false where the sampler's log-probs are not at the sampling temperature.
+    sampler_L: Tensor | None
+    sampler_usable_L: Tensor
+    # [L]; None: no KL term.
+    reference_L: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RatioInputs:
+    """What a log-ratio is made of, over all terms; `logprob_L` carries the gradient."""
+
+    logprob_L: Tensor
+    old_L: Tensor
+    sequence_L: Tensor
+    num_sequences: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyInputs:
+    """What a policy-gradient term is made of; log-prob and log-ratio carry the gradient."""
+
+    objective: Objective
+    logprob_L: Tensor
+    log_ratio_L: Tensor
+    advantage_L: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyTerms:
+    """Policy-gradient terms, [L] each; `loss_L` carries the gradient, the others are detached."""
+
+    loss_L: Tensor
+    # 0 where the loss has no ratio.
+    ratio_L: Tensor
+    # bool: held at the lower, at the upper bound.
+    clipped_low_L: Tensor
+    clipped_high_L: Tensor

@@ -1,0 +1,210 @@
+"""A loss and an optimizer step with every default filled in. No torch here.
+
+Enters from `resolve` (which checks what the caller sent), leaves into `prepare`, `loss` and the
+optimizer. Invariant: nothing here needs another default; an option that a loss has not got is not
+in its type.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ratoon.train.config import (
+    AdvantageKind,
+    DivideBy,
+    KlConfig,
+    LossKind,
+    OldLogprobs,
+    OverlongFilter,
+    OverlongPenalty,
+    RolloutCorrection,
+    SharedTokens,
+    Staleness,
+    TokenWeight,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClipObjective:
+    """grpo, ppo_clip, dapo, dr_grpo: the ratio is held in [1 - clip_low, 1 + clip_high].
+
+    `dual_clip` bounds the ratio of negative advantages; infinity: off.
+    """
+
+    clip_low: float
+    clip_high: float
+    dual_clip: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceClipObjective:
+    """gspo: the sequence's ratio is held in [1 - clip_low, 1 + clip_high]."""
+
+    clip_low: float
+    clip_high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CispoObjective:
+    """cispo: the detached ratio is held in [ratio_low, ratio_high]."""
+
+    ratio_low: float
+    ratio_high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearObjective:
+    """importance_sampling, reinforce, cross_entropy: nothing is clipped."""
+
+
+Objective = ClipObjective | SequenceClipObjective | CispoObjective | LinearObjective
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Normalisation:
+    """How a window's sums were weighted, and what its losses divide by unless told otherwise.
+
+    `default_divide_by` None: the losses of the window disagree, so that the step must say it.
+    """
+
+    token_weight: TokenWeight
+    default_divide_by: DivideBy | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """One loss, complete. None stands for a term or source that this loss does not have."""
+
+    kind: LossKind
+    objective: Objective
+    # None: cross_entropy, whose signed token weights stand in the advantage's place.
+    advantage: AdvantageKind | None
+    # None: no ratio and no correction.
+    old_logprobs: OldLogprobs | None
+    kl: KlConfig | None
+    entropy_coefficient: float
+    correction: RolloutCorrection | None
+    token_weight: TokenWeight
+    default_divide_by: DivideBy
+    shared_tokens: SharedTokens
+    overlong: OverlongFilter | OverlongPenalty | None
+    drop_zero_variance_groups: bool
+    staleness: Staleness | None
+
+    @property
+    def normalisation(self) -> Normalisation:
+        return Normalisation(
+            token_weight=self.token_weight, default_divide_by=self.default_divide_by
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CounterDivisor:
+    """Divide by the window's trained tokens, sequences or groups."""
+
+    counter: DivideBy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConstantDivisor:
+    """Divide by a number, > 0. `divide_by: none` is the constant 1."""
+
+    value: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimStep:
+    """One optimizer step. `max_grad_norm` infinity: no clipping."""
+
+    learning_rate: float
+    weight_decay: float
+    max_grad_norm: float
+    divisor: CounterDivisor | ConstantDivisor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossDefaults:
+    """One row of the table of losses. None: the loss has no clip."""
+
+    clip: tuple[float, float] | None
+    token_weight: TokenWeight
+    divide_by: DivideBy
+    advantage: AdvantageKind | None
+    has_ratio: bool
+    has_dual_clip: bool = False
+    drop_zero_variance_groups: bool = False
+
+
+_PER_TOKEN, _PER_SEQUENCE = TokenWeight.PER_TOKEN, TokenWeight.PER_SEQUENCE
+_MEAN_STD = AdvantageKind.GROUP_MEAN_STD
+
+LOSS_DEFAULTS: dict[LossKind, LossDefaults] = {
+    LossKind.GRPO: LossDefaults(
+        clip=(0.2, 0.2),
+        token_weight=_PER_SEQUENCE,
+        divide_by=DivideBy.SEQUENCES,
+        advantage=_MEAN_STD,
+        has_ratio=True,
+        has_dual_clip=True,
+    ),
+    LossKind.PPO_CLIP: LossDefaults(
+        clip=(0.2, 0.2),
+        token_weight=_PER_TOKEN,
+        divide_by=DivideBy.TOKENS,
+        advantage=_MEAN_STD,
+        has_ratio=True,
+        has_dual_clip=True,
+    ),
+    LossKind.DAPO: LossDefaults(
+        clip=(0.2, 0.28),
+        token_weight=_PER_TOKEN,
+        divide_by=DivideBy.TOKENS,
+        advantage=_MEAN_STD,
+        has_ratio=True,
+        has_dual_clip=True,
+        drop_zero_variance_groups=True,
+    ),
+    LossKind.DR_GRPO: LossDefaults(
+        clip=(0.2, 0.2),
+        token_weight=_PER_TOKEN,
+        divide_by=DivideBy.CONSTANT,
+        advantage=AdvantageKind.GROUP_MEAN,
+        has_ratio=True,
+        has_dual_clip=True,
+    ),
+    LossKind.GSPO: LossDefaults(
+        clip=(3e-4, 4e-4),
+        token_weight=_PER_SEQUENCE,
+        divide_by=DivideBy.SEQUENCES,
+        advantage=_MEAN_STD,
+        has_ratio=True,
+    ),
+    LossKind.CISPO: LossDefaults(
+        clip=(0.0, 5.0),
+        token_weight=_PER_TOKEN,
+        divide_by=DivideBy.TOKENS,
+        advantage=_MEAN_STD,
+        has_ratio=True,
+    ),
+    LossKind.IMPORTANCE_SAMPLING: LossDefaults(
+        clip=None,
+        token_weight=_PER_TOKEN,
+        divide_by=DivideBy.NONE,
+        advantage=_MEAN_STD,
+        has_ratio=True,
+    ),
+    LossKind.REINFORCE: LossDefaults(
+        clip=None,
+        token_weight=_PER_TOKEN,
+        divide_by=DivideBy.NONE,
+        advantage=_MEAN_STD,
+        has_ratio=False,
+    ),
+    LossKind.CROSS_ENTROPY: LossDefaults(
+        clip=None,
+        token_weight=_PER_TOKEN,
+        divide_by=DivideBy.NONE,
+        advantage=None,
+        has_ratio=False,
+    ),
+}

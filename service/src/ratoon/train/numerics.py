@@ -1,0 +1,52 @@
+"""What decides the bits of a result on one machine: settings, and the fingerprint that names them.
+
+Enters a `TrainerSpec`, leaves torch configured for this process. Invariant: two processes of the
+same fingerprint that run the same plan from the same state get the same bits in deterministic mode.
+"""
+
+from __future__ import annotations
+
+import platform
+import resource
+from importlib.metadata import version
+
+import numpy as np
+import torch
+
+from ratoon.train.spec import TrainerSpec
+
+
+def configure_torch(spec: TrainerSpec) -> None:
+    """Set threads, determinism and plain float32 products; for the worker's own process only."""
+    torch.set_num_threads(spec.num_threads)
+    torch.use_deterministic_algorithms(spec.deterministic)
+    torch.set_float32_matmul_precision("highest")
+
+
+def numerics_fingerprint(spec: TrainerSpec, attention_backend: str) -> dict[str, str]:
+    """Names of everything outside of model, batch and plan that the bits depend on."""
+    device = torch.device(spec.device)
+    if device.type == "cuda":
+        model = torch.cuda.get_device_name(device)
+    else:
+        model = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return {
+        "device": device.type,
+        "device_model": model,
+        "num_devices": "1",
+        "layout": "single",
+        "attention_backend": attention_backend,
+        "threads": str(torch.get_num_threads()),
+        "deterministic": str(spec.deterministic).lower(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "numpy": np.__version__,
+    }
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most memory held so far: of the device for a GPU, resident in this process for a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    # Linux counts in KiB.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

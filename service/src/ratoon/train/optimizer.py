@@ -1,0 +1,136 @@
+"""AdamW over float32 master weights, one step at a time.
+
+Enters gradient sums and an `OptimStep`, changes the parameters, leaves the gradient norm.
+Invariant: either the whole step is applied or, where the gradient is not finite, no weight and no
+moment is touched.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ratoon.train.config import AdamWConfig
+from ratoon.train.loss_spec import OptimStep
+
+# The same guard as torch's clip_grad_norm_.
+_CLIP_EPSILON = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerState:
+    """Everything that a step depends on beside its gradient; live tensors by parameter name."""
+
+    # float32, or float64 for float64 parameters.
+    weights: dict[str, Tensor]
+    exp_avg: dict[str, Tensor]
+    exp_avg_sq: dict[str, Tensor]
+    num_steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """`grad_norm` is after division, before clipping; not finite where the step was skipped."""
+
+    grad_norm: float
+    skipped: bool
+
+
+class MasterAdamW:
+    """Owns master weights and moments of `parameters` (Loshchilov and Hutter, arXiv 1711.05101).
+
+    A float32 or float64 parameter is its own master; a narrower one is the rounded copy of a
+    float32 master. Moments are there from the start: a state is complete before the first step.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], config: AdamWConfig) -> None:
+        self._parameters = dict(parameters)
+        self._masters = {name: _master(parameter) for name, parameter in parameters.items()}
+        self._adamw = torch.optim.AdamW(
+            list(self._masters.values()),
+            lr=0.0,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+        )
+        for master in self._masters.values():
+            self._adamw.state[master] = {
+                "step": torch.tensor(0.0),
+                "exp_avg": torch.zeros_like(master),
+                "exp_avg_sq": torch.zeros_like(master),
+            }
+        self._num_steps = 0
+
+    def step(self, sums: Mapping[str, Tensor], divisor: float, step: OptimStep) -> StepOutcome:
+        """Divide `sums` in place by `divisor` (> 0), clip by the global norm, step.
+
+        The caller clears the sums afterwards, in either outcome.
+        """
+        for gradient in sums.values():
+            gradient.div_(divisor)
+        norm = global_norm(sums.values())
+        if not math.isfinite(norm):
+            return StepOutcome(grad_norm=norm, skipped=True)
+        scale = step.max_grad_norm / (norm + _CLIP_EPSILON)
+        if scale < 1.0:
+            for gradient in sums.values():
+                gradient.mul_(scale)
+        for group in self._adamw.param_groups:
+            group["lr"] = step.learning_rate
+            group["weight_decay"] = step.weight_decay
+        for name, master in self._masters.items():
+            master.grad = sums[name]
+        self._adamw.step()
+        self._num_steps += 1
+        self._publish_masters()
+        return StepOutcome(grad_norm=norm, skipped=False)
+
+    def state(self) -> OptimizerState:
+        """The live state; copy it before the next step."""
+        moments = {name: self._adamw.state[master] for name, master in self._masters.items()}
+        return OptimizerState(
+            weights={name: master.detach() for name, master in self._masters.items()},
+            exp_avg={name: moment["exp_avg"] for name, moment in moments.items()},
+            exp_avg_sq={name: moment["exp_avg_sq"] for name, moment in moments.items()},
+            num_steps=self._num_steps,
+        )
+
+    def load(self, state: OptimizerState) -> None:
+        """Take over a state of the same names and shapes, by copy."""
+        live = self.state()
+        for mine, theirs in (
+            (live.weights, state.weights),
+            (live.exp_avg, state.exp_avg),
+            (live.exp_avg_sq, state.exp_avg_sq),
+        ):
+            for name, tensor in mine.items():
+                tensor.copy_(theirs[name])
+        for master in self._masters.values():
+            self._adamw.state[master]["step"].fill_(float(state.num_steps))
+        self._num_steps = state.num_steps
+        self._publish_masters()
+
+    def _publish_masters(self) -> None:
+        """Round masters into the parameters that the model runs on."""
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                master = self._masters[name]
+                if master is not parameter:
+                    parameter.copy_(master)
+                    master.grad = None
+
+
+def global_norm(gradients: Iterable[Tensor]) -> float:
+    """Euclidean norm over all elements of all tensors, accumulated in float64."""
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
+    return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+
+
+def _master(parameter: nn.Parameter) -> Tensor:
+    if parameter.dtype in (torch.float32, torch.float64):
+        return parameter
+    return parameter.detach().to(torch.float32).clone()

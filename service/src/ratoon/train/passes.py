@@ -1,0 +1,238 @@
+"""One pass over a plan's micro-batches: forward-backward into the gradient sums, or forward alone.
+
+Enters `Prepared` (or a batch and its plan), leaves sums or per-token arrays. Invariant: between two
+micro-batches nothing but the gradient sums and the running totals is kept, so that the result does
+not depend on the cut.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon.model.policy_model import PolicyModel
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.forest import build_forest
+from ratoon.rollout.pack import pack
+from ratoon.rollout.packed import PackedBatch, UpdatePlan
+from ratoon.rollout.prefixes import SortedPrefixes
+from ratoon.train.config import OldLogprobsKind, ReferenceKind
+from ratoon.train.device import DeviceBatch, put, run_model, to_device
+from ratoon.train.loss.compute import compute_loss
+from ratoon.train.loss.sums import LossSums
+from ratoon.train.loss.terms import TermColumns
+from ratoon.train.prepare import Prepared
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassHooks:
+    """Called between micro-batches: `on_progress(done, planned, replicated tokens done)`."""
+
+    on_progress: Callable[[int, int, int], None]
+    is_cancelled: Callable[[], bool]
+
+
+def no_progress(done: int, planned: int, tokens: int) -> None:
+    """Progress that nobody follows."""
+
+
+def never_cancelled() -> bool:
+    return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassTotals:
+    """What a pass did. `rows`: predicting rows over all micro-batches; times in seconds."""
+
+    sums: LossSums
+    rows: int
+    forward_s: float
+    backward_s: float
+
+
+def forward_backward_pass(
+    model: PolicyModel,
+    prepared: Prepared,
+    forward_logprobs_J: NDArray[np.floating] | None,
+    hooks: PassHooks,
+) -> PassTotals:
+    """Add the gradient of the loss sum of every micro-batch to the parameters' gradients.
+
+    `forward_logprobs_J` [J]: old log-probs of `from_forward`, else None. Raises `RatoonError`
+    CANCELLED between micro-batches, with part of the gradients added.
+    """
+    device = model.device
+    sums, rows, forward_s, backward_s = LossSums(), 0, 0.0, 0.0
+    packed_batches = _packed(
+        prepared.batch, prepared.prefixes, prepared.plan, prepared.columns.trained_J, hooks
+    )
+    for packed in packed_batches:
+        started = time.perf_counter()
+        batch = to_device(packed, device)
+        reference_L = _reference(model, prepared, packed, batch)
+        outputs = run_model(model, batch)
+        logprob_L = outputs.logprob_M.detach()[batch.term_target_L]
+        columns = _term_columns(prepared, packed, forward_logprobs_J, reference_L, logprob_L)
+        entropy_L = outputs.entropy_R.detach()[batch.term_row_L]
+        # The sums come to the host, so the forward is over when this returns, on a GPU too.
+        output = compute_loss(prepared.loss, columns, logprob_L, entropy_L)
+        forward_done = time.perf_counter()
+        seeds = [_scatter(output.grad_logprob_L, batch.term_target_L, outputs.logprob_M)]
+        heads = [outputs.logprob_M]
+        if output.grad_entropy_L is not None:
+            seeds.append(_scatter(output.grad_entropy_L, batch.term_row_L, outputs.entropy_R))
+            heads.append(outputs.entropy_R)
+        torch.autograd.backward(heads, seeds)
+        _synchronise(device)
+        sums = sums + output.sums
+        rows += len(packed.row_index)
+        forward_s += forward_done - started
+        backward_s += time.perf_counter() - forward_done
+    return PassTotals(sums=sums, rows=rows, forward_s=forward_s, backward_s=backward_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardColumns:
+    """float32 (float64 for a float64 model) [J] each, 0 where the loss mask is false."""
+
+    logprob_J: NDArray[np.floating]
+    entropy_J: NDArray[np.floating]
+    rows: int
+    forward_s: float
+
+
+def forward_pass(
+    model: PolicyModel,
+    batch: RolloutBatch,
+    prefixes: SortedPrefixes,
+    plan: UpdatePlan,
+    hooks: PassHooks,
+) -> ForwardColumns:
+    """Log-prob and entropy of every trained token, without gradients. Raises CANCELLED."""
+    logprob_J: NDArray[np.floating] = np.zeros(len(batch.loss_mask), np.float32)
+    if model.lm_head_VD.dtype is torch.float64:
+        logprob_J = logprob_J.astype(np.float64)
+    entropy_J = np.zeros_like(logprob_J)
+    rows, started = 0, time.perf_counter()
+    with torch.inference_mode():
+        for packed in _packed(batch, prefixes, plan, batch.loss_mask, hooks):
+            device_batch = to_device(packed, model.device)
+            outputs = run_model(model, device_batch)
+            logprob_L = outputs.logprob_M[device_batch.term_target_L]
+            entropy_L = outputs.entropy_R[device_batch.term_row_L]
+            logprob_J[packed.term_token] = logprob_L.cpu().numpy()
+            entropy_J[packed.term_token] = entropy_L.cpu().numpy()
+            rows += len(packed.row_index)
+    return ForwardColumns(
+        logprob_J=logprob_J,
+        entropy_J=entropy_J,
+        rows=rows,
+        forward_s=time.perf_counter() - started,
+    )
+
+
+def _packed(
+    batch: RolloutBatch,
+    prefixes: SortedPrefixes,
+    plan: UpdatePlan,
+    term_mask_J: NDArray[np.bool_],
+    hooks: PassHooks,
+) -> Iterator[PackedBatch]:
+    """Pack one micro-batch after the other, asking in between whether to go on."""
+    planned, tokens = len(plan.micro_batches), 0
+    hooks.on_progress(0, planned, 0)
+    for done, micro_batch in enumerate(plan.micro_batches):
+        _check_cancelled(hooks, done, planned)
+        forest = build_forest(batch, prefixes, np.array(micro_batch.sequences, np.int64))
+        assert forest.num_tokens == micro_batch.packed_tokens, "the plan is of another batch"
+        yield pack(batch, forest, term_mask_J)
+        tokens += int(forest.sequence_length.sum())
+        hooks.on_progress(done + 1, planned, tokens)
+    _check_cancelled(hooks, planned, planned)
+
+
+def _check_cancelled(hooks: PassHooks, done: int, planned: int) -> None:
+    if hooks.is_cancelled():
+        raise RatoonError(
+            ErrorCode.CANCELLED,
+            f"cancelled after {done} of {planned} micro-batches; gradients of those already in the "
+            "window must be discarded or restored",
+            details={"micro_batches_done": str(done), "micro_batches_planned": str(planned)},
+        )
+
+
+def _reference(
+    model: PolicyModel, prepared: Prepared, packed: PackedBatch, batch: DeviceBatch
+) -> Tensor | None:
+    """Reference log-prob of each term, [L]; None: the loss has no KL term."""
+    kl = prepared.loss.kl
+    if kl is None:
+        return None
+    if kl.reference is ReferenceKind.GIVEN:
+        assert prepared.batch.reference_logprobs is not None
+        return put(prepared.batch.reference_logprobs[packed.term_token], model.device)
+    with torch.no_grad(), model.reference():
+        return run_model(model, batch).logprob_M[batch.term_target_L]
+
+
+def _term_columns(
+    prepared: Prepared,
+    packed: PackedBatch,
+    forward_logprobs_J: NDArray[np.floating] | None,
+    reference_L: Tensor | None,
+    like_L: Tensor,
+) -> TermColumns:
+    """Columns of the batch at the micro-batch's terms, floats in the dtype of `like_L`."""
+    batch, columns = prepared.batch, prepared.columns
+
+    def take(column_J: NDArray[np.generic]) -> Tensor:
+        return put(column_J[packed.term_token], like_L.device)
+
+    def take_float(column_J: NDArray[np.floating] | None) -> Tensor | None:
+        return None if column_J is None else take(column_J).to(like_L.dtype)
+
+    sequence_L = put(packed.term_sequence, like_L.device)
+    raw_J = np.repeat(batch.sampler_is_raw, np.diff(batch.response_offsets))
+    has_sampler = batch.sampler_logprobs is not None
+    return TermColumns(
+        sequence_L=sequence_L,
+        num_sequences=len(packed.forest.sequences),
+        counted_C=take(columns.counted_J).nonzero()[:, 0],
+        weight_L=take(columns.weight_J).to(like_L.dtype),
+        advantage_L=take(columns.advantage_J).to(like_L.dtype),
+        old_L=take_float(_old_logprobs(prepared, forward_logprobs_J)),
+        sampler_L=take_float(batch.sampler_logprobs),
+        sampler_usable_L=take(~raw_J & has_sampler),
+        reference_L=None if reference_L is None else reference_L.to(like_L.dtype),
+    )
+
+
+def _old_logprobs(
+    prepared: Prepared, forward_logprobs_J: NDArray[np.floating] | None
+) -> NDArray[np.floating] | None:
+    """Old log-probs [J]; None: there are none, or they are the current ones."""
+    old = prepared.loss.old_logprobs
+    if old is None or old.kind is OldLogprobsKind.ON_POLICY:
+        return None
+    if old.kind is OldLogprobsKind.SAMPLER:
+        return prepared.batch.sampler_logprobs
+    if old.kind is OldLogprobsKind.GIVEN:
+        return prepared.batch.old_logprobs
+    return forward_logprobs_J
+
+
+def _scatter(grad_L: Tensor, index_L: Tensor, like: Tensor) -> Tensor:
+    """Sum the terms' gradients at what they share, in the shape of `like`."""
+    return torch.zeros_like(like).index_add_(0, index_L, grad_L)
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,209 @@
+"""A batch and a loss -> everything that is decided before the model runs. numpy only.
+
+Enters a `RolloutBatch` and a complete `Loss`, leaves `Prepared`. Invariant, the order of things:
+(1) advantages over each group as received, (2) drops, (3) counters over what remains; then the
+plan, on which none of them depends.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ratoon.rollout import advantages as group_advantages
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.packed import UpdatePlan
+from ratoon.rollout.plan import make_plan
+from ratoon.rollout.prefixes import SortedPrefixes, sort_sequences
+from ratoon.rollout.selection import (
+    Counters,
+    Selection,
+    counters,
+    first_owner_mask,
+    select_sequences,
+    trained_lengths,
+    trained_mask,
+)
+from ratoon.train.config import (
+    AdvantageKind,
+    OldLogprobsKind,
+    OverlongFilter,
+    OverlongPenalty,
+    ReferenceKind,
+    SharedTokens,
+    StalenessAction,
+    TokenWeight,
+)
+from ratoon.train.loss_spec import Loss
+
+_ADVANTAGES = {
+    AdvantageKind.GROUP_MEAN_STD: group_advantages.group_mean_std,
+    AdvantageKind.GROUP_MEAN: group_advantages.group_mean,
+    AdvantageKind.LEAVE_ONE_OUT: group_advantages.leave_one_out,
+    AdvantageKind.NONE: group_advantages.identity,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """Per response token of the batch, [J] each."""
+
+    # bool: trained tokens of sequences that stay; those of them whose term counts.
+    trained_J: NDArray[np.bool_]
+    counted_J: NDArray[np.bool_]
+    # float64: 1, or 1 / (counted tokens of the sequence).
+    weight_J: NDArray[np.float64]
+    # float64: advantage, or the signed token weight of cross_entropy.
+    advantage_J: NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """One forward-backward, decided; `plan` is what the journal keeps of it."""
+
+    batch: RolloutBatch
+    loss: Loss
+    prefixes: SortedPrefixes
+    selection: Selection
+    columns: Columns
+    counters: Counters
+    # Of groups that may come in parts, in several calls: told apart by these. Else empty.
+    group_keys: frozenset[bytes]
+    plan: UpdatePlan
+    warnings: tuple[str, ...]
+
+
+def prepare(batch: RolloutBatch, loss: Loss, *, version: int, micro_batch_tokens: int) -> Prepared:
+    """Decide all, cuts included. Raises STALE_ROLLOUTS where the loss refuses stale rollouts."""
+    prefixes = sort_sequences(batch)
+    selection = select(batch, loss, version)
+    is_run_S = selection.kept_S & has_trained_tokens(batch)
+    plan = make_plan(batch, prefixes, is_run_S, micro_batch_tokens)
+    return _assemble(batch, loss, prefixes, selection, plan)
+
+
+def prepare_planned(batch: RolloutBatch, loss: Loss, plan: UpdatePlan, *, version: int) -> Prepared:
+    """The same with the cuts of `plan`, made before from the same batch, loss and version."""
+    prefixes = sort_sequences(batch)
+    return _assemble(batch, loss, prefixes, select(batch, loss, version), plan)
+
+
+def select(batch: RolloutBatch, loss: Loss, version: int) -> Selection:
+    """Drops for staleness, truncation and zero variance, as the loss says."""
+    staleness = loss.staleness
+    return select_sequences(
+        batch,
+        version=version,
+        max_versions=None if staleness is None else staleness.max_versions,
+        refuse_stale=staleness is not None and staleness.action is StalenessAction.REFUSE,
+        drop_truncated=isinstance(loss.overlong, OverlongFilter),
+        drop_zero_variance=loss.drop_zero_variance_groups,
+    )
+
+
+def has_trained_tokens(batch: RolloutBatch) -> NDArray[np.bool_]:
+    """Sequences worth running, bool [S]: a Forward and an update of the same batch run the same."""
+    return trained_lengths(batch, batch.loss_mask) > 0
+
+
+def _assemble(
+    batch: RolloutBatch,
+    loss: Loss,
+    prefixes: SortedPrefixes,
+    selection: Selection,
+    plan: UpdatePlan,
+) -> Prepared:
+    columns = _columns(batch, loss, prefixes, selection)
+    counted = counters(columns.counted_J, batch, selection.kept_S)
+    comes_whole = loss.advantage not in (None, AdvantageKind.GIVEN)
+    return Prepared(
+        batch=batch,
+        loss=loss,
+        prefixes=prefixes,
+        selection=selection,
+        columns=columns,
+        counters=counted,
+        group_keys=frozenset() if comes_whole else _group_keys(batch, columns.counted_J),
+        plan=plan,
+        warnings=_warnings(batch, loss, counted),
+    )
+
+
+def _columns(
+    batch: RolloutBatch, loss: Loss, prefixes: SortedPrefixes, selection: Selection
+) -> Columns:
+    advantage_J = _advantages(batch, loss)
+    trained_J = trained_mask(batch, selection.kept_S)
+    counted_J = trained_J
+    if loss.shared_tokens is SharedTokens.ONCE:
+        counted_J = first_owner_mask(batch, prefixes, selection.kept_S)
+    weight_J = np.ones(len(trained_J), np.float64)
+    if loss.token_weight is TokenWeight.PER_SEQUENCE:
+        lengths_S = trained_lengths(batch, counted_J)
+        weight_S = 1.0 / np.maximum(lengths_S, 1)
+        weight_J = np.repeat(weight_S, np.diff(batch.response_offsets))
+    return Columns(
+        trained_J=trained_J, counted_J=counted_J, weight_J=weight_J, advantage_J=advantage_J
+    )
+
+
+def _advantages(batch: RolloutBatch, loss: Loss) -> NDArray[np.float64]:
+    """Advantage of every response token, over each group as received; float64 [J]."""
+    if loss.advantage is None:
+        if batch.token_weights is None:
+            return np.ones(len(batch.loss_mask), np.float64)
+        return batch.token_weights.astype(np.float64)
+    if loss.advantage is AdvantageKind.GIVEN:
+        assert batch.advantages is not None
+        return batch.advantages.astype(np.float64)
+    assert batch.rewards is not None
+    rewards_S = batch.rewards
+    lengths_S = np.diff(batch.response_offsets)
+    if isinstance(loss.overlong, OverlongPenalty):
+        rule = loss.overlong
+        penalty_S = group_advantages.overlong_penalty(
+            lengths_S, rule.max_tokens, rule.buffer_tokens
+        )
+        rewards_S = rewards_S + rule.scale * penalty_S
+    advantage_S = _ADVANTAGES[loss.advantage](rewards_S, batch.group_offsets)
+    return np.repeat(advantage_S, lengths_S)
+
+
+def _group_keys(batch: RolloutBatch, counted_J: NDArray[np.bool_]) -> frozenset[bytes]:
+    """Digests of id and prompt of the groups that have a counted token."""
+    lengths_S = trained_lengths(batch, counted_J)
+    per_group = np.add.reduceat(lengths_S, batch.group_offsets[:-1])
+    keys: set[bytes] = set()
+    for group in np.flatnonzero(per_group).tolist():
+        prompt = batch.prompt_tokens[batch.prompt_offsets[group] : batch.prompt_offsets[group + 1]]
+        digest = hashlib.sha256(batch.group_ids[group].encode() + b"\0")
+        digest.update(prompt.astype("<i4").tobytes())
+        keys.add(digest.digest())
+    return frozenset(keys)
+
+
+def _warnings(batch: RolloutBatch, loss: Loss, counted: Counters) -> tuple[str, ...]:
+    """What the caller should know but is no error; one text each."""
+    found: list[str] = []
+    cut_S = (batch.top_p < 1) | (batch.top_k > 0)
+    if cut_S.any():
+        found.append(
+            f"{np.count_nonzero(cut_S)} rollouts were sampled with top_p or top_k: the trained "
+            "distribution is not cut so"
+        )
+    if batch.sampler_logprobs is not None and batch.sampler_is_raw.any():
+        found.append("raw sampler_logprobs are left out of the sampler mismatch")
+    old = loss.old_logprobs
+    if batch.old_logprobs is not None and (old is None or old.kind is not OldLogprobsKind.GIVEN):
+        found.append("old_logprobs were sent but loss.old_logprobs does not use them")
+    kl = loss.kl
+    if batch.reference_logprobs is not None and (
+        kl is None or kl.reference is not ReferenceKind.GIVEN
+    ):
+        found.append("reference_logprobs were sent but loss.kl does not use them")
+    if counted.tokens == 0:
+        found.append("every rollout was dropped: there is nothing to train on")
+    return tuple(found)

@@ -1,0 +1,296 @@
+"""What the caller asked of the loss, judged against the batch and completed. No torch here.
+
+Enters `LossRequest` and the validated batch, leaves a complete `Loss`, or a typed error naming the
+field. Invariant: an option that would not be used is refused, never ignored.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ratoon.errors import ErrorCode, RatoonError, invalid
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.train.config import (
+    AdvantageKind,
+    CorrectionMode,
+    KlConfig,
+    LossKind,
+    LossRequest,
+    OldLogprobs,
+    OldLogprobsKind,
+    OverlongFilter,
+    OverlongPenalty,
+    ReferenceKind,
+    RolloutCorrection,
+    Staleness,
+)
+from ratoon.train.loss_spec import (
+    LOSS_DEFAULTS,
+    CispoObjective,
+    ClipObjective,
+    LinearObjective,
+    Loss,
+    LossDefaults,
+    Objective,
+    SequenceClipObjective,
+)
+from ratoon.train.resolve_optim import check_optim, resolve_optim
+
+__all__ = ["check_optim", "resolve_loss", "resolve_optim"]
+
+_REWARD_ADVANTAGES = (
+    AdvantageKind.GROUP_MEAN_STD,
+    AdvantageKind.GROUP_MEAN,
+    AdvantageKind.LEAVE_ONE_OUT,
+    AdvantageKind.NONE,
+)
+
+
+def resolve_loss(request: LossRequest, batch: RolloutBatch, *, has_frozen_reference: bool) -> Loss:
+    """Fill in the defaults of the loss and check that `batch` carries all that it needs.
+
+    `has_frozen_reference`: the policy keeps its initial weights. Raises `RatoonError`
+    (INVALID_ARGUMENT or UNSUPPORTED) naming the field.
+    """
+    defaults = LOSS_DEFAULTS[request.kind]
+    if request.router_aux_loss_coefficient != 0:
+        raise RatoonError(
+            ErrorCode.UNSUPPORTED,
+            "loss.router_aux_loss_coefficient: a router auxiliary loss is no sum over rollouts; "
+            f"got {request.router_aux_loss_coefficient}, expected 0",
+            field="loss.router_aux_loss_coefficient",
+            got=str(request.router_aux_loss_coefficient),
+            expected="0",
+        )
+    _require_finite("loss.entropy_coefficient", request.entropy_coefficient)
+    _check_token_weights(request.kind, batch)
+    return Loss(
+        kind=request.kind,
+        objective=_resolve_objective(request, defaults),
+        advantage=_resolve_advantage(request, defaults, batch),
+        old_logprobs=_resolve_old_logprobs(request, defaults, batch),
+        kl=_resolve_kl(request.kl, batch, has_frozen_reference=has_frozen_reference),
+        entropy_coefficient=request.entropy_coefficient,
+        correction=_resolve_correction(request, batch),
+        token_weight=request.token_weight or defaults.token_weight,
+        default_divide_by=defaults.divide_by,
+        shared_tokens=request.shared_tokens,
+        overlong=_resolve_overlong(request.overlong, batch),
+        drop_zero_variance_groups=_resolve_zero_variance(request, defaults, batch),
+        staleness=_resolve_staleness(request, batch),
+    )
+
+
+def _resolve_objective(request: LossRequest, defaults: LossDefaults) -> Objective:
+    if defaults.clip is None:
+        for name in ("clip_low", "clip_high", "dual_clip"):
+            _refuse_given(
+                f"loss.{name}", getattr(request, name), f"absent: {request.kind} has no clip"
+            )
+        return LinearObjective()
+    low = defaults.clip[0] if request.clip_low is None else request.clip_low
+    high = defaults.clip[1] if request.clip_high is None else request.clip_high
+    _require_not_negative("loss.clip_low", low)
+    _require_not_negative("loss.clip_high", high)
+    if not defaults.has_dual_clip:
+        _refuse_given(
+            "loss.dual_clip", request.dual_clip, f"absent: {request.kind} has no dual clip"
+        )
+    if request.kind is LossKind.GSPO:
+        return SequenceClipObjective(clip_low=low, clip_high=high)
+    if request.kind is LossKind.CISPO:
+        if not low < high:
+            raise invalid("loss.clip_low", low, f"a number below loss.clip_high ({high})")
+        return CispoObjective(ratio_low=low, ratio_high=high)
+    dual_clip = request.dual_clip
+    if dual_clip is not None and not (math.isfinite(dual_clip) and dual_clip > 1):
+        raise invalid("loss.dual_clip", dual_clip, "a finite number above 1")
+    return ClipObjective(
+        clip_low=low, clip_high=high, dual_clip=math.inf if dual_clip is None else dual_clip
+    )
+
+
+def _resolve_advantage(
+    request: LossRequest, defaults: LossDefaults, batch: RolloutBatch
+) -> AdvantageKind | None:
+    if defaults.advantage is None:
+        _refuse_given(
+            "loss.advantage", request.advantage, f"absent: {request.kind} takes token_weights"
+        )
+        if batch.advantages is not None:
+            raise invalid(
+                "groups[0].rollouts[0].advantages",
+                "advantages",
+                f"none: {request.kind} takes token_weights",
+            )
+        return None
+    default = AdvantageKind.GIVEN if batch.advantages is not None else defaults.advantage
+    kind = request.advantage or default
+    if kind is AdvantageKind.GIVEN and batch.advantages is None:
+        raise invalid("loss.advantage", kind, "rollouts that carry advantages; they carry none")
+    if kind in _REWARD_ADVANTAGES and batch.rewards is None:
+        if request.advantage is None:
+            raise invalid(
+                "groups[0].rollouts[0].reward",
+                "neither reward nor advantages",
+                f"one of them in every rollout: {request.kind} needs advantages",
+            )
+        raise invalid("loss.advantage", kind, "rollouts that carry rewards; they carry none")
+    return kind
+
+
+def _resolve_old_logprobs(
+    request: LossRequest, defaults: LossDefaults, batch: RolloutBatch
+) -> OldLogprobs | None:
+    """Old log-probs enter the ratio and the correction; a loss with neither has none."""
+    if not defaults.has_ratio and request.correction is None:
+        if request.old_logprobs is not None:
+            raise invalid(
+                "loss.old_logprobs",
+                request.old_logprobs.kind,
+                f"absent: {request.kind} has no ratio, and no correction was asked for",
+            )
+        return None
+    default = OldLogprobsKind.SAMPLER if defaults.has_ratio else OldLogprobsKind.ON_POLICY
+    old = request.old_logprobs or OldLogprobs(kind=default)
+    from_forward = old.kind is OldLogprobsKind.FROM_FORWARD
+    if from_forward != bool(old.forward_operation_id):
+        raise invalid(
+            "loss.old_logprobs.forward_operation_id",
+            repr(old.forward_operation_id),
+            "the id of a Forward" if from_forward else f"empty for {old.kind}",
+        )
+    if old.kind is OldLogprobsKind.SAMPLER:
+        _require_sampler("loss.old_logprobs", "sampler", batch)
+    if old.kind is OldLogprobsKind.GIVEN and batch.old_logprobs is None:
+        raise invalid("loss.old_logprobs", "given", "rollouts that carry old_logprobs")
+    return old
+
+
+def _resolve_kl(
+    kl: KlConfig | None, batch: RolloutBatch, *, has_frozen_reference: bool
+) -> KlConfig | None:
+    if kl is None:
+        return None
+    _require_finite("loss.kl.coefficient", kl.coefficient)
+    if kl.reference is ReferenceKind.GIVEN and batch.reference_logprobs is None:
+        raise invalid("loss.kl.reference", "given", "rollouts that carry reference_logprobs")
+    if kl.reference is ReferenceKind.FROZEN and not has_frozen_reference:
+        raise invalid(
+            "loss.kl.reference", "frozen", "a policy created with a reference, or given log-probs"
+        )
+    return kl
+
+
+def _resolve_correction(request: LossRequest, batch: RolloutBatch) -> RolloutCorrection | None:
+    correction = request.correction
+    if correction is None:
+        return None
+    if request.kind is LossKind.CROSS_ENTROPY:
+        raise invalid("loss.correction", correction.mode, "absent: cross_entropy has no sampler")
+    old = request.old_logprobs
+    sampler_is_default = old is None and LOSS_DEFAULTS[request.kind].has_ratio
+    if sampler_is_default or (old is not None and old.kind is OldLogprobsKind.SAMPLER):
+        raise invalid(
+            "loss.correction",
+            "old_logprobs sampler",
+            "old_logprobs given, from_forward or on_policy: exp(old - sampler) would be 1",
+        )
+    _require_sampler("loss.correction", correction.mode, batch)
+    _require_not_negative("loss.correction.low", correction.low)
+    _require_not_negative("loss.correction.high", correction.high)
+    if correction.high <= correction.low:
+        raise invalid("loss.correction.high", correction.high, f"above low ({correction.low})")
+    if correction.mode is CorrectionMode.TRUNCATE and correction.low != 0:
+        raise invalid("loss.correction.low", correction.low, "absent: it belongs to mode mask")
+    return correction
+
+
+def _resolve_overlong(
+    overlong: OverlongFilter | OverlongPenalty | None, batch: RolloutBatch
+) -> OverlongFilter | OverlongPenalty | None:
+    if not isinstance(overlong, OverlongPenalty):
+        return overlong
+    if batch.rewards is None:
+        raise invalid("loss.overlong_penalty", "no rewards", "rollouts that carry rewards")
+    if overlong.buffer_tokens <= 0:
+        raise invalid("loss.overlong_penalty.buffer_tokens", overlong.buffer_tokens, "at least 1")
+    if overlong.max_tokens < overlong.buffer_tokens:
+        raise invalid(
+            "loss.overlong_penalty.max_tokens",
+            overlong.max_tokens,
+            f"at least buffer_tokens ({overlong.buffer_tokens})",
+        )
+    _require_not_negative("loss.overlong_penalty.scale", overlong.scale)
+    return overlong
+
+
+def _resolve_zero_variance(
+    request: LossRequest, defaults: LossDefaults, batch: RolloutBatch
+) -> bool:
+    """Variance is of rewards: with ready-made advantages there is none to look at."""
+    if request.drop_zero_variance_groups is None:
+        return defaults.drop_zero_variance_groups and batch.rewards is not None
+    if request.drop_zero_variance_groups and batch.rewards is None:
+        raise invalid("loss.drop_zero_variance_groups", "true", "rollouts that carry rewards")
+    return request.drop_zero_variance_groups
+
+
+def _resolve_staleness(request: LossRequest, batch: RolloutBatch) -> Staleness | None:
+    staleness = request.staleness
+    if staleness is None:
+        return None
+    if staleness.max_versions < 0:
+        raise invalid("loss.staleness.max_versions", staleness.max_versions, "at least 0")
+    unsaid_S = batch.policy_version < 0
+    if unsaid_S.any():
+        raise invalid(
+            f"{_first_rollout(batch, unsaid_S)}.policy_version",
+            "none",
+            "the version that sampled it: loss.staleness was asked for",
+        )
+    return staleness
+
+
+def _check_token_weights(kind: LossKind, batch: RolloutBatch) -> None:
+    if batch.token_weights is not None and kind is not LossKind.CROSS_ENTROPY:
+        raise invalid(
+            "groups[0].rollouts[0].token_weights", "weights", f"none: {kind} takes advantages"
+        )
+
+
+def _require_sampler(field: str, got: object, batch: RolloutBatch) -> None:
+    """Sampler log-probs that may enter a ratio: there, and at the sampling temperature."""
+    if batch.sampler_logprobs is None:
+        raise invalid(field, got, "rollouts that carry sampler_logprobs")
+    if batch.sampler_is_raw.any():
+        raise invalid(
+            f"{_first_rollout(batch, batch.sampler_is_raw)}.sampler_logprobs_kind",
+            "raw",
+            f"processed: {field} puts sampler log-probs into a ratio",
+        )
+
+
+def _first_rollout(batch: RolloutBatch, where_S: NDArray[np.bool_]) -> str:
+    """Field path of the first rollout where `where_S` (bool [S]) is true."""
+    sequence = int(np.argmax(where_S))
+    group = int(np.searchsorted(batch.group_offsets, sequence, side="right")) - 1
+    return f"groups[{group}].rollouts[{sequence - int(batch.group_offsets[group])}]"
+
+
+def _refuse_given(field: str, value: object, expected: str) -> None:
+    if value is not None:
+        raise invalid(field, value, expected)
+
+
+def _require_finite(field: str, value: float) -> None:
+    if not math.isfinite(value):
+        raise invalid(field, value, "a finite number")
+
+
+def _require_not_negative(field: str, value: float) -> None:
+    if not (math.isfinite(value) and value >= 0):
+        raise invalid(field, value, "a finite number, at least 0")

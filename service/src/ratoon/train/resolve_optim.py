@@ -1,0 +1,118 @@
+"""What the caller asked of an optimizer step, judged and completed. No torch here.
+
+Enters `OptimRequest`, the window's normalisation and the policy's AdamW, leaves an `OptimStep`, or
+a typed error naming the field. Invariant: the divisor agrees with how tokens were weighted.
+"""
+
+from __future__ import annotations
+
+import math
+
+from ratoon.errors import invalid
+from ratoon.train.config import AdamWConfig, DivideBy, OptimRequest, TokenWeight
+from ratoon.train.loss_spec import ConstantDivisor, CounterDivisor, Normalisation, OptimStep
+
+# A mean over tokens of per-sequence weights, or over sequences of per-token weights, is neither of
+# the two means that anybody publishes.
+_DISAGREEING = {
+    (TokenWeight.PER_TOKEN, DivideBy.SEQUENCES),
+    (TokenWeight.PER_SEQUENCE, DivideBy.TOKENS),
+}
+
+
+def check_optim(request: OptimRequest) -> None:
+    """Check the numbers alone, without the window; `resolve_optim` does it too.
+
+    Raises `RatoonError` INVALID_ARGUMENT naming the field.
+    """
+    _require(
+        "optim.learning_rate",
+        request.learning_rate,
+        request.learning_rate >= 0,
+        "a finite number, at least 0",
+    )
+    if request.weight_decay is not None:
+        _require(
+            "optim.weight_decay",
+            request.weight_decay,
+            request.weight_decay >= 0,
+            "a finite number, at least 0",
+        )
+    if request.max_grad_norm is not None:
+        _require(
+            "optim.max_grad_norm",
+            request.max_grad_norm,
+            request.max_grad_norm > 0,
+            "a finite number above 0",
+        )
+    if request.divide_constant is not None:
+        _require(
+            "optim.divide_constant",
+            request.divide_constant,
+            request.divide_constant > 0,
+            "a finite number above 0",
+        )
+        if request.divide_by not in (None, DivideBy.CONSTANT):
+            raise invalid(
+                "optim.divide_constant",
+                request.divide_constant,
+                f"absent: optim.divide_by is {request.divide_by}",
+            )
+    elif request.divide_by is DivideBy.CONSTANT:
+        raise invalid("optim.divide_constant", "none", "a finite number above 0")
+
+
+def resolve_optim(
+    request: OptimRequest, normalisation: Normalisation, policy: AdamWConfig
+) -> OptimStep:
+    """Fill in the policy's weight decay and the window's divisor.
+
+    Raises `RatoonError` INVALID_ARGUMENT naming the field.
+    """
+    check_optim(request)
+    divide_by = _resolve_divide_by(request, normalisation)
+    return OptimStep(
+        learning_rate=request.learning_rate,
+        weight_decay=policy.weight_decay if request.weight_decay is None else request.weight_decay,
+        max_grad_norm=math.inf if request.max_grad_norm is None else request.max_grad_norm,
+        divisor=_resolve_divisor(request, divide_by),
+    )
+
+
+def _resolve_divide_by(request: OptimRequest, normalisation: Normalisation) -> DivideBy:
+    default = normalisation.default_divide_by
+    divide_by = request.divide_by or default
+    if divide_by is None:
+        raise invalid("optim.divide_by", "none", "one: the losses of this window differ in theirs")
+    if default is DivideBy.CONSTANT and divide_by is not DivideBy.CONSTANT:
+        raise invalid("optim.divide_by", divide_by, "constant: dr_grpo divides by a constant")
+    if (normalisation.token_weight, divide_by) in _DISAGREEING:
+        raise invalid(
+            "optim.divide_by",
+            divide_by,
+            f"one that agrees with token_weight {normalisation.token_weight}",
+        )
+    return divide_by
+
+
+def _resolve_divisor(
+    request: OptimRequest, divide_by: DivideBy
+) -> CounterDivisor | ConstantDivisor:
+    if divide_by is DivideBy.CONSTANT:
+        if request.divide_constant is None:
+            raise invalid("optim.divide_constant", "none", "a finite number above 0")
+        return ConstantDivisor(value=request.divide_constant)
+    if request.divide_constant is not None:
+        raise invalid(
+            "optim.divide_constant",
+            request.divide_constant,
+            f"absent: this window is divided by {divide_by}",
+        )
+    if divide_by is DivideBy.NONE:
+        return ConstantDivisor(value=1.0)
+    return CounterDivisor(counter=divide_by)
+
+
+def _require(field: str, value: float, holds: bool, expected: str) -> None:
+    if not (math.isfinite(value) and holds):
+        raise invalid(field, value, expected)

@@ -1,0 +1,302 @@
+"""The trainer of one policy on one device: what a worker runs operations on.
+
+Enters validated batches, complete losses and steps, leaves reports, log-probs and checkpoints.
+Invariant: weights, moments and version change in `optim_step`, `update` and `load_checkpoint`
+alone, and each of these either happens whole or leaves them as they were.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ratoon.errors import ErrorCode, RatoonError, invalid
+from ratoon.model.loader import load_model
+from ratoon.model.policy_model import PolicyModel
+from ratoon.model.spec import ModelInfo
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.packed import UpdatePlan
+from ratoon.rollout.plan import make_plan
+from ratoon.rollout.prefixes import sort_sequences
+from ratoon.train import checkpoint, prepare, report_builder
+from ratoon.train.config import OldLogprobsKind
+from ratoon.train.gradients import GradientSums
+from ratoon.train.loss_spec import Loss, Normalisation, OptimStep
+from ratoon.train.numerics import configure_torch, numerics_fingerprint, peak_memory_bytes
+from ratoon.train.optimizer import MasterAdamW
+from ratoon.train.passes import (
+    PassHooks,
+    forward_backward_pass,
+    forward_pass,
+    never_cancelled,
+    no_progress,
+)
+from ratoon.train.prepare import Prepared
+from ratoon.train.report import PhaseSeconds, StepReport
+from ratoon.train.spec import TrainerSpec
+from ratoon.train.usage import UsageMeter
+from ratoon.train.window import GradientWindow, WindowState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardArrays:
+    """Per response token of the batch, [J], 0 where the loss mask is false.
+
+    float32; float64 for a float64 model. `entropy` None: not asked for.
+    """
+
+    logprobs: NDArray[np.floating]
+    entropy: NDArray[np.floating] | None
+    report: StepReport
+
+
+class Trainer:
+    """Owns a policy's model, gradient window, master weights and moments.
+
+    States: those of `GradientWindow`. `version` counts optimizer steps; the engine may rename it
+    where a number was retired. Not thread-safe: one call at a time.
+    """
+
+    def __init__(self, spec: TrainerSpec, model: PolicyModel) -> None:
+        self.spec = spec
+        self.model = model
+        self.version = 0
+        parameters = model.named_trainable()
+        self._gradients = GradientSums(parameters)
+        self._optimizer = MasterAdamW(parameters, spec.optimizer)
+        self._window = GradientWindow()
+        self._has_kl = False
+        self._meter = UsageMeter(model)
+
+    @classmethod
+    def create(cls, spec: TrainerSpec) -> Trainer:
+        """Configure torch for this process and load the model. Raises what `load_model` raises."""
+        configure_torch(spec)
+        model = load_model(
+            spec.model,
+            device=torch.device(spec.device),
+            attention_backend=spec.attention_backend,
+            deterministic=spec.deterministic,
+            keep_reference=spec.keep_reference,
+        )
+        return cls(spec, model)
+
+    def info(self) -> ModelInfo:
+        return self.model.info()
+
+    def fingerprint(self) -> dict[str, str]:
+        """What the bits depend on outside of model, batch and plan."""
+        return numerics_fingerprint(self.spec, self.info().attention_backend)
+
+    @property
+    def window_state(self) -> WindowState:
+        return self._window.state
+
+    @property
+    def normalisation(self) -> Normalisation:
+        """Of the open window, for `resolve_optim`. Raises WINDOW_EMPTY or WINDOW_POISONED."""
+        return self._window.normalisation
+
+    def prepare(self, batch: RolloutBatch, loss: Loss) -> Prepared:
+        """Decide drops, advantages, counters and cuts; touches no state.
+
+        Raises `RatoonError` STALE_ROLLOUTS, and where the loss cannot join the open window.
+        """
+        self._window.check(loss)
+        return prepare.prepare(
+            batch, loss, version=self.version, micro_batch_tokens=self.spec.micro_batch_tokens
+        )
+
+    def plan_forward(self, batch: RolloutBatch) -> UpdatePlan:
+        """Cuts of a Forward: the same as of an update that drops nothing."""
+        prefixes = sort_sequences(batch)
+        is_run_S = prepare.has_trained_tokens(batch)
+        return make_plan(batch, prefixes, is_run_S, self.spec.micro_batch_tokens)
+
+    def forward_backward(
+        self,
+        batch: RolloutBatch,
+        loss: Loss,
+        plan: UpdatePlan,
+        *,
+        old_logprobs_J: NDArray[np.floating] | None = None,
+        on_progress: Callable[[int, int, int], None] = no_progress,
+        is_cancelled: Callable[[], bool] = never_cancelled,
+    ) -> StepReport:
+        """Add the gradient sum of the batch's loss to the window, cut as `plan` says.
+
+        `old_logprobs_J`: `ForwardArrays.logprobs` of the operation that a `from_forward` loss
+        names, else None. `on_progress(done, planned, tokens)` and `is_cancelled` are called between
+        micro-batches; tokens are replicated ones.
+
+        Raises `RatoonError` CANCELLED: whatever raises once the first micro-batch has begun leaves
+        the window TORN, and the caller must call `discard_gradients` (and run the window's earlier
+        forward-backwards again, if it wants them back).
+        """
+        started = time.perf_counter()
+        _check_forward_logprobs(batch, loss, old_logprobs_J)
+        prepared = prepare.prepare_planned(batch, loss, plan, version=self.version)
+        plan_s = time.perf_counter() - started
+        self._window.begin(loss)
+        hooks = PassHooks(on_progress=on_progress, is_cancelled=is_cancelled)
+        totals = forward_backward_pass(self.model, prepared, old_logprobs_J, hooks)
+        self._window.complete(prepared, totals.sums)
+        self._has_kl = self._has_kl or loss.kl is not None
+        return report_builder.forward_backward_report(
+            prepared,
+            totals.sums,
+            PhaseSeconds(plan=plan_s, forward=totals.forward_s, backward=totals.backward_s),
+            self._meter.training(batch, plan, totals),
+            version=self.version,
+        )
+
+    def optim_step(self, step: OptimStep) -> StepReport:
+        """Divide the window's gradient, clip, step; the window is empty afterwards.
+
+        The report's means are over the window. Where the gradient is not finite, or no token
+        counts, the step is skipped: the window is discarded, weights and version stay. Raises
+        `RatoonError` WINDOW_EMPTY or WINDOW_POISONED.
+        """
+        return self._step(step, StepReport())
+
+    def update(
+        self,
+        batch: RolloutBatch,
+        loss: Loss,
+        step: OptimStep,
+        plan: UpdatePlan,
+        *,
+        old_logprobs_J: NDArray[np.floating] | None = None,
+        on_progress: Callable[[int, int, int], None] = no_progress,
+        is_cancelled: Callable[[], bool] = never_cancelled,
+    ) -> StepReport:
+        """One forward-backward and its optimizer step, in one report.
+
+        Whatever it raises, CANCELLED too, leaves the trainer as it was. Raises `RatoonError`
+        WINDOW_OPEN where there are gradients already.
+        """
+        if self._window.state is not WindowState.EMPTY:
+            raise RatoonError(
+                ErrorCode.WINDOW_OPEN, "ForwardBackwards of the window are not stepped or discarded"
+            )
+        try:
+            report = self.forward_backward(
+                batch,
+                loss,
+                plan,
+                old_logprobs_J=old_logprobs_J,
+                on_progress=on_progress,
+                is_cancelled=is_cancelled,
+            )
+        except BaseException:
+            self.discard_gradients()
+            raise
+        return self._step(step, report)
+
+    def discard_gradients(self) -> None:
+        """Empty the window, TORN or not."""
+        self._gradients.clear()
+        self._window.clear()
+        self._has_kl = False
+
+    def forward(
+        self,
+        batch: RolloutBatch,
+        plan: UpdatePlan,
+        *,
+        with_entropy: bool,
+        use_reference: bool,
+        on_progress: Callable[[int, int, int], None] = no_progress,
+        is_cancelled: Callable[[], bool] = never_cancelled,
+    ) -> ForwardArrays:
+        """Log-probs of the batch's trained tokens, by the policy or its frozen reference.
+
+        Changes nothing. Raises `RatoonError` CANCELLED, INVALID_ARGUMENT without a reference.
+        """
+        started = time.perf_counter()
+        prefixes = sort_sequences(batch)
+        plan_s = time.perf_counter() - started
+        hooks = PassHooks(on_progress=on_progress, is_cancelled=is_cancelled)
+        if use_reference:
+            with self.model.reference():
+                columns = forward_pass(self.model, batch, prefixes, plan, hooks)
+        else:
+            columns = forward_pass(self.model, batch, prefixes, plan, hooks)
+        seconds = PhaseSeconds(plan=plan_s, forward=columns.forward_s)
+        usage = self._meter.forward(batch, plan, columns)
+        return ForwardArrays(
+            logprobs=columns.logprob_J,
+            entropy=columns.entropy_J if with_entropy else None,
+            report=report_builder.forward_report(batch, plan, columns, seconds, usage),
+        )
+
+    def save_checkpoint(self, folder: Path) -> int:
+        """Write weights, moments and version; gradients are not in it. Returns the size in bytes.
+
+        Raises `FileExistsError`.
+        """
+        return checkpoint.save_checkpoint(
+            folder, self._optimizer.state(), self.spec.model, self.version
+        )
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """Become the state of a checkpoint, version included, and empty the window.
+
+        The frozen reference stays. Nothing is touched where the folder is not whole: raises what
+        `checkpoint.load_checkpoint` raises.
+        """
+        loaded = checkpoint.load_checkpoint(folder, self._optimizer.state(), self.spec.model)
+        self.discard_gradients()
+        self._optimizer.load(loaded.state)
+        self.version = loaded.version
+
+    def export_state(self) -> Mapping[str, Tensor]:
+        """Master weights by parameter name, live, for `model.export.export_weights`."""
+        return self._optimizer.state().weights
+
+    def _step(self, step: OptimStep, base: StepReport) -> StepReport:
+        started = time.perf_counter()
+        divisor = self._window.divisor(step.divisor)
+        sums, has_kl = self._window.sums, self._has_kl
+        skipped, grad_norm, warnings = True, None, base.warnings
+        if divisor > 0:
+            outcome = self._optimizer.step(self._gradients.sums(), divisor, step)
+            skipped, grad_norm = outcome.skipped, outcome.grad_norm
+            if skipped:
+                warnings = (*warnings, "the gradient is not finite: the step was skipped")
+        else:
+            warnings = (*warnings, "no token counts in this window: the step was skipped")
+        self.discard_gradients()
+        if not skipped:
+            self.version += 1
+        seconds = time.perf_counter() - started
+        report = report_builder.step_report(base, sums, divisor, has_kl=has_kl, seconds=seconds)
+        return replace(
+            report,
+            grad_norm=grad_norm,
+            skipped=skipped,
+            warnings=warnings,
+            peak_memory_bytes=peak_memory_bytes(self.model.device),
+        )
+
+
+def _check_forward_logprobs(
+    batch: RolloutBatch, loss: Loss, old_logprobs_J: NDArray[np.floating] | None
+) -> None:
+    """Whether the Forward that the loss names was of as many tokens as the batch has."""
+    old = loss.old_logprobs
+    is_asked = old is not None and old.kind is OldLogprobsKind.FROM_FORWARD
+    assert is_asked == (old_logprobs_J is not None), "from_forward log-probs come with their loss"
+    if old_logprobs_J is not None and old_logprobs_J.shape != batch.loss_mask.shape:
+        raise invalid(
+            "loss.old_logprobs.forward_operation_id",
+            f"a Forward of {old_logprobs_J.size} response tokens",
+            f"one of this batch's {len(batch.loss_mask)}",
+        )
