@@ -1,0 +1,102 @@
+"""A model's weights as a folder that transformers (full) or peft (adapter) loads.
+
+Enters a `PolicyModel` and optionally the values of its trained parameters, leaves a flat folder:
+safetensors and configuration, and a full model's tokenizer (an adapter's reader has its base's).
+Invariant: `from_pretrained` of the folder gives the same bits, in the model's dtype; equal weights
+give equal files, byte for byte.
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ratoon.errors import invalid
+from ratoon.model.loader import TORCH_DTYPES, quiet_transformers
+from ratoon.model.policy_model import PolicyModel
+from ratoon.model.spec import PresetBase
+from ratoon.model.tokenizer import byte_tokenizer
+
+ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"
+_MAX_SHARD = "2GB"
+# Of a folder base: what is copied beside the weights, where the folder has it.
+_COPIED_FILES = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+)
+
+
+def export_weights(
+    model: PolicyModel, folder: Path, state: Mapping[str, Tensor] | None
+) -> list[str]:
+    """Write the weights to `folder`, which exists and is empty; returns the file names, sorted.
+
+    `state` gives values by the names of `named_trainable()`, each cast to the model's dtype; None
+    takes the module's own. Raises INVALID_ARGUMENT where names or shapes are not the model's.
+    """
+    values = _trained_values(model, state)
+    if model.adapter is not None:
+        _export_adapter(model.adapter, folder, values)
+    else:
+        _export_full(model, folder, values)
+        _export_tokenizer(model, folder)
+    return sorted(path.name for path in folder.iterdir())
+
+
+def _trained_values(model: PolicyModel, state: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    trainable = model.named_trainable()
+    if state is None:
+        return {name: parameter.detach() for name, parameter in trainable.items()}
+    if state.keys() != trainable.keys():
+        odd = sorted(state.keys() ^ trainable.keys())
+        raise invalid("state", f"{len(odd)} other names, as {odd[0]}", "those of named_trainable()")
+    dtype = TORCH_DTYPES[model.spec.dtype]
+    for name, parameter in trainable.items():
+        if state[name].shape != parameter.shape:
+            raise invalid(f"state[{name}]", tuple(state[name].shape), str(tuple(parameter.shape)))
+    return {name: state[name].detach().to(dtype) for name in trainable}
+
+
+def _export_full(model: PolicyModel, folder: Path, values: dict[str, Tensor]) -> None:
+    """Tied weights are written once, fused experts in the one-tensor-an-expert form of the hub."""
+    host = {name: value.to("cpu", copy=False) for name, value in values.items()}
+    with quiet_transformers():
+        cast("Any", model.module).save_pretrained(
+            folder, state_dict=host, max_shard_size=_MAX_SHARD
+        )
+
+
+def _export_adapter(adapter: PeftModel, folder: Path, values: dict[str, Tensor]) -> None:
+    tensors = get_peft_model_state_dict(adapter, state_dict=values, save_embedding_layers=False)
+    host = {name: value.to("cpu").contiguous() for name, value in tensors.items()}
+    save_file(host, folder / ADAPTER_WEIGHTS_NAME, metadata={"format": "pt"})
+    config = copy.copy(adapter.peft_config["default"])
+    config.inference_mode = True
+    # peft keeps a set, whose order differs between processes; files of equal weights are equal.
+    cast("Any", config).target_modules = sorted(cast("Any", config).target_modules)
+    config.save_pretrained(str(folder))
+
+
+def _export_tokenizer(model: PolicyModel, folder: Path) -> None:
+    if isinstance(model.spec.base, PresetBase):
+        byte_tokenizer().save_pretrained(folder)
+        return
+    base = Path(model.spec.base.folder)
+    for name in _COPIED_FILES:
+        if (base / name).is_file():
+            shutil.copyfile(base / name, folder / name)

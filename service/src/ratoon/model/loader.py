@@ -1,0 +1,153 @@
+"""From a spec to a model on a device.
+
+Enters a `ModelSpec`, leaves a `PolicyModel`. Invariant: the same spec gives the same bits of every
+parameter, and global random state is as it was before.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from ratoon.errors import ErrorCode, RatoonError, invalid
+from ratoon.model.attention import ATTENTION_NAME, register_tree_attention
+from ratoon.model.lora import add_adapter
+from ratoon.model.policy_model import PolicyModel
+from ratoon.model.presets import build_preset
+from ratoon.model.spec import LoraTuning, ModelDtype, ModelSpec, PresetBase
+from ratoon.model.support import read_config, unsupported
+from ratoon_kernels import BackendUnavailableError, select_backend
+
+TORCH_DTYPES = {
+    ModelDtype.FLOAT32: torch.float32,
+    ModelDtype.BFLOAT16: torch.bfloat16,
+    ModelDtype.FLOAT64: torch.float64,
+}
+
+
+def load_model(
+    spec: ModelSpec,
+    *,
+    device: torch.device,
+    attention_backend: str,
+    deterministic: bool,
+    keep_reference: bool = False,
+    checkpoint_activations: bool = False,
+) -> PolicyModel:
+    """Build or load the model of `spec`.
+
+    `attention_backend` is a name of the kernels' registry, "" for the best one. `keep_reference`
+    copies the initial weights for `PolicyModel.reference` (LoRA needs no copy: its reference is the
+    base). `checkpoint_activations` recomputes decoder layers in the backward.
+
+    Raises INVALID_ARGUMENT (no such preset, unreadable folder, wrong adapter settings) and
+    UNSUPPORTED (a model feature, an adapter target or an attention backend that is not served).
+    """
+    register_tree_attention()
+    dtype = TORCH_DTYPES[spec.dtype]
+    if isinstance(spec.base, PresetBase):
+        module, name = build_preset(spec.base.name, spec.seed), spec.base.name
+    else:
+        folder = Path(spec.base.folder)
+        module, name = _load_folder(folder, dtype, device), folder.name
+    _cast_parameters(module, dtype)
+    backend = _select_backend(module.config, attention_backend, device, dtype)
+    adapter, frozen = None, None
+    if isinstance(spec.tuning, LoraTuning):
+        adapter = add_adapter(module, spec.tuning, spec.seed, name)
+    elif keep_reference:
+        frozen = copy.deepcopy(module).to(cast("Any", device))
+    return PolicyModel(
+        spec=spec,
+        module=module.to(cast("Any", device)),
+        adapter=adapter,
+        frozen=frozen,
+        attention_backend=backend,
+        deterministic=deterministic,
+        checkpoint_activations=checkpoint_activations,
+    )
+
+
+def _load_folder(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    config = read_config(folder)
+    # Grouped matrix products know neither float64 nor, everywhere, the CPU.
+    can_group_experts = device.type == "cuda" and dtype is torch.bfloat16
+    try:
+        with torch.random.fork_rng(devices=[]), quiet_transformers():
+            loaded = cast("Any", AutoModelForCausalLM).from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                attn_implementation=ATTENTION_NAME,
+                experts_implementation="grouped_mm" if can_group_experts else "eager",
+                use_safetensors=True,
+                trust_remote_code=False,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as err:
+        raise invalid("model_folder", f"weights that do not load ({err})", "whole ones") from err
+    module, loading = cast("tuple[PreTrainedModel, dict[str, Any]]", loaded)
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if keys := sorted(map(str, loading[kind])):
+            got = f"{len(keys)} {kind.replace('_', ' ')}, the first {keys[0]}"
+            raise invalid("model_folder", got, "every weight of the model and no other")
+    _check_tie(module)
+    # Generation settings are the sampler's: export copies the folder's own file.
+    module.generation_config = GenerationConfig.from_model_config(module.config)
+    return module
+
+
+def _check_tie(module: PreTrainedModel) -> None:
+    """A tied configuration with a head of its own would be two models under one name."""
+    head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
+    is_tied = cast("Any", head).weight is cast("Any", embedding).weight
+    if bool(module.config.tie_word_embeddings) != is_tied:
+        raise unsupported(
+            "config.tie_word_embeddings",
+            module.config.tie_word_embeddings,
+            "what the weights are" if is_tied else "false where lm_head.weight differs",
+        )
+
+
+def _cast_parameters(module: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Cast parameters alone: rotary frequencies are buffers and stay float32, as where transformers
+    loads a folder; `module.to(dtype)` would round them."""
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
+def _select_backend(
+    config: PreTrainedConfig, requested: str, device: torch.device, dtype: torch.dtype
+) -> str:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    try:
+        return select_backend("tree_attention", requested or None, device, dtype, head_dim)
+    except BackendUnavailableError as err:
+        raise RatoonError(
+            ErrorCode.UNSUPPORTED,
+            f"attention_backend: {err}",
+            field="attention_backend",
+            got=requested,
+            expected="a backend that is available here",
+        ) from err
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars of transformers inside."""
+    was_enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            transformers_logging.enable_progress_bar()

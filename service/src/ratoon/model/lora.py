@@ -1,0 +1,85 @@
+"""Low-rank adapters (Hu et al., 2021, arXiv:2106.09685) on the linear maps of a decoder, by peft.
+
+Enters a module and a `LoraTuning`, leaves a `PeftModel` around it whose only trainable parameters
+are the adapter's. Invariant: A is random from (seed, name), B is zero, so that at first the adapter
+changes nothing. Adapters have the dtype of the base; the optimizer keeps its masters in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import PreTrainedModel
+
+from ratoon.errors import invalid
+from ratoon.model.seeding import tensor_generator
+from ratoon.model.spec import LoraTuning
+from ratoon.model.support import unsupported
+
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+def add_adapter(module: PreTrainedModel, tuning: LoraTuning, seed: int, name: str) -> PeftModel:
+    """Put a fresh adapter on `module`, in place; `name` is what the adapter says that its base is.
+
+    Raises INVALID_ARGUMENT for a rank or alpha out of range, UNSUPPORTED for a target module that
+    is not a linear map of attention or MLP (the LM head, embeddings, fused experts).
+    """
+    if tuning.rank < 1:
+        raise invalid("tuning.lora.rank", tuning.rank, "at least 1")
+    if not (math.isfinite(tuning.alpha) and tuning.alpha > 0):
+        raise invalid("tuning.lora.alpha", tuning.alpha, "a finite number above 0")
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=tuning.rank,
+        lora_alpha=cast("int", tuning.alpha),
+        lora_dropout=0.0,
+        bias="none",
+        target_modules=resolve_targets(module, tuning.target_modules),
+        init_lora_weights=False,
+    )
+    with torch.random.fork_rng(devices=[]):
+        model = get_peft_model(cast("Any", module), config, autocast_adapter_dtype=False)
+    assert isinstance(model, PeftModel)
+    config.base_model_name_or_path = name
+    _initialize(model, seed)
+    return model
+
+
+def resolve_targets(module: PreTrainedModel, requested: tuple[str, ...]) -> list[str]:
+    """Names of the linear maps to adapt, sorted; all that can be where none is requested."""
+    available = _available_targets(module)
+    for index, target in enumerate(requested):
+        if target not in available:
+            raise unsupported(
+                f"tuning.lora.target_modules[{index}]", target, f"one of {', '.join(available)}"
+            )
+    return sorted(set(requested)) or available
+
+
+def _available_targets(module: PreTrainedModel) -> list[str]:
+    """Experts are fused parameters, no linear maps: with any, the MLP is not adapted at all."""
+    has_experts = any(name.endswith(".experts") for name, _ in module.named_modules())
+    names = _ATTENTION if has_experts else _ATTENTION + _MLP
+    linear = {n.rsplit(".", 1)[-1] for n, m in module.named_modules() if isinstance(m, nn.Linear)}
+    return sorted(linear.intersection(names))
+
+
+@torch.no_grad()
+def _initialize(model: PeftModel, seed: int) -> None:
+    """A uniform on +-1/sqrt(fan in), B zero."""
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if ".lora_B." in name:
+            parameter.zero_()
+            continue
+        assert ".lora_A." in name, name
+        bound = 1 / math.sqrt(parameter.shape[1])
+        uniform = torch.rand(parameter.shape, generator=tensor_generator(seed, name))
+        parameter.copy_((2 * uniform - 1) * bound)

@@ -1,0 +1,143 @@
+"""A policy's network: packed tokens in, final hidden states out.
+
+Enters tokens, positions and the tree layout of one packed batch, leaves hidden states [T, D] and
+the LM head's weight; the logits are the caller's. Invariant: a forward is a pure function of its
+arguments and the parameters. Nothing random happens in it, and no T x T tensor is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, cast
+
+import torch
+from peft import PeftModel
+from torch import Tensor
+from torch.nn import Parameter
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ratoon.errors import invalid
+from ratoon.model.attention import TreeAttention
+from ratoon.model.float64 import Float64Math
+from ratoon.model.spec import ModelDtype, ModelInfo, ModelSpec
+from ratoon_kernels import TreeLayout
+
+
+class PolicyModel:
+    """Owns the torch module of one policy, its adapter and its frozen reference.
+
+    States: `policy` (the trained weights answer) and, inside `reference()`, `reference` (the frozen
+    ones do). Not thread-safe; one forward at a time.
+    """
+
+    def __init__(
+        self,
+        *,
+        spec: ModelSpec,
+        module: PreTrainedModel,
+        adapter: PeftModel | None,
+        frozen: PreTrainedModel | None,
+        attention_backend: str,
+        deterministic: bool,
+        checkpoint_activations: bool,
+    ) -> None:
+        """`adapter` wraps `module` in place; `frozen` is a copy of `module` that shares nothing."""
+        self.spec = spec
+        self.module = module
+        self.adapter = adapter
+        self._frozen = frozen
+        self._active = module
+        self._attention_backend = attention_backend
+        self._deterministic = deterministic
+        # There is no dropout to switch on: train() is what makes transformers checkpoint.
+        module.train(checkpoint_activations)
+        if checkpoint_activations:
+            # transformers renames it: the old name warns where the new one exists.
+            new_name = getattr(module, "activation_checkpointing_enable", None)
+            enable = new_name or module.gradient_checkpointing_enable
+            enable(
+                {
+                    "use_reentrant": False,
+                    "preserve_rng_state": False,
+                    "context_fn": self._recompute_contexts,
+                }
+            )
+        if frozen is not None:
+            frozen.eval().requires_grad_(requires_grad=False)
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        return self.module.config
+
+    @property
+    def device(self) -> torch.device:
+        return self.lm_head_VD.device
+
+    @property
+    def lm_head_VD(self) -> Tensor:  # noqa: N802
+        """Weight of the logits, [V, D]; the embedding itself where the model ties them."""
+        return cast("Any", self._active.get_output_embeddings()).weight
+
+    def forward_hidden(self, tokens_T: Tensor, position_T: Tensor, layout: TreeLayout) -> Tensor:
+        """Final normed hidden states, [T, D] in the model's dtype.
+
+        `tokens_T` and `position_T` are int64 on the model's device; a position is the token's depth
+        on its path. `layout` is of the same T tokens. Gradients flow to the parameters, if enabled.
+        """
+        num_tokens = layout.num_tokens
+        assert tokens_T.shape == position_T.shape == (num_tokens,), "one token and position a key"
+        decoder = cast("Any", self._active).get_decoder()
+        with self._precision():
+            output = decoder(
+                input_ids=tokens_T[None],
+                position_ids=position_T[None],
+                use_cache=False,
+                ratoon_tree=TreeAttention(
+                    layout=layout,
+                    backend=self._attention_backend,
+                    deterministic=self._deterministic,
+                ),
+            )
+        return output.last_hidden_state[0]
+
+    def named_trainable(self) -> dict[str, Parameter]:
+        """The trained parameters by name, in the module's own order; a tied one is there once."""
+        owner = self.module if self.adapter is None else self.adapter
+        return {name: p for name, p in owner.named_parameters() if p.requires_grad}
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Inside, forwards and the LM head are those of the frozen reference, without gradients.
+
+        For LoRA that is the base (the adapter off), else the copy of the initial weights. Raises
+        INVALID_ARGUMENT where none was kept.
+        """
+        with torch.no_grad():
+            if self.adapter is not None:
+                with self.adapter.disable_adapter():
+                    yield
+            elif self._frozen is not None:
+                self._active = self._frozen
+                try:
+                    yield
+                finally:
+                    self._active = self.module
+            else:
+                raise invalid("reference", "none", "a policy created with reference base")
+
+    def info(self) -> ModelInfo:
+        return ModelInfo(
+            num_parameters=sum(p.numel() for p in self.module.parameters()),
+            num_trainable_parameters=sum(p.numel() for p in self.named_trainable().values()),
+            vocab_size=self.lm_head_VD.shape[0],
+            max_sequence_tokens=int(self.config.max_position_embeddings),
+            attention_backend=self._attention_backend,
+        )
+
+    def _precision(self) -> Float64Math | nullcontext[None]:
+        return Float64Math() if self.spec.dtype is ModelDtype.FLOAT64 else nullcontext()
+
+    def _recompute_contexts(self) -> tuple[nullcontext[None], Float64Math | nullcontext[None]]:
+        """Of a checkpointed layer, whose recompute runs outside `forward_hidden`."""
+        return nullcontext(), self._precision()

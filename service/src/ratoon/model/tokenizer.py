@@ -1,0 +1,54 @@
+"""The byte tokenizer of the presets: a token id below 256 is that byte.
+
+Enters nothing, leaves a tokenizer that transformers loads offline. Invariant: text that spells no
+special token encodes to exactly its UTF-8 bytes (no normalisation, no merges, nothing added), and
+decoding is the inverse.
+"""
+
+from __future__ import annotations
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+PAD_TOKEN = 256
+BOS_TOKEN = 257
+EOS_TOKEN = 258
+SEPARATOR_TOKEN = 259
+VOCAB_SIZE = 260
+
+_SPECIAL_TOKENS = {
+    "<|pad|>": PAD_TOKEN,
+    "<|bos|>": BOS_TOKEN,
+    "<|eos|>": EOS_TOKEN,
+    "<|sep|>": SEPARATOR_TOKEN,
+}
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """The tokenizer; `save_pretrained` writes what `AutoTokenizer` reads."""
+    vocab = {character: byte for byte, character in enumerate(_byte_characters())}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in _SPECIAL_TOKENS]
+    )
+    assert all(tokenizer.token_to_id(text) == token for text, token in _SPECIAL_TOKENS.items())
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<|pad|>",
+        bos_token="<|bos|>",
+        eos_token="<|eos|>",
+        additional_special_tokens=["<|sep|>"],
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _byte_characters() -> list[str]:
+    """The printable character that byte-level BPE writes for each byte (Radford et al., 2019).
+
+    Printable Latin-1 stands for itself; the others take U+0100 and up in order of the byte.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]

@@ -1,0 +1,71 @@
+"""Short ways to a policy model, for the model's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from ratoon.errors import RatoonError
+from ratoon.model.loader import load_model
+from ratoon.model.policy_model import PolicyModel
+from ratoon.model.spec import (
+    FolderBase,
+    FullTuning,
+    LoraTuning,
+    ModelDtype,
+    ModelSpec,
+    PresetBase,
+)
+from tests.model.packing import Packed
+
+FULL = FullTuning()
+LORA = LoraTuning(rank=3, alpha=6.0)
+TINY = PresetBase(name="tiny")
+
+
+def load(
+    base: Path | PresetBase,
+    *,
+    tuning: FullTuning | LoraTuning = FULL,
+    dtype: ModelDtype = ModelDtype.FLOAT64,
+    seed: int = 1,
+    attention_backend: str = "",
+    keep_reference: bool = False,
+    checkpoint_activations: bool = False,
+) -> PolicyModel:
+    spec = ModelSpec(
+        base=FolderBase(folder=str(base)) if isinstance(base, Path) else base,
+        tuning=tuning,
+        dtype=dtype,
+        seed=seed,
+    )
+    return load_model(
+        spec,
+        device=torch.device("cpu"),
+        attention_backend=attention_backend,
+        deterministic=True,
+        keep_reference=keep_reference,
+        checkpoint_activations=checkpoint_activations,
+    )
+
+
+def hidden_of(model: PolicyModel, packed: Packed) -> Tensor:
+    return model.forward_hidden(packed.tokens_T, packed.position_T, packed.layout)
+
+
+def randomize(model: PolicyModel, seed: int) -> None:
+    """Give every trained parameter new values, zero for none."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.named_trainable().values():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+
+
+def error_of(call: Callable[[], object]) -> RatoonError:
+    with pytest.raises(RatoonError) as caught:
+        call()
+    return caught.value

@@ -1,0 +1,199 @@
+"""Weights as folders: what another process loads is what was trained, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from ratoon.errors import ErrorCode
+from ratoon.model.export import export_weights
+from ratoon.model.policy_model import PolicyModel
+from ratoon.model.spec import ModelDtype, PresetBase
+from tests.model.builders import FULL, LORA, TINY, error_of, hidden_of, load, randomize
+from tests.model.packing import branching_sequences, pack
+from tests.tiny_models import ARCHITECTURES, write_folder
+
+
+def export(model: PolicyModel, folder: Path, state: dict[str, Tensor] | None = None) -> list[str]:
+    folder.mkdir()
+    return export_weights(model, folder, state)
+
+
+def reload(folder: Path) -> nn.Module:
+    return cast(Any, AutoModelForCausalLM).from_pretrained(
+        folder, local_files_only=True, experts_implementation="eager"
+    )
+
+
+def assert_same_bits(got: nn.Module, expected: nn.Module) -> None:
+    values, others = dict(got.named_parameters()), dict(expected.named_parameters())
+    assert values.keys() == others.keys()
+    for name, value in values.items():
+        assert value.dtype is others[name].dtype
+        assert torch.equal(value, others[name]), name
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", [ModelDtype.FLOAT32, ModelDtype.BFLOAT16])
+def test_full_export_loads_bit_for_bit(
+    tmp_path: Path, architecture: str, dtype: ModelDtype
+) -> None:
+    model = load(write_folder(tmp_path / "base", architecture), dtype=dtype)
+    randomize(model, seed=3)
+    names = export(model, tmp_path / "out")
+    assert names == sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert {"config.json", "generation_config.json", "model.safetensors"} <= set(names)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == dtype.value
+    assert_same_bits(reload(tmp_path / "out"), model.module)
+
+
+@pytest.mark.parametrize("name", ["tiny", "small"])
+def test_preset_export_loads_bit_for_bit_with_its_tokenizer(tmp_path: Path, name: str) -> None:
+    model = load(PresetBase(name=name), dtype=ModelDtype.FLOAT32)
+    names = export(model, tmp_path / "out")
+    assert names == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    assert_same_bits(reload(tmp_path / "out"), model.module)
+    tokenizer = cast(Any, AutoTokenizer).from_pretrained(tmp_path / "out", local_files_only=True)
+    assert tokenizer("3+4=")["input_ids"] == list(b"3+4=")
+    generation = GenerationConfig.from_pretrained(tmp_path / "out")
+    assert (generation.eos_token_id, generation.pad_token_id) == (258, 256)
+
+
+@pytest.mark.parametrize("dtype", [ModelDtype.FLOAT32, ModelDtype.BFLOAT16])
+def test_exported_model_is_the_same_function(tmp_path: Path, dtype: ModelDtype) -> None:
+    """The sampler's logits: stock attention of the loaded folder against ours."""
+    model = load(TINY, dtype=dtype)
+    randomize(model, seed=4)
+    export(model, tmp_path / "out")
+    tokens = list(range(40, 90))
+    hidden_TD = hidden_of(model, pack([tokens]))
+    with torch.no_grad():
+        ours = (hidden_TD @ model.lm_head_VD.T).float()
+        theirs = reload(tmp_path / "out")(torch.tensor([tokens])).logits[0].float()
+    tolerance = 1e-5 if dtype is ModelDtype.FLOAT32 else 2e-2
+    assert (ours - theirs).norm() <= tolerance * theirs.norm()
+
+
+def test_tied_embedding_is_written_once(tmp_path: Path) -> None:
+    export(load(write_folder(tmp_path / "base", "qwen3")), tmp_path / "out")
+    names = load_file(tmp_path / "out" / "model.safetensors").keys()
+    assert "model.embed_tokens.weight" in names
+    assert "lm_head.weight" not in names
+
+
+def test_experts_are_written_one_by_one(tmp_path: Path) -> None:
+    export(load(write_folder(tmp_path / "base", "qwen3_moe")), tmp_path / "out")
+    assert "model.layers.1.mlp.experts.3.down_proj.weight" in load_file(
+        tmp_path / "out" / "model.safetensors"
+    )
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
+def test_given_state_is_what_is_written(tmp_path: Path, architecture: str) -> None:
+    """Float32 masters of a bfloat16 model: written rounded, the module left as it is."""
+    folder = write_folder(tmp_path / "base", architecture)
+    model = load(folder, dtype=ModelDtype.BFLOAT16)
+    before = {name: p.detach().clone() for name, p in model.named_trainable().items()}
+    generator = torch.Generator().manual_seed(9)
+    state = {name: torch.randn(p.shape, generator=generator) for name, p in before.items()}
+    export(model, tmp_path / "out", state)
+    loaded = dict(reload(tmp_path / "out").named_parameters())
+    assert loaded.keys() == state.keys()
+    for name, value in loaded.items():
+        assert torch.equal(value, state[name].to(torch.bfloat16)), name
+    for name, parameter in model.named_trainable().items():
+        assert torch.equal(parameter, before[name]), name
+
+
+def test_state_of_other_names_or_shapes_is_refused(tmp_path: Path) -> None:
+    model = load(TINY)
+    state: dict[str, Tensor] = dict(model.named_trainable())
+    missing = {name: state[name] for name in list(state)[1:]}
+    extra = state | {"lm_head.weight": torch.zeros(260, 128)}
+    bent = state | {"model.norm.weight": torch.zeros(127)}
+    for number, wrong in enumerate((missing, extra, bent)):
+        error = error_of(lambda w=wrong, n=number: export(model, tmp_path / str(n), w))
+        assert error.code is ErrorCode.INVALID_ARGUMENT
+        assert error.field.startswith("state")
+        assert list((tmp_path / str(number)).iterdir()) == []
+
+
+def test_files_of_equal_weights_are_equal(tmp_path: Path) -> None:
+    for tuning, name in ((FULL, "full"), (LORA, "lora")):
+        first = export(load(TINY, tuning=tuning), tmp_path / f"{name}-1")
+        second = export(load(TINY, tuning=tuning), tmp_path / f"{name}-2")
+        assert first == second
+        for file in first:
+            content = (tmp_path / f"{name}-1" / file).read_bytes()
+            assert content == (tmp_path / f"{name}-2" / file).read_bytes(), file
+
+
+def test_adapter_export_loads_bit_for_bit(tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    folder = write_folder(tmp_path / "base", "qwen3_moe")
+    model = load(folder, tuning=LORA, dtype=ModelDtype.FLOAT32)
+    randomize(model, seed=6)
+    names = export(model, tmp_path / "out")
+    assert names == ["adapter_config.json", "adapter_model.safetensors"]
+    base = reload(folder)
+    adapted = PeftModel.from_pretrained(cast(Any, base), str(tmp_path / "out"))
+    loaded = {n: p for n, p in adapted.named_parameters() if ".lora_" in n}
+    assert loaded.keys() == model.named_trainable().keys()
+    for name, parameter in model.named_trainable().items():
+        assert torch.equal(parameter, loaded[name]), name
+
+    sequence = branching_sequences(0)[0]
+    ours = hidden_of(model, pack([sequence])) @ model.lm_head_VD.T
+    theirs = adapted(input_ids=torch.tensor([sequence])).logits[0]
+    assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
+
+
+def test_export_says_nothing_of_the_server(tmp_path: Path) -> None:
+    """Paths of the server's disk stay there."""
+    folder = write_folder(tmp_path / "secret-place", "qwen3")
+    for number, tuning in enumerate((FULL, LORA)):
+        out = tmp_path / str(number)
+        for name in export(load(folder, tuning=tuning), out):
+            assert str(tmp_path).encode() not in (out / name).read_bytes(), name
+
+
+def test_folder_base_hands_its_tokenizer_and_generation_settings_on(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "base", "llama")
+    # Settings that transformers refuses to write itself: a temperature without sampling.
+    generation = b'{"do_sample": false, "temperature": 0.7, "eos_token_id": [5, 6]}'
+    files = {
+        "tokenizer.json": b"{}",
+        "tokenizer_config.json": b'{"a": 1}',
+        "chat_template.jinja": b"{{ messages }}",
+        "generation_config.json": generation,
+    }
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    (folder / "README.md").write_text("not for samplers")
+    names = export(load(folder), tmp_path / "out")
+    assert names == sorted([*files, "config.json", "model.safetensors"])
+    for name, data in files.items():
+        assert (tmp_path / "out" / name).read_bytes() == data
+
+
+def test_safetensors_say_their_format(tmp_path: Path) -> None:
+    export(load(TINY, tuning=LORA), tmp_path / "lora")
+    export(load(TINY), tmp_path / "full")
+    for name in ("lora/adapter_model.safetensors", "full/model.safetensors"):
+        with safe_open(tmp_path / name, framework="pt") as file:
+            assert file.metadata()["format"] == "pt"

@@ -1,0 +1,187 @@
+"""From a spec to a model: the same bits for the same spec, typed errors for what cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ratoon.errors import ErrorCode
+from ratoon.model.spec import FullTuning, LoraTuning, ModelDtype, PresetBase
+from tests.model.builders import FULL, LORA, TINY, error_of, hidden_of, load
+from tests.model.packing import pack
+from tests.tiny_models import write_folder
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high"), [("tiny", 0.8e6, 1.2e6), ("small", 10e6, 15e6)], ids=["tiny", "small"]
+)
+def test_preset_has_the_size_it_is_known_by(name: str, low: float, high: float) -> None:
+    info = load(PresetBase(name=name), dtype=ModelDtype.FLOAT32).info()
+    assert low <= info.num_parameters <= high
+    assert info.num_trainable_parameters == info.num_parameters
+    assert info.vocab_size == 260
+    assert info.max_sequence_tokens >= 8192
+
+
+@pytest.mark.parametrize("tuning", [FULL, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("seed", [0, 7, 2**64 - 1])
+def test_same_seed_gives_the_same_bits(tuning: FullTuning | LoraTuning, seed: int) -> None:
+    torch.manual_seed(1)
+    first = load(TINY, dtype=ModelDtype.FLOAT32, seed=seed, tuning=tuning).module.state_dict()
+    torch.manual_seed(2)
+    second = load(TINY, dtype=ModelDtype.FLOAT32, seed=seed, tuning=tuning).module.state_dict()
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_another_seed_gives_other_weights_in_every_matrix() -> None:
+    first = load(TINY, seed=0, tuning=LORA).module.state_dict()
+    second = load(TINY, seed=1, tuning=LORA).module.state_dict()
+    matrices = [n for n, value in first.items() if value.ndim == 2 and ".lora_B." not in n]
+    assert len(matrices) == 2 + 2 * 4 * 7
+    assert all(not torch.equal(first[name], second[name]) for name in matrices)
+
+
+def test_loading_leaves_global_random_state(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "base", "qwen3_moe")
+    before = torch.random.get_rng_state()
+    load(TINY, tuning=LORA)
+    load(folder)
+    load(folder, tuning=LORA)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_bfloat16_weights_are_the_rounded_float32_weights() -> None:
+    exact = load(TINY, dtype=ModelDtype.FLOAT32).named_trainable()
+    rounded = load(TINY, dtype=ModelDtype.BFLOAT16).named_trainable()
+    assert exact.keys() == rounded.keys()
+    for name, parameter in rounded.items():
+        assert torch.equal(parameter, exact[name].to(torch.bfloat16)), name
+
+
+def test_rotary_frequencies_stay_float32_in_bfloat16() -> None:
+    """`module.to(bfloat16)` would round them, and the sampler's model would be another one."""
+    buffers = dict(load(TINY, dtype=ModelDtype.BFLOAT16).module.named_buffers())
+    exact = dict(load(TINY, dtype=ModelDtype.FLOAT32).module.named_buffers())
+    frequencies = buffers["model.rotary_emb.inv_freq"]
+    assert frequencies.dtype is torch.float32
+    assert torch.equal(frequencies, exact["model.rotary_emb.inv_freq"])
+
+
+def test_first_logits_are_nearly_uniform() -> None:
+    """A fresh policy explores: no token starts with a probability far from 1/260."""
+    model = load(TINY, dtype=ModelDtype.FLOAT32)
+    hidden_TD = hidden_of(model, pack([list(range(32, 120))]))
+    probability_TV = torch.softmax(hidden_TD @ model.lm_head_VD.T, dim=-1)
+    assert probability_TV.max() < 10 / 260
+    assert probability_TV.min() > 0.1 / 260
+
+
+def test_unknown_preset_is_named() -> None:
+    error = error_of(lambda: load(PresetBase(name="huge")))
+    assert (error.code, error.field) == (ErrorCode.INVALID_ARGUMENT, "preset")
+    assert (error.got, error.expected) == ("'huge'", "tiny, small")
+
+
+def test_unavailable_attention_backend_is_refused_with_its_reason() -> None:
+    error = error_of(lambda: load(TINY, attention_backend="nonsense"))
+    assert (error.code, error.field) == (ErrorCode.UNSUPPORTED, "attention_backend")
+    assert "nonsense" in error.message
+
+
+def test_named_attention_backend_is_the_one_used() -> None:
+    assert load(TINY, attention_backend="reference").info().attention_backend == "reference"
+
+
+def test_float32_folder_loads_as_bfloat16(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "base", "llama")
+    stored = load_file(folder / "model.safetensors")
+    for name, parameter in load(folder, dtype=ModelDtype.BFLOAT16).named_trainable().items():
+        assert torch.equal(parameter, stored[name].to(torch.bfloat16)), name
+
+
+def drop_weight(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.self_attn.q_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def add_weight(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.0.self_attn.sinks"] = torch.zeros(4)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def reshape_weight(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] = torch.zeros(17)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def remove_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def break_config(folder: Path) -> None:
+    (folder / "config.json").write_text('{"architectures": ["LlamaFor')
+
+
+def list_config(folder: Path) -> None:
+    (folder / "config.json").write_text("[]")
+
+
+def remove_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def wrong_type(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": "wide"}))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        drop_weight,
+        add_weight,
+        reshape_weight,
+        truncate,
+        remove_config,
+        break_config,
+        list_config,
+        remove_weights,
+        wrong_type,
+    ],
+    ids=lambda damage: damage.__name__,
+)
+def test_damaged_folder_is_a_typed_error(tmp_path: Path, damage: object) -> None:
+    assert callable(damage)
+    folder = write_folder(tmp_path / "base", "llama")
+    damage(folder)
+    error = error_of(lambda: load(folder))
+    assert (error.code, error.field) == (ErrorCode.INVALID_ARGUMENT, "model_folder")
+    assert error.got
+    assert error.expected
+
+
+def test_missing_folder_is_a_typed_error(tmp_path: Path) -> None:
+    error = error_of(lambda: load(tmp_path / "nowhere"))
+    assert (error.code, error.field) == (ErrorCode.INVALID_ARGUMENT, "model_folder")
+    assert str(tmp_path) not in error.message
+
+
+def test_tied_configuration_with_a_head_of_its_own_is_refused(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "base", "llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    error = error_of(lambda: load(folder))
+    assert (error.code, error.field) == (ErrorCode.UNSUPPORTED, "config.tie_word_embeddings")

@@ -1,0 +1,119 @@
+"""What a model folder may not ask for: each is refused by name, nothing is silently ignored."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ratoon.errors import ErrorCode
+from ratoon.model.support import read_config
+from tests.model.builders import error_of
+from tests.tiny_models import ARCHITECTURES, write_folder
+
+ROPE = {"rope_theta": 10_000.0}
+LONG = {"short_factor": [1.0] * 2, "long_factor": [2.0] * 2, "original_max_position_embeddings": 16}
+
+
+def edited(tmp_path: Path, architecture: str, changes: dict[str, Any]) -> Path:
+    folder = write_folder(tmp_path / "base", architecture)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return folder
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_supported_folder_is_read(tmp_path: Path, architecture: str) -> None:
+    config = read_config(write_folder(tmp_path / "base", architecture))
+    assert config.hidden_size == 16
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "field", "got"),
+    [
+        ("llama", {"architectures": ["Gemma2ForCausalLM"]}, "architectures", "Gemma2ForCausalLM"),
+        ("llama", {"architectures": ["LlamaModel"]}, "architectures", "LlamaModel"),
+        ("llama", {"architectures": None}, "architectures", "None"),
+        ("llama", {"architectures": []}, "architectures", "[]"),
+        ("llama", {"model_type": "mistral"}, "model_type", "mistral"),
+        ("llama", {"auto_map": {"AutoModelForCausalLM": "m.M"}}, "auto_map", "m.M"),
+        ("mistral", {"sliding_window": 4096}, "sliding_window", "4096"),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8}, "sliding_window", "8"),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 8, "layer_types": None},
+            "sliding_window",
+            "8",
+        ),
+        (
+            "qwen3",
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types",
+            "sliding_attention",
+        ),
+        ("llama", {"attention_dropout": 0.1}, "attention_dropout", "0.1"),
+        ("llama", {"resid_pdrop": 0.2}, "resid_pdrop", "0.2"),
+        ("llama", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping", "50.0"),
+        ("llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping", "30.0"),
+        ("llama", {"num_attention_sinks": 4}, "num_attention_sinks", "4"),
+        ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config", "gptq"),
+        ("llama", {"is_causal": False}, "is_causal", "False"),
+        ("qwen3_moe", {"output_router_logits": True}, "output_router_logits", "True"),
+        ("qwen3_moe", {"router_jitter_noise": 0.1}, "router_jitter_noise", "0.1"),
+        (
+            "llama",
+            {"rope_parameters": ROPE | {"rope_type": "dynamic", "factor": 2.0}},
+            "rope_parameters.rope_type",
+            "dynamic",
+        ),
+        (
+            "llama",
+            {"rope_parameters": ROPE | LONG | {"rope_type": "longrope"}},
+            "rope_parameters.rope_type",
+            "longrope",
+        ),
+        (
+            "llama",
+            {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "rope_parameters.rope_type",
+            "dynamic",
+        ),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value)[:20],
+)
+def test_unsupported_configuration_is_refused_by_field(
+    tmp_path: Path, architecture: str, changes: dict[str, Any], field: str, got: str
+) -> None:
+    error = error_of(lambda: read_config(edited(tmp_path, architecture, changes)))
+    assert (error.code, error.field) == (ErrorCode.UNSUPPORTED, f"config.{field}")
+    assert got in error.got
+    assert error.expected
+    assert error.field in error.message
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("qwen2", {"use_sliding_window": False, "sliding_window": 4096}),
+        ("llama", {"attention_bias": True}),
+        ("llama", {"attention_dropout": 0}),
+        ("qwen3_moe", {"router_aux_loss_coef": 0.01}),
+        ("llama", {"attn_logit_softcapping": None}),
+    ],
+)
+def test_what_changes_nothing_is_accepted(
+    tmp_path: Path, architecture: str, changes: dict[str, Any]
+) -> None:
+    assert read_config(edited(tmp_path, architecture, changes)).hidden_size == 16
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth"])
+def test_pickled_weights_are_refused_without_being_opened(tmp_path: Path, name: str) -> None:
+    folder = write_folder(tmp_path / "base", "llama")
+    (folder / "model.safetensors").rename(folder / name)
+    (folder / name).chmod(0)
+    error = error_of(lambda: read_config(folder))
+    assert (error.code, error.field, error.got) == (ErrorCode.UNSUPPORTED, "model_folder", name)
+    assert "safetensors" in error.expected

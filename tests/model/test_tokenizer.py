@@ -1,0 +1,52 @@
+"""The presets' tokenizer: a byte is a token, also after transformers has loaded it from files."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from ratoon.model.presets import preset_config
+from ratoon.model.tokenizer import BOS_TOKEN, EOS_TOKEN, PAD_TOKEN, VOCAB_SIZE, byte_tokenizer
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """As a sampler gets it: beside the preset's config, which transformers looks at too."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    byte_tokenizer().save_pretrained(folder)
+    preset_config("tiny").save_pretrained(folder)
+    return cast(Any, AutoTokenizer).from_pretrained(folder, local_files_only=True)
+
+
+def test_ascii_encodes_to_its_bytes_and_back(loaded: Any) -> None:
+    text = "".join(map(chr, range(128)))
+    assert loaded(text)["input_ids"] == list(range(128))
+    assert loaded.decode(list(range(128))) == text
+
+
+@given(text=st.text(max_size=40).filter(lambda text: "<|" not in text))
+def test_any_text_encodes_to_its_utf8_bytes_and_back(text: str) -> None:
+    tokenizer = cast(Any, byte_tokenizer())
+    ids = tokenizer(text)["input_ids"]
+    assert ids == list(text.encode())
+    assert tokenizer.decode(ids) == text
+
+
+def test_every_byte_token_is_one_token(loaded: Any) -> None:
+    names = loaded.convert_ids_to_tokens(list(range(VOCAB_SIZE)))
+    assert len(set(names)) == VOCAB_SIZE == len(loaded)
+    assert loaded.convert_tokens_to_ids(names) == list(range(VOCAB_SIZE))
+
+
+def test_special_tokens_are_known_and_skipped(loaded: Any) -> None:
+    assert (loaded.pad_token_id, loaded.bos_token_id, loaded.eos_token_id) == (
+        PAD_TOKEN,
+        BOS_TOKEN,
+        EOS_TOKEN,
+    )
+    ids = [BOS_TOKEN, *b"7*8=56", EOS_TOKEN, PAD_TOKEN]
+    assert loaded.decode(ids, skip_special_tokens=True) == "7*8=56"
