@@ -1,0 +1,67 @@
+"""Checks of single fields: ids, numbers, sizes.
+
+Enters a field's name and what the caller sent, leaves the same value or a typed error naming the
+field. Invariant: an id that leaves here is safe in a file name, a URL and a log line.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from ratoon.errors import RatoonError, invalid
+
+POLICY_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
+UPLOAD_ID = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+# Not "." or "..": a checkpoint is a folder of that name.
+CHECKPOINT_ID = re.compile(r"(?!\.{1,2}$)[a-zA-Z0-9._-]{1,64}")
+REQUEST_ID = re.compile(r"[a-zA-Z0-9._:-]{1,128}")
+OPERATION_ID = re.compile(r"[a-zA-Z0-9._:-]{1,128}")
+# xxh3-128 in hexadecimal.
+DIGEST = re.compile(r"[0-9a-f]{32}")
+FILE_NAME = re.compile(r"(?!\.{1,2}$)[a-zA-Z0-9._-]{1,255}")
+
+INT32_MAX = 2**31 - 1
+MAX_SHOWN = 80
+
+
+def shown(value: object) -> str:
+    """`value` as it may stand in a message: printable ASCII, cut short."""
+    text = ascii(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
+
+
+def matched(field: str, value: str, pattern: re.Pattern[str]) -> str:
+    """`value`, which matches `pattern` as a whole."""
+    if pattern.fullmatch(value) is None:
+        raise invalid(field, shown(value), f"text of the form {pattern.pattern}")
+    return value
+
+
+def at_least(field: str, value: int, least: int) -> int:
+    if value < least:
+        raise invalid(field, value, f"at least {least}")
+    return value
+
+
+def finite(field: str, value: float) -> float:
+    if not math.isfinite(value):
+        raise invalid(field, value, "a finite number")
+    return value
+
+
+def positive(field: str, value: float) -> float:
+    if not (math.isfinite(value) and value > 0):
+        raise invalid(field, value, "a finite number above 0")
+    return value
+
+
+def not_negative(field: str, value: float) -> float:
+    if not (math.isfinite(value) and value >= 0):
+        raise invalid(field, value, "a finite number of at least 0")
+    return value
+
+
+def required(field: str, expected: str) -> RatoonError:
+    """The error of a field that was left out."""
+    return invalid(field, "nothing", expected)

@@ -1,0 +1,120 @@
+"""Rollout groups from the wire: tensors decoded, nothing judged yet.
+
+Enters `RolloutGroup` messages, leaves `RawGroup`s for `rollout.validate`. Invariant: no tensor is
+decoded before its size has been checked, and an error names group and rollout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ratoon.api.convert.checks import at_least, required
+from ratoon.api.convert.enums import from_wire
+from ratoon.errors import invalid
+from ratoon.rollout.raw import RawGroup, RawRollout, RawSegment, SamplerLogprobsKind
+from ratoon_proto.codec import CodecError, decode_tensor
+from ratoon_proto.v1 import rollout_pb2 as wire
+from ratoon_proto.v1.tensor_pb2 import Tensor
+
+# Bytes of the widest element that a caller may send a token or a value as.
+_WIDEST_BYTES = 8
+_KINDS = {"tokens": "iu", "values": "f", "flags": "b"}
+
+
+def raw_groups(messages: Iterable[wire.RolloutGroup], *, max_tokens: int) -> list[RawGroup]:
+    """Decode groups; no array may have more than `max_tokens` elements.
+
+    Raises INVALID_ARGUMENT naming `groups[g].rollouts[r].<field>`.
+    """
+    max_bytes = max_tokens * _WIDEST_BYTES
+    return [
+        RawGroup(
+            group_id=message.group_id,
+            prompt=_tokens(f"groups[{index}].prompt", message.prompt, max_bytes),
+            rollouts=tuple(
+                _rollout(f"groups[{index}].rollouts[{number}]", rollout, max_bytes)
+                for number, rollout in enumerate(message.rollouts)
+            ),
+        )
+        for index, message in enumerate(messages)
+    ]
+
+
+def _rollout(field: str, message: wire.Rollout, max_bytes: int) -> RawRollout:
+    def values(name: str) -> NDArray[np.floating] | None:
+        if not message.HasField(name):  # pyright: ignore[reportArgumentType]
+            return None
+        array = _array(f"{field}.{name}", getattr(message, name), "values", max_bytes)
+        return cast("NDArray[np.floating]", array)
+
+    has_mask = message.HasField("loss_mask")
+    return RawRollout(
+        segments=_segments(field, message, max_bytes),
+        loss_mask=(
+            _array(f"{field}.loss_mask", message.loss_mask, "flags", max_bytes)
+            if has_mask
+            else None
+        ),
+        sampler_logprobs=values("sampler_logprobs"),
+        old_logprobs=values("old_logprobs"),
+        reference_logprobs=values("reference_logprobs"),
+        reward=message.reward if message.HasField("reward") else None,
+        advantages=values("advantages"),
+        token_weights=values("token_weights"),
+        temperature=message.temperature if message.HasField("temperature") else 1.0,
+        sampler_logprobs_kind=from_wire(
+            f"{field}.sampler_logprobs_kind",
+            message.sampler_logprobs_kind,
+            wire.SamplerLogprobsKind,
+            SamplerLogprobsKind,
+        ),
+        top_p=message.top_p if message.HasField("top_p") else None,
+        top_k=message.top_k if message.HasField("top_k") else None,
+        policy_version=(
+            at_least(f"{field}.policy_version", message.policy_version, 0)
+            if message.HasField("policy_version")
+            else None
+        ),
+        truncated=message.truncated,
+    )
+
+
+def _segments(field: str, message: wire.Rollout, max_bytes: int) -> tuple[RawSegment, ...]:
+    match message.WhichOneof("content"):
+        case "response":
+            tokens = _tokens(f"{field}.response", message.response, max_bytes)
+            return (RawSegment(tokens=tokens, trained=True),)
+        case "segments":
+            return tuple(
+                RawSegment(
+                    tokens=_tokens(f"{field}.segments[{index}].tokens", segment.tokens, max_bytes),
+                    trained=segment.trained,
+                )
+                for index, segment in enumerate(message.segments.segments)
+            )
+        case None:
+            raise required(f"{field}.response", "response or segments")
+
+
+def _tokens(field: str, tensor: Tensor, max_bytes: int) -> NDArray[np.integer]:
+    """Token ids; a tensor that was left out (no dtype, no bytes) is an empty one."""
+    if not tensor.dtype and not tensor.data and not tensor.shape:
+        return np.empty(0, dtype=np.int32)
+    return cast("NDArray[np.integer]", _array(field, tensor, "tokens", max_bytes))
+
+
+def _array(field: str, tensor: Tensor, kind: str, max_bytes: int) -> NDArray[np.generic]:
+    try:
+        array = decode_tensor(tensor, max_bytes=max_bytes)
+    except CodecError as err:
+        raise invalid(f"{field}.{err.part}", err.got, err.expected) from err
+    if array.dtype.kind not in _KINDS[kind]:
+        expected = {"tokens": "int32 or int64", "values": "float32 or float64", "flags": "bool"}
+        raise invalid(f"{field}.dtype", tensor.dtype, expected[kind])
+    if array.ndim != 1:
+        raise invalid(f"{field}.shape", f"{array.ndim} dimensions", "one dimension")
+    return array

@@ -1,0 +1,26 @@
+"""Step reports to the wire, field by field of the same name.
+
+Enters `StepReport`, leaves its message. Invariant: the two have the same fields (a test compares
+them), so a figure that the trainer adds cannot be lost here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from ratoon.train.report import PhaseSeconds, StepReport
+from ratoon_proto.v1 import training_pb2 as wire
+
+
+def report_message(report: StepReport) -> wire.StepReport:
+    message = wire.StepReport()
+    for field in fields(StepReport):
+        value = getattr(report, field.name)
+        if isinstance(value, PhaseSeconds):
+            for phase in fields(PhaseSeconds):
+                setattr(message.seconds, phase.name, getattr(value, phase.name))
+        elif isinstance(value, tuple):
+            message.warnings.extend(report.warnings)
+        elif value is not None:
+            setattr(message, field.name, value)
+    return message

@@ -1,0 +1,1 @@
+"""gRPC: one servicer, mounted on Serve's proxy and on the gateway."""

@@ -1,0 +1,246 @@
+"""`ratoon.v1.PolicyService` over gRPC.
+
+Enters a request and the call's context, leaves a response or a typed status. Invariant: every RPC
+of the contract has a method; those not built yet answer UNIMPLEMENTED.
+
+A method is called by the gateway with `grpc.aio`'s context and by a Serve replica with Serve's own.
+The latter reaches the caller only along with a message, so on Serve a stream that fails ends with
+one empty message before its status.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from ratoon.api.grpc.status import CallContext, as_ratoon_error, set_status
+from ratoon.api.grpc.wiring import Malformed
+from ratoon.api.service import PolicyService
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon_proto.v1 import operation_pb2, policy_pb2, service_pb2, weights_pb2
+
+RequestT = TypeVar("RequestT", bound=Message)
+ResponseT = TypeVar("ResponseT", bound=Message)
+
+
+class PolicyServicer:
+    """Holds nothing but the service. `max_body_bytes` bounds a request's serialized size."""
+
+    def __init__(
+        self, service: PolicyService, *, max_body_bytes: int, status_needs_message: bool
+    ) -> None:
+        self._service = service
+        self._max_body_bytes = max_body_bytes
+        self._status_needs_message = status_needs_message
+
+    async def CreatePolicy(
+        self, request: service_pb2.CreatePolicyRequest, grpc_context: CallContext
+    ) -> operation_pb2.Operation:
+        call = self._service.create_policy
+        return await self._answer(call, request, grpc_context, operation_pb2.Operation)
+
+    async def DeletePolicy(
+        self, request: service_pb2.DeletePolicyRequest, grpc_context: CallContext
+    ) -> operation_pb2.Operation:
+        call = self._service.delete_policy
+        return await self._answer(call, request, grpc_context, operation_pb2.Operation)
+
+    async def GetPolicy(
+        self, request: service_pb2.GetPolicyRequest, grpc_context: CallContext
+    ) -> policy_pb2.Policy:
+        call = self._service.get_policy
+        return await self._answer(call, request, grpc_context, policy_pb2.Policy)
+
+    async def ListPolicies(
+        self, request: service_pb2.ListPoliciesRequest, grpc_context: CallContext
+    ) -> service_pb2.ListPoliciesResponse:
+        call = self._service.list_policies
+        return await self._answer(call, request, grpc_context, service_pb2.ListPoliciesResponse)
+
+    async def Update(
+        self, request: service_pb2.UpdateRequest, grpc_context: CallContext
+    ) -> operation_pb2.Operation:
+        call = self._service.update
+        return await self._answer(call, request, grpc_context, operation_pb2.Operation)
+
+    async def ForwardBackward(
+        self, request: service_pb2.ForwardBackwardRequest, grpc_context: CallContext
+    ) -> operation_pb2.Operation:
+        call = self._service.forward_backward
+        return await self._answer(call, request, grpc_context, operation_pb2.Operation)
+
+    async def OptimStep(
+        self, request: service_pb2.OptimStepRequest, grpc_context: CallContext
+    ) -> operation_pb2.Operation:
+        call = self._service.optim_step
+        return await self._answer(call, request, grpc_context, operation_pb2.Operation)
+
+    async def DiscardGradients(
+        self, request: service_pb2.DiscardGradientsRequest, grpc_context: CallContext
+    ) -> operation_pb2.Operation:
+        call = self._service.discard_gradients
+        return await self._answer(call, request, grpc_context, operation_pb2.Operation)
+
+    async def Forward(
+        self, request: service_pb2.ForwardRequest, grpc_context: CallContext
+    ) -> operation_pb2.Operation:
+        call = self._service.forward
+        return await self._answer(call, request, grpc_context, operation_pb2.Operation)
+
+    async def UploadPart(
+        self, request: service_pb2.UploadPartRequest, grpc_context: CallContext
+    ) -> service_pb2.UploadPartResponse:
+        call = self._service.upload_part
+        return await self._answer(call, request, grpc_context, service_pb2.UploadPartResponse)
+
+    async def GetOperation(
+        self, request: service_pb2.GetOperationRequest, grpc_context: CallContext
+    ) -> operation_pb2.Operation:
+        call = self._service.get_operation
+        return await self._answer(call, request, grpc_context, operation_pb2.Operation)
+
+    async def WatchOperation(
+        self, request: service_pb2.WatchOperationRequest, grpc_context: CallContext
+    ) -> AsyncGenerator[operation_pb2.Operation, None]:
+        call = self._service.watch_operation
+        messages = self._stream(call, request, grpc_context, operation_pb2.Operation)
+        async with aclosing(messages):
+            async for message in messages:
+                yield message
+
+    async def CancelOperation(
+        self, request: service_pb2.CancelOperationRequest, grpc_context: CallContext
+    ) -> operation_pb2.Operation:
+        call = self._service.cancel_operation
+        return await self._answer(call, request, grpc_context, operation_pb2.Operation)
+
+    async def SaveCheckpoint(
+        self, request: service_pb2.SaveCheckpointRequest, grpc_context: CallContext
+    ) -> operation_pb2.Operation:
+        call = self._service.save_checkpoint
+        return await self._answer(call, request, grpc_context, operation_pb2.Operation)
+
+    async def LoadCheckpoint(
+        self, request: service_pb2.LoadCheckpointRequest, grpc_context: CallContext
+    ) -> operation_pb2.Operation:
+        call = self._service.load_checkpoint
+        return await self._answer(call, request, grpc_context, operation_pb2.Operation)
+
+    async def ListCheckpoints(
+        self, request: service_pb2.ListCheckpointsRequest, grpc_context: CallContext
+    ) -> service_pb2.ListCheckpointsResponse:
+        call = self._service.list_checkpoints
+        response = service_pb2.ListCheckpointsResponse
+        return await self._answer(call, request, grpc_context, response)
+
+    async def GetWeightManifest(
+        self, request: service_pb2.GetWeightManifestRequest, grpc_context: CallContext
+    ) -> weights_pb2.WeightManifest:
+        call = self._service.get_weight_manifest
+        return await self._answer(call, request, grpc_context, weights_pb2.WeightManifest)
+
+    async def FetchWeights(
+        self, request: service_pb2.FetchWeightsRequest, grpc_context: CallContext
+    ) -> service_pb2.FetchWeightsResponse:
+        call = self._service.fetch_weights
+        return await self._answer(call, request, grpc_context, service_pb2.FetchWeightsResponse)
+
+    async def GetServerInfo(
+        self, request: service_pb2.GetServerInfoRequest, grpc_context: CallContext
+    ) -> service_pb2.ServerInfo:
+        call = self._service.get_server_info
+        return await self._answer(call, request, grpc_context, service_pb2.ServerInfo)
+
+    async def Health(
+        self, request: service_pb2.HealthRequest, grpc_context: CallContext
+    ) -> service_pb2.HealthResponse:
+        call = self._service.health
+        return await self._answer(call, request, grpc_context, service_pb2.HealthResponse)
+
+    async def WatchWeights(
+        self, request: service_pb2.WatchWeightsRequest, grpc_context: CallContext
+    ) -> AsyncGenerator[weights_pb2.WeightManifest, None]:
+        _set_unimplemented(grpc_context, "WatchWeights")
+        if self._status_needs_message:
+            yield weights_pb2.WeightManifest()
+
+    async def AckWeights(
+        self, request: service_pb2.AckWeightsRequest, grpc_context: CallContext
+    ) -> service_pb2.AckWeightsResponse:
+        _set_unimplemented(grpc_context, "AckWeights")
+        return service_pb2.AckWeightsResponse()
+
+    async def ImportWeights(
+        self, request: service_pb2.ImportWeightsRequest, grpc_context: CallContext
+    ) -> operation_pb2.Operation:
+        _set_unimplemented(grpc_context, "ImportWeights")
+        return operation_pb2.Operation()
+
+    async def GetGradientManifest(
+        self, request: service_pb2.GetGradientManifestRequest, grpc_context: CallContext
+    ) -> weights_pb2.GradientManifest:
+        _set_unimplemented(grpc_context, "GetGradientManifest")
+        return weights_pb2.GradientManifest()
+
+    async def FetchGradients(
+        self, request: service_pb2.FetchGradientsRequest, grpc_context: CallContext
+    ) -> service_pb2.FetchGradientsResponse:
+        _set_unimplemented(grpc_context, "FetchGradients")
+        return service_pb2.FetchGradientsResponse()
+
+    async def _answer(
+        self,
+        call: Callable[[RequestT], Awaitable[ResponseT]],
+        request: RequestT | Malformed,
+        context: CallContext,
+        response: type[ResponseT],
+    ) -> ResponseT:
+        """The response, or an empty one that gRPC drops for the status of `context`."""
+        try:
+            return await call(self._judged(request))
+        except Exception as error:  # noqa: BLE001 - the border of the process
+            set_status(context, as_ratoon_error(error, call.__name__))
+            return response()
+
+    async def _stream(
+        self,
+        call: Callable[[RequestT], AsyncIterator[ResponseT]],
+        request: RequestT | Malformed,
+        context: CallContext,
+        response: type[ResponseT],
+    ) -> AsyncGenerator[ResponseT, None]:
+        try:
+            async for message in call(self._judged(request)):
+                yield message
+        except Exception as error:  # noqa: BLE001 - the border of the process
+            set_status(context, as_ratoon_error(error, call.__name__))
+            if self._status_needs_message:
+                yield response()
+
+    def _judged(self, request: RequestT | Malformed) -> RequestT:
+        if isinstance(request, Malformed):
+            raise RatoonError(
+                ErrorCode.MALFORMED_BODY,
+                f"the request's {request.num_bytes} bytes are not a message of its type",
+                got=f"{request.num_bytes} bytes",
+                expected="a serialized request",
+            )
+        size_bytes = request.ByteSize()
+        if size_bytes > self._max_body_bytes:
+            raise RatoonError(
+                ErrorCode.BODY_TOO_LARGE,
+                f"the request has {size_bytes} bytes, the limit is {self._max_body_bytes}: "
+                "send the batch in parts (UploadPart)",
+                got=f"{size_bytes} bytes",
+                expected=f"at most {self._max_body_bytes} bytes",
+            )
+        return request
+
+
+def _set_unimplemented(context: CallContext, name: str) -> None:
+    context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+    context.set_details(f"{name} is not built yet")

@@ -1,0 +1,43 @@
+"""A failed call's status: code, message and the trailer that carries the whole error.
+
+Enters what a handler raised, leaves a gRPC status on the call's context. Invariant: the same on
+Serve's proxy and on the gateway, whose contexts both have these three setters.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import grpc
+import structlog
+
+from ratoon.api.convert.errors import cut, detail_of, internal_error
+from ratoon.errors import ERROR_TABLE, RatoonError
+
+# A serialized `ErrorDetail`.
+ERROR_TRAILER = "ratoon-error-bin"
+
+_log = structlog.get_logger(__name__)
+
+
+class CallContext(Protocol):
+    """What `grpc.aio.ServicerContext` and Serve's own context have in common."""
+
+    def set_code(self, code: grpc.StatusCode) -> Any: ...
+    def set_details(self, details: str) -> Any: ...
+    def set_trailing_metadata(self, trailing_metadata: Any) -> Any: ...
+
+
+def set_status(context: CallContext, error: RatoonError) -> None:
+    """End the call of `context` with `error`."""
+    context.set_code(grpc.StatusCode[ERROR_TABLE[error.code].grpc])
+    context.set_details(cut(error.message))
+    context.set_trailing_metadata([(ERROR_TRAILER, detail_of(error).SerializeToString())])
+
+
+def as_ratoon_error(error: Exception, call: str) -> RatoonError:
+    """`error` itself, or, for one that is our bug, INTERNAL; the log has its text."""
+    if isinstance(error, RatoonError):
+        return error
+    _log.error("call failed", call=call, exc_info=error)
+    return internal_error()

@@ -1,0 +1,41 @@
+"""The ASGI application: all routes, one shape of error, one limit of size.
+
+Enters the service, leaves an application for Serve, or for a test. Invariant: the OpenAPI document
+names exactly the calls that are built.
+"""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+
+from ratoon import __version__
+from ratoon.api.http import errors, files, operations, policies, server, training
+from ratoon.api.http.limits import BodyLimit
+from ratoon.api.service import PolicyService
+from ratoon.config import LimitsConfig
+
+
+def create_app(service: PolicyService, limits: LimitsConfig) -> FastAPI:
+    app = FastAPI(
+        title="Ratoon",
+        version=__version__,
+        summary="Policy updates for RL post-training: grouped rollouts in, new weights out.",
+        separate_input_output_schemas=False,
+        redirect_slashes=False,
+        generate_unique_id_function=_operation_name,
+    )
+    errors.install(app)
+    # The last one added is the outermost.
+    app.add_middleware(BodyLimit, max_body_bytes=limits.max_body_bytes)
+    app.add_middleware(errors.ErrorBoundary)
+    app.include_router(policies.router(service))
+    app.include_router(training.router(service))
+    app.include_router(operations.router(service))
+    app.include_router(files.router(service, max_fetch_bytes=limits.max_fetch_bytes))
+    app.include_router(server.router(service))
+    return app
+
+
+def _operation_name(route: APIRoute) -> str:
+    return route.name

@@ -1,0 +1,150 @@
+"""Every failure of the HTTP wire as `{"error": ErrorDetail}`.
+
+Enters what a handler, FastAPI or a middleware raised, leaves a JSON response with the status of
+`ERROR_TABLE`. Invariant: no other shape of error leaves this server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, cast
+
+import structlog
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ratoon.api.convert.checks import shown
+from ratoon.api.convert.errors import detail_of, internal_error
+from ratoon.api.http.schema.operation import ErrorBody
+from ratoon.api.http.wire import to_json
+from ratoon.errors import ERROR_TABLE, ErrorCode, RatoonError
+
+_log = structlog.get_logger(__name__)
+_STATUS_CODES = {
+    400: ErrorCode.MALFORMED_BODY,
+    404: ErrorCode.ROUTE_NOT_FOUND,
+    405: ErrorCode.METHOD_NOT_ALLOWED,
+}
+RETRY_AFTER_S = 1
+# What any route may answer, whatever it does.
+_COMMON = (
+    ErrorCode.MALFORMED_BODY,
+    ErrorCode.INVALID_ARGUMENT,
+    ErrorCode.BODY_TOO_LARGE,
+    ErrorCode.INTERNAL,
+    ErrorCode.UNAVAILABLE,
+)
+
+
+def error_responses(*codes: ErrorCode) -> dict[int | str, dict[str, Any]]:
+    """The `responses` of a route that may fail with `codes` and what is common to all."""
+    by_status: dict[int | str, list[ErrorCode]] = {}
+    for code in (*codes, *_COMMON):
+        by_status.setdefault(ERROR_TABLE[code].http, []).append(code)
+    return {
+        status: {"model": ErrorBody, "description": ", ".join(sorted(names))}
+        for status, names in by_status.items()
+    }
+
+
+def error_response(error: RatoonError, headers: dict[str, str] | None = None) -> JSONResponse:
+    row = ERROR_TABLE[error.code]
+    all_headers = dict(headers or {})
+    if row.retryable and row.http in (429, 503):
+        all_headers["Retry-After"] = str(RETRY_AFTER_S)
+    return JSONResponse(
+        {"error": to_json(detail_of(error))}, status_code=row.http, headers=all_headers
+    )
+
+
+def install(app: FastAPI) -> None:
+    """Answer every exception of `app`'s routes in the one shape."""
+    app.add_exception_handler(RatoonError, cast("_Handler", _answer_ratoon))
+    app.add_exception_handler(RequestValidationError, cast("_Handler", _answer_validation))
+    app.add_exception_handler(HTTPException, cast("_Handler", _answer_http))
+
+
+_Handler = Callable[[Request, Exception], Awaitable[JSONResponse]]
+
+
+async def _answer_ratoon(_: Request, error: RatoonError) -> JSONResponse:
+    return error_response(error)
+
+
+async def _answer_validation(_: Request, error: RequestValidationError) -> JSONResponse:
+    return error_response(validation_error(error.errors()))
+
+
+async def _answer_http(request: Request, error: HTTPException) -> JSONResponse:
+    """FastAPI's own refusals; it wraps what was raised while it read the body."""
+    cause = error.__cause__
+    if isinstance(cause, RatoonError):
+        return error_response(cause)
+    code = _STATUS_CODES.get(error.status_code, ErrorCode.INTERNAL)
+    refusal = RatoonError(
+        code, f"{request.method} {shown(request.url.path)}: {error.detail}", got=request.method
+    )
+    return error_response(refusal, dict(error.headers or {}))
+
+
+def validation_error(errors: Sequence[Any]) -> RatoonError:
+    """The first of pydantic's errors, its path as a field: `groups[3].rollouts[17].reward`."""
+    first = errors[0]
+    if first["type"] == "json_invalid":
+        return RatoonError(
+            ErrorCode.MALFORMED_BODY,
+            f"the body is not JSON: {first.get('ctx', {}).get('error', 'malformed')}",
+            expected="JSON",
+        )
+    context = first.get("ctx", {})
+    location = [*first["loc"][1:], *([context["index"]] if "index" in context else [])]
+    field = field_path(location)
+    got, expected = _described(first.get("input")), str(first["msg"])
+    return RatoonError(
+        ErrorCode.INVALID_ARGUMENT,
+        f"{field or 'body'}: got {got}: {expected}",
+        field=field,
+        got=got,
+        expected=expected,
+    )
+
+
+def field_path(location: Iterable[str | int]) -> str:
+    """As the rest of the service names fields: groups are named without the message they are in."""
+    path = ""
+    for part in location:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}"
+    return path.removeprefix(".").removeprefix("batch.")
+
+
+def _described(value: object) -> str:
+    """A scalar as it is; of anything else only what it is, for it may be large or private."""
+    if value is None or isinstance(value, str | int | float | bool):
+        return shown(value)
+    return type(value).__name__
+
+
+class ErrorBoundary:
+    """Outermost: an exception that nobody expected is logged and answered as INTERNAL."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_started = False
+
+        async def note_start(message: Message) -> None:
+            nonlocal has_started
+            has_started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, note_start)
+        except Exception as error:
+            if scope["type"] != "http" or has_started:
+                raise
+            _log.error("call failed", call=scope.get("path", ""), exc_info=error)
+            await error_response(internal_error())(scope, receive, send)

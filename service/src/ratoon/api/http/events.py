@@ -1,0 +1,56 @@
+"""A watched operation as server-sent events.
+
+Enters operations as they change, leaves `event: operation` with JSON data, and `event: error` where
+the watch fails. Invariant: a watch that fails at once is an ordinary HTTP error, not a stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+
+from fastapi.responses import StreamingResponse
+
+from ratoon.api.convert.errors import detail_of
+from ratoon.api.http.wire import to_json
+from ratoon.errors import RatoonError
+from ratoon_proto.v1.operation_pb2 import Operation
+
+MEDIA_TYPE = "text/event-stream"
+KEEP_ALIVE_S = 15.0
+
+
+async def event_stream(operations: AsyncGenerator[Operation, None]) -> StreamingResponse:
+    """Raises what `operations` raises before its first value."""
+    first = await anext(operations)
+    return StreamingResponse(
+        _events(first, operations), media_type=MEDIA_TYPE, headers={"Cache-Control": "no-store"}
+    )
+
+
+async def _events(
+    first: Operation, operations: AsyncGenerator[Operation, None]
+) -> AsyncGenerator[bytes, None]:
+    yield _event("operation", to_json(first))
+    upcoming = asyncio.ensure_future(anext(operations))
+    try:
+        while True:
+            done, _ = await asyncio.wait({upcoming}, timeout=KEEP_ALIVE_S)
+            if not done:
+                yield b": keep-alive\n\n"
+                continue
+            yield _event("operation", to_json(upcoming.result()))
+            upcoming = asyncio.ensure_future(anext(operations))
+    except StopAsyncIteration:
+        return
+    except RatoonError as error:
+        yield _event("error", {"error": to_json(detail_of(error))})
+    finally:
+        upcoming.cancel()
+        await asyncio.gather(upcoming, return_exceptions=True)
+        await operations.aclose()
+
+
+def _event(name: str, data: dict[str, object]) -> bytes:
+    return f"event: {name}\ndata: {json.dumps(data)}\n\n".encode()

@@ -1,0 +1,139 @@
+"""Routes of weights and result files: manifests, ranges of files, chunks by digest."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path as FilePath
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Path, Query
+from fastapi.responses import JSONResponse, Response
+
+from ratoon.api.http import ranges
+from ratoon.api.http.errors import error_response, error_responses
+from ratoon.api.http.responses import PolicyId, json_of
+from ratoon.api.http.schema.server import WeightManifest
+from ratoon.api.service import PolicyService
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon.stream.manifest import WeightFile
+from ratoon_proto.v1 import service_pb2 as wire
+
+BINARY = "application/octet-stream"
+# xxh3-128 of the body, 32 hexadecimal digits.
+CHUNK_DIGEST = "Ratoon-Chunk-Digest"
+Version = Annotated[int, Path(ge=0, lt=2**63)]
+Offset = Annotated[int, Query(ge=0, lt=2**63)]
+Length = Annotated[int, Query(ge=1, lt=2**63)]
+_NOT_FOUND = (ErrorCode.POLICY_NOT_FOUND, ErrorCode.WEIGHTS_NOT_FOUND)
+_BYTES = {"content": {BINARY: {"schema": {"type": "string", "format": "binary"}}}}
+
+
+def router(service: PolicyService, *, max_fetch_bytes: int) -> APIRouter:
+    routes = APIRouter(prefix="/v1/policies/{policy_id}", tags=["weights"])
+
+    @routes.get(
+        "/weights/latest",
+        response_model=WeightManifest,
+        responses=error_responses(*_NOT_FOUND),
+    )
+    async def get_latest_manifest(policy_id: PolicyId) -> JSONResponse:
+        """The files of the newest published version, with digests."""
+        request = wire.GetWeightManifestRequest(policy_id=policy_id)
+        return json_of(await service.get_weight_manifest(request))
+
+    @routes.get(
+        "/weights/{version}",
+        response_model=WeightManifest,
+        responses=error_responses(*_NOT_FOUND),
+    )
+    async def get_weight_manifest(policy_id: PolicyId, version: Version) -> JSONResponse:
+        request = wire.GetWeightManifestRequest(policy_id=policy_id, version=version)
+        return json_of(await service.get_weight_manifest(request))
+
+    @routes.get(
+        "/weights/{version}/files/{name}",
+        response_class=Response,
+        responses={
+            200: {**_BYTES, "description": "The whole file."},
+            206: {
+                **_BYTES,
+                "description": "The range, or its beginning where it is over the limit.",
+            },
+            304: {"description": "If-None-Match names the file's digest."},
+            **error_responses(*_NOT_FOUND, ErrorCode.RANGE_NOT_SATISFIABLE),
+        },
+    )
+    async def get_weight_file(
+        policy_id: PolicyId,
+        version: Version,
+        name: str,
+        range_header: Annotated[str | None, Header(alias="Range")] = None,
+        if_range: Annotated[str | None, Header()] = None,
+        if_none_match: Annotated[str | None, Header()] = None,
+    ) -> Response:
+        """A file of a version; its ETag is its digest. At most `max_fetch_bytes` an answer."""
+        path, file = await service.weight_file(policy_id, version, name)
+        headers = {"ETag": ranges.etag_of(file.digest), "Accept-Ranges": "bytes"}
+        try:
+            choice = ranges.choose(
+                range_header=range_header,
+                if_range=if_range,
+                if_none_match=if_none_match,
+                size_bytes=file.size_bytes,
+                digest=file.digest,
+                max_bytes=max_fetch_bytes,
+            )
+        except RatoonError as error:
+            headers["Content-Range"] = f"bytes */{file.size_bytes}"
+            return error_response(error, headers)
+        return await _file_response(choice, path, file, headers)
+
+    @routes.get(
+        "/files/{digest}",
+        response_class=Response,
+        responses={
+            200: {**_BYTES, "description": "The bytes, with their xxh3-128 in a header."},
+            **error_responses(*_NOT_FOUND, ErrorCode.RANGE_NOT_SATISFIABLE),
+        },
+    )
+    async def fetch_weights(
+        policy_id: PolicyId, digest: str, offset: Offset, length: Length
+    ) -> Response:
+        """One chunk of a file of a manifest, or of a result file."""
+        request = wire.FetchWeightsRequest(
+            policy_id=policy_id, digest=digest, offset=offset, length=length
+        )
+        chunk = await service.fetch_weights(request)
+        return Response(chunk.data, media_type=BINARY, headers={CHUNK_DIGEST: chunk.digest})
+
+    return routes
+
+
+async def _file_response(
+    choice: ranges.Whole | ranges.Part | ranges.NotModified,
+    path: FilePath,
+    file: WeightFile,
+    headers: dict[str, str],
+) -> Response:
+    match choice:
+        case ranges.NotModified():
+            return Response(status_code=304, headers=headers)
+        case ranges.Whole():
+            data = await asyncio.to_thread(_read, path, 0, file.size_bytes)
+            return Response(data, media_type=BINARY, headers=headers)
+        case ranges.Part(start=start, stop=stop):
+            data = await asyncio.to_thread(_read, path, start, stop)
+            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{file.size_bytes}"
+            return Response(data, status_code=206, media_type=BINARY, headers=headers)
+
+
+def _read(path: FilePath, start: int, stop: int) -> bytes:
+    """Bytes [start, stop). Raises WEIGHTS_NOT_FOUND where the version has just been retired."""
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            return file.read(stop - start)
+    except FileNotFoundError as err:
+        raise RatoonError(
+            ErrorCode.WEIGHTS_NOT_FOUND, f"{path.name}: this version is no longer kept"
+        ) from err

@@ -1,0 +1,90 @@
+"""HTTP Range requests over a file (RFC 9110, section 14).
+
+Enters the headers of a request and a file's size and digest, leaves which bytes to send. Invariant:
+one response never holds more than `max_bytes`: Serve's proxy would buffer the rest of it for a
+reader that stalls.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ratoon.errors import ErrorCode, RatoonError
+
+_RANGE = re.compile(r"bytes=(\d{0,19})-(\d{0,19})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whole:
+    """All bytes, status 200."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Bytes [start, stop), status 206."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotModified:
+    """The caller has these bytes already, status 304."""
+
+
+def etag_of(digest: str) -> str:
+    return f'"{digest}"'
+
+
+def choose(
+    *,
+    range_header: str | None,
+    if_range: str | None,
+    if_none_match: str | None,
+    size_bytes: int,
+    digest: str,
+    max_bytes: int,
+) -> Whole | Part | NotModified:
+    """What to answer. A range over `max_bytes` is answered with its beginning, as the RFC allows.
+
+    Several ranges at once are not served: the header is ignored then, as the RFC allows too. Raises
+    RANGE_NOT_SATISFIABLE for a range outside the file, and for a whole file over `max_bytes`.
+    """
+    if if_none_match is not None and _matches(if_none_match, digest):
+        return NotModified()
+    match = None
+    if range_header is not None and if_range in (None, etag_of(digest)):
+        match = _RANGE.fullmatch(range_header.strip())
+    if match is None or match.group(1) == match.group(2) == "":
+        if size_bytes > max_bytes:
+            raise _unsatisfiable(
+                f"a whole file of {size_bytes} bytes", f"ranges of at most {max_bytes} bytes"
+            )
+        return Whole()
+    start, stop = _bounds(match.group(1), match.group(2), size_bytes)
+    if start >= stop:
+        raise _unsatisfiable(match.group(0), f"a range of the file's {size_bytes} bytes")
+    return Part(start=start, stop=min(stop, start + max_bytes))
+
+
+def _bounds(first: str, last: str, size_bytes: int) -> tuple[int, int]:
+    """[start, stop) of `first-last`, `first-` or `-suffix length`."""
+    if not first:
+        return max(size_bytes - int(last), 0), size_bytes
+    return int(first), min(int(last) + 1, size_bytes) if last else size_bytes
+
+
+def _matches(header: str, digest: str) -> bool:
+    tags = [tag.strip().removeprefix("W/") for tag in header.split(",")]
+    return "*" in tags or etag_of(digest) in tags
+
+
+def _unsatisfiable(got: str, expected: str) -> RatoonError:
+    return RatoonError(
+        ErrorCode.RANGE_NOT_SATISFIABLE,
+        f"Range: got {got}, expected {expected}",
+        field="Range",
+        got=got,
+        expected=expected,
+    )

@@ -1,0 +1,45 @@
+"""Routes of the server itself: what it is, whether it is well, its metrics."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse, Response
+
+from ratoon.api.http.errors import error_response, error_responses
+from ratoon.api.http.responses import json_of
+from ratoon.api.http.schema.server import HealthResponse, ServerInfo
+from ratoon.api.service import PolicyService
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon_proto.v1 import service_pb2 as wire
+
+PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def router(service: PolicyService) -> APIRouter:
+    routes = APIRouter(tags=["server"])
+
+    @routes.get("/v1/info", response_model=ServerInfo, responses=error_responses())
+    async def get_server_info() -> JSONResponse:
+        return json_of(await service.get_server_info(wire.GetServerInfoRequest()))
+
+    @routes.get("/v1/health", response_model=HealthResponse, responses=error_responses())
+    async def health() -> JSONResponse:
+        """200 where the server can take work, 503 otherwise."""
+        answer = await service.health(wire.HealthRequest())
+        if answer.status != "ok":
+            return error_response(RatoonError(ErrorCode.UNAVAILABLE, answer.status))
+        return json_of(answer)
+
+    @routes.get(
+        "/metrics",
+        response_class=Response,
+        responses={
+            200: {"content": {"text/plain": {}}, "description": "Prometheus text."},
+            **error_responses(),
+        },
+    )
+    async def metrics() -> Response:
+        """Totals over all processes: any replica answers the same."""
+        return Response(await service.metrics_text(), media_type=PROMETHEUS)
+
+    return routes

@@ -1,0 +1,322 @@
+"""The policy service, free of any wire: a request message in, a response message out.
+
+Enters what gRPC received or HTTP translated, leaves what either sends. Invariant: nothing reaches
+the engine unjudged; what has reached it goes on when the caller goes away, though Serve cancels the
+handler then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import aclosing
+from importlib.metadata import version as library_version
+from pathlib import Path
+from typing import Any, TypeVar
+
+import xxhash
+from google.protobuf.message import DecodeError
+
+from ratoon.api import submissions
+from ratoon.api.convert.checks import (
+    DIGEST,
+    FILE_NAME,
+    OPERATION_ID,
+    POLICY_ID,
+    UPLOAD_ID,
+    at_least,
+    matched,
+    not_negative,
+    required,
+)
+from ratoon.api.convert.groups import raw_groups
+from ratoon.api.convert.operation import checkpoint_message, operation_message
+from ratoon.api.convert.policy import SpecDefaults, policy_message, policy_spec
+from ratoon.api.convert.weights import manifest_message
+from ratoon.api.ports import Engine
+from ratoon.api.watch import throttled
+from ratoon.config import LimitsConfig
+from ratoon.engine.types import ForwardResult, Operation, Policy, Submission
+from ratoon.errors import ErrorCode, RatoonError, invalid
+from ratoon.model.spec import PRESET_NAMES
+from ratoon.stream.manifest import WeightFile
+from ratoon_proto.v1 import operation_pb2, policy_pb2, rollout_pb2, service_pb2, weights_pb2
+
+T = TypeVar("T")
+# Of a batch: where its groups come from.
+BatchRequest = (
+    service_pb2.UpdateRequest | service_pb2.ForwardBackwardRequest | service_pb2.ForwardRequest
+)
+MAX_UPLOAD_PARTS = 65_536
+# Seconds between two messages of a watched operation.
+WATCH_INTERVAL_S = 0.25
+_REPORTED_LIBRARIES = ("ratoon", "ray", "torch", "transformers", "numpy", "grpcio", "fastapi")
+
+
+class PolicyService:
+    """One method a call of `ratoon.v1.PolicyService`; all raise `RatoonError`. No policy state."""
+
+    def __init__(
+        self, *, engine: Engine, limits: LimitsConfig, defaults: SpecDefaults, device: str
+    ) -> None:
+        self._engine = engine
+        self._limits = limits
+        self._defaults = defaults
+        self._device = device
+        self._begun: set[asyncio.Task[Any]] = set()
+
+    async def create_policy(
+        self, request: service_pb2.CreatePolicyRequest
+    ) -> operation_pb2.Operation:
+        if not request.HasField("spec"):
+            raise required("spec", "the policy to create")
+        spec = await asyncio.to_thread(policy_spec, request.spec, self._defaults)
+        return await self._message(await self._finish(self._engine.create_policy(spec)))
+
+    async def delete_policy(
+        self, request: service_pb2.DeletePolicyRequest
+    ) -> operation_pb2.Operation:
+        policy_id = matched("policy_id", request.policy_id, POLICY_ID)
+        return await self._message(await self._finish(self._engine.delete_policy(policy_id)))
+
+    async def get_policy(self, request: service_pb2.GetPolicyRequest) -> policy_pb2.Policy:
+        return policy_message(await self._policy(request.policy_id), self._defaults.models_root)
+
+    async def list_policies(
+        self, request: service_pb2.ListPoliciesRequest
+    ) -> service_pb2.ListPoliciesResponse:
+        policies = await self._engine.list_policies()
+        root = self._defaults.models_root
+        return service_pb2.ListPoliciesResponse(
+            policies=[policy_message(policy, root) for policy in policies]
+        )
+
+    async def update(self, request: service_pb2.UpdateRequest) -> operation_pb2.Operation:
+        return await self._submit_batch(request, submissions.update)
+
+    async def forward_backward(
+        self, request: service_pb2.ForwardBackwardRequest
+    ) -> operation_pb2.Operation:
+        return await self._submit_batch(request, submissions.forward_backward)
+
+    async def forward(self, request: service_pb2.ForwardRequest) -> operation_pb2.Operation:
+        return await self._submit_batch(request, submissions.forward)
+
+    async def optim_step(self, request: service_pb2.OptimStepRequest) -> operation_pb2.Operation:
+        policy = await self._policy(request.policy_id)
+        return await self._submit(submissions.optim_step(request, policy))
+
+    async def discard_gradients(
+        self, request: service_pb2.DiscardGradientsRequest
+    ) -> operation_pb2.Operation:
+        policy = await self._policy(request.policy_id)
+        return await self._submit(submissions.discard_gradients(request, policy))
+
+    async def save_checkpoint(
+        self, request: service_pb2.SaveCheckpointRequest
+    ) -> operation_pb2.Operation:
+        policy = await self._policy(request.policy_id)
+        return await self._submit(submissions.save_checkpoint(request, policy))
+
+    async def load_checkpoint(
+        self, request: service_pb2.LoadCheckpointRequest
+    ) -> operation_pb2.Operation:
+        policy = await self._policy(request.policy_id)
+        return await self._submit(submissions.load_checkpoint(request, policy))
+
+    async def upload_part(
+        self, request: service_pb2.UploadPartRequest
+    ) -> service_pb2.UploadPartResponse:
+        """A part is decoded here for its errors alone, and judged as part of its batch."""
+        policy_id = matched("policy_id", request.policy_id, POLICY_ID)
+        upload_id = matched("upload_id", request.upload_id, UPLOAD_ID)
+        if not 0 <= request.part_index < MAX_UPLOAD_PARTS:
+            expected = f"at least 0 and below {MAX_UPLOAD_PARTS}"
+            raise invalid("part_index", request.part_index, expected)
+        if not request.groups:
+            raise required("groups", "at least one group")
+        max_tokens = self._limits.max_tokens
+        await asyncio.to_thread(raw_groups, request.groups, max_tokens=max_tokens)
+        body = rollout_pb2.RolloutBatch(groups=request.groups).SerializeToString()
+        await self._finish(
+            self._engine.put_upload_part(policy_id, upload_id, request.part_index, body)
+        )
+        return service_pb2.UploadPartResponse(num_bytes=len(body))
+
+    async def get_operation(
+        self, request: service_pb2.GetOperationRequest
+    ) -> operation_pb2.Operation:
+        operation_id = matched("operation_id", request.operation_id, OPERATION_ID)
+        wait_s = min(not_negative("wait_s", request.wait_s), self._limits.max_wait_s)
+        return await self._message(await self._engine.get_operation(operation_id, wait_s))
+
+    async def watch_operation(
+        self, request: service_pb2.WatchOperationRequest
+    ) -> AsyncGenerator[operation_pb2.Operation, None]:
+        """The operation now and after each change, until it is final; see `watch.throttled`."""
+        operation_id = matched("operation_id", request.operation_id, OPERATION_ID)
+        changes = self._engine.watch_operation(operation_id)
+        async with aclosing(throttled(changes, interval_s=WATCH_INTERVAL_S)) as operations:
+            async for operation in operations:
+                yield await self._message(operation)
+
+    async def cancel_operation(
+        self, request: service_pb2.CancelOperationRequest
+    ) -> operation_pb2.Operation:
+        operation_id = matched("operation_id", request.operation_id, OPERATION_ID)
+        return await self._message(await self._finish(self._engine.cancel_operation(operation_id)))
+
+    async def list_checkpoints(
+        self, request: service_pb2.ListCheckpointsRequest
+    ) -> service_pb2.ListCheckpointsResponse:
+        policy_id = matched("policy_id", request.policy_id, POLICY_ID)
+        checkpoints = await self._engine.list_checkpoints(policy_id)
+        return service_pb2.ListCheckpointsResponse(
+            checkpoints=[checkpoint_message(checkpoint) for checkpoint in checkpoints]
+        )
+
+    async def get_weight_manifest(
+        self, request: service_pb2.GetWeightManifestRequest
+    ) -> weights_pb2.WeightManifest:
+        policy_id = matched("policy_id", request.policy_id, POLICY_ID)
+        version = None
+        if request.HasField("version"):
+            version = at_least("version", request.version, 0)
+        return manifest_message(await self._engine.weight_manifest(policy_id, version))
+
+    async def fetch_weights(
+        self, request: service_pb2.FetchWeightsRequest
+    ) -> service_pb2.FetchWeightsResponse:
+        policy_id = matched("policy_id", request.policy_id, POLICY_ID)
+        digest = matched("digest", request.digest, DIGEST)
+        offset = at_least("offset", request.offset, 0)
+        most = self._limits.max_fetch_bytes
+        if not 1 <= request.length <= most:
+            raise invalid("length", request.length, f"at least 1 and at most {most} bytes")
+        data = await self._engine.fetch_chunk(policy_id, digest, offset, request.length)
+        return service_pb2.FetchWeightsResponse(data=data, digest=xxhash.xxh3_128_hexdigest(data))
+
+    async def weight_file(self, policy_id: str, version: int, name: str) -> tuple[Path, WeightFile]:
+        """A file of a published version, for HTTP ranges."""
+        matched("policy_id", policy_id, POLICY_ID)
+        at_least("version", version, 0)
+        matched("name", name, FILE_NAME)
+        return await self._engine.weight_file(policy_id, version, name)
+
+    async def get_server_info(
+        self, request: service_pb2.GetServerInfoRequest
+    ) -> service_pb2.ServerInfo:
+        limits = self._limits
+        versions = {name: library_version(name) for name in _REPORTED_LIBRARIES}
+        return service_pb2.ServerInfo(
+            version=versions["ratoon"],
+            api_version="v1",
+            device=self._device,
+            backends=[
+                service_pb2.BackendInfo(
+                    op=backend.op,
+                    name=backend.name,
+                    available=backend.available,
+                    unavailable_reason=backend.unavailable_reason,
+                )
+                for backend in await self._engine.backends()
+            ],
+            presets=PRESET_NAMES,
+            limits=service_pb2.ServerLimits(
+                max_body_bytes=limits.max_body_bytes,
+                max_fetch_bytes=limits.max_fetch_bytes,
+                max_groups=limits.max_groups,
+                max_sequences=limits.max_sequences,
+                max_tokens=limits.max_tokens,
+                max_wait_s=limits.max_wait_s,
+            ),
+            library_versions={"python": platform.python_version(), **versions},
+        )
+
+    async def health(self, request: service_pb2.HealthRequest) -> service_pb2.HealthResponse:
+        """Whether the engine answers; what is wrong is text, not an error."""
+        try:
+            await self._engine.list_policies()
+        except RatoonError as error:
+            return service_pb2.HealthResponse(status=f"engine: {error.message}")
+        return service_pb2.HealthResponse(status="ok")
+
+    async def metrics_text(self) -> bytes:
+        """Prometheus text of all processes together."""
+        return await self._engine.metrics_text()
+
+    async def _policy(self, policy_id: str) -> Policy:
+        """The policy as it is now: a cached one may have been deleted and made anew elsewhere."""
+        return await self._engine.get_policy(matched("policy_id", policy_id, POLICY_ID))
+
+    async def _submit_batch(
+        self,
+        request: Any,
+        build: Callable[
+            [Any, Policy, Sequence[rollout_pb2.RolloutGroup], LimitsConfig], Submission
+        ],
+    ) -> operation_pb2.Operation:
+        policy = await self._policy(request.policy_id)
+        groups = await self._groups(request)
+        return await self._submit(
+            await asyncio.to_thread(build, request, policy, groups, self._limits)
+        )
+
+    async def _submit(self, submission: Submission) -> operation_pb2.Operation:
+        return await self._message(await self._finish(self._engine.submit(submission)))
+
+    async def _groups(self, request: BatchRequest) -> Sequence[rollout_pb2.RolloutGroup]:
+        match request.WhichOneof("source"):
+            case "batch":
+                return request.batch.groups
+            case "upload":
+                upload_id = matched("upload.upload_id", request.upload.upload_id, UPLOAD_ID)
+                num_parts = request.upload.num_parts
+                if not 1 <= num_parts <= MAX_UPLOAD_PARTS:
+                    expected = f"at least 1 and at most {MAX_UPLOAD_PARTS}"
+                    raise invalid("upload.num_parts", num_parts, expected)
+                parts = await self._engine.get_upload_parts(request.policy_id, upload_id, num_parts)
+                return await asyncio.to_thread(_joined, parts)
+            case None:
+                raise required("source", "batch or upload")
+
+    async def _message(self, operation: Operation) -> operation_pb2.Operation:
+        """The wire form; a Forward's output is inline where it is small and still kept."""
+        output = None
+        result = operation.result
+        if isinstance(result, ForwardResult) and result.size_bytes <= self._inline_bytes:
+            try:
+                output = await self._engine.fetch_chunk(
+                    operation.policy_id, result.digest, 0, result.size_bytes
+                )
+            except RatoonError as error:
+                if error.code is not ErrorCode.WEIGHTS_NOT_FOUND:
+                    raise
+        return operation_message(operation, self._defaults.models_root, forward_output=output)
+
+    @property
+    def _inline_bytes(self) -> int:
+        return min(self._limits.inline_result_bytes, self._limits.max_fetch_bytes)
+
+    async def _finish(self, call: Coroutine[Any, Any, T]) -> T:
+        """Await a call that changes something; it runs to its end though the caller leaves."""
+        task = asyncio.create_task(call)
+        self._begun.add(task)
+        task.add_done_callback(self._end)
+        return await asyncio.shield(task)
+
+    def _end(self, task: asyncio.Task[Any]) -> None:
+        self._begun.discard(task)
+        # Where the caller has left, nobody else looks at the exception.
+        if not task.cancelled():
+            task.exception()
+
+
+def _joined(parts: Sequence[bytes]) -> list[rollout_pb2.RolloutGroup]:
+    """The groups of all parts, in order."""
+    try:
+        batches = [rollout_pb2.RolloutBatch.FromString(part) for part in parts]
+    except DecodeError as err:
+        raise AssertionError("a stored upload part is not a RolloutBatch") from err
+    return [group for batch in batches for group in batch.groups]

@@ -1,0 +1,52 @@
+"""A watched operation, slowed down to what a reader needs.
+
+Enters every change, leaves the first, the newest at most once an interval, and the last. Invariant:
+what is waiting for a slow reader is one value, whatever the number of changes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+
+from ratoon.engine.types import Operation
+
+
+async def throttled(
+    changes: AsyncIterator[Operation], *, interval_s: float
+) -> AsyncGenerator[Operation, None]:
+    """The newest operation at once, then at most once in `interval_s` seconds, up to the final one.
+
+    Raises what `changes` raises, after the last value that came before it.
+    """
+    newest: Operation | None = None
+    changed = asyncio.Event()
+
+    async def pump() -> None:
+        nonlocal newest
+        async for operation in changes:
+            newest = operation
+            changed.set()
+
+    task = asyncio.create_task(pump())
+    task.add_done_callback(lambda _: changed.set())
+    sent: Operation | None = None
+    try:
+        while True:
+            await changed.wait()
+            changed.clear()
+            if newest is sent or newest is None:
+                if task.done():
+                    await task
+                    return
+                continue
+            sent = newest
+            yield sent
+            if sent.state.is_final:
+                return
+            await asyncio.sleep(interval_s)
+            if task.done():
+                changed.set()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
