@@ -1,0 +1,170 @@
+"""`make_plan`: a partition under a budget, groups whole, counts against brute force."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ratoon.errors import RatoonError
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.forest import build_forest
+from ratoon.rollout.packed import UpdatePlan
+from ratoon.rollout.plan import make_plan, plan_from_dict, plan_to_dict
+from ratoon.rollout.prefixes import sort_sequences
+from ratoon.rollout.validate import validate_groups
+from tests.builders import group, limits, random_batch, rollout
+from tests.rollout import oracle
+from tests.rollout.strategies import CHECKED, batches, kept_masks
+
+
+def _plan(batch: RolloutBatch, budget: int) -> UpdatePlan:
+    return make_plan(batch, sort_sequences(batch), np.ones(batch.num_sequences, np.bool_), budget)
+
+
+def _runnable(batch: RolloutBatch, kept: np.ndarray) -> list[int]:
+    return [s for s in np.flatnonzero(kept).tolist() if len(batch.sequence_tokens(s))]
+
+
+@CHECKED
+@given(data=st.data(), budget=st.integers(1, 60))
+def test_a_plan_is_a_partition_of_what_is_kept_under_the_budget(
+    data: st.DataObject, budget: int
+) -> None:
+    batch = data.draw(batches())
+    kept = data.draw(kept_masks(batch))
+    plan = make_plan(batch, sort_sequences(batch), kept, budget)
+    parts = [list(part.sequences) for part in plan.micro_batches]
+    assert sorted(s for part in parts for s in part) == _runnable(batch, kept)
+    for part, micro_batch in zip(parts, plan.micro_batches, strict=True):
+        assert part == sorted(part)
+        assert part
+        assert micro_batch.packed_tokens == oracle.num_packed(batch, part)
+        assert micro_batch.packed_tokens <= budget or len(part) == 1
+
+
+@CHECKED
+@given(data=st.data(), budget=st.integers(1, 60))
+def test_a_group_that_fits_is_never_cut_apart(data: st.DataObject, budget: int) -> None:
+    batch = data.draw(batches())
+    kept = data.draw(kept_masks(batch))
+    plan = make_plan(batch, sort_sequences(batch), kept, budget)
+    for g in range(batch.num_groups):
+        members = {s for s in _runnable(batch, kept) if oracle.group_of(batch, s) == g}
+        holding = [part for part in plan.micro_batches if members & set(part.sequences)]
+        if members and oracle.num_packed(batch, members) <= budget:
+            assert len(holding) == 1
+
+
+@CHECKED
+@given(data=st.data(), budget=st.integers(1, 60))
+def test_counts_are_those_of_brute_force(data: st.DataObject, budget: int) -> None:
+    batch = data.draw(batches())
+    kept = data.draw(kept_masks(batch))
+    plan = make_plan(batch, sort_sequences(batch), kept, budget)
+    lengths = [len(batch.sequence_tokens(s)) for s in _runnable(batch, kept)]
+    parts = [part.sequences for part in plan.micro_batches]
+    assert plan.micro_batch_tokens == budget
+    assert plan.replicated_tokens == sum(lengths)
+    assert plan.replicated_pairs == sum(n * (n + 1) // 2 for n in lengths)
+    assert plan.packed_tokens == sum(oracle.num_packed(batch, part) for part in parts)
+    assert plan.packed_pairs == sum(oracle.num_packed_pairs(batch, part) for part in parts)
+
+
+@CHECKED
+@given(batch=batches(), budget=st.integers(1, 60))
+def test_a_micro_batch_says_what_its_forest_has(batch: RolloutBatch, budget: int) -> None:
+    prefixes = sort_sequences(batch)
+    for part in _plan(batch, budget).micro_batches:
+        forest = build_forest(batch, prefixes, np.array(part.sequences))
+        assert forest.num_tokens == part.packed_tokens
+
+
+@CHECKED
+@given(batch=batches(), budget=st.integers(1, 60))
+def test_a_plan_survives_the_journal(batch: RolloutBatch, budget: int) -> None:
+    plan = _plan(batch, budget)
+    assert plan_from_dict(json.loads(json.dumps(plan_to_dict(plan)))) == plan
+
+
+def test_a_batch_that_fits_is_one_micro_batch() -> None:
+    batch = random_batch(np.random.default_rng(3))
+    plan = _plan(batch, 1 << 20)
+    assert len(plan.micro_batches) == 1
+    assert plan.packed_tokens == oracle.num_packed(batch, range(batch.num_sequences))
+
+
+def test_groups_that_share_a_prompt_meet_in_one_micro_batch() -> None:
+    """Sorted neighbours: groups 0 and 2 share 6 tokens, 1 and 3 share 6 others."""
+    prompts = [[1] * 6, [2] * 6, [1] * 6, [2] * 6]
+    batch = validate_groups(
+        [
+            group([*prompt, 9 + g], [rollout([1]), rollout([2])], f"group-{g}")
+            for g, prompt in enumerate(prompts)
+        ],
+        limits(),
+    )
+    parts = [part.sequences for part in _plan(batch, 14).micro_batches]
+    assert parts == [(0, 1, 4, 5), (2, 3, 6, 7)]
+
+
+def test_a_group_over_the_budget_is_cut_where_it_still_shares() -> None:
+    """Requests alternate between two subtrees; each micro-batch takes one of them."""
+    responses = [[k % 2] * 5 + [k] for k in range(2, 8)]
+    batch = validate_groups([group([9, 9], [rollout(r) for r in responses])], limits())
+    plan = _plan(batch, 10)
+    assert [part.sequences for part in plan.micro_batches] == [(0, 2, 4), (1, 3, 5)]
+    assert plan.packed_tokens == 20
+
+
+def test_interleaved_groups_stay_whole() -> None:
+    """Two groups with one prompt whose responses alternate in sorted order."""
+    batch = validate_groups(
+        [
+            group([1, 1], [rollout([2]), rollout([4]), rollout([6])], "even"),
+            group([1, 1], [rollout([3]), rollout([5]), rollout([7])], "odd"),
+        ],
+        limits(),
+    )
+    assert [part.sequences for part in _plan(batch, 7).micro_batches] == [(0, 1, 2), (3, 4, 5)]
+    whole = _plan(batch, 8)
+    assert [part.sequences for part in whole.micro_batches] == [(0, 1, 2, 3, 4, 5)]
+    assert whole.packed_tokens == 8
+
+
+def test_a_sequence_over_the_budget_runs_alone() -> None:
+    batch = validate_groups([group([1], [rollout([2] * 9), rollout([3])])], limits())
+    plan = _plan(batch, 4)
+    assert [part.sequences for part in plan.micro_batches] == [(0,), (1,)]
+    assert [part.packed_tokens for part in plan.micro_batches] == [10, 2]
+
+
+def test_nothing_kept_is_a_plan_of_nothing() -> None:
+    batch = random_batch(np.random.default_rng(0))
+    plan = make_plan(batch, sort_sequences(batch), np.zeros(batch.num_sequences, np.bool_), 100)
+    assert plan.micro_batches == ()
+    assert (plan.replicated_tokens, plan.packed_tokens, plan.packed_pairs) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"micro_batches": None}, "plan.micro_batches"),
+        ({"micro_batches": [1]}, "plan.micro_batches[0]"),
+        ({"micro_batches": [{"packed_tokens": 1}]}, "plan.micro_batches[0].sequences"),
+        (
+            {"micro_batches": [{"sequences": [0, -1], "packed_tokens": 1}]},
+            "plan.micro_batches[0].sequences[1]",
+        ),
+        ({"packed_tokens": "7"}, "plan.packed_tokens"),
+        ({"packed_pairs": True}, "plan.packed_pairs"),
+    ],
+)
+def test_another_dictionary_is_refused(change: dict[str, object], field: str) -> None:
+    data = plan_to_dict(_plan(random_batch(np.random.default_rng(0)), 100)) | change
+    with pytest.raises(RatoonError) as caught:
+        plan_from_dict(data)
+    assert caught.value.field == field
