@@ -59,10 +59,11 @@ def held_ratio_terms(
     clipped_dual_L = is_negative_L & (ratio_L > dual)
     clipped_high_L = (advantage_L > 0) & (ratio_L > high)
     is_held_L = clipped_low_L | clipped_high_L | clipped_dual_L
-    bound_L = torch.where(clipped_low_L, low, torch.where(clipped_dual_L, dual, high))
+    bound_L = torch.full_like(ratio_L, high)
+    bound_L = bound_L.masked_fill(clipped_dual_L, dual).masked_fill(clipped_low_L, low)
     # The exponent of a held term is replaced before exp: inf * 0 in its backward would be NaN.
     free_ratio_L = torch.where(is_held_L, torch.zeros_like(log_ratio_L), log_ratio_L).exp()
-    held_L = torch.where(is_held_L, bound_L.to(ratio_L.dtype), free_ratio_L)
+    held_L = torch.where(is_held_L, bound_L, free_ratio_L)
     return PolicyTerms(
         loss_L=-held_L * advantage_L,
         ratio_L=ratio_L,

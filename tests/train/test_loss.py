@@ -1,0 +1,430 @@
+"""Every loss against oracles written from the papers, and three tokens worked out by hand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ratoon.train.config import (
+    AdvantageKind,
+    CorrectionLevel,
+    CorrectionMode,
+    DivideBy,
+    KlConfig,
+    KlKind,
+    LossKind,
+    OldLogprobs,
+    OldLogprobsKind,
+    ReferenceKind,
+    RolloutCorrection,
+    SharedTokens,
+    TokenWeight,
+)
+from ratoon.train.loss.compute import LossOutput, compute_loss
+from ratoon.train.loss.sums import LossSums
+from ratoon.train.loss.terms import TermColumns
+from ratoon.train.loss_spec import (
+    LOSS_DEFAULTS,
+    CispoObjective,
+    ClipObjective,
+    LinearObjective,
+    Loss,
+    Objective,
+    SequenceClipObjective,
+)
+from tests.oracle.advantages import Counted
+from tests.oracle.losses import path_loss
+from tests.oracle.losses_numpy import path_value
+from tests.oracle.paths import Correction, OracleLoss, Path, default_loss
+
+_NO_RATIO = (LossKind.REINFORCE, LossKind.CROSS_ENTROPY)
+_CORRECTIONS = (
+    None,
+    RolloutCorrection(mode=CorrectionMode.TRUNCATE, level=CorrectionLevel.TOKEN, low=0.0, high=1.1),
+    RolloutCorrection(mode=CorrectionMode.MASK, level=CorrectionLevel.TOKEN, low=0.7, high=1.3),
+    RolloutCorrection(
+        mode=CorrectionMode.TRUNCATE, level=CorrectionLevel.SEQUENCE, low=0.0, high=1.5
+    ),
+    RolloutCorrection(mode=CorrectionMode.MASK, level=CorrectionLevel.SEQUENCE, low=0.3, high=3.0),
+)
+
+
+def _objective(kind: LossKind, *, dual_clip: float = math.inf) -> Objective:
+    clip = LOSS_DEFAULTS[kind].clip
+    if clip is None:
+        return LinearObjective()
+    if kind is LossKind.GSPO:
+        return SequenceClipObjective(clip_low=clip[0], clip_high=clip[1])
+    if kind is LossKind.CISPO:
+        # Tighter than the default, so that both bounds are met.
+        return CispoObjective(ratio_low=0.8, ratio_high=1.2)
+    return ClipObjective(clip_low=clip[0], clip_high=clip[1], dual_clip=dual_clip)
+
+
+def _loss(kind: LossKind, **changes: Any) -> Loss:
+    fields: dict[str, Any] = {
+        "kind": kind,
+        "objective": _objective(kind),
+        "advantage": AdvantageKind.GIVEN,
+        "old_logprobs": OldLogprobs(kind=OldLogprobsKind.GIVEN),
+        "kl": None,
+        "entropy_coefficient": 0.0,
+        "correction": None,
+        "token_weight": TokenWeight.PER_TOKEN,
+        "default_divide_by": DivideBy.TOKENS,
+        "shared_tokens": SharedTokens.SUM,
+        "overlong": None,
+        "drop_zero_variance_groups": False,
+        "staleness": None,
+    }
+    return Loss(**(fields | changes))
+
+
+def _oracle_loss(loss: Loss) -> OracleLoss:
+    overrides: dict[str, object] = {
+        "advantage": "given",
+        "old": "given",
+        "token_weight": str(loss.token_weight),
+        "kl": None if loss.kl is None else str(loss.kl.kind),
+        "kl_coefficient": 0.0 if loss.kl is None else loss.kl.coefficient,
+        "entropy_coefficient": loss.entropy_coefficient,
+    }
+    if isinstance(loss.objective, CispoObjective):
+        overrides |= {
+            "clip_low": loss.objective.ratio_low,
+            "clip_high": loss.objective.ratio_high,
+        }
+    if isinstance(loss.objective, ClipObjective) and math.isfinite(loss.objective.dual_clip):
+        overrides["dual_clip"] = loss.objective.dual_clip
+    if loss.correction is not None:
+        rule = loss.correction
+        overrides["correction"] = Correction(
+            mode=str(rule.mode), level=str(rule.level), low=rule.low, high=rule.high
+        )
+    return default_loss(str(loss.kind), **overrides)
+
+
+def _paths(rng: np.random.Generator, *, once: bool) -> tuple[list[Counted], list[Tensor]]:
+    """Five paths of 1 to 8 tokens and their log-probs; ratios on both sides of every clip."""
+    counted: list[Counted] = []
+    logprobs: list[Tensor] = []
+    for length in (1, 4, 8, 5, 6):
+        logp = -rng.uniform(0.1, 3.0, length)
+        mask = rng.random(length) < 0.75
+        mask[0] = True
+        own = mask & (rng.random(length) < 0.6) if once else mask.copy()
+        own[0] = True
+        path = Path(
+            group_id="g",
+            prompt=rng.integers(0, 9, 2),
+            response=rng.integers(0, 9, length),
+            mask=mask,
+            temperature=1.0,
+            reward=None,
+            advantages=rng.normal(size=length),
+            sampler=logp + rng.normal(size=length) * 0.3,
+            old=logp + rng.normal(size=length) * 0.3,
+            reference=logp + rng.normal(size=length) * 0.5,
+            weights=rng.normal(size=length),
+            truncated=False,
+            version=-1,
+        )
+        assert path.advantages is not None
+        counted.append(Counted(path=path, own=own, advantages=path.advantages))
+        logprobs.append(torch.tensor(logp))
+    return counted, logprobs
+
+
+def _columns(loss: Loss, counted: list[Counted]) -> TermColumns:
+    def joined(name: str) -> Tensor:
+        values = [getattr(one.path, name)[one.path.mask] for one in counted]
+        return torch.tensor(np.concatenate(values))
+
+    own = np.concatenate([one.own[one.path.mask] for one in counted])
+    shares = [
+        np.full(one.path.mask.sum(), 1.0 / one.own.sum())
+        if loss.token_weight is TokenWeight.PER_SEQUENCE
+        else np.ones(one.path.mask.sum())
+        for one in counted
+    ]
+    sequences = [np.full(one.path.mask.sum(), index) for index, one in enumerate(counted)]
+    is_cross_entropy = loss.kind is LossKind.CROSS_ENTROPY
+    return TermColumns(
+        sequence_L=torch.tensor(np.concatenate(sequences)),
+        num_sequences=len(counted),
+        counted_C=torch.tensor(np.flatnonzero(own)),
+        weight_L=torch.tensor(np.concatenate(shares)),
+        advantage_L=joined("weights" if is_cross_entropy else "advantages"),
+        old_L=joined("old"),
+        sampler_L=joined("sampler"),
+        sampler_usable_L=torch.ones(len(own), dtype=torch.bool),
+        reference_L=joined("reference"),
+    )
+
+
+def _run(
+    loss: Loss, counted: list[Counted], logprobs: list[Tensor], entropies: list[Tensor]
+) -> LossOutput:
+    masks = [torch.tensor(one.path.mask) for one in counted]
+    logprob_L = torch.cat([value[mask] for value, mask in zip(logprobs, masks, strict=True)])
+    entropy_L = torch.cat([value[mask] for value, mask in zip(entropies, masks, strict=True)])
+    return compute_loss(loss, _columns(loss, counted), logprob_L, entropy_L)
+
+
+@pytest.mark.parametrize(
+    ("kind", "correction"),
+    [
+        (kind, correction)
+        for kind in LossKind
+        for correction in range(len(_CORRECTIONS))
+        # resolve_loss refuses a correction of cross_entropy, which has no sampler.
+        if kind is not LossKind.CROSS_ENTROPY or correction == 0
+    ],
+)
+def test_loss_equals_oracle_with_every_option(kind: LossKind, correction: int) -> None:
+    """Value against plain floats and gradient against autograd, one path at a time, in float64."""
+    rng = np.random.default_rng([correction, list(LossKind).index(kind)])
+    for seed in range(6):
+        has_dual = LOSS_DEFAULTS[kind].has_dual_clip and seed % 2 == 1
+        loss = _loss(
+            kind,
+            objective=_objective(kind, dual_clip=1.3 if has_dual else math.inf),
+            correction=_CORRECTIONS[correction],
+            token_weight=list(TokenWeight)[seed % 2],
+            kl=KlConfig(
+                kind=list(KlKind)[seed % 3], coefficient=0.3, reference=ReferenceKind.GIVEN
+            ),
+            entropy_coefficient=0.1,
+        )
+        counted, logprobs = _paths(rng, once=seed >= 3)
+        entropies = [torch.tensor(rng.uniform(0.1, 2.0, len(value))) for value in logprobs]
+        output = _run(loss, counted, logprobs, entropies)
+
+        oracle = _oracle_loss(loss)
+        leaves = [value.clone().requires_grad_() for value in logprobs]
+        bonus_leaves = [value.clone().requires_grad_() for value in entropies]
+        value, policy_gradient = 0.0, 0.0
+        for one, leaf, bonus_leaf in zip(counted, leaves, bonus_leaves, strict=True):
+            sums = path_loss(one, oracle, leaf, bonus_leaf)
+            sums.total.backward()
+            value += path_value(one, oracle, leaf.detach().numpy(), bonus_leaf.detach().numpy())
+            policy_gradient += sums.policy_gradient.item()
+        masks = [torch.tensor(one.path.mask) for one in counted]
+        assert output.sums.loss == pytest.approx(value, rel=1e-12, abs=1e-12)
+        assert output.sums.policy_gradient == pytest.approx(policy_gradient, rel=1e-12, abs=1e-12)
+        for got, expected in (
+            (output.grad_logprob_L, leaves),
+            (output.grad_entropy_L, bonus_leaves),
+        ):
+            assert got is not None
+            grads = [leaf.grad[mask] for leaf, mask in zip(expected, masks, strict=True)]  # type: ignore[index]
+            assert torch.cat(grads).norm() > 0
+            torch.testing.assert_close(got, torch.cat(grads), rtol=1e-12, atol=1e-13)
+
+
+def _three(
+    kind: LossKind, advantages: list[float], ratios: list[float], **changes: Any
+) -> LossOutput:
+    """One path of log-probs -1, -2, -3 with the given ratios to the old policy."""
+    logprob_L = torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64)
+    columns = TermColumns(
+        sequence_L=torch.zeros(3, dtype=torch.int64),
+        num_sequences=1,
+        counted_C=torch.arange(3),
+        weight_L=torch.ones(3, dtype=torch.float64),
+        advantage_L=torch.tensor(advantages, dtype=torch.float64),
+        old_L=logprob_L - torch.tensor(ratios, dtype=torch.float64).log(),
+        sampler_L=None,
+        sampler_usable_L=torch.zeros(3, dtype=torch.bool),
+        reference_L=None,
+    )
+    return compute_loss(
+        _loss(kind, **changes), columns, logprob_L, torch.zeros(3, dtype=torch.float64)
+    )
+
+
+@pytest.mark.parametrize("kind", [LossKind.GRPO, LossKind.PPO_CLIP, LossKind.DR_GRPO])
+def test_clip_holds_three_tokens_by_hand(kind: LossKind) -> None:
+    """r 1.5, 1, 0.5. A = 2: held at 1.2, free, free. A = -2: free, free, held at 0.8."""
+    output = _three(kind, [2.0, 2.0, 2.0], [1.5, 1.0, 0.5])
+    assert output.sums.loss == pytest.approx(-(2.4 + 2.0 + 1.0))
+    assert output.grad_logprob_L.tolist() == pytest.approx([0.0, -2.0, -1.0])
+    assert (output.sums.clipped_low, output.sums.clipped_high) == (0, 1)
+    output = _three(kind, [-2.0, -2.0, -2.0], [1.5, 1.0, 0.5])
+    assert output.sums.loss == pytest.approx(3.0 + 2.0 + 1.6)
+    assert output.grad_logprob_L.tolist() == pytest.approx([3.0, 2.0, 0.0])
+    assert (output.sums.clipped_low, output.sums.clipped_high) == (1, 0)
+    assert output.sums.ratio_max == pytest.approx(1.5)
+
+
+def test_clip_higher_of_dapo_by_hand() -> None:
+    """A = 1: 1.25 is free under 1.28, 1.5 is held there, 0.9 is free."""
+    output = _three(LossKind.DAPO, [1.0, 1.0, 1.0], [1.25, 1.5, 0.9])
+    assert output.sums.loss == pytest.approx(-(1.25 + 1.28 + 0.9))
+    assert output.grad_logprob_L.tolist() == pytest.approx([-1.25, 0.0, -0.9])
+
+
+def test_dual_clip_bounds_negative_advantages_by_hand() -> None:
+    """c = 3: r = 4 is held at 3 for A = -1 and at 1.2 for A = 1; r = 2 is free for A = -1."""
+    objective = ClipObjective(clip_low=0.2, clip_high=0.2, dual_clip=3.0)
+    output = _three(LossKind.PPO_CLIP, [-1.0, 1.0, -1.0], [4.0, 4.0, 2.0], objective=objective)
+    assert output.sums.loss == pytest.approx(3.0 - 1.2 + 2.0)
+    assert output.grad_logprob_L.tolist() == pytest.approx([0.0, 0.0, 2.0])
+    assert output.sums.clipped_high == 2
+
+
+def test_gspo_holds_the_whole_sequence_by_hand() -> None:
+    """s is the geometric mean of the ratios: 8, 1, 1/8 give 1, so that each token's term is -A."""
+    output = _three(LossKind.GSPO, [1.0, 2.0, 3.0], [8.0, 1.0, 0.125])
+    assert output.sums.loss == pytest.approx(-6.0)
+    assert output.grad_logprob_L.tolist() == pytest.approx([-1.0, -2.0, -3.0])
+    # s = 2: held at 1.0004 where A > 0, free where A < 0.
+    output = _three(LossKind.GSPO, [1.0, -1.0, 1.0], [8.0, 1.0, 1.0])
+    assert output.sums.loss == pytest.approx(-1.0004 + 2.0 - 1.0004)
+    assert output.grad_logprob_L.tolist() == pytest.approx([0.0, 2.0, 0.0])
+    assert output.sums.ratio_max == pytest.approx(2.0)
+
+
+def test_cispo_keeps_every_gradient_by_hand() -> None:
+    """-sg(min(r, 5)) A log p: weights 5, 1, 0.5 on log-probs -1, -2, -3."""
+    objective = CispoObjective(ratio_low=0.0, ratio_high=5.0)
+    output = _three(LossKind.CISPO, [1.0, -1.0, 2.0], [8.0, 1.0, 0.5], objective=objective)
+    assert output.sums.loss == pytest.approx(5.0 - 2.0 + 3.0)
+    assert output.grad_logprob_L.tolist() == pytest.approx([-5.0, 1.0, -1.0])
+    assert (output.sums.clipped_low, output.sums.clipped_high) == (0, 1)
+
+
+def test_linear_losses_by_hand() -> None:
+    advantages, ratios = [1.0, -1.0, 2.0], [8.0, 1.0, 0.5]
+    output = _three(LossKind.IMPORTANCE_SAMPLING, advantages, ratios)
+    assert output.sums.loss == pytest.approx(-8.0 + 1.0 - 1.0)
+    assert output.grad_logprob_L.tolist() == pytest.approx([-8.0, 1.0, -1.0])
+    for kind in _NO_RATIO:
+        output = _three(kind, advantages, ratios)
+        assert output.sums.loss == pytest.approx(1.0 - 2.0 + 6.0)
+        assert output.grad_logprob_L.tolist() == pytest.approx([-1.0, 1.0, -2.0])
+        assert output.sums.ratio_max == 0.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "gradient"),
+    [(KlKind.K1, 0.5, 1.0), (KlKind.K2, 0.125, 0.5), (KlKind.K3, math.exp(-0.5) - 0.5, 0.39347)],
+)
+def test_kl_estimates_by_hand(kind: KlKind, value: float, gradient: float) -> None:
+    """log p - log q = 0.5. k3 = q/p - log(q/p) - 1, whose derivative in log p is 1 - q/p."""
+    columns = TermColumns(
+        sequence_L=torch.zeros(1, dtype=torch.int64),
+        num_sequences=1,
+        counted_C=torch.arange(1),
+        weight_L=torch.ones(1, dtype=torch.float64),
+        advantage_L=torch.zeros(1, dtype=torch.float64),
+        old_L=None,
+        sampler_L=None,
+        sampler_usable_L=torch.zeros(1, dtype=torch.bool),
+        reference_L=torch.tensor([-1.5], dtype=torch.float64),
+    )
+    config = KlConfig(kind=kind, coefficient=2.0, reference=ReferenceKind.GIVEN)
+    logprob_L = torch.tensor([-1.0], dtype=torch.float64)
+    output = compute_loss(
+        _loss(LossKind.REINFORCE, kl=config), columns, logprob_L, torch.zeros_like(logprob_L)
+    )
+    assert output.sums.kl == pytest.approx(value)
+    assert output.sums.loss == pytest.approx(2.0 * value)
+    assert output.sums.policy_gradient == 0.0
+    assert output.grad_logprob_L.item() == pytest.approx(2.0 * gradient, rel=1e-4)
+
+
+def test_sampler_mismatch_is_reported_over_usable_terms() -> None:
+    """k3 of KL(sampler || trainer) with u = log p - log p_sampler = 0.2 and -0.1; 9 is raw."""
+    logprob_L = torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64)
+    columns = TermColumns(
+        sequence_L=torch.zeros(3, dtype=torch.int64),
+        num_sequences=1,
+        counted_C=torch.arange(3),
+        weight_L=torch.ones(3, dtype=torch.float64),
+        advantage_L=torch.ones(3, dtype=torch.float64),
+        old_L=None,
+        sampler_L=logprob_L - torch.tensor([0.2, 9.0, -0.1], dtype=torch.float64),
+        sampler_usable_L=torch.tensor([True, False, True]),
+        reference_L=None,
+    )
+    sums = compute_loss(
+        _loss(LossKind.REINFORCE), columns, logprob_L, torch.zeros_like(logprob_L)
+    ).sums
+    expected = (math.exp(0.2) - 1.2) + (math.exp(-0.1) - 0.9)
+    assert sums.sampler_kl == pytest.approx(expected)
+    assert sums.sampler_terms == 2
+    assert sums.sampler_gap_max == pytest.approx(0.2)
+
+
+def test_clipped_overflow_leaves_a_finite_gradient() -> None:
+    """exp of a held log-ratio of 800 is infinite; its gradient is 0, not infinity times 0."""
+    columns = TermColumns(
+        sequence_L=torch.zeros(2, dtype=torch.int64),
+        num_sequences=1,
+        counted_C=torch.arange(2),
+        weight_L=torch.ones(2),
+        advantage_L=torch.tensor([1.0, 1.0]),
+        old_L=torch.tensor([-801.0, -2.0]),
+        sampler_L=None,
+        sampler_usable_L=torch.zeros(2, dtype=torch.bool),
+        reference_L=None,
+    )
+    output = compute_loss(_loss(LossKind.GRPO), columns, torch.tensor([-1.0, -2.0]), torch.zeros(2))
+    assert output.grad_logprob_L.tolist() == [0.0, -1.0]
+    assert output.sums.loss == pytest.approx(-2.2)
+
+
+def test_uncounted_terms_reach_sequence_ratios_and_nothing_else() -> None:
+    """gspo under `once`: the second token is another path's, but it is in the mean of log r."""
+    logprob_L = torch.tensor([-1.0, -2.0], dtype=torch.float64)
+    columns = TermColumns(
+        sequence_L=torch.zeros(2, dtype=torch.int64),
+        num_sequences=1,
+        counted_C=torch.tensor([0]),
+        weight_L=torch.ones(2, dtype=torch.float64),
+        advantage_L=torch.tensor([-1.0, math.nan], dtype=torch.float64),
+        old_L=logprob_L - torch.tensor([2.0, 8.0], dtype=torch.float64).log(),
+        sampler_L=None,
+        sampler_usable_L=torch.zeros(2, dtype=torch.bool),
+        reference_L=None,
+    )
+    output = compute_loss(_loss(LossKind.GSPO), columns, logprob_L, torch.zeros_like(logprob_L))
+    assert output.sums.loss == pytest.approx(4.0)
+    assert output.grad_logprob_L.tolist() == pytest.approx([4.0, 0.0])
+    assert output.sums.terms == 1
+
+
+def test_float32_log_ratio_survives_where_bfloat16_would_not() -> None:
+    """Trap 2: log-probs stored in bf16 move a ratio of 1 by 0.4%; in fp32 it is 1 to rounding."""
+    old = torch.full((1,), -3.0071, dtype=torch.float32)
+    rounded = old.to(torch.bfloat16).to(torch.float32)
+    assert abs(math.exp((old - rounded).item()) - 1) > 3e-3
+    columns = TermColumns(
+        sequence_L=torch.zeros(1, dtype=torch.int64),
+        num_sequences=1,
+        counted_C=torch.arange(1),
+        weight_L=torch.ones(1),
+        advantage_L=torch.ones(1),
+        old_L=old,
+        sampler_L=None,
+        sampler_usable_L=torch.zeros(1, dtype=torch.bool),
+        reference_L=None,
+    )
+    output = compute_loss(_loss(LossKind.GRPO), columns, old.clone(), torch.zeros(1))
+    assert output.sums.ratio_max == 1.0
+    assert output.grad_logprob_L.dtype is torch.float32
+    assert output.grad_logprob_L.item() == -1.0
+
+
+def test_sums_add_up_and_maxima_do_not() -> None:
+    one = LossSums(loss=1.5, weight=2.0, terms=3.0, ratio_max=1.2, sampler_gap_max=0.1)
+    two = LossSums(loss=-0.5, weight=1.0, terms=1.0, ratio_max=0.9, sampler_gap_max=0.4)
+    total = one + two
+    assert (total.loss, total.weight, total.terms) == (1.0, 3.0, 4.0)
+    assert (total.ratio_max, total.sampler_gap_max) == (1.2, 0.4)

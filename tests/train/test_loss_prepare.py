@@ -1,0 +1,219 @@
+"""Order of advantages, drops and counters; what `once` counts, by brute force."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.validate import validate_groups
+from ratoon.train.config import (
+    AdvantageKind,
+    LossKind,
+    LossRequest,
+    OldLogprobs,
+    OldLogprobsKind,
+    OverlongFilter,
+    OverlongPenalty,
+    SharedTokens,
+    Staleness,
+    StalenessAction,
+    TokenWeight,
+)
+from ratoon.train.prepare import Prepared, prepare, prepare_planned
+from ratoon.train.resolve import resolve_loss
+from tests import builders
+
+_ON_POLICY = OldLogprobs(kind=OldLogprobsKind.ON_POLICY)
+
+
+def _prepare(
+    batch: RolloutBatch, *, version: int = 0, tokens: int = 64, **changes: Any
+) -> Prepared:
+    fields: dict[str, Any] = {"kind": LossKind.PPO_CLIP, "old_logprobs": _ON_POLICY}
+    loss = resolve_loss(LossRequest(**(fields | changes)), batch, has_frozen_reference=False)
+    return prepare(batch, loss, version=version, micro_batch_tokens=tokens)
+
+
+def _sequence_values(batch: RolloutBatch, column_J: NDArray[Any]) -> list[list[float]]:
+    offsets = batch.response_offsets
+    return [column_J[a:b].tolist() for a, b in pairwise(offsets)]
+
+
+def test_advantages_come_before_drops() -> None:
+    """The dropped rollout's reward is in its group's mean: (1) advantages, (2) drops."""
+    rollouts = [
+        builders.rollout([1, 2], reward=0.0),
+        builders.rollout([3], reward=1.0),
+        builders.rollout([4], reward=5.0, truncated=True),
+    ]
+    batch = validate_groups([builders.group([9], rollouts)], builders.limits())
+    prepared = _prepare(batch, advantage=AdvantageKind.GROUP_MEAN, overlong=OverlongFilter())
+    assert _sequence_values(batch, prepared.columns.advantage_J) == [[-2.0, -2.0], [-1.0], [3.0]]
+    assert prepared.columns.trained_J.tolist() == [True, True, True, False]
+    assert prepared.selection.dropped_truncated == 1
+    counters = prepared.counters
+    assert (counters.tokens, counters.sequences, counters.groups) == (3, 2, 1)
+    assert prepared.plan.micro_batches[0].sequences == (0, 1)
+
+
+def test_counters_leave_out_what_trains_nothing() -> None:
+    """An empty response and a wholly masked one are in no counter, nor is their group."""
+    trained = builders.rollout([1, 2, 3], reward=1.0, loss_mask=np.array([True, False, True]))
+    masked = builders.rollout([1, 2], reward=0.0, loss_mask=np.zeros(2, np.bool_))
+    empty = builders.rollout([], reward=0.0)
+    batch = validate_groups(
+        [
+            builders.group([7], [trained, masked, empty], "a"),
+            builders.group([8], [masked, empty], "b"),
+        ],
+        builders.limits(),
+    )
+    prepared = _prepare(batch, token_weight=TokenWeight.PER_SEQUENCE)
+    counters = prepared.counters
+    assert (counters.tokens, counters.sequences, counters.groups) == (2, 1, 1)
+    assert prepared.columns.weight_J[:3].tolist() == [0.5, 0.5, 0.5]
+    # What trains nothing is not run either.
+    assert [part.sequences for part in prepared.plan.micro_batches] == [(0,)]
+
+
+def test_dapo_drops_and_counts_zero_variance_groups() -> None:
+    def group(rewards: list[float], name: str) -> Any:
+        return builders.group(
+            [1], [builders.rollout([2, n], reward=r) for n, r in enumerate(rewards)], name
+        )
+
+    batch = validate_groups(
+        [group([1.0, 1.0], "flat"), group([0.0, 1.0], "mixed"), group([1.0], "single")],
+        builders.limits(),
+    )
+    prepared = _prepare(batch, kind=LossKind.DAPO)
+    assert prepared.selection.kept_S.tolist() == [False, False, True, True, True]
+    assert prepared.selection.dropped_zero_variance == 2
+    assert prepared.counters.groups == 2
+
+
+def test_overlong_penalty_is_in_the_reward_before_advantages() -> None:
+    """DAPO eq. 13 with max 4 and buffer 2: lengths 2, 3, 4 cost 0, 0.5, 1, here times 2."""
+    rollouts = [builders.rollout([1] * n, reward=1.0) for n in (2, 3, 4)]
+    batch = validate_groups([builders.group([9], rollouts)], builders.limits())
+    prepared = _prepare(
+        batch,
+        advantage=AdvantageKind.NONE,
+        overlong=OverlongPenalty(max_tokens=4, buffer_tokens=2, scale=2.0),
+    )
+    firsts = [values[0] for values in _sequence_values(batch, prepared.columns.advantage_J)]
+    assert firsts == [1.0, 0.0, -1.0]
+
+
+def test_staleness_drops_or_refuses() -> None:
+    rollouts = [builders.rollout([n, 1], reward=float(n), policy_version=n) for n in range(4)]
+    batch = validate_groups([builders.group([9], rollouts)], builders.limits())
+    drop = Staleness(max_versions=1, action=StalenessAction.DROP)
+    prepared = _prepare(batch, version=3, staleness=drop)
+    assert prepared.selection.kept_S.tolist() == [False, False, True, True]
+    assert prepared.selection.dropped_stale == 2
+    with pytest.raises(RatoonError) as caught:
+        _prepare(batch, version=3, staleness=replace(drop, action=StalenessAction.REFUSE))
+    assert caught.value.code is ErrorCode.STALE_ROLLOUTS
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_once_counts_each_token_for_its_first_path(seed: int) -> None:
+    """Brute force: of the paths that train the same prefix, the first in request order pays."""
+    rng = np.random.default_rng(seed)
+    batch = builders.random_batch(
+        rng, num_groups=5, vocab_size=3, max_response=6, temperatures=(1.0, 0.7)
+    )
+    kept_S = rng.random(batch.num_sequences) < 0.8
+    kept_S[0] = True
+    batch = replace(batch, truncated=~kept_S)
+    prepared = _prepare(
+        batch,
+        shared_tokens=SharedTokens.ONCE,
+        token_weight=TokenWeight.PER_SEQUENCE,
+        overlong=OverlongFilter(),
+        tokens=20,
+    )
+    paid: set[tuple[float, tuple[int, ...]]] = set()
+    counted_J = np.zeros(len(batch.loss_mask), np.bool_)
+    for sequence in np.flatnonzero(kept_S).tolist():
+        tokens = batch.sequence_tokens(sequence)
+        start, stop = batch.response_offsets[sequence : sequence + 2].tolist()
+        for column in range(start, stop):
+            prefix = tuple(tokens[: len(tokens) - (stop - column) + 1].tolist())
+            key = (float(batch.temperature[sequence]), prefix)
+            if batch.loss_mask[column] and key not in paid:
+                paid.add(key)
+                counted_J[column] = True
+    np.testing.assert_array_equal(prepared.columns.counted_J, counted_J)
+    np.testing.assert_array_equal(
+        prepared.columns.trained_J,
+        batch.loss_mask & np.repeat(kept_S, np.diff(batch.response_offsets)),
+    )
+    assert (prepared.columns.trained_J != counted_J).any()
+    lengths = [sum(values) for values in _sequence_values(batch, counted_J)]
+    assert prepared.counters.tokens == sum(lengths)
+    assert prepared.counters.sequences == sum(length > 0 for length in lengths)
+    for sequence, weights in enumerate(_sequence_values(batch, prepared.columns.weight_J)):
+        assert weights == [1.0 / max(lengths[sequence], 1)] * len(weights)
+
+
+def test_columns_do_not_depend_on_the_cut() -> None:
+    batch = builders.random_batch(np.random.default_rng(3), num_groups=6, vocab_size=3)
+    coarse = _prepare(batch, shared_tokens=SharedTokens.ONCE, tokens=10_000)
+    fine = _prepare(batch, shared_tokens=SharedTokens.ONCE, tokens=1)
+    assert len(coarse.plan.micro_batches) == 1
+    assert len(fine.plan.micro_batches) > 10
+    for name in ("trained_J", "counted_J", "weight_J", "advantage_J"):
+        np.testing.assert_array_equal(getattr(coarse.columns, name), getattr(fine.columns, name))
+    assert coarse.counters == fine.counters
+
+
+def test_planned_preparation_is_the_first_one_again() -> None:
+    batch = builders.random_batch(np.random.default_rng(4))
+    first = _prepare(batch, tokens=20)
+    again = prepare_planned(batch, first.loss, first.plan, version=0)
+    assert again.plan == first.plan
+    assert again.counters == first.counters
+    np.testing.assert_array_equal(again.columns.advantage_J, first.columns.advantage_J)
+
+
+def test_groups_with_given_advantages_are_told_apart_by_id_and_prompt() -> None:
+    """Trap 3: two prompts under one id are two groups; parts of one group are one."""
+
+    def keys(prompt: list[int], name: str, *, reward: bool = False) -> frozenset[bytes]:
+        outcome = {"reward": 1.0} if reward else {"advantages": np.ones(2, np.float32)}
+        rollout = builders.rollout([1, 2], **outcome)
+        batch = validate_groups([builders.group(prompt, [rollout], name)], builders.limits())
+        return _prepare(batch).group_keys
+
+    assert keys([5], "a") == keys([5], "a")
+    assert len(keys([5], "a")) == 1
+    assert keys([5], "a") != keys([6], "a")
+    assert keys([5], "a") != keys([5], "b")
+    assert keys([5], "a", reward=True) == frozenset()
+
+
+def test_warnings_say_what_was_not_used_and_what_was_cut() -> None:
+    rollout = builders.rollout(
+        [1, 2],
+        reward=1.0,
+        top_p=0.9,
+        old_logprobs=np.zeros(2, np.float32),
+        reference_logprobs=np.zeros(2, np.float32),
+    )
+    batch = validate_groups([builders.group([5], [rollout])], builders.limits())
+    text = " ".join(_prepare(batch).warnings)
+    for word in ("top_p", "old_logprobs were sent", "reference_logprobs were sent"):
+        assert word in text
+    plain = validate_groups(
+        [builders.group([5], [builders.rollout([1, 2], reward=1.0)])], builders.limits()
+    )
+    assert _prepare(plain).warnings == ()

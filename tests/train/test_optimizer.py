@@ -1,0 +1,161 @@
+"""AdamW over masters against torch's own, and gradient sums in float32."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ratoon.train.config import AdamWConfig
+from ratoon.train.gradients import GradientSums
+from ratoon.train.loss_spec import ConstantDivisor, OptimStep
+from ratoon.train.optimizer import MasterAdamW, global_norm
+
+_CONFIG = AdamWConfig(beta1=0.8, beta2=0.95, eps=1e-7, weight_decay=0.02)
+
+
+def _step(
+    learning_rate: float = 0.1, *, weight_decay: float = 0.02, max_grad_norm: float = math.inf
+) -> OptimStep:
+    return OptimStep(
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        max_grad_norm=max_grad_norm,
+        divisor=ConstantDivisor(value=1.0),
+    )
+
+
+def _parameters(dtype: torch.dtype) -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+        for name, shape in (("a", (3, 4)), ("b", (5,)))
+    }
+
+
+def _gradients(seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(100 + seed)
+    return {
+        "a": torch.randn(3, 4, generator=generator).to(dtype),
+        "b": torch.randn(5, generator=generator).to(dtype),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_steps_equal_torch_adamw_with_a_schedule(dtype: torch.dtype) -> None:
+    """Each step has its own learning rate and weight decay; bits equal torch's AdamW."""
+    mine, theirs = _parameters(dtype), _parameters(dtype)
+    optimizer = MasterAdamW(mine, _CONFIG)
+    adamw = torch.optim.AdamW(theirs.values(), lr=0.0, betas=(0.8, 0.95), eps=1e-7)
+    schedule = [(0.1, 0.02, 0.5), (0.05, 0.0, math.inf), (0.2, 0.3, 1.0), (0.0, 0.1, 1.0)]
+    for seed, (rate, decay, limit) in enumerate(schedule):
+        outcome = optimizer.step(
+            _gradients(seed, dtype),
+            4.0,
+            _step(rate, weight_decay=decay, max_grad_norm=limit),
+        )
+        for name, gradient in _gradients(seed, dtype).items():
+            theirs[name].grad = gradient / 4.0
+        norm = nn.utils.clip_grad_norm_(theirs.values(), limit)
+        adamw.param_groups[0].update(lr=rate, weight_decay=decay)
+        adamw.step()
+        assert outcome.grad_norm == pytest.approx(norm.item(), rel=1e-6)
+        assert not outcome.skipped
+        for name, parameter in mine.items():
+            torch.testing.assert_close(parameter, theirs[name], rtol=1e-6, atol=0)
+    assert optimizer.state().num_steps == 4
+
+
+def test_grad_norm_is_after_division_and_before_clipping() -> None:
+    parameters = {"a": nn.Parameter(torch.zeros(2))}
+    sums = {"a": torch.tensor([30.0, 40.0])}
+    outcome = MasterAdamW(parameters, _CONFIG).step(sums, 10.0, _step(max_grad_norm=1.0))
+    assert outcome.grad_norm == pytest.approx(5.0)
+    assert global_norm(sums.values()) == pytest.approx(1.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_gradient_that_is_not_finite_touches_nothing(bad: float) -> None:
+    parameters = _parameters(torch.float32)
+    optimizer = MasterAdamW(parameters, _CONFIG)
+    optimizer.step(_gradients(0, torch.float32), 1.0, _step())
+    before = {
+        kind: {name: tensor.clone() for name, tensor in getattr(optimizer.state(), kind).items()}
+        for kind in ("weights", "exp_avg", "exp_avg_sq")
+    }
+    sums = _gradients(1, torch.float32)
+    sums["b"][2] = bad
+    outcome = optimizer.step(sums, 1.0, _step())
+    assert outcome.skipped
+    assert not math.isfinite(outcome.grad_norm)
+    assert optimizer.state().num_steps == 1
+    for kind, tensors in before.items():
+        for name, tensor in tensors.items():
+            assert torch.equal(getattr(optimizer.state(), kind)[name], tensor)
+
+
+def test_bfloat16_weights_follow_float32_masters() -> None:
+    """Steps far below a bf16 ulp of 1.0 add up in the master and show once they are an ulp."""
+    parameters = {"a": nn.Parameter(torch.ones(1, dtype=torch.bfloat16))}
+    optimizer = MasterAdamW(parameters, AdamWConfig(beta1=0.0, beta2=0.0, weight_decay=0.0))
+    for _ in range(8):
+        optimizer.step({"a": torch.ones(1)}, 1.0, _step(1e-3, weight_decay=0.0))
+    master = optimizer.state().weights["a"]
+    assert master.dtype is torch.float32
+    assert master.item() == pytest.approx(1.0 - 8e-3, rel=1e-5)
+    assert parameters["a"].item() == master.to(torch.bfloat16).item() < 1.0
+
+
+def _backward(parameter: nn.Parameter, scale: float) -> None:
+    (parameter * scale).sum().backward()
+
+
+def test_bfloat16_gradients_add_up_in_float32() -> None:
+    """256 + 1 is 256 in bf16: summing micro-batches there would lose all but the first."""
+    parameter = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    gradients = GradientSums({"a": parameter})
+    _backward(parameter, 256.0)
+    for _ in range(4):
+        _backward(parameter, 1.0)
+    sums = gradients.sums()["a"]
+    assert sums.dtype is torch.float32
+    assert sums.tolist() == [260.0] * 3
+    assert parameter.grad is None
+    gradients.clear()
+    assert gradients.sums()["a"].tolist() == [0.0] * 3
+    _backward(parameter, 2.0)
+    assert gradients.sums()["a"].tolist() == [2.0] * 3
+
+
+def test_wide_gradients_add_up_in_place_and_are_zero_where_nothing_flowed() -> None:
+    used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    gradients = GradientSums({"used": used, "unused": unused})
+    _backward(used, 1.5)
+    _backward(used, 2.0)
+    sums = gradients.sums()
+    assert sums["used"].tolist() == [3.5, 3.5]
+    assert sums["unused"].tolist() == [0.0, 0.0]
+    assert used.grad is sums["used"]
+    gradients.clear()
+    assert used.grad is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_loaded_state_continues_with_the_same_bits(dtype: torch.dtype) -> None:
+    """Trap 10: moments and step count are part of the state, or the next step is another."""
+    straight = _parameters(dtype)
+    optimizer = MasterAdamW(straight, _CONFIG)
+    for seed in range(2):
+        optimizer.step(_gradients(seed, torch.float32), 1.0, _step())
+    state = optimizer.state()
+    middle = {name: parameter.detach().clone() for name, parameter in straight.items()}
+    resumed, forgetful = ({n: nn.Parameter(p.clone()) for n, p in middle.items()} for _ in range(2))
+    fresh, without_moments = MasterAdamW(resumed, _CONFIG), MasterAdamW(forgetful, _CONFIG)
+    fresh.load(state)
+    for one in (optimizer, fresh, without_moments):
+        one.step(_gradients(2, torch.float32), 1.0, _step())
+    for name, parameter in straight.items():
+        assert torch.equal(parameter, resumed[name])
+        assert not torch.equal(parameter, forgetful[name])
