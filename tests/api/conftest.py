@@ -1,0 +1,100 @@
+"""The service over a fake engine, on both wires, in this process."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import grpc.aio
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from ratoon.api.convert.policy import SpecDefaults
+from ratoon.api.grpc.server import start_server
+from ratoon.api.grpc.servicer import PolicyServicer
+from ratoon.api.http.app import create_app
+from ratoon.api.service import PolicyService
+from ratoon.config import LimitsConfig
+from ratoon.log import configure_logging
+from ratoon_proto.v1 import service_pb2
+from tests.api import requests
+from tests.api.fake_engine import FakeEngine
+from tests.api.wires import GrpcWire, HttpWire, Wire
+
+MAX_BODY_BYTES = 16 * 1024
+MAX_MESSAGE_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Api:
+    """Everything of one service; `models_root` has a folder `real` and a link that leads out."""
+
+    engine: FakeEngine
+    service: PolicyService
+    limits: LimitsConfig
+    grpc: GrpcWire
+    models_root: Path
+    weights: Path
+
+    @cached_property
+    def app(self) -> FastAPI:
+        return create_app(self.service, self.limits)
+
+    @cached_property
+    def http(self) -> HttpWire:
+        transport = httpx.ASGITransport(self.app)
+        return HttpWire(client=httpx.AsyncClient(transport=transport, base_url="http://test"))
+
+    def wire(self, name: str) -> Wire:
+        return self.http if name == "http" else self.grpc
+
+    async def create_policy(self, **changes: object) -> None:
+        request = service_pb2.CreatePolicyRequest(spec=requests.spec(**changes))
+        await self.service.create_policy(request)
+
+
+@pytest.fixture(params=["http", "grpc"])
+def wire_name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+async def api(tmp_path: Path) -> AsyncIterator[Api]:
+    models_root, weights = tmp_path / "models", tmp_path / "weights"
+    for folder in (models_root / "real", weights, tmp_path / "outside"):
+        folder.mkdir(parents=True)
+    (models_root / "escape").symlink_to(tmp_path / "outside")
+    (weights / "model.safetensors").write_bytes(bytes(range(256)) * 8)
+    limits = LimitsConfig(
+        max_body_bytes=MAX_BODY_BYTES, max_fetch_bytes=1024, max_groups=8, max_wait_s=1.0
+    )
+    engine = FakeEngine(folder=weights, gap_wait_s=0.1)
+    service = PolicyService(
+        engine=engine,
+        limits=limits,
+        defaults=SpecDefaults(models_root=models_root, micro_batch_tokens=4096),
+        device="cpu",
+    )
+    servicer = PolicyServicer(service, max_body_bytes=MAX_BODY_BYTES, status_needs_message=False)
+    running = await start_server(
+        servicer, host="127.0.0.1", port=0, max_message_bytes=MAX_MESSAGE_BYTES
+    )
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{running.port}") as channel:
+        yield Api(
+            engine=engine,
+            service=service,
+            limits=limits,
+            grpc=GrpcWire(channel=channel),
+            models_root=models_root,
+            weights=weights,
+        )
+    await running.server.stop(None)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _plain_logs() -> None:
+    """structlog's own default draws tracebacks with all locals, for seconds."""
+    configure_logging("ERROR")

@@ -1,0 +1,357 @@
+"""An engine in memory, in place of the controllers and workers behind `api.ports.Engine`.
+
+Operations whose turn has come are done at once, unless `hold` is set: then they run until
+`release`. `log` holds what was accepted; a test of a refusal asserts that it is empty.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import xxhash
+
+from ratoon.engine.codec import payload_hash
+from ratoon.engine.types import (
+    CheckpointInfo,
+    EmptyResult,
+    ForwardCommand,
+    ForwardResult,
+    NoKey,
+    Operation,
+    OperationKind,
+    OperationResult,
+    OperationState,
+    Policy,
+    PolicyResult,
+    PolicySpec,
+    PolicyState,
+    Progress,
+    RequestKey,
+    SaveCheckpointCommand,
+    SeqKey,
+    StepResult,
+    Submission,
+)
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon.model.spec import ModelInfo
+from ratoon.stream.manifest import WeightFile, WeightKind, WeightManifest
+from ratoon.train.report import PhaseSeconds, StepReport
+
+INFO = ModelInfo(
+    num_parameters=1000,
+    num_trainable_parameters=900,
+    vocab_size=256,
+    max_sequence_tokens=64,
+    attention_backend="reference",
+)
+REPORT = StepReport(
+    loss=0.5,
+    kl=None,
+    grad_norm=1.25,
+    num_groups=1,
+    trained_tokens=2,
+    seconds=PhaseSeconds(plan=0.1, forward=0.2),
+    ratio_max=float("inf"),
+    warnings=("sampled with top_p",),
+)
+_KINDS = {
+    "UpdateCommand": OperationKind.UPDATE,
+    "ForwardBackwardCommand": OperationKind.FORWARD_BACKWARD,
+    "OptimStepCommand": OperationKind.OPTIM_STEP,
+    "DiscardGradientsCommand": OperationKind.DISCARD_GRADIENTS,
+    "ForwardCommand": OperationKind.FORWARD,
+    "SaveCheckpointCommand": OperationKind.SAVE_CHECKPOINT,
+    "LoadCheckpointCommand": OperationKind.LOAD_CHECKPOINT,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeBackend:
+    op: str
+    name: str
+    available: bool
+    unavailable_reason: str
+
+
+class FakeEngine:
+    def __init__(self, *, folder: Path, gap_wait_s: float) -> None:
+        self.log: list[Submission] = []
+        self.hold = False
+        self.submit_delay_s = 0.0
+        self.uploads: dict[tuple[str, str, int], bytes] = {}
+        self.operations: dict[str, Operation] = {}
+        self.policies: dict[str, Policy] = {}
+        self.files: dict[str, bytes] = {}
+        self.submissions: dict[str, Submission] = {}
+        self._folder = folder
+        self._gap_wait_s = gap_wait_s
+        self._changed = asyncio.Condition()
+
+    def add_file(self, data: bytes) -> str:
+        digest = xxhash.xxh3_128_hexdigest(data)
+        self.files[digest] = data
+        return digest
+
+    async def create_policy(self, spec: PolicySpec) -> Operation:
+        if spec.policy_id in self.policies:
+            raise RatoonError(
+                ErrorCode.POLICY_EXISTS, f"policy {spec.policy_id} exists", field="spec.policy_id"
+            )
+        policy = Policy(
+            spec=spec,
+            state=PolicyState.READY,
+            version=0,
+            next_seq=1,
+            created_at=1.5,
+            info=INFO,
+            published_version=0,
+        )
+        self.policies[spec.policy_id] = policy
+        return self._add(spec.policy_id, OperationKind.CREATE_POLICY, PolicyResult(policy=policy))
+
+    async def delete_policy(self, policy_id: str) -> Operation:
+        await self.get_policy(policy_id)
+        del self.policies[policy_id]
+        return self._add(policy_id, OperationKind.DELETE_POLICY, EmptyResult())
+
+    async def get_policy(self, policy_id: str) -> Policy:
+        if policy_id not in self.policies:
+            raise RatoonError(
+                ErrorCode.POLICY_NOT_FOUND, f"no policy {policy_id}", field="policy_id"
+            )
+        return self.policies[policy_id]
+
+    async def list_policies(self) -> Sequence[Policy]:
+        return list(self.policies.values())
+
+    async def submit(self, submission: Submission) -> Operation:
+        await asyncio.sleep(self.submit_delay_s)
+        known = self._known(submission)
+        if known is not None:
+            return known
+        policy = await self.get_policy(submission.policy_id)
+        operation = self._add(submission.policy_id, _KINDS[type(submission.command).__name__], None)
+        match submission.key:
+            case SeqKey(seq=seq):
+                operation = replace(operation, seq=seq)
+            case RequestKey(request_id=request_id):
+                operation = replace(operation, seq=policy.next_seq, request_id=request_id)
+            case NoKey():
+                pass
+        self.operations[operation.operation_id] = operation
+        self.submissions[operation.operation_id] = submission
+        self.log.append(submission)
+        if not self.hold:
+            await self._run_ready(submission.policy_id)
+        return self.operations[operation.operation_id]
+
+    def _known(self, submission: Submission) -> Operation | None:
+        for operation_id, earlier in self.submissions.items():
+            same_key = earlier.policy_id == submission.policy_id and earlier.key == submission.key
+            if not same_key or isinstance(submission.key, NoKey):
+                continue
+            if payload_hash(earlier.command) != payload_hash(submission.command):
+                raise RatoonError(
+                    ErrorCode.KEY_REUSED, "key used for another payload", field="key.seq"
+                )
+            return self.operations[operation_id]
+        return None
+
+    async def release(self) -> None:
+        self.hold = False
+        for policy_id in self.policies:
+            await self._run_ready(policy_id)
+
+    async def _run_ready(self, policy_id: str) -> None:
+        """Run what is next, in seq order, and mark the rest as blocked."""
+        waiting = sorted(
+            (
+                operation
+                for operation in self.operations.values()
+                if operation.policy_id == policy_id and not operation.state.is_final
+            ),
+            key=lambda operation: operation.seq,
+        )
+        for operation in waiting:
+            policy = self.policies[policy_id]
+            if operation.seq not in (0, policy.next_seq):
+                blocked = replace(operation, blocked_by_seq=policy.next_seq)
+                self.operations[operation.operation_id] = blocked
+                continue
+            await self._finish(operation)
+
+    async def _finish(self, operation: Operation) -> None:
+        policy = self.policies[operation.policy_id]
+        submission = self.submissions[operation.operation_id]
+        if operation.seq:
+            policy = replace(policy, next_seq=policy.next_seq + 1, version=policy.version + 1)
+            self.policies[operation.policy_id] = policy
+        result: OperationResult = StepResult(version=policy.version, report=REPORT)
+        if isinstance(submission.command, SaveCheckpointCommand):
+            result = CheckpointInfo(
+                checkpoint_id=submission.command.checkpoint_id or f"seq-{operation.seq}",
+                version=policy.version,
+                seq=operation.seq,
+                replay_from_seq=operation.seq + 1,
+                created_at=2.5,
+                size_bytes=10,
+            )
+        if isinstance(submission.command, ForwardCommand):
+            output = self.forward_output
+            digest = self.add_file(output)
+            result = ForwardResult(digest=digest, size_bytes=len(output), report=REPORT)
+        await self.set(
+            replace(
+                operation,
+                state=OperationState.DONE,
+                blocked_by_seq=0,
+                started_at=3.0,
+                finished_at=4.0,
+                result=result,
+            )
+        )
+
+    forward_output: bytes = b""
+
+    async def set(self, operation: Operation) -> None:
+        """Put an operation in another state, for all who wait."""
+        async with self._changed:
+            self.operations[operation.operation_id] = operation
+            self._changed.notify_all()
+
+    def _add(
+        self, policy_id: str, kind: OperationKind, result: OperationResult | None
+    ) -> Operation:
+        operation = Operation(
+            operation_id=f"op-{len(self.operations) + 1}",
+            policy_id=policy_id,
+            kind=kind,
+            seq=0,
+            request_id="",
+            state=OperationState.QUEUED if result is None else OperationState.DONE,
+            blocked_by_seq=0,
+            progress=Progress(),
+            created_at=1.0,
+            started_at=None,
+            finished_at=None,
+            result=result,
+        )
+        self.operations[operation.operation_id] = operation
+        return operation
+
+    def _operation(self, operation_id: str) -> Operation:
+        if operation_id not in self.operations:
+            raise RatoonError(
+                ErrorCode.OPERATION_NOT_FOUND, "no such operation", field="operation_id"
+            )
+        return self.operations[operation_id]
+
+    async def get_operation(self, operation_id: str, wait_s: float) -> Operation:
+        start = time.monotonic()
+        while True:
+            operation = self._operation(operation_id)
+            waited_s = time.monotonic() - start
+            if operation.state.is_final or waited_s >= wait_s:
+                return operation
+            if operation.blocked_by_seq and waited_s >= self._gap_wait_s:
+                raise RatoonError(
+                    ErrorCode.SEQ_GAP,
+                    f"seq {operation.blocked_by_seq} has not arrived",
+                    details={"missing_seq": str(operation.blocked_by_seq)},
+                )
+            await asyncio.sleep(0.01)
+
+    async def watch_operation(self, operation_id: str) -> AsyncIterator[Operation]:
+        operation = self._operation(operation_id)
+        yield operation
+        while not operation.state.is_final:
+            async with self._changed:
+                await self._changed.wait()
+            operation = self.operations[operation_id]
+            yield operation
+
+    async def cancel_operation(self, operation_id: str) -> Operation:
+        operation = self._operation(operation_id)
+        if not operation.state.is_final:
+            await self.set(replace(operation, state=OperationState.CANCELLED, finished_at=4.0))
+        return self.operations[operation_id]
+
+    async def put_upload_part(
+        self, policy_id: str, upload_id: str, part_index: int, body: bytes
+    ) -> None:
+        await self.get_policy(policy_id)
+        self.uploads[policy_id, upload_id, part_index] = body
+
+    async def get_upload_parts(
+        self, policy_id: str, upload_id: str, num_parts: int
+    ) -> Sequence[bytes]:
+        keys = [(policy_id, upload_id, index) for index in range(num_parts)]
+        missing = [index for index, key in enumerate(keys) if key not in self.uploads]
+        if missing:
+            raise RatoonError(
+                ErrorCode.UPLOAD_NOT_FOUND, f"part {missing[0]} of {upload_id} is not here"
+            )
+        return [self.uploads[key] for key in keys]
+
+    async def list_checkpoints(self, policy_id: str) -> Sequence[CheckpointInfo]:
+        await self.get_policy(policy_id)
+        results = [operation.result for operation in self.operations.values()]
+        return [result for result in results if isinstance(result, CheckpointInfo)]
+
+    async def weight_manifest(self, policy_id: str, version: int | None) -> WeightManifest:
+        policy = await self.get_policy(policy_id)
+        if version is not None and version > policy.version:
+            raise RatoonError(
+                ErrorCode.WEIGHTS_NOT_FOUND, f"version {version} is not kept", field="version"
+            )
+        return WeightManifest(
+            policy_id=policy_id,
+            version=policy.version if version is None else version,
+            kind=WeightKind.FULL,
+            files=tuple(self._weight_files()),
+            created_at=5.25,
+        )
+
+    def _weight_files(self) -> list[WeightFile]:
+        return [
+            WeightFile(
+                name=path.name,
+                size_bytes=path.stat().st_size,
+                digest=xxhash.xxh3_128_hexdigest(path.read_bytes()),
+            )
+            for path in sorted(self._folder.iterdir())
+        ]
+
+    async def fetch_chunk(self, policy_id: str, digest: str, offset: int, length: int) -> bytes:
+        if digest not in self.files:
+            raise RatoonError(ErrorCode.WEIGHTS_NOT_FOUND, "no such file", field="digest")
+        data = self.files[digest]
+        if offset >= len(data) > 0:
+            raise RatoonError(
+                ErrorCode.RANGE_NOT_SATISFIABLE, f"the file has {len(data)} bytes", field="offset"
+            )
+        return data[offset : offset + length]
+
+    async def weight_file(self, policy_id: str, version: int, name: str) -> tuple[Path, WeightFile]:
+        manifest = await self.weight_manifest(policy_id, version)
+        for file in manifest.files:
+            if file.name == name:
+                return self._folder / name, file
+        raise RatoonError(ErrorCode.WEIGHTS_NOT_FOUND, f"no file {name}", field="name")
+
+    async def backends(self) -> Sequence[FakeBackend]:
+        return [
+            FakeBackend(
+                op="tree_attention", name="reference", available=True, unavailable_reason=""
+            ),
+            FakeBackend(
+                op="tree_attention", name="hopper", available=False, unavailable_reason="no GPU"
+            ),
+        ]
+
+    async def metrics_text(self) -> bytes:
+        return b"# HELP ratoon_operations_total Operations.\n"

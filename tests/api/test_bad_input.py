@@ -1,0 +1,611 @@
+"""Bad input over both wires: a typed error that names the field, nothing applied, service alive."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import grpc.aio
+import numpy as np
+import pytest
+
+from ratoon.engine.types import PolicyState
+from ratoon.errors import ERROR_TABLE, ErrorCode, RatoonError
+from ratoon_proto.codec import encode_array
+from ratoon_proto.v1 import policy_pb2, rollout_pb2, service_pb2, training_pb2
+from tests.api import requests
+from tests.api.conftest import MAX_BODY_BYTES, MAX_MESSAGE_BYTES, Api
+from tests.api.wires import WireError, grpc_error, http_error
+
+Update = service_pb2.UpdateRequest
+Rollout = rollout_pb2.Rollout
+
+
+def _batch(*rollouts: Rollout) -> Update:
+    return requests.update(batch=[requests.group("a", *rollouts)])
+
+
+def _with(change: Callable[[Update], object]) -> Update:
+    request = requests.update()
+    change(request)
+    return request
+
+
+def _second_rollout(**changes: Any) -> Update:
+    request = requests.update()
+    rollout = request.batch.groups[1].rollouts[1]
+    for name, value in changes.items():
+        if isinstance(value, float | int):
+            setattr(rollout, name, value)
+        else:
+            getattr(rollout, name).CopyFrom(value)
+    return request
+
+
+def _lying_tensor(**changes: Any) -> Update:
+    request = requests.update()
+    tensor = request.batch.groups[0].rollouts[0].response
+    for name, value in changes.items():
+        if name == "shape":
+            del tensor.shape[:]
+            tensor.shape.extend(value)
+        else:
+            setattr(tensor, name, value)
+    return request
+
+
+def _of_doubles() -> Update:
+    """A float64 that no float32 holds."""
+    value = encode_array(np.array([-1e300]))
+    return _second_rollout(sampler_logprobs=value)
+
+
+CASES: dict[str, tuple[Update, str]] = {
+    "no groups": (requests.update(batch=[]), "groups"),
+    "empty group": (requests.update(batch=[requests.group("a")]), "groups[0].rollouts"),
+    "R = 0 everywhere": (
+        _batch(Rollout(response=requests.tokens([]), reward=1.0)),
+        "groups",
+    ),
+    "short log-probs": (
+        _second_rollout(sampler_logprobs=requests.floats([])),
+        "groups[1].rollouts[1].sampler_logprobs",
+    ),
+    "long loss mask": (
+        _second_rollout(loss_mask=encode_array(np.array([True, True]))),
+        "groups[1].rollouts[1].loss_mask",
+    ),
+    "NaN log-prob": (
+        _second_rollout(sampler_logprobs=requests.floats([float("nan")])),
+        "groups[1].rollouts[1].sampler_logprobs[0]",
+    ),
+    "log-prob over float32": (_of_doubles(), "groups[1].rollouts[1].sampler_logprobs[0]"),
+    "infinite reward": (
+        _second_rollout(reward=float("inf")),
+        "groups[1].rollouts[1].reward",
+    ),
+    "token outside the vocabulary": (
+        _second_rollout(response=requests.tokens([256])),
+        "groups[1].rollouts[1].response[0]",
+    ),
+    "negative token": (
+        _second_rollout(response=requests.tokens([-1])),
+        "groups[1].rollouts[1].response[0]",
+    ),
+    "sequence longer than the model": (
+        _batch(requests.rollout([7] * 62)),
+        "groups[0].rollouts[0]",
+    ),
+    "float tokens": (
+        _second_rollout(response=requests.floats([1.0])),
+        "groups[1].rollouts[1].response.dtype",
+    ),
+    "two-dimensional tokens": (
+        _lying_tensor(shape=[1, 2]),
+        "groups[0].rollouts[0].response.shape",
+    ),
+    "dtype that lies about its size": (
+        _lying_tensor(dtype="int64"),
+        "groups[0].rollouts[0].response.data",
+    ),
+    "shape that lies about its size": (
+        _lying_tensor(shape=[3]),
+        "groups[0].rollouts[0].response.data",
+    ),
+    "no content": (_batch(Rollout(reward=1.0)), "groups[0].rollouts[0].response"),
+    "no reward": (
+        _batch(Rollout(response=requests.tokens([1]), sampler_logprobs=requests.floats([-1.0]))),
+        "groups[0].rollouts[0].reward",
+    ),
+    "two groups of one name": (
+        requests.update(batch=[requests.groups(1)[0], requests.groups(1)[0]]),
+        "groups[1].group_id",
+    ),
+    "raw log-probs at another temperature unsaid": (
+        _second_rollout(temperature=0.5),
+        "groups[1].rollouts[1].sampler_logprobs_kind",
+    ),
+    "no key": (_with(lambda request: request.ClearField("key")), "key.seq"),
+    "a request id under client sequencing": (
+        _with(lambda request: setattr(request.key, "request_id", "x")),
+        "key.request_id",
+    ),
+    "seq 0": (_with(lambda request: setattr(request.key, "seq", 0)), "key.seq"),
+    "no source": (_with(lambda request: request.ClearField("batch")), "source"),
+    "no clip for this loss": (
+        _with(
+            lambda request: request.loss.CopyFrom(
+                training_pb2.LossConfig(kind=training_pb2.LOSS_KIND_REINFORCE, clip_low=0.1)
+            )
+        ),
+        "loss.clip_low",
+    ),
+    "a divisor that disagrees": (
+        _with(lambda request: setattr(request.optim, "divide_by", training_pb2.DIVIDE_BY_TOKENS)),
+        "optim.divide_by",
+    ),
+    "negative learning rate": (
+        _with(lambda request: setattr(request.optim, "learning_rate", -1.0)),
+        "optim.learning_rate",
+    ),
+    "reference of a policy without one": (
+        _with(
+            lambda request: request.loss.kl.CopyFrom(
+                training_pb2.KlConfig(
+                    kind=training_pb2.KL_KIND_K3,
+                    coefficient=0.1,
+                    reference=training_pb2.REFERENCE_KIND_FROZEN,
+                )
+            )
+        ),
+        "loss.kl.reference",
+    ),
+    "negative expected version": (
+        _with(lambda request: setattr(request, "expected_version", -1)),
+        "expected_version",
+    ),
+    "upload id that is a path": (
+        _with(
+            lambda request: request.upload.CopyFrom(
+                rollout_pb2.UploadedBatch(upload_id="../x", num_parts=1)
+            )
+        ),
+        "upload.upload_id",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+async def test_bad_batch_is_refused_whole(api: Api, wire_name: str, case: str) -> None:
+    await api.create_policy()
+    request, field = CASES[case]
+    wire = api.wire(wire_name)
+    with pytest.raises(WireError) as caught:
+        await wire.call("Update", request)
+    detail = caught.value.detail
+    assert detail.code == "INVALID_ARGUMENT", detail
+    assert detail.field == field, detail
+    assert field in detail.message
+    assert not detail.retryable
+    assert caught.value.status in (422, grpc.StatusCode.INVALID_ARGUMENT)
+    assert api.engine.log == []
+    assert (await wire.call("Update", requests.update())).step.version == 1
+
+
+BAD_SPECS: dict[str, tuple[dict[str, Any], str]] = {
+    "upper case id": ({"policy_id": "Tiny"}, "spec.policy_id"),
+    "id with a slash": ({"policy_id": "a/b"}, "spec.policy_id"),
+    "no id": ({"policy_id": ""}, "spec.policy_id"),
+    "unknown preset": ({"preset": "huge"}, "spec.preset"),
+    "folder outside": ({"model_folder": "../outside"}, "spec.model_folder"),
+    "absolute folder": ({"model_folder": "/etc"}, "spec.model_folder"),
+    "the root itself": ({"model_folder": "."}, "spec.model_folder"),
+    "a link that leads out": ({"model_folder": "escape"}, "spec.model_folder"),
+    "no such folder": ({"model_folder": "absent"}, "spec.model_folder"),
+    "a folder with a zero byte": ({"model_folder": "real\0x"}, "spec.model_folder"),
+    "too long a folder": ({"model_folder": "x" * 5000}, "spec.model_folder"),
+    "no versions kept": ({"keep_versions": 0}, "spec.keep_versions"),
+    "no tokens": ({"micro_batch_tokens": 0}, "spec.micro_batch_tokens"),
+    "replay without determinism": ({"deterministic": False}, "spec.recovery"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SPECS)
+async def test_bad_spec_is_refused(api: Api, wire_name: str, case: str) -> None:
+    changes, field = BAD_SPECS[case]
+    request = service_pb2.CreatePolicyRequest(spec=requests.spec(**changes))
+    with pytest.raises(WireError) as caught:
+        await api.wire(wire_name).call("CreatePolicy", request)
+    assert (caught.value.detail.code, caught.value.detail.field) == ("INVALID_ARGUMENT", field)
+    assert str(api.models_root) not in caught.value.detail.message
+    assert api.engine.policies == {}
+
+
+NESTED_SPECS = {
+    "spec.optimizer.beta1": policy_pb2.PolicySpec(optimizer=policy_pb2.AdamWConfig(beta1=1.0)),
+    "spec.optimizer.eps": policy_pb2.PolicySpec(optimizer=policy_pb2.AdamWConfig(eps=0.0)),
+    "spec.optimizer.weight_decay": policy_pb2.PolicySpec(
+        optimizer=policy_pb2.AdamWConfig(weight_decay=-1.0)
+    ),
+    "spec.lora.rank": policy_pb2.PolicySpec(lora=policy_pb2.LoraTuning(rank=-1, alpha=1.0)),
+    "spec.lora.alpha": policy_pb2.PolicySpec(lora=policy_pb2.LoraTuning(rank=4, alpha=-1.0)),
+    "spec.publish.every_n": policy_pb2.PolicySpec(publish=policy_pb2.PublishConfig(every_n=4)),
+    "spec.parallel.num_workers": policy_pb2.PolicySpec(
+        parallel=policy_pb2.ParallelLayout(num_workers=-1)
+    ),
+}
+
+
+@pytest.mark.parametrize("field", NESTED_SPECS)
+async def test_bad_nested_spec_is_refused(api: Api, wire_name: str, field: str) -> None:
+    spec = requests.spec()
+    spec.MergeFrom(NESTED_SPECS[field])
+    with pytest.raises(WireError) as caught:
+        await api.wire(wire_name).call("CreatePolicy", service_pb2.CreatePolicyRequest(spec=spec))
+    assert (caught.value.detail.code, caught.value.detail.field) == ("INVALID_ARGUMENT", field)
+
+
+async def test_unknown_names_are_not_found(api: Api, wire_name: str) -> None:
+    await api.create_policy()
+    wire = api.wire(wire_name)
+    calls: list[tuple[str, Any, str]] = [
+        ("Update", requests.update(policy_id="absent"), "POLICY_NOT_FOUND"),
+        ("GetPolicy", service_pb2.GetPolicyRequest(policy_id="absent"), "POLICY_NOT_FOUND"),
+        ("DeletePolicy", service_pb2.DeletePolicyRequest(policy_id="absent"), "POLICY_NOT_FOUND"),
+        ("GetOperation", service_pb2.GetOperationRequest(operation_id="x"), "OPERATION_NOT_FOUND"),
+        (
+            "CancelOperation",
+            service_pb2.CancelOperationRequest(operation_id="x"),
+            "OPERATION_NOT_FOUND",
+        ),
+        (
+            "GetWeightManifest",
+            service_pb2.GetWeightManifestRequest(policy_id=requests.POLICY, version=9),
+            "WEIGHTS_NOT_FOUND",
+        ),
+    ]
+    missing_upload = requests.update()
+    missing_upload.upload.upload_id, missing_upload.upload.num_parts = "never-sent", 2
+    calls.append(("Update", missing_upload, "UPLOAD_NOT_FOUND"))
+    for rpc, request, code in calls:
+        with pytest.raises(WireError) as caught:
+            await wire.call(rpc, request)
+        assert caught.value.detail.code == code
+        row = ERROR_TABLE[ErrorCode(code)]
+        assert caught.value.status in (row.http, grpc.StatusCode[row.grpc])
+    assert api.engine.log == []
+
+
+async def test_a_reused_seq_with_another_payload_is_refused(api: Api, wire_name: str) -> None:
+    """Trap 9: a retried POST is the first operation again, never a second step."""
+    await api.create_policy()
+    wire = api.wire(wire_name)
+    first = await wire.call("Update", requests.update())
+    assert (await wire.call("Update", requests.update())).operation_id == first.operation_id
+    other = requests.update()
+    other.optim.learning_rate = 0.5
+    with pytest.raises(WireError) as caught:
+        await wire.call("Update", other)
+    assert caught.value.detail.code == "KEY_REUSED"
+    assert caught.value.status in (409, grpc.StatusCode.ALREADY_EXISTS)
+    assert len(api.engine.log) == 1
+    assert api.engine.policies[requests.POLICY].version == 1
+
+
+async def test_operations_in_any_order_of_arrival_run_in_seq_order(
+    api: Api, wire_name: str
+) -> None:
+    """Trap 12: real clients send seq 2, 3, 4, 1."""
+    await api.create_policy()
+    wire = api.wire(wire_name)
+    answers = {seq: await wire.call("Update", requests.update(seq=seq)) for seq in (2, 3, 4, 1)}
+    assert [answers[seq].blocked_by_seq for seq in (2, 3, 4)] == [1, 1, 1]
+    versions = [
+        (
+            await wire.call(
+                "GetOperation",
+                service_pb2.GetOperationRequest(operation_id=answers[seq].operation_id),
+            )
+        ).step.version
+        for seq in (1, 2, 3, 4)
+    ]
+    assert versions == [1, 2, 3, 4]
+
+
+async def test_a_body_over_the_limit_is_refused(api: Api, wire_name: str) -> None:
+    await api.create_policy()
+    request = requests.update()
+    request.batch.groups[0].group_id = "x" * (MAX_BODY_BYTES + 1)
+    with pytest.raises(WireError) as caught:
+        await api.wire(wire_name).call("Update", request)
+    assert caught.value.detail.code == "BODY_TOO_LARGE"
+    assert caught.value.status in (413, grpc.StatusCode.RESOURCE_EXHAUSTED)
+    assert api.engine.log == []
+
+
+async def test_a_message_over_the_transport_limit_is_refused(api: Api) -> None:
+    await api.create_policy()
+    request = requests.update()
+    request.batch.groups[0].group_id = "x" * (MAX_MESSAGE_BYTES + 1)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await api.grpc.channel.unary_unary("/ratoon.v1.PolicyService/Update")(
+            request.SerializeToString()
+        )
+    assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert api.engine.log == []
+
+
+async def test_bytes_that_lie_about_their_number_are_counted(api: Api) -> None:
+    """No Content-Length, or a smaller one: the body is counted as it comes."""
+
+    async def chunks() -> Any:
+        for _ in range(MAX_BODY_BYTES // 1024 + 1):
+            yield b" " * 1024
+
+    response = await api.http.client.post(
+        f"/v1/policies/{requests.POLICY}/update",
+        content=chunks(),
+        headers={"Content-Type": "application/json"},
+    )
+    assert http_error(response).detail.code == "BODY_TOO_LARGE"
+    assert response.status_code == 413
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"{", b"", b"\xff\xfe", b"nonsense", b"[" * 10_000, b'{"seq": 1e}', b"\x00"],
+    ids=["cut", "empty", "no UTF-8", "a word", "deep", "half a number", "zero byte"],
+)
+async def test_malformed_json_is_refused(api: Api, body: bytes) -> None:
+    await api.create_policy()
+    response = await api.http.client.post(
+        f"/v1/policies/{requests.POLICY}/update",
+        content=body,
+        headers={"Content-Type": "application/json"},
+    )
+    error = http_error(response)
+    expected = ("INVALID_ARGUMENT", 422) if body == b"" else ("MALFORMED_BODY", 400)
+    assert (error.detail.code, response.status_code) == expected
+    assert api.engine.log == []
+
+
+@pytest.mark.parametrize("rpc", ["Update", "WatchOperation", "FetchWeights"])
+async def test_malformed_bytes_are_refused(api: Api, rpc: str) -> None:
+    """gRPC's own answer would be INTERNAL, without the error's detail."""
+    method = f"/ratoon.v1.PolicyService/{rpc}"
+    is_stream = rpc == "WatchOperation"
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await (
+            anext(aiter(api.grpc.channel.unary_stream(method)(b"\xff\xff\xff")))
+            if is_stream
+            else api.grpc.channel.unary_unary(method)(b"\xff\xff\xff")
+        )
+    error = grpc_error(caught.value)
+    assert (error.detail.code, error.status) == (
+        "MALFORMED_BODY",
+        grpc.StatusCode.INVALID_ARGUMENT,
+    )
+
+
+STRICT_JSON: dict[str, tuple[dict[str, Any], str]] = {
+    "seq as text": ({"seq": "1"}, "seq"),
+    "seq as true": ({"seq": True}, "seq"),
+    "seq with a fraction": ({"seq": 1.5}, "seq"),
+    "seq over 64 bits": ({"seq": 2**63}, "seq"),
+    "an unknown field": ({"sequence": 1}, "sequence"),
+    "both keys": ({"request_id": "x"}, "request_id"),
+    "both sources": ({"upload": {"upload_id": "x", "num_parts": 1}}, "upload"),
+    "an unknown loss": ({"loss": {"kind": "GRPO"}}, "loss.kind"),
+    "a number as text": ({"optim": {"learning_rate": "1e-3"}}, "optim.learning_rate"),
+    "no learning rate": ({"optim": {}}, "optim.learning_rate"),
+    "null for a body": ({"loss": None}, "loss"),
+    "two overlong rules": (
+        {
+            "loss": {
+                "kind": "dapo",
+                "overlong_filter": {},
+                "overlong_penalty": {"max_tokens": 4, "buffer_tokens": 2, "scale": 1},
+            }
+        },
+        "loss.overlong_penalty",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", STRICT_JSON)
+async def test_json_is_taken_literally(api: Api, case: str) -> None:
+    await api.create_policy()
+    changes, field = STRICT_JSON[case]
+    good = {
+        "seq": 1,
+        "batch": {"groups": [{"group_id": "g", "prompt": [1], "rollouts": [ROLLOUT]}]},
+        "loss": {"kind": "grpo"},
+        "optim": {"learning_rate": 1e-3},
+    }
+    await _refused(api, {**good, **changes}, field)
+
+
+ROLLOUT = {"response": [1, 2], "sampler_logprobs": [-1, -2.5], "reward": 1}
+STRICT_ROLLOUTS: dict[str, tuple[dict[str, Any], str]] = {
+    "true among tokens": ({"response": [1, True]}, "response[1]"),
+    "text among tokens": ({"response": ["1", 2]}, "response[0]"),
+    "a fraction among tokens": ({"response": [1, 2.5]}, "response"),
+    "a token over 32 bits": ({"response": [1, 2**40]}, "response"),
+    "a token over 64 bits": ({"response": [1, 2**70]}, "response"),
+    "null among log-probs": ({"sampler_logprobs": [-1, None]}, "sampler_logprobs[1]"),
+    "numbers in a mask": ({"loss_mask": [1, 0]}, "loss_mask[0]"),
+    "an unknown dtype": (
+        {"response": {"dtype": "int8", "shape": [2], "data": "AAA="}},
+        "response.dtype",
+    ),
+    "data that is no base64": (
+        {"response": {"dtype": "int32", "shape": [2], "data": "%%%"}},
+        "response.data",
+    ),
+    "a shape below zero": (
+        {"response": {"dtype": "int32", "shape": [-2], "data": ""}},
+        "response.shape[0]",
+    ),
+    "both response and segments": (
+        {"segments": [{"tokens": [1], "trained": True}]},
+        "segments",
+    ),
+    "both reward and advantages": ({"advantages": [1, 2]}, "advantages"),
+    "an infinite reward": ({"reward": float("inf")}, "reward"),
+    "truncated as text": ({"truncated": "yes"}, "truncated"),
+}
+
+
+@pytest.mark.parametrize("case", STRICT_ROLLOUTS)
+async def test_json_rollouts_are_taken_literally(api: Api, case: str) -> None:
+    await api.create_policy()
+    changes, field = STRICT_ROLLOUTS[case]
+    body = {
+        "seq": 1,
+        "batch": {
+            "groups": [
+                {"group_id": "g", "prompt": [1], "rollouts": [ROLLOUT, {**ROLLOUT, **changes}]}
+            ]
+        },
+        "loss": {"kind": "grpo"},
+        "optim": {"learning_rate": 1e-3},
+    }
+    await _refused(api, body, f"groups[0].rollouts[1].{field}")
+
+
+async def _refused(api: Api, body: dict[str, Any], field: str) -> None:
+    response = await api.http.client.post(
+        f"/v1/policies/{requests.POLICY}/update",
+        content=json.dumps(body),
+        headers={"Content-Type": "application/json"},
+    )
+    error = http_error(response)
+    assert (error.detail.code, response.status_code) == ("INVALID_ARGUMENT", 422)
+    assert error.detail.field == field, error.detail
+    assert api.engine.log == []
+
+
+async def test_unknown_enum_numbers_are_refused(api: Api) -> None:
+    """proto3 carries any number; JSON has no number to carry."""
+    await api.create_policy()
+    changes: list[tuple[Callable[[Update], object], str]] = [
+        (lambda request: setattr(request.loss, "kind", 99), "loss.kind"),
+        (lambda request: setattr(request.loss, "kind", 0), "loss.kind"),
+        (lambda request: setattr(request.loss, "token_weight", 7), "loss.token_weight"),
+        (lambda request: setattr(request.loss, "shared_tokens", -1), "loss.shared_tokens"),
+        (lambda request: setattr(request.optim, "divide_by", 42), "optim.divide_by"),
+        (
+            lambda request: setattr(
+                request.batch.groups[0].rollouts[1], "sampler_logprobs_kind", 3
+            ),
+            "groups[0].rollouts[1].sampler_logprobs_kind",
+        ),
+    ]
+    for change, field in changes:
+        with pytest.raises(WireError) as caught:
+            await api.grpc.call("Update", _with(change))
+        assert (caught.value.detail.code, caught.value.detail.field) == ("INVALID_ARGUMENT", field)
+    assert api.engine.log == []
+
+
+async def test_bad_parts_are_refused_when_they_come(api: Api, wire_name: str) -> None:
+    await api.create_policy()
+    good = service_pb2.UploadPartRequest(
+        policy_id=requests.POLICY, upload_id="u", part_index=0, groups=requests.groups(1)
+    )
+    for name, value, field in (
+        ("upload_id", "a.b", "upload_id"),
+        ("part_index", -1, "part_index"),
+        ("policy_id", "UPPER", "policy_id"),
+    ):
+        request = service_pb2.UploadPartRequest()
+        request.CopyFrom(good)
+        setattr(request, name, value)
+        with pytest.raises(WireError) as caught:
+            await api.wire(wire_name).call("UploadPart", request)
+        assert (caught.value.detail.code, caught.value.detail.field) == ("INVALID_ARGUMENT", field)
+    lying = service_pb2.UploadPartRequest()
+    lying.CopyFrom(good)
+    lying.groups[0].prompt.dtype = "float32"
+    with pytest.raises(WireError) as caught:
+        await api.wire(wire_name).call("UploadPart", lying)
+    assert caught.value.detail.field == "groups[0].prompt.dtype"
+    assert api.engine.uploads == {}
+
+
+async def test_batches_over_the_counts_are_refused(api: Api, wire_name: str) -> None:
+    await api.create_policy()
+    too_many = requests.update(batch=requests.groups(api.limits.max_groups + 1))
+    with pytest.raises(WireError) as caught:
+        await api.wire(wire_name).call("Update", too_many)
+    assert (caught.value.detail.code, caught.value.detail.field) == ("BODY_TOO_LARGE", "groups")
+    assert api.engine.log == []
+
+
+async def test_a_policy_that_is_not_ready_takes_no_batch(api: Api, wire_name: str) -> None:
+    await api.create_policy()
+    policy = api.engine.policies[requests.POLICY]
+    api.engine.policies[requests.POLICY] = replace(policy, state=PolicyState.CREATING, info=None)
+    with pytest.raises(WireError) as caught:
+        await api.wire(wire_name).call("Update", requests.update())
+    assert caught.value.detail.code == "POLICY_NOT_READY"
+    assert caught.value.detail.retryable
+
+
+async def test_fetch_bounds(api: Api) -> None:
+    await api.create_policy()
+    digest = api.engine.add_file(b"0123456789")
+    most = api.limits.max_fetch_bytes
+    for changes, field in (
+        ({"length": 0}, "length"),
+        ({"length": most + 1}, "length"),
+        ({"offset": -1}, "offset"),
+        ({"digest": "../../etc/passwd"}, "digest"),
+    ):
+        fields: dict[str, Any] = {"digest": digest, "offset": 0, "length": 4, **changes}
+        request = service_pb2.FetchWeightsRequest(policy_id=requests.POLICY, **fields)
+        with pytest.raises(WireError) as caught:
+            await api.grpc.call("FetchWeights", request)
+        assert (caught.value.detail.code, caught.value.detail.field) == ("INVALID_ARGUMENT", field)
+    beyond = service_pb2.FetchWeightsRequest(
+        policy_id=requests.POLICY, digest=digest, offset=10, length=1
+    )
+    with pytest.raises(WireError) as caught:
+        await api.grpc.call("FetchWeights", beyond)
+    assert caught.value.status == grpc.StatusCode.OUT_OF_RANGE
+
+
+async def test_an_unexpected_exception_says_nothing_of_itself(
+    api: Api, wire_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken() -> None:
+        raise ValueError("a secret")
+
+    monkeypatch.setattr(api.engine, "list_policies", broken)
+    with pytest.raises(WireError) as caught:
+        await api.wire(wire_name).call("ListPolicies", service_pb2.ListPoliciesRequest())
+    assert caught.value.detail.code == "INTERNAL"
+    assert caught.value.status in (500, grpc.StatusCode.INTERNAL)
+    assert "secret" not in caught.value.detail.message
+
+
+async def test_a_long_error_still_fits_the_trailer(
+    api: Api, wire_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC drops the call where metadata is over 8 KiB."""
+
+    async def verbose() -> None:
+        text = "\N{SNOWMAN}\ud800" * 10_000
+        details = {f"key-{index}": text for index in range(100)}
+        raise RatoonError(
+            ErrorCode.UNAVAILABLE, text, field=text, got=text, expected=text, details=details
+        )
+
+    monkeypatch.setattr(api.engine, "list_policies", verbose)
+    with pytest.raises(WireError) as caught:
+        await api.wire(wire_name).call("ListPolicies", service_pb2.ListPoliciesRequest())
+    assert caught.value.detail.code == "UNAVAILABLE"
+    assert caught.value.detail.message.startswith("\N{SNOWMAN}\\ud800")

@@ -1,0 +1,314 @@
+"""What HTTP alone has: ranges, events, framework errors, the OpenAPI document."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import re
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ratoon.api.http import ranges
+from ratoon.engine.types import OperationState, Progress
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon_proto.v1 import service_pb2
+from tests.api import requests
+from tests.api.conftest import Api
+from tests.api.wires import NOT_BUILT, OTHER_ROUTES, ROUTES, SERVICE, http_error
+
+FILE = bytes(range(256)) * 8
+ETAG = f'"{xxhash.xxh3_128_hexdigest(FILE)}"'
+URL = f"/v1/policies/{requests.POLICY}/weights/0/files/model.safetensors"
+
+
+async def _get(api: Api, url: str = URL, **headers: str) -> httpx.Response:
+    return await api.http.client.get(url, headers=headers)
+
+
+async def test_a_file_is_pulled_by_ranges(api: Api) -> None:
+    """Trap 16: an answer never holds more than max_fetch_bytes, however much was asked for.
+
+    Serve's response streams have no back-pressure: its proxy would hold what a stalled reader has
+    not read.
+    """
+    await api.create_policy()
+    pieces: list[bytes] = []
+    offset = 0
+    while offset < len(FILE):
+        response = await _get(api, Range=f"bytes={offset}-")
+        assert response.status_code == 206
+        stop = offset + len(response.content)
+        assert response.headers["content-range"] == f"bytes {offset}-{stop - 1}/{len(FILE)}"
+        assert response.headers["etag"] == ETAG
+        assert 0 < len(response.content) <= api.limits.max_fetch_bytes
+        pieces.append(response.content)
+        offset = stop
+    assert b"".join(pieces) == FILE
+    assert len(pieces) == len(FILE) / api.limits.max_fetch_bytes
+
+
+@pytest.mark.parametrize(
+    ("header", "start", "stop"),
+    [
+        ("bytes=0-0", 0, 1),
+        ("bytes=5-9", 5, 10),
+        ("bytes=2040-9999", 2040, 2048),
+        ("bytes=-3", 2045, 2048),
+    ],
+)
+async def test_a_range_is_answered_with_its_bytes(
+    api: Api, header: str, start: int, stop: int
+) -> None:
+    await api.create_policy()
+    response = await _get(api, Range=header)
+    assert response.status_code == 206
+    assert response.content == FILE[start:stop]
+    assert response.headers["content-range"] == f"bytes {start}-{stop - 1}/2048"
+
+
+@pytest.mark.parametrize("header", ["bytes=2048-", "bytes=9-3", "bytes=-0", f"bytes={10**19 - 1}-"])
+async def test_a_range_outside_the_file_is_416(api: Api, header: str) -> None:
+    await api.create_policy()
+    response = await _get(api, Range=header)
+    assert http_error(response).detail.code == "RANGE_NOT_SATISFIABLE"
+    assert response.status_code == 416
+    assert response.headers["content-range"] == "bytes */2048"
+
+
+async def test_a_whole_file_over_the_bound_is_refused_with_its_size(api: Api) -> None:
+    await api.create_policy()
+    response = await _get(api)
+    assert http_error(response).detail.code == "RANGE_NOT_SATISFIABLE"
+    assert response.headers["content-range"] == "bytes */2048"
+
+
+async def test_a_small_file_comes_whole(api: Api) -> None:
+    (api.weights / "config.json").write_bytes(b"{}")
+    await api.create_policy()
+    url = URL.replace("model.safetensors", "config.json")
+    response = await _get(api, url)
+    assert (response.status_code, response.content) == (200, b"{}")
+    assert response.headers["accept-ranges"] == "bytes"
+    several = await _get(api, url, Range="bytes=0-0,1-1")
+    assert (several.status_code, several.content) == (200, b"{}")
+
+
+async def test_what_the_caller_has_is_not_sent_again(api: Api) -> None:
+    await api.create_policy()
+    for header in (ETAG, f'"other", W/{ETAG}', "*"):
+        response = await _get(api, **{"If-None-Match": header})
+        assert (response.status_code, response.content) == (304, b"")
+        assert response.headers["etag"] == ETAG
+    other = await _get(api, **{"If-None-Match": '"other"', "Range": "bytes=0-1"})
+    assert other.status_code == 206
+
+
+async def test_if_range_of_another_version_is_no_range(api: Api) -> None:
+    (api.weights / "config.json").write_bytes(b"{}")
+    await api.create_policy()
+    url = URL.replace("model.safetensors", "config.json")
+    response = await _get(api, url, **{"If-Range": '"older"', "Range": "bytes=1-"})
+    assert (response.status_code, response.content) == (200, b"{}")
+
+
+async def test_a_file_that_is_gone_is_not_found(api: Api) -> None:
+    await api.create_policy()
+    for name in ("absent", "..%2f..%2fetc%2fpasswd"):
+        response = await _get(api, URL.replace("model.safetensors", name))
+        assert response.status_code in (404, 422)
+        assert http_error(response).detail.code in ("WEIGHTS_NOT_FOUND", "ROUTE_NOT_FOUND")
+
+
+@given(
+    size=st.integers(0, 50),
+    first=st.one_of(st.none(), st.integers(0, 60)),
+    last=st.one_of(st.none(), st.integers(0, 60)),
+    most=st.integers(1, 60),
+)
+def test_ranges_agree_with_slices(
+    size: int, first: int | None, last: int | None, most: int
+) -> None:
+    data = bytes(range(size))
+    header = f"bytes={'' if first is None else first}-{'' if last is None else last}"
+    if first is not None:
+        wanted = data[first:] if last is None else data[first : last + 1]
+    else:
+        wanted = data if last is None else data[max(size - last, 0) :]
+    try:
+        choice = ranges.choose(
+            range_header=header,
+            if_range=None,
+            if_none_match=None,
+            size_bytes=size,
+            digest="d",
+            max_bytes=most,
+        )
+    except RatoonError as error:
+        assert error.code is ErrorCode.RANGE_NOT_SATISFIABLE
+        assert not wanted or (first is last is None and size > most)
+        return
+    if isinstance(choice, ranges.Part):
+        assert data[choice.start : choice.stop] == wanted[:most] != b""
+    else:
+        assert choice == ranges.Whole()
+        assert wanted == data
+
+
+async def test_result_files_come_by_digest(api: Api) -> None:
+    await api.create_policy()
+    data = np.random.default_rng(1).bytes(1500)
+    digest = api.engine.add_file(data)
+    url = f"/v1/policies/{requests.POLICY}/files/{digest}"
+    first = await api.http.client.get(url, params={"offset": 0, "length": 1024})
+    rest = await api.http.client.get(url, params={"offset": 1024, "length": 1024})
+    assert first.content + rest.content == data
+    assert rest.headers["ratoon-chunk-digest"] == xxhash.xxh3_128_hexdigest(data[1024:])
+    too_long = await api.http.client.get(url, params={"offset": 0, "length": 1025})
+    assert http_error(too_long).detail.field == "length"
+
+
+async def _events(api: Api, operation_id: str) -> list[tuple[str, dict[str, Any]]]:
+    response = await api.http.client.get(f"/v1/operations/{operation_id}/events")
+    assert response.status_code == 200
+    assert response.headers["content-type"].startswith("text/event-stream")
+    found = re.findall(r"event: (\w+)\ndata: (.*)\n\n", response.text)
+    return [(name, json.loads(data)) for name, data in found]
+
+
+async def test_events_follow_an_operation_to_its_end(api: Api) -> None:
+    await api.create_policy()
+    api.engine.hold = True
+    operation = await api.grpc.call("Update", requests.update())
+    watching = asyncio.create_task(_events(api, operation.operation_id))
+    await asyncio.sleep(0.05)
+    running = api.engine.operations[operation.operation_id]
+    progress = Progress(micro_batches_done=1, micro_batches_planned=4, tokens_per_second=10.0)
+    await api.engine.set(replace(running, state=OperationState.RUNNING, progress=progress))
+    await asyncio.sleep(0.4)
+    await api.engine.release()
+    events = await asyncio.wait_for(watching, 10)
+    assert [name for name, _ in events] == ["operation"] * len(events)
+    assert [data["state"] for _, data in events] == ["queued", "running", "done"]
+    assert events[1][1]["progress"]["micro_batches_planned"] == 4
+    last = events[-1][1]
+    assert last["step"]["version"] == 1
+    # Not finite: JSON has no number for it.
+    assert last["step"]["report"]["ratio_max"] is None
+    assert last["error"] is None
+
+
+async def test_watching_nothing_is_an_ordinary_error(api: Api) -> None:
+    response = await api.http.client.get("/v1/operations/absent/events")
+    assert http_error(response).detail.code == "OPERATION_NOT_FOUND"
+    assert response.status_code == 404
+
+
+async def test_the_framework_answers_in_the_one_shape(api: Api) -> None:
+    client = api.http.client
+    policy_id = requests.POLICY
+    cases = [
+        (await client.get("/v1/nothing"), 404, "ROUTE_NOT_FOUND"),
+        (await client.get("/v1/policies/"), 404, "ROUTE_NOT_FOUND"),
+        (await client.patch("/v1/policies"), 405, "METHOD_NOT_ALLOWED"),
+        (await client.get("/v1/operations/a?wait_s=nan"), 422, "INVALID_ARGUMENT"),
+        (await client.get("/v1/operations/a?wait_s=-1"), 422, "INVALID_ARGUMENT"),
+        (await client.get(f"/v1/policies/{policy_id}/weights/x"), 422, "INVALID_ARGUMENT"),
+        (await client.get(f"/v1/policies/{policy_id}/weights/-1"), 422, "INVALID_ARGUMENT"),
+        (await client.post("/v1/policies", content="a=b"), 422, "INVALID_ARGUMENT"),
+        (await client.post("/v1/policies", json=[]), 422, "INVALID_ARGUMENT"),
+    ]
+    for response, status, code in cases:
+        assert (response.status_code, http_error(response).detail.code) == (status, code)
+
+
+async def test_an_engine_that_is_away_makes_the_server_unwell(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def away() -> None:
+        raise RatoonError(ErrorCode.UNAVAILABLE, "the engine does not answer")
+
+    monkeypatch.setattr(api.engine, "list_policies", away)
+    response = await api.http.client.get("/v1/health")
+    assert response.status_code == 503
+    assert response.headers["retry-after"] == "1"
+    assert "does not answer" in http_error(response).detail.message
+    health = await api.grpc.call("Health", service_pb2.HealthRequest())
+    assert health.status == "engine: the engine does not answer"
+
+
+async def test_metrics_are_the_engines(api: Api) -> None:
+    response = await api.http.client.get("/metrics")
+    assert response.content == await api.engine.metrics_text()
+    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+
+
+async def test_binary_json_arrays_are_base64(api: Api) -> None:
+    await api.create_policy()
+    tokens = np.array([4, 5], "<i4")
+    tensor = {"dtype": "int32", "shape": [2], "data": base64.b64encode(tokens.tobytes()).decode()}
+    body = {
+        "seq": 1.0,
+        "batch": {
+            "groups": [
+                {
+                    "group_id": "g",
+                    "prompt": [1],
+                    "rollouts": [{"response": tensor, "sampler_logprobs": [-1, -2], "reward": 1}],
+                }
+            ]
+        },
+        "loss": {"kind": "grpo"},
+        "optim": {"learning_rate": 1},
+    }
+    response = await api.http.client.post(f"/v1/policies/{requests.POLICY}/update", json=body)
+    assert response.status_code == 202
+    assert response.json()["seq"] == 1
+
+
+async def test_openapi_names_the_built_calls_and_no_others(api: Api) -> None:
+    document = (await api.http.client.get("/openapi.json")).json()
+    named = {
+        (method.upper(), path) for path, methods in document["paths"].items() for method in methods
+    }
+    mirrored = set(ROUTES.values()) | set(OTHER_ROUTES.values())
+    own = {
+        ("GET", "/v1/policies/{policy_id}/weights/latest"),
+        ("GET", "/v1/policies/{policy_id}/weights/{version}/files/{name}"),
+        ("GET", "/metrics"),
+    }
+    assert named == mirrored | own
+    assert {method.name for method in SERVICE.methods} == {*ROUTES, *OTHER_ROUTES, *NOT_BUILT}
+
+
+async def test_openapi_examples_are_accepted(api: Api) -> None:
+    """Every request body's example does what it shows."""
+    document = (await api.http.client.get("/openapi.json")).json()
+    schemas = document["components"]["schemas"]
+    (spec,) = schemas["CreatePolicyRequest"]["examples"]
+    created = await api.http.client.post("/v1/policies", json=spec)
+    assert created.status_code == 202
+    url = f"/v1/policies/{spec['spec']['policy_id']}"
+    bodies = {
+        "/update": "UpdateRequest",
+        "/forward": "ForwardRequest",
+        "/checkpoints": "SaveCheckpointRequest",
+        "/checkpoints/after-warmup/load": "LoadCheckpointRequest",
+        "/discard_gradients": "DiscardGradientsRequest",
+        "/optim_step": "OptimStepRequest",
+    }
+    for path, name in bodies.items():
+        (body,) = schemas[name]["examples"]
+        response = await api.http.client.post(f"{url}{path}", json=body)
+        assert response.status_code == 202, (name, response.text)
+    part = await api.http.client.put(
+        f"{url}/uploads/batch-17/parts/0", json=schemas["UploadPartRequest"]["examples"][0]
+    )
+    assert part.status_code == 200

@@ -1,0 +1,387 @@
+"""Both wires, good requests: the same calls, the same answers, the same digests."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ratoon.engine.types import (
+    ForwardCommand,
+    NoKey,
+    RequestKey,
+    SeqKey,
+    UpdateCommand,
+)
+from ratoon.rollout.serial import batch_from_bytes
+from ratoon_proto.codec import decode_tensor, encode_array
+from ratoon_proto.v1 import (
+    operation_pb2,
+    policy_pb2,
+    rollout_pb2,
+    service_pb2,
+    training_pb2,
+)
+from tests.api import requests
+from tests.api.conftest import Api
+from tests.api.wires import Wire, WireError
+
+
+async def test_create_policy_answers_the_spec_with_every_default(api: Api, wire_name: str) -> None:
+    wire = api.wire(wire_name)
+    request = service_pb2.CreatePolicyRequest(spec=requests.spec(seed=7))
+    operation = await wire.call("CreatePolicy", request)
+
+    assert operation.kind == operation_pb2.OPERATION_KIND_CREATE_POLICY
+    assert operation.state == operation_pb2.OPERATION_STATE_DONE
+    spec = operation.policy.spec
+    assert spec.preset == "tiny"
+    assert spec.WhichOneof("tuning") == "full"
+    assert (spec.optimizer.beta1, spec.optimizer.beta2) == (0.9, 0.95)
+    assert (spec.optimizer.eps, spec.optimizer.weight_decay) == (1e-8, 0.01)
+    assert spec.dtype == policy_pb2.MODEL_DTYPE_FLOAT32
+    assert spec.seed == 7
+    assert spec.sequencing == policy_pb2.SEQUENCING_CLIENT
+    assert spec.deterministic is True
+    assert spec.recovery == policy_pb2.RECOVERY_REPLAY
+    assert spec.on_changed_numerics == policy_pb2.ON_CHANGED_NUMERICS_STOP
+    assert spec.publish.kind == policy_pb2.PUBLISH_KIND_EVERY
+    assert (spec.keep_versions, spec.micro_batch_tokens) == (2, 4096)
+    assert spec.reference == policy_pb2.REFERENCE_POLICY_NONE
+    assert spec.parallel.num_workers == 1
+    policy = await wire.call("GetPolicy", service_pb2.GetPolicyRequest(policy_id=requests.POLICY))
+    assert policy == operation.policy
+    assert (policy.num_parameters, policy.vocab_size, policy.max_sequence_tokens) == (1000, 256, 64)
+    assert policy.created_at.ToNanoseconds() == 1_500_000_000
+    assert policy.published_version == 0
+    listed = await wire.call("ListPolicies", service_pb2.ListPoliciesRequest())
+    assert list(listed.policies) == [policy]
+
+
+async def test_create_policy_keeps_what_is_said(api: Api, wire_name: str) -> None:
+    spec = policy_pb2.PolicySpec(
+        policy_id="lora-1",
+        model_folder="real",
+        lora=policy_pb2.LoraTuning(rank=4, alpha=8.0, target_modules=["q_proj"]),
+        optimizer=policy_pb2.AdamWConfig(beta1=0.0, eps=1e-6),
+        dtype=policy_pb2.MODEL_DTYPE_BFLOAT16,
+        seed=2**64 - 1,
+        sequencing=policy_pb2.SEQUENCING_SERVER,
+        deterministic=False,
+        recovery=policy_pb2.RECOVERY_FAIL,
+        on_changed_numerics=policy_pb2.ON_CHANGED_NUMERICS_REBASE,
+        publish=policy_pb2.PublishConfig(kind=policy_pb2.PUBLISH_KIND_EVERY_N, every_n=3),
+        keep_versions=5,
+        micro_batch_tokens=77,
+        reference=policy_pb2.REFERENCE_POLICY_BASE,
+        parallel=policy_pb2.ParallelLayout(num_workers=1),
+        attention_backend="reference",
+    )
+    request = service_pb2.CreatePolicyRequest(spec=spec)
+    operation = await api.wire(wire_name).call("CreatePolicy", request)
+    expected = policy_pb2.PolicySpec()
+    expected.CopyFrom(spec)
+    expected.optimizer.beta2, expected.optimizer.weight_decay = 0.95, 0.01
+    assert operation.policy.spec == expected
+
+
+async def test_update_reaches_the_engine_complete(api: Api, wire_name: str) -> None:
+    await api.create_policy()
+    request = requests.update(seq=1)
+    request.loss.clip_high = 0.3
+    request.optim.max_grad_norm = 2.0
+    request.expected_version = 0
+    operation = await api.wire(wire_name).call("Update", request)
+
+    assert operation.seq == 1
+    assert operation.step.version == 1
+    report = operation.step.report
+    assert (report.loss, report.grad_norm, report.seconds.forward) == (0.5, 1.25, 0.2)
+    assert not report.HasField("kl")
+    assert list(report.warnings) == ["sampled with top_p"]
+    (submission,) = api.engine.log
+    assert submission.key == SeqKey(seq=1)
+    command = submission.command
+    assert isinstance(command, UpdateCommand)
+    assert (command.loss.kind, command.loss.clip_low, command.loss.clip_high) == ("grpo", None, 0.3)
+    assert (command.optim.learning_rate, command.optim.max_grad_norm) == (1e-3, 2.0)
+    assert command.optim.divide_by is None
+    assert command.expected_version == 0
+    batch = batch_from_bytes(submission.body)
+    assert batch.group_ids == ("group-0", "group-1")
+    assert batch.prompt_tokens.tolist() == [1, 2, 3, 1, 2, 3]
+    assert batch.response_tokens.tolist() == [4, 5, 6, 4, 6, 6]
+    assert batch.sampler_logprobs is not None
+    assert batch.sampler_logprobs.tolist() == [-0.5, -0.75, -0.5, -0.5, -0.75, -0.5]
+    assert batch.rewards is not None
+    assert batch.rewards.tolist() == [1.0, 0.0, 1.0, 0.0]
+    assert batch.policy_version.tolist() == [-1] * 4
+
+
+async def test_two_wires_and_an_upload_give_one_digest(api: Api) -> None:
+    """The same batch over gRPC, HTTP and in parts is one payload: a retry elsewhere is a retry."""
+    await api.create_policy()
+    all_groups = requests.groups(4)
+    first = await api.grpc.call("Update", requests.update(batch=all_groups))
+    again = await api.http.call("Update", requests.update(batch=all_groups))
+    for wire, upload_id in ((api.grpc, "by-grpc"), (api.http, "by-http")):
+        for index in range(2):
+            part = service_pb2.UploadPartRequest(
+                policy_id=requests.POLICY,
+                upload_id=upload_id,
+                part_index=index,
+                groups=all_groups[2 * index : 2 * index + 2],
+            )
+            answer = await wire.call("UploadPart", part)
+            assert answer.num_bytes > 0
+        request = requests.update()
+        request.upload.upload_id, request.upload.num_parts = upload_id, 2
+        uploaded = await wire.call("Update", request)
+        assert uploaded.operation_id == first.operation_id
+    assert again.operation_id == first.operation_id
+    assert len(api.engine.log) == 1
+
+
+async def test_json_lists_and_tensors_give_one_digest(api: Api) -> None:
+    """Python floats are doubles, log-probs are float32: both forms end in the same bytes."""
+    await api.create_policy()
+    logprobs = np.log(np.random.default_rng(0).uniform(0.01, 1, 7)).astype(np.float32)
+    response = [9, 8, 7, 6, 5, 4, 3]
+    message = requests.update(
+        batch=[
+            requests.group(
+                "g",
+                rollout_pb2.Rollout(
+                    response=requests.tokens(response),
+                    sampler_logprobs=encode_array(logprobs),
+                    loss_mask=encode_array(np.array([True] * 6 + [False])),
+                    reward=0.1,
+                ),
+            )
+        ]
+    )
+    first = await api.grpc.call("Update", message)
+    as_lists = {
+        "seq": 1,
+        "batch": {
+            "groups": [
+                {
+                    "group_id": "g",
+                    "prompt": [1, 2.0, 3],
+                    "rollouts": [
+                        {
+                            "response": response,
+                            "sampler_logprobs": [float(value) for value in logprobs],
+                            "loss_mask": [True] * 6 + [False],
+                            "reward": 0.1,
+                        }
+                    ],
+                }
+            ]
+        },
+        "loss": {"kind": "grpo"},
+        "optim": {"learning_rate": 1e-3},
+    }
+    answer = await api.http.client.post(f"/v1/policies/{requests.POLICY}/update", json=as_lists)
+    assert answer.status_code == 202
+    assert answer.json()["operation_id"] == first.operation_id
+    assert len(api.engine.log) == 1
+
+
+async def test_segments_train_what_they_say(api: Api, wire_name: str) -> None:
+    """Trap 5: context segments stay in the sequence and leave the loss."""
+    await api.create_policy()
+    segments = [
+        rollout_pb2.Segment(tokens=requests.tokens([10, 11]), trained=True),
+        rollout_pb2.Segment(tokens=requests.tokens([12]), trained=False),
+        rollout_pb2.Segment(tokens=requests.tokens([13]), trained=True),
+    ]
+    rollout = rollout_pb2.Rollout(
+        segments=rollout_pb2.SegmentList(segments=segments),
+        sampler_logprobs=requests.floats([-1.0, -2.0, -3.0, -4.0]),
+        advantages=requests.floats([1.0, 2.0, 0.0, 3.0]),
+        temperature=0.5,
+        sampler_logprobs_kind=rollout_pb2.SAMPLER_LOGPROBS_KIND_PROCESSED,
+        top_p=0.9,
+        top_k=40,
+        policy_version=3,
+        truncated=True,
+    )
+    request = requests.update(batch=[requests.group("g", rollout)])
+    await api.wire(wire_name).call("Update", request)
+    batch = batch_from_bytes(api.engine.log[0].body)
+    assert batch.response_tokens.tolist() == [10, 11, 12, 13]
+    assert batch.loss_mask.tolist() == [True, True, False, True]
+    assert batch.advantages is not None
+    assert batch.advantages.tolist() == [1.0, 2.0, 0.0, 3.0]
+    assert batch.rewards is None
+    assert (batch.temperature[0], batch.top_p[0]) == (0.5, np.float32(0.9))
+    assert (batch.top_k[0], batch.policy_version[0], batch.truncated[0]) == (40, 3, True)
+
+
+async def test_server_sequencing_takes_request_ids(api: Api, wire_name: str) -> None:
+    await api.create_policy(sequencing=policy_pb2.SEQUENCING_SERVER)
+    request = requests.update()
+    request.key.request_id = "producer-a:17"
+    operation = await api.wire(wire_name).call("Update", request)
+    assert (operation.seq, operation.request_id) == (1, "producer-a:17")
+    assert api.engine.log[0].key == RequestKey(request_id="producer-a:17")
+
+
+async def test_small_forward_output_comes_inline(api: Api, wire_name: str) -> None:
+    await api.create_policy()
+    output = training_pb2.ForwardOutput(
+        logprobs=requests.floats([-1.0, -2.0]), offsets=encode_array(np.array([0, 2]))
+    )
+    api.engine.forward_output = output.SerializeToString()
+    request = service_pb2.ForwardRequest(
+        policy_id=requests.POLICY,
+        batch=rollout_pb2.RolloutBatch(groups=requests.groups(1)),
+        with_entropy=True,
+    )
+    operation = await api.wire(wire_name).call("Forward", request)
+    assert operation.seq == 0
+    logprobs = decode_tensor(operation.forward.inline.logprobs, max_bytes=64)
+    assert logprobs.tolist() == [-1.0, -2.0]
+    (submission,) = api.engine.log
+    assert submission.key == NoKey()
+    assert isinstance(submission.command, ForwardCommand)
+    assert submission.command.with_entropy
+
+
+async def test_large_forward_output_is_a_file(api: Api, wire_name: str) -> None:
+    await api.create_policy()
+    size = api.limits.max_fetch_bytes
+    output = training_pb2.ForwardOutput(logprobs=requests.floats([-1.0] * size))
+    api.engine.forward_output = output.SerializeToString()
+    request = service_pb2.ForwardRequest(
+        policy_id=requests.POLICY, batch=rollout_pb2.RolloutBatch(groups=requests.groups(1))
+    )
+    operation = await api.wire(wire_name).call("Forward", request)
+    file = operation.forward.file
+    assert file.size_bytes == len(api.engine.forward_output)
+    pieces: list[bytes] = []
+    for offset in range(0, file.size_bytes, size):
+        fetch = service_pb2.FetchWeightsRequest(
+            policy_id=requests.POLICY, digest=file.digest, offset=offset, length=size
+        )
+        pieces.append((await api.grpc.call("FetchWeights", fetch)).data)
+    assert b"".join(pieces) == api.engine.forward_output
+
+
+async def test_the_window_in_parts_and_checkpoints(api: Api, wire_name: str) -> None:
+    await api.create_policy()
+    wire = api.wire(wire_name)
+    update = requests.update()
+
+    def key(seq: int) -> service_pb2.OperationKey:
+        return service_pb2.OperationKey(seq=seq)
+
+    policy_id = requests.POLICY
+    step = service_pb2.OptimStepRequest(
+        policy_id=policy_id, key=key(2), optim=update.optim, include_seqs=[1]
+    )
+    calls = [
+        (
+            "ForwardBackward",
+            service_pb2.ForwardBackwardRequest(
+                policy_id=policy_id, key=key(1), batch=update.batch, loss=update.loss
+            ),
+        ),
+        ("OptimStep", step),
+        (
+            "DiscardGradients",
+            service_pb2.DiscardGradientsRequest(policy_id=policy_id, key=key(3)),
+        ),
+        (
+            "SaveCheckpoint",
+            service_pb2.SaveCheckpointRequest(policy_id=policy_id, key=key(4), checkpoint_id="a.b"),
+        ),
+        (
+            "LoadCheckpoint",
+            service_pb2.LoadCheckpointRequest(policy_id=policy_id, key=key(5), checkpoint_id="a.b"),
+        ),
+    ]
+    kinds = [(await wire.call(rpc, request)).kind for rpc, request in calls]
+    assert kinds == [
+        operation_pb2.OPERATION_KIND_FORWARD_BACKWARD,
+        operation_pb2.OPERATION_KIND_OPTIM_STEP,
+        operation_pb2.OPERATION_KIND_DISCARD_GRADIENTS,
+        operation_pb2.OPERATION_KIND_SAVE_CHECKPOINT,
+        operation_pb2.OPERATION_KIND_LOAD_CHECKPOINT,
+    ]
+    assert [type(s.command).__name__ for s in api.engine.log] == [
+        "ForwardBackwardCommand",
+        "OptimStepCommand",
+        "DiscardGradientsCommand",
+        "SaveCheckpointCommand",
+        "LoadCheckpointCommand",
+    ]
+    listed = await wire.call(
+        "ListCheckpoints", service_pb2.ListCheckpointsRequest(policy_id=policy_id)
+    )
+    (checkpoint,) = listed.checkpoints
+    assert (checkpoint.checkpoint_id, checkpoint.seq, checkpoint.replay_from_seq) == ("a.b", 4, 5)
+
+
+async def test_long_poll_ends_with_the_operation(api: Api, wire_name: str) -> None:
+    await api.create_policy()
+    api.engine.hold = True
+    wire = api.wire(wire_name)
+    operation = await wire.call("Update", requests.update())
+    assert operation.state == operation_pb2.OPERATION_STATE_QUEUED
+    get = service_pb2.GetOperationRequest(operation_id=operation.operation_id, wait_s=0.05)
+    assert (await wire.call("GetOperation", get)).state == operation_pb2.OPERATION_STATE_QUEUED
+    await api.engine.release()
+    done = await wire.call("GetOperation", get)
+    assert done.state == operation_pb2.OPERATION_STATE_DONE
+
+
+async def test_long_poll_is_bounded_by_the_server(api: Api, wire_name: str) -> None:
+    await api.create_policy()
+    api.engine.hold = True
+    operation = await api.wire(wire_name).call("Update", requests.update())
+    get = service_pb2.GetOperationRequest(operation_id=operation.operation_id, wait_s=1e9)
+    answer = await api.wire(wire_name).call("GetOperation", get)
+    assert answer.state == operation_pb2.OPERATION_STATE_QUEUED
+
+
+async def test_cancel_ends_a_queued_operation(api: Api, wire_name: str) -> None:
+    await api.create_policy()
+    api.engine.hold = True
+    wire = api.wire(wire_name)
+    operation = await wire.call("Update", requests.update())
+    request = service_pb2.CancelOperationRequest(operation_id=operation.operation_id)
+    cancelled = await wire.call("CancelOperation", request)
+    assert cancelled.state == operation_pb2.OPERATION_STATE_CANCELLED
+
+
+async def test_failed_operation_carries_its_error(api: Api, wire_name: str) -> None:
+    """The error of an operation is part of it, not of the call that reads it."""
+    await api.create_policy()
+    wire: Wire = api.wire(wire_name)
+    await wire.call("Update", requests.update())
+    gap = await wire.call("Update", requests.update(seq=3))
+    assert gap.blocked_by_seq == 2
+    get = service_pb2.GetOperationRequest(operation_id=gap.operation_id, wait_s=1.0)
+    with pytest.raises(WireError) as caught:
+        await wire.call("GetOperation", get)
+    assert caught.value.detail.code == "SEQ_GAP"
+    assert caught.value.detail.retryable
+    assert caught.value.detail.details["missing_seq"] == "2"
+    filled = await wire.call("Update", requests.update(seq=2))
+    assert filled.step.version == 2
+    done = await wire.call("GetOperation", get)
+    assert done.step.version == 3
+
+
+async def test_info_and_health(api: Api, wire_name: str) -> None:
+    wire = api.wire(wire_name)
+    info = await wire.call("GetServerInfo", service_pb2.GetServerInfoRequest())
+    assert (info.api_version, info.device, list(info.presets)) == ("v1", "cpu", ["tiny", "small"])
+    assert [(backend.name, backend.available) for backend in info.backends] == [
+        ("reference", True),
+        ("hopper", False),
+    ]
+    assert info.limits.max_body_bytes == api.limits.max_body_bytes
+    assert info.library_versions["torch"].startswith("2.")
+    assert (await wire.call("Health", service_pb2.HealthRequest())).status == "ok"
