@@ -1,0 +1,68 @@
+"""Lists and arrays of callers to the dtypes of the wire.
+
+Enters anything numpy reads, leaves int32, float32 or bool arrays of one dimension. Invariant: no
+value is changed but by rounding to float32; what does not fit is refused with the field's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ratoon_client.errors import InvalidArgumentError
+
+TokenArray = NDArray[np.int32]
+ValueArray = NDArray[np.float32]
+FlagArray = NDArray[np.bool_]
+
+IntsLike = Sequence[int] | NDArray[np.integer[Any]]
+FloatsLike = Sequence[float] | NDArray[np.floating[Any]]
+FlagsLike = Sequence[bool] | Sequence[int] | NDArray[np.bool_] | NDArray[np.integer[Any]]
+
+_INT32 = np.iinfo(np.int32)
+
+
+def token_array(field: str, tokens: IntsLike) -> TokenArray:
+    """int32 [length]. Raises InvalidArgumentError for other than integers of 32 bits."""
+    array = _vector(field, tokens)
+    if array.dtype.kind not in "iu":
+        raise InvalidArgumentError(field, f"dtype {array.dtype}", "integer token ids")
+    if len(array) and (array.min() < _INT32.min or array.max() > _INT32.max):
+        bad = int(np.argmax((array < _INT32.min) | (array > _INT32.max)))
+        raise InvalidArgumentError(f"{field}[{bad}]", array[bad], "an integer of 32 bits")
+    return array.astype(np.int32)
+
+
+def value_array(field: str, values: FloatsLike) -> ValueArray:
+    """float32 [length]; values that are not finite pass, the service names them."""
+    array = _vector(field, values)
+    if array.dtype.kind not in "fiu":
+        raise InvalidArgumentError(field, f"dtype {array.dtype}", "numbers")
+    return array.astype(np.float32)
+
+
+def flag_array(field: str, flags: FlagsLike) -> FlagArray:
+    """bool [length], from booleans or from the integers 0 and 1."""
+    array = _vector(field, flags)
+    if array.dtype.kind in "iu" and not ((array == 0) | (array == 1)).all():
+        bad = int(np.argmax((array != 0) & (array != 1)))
+        raise InvalidArgumentError(f"{field}[{bad}]", array[bad], "true, false, 0 or 1")
+    if array.dtype.kind not in "biu":
+        raise InvalidArgumentError(field, f"dtype {array.dtype}", "booleans")
+    return array.astype(np.bool_)
+
+
+def _vector(field: str, values: object) -> NDArray[Any]:
+    try:
+        array = np.asarray(values)
+    except (ValueError, OverflowError) as err:
+        raise InvalidArgumentError(field, type(values).__name__, "a list of numbers") from err
+    if array.ndim != 1:
+        raise InvalidArgumentError(field, f"{array.ndim} dimensions", "one dimension")
+    # An empty list has numpy's default dtype, float64.
+    return (
+        array if len(array) or array.dtype.kind in "biu" else array.astype(np.bool_).view(np.int8)
+    )

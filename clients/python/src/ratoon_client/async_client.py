@@ -1,0 +1,309 @@
+"""The client of one service, for asyncio.
+
+Enters typed values, leaves typed values and handles. Invariant: one method a call of
+`ratoon.v1.PolicyService`; a method that returns a handle has been durably accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self, Unpack
+
+from ratoon_client import calls
+from ratoon_client.caller import Caller
+from ratoon_client.config import ClientConfig
+from ratoon_client.errors import RatoonApiError
+from ratoon_client.loss import Loss, Optim
+from ratoon_client.operation import AsyncOperationHandle
+from ratoon_client.policy_options import PolicyOptions
+from ratoon_client.results import (
+    Checkpoint,
+    ForwardResult,
+    Health,
+    Operation,
+    OperationResult,
+    Policy,
+    ServerInfo,
+    StepResult,
+    WeightManifest,
+)
+from ratoon_client.rollouts import Group
+from ratoon_client.session import AsyncPolicySession
+from ratoon_client.transport.target import check_target, open_transport
+from ratoon_client.weights.fetch import fetch_chunk
+from ratoon_client.weights.pull import KEEP_VERSIONS, PulledWeights, pull_weights
+from ratoon_client.wire import rpcs
+from ratoon_client.wire.decode import decode
+from ratoon_client.wire.encode import group_messages, policy_spec_message
+from ratoon_proto.v1 import service_pb2
+
+
+class AsyncRatoonClient:
+    """Use it on one event loop, and as a context manager or with `close`.
+
+    `target` is `grpc://host:port` (or just `host:port`), `http://host:port` or `https://...`.
+    `timeout_s` bounds a call with its retries, `attempt_timeout_s` each try. Calls raise
+    RatoonApiError for what the service refuses, TransportError where it does not answer.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        timeout_s: float | None = None,
+        attempt_timeout_s: float | None = None,
+        config: ClientConfig | None = None,
+    ) -> None:
+        check_target(target)
+        self._target = target
+        config = config or ClientConfig()
+        self._config = replace(
+            config,
+            timeout_s=config.timeout_s if timeout_s is None else timeout_s,
+            attempt_timeout_s=(
+                config.attempt_timeout_s if attempt_timeout_s is None else attempt_timeout_s
+            ),
+        )
+        self._opened: Caller | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Drop the connection; operations on the service go on."""
+        if self._opened is not None:
+            await self._opened.transport.close()
+            self._opened = None
+
+    @property
+    def _caller(self) -> Caller:
+        """Opened on first use, for a connection belongs to the running event loop."""
+        if self._opened is None:
+            self._opened = Caller(open_transport(self._target, self._config), self._config)
+        return self._opened
+
+    async def create_policy(
+        self, policy_id: str, **options: Unpack[PolicyOptions]
+    ) -> AsyncOperationHandle[Policy]:
+        """Build a policy. The same options again are the same operation, others POLICY_EXISTS."""
+        spec = policy_spec_message(policy_id, options)
+        request = service_pb2.CreatePolicyRequest(spec=spec)
+        return AsyncOperationHandle(
+            self._caller, await self._caller.call(rpcs.CREATE_POLICY, request)
+        )
+
+    async def delete_policy(self, policy_id: str) -> AsyncOperationHandle[None]:
+        """Never retried: a second one could meet a policy of that id made in between."""
+        request = service_pb2.DeletePolicyRequest(policy_id=policy_id)
+        return AsyncOperationHandle(
+            self._caller, await self._caller.call(rpcs.DELETE_POLICY, request)
+        )
+
+    async def get_policy(self, policy_id: str) -> Policy:
+        request = service_pb2.GetPolicyRequest(policy_id=policy_id)
+        return decode(await self._caller.call(rpcs.GET_POLICY, request), Policy)
+
+    async def list_policies(self) -> list[Policy]:
+        answer = await self._caller.call(rpcs.LIST_POLICIES, service_pb2.ListPoliciesRequest())
+        return [decode(policy, Policy) for policy in answer.policies]
+
+    def policy(self, policy_id: str) -> AsyncPolicySession:
+        """Sequenced calls with their keys made for you. Nothing is sent yet."""
+        return AsyncPolicySession(self._caller, policy_id)
+
+    async def update(
+        self,
+        policy_id: str,
+        groups: Sequence[Group],
+        *,
+        loss: Loss,
+        optim: Optim,
+        expected_version: int | None = None,
+        seq: int | None = None,
+        request_id: str | None = None,
+    ) -> AsyncOperationHandle[StepResult]:
+        """Forward and backward over all groups, then one optimizer step."""
+        key = calls.operation_key(seq, request_id)
+        call = await calls.update(
+            self._caller,
+            policy_id,
+            groups,
+            loss=loss,
+            optim=optim,
+            expected_version=expected_version,
+        )
+        return await call.send(self._caller, key)
+
+    async def forward_backward(
+        self,
+        policy_id: str,
+        groups: Sequence[Group],
+        *,
+        loss: Loss,
+        expected_version: int | None = None,
+        seq: int | None = None,
+        request_id: str | None = None,
+    ) -> AsyncOperationHandle[StepResult]:
+        """Add the gradients of a batch to the window."""
+        key = calls.operation_key(seq, request_id)
+        call = await calls.forward_backward(
+            self._caller, policy_id, groups, loss=loss, expected_version=expected_version
+        )
+        return await call.send(self._caller, key)
+
+    async def optim_step(
+        self,
+        policy_id: str,
+        *,
+        optim: Optim,
+        include_seqs: Sequence[int] = (),
+        expected_version: int | None = None,
+        seq: int | None = None,
+        request_id: str | None = None,
+    ) -> AsyncOperationHandle[StepResult]:
+        """Divide, clip and apply the window's gradients."""
+        call = calls.optim_step(
+            policy_id, optim=optim, expected_version=expected_version, include_seqs=include_seqs
+        )
+        return await call.send(self._caller, calls.operation_key(seq, request_id))
+
+    async def discard_gradients(
+        self, policy_id: str, *, seq: int | None = None, request_id: str | None = None
+    ) -> AsyncOperationHandle[None]:
+        """End the window without a step."""
+        call = calls.discard_gradients(policy_id)
+        return await call.send(self._caller, calls.operation_key(seq, request_id))
+
+    async def forward(
+        self,
+        policy_id: str,
+        groups: Sequence[Group],
+        *,
+        with_entropy: bool = False,
+        use_reference: bool = False,
+        expected_version: int | None = None,
+        seq: int | None = None,
+        request_id: str | None = None,
+    ) -> AsyncOperationHandle[ForwardResult]:
+        """Log-probs, and entropy; without a key it reads the newest version."""
+        key = calls.operation_key(seq, request_id)
+        call = await calls.forward(
+            self._caller,
+            policy_id,
+            groups,
+            with_entropy=with_entropy,
+            use_reference=use_reference,
+            expected_version=expected_version,
+        )
+        return await call.send(self._caller, key)
+
+    async def upload_part(
+        self, policy_id: str, upload_id: str, part_index: int, groups: Sequence[Group]
+    ) -> int:
+        """One part of a batch; gives its serialized bytes. Large calls do this by themselves."""
+        request = service_pb2.UploadPartRequest(
+            policy_id=policy_id,
+            upload_id=upload_id,
+            part_index=part_index,
+            groups=group_messages(groups),
+        )
+        return (await self._caller.call(rpcs.UPLOAD_PART, request)).num_bytes
+
+    async def operation(self, operation_id: str) -> AsyncOperationHandle[OperationResult]:
+        """The handle of an operation that somebody else started."""
+        request = service_pb2.GetOperationRequest(operation_id=operation_id)
+        return AsyncOperationHandle(
+            self._caller, await self._caller.call(rpcs.GET_OPERATION, request)
+        )
+
+    async def get_operation(self, operation_id: str, *, wait_s: float = 0.0) -> Operation:
+        """The operation once it has ended, or as it stands after `wait_s` seconds."""
+        request = service_pb2.GetOperationRequest(operation_id=operation_id, wait_s=wait_s)
+        message = await self._caller.call(
+            rpcs.GET_OPERATION,
+            request,
+            timeout_s=wait_s + self._config.timeout_s,
+            attempt_timeout_s=wait_s + self._config.attempt_timeout_s,
+        )
+        return decode(message, Operation)
+
+    async def cancel_operation(self, operation_id: str) -> Operation:
+        """Stop it before its optimizer step; one that has ended stays as it is."""
+        request = service_pb2.CancelOperationRequest(operation_id=operation_id)
+        return decode(await self._caller.call(rpcs.CANCEL_OPERATION, request), Operation)
+
+    async def save_checkpoint(
+        self,
+        policy_id: str,
+        checkpoint_id: str = "",
+        *,
+        seq: int | None = None,
+        request_id: str | None = None,
+    ) -> AsyncOperationHandle[Checkpoint]:
+        """Without an id the service names it from seq and version."""
+        call = calls.save_checkpoint(policy_id, checkpoint_id)
+        return await call.send(self._caller, calls.operation_key(seq, request_id))
+
+    async def load_checkpoint(
+        self,
+        policy_id: str,
+        checkpoint_id: str,
+        *,
+        seq: int | None = None,
+        request_id: str | None = None,
+    ) -> AsyncOperationHandle[Checkpoint]:
+        call = calls.load_checkpoint(policy_id, checkpoint_id)
+        return await call.send(self._caller, calls.operation_key(seq, request_id))
+
+    async def list_checkpoints(self, policy_id: str) -> list[Checkpoint]:
+        request = service_pb2.ListCheckpointsRequest(policy_id=policy_id)
+        answer = await self._caller.call(rpcs.LIST_CHECKPOINTS, request)
+        return [decode(checkpoint, Checkpoint) for checkpoint in answer.checkpoints]
+
+    async def weight_manifest(self, policy_id: str, version: int | None = None) -> WeightManifest:
+        """The files of a version; None is the newest published."""
+        request = service_pb2.GetWeightManifestRequest(policy_id=policy_id, version=version)
+        return decode(await self._caller.call(rpcs.GET_WEIGHT_MANIFEST, request), WeightManifest)
+
+    async def fetch_weights(
+        self, policy_id: str, digest: str, *, offset: int, length: int
+    ) -> bytes:
+        """One chunk of a file of a manifest, or of a result file, verified."""
+        return await fetch_chunk(self._caller, policy_id, digest, offset=offset, length=length)
+
+    async def pull_weights(
+        self,
+        policy_id: str,
+        folder: Path | str,
+        version: int | None = None,
+        *,
+        keep: int | None = KEEP_VERSIONS,
+    ) -> PulledWeights:
+        """Bring `folder`/version-N up to date; see `weights.pull.pull_weights`."""
+        return await pull_weights(self._caller, policy_id, Path(folder), version=version, keep=keep)
+
+    async def server_info(self) -> ServerInfo:
+        request = service_pb2.GetServerInfoRequest()
+        return decode(await self._caller.call(rpcs.GET_SERVER_INFO, request), ServerInfo)
+
+    async def health(self) -> Health:
+        """How the service is now; asked once. Raises TransportError where it does not answer."""
+        try:
+            message = await self._caller.call(rpcs.HEALTH, service_pb2.HealthRequest())
+        except RatoonApiError as error:
+            # HTTP says with its status what gRPC says with the message.
+            if error.code != "UNAVAILABLE":
+                raise
+            return Health(status=error.message)
+        return decode(message, Health)

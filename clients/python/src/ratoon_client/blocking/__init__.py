@@ -1,0 +1,1 @@
+"""The synchronous client: the asynchronous one, run on a thread of its own."""

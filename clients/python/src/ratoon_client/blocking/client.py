@@ -1,0 +1,261 @@
+"""The synchronous client, for any number of threads.
+
+Invariant: each method is the asynchronous one, waited for; `AsyncRatoonClient` documents them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack
+
+from ratoon_client.async_client import AsyncRatoonClient
+from ratoon_client.blocking.loop import LoopThread
+from ratoon_client.blocking.operation import OperationHandle
+from ratoon_client.blocking.session import PolicySession
+from ratoon_client.config import ClientConfig
+from ratoon_client.loss import Loss, Optim
+from ratoon_client.operation import AsyncOperationHandle
+from ratoon_client.policy_options import PolicyOptions
+from ratoon_client.results import (
+    Checkpoint,
+    ForwardResult,
+    Health,
+    Operation,
+    OperationResult,
+    Policy,
+    ServerInfo,
+    StepResult,
+    WeightManifest,
+)
+from ratoon_client.rollouts import Group
+from ratoon_client.session import AsyncPolicySession
+from ratoon_client.weights.pull import KEEP_VERSIONS, PulledWeights
+
+ResultT = TypeVar("ResultT")
+
+
+class RatoonClient:
+    """A client of one service; use it as a context manager or with `close`.
+
+    `target` is `grpc://host:port` (or just `host:port`), `http://host:port` or `https://...`.
+    `timeout_s` bounds a call with its retries, `attempt_timeout_s` each try. Calls raise
+    RatoonApiError for what the service refuses, TransportError where it does not answer.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        timeout_s: float | None = None,
+        attempt_timeout_s: float | None = None,
+        config: ClientConfig | None = None,
+    ) -> None:
+        self._client = AsyncRatoonClient(
+            target, timeout_s=timeout_s, attempt_timeout_s=attempt_timeout_s, config=config
+        )
+        self._loop = LoopThread()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Drop the connection; operations on the service go on. A second call does nothing."""
+        if not self._loop.is_stopped:
+            self._loop.run(self._client.close())
+            self._loop.stop()
+
+    def create_policy(
+        self, policy_id: str, **options: Unpack[PolicyOptions]
+    ) -> OperationHandle[Policy]:
+        return self._handle(self._client.create_policy(policy_id, **options))
+
+    def delete_policy(self, policy_id: str) -> OperationHandle[None]:
+        return self._handle(self._client.delete_policy(policy_id))
+
+    def get_policy(self, policy_id: str) -> Policy:
+        return self._loop.run(self._client.get_policy(policy_id))
+
+    def list_policies(self) -> list[Policy]:
+        return self._loop.run(self._client.list_policies())
+
+    def policy(self, policy_id: str) -> PolicySession:
+        return PolicySession(self._loop, self._loop.run(self._session(policy_id)))
+
+    def update(
+        self,
+        policy_id: str,
+        groups: Sequence[Group],
+        *,
+        loss: Loss,
+        optim: Optim,
+        expected_version: int | None = None,
+        seq: int | None = None,
+        request_id: str | None = None,
+    ) -> OperationHandle[StepResult]:
+        return self._handle(
+            self._client.update(
+                policy_id,
+                groups,
+                loss=loss,
+                optim=optim,
+                expected_version=expected_version,
+                seq=seq,
+                request_id=request_id,
+            )
+        )
+
+    def forward_backward(
+        self,
+        policy_id: str,
+        groups: Sequence[Group],
+        *,
+        loss: Loss,
+        expected_version: int | None = None,
+        seq: int | None = None,
+        request_id: str | None = None,
+    ) -> OperationHandle[StepResult]:
+        return self._handle(
+            self._client.forward_backward(
+                policy_id,
+                groups,
+                loss=loss,
+                expected_version=expected_version,
+                seq=seq,
+                request_id=request_id,
+            )
+        )
+
+    def optim_step(
+        self,
+        policy_id: str,
+        *,
+        optim: Optim,
+        include_seqs: Sequence[int] = (),
+        expected_version: int | None = None,
+        seq: int | None = None,
+        request_id: str | None = None,
+    ) -> OperationHandle[StepResult]:
+        return self._handle(
+            self._client.optim_step(
+                policy_id,
+                optim=optim,
+                include_seqs=include_seqs,
+                expected_version=expected_version,
+                seq=seq,
+                request_id=request_id,
+            )
+        )
+
+    def discard_gradients(
+        self, policy_id: str, *, seq: int | None = None, request_id: str | None = None
+    ) -> OperationHandle[None]:
+        return self._handle(
+            self._client.discard_gradients(policy_id, seq=seq, request_id=request_id)
+        )
+
+    def forward(
+        self,
+        policy_id: str,
+        groups: Sequence[Group],
+        *,
+        with_entropy: bool = False,
+        use_reference: bool = False,
+        expected_version: int | None = None,
+        seq: int | None = None,
+        request_id: str | None = None,
+    ) -> OperationHandle[ForwardResult]:
+        return self._handle(
+            self._client.forward(
+                policy_id,
+                groups,
+                with_entropy=with_entropy,
+                use_reference=use_reference,
+                expected_version=expected_version,
+                seq=seq,
+                request_id=request_id,
+            )
+        )
+
+    def upload_part(
+        self, policy_id: str, upload_id: str, part_index: int, groups: Sequence[Group]
+    ) -> int:
+        return self._loop.run(self._client.upload_part(policy_id, upload_id, part_index, groups))
+
+    def operation(self, operation_id: str) -> OperationHandle[OperationResult]:
+        return self._handle(self._client.operation(operation_id))
+
+    def get_operation(self, operation_id: str, *, wait_s: float = 0.0) -> Operation:
+        return self._loop.run(self._client.get_operation(operation_id, wait_s=wait_s))
+
+    def cancel_operation(self, operation_id: str) -> Operation:
+        return self._loop.run(self._client.cancel_operation(operation_id))
+
+    def save_checkpoint(
+        self,
+        policy_id: str,
+        checkpoint_id: str = "",
+        *,
+        seq: int | None = None,
+        request_id: str | None = None,
+    ) -> OperationHandle[Checkpoint]:
+        return self._handle(
+            self._client.save_checkpoint(policy_id, checkpoint_id, seq=seq, request_id=request_id)
+        )
+
+    def load_checkpoint(
+        self,
+        policy_id: str,
+        checkpoint_id: str,
+        *,
+        seq: int | None = None,
+        request_id: str | None = None,
+    ) -> OperationHandle[Checkpoint]:
+        return self._handle(
+            self._client.load_checkpoint(policy_id, checkpoint_id, seq=seq, request_id=request_id)
+        )
+
+    def list_checkpoints(self, policy_id: str) -> list[Checkpoint]:
+        return self._loop.run(self._client.list_checkpoints(policy_id))
+
+    def weight_manifest(self, policy_id: str, version: int | None = None) -> WeightManifest:
+        return self._loop.run(self._client.weight_manifest(policy_id, version))
+
+    def fetch_weights(self, policy_id: str, digest: str, *, offset: int, length: int) -> bytes:
+        return self._loop.run(
+            self._client.fetch_weights(policy_id, digest, offset=offset, length=length)
+        )
+
+    def pull_weights(
+        self,
+        policy_id: str,
+        folder: Path | str,
+        version: int | None = None,
+        *,
+        keep: int | None = KEEP_VERSIONS,
+    ) -> PulledWeights:
+        return self._loop.run(self._client.pull_weights(policy_id, folder, version, keep=keep))
+
+    def server_info(self) -> ServerInfo:
+        return self._loop.run(self._client.server_info())
+
+    def health(self) -> Health:
+        return self._loop.run(self._client.health())
+
+    async def _session(self, policy_id: str) -> AsyncPolicySession:
+        """On the loop, to which the connection belongs."""
+        return self._client.policy(policy_id)
+
+    def _handle(
+        self, call: Coroutine[Any, Any, AsyncOperationHandle[ResultT]]
+    ) -> OperationHandle[ResultT]:
+        return OperationHandle(self._loop, self._loop.run(call))

@@ -1,0 +1,36 @@
+"""What a client can be told, and the one environment variable it reads.
+
+Enters from the caller, leaves as a frozen value. Invariant: nothing else of the client reads the
+environment.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+MIB = 2**20
+URL_VARIABLE = "RATOON_URL"
+DEFAULT_URL = "grpc://127.0.0.1:8443"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientConfig:
+    """Times in seconds, sizes in bytes.
+
+    `timeout_s` bounds a whole call with its retries, `attempt_timeout_s` each try of it. A batch
+    over `upload_above_bytes` is sent in parts of about `part_bytes`.
+    """
+
+    timeout_s: float = 60.0
+    attempt_timeout_s: float = 30.0
+    max_message_bytes: int = 256 * MIB
+    upload_above_bytes: int = 32 * MIB
+    part_bytes: int = 16 * MIB
+    fetches_in_flight: int = 4
+    chunk_bytes: int = 16 * MIB
+
+
+def default_url() -> str:
+    """`RATOON_URL`, or the gateway of a service on this machine."""
+    return os.environ.get(URL_VARIABLE) or DEFAULT_URL

@@ -1,0 +1,66 @@
+"""What can go wrong, by who has to act.
+
+Enters from the wires and from local checks, leaves as an exception. Invariant: every exception that
+the client raises on purpose is a `RatoonClientError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+_NO_DETAILS: Mapping[str, str] = MappingProxyType({})
+
+
+class RatoonClientError(Exception):
+    """Base of all."""
+
+
+class RatoonApiError(RatoonClientError):
+    """The service refused a call, or an operation failed.
+
+    `code` is a row of the table in docs/api.md; `field` a path with indexes
+    (`groups[3].rollouts[17].sampler_logprobs`); `details` holds what a program may act on.
+    """
+
+    def __init__(
+        self,
+        code: str,
+        message: str,
+        *,
+        field: str = "",
+        got: str = "",
+        expected: str = "",
+        retryable: bool = False,
+        details: Mapping[str, str] = _NO_DETAILS,
+    ) -> None:
+        super().__init__(f"{code}: {message}")
+        self.code = code
+        self.message = message
+        self.field = field
+        self.got = got
+        self.expected = expected
+        self.retryable = retryable
+        self.details: dict[str, str] = dict(details)
+
+
+class TransportError(RatoonClientError):
+    """No answer came, or none that the service wrote: whether the call was applied is unknown."""
+
+
+class IntegrityError(RatoonClientError):
+    """Bytes are not what their digest, size or name says. Nothing was applied."""
+
+
+class ResultTimeoutError(RatoonClientError, TimeoutError):
+    """The caller's wait is over; the operation goes on."""
+
+
+class InvalidArgumentError(RatoonClientError, ValueError):
+    """An argument that has no form on the wire."""
+
+    def __init__(self, field: str, got: object, expected: str) -> None:
+        super().__init__(f"{field}: got {got}, expected {expected}")
+        self.field = field
+        self.got = str(got)
+        self.expected = expected

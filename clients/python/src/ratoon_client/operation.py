@@ -1,0 +1,128 @@
+"""The handle of anything asynchronous on the service.
+
+Enters an operation as a call answered it, leaves its result. Invariant: waiting is a loop of reads,
+so neither a dropped connection nor a caller that leaves changes what the service does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Generic, TypeVar, cast
+
+from ratoon_client.caller import Caller, may_pass
+from ratoon_client.errors import RatoonClientError, ResultTimeoutError
+from ratoon_client.outcome import outcome
+from ratoon_client.progress import progress_bar
+from ratoon_client.results import Operation
+from ratoon_client.wire.decode import decode
+from ratoon_client.wire.rpcs import CANCEL_OPERATION, GET_OPERATION, WATCH_OPERATION
+from ratoon_proto.v1 import operation_pb2, service_pb2
+
+ResultT = TypeVar("ResultT")
+# Of one long poll, in seconds; well below what proxies cut.
+POLL_S = 20.0
+
+
+class AsyncOperationHandle(Generic[ResultT]):
+    """Of one operation; holds the newest state seen."""
+
+    def __init__(self, caller: Caller, message: operation_pb2.Operation) -> None:
+        self._caller = caller
+        self._newest = message
+
+    @property
+    def operation_id(self) -> str:
+        return self._newest.operation_id
+
+    @property
+    def seq(self) -> int:
+        """0 where the operation is not sequenced."""
+        return self._newest.seq
+
+    async def status(self) -> Operation:
+        """The operation as it stands."""
+        return decode(await self._get(0.0, timeout_s=self._caller.config.timeout_s), Operation)
+
+    async def wait(self, timeout_s: float | None = None) -> Operation:
+        """The operation once it has ended, however it ended. Raises ResultTimeoutError."""
+        return decode(await self._wait(timeout_s), Operation)
+
+    async def result(self, timeout_s: float | None = None, *, progress: bool = False) -> ResultT:
+        """What the operation made; None waits for as long as it takes.
+
+        Raises RatoonApiError where it failed or was cancelled, and where a missing seq has held it
+        for longer than the service lets a caller wait (SEQ_GAP names it); ResultTimeoutError where
+        `timeout_s` is over; TransportError where the service has not answered for the client's
+        `timeout_s`. `progress` draws a bar on standard error.
+        """
+        if progress:
+            await self._follow(timeout_s)
+        final = await self._wait(timeout_s)
+        return cast("ResultT", await outcome(self._caller, final))
+
+    async def watch(self) -> AsyncGenerator[Operation, None]:
+        """The operation now and as it changes, up to its end; survives a dropped stream."""
+        request = service_pb2.WatchOperationRequest(operation_id=self.operation_id)
+        failing_since: float | None = None
+        while True:
+            try:
+                stream = self._caller.transport.stream(WATCH_OPERATION, request)
+                async with aclosing(stream):
+                    async for message in stream:
+                        failing_since = None
+                        self._newest = message
+                        state = decode(message, Operation)
+                        yield state
+                        if state.is_final:
+                            return
+            except RatoonClientError as error:
+                failing_since = failing_since or time.monotonic()
+                is_over = time.monotonic() - failing_since > self._caller.config.timeout_s
+                if is_over or not may_pass(error):
+                    raise
+            await asyncio.sleep(0.2)
+
+    async def cancel(self) -> Operation:
+        """Stop it before its optimizer step; one that has ended stays as it is."""
+        request = service_pb2.CancelOperationRequest(operation_id=self.operation_id)
+        self._newest = await self._caller.call(CANCEL_OPERATION, request)
+        return decode(self._newest, Operation)
+
+    async def _follow(self, timeout_s: float | None) -> None:
+        try:
+            async with asyncio.timeout(timeout_s), aclosing(self.watch()) as states:
+                with progress_bar() as show:
+                    async for state in states:
+                        show(state)
+        except TimeoutError as err:
+            raise self._timed_out(timeout_s) from err
+
+    async def _wait(self, timeout_s: float | None) -> operation_pb2.Operation:
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while not decode(self._newest, Operation).is_final:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise self._timed_out(timeout_s)
+            wait_s = min(POLL_S, left_s)
+            patience_s = wait_s + self._caller.config.timeout_s
+            # A poll whose answer is late by a little is no failure of the caller's deadline.
+            await self._get(wait_s, timeout_s=min(patience_s, left_s + 1.0))
+        return self._newest
+
+    async def _get(self, wait_s: float, *, timeout_s: float) -> operation_pb2.Operation:
+        request = service_pb2.GetOperationRequest(operation_id=self.operation_id, wait_s=wait_s)
+        self._newest = await self._caller.call(
+            GET_OPERATION,
+            request,
+            timeout_s=timeout_s,
+            attempt_timeout_s=wait_s + self._caller.config.attempt_timeout_s,
+        )
+        return self._newest
+
+    def _timed_out(self, timeout_s: float | None) -> ResultTimeoutError:
+        state = decode(self._newest, Operation).state
+        return ResultTimeoutError(f"operation {self.operation_id} is {state} after {timeout_s} s")

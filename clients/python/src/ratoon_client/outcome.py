@@ -1,0 +1,51 @@
+"""A finished operation to what its caller asked for.
+
+Enters the final message, leaves a value or raises. Invariant: a result that is kept as a file is
+fetched and verified before it is read.
+"""
+
+from __future__ import annotations
+
+from google.protobuf.message import DecodeError
+
+from ratoon_client.caller import Caller
+from ratoon_client.errors import IntegrityError, RatoonApiError
+from ratoon_client.results import Checkpoint, ForwardResult, OperationResult, Policy, StepResult
+from ratoon_client.weights.fetch import fetch_result_file
+from ratoon_client.wire.decode import decode, decode_forward, error_of
+from ratoon_proto.v1 import operation_pb2, training_pb2
+
+
+async def outcome(caller: Caller, message: operation_pb2.Operation) -> OperationResult:
+    """Raises RatoonApiError where the operation failed or was cancelled."""
+    match message.WhichOneof("result"):
+        case "error":
+            raise error_of(message.error)
+        case "policy":
+            return decode(message.policy, Policy)
+        case "step":
+            return decode(message.step, StepResult)
+        case "checkpoint":
+            return decode(message.checkpoint, Checkpoint)
+        case "forward":
+            return await _forward(caller, message)
+        case _:
+            pass
+    if message.state == operation_pb2.OPERATION_STATE_DONE:
+        return None
+    code = operation_pb2.OperationState.Name(message.state).removeprefix("OPERATION_STATE_")
+    raise RatoonApiError(code, f"operation {message.operation_id} is {code.lower()}")
+
+
+async def _forward(caller: Caller, message: operation_pb2.Operation) -> ForwardResult:
+    forward = message.forward
+    if forward.WhichOneof("output") != "file":
+        return decode_forward(forward.inline, forward.report)
+    data = await fetch_result_file(
+        caller, message.policy_id, forward.file.digest, forward.file.size_bytes
+    )
+    try:
+        output = training_pb2.ForwardOutput.FromString(data)
+    except DecodeError as err:
+        raise IntegrityError(f"result file {forward.file.digest} is no ForwardOutput") from err
+    return decode_forward(output, forward.report)

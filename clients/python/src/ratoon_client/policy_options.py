@@ -1,0 +1,67 @@
+"""What CreatePolicy can be told.
+
+Enters from the caller as keyword arguments, leaves to `wire.encode`. Invariant: an option that is
+left out is the service's default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypedDict
+
+Sequencing = Literal["client", "server"]
+Recovery = Literal["replay", "fail"]
+OnChangedNumerics = Literal["stop", "rebase"]
+PublishKind = Literal["every", "every_n", "on_request"]
+ModelDtype = Literal["float32", "bfloat16"]
+ReferencePolicy = Literal["none", "base"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lora:
+    """Train an adapter; no `target_modules` means every linear projection."""
+
+    rank: int
+    alpha: float
+    target_modules: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamW:
+    """Defaults 0.9, 0.95, 1e-8, 0.01."""
+
+    beta1: float | None = None
+    beta2: float | None = None
+    eps: float | None = None
+    weight_decay: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """When weights are written for readers; `every_n` counts versions, for that kind alone."""
+
+    kind: PublishKind
+    every_n: int | None = None
+
+
+class PolicyOptions(TypedDict, total=False):
+    """One of `preset` and `model_folder` is needed; `lora` absent trains every parameter."""
+
+    preset: str
+    model_folder: str
+    lora: Lora
+    optimizer: AdamW
+    dtype: ModelDtype
+    seed: int
+    sequencing: Sequencing
+    deterministic: bool
+    recovery: Recovery
+    on_changed_numerics: OnChangedNumerics
+    publish: Publish
+    keep_versions: int
+    # Packed tokens of one micro-batch.
+    micro_batch_tokens: int
+    reference: ReferencePolicy
+    num_workers: int
+    attention_backend: str

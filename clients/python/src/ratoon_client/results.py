@@ -1,0 +1,280 @@
+"""What the service answers, as frozen values with the field names of `ratoon.v1`.
+
+Enters from `wire.decode` alone. Invariant: a field with a default may be absent on the wire, one
+without is always there; times are UTC, sizes bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+PolicyState = Literal["unspecified", "creating", "ready", "failed", "deleting"]
+OperationState = Literal["unspecified", "queued", "running", "done", "failed", "cancelled"]
+OperationKind = Literal[
+    "unspecified",
+    "create_policy",
+    "delete_policy",
+    "update",
+    "forward_backward",
+    "optim_step",
+    "discard_gradients",
+    "forward",
+    "save_checkpoint",
+    "load_checkpoint",
+    "import_weights",
+]
+FINAL_STATES: frozenset[OperationState] = frozenset({"done", "failed", "cancelled"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraTuning:
+    rank: int
+    alpha: float
+    target_modules: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamWConfig:
+    beta1: float | None = None
+    beta2: float | None = None
+    eps: float | None = None
+    weight_decay: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishConfig:
+    kind: Literal["unspecified", "every", "every_n", "on_request"]
+    every_n: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelLayout:
+    num_workers: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicySpec:
+    """As the service completed it. `lora` absent: every parameter is trained."""
+
+    policy_id: str
+    preset: str | None = None
+    model_folder: str | None = None
+    lora: LoraTuning | None = None
+    optimizer: AdamWConfig
+    dtype: Literal["unspecified", "float32", "bfloat16"]
+    seed: int
+    sequencing: Literal["unspecified", "client", "server"]
+    deterministic: bool | None = None
+    recovery: Literal["unspecified", "replay", "fail"]
+    on_changed_numerics: Literal["unspecified", "stop", "rebase"]
+    publish: PublishConfig
+    keep_versions: int | None = None
+    micro_batch_tokens: int | None = None
+    reference: Literal["unspecified", "none", "base"]
+    parallel: ParallelLayout
+    attention_backend: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """`next_seq` is the seq that the next sequenced call takes."""
+
+    spec: PolicySpec
+    state: PolicyState
+    version: int
+    next_seq: int
+    created_at: datetime
+    num_parameters: int
+    num_trainable_parameters: int
+    vocab_size: int
+    max_sequence_tokens: int
+    attention_backend: str
+    published_version: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """`micro_batches_planned` is 0 until planned."""
+
+    micro_batches_done: int
+    micro_batches_planned: int
+    tokens_per_second: float
+    eta_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorDetail:
+    code: str
+    message: str
+    field: str
+    got: str
+    expected: str
+    retryable: bool
+    details: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    checkpoint_id: str
+    version: int
+    seq: int
+    replay_from_seq: int
+    created_at: datetime
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseSeconds:
+    plan: float
+    forward: float
+    backward: float
+    optimizer: float
+    publish: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What one ForwardBackward, Update or OptimStep did; training.proto says what each field is."""
+
+    loss: float
+    policy_gradient_loss: float
+    kl: float | None = None
+    entropy: float
+    clip_fraction_low: float
+    clip_fraction_high: float
+    ratio_max: float
+    sampler_kl: float | None = None
+    sampler_gap_max: float | None = None
+    grad_norm: float | None = None
+    reward_mean: float | None = None
+    num_groups: int
+    num_sequences: int
+    trained_tokens: int
+    replicated_tokens: int
+    packed_tokens: int
+    token_reduction: float
+    attention_pair_reduction: float
+    num_micro_batches: int
+    seconds: PhaseSeconds
+    tokens_per_second: float
+    hardware_mfu: float | None = None
+    logical_mfu: float | None = None
+    peak_memory_bytes: int
+    staleness_mean: float | None = None
+    staleness_max: int | None = None
+    dropped_stale: int
+    dropped_truncated: int
+    dropped_zero_variance: int
+    skipped: bool
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """`version` is the policy's after the operation."""
+
+    version: int
+    report: StepReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardResult:
+    """One float32 [R] array a rollout, in request order; `entropy` only where asked for."""
+
+    logprobs: tuple[NDArray[np.float32], ...]
+    entropy: tuple[NDArray[np.float32], ...] | None
+    report: StepReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """A snapshot; `error` where it failed, `policy`, `step` or `checkpoint` where it made one."""
+
+    operation_id: str
+    policy_id: str
+    kind: OperationKind
+    seq: int
+    request_id: str
+    state: OperationState
+    blocked_by_seq: int
+    progress: Progress
+    created_at: datetime
+    started_at: datetime | None = None
+    finished_at: datetime | None = None
+    error: ErrorDetail | None = None
+    policy: Policy | None = None
+    step: StepResult | None = None
+    checkpoint: Checkpoint | None = None
+
+    @property
+    def is_final(self) -> bool:
+        return self.state in FINAL_STATES
+
+
+# What `result()` gives, by the operation's kind; None where there is nothing to say.
+OperationResult = Policy | StepResult | ForwardResult | Checkpoint | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightFile:
+    """`digest` is xxh3-128 of the whole file, 32 hexadecimal digits."""
+
+    name: str
+    size_bytes: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightManifest:
+    """`full`: a folder that transformers loads; `adapter`: one that peft loads."""
+
+    policy_id: str
+    version: int
+    kind: Literal["unspecified", "full", "adapter"]
+    files: tuple[WeightFile, ...]
+    created_at: datetime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendInfo:
+    op: str
+    name: str
+    available: bool
+    unavailable_reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerLimits:
+    max_body_bytes: int
+    max_fetch_bytes: int
+    max_groups: int
+    max_sequences: int
+    max_tokens: int
+    max_wait_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerInfo:
+    version: str
+    api_version: str
+    device: str
+    backends: tuple[BackendInfo, ...]
+    presets: tuple[str, ...]
+    limits: ServerLimits
+    library_versions: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """`status` is "ok", or what is wrong."""
+
+    status: str
+
+    @property
+    def is_ok(self) -> bool:
+        return self.status == "ok"

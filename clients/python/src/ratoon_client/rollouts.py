@@ -1,0 +1,141 @@
+"""Builders of grouped rollouts.
+
+Enters lists or arrays, leaves `Group`s that any call takes. Invariant: an array here has the dtype
+of the wire. Whether values make sense is for the service to say, so that there is one judge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ratoon_client.arrays import (
+    FlagArray,
+    FlagsLike,
+    FloatsLike,
+    IntsLike,
+    TokenArray,
+    ValueArray,
+    flag_array,
+    token_array,
+    value_array,
+)
+from ratoon_client.errors import InvalidArgumentError
+
+SamplerLogprobsKind = Literal["processed", "raw"]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of tokens of a multi-turn rollout; not trained means context: attended to only."""
+
+    tokens: IntsLike
+    trained: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContentSegment:
+    """A `Segment` as it is sent: int32 [length]."""
+
+    tokens: TokenArray
+    trained: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One sampled continuation; R is the number of its response tokens over all segments.
+
+    `content` is int32 [R], or segments; per-token arrays are float32 [R], the mask bool [R].
+    """
+
+    content: TokenArray | tuple[ContentSegment, ...]
+    outcome: float | ValueArray | None
+    loss_mask: FlagArray | None
+    sampler_logprobs: ValueArray | None
+    old_logprobs: ValueArray | None
+    reference_logprobs: ValueArray | None
+    token_weights: ValueArray | None
+    temperature: float | None
+    sampler_logprobs_kind: SamplerLogprobsKind | None
+    top_p: float | None
+    top_k: int | None
+    policy_version: int | None
+    truncated: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Rollouts of one prompt, int32 [P]; P may be 0."""
+
+    group_id: str
+    prompt: TokenArray
+    rollouts: tuple[Rollout, ...]
+
+
+def rollout(
+    *,
+    response: IntsLike | None = None,
+    segments: Sequence[Segment] | None = None,
+    reward: float | None = None,
+    advantages: FloatsLike | None = None,
+    loss_mask: FlagsLike | None = None,
+    sampler_logprobs: FloatsLike | None = None,
+    old_logprobs: FloatsLike | None = None,
+    reference_logprobs: FloatsLike | None = None,
+    token_weights: FloatsLike | None = None,
+    temperature: float | None = None,
+    sampler_logprobs_kind: SamplerLogprobsKind | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    policy_version: int | None = None,
+    truncated: bool = False,
+) -> Rollout:
+    """A rollout of `response` or of `segments`, with a `reward` or ready `advantages`.
+
+    Per-token arrays have one value a response token, context segments included. Raises
+    InvalidArgumentError naming the argument that has no form on the wire.
+    """
+
+    def values(field: str, given: FloatsLike | None) -> ValueArray | None:
+        return None if given is None else value_array(field, given)
+
+    if reward is not None and advantages is not None:
+        raise InvalidArgumentError("advantages", "reward and advantages", "one of them")
+    return Rollout(
+        content=_content(response, segments),
+        outcome=values("advantages", advantages) if reward is None else float(reward),
+        loss_mask=None if loss_mask is None else flag_array("loss_mask", loss_mask),
+        sampler_logprobs=values("sampler_logprobs", sampler_logprobs),
+        old_logprobs=values("old_logprobs", old_logprobs),
+        reference_logprobs=values("reference_logprobs", reference_logprobs),
+        token_weights=values("token_weights", token_weights),
+        temperature=temperature,
+        sampler_logprobs_kind=sampler_logprobs_kind,
+        top_p=top_p,
+        top_k=top_k,
+        policy_version=policy_version,
+        truncated=truncated,
+    )
+
+
+def group(group_id: str, prompt: IntsLike, rollouts: Sequence[Rollout]) -> Group:
+    """A group of rollouts that continue `prompt`."""
+    return Group(group_id=group_id, prompt=token_array("prompt", prompt), rollouts=tuple(rollouts))
+
+
+def _content(
+    response: IntsLike | None, segments: Sequence[Segment] | None
+) -> TokenArray | tuple[ContentSegment, ...]:
+    if response is not None and segments is None:
+        return token_array("response", response)
+    if segments is not None and response is None:
+        return tuple(
+            ContentSegment(
+                tokens=token_array(f"segments[{index}].tokens", segment.tokens),
+                trained=segment.trained,
+            )
+            for index, segment in enumerate(segments)
+        )
+    got = "neither" if response is None else "both"
+    raise InvalidArgumentError("response", got, "one of response and segments")

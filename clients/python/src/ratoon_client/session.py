@@ -1,0 +1,161 @@
+"""One producer's sequenced calls to one policy.
+
+Enters calls without a key, leaves them sent, each with the next one. States: unknown (before the
+first call and after `resync`), then following the service. Invariant: a seq is counted as taken
+only once the service has accepted it, and two calls never wait for an answer under one seq.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+from typing import TypeVar
+
+from ratoon_client import calls
+from ratoon_client.caller import Caller
+from ratoon_client.loss import Loss, Optim
+from ratoon_client.operation import AsyncOperationHandle
+from ratoon_client.results import Checkpoint, ForwardResult, StepResult
+from ratoon_client.rollouts import Group
+from ratoon_client.wire.rpcs import GET_POLICY
+from ratoon_proto.v1 import policy_pb2, service_pb2
+
+ResultT = TypeVar("ResultT")
+
+
+class AsyncPolicySession:
+    """Under client sequencing it counts seqs, under server sequencing it makes a request_id a call.
+
+    After a TransportError it is unknown whether the call was accepted. The session keeps its seq:
+    the same call again is the same operation, another one is refused with KEY_REUSED; `resync` asks
+    the service for the next free seq.
+    """
+
+    def __init__(self, caller: Caller, policy_id: str) -> None:
+        self._caller = caller
+        self._policy_id = policy_id
+        self._lock = asyncio.Lock()
+        self._next_seq: int | None = None
+        self._is_server_sequenced = False
+
+    @property
+    def policy_id(self) -> str:
+        return self._policy_id
+
+    async def next_seq(self) -> int:
+        """The seq of the next call; 0 under server sequencing."""
+        async with self._lock:
+            return await self._known_seq()
+
+    async def resync(self) -> int:
+        """Forget what was counted and ask the service. Gives the next seq."""
+        async with self._lock:
+            self._next_seq = None
+            return await self._known_seq()
+
+    async def update(
+        self,
+        groups: Sequence[Group],
+        *,
+        loss: Loss,
+        optim: Optim,
+        expected_version: int | None = None,
+        seq: int | None = None,
+    ) -> AsyncOperationHandle[StepResult]:
+        """Forward and backward over all groups, then one optimizer step."""
+        call = await calls.update(
+            self._caller,
+            self._policy_id,
+            groups,
+            loss=loss,
+            optim=optim,
+            expected_version=expected_version,
+        )
+        return await self._send(call, seq)
+
+    async def forward_backward(
+        self,
+        groups: Sequence[Group],
+        *,
+        loss: Loss,
+        expected_version: int | None = None,
+        seq: int | None = None,
+    ) -> AsyncOperationHandle[StepResult]:
+        """Add the gradients of a batch to the window."""
+        call = await calls.forward_backward(
+            self._caller, self._policy_id, groups, loss=loss, expected_version=expected_version
+        )
+        return await self._send(call, seq)
+
+    async def optim_step(
+        self,
+        *,
+        optim: Optim,
+        include_seqs: Sequence[int] = (),
+        expected_version: int | None = None,
+        seq: int | None = None,
+    ) -> AsyncOperationHandle[StepResult]:
+        """Divide, clip and apply the window's gradients."""
+        call = calls.optim_step(
+            self._policy_id,
+            optim=optim,
+            expected_version=expected_version,
+            include_seqs=include_seqs,
+        )
+        return await self._send(call, seq)
+
+    async def discard_gradients(self, *, seq: int | None = None) -> AsyncOperationHandle[None]:
+        """End the window without a step."""
+        return await self._send(calls.discard_gradients(self._policy_id), seq)
+
+    async def forward(
+        self,
+        groups: Sequence[Group],
+        *,
+        with_entropy: bool = False,
+        use_reference: bool = False,
+        expected_version: int | None = None,
+        seq: int | None = None,
+    ) -> AsyncOperationHandle[ForwardResult]:
+        """Log-probs at this point of the sequence; `client.forward` reads the newest version."""
+        call = await calls.forward(
+            self._caller,
+            self._policy_id,
+            groups,
+            with_entropy=with_entropy,
+            use_reference=use_reference,
+            expected_version=expected_version,
+        )
+        return await self._send(call, seq)
+
+    async def save_checkpoint(
+        self, checkpoint_id: str = "", *, seq: int | None = None
+    ) -> AsyncOperationHandle[Checkpoint]:
+        """Without an id the service names it from seq and version."""
+        return await self._send(calls.save_checkpoint(self._policy_id, checkpoint_id), seq)
+
+    async def load_checkpoint(
+        self, checkpoint_id: str, *, seq: int | None = None
+    ) -> AsyncOperationHandle[Checkpoint]:
+        return await self._send(calls.load_checkpoint(self._policy_id, checkpoint_id), seq)
+
+    async def _send(
+        self, call: calls.Call[ResultT], seq: int | None
+    ) -> AsyncOperationHandle[ResultT]:
+        async with self._lock:
+            next_seq = await self._known_seq()
+            if self._is_server_sequenced and seq is None:
+                return await call.send(self._caller, calls.Key(request_id=uuid.uuid4().hex))
+            taken = next_seq if seq is None else seq
+            handle = await call.send(self._caller, calls.Key(seq=taken))
+            self._next_seq = max(next_seq, taken + 1)
+            return handle
+
+    async def _known_seq(self) -> int:
+        if self._next_seq is None:
+            request = service_pb2.GetPolicyRequest(policy_id=self._policy_id)
+            policy = await self._caller.call(GET_POLICY, request)
+            self._is_server_sequenced = policy.spec.sequencing == policy_pb2.SEQUENCING_SERVER
+            self._next_seq = 0 if self._is_server_sequenced else policy.next_seq
+        return self._next_seq

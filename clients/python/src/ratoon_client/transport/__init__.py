@@ -1,0 +1,1 @@
+"""The two wires, behind one interface that speaks messages."""

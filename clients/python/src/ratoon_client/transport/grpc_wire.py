@@ -1,0 +1,129 @@
+"""The service over gRPC.
+
+Enters requests, leaves responses. Invariant: the channel takes messages as large as the service's,
+and notices a peer that is gone by keepalive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from ratoon_client.config import ClientConfig
+from ratoon_client.errors import RatoonApiError, RatoonClientError, TransportError
+from ratoon_client.results import WeightFile
+from ratoon_client.weights.chunks import check_chunk
+from ratoon_client.wire.decode import error_of
+from ratoon_client.wire.rpcs import FETCH_WEIGHTS, RequestT, ResponseT, Rpc
+from ratoon_proto.v1 import operation_pb2, service_pb2
+
+ERROR_TRAILER = "ratoon-error-bin"
+_SERVICE = service_pb2.DESCRIPTOR.services_by_name["PolicyService"].full_name
+# Statuses that a proxy or a dying process makes without the service having said anything.
+_NO_ANSWER = frozenset(
+    {
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNKNOWN,
+        grpc.StatusCode.CANCELLED,
+        grpc.StatusCode.ABORTED,
+    }
+)
+
+
+class GrpcTransport:
+    """One channel, made on first use: grpc.aio binds it to the running event loop."""
+
+    def __init__(self, address: str, config: ClientConfig) -> None:
+        self._address = address
+        self._channel = grpc.aio.insecure_channel(address, options=_options(config))
+
+    async def call(
+        self, rpc: Rpc[RequestT, ResponseT], request: RequestT, *, timeout_s: float
+    ) -> ResponseT:
+        method = self._channel.unary_unary(
+            f"/{_SERVICE}/{rpc.name}",
+            request_serializer=rpc.request.SerializeToString,
+            response_deserializer=rpc.response.FromString,
+        )
+        try:
+            return await method(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as err:
+            raise self._error(rpc.name, err) from err
+
+    async def stream(
+        self, rpc: Rpc[RequestT, ResponseT], request: RequestT
+    ) -> AsyncGenerator[ResponseT, None]:
+        method = self._channel.unary_stream(
+            f"/{_SERVICE}/{rpc.name}",
+            request_serializer=rpc.request.SerializeToString,
+            response_deserializer=rpc.response.FromString,
+        )
+        call = method(request)
+        try:
+            async for message in call:
+                yield message
+        except grpc.aio.AioRpcError as err:
+            raise self._error(rpc.name, err) from err
+        finally:
+            call.cancel()
+
+    async def read_file(
+        self,
+        policy_id: str,
+        version: int,
+        file: WeightFile,
+        *,
+        offset: int,
+        length: int,
+        timeout_s: float,
+    ) -> bytes:
+        request = service_pb2.FetchWeightsRequest(
+            policy_id=policy_id, digest=file.digest, offset=offset, length=length
+        )
+        chunk = await self.call(FETCH_WEIGHTS, request, timeout_s=timeout_s)
+        check_chunk(file.name, offset, length, chunk.data, chunk.digest)
+        return chunk.data
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    def _error(self, name: str, err: grpc.aio.AioRpcError) -> RatoonClientError:
+        detail = _detail(err)
+        if detail is not None:
+            return error_of(detail)
+        text = err.details() or err.code().name
+        if err.code() in _NO_ANSWER:
+            return TransportError(f"{name} at {self._address}: {err.code().name}: {text}")
+        return RatoonApiError(err.code().name, text)
+
+
+def _detail(err: grpc.aio.AioRpcError) -> operation_pb2.ErrorDetail | None:
+    for key, value in err.trailing_metadata() or ():
+        if key == ERROR_TRAILER and isinstance(value, bytes):
+            try:
+                return operation_pb2.ErrorDetail.FromString(value)
+            except DecodeError:
+                return None
+    return None
+
+
+def _options(config: ClientConfig) -> list[tuple[str, Any]]:
+    return [
+        ("grpc.max_send_message_length", config.max_message_bytes),
+        ("grpc.max_receive_message_length", config.max_message_bytes),
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 2_000),
+        # Clients of one process do not share a connection, and so not its fate.
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.enable_http_proxy", 0),
+        # Retries are decided in `caller`, by what the call means.
+        ("grpc.enable_retries", 0),
+    ]

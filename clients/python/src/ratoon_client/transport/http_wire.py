@@ -1,0 +1,169 @@
+"""The service over HTTP.
+
+Enters request messages, leaves response messages. Invariant: JSON and messages are the same values,
+so that everything above this module sees one form.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+from google.protobuf.message import Message
+
+from ratoon_client.config import ClientConfig
+from ratoon_client.errors import IntegrityError, RatoonApiError, RatoonClientError, TransportError
+from ratoon_client.results import WeightFile
+from ratoon_client.transport.events import read_events
+from ratoon_client.transport.routes import LATEST_MANIFEST, ROUTES, Route
+from ratoon_client.weights.chunks import check_chunk, check_length
+from ratoon_client.wire.decode import error_of
+from ratoon_client.wire.json_form import from_json, to_json
+from ratoon_client.wire.rpcs import RequestT, ResponseT, Rpc
+from ratoon_proto.v1 import operation_pb2, service_pb2
+
+CHUNK_DIGEST = "Ratoon-Chunk-Digest"
+# Of the server-sent events' keep-alive comments, two may be late.
+_EVENT_TIMEOUT_S = 45.0
+_CONNECT_TIMEOUT_S = 10.0
+_WHOLE_FILE = 200
+# Statuses that proxies make when nothing of ours answers.
+_NO_ANSWER = frozenset({408, 500, 502, 503, 504})
+
+
+class HttpTransport:
+    """One connection pool; takes no proxy and no credentials from the environment."""
+
+    def __init__(self, base_url: str, config: ClientConfig) -> None:
+        self._base_url = base_url
+        self._client = httpx.AsyncClient(
+            base_url=base_url,
+            trust_env=False,
+            limits=httpx.Limits(max_connections=config.fetches_in_flight + 16),
+        )
+
+    async def call(
+        self, rpc: Rpc[RequestT, ResponseT], request: RequestT, *, timeout_s: float
+    ) -> ResponseT:
+        route = _route(rpc.name, request)
+        body = await asyncio.to_thread(_body, route, request)
+        response = await self._send(
+            route.method,
+            route.url(request),
+            timeout_s=timeout_s,
+            params=route.params(request),
+            content=body,
+            headers={"Content-Type": "application/json"} if body is not None else None,
+        )
+        if rpc.response is service_pb2.FetchWeightsResponse:
+            digest = response.headers.get(CHUNK_DIGEST, "")
+            return rpc.response(data=response.content, digest=digest)
+        return from_json(rpc.response, await asyncio.to_thread(_parsed, response))
+
+    async def stream(
+        self, rpc: Rpc[RequestT, ResponseT], request: RequestT
+    ) -> AsyncGenerator[ResponseT, None]:
+        route = _route(rpc.name, request)
+        timeout = httpx.Timeout(_EVENT_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
+        async with (
+            self._transport_errors(route.url(request)),
+            self._client.stream(route.method, route.url(request), timeout=timeout) as response,
+        ):
+            if not response.is_success:
+                await response.aread()
+                raise _error(response)
+            async for event in read_events(response.aiter_lines()):
+                data = _json(event.data)
+                if event.name == "error":
+                    raise error_of(from_json(operation_pb2.ErrorDetail, data["error"]))
+                yield from_json(rpc.response, data)
+
+    async def read_file(
+        self,
+        policy_id: str,
+        version: int,
+        file: WeightFile,
+        *,
+        offset: int,
+        length: int,
+        timeout_s: float,
+    ) -> bytes:
+        """A range of the file. It is tied to the digest by the entity tag."""
+        tag = f'"{file.digest}"'
+        response = await self._send(
+            "GET",
+            f"/v1/policies/{policy_id}/weights/{version}/files/{file.name}",
+            timeout_s=timeout_s,
+            headers={"Range": f"bytes={offset}-{offset + length - 1}", "If-Range": tag},
+        )
+        if response.headers.get("ETag") != tag:
+            raise IntegrityError(f"{file.name}: the service has another file of this name")
+        data = response.content
+        if response.status_code == _WHOLE_FILE:
+            data = data[offset : offset + length]
+        check_length(file.name, offset, length, data)
+        digest = response.headers.get(CHUNK_DIGEST)
+        if digest is not None:
+            check_chunk(file.name, offset, length, data, digest)
+        return data
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def _send(
+        self, method: str, url: str, *, timeout_s: float, **options: Any
+    ) -> httpx.Response:
+        timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, _CONNECT_TIMEOUT_S))
+        async with self._transport_errors(url):
+            response = await self._client.request(method, url, timeout=timeout, **options)
+        if not response.is_success:
+            raise _error(response)
+        return response
+
+    @asynccontextmanager
+    async def _transport_errors(self, url: str) -> AsyncGenerator[None, None]:
+        try:
+            yield
+        except httpx.TransportError as err:
+            text = str(err) or type(err).__name__
+            raise TransportError(f"{url} at {self._base_url}: {text}") from err
+
+
+def _route(name: str, request: Message) -> Route:
+    if isinstance(request, service_pb2.GetWeightManifestRequest) and not request.HasField(
+        "version"
+    ):
+        return LATEST_MANIFEST
+    return ROUTES[name]
+
+
+def _body(route: Route, request: Message) -> bytes | None:
+    if not route.has_body:
+        return None
+    return json.dumps(to_json(request, skip=route.fields)).encode()
+
+
+def _parsed(response: httpx.Response) -> Any:
+    return _json(response.text)
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as err:
+        raise TransportError(f"the answer is not JSON: {text[:80]!r}") from err
+
+
+def _error(response: httpx.Response) -> RatoonClientError:
+    """What the service said, or that something else has answered in its place."""
+    try:
+        return error_of(from_json(operation_pb2.ErrorDetail, response.json()["error"]))
+    except (ValueError, KeyError, TypeError, TransportError):
+        text = f"{response.request.url}: HTTP {response.status_code}"
+    if response.status_code in _NO_ANSWER:
+        return TransportError(text)
+    return RatoonApiError(f"HTTP_{response.status_code}", text)

@@ -1,0 +1,51 @@
+"""Where a call's groups go: in the request, or in parts ahead of it.
+
+Enters encoded groups, leaves the request's source. Invariant: parts hold whole groups in their
+order, so the batch is the same however it was cut.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Iterator
+
+from ratoon_client.caller import Caller
+from ratoon_client.wire.rpcs import UPLOAD_PART
+from ratoon_proto.v1 import rollout_pb2, service_pb2
+
+BatchSource = rollout_pb2.RolloutBatch | rollout_pb2.UploadedBatch
+
+
+async def batch_source(
+    caller: Caller, policy_id: str, groups: list[rollout_pb2.RolloutGroup]
+) -> BatchSource:
+    """The groups themselves, or, above the client's threshold, the upload that now holds them."""
+    config = caller.config
+    if sum(group.ByteSize() for group in groups) <= config.upload_above_bytes:
+        return rollout_pb2.RolloutBatch(groups=groups)
+    upload_id = uuid.uuid4().hex
+    num_parts = 0
+    for part in split_parts(groups, config.part_bytes):
+        request = service_pb2.UploadPartRequest(
+            policy_id=policy_id, upload_id=upload_id, part_index=num_parts, groups=part
+        )
+        await caller.call(UPLOAD_PART, request)
+        num_parts += 1
+    return rollout_pb2.UploadedBatch(upload_id=upload_id, num_parts=num_parts)
+
+
+def split_parts(
+    groups: Iterable[rollout_pb2.RolloutGroup], part_bytes: int
+) -> Iterator[list[rollout_pb2.RolloutGroup]]:
+    """Runs of groups of at most `part_bytes`; a larger group is a part of its own."""
+    part: list[rollout_pb2.RolloutGroup] = []
+    size_bytes = 0
+    for group in groups:
+        group_bytes = group.ByteSize()
+        if part and size_bytes + group_bytes > part_bytes:
+            yield part
+            part, size_bytes = [], 0
+        part.append(group)
+        size_bytes += group_bytes
+    if part:
+        yield part

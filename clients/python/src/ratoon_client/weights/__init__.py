@@ -1,0 +1,1 @@
+"""Weights to local folders, verified."""

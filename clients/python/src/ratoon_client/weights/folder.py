@@ -1,0 +1,197 @@
+"""A local folder of pulled versions.
+
+    version-12/          whole, with its manifest beside its files
+    latest               link to the version that was newest at the last pull
+    .partial/            files on their way, by digest
+    .lock                held while a pull changes any of this
+
+Enters files that are whole, leaves versions. Invariant: `version-N` is either whole and verified or
+not there; it gets its name by one rename.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+import re
+import shutil
+import uuid
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+from ratoon_client.results import WeightFile, WeightManifest
+from ratoon_client.weights.checks import MANIFEST_NAME
+
+_VERSION = re.compile(r"version-(\d{1,19})")
+_STAGED = ".staged-"
+_LOCK_POLL_S = 0.05
+
+
+class VersionsFolder:
+    """Made where it is not there. All methods that change it want the lock held."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        root.mkdir(parents=True, exist_ok=True)
+
+    @asynccontextmanager
+    async def locked(self) -> AsyncGenerator[None]:
+        """One pull at a time, over all processes of this machine."""
+        descriptor = os.open(self._root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            # The holder may be another process: there is no event to wait for.
+            while not _try_lock(descriptor):  # noqa: ASYNC110
+                await asyncio.sleep(_LOCK_POLL_S)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def version_folder(self, version: int) -> Path:
+        return self._root / f"version-{version}"
+
+    def partial_path(self, digest: str) -> Path:
+        """Where a file on its way is kept."""
+        folder = self._root / ".partial"
+        folder.mkdir(exist_ok=True)
+        return folder / digest
+
+    def has(self, manifest: WeightManifest) -> bool:
+        """Whether these very files are there under this version."""
+        folder = self.version_folder(manifest.version)
+        return files_of(folder) == set(manifest.files) and all(
+            _size_of(folder / file.name) == file.size_bytes for file in manifest.files
+        )
+
+    def find(self, digest: str, size_bytes: int) -> Iterator[Path]:
+        """Files of local versions that were pulled with this digest."""
+        for folder in self._versions():
+            for file in files_of(folder):
+                if file.digest == digest and _size_of(folder / file.name) == size_bytes:
+                    yield folder / file.name
+
+    def add(self, manifest: WeightManifest, sources: Mapping[str, Path]) -> Path:
+        """Make version-N of whole files, by digest; those in `.partial` move, others are linked."""
+        staged = self._root / f"{_STAGED}{uuid.uuid4().hex}"
+        staged.mkdir()
+        placed: dict[str, Path] = {}
+        for file in manifest.files:
+            source = placed.get(file.digest, sources[file.digest])
+            target = staged / file.name
+            if source.parent == self._root / ".partial":
+                source.replace(target)
+            else:
+                _link(source, target)
+            placed[file.digest] = target
+        _write_manifest(staged / MANIFEST_NAME, manifest)
+        _fsync_folder(staged)
+        self._put(staged, self.version_folder(manifest.version))
+        return self.version_folder(manifest.version)
+
+    def point_latest(self, version: int) -> None:
+        """Readers of `latest` see the old or the new version, never none."""
+        link = self._root / f"{_STAGED}{uuid.uuid4().hex}"
+        link.symlink_to(f"version-{version}")
+        link.replace(self._root / "latest")
+        _fsync_folder(self._root)
+
+    def clean(self) -> None:
+        """Remove what interrupted pulls left half done; files on their way stay."""
+        for path in self._root.glob(f"{_STAGED}*"):
+            _remove(path)
+
+    def drop_partial(self) -> None:
+        _remove(self._root / ".partial")
+
+    def prune(self, *, keep: int, current: int) -> None:
+        """Keep the `keep` last pulled versions, `current` among them, and what `latest` names."""
+        latest = self._root / "latest"
+        held = {self.version_folder(current)}
+        if latest.is_symlink():
+            held.add(self._root / latest.readlink())
+        for folder in self._versions():
+            if len(held) < keep:
+                held.add(folder)
+        for folder in self._versions():
+            if folder not in held:
+                doomed = self._root / f"{_STAGED}{uuid.uuid4().hex}"
+                folder.rename(doomed)
+                shutil.rmtree(doomed)
+
+    def _versions(self) -> list[Path]:
+        """Folders of whole versions, the last pulled first."""
+        folders = [
+            path
+            for path in self._root.iterdir()
+            if _VERSION.fullmatch(path.name) and (path / MANIFEST_NAME).is_file()
+        ]
+        return sorted(folders, key=lambda path: -(path / MANIFEST_NAME).stat().st_mtime_ns)
+
+    def _put(self, staged: Path, target: Path) -> None:
+        """A version of that number but other files is of a policy that was made anew: it goes."""
+        doomed = self._root / f"{_STAGED}{uuid.uuid4().hex}"
+        if target.exists():
+            target.rename(doomed)
+        staged.rename(target)
+        _fsync_folder(self._root)
+        _remove(doomed)
+
+
+def files_of(folder: Path) -> set[WeightFile]:
+    """What a local version was pulled with; empty where it is not one."""
+    try:
+        data = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
+        return {WeightFile(**file) for file in cast("Iterable[Any]", data["files"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
+
+
+def _write_manifest(path: Path, manifest: WeightManifest) -> None:
+    data = asdict(manifest) | {"created_at": manifest.created_at.isoformat()}
+    with path.open("x", encoding="utf-8") as file:
+        json.dump(data, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _size_of(path: Path) -> int:
+    """-1 where there is no such file."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return -1
+
+
+def _link(source: Path, target: Path) -> None:
+    """A second name of the same bytes; a copy where the file system has no such thing."""
+    try:
+        target.hardlink_to(source)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _fsync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

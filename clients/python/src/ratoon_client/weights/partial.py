@@ -1,0 +1,88 @@
+"""A file on its way: its bytes, and a log of the chunks that are in.
+
+Enters chunks in any order, leaves a whole file. Invariant: a chunk in the log is counted only while
+the bytes on disk still have its digest, so what an interrupted pull left can be trusted as far as
+it goes.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import xxhash
+
+from ratoon_client.errors import IntegrityError
+from ratoon_client.weights.chunks import ChunkRange, digest_of
+
+_READ_BYTES = 2**20
+
+
+def digest_file(path: Path) -> str:
+    """xxh3-128 of a file, 32 hexadecimal digits."""
+    state = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(_READ_BYTES):
+            state.update(block)
+    return state.hexdigest()
+
+
+class PartialFile:
+    """Open from construction to `close`; `write` may be called from several threads."""
+
+    def __init__(self, path: Path, *, size_bytes: int) -> None:
+        self.path = path
+        self._log_path = path.with_name(f"{path.name}.chunks")
+        self._data = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        os.ftruncate(self._data, size_bytes)
+        self._log = os.open(
+            self._log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        os.close(self._data)
+        os.close(self._log)
+
+    def missing(self, ranges: list[ChunkRange]) -> list[ChunkRange]:
+        """Those of `ranges` that are not on disk with the digest they came with."""
+        logged = self._logged()
+        return [part for part in ranges if logged.get(part) != self._digest_at(part)]
+
+    def write(self, offset: int, data: bytes) -> None:
+        """The log's line comes after the bytes: a crash in between loses one chunk."""
+        written = 0
+        while written < len(data):
+            written += os.pwrite(self._data, memoryview(data)[written:], offset + written)
+        os.write(self._log, f"{offset} {len(data)} {digest_of(data)}\n".encode())
+
+    def finish(self, digest: str) -> None:
+        """Put the bytes on disk. Raises IntegrityError, and forgets them, where they are others."""
+        if digest_file(self.path) != digest:
+            self.path.unlink()
+            self._log_path.unlink()
+            raise IntegrityError(f"the file does not have the digest {digest}; nothing is kept")
+        os.fsync(self._data)
+
+    def _logged(self) -> dict[ChunkRange, str]:
+        logged: dict[ChunkRange, str] = {}
+        for line in self._log_path.read_text(encoding="ascii", errors="replace").splitlines():
+            match line.split(" "):
+                case [offset, length, digest] if offset.isdecimal() and length.isdecimal():
+                    logged[ChunkRange(offset=int(offset), length=int(length))] = digest
+                case _:
+                    # The tail of a log that was cut off by a crash.
+                    continue
+        return logged
+
+    def _digest_at(self, part: ChunkRange) -> str:
+        return digest_of(os.pread(self._data, part.length, part.offset))

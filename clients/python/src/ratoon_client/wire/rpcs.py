@@ -1,0 +1,72 @@
+"""The calls of `ratoon.v1.PolicyService` that are built, with their types and what a retry may do.
+
+Enters nothing, leaves constants. Invariant: `is_idempotent` is true only where sending the same
+request twice has the effect of sending it once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from google.protobuf.message import Message
+
+from ratoon_proto.v1 import operation_pb2, policy_pb2, service_pb2, weights_pb2
+
+RequestT = TypeVar("RequestT", bound=Message)
+ResponseT = TypeVar("ResponseT", bound=Message)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rpc(Generic[RequestT, ResponseT]):
+    """One call; `name` is the method's."""
+
+    name: str
+    request: type[RequestT]
+    response: type[ResponseT]
+    is_idempotent: bool
+
+
+def _rpc(
+    name: str, request: type[RequestT], response: type[ResponseT], *, is_idempotent: bool = True
+) -> Rpc[RequestT, ResponseT]:
+    return Rpc(name=name, request=request, response=response, is_idempotent=is_idempotent)
+
+
+_Operation = operation_pb2.Operation
+
+# The same spec again is answered with the first operation; another spec with POLICY_EXISTS.
+CREATE_POLICY = _rpc("CreatePolicy", service_pb2.CreatePolicyRequest, _Operation)
+# A second delete could meet a policy that was made anew in between.
+DELETE_POLICY = _rpc(
+    "DeletePolicy", service_pb2.DeletePolicyRequest, _Operation, is_idempotent=False
+)
+GET_POLICY = _rpc("GetPolicy", service_pb2.GetPolicyRequest, policy_pb2.Policy)
+LIST_POLICIES = _rpc(
+    "ListPolicies", service_pb2.ListPoliciesRequest, service_pb2.ListPoliciesResponse
+)
+# Sequenced calls carry their key: the same key and payload is the first operation again.
+UPDATE = _rpc("Update", service_pb2.UpdateRequest, _Operation)
+FORWARD_BACKWARD = _rpc("ForwardBackward", service_pb2.ForwardBackwardRequest, _Operation)
+OPTIM_STEP = _rpc("OptimStep", service_pb2.OptimStepRequest, _Operation)
+DISCARD_GRADIENTS = _rpc("DiscardGradients", service_pb2.DiscardGradientsRequest, _Operation)
+# Without a key it is a read.
+FORWARD = _rpc("Forward", service_pb2.ForwardRequest, _Operation)
+UPLOAD_PART = _rpc("UploadPart", service_pb2.UploadPartRequest, service_pb2.UploadPartResponse)
+GET_OPERATION = _rpc("GetOperation", service_pb2.GetOperationRequest, _Operation)
+WATCH_OPERATION = _rpc("WatchOperation", service_pb2.WatchOperationRequest, _Operation)
+CANCEL_OPERATION = _rpc("CancelOperation", service_pb2.CancelOperationRequest, _Operation)
+SAVE_CHECKPOINT = _rpc("SaveCheckpoint", service_pb2.SaveCheckpointRequest, _Operation)
+LOAD_CHECKPOINT = _rpc("LoadCheckpoint", service_pb2.LoadCheckpointRequest, _Operation)
+LIST_CHECKPOINTS = _rpc(
+    "ListCheckpoints", service_pb2.ListCheckpointsRequest, service_pb2.ListCheckpointsResponse
+)
+GET_WEIGHT_MANIFEST = _rpc(
+    "GetWeightManifest", service_pb2.GetWeightManifestRequest, weights_pb2.WeightManifest
+)
+FETCH_WEIGHTS = _rpc(
+    "FetchWeights", service_pb2.FetchWeightsRequest, service_pb2.FetchWeightsResponse
+)
+GET_SERVER_INFO = _rpc("GetServerInfo", service_pb2.GetServerInfoRequest, service_pb2.ServerInfo)
+# A probe says how things are now.
+HEALTH = _rpc("Health", service_pb2.HealthRequest, service_pb2.HealthResponse, is_idempotent=False)
