@@ -29,9 +29,11 @@ class Counted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counters:
+    """A group is its id and its prompt: whoever numbers groups anew in each call has new ones."""
+
     tokens: int
     sequences: int
-    groups: frozenset[str]
+    groups: frozenset[tuple[str, bytes]]
 
     def __add__(self, other: Counters) -> Counters:
         return Counters(
@@ -133,5 +135,5 @@ def count(remaining: list[Counted]) -> Counters:
     return Counters(
         tokens=sum(int(counted.own.sum()) for counted in payers),
         sequences=len(payers),
-        groups=frozenset(counted.path.group_id for counted in payers),
+        groups=frozenset((c.path.group_id, c.path.prompt.tobytes()) for c in payers),
     )

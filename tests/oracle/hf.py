@@ -37,7 +37,9 @@ def load_lora(
     from peft import PeftModel
 
     base = cast(Any, load(folder, dtype=dtype, attention=attention))
-    return PeftModel.from_pretrained(base, adapter, is_trainable=True).to(dtype)
+    return PeftModel.from_pretrained(
+        base, str(adapter), is_trainable=True, autocast_adapter_dtype=False
+    )
 
 
 def logprobs(model: nn.Module, path: Path) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,252 @@
+"""The theorem, at the level of the model: every loss, its counters and every parameter's gradient.
+
+One packed forward-backward against one unpadded Hugging Face run a rollout, in float64.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.train.config import (
+    AdvantageKind,
+    CorrectionLevel,
+    CorrectionMode,
+    KlConfig,
+    KlKind,
+    LossKind,
+    LossRequest,
+    OldLogprobs,
+    OldLogprobsKind,
+    OverlongFilter,
+    OverlongPenalty,
+    ReferenceKind,
+    RolloutCorrection,
+    SharedTokens,
+    Staleness,
+    StalenessAction,
+    TokenWeight,
+)
+from tests.oracle.advantages import select
+from tests.theorem import paths_of
+from tests.tiny_models import write_folder
+from tests.train.theorem_runs import (
+    WHOLE,
+    Pair,
+    check_gradients,
+    make_pair,
+    oracle_loss,
+    random_batch_near,
+)
+
+GIVEN_OLD = OldLogprobs(kind=OldLogprobsKind.GIVEN)
+ON_POLICY = OldLogprobs(kind=OldLogprobsKind.ON_POLICY)
+CLIPPED = [LossKind.GRPO, LossKind.PPO_CLIP, LossKind.DAPO, LossKind.DR_GRPO]
+WITH_RATIO = [*CLIPPED, LossKind.GSPO, LossKind.CISPO, LossKind.IMPORTANCE_SAMPLING]
+
+
+@pytest.fixture(scope="module")
+def shared_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    root = tmp_path_factory.mktemp("losses")
+    return make_pair(write_folder(root / "base", "qwen3"), scratch=root / "adapter")
+
+
+@pytest.fixture
+def pair(shared_pair: Pair) -> Iterator[Pair]:
+    yield shared_pair
+    shared_pair.discard()
+
+
+# The pair's weights never change here: neither do its batches.
+_batch = functools.cache(random_batch_near)
+
+
+def _kl(kind: KlKind, reference: ReferenceKind = ReferenceKind.GIVEN) -> KlConfig:
+    return KlConfig(kind=kind, coefficient=0.3, reference=reference)
+
+
+def _correction(
+    mode: CorrectionMode, level: CorrectionLevel, *, low: float = 0.0, high: float
+) -> RolloutCorrection:
+    return RolloutCorrection(mode=mode, level=level, low=low, high=high)
+
+
+CORRECTIONS = {
+    "truncate_token": _correction(CorrectionMode.TRUNCATE, CorrectionLevel.TOKEN, high=1.1),
+    "mask_token": _correction(CorrectionMode.MASK, CorrectionLevel.TOKEN, low=0.8, high=1.2),
+    "truncate_sequence": _correction(CorrectionMode.TRUNCATE, CorrectionLevel.SEQUENCE, high=1.2),
+    "mask_sequence": _correction(CorrectionMode.MASK, CorrectionLevel.SEQUENCE, low=0.6, high=1.7),
+}
+
+
+def _without_outcomes(batch: RolloutBatch, seed: int) -> RolloutBatch:
+    """Signed token weights in place of advantages."""
+    weights = np.random.default_rng(seed).normal(size=len(batch.loss_mask)).astype(np.float32)
+    return replace(batch, advantages=None, token_weights=weights)
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [1, 30, WHOLE])
+@pytest.mark.parametrize("kind", [kind for kind in LossKind if kind != "cross_entropy"])
+def test_loss_and_gradients_of_every_kind(
+    pair: Pair, kind: LossKind, micro_batch_tokens: int
+) -> None:
+    """Advantages random, non-zero and different for every token of every path."""
+    batch = _batch(pair, 20)
+    request = LossRequest(kind=kind)
+    check_gradients(pair, batch, request, micro_batch_tokens=micro_batch_tokens)
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [1, WHOLE])
+@pytest.mark.parametrize("has_weights", [True, False])
+def test_cross_entropy(pair: Pair, has_weights: bool, micro_batch_tokens: int) -> None:
+    batch = _without_outcomes(_batch(pair, 21), 1)
+    if not has_weights:
+        batch = replace(batch, token_weights=None)
+    request = LossRequest(kind=LossKind.CROSS_ENTROPY, kl=_kl(KlKind.K3), entropy_coefficient=0.1)
+    check_gradients(pair, batch, request, micro_batch_tokens=micro_batch_tokens)
+
+
+@pytest.mark.parametrize("shared_tokens", SharedTokens)
+@pytest.mark.parametrize("kind", [kind for kind in LossKind if kind != "cross_entropy"])
+def test_every_kind_with_kl_and_entropy(
+    pair: Pair, kind: LossKind, shared_tokens: SharedTokens
+) -> None:
+    kinds = list(KlKind)
+    request = LossRequest(
+        kind=kind,
+        kl=_kl(kinds[list(LossKind).index(kind) % len(kinds)]),
+        entropy_coefficient=0.05,
+        shared_tokens=shared_tokens,
+    )
+    batch = _batch(pair, 22, kinds=("flat", "tree"))
+    check_gradients(pair, batch, request, micro_batch_tokens=50)
+
+
+def test_once_takes_tokens_from_some_paths_and_all_from_others(pair: Pair) -> None:
+    """The batch of the test before is worth testing with."""
+    batch = _batch(pair, 22, kinds=("flat", "tree"))
+    request = LossRequest(kind=LossKind.GRPO, shared_tokens=SharedTokens.ONCE)
+    remaining = select(paths_of(batch), oracle_loss(request, batch))
+    paid = [int(counted.own.sum()) for counted in remaining]
+    trained = [int(counted.path.mask.sum()) for counted in remaining]
+    assert any(0 < p < t for p, t in zip(paid, trained, strict=True))
+    assert any(p == 0 < t for p, t in zip(paid, trained, strict=True))
+
+
+@pytest.mark.parametrize("reference", ReferenceKind)
+@pytest.mark.parametrize("kl_kind", KlKind)
+def test_kl(pair: Pair, kl_kind: KlKind, reference: ReferenceKind) -> None:
+    request = LossRequest(kind=LossKind.PPO_CLIP, kl=_kl(kl_kind, reference))
+    check_gradients(pair, _batch(pair, 23), request, micro_batch_tokens=50)
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS.values(), ids=CORRECTIONS.keys())
+@pytest.mark.parametrize("kind", [LossKind.GRPO, LossKind.GSPO, LossKind.CISPO])
+def test_rollout_correction(pair: Pair, kind: LossKind, correction: RolloutCorrection) -> None:
+    request = LossRequest(
+        kind=kind,
+        old_logprobs=GIVEN_OLD,
+        correction=correction,
+        shared_tokens=SharedTokens.ONCE,
+        kl=_kl(KlKind.K3),
+    )
+    batch = _batch(pair, 24, kinds=("flat", "tree"))
+    check_gradients(pair, batch, request, micro_batch_tokens=50)
+
+
+@pytest.mark.parametrize("old", [GIVEN_OLD, ON_POLICY, None])
+def test_reinforce_with_rollout_correction(pair: Pair, old: OldLogprobs | None) -> None:
+    request = LossRequest(
+        kind=LossKind.REINFORCE, old_logprobs=old, correction=CORRECTIONS["truncate_token"]
+    )
+    check_gradients(pair, _batch(pair, 25), request)
+
+
+@pytest.mark.parametrize("kind", CLIPPED)
+def test_dual_clip(pair: Pair, kind: LossKind) -> None:
+    request = LossRequest(kind=kind, dual_clip=1.3)
+    check_gradients(pair, _batch(pair, 26, noise=0.6), request)
+
+
+@pytest.mark.parametrize("kind", WITH_RATIO)
+def test_on_policy(pair: Pair, kind: LossKind) -> None:
+    """Old log-probs are the current ones: every ratio is 1 and has a gradient."""
+    request = LossRequest(kind=kind, old_logprobs=ON_POLICY)
+    check_gradients(pair, _batch(pair, 27), request)
+
+
+@pytest.mark.parametrize("kind", [LossKind.GSPO, LossKind.CISPO, LossKind.GRPO])
+def test_other_clips(pair: Pair, kind: LossKind) -> None:
+    request = LossRequest(kind=kind, clip_low=0.05, clip_high=0.15 + (kind is LossKind.CISPO))
+    check_gradients(pair, _batch(pair, 28), request)
+
+
+@pytest.mark.parametrize("token_weight", TokenWeight)
+@pytest.mark.parametrize("kind", [LossKind.GRPO, LossKind.DAPO, LossKind.REINFORCE])
+def test_token_weights(pair: Pair, kind: LossKind, token_weight: TokenWeight) -> None:
+    request = LossRequest(kind=kind, token_weight=token_weight, entropy_coefficient=0.1)
+    check_gradients(pair, _batch(pair, 29), request, micro_batch_tokens=1)
+
+
+@pytest.mark.parametrize("advantage", [kind for kind in AdvantageKind if kind != "given"])
+def test_advantages_of_rewards(pair: Pair, advantage: AdvantageKind) -> None:
+    """Rewards, some of them equal in a whole group."""
+    batch = _batch(pair, 30, outcome="reward")
+    request = LossRequest(kind=LossKind.GRPO, advantage=advantage)
+    check_gradients(pair, _with_flat_group(batch), request, micro_batch_tokens=1)
+
+
+@pytest.mark.parametrize("kind", [LossKind.DAPO, LossKind.GRPO])
+@pytest.mark.parametrize("is_dropped", [True, False, None])
+def test_zero_variance_groups(pair: Pair, kind: LossKind, is_dropped: bool | None) -> None:
+    """Dropped for dapo and where asked: what they count is counted where they stay."""
+    batch = _with_flat_group(_batch(pair, 31, outcome="reward"))
+    request = LossRequest(kind=kind, drop_zero_variance_groups=is_dropped, kl=_kl(KlKind.K2))
+    check_gradients(pair, batch, request, micro_batch_tokens=50)
+
+
+def test_overlong_filter(pair: Pair) -> None:
+    """Truncated rollouts are in the group's mean, then go."""
+    batch = _with_truncated(_batch(pair, 32, outcome="reward"))
+    request = LossRequest(kind=LossKind.DAPO, overlong=OverlongFilter())
+    check_gradients(pair, batch, request, micro_batch_tokens=50)
+
+
+def test_overlong_penalty(pair: Pair) -> None:
+    request = LossRequest(
+        kind=LossKind.DAPO, overlong=OverlongPenalty(max_tokens=8, buffer_tokens=5, scale=2.0)
+    )
+    check_gradients(pair, _batch(pair, 33, outcome="reward"), request)
+
+
+@pytest.mark.parametrize("shared_tokens", SharedTokens)
+def test_stale_rollouts_are_dropped(pair: Pair, shared_tokens: SharedTokens) -> None:
+    """A dropped path pays for nothing, nor does it count."""
+    batch = _batch(pair, 34, outcome="reward", policy_version=0)
+    pair.trainer.version = pair.oracle.version = 5
+    versions = np.where(np.arange(batch.num_sequences) % 3 == 0, 2, 4)
+    request = LossRequest(
+        kind=LossKind.GRPO,
+        shared_tokens=shared_tokens,
+        staleness=Staleness(max_versions=1, action=StalenessAction.DROP),
+    )
+    check_gradients(pair, replace(batch, policy_version=versions.astype(np.int64)), request)
+    pair.trainer.version = pair.oracle.version = 0
+
+
+def _with_flat_group(batch: RolloutBatch) -> RolloutBatch:
+    """The first group's rewards are all 0.1."""
+    assert batch.rewards is not None
+    rewards = batch.rewards.copy()
+    rewards[: batch.group_offsets[1]] = 0.1
+    return replace(batch, rewards=rewards)
+
+
+def _with_truncated(batch: RolloutBatch) -> RolloutBatch:
+    truncated = np.arange(batch.num_sequences) % 3 == 1
+    return replace(batch, truncated=truncated)

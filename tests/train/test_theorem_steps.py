@@ -1,0 +1,258 @@
+"""The theorem, at the level of the optimizer: weights after three steps, however the work is cut.
+
+Every test steps a trainer on packed forests and an oracle on single rollouts, and compares gradient
+sums, gradient norms and weights after each step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ratoon.errors import RatoonError
+from ratoon.model.spec import FullTuning, LoraTuning, ModelDtype
+from ratoon.rollout.validate import validate_groups
+from ratoon.train.config import (
+    DivideBy,
+    KlConfig,
+    KlKind,
+    LossKind,
+    LossRequest,
+    OldLogprobs,
+    OldLogprobsKind,
+    OptimRequest,
+    ReferenceKind,
+    SharedTokens,
+    TokenWeight,
+)
+from ratoon.train.resolve import resolve_loss, resolve_optim
+from ratoon.train.trainer import Trainer
+from tests.builders import limits, random_groups
+from tests.oracle import hf
+from tests.theorem import assert_close, paths_of, relative_error
+from tests.tiny_models import ARCHITECTURES, write_folder
+from tests.train.theorem_runs import (
+    ADAMW,
+    VOCAB_SIZE,
+    Pair,
+    check_step,
+    forward_backward,
+    make_pair,
+    oracle_loss,
+    random_batch_near,
+    rollouts_of,
+    weight_errors,
+)
+
+LORA = LoraTuning(rank=3, alpha=6.0)
+FROZEN_K3 = KlConfig(kind=KlKind.K3, coefficient=0.2, reference=ReferenceKind.FROZEN)
+GRPO = LossRequest(kind=LossKind.GRPO, kl=FROZEN_K3, entropy_coefficient=0.01)
+# Clipping and weight decay change from step to step.
+STEPS = (
+    OptimRequest(learning_rate=1e-2, max_grad_norm=0.05),
+    OptimRequest(learning_rate=2e-2, weight_decay=0.3),
+    OptimRequest(learning_rate=5e-3, max_grad_norm=1e6, weight_decay=0.0),
+)
+
+
+def _pair(
+    root: Path,
+    architecture: str = "qwen3",
+    tuning: FullTuning | LoraTuning | None = None,
+    dtype: ModelDtype = ModelDtype.FLOAT64,
+) -> Pair:
+    folder = write_folder(root / "base", architecture)
+    return make_pair(folder, scratch=root / "adapter", tuning=tuning, dtype=dtype)
+
+
+def _three_steps(pair: Pair, request: LossRequest = GRPO, *, micro_batch_tokens: int = 60) -> None:
+    for seed, optim in enumerate(STEPS):
+        batch = random_batch_near(pair, seed)
+        forward_backward(pair, batch, request, micro_batch_tokens=micro_batch_tokens)
+        assert_close(pair.gradient_errors(), pair.tolerance)
+        check_step(pair, optim, divide_by=oracle_loss(request, batch).divide_by)
+    assert pair.trainer.version == len(STEPS)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_three_steps_of_full_tuning(tmp_path: Path, architecture: str) -> None:
+    """GQA everywhere, tied embeddings (qwen3, mistral), biases (qwen2), experts (qwen3_moe)."""
+    _three_steps(_pair(tmp_path, architecture))
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama", "qwen3_moe"])
+def test_three_steps_of_lora(tmp_path: Path, architecture: str) -> None:
+    """The frozen reference is the adapter off."""
+    _three_steps(_pair(tmp_path, architecture, LORA))
+
+
+def test_three_steps_in_float32(tmp_path: Path) -> None:
+    """Gradients are compared while the weights are the same bits: AdamW divides by small numbers,
+    so that two float32 runs of whatever kind part with the first step."""
+    pair = _pair(tmp_path, dtype=ModelDtype.FLOAT32)
+    for seed in range(3):
+        batch = random_batch_near(pair, seed)
+        forward_backward(pair, batch, GRPO, micro_batch_tokens=60)
+        if seed == 0:
+            assert_close(pair.gradient_errors(), pair.tolerance)
+        check_step(pair, OptimRequest(learning_rate=1e-3), divide_by="sequences")
+
+
+@pytest.mark.parametrize("divide_by", DivideBy)
+@pytest.mark.parametrize("token_weight", TokenWeight)
+def test_normalisations(tmp_path: Path, token_weight: TokenWeight, divide_by: DivideBy) -> None:
+    """Sums divided once, by a counter of the whole window; disagreeing pairs are refused."""
+    pair = _pair(tmp_path)
+    request = LossRequest(kind=LossKind.PPO_CLIP, token_weight=token_weight)
+    constant = 37.5 if divide_by is DivideBy.CONSTANT else None
+    for seed in range(3):
+        for part in range(2):
+            batch = random_batch_near(pair, 10 * seed + part, num_groups=3)
+            forward_backward(pair, batch, request, micro_batch_tokens=40)
+        optim = OptimRequest(
+            learning_rate=1e-2, divide_by=divide_by, divide_constant=constant, max_grad_norm=0.4
+        )
+        if (token_weight, divide_by) in {
+            (TokenWeight.PER_TOKEN, DivideBy.SEQUENCES),
+            (TokenWeight.PER_SEQUENCE, DivideBy.TOKENS),
+        }:
+            with pytest.raises(RatoonError, match=r"optim\.divide_by"):
+                resolve_optim(optim, pair.trainer.normalisation, ADAMW)
+            return
+        check_step(pair, optim, divide_by=str(divide_by))
+
+
+@pytest.mark.parametrize("shared_tokens", SharedTokens)
+@pytest.mark.parametrize("micro_batch_tokens", [1, 25])
+def test_micro_batches_do_not_matter(
+    tmp_path: Path, micro_batch_tokens: int, shared_tokens: SharedTokens
+) -> None:
+    pair = _pair(tmp_path)
+    request = replace(GRPO, shared_tokens=shared_tokens)
+    _three_steps(pair, request, micro_batch_tokens=micro_batch_tokens)
+
+
+@pytest.mark.parametrize("divide_by", [DivideBy.GROUPS, DivideBy.SEQUENCES])
+@pytest.mark.parametrize("parts", [2, 4])
+def test_groups_cut_into_calls_do_not_matter(
+    tmp_path: Path, parts: int, divide_by: DivideBy
+) -> None:
+    """A group whose rollouts come in several ForwardBackwards is one group of the window."""
+    pair = _pair(tmp_path)
+    request = LossRequest(kind=LossKind.GRPO, kl=FROZEN_K3)
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        groups = random_groups(
+            rng, vocab_size=VOCAB_SIZE, kinds=("flat", "tree"), outcome="advantages"
+        )
+        whole = validate_groups(groups, limits(vocab_size=VOCAB_SIZE))
+        for batch in rollouts_of(groups, parts=parts):
+            loss = resolve_loss(request, batch, has_frozen_reference=True)
+            pair.trainer.forward_backward(batch, loss, pair.trainer.prepare(batch, loss).plan)
+        frozen = hf.all_logprobs(pair.initial, paths_of(whole))
+        paths = [
+            replace(path, reference=logprob.numpy())
+            for path, (logprob, _) in zip(paths_of(whole), frozen, strict=True)
+        ]
+        pair.oracle.forward_backward(paths, oracle_loss(request, whole))
+        assert_close(pair.gradient_errors(), pair.tolerance)
+        optim = OptimRequest(learning_rate=1e-2, divide_by=divide_by)
+        check_step(pair, optim, divide_by=str(divide_by))
+
+
+@pytest.mark.parametrize("kind", [LossKind.GRPO, LossKind.GSPO, LossKind.DAPO])
+def test_sibling_order_does_not_matter(tmp_path: Path, kind: LossKind) -> None:
+    """The trainer sees groups and rollouts shuffled, another way at each step."""
+    pair = _pair(tmp_path)
+    request = LossRequest(kind=kind, kl=FROZEN_K3)
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        groups = random_groups(rng, vocab_size=VOCAB_SIZE, num_groups=5)
+        batch = validate_groups(groups, limits(vocab_size=VOCAB_SIZE))
+        shuffled = [
+            replace(group, rollouts=tuple(group.rollouts[n] for n in order))
+            for group, order in ((group, rng.permutation(len(group.rollouts))) for group in groups)
+        ]
+        shuffled = [shuffled[g] for g in rng.permutation(len(groups))]
+        other = validate_groups(shuffled, limits(vocab_size=VOCAB_SIZE))
+        forward_backward(pair, other, request, micro_batch_tokens=60, oracle_batch=batch)
+        assert_close(pair.gradient_errors(), pair.tolerance)
+        check_step(
+            pair,
+            OptimRequest(learning_rate=1e-2),
+            divide_by=oracle_loss(request, batch).divide_by,
+        )
+
+
+@pytest.mark.parametrize("kind", [LossKind.PPO_CLIP, LossKind.GSPO])
+@pytest.mark.parametrize("tuning", [FullTuning(), LORA], ids=["full", "lora"])
+def test_four_updates_reuse_one_forward(
+    tmp_path: Path, kind: LossKind, tuning: FullTuning | LoraTuning
+) -> None:
+    """PPO's mini-epochs: old log-probs are the first weights' own, the ratio starts at 1."""
+    pair = _pair(tmp_path, tuning=tuning)
+    trainer, oracle = pair.trainer, pair.oracle
+    batch = random_batch_near(pair, 40, outcome="reward")
+    old = trainer.forward(
+        batch, trainer.plan_forward(batch), with_entropy=True, use_reference=False
+    )
+    assert old.entropy is not None
+    own = hf.all_logprobs(oracle.model, paths_of(batch))
+    mask = torch.as_tensor(batch.loss_mask)
+    for got, expected in (
+        (old.logprobs, torch.cat([logprob for logprob, _ in own])),
+        (old.entropy, torch.cat([entropy for _, entropy in own])),
+    ):
+        assert relative_error(torch.as_tensor(got), expected * mask) <= pair.tolerance
+    request = LossRequest(
+        kind=kind,
+        kl=FROZEN_K3,
+        old_logprobs=OldLogprobs(
+            kind=OldLogprobsKind.FROM_FORWARD, forward_operation_id="forward-1"
+        ),
+    )
+    paths = [
+        replace(path, old=logprob.numpy(), reference=logprob.numpy())
+        for path, (logprob, _) in zip(paths_of(batch), own, strict=True)
+    ]
+    loss = resolve_loss(request, batch, has_frozen_reference=True)
+    optim = OptimRequest(learning_rate=2e-2, max_grad_norm=1.0)
+    ratios: list[float] = []
+    for _ in range(4):
+        plan = trainer.prepare(batch, loss).plan
+        step = resolve_optim(optim, loss.normalisation, ADAMW)
+        report = trainer.update(batch, loss, step, plan, old_logprobs_J=old.logprobs)
+        sums = oracle.forward_backward(paths, oracle_loss(request, batch))
+        divide_by = oracle_loss(request, batch).divide_by
+        divisor = oracle.divisor(divide_by)
+        norm = oracle.optim_step(
+            learning_rate=optim.learning_rate,
+            divide_by=divide_by,
+            max_grad_norm=optim.max_grad_norm,
+        )
+        assert report.grad_norm == pytest.approx(norm, rel=pair.tolerance)
+        assert report.loss == pytest.approx(sums.total / divisor, rel=1e-8, abs=1e-12)
+        assert_close(weight_errors(pair), pair.tolerance)
+        ratios.append(report.ratio_max)
+    assert ratios[0] == pytest.approx(1.0, abs=1e-12)
+    assert all(ratio > 1.001 for ratio in ratios[1:])
+
+
+def test_steps_go_on_after_a_checkpoint(tmp_path: Path) -> None:
+    """Moments, counter and weights come back: the steps after are the oracle's."""
+    pair = _pair(tmp_path)
+    forward_backward(pair, random_batch_near(pair, 0), GRPO)
+    check_step(pair, STEPS[0], divide_by="sequences")
+    (tmp_path / "checkpoints").mkdir()
+    pair.trainer.save_checkpoint(tmp_path / "checkpoints" / "1")
+    resumed = replace(pair, trainer=Trainer.create(pair.trainer.spec))
+    assert max(weight_errors(resumed).values()) > pair.tolerance
+    resumed.trainer.load_checkpoint(tmp_path / "checkpoints" / "1")
+    for seed, optim in enumerate(STEPS[1:], start=1):
+        forward_backward(resumed, random_batch_near(resumed, seed), GRPO)
+        check_step(resumed, optim, divide_by="sequences")
+    assert resumed.trainer.version == len(STEPS)

@@ -1,0 +1,298 @@
+"""A trainer and an oracle with the same weights, run side by side and compared.
+
+In: model folders, loss and step requests, batches. Out: nothing; a difference is an AssertionError.
+Invariant: the oracle gets its defaults from its own table, not from the code under test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ratoon.model.export import export_weights
+from ratoon.model.spec import FolderBase, FullTuning, LoraTuning, ModelDtype, ModelSpec
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.raw import RawGroup, RawRollout
+from ratoon.rollout.validate import validate_groups
+from ratoon.train import prepare
+from ratoon.train.config import (
+    AdamWConfig,
+    CorrectionMode,
+    LossRequest,
+    OptimRequest,
+    OverlongFilter,
+    OverlongPenalty,
+    ReferenceKind,
+)
+from ratoon.train.report import StepReport
+from ratoon.train.resolve import resolve_loss, resolve_optim
+from ratoon.train.spec import TrainerSpec
+from ratoon.train.trainer import Trainer
+from tests.builders import limits, random_groups
+from tests.oracle import hf
+from tests.oracle.adamw import OracleTrainer, Sums
+from tests.oracle.paths import Correction, OracleLoss, Overlong, default_loss
+from tests.theorem import (
+    FLOAT32_TOLERANCE,
+    FLOAT64_TOLERANCE,
+    assert_close,
+    near_policy,
+    paths_of,
+    relative_errors,
+)
+
+WHOLE = 1 << 20
+ADAMW = AdamWConfig(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+VOCAB_SIZE = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """The two sides; `initial` is a second oracle model that keeps the first weights."""
+
+    trainer: Trainer
+    oracle: OracleTrainer
+    initial: torch.nn.Module
+    tolerance: float
+
+    @property
+    def may_be_zero(self) -> str:
+        """Names that contain it may have zero gradients: LoRA's A while its B is zero."""
+        return "" if self.trainer.version else ".lora_A."
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The trainer's gradient sums by name."""
+        return {
+            name: torch.zeros_like(p) if p.grad is None else p.grad
+            for name, p in self.trainer.model.named_trainable().items()
+        }
+
+    def gradient_errors(self) -> dict[str, float]:
+        return relative_errors(
+            self.gradients(), self.oracle.gradients(), may_be_zero=self.may_be_zero
+        )
+
+    def discard(self) -> None:
+        self.trainer.discard_gradients()
+        self.oracle.discard()
+
+
+def make_pair(
+    folder: Path,
+    *,
+    scratch: Path,
+    tuning: FullTuning | LoraTuning | None = None,
+    dtype: ModelDtype = ModelDtype.FLOAT64,
+    micro_batch_tokens: int = WHOLE,
+    attention: str = "eager",
+) -> Pair:
+    """Load the folder on both sides; an adapter is made by the trainer and read by the oracle."""
+    tuning = FullTuning() if tuning is None else tuning
+    is_lora = isinstance(tuning, LoraTuning)
+    base = FolderBase(folder=str(folder))
+    trainer = Trainer.create(
+        TrainerSpec(
+            model=ModelSpec(base=base, tuning=tuning, dtype=dtype, seed=3),
+            optimizer=ADAMW,
+            deterministic=True,
+            micro_batch_tokens=micro_batch_tokens,
+            keep_reference=not is_lora,
+            attention_backend="reference",
+            device="cpu",
+            num_threads=1,
+        )
+    )
+    is_double = dtype is ModelDtype.FLOAT64
+    torch_dtype = torch.float64 if is_double else torch.float32
+    initial = hf.load(folder, dtype=torch_dtype, attention=attention)
+    if is_lora:
+        scratch.mkdir()
+        export_weights(trainer.model, scratch, None)
+        model = hf.load_lora(folder, scratch, dtype=torch_dtype, attention=attention)
+    else:
+        model = hf.load(folder, dtype=torch_dtype, attention=attention)
+    oracle = OracleTrainer(
+        model,
+        betas=(ADAMW.beta1, ADAMW.beta2),
+        eps=ADAMW.eps,
+        weight_decay=ADAMW.weight_decay,
+    )
+    return Pair(
+        trainer=trainer,
+        oracle=oracle,
+        initial=initial,
+        tolerance=FLOAT64_TOLERANCE if is_double else FLOAT32_TOLERANCE,
+    )
+
+
+def random_batch_near(pair: Pair, seed: int, *, noise: float = 0.2, **knobs: Any) -> RolloutBatch:
+    """Four random groups (tree of depth 3, equal, prefix, empty, N = 1, P = 0) near the policy."""
+    rng = np.random.default_rng(seed)
+    knobs = {"num_groups": 4, "temperatures": (1.0, 0.7), "outcome": "advantages"} | knobs
+    groups = random_groups(rng, vocab_size=VOCAB_SIZE, **knobs)
+    batch = validate_groups(groups, limits(vocab_size=VOCAB_SIZE))
+    return near_policy(batch, pair.oracle.model, rng, noise=noise)
+
+
+def oracle_loss(request: LossRequest, batch: RolloutBatch) -> OracleLoss:
+    """The oracle's loss of a request; whatever the request leaves out is the oracle's default."""
+    fields: dict[str, Any] = {
+        "clip_low": request.clip_low,
+        "clip_high": request.clip_high,
+        "dual_clip": request.dual_clip,
+        "token_weight": request.token_weight,
+        "drop_zero_variance": request.drop_zero_variance_groups,
+        "advantage": request.advantage,
+    }
+    fields = {name: value for name, value in fields.items() if value is not None}
+    if request.advantage is None and batch.advantages is not None:
+        fields["advantage"] = "given"
+    if request.old_logprobs is not None:
+        kind = str(request.old_logprobs.kind)
+        fields["old"] = "given" if kind == "from_forward" else kind
+    elif request.kind == "reinforce" and request.correction is not None:
+        fields["old"] = "on_policy"
+    if request.kl is not None:
+        fields |= {"kl": str(request.kl.kind), "kl_coefficient": request.kl.coefficient}
+    if request.correction is not None:
+        rule = request.correction
+        is_mask = rule.mode is CorrectionMode.MASK
+        fields["correction"] = Correction(
+            mode=str(rule.mode), level=str(rule.level), low=rule.low * is_mask, high=rule.high
+        )
+    if isinstance(request.overlong, OverlongPenalty):
+        rule = request.overlong
+        fields["overlong"] = Overlong(
+            max_tokens=rule.max_tokens, buffer_tokens=rule.buffer_tokens, scale=rule.scale
+        )
+    return default_loss(
+        str(request.kind),
+        entropy_coefficient=request.entropy_coefficient,
+        shared=str(request.shared_tokens),
+        filter_truncated=isinstance(request.overlong, OverlongFilter),
+        max_versions=None if request.staleness is None else request.staleness.max_versions,
+        **fields,
+    )
+
+
+def forward_backward(
+    pair: Pair,
+    batch: RolloutBatch,
+    request: LossRequest,
+    *,
+    micro_batch_tokens: int = WHOLE,
+    forward_logprobs_J: np.ndarray[Any, Any] | None = None,
+    oracle_batch: RolloutBatch | None = None,
+) -> tuple[StepReport, Sums]:
+    """One forward-backward on both sides. `oracle_batch`: what the oracle sees in its place."""
+    loss = resolve_loss(request, batch, has_frozen_reference=True)
+    trainer = pair.trainer
+    plan = prepare.prepare(
+        batch, loss, version=trainer.version, micro_batch_tokens=micro_batch_tokens
+    ).plan
+    report = trainer.forward_backward(batch, loss, plan, old_logprobs_J=forward_logprobs_J)
+    paths = paths_of(oracle_batch or batch)
+    if forward_logprobs_J is not None:
+        offsets = batch.response_offsets
+        paths = [
+            replace(path, old=forward_logprobs_J[start:stop].astype(np.float64))
+            for path, start, stop in zip(paths, offsets[:-1], offsets[1:], strict=True)
+        ]
+    if request.kl is not None and request.kl.reference is ReferenceKind.FROZEN:
+        frozen = hf.all_logprobs(pair.initial, paths)
+        paths = [
+            replace(path, reference=logprob.numpy())
+            for path, (logprob, _) in zip(paths, frozen, strict=True)
+        ]
+    return report, pair.oracle.forward_backward(paths, oracle_loss(request, batch))
+
+
+def assert_same_report(report: StepReport, sums: Sums, divisor: float, tolerance: float) -> None:
+    """Losses over the divisor and counters agree."""
+    counters = sums.counters
+    got = (report.trained_tokens, report.num_sequences, report.num_groups)
+    assert got == (counters.tokens, counters.sequences, len(counters.groups))
+    scale = abs(sums.policy_gradient) + abs(sums.kl) + abs(sums.entropy)
+    near = pytest.approx
+    assert report.loss * divisor == near(sums.total, abs=tolerance * scale)
+    pg_loss = report.policy_gradient_loss * divisor
+    assert pg_loss == near(sums.policy_gradient, abs=tolerance * scale)
+
+
+def default_divisor(request: LossRequest, batch: RolloutBatch, sums: Sums) -> float:
+    """What the report of one forward-backward divides its losses by."""
+    counters = sums.counters
+    return {
+        "tokens": float(counters.tokens),
+        "sequences": float(counters.sequences),
+        "constant": 1.0,
+        "none": 1.0,
+    }[oracle_loss(request, batch).divide_by]
+
+
+def check_gradients(
+    pair: Pair, batch: RolloutBatch, request: LossRequest, *, micro_batch_tokens: int = WHOLE
+) -> None:
+    """Loss, counters and every parameter's gradient sum are the oracle's; discards both after."""
+    report, sums = forward_backward(pair, batch, request, micro_batch_tokens=micro_batch_tokens)
+    assert sums.counters.tokens > 0
+    assert_close(pair.gradient_errors(), pair.tolerance)
+    divisor = default_divisor(request, batch, sums)
+    assert_same_report(report, sums, divisor, pair.tolerance)
+    pair.discard()
+
+
+def check_step(pair: Pair, optim: OptimRequest, *, divide_by: str) -> None:
+    """Step both windows; gradient norm and weights agree, and every weight has moved.
+
+    `divide_by` is what the oracle divides by; `optim` may leave it to the loss's default.
+    """
+    before = {name: p.detach().clone() for name, p in pair.oracle.parameters().items()}
+    may_be_zero = pair.may_be_zero
+    step = resolve_optim(optim, pair.trainer.normalisation, ADAMW)
+    report = pair.trainer.optim_step(step)
+    norm = pair.oracle.optim_step(
+        learning_rate=optim.learning_rate,
+        divide_by=divide_by,
+        constant=optim.divide_constant,
+        max_grad_norm=optim.max_grad_norm,
+        weight_decay=optim.weight_decay,
+    )
+    assert not report.skipped
+    assert report.grad_norm == pytest.approx(norm, rel=10 * pair.tolerance)
+    assert_close(weight_errors(pair), pair.tolerance)
+    after = {name: p.detach() for name, p in pair.oracle.parameters().items()}
+    moved = relative_errors(before, after, may_be_zero=may_be_zero)
+    assert min(moved.values()) > 10 * pair.tolerance
+
+
+def weight_errors(pair: Pair) -> dict[str, float]:
+    """How far the two sides' weights are apart, by name."""
+    theirs = {name: p.detach() for name, p in pair.oracle.parameters().items()}
+    ours = {name: p.detach() for name, p in pair.trainer.model.named_trainable().items()}
+    return relative_errors(ours, theirs)
+
+
+def rollouts_of(groups: Sequence[RawGroup], *, parts: int) -> list[RolloutBatch]:
+    """The groups as that many batches; each group's rollouts are dealt out over all of them."""
+    batches: list[RolloutBatch] = []
+    for part in range(parts):
+        dealt = [replace(group, rollouts=group.rollouts[part::parts]) for group in groups]
+        dealt = [group for group in dealt if any(is_trained(raw) for raw in group.rollouts)]
+        if dealt:
+            batches.append(validate_groups(dealt, limits(vocab_size=VOCAB_SIZE)))
+    return batches
+
+
+def is_trained(raw: RawRollout) -> bool:
+    """Whether the rollout has a trained token."""
+    if raw.loss_mask is not None:
+        return bool(raw.loss_mask.any())
+    return any(segment.trained and len(segment.tokens) for segment in raw.segments)
