@@ -14,11 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.model.spec import FolderBase, FullTuning, LoraTuning, ModelDtype, ModelSpec
+from ratoon.model.spec import FolderBase, FullTuning, LoraTuning, ModelDtype
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.train.checkpoint import MANIFEST_NAME, MOMENTS_NAME, WEIGHTS_NAME
 from ratoon.train.config import (
-    AdamWConfig,
     KlConfig,
     KlKind,
     LossKind,
@@ -27,39 +26,15 @@ from ratoon.train.config import (
     ReferenceKind,
 )
 from ratoon.train.resolve import resolve_loss, resolve_optim
-from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
 from ratoon.train.window import WindowState
 from tests import builders
-from tests.tiny_models import write_folder
+from tests.train.trainer_runs import make_trainer, weights_of
 
 _REQUEST = LossRequest(
     kind=LossKind.GRPO,
     kl=KlConfig(kind=KlKind.K3, coefficient=0.1, reference=ReferenceKind.FROZEN),
 )
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> FolderBase:
-    folder = write_folder(tmp_path_factory.mktemp("base"), "qwen3")
-    return FolderBase(folder=str(folder))
-
-
-def _spec(
-    base: FolderBase,
-    tuning: FullTuning | LoraTuning | None = None,
-    dtype: ModelDtype = ModelDtype.FLOAT32,
-) -> TrainerSpec:
-    return TrainerSpec(
-        model=ModelSpec(base=base, tuning=tuning or FullTuning(), dtype=dtype, seed=0),
-        optimizer=AdamWConfig(),
-        deterministic=True,
-        micro_batch_tokens=64,
-        keep_reference=True,
-        attention_backend="",
-        device="cpu",
-        num_threads=1,
-    )
 
 
 def _batch(seed: int) -> RolloutBatch:
@@ -78,10 +53,6 @@ def _update(trainer: Trainer, seed: int) -> None:
     assert report.grad_norm > 0
 
 
-def _weights(trainer: Trainer) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in trainer.export_state().items()}
-
-
 def _equal(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
     return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
@@ -98,39 +69,38 @@ def test_continued_run_has_the_bits_of_an_uninterrupted_one(
     base: FolderBase, tmp_path: Path, tuning: FullTuning | LoraTuning, dtype: ModelDtype
 ) -> None:
     """Trap 10: moments and step count come back too, and the frozen reference is the first one."""
-    spec = _spec(base, tuning, dtype)
-    straight = Trainer.create(spec)
+    straight = make_trainer(base, tuning=tuning, dtype=dtype)
     for seed in range(2):
         _update(straight, seed)
     size = straight.save_checkpoint(tmp_path / "checkpoint")
     assert size == sum(path.stat().st_size for path in (tmp_path / "checkpoint").iterdir())
-    resumed = Trainer.create(spec)
+    resumed = make_trainer(base, tuning=tuning, dtype=dtype)
     resumed.load_checkpoint(tmp_path / "checkpoint")
     assert resumed.version == straight.version == 2
-    assert _equal(_weights(resumed), _weights(straight))
+    assert _equal(weights_of(resumed), weights_of(straight))
     for seed in range(2, 4):
         _update(straight, seed)
         _update(resumed, seed)
     assert resumed.version == 4
-    assert _equal(_weights(resumed), _weights(straight))
+    assert _equal(weights_of(resumed), weights_of(straight))
 
 
 def test_load_goes_back_and_empties_the_window(base: FolderBase, tmp_path: Path) -> None:
-    trainer = Trainer.create(_spec(base))
+    trainer = make_trainer(base, dtype=ModelDtype.FLOAT32)
     _update(trainer, 0)
     trainer.save_checkpoint(tmp_path / "one")
-    then = _weights(trainer)
+    then = weights_of(trainer)
     batch = _batch(7)
     plan = trainer.plan_forward(batch)
     reference = trainer.forward(batch, plan, with_entropy=False, use_reference=True).logprobs
     _update(trainer, 1)
     loss = resolve_loss(_REQUEST, batch, has_frozen_reference=True)
     trainer.forward_backward(batch, loss, trainer.prepare(batch, loss).plan)
-    assert not _equal(_weights(trainer), then)
+    assert not _equal(weights_of(trainer), then)
     trainer.load_checkpoint(tmp_path / "one")
     assert trainer.version == 1
     assert trainer.window_state is WindowState.EMPTY
-    assert _equal(_weights(trainer), then)
+    assert _equal(weights_of(trainer), then)
     again = trainer.forward(batch, plan, with_entropy=False, use_reference=True).logprobs
     np.testing.assert_array_equal(again, reference)
     policy = trainer.forward(batch, plan, with_entropy=False, use_reference=False).logprobs
@@ -157,26 +127,26 @@ def test_damaged_file_is_named_and_nothing_is_applied(
     base: FolderBase, tmp_path: Path, name: str, damage: Callable[[Path], None]
 ) -> None:
     """Trap 11, for loads: a checkpoint is applied whole or not at all."""
-    trainer = Trainer.create(_spec(base))
+    trainer = make_trainer(base, dtype=ModelDtype.FLOAT32)
     _update(trainer, 0)
     trainer.save_checkpoint(tmp_path / "one")
     damage(tmp_path / "one" / name)
     _update(trainer, 1)
-    now = _weights(trainer)
+    now = weights_of(trainer)
     with pytest.raises(RatoonError) as caught:
         trainer.load_checkpoint(tmp_path / "one")
     assert caught.value.code is ErrorCode.INTERNAL
     assert caught.value.field == name
     assert name in caught.value.message
     assert trainer.version == 2
-    assert _equal(_weights(trainer), now)
+    assert _equal(weights_of(trainer), now)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"format": 2}'])
 def test_manifest_that_is_no_manifest_is_refused(
     base: FolderBase, tmp_path: Path, text: str
 ) -> None:
-    trainer = Trainer.create(_spec(base))
+    trainer = make_trainer(base, dtype=ModelDtype.FLOAT32)
     trainer.save_checkpoint(tmp_path / "one")
     (tmp_path / "one" / MANIFEST_NAME).write_text(text)
     with pytest.raises(RatoonError) as caught:
@@ -186,7 +156,7 @@ def test_manifest_that_is_no_manifest_is_refused(
 
 def test_missing_checkpoint_is_not_found(base: FolderBase, tmp_path: Path) -> None:
     with pytest.raises(RatoonError) as caught:
-        Trainer.create(_spec(base)).load_checkpoint(tmp_path / "none")
+        make_trainer(base, dtype=ModelDtype.FLOAT32).load_checkpoint(tmp_path / "none")
     assert caught.value.code is ErrorCode.CHECKPOINT_NOT_FOUND
 
 
@@ -224,20 +194,21 @@ def _narrow(tensors: dict[str, Tensor]) -> None:
 def test_other_tensors_are_refused_by_name(
     base: FolderBase, tmp_path: Path, change: Callable[[dict[str, Tensor]], None]
 ) -> None:
-    trainer = Trainer.create(_spec(base))
+    trainer = make_trainer(base, dtype=ModelDtype.FLOAT32)
     trainer.save_checkpoint(tmp_path / "one")
     _rewrite(tmp_path / "one", change)
-    now = _weights(trainer)
+    now = weights_of(trainer)
     with pytest.raises(RatoonError, match=_EMBEDDING) as caught:
         trainer.load_checkpoint(tmp_path / "one")
     assert caught.value.code is ErrorCode.INVALID_ARGUMENT
-    assert _equal(_weights(trainer), now)
+    assert _equal(weights_of(trainer), now)
 
 
 def test_checkpoint_of_another_model_is_refused(base: FolderBase, tmp_path: Path) -> None:
     """The frozen part of the model is not in the checkpoint: its spec must be the same."""
-    spec = _spec(base)
-    Trainer.create(spec).save_checkpoint(tmp_path / "one")
+    trainer = make_trainer(base)
+    trainer.save_checkpoint(tmp_path / "one")
+    spec = trainer.spec
     other = Trainer.create(replace(spec, model=replace(spec.model, seed=1)))
     with pytest.raises(RatoonError) as caught:
         other.load_checkpoint(tmp_path / "one")
@@ -247,7 +218,7 @@ def test_checkpoint_of_another_model_is_refused(base: FolderBase, tmp_path: Path
 def test_save_appears_whole_or_not_at_all(
     base: FolderBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = Trainer.create(_spec(base))
+    trainer = make_trainer(base, dtype=ModelDtype.FLOAT32)
     trainer.save_checkpoint(tmp_path / "one")
     with pytest.raises(FileExistsError):
         trainer.save_checkpoint(tmp_path / "one")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import platform
 import resource
 from importlib.metadata import version
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,6 +21,8 @@ def configure_torch(spec: TrainerSpec) -> None:
     """Set threads, determinism and plain float32 products; for the worker's own process only."""
     torch.set_num_threads(spec.num_threads)
     torch.use_deterministic_algorithms(spec.deterministic)
+    # Filling every empty tensor first is for debugging; every element is written anyway.
+    cast("Any", torch.utils.deterministic).fill_uninitialized_memory = False
     torch.set_float32_matmul_precision("highest")
 
 

@@ -1,0 +1,346 @@
+"""The trainer: windows, calls, cancels, skips and the report."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon.model.spec import FolderBase
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.validate import validate_groups
+from ratoon.train.config import (
+    DivideBy,
+    LossKind,
+    OldLogprobs,
+    OldLogprobsKind,
+    OverlongFilter,
+    Staleness,
+    StalenessAction,
+    TokenWeight,
+)
+from ratoon.train.window import WindowState
+from tests import builders
+from tests.train.trainer_runs import (
+    FROZEN,
+    assert_close,
+    assert_equal,
+    forward_backward,
+    gradients_of,
+    make_batch,
+    make_loss,
+    make_step,
+    make_trainer,
+    weights_of,
+)
+
+
+def _split(batch_groups: list[Any], at: int) -> tuple[RolloutBatch, RolloutBatch]:
+    return (
+        validate_groups(batch_groups[:at], builders.limits(vocab_size=64)),
+        validate_groups(batch_groups[at:], builders.limits(vocab_size=64)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("token_weight", "divide_by"),
+    [
+        (TokenWeight.PER_TOKEN, DivideBy.TOKENS),
+        (TokenWeight.PER_SEQUENCE, DivideBy.SEQUENCES),
+        (TokenWeight.PER_SEQUENCE, DivideBy.GROUPS),
+        (TokenWeight.PER_TOKEN, DivideBy.NONE),
+    ],
+)
+def test_a_window_of_two_calls_is_the_call_of_both(
+    base: FolderBase, token_weight: TokenWeight, divide_by: DivideBy
+) -> None:
+    """Trap 8 again, over calls: sums add up, and the step divides once by the window's counters."""
+    groups = builders.random_groups(np.random.default_rng(1), num_groups=5)
+    whole = validate_groups(groups, builders.limits(vocab_size=64))
+    together, apart = make_trainer(base), make_trainer(base)
+    loss = make_loss(whole, LossKind.PPO_CLIP, token_weight=token_weight)
+    step = make_step(together, loss, divide_by=divide_by)
+    expected = together.update(whole, loss, step, together.prepare(whole, loss).plan)
+    for part in _split(groups, 2):
+        forward_backward(apart, part, make_loss(part, LossKind.PPO_CLIP, token_weight=token_weight))
+    report = apart.optim_step(step)
+    assert report.grad_norm == pytest.approx(expected.grad_norm, rel=1e-10)
+    assert report.loss == pytest.approx(expected.loss, rel=1e-10)
+    assert report.entropy == pytest.approx(expected.entropy, rel=1e-10)
+    assert_close(weights_of(apart), weights_of(together))
+    assert apart.version == together.version == 1
+
+
+def test_a_group_in_two_calls_is_one_group(base: FolderBase) -> None:
+    """With ready-made advantages a group may come in parts: it counts once a window."""
+    (group,) = builders.random_groups(
+        np.random.default_rng(2), num_groups=1, outcome="advantages", max_rollouts=6
+    )
+    parts = [
+        replace(group, rollouts=(rollout,))
+        for rollout in group.rollouts
+        if builders.num_response_tokens(rollout)
+    ]
+    assert len(parts) > 1
+    whole = validate_groups([group], builders.limits(vocab_size=64))
+    together, apart = make_trainer(base), make_trainer(base)
+    loss = make_loss(whole)
+    step = make_step(together, loss, divide_by=DivideBy.GROUPS)
+    expected = together.update(whole, loss, step, together.prepare(whole, loss).plan)
+    for part in parts:
+        batch = validate_groups([part], builders.limits(vocab_size=64))
+        forward_backward(apart, batch, make_loss(batch))
+    assert apart.optim_step(step).grad_norm == pytest.approx(expected.grad_norm, rel=1e-10)
+
+
+def test_token_weights_of_a_window_may_not_mix(base: FolderBase) -> None:
+    trainer, batch = make_trainer(base), make_batch(3)
+    forward_backward(trainer, batch, make_loss(batch, LossKind.PPO_CLIP))
+    before = gradients_of(trainer)
+    other = make_loss(batch, LossKind.GRPO)
+    plan = trainer.plan_forward(batch)
+    for call in (
+        lambda: trainer.prepare(batch, other),
+        lambda: trainer.forward_backward(batch, other, plan),
+    ):
+        with pytest.raises(RatoonError) as caught:
+            call()
+        assert caught.value.field == "loss.token_weight"
+    assert_equal(gradients_of(trainer), before)
+    assert trainer.window_state is WindowState.OPEN
+    assert trainer.normalisation.token_weight is TokenWeight.PER_TOKEN
+
+
+def test_losses_of_a_window_may_differ_in_their_divisor_only_if_the_step_says_one(
+    base: FolderBase,
+) -> None:
+    trainer, batch = make_trainer(base), make_batch(3)
+    forward_backward(trainer, batch, make_loss(batch, LossKind.PPO_CLIP))
+    assert trainer.normalisation.default_divide_by is DivideBy.TOKENS
+    forward_backward(trainer, batch, make_loss(batch, LossKind.REINFORCE))
+    assert trainer.normalisation.default_divide_by is None
+
+
+def test_empty_and_open_windows_are_told_apart(base: FolderBase) -> None:
+    trainer, batch = make_trainer(base), make_batch(3)
+    loss = make_loss(batch)
+    step, plan = make_step(trainer, loss), trainer.prepare(batch, loss).plan
+    for call in (lambda: trainer.optim_step(step), lambda: trainer.normalisation):
+        with pytest.raises(RatoonError) as caught:
+            call()
+        assert caught.value.code is ErrorCode.WINDOW_EMPTY
+    trainer.forward_backward(batch, loss, plan)
+    before = gradients_of(trainer)
+    with pytest.raises(RatoonError) as caught:
+        trainer.update(batch, loss, step, plan)
+    assert caught.value.code is ErrorCode.WINDOW_OPEN
+    assert_equal(gradients_of(trainer), before)
+    trainer.discard_gradients()
+    assert trainer.window_state is WindowState.EMPTY
+    assert not trainer.update(batch, loss, step, plan).skipped
+
+
+def test_discarded_gradients_leave_no_trace(base: FolderBase) -> None:
+    one, two, batch, other = make_trainer(base), make_trainer(base), make_batch(4), make_batch(5)
+    loss = make_loss(batch)
+    forward_backward(one, other, make_loss(other, entropy_coefficient=1.0))
+    one.discard_gradients()
+    for trainer in (one, two):
+        trainer.update(batch, loss, make_step(trainer, loss), trainer.prepare(batch, loss).plan)
+    assert_equal(weights_of(one), weights_of(two))
+
+
+def test_cancel_stops_between_micro_batches_and_tears_the_window(base: FolderBase) -> None:
+    trainer, batch = make_trainer(base, tokens=20), make_batch(6)
+    loss = make_loss(batch)
+    seen: list[tuple[int, int, int]] = []
+
+    with pytest.raises(RatoonError) as caught:
+        forward_backward(
+            trainer,
+            batch,
+            loss,
+            on_progress=lambda *now: seen.append(now),
+            is_cancelled=lambda: len(seen) >= 3,
+        )
+    assert caught.value.code is ErrorCode.CANCELLED
+    assert caught.value.details["micro_batches_done"] == "2"
+    assert [done for done, _, _ in seen] == [0, 1, 2]
+    assert trainer.window_state is WindowState.TORN
+    for call in (
+        lambda: trainer.optim_step(make_step(trainer, loss)),
+        lambda: forward_backward(trainer, batch, loss),
+    ):
+        with pytest.raises(RatoonError) as torn:
+            call()
+        assert torn.value.code is ErrorCode.WINDOW_POISONED
+    trainer.discard_gradients()
+    forward_backward(trainer, batch, loss)
+    clean = make_trainer(base, tokens=20)
+    forward_backward(clean, batch, loss)
+    assert_equal(gradients_of(trainer), gradients_of(clean))
+
+
+@pytest.mark.parametrize("after", [0, 2, 10_000])
+def test_cancelled_update_leaves_everything_as_it_was(base: FolderBase, after: int) -> None:
+    """Also where the cancel comes after the last micro-batch: before the step there is time."""
+    trainer, batch = make_trainer(base, tokens=20), make_batch(6)
+    loss = make_loss(batch)
+    plan = trainer.prepare(batch, loss).plan
+    before = weights_of(trainer)
+    seen: list[tuple[int, int, int]] = []
+    limit = min(after, len(plan.micro_batches))
+    with pytest.raises(RatoonError) as caught:
+        trainer.update(
+            batch,
+            loss,
+            make_step(trainer, loss),
+            plan,
+            on_progress=lambda *now: seen.append(now),
+            is_cancelled=lambda: seen[-1][0] >= limit,
+        )
+    assert caught.value.code is ErrorCode.CANCELLED
+    assert trainer.window_state is WindowState.EMPTY
+    assert trainer.version == 0
+    assert_equal(weights_of(trainer), before)
+
+
+def test_progress_counts_replicated_tokens(base: FolderBase) -> None:
+    trainer, batch = make_trainer(base, tokens=20), make_batch(6)
+    loss = make_loss(batch)
+    seen: list[tuple[int, int, int]] = []
+    report = forward_backward(trainer, batch, loss, on_progress=lambda *now: seen.append(now))
+    planned = report.num_micro_batches
+    assert [done for done, _, _ in seen] == list(range(planned + 1))
+    assert {total for _, total, _ in seen} == {planned}
+    assert seen[-1][2] == report.replicated_tokens > report.packed_tokens > 0
+
+
+def test_non_finite_gradient_skips_the_step(base: FolderBase) -> None:
+    """exp(log p + 900) overflows for a negative advantage: nothing is applied, and it says so."""
+    trainer = make_trainer(base)
+    rollout = builders.rollout(
+        [3, 4],
+        sampler_logprobs=np.array([-900.0, -1.0], np.float32),
+        advantages=np.array([-1.0, 1.0], np.float32),
+    )
+    batch = validate_groups([builders.group([1], [rollout])], builders.limits(vocab_size=64))
+    loss = make_loss(batch, old_logprobs=OldLogprobs(kind=OldLogprobsKind.SAMPLER))
+    before = weights_of(trainer)
+    report = trainer.update(
+        batch, loss, make_step(trainer, loss), trainer.prepare(batch, loss).plan
+    )
+    assert report.skipped
+    assert any("not finite" in warning for warning in report.warnings)
+    assert trainer.version == 0
+    assert trainer.window_state is WindowState.EMPTY
+    assert_equal(weights_of(trainer), before)
+    good = make_batch(1)
+    fine = make_loss(good)
+    after = trainer.update(good, fine, make_step(trainer, fine), trainer.prepare(good, fine).plan)
+    assert not after.skipped
+    assert trainer.version == 1
+
+
+def _flat_batch() -> RolloutBatch:
+    rollouts = [builders.rollout([3, n], reward=1.0, truncated=True) for n in range(3)]
+    return validate_groups([builders.group([1], rollouts)], builders.limits(vocab_size=64))
+
+
+@pytest.mark.parametrize("kind", [LossKind.DAPO, LossKind.DR_GRPO])
+def test_an_update_of_which_nothing_remains_is_a_skipped_step(
+    base: FolderBase, kind: LossKind
+) -> None:
+    """All dropped: done, skipped, version kept, whatever the divisor; the report says why."""
+    trainer, batch = make_trainer(base), _flat_batch()
+    loss = make_loss(batch, kind, overlong=OverlongFilter())
+    constant = 5.0 if kind is LossKind.DR_GRPO else None
+    before = weights_of(trainer)
+    plan = trainer.prepare(batch, loss).plan
+    assert plan.micro_batches == ()
+    report = trainer.update(batch, loss, make_step(trainer, loss, divide_constant=constant), plan)
+    assert report.skipped
+    assert report.grad_norm is None
+    assert (report.trained_tokens, report.num_groups, report.loss) == (0, 0, 0.0)
+    assert report.dropped_truncated == 3
+    assert any("dropped" in warning for warning in report.warnings)
+    assert trainer.version == 0
+    assert_equal(weights_of(trainer), before)
+
+
+def test_report_counts_what_was_done(base: FolderBase) -> None:
+    trainer = make_trainer(base)
+    rollouts = [
+        builders.rollout(
+            [3, 4, n],
+            reward=float(n),
+            policy_version=-1 + n,
+            sampler_logprobs=np.full(3, -2.0, np.float32),
+        )
+        for n in range(1, 4)
+    ]
+    batch = validate_groups([builders.group([1, 2], rollouts)], builders.limits(vocab_size=64))
+    trainer.version = 3
+    loss = make_loss(
+        batch, staleness=Staleness(max_versions=2, action=StalenessAction.DROP), kl=FROZEN
+    )
+    plan = trainer.prepare(batch, loss).plan
+    report = trainer.update(batch, loss, make_step(trainer, loss), plan)
+    assert trainer.version == 4
+    assert report.dropped_stale == 1
+    assert (report.num_groups, report.num_sequences, report.trained_tokens) == (1, 2, 6)
+    # Two sequences of 5 that share 4: 10 tokens replicated, 6 packed; 30 pairs against 20.
+    assert (report.replicated_tokens, report.packed_tokens) == (10, 6)
+    assert report.token_reduction == pytest.approx(10 / 6)
+    assert report.attention_pair_reduction == pytest.approx(30 / 20)
+    assert report.reward_mean == pytest.approx(2.0)
+    assert (report.staleness_mean, report.staleness_max) == (1.5, 2)
+    assert report.num_micro_batches == 1
+    assert report.hardware_mfu is None
+    assert report.logical_mfu is None
+    assert report.peak_memory_bytes > 0
+    assert report.tokens_per_second > 0
+    assert report.seconds.forward > 0
+    assert report.seconds.backward > 0
+    assert report.seconds.optimizer > 0
+    assert report.kl is not None
+    assert report.sampler_kl is not None
+    assert report.sampler_gap_max is not None
+
+
+def test_report_losses_are_divided_as_the_gradient(base: FolderBase) -> None:
+    """On policy r is 1, so grpo's loss is minus the mean over sequences of the mean advantage."""
+    trainer, batch = make_trainer(base), make_batch(12)
+    loss = make_loss(batch, entropy_coefficient=0.1)
+    arrays = trainer.forward(
+        batch, trainer.plan_forward(batch), with_entropy=True, use_reference=False
+    )
+    report = trainer.update(
+        batch, loss, make_step(trainer, loss), trainer.prepare(batch, loss).plan
+    )
+    assert batch.advantages is not None
+    assert arrays.entropy is not None
+    means, entropies = [], []
+    for start, stop in zip(batch.response_offsets[:-1], batch.response_offsets[1:], strict=True):
+        mask = batch.loss_mask[start:stop]
+        if mask.any():
+            means.append(-batch.advantages[start:stop][mask].astype(np.float64).mean())
+            entropies.append(arrays.entropy[start:stop][mask].mean())
+    assert report.policy_gradient_loss == pytest.approx(np.mean(means), rel=1e-9)
+    assert report.entropy == pytest.approx(np.mean(entropies), rel=1e-9)
+    expected = np.mean(means) - 0.1 * np.mean(entropies)
+    assert report.loss == pytest.approx(expected, rel=1e-9)
+
+
+def test_raw_sampler_logprobs_are_left_out_of_the_mismatch(base: FolderBase) -> None:
+    trainer, batch = make_trainer(base), make_batch(13)
+    raw_S = np.ones(batch.num_sequences, np.bool_)
+    batch = replace(batch, sampler_is_raw=raw_S)
+    loss = make_loss(batch, LossKind.REINFORCE)
+    report = forward_backward(trainer, batch, loss)
+    assert report.sampler_kl is None
+    assert report.sampler_gap_max is None
+    assert any("raw" in warning for warning in report.warnings)

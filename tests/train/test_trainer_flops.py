@@ -1,0 +1,93 @@
+"""FLOPs and MFU against a geometry worked out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from ratoon.model.spec import FolderBase, LoraTuning
+from ratoon.train import flops
+from tests.train.trainer_runs import make_batch, make_trainer
+
+# Response lengths of a recorded group of 32 with a prompt of 5,059 tokens.
+_PROMPT = 5059
+_LENGTHS = np.array(
+    [
+        *(1432, 1866, 504, 379, 1588, 411, 152, 218, 918, 416, 1770, 1826, 1456, 378, 1575, 297),
+        *(1503, 1944, 1503, 731, 753, 1311, 1448, 1925, 457, 1940, 1655, 941, 1483, 1106, 1185),
+        1193,
+    ]
+)
+# The geometry of Qwen3-8B.
+_PER_LAYER = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 12288 + 2 * 4096 + 2 * 128
+_SIZES = flops.Geometry(
+    layer_parameters=36 * _PER_LAYER,
+    trained_layer_parameters=36 * _PER_LAYER,
+    head_is_trained=True,
+    num_layers=36,
+    num_heads=32,
+    head_dim=128,
+    hidden_size=4096,
+    vocab_size=151936,
+)
+
+
+def test_training_flops_give_the_known_hardware_mfu() -> None:
+    """That group takes 4.69 s on an H200 where its de-duplicated work is half the peak."""
+    tokens = _PROMPT + int(_LENGTHS.sum())
+    assert tokens == 41_323
+    causal = _PROMPT * (_PROMPT + 1) // 2 + int((_LENGTHS * _PROMPT).sum())
+    causal += int((_LENGTHS * (_LENGTHS + 1) // 2).sum())
+    work = flops.Work(tokens=tokens, rows=int(_LENGTHS.sum()), pairs=causal)
+    share = flops.utilisation(flops.training_flops(_SIZES, work), 4.69, 989e12)
+    assert share == pytest.approx(0.50, abs=0.005)
+
+
+def test_flops_by_hand() -> None:
+    sizes = flops.Geometry(
+        layer_parameters=1000,
+        trained_layer_parameters=100,
+        head_is_trained=False,
+        num_layers=2,
+        num_heads=3,
+        head_dim=4,
+        hidden_size=5,
+        vocab_size=7,
+    )
+    work = flops.Work(tokens=10, rows=6, pairs=55)
+    assert flops.training_flops(sizes, work) == (
+        10 * (4 * 1000 + 2 * 100) + 4 * 7 * 5 * 6 + 14 * 4 * 3 * 2 * 55
+    )
+    assert flops.forward_flops(sizes, work) == 2 * 10 * 1000 + 2 * 7 * 5 * 6 + 4 * 4 * 3 * 2 * 55
+
+
+def test_geometry_is_read_off_the_model(base: FolderBase) -> None:
+    """Two layers of hidden size 16, 4 heads of 8, 2 kv heads, MLP 24, vocabulary 64, tied."""
+    per_layer = 16 * 32 * 2 + 16 * 16 * 2 + 3 * 16 * 24 + 2 * 16 + 2 * 8
+    full = flops.geometry(make_trainer(base).model)
+    assert full.layer_parameters == full.trained_layer_parameters == 2 * per_layer + 16
+    assert (full.num_layers, full.num_heads, full.head_dim) == (2, 4, 8)
+    assert (full.hidden_size, full.vocab_size, full.head_is_trained) == (16, 64, True)
+    trainer = make_trainer(base, tuning=LoraTuning(rank=2, alpha=4.0))
+    lora = flops.geometry(trainer.model)
+    assert lora.trained_layer_parameters == trainer.info().num_trainable_parameters
+    assert lora.layer_parameters == full.layer_parameters + lora.trained_layer_parameters
+    assert not lora.head_is_trained
+
+
+def test_logical_work_is_replicated_and_not_causal(base: FolderBase) -> None:
+    trainer, batch = make_trainer(base, tokens=30), make_batch(0)
+    plan = trainer.plan_forward(batch)
+    work = flops.logical_work(batch, plan)
+    lengths = [len(batch.sequence_tokens(s)) for part in plan.micro_batches for s in part.sequences]
+    assert work.tokens == sum(lengths) == plan.replicated_tokens
+    assert work.pairs == sum(length**2 for length in lengths)
+    assert work.rows == batch.loss_mask.sum()
+
+
+def test_peak_is_unknown_on_a_cpu() -> None:
+    assert flops.peak_flops(torch.device("cpu"), torch.bfloat16) is None
+    assert flops.utilisation(1e12, 1.0, None) is None
+    assert flops.utilisation(1e12, 0.0, 1e12) is None
+    assert flops.utilisation(5e11, 2.0, 1e12) == 0.25

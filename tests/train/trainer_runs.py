@@ -1,0 +1,114 @@
+"""Small trainers and what is done with them: shared by the tests of the trainer and checkpoints.
+
+In: a model folder and a few options. Out: trainers, batches, losses. Invariant: the same options
+give the same trainer and the same batch.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ratoon.model.spec import FolderBase, FullTuning, LoraTuning, ModelDtype, ModelSpec
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.train.config import (
+    AdamWConfig,
+    KlConfig,
+    KlKind,
+    LossKind,
+    LossRequest,
+    OldLogprobs,
+    OldLogprobsKind,
+    OptimRequest,
+    ReferenceKind,
+)
+from ratoon.train.loss_spec import Loss, OptimStep
+from ratoon.train.report import StepReport
+from ratoon.train.resolve import resolve_loss, resolve_optim
+from ratoon.train.spec import TrainerSpec
+from ratoon.train.trainer import Trainer
+from tests import builders
+
+ON_POLICY = OldLogprobs(kind=OldLogprobsKind.ON_POLICY)
+FROM_FORWARD = OldLogprobs(kind=OldLogprobsKind.FROM_FORWARD, forward_operation_id="op-1")
+FROZEN = KlConfig(kind=KlKind.K3, coefficient=0.2, reference=ReferenceKind.FROZEN)
+
+
+def make_trainer(
+    base: FolderBase,
+    *,
+    dtype: ModelDtype = ModelDtype.FLOAT64,
+    tokens: int = 64,
+    tuning: FullTuning | LoraTuning | None = None,
+) -> Trainer:
+    return Trainer.create(
+        TrainerSpec(
+            model=ModelSpec(base=base, tuning=tuning or FullTuning(), dtype=dtype, seed=0),
+            optimizer=AdamWConfig(weight_decay=0.1),
+            deterministic=True,
+            micro_batch_tokens=tokens,
+            keep_reference=True,
+            attention_backend="",
+            device="cpu",
+            num_threads=1,
+        )
+    )
+
+
+def make_batch(seed: int, **knobs: Any) -> RolloutBatch:
+    fields: dict[str, Any] = {"num_groups": 4, "outcome": "advantages"}
+    return builders.random_batch(np.random.default_rng(seed), **(fields | knobs))
+
+
+def make_loss(batch: RolloutBatch, kind: LossKind = LossKind.GRPO, **changes: Any) -> Loss:
+    fields: dict[str, Any] = {"old_logprobs": ON_POLICY}
+    if kind in (LossKind.REINFORCE, LossKind.CROSS_ENTROPY):
+        fields = {}
+    return resolve_loss(
+        LossRequest(kind=kind, **(fields | changes)), batch, has_frozen_reference=True
+    )
+
+
+def make_step(trainer: Trainer, loss: Loss, **changes: Any) -> OptimStep:
+    fields: dict[str, Any] = {"learning_rate": 1e-2}
+    return resolve_optim(
+        OptimRequest(**(fields | changes)), loss.normalisation, trainer.spec.optimizer
+    )
+
+
+def forward_backward(
+    trainer: Trainer, batch: RolloutBatch, loss: Loss, **options: Any
+) -> StepReport:
+    plan = trainer.prepare(batch, loss).plan
+    return trainer.forward_backward(batch, loss, plan, **options)
+
+
+def gradients_of(trainer: Trainer) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in trainer.model.named_trainable().items():
+        assert parameter.grad is not None
+        found[name] = parameter.grad.clone()
+    return found
+
+
+def weights_of(trainer: Trainer) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.export_state().items()}
+
+
+def assert_equal(one: dict[str, Tensor], two: dict[str, Tensor]) -> None:
+    assert one.keys() == two.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, two[name]), name
+
+
+def assert_close(one: dict[str, Tensor], two: dict[str, Tensor]) -> None:
+    """rel-L2 <= 1e-10 per parameter, relative at least to a millionth of all."""
+    total = math.sqrt(sum(float(tensor.square().sum()) for tensor in two.values()))
+    assert total > 0
+    for name, tensor in one.items():
+        scale = max(float(two[name].norm()), 1e-6 * total)
+        assert float((tensor - two[name]).norm()) <= 1e-10 * scale, name
