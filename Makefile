@@ -56,7 +56,7 @@ proto-check: env-proto ## check that the generated code is what protoc writes
 bench: bench-cpu ## run the benchmarks of this machine
 
 bench-cpu: env ## packed against replicated training on the CPU
-	@$(BIN)/python benchmarks/step_cpu.py --out benchmarks/results/cpu/step.json $(ARGS)
+	@$(BIN)/python -m benchmarks.step_cpu --out benchmarks/results/cpu/step.json $(ARGS)
 
 up: ## start the service and Prometheus in containers
 	docker compose up --build --detach --wait

@@ -1,0 +1,156 @@
+"""The install script that the image is built with, and the service that it installs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+INSTALL = ROOT / "deploy" / "install.sh"
+
+
+def _run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(part) for part in command],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+        env={**os.environ, "PYTHON": sys.executable, **environment},
+    )
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    venv = tmp_path_factory.mktemp("install") / "venv"
+    done = _run(INSTALL, venv, "cpu")
+    assert done.returncode == 0, done.stderr[-4000:]
+    return venv
+
+
+def test_install_refuses_an_unknown_device(tmp_path: Path) -> None:
+    done = _run(INSTALL, tmp_path / "venv", "tpu")
+    assert done.returncode == 2
+    assert "expected cpu or cuda" in done.stderr
+    assert not (tmp_path / "venv").exists()
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(900)
+def test_install_gives_pinned_versions_outside_the_checkout(installed: Path) -> None:
+    code = "import ratoon, ratoon_kernels, torch; print(ratoon.__file__); print(torch.__version__)"
+    done = _run(installed / "bin" / "python", "-c", code)
+    assert done.returncode == 0, done.stderr
+    where, torch_version = done.stdout.split()
+    assert Path(where).is_relative_to(installed)
+    pins = (ROOT / "constraints.txt").read_text()
+    assert f"torch=={torch_version.split('+')[0]}\n" in pins
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def served(installed: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    http, gateway, serve = _free_port(), _free_port(), _free_port()
+    config = tmp_path / "ratoon.yaml"
+    config.write_text(
+        yaml.safe_dump(
+            {
+                "data_root": str(tmp_path / "data"),
+                "models_root": str(tmp_path / "models"),
+                "http": {"port": http},
+                "grpc": {"gateway_port": gateway, "serve_port": serve},
+            }
+        )
+    )
+    process = subprocess.Popen(
+        [installed / "bin" / "ratoon", "serve", "--config", config],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=tmp_path,
+    )
+    yield process, http
+    if process.poll() is None:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(900)
+def test_installed_service_answers_and_stops_on_sigterm(
+    installed: Path, served: tuple[subprocess.Popen[str], int]
+) -> None:
+    process, port = served
+    url = f"http://127.0.0.1:{port}"
+    deadline = time.monotonic() + 120
+    while True:
+        health = _run(installed / "bin" / "ratoonctl", "--url", url, "health")
+        if health.returncode == 0:
+            break
+        assert process.poll() is None, process.stdout.read() if process.stdout else ""
+        assert time.monotonic() < deadline, health.stderr
+        time.sleep(0.5)
+    with urllib.request.urlopen(f"{url}/v1/info", timeout=10) as answer:
+        assert json.load(answer)["api_version"] == "v1"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 0
+
+
+def test_image_runs_as_a_user_with_a_healthcheck() -> None:
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    assert re.search(r"^USER (?!root\b|0\b)\S+", dockerfile, re.MULTILINE)
+    assert "HEALTHCHECK" in dockerfile
+    assert "deploy/install.sh /opt/ratoon" in dockerfile
+
+
+def test_image_context_holds_all_that_the_dockerfile_copies() -> None:
+    """A file missing from .dockerignore would break a build that no test here can run."""
+    allowed = {
+        line[1:]
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    }
+    copied = re.findall(r"^COPY (?!--from)(\S+) ", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert copied
+    for source in copied:
+        assert source in allowed
+        assert (ROOT / source).exists()
+
+
+def test_compose_scrapes_the_service_on_loopback_ports() -> None:
+    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+    services = compose["services"]
+    assert set(services) == {"ratoon", "prometheus"}
+    for service in services.values():
+        assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+    scrape = yaml.safe_load((ROOT / "deploy" / "prometheus.yml").read_text())
+    (job,) = scrape["scrape_configs"]
+    assert job["static_configs"] == [{"targets": ["ratoon:8000"]}]
+
+
+def test_deploy_settings_are_valid() -> None:
+    from ratoon.config import load_config
+
+    config = load_config(ROOT / "deploy" / "ratoon.yaml")
+    assert config.http.host == "0.0.0.0"
+    assert not config.grpc.serve_proxy
+    serve = yaml.safe_load((ROOT / "deploy" / "serve.yaml").read_text())
+    (application,) = serve["applications"]
+    assert application["import_path"] == "ratoon.app:app_builder"
