@@ -1,0 +1,185 @@
+"""From a submission to an accepted operation: keys, bounds, the body, the record.
+
+Enters a validated submission, leaves a queued record, the first one for a retry, or a typed error.
+Invariant: an operation is in the queue only once its body, then its record, are durable; what is
+refused takes no seq and leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import uuid
+
+from ratoon.engine import telemetry
+from ratoon.engine.files import safe_name
+from ratoon.engine.journal import FencedError, JournalState, OperationRecord
+from ratoon.engine.policy_run import PolicyRun
+from ratoon.engine.sequencer import Known, check_key, check_reuse
+from ratoon.engine.types import (
+    Command,
+    DiscardGradientsCommand,
+    ForwardBackwardCommand,
+    ForwardCommand,
+    LoadCheckpointCommand,
+    NoKey,
+    OperationKey,
+    OperationKind,
+    OptimStepCommand,
+    RequestKey,
+    SaveCheckpointCommand,
+    SeqKey,
+    Submission,
+    UpdateCommand,
+)
+from ratoon.errors import ErrorCode, RatoonError, invalid
+
+KINDS: dict[type[Command], OperationKind] = {
+    UpdateCommand: OperationKind.UPDATE,
+    ForwardBackwardCommand: OperationKind.FORWARD_BACKWARD,
+    OptimStepCommand: OperationKind.OPTIM_STEP,
+    DiscardGradientsCommand: OperationKind.DISCARD_GRADIENTS,
+    ForwardCommand: OperationKind.FORWARD,
+    SaveCheckpointCommand: OperationKind.SAVE_CHECKPOINT,
+    LoadCheckpointCommand: OperationKind.LOAD_CHECKPOINT,
+}
+
+
+class JournalUnknownError(Exception):
+    """A write of the journal was not answered: whether it happened must be read again."""
+
+
+def new_operation_id(policy_id: str) -> str:
+    """The policy is in it, so that routing a handle needs no lookup."""
+    return f"{policy_id}.{uuid.uuid4().hex}"
+
+
+class Admission:
+    """`find` and `accept` are called by whoever holds the controller's lock."""
+
+    def __init__(self, run: PolicyRun) -> None:
+        self._run = run
+
+    async def check(self, submission: Submission) -> None:
+        """Judge what depends on nothing else, and hold the body. Raises INVALID_ARGUMENT."""
+        command, key = submission.command, submission.key
+        if not (isinstance(key, NoKey) and isinstance(command, ForwardCommand)):
+            check_key(key, self._run.spec.sequencing)
+        match command:
+            case SaveCheckpointCommand(checkpoint_id=""):
+                pass  # Named by seq and version when it runs.
+            case SaveCheckpointCommand() | LoadCheckpointCommand():
+                safe_name("checkpoint_id", command.checkpoint_id)
+            case _:
+                pass
+        digest = body_digest(command)
+        if digest and await asyncio.to_thread(_sha256, submission.body) != digest:
+            raise invalid("body_digest", digest, "the SHA-256 of the body")
+        if digest:
+            await self._run.bodies.hold(digest, submission.body)
+
+    async def drop(self, submission: Submission) -> None:
+        """Let go of the body: the submission is not accepted, or it is a retry."""
+        digest = body_digest(submission.command)
+        if digest:
+            await self._run.bodies.release(digest)
+
+    async def find(self, key: OperationKey, payload: str) -> OperationRecord | None:
+        """The operation that a retry means. Raises KEY_REUSED for another payload."""
+        record = await self._run.ports.journal.find_key(self._run.policy_id, key)
+        if record is None:
+            return None
+        known = Known(operation_id=record.operation_id, payload_hash=record.payload_hash)
+        check_reuse(key, payload, known)
+        return record
+
+    async def accept(self, submission: Submission, payload: str) -> OperationRecord:
+        """Make a new operation, whose body is held, durable and queue it.
+
+        Raises RESOURCE_EXHAUSTED, and `JournalUnknownError` where the journal did not answer.
+        """
+        run = self._run
+        seq = self._seq(submission.key)
+        self._check_room(seq)
+        record = self._record(submission, seq, payload)
+        if seq:
+            next_seq = run.sequencer.next_free_after(seq)
+            await self._journal(record, next_seq)
+            run.sequencer.accept(seq, record.operation_id)
+        run.ledger.add(record)
+        run.send(telemetry.entered(record, JournalState.ACCEPTED))
+        return record
+
+    async def _journal(self, record: OperationRecord, next_seq: int) -> None:
+        try:
+            await self._run.ports.journal.accept(self._run.token, record, next_seq)
+        except FencedError:
+            raise
+        except Exception as err:
+            raise JournalUnknownError(record.operation_id) from err
+
+    def _seq(self, key: OperationKey) -> int:
+        match key:
+            case SeqKey(seq=seq):
+                return seq
+            case RequestKey():
+                return self._run.sequencer.next_free
+            case NoKey():
+                return 0
+
+    def _check_room(self, seq: int) -> None:
+        """The seq that all others wait for is let in even when the queue is full."""
+        run, limit = self._run, self._run.limits.max_open_operations
+        if run.ledger.num_open < limit or seq == run.sequencer.turn:
+            return
+        raise RatoonError(
+            ErrorCode.RESOURCE_EXHAUSTED,
+            f"policy {run.policy_id} has {run.ledger.num_open} open operations",
+            details={"wanted": "1", "free": "0", "limit": str(limit)},
+        )
+
+    def _record(self, submission: Submission, seq: int, payload: str) -> OperationRecord:
+        run, key, command = self._run, submission.key, submission.command
+        return OperationRecord(
+            operation_id=new_operation_id(run.policy_id),
+            policy_id=run.policy_id,
+            kind=KINDS[type(command)],
+            seq=seq,
+            request_id=key.request_id if isinstance(key, RequestKey) else "",
+            payload_hash=payload,
+            command=command,
+            body_digest=body_digest(command),
+            state=JournalState.ACCEPTED,
+            plan=None,
+            result=None,
+            version=None,
+            weights_digest="",
+            created_at=run.ports.now(),
+            started_at=None,
+            finished_at=None,
+        )
+
+
+def body_digest(command: Command) -> str:
+    """SHA-256 of the body that the command names; "": it has none."""
+    match command:
+        case (
+            UpdateCommand(body_digest=digest)
+            | ForwardBackwardCommand(body_digest=digest)
+            | ForwardCommand(body_digest=digest)
+        ):
+            return digest
+        case _:
+            return ""
+
+
+def named_forward(command: Command | None) -> str:
+    """Id of the Forward whose log-probs the command asks for; "": none."""
+    if not isinstance(command, UpdateCommand | ForwardBackwardCommand):
+        return ""
+    old = command.loss.old_logprobs
+    return old.forward_operation_id if old is not None else ""
+
+
+def _sha256(body: bytes) -> str:
+    return hashlib.sha256(body).hexdigest()

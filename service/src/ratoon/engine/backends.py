@@ -1,0 +1,34 @@
+"""Which kernel backends the workers' device has.
+
+Enters nothing, leaves one `BackendInfo` a backend. Invariant: torch is imported only by the call,
+which is made in a process of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendInfo:
+    """`unavailable_reason` is empty where the backend can be used."""
+
+    op: str
+    name: str
+    available: bool
+    unavailable_reason: str
+
+
+def list_backends() -> tuple[BackendInfo, ...]:
+    """All backends of all ops, as seen by this process."""
+    from ratoon_kernels import registry
+
+    return tuple(
+        BackendInfo(
+            op=backend.op,
+            name=backend.name,
+            available=backend.is_available,
+            unavailable_reason=backend.reason,
+        )
+        for backend in registry.list_backends()
+    )

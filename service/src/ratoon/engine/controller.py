@@ -1,0 +1,277 @@
+"""The owner of one policy: takes submissions, runs them in seq order, answers for them.
+
+Enters submissions and questions from any number of callers, leaves operations. Invariant: an
+operation belongs to the controller, not to its caller: a caller that goes away changes nothing.
+
+States are the policy's: creating -> ready -> deleting, or failed where the loop cannot go on.
+Whatever the loop does not handle sends it back to `start_policy`, which believes the journal and
+the worker only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from ratoon.engine import telemetry
+from ratoon.engine.admission import Admission, JournalUnknownError, named_forward
+from ratoon.engine.codec import payload_hash
+from ratoon.engine.executor import Executor
+from ratoon.engine.faults import cancelled, operation_not_found, policy_not_ready, seq_gap
+from ratoon.engine.files import UploadFiles, drop_expired_results
+from ratoon.engine.journal import (
+    LIFE_KINDS,
+    JournalState,
+    OperationEnd,
+    OperationRecord,
+    ended_progress,
+)
+from ratoon.engine.ledger import LiveOperation
+from ratoon.engine.policy_run import PolicyRun
+from ratoon.engine.publisher import Publisher
+from ratoon.engine.tasks import WorkerLostError
+from ratoon.engine.turns import TurnLoop
+from ratoon.engine.types import (
+    FailedResult,
+    ForwardResult,
+    NoKey,
+    Operation,
+    PolicyState,
+    Submission,
+)
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon.stream.manifest import WeightManifest
+
+# How often a waiting caller's view of a running operation is refreshed.
+_PROGRESS_S = 0.25
+
+
+class Controller:
+    """Its methods may be called concurrently on one event loop."""
+
+    def __init__(self, run: PolicyRun) -> None:
+        self._run = run
+        self._publisher = Publisher(run)
+        self._admission = Admission(run)
+        # Held by whoever changes the queue: submissions, cancellations, a restart.
+        self._lock = asyncio.Lock()
+        self._turns = TurnLoop(run, Executor(run, self._publisher), self._publisher, self._lock)
+        self._uploads = UploadFiles(
+            run.paths,
+            ttl_s=run.limits.upload_ttl_s,
+            max_upload_bytes=run.limits.max_body_bytes,
+        )
+        self._progress_until = 0.0
+
+    @property
+    def state(self) -> PolicyState:
+        return self._run.state
+
+    async def start(self) -> None:
+        """Own the policy and begin to take turns. Raises `RatoonError` where it cannot load."""
+        await self._turns.start()
+
+    async def close(self, grace_s: float) -> None:
+        """Take nothing more, cancel what is open, and stop; for a policy that is deleted."""
+        self._run.state = PolicyState.DELETING
+        for live in self._run.ledger.open_operations():
+            with contextlib.suppress(RatoonError):
+                await self.cancel_operation(live.operation_id)
+        await self._turns.stop(grace_s)
+        for live in self._run.ledger.open_operations():
+            live.fail(cancelled(live.operation_id), self._run.ports.now())
+            self._run.ledger.settle(live)
+
+    async def submit(self, submission: Submission) -> Operation:
+        """Accept an operation durably, or return the first one's handle for a retry.
+
+        Raises POLICY_NOT_READY, INVALID_ARGUMENT, KEY_REUSED, RESOURCE_EXHAUSTED (nothing is
+        accepted then, and no seq is taken), and UNAVAILABLE where the journal does not answer: the
+        operation may have been accepted, and a retry finds out.
+        """
+        self._check_ready()
+        await self._admission.check(submission)
+        try:
+            async with self._lock:
+                self._check_ready()
+                first = await self._first(submission)
+                record = first or await self._accept(submission)
+        except RatoonError:
+            await self._admission.drop(submission)
+            raise
+        except JournalUnknownError as err:
+            self._turns.restart()
+            raise RatoonError(ErrorCode.UNAVAILABLE, "the journal does not answer") from err
+        if first is not None:
+            await self._admission.drop(submission)
+        live = self._run.ledger.find(record.operation_id)
+        return _ended(record) if live is None else await self._view(live)
+
+    async def get_operation(self, operation_id: str, wait_s: float) -> Operation:
+        """The operation, after at most `wait_s` seconds or once it has ended.
+
+        Raises OPERATION_NOT_FOUND, and SEQ_GAP where the wait ends behind a missing seq.
+        """
+        live = self._run.ledger.find(operation_id)
+        if live is None:
+            return _ended(await self._past(operation_id))
+        clock, limits = asyncio.get_running_loop().time, self._run.limits
+        begin = clock()
+        wait_s = min(wait_s, limits.max_wait_s)
+        deadline, gap_deadline = begin + wait_s, begin + min(wait_s, limits.gap_wait_s)
+        while not live.is_final and clock() < deadline:
+            missing = self._missing(live)
+            if missing and clock() >= gap_deadline:
+                raise seq_gap(live.record.seq, missing)
+            until = gap_deadline if missing else deadline
+            await live.wait_change(until - clock())
+        missing = self._missing(live)
+        if missing and wait_s > 0:
+            raise seq_gap(live.record.seq, missing)
+        return await self._view(live)
+
+    async def watch_operation(self, seen: Operation, wait_s: float) -> Operation:
+        """The operation once it differs from `seen`, or after `wait_s` seconds."""
+        live = self._run.ledger.find(seen.operation_id)
+        if live is None:
+            return _ended(await self._past(seen.operation_id))
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + min(wait_s, self._run.limits.max_wait_s)
+        while True:
+            view = await self._view(live)
+            remaining = deadline - clock()
+            if view != seen or remaining <= 0:
+                return view
+            await live.wait_change(min(remaining, _PROGRESS_S) if live.is_started else remaining)
+
+    async def cancel_operation(self, operation_id: str) -> Operation:
+        """End a queued operation, ask a running one to stop; an ended one stays as it is."""
+        live = self._run.ledger.find(operation_id)
+        if live is None:
+            return _ended(await self._past(operation_id))
+        async with self._lock:
+            if not live.is_started and not live.is_final:
+                await self._cancel_queued(live)
+                self._turns.wake()
+        if not live.is_final:
+            live.cancel_requested = True
+            with contextlib.suppress(WorkerLostError):  # The loop sees it too, and acts on it.
+                await self._run.ports.worker.cancel(operation_id)
+        return await self._view(live)
+
+    async def weight_manifest(self, version: int | None) -> WeightManifest:
+        """Of a published version, None: the newest; published now where that is on request.
+
+        Raises WEIGHTS_NOT_FOUND, POLICY_NOT_READY.
+        """
+        self._check_ready()
+        if self._publisher.is_wanted(version):
+            await self._turns.publish()
+        return await self._publisher.manifest(version)
+
+    async def put_upload_part(self, upload_id: str, part_index: int, body: bytes) -> None:
+        """Keep a part of a batch. Raises KEY_REUSED, BODY_TOO_LARGE, POLICY_NOT_READY."""
+        self._check_ready()
+        await asyncio.to_thread(self._uploads.put, upload_id, part_index, body)
+
+    async def get_upload_parts(self, upload_id: str, num_parts: int) -> list[bytes]:
+        """Parts 0 to num_parts - 1. Raises UPLOAD_NOT_FOUND naming the missing one."""
+        self._check_ready()
+        return await asyncio.to_thread(self._uploads.get, upload_id, num_parts)
+
+    async def sweep(self) -> None:
+        """Delete uploads and results that have expired."""
+        protected = await self._named_results()
+        ttl_s = self._run.limits.result_ttl_s
+        await asyncio.to_thread(self._uploads.drop_expired)
+        await asyncio.to_thread(drop_expired_results, self._run.paths, ttl_s, protected)
+
+    async def _first(self, submission: Submission) -> OperationRecord | None:
+        """The operation that this is a retry of."""
+        if isinstance(submission.key, NoKey):
+            return None
+        payload = payload_hash(submission.command)
+        return await self._admission.find(submission.key, payload)
+
+    async def _accept(self, submission: Submission) -> OperationRecord:
+        record = await self._admission.accept(submission, payload_hash(submission.command))
+        if 0 < record.seq < self._run.sequencer.next_free - 1:
+            for live in self._run.ledger.open_operations():
+                live.wake()  # A gap is filled: `blocked_by_seq` of those behind it has changed.
+        self._turns.wake()
+        return record
+
+    async def _named_results(self) -> frozenset[str]:
+        """Digests of Forward results that open operations, or the open window, will read."""
+        run = self._run
+        commands = [live.record.command for live in run.ledger.open_operations()]
+        commands += [record.command for record in run.window_records.values()]
+        digests: set[str] = set()
+        for operation_id in filter(None, map(named_forward, commands)):
+            live = run.ledger.find(operation_id)
+            record = live.record if live else await run.ports.journal.find_operation(operation_id)
+            if record is not None and isinstance(record.result, ForwardResult):
+                digests.add(record.result.digest)
+        return frozenset(digests)
+
+    async def _cancel_queued(self, live: LiveOperation) -> None:
+        run, record = self._run, live.record
+        error = cancelled(record.operation_id)
+        result, now = FailedResult(error=error.to_dict()), run.ports.now()
+        if record.seq:
+            end = OperationEnd(
+                operation_id=record.operation_id,
+                state=JournalState.CANCELLED,
+                result=result,
+                finished_at=now,
+                version=run.version,
+                weights_digest="",
+                closes_window=False,
+                checkpoint=None,
+            )
+            await run.ports.journal.end(run.token, run.policy_id, end)
+            run.sequencer.consume(record.seq)
+        live.end(JournalState.CANCELLED, result, now)
+        run.ledger.settle(live)
+        run.send(telemetry.entered(live.record, JournalState.CANCELLED))
+        if record.body_digest:
+            await run.bodies.release(record.body_digest)
+
+    async def _past(self, operation_id: str) -> OperationRecord:
+        """A journaled operation that is no longer in memory. Raises OPERATION_NOT_FOUND."""
+        record = await self._run.ports.journal.find_operation(operation_id)
+        if record is None or record.policy_id != self._run.policy_id:
+            raise operation_not_found(operation_id)
+        if record.kind in LIFE_KINDS:
+            raise operation_not_found(operation_id)  # The coordinator's: it knows when they end.
+        return record
+
+    async def _view(self, live: LiveOperation) -> Operation:
+        if live.is_started and not live.is_final:
+            await self._refresh(live)
+        progress = ended_progress(live.record.result) if live.is_final else live.progress
+        return live.record.to_operation(progress=progress, blocked_by_seq=self._missing(live))
+
+    async def _refresh(self, live: LiveOperation) -> None:
+        """Ask the worker how far it is, at most once in `_PROGRESS_S` for all who ask."""
+        now = asyncio.get_running_loop().time()
+        if now < self._progress_until:
+            return
+        self._progress_until = now + _PROGRESS_S
+        with contextlib.suppress(WorkerLostError):
+            live.progress = await self._run.ports.worker.progress()
+
+    def _missing(self, live: LiveOperation) -> int:
+        """The seq that a queued operation waits for and that never arrived; 0: none."""
+        if live.is_final or live.record.seq == 0:
+            return 0
+        return self._run.sequencer.blocked_by(live.record.seq)
+
+    def _check_ready(self) -> None:
+        if self._run.state is not PolicyState.READY:
+            raise policy_not_ready(self._run.policy_id, self._run.state)
+
+
+def _ended(record: OperationRecord) -> Operation:
+    progress = ended_progress(record.result)
+    return record.to_operation(progress=progress, blocked_by_seq=0)

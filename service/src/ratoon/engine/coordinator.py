@@ -1,0 +1,303 @@
+"""Lives of policies: create, delete, bring back after a restart; who may have how much.
+
+Enters specs and ids, leaves operations. Invariant: what was acknowledged is in the store, and a
+restarted coordinator finishes it: a policy that was being created is created, one that was being
+deleted is deleted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from ratoon.config import LimitsConfig
+from ratoon.engine import telemetry
+from ratoon.engine.admission import new_operation_id
+from ratoon.engine.codec import hash_text, to_text
+from ratoon.engine.faults import operation_not_found, policy_not_found, policy_not_ready
+from ratoon.engine.files import policy_paths, remove_policy_files
+from ratoon.engine.journal import NO_PROGRESS, JournalState, OperationRecord, PolicyRow
+from ratoon.engine.ledger import Ledger, LiveOperation
+from ratoon.engine.store import SqlStore
+from ratoon.engine.types import (
+    EmptyResult,
+    FailedResult,
+    Operation,
+    OperationKind,
+    OperationResult,
+    PolicyResult,
+    PolicySpec,
+    PolicyState,
+)
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon.log import get_logger
+from ratoon.metrics import MetricsSink, PolicyGone
+
+_LOG = get_logger("coordinator")
+T = TypeVar("T")
+# How long an answer is held back from those who wait while a controller is away.
+_AWAY_S = 0.5
+
+
+class Fleet(Protocol):
+    """The processes of policies."""
+
+    async def check(self, spec: PolicySpec) -> None:
+        """Raises UNSUPPORTED, and RESOURCE_EXHAUSTED with what is wanted and free."""
+        ...
+
+    async def start(self, spec: PolicySpec) -> None:
+        """Bring the policy's controller and worker up, where they are not; it is ready then.
+
+        Raises `RatoonError` where the model cannot be loaded.
+        """
+        ...
+
+    async def stop(self, policy_id: str) -> None:
+        """End the policy's processes, those that are there."""
+        ...
+
+
+class Coordinator:
+    """Its methods run on one event loop; the store on `store_thread`, one call at a time."""
+
+    def __init__(
+        self,
+        *,
+        store: SqlStore,
+        store_thread: ThreadPoolExecutor,
+        fleet: Fleet,
+        metrics: MetricsSink,
+        limits: LimitsConfig,
+        data_root: Path,
+        now: Callable[[], float],
+    ) -> None:
+        self._store = store
+        self._store_thread = store_thread
+        self._fleet = fleet
+        self._metrics = metrics
+        self._limits = limits
+        self._data_root = data_root
+        self._now = now
+        self._ledger = Ledger()
+        self._lock = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def on_store(self, call: Callable[[], T]) -> T:
+        """Run a call of the store on its thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._store_thread, call)
+
+    async def recover(self) -> None:
+        """Take up what an earlier coordinator left; returns before policies are loaded."""
+        for row in await self.on_store(self._store.policies):
+            policy_id = row.spec.policy_id
+            match row.state:
+                case PolicyState.CREATING:
+                    live = await self._resume(policy_id, OperationKind.CREATE_POLICY)
+                    self._spawn(self._create(row.spec, live))
+                case PolicyState.DELETING:
+                    live = await self._resume(policy_id, OperationKind.DELETE_POLICY)
+                    self._spawn(self._delete(policy_id, live))
+                case PolicyState.READY | PolicyState.FAILED:
+                    self._spawn(self._bring_back(row.spec))
+
+    async def create_policy(self, spec: PolicySpec) -> Operation:
+        """Begin to create a policy; the same spec again is the first operation's handle.
+
+        Raises POLICY_EXISTS, RESOURCE_EXHAUSTED, UNSUPPORTED.
+        """
+        async with self._lock:
+            row = await self.on_store(lambda: self._store.policy(spec.policy_id))
+            if row is not None:
+                return await self._existing(row, spec)
+            await self._check_room()
+            await self._fleet.check(spec)
+            record = self._record(spec.policy_id, OperationKind.CREATE_POLICY, to_text(spec))
+            horizon = self._now() - self._limits.result_ttl_s
+            await self.on_store(lambda: self._store.forget_ended_lives(horizon))
+            await self.on_store(lambda: self._store.insert_policy(spec, record))
+            live = self._accepted(record)
+        self._spawn(self._create(spec, live))
+        return _view(live.record)
+
+    async def delete_policy(self, policy_id: str) -> Operation:
+        """Begin to delete a policy and all its files. Raises POLICY_NOT_FOUND, POLICY_NOT_READY."""
+        async with self._lock:
+            row = await self.on_store(lambda: self._store.policy(policy_id))
+            if row is None:
+                raise policy_not_found(policy_id)
+            if row.state is PolicyState.CREATING:
+                raise policy_not_ready(policy_id, row.state)
+            if row.state is PolicyState.DELETING:
+                kind = OperationKind.DELETE_POLICY
+                first = await self.on_store(lambda: self._store.find_life(policy_id, kind))
+                assert first is not None, "a policy that is deleted has a DeletePolicy"
+                return _view(first)
+            record = self._record(policy_id, OperationKind.DELETE_POLICY, policy_id)
+            await self.on_store(lambda: self._store.mark_deleting(policy_id, record))
+            live = self._accepted(record)
+        self._spawn(self._delete(policy_id, live))
+        return _view(live.record)
+
+    async def get_operation(self, operation_id: str, wait_s: float) -> Operation:
+        """A CreatePolicy or DeletePolicy, after `wait_s` seconds or once it has ended.
+
+        Raises OPERATION_NOT_FOUND.
+        """
+        live = self._ledger.find(operation_id)
+        if live is None:
+            return await self._past(operation_id, wait_s)
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + min(wait_s, self._limits.max_wait_s)
+        while not live.is_final and clock() < deadline:
+            await live.wait_change(deadline - clock())
+        return _view(live.record)
+
+    async def watch_operation(self, seen: Operation, wait_s: float) -> Operation:
+        """A CreatePolicy or DeletePolicy once it differs from `seen`, or after `wait_s` seconds."""
+        live = self._ledger.find(seen.operation_id)
+        if live is None:
+            return await self._past(seen.operation_id, wait_s)
+        if _view(live.record) == seen:
+            await live.wait_change(min(wait_s, self._limits.max_wait_s))
+        return _view(live.record)
+
+    async def policy(self, policy_id: str) -> PolicyRow:
+        """Raises POLICY_NOT_FOUND."""
+        row = await self.on_store(lambda: self._store.policy(policy_id))
+        if row is None:
+            raise policy_not_found(policy_id)
+        return row
+
+    async def _past(self, operation_id: str, wait_s: float) -> Operation:
+        """An operation that is only in the store; if it is open, its controller is coming back."""
+        record = await self.on_store(lambda: self._store.find_operation(operation_id))
+        if record is None:
+            raise operation_not_found(operation_id)
+        if not record.state.is_final:
+            await asyncio.sleep(min(wait_s, _AWAY_S))
+        return _view(record)
+
+    async def _existing(self, row: PolicyRow, spec: PolicySpec) -> Operation:
+        """A retry of the same spec is the same operation."""
+        kind, policy_id = OperationKind.CREATE_POLICY, spec.policy_id
+        first = await self.on_store(lambda: self._store.find_life(policy_id, kind))
+        if first is None or row.spec != spec or row.state is PolicyState.DELETING:
+            raise RatoonError(
+                ErrorCode.POLICY_EXISTS,
+                f"policy {policy_id} exists and is {row.state}",
+                field="policy_id",
+                got=policy_id,
+                expected="an id that is not in use, or the spec it was created with",
+            )
+        return _view(first)
+
+    async def _check_room(self) -> None:
+        used, limit = len(await self.on_store(self._store.policies)), self._limits.max_policies
+        if used >= limit:
+            raise RatoonError(
+                ErrorCode.RESOURCE_EXHAUSTED,
+                f"this server has {used} policies of at most {limit}",
+                details={"resource": "policies", "wanted": "1", "free": "0"},
+            )
+
+    async def _create(self, spec: PolicySpec, live: LiveOperation) -> None:
+        policy_id = spec.policy_id
+        self._running(live)
+        try:
+            await self._fleet.start(spec)
+        except Exception as err:  # noqa: BLE001 - whatever it is, the caller must hear of it
+            error = _typed(err)
+            _LOG.error("create failed", policy_id=policy_id, error=error.message)
+            await self._fleet.stop(policy_id)
+            await self._remove_files(policy_id)
+            keep = live.operation_id
+            await self.on_store(
+                lambda: self._store.remove_policy(policy_id, keep_operation_id=keep)
+            )
+            await self._end(live, JournalState.FAILED, FailedResult(error=error.to_dict()))
+            self._metrics.send([PolicyGone(policy_id=policy_id)])
+            return
+        row = await self.policy(policy_id)
+        await self._end(live, JournalState.APPLIED, PolicyResult(policy=row.to_policy()))
+
+    async def _delete(self, policy_id: str, live: LiveOperation) -> None:
+        self._running(live)
+        await self._fleet.stop(policy_id)
+        await self._remove_files(policy_id)
+        keep = live.operation_id
+        await self.on_store(lambda: self._store.remove_policy(policy_id, keep_operation_id=keep))
+        await self._end(live, JournalState.APPLIED, EmptyResult())
+        self._metrics.send([PolicyGone(policy_id=policy_id)])
+
+    async def _bring_back(self, spec: PolicySpec) -> None:
+        try:
+            await self._fleet.start(spec)
+        except Exception:  # noqa: BLE001 - one policy must not keep the others from coming back
+            _LOG.exception("policy did not come back", policy_id=spec.policy_id)
+            failed = PolicyState.FAILED
+            await self.on_store(lambda: self._store.set_state(spec.policy_id, failed))
+
+    async def _resume(self, policy_id: str, kind: OperationKind) -> LiveOperation:
+        record = await self.on_store(lambda: self._store.find_life(policy_id, kind))
+        assert record is not None, "a policy's life begins and ends with a record"
+        return self._ledger.add(record)
+
+    async def _remove_files(self, policy_id: str) -> None:
+        paths = policy_paths(self._data_root, policy_id)
+        await asyncio.to_thread(remove_policy_files, paths)
+
+    async def _end(self, live: LiveOperation, state: JournalState, result: OperationResult) -> None:
+        operation_id, now = live.operation_id, self._now()
+        await self.on_store(
+            lambda: self._store.end_life_operation(operation_id, state, result, now)
+        )
+        live.end(state, result, now)
+        self._ledger.settle(live)
+        self._metrics.send(telemetry.entered(live.record, state))
+
+    def _accepted(self, record: OperationRecord) -> LiveOperation:
+        self._metrics.send(telemetry.entered(record, JournalState.ACCEPTED))
+        return self._ledger.add(record)
+
+    def _running(self, live: LiveOperation) -> None:
+        live.set_record(replace(live.record, state=JournalState.APPLYING, started_at=self._now()))
+
+    def _record(self, policy_id: str, kind: OperationKind, payload: str) -> OperationRecord:
+        return OperationRecord(
+            operation_id=new_operation_id(policy_id),
+            policy_id=policy_id,
+            kind=kind,
+            seq=0,
+            request_id="",
+            payload_hash=hash_text(payload),
+            command=None,
+            body_digest="",
+            state=JournalState.ACCEPTED,
+            plan=None,
+            result=None,
+            version=None,
+            weights_digest="",
+            created_at=self._now(),
+            started_at=None,
+            finished_at=None,
+        )
+
+    def _spawn(self, work: Coroutine[object, object, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _view(record: OperationRecord) -> Operation:
+    return record.to_operation(progress=NO_PROGRESS, blocked_by_seq=0)
+
+
+def _typed(error: Exception) -> RatoonError:
+    if isinstance(error, RatoonError):
+        return error
+    return RatoonError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")

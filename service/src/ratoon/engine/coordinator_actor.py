@@ -1,0 +1,183 @@
+"""The coordinator's process: a detached actor that owns the database and the lives of policies.
+
+Enters calls from clients and controllers, leaves rows and operations. Invariant: the database is
+written by this process alone, from one thread. No torch is imported here.
+"""
+
+# Ray's decorators are only partly typed.
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
+
+import ray
+
+from ratoon.engine import telemetry
+from ratoon.engine.backends import BackendInfo, list_backends
+from ratoon.engine.coordinator import Coordinator
+from ratoon.engine.fenced import FencedStore
+from ratoon.engine.fleet import RayFleet
+from ratoon.engine.journal import OperationEnd, OperationRecord, PolicyHistory, RollBack
+from ratoon.engine.metrics_actor import RayMetricsSink, find_metrics
+from ratoon.engine.ray_calls import ask, kill_actor
+from ratoon.engine.settings import METRICS_NAME, EngineSettings
+from ratoon.engine.store import SqlStore
+from ratoon.engine.tables import open_database
+from ratoon.engine.types import (
+    CheckpointInfo,
+    Operation,
+    OperationKey,
+    OperationResult,
+    Policy,
+    PolicySpec,
+    PolicyState,
+)
+from ratoon.log import configure_logging
+from ratoon.model.spec import ModelInfo
+from ratoon.stream.files import make_folder
+
+T = TypeVar("T")
+
+
+class CoordinatorActor:
+    """Shell of `Coordinator`, and the journal's remote end."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        configure_logging(settings.log_level)
+        make_folder(settings.data_root)
+        self._settings = settings
+        engine = open_database(settings.database_url)
+        self._store, self._fenced = SqlStore(engine), FencedStore(engine)
+        self._fleet = RayFleet(settings)
+        self._coordinator = Coordinator(
+            store=self._store,
+            store_thread=ThreadPoolExecutor(1, thread_name_prefix="store"),
+            fleet=self._fleet,
+            metrics=RayMetricsSink(settings.namespace),
+            limits=settings.limits,
+            data_root=settings.data_root,
+            now=time.time,
+        )
+        self._is_recovered = False
+        self._backends: tuple[BackendInfo, ...] | None = None
+        ray.get_runtime_context().current_actor.recover.remote()
+
+    @ray.method
+    async def recover(self) -> None:
+        """Take up what an earlier coordinator left; done once in the life of this process."""
+        if self._is_recovered:
+            return
+        self._is_recovered = True
+        hub = find_metrics(self._settings.namespace)
+        if hub is not None:
+            counts = await self._on_store(self._store.count_operations)
+            await ask(hub.seed.remote(telemetry.journal_counts(counts)))
+        await self._coordinator.recover()
+
+    @ray.method
+    async def settings(self) -> EngineSettings:
+        return self._settings
+
+    @ray.method
+    async def create_policy(self, spec: PolicySpec) -> Operation:
+        return await self._coordinator.create_policy(spec)
+
+    @ray.method
+    async def delete_policy(self, policy_id: str) -> Operation:
+        return await self._coordinator.delete_policy(policy_id)
+
+    @ray.method
+    async def get_operation(self, operation_id: str, wait_s: float) -> Operation:
+        return await self._coordinator.get_operation(operation_id, wait_s)
+
+    @ray.method
+    async def watch_operation(self, seen: Operation, wait_s: float) -> Operation:
+        return await self._coordinator.watch_operation(seen, wait_s)
+
+    @ray.method
+    async def policy(self, policy_id: str) -> Policy:
+        return (await self._coordinator.policy(policy_id)).to_policy()
+
+    @ray.method
+    async def policies(self) -> tuple[Policy, ...]:
+        return tuple(row.to_policy() for row in await self._on_store(self._store.policies))
+
+    @ray.method
+    async def backends(self) -> tuple[BackendInfo, ...]:
+        """Of the workers' device, asked for in a process that ends afterwards."""
+        if self._backends is None:
+            num_gpus = 0 if self._fleet.device == "cpu" else 0.01
+            task = ray.remote(num_cpus=0, num_gpus=num_gpus, max_calls=1)(list_backends)
+            self._backends = await ask(task.remote())
+        return self._backends
+
+    @ray.method
+    async def stop_policies(self) -> None:
+        """End the processes of all policies; the store keeps what it knows of them."""
+        for row in await self._on_store(self._store.policies):
+            await self._fleet.end(row.spec.policy_id)
+        await kill_actor(METRICS_NAME, self._settings.namespace)
+
+    # The journal.
+
+    @ray.method
+    async def acquire(self, policy_id: str) -> int:
+        return await self._on_store(partial(self._fenced.acquire, policy_id))
+
+    @ray.method
+    async def history(self, policy_id: str) -> PolicyHistory:
+        return await self._on_store(partial(self._store.history, policy_id))
+
+    @ray.method
+    async def find_key(self, policy_id: str, key: OperationKey) -> OperationRecord | None:
+        return await self._on_store(partial(self._store.find_key, policy_id, key))
+
+    @ray.method
+    async def find_operation(self, operation_id: str) -> OperationRecord | None:
+        return await self._on_store(partial(self._store.find_operation, operation_id))
+
+    @ray.method
+    async def accept(self, token: int, record: OperationRecord, next_seq: int) -> None:
+        await self._on_store(partial(self._fenced.accept, token, record, next_seq))
+
+    @ray.method
+    async def begin(
+        self, token: int, operation_id: str, started_at: float, plan: dict[str, object] | None
+    ) -> None:
+        await self._on_store(partial(self._fenced.begin, token, operation_id, started_at, plan))
+
+    @ray.method
+    async def end(self, token: int, policy_id: str, end: OperationEnd) -> None:
+        await self._on_store(partial(self._fenced.end, token, policy_id, end))
+
+    @ray.method
+    async def amend(self, token: int, operation_id: str, result: OperationResult) -> None:
+        await self._on_store(partial(self._fenced.amend, token, operation_id, result))
+
+    @ray.method
+    async def set_published(self, token: int, policy_id: str, published: tuple[int, ...]) -> None:
+        await self._on_store(partial(self._fenced.set_published, token, policy_id, published))
+
+    @ray.method
+    async def set_policy(
+        self, token: int, policy_id: str, state: PolicyState, info: ModelInfo | None
+    ) -> None:
+        await self._on_store(partial(self._fenced.set_policy, token, policy_id, state, info))
+
+    @ray.method
+    async def roll_back(
+        self, token: int, policy_id: str, roll_back: RollBack
+    ) -> tuple[OperationRecord, ...]:
+        return await self._on_store(partial(self._fenced.roll_back, token, policy_id, roll_back))
+
+    @ray.method
+    async def checkpoints(self, policy_id: str) -> tuple[CheckpointInfo, ...]:
+        return await self._on_store(partial(self._store.checkpoints, policy_id))
+
+    async def _on_store(self, call: Callable[[], T]) -> T:
+        return await self._coordinator.on_store(call)

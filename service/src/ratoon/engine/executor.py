@@ -1,0 +1,232 @@
+"""One operation from its turn to its end: decide, journal, apply, journal, publish.
+
+Enters the live operation whose turn it is, leaves it ended, the worker's window whole and the
+run's fields as the journal has them. Invariant: the worker counts a seq before the journal says
+how it ended, so that after a crash the worker's last outcome completes the record.
+
+    accepted -> [build] -> applying -> [apply] -> applied, failed or cancelled -> [publish, restore]
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ratoon.engine import telemetry
+from ratoon.engine.builder import TaskBuilder, decisions
+from ratoon.engine.faults import cancelled
+from ratoon.engine.journal import CLOSING_KINDS, JournalState, OperationEnd, OperationRecord
+from ratoon.engine.ledger import LiveOperation
+from ratoon.engine.policy_run import PolicyRun
+from ratoon.engine.publisher import Publisher
+from ratoon.engine.tasks import ForwardTask, Outcome
+from ratoon.engine.types import (
+    CheckpointInfo,
+    FailedResult,
+    OperationKind,
+    OperationResult,
+    OperationState,
+    OptimStepCommand,
+    StepResult,
+)
+from ratoon.engine.window import Window
+from ratoon.errors import RatoonError
+from ratoon.log import get_logger
+
+_LOG = get_logger("executor")
+
+_JOURNAL_STATE = {
+    OperationState.DONE: JournalState.APPLIED,
+    OperationState.FAILED: JournalState.FAILED,
+    OperationState.CANCELLED: JournalState.CANCELLED,
+}
+
+
+class Executor:
+    """Used by one coroutine at a time. Lets `WorkerLostError` and `FencedError` through."""
+
+    def __init__(self, run: PolicyRun, publisher: Publisher) -> None:
+        self._run = run
+        self._builder = TaskBuilder(run)
+        self._publisher = publisher
+
+    async def run_sequenced(self, live: LiveOperation) -> None:
+        """The operation whose seq is next; it ends, and its seq is consumed, whatever happens."""
+        run, seq = self._run, live.record.seq
+        stored, run.stored_outcome = run.stored_outcome, None
+        if stored is not None and stored.seq == seq:
+            outcome = stored.outcome
+        else:
+            outcome = await self._apply(live)
+        await self._conclude(live, outcome)
+
+    async def pass_over(self, record: OperationRecord) -> None:
+        """An operation that ended before its turn: the worker counts its seq."""
+        run = self._run
+        outcome = _ended(OperationState.CANCELLED, cancelled(record.operation_id))
+        await run.ports.worker.skip(run.token, record.seq, outcome)
+        has_failed = record.state is JournalState.FAILED
+        if has_failed and record.kind is OperationKind.FORWARD_BACKWARD:
+            run.window = run.window.with_failed(record.seq)
+
+    async def run_forward(self, live: LiveOperation) -> None:
+        """A Forward without a key: not journaled, reads the newest version."""
+        run = self._run
+        live.start(run.ports.now())
+        try:
+            task = await self._builder.build(live.record)
+            assert isinstance(task, ForwardTask)
+            outcome = await run.ports.worker.forward(run.token, task)
+        except RatoonError as error:
+            outcome = _ended(OperationState.FAILED, error)
+        await run.bodies.release(live.record.body_digest)
+        self._settle(live, _JOURNAL_STATE[outcome.state], outcome.result)
+
+    async def restore_window(self) -> None:
+        """Make the worker's gradients those of the window's applied operations."""
+        await self._restore(self._run.window.applied)
+
+    async def _apply(self, live: LiveOperation) -> Outcome:
+        run, worker = self._run, self._run.ports.worker
+        try:
+            task = await self._builder.build(live.record)
+        except RatoonError as error:
+            return await self._skip(live, OperationState.FAILED, error)
+        plan, started_at = decisions(task), run.ports.now()
+        await run.ports.journal.begin(run.token, live.operation_id, started_at, plan)
+        live.set_record(replace(live.record, plan=plan))
+        live.start(started_at)
+        run.send(telemetry.entered(live.record, JournalState.APPLYING))
+        if live.cancel_requested:
+            error = cancelled(live.operation_id)
+            return await self._skip(live, OperationState.CANCELLED, error)
+        command = live.record.command
+        if isinstance(command, OptimStepCommand):
+            selected = run.window.select(command.include_seqs)
+            if selected != run.window.applied:
+                await self._restore(selected)
+        return await worker.apply(run.token, task)
+
+    async def _skip(
+        self, live: LiveOperation, state: OperationState, error: RatoonError
+    ) -> Outcome:
+        outcome = _ended(state, error)
+        await self._run.ports.worker.skip(self._run.token, live.record.seq, outcome)
+        return outcome
+
+    async def _conclude(self, live: LiveOperation, outcome: Outcome) -> None:
+        """Journal how the operation ended, and what follows from it."""
+        run, record = self._run, live.record
+        state, result = _JOURNAL_STATE[outcome.state], outcome.result
+        done = state is JournalState.APPLIED
+        closes = done and record.kind in CLOSING_KINDS
+        version = _version_after(result, run.version) if done else run.version
+        saved = None
+        if done and record.kind is OperationKind.SAVE_CHECKPOINT:
+            assert isinstance(result, CheckpointInfo)
+            result = saved = replace(result, created_at=run.ports.now())
+        end = OperationEnd(
+            operation_id=record.operation_id,
+            state=state,
+            result=result,
+            finished_at=run.ports.now(),
+            version=version,
+            weights_digest="",
+            closes_window=closes,
+            checkpoint=saved,
+        )
+        await run.ports.journal.end(run.token, run.policy_id, end)
+        stepped = version != run.version
+        run.version, run.max_version = version, max(run.max_version, version)
+        await self._follow_window(live, state, closes=closes)
+        if stepped:
+            result = await self._publish(record.operation_id, result)
+        self._settle(live, state, result, version=version if done else None)
+        if outcome.must_restore or (not done and _has_subset(record)):
+            await self.restore_window()
+
+    async def _follow_window(
+        self, live: LiveOperation, state: JournalState, *, closes: bool
+    ) -> None:
+        """The window after the operation, and which bodies are still needed."""
+        run, record = self._run, live.record
+        if record.kind is OperationKind.FORWARD_BACKWARD:
+            if state is JournalState.APPLIED:
+                run.window = run.window.with_applied(record.seq)
+                run.window_records[record.seq] = record
+                return
+            if state is JournalState.FAILED:
+                run.window = run.window.with_failed(record.seq)
+        if record.body_digest:
+            await run.bodies.release(record.body_digest)
+        if closes:
+            doomed = tuple(run.window_records.values())
+            run.window = Window()
+            run.window_records.clear()
+            for closed in doomed:
+                await run.bodies.release(closed.body_digest)
+
+    async def _publish(self, operation_id: str, result: OperationResult) -> OperationResult:
+        """Publish the new version where it is due; the report says how long that took."""
+        run = self._run
+        if not self._publisher.is_due():
+            return result
+        try:
+            seconds = await self._publisher.publish()
+        except RatoonError as error:
+            _LOG.error("publish failed", policy_id=run.policy_id, error=error.message)
+            result = _with_warning(result, f"version {run.version} is not published: {error}")
+        else:
+            result = _with_publish_seconds(result, seconds)
+        await run.ports.journal.amend(run.token, operation_id, result)
+        return result
+
+    async def _restore(self, seqs: tuple[int, ...]) -> None:
+        run = self._run
+        tasks = tuple(self._builder.rebuild(run.window_records[seq]) for seq in seqs)
+        await run.ports.worker.restore(run.token, tasks)
+
+    def _settle(
+        self,
+        live: LiveOperation,
+        state: JournalState,
+        result: OperationResult,
+        version: int | None = None,
+    ) -> None:
+        """The operation has ended for its callers."""
+        run = self._run
+        live.set_record(replace(live.record, version=version))
+        live.end(state, result, run.ports.now())
+        run.ledger.settle(live)
+        run.send(telemetry.entered(live.record, state))
+        run.send(telemetry.result(run.policy_id, live.record.kind, result))
+        run.send(telemetry.versions(run.policy_id, run.version, run.published))
+
+
+def _ended(state: OperationState, error: RatoonError) -> Outcome:
+    return Outcome(state=state, result=FailedResult(error=error.to_dict()), must_restore=False)
+
+
+def _has_subset(record: OperationRecord) -> bool:
+    """An OptimStep that may have put only a part of the window on the worker."""
+    return isinstance(record.command, OptimStepCommand) and bool(record.command.include_seqs)
+
+
+def _version_after(result: OperationResult, version: int) -> int:
+    match result:
+        case StepResult() | CheckpointInfo():
+            return result.version
+        case _:
+            return version
+
+
+def _with_publish_seconds(result: OperationResult, seconds: float) -> OperationResult:
+    if not isinstance(result, StepResult):
+        return result
+    phases = replace(result.report.seconds, publish=seconds)
+    return replace(result, report=replace(result.report, seconds=phases))
+
+
+def _with_warning(result: OperationResult, text: str) -> OperationResult:
+    if not isinstance(result, StepResult):
+        return result
+    return replace(result, report=replace(result.report, warnings=(*result.report.warnings, text)))

@@ -1,0 +1,234 @@
+"""The files of one policy: request bodies, uploaded parts, results, checkpoints, weights.
+
+Enters bytes, leaves names that exist only whole (see `stream.files`). Invariant: every path is
+built here, from names that cannot leave the policy's folder.
+
+    policies/<policy_id>/{bodies,uploads,results,checkpoints,weights}
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from ratoon.errors import ErrorCode, RatoonError, invalid
+from ratoon.stream.files import make_folder, remove_folder, remove_leftovers, write_atomic
+
+_NAME = re.compile(r"[a-zA-Z0-9_-][a-zA-Z0-9._-]{0,127}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyPaths:
+    """Where a policy's files are; nothing is touched."""
+
+    root: Path
+
+    @property
+    def bodies(self) -> Path:
+        return self.root / "bodies"
+
+    @property
+    def uploads(self) -> Path:
+        return self.root / "uploads"
+
+    @property
+    def results(self) -> Path:
+        return self.root / "results"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def weights(self) -> Path:
+        return self.root / "weights"
+
+    def body(self, digest: str) -> Path:
+        return self.bodies / safe_name("body_digest", digest)
+
+    def checkpoint(self, checkpoint_id: str) -> Path:
+        return self.checkpoints / safe_name("checkpoint_id", checkpoint_id)
+
+
+def policy_paths(data_root: Path, policy_id: str) -> PolicyPaths:
+    """Raises INVALID_ARGUMENT for an id that is no plain name."""
+    return PolicyPaths(root=data_root / "policies" / safe_name("policy_id", policy_id))
+
+
+def safe_name(field: str, name: str) -> str:
+    """`name` where it is one plain path component that does not start with a dot."""
+    if not _NAME.fullmatch(name):
+        raise invalid(field, repr(name), "letters, digits, '_', '-' and '.', not first")
+    return name
+
+
+def make_policy_folders(paths: PolicyPaths) -> None:
+    """Make the folders and remove what crashed writers left in them."""
+    for folder in (paths.bodies, paths.uploads, paths.results, paths.checkpoints, paths.weights):
+        make_folder(folder)
+        remove_leftovers(folder)
+
+
+def remove_policy_files(paths: PolicyPaths) -> None:
+    """Forget everything; the folder may be gone already."""
+    if paths.root.exists():
+        remove_folder(paths.root)
+
+
+class BodyFiles:
+    """Request bodies by digest, each kept while some operation holds it.
+
+    Invariant: `hold` returns after the file is durable; two holders share one file.
+    """
+
+    def __init__(self, paths: PolicyPaths) -> None:
+        self._paths = paths
+        self._holders: Counter[str] = Counter()
+        # Serialises writing and deleting, so that no holder sees another's deletion.
+        self._lock = asyncio.Lock()
+
+    async def hold(self, digest: str, body: bytes) -> None:
+        """Keep a body, writing it where it is not there."""
+        async with self._lock:
+            path = self._paths.body(digest)
+            if not self._holders[digest] or not path.exists():
+                await asyncio.to_thread(write_atomic, path, body)
+            self._holders[digest] += 1
+
+    def adopt(self, digest: str) -> None:
+        """Keep a body that an earlier holder wrote."""
+        self._holders[digest] += 1
+
+    def forget_holders(self) -> None:
+        """Start counting anew, before the journal says who holds what."""
+        self._holders.clear()
+
+    async def release(self, digest: str) -> None:
+        """The holder needs it no more; the last one's release deletes the file."""
+        async with self._lock:
+            self._holders[digest] -= 1
+            if self._holders[digest] > 0:
+                return
+            del self._holders[digest]
+            await asyncio.to_thread(self._paths.body(digest).unlink, missing_ok=True)
+
+    async def delete_others(self) -> None:
+        """Delete bodies that nobody holds: of operations never accepted, or long ended."""
+        async with self._lock:
+            for path in self._paths.bodies.iterdir():
+                if path.name not in self._holders:
+                    await asyncio.to_thread(path.unlink, missing_ok=True)
+
+
+class UploadFiles:
+    """Parts of batches that were sent ahead of their operation. Synchronous: call it in a thread.
+
+    Invariant: a part's bytes never change; an upload is dropped `ttl_s` after its newest part.
+    """
+
+    def __init__(self, paths: PolicyPaths, *, ttl_s: float, max_upload_bytes: int) -> None:
+        self._folder = paths.uploads
+        self._ttl_s = ttl_s
+        self._max_upload_bytes = max_upload_bytes
+
+    def put(self, upload_id: str, part_index: int, body: bytes) -> None:
+        """Store a part. Raises KEY_REUSED for other bytes of a part, BODY_TOO_LARGE for the sum."""
+        folder = self._folder / safe_name("upload_id", upload_id)
+        path = folder / _part_name(part_index)
+        make_folder(folder)
+        if path.exists():
+            if path.read_bytes() == body:
+                return
+            raise RatoonError(
+                ErrorCode.KEY_REUSED,
+                f"part_index: part {part_index} of upload {upload_id} was sent with other bytes",
+                field="part_index",
+                got=str(part_index),
+                expected="the same bytes, or a part not sent yet",
+            )
+        size_bytes = len(body) + sum(part.stat().st_size for part in folder.iterdir())
+        if size_bytes > self._max_upload_bytes:
+            raise RatoonError(
+                ErrorCode.BODY_TOO_LARGE,
+                f"groups: the parts of upload {upload_id} are {size_bytes} bytes together, "
+                f"expected at most {self._max_upload_bytes}",
+                field="groups",
+                got=str(size_bytes),
+                expected=f"at most {self._max_upload_bytes} bytes",
+            )
+        write_atomic(path, body)
+
+    def get(self, upload_id: str, num_parts: int) -> list[bytes]:
+        """Parts 0 to num_parts - 1. Raises UPLOAD_NOT_FOUND naming the first missing one."""
+        folder = self._folder / safe_name("upload_id", upload_id)
+        parts: list[bytes] = []
+        for part_index in range(num_parts):
+            try:
+                parts.append((folder / _part_name(part_index)).read_bytes())
+            except FileNotFoundError as err:
+                raise RatoonError(
+                    ErrorCode.UPLOAD_NOT_FOUND,
+                    f"upload {upload_id} has no part {part_index}, or has expired",
+                    field="upload.upload_id",
+                    got=upload_id,
+                    expected=f"{num_parts} parts, each sent",
+                    details={"missing_part": str(part_index)},
+                ) from err
+        return parts
+
+    def drop_expired(self) -> None:
+        horizon = time.time() - self._ttl_s
+        for folder in self._folder.iterdir():
+            newest = max((part.stat().st_mtime for part in folder.iterdir()), default=0.0)
+            if max(newest, folder.stat().st_mtime) < horizon:
+                shutil.rmtree(folder)
+
+
+def drop_expired_results(paths: PolicyPaths, ttl_s: float, protected: frozenset[str]) -> None:
+    """Delete result files older than `ttl_s`, but for those that open operations name."""
+    horizon = time.time() - ttl_s
+    for path in paths.results.iterdir():
+        if path.stem not in protected and path.stat().st_mtime < horizon:
+            path.unlink(missing_ok=True)
+
+
+def read_result(paths: PolicyPaths, digest: str, offset: int, length: int) -> bytes | None:
+    """Bytes [offset, offset + length) of a result file, fewer at its end; None: no such file.
+
+    Raises INVALID_ARGUMENT and RANGE_NOT_SATISFIABLE as `stream.versions.open_chunk` does.
+    """
+    path = paths.results / safe_name("digest", digest)
+    try:
+        with path.open("rb") as file:
+            size_bytes = file.seek(0, 2)
+            if offset < 0:
+                raise invalid("offset", offset, "at least 0")
+            if offset >= size_bytes:
+                raise RatoonError(
+                    ErrorCode.RANGE_NOT_SATISFIABLE,
+                    f"offset: got {offset}, expected below the file's {size_bytes} bytes",
+                    field="offset",
+                    got=str(offset),
+                    expected=f"below {size_bytes}",
+                    details={"size_bytes": str(size_bytes)},
+                )
+            file.seek(offset)
+            return file.read(length)
+    except FileNotFoundError:
+        return None
+
+
+def folder_bytes(folder: Path) -> int:
+    """Size of all files below a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _part_name(part_index: int) -> str:
+    if part_index < 0:
+        raise invalid("part_index", part_index, "at least 0")
+    return f"{part_index:06d}"

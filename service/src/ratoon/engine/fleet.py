@@ -1,0 +1,155 @@
+"""The processes of policies on a Ray cluster.
+
+Enters specs, leaves running controllers and workers. Invariant: what a policy needs is counted
+before it is asked for, and nothing waits for a resource for longer than `_PLACEMENT_S`.
+"""
+
+# Ray's decorators are only partly typed.
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import TYPE_CHECKING, cast
+
+import ray
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    remove_placement_group,
+)
+
+from ratoon.engine.controller_actor import ControllerActor
+from ratoon.engine.ray_calls import ActorLostError, ask, find_actor, kill_actor
+from ratoon.engine.settings import EngineSettings, controller_name, worker_name
+from ratoon.engine.types import PolicySpec, ReferencePolicy
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon.log import get_logger
+from ratoon.train.spec import TrainerSpec
+
+if TYPE_CHECKING:
+    from ray.actor import ActorProxy
+
+_LOG = get_logger("fleet")
+_PLACEMENT_S = 8.0
+_GRACE_S = 10.0
+# Long polls wait inside a controller.
+_MAX_CONCURRENCY = 10_000
+
+
+class RayFleet:
+    """`Fleet` with one detached controller and one detached worker a policy."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._settings = settings
+
+    @property
+    def device(self) -> str:
+        """ "cpu" or "cuda:0": a GPU worker sees its own GPU only."""
+        device = self._settings.device
+        if device == "auto":
+            return "cuda:0" if _total_gpus() > 0 else "cpu"
+        return "cuda:0" if device == "cuda" else device
+
+    async def check(self, spec: PolicySpec) -> None:
+        if spec.num_workers != 1:
+            raise RatoonError(
+                ErrorCode.UNSUPPORTED,
+                f"parallel.num_workers: got {spec.num_workers}, expected 1",
+                field="parallel.num_workers",
+                got=str(spec.num_workers),
+                expected="1",
+            )
+        if self.device != "cpu":
+            free = float(ray.available_resources().get("GPU", 0.0))
+            if free < 1:
+                raise _no_gpu(free)
+
+    async def start(self, spec: PolicySpec) -> None:
+        group = None if self.device == "cpu" else await self._place(spec.policy_id)
+        controller = (
+            ray.remote(ControllerActor)
+            .options(
+                num_cpus=0,
+                max_restarts=-1,
+                max_task_retries=-1,
+                max_concurrency=_MAX_CONCURRENCY,
+                name=controller_name(spec.policy_id),
+                namespace=self._settings.namespace,
+                lifetime="detached",
+                get_if_exists=True,
+            )
+            .remote(self._settings, spec, self._trainer(spec), group)
+        )
+        await ask(controller.start.remote())
+
+    async def stop(self, policy_id: str) -> None:
+        namespace = self._settings.namespace
+        found = find_actor(controller_name(policy_id), namespace)
+        if found is not None:
+            controller = cast("ActorProxy[ControllerActor]", found)
+            try:
+                await asyncio.wait_for(ask(controller.close.remote(_GRACE_S)), 2 * _GRACE_S)
+            except (ActorLostError, TimeoutError) as err:
+                _LOG.warning("controller did not close", policy_id=policy_id, reason=str(err))
+        await self.end(policy_id)
+
+    async def end(self, policy_id: str) -> None:
+        """End the processes without a word, as a crash would."""
+        namespace = self._settings.namespace
+        await kill_actor(controller_name(policy_id), namespace)
+        await kill_actor(worker_name(policy_id), namespace)
+        self._release(policy_id)
+
+    async def _place(self, policy_id: str) -> PlacementGroup:
+        """Reserve a GPU under the policy's name. Raises RESOURCE_EXHAUSTED."""
+        group = _find_group(policy_id)
+        if group is None:
+            name = _group_name(policy_id)
+            group = placement_group([{"GPU": 1}], name=name, lifetime="detached")
+        if not await asyncio.to_thread(group.wait, _PLACEMENT_S):
+            remove_placement_group(group)
+            raise _no_gpu(0.0)
+        return group
+
+    def _release(self, policy_id: str) -> None:
+        group = _find_group(policy_id)
+        if group is not None:
+            remove_placement_group(group)
+
+    def _trainer(self, spec: PolicySpec) -> TrainerSpec:
+        return TrainerSpec(
+            model=spec.model,
+            optimizer=spec.optimizer,
+            deterministic=spec.deterministic,
+            micro_batch_tokens=spec.micro_batch_tokens,
+            keep_reference=spec.reference is not ReferencePolicy.NONE,
+            attention_backend=spec.attention_backend,
+            device=self.device,
+            num_threads=self._settings.num_threads or len(os.sched_getaffinity(0)),
+        )
+
+
+def _group_name(policy_id: str) -> str:
+    return f"ratoon-gpu-{policy_id}"
+
+
+def _find_group(policy_id: str) -> PlacementGroup | None:
+    try:
+        return get_placement_group(_group_name(policy_id))
+    except ValueError:
+        return None
+
+
+def _total_gpus() -> float:
+    return float(ray.cluster_resources().get("GPU", 0.0))
+
+
+def _no_gpu(free: float) -> RatoonError:
+    return RatoonError(
+        ErrorCode.RESOURCE_EXHAUSTED,
+        f"the policy wants 1 GPU, {free:g} are free",
+        details={"resource": "GPU", "wanted": "1", "free": f"{free:g}"},
+    )

@@ -1,0 +1,112 @@
+"""A Forward's output as files: the log-probs that callers fetch, and whose they are.
+
+Enters a batch and its log-probs, leaves `<digest>` (a serialized `ForwardOutput`) and
+`<digest>.<operation>` (16 bytes a rollout that name it); and back, for a loss with `from_forward`.
+Invariant: old log-probs are found by the rollout's tokens, mask and temperature, never by position
+alone: they cannot belong to other tokens, and a mini-batch of the Forward's batch finds its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.stream.files import digest_bytes, write_atomic
+from ratoon_proto.codec import decode_tensor, encode_array
+from ratoon_proto.v1.training_pb2 import ForwardOutput
+
+_KEY_BYTES = 16
+_FIELD = "loss.old_logprobs.forward_operation_id"
+
+
+def write_forward_output(
+    folder: Path,
+    operation_id: str,
+    batch: RolloutBatch,
+    logprobs_J: NDArray[np.floating],
+    entropy_J: NDArray[np.floating] | None,
+    *,
+    is_reference: bool,
+) -> tuple[str, int]:
+    """Write both files; the digest and the size in bytes of the output."""
+    output = ForwardOutput(
+        logprobs=encode_array(logprobs_J), offsets=encode_array(batch.response_offsets)
+    )
+    if entropy_J is not None:
+        output.entropy.CopyFrom(encode_array(entropy_J))
+    data = output.SerializeToString(deterministic=True)
+    digest = digest_bytes(data)
+    keys = b"".join(_rollout_keys(batch, is_reference=is_reference))
+    write_atomic(folder / f"{digest}.{operation_id.rpartition('.')[2]}", keys)
+    write_atomic(folder / digest, data)
+    return digest, len(data)
+
+
+def read_old_logprobs(keys_path: Path, batch: RolloutBatch) -> NDArray[np.floating]:
+    """Old log-probs of `batch`, [J] in the dtype they were taken in, from the Forward's files.
+
+    Raises INVALID_ARGUMENT where the files have expired, are of the reference, or do not hold a
+    rollout of the batch.
+    """
+    try:
+        keys = keys_path.read_bytes()
+        data = keys_path.with_suffix("").read_bytes()
+    except FileNotFoundError as err:
+        raise _refused("a Forward whose result has expired", "a Forward that is kept") from err
+    output = ForwardOutput.FromString(data)
+    logprobs = cast("NDArray[np.floating]", decode_tensor(output.logprobs, max_bytes=len(data)))
+    offsets = decode_tensor(output.offsets, max_bytes=len(data)).astype(np.int64)
+    place = {
+        keys[start : start + _KEY_BYTES]: index
+        for index, start in enumerate(range(0, len(keys), _KEY_BYTES))
+    }
+    old = np.zeros(len(batch.response_tokens), logprobs.dtype)
+    starts, stops = batch.response_offsets[:-1], batch.response_offsets[1:]
+    for sequence, key in enumerate(_rollout_keys(batch, is_reference=False)):
+        source = place.get(key)
+        if source is None:
+            group = int(np.searchsorted(batch.group_offsets, sequence, side="right")) - 1
+            rollout = sequence - int(batch.group_offsets[group])
+            raise _refused(
+                f"a Forward without groups[{group}].rollouts[{rollout}]",
+                "a Forward of the policy with every rollout of this batch",
+            )
+        old[starts[sequence] : stops[sequence]] = logprobs[offsets[source] : offsets[source + 1]]
+    return old
+
+
+def _rollout_keys(batch: RolloutBatch, *, is_reference: bool) -> list[bytes]:
+    """What decides a rollout's log-probs, as one hash each."""
+    prompts = [
+        batch.prompt_tokens[start:stop].tobytes()
+        for start, stop in zip(batch.prompt_offsets[:-1], batch.prompt_offsets[1:], strict=True)
+    ]
+    keys: list[bytes] = []
+    for group, prompt in enumerate(prompts):
+        for sequence in range(batch.group_offsets[group], batch.group_offsets[group + 1]):
+            tokens = slice(batch.response_offsets[sequence], batch.response_offsets[sequence + 1])
+            hasher = hashlib.blake2b(digest_size=_KEY_BYTES)
+            hasher.update(b"reference" if is_reference else b"policy")
+            hasher.update(len(prompt).to_bytes(8, "little"))
+            hasher.update(prompt)
+            hasher.update(batch.response_tokens[tokens].tobytes())
+            hasher.update(batch.loss_mask[tokens].tobytes())
+            hasher.update(batch.temperature[sequence : sequence + 1].tobytes())
+            keys.append(hasher.digest())
+    return keys
+
+
+def _refused(got: str, expected: str) -> RatoonError:
+    return RatoonError(
+        ErrorCode.INVALID_ARGUMENT,
+        f"{_FIELD}: got {got}, expected {expected}",
+        field=_FIELD,
+        got=got,
+        expected=expected,
+    )

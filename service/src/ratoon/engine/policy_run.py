@@ -1,0 +1,69 @@
+"""What a controller knows of its policy between two events, and the ports it acts through.
+
+Enters from the journal at start, changes on the controller's event loop only. Invariant: it never
+says more than the journal does: a field changes after the write that makes it true.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ratoon.config import LimitsConfig
+from ratoon.engine.files import BodyFiles, PolicyPaths
+from ratoon.engine.journal import Journal, OperationRecord
+from ratoon.engine.ledger import Ledger
+from ratoon.engine.sequencer import Sequencer
+from ratoon.engine.tasks import Outcome, WorkerPort
+from ratoon.engine.types import PolicySpec, PolicyState
+from ratoon.engine.window import Window
+from ratoon.metrics import Change, MetricsSink
+from ratoon.train.spec import TrainerSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ports:
+    """The world outside the controller. `now` gives seconds since the epoch."""
+
+    journal: Journal
+    worker: WorkerPort
+    metrics: MetricsSink
+    now: Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredOutcome:
+    """How the worker's last seq ended, where the journal does not know it yet."""
+
+    seq: int
+    outcome: Outcome
+
+
+@dataclass(slots=True, kw_only=True)
+class PolicyRun:
+    """Mutable; see the module."""
+
+    spec: PolicySpec
+    trainer: TrainerSpec
+    ports: Ports
+    limits: LimitsConfig
+    paths: PolicyPaths
+    bodies: BodyFiles
+    state: PolicyState = PolicyState.CREATING
+    token: int = 0
+    version: int = 0
+    max_version: int = 0
+    published: tuple[int, ...] = ()
+    window: Window = field(default_factory=Window)
+    # The applied ForwardBackwards of the open window, by seq: their bodies are held.
+    window_records: dict[int, OperationRecord] = field(default_factory=dict[int, OperationRecord])
+    sequencer: Sequencer = field(default_factory=lambda: Sequencer(turn=1))
+    stored_outcome: StoredOutcome | None = None
+    ledger: Ledger = field(default_factory=Ledger)
+
+    @property
+    def policy_id(self) -> str:
+        return self.spec.policy_id
+
+    def send(self, changes: Sequence[Change]) -> None:
+        self.ports.metrics.send(changes)

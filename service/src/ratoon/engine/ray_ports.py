@@ -1,0 +1,189 @@
+"""A controller's ports, over Ray: the journal at the coordinator, the worker in its own process.
+
+Enters the calls of `Journal` and `WorkerPort`, leaves their answers. Invariant: a lost worker is
+`WorkerLostError`; a lost coordinator is waited for (Ray repeats the call, and writes may be
+repeated).
+"""
+
+# Ray's decorators are only partly typed.
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar, cast
+
+import ray
+from ray import ObjectRef
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from ratoon.engine.journal import OperationEnd, OperationRecord, PolicyHistory, RollBack
+from ratoon.engine.ray_calls import ActorLostError, ask, find_actor, kill_actor
+from ratoon.engine.settings import COORDINATOR_NAME, EngineSettings, worker_name
+from ratoon.engine.tasks import (
+    BatchCommand,
+    ForwardBackwardTask,
+    ForwardTask,
+    LoadRequest,
+    OldLogprobsSource,
+    Outcome,
+    WorkerLostError,
+    WorkerStatus,
+    WorkerTask,
+)
+from ratoon.engine.types import (
+    CheckpointInfo,
+    OperationKey,
+    OperationResult,
+    PolicyState,
+    Progress,
+)
+from ratoon.engine.worker_actor import CONCURRENCY_GROUPS, WorkerActor
+from ratoon.model.spec import ModelInfo
+from ratoon.stream.manifest import WeightManifest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ray.actor import ActorClass, ActorProxy
+
+    from ratoon.engine.coordinator_actor import CoordinatorActor
+
+T = TypeVar("T")
+
+
+class RayJournal:
+    """`Journal` at the coordinator."""
+
+    def __init__(self, namespace: str) -> None:
+        found = find_actor(COORDINATOR_NAME, namespace)
+        assert found is not None, "a controller is made by the coordinator"
+        self._coordinator = cast("ActorProxy[CoordinatorActor]", found)
+
+    async def acquire(self, policy_id: str) -> int:
+        return await ask(self._coordinator.acquire.remote(policy_id))
+
+    async def history(self, policy_id: str) -> PolicyHistory:
+        return await ask(self._coordinator.history.remote(policy_id))
+
+    async def find_key(self, policy_id: str, key: OperationKey) -> OperationRecord | None:
+        return await ask(self._coordinator.find_key.remote(policy_id, key))
+
+    async def find_operation(self, operation_id: str) -> OperationRecord | None:
+        return await ask(self._coordinator.find_operation.remote(operation_id))
+
+    async def accept(self, token: int, record: OperationRecord, next_seq: int) -> None:
+        await ask(self._coordinator.accept.remote(token, record, next_seq))
+
+    async def begin(
+        self, token: int, operation_id: str, started_at: float, plan: dict[str, object] | None
+    ) -> None:
+        await ask(self._coordinator.begin.remote(token, operation_id, started_at, plan))
+
+    async def end(self, token: int, policy_id: str, end: OperationEnd) -> None:
+        await ask(self._coordinator.end.remote(token, policy_id, end))
+
+    async def amend(self, token: int, operation_id: str, result: OperationResult) -> None:
+        await ask(self._coordinator.amend.remote(token, operation_id, result))
+
+    async def set_published(self, token: int, policy_id: str, published: tuple[int, ...]) -> None:
+        await ask(self._coordinator.set_published.remote(token, policy_id, published))
+
+    async def set_policy(
+        self, token: int, policy_id: str, state: PolicyState, info: ModelInfo | None
+    ) -> None:
+        await ask(self._coordinator.set_policy.remote(token, policy_id, state, info))
+
+    async def roll_back(
+        self, token: int, policy_id: str, roll_back: RollBack
+    ) -> tuple[OperationRecord, ...]:
+        return await ask(self._coordinator.roll_back.remote(token, policy_id, roll_back))
+
+    async def checkpoints(self, policy_id: str) -> tuple[CheckpointInfo, ...]:
+        return await ask(self._coordinator.checkpoints.remote(policy_id))
+
+
+class RayWorker:
+    """`WorkerPort` over the policy's worker actor, which it makes where there is none.
+
+    `group` has the policy's GPU; None: a CPU worker.
+    """
+
+    def __init__(
+        self, policy_id: str, settings: EngineSettings, group: PlacementGroup | None
+    ) -> None:
+        self._policy_id = policy_id
+        self._settings = settings
+        self._group = group
+        self._handle: ActorProxy[WorkerActor] | None = None
+
+    async def fence(self, token: int) -> WorkerStatus:
+        worker = self._worker()
+        await _ask_worker(worker.fence.remote(token))
+        return await _ask_worker(worker.status.remote())
+
+    async def load(self, token: int, request: LoadRequest) -> ModelInfo:
+        return await _ask_worker(self._worker().load.remote(token, request))
+
+    async def replace(self) -> None:
+        self._handle = None
+        await kill_actor(worker_name(self._policy_id), self._settings.namespace)
+        self._worker()
+
+    async def prepare(
+        self, token: int, command: BatchCommand, body_path: str, old_logprobs: OldLogprobsSource
+    ) -> dict[str, object]:
+        reference = self._worker().prepare.remote(token, command, body_path, old_logprobs)
+        return await _ask_worker(reference)
+
+    async def apply(self, token: int, task: WorkerTask) -> Outcome:
+        return await _ask_worker(self._worker().apply.remote(token, task))
+
+    async def skip(self, token: int, seq: int, outcome: Outcome) -> None:
+        await _ask_worker(self._worker().skip.remote(token, seq, outcome))
+
+    async def forward(self, token: int, task: ForwardTask) -> Outcome:
+        return await _ask_worker(self._worker().forward.remote(token, task))
+
+    async def restore(self, token: int, tasks: tuple[ForwardBackwardTask, ...]) -> None:
+        await _ask_worker(self._worker().restore.remote(token, tasks))
+
+    async def publish(
+        self, token: int, version: int, weights_root: str, created_at: float
+    ) -> WeightManifest:
+        reference = self._worker().publish.remote(token, version, weights_root, created_at)
+        return await _ask_worker(reference)
+
+    async def progress(self) -> Progress:
+        return await _ask_worker(self._worker().progress.remote())
+
+    async def cancel(self, operation_id: str) -> None:
+        await _ask_worker(self._worker().cancel.remote(operation_id))
+
+    def _worker(self) -> ActorProxy[WorkerActor]:
+        if self._handle is None:
+            name, namespace = worker_name(self._policy_id), self._settings.namespace
+            found = cast("ActorProxy[WorkerActor] | None", find_actor(name, namespace))
+            self._handle = found or self._make(name, namespace)
+        return self._handle
+
+    def _make(self, name: str, namespace: str) -> ActorProxy[WorkerActor]:
+        options: dict[str, object] = {}
+        if self._group is not None:
+            options["num_gpus"] = 1
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self._group)
+        # Ray takes concurrency groups here, and its types do not know it.
+        remote = cast(
+            "Callable[..., Callable[[type[WorkerActor]], ActorClass[WorkerActor]]]", ray.remote
+        )
+        actor = remote(num_cpus=0, concurrency_groups=CONCURRENCY_GROUPS)(WorkerActor).options(
+            name=name, namespace=namespace, lifetime="detached", get_if_exists=True, **options
+        )
+        return actor.remote(self._policy_id, self._settings.log_level)
+
+
+async def _ask_worker(reference: ObjectRef[T]) -> T:
+    try:
+        return await ask(reference)
+    except ActorLostError as err:
+        raise WorkerLostError(str(err)) from err

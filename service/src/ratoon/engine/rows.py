@@ -1,0 +1,111 @@
+"""Rows of the journal's tables as values and back.
+
+Enters an open transaction or a row, leaves `journal` values. Invariant: a record written and read
+again is equal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any, cast
+
+from sqlalchemy import ColumnElement, Connection, RowMapping, select, update
+
+from ratoon.engine.codec import from_text, to_text
+from ratoon.engine.faults import operation_not_found, policy_not_found
+from ratoon.engine.journal import JournalState, OperationRecord, PolicyRow
+from ratoon.engine.tables import CHECKPOINTS, OPERATIONS, POLICIES
+from ratoon.engine.types import (
+    CheckpointInfo,
+    Command,
+    OperationKind,
+    OperationResult,
+    PolicySpec,
+    PolicyState,
+)
+from ratoon.model.spec import ModelInfo
+
+
+def select_policy(connection: Connection, policy_id: str) -> PolicyRow | None:
+    query = select(POLICIES).where(POLICIES.c.policy_id == policy_id).with_for_update()
+    row = connection.execute(query).mappings().first()
+    return None if row is None else to_policy(row)
+
+
+def require_policy(connection: Connection, policy_id: str) -> PolicyRow:
+    policy = select_policy(connection, policy_id)
+    if policy is None:
+        raise policy_not_found(policy_id)
+    return policy
+
+
+def select_operation(
+    connection: Connection, condition: ColumnElement[bool]
+) -> OperationRecord | None:
+    row = connection.execute(select(OPERATIONS).where(condition)).mappings().first()
+    return None if row is None else to_record(row)
+
+
+def require_operation(connection: Connection, operation_id: str) -> OperationRecord:
+    record = select_operation(connection, OPERATIONS.c.operation_id == operation_id)
+    if record is None:
+        raise operation_not_found(operation_id)
+    return record
+
+
+def select_checkpoints(connection: Connection, policy_id: str) -> tuple[CheckpointInfo, ...]:
+    query = select(CHECKPOINTS).where(CHECKPOINTS.c.policy_id == policy_id)
+    rows = connection.execute(query.order_by(CHECKPOINTS.c.seq)).mappings()
+    names = [field.name for field in dataclasses.fields(CheckpointInfo)]
+    return tuple(CheckpointInfo(**{name: row[name] for name in names}) for row in rows)
+
+
+def set_policy(connection: Connection, policy_id: str, **columns: object) -> None:
+    connection.execute(update(POLICIES).where(POLICIES.c.policy_id == policy_id).values(**columns))
+
+
+def set_operation(connection: Connection, operation_id: str, **columns: object) -> None:
+    connection.execute(
+        update(OPERATIONS).where(OPERATIONS.c.operation_id == operation_id).values(**columns)
+    )
+
+
+def to_columns(record: OperationRecord) -> dict[str, Any]:
+    values = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+    return values | {
+        "seq": record.seq or None,
+        "request_id": record.request_id or None,
+        "command": None if record.command is None else to_text(record.command),
+        "plan": None if record.plan is None else json.dumps(record.plan, separators=(",", ":")),
+        "result": None if record.result is None else to_text(record.result),
+    }
+
+
+def to_record(row: RowMapping) -> OperationRecord:
+    values: dict[str, Any] = dict(row)
+    plan, command, result = values["plan"], values["command"], values["result"]
+    decoded: dict[str, Any] = values | {
+        "kind": OperationKind(values["kind"]),
+        "state": JournalState(values["state"]),
+        "seq": values["seq"] or 0,
+        "request_id": values["request_id"] or "",
+        "command": None if command is None else cast("Command", from_text(command)),
+        "plan": None if plan is None else json.loads(plan),
+        "result": None if result is None else cast("OperationResult", from_text(result)),
+    }
+    return OperationRecord(**decoded)
+
+
+def to_policy(row: RowMapping) -> PolicyRow:
+    return PolicyRow(
+        spec=cast("PolicySpec", from_text(row["spec"])),
+        state=PolicyState(row["state"]),
+        version=row["version"],
+        max_version=row["max_version"],
+        next_seq=row["next_seq"],
+        token=row["token"],
+        created_at=row["created_at"],
+        info=None if row["info"] is None else cast("ModelInfo", from_text(row["info"])),
+        published=tuple(json.loads(row["published"])),
+    )

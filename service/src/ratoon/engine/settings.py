@@ -1,0 +1,49 @@
+"""The part of the config that the engine's processes get, with every path absolute. No torch.
+
+Enters `RatoonConfig`, leaves to each actor by value. Invariant: nothing here is read from the
+environment again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ratoon.config import LimitsConfig, RatoonConfig
+
+COORDINATOR_NAME = "ratoon-coordinator"
+METRICS_NAME = "ratoon-metrics"
+
+
+def controller_name(policy_id: str) -> str:
+    return f"ratoon-controller-{policy_id}"
+
+
+def worker_name(policy_id: str) -> str:
+    return f"ratoon-worker-{policy_id}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """`device` is "auto", "cpu" or "cuda"; `num_threads` 0: the machine's cores."""
+
+    namespace: str
+    data_root: Path
+    database_url: str
+    log_level: str
+    limits: LimitsConfig
+    device: str
+    num_threads: int
+
+    @classmethod
+    def from_config(cls, config: RatoonConfig) -> EngineSettings:
+        data_root = config.data_root.absolute()
+        return cls(
+            namespace=config.ray.namespace,
+            data_root=data_root,
+            database_url=config.database_url or f"sqlite:///{data_root / 'ratoon.sqlite'}",
+            log_level=config.log_level,
+            limits=config.limits,
+            device=config.worker.device,
+            num_threads=config.worker.num_threads,
+        )

@@ -1,0 +1,203 @@
+"""The policy table and the journal in SQL: lives of policies, and what everyone reads.
+
+Enters records, leaves records; every method is one transaction, durable when it returns. Invariant:
+one process owns the database and writes it from one thread at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from sqlalchemy import Engine, and_, delete, func, or_, select
+
+from ratoon.engine.codec import to_text
+from ratoon.engine.journal import (
+    CLOSING_KINDS,
+    LIFE_KINDS,
+    JournalState,
+    OperationRecord,
+    PolicyHistory,
+    PolicyRow,
+)
+from ratoon.engine.rows import (
+    require_policy,
+    select_checkpoints,
+    select_operation,
+    select_policy,
+    set_operation,
+    set_policy,
+    to_columns,
+    to_policy,
+    to_record,
+)
+from ratoon.engine.tables import CHECKPOINTS, OPERATIONS, POLICIES
+from ratoon.engine.types import (
+    CheckpointInfo,
+    NoKey,
+    OperationKey,
+    OperationKind,
+    OperationResult,
+    PolicySpec,
+    PolicyState,
+    RequestKey,
+    SeqKey,
+)
+from ratoon.errors import ErrorCode, RatoonError
+
+_FINAL = tuple(state for state in JournalState if state.is_final)
+
+
+class SqlStore:
+    """Used by one thread at a time."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def insert_policy(self, spec: PolicySpec, record: OperationRecord) -> None:
+        """A new policy and the record of its CreatePolicy. Raises POLICY_EXISTS."""
+        with self._engine.begin() as connection:
+            if select_policy(connection, spec.policy_id) is not None:
+                raise RatoonError(
+                    ErrorCode.POLICY_EXISTS, f"policy {spec.policy_id} exists", field="policy_id"
+                )
+            connection.execute(
+                POLICIES.insert().values(
+                    policy_id=spec.policy_id,
+                    spec=to_text(spec),
+                    state=PolicyState.CREATING,
+                    version=0,
+                    max_version=0,
+                    next_seq=1,
+                    token=0,
+                    created_at=record.created_at,
+                    info=None,
+                    published="[]",
+                )
+            )
+            connection.execute(OPERATIONS.insert().values(**to_columns(record)))
+
+    def policy(self, policy_id: str) -> PolicyRow | None:
+        with self._engine.begin() as connection:
+            return select_policy(connection, policy_id)
+
+    def policies(self) -> tuple[PolicyRow, ...]:
+        """All, oldest first."""
+        with self._engine.begin() as connection:
+            order = (POLICIES.c.created_at, POLICIES.c.policy_id)
+            rows = connection.execute(select(POLICIES).order_by(*order)).mappings()
+            return tuple(to_policy(row) for row in rows)
+
+    def set_state(self, policy_id: str, state: PolicyState) -> None:
+        """For what no controller can say: that there is none."""
+        with self._engine.begin() as connection:
+            set_policy(connection, policy_id, state=state)
+
+    def mark_deleting(self, policy_id: str, record: OperationRecord) -> None:
+        """The policy takes no more work; `record` is its DeletePolicy."""
+        with self._engine.begin() as connection:
+            set_policy(connection, policy_id, state=PolicyState.DELETING)
+            connection.execute(OPERATIONS.insert().values(**to_columns(record)))
+
+    def remove_policy(self, policy_id: str, *, keep_operation_id: str) -> None:
+        """Forget a policy and all its records but one, that of its end."""
+        with self._engine.begin() as connection:
+            for table in (POLICIES, CHECKPOINTS):
+                connection.execute(delete(table).where(table.c.policy_id == policy_id))
+            connection.execute(
+                delete(OPERATIONS).where(
+                    OPERATIONS.c.policy_id == policy_id,
+                    OPERATIONS.c.operation_id != keep_operation_id,
+                )
+            )
+
+    def end_life_operation(
+        self, operation_id: str, state: JournalState, result: OperationResult, finished_at: float
+    ) -> None:
+        """A CreatePolicy or DeletePolicy ended."""
+        with self._engine.begin() as connection:
+            set_operation(
+                connection,
+                operation_id,
+                state=state,
+                result=to_text(result),
+                finished_at=finished_at,
+            )
+
+    def forget_ended_lives(self, before: float) -> None:
+        """Drop records of policies that are gone and that ended before a time, in seconds."""
+        with self._engine.begin() as connection:
+            connection.execute(
+                delete(OPERATIONS).where(
+                    OPERATIONS.c.kind.in_(LIFE_KINDS),
+                    OPERATIONS.c.finished_at < before,
+                    OPERATIONS.c.policy_id.not_in(select(POLICIES.c.policy_id)),
+                )
+            )
+
+    def history(self, policy_id: str) -> PolicyHistory:
+        """Records since the last closed window, by seq, and the newest checkpoint."""
+        with self._engine.begin() as connection:
+            policy = require_policy(connection, policy_id)
+            closed = connection.execute(
+                select(func.max(OPERATIONS.c.seq)).where(
+                    OPERATIONS.c.policy_id == policy_id,
+                    OPERATIONS.c.kind.in_(CLOSING_KINDS),
+                    OPERATIONS.c.state == JournalState.APPLIED,
+                )
+            ).scalar_one()
+            rows = connection.execute(
+                select(OPERATIONS)
+                .where(OPERATIONS.c.policy_id == policy_id, OPERATIONS.c.seq > (closed or 0))
+                .order_by(OPERATIONS.c.seq)
+            ).mappings()
+            records = tuple(to_record(row) for row in rows)
+            checkpoints = select_checkpoints(connection, policy_id)
+            return PolicyHistory(
+                policy=policy,
+                records=records,
+                checkpoint=checkpoints[-1] if checkpoints else None,
+            )
+
+    def find_key(self, policy_id: str, key: OperationKey) -> OperationRecord | None:
+        match key:
+            case SeqKey(seq=seq):
+                condition = OPERATIONS.c.seq == seq
+            case RequestKey(request_id=request_id):
+                condition = OPERATIONS.c.request_id == request_id
+            case NoKey():
+                return None
+        with self._engine.begin() as connection:
+            return select_operation(
+                connection, and_(OPERATIONS.c.policy_id == policy_id, condition)
+            )
+
+    def find_operation(self, operation_id: str) -> OperationRecord | None:
+        with self._engine.begin() as connection:
+            return select_operation(connection, OPERATIONS.c.operation_id == operation_id)
+
+    def find_life(self, policy_id: str, kind: OperationKind) -> OperationRecord | None:
+        """The CreatePolicy or DeletePolicy of a policy that is there."""
+        with self._engine.begin() as connection:
+            return select_operation(
+                connection,
+                and_(
+                    OPERATIONS.c.policy_id == policy_id,
+                    OPERATIONS.c.kind == kind,
+                    or_(
+                        OPERATIONS.c.kind == OperationKind.CREATE_POLICY,
+                        OPERATIONS.c.state.not_in(_FINAL),
+                    ),
+                ),
+            )
+
+    def checkpoints(self, policy_id: str) -> tuple[CheckpointInfo, ...]:
+        """By seq."""
+        with self._engine.begin() as connection:
+            return select_checkpoints(connection, policy_id)
+
+    def count_operations(self) -> Mapping[tuple[str, str], int]:
+        """How many records there are of each (kind, journal state)."""
+        columns = (OPERATIONS.c.kind, OPERATIONS.c.state)
+        with self._engine.begin() as connection:
+            rows = connection.execute(select(*columns, func.count()).group_by(*columns))
+            return {(str(kind), str(state)): int(count) for kind, state, count in rows}

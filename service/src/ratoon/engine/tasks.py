@@ -1,0 +1,220 @@
+"""What a controller asks of a worker, and what it gets back. No torch: both sides import it.
+
+Enters from the journal's records, leaves as outcomes into it. Invariant: a task holds every choice
+that was made before it is applied (plan, version number, files), so that running it again is the
+same task. Paths are absolute, on storage that both sides see.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from ratoon.engine.types import (
+    CheckpointInfo,
+    ForwardBackwardCommand,
+    ForwardCommand,
+    OperationResult,
+    OperationState,
+    Progress,
+    UpdateCommand,
+)
+from ratoon.model.spec import ModelInfo
+from ratoon.stream.manifest import WeightManifest
+from ratoon.train.config import OptimRequest
+from ratoon.train.spec import TrainerSpec
+
+
+class WorkerLostError(Exception):
+    """The worker is gone, or its state is no longer known; nothing on it can be relied on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FromGiven:
+    """Old log-probs are in the batch, or the loss needs none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FromForwardFile:
+    """Old log-probs are a Forward's; `path` is the file that says whose (`forward_output`)."""
+
+    path: str
+
+
+OldLogprobsSource = FromGiven | FromForwardFile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBackwardTask:
+    operation_id: str
+    seq: int
+    command: ForwardBackwardCommand
+    body_path: str
+    old_logprobs: OldLogprobsSource
+    plan: dict[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateTask:
+    """`next_version` is what the weights are called if they change."""
+
+    operation_id: str
+    seq: int
+    command: UpdateCommand
+    body_path: str
+    old_logprobs: OldLogprobsSource
+    plan: dict[str, object]
+    next_version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardTask:
+    """seq 0: not sequenced. The output is written to `results_folder` under its digest."""
+
+    operation_id: str
+    seq: int
+    command: ForwardCommand
+    body_path: str
+    plan: dict[str, object]
+    results_folder: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimStepTask:
+    operation_id: str
+    seq: int
+    optim: OptimRequest
+    next_version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiscardTask:
+    operation_id: str
+    seq: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveTask:
+    operation_id: str
+    seq: int
+    checkpoint_id: str
+    version: int
+    replay_from_seq: int
+    folder: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadTask:
+    operation_id: str
+    seq: int
+    folder: str
+    checkpoint: CheckpointInfo
+
+
+WorkerTask = (
+    ForwardBackwardTask
+    | UpdateTask
+    | ForwardTask
+    | OptimStepTask
+    | DiscardTask
+    | SaveTask
+    | LoadTask
+)
+BatchCommand = UpdateCommand | ForwardBackwardCommand | ForwardCommand
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a task ended: done, failed or cancelled.
+
+    `must_restore`: the open window's gradients are gone or mixed with a part of this task's.
+    """
+
+    state: OperationState
+    result: OperationResult
+    must_restore: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InitialWeights:
+    """Those of the model spec."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointWeights:
+    folder: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadRequest:
+    """How a worker becomes the policy as of `last_seq`."""
+
+    trainer: TrainerSpec
+    source: InitialWeights | CheckpointWeights
+    version: int
+    last_seq: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStatus:
+    """What a new controller must know of a worker that outlived the old one.
+
+    `last_outcome` None: nothing was applied since the worker was loaded.
+    """
+
+    is_loaded: bool
+    version: int
+    last_seq: int
+    last_outcome: Outcome | None
+
+
+class WorkerPort(Protocol):
+    """A policy's worker, as its controller sees it.
+
+    Every call raises `WorkerLostError` where the worker is gone and `FencedError` where it has seen
+    a newer token. `apply` raises nothing else; what went wrong with the task is its outcome.
+    """
+
+    async def fence(self, token: int) -> WorkerStatus:
+        """Raise the token, let what runs come to its end, and say where the worker stands."""
+        ...
+
+    async def load(self, token: int, request: LoadRequest) -> ModelInfo:
+        """Build the trainer. Raises `RatoonError` where the spec cannot be served."""
+        ...
+
+    async def replace(self) -> None:
+        """Drop the worker and start a bare one."""
+        ...
+
+    async def prepare(
+        self, token: int, command: BatchCommand, body_path: str, old_logprobs: OldLogprobsSource
+    ) -> dict[str, object]:
+        """Decide how the batch is cut. Raises `RatoonError`; touches no state."""
+        ...
+
+    async def apply(self, token: int, task: WorkerTask) -> Outcome:
+        """Run the task whose seq is next; for the last one, say again how it ended."""
+        ...
+
+    async def skip(self, token: int, seq: int, outcome: Outcome) -> None:
+        """Count a seq that is not run."""
+        ...
+
+    async def forward(self, token: int, task: ForwardTask) -> Outcome:
+        """Run a Forward that has no seq."""
+        ...
+
+    async def restore(self, token: int, tasks: tuple[ForwardBackwardTask, ...]) -> None:
+        """Make the open window hold the gradients of these tasks and of nothing else."""
+        ...
+
+    async def publish(
+        self, token: int, version: int, weights_root: str, created_at: float
+    ) -> WeightManifest: ...
+
+    async def progress(self) -> Progress: ...
+
+    async def cancel(self, operation_id: str) -> None:
+        """Ask what runs, or is about to, to stop before it changes weights."""
+        ...

@@ -1,0 +1,97 @@
+"""What a worker needs of a trainer; `train.trainer.Trainer` is one. No torch.
+
+Enter batches, complete losses and steps, leave reports. Invariant: those of `Trainer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ratoon.model.spec import ModelInfo
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.packed import UpdatePlan
+from ratoon.train.loss_spec import Loss, Normalisation, OptimStep
+from ratoon.train.report import StepReport
+from ratoon.train.spec import TrainerSpec
+
+OnProgress = Callable[[int, int, int], None]
+IsCancelled = Callable[[], bool]
+
+
+class PreparedPort(Protocol):
+    @property
+    def plan(self) -> UpdatePlan: ...
+
+
+class ForwardArraysPort(Protocol):
+    @property
+    def logprobs(self) -> NDArray[np.floating]: ...
+    @property
+    def entropy(self) -> NDArray[np.floating] | None: ...
+    @property
+    def report(self) -> StepReport: ...
+
+
+class TrainerPort(Protocol):
+    version: int
+
+    @property
+    def normalisation(self) -> Normalisation: ...
+
+    def info(self) -> ModelInfo: ...
+
+    def prepare(self, batch: RolloutBatch, loss: Loss) -> PreparedPort: ...
+
+    def plan_forward(self, batch: RolloutBatch) -> UpdatePlan: ...
+
+    def forward_backward(
+        self,
+        batch: RolloutBatch,
+        loss: Loss,
+        plan: UpdatePlan,
+        *,
+        old_logprobs_J: NDArray[np.floating] | None,
+        on_progress: OnProgress,
+        is_cancelled: IsCancelled,
+    ) -> StepReport: ...
+
+    def optim_step(self, step: OptimStep) -> StepReport: ...
+
+    def update(
+        self,
+        batch: RolloutBatch,
+        loss: Loss,
+        step: OptimStep,
+        plan: UpdatePlan,
+        *,
+        old_logprobs_J: NDArray[np.floating] | None,
+        on_progress: OnProgress,
+        is_cancelled: IsCancelled,
+    ) -> StepReport: ...
+
+    def discard_gradients(self) -> None: ...
+
+    def forward(
+        self,
+        batch: RolloutBatch,
+        plan: UpdatePlan,
+        *,
+        with_entropy: bool,
+        use_reference: bool,
+        on_progress: OnProgress,
+        is_cancelled: IsCancelled,
+    ) -> ForwardArraysPort: ...
+
+    def save_checkpoint(self, folder: Path) -> int: ...
+
+    def load_checkpoint(self, folder: Path) -> None: ...
+
+
+CreateTrainer = Callable[[TrainerSpec], TrainerPort]
+# Writes the trainer's weights into an empty folder.
+ExportWeights = Callable[[TrainerPort, Path], None]

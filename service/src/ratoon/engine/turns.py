@@ -1,0 +1,188 @@
+"""The loop that runs a policy's operations, one at a time.
+
+Enters wake-ups, leaves operations that have ended. Invariant: a seq runs only when its turn has
+come, and nothing else touches the worker's weights; Forwards without a key and requested
+publications run between two turns, alternating with them so that neither starves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+from ratoon.engine import telemetry
+from ratoon.engine.executor import Executor
+from ratoon.engine.faults import operation_not_found, policy_not_ready
+from ratoon.engine.journal import FencedError
+from ratoon.engine.ledger import LiveOperation
+from ratoon.engine.policy_run import PolicyRun
+from ratoon.engine.publisher import Publisher
+from ratoon.engine.startup import start_policy
+from ratoon.engine.types import PolicyState
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon.log import get_logger
+
+_LOG = get_logger("turns")
+_MAX_FAILURES = 5
+_BACKOFF_S = 0.2
+
+Step = Callable[[], Awaitable[None]]
+
+
+class TurnLoop:
+    """Owns the task that runs the loop."""
+
+    def __init__(
+        self, run: PolicyRun, executor: Executor, publisher: Publisher, lock: asyncio.Lock
+    ) -> None:
+        self._run = run
+        self._executor = executor
+        self._publisher = publisher
+        self._lock = lock
+        self._wake = asyncio.Event()
+        self._must_restart = False
+        self._prefers_between = False
+        self._publications: list[asyncio.Future[None]] = []
+        # Queued and running, as last sent to the metrics.
+        self._reported = (0, 0)
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Own the policy, then run in the background. Raises `RatoonError`."""
+        assert self._task is None
+        await self._own()
+        self._task = asyncio.get_running_loop().create_task(self._loop())
+
+    async def stop(self, grace_s: float) -> None:
+        """Let what runs end within `grace_s` seconds, then stop."""
+        deadline = asyncio.get_running_loop().time() + grace_s
+        while any(live.is_started for live in self._run.ledger.open_operations()):
+            if asyncio.get_running_loop().time() > deadline:
+                break
+            await asyncio.sleep(0.02)
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        self._end_publications(policy_not_ready(self._run.policy_id, self._run.state))
+
+    def wake(self) -> None:
+        """There may be something to do."""
+        self._wake.set()
+
+    def restart(self) -> None:
+        """Memory may differ from the journal: read it again before the next turn."""
+        self._must_restart = True
+        self.wake()
+
+    async def publish(self) -> None:
+        """Publish the current version between two turns. Raises what publishing raises."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._publications.append(future)
+        self.wake()
+        await future
+
+    async def _loop(self) -> None:
+        failures = 0
+        while failures < _MAX_FAILURES:
+            try:
+                if self._must_restart:
+                    await self._own()
+                if await self._take_one():
+                    failures = 0
+            except FencedError as err:
+                _LOG.warning("fenced", policy_id=self._run.policy_id, reason=str(err))
+                break
+            except Exception:  # noqa: BLE001 - the journal and the worker decide what is true
+                _LOG.exception("turn failed", policy_id=self._run.policy_id, failures=failures)
+                self._must_restart, failures = True, failures + 1
+                await asyncio.sleep(_BACKOFF_S * 2**failures)
+        self._run.state = PolicyState.FAILED
+        self._end_publications(policy_not_ready(self._run.policy_id, self._run.state))
+
+    async def _own(self) -> None:
+        async with self._lock:
+            await start_policy(self._run, self._executor, self._publisher)
+            self._must_restart = False
+
+    async def _take_one(self) -> bool:
+        """Run one thing, or wait for a wake-up; whether anything ran."""
+        self._wake.clear()
+        async with self._lock:
+            between, turn = self._pick_between(), self._pick_turn()
+            steps = [between, turn] if self._prefers_between else [turn, between]
+            step = next((step for step in steps if step is not None), None)
+            if step is not None:
+                self._prefers_between = step is turn
+                live = step[0]
+                if live is not None:
+                    live.is_started = True
+        self._report()
+        if step is None:
+            await self._wake.wait()
+            return False
+        await step[1]()
+        return True
+
+    def _pick_turn(self) -> tuple[LiveOperation | None, Step] | None:
+        run = self._run
+        turn = run.sequencer.peek()
+        if turn is None:
+            return None
+        if turn.is_consumed:
+            return None, partial(self._pass_over, turn.operation_id)
+        live = run.ledger.find(turn.operation_id)
+        assert live is not None, "a queued operation is in memory"
+        return live, partial(self._run_sequenced, live)
+
+    def _pick_between(self) -> tuple[LiveOperation | None, Step] | None:
+        if self._publications:
+            return None, self._publish
+        for live in self._run.ledger.open_operations():
+            if live.record.seq == 0:
+                return live, partial(self._executor.run_forward, live)
+        return None
+
+    async def _run_sequenced(self, live: LiveOperation) -> None:
+        await self._executor.run_sequenced(live)
+        self._run.sequencer.advance()
+
+    async def _pass_over(self, operation_id: str) -> None:
+        record = await self._run.ports.journal.find_operation(operation_id)
+        if record is None:
+            raise operation_not_found(operation_id)
+        await self._executor.pass_over(record)
+        self._run.sequencer.advance()
+
+    async def _publish(self) -> None:
+        waiting, self._publications = self._publications, []
+        try:
+            await self._publisher.publish()
+        except RatoonError as error:
+            _fail(waiting, error)
+        except BaseException:
+            _fail(waiting, RatoonError(ErrorCode.WORKER_LOST, "the worker was lost; ask again"))
+            raise
+        else:
+            for future in waiting:
+                if not future.done():
+                    future.set_result(None)
+
+    def _end_publications(self, error: RatoonError) -> None:
+        _fail(self._publications, error)
+        self._publications = []
+
+    def _report(self) -> None:
+        num_running = sum(live.is_started for live in self._run.ledger.open_operations())
+        counts = (self._run.ledger.num_open - num_running, num_running)
+        if counts != self._reported:
+            self._reported = counts
+            self._run.send(telemetry.open_operations(self._run.policy_id, *counts))
+
+
+def _fail(futures: list[asyncio.Future[None]], error: RatoonError) -> None:
+    for future in futures:
+        if not future.done():
+            future.set_exception(error)

@@ -1,0 +1,94 @@
+"""The open window of a policy: whose gradients are in it, and which operation may touch it. Pure.
+
+Enters one event an operation in seq order, leaves the same for every order of arrival. Invariant:
+an entry is a ForwardBackward that was applied or that failed; a cancelled one leaves no trace.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ratoon.errors import ErrorCode, RatoonError, invalid
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowEntry:
+    seq: int
+    has_failed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """Entries in seq order; none: closed."""
+
+    entries: tuple[WindowEntry, ...] = ()
+
+    @property
+    def applied(self) -> tuple[int, ...]:
+        return tuple(entry.seq for entry in self.entries if not entry.has_failed)
+
+    @property
+    def failed(self) -> tuple[int, ...]:
+        return tuple(entry.seq for entry in self.entries if entry.has_failed)
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self.entries)
+
+    def replay_from(self, seq: int) -> int:
+        """The first seq that a checkpoint taken at `seq` must run again."""
+        return self.entries[0].seq if self.entries else seq + 1
+
+    def with_applied(self, seq: int) -> Window:
+        return self._with(WindowEntry(seq=seq, has_failed=False))
+
+    def with_failed(self, seq: int) -> Window:
+        return self._with(WindowEntry(seq=seq, has_failed=True))
+
+    def check_update(self) -> None:
+        """An Update brings its own gradients. Raises WINDOW_OPEN."""
+        if self.is_open:
+            raise RatoonError(
+                ErrorCode.WINDOW_OPEN,
+                f"ForwardBackwards {_names(self.entries)} are not stepped or discarded",
+                details={"window_seqs": _names(self.entries)},
+            )
+
+    def select(self, include_seqs: tuple[int, ...]) -> tuple[int, ...]:
+        """The ForwardBackwards that an OptimStep steps on; `include_seqs` empty: all.
+
+        Raises WINDOW_POISONED naming what failed, WINDOW_EMPTY, or INVALID_ARGUMENT.
+        """
+        if not include_seqs:
+            if self.failed:
+                raise self._poisoned(self.failed[0])
+            if not self.applied:
+                raise RatoonError(
+                    ErrorCode.WINDOW_EMPTY, "no ForwardBackward since the last step or discard"
+                )
+            return self.applied
+        if len(set(include_seqs)) != len(include_seqs):
+            raise invalid("include_seqs", list(include_seqs), "each seq once")
+        for index, seq in enumerate(include_seqs):
+            if seq in self.failed:
+                raise self._poisoned(seq)
+            if seq not in self.applied:
+                raise invalid(
+                    f"include_seqs[{index}]", seq, f"one of the window's {list(self.applied)}"
+                )
+        return tuple(sorted(include_seqs))
+
+    def _with(self, entry: WindowEntry) -> Window:
+        assert all(earlier.seq < entry.seq for earlier in self.entries)
+        return replace(self, entries=(*self.entries, entry))
+
+    def _poisoned(self, seq: int) -> RatoonError:
+        return RatoonError(
+            ErrorCode.WINDOW_POISONED,
+            f"ForwardBackward {seq} failed: discard the window, or list the seqs to include",
+            details={"failed_seq": str(seq), "window_seqs": _names(self.entries)},
+        )
+
+
+def _names(entries: tuple[WindowEntry, ...]) -> str:
+    return ",".join(str(entry.seq) for entry in entries)

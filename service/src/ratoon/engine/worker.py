@@ -1,0 +1,219 @@
+"""A policy's worker: the one place where its weights change.
+
+Enters tasks with a fencing token and a seq, leaves outcomes. Invariant: an older token, or a seq
+other than the last one plus one, is refused before any state is touched; the last seq is answered
+with its stored outcome.
+
+States: bare -> loaded; a failure that leaves the trainer in doubt makes it bare again. No torch is
+imported here: the trainer comes in as an argument.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ratoon.engine.journal import FencedError
+from ratoon.engine.runner import TaskRunner
+from ratoon.engine.tasks import (
+    BatchCommand,
+    CheckpointWeights,
+    ForwardBackwardTask,
+    ForwardTask,
+    LoadRequest,
+    OldLogprobsSource,
+    OptimStepTask,
+    Outcome,
+    WorkerLostError,
+    WorkerStatus,
+    WorkerTask,
+)
+from ratoon.engine.trainer_port import CreateTrainer, ExportWeights
+from ratoon.engine.types import FailedResult, OperationState, Progress
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon.log import get_logger
+from ratoon.model.spec import ModelInfo
+from ratoon.stream.manifest import WeightManifest
+from ratoon.stream.versions import publish_version
+
+_LOG = get_logger("worker")
+_NO_OPERATION = ""
+
+
+class WorkerOrderError(Exception):
+    """A seq that is neither the last one nor the next: controller and worker do not agree."""
+
+
+@dataclass(slots=True)
+class Meter:
+    """How far the running task is; written by the compute thread, read by any."""
+
+    done: int = 0
+    planned: int = 0
+    tokens: int = 0
+    started: float = 0.0
+
+    def progress(self) -> Progress:
+        seconds = time.perf_counter() - self.started
+        rate = self.tokens / seconds if self.tokens and seconds > 0 else 0.0
+        remaining = seconds * (self.planned - self.done) / self.done if self.done else None
+        return Progress(
+            micro_batches_done=self.done,
+            micro_batches_planned=self.planned,
+            tokens_per_second=rate,
+            eta_s=remaining,
+        )
+
+
+class WorkerCore:
+    """`fence`, `progress` and `cancel` may be called from any thread, all else from one thread."""
+
+    def __init__(self, create_trainer: CreateTrainer, export: ExportWeights) -> None:
+        self._create_trainer = create_trainer
+        self._export = export
+        self._runner: TaskRunner | None = None
+        self._token = 0
+        self._token_lock = threading.Lock()
+        self._policy_id = ""
+        self._last_seq = 0
+        self._last_outcome: Outcome | None = None
+        self._meter = Meter()
+        self._cancelled_id = _NO_OPERATION
+
+    # From any thread.
+
+    def fence(self, token: int) -> None:
+        """Refuse all older tokens from now on. Raises `FencedError` where this one is older."""
+        with self._token_lock:
+            if token < self._token:
+                raise FencedError(f"token {token} is older than {self._token}")
+            self._token = token
+
+    def progress(self) -> Progress:
+        return self._meter.progress()
+
+    def cancel(self, operation_id: str) -> None:
+        """Stop this operation, running or next, before it changes weights."""
+        self._cancelled_id = operation_id
+
+    # From the compute thread.
+
+    def status(self) -> WorkerStatus:
+        """Where the worker stands; being on the compute thread, after what was running."""
+        return WorkerStatus(
+            is_loaded=self._runner is not None,
+            version=self._runner.version if self._runner else 0,
+            last_seq=self._last_seq,
+            last_outcome=self._last_outcome,
+        )
+
+    def load(self, token: int, policy_id: str, request: LoadRequest) -> ModelInfo:
+        """Become the policy as of a checkpoint or its start. Raises what the trainer raises."""
+        self.fence(token)
+        self._runner = None
+        trainer = self._create_trainer(request.trainer)
+        if isinstance(request.source, CheckpointWeights):
+            trainer.load_checkpoint(Path(request.source.folder))
+        trainer.version = request.version
+        self._runner = TaskRunner(request.trainer, trainer)
+        self._policy_id = policy_id
+        self._last_seq, self._last_outcome = request.last_seq, None
+        return trainer.info()
+
+    def prepare(
+        self, token: int, command: BatchCommand, body_path: str, old_logprobs: OldLogprobsSource
+    ) -> dict[str, object]:
+        """How the batch is cut. Raises `RatoonError`; touches no state."""
+        self.fence(token)
+        return self._loaded().prepare(command, Path(body_path), old_logprobs)
+
+    def apply(self, token: int, task: WorkerTask) -> Outcome:
+        """Run the task whose seq is next, or say again how the last one ended."""
+        self.fence(token)
+        runner = self._loaded()
+        if task.seq == self._last_seq and self._last_outcome is not None:
+            return self._last_outcome
+        self._check_next(task.seq)
+        outcome = self._run(runner, task)
+        self._last_seq, self._last_outcome = task.seq, outcome
+        return outcome
+
+    def skip(self, token: int, seq: int, outcome: Outcome) -> None:
+        """Count a seq that ended without being run."""
+        self.fence(token)
+        self._loaded().forget_inputs()
+        if seq == self._last_seq:
+            return
+        self._check_next(seq)
+        self._last_seq, self._last_outcome = seq, outcome
+
+    def forward(self, token: int, task: ForwardTask) -> Outcome:
+        """Run a Forward that has no seq."""
+        self.fence(token)
+        return self._run(self._loaded(), task)
+
+    def restore(self, token: int, tasks: tuple[ForwardBackwardTask, ...]) -> None:
+        """Run the window's ForwardBackwards again, from none. Raises `WorkerLostError`."""
+        self.fence(token)
+        try:
+            self._loaded().restore(tasks)
+        except Exception as err:
+            self._runner = None
+            raise WorkerLostError("the open window could not be restored") from err
+
+    def publish(
+        self, token: int, version: int, weights_root: str, created_at: float
+    ) -> WeightManifest:
+        """Write the current weights for readers. Raises `RatoonError`."""
+        self.fence(token)
+        runner = self._loaded()
+        assert version == runner.version, "weights stand still while they are published"
+        try:
+            return publish_version(
+                Path(weights_root),
+                self._policy_id,
+                version,
+                runner.weight_kind,
+                lambda folder: self._export(runner.trainer, folder),
+                created_at,
+            )
+        except OSError as err:
+            raise RatoonError(ErrorCode.INTERNAL, f"weights were not written: {err}") from err
+
+    def _run(self, runner: TaskRunner, task: WorkerTask) -> Outcome:
+        self._meter = Meter(started=time.perf_counter())
+        try:
+            return runner.run(task, self._on_progress, self._is_cancelled(task.operation_id))
+        except RatoonError as error:
+            cancelled = error.code is ErrorCode.CANCELLED
+            state = OperationState.CANCELLED if cancelled else OperationState.FAILED
+            return _ended(state, error, must_restore=isinstance(task, ForwardBackwardTask))
+        except Exception as err:  # noqa: BLE001 - whatever it is, the caller must hear of it
+            _LOG.exception("task failed", operation_id=task.operation_id)
+            error = RatoonError(ErrorCode.INTERNAL, f"{type(err).__name__}: {err}")
+            touched = isinstance(task, ForwardBackwardTask | OptimStepTask)
+            return _ended(OperationState.FAILED, error, must_restore=touched)
+
+    def _on_progress(self, done: int, planned: int, tokens: int) -> None:
+        self._meter.done, self._meter.planned, self._meter.tokens = done, planned, tokens
+
+    def _is_cancelled(self, operation_id: str) -> Callable[[], bool]:
+        return lambda: self._cancelled_id == operation_id
+
+    def _loaded(self) -> TaskRunner:
+        if self._runner is None:
+            raise WorkerLostError("no policy is loaded")
+        return self._runner
+
+    def _check_next(self, seq: int) -> None:
+        if seq != self._last_seq + 1:
+            raise WorkerOrderError(f"seq {seq} after {self._last_seq}")
+
+
+def _ended(state: OperationState, error: RatoonError, *, must_restore: bool) -> Outcome:
+    return Outcome(
+        state=state, result=FailedResult(error=error.to_dict()), must_restore=must_restore
+    )

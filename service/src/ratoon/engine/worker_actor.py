@@ -1,0 +1,104 @@
+"""The worker's process: a detached actor around `worker.WorkerCore`.
+
+Enters calls from the policy's controller, leaves outcomes. Invariant: trainer calls run on one
+thread, always the same; `fence`, `progress` and `cancel` never wait for them. Torch is imported by
+the constructor: whoever looks the actor up imports this module.
+"""
+
+# Ray's decorators are only partly typed.
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import ray
+
+from ratoon.engine.tasks import (
+    BatchCommand,
+    ForwardBackwardTask,
+    ForwardTask,
+    LoadRequest,
+    OldLogprobsSource,
+    Outcome,
+    WorkerStatus,
+    WorkerTask,
+)
+from ratoon.engine.types import Progress
+from ratoon.log import configure_logging
+from ratoon.model.spec import ModelInfo
+from ratoon.stream.manifest import WeightManifest
+
+if TYPE_CHECKING:
+    from ratoon.engine.trainer_port import TrainerPort
+
+CONCURRENCY_GROUPS = {"compute": 1, "control": 4}
+
+
+class WorkerActor:
+    """Shell of `WorkerCore`."""
+
+    def __init__(self, policy_id: str, log_level: str) -> None:
+        configure_logging(log_level)
+        from ratoon.engine.worker import WorkerCore
+        from ratoon.train.trainer import Trainer
+
+        self._policy_id = policy_id
+        self._core = WorkerCore(Trainer.create, _export)
+
+    @ray.method(concurrency_group="control")
+    def fence(self, token: int) -> None:
+        self._core.fence(token)
+
+    @ray.method(concurrency_group="control")
+    def progress(self) -> Progress:
+        return self._core.progress()
+
+    @ray.method(concurrency_group="control")
+    def cancel(self, operation_id: str) -> None:
+        self._core.cancel(operation_id)
+
+    @ray.method(concurrency_group="compute")
+    def status(self) -> WorkerStatus:
+        return self._core.status()
+
+    @ray.method(concurrency_group="compute")
+    def load(self, token: int, request: LoadRequest) -> ModelInfo:
+        return self._core.load(token, self._policy_id, request)
+
+    @ray.method(concurrency_group="compute")
+    def prepare(
+        self, token: int, command: BatchCommand, body_path: str, old_logprobs: OldLogprobsSource
+    ) -> dict[str, object]:
+        return self._core.prepare(token, command, body_path, old_logprobs)
+
+    @ray.method(concurrency_group="compute")
+    def apply(self, token: int, task: WorkerTask) -> Outcome:
+        return self._core.apply(token, task)
+
+    @ray.method(concurrency_group="compute")
+    def skip(self, token: int, seq: int, outcome: Outcome) -> None:
+        self._core.skip(token, seq, outcome)
+
+    @ray.method(concurrency_group="compute")
+    def forward(self, token: int, task: ForwardTask) -> Outcome:
+        return self._core.forward(token, task)
+
+    @ray.method(concurrency_group="compute")
+    def restore(self, token: int, tasks: tuple[ForwardBackwardTask, ...]) -> None:
+        self._core.restore(token, tasks)
+
+    @ray.method(concurrency_group="compute")
+    def publish(
+        self, token: int, version: int, weights_root: str, created_at: float
+    ) -> WeightManifest:
+        return self._core.publish(token, version, weights_root, created_at)
+
+
+def _export(trainer: TrainerPort, folder: Path) -> None:
+    from ratoon.model.export import export_weights
+    from ratoon.train.trainer import Trainer
+
+    real = cast("Trainer", trainer)
+    export_weights(real.model, folder, real.export_state())

@@ -1,0 +1,52 @@
+"""Structured logs: one event a line, on standard error.
+
+Enters the level of the config, leaves a configured process. Invariant: an event is a short constant
+text with fields; fields never hold token ids, prompts, bodies or keys.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import cast
+
+import structlog
+
+
+def configure_logging(level: str) -> None:
+    """Set the process up: JSON lines, or coloured text where a person is looking."""
+    shared: list[structlog.typing.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    if sys.stderr.isatty():
+        last: list[structlog.typing.Processor] = [
+            structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+        ]
+    else:
+        # Locals may be token ids and prompts.
+        tracebacks = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+        last = [
+            structlog.processors.ExceptionRenderer(tracebacks),
+            structlog.processors.JSONRenderer(),
+        ]
+    structlog.configure(
+        processors=[*shared, *last],
+        wrapper_class=structlog.make_filtering_bound_logger(_level(level)),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=False,
+    )
+
+
+def get_logger(component: str) -> structlog.stdlib.BoundLogger:
+    """A logger whose events say which component they are of."""
+    return cast("structlog.stdlib.BoundLogger", structlog.get_logger(component=component))
+
+
+def _level(name: str) -> int:
+    """The number of a level's name. Raises `ValueError` for any other name."""
+    levels = logging.getLevelNamesMapping()
+    if name.upper() not in levels:
+        raise ValueError(f"log_level: got {name}, expected one of {sorted(levels)}")
+    return levels[name.upper()]

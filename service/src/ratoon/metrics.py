@@ -1,0 +1,194 @@
+"""Every metric of the service, declared once, and the totals that `/metrics` shows.
+
+Enters samples from any process, leaves Prometheus text. Invariant: labels are bounded (kinds,
+states, phases, methods, ids of living policies), and a counter only grows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+POLICY_LABEL = "policy_id"
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+
+class MetricKind(StrEnum):
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One change: added to a counter, set on a gauge, observed by a histogram."""
+
+    metric: str
+    labels: tuple[str, ...]
+    value: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyGone:
+    """Drops every series with the policy's label."""
+
+    policy_id: str
+
+
+Change = Sample | PolicyGone
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """`labels` in the order in which `sample` takes their values."""
+
+    name: str
+    kind: MetricKind
+    help: str
+    labels: tuple[str, ...] = ()
+
+    def sample(self, value: float, *labels: str) -> Sample:
+        assert len(labels) == len(self.labels), f"{self.name} has labels {self.labels}"
+        return Sample(metric=self.name, labels=labels, value=value)
+
+
+def _counter(name: str, text: str, *labels: str) -> Metric:
+    return Metric(name, MetricKind.COUNTER, text, labels)
+
+
+def _gauge(name: str, text: str, *labels: str) -> Metric:
+    return Metric(name, MetricKind.GAUGE, text, labels)
+
+
+OPERATIONS = _counter(
+    "ratoon_operations_total", "Journaled operations that entered a state.", "kind", "state"
+)
+UNSEQUENCED_FORWARDS = _counter(
+    "ratoon_unsequenced_forwards_total", "Forwards without a key that entered a state.", "state"
+)
+TOKENS = _counter(
+    "ratoon_tokens_total",
+    "Tokens of forward-backwards: replicated (each rollout alone), packed, trained.",
+    "count",
+)
+MICRO_BATCHES = _counter("ratoon_micro_batches_total", "Micro-batches of forward-backwards.")
+DROPPED_SEQUENCES = _counter(
+    "ratoon_dropped_sequences_total", "Rollouts left out of the loss.", "reason"
+)
+SKIPPED_STEPS = _counter(
+    "ratoon_skipped_steps_total", "Optimizer steps skipped for non-finite values."
+)
+REQUESTS = _counter("ratoon_requests_total", "Requests answered.", "transport", "method", "code")
+PHASE_SECONDS = Metric(
+    "ratoon_phase_seconds", MetricKind.HISTOGRAM, "Seconds of an operation by phase.", ("phase",)
+)
+REQUEST_SECONDS = Metric(
+    "ratoon_request_seconds",
+    MetricKind.HISTOGRAM,
+    "Seconds to answer a request.",
+    ("transport", "method"),
+)
+OPEN_OPERATIONS = _gauge(
+    "ratoon_open_operations", "Operations that are queued or running.", POLICY_LABEL, "state"
+)
+POLICY_VERSION = _gauge("ratoon_policy_version", "Version of the weights.", POLICY_LABEL)
+PUBLISHED_VERSION = _gauge(
+    "ratoon_published_version", "Newest version that can be fetched.", POLICY_LABEL
+)
+TOKEN_REDUCTION = _gauge(
+    "ratoon_token_reduction_ratio", "Replicated over packed tokens, newest batch.", POLICY_LABEL
+)
+LOSS = _gauge("ratoon_loss", "Loss of the newest batch.", POLICY_LABEL)
+GRAD_NORM = _gauge("ratoon_grad_norm", "Gradient norm of the newest step.", POLICY_LABEL)
+KL = _gauge("ratoon_kl", "KL estimate to the reference, newest batch.", POLICY_LABEL)
+ENTROPY = _gauge("ratoon_entropy", "Mean entropy in nats, newest batch.", POLICY_LABEL)
+RATIO_MAX = _gauge("ratoon_ratio_max", "Largest importance ratio, newest batch.", POLICY_LABEL)
+REWARD_MEAN = _gauge("ratoon_reward_mean", "Mean reward of the newest batch.", POLICY_LABEL)
+TOKEN_RATE = _gauge(
+    "ratoon_tokens_per_second", "Replicated tokens a second, newest batch.", POLICY_LABEL
+)
+PEAK_MEMORY = _gauge("ratoon_peak_memory_bytes", "Most memory that a step has taken.", POLICY_LABEL)
+BACKEND = _gauge(
+    "ratoon_backend_info", "The kernel backend in use: 1.", POLICY_LABEL, "op", "backend"
+)
+
+METRICS: tuple[Metric, ...] = (
+    OPERATIONS,
+    UNSEQUENCED_FORWARDS,
+    TOKENS,
+    MICRO_BATCHES,
+    DROPPED_SEQUENCES,
+    SKIPPED_STEPS,
+    REQUESTS,
+    PHASE_SECONDS,
+    REQUEST_SECONDS,
+    OPEN_OPERATIONS,
+    POLICY_VERSION,
+    PUBLISHED_VERSION,
+    TOKEN_REDUCTION,
+    LOSS,
+    GRAD_NORM,
+    KL,
+    ENTROPY,
+    RATIO_MAX,
+    REWARD_MEAN,
+    TOKEN_RATE,
+    PEAK_MEMORY,
+    BACKEND,
+)
+
+
+class MetricsSink(Protocol):
+    """Where a process sends its changes; never waits and never raises."""
+
+    def send(self, changes: Sequence[Change]) -> None: ...
+
+
+class MetricsTotals:
+    """Owns a registry with one collector a declared metric."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._collectors: dict[str, Counter | Gauge | Histogram] = {
+            metric.name: _collector(metric, self._registry) for metric in METRICS
+        }
+
+    def apply(self, changes: Iterable[Change]) -> None:
+        """Take changes in. A sample of an undeclared metric is a `KeyError`."""
+        for change in changes:
+            if isinstance(change, PolicyGone):
+                self._forget(change.policy_id)
+                continue
+            collector = self._collectors[change.metric]
+            series = collector.labels(*change.labels) if change.labels else collector
+            if isinstance(series, Counter):
+                series.inc(change.value)
+            elif isinstance(series, Gauge):
+                series.set(change.value)
+            else:
+                series.observe(change.value)
+
+    def render(self) -> bytes:
+        """Prometheus text format 0.0.4."""
+        return generate_latest(self._registry)
+
+    def _forget(self, policy_id: str) -> None:
+        for metric in METRICS:
+            if POLICY_LABEL in metric.labels:
+                self._collectors[metric.name].remove_by_labels({POLICY_LABEL: policy_id})
+
+
+def _collector(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge | Histogram:
+    match metric.kind:
+        case MetricKind.COUNTER:
+            return Counter(metric.name, metric.help, metric.labels, registry=registry)
+        case MetricKind.GAUGE:
+            return Gauge(metric.name, metric.help, metric.labels, registry=registry)
+        case MetricKind.HISTOGRAM:
+            return Histogram(
+                metric.name, metric.help, metric.labels, registry=registry, buckets=_SECONDS
+            )
