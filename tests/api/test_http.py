@@ -22,7 +22,7 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon_proto.v1 import service_pb2
 from tests.api import requests
 from tests.api.conftest import Api
-from tests.api.wires import NOT_BUILT, OTHER_ROUTES, ROUTES, SERVICE, http_error
+from tests.api.wires import HTTP_ALONE, NOT_BUILT, OTHER_ROUTES, ROUTES, SERVICE, http_error
 
 FILE = bytes(range(256)) * 8
 ETAG = f'"{xxhash.xxh3_128_hexdigest(FILE)}"'
@@ -279,12 +279,7 @@ async def test_openapi_names_the_built_calls_and_no_others(api: Api) -> None:
         (method.upper(), path) for path, methods in document["paths"].items() for method in methods
     }
     mirrored = set(ROUTES.values()) | set(OTHER_ROUTES.values())
-    own = {
-        ("GET", "/v1/policies/{policy_id}/weights/latest"),
-        ("GET", "/v1/policies/{policy_id}/weights/{version}/files/{name}"),
-        ("GET", "/metrics"),
-    }
-    assert named == mirrored | own
+    assert named == mirrored | HTTP_ALONE
     assert {method.name for method in SERVICE.methods} == {*ROUTES, *OTHER_ROUTES, *NOT_BUILT}
 
 

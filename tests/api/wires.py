@@ -50,6 +50,11 @@ OTHER_ROUTES = {
     "WatchOperation": ("GET", "/v1/operations/{operation_id}/events"),
     "FetchWeights": ("GET", "/v1/policies/{policy_id}/files/{digest}"),
 }
+HTTP_ALONE = {
+    ("GET", "/v1/policies/{policy_id}/weights/latest"),
+    ("GET", "/v1/policies/{policy_id}/weights/{version}/files/{name}"),
+    ("GET", "/metrics"),
+}
 NOT_BUILT = (
     "WatchWeights", "AckWeights", "ImportWeights", "GetGradientManifest", "FetchGradients"
 )  # fmt: skip

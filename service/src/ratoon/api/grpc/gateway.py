@@ -19,22 +19,22 @@ from concurrent.futures import Future
 from types import FrameType
 from typing import Any
 
-import structlog
-
 from ratoon.api.build import build_service
 from ratoon.api.grpc.server import RunningServer, start_server
 from ratoon.api.grpc.servicer import PolicyServicer
 from ratoon.config import RatoonConfig
+from ratoon.log import configure_logging, get_logger
 
 DRAIN_S = 25.0
 
-_log = structlog.get_logger(__name__)
+_log = get_logger("gateway")
 
 
 class Gateway:
     """Serving from construction to `drain`; a restart by Ray listens on the same port again."""
 
     def __init__(self, config: RatoonConfig) -> None:
+        configure_logging(config.log_level)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="grpc", daemon=True).start()
         self._running: RunningServer = self._call(_start(config)).result()

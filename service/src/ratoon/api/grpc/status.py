@@ -9,15 +9,15 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import grpc
-import structlog
 
 from ratoon.api.convert.errors import cut, detail_of, internal_error
 from ratoon.errors import ERROR_TABLE, RatoonError
+from ratoon.log import get_logger
 
 # A serialized `ErrorDetail`.
 ERROR_TRAILER = "ratoon-error-bin"
 
-_log = structlog.get_logger(__name__)
+_log = get_logger("grpc")
 
 
 class CallContext(Protocol):

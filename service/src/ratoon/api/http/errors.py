@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, cast
 
-import structlog
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -21,8 +20,9 @@ from ratoon.api.convert.errors import detail_of, internal_error
 from ratoon.api.http.schema.operation import ErrorBody
 from ratoon.api.http.wire import to_json
 from ratoon.errors import ERROR_TABLE, ErrorCode, RatoonError
+from ratoon.log import get_logger
 
-_log = structlog.get_logger(__name__)
+_log = get_logger("http")
 _STATUS_CODES = {
     400: ErrorCode.MALFORMED_BODY,
     404: ErrorCode.ROUTE_NOT_FOUND,

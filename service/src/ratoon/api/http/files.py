@@ -6,12 +6,13 @@ import asyncio
 from pathlib import Path as FilePath
 from typing import Annotated
 
+import xxhash
 from fastapi import APIRouter, Header, Path, Query
 from fastapi.responses import JSONResponse, Response
 
 from ratoon.api.http import ranges
 from ratoon.api.http.errors import error_response, error_responses
-from ratoon.api.http.responses import PolicyId, json_of
+from ratoon.api.http.responses import Digest, PolicyId, json_of
 from ratoon.api.http.schema.server import WeightManifest
 from ratoon.api.service import PolicyService
 from ratoon.errors import ErrorCode, RatoonError
@@ -97,7 +98,7 @@ def router(service: PolicyService, *, max_fetch_bytes: int) -> APIRouter:
         },
     )
     async def fetch_weights(
-        policy_id: PolicyId, digest: str, offset: Offset, length: Length
+        policy_id: PolicyId, digest: Digest, offset: Offset, length: Length
     ) -> Response:
         """One chunk of a file of a manifest, or of a result file."""
         request = wire.FetchWeightsRequest(
@@ -120,9 +121,11 @@ async def _file_response(
             return Response(status_code=304, headers=headers)
         case ranges.Whole():
             data = await asyncio.to_thread(_read, path, 0, file.size_bytes)
+            headers[CHUNK_DIGEST] = xxhash.xxh3_128_hexdigest(data)
             return Response(data, media_type=BINARY, headers=headers)
         case ranges.Part(start=start, stop=stop):
             data = await asyncio.to_thread(_read, path, start, stop)
+            headers[CHUNK_DIGEST] = xxhash.xxh3_128_hexdigest(data)
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{file.size_bytes}"
             return Response(data, status_code=206, media_type=BINARY, headers=headers)
 

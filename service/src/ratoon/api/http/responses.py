@@ -12,14 +12,16 @@ from fastapi import Path
 from fastapi.responses import JSONResponse
 from google.protobuf.message import Message
 
+from ratoon.api.convert.checks import DIGEST, OPERATION_ID, POLICY_ID, UPLOAD_ID
 from ratoon.api.http.wire import to_json
 
 ACCEPTED = 202
 
-PolicyId = Annotated[str, Path(examples=["tiny-grpo"], description="[a-z0-9][a-z0-9_-]{0,63}")]
-UploadId = Annotated[str, Path(examples=["batch-17"], description="[a-zA-Z0-9_-]{1,64}")]
+PolicyId = Annotated[str, Path(examples=["tiny-grpo"], pattern=f"^{POLICY_ID.pattern}$")]
+UploadId = Annotated[str, Path(examples=["batch-17"], pattern=f"^{UPLOAD_ID.pattern}$")]
+Digest = Annotated[str, Path(pattern=f"^{DIGEST.pattern}$")]
 CheckpointId = Annotated[str, Path(examples=["after-warmup"])]
-OperationId = Annotated[str, Path(description="As CreatePolicy, Update, ... answered it.")]
+OperationId = Annotated[str, Path(pattern=f"^{OPERATION_ID.pattern}$")]
 
 
 def json_of(message: Message, *, status: int = 200) -> JSONResponse:

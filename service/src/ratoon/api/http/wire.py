@@ -53,7 +53,8 @@ def _check_alone(message: Message, field: FieldDescriptor, name: str, path: str)
         return
     other = message.WhichOneof(oneof.name)
     if other is not None and other != field.name:
-        raise invalid(f"{path}{name}", f"both {other} and {name}", "one of them")
+        field_name = f"{path}{name}".removeprefix("batch.")
+        raise invalid(field_name, f"both {other} and {name}", "one of them")
 
 
 def _set_field(message: Message, field: FieldDescriptor, value: Any, path: str) -> None:

@@ -84,8 +84,8 @@ class Tensor(WireModel):
     """Little-endian bytes in C order, in base64; as large as dtype and shape say."""
 
     dtype: Literal["bool", "uint8", "int32", "int64", "float16", "float32", "float64"]
-    shape: list[Annotated[Int64, Field(ge=0)]] = Field(max_length=8)
-    data: Bytes
+    shape: list[Annotated[Int64, Field(ge=0)]] = Field(default=[], max_length=8)
+    data: Bytes = b""
 
 
 class _ListOr:
@@ -133,12 +133,15 @@ def _from_list(dtype: str, allowed: frozenset[type], expected: str) -> Callable[
 def _exact_array(items: list[object], dtype: str) -> np.ndarray[Any, Any] | None:
     """The array of `items`; None where a value does not fit the dtype."""
     target = np.dtype(dtype)
-    if target.kind != "i":
-        return np.array(items, dtype=target)
+    holds_floats = target.kind == "f" or float in map(type, items)
     try:
-        wide = np.array(items, dtype=np.float64 if float in map(type, items) else np.int64)
+        wide = np.array(items, dtype=np.float64 if holds_floats else np.int64)
     except OverflowError:
         return None
+    if target.kind != "i":
+        # What overflows becomes infinite, and is refused by name with all other infinities.
+        with np.errstate(over="ignore"):
+            return wide.astype(target)
     bounds = np.iinfo(target)
     fits = (wide >= bounds.min) & (wide <= bounds.max) & (wide == np.rint(wide))
     return wide.astype(target) if fits.all() else None
