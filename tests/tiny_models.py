@@ -25,11 +25,15 @@ from transformers import (
 ARCHITECTURES = ("qwen3", "qwen3_untied", "qwen2", "llama", "mistral", "qwen3_moe")
 
 
-def write_folder(folder: Path, architecture: str, *, vocab_size: int = 64, seed: int = 0) -> Path:
+def write_folder(
+    folder: Path, architecture: str, *, vocab_size: int = 64, num_heads: int = 4, seed: int = 0
+) -> Path:
     """A model of two layers and hidden size 16 at `folder`; returns the folder."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = cast(Any, AutoModelForCausalLM).from_config(_config(architecture, vocab_size))
+        model = cast(Any, AutoModelForCausalLM).from_config(
+            _config(architecture, vocab_size, num_heads)
+        )
         with torch.no_grad():
             for parameter in model.parameters():
                 is_matrix = parameter.ndim > 1
@@ -39,14 +43,14 @@ def write_folder(folder: Path, architecture: str, *, vocab_size: int = 64, seed:
     return folder
 
 
-def _config(architecture: str, vocab_size: int) -> PretrainedConfig:
+def _config(architecture: str, vocab_size: int, num_heads: int) -> PretrainedConfig:
     common: dict[str, Any] = {
         "vocab_size": vocab_size,
         "hidden_size": 16,
         "intermediate_size": 24,
         "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads // 2,
         "max_position_embeddings": 32_768,
         "tie_word_embeddings": False,
         "pad_token_id": None,
@@ -64,12 +68,12 @@ def _config(architecture: str, vocab_size: int) -> PretrainedConfig:
     if architecture == "mistral":
         return MistralConfig(**{**common, "sliding_window": None, "tie_word_embeddings": True})
     assert architecture == "qwen3_moe"
-    return Qwen3MoeConfig(
-        **common,
-        head_dim=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=12,
-        decoder_sparse_step=1,
-        norm_topk_prob=True,
-    )
+    experts: dict[str, Any] = {
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": True,
+    }
+    return Qwen3MoeConfig(**{**common, **experts})
