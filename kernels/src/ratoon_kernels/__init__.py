@@ -1,1 +1,35 @@
-"""Tree attention and token log-probabilities as torch custom ops."""
+"""Tree attention and token log-probs as torch custom ops, for packed prefix forests.
+
+In: tensors of packed tokens and the layout of their forest. Out: attention, log-probs and their
+gradients. Invariant: what a backend cannot serve is an error with its reason, never another result.
+"""
+
+from ratoon_kernels.errors import BackendUnavailableError, KernelArgumentError
+from ratoon_kernels.layout import TILE_SIZE, TreeLayout, build_layout
+from ratoon_kernels.registry import BackendStatus, list_backends, select_backend
+from ratoon_kernels.tiles import TileTable, build_tile_table
+from ratoon_kernels.token_logprobs.op import token_logprobs
+from ratoon_kernels.tree_attention.op import tree_attention
+from ratoon_kernels.tree_attention.partial import (
+    merge_partials,
+    tree_attention_partial_backward,
+    tree_attention_partial_forward,
+)
+
+__all__ = [
+    "TILE_SIZE",
+    "BackendStatus",
+    "BackendUnavailableError",
+    "KernelArgumentError",
+    "TileTable",
+    "TreeLayout",
+    "build_layout",
+    "build_tile_table",
+    "list_backends",
+    "merge_partials",
+    "select_backend",
+    "token_logprobs",
+    "tree_attention",
+    "tree_attention_partial_backward",
+    "tree_attention_partial_forward",
+]

@@ -1,0 +1,159 @@
+"""The layout of one packed forest: the whole attention mask as one int32 per key.
+
+In: the forest's node arrays (numpy, depth-first packed order). Out: a `TreeLayout` whose tensors
+lie on the device of the model, plus the host node table. Invariant: query q attends key k if and
+only if `k <= q < end_T[k]`, where `end_T[k]` is one past the subtree of the node that holds k.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ratoon_kernels.errors import KernelArgumentError
+from ratoon_kernels.tiles import TileTable, build_tile_table
+
+TILE_SIZE: Final = 128
+_MAX_TOKENS: Final = 2**31 - TILE_SIZE
+
+Int64Array = npt.NDArray[np.int64]
+
+
+# Not slotted: `tiles` is computed when a GPU backend first reads it and kept in `__dict__`.
+@dataclass(frozen=True, kw_only=True)
+class TreeLayout:
+    """One packed forest of T tokens and M nodes, as every backend needs it.
+
+    Attributes:
+        end_T: int32 on the device; see the module's invariant.
+        position_T: int64 on the device; depth of a token on its path, counted from 0 at a root.
+        node_table_M4: int64 on the CPU; start, stop, end and parent of each node in packed order.
+    """
+
+    end_T: Tensor
+    position_T: Tensor
+    node_table_M4: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the number of packed tokens."""
+        return self.end_T.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Device of `end_T` and `position_T`."""
+        return self.end_T.device
+
+    @cached_property
+    def tiles(self) -> TileTable:
+        """Host tile metadata on the grid of `TILE_SIZE`, computed at the first read."""
+        start, stop, end, _ = self.node_table_M4.numpy().T
+        end_of_token = np.repeat(end.astype(np.int32), stop - start)
+        return build_tile_table(end_of_token, tile_size=TILE_SIZE)
+
+
+def build_layout(
+    *,
+    node_start: npt.NDArray[Any],
+    node_stop: npt.NDArray[Any],
+    node_end: npt.NDArray[Any],
+    node_parent: npt.NDArray[Any],
+    device: torch.device | str,
+) -> TreeLayout:
+    """Builds the layout of a forest from its nodes in packed depth-first order.
+
+    Node m owns the packed tokens [start, stop), at least one; its subtree is [start, end).
+
+    Args:
+        node_start: Integers of shape [M].
+        node_stop: Integers of shape [M].
+        node_end: Integers of shape [M].
+        node_parent: Integers of shape [M]; -1 for a root.
+        device: Where the model's activations will be.
+
+    Raises:
+        KernelArgumentError: The arrays are not the depth-first packing of a forest; it names the
+            array and the first wrong node.
+    """
+    start = _as_nodes("node_start", node_start, len(node_start))
+    stop = _as_nodes("node_stop", node_stop, len(start))
+    end = _as_nodes("node_end", node_end, len(start))
+    parent = _as_nodes("node_parent", node_parent, len(start))
+    _check_packing(start, stop, end)
+    num_tokens = int(stop[-1]) if len(stop) else 0
+    first_position = _check_tree(start, stop, end, parent)
+    length = stop - start
+    end_of_token = np.repeat(end.astype(np.int32), length)
+    position = np.arange(num_tokens, dtype=np.int64) - np.repeat(start - first_position, length)
+    return TreeLayout(
+        end_T=torch.from_numpy(end_of_token).to(device),
+        position_T=torch.from_numpy(position).to(device),
+        node_table_M4=torch.from_numpy(np.stack((start, stop, end, parent), axis=1)),
+    )
+
+
+def _as_nodes(name: str, values: npt.NDArray[Any], num_nodes: int) -> Int64Array:
+    array = np.asarray(values)
+    if array.ndim != 1 or array.shape[0] != num_nodes:
+        raise KernelArgumentError(name, f"shape {array.shape}, expected ({num_nodes},)")
+    if not np.issubdtype(array.dtype, np.integer):
+        raise KernelArgumentError(name, f"dtype {array.dtype}, expected an integer dtype")
+    return array.astype(np.int64)
+
+
+def _require(holds: npt.NDArray[np.bool_], name: str, values: Int64Array, rule: str) -> None:
+    if not holds.all():
+        node = int(np.argmin(holds))
+        raise KernelArgumentError(name, f"node {node} has {int(values[node])}, {rule}")
+
+
+def _check_packing(start: Int64Array, stop: Int64Array, end: Int64Array) -> None:
+    previous_stop = np.concatenate((np.zeros(1, np.int64), stop))[: len(start)]
+    _require(start == previous_stop, "node_start", start, "expected the stop of the node before it")
+    _require(stop > start, "node_stop", stop, "expected more than its start: no node is empty")
+    _require(stop <= _MAX_TOKENS, "node_stop", stop, f"expected at most {_MAX_TOKENS} tokens")
+    is_boundary = np.zeros(len(end), np.bool_)
+    if len(end):
+        boundaries = np.append(start, stop[-1])
+        nearest = np.minimum(np.searchsorted(boundaries, end), len(boundaries) - 1)
+        is_boundary = (boundaries[nearest] == end) & (end >= stop)
+    _require(is_boundary, "node_end", end, "expected the start of a later node or the last stop")
+
+
+def _check_tree(
+    start: Int64Array, stop: Int64Array, end: Int64Array, parent: Int64Array
+) -> Int64Array:
+    """Checks that parents and ends tell of one and the same forest.
+
+    An interval [start, end) that is open at a node belongs to an ancestor if, and only if, as many
+    are open as the node has ancestors; so one count per node, kept by prefix sums, checks all.
+
+    Returns:
+        int64 of shape [M]: the position of each node's first token on its path.
+    """
+    num_nodes = len(start)
+    index = np.arange(num_nodes)
+    _require((parent >= -1) & (parent < index), "node_parent", parent, "expected an earlier node")
+    closes_at = np.searchsorted(start, end)
+    length = stop - start
+    opened = np.zeros(num_nodes + 1, np.int64)
+    tokens = np.zeros(num_nodes + 1, np.int64)
+    opened[1:] = 1 - np.bincount(closes_at, minlength=num_nodes + 1)[1:]
+    # bincount sums in fp64, which is exact below 2**53.
+    closed_tokens = np.bincount(closes_at, length, minlength=num_nodes + 1)
+    tokens[1:] = length - closed_tokens[1:].astype(np.int64)
+    # A leaf closes at the node right after it, where it also opens: it contains no node.
+    depth = np.cumsum(opened)[:num_nodes]
+    first_position = np.cumsum(tokens)[:num_nodes]
+    is_root = parent < 0
+    above = np.where(is_root, 0, parent)
+    _require(is_root | (start < end[above]), "node_parent", parent, "which ends before this node")
+    _require(is_root | (end <= end[above]), "node_end", end, "which is past the end of its parent")
+    expected_depth = np.where(is_root, 0, depth[above] + 1)
+    rule = "but the subtrees open at this node are not its ancestors'"
+    _require(depth == expected_depth, "node_end", end, rule)
+    return first_position

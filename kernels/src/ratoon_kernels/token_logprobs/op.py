@@ -1,0 +1,240 @@
+"""Token log-probs as a torch custom op: argument checks, dispatch, fake and autograd.
+
+In: hidden states of predicting rows, the LM head, and (row, token) pairs. Out: fp32 log-probs and
+entropies. Invariant: no backend sees an argument that was not checked here. Shapes and dtypes are
+checked before the op, where torch.compile guards them; values inside it, on the CPU, where looking
+at them costs no synchronisation.
+"""
+
+from typing import Any, Final, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from ratoon_kernels.errors import KernelArgumentError
+from ratoon_kernels.precision import ACCUMULATION_DTYPES, accumulation_dtype
+from ratoon_kernels.registry import load_backend, select_backend
+from ratoon_kernels.token_logprobs.operands import Operands, Upstream
+
+OP: Final = "token_logprobs"
+
+
+class TokenLogprobsBackend(Protocol):
+    """What a backend module of this op gives, beside the registry's two functions."""
+
+    def forward(self, operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns logprob_M, entropy_R and lse_R in the accumulation dtype."""
+        ...
+
+    def backward(self, operands: Operands, upstream: Upstream) -> tuple[Tensor, Tensor]:
+        """Returns dhidden_RD and dlm_head_VD, the latter without rows where not asked for."""
+        ...
+
+
+def token_logprobs(
+    hidden_RD: Tensor,
+    lm_head_VD: Tensor,
+    targets_M: Tensor,
+    row_of_target_M: Tensor,
+    temperature_R: Tensor,
+    *,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probs of tokens under softmax(hidden @ lm_head^T / temperature), without [R, V] logits.
+
+    Differentiable in the hidden states and the LM head, through both results.
+
+    Args:
+        hidden_RD: Hidden states of R predicting rows; bf16, fp16, fp32 or fp64.
+        lm_head_VD: Weight of the LM head, same dtype and device.
+        targets_M: int64 token ids in [0, V).
+        row_of_target_M: int64; the row in [0, R) that predicts each target. A row may serve many.
+        temperature_R: fp32 or fp64; the positive divisor of each row's logits.
+        backend: A backend's name, or None for the best one available.
+
+    Returns:
+        logprob_M of the targets and entropy_R in nats of each row's whole distribution, both fp32
+        (fp64 for fp64 hidden states).
+
+    Raises:
+        KernelArgumentError: An argument is wrong; the message names it. Values are looked at on
+            the CPU only; on a GPU a wrong index fails in the device's own check.
+        BackendUnavailableError: The backend asked for cannot serve the call.
+    """
+    _check_shapes(hidden_RD, lm_head_VD, targets_M, row_of_target_M, temperature_R)
+    name = select_backend(OP, backend, hidden_RD.device, hidden_RD.dtype, hidden_RD.shape[-1])
+    temperature_R = temperature_R.to(accumulation_dtype(hidden_RD.dtype))
+    logprob_M, entropy_R, _ = _forward(
+        hidden_RD, lm_head_VD, targets_M, row_of_target_M, temperature_R, name
+    )
+    return logprob_M, entropy_R
+
+
+def _check_shapes(
+    hidden_RD: Tensor,
+    lm_head_VD: Tensor,
+    targets_M: Tensor,
+    row_of_target_M: Tensor,
+    temperature_R: Tensor,
+) -> None:
+    num_rows = hidden_RD.shape[0] if hidden_RD.ndim else 0
+    num_targets = targets_M.shape[0] if targets_M.ndim else 0
+    expected_dims = (
+        ("hidden_RD", hidden_RD, 2),
+        ("lm_head_VD", lm_head_VD, 2),
+        ("targets_M", targets_M, 1),
+        ("row_of_target_M", row_of_target_M, 1),
+        ("temperature_R", temperature_R, 1),
+    )
+    for name, tensor, num_dims in expected_dims:
+        if tensor.ndim != num_dims:
+            raise KernelArgumentError(name, f"{tensor.ndim} dimensions, expected {num_dims}")
+        if tensor.device != hidden_RD.device:
+            got = f"on {tensor.device}, expected {hidden_RD.device} as hidden_RD"
+            raise KernelArgumentError(name, got)
+    expected_dtypes = (
+        ("hidden_RD", hidden_RD, tuple(ACCUMULATION_DTYPES)),
+        ("lm_head_VD", lm_head_VD, (hidden_RD.dtype,)),
+        ("targets_M", targets_M, (torch.int64,)),
+        ("row_of_target_M", row_of_target_M, (torch.int64,)),
+        ("temperature_R", temperature_R, (torch.float32, torch.float64)),
+    )
+    for name, tensor, dtypes in expected_dtypes:
+        if tensor.dtype not in dtypes:
+            expected = " or ".join(str(dtype) for dtype in dtypes)
+            raise KernelArgumentError(name, f"dtype {tensor.dtype}, expected {expected}")
+    if lm_head_VD.shape[0] == 0 or lm_head_VD.shape[1] != hidden_RD.shape[1]:
+        got = f"shape {tuple(lm_head_VD.shape)}, expected [1 or more, {hidden_RD.shape[1]}]"
+        raise KernelArgumentError("lm_head_VD", got)
+    if row_of_target_M.shape[0] != num_targets:
+        got = f"{row_of_target_M.shape[0]} values, expected {num_targets} as targets_M"
+        raise KernelArgumentError("row_of_target_M", got)
+    if temperature_R.shape[0] != num_rows:
+        got = f"{temperature_R.shape[0]} values, expected {num_rows} as hidden_RD"
+        raise KernelArgumentError("temperature_R", got)
+
+
+def _check_values(operands: Operands) -> None:
+    """Checks indices and temperatures where that costs no synchronisation."""
+    if operands.hidden_RD.device.type != "cpu":
+        return
+    indices = (
+        ("targets_M", operands.targets_M, len(operands.lm_head_VD)),
+        ("row_of_target_M", operands.row_of_target_M, len(operands.hidden_RD)),
+    )
+    for name, index_M, size in indices:
+        _require_all((index_M >= 0) & (index_M < size), name, index_M, f"in [0, {size})")
+    temperature_R = operands.temperature_R
+    is_positive = (temperature_R > 0) & temperature_R.isfinite()
+    _require_all(is_positive, "temperature_R", temperature_R, "a positive finite number")
+
+
+def _require_all(holds: Tensor, name: str, values: Tensor, rule: str) -> None:
+    if not holds.all():
+        first = int(holds.logical_not().nonzero()[0])
+        raise KernelArgumentError(name, f"value {values[first].item()} at {first}, expected {rule}")
+
+
+def _backend_of(name: str) -> TokenLogprobsBackend:
+    return cast(TokenLogprobsBackend, load_backend(OP, name))
+
+
+@torch.library.custom_op("ratoon::token_logprobs", mutates_args=())
+def _forward(
+    hidden_RD: Tensor,
+    lm_head_VD: Tensor,
+    targets_M: Tensor,
+    row_of_target_M: Tensor,
+    temperature_R: Tensor,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    operands = Operands(
+        hidden_RD=hidden_RD,
+        lm_head_VD=lm_head_VD,
+        targets_M=targets_M,
+        row_of_target_M=row_of_target_M,
+        temperature_R=temperature_R,
+    )
+    _check_values(operands)
+    return _backend_of(backend).forward(operands)
+
+
+@_forward.register_fake
+def _(
+    hidden_RD: Tensor, _lm_head_VD: Tensor, targets_M: Tensor, *_others: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = accumulation_dtype(hidden_RD.dtype)
+    num_rows, num_targets = hidden_RD.shape[0], targets_M.shape[0]
+    sizes = (num_targets, num_rows, num_rows)
+    logprob_M, entropy_R, lse_R = (hidden_RD.new_empty((size,), dtype=dtype) for size in sizes)
+    return logprob_M, entropy_R, lse_R
+
+
+@torch.library.custom_op("ratoon::token_logprobs_backward", mutates_args=())
+def _backward(
+    dlogprob_M: Tensor | None,
+    dentropy_R: Tensor | None,
+    hidden_RD: Tensor,
+    lm_head_VD: Tensor,
+    targets_M: Tensor,
+    row_of_target_M: Tensor,
+    temperature_R: Tensor,
+    entropy_R: Tensor,
+    lse_R: Tensor,
+    needs_lm_head: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    operands = Operands(
+        hidden_RD=hidden_RD,
+        lm_head_VD=lm_head_VD,
+        targets_M=targets_M,
+        row_of_target_M=row_of_target_M,
+        temperature_R=temperature_R,
+    )
+    upstream = Upstream(
+        dlogprob_M=dlogprob_M,
+        dentropy_R=dentropy_R,
+        entropy_R=entropy_R,
+        lse_R=lse_R,
+        needs_lm_head=needs_lm_head,
+    )
+    return _backend_of(backend).backward(operands, upstream)
+
+
+@_backward.register_fake
+def _(
+    _dlogprob_M: Tensor | None,
+    _dentropy_R: Tensor | None,
+    hidden_RD: Tensor,
+    lm_head_VD: Tensor,
+    *others: Any,
+) -> tuple[Tensor, Tensor]:
+    *_, needs_lm_head, _ = others
+    num_head_rows = lm_head_VD.shape[0] if needs_lm_head else 0
+    dlm_head_VD = lm_head_VD.new_empty((num_head_rows, lm_head_VD.shape[1]))
+    return hidden_RD.new_empty(hidden_RD.shape), dlm_head_VD
+
+
+def _setup_context(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    *tensors, backend = inputs
+    _, entropy_R, lse_R = output
+    ctx.save_for_backward(*tensors, entropy_R, lse_R)
+    ctx.mark_non_differentiable(lse_R)
+    ctx.backend = backend
+    # A result that nothing reads then has the gradient None, not zeros to be computed with.
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(
+    ctx: Any, dlogprob_M: Tensor | None, dentropy_R: Tensor | None, _dlse_R: None
+) -> tuple[Tensor | None, ...]:
+    needs_lm_head = ctx.needs_input_grad[1]
+    dhidden_RD, dlm_head_VD = _backward(
+        dlogprob_M, dentropy_R, *ctx.saved_tensors, needs_lm_head, ctx.backend
+    )
+    return dhidden_RD, dlm_head_VD if needs_lm_head else None, None, None, None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_setup_context)

@@ -1,0 +1,132 @@
+"""The reference backend of token log-probs: eager torch, any device, the truth for the others.
+
+In: operands. Out: log-probs, entropies and log-sum-exps, or gradients. Invariant: logits exist for
+one chunk of rows at a time, within `LOGIT_BYTES`, in the accumulation dtype; the backward computes
+them again. For the same inputs and thread count the CPU's bits are the same on every call.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ratoon_kernels.precision import ACCUMULATION_DTYPES
+from ratoon_kernels.token_logprobs.operands import Operands, Upstream
+
+LOGIT_BYTES: Final = 32 * 2**20
+
+
+def unavailable_reason() -> str | None:
+    """Returns None: torch is all that it needs."""
+    return None
+
+
+def unsupported_reason(_device: torch.device, dtype: torch.dtype, _head_dim: int) -> str | None:
+    """Returns why it does not serve such a call, or None."""
+    return None if dtype in ACCUMULATION_DTYPES else f"no support for dtype {dtype}"
+
+
+def forward(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns logprob_M, entropy_R and lse_R in the accumulation dtype."""
+    dtype, device = operands.accumulation_dtype, operands.hidden_RD.device
+    logprob_M = torch.empty(len(operands.targets_M), dtype=dtype, device=device)
+    entropy_R = torch.empty(len(operands.hidden_RD), dtype=dtype, device=device)
+    lse_R = torch.empty_like(entropy_R)
+    head_VD = operands.lm_head_VD.to(dtype)
+    for chunk in _chunks(operands):
+        logits_RV = _scaled_logits(operands, head_VD, chunk)
+        # By hand: torch.logsumexp took as long as the product that made the logits, times three.
+        max_R = logits_RV.amax(dim=-1)
+        exp_RV = logits_RV.sub_(max_R[:, None]).exp()
+        sum_R = exp_RV.sum(dim=-1)
+        log_sum_R = sum_R.log()
+        lse_R[chunk.rows] = max_R + log_sum_R
+        target_M = logits_RV[chunk.row_in_chunk_M, chunk.token_M]
+        logprob_M[chunk.targets_M] = target_M - log_sum_R[chunk.row_in_chunk_M]
+        entropy_R[chunk.rows] = log_sum_R - exp_RV.mul_(logits_RV).sum(dim=-1) / sum_R
+    return logprob_M, entropy_R, lse_R
+
+
+def backward(operands: Operands, upstream: Upstream) -> tuple[Tensor, Tensor]:
+    """Returns dhidden_RD and dlm_head_VD in the dtype of the hidden states.
+
+    The second has no rows where the gradient of the LM head is not asked for.
+    """
+    dtype = operands.accumulation_dtype
+    head_VD = operands.lm_head_VD.to(dtype)
+    dhidden_RD = torch.zeros_like(operands.hidden_RD)
+    dhead_VD = torch.zeros_like(head_VD if upstream.needs_lm_head else head_VD[:0])
+    for chunk in _chunks(operands):
+        logp_RV = _scaled_logits(operands, head_VD, chunk).sub_(upstream.lse_R[chunk.rows, None])
+        dlogits_RV = _logit_gradient(logp_RV, chunk, upstream)
+        dlogits_RV.div_(operands.temperature_R[chunk.rows, None])
+        dhidden_RD[chunk.rows] = torch.mm(dlogits_RV, head_VD).to(dhidden_RD.dtype)
+        if upstream.needs_lm_head:
+            dhead_VD.addmm_(dlogits_RV.T, operands.hidden_RD[chunk.rows].to(dtype))
+    return dhidden_RD, dhead_VD.to(operands.lm_head_VD.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Chunk:
+    """Rows that fit the budget, and the targets that they predict.
+
+    Attributes:
+        rows: The rows.
+        targets_M: int64; indices of those targets.
+        row_in_chunk_M: int64; the row of each, counted from the first of the chunk.
+        token_M: int64; the token id of each.
+    """
+
+    rows: slice
+    targets_M: Tensor
+    row_in_chunk_M: Tensor
+    token_M: Tensor
+
+
+def _chunks(operands: Operands) -> Iterator[_Chunk]:
+    num_rows, vocab_size = len(operands.hidden_RD), len(operands.lm_head_VD)
+    row_bytes = vocab_size * operands.accumulation_dtype.itemsize
+    chunk_rows = max(1, LOGIT_BYTES // row_bytes)
+    sorted_rows, by_row = operands.row_of_target_M.sort(stable=True)
+    starts = torch.arange(0, num_rows + chunk_rows, chunk_rows, device=sorted_rows.device)
+    bounds = torch.searchsorted(sorted_rows, starts).tolist()
+    for chunk, start in enumerate(range(0, num_rows, chunk_rows)):
+        targets_M = by_row[bounds[chunk] : bounds[chunk + 1]]
+        yield _Chunk(
+            rows=slice(start, min(start + chunk_rows, num_rows)),
+            targets_M=targets_M,
+            row_in_chunk_M=operands.row_of_target_M[targets_M] - start,
+            token_M=operands.targets_M[targets_M],
+        )
+
+
+def _scaled_logits(operands: Operands, head_VD: Tensor, chunk: _Chunk) -> Tensor:
+    hidden_RD = operands.hidden_RD[chunk.rows].to(head_VD.dtype)
+    return torch.mm(hidden_RD, head_VD.T).div_(operands.temperature_R[chunk.rows, None])
+
+
+def _logit_gradient(logp_RV: Tensor, chunk: _Chunk, upstream: Upstream) -> Tensor:
+    """Returns the gradient of the scaled logits; overwrites logp_RV.
+
+    d logp_t / dz_j = [j = t] - p_j, and dH / dz_j = -p_j (logp_j + H).
+    """
+    num_rows, vocab_size = logp_RV.shape
+    p_RV = logp_RV.exp()
+    if upstream.dlogprob_M is None:
+        dlogprob_M = p_RV.new_zeros(len(chunk.targets_M))
+    else:
+        dlogprob_M = upstream.dlogprob_M[chunk.targets_M]
+    weight_R = p_RV.new_zeros(num_rows).index_add_(0, chunk.row_in_chunk_M, dlogprob_M)
+    if upstream.dentropy_R is None:
+        dlogits_RV = p_RV.mul_(-weight_R[:, None])
+    else:
+        dentropy_R1 = upstream.dentropy_R[chunk.rows, None]
+        logp_RV.add_(upstream.entropy_R[chunk.rows, None]).mul_(dentropy_R1)
+        dlogits_RV = p_RV.mul_(logp_RV.add_(weight_R[:, None]).neg_())
+    # Flat, because index_add_ over one dimension adds in order on the CPU: the same bits where two
+    # targets are the same token of the same row.
+    flat_M = chunk.row_in_chunk_M * vocab_size + chunk.token_M
+    dlogits_RV.view(-1).index_add_(0, flat_M, dlogprob_M)
+    return dlogits_RV

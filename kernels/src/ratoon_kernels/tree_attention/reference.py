@@ -1,0 +1,101 @@
+"""The reference backend of tree attention: eager torch, any device, the truth for the others.
+
+In: operands of packed ranges of a forest; its plan is the host node table. Out: output and
+log-sum-exp, or gradients. Invariant: for the same inputs and thread count the bits are the same on
+every call: blocks run in packed order, and each sum has one order, in the accumulation dtype.
+"""
+
+import torch
+from torch import Tensor
+
+from ratoon_kernels.layout import TreeLayout
+from ratoon_kernels.precision import ACCUMULATION_DTYPES
+from ratoon_kernels.tree_attention import block_flash, block_math
+from ratoon_kernels.tree_attention.blocks import cut_into_blocks
+from ratoon_kernels.tree_attention.operands import Operands, Upstream
+
+
+def unavailable_reason() -> str | None:
+    """Returns None: torch is all that it needs."""
+    return None
+
+
+def unsupported_reason(_device: torch.device, dtype: torch.dtype, _head_dim: int) -> str | None:
+    """Returns why it does not serve such a call, or None."""
+    return None if dtype in ACCUMULATION_DTYPES else f"no support for dtype {dtype}"
+
+
+def plan(layout: TreeLayout) -> list[Tensor]:
+    """Returns what it reads of a layout beside `end_T`: the host node table."""
+    return [layout.node_table_M4]
+
+
+def forward(operands: Operands) -> tuple[Tensor, Tensor]:
+    """Returns out_TNH (dtype of q) and lse_NT (accumulation dtype) of the whole forest."""
+    out_TNH, lse_NT = partial_forward(operands)
+    return out_TNH.to(operands.q_QNH.dtype), lse_NT
+
+
+def backward(operands: Operands, upstream: Upstream) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns dq_TNH, dk_TKH and dv_TKH of the whole forest, in the dtype of q."""
+    dtype = operands.q_QNH.dtype
+    dk_acc_TKH, dv_acc_TKH = (
+        torch.zeros(x.shape, dtype=operands.accumulation_dtype, device=x.device)
+        for x in (operands.k_SKH, operands.v_SKH)
+    )
+    dq_acc_TNH = partial_backward(operands, upstream, dk_acc_TKH, dv_acc_TKH)
+    return dq_acc_TNH.to(dtype), dk_acc_TKH.to(dtype), dv_acc_TKH.to(dtype)
+
+
+def partial_forward(operands: Operands) -> tuple[Tensor, Tensor]:
+    """Returns out_QNH and lse_NQ over the keys at hand, both in the accumulation dtype.
+
+    A query that attends none of them has output 0 and log-sum-exp -inf.
+    """
+    q_QNH, dtype, device = operands.q_QNH, operands.accumulation_dtype, operands.q_QNH.device
+    num_queries, num_heads, _ = q_QNH.shape
+    kernel = _block_kernel(device)
+    out_QNH = torch.zeros(q_QNH.shape, dtype=dtype, device=device)
+    lse_NQ = torch.full((num_heads, num_queries), -torch.inf, dtype=dtype, device=device)
+    written_stop = operands.queries.start
+    for block in cut_into_blocks(operands.plan[0], operands.queries, operands.keys):
+        part = operands.narrow(block.queries, block.keys)
+        rows = block.queries.rows_from(operands.queries.start)
+        more_QNH, more_lse_NQ = kernel.block_forward(part, block.mask)
+        # Blocks come in packed order: queries past all earlier blocks have no output yet.
+        if block.queries.start >= written_stop:
+            out_QNH[rows], lse_NQ[:, rows] = more_QNH, more_lse_NQ
+        else:
+            _merge_into(out_QNH[rows], lse_NQ[:, rows], more_QNH, more_lse_NQ)
+        written_stop = max(written_stop, block.queries.stop)
+    return out_QNH, lse_NQ
+
+
+def partial_backward(
+    operands: Operands, upstream: Upstream, dk_acc_SKH: Tensor, dv_acc_SKH: Tensor
+) -> Tensor:
+    """Adds to the two buffers; returns dq_QNH. All three are in the accumulation dtype."""
+    q_QNH = operands.q_QNH
+    kernel = _block_kernel(q_QNH.device)
+    dq_acc_QNH = torch.zeros(q_QNH.shape, dtype=operands.accumulation_dtype, device=q_QNH.device)
+    for block in cut_into_blocks(operands.plan[0], operands.queries, operands.keys):
+        part = operands.narrow(block.queries, block.keys)
+        rows = block.queries.rows_from(operands.queries.start)
+        key_rows = block.keys.rows_from(operands.keys.start)
+        dq, dk, dv = kernel.block_backward(part, upstream.narrow(rows), block.mask)
+        dq_acc_QNH[rows] += dq
+        dk_acc_SKH[key_rows] += dk
+        dv_acc_SKH[key_rows] += dv
+    return dq_acc_QNH
+
+
+def _block_kernel(device: torch.device):
+    return block_flash if device.type == "cpu" else block_math
+
+
+def _merge_into(out_QNH: Tensor, lse_NQ: Tensor, more_QNH: Tensor, more_lse_NQ: Tensor) -> None:
+    """Merges a block into what earlier blocks gave the same queries, whose weights are not zero."""
+    merged_NQ = torch.logaddexp(lse_NQ, more_lse_NQ)
+    out_QNH.mul_((lse_NQ - merged_NQ).exp_().T[..., None])
+    out_QNH.addcmul_(more_QNH, (more_lse_NQ - merged_NQ).exp_().T[..., None])
+    lse_NQ.copy_(merged_NQ)
