@@ -12,10 +12,10 @@ from ratoon.config import RatoonConfig
 from ratoon.engine.client import EngineClient
 
 
-def build_service(config: RatoonConfig) -> PolicyService:
-    """Ray must be connected, and the engine started (`engine.bootstrap`)."""
+async def build_service(config: RatoonConfig) -> PolicyService:
+    """Ray must be connected. Raises UNAVAILABLE where no engine runs (`engine.bootstrap`)."""
     return PolicyService(
-        engine=EngineClient(config),
+        engine=await EngineClient.connect(config.ray.namespace),
         limits=config.limits,
         defaults=SpecDefaults(
             models_root=config.models_root.absolute(),

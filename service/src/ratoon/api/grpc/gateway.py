@@ -74,7 +74,7 @@ def _leave_to_thread(signal_number: int, frame: FrameType | None) -> None:
 
 async def _start(config: RatoonConfig) -> RunningServer:
     servicer = PolicyServicer(
-        build_service(config),
+        await build_service(config),
         max_body_bytes=config.limits.max_body_bytes,
         status_needs_message=False,
     )

@@ -1,0 +1,220 @@
+"""The composition root: Ray, the engine, Serve with its two wires, and the gRPC gateway.
+
+Enters the config, leaves a running service and its addresses. Invariant: nothing else imports
+`ray.serve`; whatever was started here is stopped by `stop`, in reverse order.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import ray
+from fastapi import FastAPI
+from ray import serve
+from ray.serve.config import ControllerOptions, HTTPOptions, gRPCOptions
+from ray.serve.schema import LoggingConfig
+
+from ratoon.api.build import build_service
+from ratoon.api.grpc.gateway import DRAIN_S, Gateway
+from ratoon.api.grpc.servicer import PolicyServicer
+from ratoon.api.http.app import create_app
+from ratoon.config import RatoonConfig
+from ratoon.engine.bootstrap import start_engine, stop_engine
+from ratoon.log import configure_logging, get_logger
+
+APP_NAME = "ratoon"
+GATEWAY_NAME = "ratoon-gateway"
+SERVICER_FUNCTION = "ratoon.api.grpc.wiring.add_policy_service"
+# A long poll holds its place for up to `max_wait_s`.
+MAX_ONGOING_REQUESTS = 4096
+
+_log = get_logger("app")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceAddresses:
+    """Where the service is: a URL, and host:port of the gateway and of Serve's gRPC proxy."""
+
+    http: str
+    grpc: str
+    serve_grpc: str
+
+
+class Ingress(PolicyServicer):
+    """One Serve replica: HTTP, and gRPC behind Serve's proxy."""
+
+    async def __init__(self, config: RatoonConfig) -> None:  # pyright: ignore[reportGeneralTypeIssues]
+        configure_logging(config.log_level)
+        self._limits = config.limits
+        super().__init__(
+            await build_service(config),
+            max_body_bytes=config.limits.max_body_bytes,
+            status_needs_message=True,
+        )
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return create_app(self._service, self._limits)
+
+
+def build_app(config: RatoonConfig) -> serve.Application:
+    """The Serve application. The engine must run before it is deployed."""
+    wrapped = cast("type[Ingress]", serve.ingress()(Ingress))
+    deployment = serve.deployment(
+        name="Ingress",
+        num_replicas=config.http.num_replicas,
+        max_ongoing_requests=MAX_ONGOING_REQUESTS,
+        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_wait_loop_s=0.1,
+        graceful_shutdown_timeout_s=DRAIN_S,
+        logging_config=_logging(config),
+    )
+    return deployment(wrapped).bind(config)
+
+
+def app_builder(args: dict[str, Any]) -> serve.Application:
+    """For a Serve config file, whose `args` are the fields of `RatoonConfig`.
+
+    Starts the engine and the gateway where they are not running.
+    """
+    config = RatoonConfig(**args)
+    start_engine(config)
+    _start_gateway(config)
+    return build_app(config)
+
+
+def start(config: RatoonConfig, *, show_logs: bool = False) -> ServiceAddresses:
+    """Start the service on this machine, or on the cluster of `config.ray.address`.
+
+    A port of 0 takes a free one. `show_logs`: the logs of all processes on this one's standard
+    error. Raises what the parts raise; nothing is left running then.
+    """
+    configure_logging(config.log_level)
+    config = _with_ports(config)
+    if not ray.is_initialized():
+        _connect(config, show_logs=show_logs)
+    try:
+        start_engine(config)
+        _start_serve(config)
+        address = _start_gateway(config)
+    except BaseException:
+        stop(config)
+        raise
+    addresses = ServiceAddresses(
+        http=f"http://{config.http.host}:{config.http.port}",
+        grpc=address,
+        serve_grpc=f"127.0.0.1:{config.grpc.serve_port}",
+    )
+    _log.info("service runs", http=addresses.http, grpc=addresses.grpc)
+    return addresses
+
+
+def stop(config: RatoonConfig) -> None:
+    """Drain and stop the service; Ray itself is left to who connected to it."""
+    _stop_gateway(config)
+    serve.shutdown()
+    stop_engine(config)
+
+
+@contextmanager
+def running(config: RatoonConfig, *, show_logs: bool = False) -> Iterator[ServiceAddresses]:
+    """The service for as long as the block lasts; a Ray that was started for it ends with it."""
+    has_ray = ray.is_initialized()
+    try:
+        addresses = start(config, show_logs=show_logs)
+        try:
+            yield addresses
+        finally:
+            stop(config)
+    finally:
+        if not has_ray:
+            ray.shutdown()
+
+
+def _connect(config: RatoonConfig, *, show_logs: bool) -> None:
+    common: dict[str, Any] = {
+        "namespace": config.ray.namespace,
+        "log_to_driver": show_logs,
+        "logging_level": config.log_level,
+    }
+    if config.ray.address:
+        ray.init(address=config.ray.address, **common)
+        return
+    ray.init(
+        address="local",
+        num_cpus=config.ray.num_cpus,
+        object_store_memory=config.ray.object_store_bytes,
+        include_dashboard=False,
+        _temp_dir=config.ray.temp_folder or None,
+        **common,
+    )
+
+
+def _start_serve(config: RatoonConfig) -> None:
+    """Serve's own processes take their message size from the environment they are started with."""
+    size = str(config.grpc.max_message_bytes)
+    serve.start(
+        http_options=HTTPOptions(host=config.http.host, port=config.http.port),
+        grpc_options=gRPCOptions(
+            port=config.grpc.serve_port,
+            grpc_servicer_functions=[SERVICER_FUNCTION],
+            enable_reflection=False,
+        ),
+        controller_options=ControllerOptions(
+            runtime_env={"env_vars": {"RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": size}}
+        ),
+        logging_config=_logging(config),
+    )
+    serve.run(build_app(config), name=APP_NAME, route_prefix="/")
+
+
+def _logging(config: RatoonConfig) -> LoggingConfig:
+    return LoggingConfig(log_level=config.log_level, enable_access_log=False)
+
+
+def _start_gateway(config: RatoonConfig) -> str:
+    """host:port of the gateway, started on this node where it is not running."""
+    gateway: Any = (
+        ray.remote(Gateway)
+        .options(
+            name=GATEWAY_NAME,
+            namespace=config.ray.namespace,
+            lifetime="detached",
+            get_if_exists=True,
+            num_cpus=0,
+            max_restarts=-1,
+            max_task_retries=-1,
+        )
+        .remote(config)
+    )
+    return str(ray.get(gateway.address.remote()))
+
+
+def _stop_gateway(config: RatoonConfig) -> None:
+    try:
+        gateway = ray.get_actor(GATEWAY_NAME, config.ray.namespace)
+    except ValueError:
+        return
+    ray.get(gateway.drain.remote())
+    ray.kill(gateway, no_restart=True)
+
+
+def _with_ports(config: RatoonConfig) -> RatoonConfig:
+    """Every port of 0 replaced by a free one: a process that restarts must find its own again."""
+    http = config.http.model_copy(update={"port": config.http.port or _free_port(config.http.host)})
+    grpc = config.grpc.model_copy(
+        update={
+            "gateway_port": config.grpc.gateway_port or _free_port(config.grpc.host),
+            "serve_port": config.grpc.serve_port or _free_port("127.0.0.1"),
+        }
+    )
+    return config.model_copy(update={"http": http, "grpc": grpc})
+
+
+def _free_port(host: str) -> int:
+    with closing(socket.socket()) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
