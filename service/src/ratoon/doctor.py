@@ -102,8 +102,8 @@ def _check_kernels() -> Iterator[Check]:
     from ratoon_kernels.registry import list_backends
 
     for backend in list_backends():
-        status = Status.OK if backend.available else Status.WARN
-        detail = "available" if backend.available else backend.reason
+        status = Status.OK if backend.is_available else Status.WARN
+        detail = "available" if backend.is_available else backend.reason
         yield Check(name=f"{backend.op} [{backend.name}]", status=status, detail=detail)
 
 
