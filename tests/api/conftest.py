@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import httpx
@@ -51,7 +52,7 @@ class Api:
     def wire(self, name: str) -> Wire:
         return self.http if name == "http" else self.grpc
 
-    async def create_policy(self, **changes: object) -> None:
+    async def create_policy(self, **changes: Any) -> None:
         request = service_pb2.CreatePolicyRequest(spec=requests.spec(**changes))
         await self.service.create_policy(request)
 

@@ -37,6 +37,7 @@ from ratoon.engine.types import (
     Submission,
 )
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon.metrics import Change
 from ratoon.model.spec import ModelInfo
 from ratoon.stream.manifest import WeightFile, WeightKind, WeightManifest
 from ratoon.train.report import PhaseSeconds, StepReport
@@ -80,6 +81,7 @@ class FakeBackend:
 class FakeEngine:
     def __init__(self, *, folder: Path, gap_wait_s: float) -> None:
         self.log: list[Submission] = []
+        self.metrics: list[Change] = []
         self.hold = False
         self.submit_delay_s = 0.0
         self.uploads: dict[tuple[str, str, int], bytes] = {}
@@ -352,6 +354,9 @@ class FakeEngine:
                 op="tree_attention", name="hopper", available=False, unavailable_reason="no GPU"
             ),
         ]
+
+    def record_metrics(self, changes: Sequence[Change]) -> None:
+        self.metrics += changes
 
     async def metrics_text(self) -> bytes:
         return b"# HELP ratoon_operations_total Operations.\n"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -341,7 +341,7 @@ async def test_a_message_over_the_transport_limit_is_refused(api: Api) -> None:
 async def test_bytes_that_lie_about_their_number_are_counted(api: Api) -> None:
     """No Content-Length, or a smaller one: the body is counted as it comes."""
 
-    async def chunks() -> Any:
+    async def chunks() -> AsyncIterator[bytes]:
         for _ in range(MAX_BODY_BYTES // 1024 + 1):
             yield b" " * 1024
 

@@ -90,6 +90,7 @@ def test_model_has_the_fields_of_its_message(name: str) -> None:
     assert set(model.model_fields) == expected
     for field, (parent, child) in model.flattened.items():
         inner = message.fields_by_name[parent].message_type
+        assert inner is not None
         assert child in inner.fields_by_name
         assert field in model.model_fields
 

@@ -7,7 +7,7 @@ Enters the config, leaves a running service and its addresses. Invariant: nothin
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -120,7 +120,9 @@ def stop(config: RatoonConfig) -> None:
 
 
 @contextmanager
-def running(config: RatoonConfig, *, show_logs: bool = False) -> Iterator[ServiceAddresses]:
+def running(
+    config: RatoonConfig, *, show_logs: bool = False
+) -> Generator[ServiceAddresses, None, None]:
     """The service for as long as the block lasts; a Ray that was started for it ends with it."""
     has_ray = ray.is_initialized()
     try:

@@ -39,6 +39,7 @@ from ratoon.api.watch import throttled
 from ratoon.config import LimitsConfig
 from ratoon.engine.types import ForwardResult, Operation, Policy, Submission
 from ratoon.errors import ErrorCode, RatoonError, invalid
+from ratoon.metrics import REQUEST_SECONDS, REQUESTS
 from ratoon.model.spec import PRESET_NAMES
 from ratoon.stream.manifest import WeightFile
 from ratoon_proto.v1 import operation_pb2, policy_pb2, rollout_pb2, service_pb2, weights_pb2
@@ -245,6 +246,15 @@ class PolicyService:
     async def metrics_text(self) -> bytes:
         """Prometheus text of all processes together."""
         return await self._engine.metrics_text()
+
+    def record_request(self, *, transport: str, method: str, code: str, seconds: float) -> None:
+        """Count an answered request. `code` is the wire's own: an HTTP status, a gRPC name."""
+        self._engine.record_metrics(
+            [
+                REQUESTS.sample(1, transport, method, code),
+                REQUEST_SECONDS.sample(seconds, transport, method),
+            ]
+        )
 
     async def _policy(self, policy_id: str) -> Policy:
         """The policy as it is now: a cached one may have been deleted and made anew elsewhere."""

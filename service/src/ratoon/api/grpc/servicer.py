@@ -10,8 +10,9 @@ one empty message before its status.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from contextlib import aclosing, contextmanager
 from typing import TypeVar
 
 import grpc
@@ -25,6 +26,12 @@ from ratoon_proto.v1 import operation_pb2, policy_pb2, service_pb2, weights_pb2
 
 RequestT = TypeVar("RequestT", bound=Message)
 ResponseT = TypeVar("ResponseT", bound=Message)
+
+
+class _Outcome:
+    """How a request ended, so far."""
+
+    code = grpc.StatusCode.CANCELLED
 
 
 class PolicyServicer:
@@ -200,26 +207,46 @@ class PolicyServicer:
         response: type[ResponseT],
     ) -> ResponseT:
         """The response, or an empty one that gRPC drops for the status of `context`."""
-        try:
-            return await call(self._judged(request))
-        except Exception as error:  # noqa: BLE001 - the border of the process
-            set_status(context, as_ratoon_error(error, call.__name__))
-            return response()
+        with self._measured(call.__name__) as outcome:
+            try:
+                answer = await call(self._judged(request))
+            except Exception as error:  # noqa: BLE001 - the border of the process
+                outcome.code = set_status(context, as_ratoon_error(error, call.__name__))
+                return response()
+            outcome.code = grpc.StatusCode.OK
+            return answer
 
     async def _stream(
         self,
-        call: Callable[[RequestT], AsyncIterator[ResponseT]],
+        call: Callable[[RequestT], AsyncGenerator[ResponseT, None]],
         request: RequestT | Malformed,
         context: CallContext,
         response: type[ResponseT],
     ) -> AsyncGenerator[ResponseT, None]:
+        with self._measured(call.__name__) as outcome:
+            try:
+                async with aclosing(call(self._judged(request))) as messages:
+                    async for message in messages:
+                        yield message
+                outcome.code = grpc.StatusCode.OK
+            except Exception as error:  # noqa: BLE001 - the border of the process
+                outcome.code = set_status(context, as_ratoon_error(error, call.__name__))
+                if self._status_needs_message:
+                    yield response()
+
+    @contextmanager
+    def _measured(self, method: str) -> Generator[_Outcome, None, None]:
+        """Counts one request; a caller that left has no other outcome than CANCELLED."""
+        outcome, start = _Outcome(), time.perf_counter()
         try:
-            async for message in call(self._judged(request)):
-                yield message
-        except Exception as error:  # noqa: BLE001 - the border of the process
-            set_status(context, as_ratoon_error(error, call.__name__))
-            if self._status_needs_message:
-                yield response()
+            yield outcome
+        finally:
+            self._service.record_request(
+                transport="grpc",
+                method=method,
+                code=outcome.code.name,
+                seconds=time.perf_counter() - start,
+            )
 
     def _judged(self, request: RequestT | Malformed) -> RequestT:
         if isinstance(request, Malformed):

@@ -28,11 +28,13 @@ class CallContext(Protocol):
     def set_trailing_metadata(self, trailing_metadata: Any) -> Any: ...
 
 
-def set_status(context: CallContext, error: RatoonError) -> None:
-    """End the call of `context` with `error`."""
-    context.set_code(grpc.StatusCode[ERROR_TABLE[error.code].grpc])
+def set_status(context: CallContext, error: RatoonError) -> grpc.StatusCode:
+    """End the call of `context` with `error`, whose status is returned."""
+    code = grpc.StatusCode[ERROR_TABLE[error.code].grpc]
+    context.set_code(code)
     context.set_details(cut(error.message))
     context.set_trailing_metadata([(ERROR_TRAILER, detail_of(error).SerializeToString())])
+    return code
 
 
 def as_ratoon_error(error: Exception, call: str) -> RatoonError:

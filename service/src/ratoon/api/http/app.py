@@ -12,6 +12,7 @@ from fastapi.routing import APIRoute
 from ratoon import __version__
 from ratoon.api.http import errors, files, operations, policies, server, training
 from ratoon.api.http.limits import BodyLimit
+from ratoon.api.http.meter import RequestMeter
 from ratoon.api.service import PolicyService
 from ratoon.config import LimitsConfig
 
@@ -29,6 +30,7 @@ def create_app(service: PolicyService, limits: LimitsConfig) -> FastAPI:
     # The last one added is the outermost.
     app.add_middleware(BodyLimit, max_body_bytes=limits.max_body_bytes)
     app.add_middleware(errors.ErrorBoundary)
+    app.add_middleware(RequestMeter, service=service)
     app.include_router(policies.router(service))
     app.include_router(training.router(service))
     app.include_router(operations.router(service))
