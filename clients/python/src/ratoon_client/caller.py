@@ -76,9 +76,7 @@ async def retried(attempt: Callable[[float], Awaitable[T]], *, timeout_s: float)
 
     retrying = tenacity.AsyncRetrying(
         retry=tenacity.retry_if_exception(may_pass),
-        wait=tenacity.wait_exponential_jitter(
-            initial=_FIRST_WAIT_S, max=_MAX_WAIT_S, jitter=_FIRST_WAIT_S
-        ),
+        wait=tenacity.wait_random_exponential(multiplier=_FIRST_WAIT_S, max=_MAX_WAIT_S),
         stop=tenacity.stop_before_delay(timeout_s),
         reraise=True,
     )

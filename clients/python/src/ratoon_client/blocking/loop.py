@@ -49,6 +49,8 @@ class LoopThread:
             self.run(items.aclose())
 
     def stop(self) -> None:
+        """Threads that still wait for something get CancelledError."""
+        self.run(_cancel_all())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -56,3 +58,13 @@ class LoopThread:
 
 async def _next(items: AsyncGenerator[T, None]) -> T:
     return await anext(items)
+
+
+async def _cancel_all() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    loop = asyncio.get_running_loop()
+    await loop.shutdown_asyncgens()
+    await loop.shutdown_default_executor()

@@ -11,6 +11,7 @@ import json
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 from google.protobuf.message import Message
@@ -96,7 +97,7 @@ class HttpTransport:
         tag = f'"{file.digest}"'
         response = await self._send(
             "GET",
-            f"/v1/policies/{policy_id}/weights/{version}/files/{file.name}",
+            f"/v1/policies/{quote(policy_id, safe='')}/weights/{version}/files/{file.name}",
             timeout_s=timeout_s,
             headers={"Range": f"bytes={offset}-{offset + length - 1}", "If-Range": tag},
         )

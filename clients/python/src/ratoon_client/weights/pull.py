@@ -18,6 +18,7 @@ from ratoon_client.weights.checks import check_manifest
 from ratoon_client.weights.chunks import ChunkRange, chunk_ranges
 from ratoon_client.weights.folder import VersionsFolder
 from ratoon_client.weights.partial import PartialFile, digest_file
+from ratoon_client.weights.threads import in_thread
 from ratoon_client.wire.decode import decode
 from ratoon_client.wire.rpcs import GET_WEIGHT_MANIFEST
 from ratoon_proto.v1 import service_pb2
@@ -49,7 +50,7 @@ async def pull_weights(
     """
     folder = VersionsFolder(root)
     async with folder.locked():
-        folder.clean()
+        await in_thread(folder.clean)
         manifest = await _manifest(caller, policy_id, version)
         for _ in range(_MAX_MANIFESTS):
             try:
@@ -64,11 +65,7 @@ async def pull_weights(
                 manifest = newer
         else:
             raise IntegrityError(f"{policy_id}: versions are retired faster than they are pulled")
-        if version is None:
-            folder.point_latest(manifest.version)
-        folder.drop_partial()
-        if keep is not None:
-            folder.prune(keep=keep, current=manifest.version)
+        await in_thread(_settle, folder, manifest.version, is_latest=version is None, keep=keep)
     return PulledWeights(
         policy_id=policy_id,
         version=manifest.version,
@@ -76,6 +73,15 @@ async def pull_weights(
         manifest=manifest,
         fetched_bytes=fetched_bytes,
     )
+
+
+def _settle(folder: VersionsFolder, version: int, *, is_latest: bool, keep: int | None) -> None:
+    """After a pull: `latest`, and what is not needed any more."""
+    if is_latest:
+        folder.point_latest(version)
+    folder.drop_partial()
+    if keep is not None:
+        folder.prune(keep=keep, current=version)
 
 
 async def _manifest(caller: Caller, policy_id: str, version: int | None) -> WeightManifest:
@@ -87,19 +93,19 @@ async def _manifest(caller: Caller, policy_id: str, version: int | None) -> Weig
 
 async def _pull(caller: Caller, folder: VersionsFolder, manifest: WeightManifest) -> int:
     """Make the version's folder where it is not there. Gives the bytes that were fetched."""
-    if folder.has(manifest):
+    if await in_thread(folder.has, manifest):
         return 0
     sources: dict[str, Path] = {}
     fetched_bytes = 0
     for file in manifest.files:
         if file.digest in sources:
             continue
-        local = await asyncio.to_thread(_local_copy, folder, file)
+        local = await in_thread(_local_copy, folder, file)
         if local is None:
             local = folder.partial_path(file.digest)
             fetched_bytes += await _fetch_file(caller, manifest, file, local)
         sources[file.digest] = local
-    await asyncio.to_thread(folder.add, manifest, sources)
+    await in_thread(folder.add, manifest, sources)
     return fetched_bytes
 
 
@@ -131,10 +137,10 @@ async def _fetch_file(
                 ),
                 timeout_s=caller.config.timeout_s,
             )
-            await asyncio.to_thread(partial.write, part.offset, data)
+            await in_thread(partial.write, part.offset, data)
 
     with PartialFile(path, size_bytes=file.size_bytes) as partial:
-        missing = await asyncio.to_thread(partial.missing, ranges)
+        missing = await in_thread(partial.missing, ranges)
         try:
             async with asyncio.TaskGroup() as tasks:
                 for part in missing:
@@ -142,7 +148,7 @@ async def _fetch_file(
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
         try:
-            await asyncio.to_thread(partial.finish, file.digest)
+            await in_thread(partial.finish, file.digest)
         except IntegrityError as err:
             raise IntegrityError(f"{file.name} of version {manifest.version}: {err}") from err
     return sum(part.length for part in missing)

@@ -31,18 +31,26 @@ _FLOATS = (FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_FLOAT)
 
 
 def to_json(message: Message, *, skip: Iterable[str] = ()) -> dict[str, Any]:
-    """The fields that are set, without those in `skip`."""
+    """Every field but those in `skip` and those that are absent."""
     data: dict[str, Any] = {}
-    for field, value in message.ListFields():
-        if field.name in skip:
+    for field in cast("Iterable[FieldDescriptor]", message.DESCRIPTOR.fields):
+        value = getattr(message, field.name)
+        if field.name in skip or _is_absent(message, field, value):
             continue
         if field.message_type is not None and field.message_type.full_name in _FLATTENED:
-            data.update(to_json(cast("Message", value)))
+            data.update(to_json(value))
         elif field.is_repeated:
-            data[field.name] = [_value_json(field, item) for item in cast("Iterable[Any]", value)]
+            data[field.name] = [_value_json(field, item) for item in value]
         else:
             data[field.name] = _value_json(field, value)
     return data
+
+
+def _is_absent(message: Message, field: FieldDescriptor, value: Any) -> bool:
+    """An enum value of 0 is `unspecified`, which JSON says by leaving it out."""
+    if field.has_presence:
+        return not message.HasField(field.name)
+    return field.enum_type is not None and not field.is_repeated and value == 0
 
 
 def _value_json(field: FieldDescriptor, value: Any) -> Any:

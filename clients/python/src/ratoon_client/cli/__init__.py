@@ -1,0 +1,5 @@
+"""The `ratoonctl` command."""
+
+from ratoon_client.cli.app import main
+
+__all__ = ["main"]

@@ -1,0 +1,82 @@
+"""The root of `ratoonctl`: options of all commands, and what the process exits with.
+
+Enters the command line, leaves an exit status. Invariant: 0 is success, 1 the service refused or
+failed, 2 the command line or a file is wrong, 3 the service did not answer.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from ratoon_client.cli import checkpoints, policies, server, training, weights
+from ratoon_client.cli.context import Settings
+from ratoon_client.config import URL_VARIABLE, default_url
+from ratoon_client.errors import (
+    InvalidArgumentError,
+    RatoonApiError,
+    RatoonClientError,
+    TransportError,
+)
+
+SERVICE_ERROR = 1
+USAGE_ERROR = 2
+NO_CONNECTION = 3
+
+cli = typer.Typer(
+    name="ratoonctl",
+    help="Talk to a Ratoon policy-update service.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+cli.add_typer(policies.cli, name="policies", help="Make, list and remove policies.")
+cli.add_typer(weights.cli, name="weights", help="Pull and list weights.")
+cli.add_typer(checkpoints.cli, name="checkpoints", help="Save, load and list checkpoints.")
+cli.command()(training.update)
+cli.command()(training.watch)
+cli.command()(server.info)
+cli.command()(server.health)
+
+
+@cli.callback()
+def settings(
+    context: typer.Context,
+    url: Annotated[
+        str,
+        typer.Option(
+            help="grpc://host:port or http(s)://host:port. Default: the environment's"
+            f" {URL_VARIABLE}, else the gRPC gateway of this machine.",
+            show_default=False,
+        ),
+    ] = "",
+    timeout_s: Annotated[
+        float, typer.Option(help="Seconds to go on trying a call.", min=0.1)
+    ] = 15.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Answer in JSON.")] = False,
+) -> None:
+    """Options of all commands."""
+    context.obj = Settings(url=url or default_url(), timeout_s=timeout_s, as_json=as_json)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line (default: the process's) and exit."""
+    try:
+        cli(args=arguments)
+    except InvalidArgumentError as error:
+        _exit(str(error), USAGE_ERROR)
+    except TransportError as error:
+        _exit(f"no answer: {error}", NO_CONNECTION)
+    except RatoonApiError as error:
+        where = f" (field {error.field})" if error.field else ""
+        _exit(f"{error}{where}", SERVICE_ERROR)
+    except RatoonClientError as error:
+        _exit(str(error), SERVICE_ERROR)
+
+
+def _exit(message: str, status: int) -> None:
+    typer.echo(f"ratoonctl: {message}", err=True)
+    sys.exit(status)

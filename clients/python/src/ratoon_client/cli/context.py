@@ -1,0 +1,96 @@
+"""What all commands share: the service they talk to, and how they answer.
+
+Enters the options before the command, leaves a client and an output. Invariant: standard output
+holds the answer alone, as a table or as JSON; all else goes to standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, is_dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, cast
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ratoon_client.blocking.client import RatoonClient
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    url: str
+    timeout_s: float
+    as_json: bool
+
+
+def settings_of(context: typer.Context) -> Settings:
+    settings = context.find_object(Settings)
+    assert settings is not None
+    return settings
+
+
+@contextmanager
+def open_client(context: typer.Context) -> Generator[RatoonClient]:
+    settings = settings_of(context)
+    with RatoonClient(settings.url, timeout_s=settings.timeout_s) as client:
+        yield client
+
+
+def show(context: typer.Context, value: object, fields: Mapping[str, object]) -> None:
+    """`value` whole as JSON, or `fields` as two columns."""
+    if settings_of(context).as_json:
+        typer.echo(json.dumps(_plain(value)))
+        return
+    table = Table(box=None, show_header=False)
+    for name, field in fields.items():
+        table.add_row(name, _text(field))
+    Console(soft_wrap=True).print(table)
+
+
+def show_rows(
+    context: typer.Context,
+    values: Sequence[object],
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+) -> None:
+    """`values` as a JSON list, or `rows` as a table."""
+    if settings_of(context).as_json:
+        typer.echo(json.dumps(_plain(values)))
+        return
+    table = Table(*columns, box=None)
+    for row in rows:
+        table.add_row(*map(_text, row))
+    Console(soft_wrap=True).print(table)
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, datetime):
+        return value.isoformat(timespec="seconds")
+    return str(value)
+
+
+def _plain(value: object) -> Any:
+    """What JSON can say; a number that is not finite is null."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return _plain(asdict(value))
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in cast("Mapping[str, object]", value).items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in cast("Sequence[object]", value)]
+    if isinstance(value, datetime):
+        return value.isoformat()
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,94 @@
+"""`ratoonctl policies`. Invariant: one command a call."""
+
+from __future__ import annotations
+
+from typing import Annotated, cast
+
+import typer
+
+from ratoon_client.cli.context import open_client, show, show_rows
+from ratoon_client.policy_options import Lora, ModelDtype, PolicyOptions, Sequencing
+from ratoon_client.results import Policy
+
+cli = typer.Typer(no_args_is_help=True)
+
+PolicyId = Annotated[str, typer.Argument(help="[a-z0-9][a-z0-9_-]{0,63}")]
+_COLUMNS = ("policy", "state", "version", "next seq", "base", "parameters", "trainable")
+
+
+@cli.command("list")
+def list_policies(context: typer.Context) -> None:
+    with open_client(context) as client:
+        policies = client.list_policies()
+    show_rows(context, policies, _COLUMNS, map(_row, policies))
+
+
+@cli.command()
+def get(context: typer.Context, policy_id: PolicyId) -> None:
+    with open_client(context) as client:
+        policy = client.get_policy(policy_id)
+    show(context, policy, _fields(policy))
+
+
+@cli.command()
+def create(
+    context: typer.Context,
+    policy_id: PolicyId,
+    preset: Annotated[
+        str | None, typer.Option(help="A built-in random model: tiny, small.")
+    ] = None,
+    model_folder: Annotated[
+        str | None, typer.Option(help="A folder below the service's models root.")
+    ] = None,
+    lora_rank: Annotated[int | None, typer.Option(help="Train an adapter of this rank.")] = None,
+    lora_alpha: Annotated[float | None, typer.Option(help="Default: twice the rank.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
+    seed: Annotated[int, typer.Option(help="Of random weights.")] = 0,
+    sequencing: Annotated[str | None, typer.Option(help="client or server.")] = None,
+) -> None:
+    """Make a policy and wait until it can be trained."""
+    options = PolicyOptions(seed=seed)
+    if preset is not None:
+        options["preset"] = preset
+    if model_folder is not None:
+        options["model_folder"] = model_folder
+    if dtype is not None:
+        options["dtype"] = cast("ModelDtype", dtype)
+    if sequencing is not None:
+        options["sequencing"] = cast("Sequencing", sequencing)
+    if lora_rank is not None:
+        alpha = 2.0 * lora_rank if lora_alpha is None else lora_alpha
+        options["lora"] = Lora(rank=lora_rank, alpha=alpha)
+    with open_client(context) as client:
+        policy = client.create_policy(policy_id, **options).result()
+    show(context, policy, _fields(policy))
+
+
+@cli.command()
+def delete(context: typer.Context, policy_id: PolicyId) -> None:
+    """Remove a policy with its weights and checkpoints."""
+    with open_client(context) as client:
+        client.delete_policy(policy_id).result()
+    show(context, {"policy_id": policy_id}, {"deleted": policy_id})
+
+
+def _row(policy: Policy) -> tuple[object, ...]:
+    spec = policy.spec
+    return (
+        spec.policy_id,
+        policy.state,
+        policy.version,
+        policy.next_seq,
+        spec.preset or spec.model_folder,
+        policy.num_parameters,
+        policy.num_trainable_parameters,
+    )
+
+
+def _fields(policy: Policy) -> dict[str, object]:
+    return dict(zip(_COLUMNS, _row(policy), strict=True)) | {
+        "sequencing": policy.spec.sequencing,
+        "published version": policy.published_version,
+        "attention backend": policy.attention_backend,
+        "created": policy.created_at,
+    }

@@ -1,0 +1,43 @@
+"""A fake service on a wire, and a client that gives up quickly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+
+from ratoon_client import ClientConfig, RatoonClient
+from tests.client.fake_grpc import serving_grpc
+from tests.client.fake_http import serving_http
+from tests.client.fake_service import FakeService
+
+CONFIG = ClientConfig(timeout_s=1.0, attempt_timeout_s=1.0)
+
+
+@contextmanager
+def serving(service: FakeService, wire: str) -> Iterator[str]:
+    with serving_grpc(service) if wire == "grpc" else serving_http(service) as url:
+        yield url
+
+
+@pytest.fixture
+def service() -> FakeService:
+    return FakeService()
+
+
+@pytest.fixture(params=["grpc", "http"])
+def wire(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def url(service: FakeService, wire: str) -> Iterator[str]:
+    with serving(service, wire) as url:
+        yield url
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[RatoonClient]:
+    with ExitStack() as stack:
+        yield stack.enter_context(RatoonClient(url, config=CONFIG))

@@ -1,0 +1,101 @@
+"""The fake service over real gRPC, on a thread with its own event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc.aio
+from google.protobuf.message_factory import GetMessageClass
+
+from ratoon_proto.v1 import operation_pb2, service_pb2
+from tests.client.fake_service import FakeService, LostAnswerError, RefusalError
+
+_SERVICE = service_pb2.DESCRIPTOR.services_by_name["PolicyService"]
+_STATUS = {
+    "INVALID_ARGUMENT": grpc.StatusCode.INVALID_ARGUMENT,
+    "KEY_REUSED": grpc.StatusCode.ALREADY_EXISTS,
+    "POLICY_EXISTS": grpc.StatusCode.ALREADY_EXISTS,
+    "SEQ_GAP": grpc.StatusCode.ABORTED,
+    "RESOURCE_EXHAUSTED": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "INTERNAL": grpc.StatusCode.INTERNAL,
+    "UNAVAILABLE": grpc.StatusCode.UNAVAILABLE,
+}
+
+
+@contextmanager
+def serving_grpc(service: FakeService) -> Iterator[str]:
+    """Gives `grpc://host:port`."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    server, port = asyncio.run_coroutine_threadsafe(_start(service), loop).result(10)
+    try:
+        yield f"grpc://127.0.0.1:{port}"
+    finally:
+        asyncio.run_coroutine_threadsafe(server.stop(0), loop).result(10)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+async def _start(service: FakeService) -> tuple[grpc.aio.Server, int]:
+    server = grpc.aio.server()
+    handlers: dict[str, Any] = {}
+    for method in _SERVICE.methods:
+        make = grpc.unary_unary_rpc_method_handler
+        call: Any = _unary(service, method.name)
+        if method.server_streaming:
+            make, call = grpc.unary_stream_rpc_method_handler, _stream(service, method.name)
+        handlers[method.name] = make(
+            call,
+            request_deserializer=GetMessageClass(method.input_type).FromString,
+            response_serializer=lambda message: message.SerializeToString(),
+        )
+    generic = grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers)
+    server.add_generic_rpc_handlers((generic,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    return server, port
+
+
+def _unary(service: FakeService, name: str) -> Any:
+    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            if name == "FetchWeights":
+                await asyncio.to_thread(service.slow_chunk)
+            return service.handle(name, request)
+        except (RefusalError, LostAnswerError) as error:
+            await _abort(context, error)
+
+    return call
+
+
+def _stream(service: FakeService, name: str) -> Any:
+    async def call(
+        request: Any, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[operation_pb2.Operation]:
+        try:
+            while True:
+                operation = service.handle(name, request)
+                assert isinstance(operation, operation_pb2.Operation)
+                yield operation
+                if operation.state >= operation_pb2.OPERATION_STATE_DONE:
+                    return
+                await asyncio.sleep(0.01)
+        except (RefusalError, LostAnswerError) as error:
+            await _abort(context, error)
+
+    return call
+
+
+async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> None:
+    if isinstance(error, RefusalError):
+        trailer = (("ratoon-error-bin", error.detail.SerializeToString()),)
+        code = _STATUS.get(error.detail.code, grpc.StatusCode.NOT_FOUND)
+        await context.abort(code, error.detail.message, trailer)
+    # As a proxy or a dying process would: a status and nothing of ours.
+    await context.abort(grpc.StatusCode.UNAVAILABLE, "connection lost")

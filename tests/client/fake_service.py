@@ -1,0 +1,357 @@
+"""A service in memory, at the process's edge: what the client talks to in these tests.
+
+Enters requests of both wires as messages, leaves messages or `RefusalError`s. It follows the
+contract where the client relies on it: keys, seqs, operations that take a few polls, files by
+digest.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import xxhash
+from google.protobuf.message import Message
+
+from ratoon_proto.codec import encode_array
+from ratoon_proto.v1 import operation_pb2, policy_pb2, service_pb2, training_pb2, weights_pb2
+
+CHUNK_BYTES = 64
+
+
+class RefusalError(Exception):
+    """A typed error of the service."""
+
+    def __init__(self, code: str, *, field: str = "", retryable: bool = False, **details: str):
+        super().__init__(code)
+        self.detail = operation_pb2.ErrorDetail(
+            code=code,
+            message=f"{field}: refused with {code}",
+            field=field,
+            got="what was sent",
+            expected="something else",
+            retryable=retryable,
+            details=details,
+        )
+
+
+class LostAnswerError(Exception):
+    """The connection broke; whether the call was applied the fault says."""
+
+
+def snake_case(name: str) -> str:
+    """`_create_policy` of `CreatePolicy`."""
+    return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """Happens once, at the next call of `name`: before the call is applied, or after."""
+
+    name: str
+    error: Exception
+    is_after: bool = False
+
+
+@dataclass
+class FakePolicy:
+    sequencing: int = policy_pb2.SEQUENCING_CLIENT
+    version: int = 0
+    next_seq: int = 1
+    keys: dict[Any, tuple[bytes, str]] = field(default_factory=dict)
+    weights: dict[int, dict[str, bytes]] = field(default_factory=dict)
+    uploads: dict[str, dict[int, list[Any]]] = field(default_factory=dict)
+
+
+class FakeService:
+    """All state of one fake; `calls` counts what arrived, `requests` keeps it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.policies: dict[str, FakePolicy] = {"p": FakePolicy()}
+        self.operations: dict[str, operation_pb2.Operation] = {}
+        self.calls: Counter[str] = Counter()
+        self.requests: list[tuple[str, Message]] = []
+        self.faults: list[Fault] = []
+        # Reads of an operation that still say running, and whether all do.
+        self.polls_until_done = 0
+        self.is_holding = False
+        self.steps = 0
+        self.result_files: dict[str, bytes] = {}
+        self.forward_in_file = False
+        # Given a file's bytes and an offset, the chunk as it is sent.
+        self.tamper: Callable[[bytes, int], bytes] = lambda data, _: data
+        self.max_in_flight = 0
+        self._in_flight = 0
+
+    def handle(self, name: str, request: Message) -> Message:
+        """One call, with the faults that were planned for it."""
+        with self.lock:
+            self.calls[name] += 1
+            self.requests.append((name, request))
+            fault = next((fault for fault in self.faults if fault.name == name), None)
+            if fault is not None:
+                self.faults.remove(fault)
+                if not fault.is_after:
+                    raise fault.error
+            method = getattr(self, snake_case(name), None) or self._submit
+            answer = method(request)
+            if fault is not None:
+                raise fault.error
+            return answer
+
+    def publish(self, version: int, files: dict[str, bytes], policy_id: str = "p") -> None:
+        policy = self.policies[policy_id]
+        policy.version = version
+        policy.weights[version] = files
+
+    def file(self, digest: str) -> bytes:
+        for policy in self.policies.values():
+            for files in policy.weights.values():
+                for data in files.values():
+                    if xxhash.xxh3_128_hexdigest(data) == digest:
+                        return data
+        if digest in self.result_files:
+            return self.result_files[digest]
+        raise RefusalError("WEIGHTS_NOT_FOUND", field="digest")
+
+    def slow_chunk(self) -> None:
+        """Hold a chunk for a moment, so that several are in flight."""
+        with self.lock:
+            self._in_flight += 1
+            self.max_in_flight = max(self.max_in_flight, self._in_flight)
+        time.sleep(0.005)
+        with self.lock:
+            self._in_flight -= 1
+
+    def _policy(self, policy_id: str) -> FakePolicy:
+        if policy_id not in self.policies:
+            raise RefusalError("POLICY_NOT_FOUND", field="policy_id")
+        return self.policies[policy_id]
+
+    def _new_operation(self, kind: int, policy_id: str, **fields: Any) -> operation_pb2.Operation:
+        operation = operation_pb2.Operation(
+            operation_id=f"op-{len(self.operations) + 1}",
+            policy_id=policy_id,
+            kind=kind,  # pyright: ignore[reportArgumentType]
+            state=operation_pb2.OPERATION_STATE_QUEUED,
+            **fields,
+        )
+        operation.created_at.GetCurrentTime()
+        self.operations[operation.operation_id] = operation
+        return operation
+
+    def _create_policy(self, request: service_pb2.CreatePolicyRequest) -> Message:
+        spec = request.spec
+        if spec.policy_id in self.policies:
+            raise RefusalError("POLICY_EXISTS", field="policy_id")
+        self.policies[spec.policy_id] = FakePolicy(
+            sequencing=spec.sequencing or policy_pb2.SEQUENCING_CLIENT
+        )
+        operation = self._new_operation(operation_pb2.OPERATION_KIND_CREATE_POLICY, spec.policy_id)
+        self._finish(operation, policy=policy_pb2.Policy(spec=spec, version=0, next_seq=1))
+        return operation
+
+    def _delete_policy(self, request: service_pb2.DeletePolicyRequest) -> Message:
+        self._policy(request.policy_id)
+        del self.policies[request.policy_id]
+        operation = self._new_operation(
+            operation_pb2.OPERATION_KIND_DELETE_POLICY, request.policy_id
+        )
+        self._finish(operation, empty=operation_pb2.EmptyResult())
+        return operation
+
+    def _get_policy(self, request: service_pb2.GetPolicyRequest) -> Message:
+        policy = self._policy(request.policy_id)
+        return policy_pb2.Policy(
+            spec=policy_pb2.PolicySpec(
+                policy_id=request.policy_id,
+                preset="tiny",
+                sequencing=policy.sequencing,  # pyright: ignore[reportArgumentType]
+            ),
+            state=policy_pb2.POLICY_STATE_READY,
+            version=policy.version,
+            next_seq=policy.next_seq,
+        )
+
+    def _list_policies(self, request: service_pb2.ListPoliciesRequest) -> Message:
+        policies: list[Any] = [
+            self._get_policy(service_pb2.GetPolicyRequest(policy_id=name)) for name in self.policies
+        ]
+        return service_pb2.ListPoliciesResponse(policies=policies)
+
+    def _submit(self, request: Any) -> Message:
+        """A sequenced call: the same key and payload is the first operation again."""
+        policy = self._policy(request.policy_id)
+        groups = self._groups(policy, request)
+        self._validate(groups)
+        kind = request.DESCRIPTOR.name.removesuffix("Request")
+        payload = kind.encode() + b"".join(group.SerializeToString() for group in groups)
+        key = request.key.seq or request.key.request_id
+        if key in policy.keys:
+            known, operation_id = policy.keys[key]
+            if known != payload:
+                raise RefusalError("KEY_REUSED", field="key.seq")
+            return self.operations[operation_id]
+        if kind != "Forward" and not key:
+            raise RefusalError("INVALID_ARGUMENT", field="key.seq")
+        operation = self._new_operation(
+            getattr(operation_pb2, f"OPERATION_KIND{snake_case(kind).upper()}"), request.policy_id
+        )
+        if key:
+            operation.seq = request.key.seq or policy.next_seq
+            policy.keys[key] = (payload, operation.operation_id)
+            seqs = {self.operations[known].seq for _, known in policy.keys.values()}
+            while policy.next_seq in seqs:
+                policy.next_seq += 1
+        if kind in ("Update", "OptimStep"):
+            self.steps += 1
+            policy.version += 1
+        self._finish(operation, **self._result(kind, policy, groups))
+        if self.is_holding or self.polls_until_done:
+            return self._unfinished(operation, operation_pb2.OPERATION_STATE_QUEUED)
+        return operation
+
+    def _groups(self, policy: FakePolicy, request: Any) -> list[Any]:
+        if "source" not in request.DESCRIPTOR.oneofs_by_name:
+            return []
+        if request.WhichOneof("source") == "upload":
+            parts = policy.uploads[request.upload.upload_id]
+            return [g for part in range(request.upload.num_parts) for g in parts[part]]
+        return list(request.batch.groups)
+
+    def _validate(self, groups: list[Any]) -> None:
+        for index, group in enumerate(groups):
+            if not group.rollouts:
+                raise RefusalError("INVALID_ARGUMENT", field=f"groups[{index}].rollouts")
+
+    def _result(self, kind: str, policy: FakePolicy, groups: list[Any]) -> dict[str, Any]:
+        report = training_pb2.StepReport(loss=0.5, num_groups=len(groups), token_reduction=2.0)
+        report.seconds.forward = 0.25
+        match kind:
+            case "DiscardGradients":
+                return {"empty": operation_pb2.EmptyResult()}
+            case "SaveCheckpoint" | "LoadCheckpoint":
+                return {"checkpoint": operation_pb2.CheckpointInfo(checkpoint_id="c-1", version=3)}
+            case "Forward":
+                return {"forward": self._forward_result(groups, report)}
+            case _:
+                step = operation_pb2.StepResult(version=policy.version, report=report)
+                return {"step": step}
+
+    def _forward_result(
+        self, groups: list[Any], report: training_pb2.StepReport
+    ) -> operation_pb2.ForwardResult:
+        """The log-prob of every token is minus its index in the batch."""
+        lengths = [r.response.shape[0] for group in groups for r in group.rollouts]
+        offsets = np.cumsum([0, *lengths]).astype(np.int64)
+        output = training_pb2.ForwardOutput(
+            logprobs=encode_array(-np.arange(offsets[-1], dtype=np.float32)),
+            offsets=encode_array(offsets),
+        )
+        if not self.forward_in_file:
+            return operation_pb2.ForwardResult(inline=output, report=report)
+        data = output.SerializeToString()
+        digest = xxhash.xxh3_128_hexdigest(data)
+        self.result_files[digest] = data
+        result = operation_pb2.ForwardResult(report=report)
+        result.file.digest, result.file.size_bytes = digest, len(data)
+        return result
+
+    def _finish(self, operation: operation_pb2.Operation, **result: Any) -> None:
+        operation.MergeFrom(operation_pb2.Operation(**result))
+        operation.state = operation_pb2.OPERATION_STATE_DONE
+        if "error" in result:
+            operation.state = operation_pb2.OPERATION_STATE_FAILED
+
+    def fail(self, operation_id: str, refusal: RefusalError) -> None:
+        """Make an operation one that failed."""
+        self._finish(self.operations[operation_id], error=refusal.detail)
+
+    def cancel(self, operation_id: str) -> None:
+        """Make an operation one that was cancelled."""
+        operation = self.operations[operation_id]
+        operation.ClearField("result")
+        operation.state = operation_pb2.OPERATION_STATE_CANCELLED
+
+    def _seen(self, operation_id: str) -> operation_pb2.Operation:
+        """The operation, or, while polls are left, the same one still running."""
+        if operation_id not in self.operations:
+            raise RefusalError("OPERATION_NOT_FOUND", field="operation_id")
+        operation = self.operations[operation_id]
+        if not self.is_holding and not self.polls_until_done:
+            return operation
+        self.polls_until_done = max(self.polls_until_done - 1, 0)
+        seen = self._unfinished(operation, operation_pb2.OPERATION_STATE_RUNNING)
+        seen.progress.micro_batches_done = 1
+        seen.progress.micro_batches_planned = 4
+        return seen
+
+    def _unfinished(self, operation: operation_pb2.Operation, state: Any) -> Any:
+        seen = operation_pb2.Operation()
+        seen.CopyFrom(operation)
+        seen.ClearField("result")
+        seen.state = state
+        return seen
+
+    def _get_operation(self, request: service_pb2.GetOperationRequest) -> Message:
+        return self._seen(request.operation_id)
+
+    def _watch_operation(self, request: service_pb2.WatchOperationRequest) -> Message:
+        """One state of the stream."""
+        return self._seen(request.operation_id)
+
+    def _cancel_operation(self, request: service_pb2.CancelOperationRequest) -> Message:
+        return self._seen(request.operation_id)
+
+    def _upload_part(self, request: service_pb2.UploadPartRequest) -> Message:
+        uploads = self._policy(request.policy_id).uploads
+        uploads.setdefault(request.upload_id, {})[request.part_index] = list(request.groups)
+        return service_pb2.UploadPartResponse(num_bytes=request.ByteSize())
+
+    def _list_checkpoints(self, request: service_pb2.ListCheckpointsRequest) -> Message:
+        self._policy(request.policy_id)
+        info = operation_pb2.CheckpointInfo(checkpoint_id="c-1", version=3, size_bytes=10)
+        return service_pb2.ListCheckpointsResponse(checkpoints=[info])
+
+    def _get_weight_manifest(self, request: service_pb2.GetWeightManifestRequest) -> Message:
+        policy = self._policy(request.policy_id)
+        version = request.version if request.HasField("version") else policy.version
+        if version not in policy.weights:
+            raise RefusalError("WEIGHTS_NOT_FOUND", field="version")
+        return weights_pb2.WeightManifest(
+            policy_id=request.policy_id,
+            version=version,
+            kind=weights_pb2.WEIGHT_KIND_FULL,
+            files=[
+                weights_pb2.WeightFile(
+                    name=name, size_bytes=len(data), digest=xxhash.xxh3_128_hexdigest(data)
+                )
+                for name, data in policy.weights[version].items()
+            ],
+        )
+
+    def _fetch_weights(self, request: service_pb2.FetchWeightsRequest) -> Message:
+        data = self.file(request.digest)[request.offset : request.offset + request.length]
+        digest = xxhash.xxh3_128_hexdigest(data)
+        return service_pb2.FetchWeightsResponse(
+            data=self.tamper(data, request.offset), digest=digest
+        )
+
+    def _get_server_info(self, request: service_pb2.GetServerInfoRequest) -> Message:
+        return service_pb2.ServerInfo(
+            version="0.1.0",
+            api_version="v1",
+            device="cpu",
+            presets=["tiny", "small"],
+            limits=service_pb2.ServerLimits(max_fetch_bytes=CHUNK_BYTES, max_wait_s=60),
+            library_versions={"torch": "2.13.0"},
+        )
+
+    def _health(self, request: service_pb2.HealthRequest) -> Message:
+        return service_pb2.HealthResponse(status="ok")

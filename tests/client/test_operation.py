@@ -1,0 +1,150 @@
+"""Handles: waiting is reading, so it survives what goes wrong on the way."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from ratoon_client import (
+    ClientConfig,
+    IntegrityError,
+    RatoonApiError,
+    RatoonClient,
+    ResultTimeoutError,
+    TransportError,
+)
+from tests.client.fake_service import CHUNK_BYTES, FakeService, Fault, LostAnswerError, RefusalError
+from tests.client.samples import LOSS, OPTIM, one_group
+
+
+def test_a_result_survives_dropped_long_polls(service: FakeService, client: RatoonClient):
+    service.polls_until_done = 4
+    handle = client.policy("p").update(one_group(), loss=LOSS, optim=OPTIM)
+    service.faults = [Fault(name="GetOperation", error=LostAnswerError()) for _ in range(3)]
+    step = handle.result()
+    assert (step.version, step.report.loss, step.report.seconds.forward) == (1, 0.5, 0.25)
+    assert service.calls["GetOperation"] == 3 + 4 + 1
+    assert service.calls["Update"] == 1
+
+
+def test_a_failed_operation_raises_its_error(service: FakeService, client: RatoonClient):
+    service.polls_until_done = 1
+    handle = client.policy("p").update(one_group(), loss=LOSS, optim=OPTIM)
+    service.fail(handle.operation_id, RefusalError("WORKER_LOST", retryable=True, worker="w-1"))
+    with pytest.raises(RatoonApiError) as caught:
+        handle.result()
+    assert (caught.value.code, caught.value.retryable) == ("WORKER_LOST", True)
+    assert caught.value.details == {"worker": "w-1"}
+    state = handle.status()
+    assert (state.state, state.error and state.error.code) == ("failed", "WORKER_LOST")
+
+
+def test_a_cancelled_operation_without_an_error_raises_too(
+    service: FakeService, client: RatoonClient
+):
+    service.polls_until_done = 1
+    handle = client.policy("p").update(one_group(), loss=LOSS, optim=OPTIM)
+    service.cancel(handle.operation_id)
+    assert handle.cancel().state == "running"
+    with pytest.raises(RatoonApiError, match="is cancelled") as caught:
+        handle.result()
+    assert caught.value.code == "CANCELLED"
+    assert handle.wait().state == "cancelled"
+
+
+def test_a_wait_that_is_over_says_where_the_operation_is(
+    service: FakeService, client: RatoonClient
+):
+    service.is_holding = True
+    handle = client.policy("p").update(one_group(), loss=LOSS, optim=OPTIM)
+    start = time.monotonic()
+    with pytest.raises(ResultTimeoutError, match=r"is running after 0\.2 s"):
+        handle.result(0.2)
+    with pytest.raises(ResultTimeoutError, match=r"is running after 0\.1 s"):
+        handle.result(0.1, progress=True)
+    with pytest.raises(TimeoutError):
+        handle.result(0.0)
+    assert time.monotonic() - start < 1.5
+
+
+def test_a_gap_is_waited_out_and_then_named(service: FakeService, client: RatoonClient):
+    service.is_holding = True
+    handle = client.policy("p").update(one_group(), loss=LOSS, optim=OPTIM)
+    gap = RefusalError("SEQ_GAP", retryable=True, missing_seq="1")
+    service.faults = [Fault(name="GetOperation", error=gap) for _ in range(1000)]
+    with pytest.raises(RatoonApiError, match="SEQ_GAP") as caught:
+        handle.result(0.3)
+    assert caught.value.details["missing_seq"] == "1"
+
+    service.faults = [Fault(name="GetOperation", error=gap) for _ in range(2)]
+    service.is_holding = False
+    assert handle.result(5.0).version == 1
+
+
+def test_a_service_that_stays_away_ends_a_watch(service: FakeService, url: str):
+    config = ClientConfig(timeout_s=0.3, attempt_timeout_s=0.3)
+    with RatoonClient(url, config=config) as client:
+        handle = client.policy("p").update(one_group(), loss=LOSS, optim=OPTIM)
+        service.faults = [Fault(name="WatchOperation", error=LostAnswerError()) for _ in range(99)]
+        with pytest.raises(TransportError):
+            list(handle.watch())
+
+
+def test_a_watch_goes_on_after_a_dropped_stream(service: FakeService, client: RatoonClient):
+    handle = client.policy("p").update(one_group(), loss=LOSS, optim=OPTIM)
+    service.polls_until_done = 3
+    service.faults = [Fault(name="WatchOperation", error=LostAnswerError(), is_after=True)]
+    states = [(state.state, state.progress.micro_batches_done) for state in handle.watch()]
+    assert states == [("running", 1), ("running", 1), ("done", 0)]
+
+
+def test_a_watch_may_be_left_early(service: FakeService, client: RatoonClient):
+    handle = client.policy("p").update(one_group(), loss=LOSS, optim=OPTIM)
+    service.polls_until_done = 10**6
+    assert next(iter(handle.watch())).state == "running"
+    assert client.health().is_ok
+
+
+def test_a_watch_of_nothing_is_a_typed_error(service: FakeService, client: RatoonClient):
+    handle = client.policy("p").update(one_group(), loss=LOSS, optim=OPTIM)
+    service.operations.clear()
+    with pytest.raises(RatoonApiError, match="OPERATION_NOT_FOUND"):
+        list(handle.watch())
+
+
+def test_the_progress_bar_is_on_standard_error(
+    service: FakeService, client: RatoonClient, capsys: pytest.CaptureFixture[str]
+):
+    handle = client.policy("p").update(one_group(), loss=LOSS, optim=OPTIM)
+    service.polls_until_done = 2
+    assert handle.result(progress=True).version == 1
+    written = capsys.readouterr()
+    assert written.out == ""
+    assert "update done" in written.err
+
+
+def test_forward_gives_one_array_a_rollout(client: RatoonClient):
+    handle = client.forward("p", one_group(num_tokens=2))
+    assert handle.seq == 0
+    assert [array.tolist() for array in handle.result().logprobs] == [[-0.0, -1.0], [-2, -3, -4]]
+
+
+def test_a_large_forward_is_fetched_in_verified_chunks(service: FakeService, client: RatoonClient):
+    service.forward_in_file = True
+    groups = one_group(num_tokens=20)
+    result = client.forward("p", groups).result()
+    flat = [value for array in result.logprobs for value in array.tolist()]
+    assert flat == [-float(n) for n in range(41)]
+    assert service.calls["FetchWeights"] > 160 // CHUNK_BYTES
+
+    service.tamper = lambda data, offset: bytes(len(data)) if offset else data
+    with pytest.raises(IntegrityError, match=f"chunk at {CHUNK_BYTES}"):
+        client.forward("p", groups).result()
+
+
+def test_the_handle_of_somebody_elses_operation(client: RatoonClient):
+    first = client.policy("p").save_checkpoint("c-1")
+    result = client.operation(first.operation_id).result()
+    assert result == first.result()
+    assert client.list_checkpoints("p")[0].size_bytes == 10

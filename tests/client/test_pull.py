@@ -1,0 +1,348 @@
+"""Weight pulls: whole and verified, or as if they had never begun."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+
+from ratoon_client import (
+    AsyncRatoonClient,
+    ClientConfig,
+    IntegrityError,
+    RatoonApiError,
+    RatoonClient,
+    TransportError,
+)
+from ratoon_client.results import WeightFile, WeightManifest
+from ratoon_client.weights.checks import MANIFEST_NAME, check_manifest
+from tests.client.fake_service import CHUNK_BYTES, FakePolicy, FakeService, LostAnswerError
+
+CONFIG_JSON = b'{"model_type": "llama"}'
+NUM_CHUNKS = 10
+
+
+def model_bytes(seed: int) -> bytes:
+    """Some whole chunks and a bit."""
+    return random.Random(seed).randbytes((NUM_CHUNKS - 1) * CHUNK_BYTES + 7)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "weights"
+
+
+@pytest.fixture(autouse=True)
+def _published(service: FakeService) -> None:
+    service.publish(1, {"model.safetensors": model_bytes(1), "config.json": CONFIG_JSON})
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    """All files below `root` but the lock, by path."""
+    return {
+        str(path.relative_to(root)): path.read_bytes()
+        for path in sorted(root.rglob("*"))
+        if path.is_file() and not path.is_symlink() and path.name != ".lock"
+    }
+
+
+def versions(root: Path) -> set[str]:
+    return {path.name for path in root.glob("version-*")}
+
+
+def test_a_pulled_version_has_the_files_and_latest_names_it(
+    service: FakeService, client: RatoonClient, root: Path
+):
+    pulled = client.pull_weights("p", root)
+    assert (pulled.version, pulled.folder) == (1, root / "version-1")
+    assert pulled.fetched_bytes == len(model_bytes(1)) + len(CONFIG_JSON)
+    assert (root / "latest").resolve() == (root / "version-1").resolve()
+    assert {path.name for path in pulled.folder.iterdir()} == {
+        "model.safetensors",
+        "config.json",
+        MANIFEST_NAME,
+    }
+    assert (pulled.folder / "model.safetensors").read_bytes() == model_bytes(1)
+    assert (pulled.folder / "config.json").read_bytes() == CONFIG_JSON
+    assert service.calls["FetchWeights"] == NUM_CHUNKS + 1
+    assert {path.name for path in root.iterdir()} == {"version-1", "latest", ".lock"}
+    assert 2 <= service.max_in_flight <= ClientConfig().fetches_in_flight
+
+
+def test_what_is_here_already_is_not_fetched(
+    service: FakeService, client: RatoonClient, root: Path
+):
+    client.pull_weights("p", root)
+    service.calls.clear()
+    assert client.pull_weights("p", root).fetched_bytes == 0
+    assert service.calls["FetchWeights"] == 0
+
+    service.publish(2, {"model.safetensors": model_bytes(2), "config.json": CONFIG_JSON})
+    pulled = client.pull_weights("p", root)
+    assert pulled.fetched_bytes == len(model_bytes(2))
+    assert service.calls["FetchWeights"] == NUM_CHUNKS
+    first, second = root / "version-1" / "config.json", root / "version-2" / "config.json"
+    assert first.samefile(second)
+    assert (root / "latest" / "model.safetensors").read_bytes() == model_bytes(2)
+
+
+def test_a_local_file_that_was_changed_is_fetched_again(
+    service: FakeService, client: RatoonClient, root: Path
+):
+    client.pull_weights("p", root)
+    (root / "version-1" / "config.json").write_bytes(b"#" * len(CONFIG_JSON))
+    service.publish(2, {"model.safetensors": model_bytes(2), "config.json": CONFIG_JSON})
+    pulled = client.pull_weights("p", root)
+    assert (pulled.folder / "config.json").read_bytes() == CONFIG_JSON
+
+
+def test_weight_pull_that_half_applied(service: FakeService, client: RatoonClient, root: Path):
+    """Trap 11, 'Weight pull that half-applied': one bad chunk of the next version."""
+    client.pull_weights("p", root)
+    before = tree(root)
+    service.publish(2, {"model.safetensors": model_bytes(2), "config.json": CONFIG_JSON})
+
+    def flip(data: bytes, offset: int) -> bytes:
+        return bytes([data[0] ^ 1]) + data[1:] if offset == 3 * CHUNK_BYTES else data
+
+    service.tamper = flip
+    with pytest.raises(IntegrityError, match=r"model\.safetensors"):
+        client.pull_weights("p", root)
+    after = {name: data for name, data in tree(root).items() if not name.startswith(".partial")}
+    assert after == before
+    assert (root / "latest").readlink() == Path("version-1")
+
+    service.tamper = lambda data, _: data
+    assert client.pull_weights("p", root).version == 2
+    assert (root / "latest" / "model.safetensors").read_bytes() == model_bytes(2)
+
+
+def test_a_chunk_that_is_too_short_is_refused(
+    service: FakeService, client: RatoonClient, root: Path
+):
+    service.tamper = lambda data, offset: data[:-1] if offset else data
+    with pytest.raises(IntegrityError, match="63 bytes, 64 were asked for"):
+        client.pull_weights("p", root)
+    assert versions(root) == set()
+
+
+def test_an_interrupted_pull_goes_on_where_it_stopped(service: FakeService, url: str, root: Path):
+    config = ClientConfig(timeout_s=0.05, attempt_timeout_s=5.0, fetches_in_flight=1)
+    fetched = 4
+
+    def break_off(data: bytes, offset: int) -> bytes:
+        if offset == fetched * CHUNK_BYTES:
+            raise LostAnswerError
+        return data
+
+    service.tamper = break_off
+    with RatoonClient(url, config=config) as client, pytest.raises(TransportError):
+        client.pull_weights("p", root)
+    assert versions(root) == set()
+    assert not (root / "latest").exists()
+
+    service.tamper = lambda data, _: data
+    service.calls.clear()
+    with RatoonClient(url, timeout_s=5.0) as client:
+        pulled = client.pull_weights("p", root)
+    assert service.calls["FetchWeights"] == NUM_CHUNKS - fetched + 1
+    assert (pulled.folder / "model.safetensors").read_bytes() == model_bytes(1)
+
+
+def test_only_chunks_that_went_bad_on_disk_are_fetched_again(
+    service: FakeService, client: RatoonClient, root: Path
+):
+    """An interrupted pull's file, in which a chunk has rotted and the log's end is cut off."""
+    digest = xxhash.xxh3_128_hexdigest(model_bytes(1))
+    partial = root / ".partial" / digest
+    partial.parent.mkdir(parents=True)
+    data = bytearray(model_bytes(1))
+    data[2 * CHUNK_BYTES] ^= 1
+    partial.write_bytes(data)
+    good = model_bytes(1)
+    lines = [
+        f"{offset} {CHUNK_BYTES} {xxhash.xxh3_128_hexdigest(good[offset : offset + CHUNK_BYTES])}"
+        for offset in range(0, (NUM_CHUNKS - 1) * CHUNK_BYTES, CHUNK_BYTES)
+    ]
+    (root / ".partial" / f"{digest}.chunks").write_text("\n".join(lines)[:-5])
+    pulled = client.pull_weights("p", root)
+    assert (pulled.folder / "model.safetensors").read_bytes() == good
+    # The rotten one, the one whose line is cut, the last short one, and config.json.
+    assert service.calls["FetchWeights"] == 4
+
+
+def test_a_whole_file_of_another_digest_is_forgotten(service: FakeService, url: str, root: Path):
+    """Chunks that agree with a log but not with the file, as after a server's mistake."""
+    digest = xxhash.xxh3_128_hexdigest(model_bytes(1))
+    other = model_bytes(2)
+    (root / ".partial").mkdir(parents=True)
+    (root / ".partial" / digest).write_bytes(other)
+    lines = [
+        f"{start} {len(part)} {xxhash.xxh3_128_hexdigest(part)}\n"
+        for start in range(0, len(other), CHUNK_BYTES)
+        for part in [other[start : start + CHUNK_BYTES]]
+    ]
+    (root / ".partial" / f"{digest}.chunks").write_text("".join(lines))
+    with RatoonClient(url, timeout_s=5.0) as client:
+        with pytest.raises(IntegrityError, match=r"model\.safetensors of version 1"):
+            client.pull_weights("p", root)
+        assert service.calls["FetchWeights"] == 0
+        assert versions(root) == set()
+        pulled = client.pull_weights("p", root)
+    assert (pulled.folder / "model.safetensors").read_bytes() == model_bytes(1)
+
+
+def test_old_versions_go_and_latest_stays(service: FakeService, client: RatoonClient, root: Path):
+    for version in (1, 2, 3, 4):
+        service.publish(version, {"model.safetensors": model_bytes(version)})
+        client.pull_weights("p", root)
+    assert versions(root) == {"version-3", "version-4"}
+
+    assert client.pull_weights("p", root, 1).folder == root / "version-1"
+    assert versions(root) == {"version-1", "version-4"}
+    assert (root / "latest").readlink() == Path("version-4")
+
+    service.publish(5, {"model.safetensors": model_bytes(5)})
+    client.pull_weights("p", root, keep=None)
+    assert versions(root) == {"version-1", "version-4", "version-5"}
+    client.pull_weights("p", root, keep=1)
+    assert versions(root) == {"version-5"}
+
+
+def test_a_policy_made_anew_replaces_a_version_of_the_same_number(
+    service: FakeService, client: RatoonClient, root: Path
+):
+    client.pull_weights("p", root)
+    service.policies["p"] = FakePolicy()
+    service.publish(1, {"model.safetensors": model_bytes(9)})
+    pulled = client.pull_weights("p", root)
+    assert (pulled.folder / "model.safetensors").read_bytes() == model_bytes(9)
+    assert not (pulled.folder / "config.json").exists()
+    assert versions(root) == {"version-1"}
+
+
+def test_a_version_retired_during_the_pull_gives_way_to_the_newest(
+    service: FakeService, client: RatoonClient, root: Path
+):
+    def retire(data: bytes, offset: int) -> bytes:
+        if 1 in service.policies["p"].weights and offset == 2 * CHUNK_BYTES:
+            del service.policies["p"].weights[1]
+            service.publish(2, {"model.safetensors": model_bytes(2)})
+        return data
+
+    service.tamper = retire
+    pulled = client.pull_weights("p", root)
+    assert pulled.version == 2
+    assert (pulled.folder / "model.safetensors").read_bytes() == model_bytes(2)
+    with pytest.raises(RatoonApiError, match="WEIGHTS_NOT_FOUND"):
+        client.pull_weights("p", root, 1)
+
+
+def test_pulls_into_one_folder_take_turns(service: FakeService, url: str, root: Path):
+    def pull(_: int) -> int:
+        with RatoonClient(url, timeout_s=10.0) as client:
+            return client.pull_weights("p", root).fetched_bytes
+
+    with ThreadPoolExecutor(3) as pool:
+        fetched = sorted(pool.map(pull, range(3)))
+    assert fetched == [0, 0, len(model_bytes(1)) + len(CONFIG_JSON)]
+    assert service.calls["FetchWeights"] == NUM_CHUNKS + 1
+
+
+async def test_a_cancelled_pull_leaves_no_version_and_no_lock(
+    service: FakeService, url: str, root: Path
+):
+    async with AsyncRatoonClient(url, timeout_s=5.0) as client:
+        await client.server_info()
+        with service.lock:
+            pull = asyncio.create_task(client.pull_weights("p", root))
+            await asyncio.sleep(0.1)
+            pull.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await pull
+        assert versions(root) == set()
+        assert (await client.pull_weights("p", root)).version == 1
+
+
+def test_a_file_that_two_names_share_is_fetched_once(
+    service: FakeService, client: RatoonClient, root: Path
+):
+    service.publish(3, {"a.bin": model_bytes(3), "b.bin": model_bytes(3), "empty.txt": b""})
+    pulled = client.pull_weights("p", root)
+    assert pulled.fetched_bytes == len(model_bytes(3))
+    assert (pulled.folder / "b.bin").read_bytes() == model_bytes(3)
+    assert (pulled.folder / "empty.txt").read_bytes() == b""
+
+
+@pytest.mark.parametrize(
+    "name", ["../evil", "a/b", "..", ".", "", MANIFEST_NAME, "a\0b", "x" * 256]
+)
+def test_a_name_that_leads_elsewhere_is_refused(
+    service: FakeService, client: RatoonClient, root: Path, name: str
+):
+    service.publish(3, {"good.bin": b"1", name: b"2"})
+    with pytest.raises(IntegrityError, match="is no name of a weight file"):
+        client.pull_weights("p", root)
+    assert {path.name for path in root.iterdir()} == {".lock"}
+    assert not (root.parent / "evil").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"policy_id": "q"}, "asked for p"),
+        ({"version": 4}, "asked for p version 3"),
+        ({"files": ()}, "names no files"),
+        ({"digest": "0" * 31 + "/"}, "no valid digest"),
+        ({"digest": "A" * 32}, "no valid digest"),
+        ({"size_bytes": -1}, "no valid digest or size"),
+        ({"twice": True}, r"names a\.bin twice"),
+    ],
+)
+def test_a_manifest_that_lies_is_refused(changes: dict[str, Any], text: str):
+    file = WeightFile(
+        name="a.bin",
+        size_bytes=changes.get("size_bytes", 1),
+        digest=changes.get("digest", "0" * 32),
+    )
+    manifest = WeightManifest(
+        policy_id=changes.get("policy_id", "p"),
+        version=changes.get("version", 3),
+        kind="full",
+        files=changes.get("files", (file,) * (2 if "twice" in changes else 1)),
+        created_at=datetime.now(UTC),
+    )
+    with pytest.raises(IntegrityError, match=text):
+        check_manifest(manifest, policy_id="p", version=3)
+
+
+def test_a_single_chunk_is_fetched_and_verified(service: FakeService, client: RatoonClient):
+    (file,) = [f for f in client.weight_manifest("p").files if f.name == "config.json"]
+    assert client.fetch_weights("p", file.digest, offset=2, length=5) == CONFIG_JSON[2:7]
+    service.tamper = lambda data, _: b"\0" * len(data)
+    with pytest.raises(IntegrityError):
+        client.fetch_weights("p", file.digest, offset=2, length=5)
+
+
+def test_a_full_disk_leaves_the_versions_as_they_were(
+    service: FakeService, client: RatoonClient, root: Path, monkeypatch: pytest.MonkeyPatch
+):
+    client.pull_weights("p", root)
+    service.publish(2, {"model.safetensors": model_bytes(2)})
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(OSError, match="No space"):
+            client.pull_weights("p", root)
+    assert versions(root) == {"version-1"}
+    assert client.pull_weights("p", root).version == 2

@@ -1,0 +1,206 @@
+"""The command line: what it prints, and what it exits with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ratoon_client.cli import main
+from ratoon_client.config import DEFAULT_URL, default_url
+from tests.client.fake_service import FakeService, Fault, LostAnswerError, RefusalError
+
+LINE = json.dumps(
+    {
+        "group_id": "a",
+        "prompt": [1],
+        "rollouts": [{"response": [2, 3], "sampler_logprobs": [-0.5, -0.5], "reward": 1.0}],
+    }
+)
+NOBODY = "127.0.0.1:9"
+
+
+class Ctl:
+    """Runs `ratoonctl` in this process."""
+
+    def __init__(self, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+        self._url = url
+        self._capsys = capsys
+
+    def __call__(self, *arguments: str, url: str | None = None) -> tuple[int, str, str]:
+        """(exit status, standard output, standard error)."""
+        with pytest.raises(SystemExit) as caught:
+            main(["--url", url or self._url, "--timeout-s", "2", *arguments])
+        written = self._capsys.readouterr()
+        status = caught.value.code
+        return (int(status) if status else 0), written.out, written.err
+
+    def json(self, *arguments: str) -> Any:
+        status, out, _ = self("--json", *arguments)
+        assert status == 0
+        return json.loads(out)
+
+
+@pytest.fixture
+def ctl(url: str, capsys: pytest.CaptureFixture[str]) -> Ctl:
+    return Ctl(url, capsys)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "groups.jsonl"
+    path.write_text(LINE + "\n")
+    return path
+
+
+def test_policies_are_made_listed_and_removed(service: FakeService, ctl: Ctl):
+    made = ctl.json("policies", "create", "q", "--preset", "tiny", "--seed", "5")
+    assert (made["spec"]["policy_id"], made["spec"]["seed"]) == ("q", 5)
+    assert [policy["spec"]["policy_id"] for policy in ctl.json("policies", "list")] == ["p", "q"]
+    status, out, _ = ctl("policies", "list")
+    assert status == 0
+    assert [line.split()[0] for line in out.splitlines()] == ["policy", "p", "q"]
+    assert ctl.json("policies", "get", "q")["next_seq"] == 1
+    assert ctl.json("policies", "delete", "q") == {"policy_id": "q"}
+    assert list(service.policies) == ["p"]
+
+
+def test_options_of_create_reach_the_service(service: FakeService, ctl: Ctl):
+    ctl.json(
+        *("policies", "create", "q", "--model-folder", "llama", "--lora-rank", "8"),
+        *("--dtype", "bfloat16", "--sequencing", "server"),
+    )
+    (request,) = [r for name, r in service.requests if name == "CreatePolicy"]
+    spec: Any = request.spec  # pyright: ignore[reportAttributeAccessIssue]
+    assert (spec.model_folder, spec.lora.rank, spec.lora.alpha) == ("llama", 8, 16.0)
+    assert (spec.dtype, spec.sequencing) == (2, 2)
+
+
+def test_update_sends_the_files_groups_and_shows_the_report(
+    service: FakeService, ctl: Ctl, file: Path
+):
+    step = ctl.json("update", "p", str(file), "--lr", "0.001", "--loss", "dapo")
+    assert (step["seq"], step["step"]["version"], step["step"]["report"]["loss"]) == (1, 1, 0.5)
+    (request,) = [r for name, r in service.requests if name == "Update"]
+    sent: Any = request
+    assert sent.batch.groups[0].rollouts[0].reward == 1.0
+    assert (sent.loss.kind, sent.optim.learning_rate, sent.key.seq) == (3, 0.001, 1)
+    status, out, _ = ctl("update", "p", str(file), "--lr", "0.001")
+    assert status == 0
+    assert "token reduction  2" in " ".join(out.split("\n"))
+
+
+def test_update_without_waiting_can_be_watched(service: FakeService, ctl: Ctl, file: Path):
+    service.polls_until_done = 3
+    begun = ctl.json("update", "p", str(file), "--lr", "0.001", "--no-wait")
+    assert begun["state"] == "running"
+    status, out, err = ctl("--json", "watch", begun["operation_id"])
+    assert (status, json.loads(out)["state"]) == (0, "done")
+    assert "update running 1/4 micro-batches" in err
+
+
+def test_text_needs_byte_tokens(service: FakeService, ctl: Ctl, tmp_path: Path):
+    path = tmp_path / "text.jsonl"
+    segments = [{"role": "user", "text": "hi"}, {"role": "assistant", "text": "ho"}]
+    record = {"group_id": "t", "rollouts": [{"reward": 1.0, "segments": segments}]}
+    path.write_text(json.dumps(record))
+    assert ctl("update", "p", str(path), "--lr", "0.001")[0] == 2
+    on_policy = ("--lr", "0.001", "--old-logprobs", "on_policy", "--byte-tokens")
+    assert ctl("update", "p", str(path), *on_policy)[0] == 0
+    (request,) = [r for name, r in service.requests if name == "Update"]
+    assert request.loss.old_logprobs.kind == 4  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_refused_call_exits_1_and_names_the_field(ctl: Ctl, tmp_path: Path):
+    path = tmp_path / "empty.jsonl"
+    path.write_text('{"group_id": "a", "rollouts": []}\n')
+    status, out, err = ctl("update", "p", str(path), "--lr", "0.001")
+    assert (status, out) == (1, "")
+    assert "INVALID_ARGUMENT" in err
+    assert "(field groups[0].rollouts)" in err
+    assert ctl("policies", "get", "nobody")[0] == 1
+
+
+def test_an_operation_that_fails_exits_1(service: FakeService, ctl: Ctl, file: Path):
+    begun = ctl.json("update", "p", str(file), "--lr", "0.001", "--no-wait")
+    service.fail(begun["operation_id"], RefusalError("WORKER_LOST"))
+    status, out, err = ctl("--json", "watch", begun["operation_id"])
+    assert (status, json.loads(out)["state"]) == (1, "failed")
+    assert "WORKER_LOST" in err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["update", "p"],
+        ["update", "p", "/nowhere/file.jsonl", "--lr", "0.001"],
+        ["update", "p", "BAD", "--lr", "0.001"],
+        ["update", "p", "FILE", "--lr", "0.001", "--loss", "grop"],
+        ["policies", "create", "q", "--preset", "tiny", "--model-folder", "x"],
+        ["policies", "create", "q", "--preset", "tiny", "--dtype", "float8"],
+        ["nonsense"],
+    ],
+)
+def test_a_wrong_command_line_or_file_exits_2(
+    service: FakeService, ctl: Ctl, file: Path, arguments: list[str]
+):
+    bad = file.with_name("bad.jsonl")
+    bad.write_text("{")
+    places = {"FILE": str(file), "BAD": str(bad)}
+    status, out, err = ctl(*(places.get(word, word) for word in arguments))
+    assert (status, out) == (2, "")
+    assert err
+    assert service.steps == 0
+
+
+def test_a_url_of_no_wire_exits_2(ctl: Ctl):
+    assert ctl("health", url="ftp://127.0.0.1")[0] == 2
+
+
+@pytest.mark.parametrize("scheme", ["grpc", "http"])
+def test_nobody_there_exits_3(capsys: pytest.CaptureFixture[str], scheme: str):
+    ctl = Ctl(f"{scheme}://{NOBODY}", capsys)
+    for command in (["health"], ["--timeout-s", "0.2", "info"]):
+        status, out, err = ctl(*command)
+        assert (status, out) == (3, "")
+        assert f"no answer: {command[-1].capitalize()}" in err or NOBODY in err
+
+
+def test_health_is_0_where_all_is_well_and_1_where_not(service: FakeService, ctl: Ctl):
+    status, out, _ = ctl("health")
+    assert (status, out.split()) == (0, ["status", "ok"])
+    service.faults = [Fault(name="Health", error=RefusalError("UNAVAILABLE", retryable=True))]
+    assert ctl("health")[0] == 1
+    service.faults = [Fault(name="Health", error=LostAnswerError())]
+    assert ctl("health")[0] == 3
+
+
+def test_info_says_what_the_service_is(ctl: Ctl):
+    assert ctl.json("info")["limits"]["max_wait_s"] == 60.0
+    assert "with torch" in ctl("info")[1]
+
+
+def test_weights_are_pulled_and_listed(service: FakeService, ctl: Ctl, tmp_path: Path):
+    service.publish(3, {"model.safetensors": b"abc" * 100, "config.json": b"{}"})
+    pulled = ctl.json("weights", "pull", "p", str(tmp_path / "w"))
+    assert (pulled["version"], pulled["fetched_bytes"]) == (3, 302)
+    assert (Path(pulled["folder"]) / "model.safetensors").read_bytes() == b"abc" * 100
+    (manifest,) = ctl.json("weights", "manifest", "p", "--version", "3")
+    assert [file["name"] for file in manifest["files"]] == ["model.safetensors", "config.json"]
+    assert ctl("weights", "pull", "p", str(tmp_path / "w"), "--version", "9")[0] == 1
+
+
+def test_checkpoints_are_saved_loaded_and_listed(service: FakeService, ctl: Ctl):
+    assert ctl.json("checkpoints", "save", "p", "c-1")["checkpoint_id"] == "c-1"
+    assert ctl.json("checkpoints", "load", "p", "c-1")["spec"]["policy_id"] == "p"
+    assert [c["checkpoint_id"] for c in ctl.json("checkpoints", "list", "p")] == ["c-1"]
+    assert sorted(service.policies["p"].keys) == [1, 2]
+
+
+def test_the_url_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("RATOON_URL", raising=False)
+    assert default_url() == DEFAULT_URL
+    monkeypatch.setenv("RATOON_URL", "http://example.test:1")
+    assert default_url() == "http://example.test:1"

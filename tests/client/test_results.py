@@ -1,0 +1,91 @@
+"""Typed results against the contract, field by field."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields
+from datetime import UTC, datetime
+
+import numpy as np
+import pytest
+from google.protobuf.descriptor import FieldDescriptor
+
+from ratoon_client import IntegrityError, StepReport
+from ratoon_client.results import Operation
+from ratoon_client.wire.decode import _TYPES as TYPES
+from ratoon_client.wire.decode import decode, decode_forward
+from ratoon_proto.codec import encode_array
+from ratoon_proto.v1 import operation_pb2, policy_pb2, service_pb2, training_pb2, weights_pb2
+
+_FILES = (operation_pb2, policy_pb2, service_pb2, training_pb2, weights_pb2)
+_MESSAGES = {
+    message.full_name: message
+    for file in _FILES
+    for message in file.DESCRIPTOR.message_types_by_name.values()
+}
+# Full tuning is the absence of lora; outputs and empty results have no value of their own.
+_NO_FIELD = {
+    "ratoon.v1.PolicySpec": {"full"},
+    "ratoon.v1.Operation": {"forward", "empty"},
+}
+
+
+@pytest.mark.parametrize("name", sorted(TYPES))
+def test_a_result_has_the_fields_of_its_message(name: str):
+    ours = {field.name: field for field in fields(TYPES[name])}
+    theirs = {
+        field.name: field
+        for field in _MESSAGES[name].fields
+        if field.name not in _NO_FIELD.get(name, set())
+    }
+    assert ours.keys() == theirs.keys()
+    for field_name, field in theirs.items():
+        may_be_absent = field.has_presence and field.type != FieldDescriptor.TYPE_MESSAGE
+        if may_be_absent:
+            assert ours[field_name].default is None, field_name
+        if not field.has_presence:
+            assert ours[field_name].default is MISSING, field_name
+
+
+def test_absent_is_none_and_zero_is_zero():
+    message = training_pb2.StepReport(loss=-1.5, kl=0.0, warnings=["a", "b"])
+    message.seconds.backward = 2.0
+    report = decode(message, StepReport)
+    assert (report.loss, report.kl, report.grad_norm) == (-1.5, 0.0, None)
+    assert (report.seconds.backward, report.seconds.plan) == (2.0, 0.0)
+    assert report.warnings == ("a", "b")
+
+
+def test_times_are_utc_and_enum_values_short():
+    message = operation_pb2.Operation(
+        kind=operation_pb2.OPERATION_KIND_FORWARD_BACKWARD,
+        state=operation_pb2.OPERATION_STATE_CANCELLED,
+    )
+    message.created_at.seconds = 1_700_000_000
+    operation = decode(message, Operation)
+    assert operation.created_at == datetime(2023, 11, 14, 22, 13, 20, tzinfo=UTC)
+    assert (operation.kind, operation.state) == ("forward_backward", "cancelled")
+    assert operation.started_at is None
+    assert operation.is_final
+
+
+def test_forward_output_is_cut_by_rollout():
+    output = training_pb2.ForwardOutput(
+        logprobs=encode_array(np.arange(5, dtype=np.float32)),
+        entropy=encode_array(np.arange(5, dtype=np.float32) + 10),
+        offsets=encode_array(np.array([0, 2, 2, 5], np.int64)),
+    )
+    result = decode_forward(output, training_pb2.StepReport(loss=1.0))
+    assert [array.tolist() for array in result.logprobs] == [[0, 1], [], [2, 3, 4]]
+    assert result.entropy is not None
+    assert [array.tolist() for array in result.entropy] == [[10, 11], [], [12, 13, 14]]
+    assert result.report.loss == 1.0
+
+
+@pytest.mark.parametrize("offsets", [[], [0, 4], [1, 5], [0, 6, 5], [0, 3, 2, 5]])
+def test_offsets_that_do_not_cut_the_values_are_refused(offsets: list[int]):
+    output = training_pb2.ForwardOutput(
+        logprobs=encode_array(np.zeros(5, np.float32)),
+        offsets=encode_array(np.array(offsets, np.int64)),
+    )
+    with pytest.raises(IntegrityError, match="do not cut 5 values"):
+        decode_forward(output, training_pb2.StepReport())

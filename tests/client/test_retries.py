@@ -1,0 +1,114 @@
+"""A request is sent again only where that is the same as sending it once."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from ratoon_client import RatoonApiError, RatoonClient, TransportError
+from tests.client.fake_service import FakeService, Fault, LostAnswerError, RefusalError
+from tests.client.samples import LOSS, OPTIM, bad_group, one_group
+
+
+def test_a_read_is_tried_again(service: FakeService, client: RatoonClient):
+    service.faults = [Fault(name="GetPolicy", error=LostAnswerError()) for _ in range(3)]
+    assert client.get_policy("p").next_seq == 1
+    assert service.calls["GetPolicy"] == 4
+
+
+def test_retried_post_is_no_second_step(service: FakeService, client: RatoonClient):
+    """Trap 9, 'Retried POST = a second Adam step': the answer is lost after the step was taken."""
+    service.faults = [Fault(name="Update", error=LostAnswerError(), is_after=True)]
+    handle = client.policy("p").update(one_group(), loss=LOSS, optim=OPTIM)
+    assert service.calls["Update"] == 2
+    assert (handle.seq, handle.result().version, service.steps) == (1, 1, 1)
+    assert len(service.policies["p"].keys) == 1
+
+
+@pytest.mark.parametrize("name", ["SaveCheckpoint", "DiscardGradients", "UploadPart"])
+def test_keyed_calls_are_tried_again(service: FakeService, client: RatoonClient, name: str):
+    service.faults = [Fault(name=name, error=LostAnswerError(), is_after=True)]
+    session = client.policy("p")
+    match name:
+        case "SaveCheckpoint":
+            session.save_checkpoint().result()
+        case "DiscardGradients":
+            session.discard_gradients().result()
+        case _:
+            client.upload_part("p", "u", 0, one_group())
+    assert service.calls[name] == 2
+    assert len(service.policies["p"].keys) == (0 if name == "UploadPart" else 1)
+
+
+def test_a_delete_is_never_tried_again(service: FakeService, client: RatoonClient):
+    service.faults = [Fault(name="DeletePolicy", error=LostAnswerError(), is_after=True)]
+    with pytest.raises(TransportError):
+        client.delete_policy("p")
+    assert service.calls["DeletePolicy"] == 1
+
+
+def test_a_health_probe_is_sent_once(service: FakeService, client: RatoonClient):
+    service.faults = [Fault(name="Health", error=LostAnswerError())]
+    with pytest.raises(TransportError):
+        client.health()
+    assert client.health().is_ok
+    assert service.calls["Health"] == 2
+
+
+@pytest.mark.parametrize("code", ["INTERNAL", "WINDOW_POISONED", "KEY_REUSED"])
+def test_what_the_service_refuses_for_good_is_not_tried_again(
+    service: FakeService, client: RatoonClient, code: str
+):
+    service.faults = [
+        Fault(name="Update", error=RefusalError(code, field="key.seq", missing_seq="3"))
+    ]
+    with pytest.raises(RatoonApiError) as caught:
+        client.policy("p").update(one_group(), loss=LOSS, optim=OPTIM)
+    error = caught.value
+    assert (error.code, error.field, error.retryable) == (code, "key.seq", False)
+    assert (error.got, error.expected) == ("what was sent", "something else")
+    assert error.details == {"missing_seq": "3"}
+    assert service.calls["Update"] == 1
+
+
+def test_errors_of_validation_name_the_field(client: RatoonClient):
+    with pytest.raises(RatoonApiError) as caught:
+        client.policy("p").update([*one_group(), *bad_group()], loss=LOSS, optim=OPTIM)
+    assert (caught.value.code, caught.value.field) == ("INVALID_ARGUMENT", "groups[1].rollouts")
+
+
+def test_a_refusal_that_may_pass_is_tried_within_the_timeout(
+    service: FakeService, client: RatoonClient
+):
+    refusal = RefusalError("RESOURCE_EXHAUSTED", retryable=True, wanted="2", free="1")
+    service.faults = [Fault(name="Update", error=refusal) for _ in range(2)]
+    client.policy("p").update(one_group(), loss=LOSS, optim=OPTIM)
+    assert service.calls["Update"] == 3
+
+    service.faults = [Fault(name="Update", error=refusal) for _ in range(1000)]
+    start = time.monotonic()
+    with pytest.raises(RatoonApiError) as caught:
+        client.policy("p").update(one_group(), loss=LOSS, optim=OPTIM)
+    assert caught.value.details == {"wanted": "2", "free": "1"}
+    assert time.monotonic() - start < 2.0
+    assert service.calls["Update"] > 5
+
+
+def test_nobody_there_is_a_transport_error_after_the_timeout(wire: str):
+    scheme = "" if wire == "grpc" else "http://"
+    start = time.monotonic()
+    with (
+        RatoonClient(f"{scheme}127.0.0.1:9", timeout_s=0.3) as client,
+        pytest.raises(TransportError, match=r"127\.0\.0\.1:9"),
+    ):
+        client.list_policies()
+    assert time.monotonic() - start < 2.0
+
+
+def test_a_hung_service_is_left_after_the_attempts_timeout(service: FakeService, url: str):
+    with service.lock, RatoonClient(url, timeout_s=0.5, attempt_timeout_s=0.2) as client:
+        start = time.monotonic()
+        with pytest.raises(TransportError):
+            client.get_policy("p")
+        assert 0.2 <= time.monotonic() - start < 2.0

@@ -1,0 +1,98 @@
+"""Seqs of one producer: contiguous, and taken only by what was accepted."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from ratoon_client import AsyncRatoonClient, RatoonApiError, RatoonClient, TransportError
+from ratoon_proto.v1 import policy_pb2
+from tests.client.conftest import CONFIG
+from tests.client.fake_service import FakeService, Fault, LostAnswerError
+from tests.client.samples import LOSS, OPTIM, bad_group, one_group
+
+
+def test_calls_of_many_threads_take_contiguous_seqs(service: FakeService, client: RatoonClient):
+    session = client.policy("p")
+
+    def update(number: int) -> int:
+        return session.update(one_group(f"g{number}"), loss=LOSS, optim=OPTIM).seq
+
+    with ThreadPoolExecutor(8) as pool:
+        seqs = list(pool.map(update, range(24)))
+    assert sorted(seqs) == list(range(1, 25))
+    assert sorted(service.policies["p"].keys) == list(range(1, 25))
+    assert service.calls["GetPolicy"] == 1
+    assert session.next_seq() == 25
+
+
+def test_a_call_refused_at_validation_takes_no_seq(client: RatoonClient):
+    session = client.policy("p")
+    assert session.update(one_group("a"), loss=LOSS, optim=OPTIM).seq == 1
+    with pytest.raises(RatoonApiError):
+        session.update(bad_group(), loss=LOSS, optim=OPTIM)
+    assert session.next_seq() == 2
+    assert session.discard_gradients().seq == 2
+
+
+def test_a_session_starts_where_the_policy_is(service: FakeService, client: RatoonClient):
+    service.policies["p"].next_seq = 41
+    session = client.policy("p")
+    assert session.forward_backward(one_group(), loss=LOSS).seq == 41
+    assert session.optim_step(optim=OPTIM).seq == 42
+
+
+def test_a_seq_given_by_the_caller_is_used_and_counted(client: RatoonClient):
+    session = client.policy("p")
+    assert session.discard_gradients(seq=3).seq == 3
+    assert session.next_seq() == 4
+    assert session.discard_gradients(seq=1).seq == 1
+    assert session.next_seq() == 4
+
+
+def test_after_a_lost_answer_the_same_call_is_the_same_operation(
+    service: FakeService, client: RatoonClient
+):
+    session = client.policy("p")
+    session.next_seq()
+    lost = [Fault(name="Update", error=LostAnswerError(), is_after=True) for _ in range(1000)]
+    service.faults = list(lost)
+    with pytest.raises(TransportError):
+        session.update(one_group("a"), loss=LOSS, optim=OPTIM)
+    service.faults = []
+    with pytest.raises(RatoonApiError, match="KEY_REUSED"):
+        session.update(one_group("b"), loss=LOSS, optim=OPTIM)
+    assert session.update(one_group("a"), loss=LOSS, optim=OPTIM).seq == 1
+    assert (service.steps, session.next_seq()) == (1, 2)
+
+
+def test_resync_asks_the_service(client: RatoonClient):
+    session = client.policy("p")
+    assert session.next_seq() == 1
+    client.update("p", one_group(), loss=LOSS, optim=OPTIM, seq=1)
+    assert session.resync() == 2
+
+
+def test_under_server_sequencing_each_call_has_its_own_request_id(
+    service: FakeService, client: RatoonClient
+):
+    service.policies["p"].sequencing = policy_pb2.SEQUENCING_SERVER
+    session = client.policy("p")
+    seqs = [session.update(one_group(), loss=LOSS, optim=OPTIM).seq for _ in range(3)]
+    assert seqs == [1, 2, 3]
+    keys = list(service.policies["p"].keys)
+    assert len(set(keys)) == 3
+    assert all(isinstance(key, str) and len(key) == 32 for key in keys)
+    assert session.next_seq() == 0
+
+
+async def test_tasks_of_one_loop_share_a_session(url: str):
+    async with AsyncRatoonClient(url, config=CONFIG) as client:
+        session = client.policy("p")
+        handles = await asyncio.gather(
+            *(session.update(one_group(f"g{n}"), loss=LOSS, optim=OPTIM) for n in range(10))
+        )
+        assert sorted(handle.seq for handle in handles) == list(range(1, 11))
+        assert (await handles[0].result()).report.num_groups == 1

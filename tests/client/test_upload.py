@@ -1,0 +1,50 @@
+"""Large batches go ahead of their call, in parts."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ratoon_client import ClientConfig, RatoonClient
+from ratoon_client.upload import split_parts
+from ratoon_client.wire.encode import group_messages
+from ratoon_proto.v1 import rollout_pb2
+from tests.client.fake_service import FakeService
+from tests.client.samples import LOSS, OPTIM, one_group
+
+
+@given(st.lists(st.integers(0, 60), max_size=30), st.integers(1, 120))
+def test_parts_hold_all_groups_in_order_and_no_more_than_they_may(
+    sizes: list[int], part_bytes: int
+):
+    groups = [
+        rollout_pb2.RolloutGroup(group_id=f"{index}" + "x" * size)
+        for index, size in enumerate(sizes)
+    ]
+    parts = list(split_parts(groups, part_bytes))
+    assert [group for part in parts for group in part] == groups
+    for part in parts:
+        assert part
+        assert len(part) == 1 or sum(group.ByteSize() for group in part) <= part_bytes
+
+
+def test_a_batch_over_the_threshold_is_uploaded_and_is_the_same_batch(
+    service: FakeService, url: str
+):
+    groups = [group for number in range(9) for group in one_group(f"g{number}", num_tokens=50)]
+    size_bytes = sum(message.ByteSize() for message in group_messages(groups))
+    config = ClientConfig(
+        timeout_s=5.0, upload_above_bytes=size_bytes - 1, part_bytes=size_bytes // 4
+    )
+    with RatoonClient(url, config=config) as client:
+        handle = client.policy("p").update(groups, loss=LOSS, optim=OPTIM)
+        assert handle.result().report.num_groups == 9
+    (request,) = [request for name, request in service.requests if name == "Update"]
+    assert isinstance(request.upload, rollout_pb2.UploadedBatch)  # pyright: ignore[reportAttributeAccessIssue]
+    assert service.calls["UploadPart"] == request.upload.num_parts > 3  # pyright: ignore[reportAttributeAccessIssue]
+
+    whole = ClientConfig(timeout_s=5.0, upload_above_bytes=size_bytes)
+    with RatoonClient(url, config=whole) as client:
+        again = client.update("p", groups, loss=LOSS, optim=OPTIM, seq=1)
+    assert again.operation_id == handle.operation_id
+    assert service.calls["UploadPart"] == request.upload.num_parts  # pyright: ignore[reportAttributeAccessIssue]
