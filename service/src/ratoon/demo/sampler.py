@@ -14,8 +14,15 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DynamicCache,
+    GenerationConfig,
+    PreTrainedModel,
+)
 
 from ratoon.demo.task import Query, tokens
 
@@ -46,10 +53,21 @@ class Sampler:
         self.version = -1
 
     def load(self, folder: Path, version: int) -> None:
-        """Replace the model by the one in `folder` (config.json and safetensors files)."""
-        self._model = AutoModelForCausalLM.from_pretrained(
-            folder, local_files_only=True, use_safetensors=True, attn_implementation="sdpa"
-        ).eval()
+        """Replace the weights by those in `folder` (config.json and safetensors files).
+
+        Raises `RuntimeError` where a parameter of the model is in none of the files.
+        """
+        if self._model is None:
+            config = AutoConfig.from_pretrained(folder, local_files_only=True)
+            self._model = AutoModelForCausalLM.from_config(
+                config, attn_implementation="sdpa"
+            ).eval()
+        state: dict[str, Tensor] = {}
+        for file in sorted(folder.glob("*.safetensors")):
+            state.update(load_file(file))
+        if self._model.config.tie_word_embeddings:
+            state["lm_head.weight"] = state["model.embed_tokens.weight"]
+        self._model.load_state_dict(state, strict=True)
         self.version = version
 
     @torch.inference_mode()

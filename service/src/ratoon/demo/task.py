@@ -16,7 +16,7 @@ ALPHABET = "abcd"
 FILLERS = "uvwxyz"
 FILLER_LENGTH = 4
 WORD_LENGTH = 2
-NUM_SHOTS = 8
+NUM_SHOTS = 4
 NUM_EVALUATION = 256
 # A wrong letter of the right alphabet earns a little, so that a random policy has somewhere to
 # start; answers are balanced, so always giving one word earns 0.25 + 0.75 * 0.1 = 0.325.
