@@ -29,7 +29,7 @@ from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.raw import RawGroup
 from ratoon.rollout.validate import validate_groups
 from ratoon.train.device import DeviceBatch, run_model, to_device
-from tests.builders import limits, random_groups
+from tests.builders import dressed, group, limits, random_groups, rollout
 from tests.oracle import hf
 from tests.theorem import (
     FLOAT32_TOLERANCE,
@@ -199,6 +199,44 @@ def test_random_forests_equal_each_rollout_alone(models_root: Path, seed: int) -
     folder = _folder(models_root, "qwen3")
     batch = _batch(_groups(100 + seed, num_groups=8, max_prompt=12, max_response=20))
     got = _run(_load(folder), batch, _packed_batches(batch, WHOLE))
+    assert_close(_errors(got, _oracle(folder, batch)), FLOAT64_TOLERANCE)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_forests_of_two_letters_equal_each_rollout_alone(models_root: Path, seed: int) -> None:
+    """With two token ids everything merges: groups with groups, prompts with responses. What one
+    path trains is prompt or context in others."""
+    folder = _folder(models_root, "qwen3")
+    groups = random_groups(
+        np.random.default_rng(seed),
+        num_groups=8,
+        vocab_size=2,
+        max_prompt=4,
+        temperatures=(1.0, 1.0, 0.7),
+        outcome="advantages",
+    )
+    batch = _batch(groups)
+    packed = _packed_batches(batch, WHOLE)
+    assert packed[0].forest.num_tokens < packed[0].forest.sequence_length.sum() / 2
+    got = _run(_load(folder), batch, packed)
+    assert_close(_errors(got, _oracle(folder, batch)), FLOAT64_TOLERANCE)
+
+
+@pytest.mark.parametrize("budget", [15, WHOLE])
+def test_chain_of_strict_prefixes_equals_each_rollout_alone(models_root: Path, budget: int) -> None:
+    """Responses of 0, 1, 2, .. tokens of one text, each twice: a node a token, each with a leaf."""
+    rng = np.random.default_rng(12)
+    text = rng.integers(0, 64, 24)
+    lengths = [*range(len(text)), *range(len(text))]
+    raws = [
+        dressed(rollout(text[:n]), rng, outcome="advantages", with_logprobs=True)
+        for n in rng.permutation(lengths)
+    ]
+    folder, batch = _folder(models_root, "llama"), _batch([group([5, 6, 7], raws)])
+    packed = _packed_batches(batch, budget)
+    if budget == WHOLE:
+        assert _depth(packed[0].forest) == len(text)
+    got = _run(_load(folder), batch, packed)
     assert_close(_errors(got, _oracle(folder, batch)), FLOAT64_TOLERANCE)
 
 

@@ -127,6 +127,16 @@ def test_every_kind_with_kl_and_entropy(
     check_gradients(pair, batch, request, micro_batch_tokens=50)
 
 
+@pytest.mark.parametrize("shared_tokens", SharedTokens)
+@pytest.mark.parametrize("kind", [LossKind.GRPO, LossKind.GSPO, LossKind.REINFORCE])
+def test_rollouts_of_two_letters(pair: Pair, kind: LossKind, shared_tokens: SharedTokens) -> None:
+    """With two token ids, what one path trains is context or prompt in others, across groups."""
+    batch = _batch(pair, 36, vocab_size=2, max_prompt=4, temperatures=(1.0, 1.0, 0.7))
+    request = LossRequest(kind=kind, kl=_kl(KlKind.K3), shared_tokens=shared_tokens)
+    for micro_batch_tokens in (20, WHOLE):
+        check_gradients(pair, batch, request, micro_batch_tokens=micro_batch_tokens)
+
+
 def test_once_takes_tokens_from_some_paths_and_all_from_others(pair: Pair) -> None:
     """The batch of the test before is worth testing with."""
     batch = _batch(pair, 22, kinds=("flat", "tree"))

@@ -238,6 +238,11 @@ def test_four_updates_reuse_one_forward(
         assert report.loss == pytest.approx(sums.total / divisor, rel=1e-8, abs=1e-12)
         assert_close(weight_errors(pair), pair.tolerance)
         ratios.append(report.ratio_max)
+    frozen = trainer.forward(
+        batch, trainer.plan_forward(batch), with_entropy=False, use_reference=True
+    )
+    initial = torch.cat([logprob for logprob, _ in own]) * mask
+    assert relative_error(torch.as_tensor(frozen.logprobs), initial) <= pair.tolerance
     assert ratios[0] == pytest.approx(1.0, abs=1e-12)
     assert all(ratio > 1.001 for ratio in ratios[1:])
 

@@ -135,8 +135,9 @@ def make_pair(
 def random_batch_near(pair: Pair, seed: int, *, noise: float = 0.2, **knobs: Any) -> RolloutBatch:
     """Four random groups (tree of depth 3, equal, prefix, empty, N = 1, P = 0) near the policy."""
     rng = np.random.default_rng(seed)
-    knobs = {"num_groups": 4, "temperatures": (1.0, 0.7), "outcome": "advantages"} | knobs
-    groups = random_groups(rng, vocab_size=VOCAB_SIZE, **knobs)
+    fields = {"num_groups": 4, "temperatures": (1.0, 0.7), "outcome": "advantages"}
+    fields |= {"vocab_size": VOCAB_SIZE} | knobs
+    groups = random_groups(rng, **fields)
     batch = validate_groups(groups, limits(vocab_size=VOCAB_SIZE))
     return near_policy(batch, pair.oracle.model, rng, noise=noise)
 
@@ -214,16 +215,24 @@ def forward_backward(
     return report, pair.oracle.forward_backward(paths, oracle_loss(request, batch))
 
 
-def assert_same_report(report: StepReport, sums: Sums, divisor: float, tolerance: float) -> None:
-    """Losses over the divisor and counters agree."""
+def assert_same_report(
+    report: StepReport, sums: Sums, divisor: float, *, token_weight: str, tolerance: float
+) -> None:
+    """Counters, losses over the divisor, and means over the weights of the terms agree."""
     counters = sums.counters
     got = (report.trained_tokens, report.num_sequences, report.num_groups)
     assert got == (counters.tokens, counters.sequences, len(counters.groups))
+    # The weights of a path's terms add up to their number or to one.
+    weight = counters.tokens if token_weight == "per_token" else counters.sequences
+    pairs = [
+        (report.loss * divisor, sums.total),
+        (report.policy_gradient_loss * divisor, sums.policy_gradient),
+        (report.entropy * weight, sums.entropy),
+        ((report.kl or 0.0) * weight, sums.kl),
+    ]
     scale = abs(sums.policy_gradient) + abs(sums.kl) + abs(sums.entropy)
-    near = pytest.approx
-    assert report.loss * divisor == near(sums.total, abs=tolerance * scale)
-    pg_loss = report.policy_gradient_loss * divisor
-    assert pg_loss == near(sums.policy_gradient, abs=tolerance * scale)
+    for ours, theirs in pairs:
+        assert ours == pytest.approx(theirs, abs=tolerance * scale)
 
 
 def default_divisor(request: LossRequest, batch: RolloutBatch, sums: Sums) -> float:
@@ -244,8 +253,13 @@ def check_gradients(
     report, sums = forward_backward(pair, batch, request, micro_batch_tokens=micro_batch_tokens)
     assert sums.counters.tokens > 0
     assert_close(pair.gradient_errors(), pair.tolerance)
-    divisor = default_divisor(request, batch, sums)
-    assert_same_report(report, sums, divisor, pair.tolerance)
+    assert_same_report(
+        report,
+        sums,
+        default_divisor(request, batch, sums),
+        token_weight=oracle_loss(request, batch).token_weight,
+        tolerance=pair.tolerance,
+    )
     pair.discard()
 
 
