@@ -258,3 +258,40 @@ def test_spec_of_a_trainer_decides_its_first_bits(base: FolderBase) -> None:
     lora = make_trainer(base, tuning=LoraTuning(rank=2, alpha=4.0))
     assert lora.info().num_trainable_parameters == sum(t.numel() for t in weights_of(lora).values())
     assert lora.info().num_trainable_parameters < one.info().num_trainable_parameters
+
+
+@pytest.mark.parametrize("token_weight", list(TokenWeight))
+def test_once_is_the_sum_with_shared_tokens_masked_in_later_paths(
+    base: FolderBase, token_weight: TokenWeight
+) -> None:
+    """The second rollout's first two tokens are the first one's too: as if they were context."""
+    advantages = np.array([0.5, -1.0, 2.0], np.float32)
+
+    def batch_of(second_mask: list[bool]) -> RolloutBatch:
+        rollouts = [
+            builders.rollout([3, 4, 5], advantages=advantages),
+            builders.rollout(
+                [3, 4, 9], advantages=-3.0 * advantages, loss_mask=np.array(second_mask)
+            ),
+        ]
+        return validate_groups([builders.group([1], rollouts)], builders.limits(vocab_size=64))
+
+    shared, masked = batch_of([True, True, True]), batch_of([False, False, True])
+    results = []
+    for batch, counts in ((shared, SharedTokens.ONCE), (masked, SharedTokens.SUM)):
+        trainer = make_trainer(base)
+        loss = make_loss(
+            batch,
+            LossKind.PPO_CLIP,
+            token_weight=token_weight,
+            shared_tokens=counts,
+            entropy_coefficient=0.1,
+        )
+        report = forward_backward(trainer, batch, loss)
+        assert (report.trained_tokens, report.num_sequences) == (4, 2)
+        results.append((gradients_of(trainer), report.loss))
+    assert_close(results[0][0], results[1][0])
+    assert results[0][1] == pytest.approx(results[1][1], rel=1e-10)
+    trainer = make_trainer(base)
+    loss = make_loss(shared, LossKind.PPO_CLIP, token_weight=token_weight)
+    assert forward_backward(trainer, shared, loss).trained_tokens == 6

@@ -43,6 +43,7 @@ def numerics_fingerprint(spec: TrainerSpec, attention_backend: str) -> dict[str,
         "deterministic": str(spec.deterministic).lower(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
+        "kernels": version("ratoon-kernels"),
         "numpy": np.__version__,
     }
 

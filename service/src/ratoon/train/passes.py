@@ -199,17 +199,18 @@ def _term_columns(
         return None if column_J is None else take(column_J).to(like_L.dtype)
 
     sequence_L = put(packed.term_sequence, like_L.device)
-    raw_J = np.repeat(batch.sampler_is_raw, np.diff(batch.response_offsets))
-    has_sampler = batch.sampler_logprobs is not None
+    is_usable_S = ~batch.sampler_is_raw[packed.forest.sequences]
+    if batch.sampler_logprobs is None:
+        is_usable_S = np.zeros_like(is_usable_S)
     return TermColumns(
         sequence_L=sequence_L,
         num_sequences=len(packed.forest.sequences),
-        counted_C=take(columns.counted_J).nonzero()[:, 0],
+        counted_C=put(np.flatnonzero(columns.counted_J[packed.term_token]), like_L.device),
         weight_L=take(columns.weight_J).to(like_L.dtype),
         advantage_L=take(columns.advantage_J).to(like_L.dtype),
         old_L=take_float(_old_logprobs(prepared, forward_logprobs_J)),
         sampler_L=take_float(batch.sampler_logprobs),
-        sampler_usable_L=take(~raw_J & has_sampler),
+        sampler_usable_L=put(is_usable_S[packed.term_sequence], like_L.device),
         reference_L=None if reference_L is None else reference_L.to(like_L.dtype),
     )
 
