@@ -142,6 +142,43 @@ def test_a_sequence_over_the_budget_runs_alone() -> None:
     assert [part.packed_tokens for part in plan.micro_batches] == [10, 2]
 
 
+def test_every_part_of_a_cut_group_fits() -> None:
+    """Each part pays for the prompt again: 12 tokens of prompt, 8 a response, 30 a micro-batch."""
+    responses = [[k] * 8 for k in range(20, 30)]
+    batch = validate_groups([group([9] * 12, [rollout(r) for r in responses])], limits())
+    plan = _plan(batch, 30)
+    assert [part.packed_tokens for part in plan.micro_batches] == [28] * 5
+
+
+def test_what_is_dropped_between_two_groups_is_not_shared_with() -> None:
+    """Sequence 1 shares all it has with sequence 2, but is not kept; 0 and 2 share one token."""
+    batch = validate_groups(
+        [
+            group([1, 2], [rollout([3])], "a"),
+            group([1, 4], [rollout([5]), rollout([5, 5])], "b"),
+        ],
+        limits(),
+    )
+    kept = np.array([True, False, True])
+    assert make_plan(batch, sort_sequences(batch), kept, 6).packed_tokens == 6
+    assert len(make_plan(batch, sort_sequences(batch), kept, 5).micro_batches) == 2
+
+
+def test_a_group_inside_of_another_one_ends_before_it() -> None:
+    """In sorted order the first group spans the second, and reaches into the third."""
+    batch = validate_groups(
+        [
+            group([1], [rollout([2] * 4), rollout([8] * 4)], "outer"),
+            group([1], [rollout([3] * 4)], "inner"),
+            group([1], [rollout([8, 8, 8, 7])], "after"),
+        ],
+        limits(),
+    )
+    assert len(_plan(batch, 14).micro_batches) == 1
+    assert _plan(batch, 14).packed_tokens == oracle.num_packed(batch, range(4)) == 14
+    assert len(_plan(batch, 13).micro_batches) == 2
+
+
 def test_nothing_kept_is_a_plan_of_nothing() -> None:
     batch = random_batch(np.random.default_rng(0))
     plan = make_plan(batch, sort_sequences(batch), np.zeros(batch.num_sequences, np.bool_), 100)

@@ -155,6 +155,13 @@ def _swapped(header: dict[str, Any]) -> None:
     header["arrays"].reverse()
 
 
+def _swapped_twins(header: dict[str, Any]) -> None:
+    """Two columns of one dtype and length: only their order tells them apart."""
+    names = [array["name"] for array in header["arrays"]]
+    first, second = names.index("temperature"), names.index("top_p")
+    header["arrays"][first]["name"], header["arrays"][second]["name"] = "top_p", "temperature"
+
+
 def _missing(header: dict[str, Any]) -> None:
     del header["arrays"][0]
 
@@ -180,6 +187,7 @@ def _not_a_list(header: dict[str, Any]) -> None:
         _other_dtype,
         _unknown,
         _swapped,
+        _swapped_twins,
         _missing,
         _one_group_less,
         _numbered_group,

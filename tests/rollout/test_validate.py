@@ -334,6 +334,18 @@ def test_a_rollout_without_tokens_may_leave_columns_out() -> None:
     assert batch.response_offsets.tolist() == [0, 0, 1, 1]
 
 
+def test_an_empty_sequence_trains_no_token_of_the_next_one() -> None:
+    batch = validate_groups(
+        [
+            group([], [rollout([])], "a"),
+            group([1], [rollout([2])], "b"),
+            group([], [rollout([])], "c"),
+        ],
+        LIMITS,
+    )
+    assert batch.loss_mask.tolist() == [True]
+
+
 def test_raw_log_probs_are_raw_only_where_the_temperature_says_so() -> None:
     """Before or after a division by 1 is the same."""
     logprobs = np.array([-1.0], _F32)
