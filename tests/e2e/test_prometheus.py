@@ -81,7 +81,7 @@ def test_prometheus_sees_an_update(
     service: Service, prometheus: str, tiny_policy: Callable[[str], str]
 ) -> None:
     policy_id = tiny_policy("scraped")
-    label = f'{{policy="{policy_id}"}}'
+    label = f'{{policy_id="{policy_id}"}}'
     _wait_for(prometheus, "up", 1)
     with RatoonClient(service.addresses.grpc) as client:
         rollouts = [

@@ -1,0 +1,251 @@
+"""The public client against the real service: over each wire the same calls, the same values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+
+from ratoon_client import (
+    ClientConfig,
+    FromForward,
+    Group,
+    Kl,
+    Loss,
+    Operation,
+    Optim,
+    RatoonApiError,
+    RatoonClient,
+    Segment,
+    StepReport,
+    group,
+    rollout,
+)
+from ratoon_client.results import PhaseSeconds
+from tests.e2e.conftest import Service
+
+pytestmark = pytest.mark.e2e
+WIRES = ("gateway", "serve", "http")
+OPTIM = Optim(learning_rate=1e-3, max_grad_norm=1.0)
+
+
+@pytest.fixture(scope="module")
+def clients(service: Service) -> Iterator[dict[str, RatoonClient]]:
+    """One client a wire; the last one cuts every batch into parts."""
+    addresses = service.addresses
+    targets = {"gateway": addresses.grpc, "serve": addresses.serve_grpc, "http": addresses.http}
+    parts = ClientConfig(upload_above_bytes=0, part_bytes=1)
+    with ExitStack() as stack:
+        opened = {name: stack.enter_context(RatoonClient(targets[name])) for name in WIRES}
+        opened["parts"] = stack.enter_context(RatoonClient(addresses.http, config=parts))
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def policies(clients: dict[str, RatoonClient]) -> dict[str, str]:
+    """A policy a wire, all of one seed: what is done to them is compared."""
+    handles = {
+        name: clients[name].create_policy(f"client-{name}", preset="tiny", seed=3, reference="base")
+        for name in ("gateway", "http")
+    }
+    return {name: handle.result(120).spec.policy_id for name, handle in handles.items()}
+
+
+def batch() -> list[Group]:
+    """Two groups that share a prompt's beginning; one rollout is a conversation."""
+    rng = np.random.default_rng(0)
+
+    def sampled(length: int, reward: float):
+        logprobs = -rng.random(length).astype(np.float32) - 5
+        tokens = rng.integers(0, 256, length)
+        return rollout(response=tokens, sampler_logprobs=logprobs, reward=reward, policy_version=0)
+
+    conversation = rollout(
+        segments=[Segment([5, 6], True), Segment([7, 8, 9], False), Segment([10], True)],
+        sampler_logprobs=[-5.5] * 6,
+        reward=0.25,
+    )
+    return [
+        group("a", [1, 2, 3, 4], [sampled(3, 1.0), sampled(5, 0.0), conversation]),
+        group("b", [1, 2, 3, 9], [sampled(2, 0.5), sampled(4, 0.75)]),
+    ]
+
+
+def untimed(report: StepReport) -> StepReport:
+    """Without what depends on the clock and the machine's memory."""
+    nothing = PhaseSeconds(plan=0, forward=0, backward=0, optimizer=0, publish=0)
+    return replace(
+        report,
+        seconds=nothing,
+        tokens_per_second=0.0,
+        peak_memory_bytes=0,
+        hardware_mfu=None,
+        logical_mfu=None,
+    )
+
+
+def train(client: RatoonClient, policy_id: str, folder: Path):
+    """Every kind of call once; gives all that must not depend on the wire."""
+    session = client.policy(policy_id)
+    groups = batch()
+    before = client.forward(policy_id, groups, with_entropy=True).result()
+    assert before.entropy is not None
+    old = session.forward(groups)
+    loss = Loss("grpo", old_logprobs=FromForward(old.operation_id), kl=Kl("k3", 0.1, "frozen"))
+    first = session.update(groups, loss=loss, optim=OPTIM).result()
+    session.forward_backward(groups, loss=Loss("dapo")).result()
+    session.discard_gradients().result()
+    parts = session.forward_backward(groups, loss=Loss("ppo_clip", clip_high=0.3)).result()
+    second = session.optim_step(optim=replace(OPTIM, weight_decay=0.0)).result()
+    saved = session.save_checkpoint("after-two").result()
+    third = session.update(groups, loss=Loss("reinforce"), optim=OPTIM, expected_version=2)
+    assert third.result().version == 3
+    loaded = session.load_checkpoint("after-two").result()
+    pulled = client.pull_weights(policy_id, folder)
+    return {
+        "logprobs": [array.tobytes() for array in before.logprobs],
+        "entropy": [array.tobytes() for array in before.entropy],
+        "old": [array.tobytes() for array in old.result().logprobs],
+        "steps": [(step.version, untimed(step.report)) for step in (first, parts, second)],
+        "checkpoint": (saved.checkpoint_id, saved.version, saved.seq),
+        "loaded": (loaded.checkpoint_id, loaded.version),
+        "weights": {file.name: file.digest for file in pulled.manifest.files},
+        "next_seq": session.next_seq(),
+    }
+
+
+def test_training_does_not_depend_on_the_wire(
+    clients: dict[str, RatoonClient], policies: dict[str, str], tmp_path: Path
+):
+    seen = {
+        name: train(clients[name], policy_id, tmp_path / name)
+        for name, policy_id in policies.items()
+    }
+    assert seen["gateway"] == seen["http"]
+    gateway = seen["gateway"]
+    assert gateway["logprobs"] == gateway["old"]
+    assert [version for version, _ in gateway["steps"]] == [1, 1, 2]
+    assert gateway["steps"][0][1].ratio_max == pytest.approx(1.0, abs=1e-5)
+    assert gateway["steps"][0][1].token_reduction > 1
+    assert gateway["steps"][2][1].grad_norm > 0
+    assert gateway["next_seq"] == 10
+    for name in policies:
+        latest = tmp_path / name / "latest"
+        for file, digest in gateway["weights"].items():
+            assert xxhash.xxh3_128_hexdigest((latest / file).read_bytes()) == digest
+
+
+@pytest.mark.parametrize("name", [*WIRES, "parts"])
+def test_a_retry_over_another_wire_or_in_parts_is_the_same_operation(
+    clients: dict[str, RatoonClient], policies: dict[str, str], name: str
+):
+    """The payload hash is over the validated form, so it does not know how the batch came."""
+    policy_id = policies["gateway"]
+    seq = clients["gateway"].get_policy(policy_id).next_seq
+    first = clients["gateway"].update(policy_id, batch(), loss=Loss("grpo"), optim=OPTIM, seq=seq)
+    again = clients[name].update(policy_id, batch(), loss=Loss("grpo"), optim=OPTIM, seq=seq)
+    assert again.operation_id == first.operation_id
+    assert again.result() == first.result()
+    states: list[Operation] = list(clients[name].operation(first.operation_id).watch())
+    assert states[-1].state == "done"
+    with pytest.raises(RatoonApiError) as caught:
+        clients[name].update(policy_id, batch()[:1], loss=Loss("grpo"), optim=OPTIM, seq=seq)
+    assert caught.value.code == "KEY_REUSED"
+
+
+def misuse(client: RatoonClient, policy_id: str, fault: str) -> object:
+    """One call that the service refuses."""
+    session = client.policy(policy_id)
+    good = rollout(response=[1, 2], sampler_logprobs=[-5.0, -5.0], reward=1.0)
+    short = rollout(response=[1, 2], sampler_logprobs=[-5.0], reward=1.0)
+    infinite = rollout(response=[1], sampler_logprobs=[-5.0], reward=float("nan"))
+    match fault:
+        case "length" | "not finite":
+            groups = [group("g", [1], [good, short if fault == "length" else infinite])]
+            return session.update(groups, loss=Loss("grpo"), optim=OPTIM)
+        case "token":
+            return session.forward([group("g", [10**6], [good])])
+        case "rate":
+            negative = Optim(learning_rate=-1.0)
+            return session.update(batch(), loss=Loss("grpo"), optim=negative)
+        case "policy":
+            return client.get_policy("nobody")
+        case "operation":
+            return client.operation("nobody.1")
+        case _:
+            return client.weight_manifest(policy_id, 99)
+
+
+def refusal(client: RatoonClient, policy_id: str, fault: str) -> RatoonApiError:
+    with pytest.raises(RatoonApiError) as caught:
+        misuse(client, policy_id, fault)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "field"),
+    [
+        ("length", "INVALID_ARGUMENT", "groups[0].rollouts[1].sampler_logprobs"),
+        ("token", "INVALID_ARGUMENT", "groups[0].prompt[0]"),
+        ("policy", "POLICY_NOT_FOUND", "policy_id"),
+        ("operation", "OPERATION_NOT_FOUND", None),
+        ("version", "WEIGHTS_NOT_FOUND", None),
+        ("not finite", "INVALID_ARGUMENT", None),
+        ("rate", "INVALID_ARGUMENT", "optim.learning_rate"),
+    ],
+)
+def test_errors_do_not_depend_on_the_wire(
+    clients: dict[str, RatoonClient],
+    policies: dict[str, str],
+    fault: str,
+    code: str,
+    field: str | None,
+):
+    seq = clients["http"].get_policy(policies["http"]).next_seq
+    errors = {name: refusal(clients[name], policies["http"], fault) for name in WIRES}
+    assert {error.code for error in errors.values()} == {code}
+    assert len({error.retryable for error in errors.values()}) == 1
+    assert len({error.field for error in errors.values()}) == 1, errors
+    if field is not None:
+        assert errors["http"].field == field
+    assert clients["http"].get_policy(policies["http"]).next_seq == seq
+
+
+def test_the_server_says_the_same_of_itself_on_every_wire(clients: dict[str, RatoonClient]):
+    infos = [clients[name].server_info() for name in WIRES]
+    assert infos[0] == infos[1] == infos[2]
+    assert {"tiny", "small"} <= set(infos[0].presets)
+    assert all(clients[name].health().is_ok for name in WIRES)
+    lists = [clients[name].list_policies() for name in WIRES]
+    assert lists[0] == lists[1] == lists[2]
+
+
+def test_a_policy_is_removed(clients: dict[str, RatoonClient]):
+    client = clients["http"]
+    client.create_policy("client-short", preset="tiny", sequencing="server").result(120)
+    session = client.policy("client-short")
+    assert session.update(batch(), loss=Loss("grpo"), optim=OPTIM).result().version == 1
+    client.delete_policy("client-short").result(60)
+    with pytest.raises(RatoonApiError, match="POLICY_NOT_FOUND"):
+        client.get_policy("client-short")
+
+
+def test_the_readmes_example_runs(
+    service: Service,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    readme = Path(__file__).parents[2] / "clients" / "python" / "README.md"
+    (code,) = re.findall(r"```python\n(.*?)```", readme.read_text(), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(code.replace("grpc://127.0.0.1:8443", service.addresses.grpc), {})  # noqa: S102
+    out = capsys.readouterr().out
+    assert re.match(r"version 1, loss [+-]\d\.\d{4}\nverified weights in weights/version-1\n", out)
+    assert (tmp_path / "weights" / "latest" / "model.safetensors").is_file()

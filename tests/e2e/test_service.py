@@ -1,0 +1,336 @@
+"""The real service over all its wires: one policy, trained through each of them in turn."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import sqlite3
+from collections.abc import AsyncIterable, Callable
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import psutil
+import pytest
+import schemathesis
+import xxhash
+from hypothesis import HealthCheck, Phase, given, settings
+from safetensors import safe_open
+
+from ratoon_proto.v1 import operation_pb2, service_pb2
+from ratoon_proto.v1.service_pb2_grpc import PolicyServiceStub
+from tests.api import requests
+from tests.api.test_openapi_fuzz import EXCLUDED
+from tests.api.wires import GrpcWire, WireError, grpc_error, http_error
+from tests.e2e.conftest import MAX_BODY_BYTES, MAX_MESSAGE_BYTES, MIB, Service, Wires, finished
+
+pytestmark = pytest.mark.e2e
+POLICY = "e2e"
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_policy: Callable[[str], str]) -> str:
+    return tiny_policy(POLICY)
+
+
+async def _next_seq(wires: Wires, policy_id: str = POLICY) -> int:
+    request = service_pb2.GetPolicyRequest(policy_id=policy_id)
+    return (await wires.gateway.call("GetPolicy", request)).next_seq
+
+
+@pytest.mark.parametrize("wire_name", ["gateway", "serve", "http"])
+async def test_an_update_over_each_wire_makes_a_version(
+    wires: Wires, policy: str, wire_name: str
+) -> None:
+    wire = wires.named(wire_name)
+    seq = await _next_seq(wires)
+    request = requests.update(seq=seq, policy_id=policy)
+    operation = await finished(wire, await wire.call("Update", request))
+    assert operation.seq == seq
+    assert operation.step.version == seq
+    report = operation.step.report
+    assert (report.num_groups, report.num_sequences, report.trained_tokens) == (2, 4, 6)
+    # The two prompts of 3 tokens are one, and so are the first tokens of the long responses, and
+    # the two short responses.
+    assert (report.replicated_tokens, report.packed_tokens) == (18, 7)
+    assert report.grad_norm > 0
+    assert not report.skipped
+    for other in (wires.gateway, wires.serve, wires.http):
+        retried = await other.call("Update", request)
+        assert retried.operation_id == operation.operation_id
+    assert await _next_seq(wires) == seq + 1
+
+
+async def test_weights_are_pulled_over_both_wires_alike(
+    wires: Wires, policy: str, tmp_path: Path
+) -> None:
+    request = service_pb2.GetWeightManifestRequest(policy_id=policy)
+    manifest = await wires.gateway.call("GetWeightManifest", request)
+    assert await wires.http.call("GetWeightManifest", request) == manifest
+    names = {file.name for file in manifest.files}
+    assert {"config.json", "model.safetensors"} <= names
+    for file in manifest.files:
+        by_grpc, by_http = b"", b""
+        while len(by_grpc) < file.size_bytes:
+            fetch = service_pb2.FetchWeightsRequest(
+                policy_id=policy, digest=file.digest, offset=len(by_grpc), length=MIB
+            )
+            wire = wires.gateway if len(by_grpc) % (2 * MIB) else wires.serve
+            chunk = await wire.call("FetchWeights", fetch)
+            assert xxhash.xxh3_128_hexdigest(chunk.data) == chunk.digest
+            by_grpc += chunk.data
+        url = f"/v1/policies/{policy}/weights/{manifest.version}/files/{file.name}"
+        while len(by_http) < file.size_bytes:
+            part = await wires.http.client.get(url, headers={"Range": f"bytes={len(by_http)}-"})
+            assert part.headers["etag"] == f'"{file.digest}"'
+            by_http += part.content
+        assert xxhash.xxh3_128_hexdigest(by_grpc) == file.digest
+        assert by_http == by_grpc
+        (tmp_path / file.name).write_bytes(by_grpc)
+    config = json.loads((tmp_path / "config.json").read_text())
+    with safe_open(tmp_path / "model.safetensors", framework="np") as tensors:
+        embedding = tensors.get_slice("model.embed_tokens.weight")
+        assert embedding.get_shape() == [config["vocab_size"], config["hidden_size"]]
+
+
+@pytest.mark.parametrize("wire_name", ["gateway", "serve"])
+async def test_errors_have_their_trailer_on_both_grpc_ports(
+    wires: Wires, policy: str, wire_name: str
+) -> None:
+    wire = wires.named(wire_name)
+    assert isinstance(wire, GrpcWire)
+    bad = requests.update(seq=await _next_seq(wires), policy_id=policy)
+    bad.batch.groups[1].rollouts[0].sampler_logprobs.CopyFrom(requests.floats([-1.0]))
+    with pytest.raises(WireError) as caught:
+        await wire.call("Update", bad)
+    assert caught.value.status == grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.detail.field == "groups[1].rollouts[0].sampler_logprobs"
+    assert "1 values for 2 response tokens" in caught.value.detail.message
+
+    stub = PolicyServiceStub(wire.channel)
+    watch = stub.WatchOperation(service_pb2.WatchOperationRequest(operation_id="e2e.absent"))
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await _drained(watch)
+    assert grpc_error(failed.value).detail.code == "OPERATION_NOT_FOUND"
+
+    update = wire.channel.unary_unary("/ratoon.v1.PolicyService/Update")
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await update(b"\xff\xff\xff")
+    assert grpc_error(failed.value).detail.code == "MALFORMED_BODY"
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await update(b"\x0a" + b"\xff" * MAX_MESSAGE_BYTES)
+    assert failed.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await stub.ImportWeights(service_pb2.ImportWeightsRequest(policy_id=policy))
+    assert failed.value.code() == grpc.StatusCode.UNIMPLEMENTED
+    assert await _next_seq(wires) == bad.key.seq
+
+
+async def _drained(watch: AsyncIterable[operation_pb2.Operation]) -> None:
+    """On Serve's port one empty message comes before the status."""
+    async for message in watch:
+        assert message == operation_pb2.Operation()
+
+
+@pytest.mark.parametrize("wire_name", ["gateway", "serve", "http"])
+async def test_a_body_over_the_limit_is_refused_and_the_service_lives(
+    wires: Wires, policy: str, wire_name: str
+) -> None:
+    wire = wires.named(wire_name)
+    request = requests.update(seq=await _next_seq(wires), policy_id=policy)
+    request.batch.groups[0].group_id = "x" * (MAX_BODY_BYTES + 1)
+    with pytest.raises(WireError) as caught:
+        await wire.call("Update", request)
+    assert caught.value.detail.code == "BODY_TOO_LARGE"
+    assert (await wire.call("Health", service_pb2.HealthRequest())).status == "ok"
+    assert await _next_seq(wires) == request.key.seq
+
+
+async def test_a_watched_update_ends_on_every_wire(wires: Wires, policy: str) -> None:
+    seq = await _next_seq(wires)
+    blocked = await wires.gateway.call("Update", requests.update(seq=seq + 1, policy_id=policy))
+    assert blocked.blocked_by_seq == seq
+    request = service_pb2.WatchOperationRequest(operation_id=blocked.operation_id)
+
+    async def by_grpc(wire: GrpcWire) -> list[int]:
+        stream = PolicyServiceStub(wire.channel).WatchOperation(request)
+        return [operation.state async for operation in stream]
+
+    async def by_events() -> list[str]:
+        url = f"/v1/operations/{blocked.operation_id}/events"
+        text = (await wires.http.client.get(url)).text
+        return [json.loads(data)["state"] for data in re.findall(r"data: (.*)", text)]
+
+    watchers = [
+        asyncio.create_task(by_grpc(wires.gateway)),
+        asyncio.create_task(by_grpc(wires.serve)),
+        asyncio.create_task(by_events()),
+    ]
+    await asyncio.sleep(0.5)
+    await wires.http.call("Update", requests.update(seq=seq, policy_id=policy))
+    first, second, events = await asyncio.wait_for(asyncio.gather(*watchers), 60)
+    queued, done = operation_pb2.OPERATION_STATE_QUEUED, operation_pb2.OPERATION_STATE_DONE
+    assert (first[0], first[-1]) == (queued, done)
+    assert (second[0], second[-1]) == (queued, done)
+    assert (events[0], events[-1]) == ("queued", "done")
+
+
+@pytest.mark.parametrize("wire_name", ["gateway", "serve", "http"])
+async def test_a_gap_that_outlasts_the_wait_names_the_missing_seq(
+    wires: Wires, policy: str, wire_name: str
+) -> None:
+    wire = wires.named(wire_name)
+    seq = await _next_seq(wires)
+    late = await wire.call("Update", requests.update(seq=seq + 1, policy_id=policy))
+    request = service_pb2.GetOperationRequest(operation_id=late.operation_id, wait_s=20)
+    with pytest.raises(WireError) as caught:
+        await wire.call("GetOperation", request)
+    assert (caught.value.detail.code, caught.value.detail.retryable) == ("SEQ_GAP", True)
+    assert caught.value.detail.details["missing_seq"] == str(seq)
+    await wire.call("Update", requests.update(seq=seq, policy_id=policy))
+    assert (await finished(wire, late)).step.version > 0
+
+
+@pytest.mark.parametrize("wire_name", ["serve", "http"])
+async def test_a_caller_that_leaves_does_not_take_its_update_along(
+    wires: Wires, policy: str, wire_name: str
+) -> None:
+    """Trap 15: Serve cancels a handler when its caller leaves."""
+    wire = wires.named(wire_name)
+    seq = await _next_seq(wires)
+    call = asyncio.create_task(wire.call("Update", requests.update(seq=seq, policy_id=policy)))
+    poll = asyncio.create_task(
+        wire.call(
+            "GetOperation",
+            service_pb2.GetOperationRequest(operation_id=(await call).operation_id, wait_s=30),
+        )
+    )
+    await asyncio.sleep(0.01)
+    poll.cancel()
+    await asyncio.gather(poll, return_exceptions=True)
+    operation = await finished(wires.gateway, call.result())
+    assert operation.seq == seq
+
+
+def _processes(title: str) -> list[psutil.Process]:
+    return [
+        process for process in psutil.process_iter() if title in " ".join(process.cmdline() or ())
+    ]
+
+
+def _has_torch(process: psutil.Process) -> bool:
+    return any("libtorch" in area.path for area in process.memory_maps())
+
+
+@pytest.mark.usefixtures("policy")
+def test_no_process_of_the_wires_loads_torch(service: Service) -> None:
+    """Actors are found by name, and a name brings its class's module along: only thin ones."""
+    ours = {child.pid for child in psutil.Process().children(recursive=True)}
+
+    def of(title: str) -> list[psutil.Process]:
+        return [process for process in _processes(title) if process.pid in ours]
+
+    replicas = of("ServeReplica:ratoon:Ingress")
+    assert len(replicas) == service.config.http.num_replicas
+    for process in [*replicas, *of("ray::Gateway"), *of("ray::ProxyActor")]:
+        assert not _has_torch(process), process.cmdline()
+    assert any(_has_torch(process) for process in of("ray::Worker"))
+
+
+async def test_counters_of_two_replicas_are_the_journals(
+    service: Service, wires: Wires, policy: str
+) -> None:
+    """A scrape reaches any replica: all must show the same totals, and they must be true."""
+    seen: list[float] = []
+    for _ in range(3):
+        seq = await _next_seq(wires)
+        request = requests.update(seq=seq, policy_id=policy)
+        await finished(wires.http, await wires.http.call("Update", request))
+        seen += [await _done_updates(wires) for _ in range(8)]
+    assert seen == sorted(seen)
+    assert seen[-1] - seen[0] >= 2
+    database = service.config.data_root / "ratoon.sqlite"
+    with sqlite3.connect(f"file:{database}?mode=ro", uri=True) as connection:
+        ((count,),) = connection.execute(
+            "SELECT count(*) FROM operations WHERE kind = 'update' AND state = 'applied'"
+        ).fetchall()
+    for _ in range(50):
+        if await _done_updates(wires) == count:
+            break
+        await asyncio.sleep(0.1)
+    assert [await _done_updates(wires) for _ in range(8)] == [count] * 8
+
+
+async def _done_updates(wires: Wires) -> float:
+    # A connection of its own: Serve picks a replica anew.
+    response = await wires.http.client.get("/metrics", headers={"Connection": "close"})
+    assert response.status_code == 200
+    values = re.findall(
+        r'^ratoon_operations_total\{kind="update",state="done"\} (\S+)$',
+        response.text,
+        re.MULTILINE,
+    )
+    return float(values[0]) if values else 0.0
+
+
+async def test_the_gateway_drains_on_sigterm_and_comes_back(
+    service: Service, wires: Wires, policy: str
+) -> None:
+    """A call under way is answered, by the engine's own word, before the process ends."""
+    seq = await _next_seq(wires)
+    late = await wires.gateway.call("Update", requests.update(seq=seq + 1, policy_id=policy))
+    request = service_pb2.GetOperationRequest(operation_id=late.operation_id, wait_s=0.8)
+    poll = asyncio.create_task(wires.gateway.call("GetOperation", request))
+    await asyncio.sleep(0.2)
+    ours = {child.pid for child in psutil.Process().children(recursive=True)}
+    (gateway,) = [process for process in _processes("ray::Gateway") if process.pid in ours]
+    os.kill(gateway.pid, signal.SIGTERM)
+    with pytest.raises(WireError) as answered:
+        await poll
+    assert answered.value.detail.code == "SEQ_GAP"
+    await asyncio.to_thread(gateway.wait, 10)
+    async with grpc.aio.insecure_channel(service.addresses.grpc) as channel:
+        health = await PolicyServiceStub(channel).Health(
+            service_pb2.HealthRequest(), wait_for_ready=True, timeout=30
+        )
+    assert health.status == "ok"
+    await wires.http.call("Update", requests.update(seq=seq, policy_id=policy))
+    await finished(wires.http, late)
+
+
+FUZZED = [
+    ("GET", "/v1/policies"),
+    ("GET", "/v1/policies/{policy_id}"),
+    ("GET", "/v1/operations/{operation_id}"),
+    ("POST", "/v1/policies/{policy_id}/update"),
+    ("POST", "/v1/policies/{policy_id}/forward"),
+]
+
+
+@pytest.mark.parametrize(("method", "path"), FUZZED)
+def test_answers_are_as_documented(service: Service, policy: str, method: str, path: str) -> None:
+    document = schemathesis.openapi.from_url(f"{service.addresses.http}/openapi.json")
+    known = {"policy_id": policy} if method == "POST" else {}
+
+    @settings(
+        max_examples=5,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+    )
+    @given(case=document[path][method.lower()].as_strategy(path_parameters=known))
+    def check(case: schemathesis.Case) -> None:
+        case.call_and_validate(excluded_checks=EXCLUDED)
+
+    check()
+
+
+async def test_unknown_routes_have_the_one_shape_behind_serve(wires: Wires) -> None:
+    response = await wires.http.client.get("/v1/nothing")
+    assert http_error(response).detail.code == "ROUTE_NOT_FOUND"
+    assert response.status_code == 404
