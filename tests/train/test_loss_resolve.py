@@ -289,6 +289,7 @@ _PENALTY = OverlongPenalty(max_tokens=10, buffer_tokens=4, scale=1.0)
             "groups[0].rollouts[0].token_weights",
         ),
         (LossKind.DAPO, _ADVANTAGES, {"overlong": _PENALTY}, "loss.overlong_penalty"),
+        (LossKind.CROSS_ENTROPY, {}, {"overlong": _PENALTY}, "loss.overlong_penalty"),
         (
             LossKind.DAPO,
             {},

@@ -78,7 +78,7 @@ def resolve_loss(request: LossRequest, batch: RolloutBatch, *, has_frozen_refere
         token_weight=request.token_weight or defaults.token_weight,
         default_divide_by=defaults.divide_by,
         shared_tokens=request.shared_tokens,
-        overlong=_resolve_overlong(request.overlong, batch),
+        overlong=_resolve_overlong(request, batch),
         drop_zero_variance_groups=_resolve_zero_variance(request, defaults, batch),
         staleness=_resolve_staleness(request, batch),
     )
@@ -210,10 +210,15 @@ def _resolve_correction(request: LossRequest, batch: RolloutBatch) -> RolloutCor
 
 
 def _resolve_overlong(
-    overlong: OverlongFilter | OverlongPenalty | None, batch: RolloutBatch
+    request: LossRequest, batch: RolloutBatch
 ) -> OverlongFilter | OverlongPenalty | None:
+    overlong = request.overlong
     if not isinstance(overlong, OverlongPenalty):
         return overlong
+    if LOSS_DEFAULTS[request.kind].advantage is None:
+        raise invalid(
+            "loss.overlong_penalty", "a penalty", f"absent: {request.kind} has no advantages"
+        )
     if batch.rewards is None:
         raise invalid("loss.overlong_penalty", "no rewards", "rollouts that carry rewards")
     if overlong.buffer_tokens <= 0:
