@@ -48,13 +48,15 @@ def clients(service: Service) -> Iterator[dict[str, RatoonClient]]:
 
 
 @pytest.fixture(scope="module")
-def policies(clients: dict[str, RatoonClient]) -> dict[str, str]:
+def policies(clients: dict[str, RatoonClient]) -> Iterator[dict[str, str]]:
     """A policy a wire, all of one seed: what is done to them is compared."""
     handles = {
         name: clients[name].create_policy(f"client-{name}", preset="tiny", seed=3, reference="base")
         for name in ("gateway", "http")
     }
-    return {name: handle.result(120).spec.policy_id for name, handle in handles.items()}
+    yield {name: handle.result(120).spec.policy_id for name, handle in handles.items()}
+    for name in handles:
+        clients[name].delete_policy(f"client-{name}").result(60)
 
 
 def batch() -> list[Group]:
@@ -249,3 +251,5 @@ def test_the_readmes_example_runs(
     out = capsys.readouterr().out
     assert re.match(r"version 1, loss [+-]\d\.\d{4}\nverified weights in weights/version-1\n", out)
     assert (tmp_path / "weights" / "latest" / "model.safetensors").is_file()
+    with RatoonClient(service.addresses.grpc) as client:
+        client.delete_policy("copy").result(60)

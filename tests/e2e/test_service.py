@@ -18,8 +18,10 @@ import pytest
 import schemathesis
 import xxhash
 from hypothesis import HealthCheck, Phase, given, settings
+from ray import serve
 from safetensors import safe_open
 
+from ratoon import app
 from ratoon_proto.v1 import operation_pb2, service_pb2
 from ratoon_proto.v1.service_pb2_grpc import PolicyServiceStub
 from tests.api import requests
@@ -215,10 +217,13 @@ async def test_a_caller_that_leaves_does_not_take_its_update_along(
     assert operation.seq == seq
 
 
-def _processes(title: str) -> list[psutil.Process]:
-    return [
-        process for process in psutil.process_iter() if title in " ".join(process.cmdline() or ())
-    ]
+REPLICA = "ServeReplica:ratoon:Ingress"
+
+
+def _ours(title: str) -> list[psutil.Process]:
+    """Processes of this session's Ray whose title says so."""
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if title in " ".join(child.cmdline())]
 
 
 def _has_torch(process: psutil.Process) -> bool:
@@ -228,16 +233,11 @@ def _has_torch(process: psutil.Process) -> bool:
 @pytest.mark.usefixtures("policy")
 def test_no_process_of_the_wires_loads_torch(service: Service) -> None:
     """Actors are found by name, and a name brings its class's module along: only thin ones."""
-    ours = {child.pid for child in psutil.Process().children(recursive=True)}
-
-    def of(title: str) -> list[psutil.Process]:
-        return [process for process in _processes(title) if process.pid in ours]
-
-    replicas = of("ServeReplica:ratoon:Ingress")
+    replicas = _ours(REPLICA)
     assert len(replicas) == service.config.http.num_replicas
-    for process in [*replicas, *of("ray::Gateway"), *of("ray::ProxyActor")]:
+    for process in [*replicas, *_ours("ray::Gateway"), *_ours("ray::ProxyActor")]:
         assert not _has_torch(process), process.cmdline()
-    assert any(_has_torch(process) for process in of("ray::Worker"))
+    assert any(_has_torch(process) for process in _ours("ray::Worker"))
 
 
 async def test_counters_of_two_replicas_are_the_journals(
@@ -285,8 +285,7 @@ async def test_the_gateway_drains_on_sigterm_and_comes_back(
     request = service_pb2.GetOperationRequest(operation_id=late.operation_id, wait_s=0.8)
     poll = asyncio.create_task(wires.gateway.call("GetOperation", request))
     await asyncio.sleep(0.2)
-    ours = {child.pid for child in psutil.Process().children(recursive=True)}
-    (gateway,) = [process for process in _processes("ray::Gateway") if process.pid in ours]
+    (gateway,) = _ours("ray::Gateway")
     os.kill(gateway.pid, signal.SIGTERM)
     with pytest.raises(WireError) as answered:
         await poll
@@ -328,6 +327,24 @@ def test_answers_are_as_documented(service: Service, policy: str, method: str, p
         case.call_and_validate(excluded_checks=EXCLUDED)
 
     check()
+
+
+async def test_the_gateway_outlives_a_redeploy_from_a_serve_config(
+    service: Service, wires: Wires, policy: str
+) -> None:
+    """`app_builder` is what deploy/serve.yaml names; it finds engine and gateway running."""
+    before = {process.pid for process in _ours("ray::Gateway")}
+    replicas = {process.pid for process in _ours(REPLICA)}
+    args = service.config.model_dump(mode="json")
+    await asyncio.to_thread(
+        lambda: serve.run(app.app_builder(args), name=app.APP_NAME, route_prefix="/")
+    )
+    assert {process.pid for process in _ours("ray::Gateway")} == before
+    assert replicas.isdisjoint(process.pid for process in _ours(REPLICA))
+    seq = await _next_seq(wires)
+    request = requests.update(seq=seq, policy_id=policy)
+    operation = await finished(wires.http, await wires.http.call("Update", request))
+    assert operation.seq == seq
 
 
 async def test_unknown_routes_have_the_one_shape_behind_serve(wires: Wires) -> None:

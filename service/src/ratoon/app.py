@@ -6,6 +6,7 @@ Enters the config, leaves a running service and its addresses. Invariant: nothin
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Generator
 from contextlib import closing, contextmanager
@@ -82,7 +83,7 @@ def app_builder(args: dict[str, Any]) -> serve.Application:
     """
     config = RatoonConfig(**args)
     start_engine(config)
-    _start_gateway(config)
+    ray.get(_start_gateway(config).address.remote())
     return build_app(config)
 
 
@@ -98,8 +99,10 @@ def start(config: RatoonConfig, *, show_logs: bool = False) -> ServiceAddresses:
         _connect(config, show_logs=show_logs)
     try:
         start_engine(config)
-        _start_serve(config)
-        address = _start_gateway(config)
+        # It comes up while Serve does.
+        gateway = _start_gateway(config)
+        _start_serve(config, show_logs=show_logs)
+        address = str(ray.get(gateway.address.remote()))
     except BaseException:
         stop(config)
         raise
@@ -155,8 +158,10 @@ def _connect(config: RatoonConfig, *, show_logs: bool) -> None:
     )
 
 
-def _start_serve(config: RatoonConfig) -> None:
+def _start_serve(config: RatoonConfig, *, show_logs: bool) -> None:
     """Serve's own processes take their message size from the environment they are started with."""
+    if not show_logs:
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
     size = str(config.grpc.max_message_bytes)
     serve.start(
         http_options=HTTPOptions(host=config.http.host, port=config.http.port),
@@ -177,9 +182,9 @@ def _logging(config: RatoonConfig) -> LoggingConfig:
     return LoggingConfig(log_level=config.log_level, enable_access_log=False)
 
 
-def _start_gateway(config: RatoonConfig) -> str:
-    """host:port of the gateway, started on this node where it is not running."""
-    gateway: Any = (
+def _start_gateway(config: RatoonConfig) -> Any:
+    """The gateway's actor, started where it is not running; it is not waited for."""
+    return (
         ray.remote(Gateway)
         .options(
             name=GATEWAY_NAME,
@@ -192,7 +197,6 @@ def _start_gateway(config: RatoonConfig) -> str:
         )
         .remote(config)
     )
-    return str(ray.get(gateway.address.remote()))
 
 
 def _stop_gateway(config: RatoonConfig) -> None:

@@ -48,7 +48,7 @@ def serve(config: ConfigOption = None) -> None:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    with app.running(settings) as addresses:
+    with app.running(settings, show_logs=True) as addresses:
         typer.echo(f"http  {addresses.http}")
         typer.echo(f"grpc  {addresses.grpc}")
         stop.wait()
