@@ -50,20 +50,21 @@ def _distinct(index: NDArray[np.int64], size: int) -> tuple[NDArray[np.int64], N
     """Distinct values of `index` (each in [0, size)), ascending, and each value's place in them."""
     is_used = np.zeros(size, np.bool_)
     is_used[index] = True
-    distinct = np.flatnonzero(is_used)
-    place = np.empty(size, np.int64)
-    place[distinct] = np.arange(len(distinct))
-    return distinct, place[index]
+    # Packed indexes fit int32 (`end` is one), and half the memory traffic is nearly half the time.
+    place = np.cumsum(is_used, dtype=np.int32)[index].astype(np.int64)
+    place -= 1
+    return np.flatnonzero(is_used), place
 
 
 def _tree_temperature(
     batch: RolloutBatch, forest: Forest, packed: NDArray[np.int64]
 ) -> NDArray[np.float32]:
-    """Temperature of the tree that holds each packed token, float32; a tree has only one."""
+    """Temperature of each packed token (ascending), float32: that of its tree, which has one."""
     root_start = forest.node_start[forest.node_parent < 0]
     is_held = forest.sequence_node >= 0
-    first_token = forest.node_start[forest.sequence_node[is_held]]
-    temperature = np.ones(len(root_start), np.float32)
-    tree = np.searchsorted(root_start, first_token, side="right") - 1
+    node_start = forest.node_start[forest.sequence_node[is_held]]
+    tree = np.searchsorted(root_start, node_start, side="right") - 1
+    temperature = np.empty(len(root_start), np.float32)
     temperature[tree] = batch.temperature[forest.sequences[is_held]]
-    return temperature[np.searchsorted(root_start, packed, side="right") - 1]
+    bounds = np.searchsorted(packed, np.append(root_start, forest.num_tokens))
+    return np.repeat(temperature, np.diff(bounds))
