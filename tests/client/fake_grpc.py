@@ -53,13 +53,17 @@ async def _start(service: FakeService) -> tuple[grpc.aio.Server, int]:
         handlers[method.name] = make(
             call,
             request_deserializer=GetMessageClass(method.input_type).FromString,
-            response_serializer=lambda message: message.SerializeToString(),
+            response_serializer=_serialized,
         )
     generic = grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers)
     server.add_generic_rpc_handlers((generic,))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     return server, port
+
+
+def _serialized(message: Any) -> bytes:
+    return message.SerializeToString()
 
 
 def _unary(service: FakeService, name: str) -> Any:
@@ -87,6 +91,8 @@ def _stream(service: FakeService, name: str) -> Any:
                     return
                 await asyncio.sleep(0.01)
         except (RefusalError, LostAnswerError) as error:
+            # Serve's own gRPC port needs a message to carry the status.
+            yield operation_pb2.Operation()
             await _abort(context, error)
 
     return call

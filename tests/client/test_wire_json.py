@@ -30,15 +30,6 @@ _ANSWERS = (
     service_pb2.ServerInfo,
     weights_pb2.WeightManifest,
 )
-_KEYED = (
-    service_pb2.UpdateRequest,
-    service_pb2.ForwardBackwardRequest,
-    service_pb2.OptimStepRequest,
-    service_pb2.DiscardGradientsRequest,
-    service_pb2.ForwardRequest,
-    service_pb2.SaveCheckpointRequest,
-    service_pb2.LoadCheckpointRequest,
-)
 
 
 def filled(message: Message, rng: random.Random) -> None:
@@ -89,7 +80,8 @@ def _scalar(field: Any, rng: random.Random) -> Any:
 
 def _completed(message: Any) -> None:
     """What JSON bodies must have, and no key of neither kind, which JSON cannot say."""
-    if isinstance(message, _KEYED) and message.key.WhichOneof("key") is None:
+    has_key = "key" in message.DESCRIPTOR.fields_by_name
+    if has_key and message.key.WhichOneof("key") is None:
         message.ClearField("key")
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
