@@ -8,11 +8,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tests.oracle.paths import OracleLoss, Overlong, Path
+
+_Given = TypeVar("_Given")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,30 +82,40 @@ def _group_advantages(rewards: list[float], kind: str) -> list[float]:
     return [float(r) / (std + 1e-6) for r in centred]
 
 
-def _advantages(paths: list[Path], loss: OracleLoss) -> tuple[list[NDArray[np.float64]], set[int]]:
-    """Per-path advantages, and the indexes of paths whose group has one reward for all."""
+def _advantages(paths: list[Path], loss: OracleLoss) -> list[NDArray[np.float64]]:
+    """The advantage of every response token of each path."""
     out = [np.zeros(len(path.response)) for path in paths]
-    flat: set[int] = set()
     if loss.kind == "cross_entropy":
-        return out, flat
+        return out
     if loss.advantage == "given":
-        for index, path in enumerate(paths):
-            assert path.advantages is not None
-            out[index] = path.advantages
-        return out, flat
+        return [_present(path.advantages) for path in paths]
     for members in _groups(paths).values():
-        rewards: list[float] = []
-        for index in members:
-            reward = paths[index].reward
-            assert reward is not None
-            if loss.overlong is not None:
-                reward += overlong_penalty(len(paths[index].response), loss.overlong)
-            rewards.append(reward)
+        rewards = [_present(paths[index].reward) for index in members]
+        if loss.overlong is not None:
+            lengths = [len(paths[index].response) for index in members]
+            penalties = [overlong_penalty(length, loss.overlong) for length in lengths]
+            rewards = [r + penalty for r, penalty in zip(rewards, penalties, strict=True)]
         for index, value in zip(members, _group_advantages(rewards, loss.advantage), strict=True):
             out[index][:] = value
-        if len(members) > 1 and max(rewards) == min(rewards):
+    return out
+
+
+def _flat_paths(paths: list[Path]) -> set[int]:
+    """Paths of groups of more than one whose rewards are all equal.
+
+    Of rewards as received, without penalty: the paper filters by the answers' accuracy (eq. 11).
+    """
+    flat: set[int] = set()
+    for members in _groups(paths).values():
+        rewards = {paths[index].reward for index in members}
+        if len(members) > 1 and len(rewards) == 1 and None not in rewards:
             flat.update(members)
-    return out, flat
+    return flat
+
+
+def _present(value: _Given | None) -> _Given:
+    assert value is not None
+    return value
 
 
 def select(paths: list[Path], loss: OracleLoss, version: int = 0) -> list[Counted]:
@@ -111,7 +124,7 @@ def select(paths: list[Path], loss: OracleLoss, version: int = 0) -> list[Counte
     A trained token is shared where everything up to and including it is the same, and so is the
     temperature.
     """
-    advantages, flat = _advantages(paths, loss)
+    advantages, flat = _advantages(paths, loss), _flat_paths(paths)
     paid: set[tuple[float, tuple[int, ...]]] = set()
     remaining: list[Counted] = []
     for index, path in enumerate(paths):

@@ -234,6 +234,13 @@ def test_overlong_penalty(pair: Pair) -> None:
     check_gradients(pair, _batch(pair, 33, outcome="reward"), request)
 
 
+def test_zero_variance_is_that_of_rewards_without_penalty(pair: Pair) -> None:
+    """As the paper filters by accuracy: a group told apart by length alone is dropped."""
+    batch = _with_flat_group(_batch(pair, 35, outcome="reward"))
+    rule = OverlongPenalty(max_tokens=8, buffer_tokens=7, scale=1.0)
+    check_gradients(pair, batch, LossRequest(kind=LossKind.DAPO, overlong=rule))
+
+
 @pytest.mark.parametrize("shared_tokens", SharedTokens)
 def test_stale_rollouts_are_dropped(pair: Pair, shared_tokens: SharedTokens) -> None:
     """A dropped path pays for nothing, nor does it count."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import math
+import sys
+from pathlib import Path as FilePath
 
 import numpy as np
 import pytest
@@ -203,3 +206,18 @@ def test_once_is_paid_by_the_first_path_that_trains_the_token() -> None:
     ]
     counters = count(remaining)
     assert (counters.tokens, counters.sequences) == (4, 2)
+
+
+def test_the_oracle_imports_nothing_of_ours() -> None:
+    allowed = {"torch", "transformers", "peft", "numpy", "tests.oracle", *sys.stdlib_module_names}
+    for file in (FilePath(__file__).parents[1] / "oracle").glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            else:
+                continue
+            for name in names:
+                root = "tests.oracle" if name.startswith("tests.oracle") else name.split(".")[0]
+                assert root in allowed, f"{file.name} imports {name}"

@@ -216,9 +216,7 @@ def _resolve_overlong(
     if not isinstance(overlong, OverlongPenalty):
         return overlong
     if LOSS_DEFAULTS[request.kind].advantage is None:
-        raise invalid(
-            "loss.overlong_penalty", "a penalty", f"absent: {request.kind} has no advantages"
-        )
+        raise invalid("loss.overlong_penalty", "one", f"absent: {request.kind} has no advantages")
     if batch.rewards is None:
         raise invalid("loss.overlong_penalty", "no rewards", "rollouts that carry rewards")
     if overlong.buffer_tokens <= 0:
