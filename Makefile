@@ -1,7 +1,7 @@
 # Every target does its own set-up: a fresh clone needs Python 3.11 or newer and make, nothing else.
 #   PYTHON       the interpreter of the virtual environment (python3)
-#   TORCH_INDEX  where no NVIDIA device is found, torch comes from this package index; with
-#                https://download.pytorch.org/whl/cpu it comes without the CUDA libraries
+#   TORCH_INDEX  where no NVIDIA device is found, torch comes from this package index; with an index of
+#                CPU wheels it comes without the CUDA libraries
 #   ARGS         more arguments for the command that a target runs: make test ARGS='-k codec'
 
 PYTHON ?= python3
