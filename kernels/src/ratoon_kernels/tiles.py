@@ -6,8 +6,9 @@ full holds no other.
 
 For a key tile [k0, k1) with `mn`, `mx` the least and greatest `end` of it and a query tile
 [q0, q1): skip where `k0 >= q1` or `mx <= q0`; full where `k1 - 1 <= q0` and `mn >= q1`; else
-partial. So key tile j is full to the query tiles [j + 1, full_stop[j]) and not skipped by
-[j, stop[j]): no list over pairs is ever walked, only the ends of intervals.
+partial. The diagonal is partial always: a ragged last tile of one token needs its bounds checked.
+So key tile j is full to the query tiles [j + 1, full_stop[j]) and not skipped by [j, stop[j]): no
+list over pairs is ever walked, only the ends of intervals.
 """
 
 from dataclasses import dataclass

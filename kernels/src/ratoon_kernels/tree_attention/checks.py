@@ -16,35 +16,38 @@ from ratoon_kernels.precision import ACCUMULATION_DTYPES, accumulation_dtype
 _NUM_DIMS = 3
 
 
-def check_operands(
-    q_QNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, layout: TreeLayout, scale: float
-) -> None:
+def check_operands(tensors: dict[str, Tensor], layout: TreeLayout, scale: float) -> None:
     """Checks all that holds of the whole form and of the partial one.
+
+    Args:
+        tensors: Queries, keys and values in this order, by the caller's parameter names.
+        layout: Layout of the forest.
+        scale: Factor of q k^T before the softmax.
 
     Raises:
         KernelArgumentError: On ranks, shapes, dtypes, devices, strides, head ratio or scale.
     """
-    names = {"q_TNH": q_QNH, "k_TKH": k_SKH, "v_TKH": v_SKH}
-    for name, tensor in names.items():
+    (q_name, q), (k_name, k), (v_name, v) = tensors.items()
+    for name, tensor in tensors.items():
         if tensor.ndim != _NUM_DIMS or 0 in tensor.shape[1:]:
             expected = "tokens, heads and head_dim, of which only tokens may be 0"
             raise KernelArgumentError(name, f"shape {tuple(tensor.shape)}, expected {expected}")
         if tensor.dtype not in ACCUMULATION_DTYPES:
             expected = ", ".join(str(dtype) for dtype in ACCUMULATION_DTYPES)
             raise KernelArgumentError(name, f"dtype {tensor.dtype}, expected one of {expected}")
-        check_like(name, tensor, "q_TNH", dtype=q_QNH.dtype, device=q_QNH.device)
+        check_like(name, tensor, q_name, dtype=q.dtype, device=q.device)
         check_inner_stride(name, tensor)
-    if v_SKH.shape != k_SKH.shape:
-        got = f"shape {tuple(v_SKH.shape)}, expected {tuple(k_SKH.shape)} as k_TKH"
-        raise KernelArgumentError("v_TKH", got)
-    if k_SKH.shape[2] != q_QNH.shape[2]:
-        got = f"head_dim {k_SKH.shape[2]}, expected {q_QNH.shape[2]} as q_TNH"
-        raise KernelArgumentError("k_TKH", got)
-    if q_QNH.shape[1] % k_SKH.shape[1] != 0:
-        got = f"{k_SKH.shape[1]} kv heads, which do not divide the {q_QNH.shape[1]} heads of q_TNH"
-        raise KernelArgumentError("k_TKH", got)
-    if layout.end_T.device != q_QNH.device:
-        got = f"on {layout.end_T.device}, expected {q_QNH.device} as q_TNH"
+    if v.shape != k.shape:
+        got = f"shape {tuple(v.shape)}, expected {tuple(k.shape)} as {k_name}"
+        raise KernelArgumentError(v_name, got)
+    if k.shape[2] != q.shape[2]:
+        got = f"head_dim {k.shape[2]}, expected {q.shape[2]} as {q_name}"
+        raise KernelArgumentError(k_name, got)
+    if q.shape[1] % k.shape[1] != 0:
+        got = f"{k.shape[1]} kv heads, which do not divide the {q.shape[1]} heads of {q_name}"
+        raise KernelArgumentError(k_name, got)
+    if layout.end_T.device != q.device:
+        got = f"on {layout.end_T.device}, expected {q.device} as {q_name}"
         raise KernelArgumentError("layout", got)
     if not math.isfinite(scale):
         raise KernelArgumentError("scale", f"{scale}, expected a finite number")

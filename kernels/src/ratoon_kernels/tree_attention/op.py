@@ -78,7 +78,7 @@ def tree_attention(
         KernelArgumentError: An argument is wrong; the message names it.
         BackendUnavailableError: The backend asked for cannot serve the call.
     """
-    check_operands(q_TNH, k_TKH, v_TKH, layout, scale)
+    check_operands({"q_TNH": q_TNH, "k_TKH": k_TKH, "v_TKH": v_TKH}, layout, scale)
     check_whole(q_TNH, k_TKH, layout)
     name = select_backend(OP, backend, q_TNH.device, q_TNH.dtype, q_TNH.shape[-1])
     plan = backend_of(name).plan(layout)

@@ -170,7 +170,7 @@ def _prepare(
     backend: str | None,
     deterministic: bool,
 ) -> tuple[TreeAttentionBackend, Operands]:
-    check_operands(q_QNH, k_SKH, v_SKH, layout, scale)
+    check_operands({"q_QNH": q_QNH, "k_SKH": k_SKH, "v_SKH": v_SKH}, layout, scale)
     check_range("query_start", query_start, q_QNH.shape[0], layout)
     check_range("key_start", key_start, k_SKH.shape[0], layout)
     name = select_backend(OP, backend, q_QNH.device, q_QNH.dtype, q_QNH.shape[-1])

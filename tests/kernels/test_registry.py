@@ -1,0 +1,101 @@
+import logging
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from ratoon_kernels import BackendUnavailableError, list_backends, registry, select_backend
+
+OPS = ("tree_attention", "token_logprobs")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def backend_for_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
+    """A better backend than the reference: it needs a GPU, and a package that may be missing."""
+    module = types.ModuleType("fast_attention")
+    module.__dict__.update(
+        missing="the package fast-attention is not installed",
+        unavailable_reason=lambda: module.__dict__["missing"],
+        unsupported_reason=lambda device, _dtype, head_dim: (
+            f"head_dim {head_dim} on {device.type} is not supported" if head_dim != 64 else None
+        ),
+    )
+    monkeypatch.setitem(sys.modules, "fast_attention", module)
+    modules = {
+        "tree_attention": {
+            "fast": "fast_attention",
+            "reference": "ratoon_kernels.tree_attention.reference",
+        }
+    }
+    monkeypatch.setattr(registry, "_BACKEND_MODULES", modules)
+    registry._log_choice.cache_clear()
+    yield module
+    registry._log_choice.cache_clear()
+
+
+def test_the_reference_serves_every_op_and_float_dtype() -> None:
+    names = {
+        (status.op, status.name, status.is_available, status.reason) for status in list_backends()
+    }
+    for op in OPS:
+        assert (op, "reference", True, "") in names
+        for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+            assert select_backend(op, "reference", CPU, dtype, 64) == "reference"
+            assert select_backend(op, None, CPU, dtype, 64) == "reference"
+
+
+def test_a_dtype_that_nothing_serves_is_an_error_with_reasons() -> None:
+    with pytest.raises(BackendUnavailableError, match=r"'any'.*reference: no support.*int32"):
+        select_backend("tree_attention", None, CPU, torch.int32, 64)
+
+
+def test_an_unknown_backend_is_an_error_that_lists_the_known() -> None:
+    with pytest.raises(BackendUnavailableError, match=r"'cudnn'.*only \['reference'\]") as refusal:
+        select_backend("tree_attention", "cudnn", CPU, torch.float32, 64)
+    assert (refusal.value.op, refusal.value.backend) == ("tree_attention", "cudnn")
+
+
+def test_a_backend_asked_for_by_name_is_never_replaced(backend_for_gpus: types.ModuleType) -> None:
+    with pytest.raises(BackendUnavailableError, match="fast-attention is not installed"):
+        select_backend("tree_attention", "fast", CPU, torch.float32, 64)
+    backend_for_gpus.__dict__["missing"] = None
+    assert select_backend("tree_attention", "fast", CPU, torch.float32, 64) == "fast"
+    with pytest.raises(BackendUnavailableError, match="head_dim 80 on cpu is not supported"):
+        select_backend("tree_attention", "fast", CPU, torch.float32, 80)
+
+
+def test_the_best_that_can_serve_the_call_is_chosen_and_logged_once(
+    backend_for_gpus: types.ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    assert select_backend("tree_attention", None, CPU, torch.float32, 64) == "reference"
+    backend_for_gpus.__dict__["missing"] = None
+    for head_dim, name in ((64, "fast"), (80, "reference"), (64, "fast"), (80, "reference")):
+        assert select_backend("tree_attention", None, CPU, torch.float32, head_dim) == name
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == [
+        "kernel backend chosen: op=tree_attention backend=reference",
+        "kernel backend chosen: op=tree_attention backend=fast",
+    ]
+
+
+def test_backends_are_listed_best_first_with_reasons(backend_for_gpus: types.ModuleType) -> None:
+    listed = [(s.name, s.is_available, s.reason) for s in list_backends()]
+    missing = backend_for_gpus.__dict__["missing"]
+    assert listed == [("fast", False, missing), ("reference", True, "")]
+
+
+def test_the_package_imports_nothing_of_the_service() -> None:
+    code = (
+        "import sys, ratoon_kernels\n"
+        "names = {name.partition('.')[0] for name in sys.modules}\n"
+        "print(sorted(names & {'ratoon', 'ratoon_proto', 'ratoon_client', 'ray', 'transformers'}))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "[]"
