@@ -8,10 +8,8 @@ handler then.
 from __future__ import annotations
 
 import asyncio
-import platform
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
-from importlib.metadata import version as library_version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,6 +31,7 @@ from ratoon.api.convert.checks import (
 from ratoon.api.convert.groups import raw_groups
 from ratoon.api.convert.operation import checkpoint_message, operation_message
 from ratoon.api.convert.policy import SpecDefaults, policy_message, policy_spec
+from ratoon.api.convert.server import server_info
 from ratoon.api.convert.weights import manifest_message
 from ratoon.api.ports import Engine
 from ratoon.api.watch import throttled
@@ -40,7 +39,6 @@ from ratoon.config import LimitsConfig
 from ratoon.engine.types import ForwardResult, Operation, Policy, Submission
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.metrics import REQUEST_SECONDS, REQUESTS
-from ratoon.model.spec import PRESET_NAMES
 from ratoon.stream.manifest import WeightFile
 from ratoon_proto.v1 import operation_pb2, policy_pb2, rollout_pb2, service_pb2, weights_pb2
 
@@ -52,7 +50,6 @@ BatchRequest = (
 MAX_UPLOAD_PARTS = 65_536
 # Seconds between two messages of a watched operation.
 WATCH_INTERVAL_S = 0.25
-_REPORTED_LIBRARIES = ("ratoon", "ray", "torch", "transformers", "numpy", "grpcio", "fastapi")
 
 
 class PolicyService:
@@ -208,32 +205,8 @@ class PolicyService:
     async def get_server_info(
         self, request: service_pb2.GetServerInfoRequest
     ) -> service_pb2.ServerInfo:
-        limits = self._limits
-        versions = {name: library_version(name) for name in _REPORTED_LIBRARIES}
-        return service_pb2.ServerInfo(
-            version=versions["ratoon"],
-            api_version="v1",
-            device=self._device,
-            backends=[
-                service_pb2.BackendInfo(
-                    op=backend.op,
-                    name=backend.name,
-                    available=backend.available,
-                    unavailable_reason=backend.unavailable_reason,
-                )
-                for backend in await self._engine.backends()
-            ],
-            presets=PRESET_NAMES,
-            limits=service_pb2.ServerLimits(
-                max_body_bytes=limits.max_body_bytes,
-                max_fetch_bytes=limits.max_fetch_bytes,
-                max_groups=limits.max_groups,
-                max_sequences=limits.max_sequences,
-                max_tokens=limits.max_tokens,
-                max_wait_s=limits.max_wait_s,
-            ),
-            library_versions={"python": platform.python_version(), **versions},
-        )
+        backends = await self._engine.backends()
+        return server_info(self._limits, device=self._device, backends=backends)
 
     async def health(self, request: service_pb2.HealthRequest) -> service_pb2.HealthResponse:
         """Whether the engine answers; what is wrong is text, not an error."""

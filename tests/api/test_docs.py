@@ -1,0 +1,57 @@
+"""docs/api.md against the code that it describes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ratoon.api.convert.checks import CHECKPOINT_ID, POLICY_ID, REQUEST_ID, UPLOAD_ID
+from ratoon.api.convert.enums import DEFAULTS
+from ratoon.errors import ERROR_TABLE
+from ratoon.rollout.raw import SamplerLogprobsKind
+from tests.api.wires import HTTP_ALONE, NOT_BUILT, OTHER_ROUTES, ROUTES
+
+TEXT = (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
+
+
+def _rows(header: str) -> list[list[str]]:
+    table = TEXT[TEXT.index(header) :].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in table]
+
+
+def test_the_table_of_errors_is_that_of_the_code() -> None:
+    documented = [row[:4] for row in _rows("| code | HTTP | gRPC |")]
+    assert documented == [
+        [str(code), str(row.http), row.grpc, "yes" if row.retryable else "no"]
+        for code, row in ERROR_TABLE.items()
+    ]
+
+
+def test_the_table_of_calls_is_that_of_the_routes() -> None:
+    documented = {row[0]: tuple(row[1].split(" ")) for row in _rows("| RPC | HTTP |")}
+    assert documented == {**ROUTES, **OTHER_ROUTES}
+    prose = " ".join(TEXT.split())
+    for method, path in HTTP_ALONE:
+        assert f"`{method} {path}`" in prose
+    assert f"absent from HTTP: {', '.join(NOT_BUILT)}." in prose
+
+
+def test_defaults_and_ids_are_those_of_the_code() -> None:
+    stated = dict(
+        re.findall(r"(\w+) `(\w+)`", TEXT.split("`UNSPECIFIED`) is: ")[1].split(". Loss")[0])
+    )
+    names = {
+        "ModelDtype": "dtype",
+        "OnChangedNumerics": "on_changed_numerics",
+        "PublishKind": "publish",
+        "Recovery": "recovery",
+        "ReferencePolicy": "reference",
+        "Sequencing": "sequencing",
+        "SharedTokens": "shared_tokens",
+    }
+    own = {enum: member for enum, member in DEFAULTS.items() if enum is not SamplerLogprobsKind}
+    assert stated == {names[enum.__name__]: str(member) for enum, member in own.items()}
+    for pattern in (POLICY_ID, UPLOAD_ID, CHECKPOINT_ID, REQUEST_ID):
+        # A pattern's exceptions are told in words.
+        allowed = re.sub(r"^\(\?!.*?\)", "", pattern.pattern)
+        assert f"`{allowed}`" in " ".join(TEXT.split())
