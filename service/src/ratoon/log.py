@@ -34,7 +34,8 @@ def configure_logging(level: str) -> None:
     structlog.configure(
         processors=[*shared, *last],
         wrapper_class=structlog.make_filtering_bound_logger(_level(level)),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        # Looked up at each event: who replaces standard error (a test) gets what follows.
+        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
         cache_logger_on_first_use=False,
     )
 

@@ -61,7 +61,7 @@ class Admission:
         self._run = run
 
     async def check(self, submission: Submission) -> None:
-        """Judge what depends on nothing else, and hold the body. Raises INVALID_ARGUMENT."""
+        """Judge what depends on nothing else. Raises INVALID_ARGUMENT."""
         command, key = submission.command, submission.key
         if not (isinstance(key, NoKey) and isinstance(command, ForwardCommand)):
             check_key(key, self._run.spec.sequencing)
@@ -75,14 +75,18 @@ class Admission:
         digest = body_digest(command)
         if digest and await asyncio.to_thread(_sha256, submission.body) != digest:
             raise invalid("body_digest", digest, "the SHA-256 of the body")
-        if digest:
-            await self._run.bodies.hold(digest, submission.body)
 
-    async def drop(self, submission: Submission) -> None:
+    async def hold(self, operation_id: str, submission: Submission) -> None:
+        """Make the body durable, for the operation that the submission may become."""
+        digest = body_digest(submission.command)
+        if digest:
+            await self._run.bodies.hold(operation_id, digest, submission.body)
+
+    async def drop(self, operation_id: str, submission: Submission) -> None:
         """Let go of the body: the submission is not accepted, or it is a retry."""
         digest = body_digest(submission.command)
         if digest:
-            await self._run.bodies.release(digest)
+            await self._run.bodies.release(operation_id, digest)
 
     async def find(self, key: OperationKey, payload: str) -> OperationRecord | None:
         """The operation that a retry means. Raises KEY_REUSED for another payload."""
@@ -93,7 +97,9 @@ class Admission:
         check_reuse(key, payload, known)
         return record
 
-    async def accept(self, submission: Submission, payload: str) -> OperationRecord:
+    async def accept(
+        self, operation_id: str, submission: Submission, payload: str
+    ) -> OperationRecord:
         """Make a new operation, whose body is held, durable and queue it.
 
         Raises RESOURCE_EXHAUSTED, and `JournalUnknownError` where the journal did not answer.
@@ -101,11 +107,12 @@ class Admission:
         run = self._run
         seq = self._seq(submission.key)
         self._check_room(seq)
-        record = self._record(submission, seq, payload)
+        record = self._record(operation_id, submission, seq, payload)
         if seq:
             next_seq = run.sequencer.next_free_after(seq)
             await self._journal(record, next_seq)
             run.sequencer.accept(seq, record.operation_id)
+        run.bodies.land(operation_id)
         run.ledger.add(record)
         run.send(telemetry.entered(record, JournalState.ACCEPTED))
         return record
@@ -116,6 +123,7 @@ class Admission:
         except FencedError:
             raise
         except Exception as err:
+            self._run.bodies.land(record.operation_id)
             raise JournalUnknownError(record.operation_id) from err
 
     def _seq(self, key: OperationKey) -> int:
@@ -138,10 +146,12 @@ class Admission:
             details={"wanted": "1", "free": "0", "limit": str(limit)},
         )
 
-    def _record(self, submission: Submission, seq: int, payload: str) -> OperationRecord:
+    def _record(
+        self, operation_id: str, submission: Submission, seq: int, payload: str
+    ) -> OperationRecord:
         run, key, command = self._run, submission.key, submission.command
         return OperationRecord(
-            operation_id=new_operation_id(run.policy_id),
+            operation_id=operation_id,
             policy_id=run.policy_id,
             kind=KINDS[type(command)],
             seq=seq,

@@ -19,6 +19,7 @@ from ray import ObjectRef
 from ratoon.engine.backends import BackendInfo
 from ratoon.engine.faults import operation_not_found, policy_not_ready
 from ratoon.engine.files import PolicyPaths, policy_paths, read_result
+from ratoon.engine.journal import LIFE_KINDS
 from ratoon.engine.metrics_actor import RayMetricsSink, find_metrics
 from ratoon.engine.ray_calls import ActorLostError, ask, find_actor
 from ratoon.engine.settings import COORDINATOR_NAME, EngineSettings, controller_name
@@ -122,10 +123,12 @@ class EngineClient:
         except RatoonError as error:
             if error.code not in _NOT_HERE:
                 raise
-        life = await self.get_operation(operation_id, 0.0)
-        if life.state.is_final:
-            return life
-        raise RatoonError(ErrorCode.UNSUPPORTED, f"{life.kind} cannot be cancelled")
+            found = await self.get_operation(operation_id, 0.0)
+            if found.state.is_final:
+                return found
+            if found.kind not in LIFE_KINDS:
+                raise
+        raise RatoonError(ErrorCode.UNSUPPORTED, f"{found.kind} cannot be cancelled")
 
     async def put_upload_part(
         self, policy_id: str, upload_id: str, part_index: int, body: bytes
@@ -230,7 +233,7 @@ class EngineClient:
         known = self._controllers.get(policy_id)
         if known is not None:
             try:
-                return await ask(call(known))
+                return await _typed(call(known))
             except ActorLostError:
                 del self._controllers[policy_id]
         found = find_actor(controller_name(policy_id), self._settings.namespace)
@@ -260,11 +263,17 @@ def _policy_of(operation_id: str) -> str:
 async def _answer(reference: ObjectRef[T]) -> T:
     """Raises `RatoonError` alone."""
     try:
-        return await ask(reference)
-    except RatoonError:
-        raise
+        return await _typed(reference)
     except ActorLostError as err:
         raise RatoonError(ErrorCode.UNAVAILABLE, "the engine does not answer; try again") from err
+
+
+async def _typed(reference: ObjectRef[T]) -> T:
+    """Raises `RatoonError`, or `ActorLostError` where an actor on the way is lost."""
+    try:
+        return await ask(reference)
+    except (RatoonError, ActorLostError):
+        raise
     except Exception as err:
         _LOG.exception("unexpected failure of the engine")
         raise RatoonError(ErrorCode.INTERNAL, f"{type(err).__name__}: {err}") from err

@@ -14,13 +14,14 @@ import asyncio
 import contextlib
 
 from ratoon.engine import telemetry
-from ratoon.engine.admission import Admission, JournalUnknownError, named_forward
+from ratoon.engine.admission import Admission, JournalUnknownError, named_forward, new_operation_id
 from ratoon.engine.codec import payload_hash
 from ratoon.engine.executor import Executor
 from ratoon.engine.faults import cancelled, operation_not_found, policy_not_ready, seq_gap
 from ratoon.engine.files import UploadFiles, drop_expired_results
 from ratoon.engine.journal import (
     LIFE_KINDS,
+    FencedError,
     JournalState,
     OperationEnd,
     OperationRecord,
@@ -91,19 +92,24 @@ class Controller:
         """
         self._check_ready()
         await self._admission.check(submission)
+        operation_id = new_operation_id(self._run.policy_id)
+        await self._admission.hold(operation_id, submission)
         try:
             async with self._lock:
                 self._check_ready()
                 first = await self._first(submission)
-                record = first or await self._accept(submission)
+                record = first or await self._accept(operation_id, submission)
         except RatoonError:
-            await self._admission.drop(submission)
+            await self._admission.drop(operation_id, submission)
             raise
         except JournalUnknownError as err:
             self._turns.restart()
             raise RatoonError(ErrorCode.UNAVAILABLE, "the journal does not answer") from err
+        except FencedError as err:
+            self._run.state = PolicyState.FAILED
+            raise RatoonError(ErrorCode.UNAVAILABLE, "another controller took over") from err
         if first is not None:
-            await self._admission.drop(submission)
+            await self._admission.drop(operation_id, submission)
         live = self._run.ledger.find(record.operation_id)
         return _ended(record) if live is None else await self._view(live)
 
@@ -167,7 +173,8 @@ class Controller:
         self._check_ready()
         if self._publisher.is_wanted(version):
             await self._turns.publish()
-        return await self._publisher.manifest(version)
+        async with self._lock:  # Not while versions are rolled back.
+            return await self._publisher.manifest(version)
 
     async def put_upload_part(self, upload_id: str, part_index: int, body: bytes) -> None:
         """Keep a part of a batch. Raises KEY_REUSED, BODY_TOO_LARGE, POLICY_NOT_READY."""
@@ -193,8 +200,9 @@ class Controller:
         payload = payload_hash(submission.command)
         return await self._admission.find(submission.key, payload)
 
-    async def _accept(self, submission: Submission) -> OperationRecord:
-        record = await self._admission.accept(submission, payload_hash(submission.command))
+    async def _accept(self, operation_id: str, submission: Submission) -> OperationRecord:
+        payload = payload_hash(submission.command)
+        record = await self._admission.accept(operation_id, submission, payload)
         if 0 < record.seq < self._run.sequencer.next_free - 1:
             for live in self._run.ledger.open_operations():
                 live.wake()  # A gap is filled: `blocked_by_seq` of those behind it has changed.
@@ -235,7 +243,7 @@ class Controller:
         run.ledger.settle(live)
         run.send(telemetry.entered(live.record, JournalState.CANCELLED))
         if record.body_digest:
-            await run.bodies.release(record.body_digest)
+            await run.bodies.release(record.operation_id, record.body_digest)
 
     async def _past(self, operation_id: str) -> OperationRecord:
         """A journaled operation that is no longer in memory. Raises OPERATION_NOT_FOUND."""

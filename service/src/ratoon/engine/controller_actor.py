@@ -111,8 +111,13 @@ class ControllerActor:
     async def _start(self) -> None:
         if self._started is None:
             self._started = asyncio.get_running_loop().create_task(self._controller.start())
+        if self._sweeper is None:
             self._sweeper = asyncio.get_running_loop().create_task(self._sweep())
-        await asyncio.shield(self._started)
+        try:
+            await asyncio.shield(self._started)
+        except Exception:
+            self._started = None  # The next caller tries again.
+            raise
 
     def _check_started(self) -> None:
         """A question is not held up by a start; the coordinator answers it meanwhile."""

@@ -132,10 +132,9 @@ class Coordinator:
                 raise policy_not_found(policy_id)
             if row.state is PolicyState.CREATING:
                 raise policy_not_ready(policy_id, row.state)
-            if row.state is PolicyState.DELETING:
-                kind = OperationKind.DELETE_POLICY
-                first = await self.on_store(lambda: self._store.find_life(policy_id, kind))
-                assert first is not None, "a policy that is deleted has a DeletePolicy"
+            kind = OperationKind.DELETE_POLICY
+            first = await self.on_store(lambda: self._store.find_life(policy_id, kind))
+            if first is not None:
                 return _view(first)
             record = self._record(policy_id, OperationKind.DELETE_POLICY, policy_id)
             await self.on_store(lambda: self._store.mark_deleting(policy_id, record))
@@ -213,25 +212,30 @@ class Coordinator:
         except Exception as err:  # noqa: BLE001 - whatever it is, the caller must hear of it
             error = _typed(err)
             _LOG.error("create failed", policy_id=policy_id, error=error.message)
-            await self._fleet.stop(policy_id)
-            await self._remove_files(policy_id)
-            keep = live.operation_id
-            await self.on_store(
-                lambda: self._store.remove_policy(policy_id, keep_operation_id=keep)
-            )
+            await self._forget(policy_id, keep_operation_id=live.operation_id)
             await self._end(live, JournalState.FAILED, FailedResult(error=error.to_dict()))
-            self._metrics.send([PolicyGone(policy_id=policy_id)])
             return
         row = await self.policy(policy_id)
         await self._end(live, JournalState.APPLIED, PolicyResult(policy=row.to_policy()))
 
     async def _delete(self, policy_id: str, live: LiveOperation) -> None:
         self._running(live)
+        try:
+            await self._forget(policy_id, keep_operation_id=live.operation_id)
+        except Exception as err:  # noqa: BLE001 - the caller must hear of it, and may try again
+            _LOG.exception("delete failed", policy_id=policy_id)
+            result = FailedResult(error=_typed(err).to_dict())
+            await self._end(live, JournalState.FAILED, result)
+        else:
+            await self._end(live, JournalState.APPLIED, EmptyResult())
+
+    async def _forget(self, policy_id: str, *, keep_operation_id: str) -> None:
+        """End a policy's processes, files and rows, but for the operation that ends it."""
         await self._fleet.stop(policy_id)
-        await self._remove_files(policy_id)
-        keep = live.operation_id
-        await self.on_store(lambda: self._store.remove_policy(policy_id, keep_operation_id=keep))
-        await self._end(live, JournalState.APPLIED, EmptyResult())
+        await asyncio.to_thread(remove_policy_files, policy_paths(self._data_root, policy_id))
+        await self.on_store(
+            lambda: self._store.remove_policy(policy_id, keep_operation_id=keep_operation_id)
+        )
         self._metrics.send([PolicyGone(policy_id=policy_id)])
 
     async def _bring_back(self, spec: PolicySpec) -> None:
@@ -246,10 +250,6 @@ class Coordinator:
         record = await self.on_store(lambda: self._store.find_life(policy_id, kind))
         assert record is not None, "a policy's life begins and ends with a record"
         return self._ledger.add(record)
-
-    async def _remove_files(self, policy_id: str) -> None:
-        paths = policy_paths(self._data_root, policy_id)
-        await asyncio.to_thread(remove_policy_files, paths)
 
     async def _end(self, live: LiveOperation, state: JournalState, result: OperationResult) -> None:
         operation_id, now = live.operation_id, self._now()

@@ -78,7 +78,7 @@ class Executor:
             outcome = await run.ports.worker.forward(run.token, task)
         except RatoonError as error:
             outcome = _ended(OperationState.FAILED, error)
-        await run.bodies.release(live.record.body_digest)
+        await run.bodies.release(live.operation_id, live.record.body_digest)
         self._settle(live, _JOURNAL_STATE[outcome.state], outcome.result)
 
     async def restore_window(self) -> None:
@@ -157,13 +157,13 @@ class Executor:
             if state is JournalState.FAILED:
                 run.window = run.window.with_failed(record.seq)
         if record.body_digest:
-            await run.bodies.release(record.body_digest)
+            await run.bodies.release(record.operation_id, record.body_digest)
         if closes:
             doomed = tuple(run.window_records.values())
             run.window = Window()
             run.window_records.clear()
             for closed in doomed:
-                await run.bodies.release(closed.body_digest)
+                await run.bodies.release(closed.operation_id, closed.body_digest)
 
     async def _publish(self, operation_id: str, result: OperationResult) -> OperationResult:
         """Publish the new version where it is due; the report says how long that took."""

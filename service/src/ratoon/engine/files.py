@@ -12,13 +12,14 @@ import asyncio
 import re
 import shutil
 import time
-from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.stream.files import make_folder, remove_folder, remove_leftovers, write_atomic
 
+_DIGEST = re.compile(r"[0-9a-f]{32}")
 _NAME = re.compile(r"[a-zA-Z0-9_-][a-zA-Z0-9._-]{0,127}")
 
 
@@ -83,43 +84,47 @@ def remove_policy_files(paths: PolicyPaths) -> None:
 class BodyFiles:
     """Request bodies by digest, each kept while some operation holds it.
 
-    Invariant: `hold` returns after the file is durable; two holders share one file.
+    A holder is an operation's id. It is *in flight* until its fate is the journal's (`land`): only
+    then may `reconcile` take its body away. Invariant: `hold` returns after the file is durable.
     """
 
     def __init__(self, paths: PolicyPaths) -> None:
         self._paths = paths
-        self._holders: Counter[str] = Counter()
+        self._holders: dict[str, set[str]] = {}
+        self._in_flight: set[str] = set()
         # Serialises writing and deleting, so that no holder sees another's deletion.
         self._lock = asyncio.Lock()
 
-    async def hold(self, digest: str, body: bytes) -> None:
+    async def hold(self, holder: str, digest: str, body: bytes) -> None:
         """Keep a body, writing it where it is not there."""
         async with self._lock:
             path = self._paths.body(digest)
-            if not self._holders[digest] or not path.exists():
+            if digest not in self._holders or not path.exists():
                 await asyncio.to_thread(write_atomic, path, body)
-            self._holders[digest] += 1
+            self._holders.setdefault(digest, set()).add(holder)
+            self._in_flight.add(holder)
 
-    def adopt(self, digest: str) -> None:
-        """Keep a body that an earlier holder wrote."""
-        self._holders[digest] += 1
+    def land(self, holder: str) -> None:
+        """The journal has the operation, or will say that it has not."""
+        self._in_flight.discard(holder)
 
-    def forget_holders(self) -> None:
-        """Start counting anew, before the journal says who holds what."""
-        self._holders.clear()
-
-    async def release(self, digest: str) -> None:
-        """The holder needs it no more; the last one's release deletes the file."""
+    async def release(self, holder: str, digest: str) -> None:
+        """The holder needs the body no more; the last one's release deletes the file."""
         async with self._lock:
-            self._holders[digest] -= 1
-            if self._holders[digest] > 0:
-                return
-            del self._holders[digest]
-            await asyncio.to_thread(self._paths.body(digest).unlink, missing_ok=True)
+            self._in_flight.discard(holder)
+            holders = self._holders.get(digest, set())
+            holders.discard(holder)
+            if not holders:
+                self._holders.pop(digest, None)
+                await asyncio.to_thread(self._paths.body(digest).unlink, missing_ok=True)
 
-    async def delete_others(self) -> None:
-        """Delete bodies that nobody holds: of operations never accepted, or long ended."""
+    async def reconcile(self, digests: Mapping[str, str]) -> None:
+        """Hold what the journal's operations need (digest by holder) and what is in flight only."""
         async with self._lock:
+            kept = {digest: holders & self._in_flight for digest, holders in self._holders.items()}
+            for holder, digest in digests.items():
+                kept.setdefault(digest, set()).add(holder)
+            self._holders = {digest: holders for digest, holders in kept.items() if holders}
             for path in self._paths.bodies.iterdir():
                 if path.name not in self._holders:
                     await asyncio.to_thread(path.unlink, missing_ok=True)
@@ -189,6 +194,13 @@ class UploadFiles:
                 shutil.rmtree(folder)
 
 
+def drop_unknown_checkpoints(paths: PolicyPaths, known: frozenset[str]) -> None:
+    """Delete checkpoints whose SaveCheckpoint never ended: their names are free."""
+    for folder in paths.checkpoints.iterdir():
+        if folder.name not in known:
+            remove_folder(folder)
+
+
 def drop_expired_results(paths: PolicyPaths, ttl_s: float, protected: frozenset[str]) -> None:
     """Delete result files older than `ttl_s`, but for those that open operations name."""
     horizon = time.time() - ttl_s
@@ -202,7 +214,9 @@ def read_result(paths: PolicyPaths, digest: str, offset: int, length: int) -> by
 
     Raises INVALID_ARGUMENT and RANGE_NOT_SATISFIABLE as `stream.versions.open_chunk` does.
     """
-    path = paths.results / safe_name("digest", digest)
+    if not _DIGEST.fullmatch(digest):
+        raise invalid("digest", repr(digest), "32 lower-case hexadecimal digits")
+    path = paths.results / digest
     try:
         with path.open("rb") as file:
             size_bytes = file.seek(0, 2)
@@ -221,11 +235,6 @@ def read_result(paths: PolicyPaths, digest: str, offset: int, length: int) -> by
             return file.read(length)
     except FileNotFoundError:
         return None
-
-
-def folder_bytes(folder: Path) -> int:
-    """Size of all files below a folder."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _part_name(part_index: int) -> str:

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from ratoon.engine import telemetry
 from ratoon.engine.executor import Executor
-from ratoon.engine.files import make_policy_folders
+from ratoon.engine.files import drop_unknown_checkpoints, make_policy_folders
 from ratoon.engine.journal import JournalState, OperationRecord, PolicyHistory, RollBack
 from ratoon.engine.policy_run import PolicyRun, StoredOutcome
 from ratoon.engine.publisher import Publisher
@@ -54,8 +54,9 @@ async def start_policy(run: PolicyRun, executor: Executor, publisher: Publisher)
         history = await journal.history(run.policy_id)
         status = replace(status, last_seq=history.policy.next_seq - 1, last_outcome=None)
     _adopt(run, history, status)
+    await _settle_ended(run)
     _fail_unsequenced(run)
-    await run.bodies.delete_others()
+    await run.bodies.reconcile(_needed_bodies(run))
     if keeps_worker and run.stored_outcome is None and run.window.is_open:
         await executor.restore_window()
     if publisher.is_due() and run.version not in run.published and run.stored_outcome is None:
@@ -102,6 +103,9 @@ async def _reload(run: PolicyRun, history: PolicyHistory) -> ModelInfo:
             version=roll_back.version,
             num_failed=len(changed),
         )
+    known = await run.ports.journal.checkpoints(run.policy_id)
+    names = frozenset(checkpoint.checkpoint_id for checkpoint in known)
+    await asyncio.to_thread(drop_unknown_checkpoints, run.paths, names)
     kept = tuple(v for v in history.policy.published if v <= roll_back.version)
     if kept != history.policy.published:
         await run.ports.journal.set_published(run.token, run.policy_id, kept)
@@ -129,7 +133,6 @@ def _adopt(run: PolicyRun, history: PolicyHistory, status: WorkerStatus) -> None
         run.stored_outcome = StoredOutcome(seq=last.seq, outcome=status.last_outcome)
         turn = last.seq
     run.window, run.window_records = Window(), {}
-    run.bodies.forget_holders()
     run.sequencer = Sequencer(turn=turn)
     for record in history.records:
         if record.seq < turn:
@@ -144,7 +147,6 @@ def _adopt_past(run: PolicyRun, record: OperationRecord) -> None:
     if record.state is JournalState.APPLIED:
         run.window = run.window.with_applied(record.seq)
         run.window_records[record.seq] = record
-        run.bodies.adopt(record.body_digest)
     elif record.state is JournalState.FAILED:
         run.window = run.window.with_failed(record.seq)
 
@@ -154,11 +156,26 @@ def _adopt_open(run: PolicyRun, record: OperationRecord) -> None:
     if record.state.is_final:
         run.sequencer.consume(record.seq)
         return
-    if record.body_digest:
-        run.bodies.adopt(record.body_digest)
     live = run.ledger.find(record.operation_id) or run.ledger.add(record)
     live.is_started = False
     live.set_record(record)
+
+
+def _needed_bodies(run: PolicyRun) -> dict[str, str]:
+    """Digests by operation, of the open window and the queue."""
+    records = [live.record for live in run.ledger.open_operations()]
+    records += run.window_records.values()
+    return {record.operation_id: record.body_digest for record in records if record.body_digest}
+
+
+async def _settle_ended(run: PolicyRun) -> None:
+    """What the journal knows to have ended, and memory does not: an answer was lost."""
+    for live in run.ledger.open_operations():
+        record = await run.ports.journal.find_operation(live.operation_id)
+        if record is not None and record.state.is_final:
+            live.set_record(record)
+            run.ledger.settle(live)
+            run.send(telemetry.entered(record, record.state))
 
 
 def _fail_unsequenced(run: PolicyRun) -> None:

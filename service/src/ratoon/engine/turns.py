@@ -70,6 +70,7 @@ class TurnLoop:
 
     def wake(self) -> None:
         """There may be something to do."""
+        self._report()
         self._wake.set()
 
     def restart(self) -> None:
@@ -99,7 +100,16 @@ class TurnLoop:
                 _LOG.exception("turn failed", policy_id=self._run.policy_id, failures=failures)
                 self._must_restart, failures = True, failures + 1
                 await asyncio.sleep(_BACKOFF_S * 2**failures)
-        self._run.state = PolicyState.FAILED
+        await self._give_up()
+
+    async def _give_up(self) -> None:
+        """The policy runs nothing more until its controller is started again."""
+        run = self._run
+        run.state = PolicyState.FAILED
+        try:
+            await run.ports.journal.set_policy(run.token, run.policy_id, run.state, None)
+        except Exception:  # noqa: BLE001 - a fence, or a journal that does not answer
+            _LOG.warning("failure not journaled", policy_id=run.policy_id)
         self._end_publications(policy_not_ready(self._run.policy_id, self._run.state))
 
     async def _own(self) -> None:

@@ -128,7 +128,14 @@ class WorkerCore:
     ) -> dict[str, object]:
         """How the batch is cut. Raises `RatoonError`; touches no state."""
         self.fence(token)
-        return self._loaded().prepare(command, Path(body_path), old_logprobs)
+        runner = self._loaded()
+        try:
+            return runner.prepare(command, Path(body_path), old_logprobs)
+        except RatoonError:
+            raise
+        except Exception as err:
+            _LOG.exception("prepare failed")
+            raise RatoonError(ErrorCode.INTERNAL, f"{type(err).__name__}: {err}") from err
 
     def apply(self, token: int, task: WorkerTask) -> Outcome:
         """Run the task whose seq is next, or say again how the last one ended."""

@@ -1,0 +1,238 @@
+"""A trainer whose weights are the list of the steps that made them, in place of torch.
+
+A batch is one number, its only reward. Gradients are the numbers of the window in order, a step
+adds (gradients, learning rate) to the weights; so two histories are equal only if every operation
+was applied once and in the same order.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon.model.spec import ModelInfo
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.packed import MicroBatch, UpdatePlan
+from ratoon.rollout.serial import batch_to_bytes
+from ratoon.train.config import DivideBy, TokenWeight
+from ratoon.train.loss_spec import Loss, Normalisation, OptimStep
+from ratoon.train.report import StepReport
+from ratoon.train.spec import TrainerSpec
+
+INFO = ModelInfo(
+    num_parameters=1,
+    num_trainable_parameters=1,
+    vocab_size=256,
+    max_sequence_tokens=64,
+    attention_backend="fake",
+)
+_TORN = -1.0
+
+
+def number_batch(number: float) -> RolloutBatch:
+    """One group of one rollout with reward `number`."""
+    return RolloutBatch(
+        group_ids=("g",),
+        group_offsets=np.array([0, 1]),
+        prompt_tokens=np.array([1], np.int32),
+        prompt_offsets=np.array([0, 1]),
+        response_tokens=np.array([2, 3], np.int32),
+        response_offsets=np.array([0, 2]),
+        loss_mask=np.array([True, True]),
+        sampler_logprobs=np.array([-0.5, -0.5], np.float32),
+        old_logprobs=None,
+        reference_logprobs=None,
+        rewards=np.array([number]),
+        advantages=None,
+        token_weights=None,
+        temperature=np.ones(1, np.float32),
+        sampler_is_raw=np.zeros(1, np.bool_),
+        truncated=np.zeros(1, np.bool_),
+        policy_version=np.zeros(1, np.int64),
+        top_p=np.ones(1, np.float32),
+        top_k=np.zeros(1, np.int32),
+    )
+
+
+def number_body(number: float) -> bytes:
+    return batch_to_bytes(number_batch(number))
+
+
+@dataclass(frozen=True)
+class FakePrepared:
+    plan: UpdatePlan
+
+
+@dataclass(frozen=True)
+class FakeForward:
+    logprobs: NDArray[np.floating]
+    entropy: NDArray[np.floating] | None
+    report: StepReport
+
+
+@dataclass
+class Faults:
+    """What goes wrong, by the number of the batch. `holds` run until let go or cancelled."""
+
+    breaks: set[float] = field(default_factory=set[float])
+    refuses: set[float] = field(default_factory=set[float])
+    skips: set[float] = field(default_factory=set[float])
+    holds: dict[float, threading.Event] = field(default_factory=dict[float, threading.Event])
+
+
+class FakeTrainer:
+    """One process's trainer; `Faults` are shared by those that come after it."""
+
+    def __init__(self, faults: Faults) -> None:
+        self.version = 0
+        self.weights: list[tuple[list[float], float]] = []
+        self.gradients: list[float] = []
+        self.faults = faults
+
+    @property
+    def normalisation(self) -> Normalisation:
+        return Normalisation(
+            token_weight=TokenWeight.PER_SEQUENCE, default_divide_by=DivideBy.SEQUENCES
+        )
+
+    def info(self) -> ModelInfo:
+        return INFO
+
+    def prepare(self, batch: RolloutBatch, loss: Loss) -> FakePrepared:
+        if number_of(batch) in self.faults.refuses:
+            raise RatoonError(ErrorCode.STALE_ROLLOUTS, "too old")
+        return FakePrepared(self.plan_forward(batch))
+
+    def plan_forward(self, batch: RolloutBatch) -> UpdatePlan:
+        return UpdatePlan(
+            micro_batches=(MicroBatch(sequences=(0,), packed_tokens=3),),
+            micro_batch_tokens=64,
+            replicated_tokens=6,
+            packed_tokens=3,
+            replicated_pairs=6,
+            packed_pairs=6,
+        )
+
+    def forward_backward(
+        self,
+        batch: RolloutBatch,
+        loss: Loss,
+        plan: UpdatePlan,
+        *,
+        old_logprobs_J: NDArray[np.floating] | None,
+        on_progress: Callable[[int, int, int], None],
+        is_cancelled: Callable[[], bool],
+    ) -> StepReport:
+        number = number_of(batch)
+        on_progress(0, 2, 0)
+        self.gradients.append(_TORN)
+        on_progress(1, 2, 3)
+        while number in self.faults.holds and not self.faults.holds[number].is_set():
+            if is_cancelled():
+                raise RatoonError(ErrorCode.CANCELLED, "cancelled")
+            time.sleep(0.002)
+        if number in self.faults.breaks:
+            raise RuntimeError("broken on purpose")
+        self.gradients[-1] = number if old_logprobs_J is None else float(old_logprobs_J.sum())
+        on_progress(2, 2, 6)
+        return StepReport(
+            loss=number,
+            num_micro_batches=2,
+            trained_tokens=2,
+            replicated_tokens=6,
+            packed_tokens=3,
+            token_reduction=2.0,
+        )
+
+    def optim_step(self, step: OptimStep) -> StepReport:
+        if not self.gradients:
+            raise RatoonError(ErrorCode.WINDOW_EMPTY, "empty")
+        skipped = bool(self.faults.skips.intersection(self.gradients))
+        if not skipped:
+            self.weights.append((self.gradients, step.learning_rate))
+            self.version += 1
+        self.gradients = []
+        return StepReport(grad_norm=1.5, skipped=skipped)
+
+    def update(
+        self,
+        batch: RolloutBatch,
+        loss: Loss,
+        step: OptimStep,
+        plan: UpdatePlan,
+        *,
+        old_logprobs_J: NDArray[np.floating] | None,
+        on_progress: Callable[[int, int, int], None],
+        is_cancelled: Callable[[], bool],
+    ) -> StepReport:
+        assert not self.gradients
+        try:
+            report = self.forward_backward(
+                batch,
+                loss,
+                plan,
+                old_logprobs_J=old_logprobs_J,
+                on_progress=on_progress,
+                is_cancelled=is_cancelled,
+            )
+        except BaseException:
+            self.discard_gradients()
+            raise
+        stepped = self.optim_step(step)
+        return StepReport(
+            loss=report.loss,
+            num_micro_batches=report.num_micro_batches,
+            trained_tokens=report.trained_tokens,
+            replicated_tokens=report.replicated_tokens,
+            packed_tokens=report.packed_tokens,
+            grad_norm=stepped.grad_norm,
+            skipped=stepped.skipped,
+        )
+
+    def discard_gradients(self) -> None:
+        self.gradients = []
+
+    def forward(
+        self,
+        batch: RolloutBatch,
+        plan: UpdatePlan,
+        *,
+        with_entropy: bool,
+        use_reference: bool,
+        on_progress: Callable[[int, int, int], None],
+        is_cancelled: Callable[[], bool],
+    ) -> FakeForward:
+        """Every token's log-prob is the version, negated."""
+        logprobs = np.full(len(batch.loss_mask), -float(self.version), np.float32)
+        return FakeForward(logprobs, None, StepReport(num_micro_batches=1))
+
+    def save_checkpoint(self, folder: Path) -> int:
+        folder.mkdir()
+        text = json.dumps({"weights": self.weights, "version": self.version})
+        return (folder / "state.json").write_text(text)
+
+    def load_checkpoint(self, folder: Path) -> None:
+        state = json.loads((folder / "state.json").read_text())
+        self.weights = [(list(numbers), rate) for numbers, rate in state["weights"]]
+        self.version, self.gradients = state["version"], []
+
+
+def number_of(batch: RolloutBatch) -> float:
+    assert batch.rewards is not None
+    return float(batch.rewards[0])
+
+
+def export_fake(trainer: FakeTrainer, folder: Path) -> None:
+    (folder / "model.json").write_text(json.dumps([trainer.weights, trainer.version]))
+
+
+def fake_trainers(faults: Faults) -> Callable[[TrainerSpec], FakeTrainer]:
+    return lambda _spec: FakeTrainer(faults)

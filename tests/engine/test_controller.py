@@ -1,0 +1,462 @@
+"""Order, retries, windows and cancels of a policy, whose weights are the history of its steps."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from ratoon.engine.types import (
+    CheckpointInfo,
+    FailedResult,
+    ForwardResult,
+    Operation,
+    OperationState,
+    PublishConfig,
+    PublishKind,
+    Sequencing,
+    StepResult,
+)
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon.metrics import OPERATIONS, Sample
+from tests.engine.conftest import MakeMachine
+from tests.engine.harness import (
+    DISCARD,
+    RATE,
+    SAVE,
+    Machine,
+    forward,
+    forward_backward,
+    from_forward,
+    load,
+    optim_step,
+    save,
+    update,
+)
+
+
+def code_of(operation: Operation) -> str:
+    assert isinstance(operation.result, FailedResult), operation
+    return str(operation.result.error["code"])
+
+
+async def started(machine: Machine, operation: Operation) -> None:
+    """Until the operation's forward-backward has begun."""
+    for _ in range(500):
+        now = await machine.controller.get_operation(operation.operation_id, 0.0)
+        if now.state is OperationState.RUNNING and now.progress.micro_batches_done == 1:
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError(f"{operation} did not begin")
+
+
+async def test_arrival_order_2_3_4_1_gives_the_weights_of_1_2_3_4(machine: Machine) -> None:
+    """Trap 12: chunks that arrive out of order (real clients send seq 2, 3, 4, 1)."""
+    operations = [await machine.update(seq, seq) for seq in (2, 3, 4)]
+    assert [operation.blocked_by_seq for operation in operations] == [1, 1, 1]
+    assert {operation.state for operation in operations} == {OperationState.QUEUED}
+    operations.append(await machine.update(1, 1))
+    ended = [await machine.end(operation) for operation in operations]
+    assert machine.weights == [([1.0], RATE), ([2.0], RATE), ([3.0], RATE), ([4.0], RATE)]
+    versions = [op.result.version for op in ended if isinstance(op.result, StepResult)]
+    assert versions == [2, 3, 4, 1]
+
+
+async def test_a_retried_update_is_the_first_one_queued_running_and_done(machine: Machine) -> None:
+    """Trap 9: a retried POST is a second Adam step."""
+    machine.faults.holds[1.0] = threading.Event()
+    first = await machine.update(1, 1)
+    second = await machine.update(2, 2)
+    await started(machine, first)
+    assert (await machine.update(1, 1)).operation_id == first.operation_id
+    assert (await machine.update(2, 2)).operation_id == second.operation_id
+    machine.faults.holds[1.0].set()
+    await machine.end(second)
+    again = await machine.update(1, 1)
+    assert (again.operation_id, again.state) == (first.operation_id, OperationState.DONE)
+    assert machine.weights == [([1.0], RATE), ([2.0], RATE)]
+
+
+async def test_a_reused_seq_with_another_payload_is_refused(machine: Machine) -> None:
+    first = await machine.update(1, 1)
+    for _ in range(2):  # While it is open, and once it is done.
+        with pytest.raises(RatoonError) as caught:
+            await machine.update(1, 7)
+        assert caught.value.code is ErrorCode.KEY_REUSED
+        assert caught.value.details == {"operation_id": first.operation_id}
+        await machine.end(first)
+    assert machine.weights == [([1.0], RATE)]
+    assert machine.bodies == set()
+
+
+async def test_the_caller_that_goes_away_does_not_stop_the_update(machine: Machine) -> None:
+    """Trap 15: a request coroutine owning the update: Serve cancels it when the caller leaves."""
+    machine.faults.holds[1.0] = threading.Event()
+
+    async def caller() -> None:
+        operation = await machine.update(1, 1)
+        await machine.controller.get_operation(operation.operation_id, 30.0)
+
+    task = asyncio.create_task(caller())
+    await asyncio.sleep(0.1)
+    assert machine.run.ledger.num_open == 1
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    machine.faults.holds[1.0].set()
+    operation = await machine.update(1, 1)
+    assert (await machine.end(operation)).state is OperationState.DONE
+    assert machine.weights == [([1.0], RATE)]
+
+
+async def test_a_wait_behind_a_gap_names_the_missing_seq(make_machine: MakeMachine) -> None:
+    machine = await make_machine(limits={"gap_wait_s": 0.05}).start()
+    operation = await machine.update(3, 3)
+    assert (await machine.controller.get_operation(operation.operation_id, 0.0)).blocked_by_seq == 1
+    with pytest.raises(RatoonError) as caught:
+        await machine.controller.get_operation(operation.operation_id, 20.0)
+    assert caught.value.code is ErrorCode.SEQ_GAP
+    assert caught.value.retryable
+    assert caught.value.details == {"missing_seq": "1"}
+    await machine.update(1, 1)
+    with pytest.raises(RatoonError) as caught:
+        await machine.controller.get_operation(operation.operation_id, 0.02)
+    assert caught.value.details == {"missing_seq": "2"}
+    await machine.update(2, 2)
+    assert (await machine.end(operation)).state is OperationState.DONE
+
+
+async def test_an_operation_refused_at_validation_takes_no_seq(machine: Machine) -> None:
+    for key, command in (
+        ("a-request-id", update(1)),
+        (0, update(1)),
+        (1, save("../escape")),
+        (1, load("..")),
+        (None, update(1)),
+    ):
+        with pytest.raises(RatoonError) as caught:
+            await machine.submit(key, command, 1)
+        assert caught.value.code is ErrorCode.INVALID_ARGUMENT
+    assert (await machine.end(await machine.update(1, 5))).state is OperationState.DONE
+    assert machine.weights == [([5.0], RATE)]
+
+
+async def test_a_body_other_than_its_digest_is_refused(machine: Machine) -> None:
+    with pytest.raises(RatoonError) as caught:
+        await machine.submit(1, update(1), 2)
+    assert caught.value.field == "body_digest"
+    assert machine.bodies == set()
+
+
+async def test_server_sequencing_assigns_seqs_on_arrival(make_machine: MakeMachine) -> None:
+    machine = await make_machine(sequencing=Sequencing.SERVER).start()
+    first = await machine.update("a", 1)
+    second = await machine.update("b", 2)
+    again = await machine.update("a", 1)
+    assert [first.seq, second.seq, again.seq] == [1, 2, 1]
+    assert first.request_id == "a"
+    assert again.operation_id == first.operation_id
+    with pytest.raises(RatoonError) as caught:
+        await machine.update("a", 3)
+    assert caught.value.code is ErrorCode.KEY_REUSED
+    await machine.end(second)
+    assert machine.weights == [([1.0], RATE), ([2.0], RATE)]
+
+
+async def test_gradients_of_a_window_add_up_until_the_step(machine: Machine) -> None:
+    for seq, number in ((1, 10), (2, 20)):
+        await machine.forward_backward(seq, number)
+    stepped = await machine.end(await machine.step(3))
+    assert isinstance(stepped.result, StepResult)
+    assert stepped.result.version == 1
+    assert machine.weights == [([10.0, 20.0], RATE)]
+    assert code_of(await machine.end(await machine.step(4))) == ErrorCode.WINDOW_EMPTY
+
+
+async def test_an_update_with_an_open_window_fails_and_leaves_it(machine: Machine) -> None:
+    await machine.forward_backward(1, 10)
+    assert code_of(await machine.end(await machine.update(2, 2))) == ErrorCode.WINDOW_OPEN
+    await machine.end(await machine.step(3))
+    assert machine.weights == [([10.0], RATE)]
+
+
+async def test_a_failed_forward_backward_poisons_the_window_until_discard(machine: Machine) -> None:
+    machine.faults.breaks.add(20.0)
+    await machine.forward_backward(1, 10)
+    broken = await machine.forward_backward(2, 20)
+    step = await machine.end(await machine.step(3))
+    assert code_of(await machine.end(broken)) == ErrorCode.INTERNAL
+    assert code_of(step) == ErrorCode.WINDOW_POISONED
+    assert isinstance(step.result, FailedResult)
+    assert step.result.error["details"] == {"failed_seq": "2", "window_seqs": "1,2"}
+    assert machine.worker.trainer.gradients == [10.0], "the window was not restored"
+    await machine.submit(4, DISCARD, 0)
+    await machine.forward_backward(5, 50)
+    await machine.end(await machine.step(6))
+    assert machine.weights == [([50.0], RATE)]
+
+
+async def test_a_step_may_list_the_operations_to_include(machine: Machine) -> None:
+    machine.faults.breaks.add(20.0)
+    for seq, number in ((1, 10), (2, 20), (3, 30)):
+        await machine.forward_backward(seq, number)
+    refused = await machine.end(await machine.step(4, 1, 2))
+    assert code_of(refused) == ErrorCode.WINDOW_POISONED
+    assert code_of(await machine.end(await machine.step(5, 1, 9))) == ErrorCode.INVALID_ARGUMENT
+    await machine.end(await machine.step(6, 3))
+    assert machine.weights == [([30.0], RATE)]
+
+
+async def test_a_batch_refused_at_its_turn_poisons_the_window_too(machine: Machine) -> None:
+    machine.faults.refuses.add(20.0)
+    await machine.forward_backward(1, 10)
+    refused = await machine.end(await machine.forward_backward(2, 20))
+    assert code_of(refused) == ErrorCode.STALE_ROLLOUTS
+    assert code_of(await machine.end(await machine.step(3))) == ErrorCode.WINDOW_POISONED
+
+
+async def test_a_cancelled_queued_operation_consumes_its_seq(machine: Machine) -> None:
+    machine.faults.holds[1.0] = threading.Event()
+    first = await machine.update(1, 1)
+    queued = await machine.update(2, 2)
+    last = await machine.update(3, 3)
+    await started(machine, first)
+    cancelled = await machine.controller.cancel_operation(queued.operation_id)
+    assert cancelled.state is OperationState.CANCELLED
+    assert code_of(cancelled) == ErrorCode.CANCELLED
+    machine.faults.holds[1.0].set()
+    await machine.end(last)
+    assert machine.weights == [([1.0], RATE), ([3.0], RATE)]
+    again = await machine.update(2, 2)
+    assert (again.operation_id, again.state) == (queued.operation_id, OperationState.CANCELLED)
+
+
+async def test_a_cancelled_operation_behind_a_gap_still_waits_its_turn(machine: Machine) -> None:
+    blocked = await machine.update(2, 2)
+    last = await machine.update(3, 3)
+    await machine.controller.cancel_operation(blocked.operation_id)
+    await machine.update(1, 1)
+    await machine.end(last)
+    assert machine.weights == [([1.0], RATE), ([3.0], RATE)]
+
+
+async def test_a_cancelled_running_update_leaves_the_weights(machine: Machine) -> None:
+    machine.faults.holds[1.0] = threading.Event()
+    running = await machine.update(1, 1)
+    await started(machine, running)
+    await machine.controller.cancel_operation(running.operation_id)
+    assert code_of(await machine.end(running)) == ErrorCode.CANCELLED
+    await machine.end(await machine.update(2, 2))
+    assert machine.weights == [([2.0], RATE)]
+
+
+async def test_a_cancelled_forward_backward_counts_as_absent(machine: Machine) -> None:
+    machine.faults.holds[20.0] = threading.Event()
+    await machine.forward_backward(1, 10)
+    running = await machine.forward_backward(2, 20)
+    await started(machine, running)
+    await machine.controller.cancel_operation(running.operation_id)
+    assert (await machine.end(running)).state is OperationState.CANCELLED
+    await machine.end(await machine.step(3))
+    assert machine.weights == [([10.0], RATE)]
+
+
+async def test_a_cancel_of_an_ended_operation_changes_nothing(machine: Machine) -> None:
+    ended = await machine.end(await machine.update(1, 1))
+    assert await machine.controller.cancel_operation(ended.operation_id) == ended
+
+
+async def test_expected_version_is_checked_at_the_turn(machine: Machine) -> None:
+    await machine.update(1, 1)
+    right = await machine.update(2, 2, expected_version=1)
+    stale = await machine.end(await machine.update(3, 3, expected_version=1))
+    assert (await machine.end(right)).state is OperationState.DONE
+    assert code_of(stale) == ErrorCode.VERSION_MISMATCH
+    assert machine.weights == [([1.0], RATE), ([2.0], RATE)]
+
+
+async def test_a_skipped_step_is_done_and_keeps_the_version(machine: Machine) -> None:
+    machine.faults.skips.add(1.0)
+    skipped = await machine.end(await machine.update(1, 1))
+    assert skipped.state is OperationState.DONE
+    assert isinstance(skipped.result, StepResult)
+    assert (skipped.result.version, skipped.result.report.skipped) == (0, True)
+    await machine.end(await machine.update(2, 2))
+    assert machine.weights == [([2.0], RATE)]
+
+
+async def test_a_checkpoint_in_a_window_says_where_to_replay_from(machine: Machine) -> None:
+    await machine.end(await machine.update(1, 1))
+    await machine.forward_backward(2, 20)
+    in_window = await machine.end(await machine.submit(3, SAVE, 0))
+    await machine.step(4)
+    closed = await machine.end(await machine.submit(5, save("mine"), 0))
+    assert isinstance(in_window.result, CheckpointInfo)
+    assert isinstance(closed.result, CheckpointInfo)
+    saved = in_window.result
+    assert (saved.seq, saved.version, saved.replay_from_seq) == (3, 1, 2)
+    assert (closed.result.version, closed.result.replay_from_seq) == (2, 6)
+    known = machine.journal.store.checkpoints("p")
+    assert [checkpoint.checkpoint_id for checkpoint in known] == ["seq3-v1", "mine"]
+    twice = await machine.end(await machine.submit(6, save("mine"), 0))
+    assert code_of(twice) == ErrorCode.INVALID_ARGUMENT
+
+
+async def test_a_loaded_checkpoint_never_gives_a_version_number_twice(machine: Machine) -> None:
+    await machine.update(1, 1)
+    await machine.submit(2, save("one"), 0)
+    await machine.update(3, 3)
+    await machine.forward_backward(4, 40)
+    loaded = await machine.end(await machine.submit(5, load("one"), 0))
+    assert isinstance(loaded.result, CheckpointInfo)
+    assert loaded.result.version == 1
+    assert machine.weights == [([1.0], RATE)]
+    assert (await machine.controller.weight_manifest(None)).version == 1
+    after = await machine.end(await machine.update(6, 6))
+    assert isinstance(after.result, StepResult)
+    assert after.result.version == 3
+    missing = await machine.end(await machine.submit(7, load("none"), 0))
+    assert code_of(missing) == ErrorCode.CHECKPOINT_NOT_FOUND
+
+
+async def test_versions_are_published_and_pruned(machine: Machine) -> None:
+    for seq in (1, 2, 3):
+        await machine.end(await machine.update(seq, seq))
+    assert (await machine.controller.weight_manifest(None)).version == 3
+    assert (await machine.controller.weight_manifest(2)).version == 2
+    for version in (1, 9):
+        with pytest.raises(RatoonError) as caught:
+            await machine.controller.weight_manifest(version)
+        assert caught.value.code is ErrorCode.WEIGHTS_NOT_FOUND
+    assert sorted(path.name for path in machine.paths.weights.iterdir()) == ["00000002", "00000003"]
+
+
+async def test_publish_on_request_happens_between_two_operations(make_machine: MakeMachine) -> None:
+    publish = PublishConfig(kind=PublishKind.ON_REQUEST, every_n=1)
+    machine = await make_machine(publish=publish).start()
+    machine.faults.holds[1.0] = threading.Event()
+    running = await machine.update(1, 1)
+    await started(machine, running)
+    asked = asyncio.create_task(machine.controller.weight_manifest(None))
+    await asyncio.sleep(0.02)
+    assert not asked.done()
+    machine.faults.holds[1.0].set()
+    assert (await asked).version == 1
+
+
+async def test_publish_every_n_skips_the_versions_between(make_machine: MakeMachine) -> None:
+    publish = PublishConfig(kind=PublishKind.EVERY_N, every_n=2)
+    machine = await make_machine(publish=publish).start()
+    seen: list[int] = []
+    for seq in (1, 2, 3):
+        await machine.end(await machine.update(seq, seq))
+        seen.append((await machine.controller.weight_manifest(None)).version)
+    assert seen == [0, 2, 2]
+
+
+async def test_a_forward_without_a_key_runs_between_and_is_not_journaled(machine: Machine) -> None:
+    await machine.forward_backward(1, 10)
+    read = await machine.end(await machine.submit(None, forward(1), 1))
+    assert isinstance(read.result, ForwardResult)
+    assert (machine.paths.results / read.result.digest).stat().st_size == read.result.size_bytes
+    await machine.end(await machine.step(2))
+    assert machine.weights == [([10.0], RATE)]
+    assert machine.journal.store.find_operation(read.operation_id) is None
+
+
+async def test_old_logprobs_come_from_the_forward_that_is_named(machine: Machine) -> None:
+    """The fake's gradient is then the sum of the log-probs, two tokens of minus the version."""
+    await machine.update(1, 1)
+    read = await machine.end(await machine.submit(2, forward(5), 5))
+    for seq in (3, 4):
+        await machine.end(await machine.update(seq, 5, loss=from_forward(read)))
+    assert machine.weights == [([1.0], RATE), ([-2.0], RATE), ([-2.0], RATE)]
+
+
+async def test_old_logprobs_of_no_forward_are_refused(machine: Machine) -> None:
+    done = await machine.end(await machine.update(1, 1))
+    absent = await machine.end(await machine.update(2, 2, loss=from_forward(done)))
+    assert code_of(absent) == ErrorCode.INVALID_ARGUMENT
+    assert machine.weights == [([1.0], RATE)]
+
+
+async def test_a_full_queue_still_takes_the_seq_that_all_wait_for(
+    make_machine: MakeMachine,
+) -> None:
+    machine = await make_machine(limits={"max_open_operations": 2}).start()
+    waiting = [await machine.update(seq, seq) for seq in (2, 3)]
+    with pytest.raises(RatoonError) as caught:
+        await machine.update(4, 4)
+    assert caught.value.code is ErrorCode.RESOURCE_EXHAUSTED
+    await machine.update(1, 1)
+    for operation in waiting:
+        await machine.end(operation)
+    assert machine.weights == [([1.0], RATE), ([2.0], RATE), ([3.0], RATE)]
+
+
+async def test_bodies_live_as_long_as_their_window(machine: Machine) -> None:
+    await machine.end(await machine.forward_backward(1, 10))
+    await machine.end(await machine.forward_backward(2, 10))
+    assert len(machine.bodies) == 1
+    await machine.end(await machine.step(3))
+    assert machine.bodies == set()
+    first = machine.journal.store.find_operation(
+        (await machine.forward_backward(1, 10)).operation_id
+    )
+    assert first is not None
+    assert (first.command, first.plan) == (None, None)
+
+
+async def test_watching_shows_progress_and_the_end(machine: Machine) -> None:
+    machine.faults.holds[1.0] = threading.Event()
+    seen = await machine.update(1, 1)
+    await started(machine, seen)
+    running = await machine.controller.watch_operation(seen, 5.0)
+    assert (running.state, running.progress.micro_batches_planned) == (OperationState.RUNNING, 2)
+    waiting = asyncio.create_task(machine.controller.watch_operation(running, 5.0))
+    machine.faults.holds[1.0].set()
+    while not (now := await waiting).state.is_final:
+        waiting = asyncio.create_task(machine.controller.watch_operation(now, 5.0))
+    assert now.progress.micro_batches_done == 2
+
+
+async def test_an_unknown_operation_is_not_found(machine: Machine) -> None:
+    for operation_id in ("p.0", "p.create", "q.0"):
+        with pytest.raises(RatoonError) as caught:
+            await machine.controller.get_operation(operation_id, 0.0)
+        assert caught.value.code is ErrorCode.OPERATION_NOT_FOUND
+
+
+async def test_counters_are_the_journals(machine: Machine) -> None:
+    machine.faults.breaks.add(2.0)
+    await machine.update(1, 1)
+    await machine.update(2, 2)
+    await machine.update(1, 1)
+    blocked = await machine.update(9, 9)
+    await machine.controller.cancel_operation(blocked.operation_id)
+    await machine.end(await machine.forward_backward(3, 3))
+    counted: dict[tuple[str, ...], float] = {}
+    for change in machine.metrics.changes:
+        if isinstance(change, Sample) and change.metric == OPERATIONS.name:
+            counted[change.labels] = counted.get(change.labels, 0) + change.value
+    states = {"applied": "done", "failed": "failed", "cancelled": "cancelled"}
+    journal = {
+        (kind, states[state]): count
+        for (kind, state), count in machine.journal.store.count_operations().items()
+        if state in states
+    }
+    ended = {labels: n for labels, n in counted.items() if labels[1] in states.values()}
+    assert ended == journal
+    assert counted["update", "queued"] == 3
+
+
+async def test_forward_backward_command_hashes_differ_from_update(machine: Machine) -> None:
+    """The same batch and loss under another call is another payload."""
+    await machine.update(1, 1)
+    with pytest.raises(RatoonError) as caught:
+        await machine.submit(1, forward_backward(1), 1)
+    assert caught.value.code is ErrorCode.KEY_REUSED
+    with pytest.raises(RatoonError) as caught:
+        await machine.submit(1, optim_step(), 1)
+    assert caught.value.code is ErrorCode.KEY_REUSED

@@ -1,0 +1,197 @@
+"""Lives of policies with processes that are only names: create, retry, delete, bounds, restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from ratoon.config import LimitsConfig
+from ratoon.engine.coordinator import Coordinator
+from ratoon.engine.fenced import FencedStore
+from ratoon.engine.files import make_policy_folders, policy_paths
+from ratoon.engine.store import SqlStore
+from ratoon.engine.tables import open_database
+from ratoon.engine.types import (
+    EmptyResult,
+    Operation,
+    OperationState,
+    PolicyResult,
+    PolicySpec,
+    PolicyState,
+)
+from ratoon.errors import ErrorCode, RatoonError
+from tests.engine.fake_trainer import INFO
+from tests.engine.harness import ListSink, policy_spec
+
+
+class FakeFleet:
+    """Processes by policy id; `hold` keeps starts waiting, `fails` makes them fail."""
+
+    def __init__(self, fenced: FencedStore) -> None:
+        self.fenced = fenced
+        self.running: set[str] = set()
+        self.hold: asyncio.Event | None = None
+        self.fails = False
+
+    async def check(self, spec: PolicySpec) -> None:
+        if spec.num_workers != 1:
+            raise RatoonError(ErrorCode.UNSUPPORTED, "one worker")
+
+    async def start(self, spec: PolicySpec) -> None:
+        if self.hold is not None:
+            await self.hold.wait()
+        if self.fails:
+            raise RatoonError(ErrorCode.UNSUPPORTED, "sliding window")
+        token = self.fenced.acquire(spec.policy_id)
+        self.fenced.set_policy(token, spec.policy_id, PolicyState.READY, INFO)
+        self.running.add(spec.policy_id)
+
+    async def stop(self, policy_id: str) -> None:
+        self.running.discard(policy_id)
+
+
+class Town:
+    def __init__(self, root: Path, max_policies: int = 2) -> None:
+        self.root = root
+        self.engine = open_database("sqlite://")
+        self.store = SqlStore(self.engine)
+        self.fleet = FakeFleet(FencedStore(self.engine))
+        self.limits = LimitsConfig(max_policies=max_policies)
+        self.coordinator = self.new()
+
+    def new(self) -> Coordinator:
+        return Coordinator(
+            store=self.store,
+            store_thread=ThreadPoolExecutor(1),
+            fleet=self.fleet,
+            metrics=ListSink(),
+            limits=self.limits,
+            data_root=self.root,
+            now=time.time,
+        )
+
+    async def end(self, operation: Operation) -> Operation:
+        ended = await self.coordinator.get_operation(operation.operation_id, 5.0)
+        assert ended.state.is_final
+        return ended
+
+
+@pytest.fixture
+def town(tmp_path: Path) -> Town:
+    return Town(tmp_path)
+
+
+async def test_a_created_policy_is_ready_and_its_operation_says_so(town: Town) -> None:
+    created = await town.coordinator.create_policy(policy_spec("a"))
+    assert created.state is OperationState.QUEUED
+    assert created.operation_id.startswith("a.")
+    ended = await town.end(created)
+    assert isinstance(ended.result, PolicyResult)
+    policy = ended.result.policy
+    assert (policy.state, policy.info, policy.next_seq) == (PolicyState.READY, INFO, 1)
+    assert town.fleet.running == {"a"}
+
+
+async def test_the_same_spec_again_is_the_same_operation(town: Town) -> None:
+    first = await town.coordinator.create_policy(policy_spec("a"))
+    again = await town.coordinator.create_policy(policy_spec("a"))
+    assert again.operation_id == first.operation_id
+    await town.end(first)
+    done = await town.coordinator.create_policy(policy_spec("a"))
+    assert (done.operation_id, done.state) == (first.operation_id, OperationState.DONE)
+    with pytest.raises(RatoonError) as caught:
+        await town.coordinator.create_policy(policy_spec("a", keep_versions=5))
+    assert caught.value.code is ErrorCode.POLICY_EXISTS
+
+
+async def test_a_policy_that_cannot_be_loaded_is_gone_and_may_be_tried_again(town: Town) -> None:
+    town.fleet.fails = True
+    failed = await town.end(await town.coordinator.create_policy(policy_spec("a")))
+    assert failed.state is OperationState.FAILED
+    with pytest.raises(RatoonError) as caught:
+        await town.coordinator.policy("a")
+    assert caught.value.code is ErrorCode.POLICY_NOT_FOUND
+    town.fleet.fails = False
+    again = await town.end(await town.coordinator.create_policy(policy_spec("a")))
+    assert again.state is OperationState.DONE
+    assert again.operation_id != failed.operation_id
+
+
+async def test_more_policies_than_there_is_room_for_are_refused(town: Town) -> None:
+    for name in ("a", "b"):
+        await town.coordinator.create_policy(policy_spec(name))
+    with pytest.raises(RatoonError) as caught:
+        await town.coordinator.create_policy(policy_spec("c"))
+    assert caught.value.code is ErrorCode.RESOURCE_EXHAUSTED
+    assert caught.value.details == {"resource": "policies", "wanted": "1", "free": "0"}
+
+
+async def test_what_the_fleet_refuses_leaves_no_policy(town: Town) -> None:
+    with pytest.raises(RatoonError) as caught:
+        await town.coordinator.create_policy(policy_spec("a", num_workers=2))
+    assert caught.value.code is ErrorCode.UNSUPPORTED
+    assert town.store.policies() == ()
+
+
+async def test_a_deleted_policy_leaves_nothing_but_the_operation(town: Town) -> None:
+    await town.end(await town.coordinator.create_policy(policy_spec("a")))
+    make_policy_folders(policy_paths(town.root, "a"))
+    deletion = await town.coordinator.delete_policy("a")
+    ended = await town.end(deletion)
+    assert isinstance(ended.result, EmptyResult)
+    assert (town.fleet.running, town.store.policies()) == (set(), ())
+    assert list((town.root / "policies").iterdir()) == []
+    with pytest.raises(RatoonError) as caught:
+        await town.coordinator.delete_policy("a")
+    assert caught.value.code is ErrorCode.POLICY_NOT_FOUND
+    again = await town.end(await town.coordinator.create_policy(policy_spec("a")))
+    assert again.state is OperationState.DONE
+
+
+async def test_a_policy_that_is_being_created_is_not_deleted(town: Town) -> None:
+    town.fleet.hold = asyncio.Event()
+    created = await town.coordinator.create_policy(policy_spec("a"))
+    with pytest.raises(RatoonError) as caught:
+        await town.coordinator.delete_policy("a")
+    assert caught.value.code is ErrorCode.POLICY_NOT_READY
+    seen = await town.coordinator.watch_operation(created, 1.0)
+    assert seen.state is OperationState.RUNNING
+    town.fleet.hold.set()
+    assert (await town.end(created)).state is OperationState.DONE
+
+
+async def test_a_new_coordinator_finishes_what_the_old_one_acknowledged(town: Town) -> None:
+    await town.end(await town.coordinator.create_policy(policy_spec("a")))
+    town.fleet.hold = asyncio.Event()
+    created = await town.coordinator.create_policy(policy_spec("b"))
+    await asyncio.sleep(0)
+    town.fleet.running.clear()
+    town.fleet.hold = None
+    town.coordinator = town.new()
+    await town.coordinator.recover()
+    ended = await town.end(created)
+    assert ended.state is OperationState.DONE
+    await asyncio.sleep(0.05)
+    assert town.fleet.running == {"a", "b"}
+
+
+async def test_a_policy_that_does_not_come_back_is_failed(town: Town) -> None:
+    await town.end(await town.coordinator.create_policy(policy_spec("a")))
+    town.fleet.fails = True
+    town.coordinator = town.new()
+    await town.coordinator.recover()
+    for _ in range(100):
+        if (await town.coordinator.policy("a")).state is PolicyState.FAILED:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("still ready")
+
+
+async def test_an_unknown_operation_is_not_found(town: Town) -> None:
+    with pytest.raises(RatoonError) as caught:
+        await town.coordinator.get_operation("a.0", 0.0)
+    assert caught.value.code is ErrorCode.OPERATION_NOT_FOUND

@@ -1,0 +1,129 @@
+"""Metrics and logs: totals of all processes, text that Prometheus takes, no local variables."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
+from ratoon import metrics
+from ratoon.engine import telemetry
+from ratoon.engine.types import OperationKind, StepResult
+from ratoon.log import configure_logging, get_logger
+from ratoon.metrics import METRICS, MetricKind, MetricsTotals, PolicyGone
+from ratoon.train.report import PhaseSeconds, StepReport
+
+
+def series(totals: MetricsTotals) -> dict[str, float]:
+    """Values by series, without the `_created` ones."""
+    lines = totals.render().decode().splitlines()
+    pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
+    return {name: float(value) for name, value in pairs if "_created" not in name}
+
+
+def test_counters_add_gauges_replace_histograms_count() -> None:
+    totals = MetricsTotals()
+    for value in (2.0, 3.0):
+        totals.apply(
+            [
+                metrics.OPERATIONS.sample(value, "update", "done"),
+                metrics.LOSS.sample(value, "p"),
+                metrics.PHASE_SECONDS.sample(value, "plan"),
+                metrics.MICRO_BATCHES.sample(value),
+            ]
+        )
+    shown = series(totals)
+    assert shown['ratoon_operations_total{kind="update",state="done"}'] == 5
+    assert shown['ratoon_loss{policy_id="p"}'] == 3
+    assert shown['ratoon_phase_seconds_count{phase="plan"}'] == 2
+    assert shown['ratoon_phase_seconds_sum{phase="plan"}'] == 5
+    assert shown["ratoon_micro_batches_total"] == 5
+
+
+def test_a_policy_that_is_gone_has_no_series() -> None:
+    totals = MetricsTotals()
+    totals.apply([metrics.LOSS.sample(1, "p"), metrics.LOSS.sample(2, "q")])
+    totals.apply([metrics.BACKEND.sample(1, "p", "tree_attention", "reference")])
+    totals.apply([PolicyGone(policy_id="p")])
+    policies = {name for name in series(totals) if "policy_id" in name}
+    assert policies == {'ratoon_loss{policy_id="q"}'}
+
+
+def test_names_follow_the_prometheus_rules() -> None:
+    assert len({metric.name for metric in METRICS}) == len(METRICS)
+    for metric in METRICS:
+        assert re.fullmatch(r"ratoon_[a-z_]+", metric.name)
+        assert metric.name.endswith("_total") == (metric.kind is MetricKind.COUNTER)
+        assert metric.help.endswith(".")
+
+
+def test_a_report_becomes_the_samples_of_its_numbers() -> None:
+    report = StepReport(
+        loss=0.5,
+        kl=None,
+        grad_norm=math.inf,
+        replicated_tokens=60,
+        packed_tokens=20,
+        trained_tokens=10,
+        token_reduction=3.0,
+        num_micro_batches=4,
+        dropped_stale=2,
+        skipped=True,
+        seconds=PhaseSeconds(forward=1.5),
+    )
+    totals = MetricsTotals()
+    result = StepResult(version=1, report=report)
+    totals.apply(telemetry.result("p", OperationKind.UPDATE, result))
+    shown = series(totals)
+    assert shown['ratoon_tokens_total{count="replicated"}'] == 60
+    assert shown['ratoon_tokens_total{count="packed"}'] == 20
+    assert shown['ratoon_tokens_total{count="trained"}'] == 10
+    assert shown['ratoon_token_reduction_ratio{policy_id="p"}'] == 3
+    assert shown['ratoon_grad_norm{policy_id="p"}'] == math.inf
+    assert shown["ratoon_skipped_steps_total"] == 1
+    assert shown['ratoon_dropped_sequences_total{reason="stale"}'] == 2
+    assert 'ratoon_kl{policy_id="p"}' not in shown
+    assert shown['ratoon_phase_seconds_sum{phase="forward"}'] == 1.5
+    assert 'ratoon_phase_seconds_sum{phase="plan"}' not in shown
+
+
+def test_new_totals_start_from_the_journal() -> None:
+    totals = MetricsTotals()
+    counts = {("update", "applied"): 3, ("update", "accepted"): 2, ("save_checkpoint", "failed"): 1}
+    totals.apply(telemetry.journal_counts(counts))
+    shown = series(totals)
+    assert shown['ratoon_operations_total{kind="update",state="queued"}'] == 5
+    assert shown['ratoon_operations_total{kind="update",state="done"}'] == 3
+    assert shown['ratoon_operations_total{kind="save_checkpoint",state="failed"}'] == 1
+
+
+@pytest.fixture
+def _logging_as_before() -> Iterator[None]:
+    before = structlog.get_config()
+    yield
+    structlog.configure(**before)
+
+
+@pytest.mark.usefixtures("_logging_as_before")
+def test_a_logged_exception_shows_no_local_variables(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("info")
+    secret_tokens = [12345678]
+    try:
+        raise ValueError(f"{len(secret_tokens)} tokens")
+    except ValueError:
+        get_logger("test").exception("failed", seq=3)
+    get_logger("test").debug("not shown")
+    lines = capsys.readouterr().err.splitlines()
+    event = json.loads(lines[0])
+    assert (event["event"], event["seq"], event["component"]) == ("failed", 3, "test")
+    assert "12345678" not in lines[0]
+    assert len(lines) == 1
+
+
+def test_an_unknown_log_level_is_refused() -> None:
+    with pytest.raises(ValueError, match="log_level"):
+        configure_logging("loud")

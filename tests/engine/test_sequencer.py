@@ -1,0 +1,119 @@
+"""Turns and keys of the pure sequencer, against a sequential oracle."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from ratoon.engine.sequencer import Known, Sequencer, Turn, check_key, check_reuse
+from ratoon.engine.types import NoKey, RequestKey, SeqKey, Sequencing
+from ratoon.errors import ErrorCode, RatoonError
+
+
+class SequencerMachine(RuleBasedStateMachine):
+    """Arrivals in any order, cancels, turns at any time; the oracle is a plain dict of seqs."""
+
+    @initialize(turn=st.integers(1, 3))
+    def begin(self, turn: int) -> None:
+        self.sequencer = Sequencer(turn=turn)
+        self.turn = turn
+        self.accepted: dict[int, str] = {}
+        self.cancelled: set[int] = set()
+        self.executed: list[int] = []
+
+    @rule(ahead=st.integers(0, 6))
+    def arrive(self, ahead: int) -> None:
+        seq = self.turn + ahead
+        if seq not in self.accepted:
+            expected = self.first_free({*self.accepted, seq})
+            assert self.sequencer.next_free_after(seq) == expected
+            self.sequencer.accept(seq, f"op{seq}")
+            self.accepted[seq] = f"op{seq}"
+
+    @precondition(lambda self: self.accepted)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        seq = data.draw(st.sampled_from(sorted(self.accepted)))
+        if seq >= self.turn and seq not in self.cancelled:
+            self.sequencer.consume(seq)
+            self.cancelled.add(seq)
+
+    @rule()
+    def take_turn(self) -> None:
+        turn = self.sequencer.peek()
+        if turn is None:
+            assert self.turn not in self.accepted
+            return
+        assert turn == Turn(
+            seq=self.turn,
+            operation_id=self.accepted[self.turn],
+            is_consumed=self.turn in self.cancelled,
+        )
+        if not turn.is_consumed:
+            self.executed.append(turn.seq)
+        self.sequencer.advance()
+        self.turn += 1
+
+    @invariant()
+    def agrees(self) -> None:
+        free = self.first_free(set(self.accepted))
+        assert self.sequencer.turn == self.turn
+        assert self.sequencer.next_free == free
+        for seq in self.accepted:
+            if seq >= self.turn:
+                assert self.sequencer.blocked_by(seq) == (free if free < seq else 0)
+        assert self.executed == sorted(set(self.executed))
+        assert self.cancelled.isdisjoint(self.executed)
+
+    def first_free(self, accepted: set[int]) -> int:
+        seq = self.turn
+        while seq in accepted:
+            seq += 1
+        return seq
+
+
+TestSequencerMachine = SequencerMachine.TestCase
+TestSequencerMachine.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+
+
+def test_order_of_execution_is_seq_order_whatever_the_order_of_arrival() -> None:
+    """Trap 12: chunks that arrive out of order (real clients send seq 2, 3, 4, 1)."""
+    sequencer = Sequencer(turn=1)
+    for seq in (2, 3, 4):
+        sequencer.accept(seq, str(seq))
+        assert sequencer.peek() is None
+    sequencer.accept(1, "1")
+    executed: list[str] = []
+    while (turn := sequencer.peek()) is not None:
+        executed.append(turn.operation_id)
+        sequencer.advance()
+    assert executed == ["1", "2", "3", "4"]
+
+
+@pytest.mark.parametrize(
+    ("key", "sequencing", "field"),
+    [
+        (SeqKey(seq=1), Sequencing.SERVER, "key.seq"),
+        (RequestKey(request_id="a"), Sequencing.CLIENT, "key.request_id"),
+        (SeqKey(seq=0), Sequencing.CLIENT, "key.seq"),
+        (RequestKey(request_id=""), Sequencing.SERVER, "key.request_id"),
+        (NoKey(), Sequencing.CLIENT, "key"),
+    ],
+)
+def test_a_key_of_the_other_kind_is_refused(
+    key: SeqKey | RequestKey | NoKey, sequencing: Sequencing, field: str
+) -> None:
+    with pytest.raises(RatoonError) as caught:
+        check_key(key, sequencing)
+    assert (caught.value.code, caught.value.field) == (ErrorCode.INVALID_ARGUMENT, field)
+
+
+def test_only_the_same_payload_may_reuse_a_key() -> None:
+    known = Known(operation_id="p.1", payload_hash="aa")
+    check_reuse(SeqKey(seq=4), "aa", known)
+    with pytest.raises(RatoonError) as caught:
+        check_reuse(SeqKey(seq=4), "bb", known)
+    assert caught.value.code is ErrorCode.KEY_REUSED
+    assert (caught.value.field, caught.value.got) == ("key.seq", "4")

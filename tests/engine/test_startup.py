@@ -1,0 +1,165 @@
+"""What a controller does after a crash: of itself, of its worker, of an answer on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from ratoon.engine.journal import FencedError
+from ratoon.engine.types import (
+    FailedResult,
+    OperationState,
+    PolicyState,
+    StepResult,
+)
+from ratoon.errors import ErrorCode, RatoonError
+from tests.engine.conftest import MakeMachine
+from tests.engine.harness import DISCARD, RATE, Machine, forward, save
+from tests.engine.test_controller import code_of, started
+
+
+@pytest.mark.parametrize("lost", ["begin", "before end", "end", "amend"])
+async def test_a_lost_answer_of_the_journal_neither_loses_nor_doubles_a_step(
+    machine: Machine, lost: str
+) -> None:
+    """The controller starts anew and completes the record from what the worker stored."""
+    machine.journal.lost.add(lost)
+    first = await machine.update(1, 1)
+    second = await machine.update(2, 2)
+    assert (await machine.end(first)).state is OperationState.DONE
+    assert (await machine.end(second)).state is OperationState.DONE
+    assert machine.weights == [([1.0], RATE), ([2.0], RATE)]
+    assert len(machine.worker.trainers) == 1
+    assert machine.journal.lost == set()
+    assert machine.journal.store.history("p").policy.version == 2
+    assert (await machine.controller.weight_manifest(None)).version == 2
+
+
+async def test_an_operation_whose_acceptance_was_lost_runs_once(machine: Machine) -> None:
+    machine.journal.lost.add("accept")
+    with pytest.raises(RatoonError) as caught:
+        await machine.update(1, 1)
+    assert caught.value.code is ErrorCode.UNAVAILABLE
+    assert caught.value.retryable
+    retried = await machine.update(1, 1)
+    assert (await machine.end(retried)).state is OperationState.DONE
+    assert machine.weights == [([1.0], RATE)]
+
+
+async def test_a_restarted_controller_goes_on_with_its_queue_and_window(machine: Machine) -> None:
+    machine.faults.breaks.add(20.0)
+    machine.faults.holds[30.0] = threading.Event()
+    await machine.forward_backward(1, 10)
+    await machine.forward_backward(2, 20)
+    running = await machine.forward_backward(3, 30)
+    queued = await machine.step(4, 1, 3)
+    blocked = await machine.update(6, 6)
+    cancelled = await machine.update(7, 7)
+    await machine.controller.cancel_operation(cancelled.operation_id)
+    await started(machine, running)
+    restart = asyncio.create_task(machine.restart_controller())
+    await asyncio.sleep(0.05)
+    machine.faults.holds[30.0].set()
+    await restart
+    assert (await machine.end(running)).state is OperationState.DONE
+    assert (await machine.end(queued)).state is OperationState.DONE
+    assert (await machine.update(6, 6)).operation_id == blocked.operation_id
+    await machine.update(5, 5)
+    await machine.end(blocked)
+    last = await machine.end(await machine.update(8, 8))
+    assert machine.weights == [
+        ([10.0, 30.0], RATE),
+        ([5.0], RATE),
+        ([6.0], RATE),
+        ([8.0], RATE),
+    ]
+    assert len(machine.worker.trainers) == 1
+    assert isinstance(last.result, StepResult)
+    assert last.result.version == 4
+    assert machine.bodies == set()
+
+
+async def test_a_lost_worker_fails_everything_past_the_checkpoint(machine: Machine) -> None:
+    """Nothing whose effect is gone is still called done, and its version numbers are retired."""
+    await machine.update(1, 1)
+    await machine.submit(2, save("safe"), 0)
+    gone = await machine.end(await machine.update(3, 3))
+    read = await machine.end(await machine.submit(4, forward(4), 4))
+    machine.faults.holds[5.0] = threading.Event()
+    running = await machine.update(5, 5)
+    queued = await machine.update(6, 6)
+    blocked = await machine.update(8, 8)
+    await started(machine, running)
+    machine.worker.is_dead = True
+    machine.faults.holds[5.0].set()
+    for operation in (running, queued, blocked, gone):
+        ended = await machine.end(operation)
+        assert code_of(ended) == ErrorCode.WORKER_LOST
+        assert isinstance(ended.result, FailedResult)
+        details = ended.result.error["details"]
+        assert isinstance(details, dict)
+        assert details["checkpoint_id"] == "safe"
+        assert ("retired_version" in details) == (operation is gone)
+    assert (await machine.end(read)).state is OperationState.DONE
+    assert (await machine.controller.weight_manifest(None)).version == 1
+    after = await machine.end(await machine.update(7, 7))
+    assert isinstance(after.result, StepResult)
+    assert after.result.version == 3
+    await machine.end(await machine.update(9, 9))
+    assert machine.weights == [([1.0], RATE), ([7.0], RATE), ([9.0], RATE)]
+
+
+async def test_a_window_that_was_lost_is_poisoned_until_it_is_discarded(machine: Machine) -> None:
+    """A checkpoint holds no gradients: an OptimStep must not go on without those it lost."""
+    await machine.forward_backward(1, 10)
+    await machine.submit(2, save("in-window"), 0)
+    await machine.end(await machine.forward_backward(3, 30))
+    machine.worker.is_dead = True
+    await machine.restart_controller()
+    step = await machine.end(await machine.step(4))
+    assert code_of(step) == ErrorCode.WINDOW_POISONED
+    assert isinstance(step.result, FailedResult)
+    assert step.result.error["details"] == {"failed_seq": "1", "window_seqs": "1,3"}
+    await machine.submit(5, DISCARD, 0)
+    await machine.end(await machine.update(6, 6))
+    assert machine.weights == [([6.0], RATE)]
+
+
+async def test_a_controller_that_was_replaced_applies_nothing_more(
+    make_machine: MakeMachine,
+) -> None:
+    machine = await make_machine().start()
+    old, old_run = machine.controller, machine.run
+    new = machine._controller()
+    await new.start()
+    with pytest.raises(RatoonError) as caught:
+        await machine.update(1, 1)
+    assert caught.value.code is ErrorCode.UNAVAILABLE
+    assert old_run.state is PolicyState.FAILED
+    with pytest.raises(FencedError):
+        await machine.worker.publish(old_run.token, 0, str(machine.paths.weights), 0.0)
+    machine.controller = new
+    await machine.end(await machine.update(1, 2))
+    assert machine.weights == [([2.0], RATE)]
+    await old._turns.stop(0.0)
+
+
+async def test_a_new_process_over_the_same_files_comes_back_at_the_checkpoint(
+    make_machine: MakeMachine,
+) -> None:
+    """A restart of the whole service: worker and controller are new, the journal is not."""
+    machine = await make_machine().start()
+    await machine.update(1, 1)
+    await machine.end(await machine.submit(2, save("safe"), 0))
+    await machine.end(await machine.update(3, 3))
+    machine.worker.is_dead = True
+    await machine.restart_controller()
+    policy = machine.journal.store.history("p").policy
+    assert (policy.state, policy.version, policy.max_version) == (PolicyState.READY, 1, 2)
+    assert machine.weights == [([1.0], RATE)]
+    again = await machine.update(3, 3)
+    assert code_of(again) == ErrorCode.WORKER_LOST
+    await machine.end(await machine.update(4, 4))
+    assert machine.weights == [([1.0], RATE), ([4.0], RATE)]

@@ -1,0 +1,271 @@
+"""The journal in SQLite: fences, repeated writes, unique keys, roll-backs, what a reopen finds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.exc import IntegrityError
+
+from ratoon.engine.fenced import FencedStore
+from ratoon.engine.journal import (
+    FencedError,
+    JournalState,
+    OperationEnd,
+    OperationRecord,
+    RollBack,
+)
+from ratoon.engine.store import SqlStore
+from ratoon.engine.tables import open_database
+from ratoon.engine.types import (
+    CheckpointInfo,
+    EmptyResult,
+    FailedResult,
+    OperationKind,
+    PolicyState,
+    RequestKey,
+    SeqKey,
+    StepResult,
+)
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon.train.report import StepReport
+from tests.engine.fake_trainer import INFO
+from tests.engine.harness import forward_backward, life_record, optim_step, policy_spec, update
+
+
+class Stores:
+    """Both stores over one database, with policy `p` owned by `token`."""
+
+    def __init__(self, url: str) -> None:
+        engine = open_database(url)
+        self.engine, self.store, self.fenced = engine, SqlStore(engine), FencedStore(engine)
+
+    def with_policy(self) -> Stores:
+        self.store.insert_policy(policy_spec(), life_record("p", "p.create"))
+        self.token = self.fenced.acquire("p")
+        return self
+
+    def accept(self, seq: int, kind: OperationKind = OperationKind.UPDATE) -> OperationRecord:
+        record = record_of(seq, kind)
+        self.fenced.accept(self.token, record, seq + 1)
+        return record
+
+    def end(self, seq: int, version: int, **changes: object) -> None:
+        self.fenced.end(self.token, "p", end_of(seq, version, **changes))
+
+    def applied(self, seq: int, version: int, kind: OperationKind = OperationKind.UPDATE) -> None:
+        self.accept(seq, kind)
+        self.end(seq, version, closes_window=kind is not OperationKind.FORWARD_BACKWARD)
+
+
+def record_of(seq: int, kind: OperationKind = OperationKind.UPDATE) -> OperationRecord:
+    command = {
+        OperationKind.FORWARD_BACKWARD: forward_backward(seq),
+        OperationKind.OPTIM_STEP: optim_step(),
+    }.get(kind, update(seq))
+    return replace(
+        life_record("p", f"p.{seq}", kind),
+        seq=seq,
+        payload_hash=f"hash{seq}",
+        command=command,
+        body_digest=f"body{seq}",
+    )
+
+
+def end_of(seq: int, version: int, **changes: object) -> OperationEnd:
+    end = OperationEnd(
+        operation_id=f"p.{seq}",
+        state=JournalState.APPLIED,
+        result=StepResult(version=version, report=StepReport(loss=0.5)),
+        finished_at=9.0,
+        version=version,
+        weights_digest="",
+        closes_window=True,
+        checkpoint=None,
+    )
+    return replace(end, **changes)
+
+
+@pytest.fixture
+def stores() -> Stores:
+    return Stores("sqlite://").with_policy()
+
+
+def test_a_record_comes_back_as_it_was_written(stores: Stores) -> None:
+    record = replace(record_of(3), request_id="r", plan={"plan": {"micro_batches": [1]}})
+    stores.fenced.accept(stores.token, record, 1)
+    assert stores.store.find_operation("p.3") == record
+    assert stores.store.find_key("p", SeqKey(seq=3)) == record
+    assert stores.store.find_key("p", RequestKey(request_id="r")) == record
+    assert stores.store.find_key("p", SeqKey(seq=4)) is None
+
+
+def test_a_key_names_at_most_one_operation(stores: Stores) -> None:
+    stores.accept(1)
+    with pytest.raises(IntegrityError):
+        stores.fenced.accept(stores.token, replace(record_of(1), operation_id="p.other"), 2)
+    assert stores.store.find_operation("p.other") is None
+
+
+def test_an_older_token_writes_nothing(stores: Stores) -> None:
+    stores.accept(1)
+    newer = stores.fenced.acquire("p")
+    assert newer == stores.token + 1
+    fenced, old = stores.fenced, stores.token
+    for write in (
+        lambda: fenced.accept(old, record_of(2), 3),
+        lambda: fenced.begin(old, "p.1", 1.0, None),
+        lambda: fenced.end(old, "p", end_of(1, 1)),
+        lambda: fenced.amend(old, "p.1", EmptyResult()),
+        lambda: fenced.set_published(old, "p", (1,)),
+        lambda: fenced.set_policy(old, "p", PolicyState.READY, INFO),
+        lambda: fenced.roll_back(old, "p", roll_back_to(0)),
+    ):
+        with pytest.raises(FencedError):
+            write()
+    policy = stores.store.policy("p")
+    assert policy is not None
+    assert (policy.version, policy.published, policy.info) == (0, (), None)
+    found = stores.store.find_operation("p.1")
+    assert found is not None
+    assert found.state is JournalState.ACCEPTED
+
+
+def test_a_repeated_write_changes_nothing(stores: Stores) -> None:
+    record = stores.accept(1)
+    stores.fenced.accept(stores.token, record, 2)
+    stores.end(1, 1)
+    stores.fenced.begin(stores.token, "p.1", 5.0, {"plan": {}})
+    stores.end(1, 7, state=JournalState.FAILED)
+    found, policy = stores.store.find_operation("p.1"), stores.store.policy("p")
+    assert found is not None
+    assert policy is not None
+    assert (found.state, found.version, found.started_at) == (JournalState.APPLIED, 1, None)
+    assert (policy.version, policy.max_version, policy.next_seq) == (1, 1, 2)
+
+
+def test_a_closed_window_keeps_hashes_and_drops_plans(stores: Stores) -> None:
+    stores.applied(1, 0, OperationKind.FORWARD_BACKWARD)
+    stores.accept(3)
+    stores.applied(2, 1, OperationKind.OPTIM_STEP)
+    first, later = stores.store.find_operation("p.1"), stores.store.find_operation("p.3")
+    assert first is not None
+    assert later is not None
+    assert (first.command, first.plan, first.payload_hash) == (None, None, "hash1")
+    assert first.result is not None
+    assert later.command == update(3)
+
+
+def test_history_begins_after_the_last_closed_window(stores: Stores) -> None:
+    stores.applied(1, 1)
+    stores.applied(2, 1, OperationKind.FORWARD_BACKWARD)
+    stores.accept(3, OperationKind.FORWARD_BACKWARD)
+    stores.end(3, 1, state=JournalState.FAILED, closes_window=False)
+    stores.accept(5)
+    history = stores.store.history("p")
+    assert [record.seq for record in history.records] == [2, 3, 5]
+    assert history.policy.version == 1
+    assert history.checkpoint is None
+
+
+def roll_back_to(seq: int, replay_from_seq: int | None = None) -> RollBack:
+    return RollBack(
+        seq=seq,
+        replay_from_seq=seq + 1 if replay_from_seq is None else replay_from_seq,
+        version=1 if seq else 0,
+        checkpoint_id="c" if seq else "",
+        finished_at=20.0,
+    )
+
+
+def test_a_roll_back_fails_what_is_past_the_checkpoint_and_retires_versions(
+    stores: Stores,
+) -> None:
+    stores.applied(1, 1)
+    stores.applied(2, 1, OperationKind.FORWARD_BACKWARD)
+    checkpoint = CheckpointInfo(
+        checkpoint_id="c", version=1, seq=3, replay_from_seq=2, created_at=3.0, size_bytes=8
+    )
+    stores.accept(3, OperationKind.SAVE_CHECKPOINT)
+    stores.end(3, 1, result=checkpoint, checkpoint=checkpoint, closes_window=False)
+    stores.applied(4, 2, OperationKind.OPTIM_STEP)
+    stores.applied(5, 2, OperationKind.FORWARD)
+    stores.accept(6)
+    stores.accept(9)
+    assert stores.store.history("p").checkpoint == checkpoint
+    changed = stores.fenced.roll_back(stores.token, "p", roll_back_to(3, 2))
+    assert [record.seq for record in changed] == [2, 4, 6, 9]
+    states = {
+        seq: record.state
+        for seq in (1, 2, 3, 4, 5, 6, 9)
+        if (record := stores.store.find_operation(f"p.{seq}"))
+    }
+    failed, applied = JournalState.FAILED, JournalState.APPLIED
+    assert states == {
+        1: applied,
+        2: failed,
+        3: applied,
+        4: failed,
+        5: applied,
+        6: failed,
+        9: failed,
+    }
+    step = stores.store.find_operation("p.4")
+    assert step is not None
+    assert isinstance(step.result, FailedResult)
+    assert step.result.error["code"] == "WORKER_LOST"
+    assert step.result.error["details"] == {
+        "version": "1",
+        "checkpoint_id": "c",
+        "retired_version": "2",
+    }
+    policy = stores.store.policy("p")
+    assert policy is not None
+    assert (policy.version, policy.max_version, policy.next_seq) == (1, 2, 10)
+
+
+def test_a_reopened_database_has_everything_that_was_committed(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'journal.sqlite'}"
+    first = Stores(url).with_policy()
+    first.applied(1, 1)
+    first.fenced.set_published(first.token, "p", (0, 1))
+    first.fenced.set_policy(first.token, "p", PolicyState.READY, INFO)
+    second = Stores(url)
+    assert second.store.policies() == first.store.policies()
+    policy = second.store.policies()[0]
+    assert (policy.info, policy.published, policy.token) == (INFO, (0, 1), 1)
+    assert second.store.find_operation("p.1") == first.store.find_operation("p.1")
+
+
+def test_every_commit_is_synced(tmp_path: Path) -> None:
+    """Without synchronous=FULL the log is not on disk when an operation is acknowledged."""
+    engine = open_database(f"sqlite:///{tmp_path / 'journal.sqlite'}")
+    with engine.begin() as connection:
+        assert connection.execute(text("PRAGMA journal_mode")).scalar_one() == "wal"
+        assert connection.execute(text("PRAGMA synchronous")).scalar_one() == 2
+
+
+def test_lives_of_policies(stores: Stores) -> None:
+    with pytest.raises(RatoonError) as caught:
+        stores.store.insert_policy(policy_spec(), life_record("p", "p.again"))
+    assert caught.value.code is ErrorCode.POLICY_EXISTS
+    created = stores.store.find_life("p", OperationKind.CREATE_POLICY)
+    assert created is not None
+    assert created.operation_id == "p.create"
+    stores.accept(1)
+    deletion = life_record("p", "p.delete", OperationKind.DELETE_POLICY)
+    stores.store.mark_deleting("p", deletion)
+    assert stores.store.find_life("p", OperationKind.DELETE_POLICY) == deletion
+    stores.store.remove_policy("p", keep_operation_id="p.delete")
+    stores.store.end_life_operation("p.delete", JournalState.APPLIED, EmptyResult(), 30.0)
+    assert stores.store.policies() == ()
+    assert stores.store.find_operation("p.1") is None
+    assert stores.store.count_operations() == {("delete_policy", "applied"): 1}
+    stores.store.forget_ended_lives(before=30.0)
+    assert stores.store.find_operation("p.delete") is not None
+    stores.store.forget_ended_lives(before=31.0)
+    assert stores.store.find_operation("p.delete") is None
+    stores.with_policy()
+    assert stores.store.history("p").records == ()

@@ -1,0 +1,80 @@
+"""The open window: what is in it, what it lets through, in what words it refuses."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ratoon.engine.window import Window
+from ratoon.errors import ErrorCode, RatoonError
+
+# (seq, outcome) of ForwardBackwards in a row; a cancelled one is not recorded at all.
+events = st.lists(st.sampled_from(["applied", "failed", "cancelled"]), max_size=6)
+
+
+def window_of(outcomes: list[str]) -> Window:
+    window = Window()
+    for seq, outcome in enumerate(outcomes, start=1):
+        if outcome == "applied":
+            window = window.with_applied(seq)
+        elif outcome == "failed":
+            window = window.with_failed(seq)
+    return window
+
+
+@given(events)
+def test_a_step_on_the_whole_window_needs_one_applied_and_none_failed(outcomes: list[str]) -> None:
+    applied = tuple(i for i, outcome in enumerate(outcomes, start=1) if outcome == "applied")
+    window = window_of(outcomes)
+    if "failed" in outcomes:
+        with pytest.raises(RatoonError) as caught:
+            window.select(())
+        assert caught.value.code is ErrorCode.WINDOW_POISONED
+        assert caught.value.details["failed_seq"] == str(outcomes.index("failed") + 1)
+    elif not applied:
+        with pytest.raises(RatoonError) as caught:
+            window.select(())
+        assert caught.value.code is ErrorCode.WINDOW_EMPTY
+    else:
+        assert window.select(()) == applied
+
+
+@given(events, st.sets(st.integers(1, 6), min_size=1))
+def test_a_step_on_listed_operations_needs_each_of_them_applied(
+    outcomes: list[str], listed: set[int]
+) -> None:
+    states = dict(enumerate(outcomes, start=1))
+    window = window_of(outcomes)
+    include = tuple(sorted(listed, reverse=True))
+    if all(states.get(seq) == "applied" for seq in listed):
+        assert window.select(include) == tuple(sorted(listed))
+        return
+    first_bad = next(seq for seq in include if states.get(seq) != "applied")
+    with pytest.raises(RatoonError) as caught:
+        window.select(include)
+    poisoned = states.get(first_bad) == "failed"
+    expected = ErrorCode.WINDOW_POISONED if poisoned else ErrorCode.INVALID_ARGUMENT
+    assert caught.value.code is expected
+
+
+@given(events)
+def test_an_update_needs_a_window_without_entries(outcomes: list[str]) -> None:
+    window = window_of(outcomes)
+    if set(outcomes) <= {"cancelled"}:
+        window.check_update()
+        return
+    with pytest.raises(RatoonError) as caught:
+        window.check_update()
+    assert caught.value.code is ErrorCode.WINDOW_OPEN
+
+
+def test_a_listed_seq_twice_is_refused() -> None:
+    with pytest.raises(RatoonError) as caught:
+        window_of(["applied"]).select((1, 1))
+    assert caught.value.field == "include_seqs"
+
+
+def test_replay_begins_at_the_first_entry_or_after_the_checkpoint() -> None:
+    assert window_of(["cancelled", "failed", "applied"]).replay_from(9) == 2
+    assert Window().replay_from(9) == 10

@@ -1,0 +1,219 @@
+"""The worker's own fences: tokens, seqs, stored outcomes, what a task may leave behind."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from ratoon.engine.journal import FencedError
+from ratoon.engine.tasks import (
+    DiscardTask,
+    ForwardBackwardTask,
+    FromGiven,
+    InitialWeights,
+    LoadRequest,
+    OptimStepTask,
+    Outcome,
+    UpdateTask,
+    WorkerLostError,
+)
+from ratoon.engine.types import EmptyResult, FailedResult, OperationState, StepResult
+from ratoon.engine.worker import WorkerCore, WorkerOrderError
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon.train.config import OptimRequest
+from tests.engine.fake_trainer import FakeTrainer, Faults, export_fake, number_body
+from tests.engine.harness import (
+    RATE,
+    digest_of,
+    forward_backward,
+    policy_spec,
+    trainer_spec,
+    update,
+)
+
+
+class Bench:
+    """A loaded worker at seq 0 and version 0, its bodies below `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.faults = folder, Faults()
+        self.trainers: list[FakeTrainer] = []
+        self.core = WorkerCore(self.create, export_fake)  # pyright: ignore[reportArgumentType]
+        self.core.load(1, "p", load_request())
+
+    def create(self, _spec: object) -> FakeTrainer:
+        self.trainers.append(FakeTrainer(self.faults))
+        return self.trainers[-1]
+
+    @property
+    def trainer(self) -> FakeTrainer:
+        return self.trainers[-1]
+
+    def body(self, number: float) -> str:
+        path = self.folder / digest_of(number)
+        path.write_bytes(number_body(number))
+        return str(path)
+
+    def update(self, seq: int, number: float, next_version: int = 1) -> UpdateTask:
+        return UpdateTask(
+            operation_id=f"p.{seq}",
+            seq=seq,
+            command=update(number),
+            body_path=self.body(number),
+            old_logprobs=FromGiven(),
+            plan=self.core.prepare(1, update(number), self.body(number), FromGiven()),
+            next_version=next_version,
+        )
+
+    def forward_backward(self, seq: int, number: float) -> ForwardBackwardTask:
+        task = self.update(seq, number)
+        return ForwardBackwardTask(
+            operation_id=task.operation_id,
+            seq=seq,
+            command=forward_backward(number),
+            body_path=task.body_path,
+            old_logprobs=task.old_logprobs,
+            plan=task.plan,
+        )
+
+
+def load_request(last_seq: int = 0, version: int = 0) -> LoadRequest:
+    return LoadRequest(
+        trainer=trainer_spec(policy_spec()),
+        source=InitialWeights(),
+        version=version,
+        last_seq=last_seq,
+    )
+
+
+SKIPPED = Outcome(state=OperationState.CANCELLED, result=EmptyResult(), must_restore=False)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def test_an_older_token_is_refused_before_anything_is_touched(bench: Bench) -> None:
+    task = bench.update(1, 1)
+    bench.core.fence(2)
+    for call in (
+        lambda: bench.core.apply(1, task),
+        lambda: bench.core.skip(1, 1, SKIPPED),
+        lambda: bench.core.restore(1, ()),
+        lambda: bench.core.load(1, "p", load_request()),
+        lambda: bench.core.publish(1, 0, str(bench.folder / "weights"), 0.0),
+        lambda: bench.core.prepare(1, task.command, task.body_path, FromGiven()),
+        lambda: bench.core.fence(1),
+    ):
+        with pytest.raises(FencedError):
+            call()
+    assert (bench.trainer.weights, len(bench.trainers)) == ([], 1)
+    assert bench.core.apply(2, task).state is OperationState.DONE
+
+
+def test_the_last_seq_is_answered_with_its_stored_outcome(bench: Bench) -> None:
+    """Trap 9: a repeated call is a second step."""
+    first = bench.core.apply(1, bench.update(1, 1))
+    assert bench.core.apply(1, bench.update(1, 1)) is first
+    assert bench.trainer.weights == [([1.0], RATE)]
+    status = bench.core.status()
+    assert (status.last_seq, status.last_outcome, status.version) == (1, first, 1)
+
+
+@pytest.mark.parametrize("seq", [0, 2, 7])
+def test_a_seq_that_is_not_the_next_is_refused(bench: Bench, seq: int) -> None:
+    with pytest.raises(WorkerOrderError):
+        bench.core.apply(1, bench.update(seq, 1))
+    assert bench.trainer.weights == []
+    assert bench.core.apply(1, bench.update(1, 1)).state is OperationState.DONE
+
+
+def test_a_skipped_seq_is_counted_once(bench: Bench) -> None:
+    bench.core.skip(1, 1, SKIPPED)
+    bench.core.skip(1, 1, SKIPPED)
+    assert bench.core.status().last_outcome == SKIPPED
+    with pytest.raises(WorkerOrderError):
+        bench.core.skip(1, 3, SKIPPED)
+    assert bench.core.apply(1, bench.update(2, 2)).state is OperationState.DONE
+
+
+def test_a_bare_worker_refuses_to_work() -> None:
+    core = WorkerCore(lambda _spec: FakeTrainer(Faults()), export_fake)  # pyright: ignore[reportArgumentType]
+    assert not core.status().is_loaded
+    with pytest.raises(WorkerLostError):
+        core.apply(1, DiscardTask(operation_id="p.1", seq=1))
+
+
+def test_versions_are_named_by_the_controller(bench: Bench) -> None:
+    """Numbers of versions that were rolled back are not given again."""
+    outcome = bench.core.apply(1, bench.update(1, 1, next_version=8))
+    assert isinstance(outcome.result, StepResult)
+    assert outcome.result.version == 8
+    manifest = bench.core.publish(1, 8, str(bench.folder / "weights"), 1.0)
+    assert (manifest.version, [file.name for file in manifest.files]) == (8, ["model.json"])
+    bench.faults.skips.add(2.0)
+    skipped = bench.core.apply(1, bench.update(2, 2, next_version=9))
+    assert isinstance(skipped.result, StepResult)
+    assert (skipped.result.version, bench.trainer.version) == (8, 8)
+
+
+def test_a_broken_forward_backward_asks_for_the_window_back(bench: Bench) -> None:
+    whole = bench.forward_backward(1, 1)
+    bench.core.apply(1, whole)
+    bench.faults.breaks.add(2.0)
+    broken = bench.core.apply(1, bench.forward_backward(2, 2))
+    assert (broken.state, broken.must_restore) == (OperationState.FAILED, True)
+    assert isinstance(broken.result, FailedResult)
+    assert broken.result.error["message"] == "RuntimeError: broken on purpose"
+    bench.core.restore(1, (whole,))
+    step = OptimStepTask(
+        operation_id="p.3", seq=3, optim=OptimRequest(learning_rate=RATE), next_version=1
+    )
+    bench.core.apply(1, step)
+    assert bench.trainer.weights == [([1.0], RATE)]
+
+
+def test_a_broken_update_needs_no_restore(bench: Bench) -> None:
+    bench.faults.breaks.add(1.0)
+    outcome = bench.core.apply(1, bench.update(1, 1))
+    assert (outcome.state, outcome.must_restore) == (OperationState.FAILED, False)
+    assert bench.trainer.gradients == []
+
+
+def test_a_window_that_cannot_be_restored_is_a_lost_worker(bench: Bench) -> None:
+    task = bench.forward_backward(1, 1)
+    bench.core.apply(1, task)
+    bench.faults.breaks.add(1.0)
+    with pytest.raises(WorkerLostError):
+        bench.core.restore(1, (task,))
+    assert not bench.core.status().is_loaded
+    bench.core.load(1, "p", load_request(last_seq=5, version=3))
+    status = bench.core.status()
+    assert (status.last_seq, status.version, status.last_outcome) == (5, 3, None)
+
+
+def test_a_cancel_that_comes_first_stops_the_task(bench: Bench) -> None:
+    bench.faults.holds[1.0] = threading.Event()
+    task = bench.update(1, 1)
+    bench.core.cancel("p.1")
+    outcome = bench.core.apply(1, task)
+    assert outcome.state is OperationState.CANCELLED
+    assert isinstance(outcome.result, FailedResult)
+    assert outcome.result.error["code"] == ErrorCode.CANCELLED
+    assert bench.core.apply(1, bench.update(2, 2)).state is OperationState.DONE
+
+
+def test_a_body_that_is_gone_is_a_typed_error(bench: Bench) -> None:
+    with pytest.raises(RatoonError) as caught:
+        bench.core.prepare(1, update(1), str(bench.folder / "none"), FromGiven())
+    assert caught.value.code is ErrorCode.INTERNAL
+
+
+def test_progress_counts_micro_batches_of_the_running_task(bench: Bench) -> None:
+    bench.core.apply(1, bench.update(1, 1))
+    progress = bench.core.progress()
+    assert (progress.micro_batches_done, progress.micro_batches_planned) == (2, 2)
+    assert progress.eta_s == 0.0
