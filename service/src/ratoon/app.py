@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Generator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
 import ray
 from fastapi import FastAPI
 from ray import serve
+from ray.exceptions import RayActorError
 from ray.serve.config import ControllerOptions, HTTPOptions, gRPCOptions
 from ray.serve.schema import LoggingConfig
 
@@ -204,7 +205,9 @@ def _stop_gateway(config: RatoonConfig) -> None:
         gateway = ray.get_actor(GATEWAY_NAME, config.ray.namespace)
     except ValueError:
         return
-    ray.get(gateway.drain.remote())
+    # One that could not start, its port being taken, has nothing to drain.
+    with suppress(RayActorError):
+        ray.get(gateway.drain.remote())
     ray.kill(gateway, no_restart=True)
 
 
