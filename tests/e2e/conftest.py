@@ -74,6 +74,7 @@ class Wires:
 @pytest.fixture
 async def wires(service: Service) -> AsyncIterator[Wires]:
     addresses = service.addresses
+    assert addresses.serve_grpc is not None
     options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
     async with (
         grpc.aio.insecure_channel(addresses.grpc, options=options) as gateway,

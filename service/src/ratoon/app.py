@@ -11,6 +11,7 @@ import socket
 from collections.abc import Generator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Any, cast
 
 import ray
@@ -26,6 +27,7 @@ from ratoon.api.grpc.servicer import PolicyServicer
 from ratoon.api.http.app import create_app
 from ratoon.config import RatoonConfig
 from ratoon.engine.bootstrap import start_engine, stop_engine
+from ratoon.errors import invalid
 from ratoon.log import configure_logging, get_logger
 
 APP_NAME = "ratoon"
@@ -39,11 +41,14 @@ _log = get_logger("app")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceAddresses:
-    """Where the service is: a URL, and host:port of the gateway and of Serve's gRPC proxy."""
+    """Where the service is: a URL, and host:port of the gateway and of Serve's gRPC proxy.
+
+    `serve_grpc` None: that port is off.
+    """
 
     http: str
     grpc: str
-    serve_grpc: str
+    serve_grpc: str | None
 
 
 class Ingress(PolicyServicer):
@@ -95,6 +100,7 @@ def start(config: RatoonConfig, *, show_logs: bool = False) -> ServiceAddresses:
     error. Raises what the parts raise; nothing is left running then.
     """
     configure_logging(config.log_level)
+    _check_bind(config)
     config = _with_ports(config)
     if not ray.is_initialized():
         _connect(config, show_logs=show_logs)
@@ -110,7 +116,7 @@ def start(config: RatoonConfig, *, show_logs: bool = False) -> ServiceAddresses:
     addresses = ServiceAddresses(
         http=f"http://{config.http.host}:{config.http.port}",
         grpc=address,
-        serve_grpc=f"127.0.0.1:{config.grpc.serve_port}",
+        serve_grpc=f"127.0.0.1:{config.grpc.serve_port}" if config.grpc.serve_proxy else None,
     )
     _log.info("service runs", http=addresses.http, grpc=addresses.grpc)
     return addresses
@@ -166,17 +172,37 @@ def _start_serve(config: RatoonConfig, *, show_logs: bool) -> None:
     size = str(config.grpc.max_message_bytes)
     serve.start(
         http_options=HTTPOptions(host=config.http.host, port=config.http.port),
-        grpc_options=gRPCOptions(
-            port=config.grpc.serve_port,
-            grpc_servicer_functions=[SERVICER_FUNCTION],
-            enable_reflection=False,
-        ),
+        grpc_options=_serve_grpc(config),
         controller_options=ControllerOptions(
             runtime_env={"env_vars": {"RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": size}}
         ),
         logging_config=_logging(config),
     )
     serve.run(build_app(config), name=APP_NAME, route_prefix="/")
+
+
+def _serve_grpc(config: RatoonConfig) -> gRPCOptions | None:
+    if not config.grpc.serve_proxy:
+        return None
+    return gRPCOptions(
+        port=config.grpc.serve_port,
+        grpc_servicer_functions=[SERVICER_FUNCTION],
+        enable_reflection=False,
+    )
+
+
+def _check_bind(config: RatoonConfig) -> None:
+    """Serve's gRPC port listens on all interfaces in plain text, whatever the other two do."""
+    public = [host for host in (config.http.host, config.grpc.host) if not _is_loopback(host)]
+    if public and config.grpc.serve_proxy:
+        raise invalid("grpc.serve_proxy", "true", f"false, beside a bind to {public[0]}")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _logging(config: RatoonConfig) -> LoggingConfig:

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ratoon.config import RatoonConfig, load_config
+from ratoon.errors import RatoonError
 
 cli = typer.Typer(
     name="ratoon",
@@ -48,11 +49,15 @@ def serve(config: ConfigOption = None) -> None:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    with app.running(settings, show_logs=True) as addresses:
-        typer.echo(f"http  {addresses.http}")
-        typer.echo(f"grpc  {addresses.grpc}")
-        stop.wait()
-        typer.echo("stopping")
+    try:
+        with app.running(settings, show_logs=True) as addresses:
+            typer.echo(f"http  {addresses.http}")
+            typer.echo(f"grpc  {addresses.grpc}")
+            stop.wait()
+            typer.echo("stopping")
+    except RatoonError as err:
+        typer.echo(err.message, err=True)
+        raise typer.Exit(2) from err
 
 
 @cli.command()

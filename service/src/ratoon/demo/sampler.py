@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,6 @@ from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
     GenerationConfig,
-    PreTrainedModel,
 )
 
 from ratoon.demo.task import Query, tokens
@@ -49,7 +49,8 @@ class Sampler:
         self._max_new_tokens = max_new_tokens
         self._seed = seed
         self._num_draws = 0
-        self._model: PreTrainedModel | None = None
+        # transformers types generate() as a Tensor.
+        self._model: Any = None
         self.version = -1
 
     def load(self, folder: Path, version: int) -> None:
