@@ -1,0 +1,371 @@
+"""The engine on Ray with the real tiny trainer, through `EngineClient` alone.
+
+One cluster, one engine, one policy for the whole module: its tests run in order of seq.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from ray.exceptions import WorkerCrashedError
+from sqlalchemy import create_engine, text
+
+from ratoon.config import RatoonConfig, RayConfig, WorkerConfig
+from ratoon.engine.bootstrap import start_engine, stop_engine
+from ratoon.engine.client import EngineClient
+from ratoon.engine.settings import controller_name, worker_name
+from ratoon.engine.types import (
+    CheckpointInfo,
+    Command,
+    FailedResult,
+    ForwardResult,
+    NoKey,
+    Operation,
+    OperationState,
+    PolicyResult,
+    PolicyState,
+    SeqKey,
+    StepResult,
+    Submission,
+)
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.serial import batch_to_bytes
+from ratoon_proto.codec import decode_tensor
+from ratoon_proto.v1.training_pb2 import ForwardOutput
+from tests import builders
+from tests.conftest import RayCluster
+from tests.engine.harness import (
+    DISCARD,
+    forward,
+    forward_backward,
+    from_forward,
+    load,
+    optim_step,
+    policy_spec,
+    save,
+    update,
+)
+
+POLICY = "tiny-policy"
+SPEC = policy_spec(POLICY, micro_batch_tokens=256)
+
+
+def random_batch(seed: int, num_groups: int = 2) -> RolloutBatch:
+    rng = np.random.default_rng(seed)
+    groups = builders.random_groups(rng, num_groups=num_groups, kinds=("flat",))
+    return builders.validate_groups(groups, builders.limits())
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A running engine; `run` gives a coroutine its own loop and a client."""
+
+    config: RatoonConfig
+
+    def run(self, main: Callable[[EngineClient], Coroutine[Any, Any, Any]]) -> Any:
+        async def connected() -> Any:
+            return await main(await EngineClient.connect(self.config.ray.namespace))
+
+        return asyncio.run(connected())
+
+
+@pytest.fixture(scope="module")
+def engine(ray_cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    assert ray_cluster.address, "the namespace below is this module's own"
+    config = RatoonConfig(
+        data_root=tmp_path_factory.mktemp("engine"),
+        ray=RayConfig(namespace=f"engine-{uuid.uuid4().hex[:8]}"),
+        worker=WorkerConfig(device="cpu", num_threads=1),
+    )
+    start_engine(config)
+    start_engine(config)
+    yield Engine(config)
+    stop_engine(config)
+
+
+def submission(seq: int | None, command: Command, batch: RolloutBatch | None) -> Submission:
+    """The command on `batch`, whose digest it gets."""
+    body = b"" if batch is None else batch_to_bytes(batch)
+    if batch is not None:
+        assert hasattr(command, "body_digest")
+        command = replace(command, body_digest=hashlib.sha256(body).hexdigest())
+    key = NoKey() if seq is None else SeqKey(seq=seq)
+    return Submission(policy_id=POLICY, key=key, command=command, body=body)
+
+
+async def done(client: EngineClient, operation: Operation) -> Operation:
+    ended = await client.get_operation(operation.operation_id, 60.0)
+    assert ended.state is OperationState.DONE, ended
+    return ended
+
+
+async def manifest_digest(client: EngineClient) -> tuple[int, str]:
+    """Number and digest of the newest published weights."""
+    manifest = await client.weight_manifest(POLICY, None)
+    files = {file.name: file.digest for file in manifest.files}
+    return manifest.version, files["model.safetensors"]
+
+
+def test_a_policy_is_created_once(engine: Engine) -> None:
+    async def main(client: EngineClient) -> None:
+        with pytest.raises(RatoonError) as caught:
+            await client.get_policy(POLICY)
+        assert caught.value.code is ErrorCode.POLICY_NOT_FOUND
+        created = await client.create_policy(SPEC)
+        seen = [operation.state async for operation in client.watch_operation(created.operation_id)]
+        assert seen[-1] is OperationState.DONE
+        ended = await client.create_policy(SPEC)
+        assert ended.operation_id == created.operation_id
+        assert isinstance(ended.result, PolicyResult)
+        policy = await client.get_policy(POLICY)
+        assert (policy.state, policy.version, policy.published_version) == (PolicyState.READY, 0, 0)
+        assert policy.info is not None
+        assert policy.info.vocab_size == 260
+        assert await client.list_policies() == (policy,)
+
+    engine.run(main)
+
+
+def test_updates_change_the_weights_that_readers_fetch(engine: Engine) -> None:
+    async def main(client: EngineClient) -> None:
+        before = await manifest_digest(client)
+        last = await client.submit(submission(2, update(0), random_batch(2)))
+        assert last.blocked_by_seq == 1
+        first = await client.submit(submission(1, update(0), random_batch(1)))
+        again = await client.submit(submission(1, update(0), random_batch(1)))
+        assert again.operation_id == first.operation_id
+        ended = await done(client, last)
+        assert isinstance(ended.result, StepResult)
+        assert ended.result.version == 2
+        assert ended.result.report.seconds.publish > 0
+        version, digest = await manifest_digest(client)
+        assert version == 2
+        assert digest != before[1]
+        manifest = await client.weight_manifest(POLICY, 2)
+        model = next(file for file in manifest.files if file.digest == digest)
+        path, described = await client.weight_file(POLICY, 2, model.name)
+        assert described == model
+        start = await client.fetch_chunk(POLICY, digest, 100, 5000)
+        assert start == path.read_bytes()[100:5100]
+
+    engine.run(main)
+
+
+def test_parts_equal_the_update_bit_for_bit(engine: Engine) -> None:
+    """ForwardBackward and OptimStep of a batch, from a checkpoint, give the Update's weights."""
+
+    async def main(client: EngineClient) -> None:
+        saved = await done(client, await client.submit(submission(3, save("two"), None)))
+        assert isinstance(saved.result, CheckpointInfo)
+        assert (saved.result.version, saved.result.replay_from_seq) == (2, 4)
+        assert await client.list_checkpoints(POLICY) == (saved.result,)
+        await done(client, await client.submit(submission(4, update(0), random_batch(4))))
+        updated = await manifest_digest(client)
+        assert updated[0] == 3
+        loading = await client.submit(submission(5, load("two"), None))
+        assert (await done(client, loading)).result == saved.result
+        assert (await client.get_policy(POLICY)).version == 2
+        await client.submit(submission(6, forward_backward(0), random_batch(4)))
+        stepped = await done(client, await client.submit(submission(7, optim_step(), None)))
+        assert isinstance(stepped.result, StepResult)
+        assert stepped.result.version == 4, "3 names other weights"
+        assert await manifest_digest(client) == (4, updated[1])
+
+    engine.run(main)
+
+
+def test_a_forward_serves_the_updates_that_name_it(engine: Engine) -> None:
+    async def main(client: EngineClient) -> None:
+        batch = random_batch(8)
+        read = await done(client, await client.submit(submission(None, forward(0), batch)))
+        assert isinstance(read.result, ForwardResult)
+        data = await client.fetch_chunk(POLICY, read.result.digest, 0, read.result.size_bytes)
+        logprobs = decode_tensor(ForwardOutput.FromString(data).logprobs, max_bytes=len(data))
+        assert logprobs.shape == batch.response_tokens.shape
+        assert np.less(logprobs[batch.loss_mask], 0).all()
+        step = update(0, loss=from_forward(read))
+        reports = []
+        for seq in (8, 9):
+            ended = await done(client, await client.submit(submission(seq, step, batch)))
+            assert isinstance(ended.result, StepResult)
+            reports.append(ended.result.report)
+        assert reports[0].ratio_max == 1.0
+        assert reports[1].ratio_max != 1.0
+
+    engine.run(main)
+
+
+def submit_and_die(namespace: str, operation: Submission) -> None:
+    """A caller whose process is killed with 9 as soon as it has the handle."""
+
+    async def main() -> None:
+        client = await EngineClient.connect(namespace)
+        await client.submit(operation)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    asyncio.run(main())
+
+
+def test_the_caller_that_is_killed_does_not_stop_its_update(engine: Engine) -> None:
+    """Trap 15: a request coroutine owning the update: Serve cancels it when the caller leaves."""
+    operation = submission(10, update(0), random_batch(10, 12))
+    caller = ray.remote(num_cpus=0, max_retries=0)(submit_and_die)
+    with pytest.raises(WorkerCrashedError):
+        ray.get(caller.remote(engine.config.ray.namespace, operation))
+
+    async def main(client: EngineClient) -> None:
+        assert (await client.get_policy(POLICY)).next_seq == 11, "it was accepted"
+        before = (await client.get_policy(POLICY)).version
+        ended = await done(client, await client.submit(operation))
+        assert isinstance(ended.result, StepResult)
+        assert ended.result.version == (await client.get_policy(POLICY)).version
+        assert ended.result.version - before in (0, 1)
+
+    engine.run(main)
+
+
+def test_a_cancelled_update_leaves_the_weights(engine: Engine) -> None:
+    async def main(client: EngineClient) -> None:
+        before = await manifest_digest(client)
+        large = await client.submit(submission(11, update(0), random_batch(11, 40)))
+        queued = await client.submit(submission(12, update(0), random_batch(12)))
+        cancelled = await client.cancel_operation(queued.operation_id)
+        assert cancelled.state is OperationState.CANCELLED
+        await client.cancel_operation(large.operation_id)
+        ended = await client.get_operation(large.operation_id, 60.0)
+        assert ended.state is OperationState.CANCELLED
+        await done(client, await client.submit(submission(13, DISCARD, None)))
+        assert await manifest_digest(client) == before
+
+    engine.run(main)
+
+
+def test_uploaded_parts_are_kept_for_retries(engine: Engine) -> None:
+    async def main(client: EngineClient) -> None:
+        await client.put_upload_part(POLICY, "u", 0, b"first")
+        await client.put_upload_part(POLICY, "u", 1, b"second")
+        for _ in range(2):
+            assert await client.get_upload_parts(POLICY, "u", 2) == [b"first", b"second"]
+        with pytest.raises(RatoonError) as caught:
+            await client.get_upload_parts(POLICY, "u", 3)
+        assert caught.value.code is ErrorCode.UPLOAD_NOT_FOUND
+
+    engine.run(main)
+
+
+def test_counters_equal_the_journal(engine: Engine) -> None:
+    url = f"sqlite:///{engine.config.data_root / 'ratoon.sqlite'}"
+    with create_engine(url).connect() as connection:
+        rows = connection.execute(
+            text("SELECT kind, state, count(*) FROM operations GROUP BY kind, state")
+        ).all()
+    names = {"applied": "done", "failed": "failed", "cancelled": "cancelled"}
+    journal = {(kind, names[state]): count for kind, state, count in rows}
+
+    async def main(client: EngineClient) -> None:
+        shown: dict[tuple[str, str], float] = {}
+        for line in (await client.metrics_text()).decode().splitlines():
+            if line.startswith("ratoon_operations_total{"):
+                labels, value = line.split("{")[1].split("} ")
+                kind, state = (part.split('"')[1] for part in labels.split(","))
+                if state in names.values():
+                    shown[kind, state] = float(value)
+        assert shown == journal
+        assert shown["update", "cancelled"] == 2
+
+    engine.run(main)
+
+
+def test_backends_are_those_of_the_worker(engine: Engine) -> None:
+    async def main(client: EngineClient) -> None:
+        backends = {(backend.op, backend.name): backend for backend in await client.backends()}
+        assert backends["tree_attention", "reference"].available
+        assert backends["tree_attention", "reference"].unavailable_reason == ""
+
+    engine.run(main)
+
+
+def test_killed_processes_come_back_at_the_checkpoint(engine: Engine) -> None:
+    """The worker's loss fails what is past the checkpoint; the controller goes on by itself."""
+
+    async def main(client: EngineClient) -> None:
+        namespace = engine.config.ray.namespace
+        ray.kill(ray.get_actor(controller_name(POLICY), namespace), no_restart=False)
+        step = await done(client, await client.submit(submission(14, update(0), random_batch(14))))
+        assert isinstance(step.result, StepResult)
+        retired = step.result.version
+        ray.kill(ray.get_actor(worker_name(POLICY), namespace))
+        lost = await client.submit(submission(15, update(0), random_batch(15)))
+        ended = await client.get_operation(lost.operation_id, 60.0)
+        assert isinstance(ended.result, FailedResult)
+        assert ended.result.error["code"] == ErrorCode.WORKER_LOST
+        rolled_back = await client.get_operation(step.operation_id, 0.0)
+        assert rolled_back.state is OperationState.FAILED
+        after = await done(client, await client.submit(submission(16, update(0), random_batch(4))))
+        assert isinstance(after.result, StepResult)
+        assert after.result.version == retired + 1
+        first = await manifest_digest(client)
+        await client.submit(submission(17, load("two"), None))
+        again = await done(client, await client.submit(submission(18, update(0), random_batch(4))))
+        assert isinstance(again.result, StepResult)
+        second = await manifest_digest(client)
+        assert (first[0], second[0]) == (after.result.version, again.result.version)
+        assert first[1] == second[1], "the same step from the same checkpoint"
+
+    engine.run(main)
+
+
+def test_a_restarted_engine_brings_its_policies_back(engine: Engine) -> None:
+    stop_engine(engine.config)
+    start_engine(engine.config)
+
+    async def main(client: EngineClient) -> None:
+        for _ in range(600):
+            if (await client.get_policy(POLICY)).version == 2:
+                break
+            await asyncio.sleep(0.05)
+        step = await client.submit(submission(19, update(0), random_batch(4)))
+        ended = await done(client, step)
+        assert isinstance(ended.result, StepResult)
+        policy = await client.get_policy(POLICY)
+        assert (policy.version, policy.next_seq) == (ended.result.version, 20)
+
+    engine.run(main)
+
+
+def test_a_deleted_policy_leaves_nothing(engine: Engine) -> None:
+    async def main(client: EngineClient) -> None:
+        deletion = await client.delete_policy(POLICY)
+        await done(client, deletion)
+        assert await client.list_policies() == ()
+        with pytest.raises(RatoonError) as caught:
+            await client.submit(submission(20, DISCARD, None))
+        assert caught.value.code is ErrorCode.POLICY_NOT_FOUND
+        assert (await client.get_operation(deletion.operation_id, 0.0)).state.is_final
+        assert POLICY not in (await client.metrics_text()).decode()
+        assert list((engine.config.data_root / "policies").iterdir()) == []
+
+    engine.run(main)
+
+
+def test_the_client_needs_no_torch() -> None:
+    """Every ingress replica imports the client: torch would cost each of them its memory."""
+    script = (
+        "import sys, ratoon.engine.client, ratoon.engine.controller_actor, "
+        "ratoon.engine.worker_actor, ratoon.engine.coordinator_actor; "
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
