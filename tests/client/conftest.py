@@ -1,9 +1,9 @@
-"""A fake service on a wire, and a client that gives up quickly."""
+"""A fake service on a wire, and clients of it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import pytest
 
@@ -12,7 +12,8 @@ from tests.client.fake_grpc import serving_grpc
 from tests.client.fake_http import serving_http
 from tests.client.fake_service import FakeService
 
-CONFIG = ClientConfig(timeout_s=1.0, attempt_timeout_s=1.0)
+CONFIG = ClientConfig(timeout_s=20.0)
+HASTY = ClientConfig(timeout_s=1.0)
 
 
 @contextmanager
@@ -39,5 +40,12 @@ def url(service: FakeService, wire: str) -> Iterator[str]:
 
 @pytest.fixture
 def client(url: str) -> Iterator[RatoonClient]:
-    with ExitStack() as stack:
-        yield stack.enter_context(RatoonClient(url, config=CONFIG))
+    with RatoonClient(url, config=CONFIG) as client:
+        yield client
+
+
+@pytest.fixture
+def hasty_client(url: str) -> Iterator[RatoonClient]:
+    """Gives up after a second."""
+    with RatoonClient(url, config=HASTY) as client:
+        yield client

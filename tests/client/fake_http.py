@@ -58,6 +58,11 @@ _PATTERNS = [
 _FILE = _pattern("/v1/policies/{policy_id}/weights/{version}/files/{name}")
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+
 @contextmanager
 def serving_http(service: FakeService) -> Iterator[str]:
     """Gives `http://host:port`."""
@@ -65,8 +70,7 @@ def serving_http(service: FakeService) -> Iterator[str]:
     class Handler(_Handler):
         fake = service
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
+    server = _Server(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=lambda: server.serve_forever(poll_interval=0.02), daemon=True)
     thread.start()
     try:
@@ -147,7 +151,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.fake.slow_chunk()
         chunk: Any = self.fake.handle("FetchWeights", request)
         assert xxhash.xxh3_128_hexdigest(self.fake.file(file.digest)) == file.digest
-        self._send_bytes(206, chunk.data, {"ETag": f'"{file.digest}"'})
+        self._send_bytes(206, chunk.data, {"ETag": self.fake.tag(file.digest)})
 
     def _send(self, status: int, data: object) -> None:
         self._send_bytes(status, json.dumps(data).encode(), {"Content-Type": "application/json"})

@@ -81,11 +81,14 @@ class FakeService:
         # Reads of an operation that still say running, and whether all do.
         self.polls_until_done = 0
         self.is_holding = False
+        self.max_body_bytes = 2**28
         self.steps = 0
         self.result_files: dict[str, bytes] = {}
         self.forward_in_file = False
         # Given a file's bytes and an offset, the chunk as it is sent.
         self.tamper: Callable[[bytes, int], bytes] = lambda data, _: data
+        # What HTTP says is the file's entity tag, from its digest.
+        self.tag: Callable[[str], str] = lambda digest: f'"{digest}"'
         self.max_in_flight = 0
         self._in_flight = 0
 
@@ -349,7 +352,9 @@ class FakeService:
             api_version="v1",
             device="cpu",
             presets=["tiny", "small"],
-            limits=service_pb2.ServerLimits(max_fetch_bytes=CHUNK_BYTES, max_wait_s=60),
+            limits=service_pb2.ServerLimits(
+                max_body_bytes=self.max_body_bytes, max_fetch_bytes=CHUNK_BYTES, max_wait_s=60
+            ),
             library_versions={"torch": "2.13.0"},
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,6 +24,8 @@ from ratoon_client import (
 )
 from ratoon_client.results import WeightFile, WeightManifest
 from ratoon_client.weights.checks import MANIFEST_NAME, check_manifest
+from ratoon_client.weights.threads import in_thread
+from tests.client.conftest import serving
 from tests.client.fake_service import CHUNK_BYTES, FakePolicy, FakeService, LostAnswerError
 
 CONFIG_JSON = b'{"model_type": "llama"}'
@@ -134,7 +137,7 @@ def test_a_chunk_that_is_too_short_is_refused(
 
 
 def test_an_interrupted_pull_goes_on_where_it_stopped(service: FakeService, url: str, root: Path):
-    config = ClientConfig(timeout_s=0.05, attempt_timeout_s=5.0, fetches_in_flight=1)
+    config = ClientConfig(timeout_s=0.8, fetches_in_flight=1)
     fetched = 4
 
     def break_off(data: bytes, offset: int) -> bytes:
@@ -346,3 +349,51 @@ def test_a_full_disk_leaves_the_versions_as_they_were(
             client.pull_weights("p", root)
     assert versions(root) == {"version-1"}
     assert client.pull_weights("p", root).version == 2
+
+
+def test_a_range_of_another_file_is_refused(service: FakeService, root: Path):
+    service.tag = lambda digest: f'"{digest[::-1]}"'
+    with (
+        serving(service, "http") as url,
+        RatoonClient(url) as client,
+        pytest.raises(IntegrityError, match="another file of this name"),
+    ):
+        client.pull_weights("p", root)
+    assert versions(root) == set()
+
+
+async def test_disk_work_has_ended_when_its_caller_goes_on():
+    """Otherwise a cancelled pull would close a file that a thread still writes to."""
+    begun, may_end, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        may_end.wait(10)
+        ended.set()
+
+    task = asyncio.create_task(in_thread(work))
+    await asyncio.to_thread(begun.wait, 10)
+    for _ in range(2):
+        task.cancel()
+        await asyncio.sleep(0.01)
+    assert not task.done()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended.is_set()
+
+
+async def test_disk_work_that_fails_raises_its_error():
+    def work() -> None:
+        raise OSError(5, "broken")
+
+    with pytest.raises(OSError, match="broken"):
+        await in_thread(work)
+
+
+def test_what_a_killed_pull_left_is_removed(client: RatoonClient, root: Path):
+    (root / ".staged-1").mkdir(parents=True)
+    (root / ".staged-1" / "model.safetensors").write_bytes(b"half")
+    (root / ".staged-2").symlink_to("version-9")
+    client.pull_weights("p", root)
+    assert {path.name for path in root.iterdir()} == {"version-1", "latest", ".lock"}

@@ -79,7 +79,7 @@ def test_errors_of_validation_name_the_field(client: RatoonClient):
 
 
 def test_a_refusal_that_may_pass_is_tried_within_the_timeout(
-    service: FakeService, client: RatoonClient
+    service: FakeService, client: RatoonClient, hasty_client: RatoonClient
 ):
     refusal = RefusalError("RESOURCE_EXHAUSTED", retryable=True, wanted="2", free="1")
     service.faults = [Fault(name="Update", error=refusal) for _ in range(2)]
@@ -89,9 +89,9 @@ def test_a_refusal_that_may_pass_is_tried_within_the_timeout(
     service.faults = [Fault(name="Update", error=refusal) for _ in range(1000)]
     start = time.monotonic()
     with pytest.raises(RatoonApiError) as caught:
-        client.policy("p").update(one_group(), loss=LOSS, optim=OPTIM)
+        hasty_client.policy("p").update(one_group(), loss=LOSS, optim=OPTIM)
     assert caught.value.details == {"wanted": "2", "free": "1"}
-    assert time.monotonic() - start < 2.0
+    assert time.monotonic() - start < 5.0
     assert service.calls["Update"] > 5
 
 

@@ -53,9 +53,9 @@ def test_a_seq_given_by_the_caller_is_used_and_counted(client: RatoonClient):
 
 
 def test_after_a_lost_answer_the_same_call_is_the_same_operation(
-    service: FakeService, client: RatoonClient
+    service: FakeService, hasty_client: RatoonClient
 ):
-    session = client.policy("p")
+    session = hasty_client.policy("p")
     session.next_seq()
     lost = [Fault(name="Update", error=LostAnswerError(), is_after=True) for _ in range(1000)]
     service.faults = list(lost)

@@ -48,3 +48,14 @@ def test_a_batch_over_the_threshold_is_uploaded_and_is_the_same_batch(
         again = client.update("p", groups, loss=LOSS, optim=OPTIM, seq=1)
     assert again.operation_id == handle.operation_id
     assert service.calls["UploadPart"] == request.upload.num_parts  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_batch_that_the_service_would_refuse_is_cut_to_its_limit(
+    service: FakeService, client: RatoonClient
+):
+    groups = [group for number in range(6) for group in one_group(f"g{number}", num_tokens=50)]
+    largest = max(message.ByteSize() for message in group_messages(groups))
+    service.max_body_bytes = 4 * largest
+    handle = client.policy("p").update(groups, loss=LOSS, optim=OPTIM)
+    assert handle.result().report.num_groups == 6
+    assert service.calls["UploadPart"] == 3

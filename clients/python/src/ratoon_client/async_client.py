@@ -7,14 +7,13 @@ Enters typed values, leaves typed values and handles. Invariant: one method a ca
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self, Unpack
 
 from ratoon_client import calls
 from ratoon_client.caller import Caller
-from ratoon_client.config import ClientConfig
+from ratoon_client.config import ClientConfig, with_timeouts
 from ratoon_client.errors import RatoonApiError
 from ratoon_client.loss import Loss, Optim
 from ratoon_client.operation import AsyncOperationHandle
@@ -59,14 +58,7 @@ class AsyncRatoonClient:
     ) -> None:
         check_target(target)
         self._target = target
-        config = config or ClientConfig()
-        self._config = replace(
-            config,
-            timeout_s=config.timeout_s if timeout_s is None else timeout_s,
-            attempt_timeout_s=(
-                config.attempt_timeout_s if attempt_timeout_s is None else attempt_timeout_s
-            ),
-        )
+        self._config = with_timeouts(config or ClientConfig(), timeout_s, attempt_timeout_s)
         self._opened: Caller | None = None
 
     async def __aenter__(self) -> Self:

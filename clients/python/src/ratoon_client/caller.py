@@ -6,6 +6,7 @@ effect of sending it once, only after a failure that may pass, and only within t
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -36,15 +37,20 @@ class Caller:
     def __init__(self, transport: Transport, config: ClientConfig) -> None:
         self.transport = transport
         self.config = config
-        self._chunk_bytes: int | None = None
+        self._limits: service_pb2.ServerLimits | None = None
+        self._limits_lock = asyncio.Lock()
+
+    async def limits(self) -> service_pb2.ServerLimits:
+        """What the service takes; it is asked once."""
+        async with self._limits_lock:
+            if self._limits is None:
+                info = await self.call(GET_SERVER_INFO, service_pb2.GetServerInfoRequest())
+                self._limits = info.limits
+            return self._limits
 
     async def chunk_bytes(self) -> int:
-        """The longest range that client and service both take; the service is asked once."""
-        if self._chunk_bytes is None:
-            info = await self.call(GET_SERVER_INFO, service_pb2.GetServerInfoRequest())
-            limit = info.limits.max_fetch_bytes or self.config.chunk_bytes
-            self._chunk_bytes = min(limit, self.config.chunk_bytes)
-        return self._chunk_bytes
+        """The longest range of a file that client and service both take."""
+        return min((await self.limits()).max_fetch_bytes, self.config.chunk_bytes)
 
     async def call(
         self,

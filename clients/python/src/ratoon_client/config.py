@@ -7,7 +7,7 @@ environment.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MIB = 2**20
 URL_VARIABLE = "RATOON_URL"
@@ -29,6 +29,19 @@ class ClientConfig:
     part_bytes: int = 16 * MIB
     fetches_in_flight: int = 4
     chunk_bytes: int = 16 * MIB
+
+
+def with_timeouts(
+    config: ClientConfig, timeout_s: float | None, attempt_timeout_s: float | None
+) -> ClientConfig:
+    """`config`, but for the times that are given."""
+    return replace(
+        config,
+        timeout_s=config.timeout_s if timeout_s is None else timeout_s,
+        attempt_timeout_s=(
+            config.attempt_timeout_s if attempt_timeout_s is None else attempt_timeout_s
+        ),
+    )
 
 
 def default_url() -> str:

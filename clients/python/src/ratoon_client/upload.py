@@ -19,13 +19,16 @@ BatchSource = rollout_pb2.RolloutBatch | rollout_pb2.UploadedBatch
 async def batch_source(
     caller: Caller, policy_id: str, groups: list[rollout_pb2.RolloutGroup]
 ) -> BatchSource:
-    """The groups themselves, or, above the client's threshold, the upload that now holds them."""
+    """The groups themselves, or, where client or service want them cut, the upload of them."""
     config = caller.config
-    if sum(group.ByteSize() for group in groups) <= config.upload_above_bytes:
+    # A body in base64 is a third larger than its bytes.
+    most_bytes = (await caller.limits()).max_body_bytes // 2
+    size_bytes = sum(group.ByteSize() for group in groups)
+    if size_bytes <= min(config.upload_above_bytes, most_bytes):
         return rollout_pb2.RolloutBatch(groups=groups)
     upload_id = uuid.uuid4().hex
     num_parts = 0
-    for part in split_parts(groups, config.part_bytes):
+    for part in split_parts(groups, min(config.part_bytes, most_bytes)):
         request = service_pb2.UploadPartRequest(
             policy_id=policy_id, upload_id=upload_id, part_index=num_parts, groups=part
         )

@@ -29,7 +29,10 @@ class LoopThread:
         return self._loop.is_closed()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The coroutine's result, in the calling thread."""
+        """The coroutine's result, in the calling thread. Raises RuntimeError once stopped."""
+        if self.is_stopped:
+            coroutine.close()
+            raise RuntimeError("the client is closed")
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()
@@ -46,7 +49,8 @@ class LoopThread:
                 except StopAsyncIteration:
                     return
         finally:
-            self.run(items.aclose())
+            if not self.is_stopped:
+                self.run(items.aclose())
 
     def stop(self) -> None:
         """Threads that still wait for something get CancelledError."""

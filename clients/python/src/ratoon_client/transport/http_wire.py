@@ -129,7 +129,7 @@ class HttpTransport:
     async def _transport_errors(self, url: str) -> AsyncGenerator[None, None]:
         try:
             yield
-        except httpx.TransportError as err:
+        except httpx.RequestError as err:
             text = str(err) or type(err).__name__
             raise TransportError(f"{url} at {self._base_url}: {text}") from err
 

@@ -6,6 +6,8 @@ Invariant: a target that names no wire we have is refused before anything is sen
 
 from __future__ import annotations
 
+import httpx
+
 from ratoon_client.config import ClientConfig
 from ratoon_client.errors import InvalidArgumentError
 from ratoon_client.transport.base import Transport
@@ -31,4 +33,7 @@ def open_transport(target: str, config: ClientConfig) -> Transport:
     scheme, rest = check_target(target)
     if scheme == "grpc":
         return GrpcTransport(rest, config)
-    return HttpTransport(f"{scheme}://{rest}", config)
+    try:
+        return HttpTransport(f"{scheme}://{rest}", config)
+    except httpx.InvalidURL as err:
+        raise InvalidArgumentError("target", repr(target), f"a URL ({err})") from err
