@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ratoon_kernels import BackendUnavailableError, list_backends, registry, select_backend
+from ratoon_kernels.tree_attention import reference
 
 OPS = ("tree_attention", "token_logprobs")
 CPU = torch.device("cpu")
@@ -24,14 +25,8 @@ def backend_for_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleTy
             f"head_dim {head_dim} on {device.type} is not supported" if head_dim != 64 else None
         ),
     )
-    monkeypatch.setitem(sys.modules, "fast_attention", module)
-    modules = {
-        "tree_attention": {
-            "fast": "fast_attention",
-            "reference": "ratoon_kernels.tree_attention.reference",
-        }
-    }
-    monkeypatch.setattr(registry, "_BACKEND_MODULES", modules)
+    backends = {"tree_attention": {"fast": module, "reference": reference}}
+    monkeypatch.setattr(registry, "_BACKENDS", backends)
     registry._log_choice.cache_clear()
     yield module
     registry._log_choice.cache_clear()

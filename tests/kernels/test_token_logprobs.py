@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ratoon_kernels import KernelArgumentError, token_logprobs
 from ratoon_kernels.token_logprobs import reference
-from ratoon_kernels.token_logprobs.op import TokenLogprobsBackend
 from ratoon_kernels.token_logprobs.operands import Operands
 from tests.kernels.forests import relative_error
 
@@ -206,7 +205,6 @@ def test_nothing_of_rows_times_vocabulary_is_made(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_op_passes_opcheck_and_compiles_as_a_full_graph() -> None:
-    backend: TokenLogprobsBackend = reference
     case = _case(6, 37, 9, dtype=torch.float32)
     hidden_RD, lm_head_VD = case.hidden_RD.requires_grad_(), case.lm_head_VD.requires_grad_()
     rest = (case.targets_M, case.row_of_target_M, case.temperature_R)
@@ -220,7 +218,7 @@ def test_the_op_passes_opcheck_and_compiles_as_a_full_graph() -> None:
         row_of_target_M=case.row_of_target_M,
         temperature_R=case.temperature_R,
     )
-    _, entropy_R, lse_R = backend.forward(operands)
+    _, entropy_R, lse_R = reference.forward(operands)
     for needs_lm_head in (True, False):
         args = (None, case.dentropy_R, *tensors, *rest, entropy_R, lse_R, needs_lm_head)
         op = torch.ops.ratoon.token_logprobs_backward.default

@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from ratoon_kernels import KernelArgumentError, TreeLayout, tree_attention
 from ratoon_kernels.tree_attention import block_flash, block_math, blocks, reference
-from ratoon_kernels.tree_attention.op import TreeAttentionBackend
 from ratoon_kernels.tree_attention.operands import Operands, Span
 from tests.kernels.forests import (
     NAMED,
@@ -312,11 +311,6 @@ def test_activation_checkpointing_gives_the_same_gradients() -> None:
     again = run(lambda q, k, v: checkpoint(attend, q, k, v, use_reentrant=False), problem)
     for name, value in kept.items():
         assert torch.equal(value, again[name]), name
-
-
-def test_the_reference_has_every_function_of_the_protocol() -> None:
-    backend: TreeAttentionBackend = reference
-    assert backend.plan(NAMED["star"].layout())[0].shape == (10, 4)
 
 
 def _good() -> dict[str, Any]:

@@ -3,53 +3,30 @@
 In: an op's name, the backend asked for (or None), and the device, dtype and width of the call.
 Out: the name of one backend that can serve it. Invariant: a backend asked for by name is that
 backend or an error with its reason; another one never takes its place.
-
-A backend is one module with two functions beside the op's own (its protocol is in `op.py`):
-`unavailable_reason()` about this machine and `unsupported_reason(device, dtype, head_dim)` about a
-call. It is imported when first asked about; a module that needs an optional package imports that
-package inside its functions, so that `unavailable_reason` can say what is missing. A new backend
-is that module and one line in `_BACKEND_MODULES`.
 """
 
 import functools
-import importlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, Protocol, cast
+from typing import Final
 
 import torch
 
+from ratoon_kernels.backend import Backend
 from ratoon_kernels.errors import BackendUnavailableError
+from ratoon_kernels.token_logprobs import backends as token_logprobs
+from ratoon_kernels.tree_attention import backends as tree_attention
 
 _logger = logging.getLogger(__name__)
 
-# In order of preference, the best first.
-_BACKEND_MODULES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
+_BACKENDS: Final[Mapping[str, Mapping[str, Backend]]] = MappingProxyType(
     {
-        "tree_attention": MappingProxyType(
-            {"reference": "ratoon_kernels.tree_attention.reference"},
-        ),
-        "token_logprobs": MappingProxyType(
-            {"reference": "ratoon_kernels.token_logprobs.reference"},
-        ),
+        tree_attention.OP: tree_attention.BACKENDS,
+        token_logprobs.OP: token_logprobs.BACKENDS,
     }
 )
-
-
-class Backend(Protocol):
-    """What every backend module answers, whatever its op."""
-
-    def unavailable_reason(self) -> str | None:
-        """Returns why this machine cannot run the backend at all, or None."""
-        ...
-
-    def unsupported_reason(
-        self, device: torch.device, dtype: torch.dtype, head_dim: int, /
-    ) -> str | None:
-        """Returns why the backend does not serve such a call, or None."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,25 +39,12 @@ class BackendStatus:
     reason: str
 
 
-@torch.compiler.assume_constant_result
-def load_backend(op: str, name: str) -> object:
-    """Imports the module of a backend.
-
-    Raises:
-        BackendUnavailableError: The op has no backend of that name.
-    """
-    modules = _BACKEND_MODULES[op]
-    if name not in modules:
-        raise BackendUnavailableError(op, name, f"there is none of that name, only {list(modules)}")
-    return importlib.import_module(modules[name])
-
-
 def list_backends() -> list[BackendStatus]:
     """Returns every backend of every op, best first, with its reason where it is unavailable."""
     statuses: list[BackendStatus] = []
-    for op, modules in _BACKEND_MODULES.items():
-        for name in modules:
-            reason = cast(Backend, load_backend(op, name)).unavailable_reason()
+    for op, backends in _BACKENDS.items():
+        for name, backend in backends.items():
+            reason = backend.unavailable_reason()
             statuses.append(
                 BackendStatus(op=op, name=name, is_available=reason is None, reason=reason or "")
             )
@@ -107,10 +71,13 @@ def select_backend(
     Raises:
         BackendUnavailableError: The one asked for cannot serve the call, or none can.
     """
-    names = list(_BACKEND_MODULES[op]) if requested is None else [requested]
+    backends = _BACKENDS[op]
+    if requested is not None and requested not in backends:
+        reason = f"there is none of that name, only {list(backends)}"
+        raise BackendUnavailableError(op, requested, reason)
     refusals: list[str] = []
-    for name in names:
-        backend = cast(Backend, load_backend(op, name))
+    for name in backends if requested is None else [requested]:
+        backend = backends[name]
         reason = backend.unavailable_reason() or backend.unsupported_reason(device, dtype, head_dim)
         if reason is None:
             _log_choice(op, name)

@@ -6,29 +6,16 @@ checked before the op, where torch.compile guards them; values inside it, on the
 at them costs no synchronisation.
 """
 
-from typing import Any, Final, Protocol, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ratoon_kernels.errors import KernelArgumentError
 from ratoon_kernels.precision import ACCUMULATION_DTYPES, accumulation_dtype
-from ratoon_kernels.registry import load_backend, select_backend
+from ratoon_kernels.registry import select_backend
+from ratoon_kernels.token_logprobs.backends import BACKENDS, OP
 from ratoon_kernels.token_logprobs.operands import Operands, Upstream
-
-OP: Final = "token_logprobs"
-
-
-class TokenLogprobsBackend(Protocol):
-    """What a backend module of this op gives, beside the registry's two functions."""
-
-    def forward(self, operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns logprob_M, entropy_R and lse_R in the accumulation dtype."""
-        ...
-
-    def backward(self, operands: Operands, upstream: Upstream) -> tuple[Tensor, Tensor]:
-        """Returns dhidden_RD and dlm_head_VD, the latter without rows where not asked for."""
-        ...
 
 
 def token_logprobs(
@@ -135,10 +122,6 @@ def _require_all(holds: Tensor, name: str, values: Tensor, rule: str) -> None:
         raise KernelArgumentError(name, f"value {values[first].item()} at {first}, expected {rule}")
 
 
-def _backend_of(name: str) -> TokenLogprobsBackend:
-    return cast(TokenLogprobsBackend, load_backend(OP, name))
-
-
 @torch.library.custom_op("ratoon::token_logprobs", mutates_args=())
 def _forward(
     hidden_RD: Tensor,
@@ -156,7 +139,7 @@ def _forward(
         temperature_R=temperature_R,
     )
     _check_values(operands)
-    return _backend_of(backend).forward(operands)
+    return BACKENDS[backend].forward(operands)
 
 
 @_forward.register_fake
@@ -198,7 +181,7 @@ def _backward(
         lse_R=lse_R,
         needs_lm_head=needs_lm_head,
     )
-    return _backend_of(backend).backward(operands, upstream)
+    return BACKENDS[backend].backward(operands, upstream)
 
 
 @_backward.register_fake

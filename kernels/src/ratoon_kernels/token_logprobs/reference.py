@@ -37,7 +37,7 @@ def forward(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
     head_VD = operands.lm_head_VD.to(dtype)
     for chunk in _chunks(operands):
         logits_RV = _scaled_logits(operands, head_VD, chunk)
-        # By hand: torch.logsumexp took as long as the product that made the logits, times three.
+        # By hand: torch.logsumexp took three times as long as the product that makes the logits.
         max_R = logits_RV.amax(dim=-1)
         exp_RV = logits_RV.sub_(max_R[:, None]).exp()
         sum_R = exp_RV.sum(dim=-1)

@@ -6,44 +6,17 @@ graph or a checkpoint records is one, `ratoon::tree_attention`, whatever the bac
 """
 
 from collections.abc import Sequence
-from typing import Any, Final, Protocol, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ratoon_kernels.layout import TreeLayout
 from ratoon_kernels.precision import accumulation_dtype
-from ratoon_kernels.registry import load_backend, select_backend
+from ratoon_kernels.registry import select_backend
+from ratoon_kernels.tree_attention.backends import BACKENDS, OP
 from ratoon_kernels.tree_attention.checks import check_operands, check_whole
 from ratoon_kernels.tree_attention.operands import Operands, Span, Upstream
-
-OP: Final = "tree_attention"
-
-
-class TreeAttentionBackend(Protocol):
-    """What a backend module of this op gives, beside the registry's two functions."""
-
-    def plan(self, layout: TreeLayout) -> list[Tensor]:
-        """Returns the tensors of a layout that it reads beside `end_T`."""
-        ...
-
-    def forward(self, operands: Operands) -> tuple[Tensor, Tensor]:
-        """Returns out_TNH (dtype of q) and lse_NT of the whole forest, contiguous."""
-        ...
-
-    def backward(self, operands: Operands, upstream: Upstream) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns dq_TNH, dk_TKH and dv_TKH of the whole forest, contiguous."""
-        ...
-
-    def partial_forward(self, operands: Operands) -> tuple[Tensor, Tensor]:
-        """Returns out_QNH and lse_NQ over the keys at hand, in the accumulation dtype."""
-        ...
-
-    def partial_backward(
-        self, operands: Operands, upstream: Upstream, dk_acc_SKH: Tensor, dv_acc_SKH: Tensor
-    ) -> Tensor:
-        """Adds to the two buffers and returns dq_QNH, all in the accumulation dtype."""
-        ...
 
 
 def tree_attention(
@@ -81,13 +54,8 @@ def tree_attention(
     check_operands({"q_TNH": q_TNH, "k_TKH": k_TKH, "v_TKH": v_TKH}, layout, scale)
     check_whole(q_TNH, k_TKH, layout)
     name = select_backend(OP, backend, q_TNH.device, q_TNH.dtype, q_TNH.shape[-1])
-    plan = backend_of(name).plan(layout)
+    plan = BACKENDS[name].plan(layout)
     return _forward(q_TNH, k_TKH, v_TKH, layout.end_T, plan, scale, name, deterministic)
-
-
-def backend_of(name: str) -> TreeAttentionBackend:
-    """Returns the module of a backend that `select_backend` chose."""
-    return cast(TreeAttentionBackend, load_backend(OP, name))
 
 
 @torch.library.custom_op("ratoon::tree_attention", mutates_args=())
@@ -102,7 +70,7 @@ def _forward(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
     operands = _whole(q_TNH, k_TKH, v_TKH, end_T, plan, scale, deterministic)
-    return backend_of(backend).forward(operands)
+    return BACKENDS[backend].forward(operands)
 
 
 @_forward.register_fake
@@ -131,7 +99,7 @@ def _backward(
     # Autograd gives expanded gradients (of a sum, say), which kernels do not read.
     dout_TNH = dout_TNH if dout_TNH.stride(-1) == 1 else dout_TNH.contiguous()
     upstream = Upstream(dout_QNH=dout_TNH, dlse_NQ=dlse_NT, out_QNH=out_TNH, lse_NQ=lse_NT)
-    return backend_of(backend).backward(operands, upstream)
+    return BACKENDS[backend].backward(operands, upstream)
 
 
 @_backward.register_fake

@@ -16,6 +16,7 @@ from ratoon_kernels.errors import KernelArgumentError
 from ratoon_kernels.layout import TreeLayout
 from ratoon_kernels.precision import accumulation_dtype
 from ratoon_kernels.registry import select_backend
+from ratoon_kernels.tree_attention.backends import BACKENDS, OP, TreeAttentionBackend
 from ratoon_kernels.tree_attention.checks import (
     check_accumulator,
     check_inner_stride,
@@ -23,7 +24,6 @@ from ratoon_kernels.tree_attention.checks import (
     check_operands,
     check_range,
 )
-from ratoon_kernels.tree_attention.op import OP, TreeAttentionBackend, backend_of
 from ratoon_kernels.tree_attention.operands import Operands, Span, Upstream
 
 
@@ -174,7 +174,7 @@ def _prepare(
     check_range("query_start", query_start, q_QNH.shape[0], layout)
     check_range("key_start", key_start, k_SKH.shape[0], layout)
     name = select_backend(OP, backend, q_QNH.device, q_QNH.dtype, q_QNH.shape[-1])
-    chosen = backend_of(name)
+    chosen = BACKENDS[name]
     operands = Operands(
         q_QNH=q_QNH,
         k_SKH=k_SKH,

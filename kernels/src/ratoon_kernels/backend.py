@@ -1,0 +1,24 @@
+"""What every backend module answers, whatever its op.
+
+In: nothing but the call's device, dtype and width. Out: a reason, or None. Invariant: importing a
+backend's module needs torch and numpy alone; a package that it needs beside them is imported inside
+its functions, so that `unavailable_reason` can say that it is missing.
+"""
+
+from typing import Protocol
+
+import torch
+
+
+class Backend(Protocol):
+    """A backend of any op; each op's own protocol adds what it computes."""
+
+    def unavailable_reason(self) -> str | None:
+        """Returns why this machine cannot run the backend at all, or None."""
+        ...
+
+    def unsupported_reason(
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, /
+    ) -> str | None:
+        """Returns why the backend does not serve such a call, or None."""
+        ...

@@ -1,0 +1,31 @@
+"""The backends of token log-probs: the protocol of their modules, and which there are.
+
+In: nothing. Out: `BACKENDS`. Invariant: best first; a new backend is one module and one line here.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final, Protocol
+
+from torch import Tensor
+
+from ratoon_kernels.backend import Backend
+from ratoon_kernels.token_logprobs import reference
+from ratoon_kernels.token_logprobs.operands import Operands, Upstream
+
+OP: Final = "token_logprobs"
+
+
+class TokenLogprobsBackend(Backend, Protocol):
+    """A backend module of this op."""
+
+    def forward(self, operands: Operands, /) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns logprob_M, entropy_R and lse_R in the accumulation dtype."""
+        ...
+
+    def backward(self, operands: Operands, upstream: Upstream, /) -> tuple[Tensor, Tensor]:
+        """Returns dhidden_RD and dlm_head_VD, the latter without rows where not asked for."""
+        ...
+
+
+BACKENDS: Final[Mapping[str, TokenLogprobsBackend]] = MappingProxyType({"reference": reference})

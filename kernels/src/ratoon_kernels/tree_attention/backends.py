@@ -1,0 +1,49 @@
+"""The backends of tree attention: the protocol of their modules, and which there are.
+
+In: nothing. Out: `BACKENDS`. Invariant: best first; a new backend is one module and one line here.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final, Protocol
+
+from torch import Tensor
+
+from ratoon_kernels.backend import Backend
+from ratoon_kernels.layout import TreeLayout
+from ratoon_kernels.tree_attention import reference
+from ratoon_kernels.tree_attention.operands import Operands, Upstream
+
+OP: Final = "tree_attention"
+
+
+class TreeAttentionBackend(Backend, Protocol):
+    """A backend module of this op."""
+
+    def plan(self, layout: TreeLayout, /) -> list[Tensor]:
+        """Returns the tensors of a layout that it reads beside `end_T`.
+
+        torch.compile traces it: it only picks what the layout holds already.
+        """
+        ...
+
+    def forward(self, operands: Operands, /) -> tuple[Tensor, Tensor]:
+        """Returns out_TNH (dtype of q) and lse_NT of the whole forest, contiguous."""
+        ...
+
+    def backward(self, operands: Operands, upstream: Upstream, /) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns dq_TNH, dk_TKH and dv_TKH of the whole forest, contiguous."""
+        ...
+
+    def partial_forward(self, operands: Operands, /) -> tuple[Tensor, Tensor]:
+        """Returns out_QNH and lse_NQ over the keys at hand, in the accumulation dtype."""
+        ...
+
+    def partial_backward(
+        self, operands: Operands, upstream: Upstream, dk_acc_SKH: Tensor, dv_acc_SKH: Tensor, /
+    ) -> Tensor:
+        """Adds to the two buffers and returns dq_QNH, all in the accumulation dtype."""
+        ...
+
+
+BACKENDS: Final[Mapping[str, TreeAttentionBackend]] = MappingProxyType({"reference": reference})
