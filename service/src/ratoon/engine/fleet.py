@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 _LOG = get_logger("fleet")
 _PLACEMENT_S = 8.0
 _GRACE_S = 10.0
+_RELEASE_S = 1.0
+_POLL_S = 0.1
 # Long polls wait inside a controller.
 _MAX_CONCURRENCY = 10_000
 
@@ -62,10 +64,8 @@ class RayFleet:
                 got=str(spec.num_workers),
                 expected="1",
             )
-        if self.device != "cpu":
-            free = float(ray.available_resources().get("GPU", 0.0))
-            if free < 1:
-                raise _no_gpu(free)
+        if self.device != "cpu" and (free := await _free_gpus()) < 1:
+            raise _no_gpu(free)
 
     async def start(self, spec: PolicySpec) -> None:
         group = None if self.device == "cpu" else await self._place(spec.policy_id)
@@ -145,6 +145,16 @@ def _find_group(policy_id: str) -> PlacementGroup | None:
 
 def _total_gpus() -> float:
     return float(ray.cluster_resources().get("GPU", 0.0))
+
+
+async def _free_gpus() -> float:
+    """GPUs that nobody has; a policy that has just ended may take a moment to give its own back."""
+    deadline = asyncio.get_running_loop().time() + _RELEASE_S
+    while True:
+        free = float(ray.available_resources().get("GPU", 0.0))
+        if free >= 1 or asyncio.get_running_loop().time() >= deadline:
+            return free
+        await asyncio.sleep(_POLL_S)
 
 
 def _no_gpu(free: float) -> RatoonError:
