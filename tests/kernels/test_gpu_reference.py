@@ -66,6 +66,6 @@ def test_token_logprobs_equal_the_cpu() -> None:
             backend="reference",
         )  # fmt: skip
         grads = torch.autograd.grad(logprob.sum() + (entropy * entropy).sum(), leaves)
-        results.append([x.cpu() for x in (logprob, entropy, *grads)])
+        results.append([x.detach().cpu() for x in (logprob, entropy, *grads)])
     for on_cpu, on_gpu in zip(*results, strict=True):
         assert relative_error(on_gpu, on_cpu) < 1e-12
