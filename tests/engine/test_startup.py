@@ -48,6 +48,21 @@ async def test_an_operation_whose_acceptance_was_lost_runs_once(machine: Machine
     assert machine.weights == [([1.0], RATE)]
 
 
+async def test_a_cancel_whose_answer_was_lost_is_not_run_all_the_same(machine: Machine) -> None:
+    machine.faults.holds[1.0] = threading.Event()
+    first = await machine.update(1, 1)
+    await started(machine, first)
+    doomed = await machine.update(2, 2)
+    machine.journal.lost.add("end")
+    with pytest.raises(RatoonError) as caught:
+        await machine.controller.cancel_operation(doomed.operation_id)
+    assert caught.value.code is ErrorCode.UNAVAILABLE
+    machine.faults.holds[1.0].set()
+    assert code_of(await machine.end(doomed)) == ErrorCode.CANCELLED
+    await machine.end(await machine.update(3, 3))
+    assert machine.weights == [([1.0], RATE), ([3.0], RATE)]
+
+
 async def test_a_restarted_controller_goes_on_with_its_queue_and_window(machine: Machine) -> None:
     machine.faults.breaks.add(20.0)
     machine.faults.holds[30.0] = threading.Event()

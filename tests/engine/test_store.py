@@ -12,6 +12,7 @@ from sqlalchemy.exc import IntegrityError
 from ratoon.engine.fenced import FencedStore
 from ratoon.engine.journal import (
     FencedError,
+    JournalConflictError,
     JournalState,
     OperationEnd,
     OperationRecord,
@@ -137,7 +138,8 @@ def test_a_repeated_write_changes_nothing(stores: Stores) -> None:
     record = stores.accept(1)
     stores.fenced.accept(stores.token, record, 2)
     stores.end(1, 1)
-    stores.fenced.begin(stores.token, "p.1", 5.0, {"plan": {}})
+    with pytest.raises(JournalConflictError):
+        stores.fenced.begin(stores.token, "p.1", 5.0, {"plan": {}})
     stores.end(1, 7, state=JournalState.FAILED)
     found, policy = stores.store.find_operation("p.1"), stores.store.policy("p")
     assert found is not None

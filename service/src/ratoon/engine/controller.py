@@ -76,7 +76,7 @@ class Controller:
         """Take nothing more, cancel what is open, and stop; for a policy that is deleted."""
         self._run.state = PolicyState.DELETING
         for live in self._run.ledger.open_operations():
-            with contextlib.suppress(RatoonError):
+            with contextlib.suppress(Exception):  # The policy and its journal go anyway.
                 await self.cancel_operation(live.operation_id)
         await self._turns.stop(grace_s)
         for live in self._run.ledger.open_operations():
@@ -99,15 +99,14 @@ class Controller:
                 self._check_ready()
                 first = await self._first(submission)
                 record = first or await self._accept(operation_id, submission)
-        except RatoonError:
-            await self._admission.drop(operation_id, submission)
-            raise
         except JournalUnknownError as err:
-            self._turns.restart()
-            raise RatoonError(ErrorCode.UNAVAILABLE, "the journal does not answer") from err
+            raise self._unknown() from err
         except FencedError as err:
             self._run.state = PolicyState.FAILED
             raise RatoonError(ErrorCode.UNAVAILABLE, "another controller took over") from err
+        except Exception:
+            await self._admission.drop(operation_id, submission)
+            raise
         if first is not None:
             await self._admission.drop(operation_id, submission)
         live = self._run.ledger.find(record.operation_id)
@@ -151,7 +150,10 @@ class Controller:
             await live.wait_change(min(remaining, _PROGRESS_S) if live.is_started else remaining)
 
     async def cancel_operation(self, operation_id: str) -> Operation:
-        """End a queued operation, ask a running one to stop; an ended one stays as it is."""
+        """End a queued operation, ask a running one to stop; an ended one stays as it is.
+
+        Raises OPERATION_NOT_FOUND, UNAVAILABLE where the journal does not answer.
+        """
         live = self._run.ledger.find(operation_id)
         if live is None:
             return _ended(await self._past(operation_id))
@@ -237,13 +239,21 @@ class Controller:
                 closes_window=False,
                 checkpoint=None,
             )
-            await run.ports.journal.end(run.token, run.policy_id, end)
+            try:
+                await run.ports.journal.end(run.token, run.policy_id, end)
+            except Exception as err:
+                raise self._unknown() from err
             run.sequencer.consume(record.seq)
         live.end(JournalState.CANCELLED, result, now)
         run.ledger.settle(live)
         run.send(telemetry.entered(live.record, JournalState.CANCELLED))
         if record.body_digest:
             await run.bodies.release(record.operation_id, record.body_digest)
+
+    def _unknown(self) -> RatoonError:
+        """A write was not answered: no turn is taken before the journal has been read again."""
+        self._turns.restart()
+        return RatoonError(ErrorCode.UNAVAILABLE, "the journal does not answer; ask again")
 
     async def _past(self, operation_id: str) -> OperationRecord:
         """A journaled operation that is no longer in memory. Raises OPERATION_NOT_FOUND."""

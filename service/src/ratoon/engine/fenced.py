@@ -18,6 +18,7 @@ from ratoon.engine.codec import to_text
 from ratoon.engine.journal import (
     LIFE_KINDS,
     FencedError,
+    JournalConflictError,
     JournalState,
     OperationEnd,
     OperationRecord,
@@ -81,12 +82,12 @@ class FencedStore:
     def begin(
         self, token: int, operation_id: str, started_at: float, plan: dict[str, object] | None
     ) -> None:
-        """What was decided is durable before any of it is applied."""
+        """What was decided is durable before any of it is applied; an ended one is not begun."""
         with self._engine.begin() as connection:
             record = require_operation(connection, operation_id)
             _fence(connection, record.policy_id, token)
             if record.state.is_final:
-                return
+                raise JournalConflictError(f"{operation_id} is {record.state}")
             set_operation(
                 connection,
                 operation_id,

@@ -44,6 +44,10 @@ class FencedError(Exception):
     """A newer controller owns the policy: whoever gets this stops, and touches nothing more."""
 
 
+class JournalConflictError(Exception):
+    """The operation ended already, in another way than the caller believes."""
+
+
 class JournalState(StrEnum):
     ACCEPTED = "accepted"
     APPLYING = "applying"
@@ -202,7 +206,9 @@ class Journal(Protocol):
 
     async def begin(
         self, token: int, operation_id: str, started_at: float, plan: dict[str, object] | None
-    ) -> None: ...
+    ) -> None:
+        """Raises `JournalConflictError` where the operation has ended."""
+        ...
 
     async def end(self, token: int, policy_id: str, end: OperationEnd) -> None: ...
 

@@ -121,6 +121,8 @@ class TurnLoop:
         """Run one thing, or wait for a wake-up; whether anything ran."""
         self._wake.clear()
         async with self._lock:
+            if self._must_restart:
+                return False
             between, turn = self._pick_between(), self._pick_turn()
             steps = [between, turn] if self._prefers_between else [turn, between]
             step = next((step for step in steps if step is not None), None)

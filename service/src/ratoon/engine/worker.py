@@ -129,6 +129,7 @@ class WorkerCore:
         """How the batch is cut. Raises `RatoonError`; touches no state."""
         self.fence(token)
         runner = self._loaded()
+        self._meter = Meter(started=time.perf_counter())
         try:
             return runner.prepare(command, Path(body_path), old_logprobs)
         except RatoonError:
