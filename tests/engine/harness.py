@@ -207,12 +207,16 @@ class LocalJournal:
 
 
 class LocalWorker:
-    """`WorkerPort` over the real core on one thread, and what a kill does to it."""
+    """`WorkerPort` over the real core on one thread, and what a kill does to it.
+
+    `loses_restore`: the next call of `restore` never arrives.
+    """
 
     def __init__(self, faults: Faults) -> None:
         self._faults = faults
         self.trainers: list[FakeTrainer] = []
         self.is_dead = False
+        self.loses_restore = False
         self._start()
 
     @property
@@ -262,6 +266,9 @@ class LocalWorker:
         return await self._run(lambda: self.core.forward(token, task))
 
     async def restore(self, token: int, tasks: tuple[ForwardBackwardTask, ...]) -> None:
+        if self.loses_restore:
+            self.loses_restore = False
+            raise ConnectionError("the call was lost")
         await self._run(lambda: self.core.restore(token, tasks))
 
     async def publish(

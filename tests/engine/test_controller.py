@@ -421,6 +421,15 @@ async def test_watching_shows_progress_and_the_end(machine: Machine) -> None:
     assert now.progress.micro_batches_done == 2
 
 
+async def test_watching_a_blocked_operation_shows_which_seq_it_waits_for(machine: Machine) -> None:
+    seen = await machine.update(3, 3)
+    watching = asyncio.create_task(machine.controller.watch_operation(seen, 20.0))
+    await asyncio.sleep(0.02)
+    await machine.update(1, 1)
+    seen = await asyncio.wait_for(watching, 5.0)
+    assert (seen.state, seen.blocked_by_seq) == (OperationState.QUEUED, 2)
+
+
 async def test_an_unknown_operation_is_not_found(machine: Machine) -> None:
     for operation_id in ("p.0", "p.create", "q.0"):
         with pytest.raises(RatoonError) as caught:

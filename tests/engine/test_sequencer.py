@@ -61,6 +61,8 @@ class SequencerMachine(RuleBasedStateMachine):
         free = self.first_free(set(self.accepted))
         assert self.sequencer.turn == self.turn
         assert self.sequencer.next_free == free
+        ahead = [seq for seq in self.accepted if seq >= self.turn]
+        assert self.sequencer.highest == max(ahead, default=0)
         for seq in self.accepted:
             if seq >= self.turn:
                 assert self.sequencer.blocked_by(seq) == (free if free < seq else 0)

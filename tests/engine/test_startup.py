@@ -48,6 +48,31 @@ async def test_an_operation_whose_acceptance_was_lost_runs_once(machine: Machine
     assert machine.weights == [([1.0], RATE)]
 
 
+async def test_a_step_on_a_part_of_the_window_is_completed_without_touching_gradients(
+    machine: Machine,
+) -> None:
+    """The worker has stepped: to put the listed gradients on it again would leave them there."""
+    for seq in (1, 2):
+        await machine.end(await machine.forward_backward(seq, seq))
+    machine.journal.lost.add("before end")
+    stepped = await machine.end(await machine.step(3, 2))
+    assert stepped.state is OperationState.DONE
+    assert machine.worker.trainer.gradients == []
+    assert machine.weights == [([2.0], RATE)]
+
+
+async def test_a_window_whose_restore_was_lost_is_restored_at_the_next_start(
+    machine: Machine,
+) -> None:
+    machine.faults.breaks.add(20.0)
+    await machine.forward_backward(1, 10)
+    machine.worker.loses_restore = True
+    await machine.end(await machine.forward_backward(2, 20))
+    await machine.end(await machine.step(3, 1))
+    assert machine.weights == [([10.0], RATE)]
+    assert not machine.worker.loses_restore
+
+
 async def test_a_cancel_whose_answer_was_lost_is_not_run_all_the_same(machine: Machine) -> None:
     machine.faults.holds[1.0] = threading.Event()
     first = await machine.update(1, 1)

@@ -205,9 +205,9 @@ class Controller:
     async def _accept(self, operation_id: str, submission: Submission) -> OperationRecord:
         payload = payload_hash(submission.command)
         record = await self._admission.accept(operation_id, submission, payload)
-        if 0 < record.seq < self._run.sequencer.next_free - 1:
+        if 0 < record.seq < self._run.sequencer.highest:
             for live in self._run.ledger.open_operations():
-                live.wake()  # A gap is filled: `blocked_by_seq` of those behind it has changed.
+                live.wake()  # `blocked_by_seq` of those behind it has changed.
         self._turns.wake()
         return record
 

@@ -90,6 +90,11 @@ class Sequencer:
         """The lowest seq never accepted."""
         return self._free
 
+    @property
+    def highest(self) -> int:
+        """The highest seq that is accepted and not past; 0: none."""
+        return max(self._waiting, default=0)
+
     def accept(self, seq: int, operation_id: str) -> None:
         """Take a seq for an operation; it may be far ahead."""
         assert seq >= self._turn, f"seq {seq} is past"
