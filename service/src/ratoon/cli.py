@@ -47,10 +47,11 @@ def serve(config: ConfigOption = None) -> None:
     from ratoon import app
 
     stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
     try:
         with app.running(settings, show_logs=True) as addresses:
+            # After the start: Ray sets handlers of its own when it is initialised.
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, lambda *_: stop.set())
             typer.echo(f"http  {addresses.http}")
             typer.echo(f"grpc  {addresses.grpc}")
             stop.wait()
