@@ -27,6 +27,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
+    environment = describe(args.seed)
     forest = measure_forest_1m(max(args.repeats, 5))
     step = measure_packed(
         preset="small",
@@ -43,7 +44,7 @@ def main() -> None:
         "forest_seconds_1m_tokens": forest["total_seconds"],
         "soak_pss_growth": soak["pss_growth"],
         "soak_store_growth": soak["store_growth"],
-        **describe(args.seed),
+        **environment,
         "step": step,
         "forest_1m": forest,
         "soak": soak,
