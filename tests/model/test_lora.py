@@ -104,3 +104,12 @@ def test_adapter_scale_is_alpha_over_rank() -> None:
 def test_adapter_has_the_dtype_of_its_base() -> None:
     model = load(TINY, tuning=LORA, dtype=ModelDtype.BFLOAT16)
     assert {p.dtype for p in model.named_trainable().values()} == {torch.bfloat16}
+
+
+def test_base_of_an_adapted_preset_is_the_full_preset_of_its_seed() -> None:
+    """A reader of adapters gets the base so, see docs/api.md."""
+    full = dict(load(TINY).module.named_parameters())
+    adapted = load(TINY, tuning=LORA).module.named_parameters()
+    base = {name.replace(".base_layer", ""): p for name, p in adapted if ".lora_" not in name}
+    assert base.keys() == full.keys()
+    assert all(torch.equal(base[name], parameter) for name, parameter in full.items())
