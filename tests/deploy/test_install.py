@@ -67,24 +67,23 @@ def _free_port() -> int:
 
 @pytest.fixture
 def served(installed: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    http, gateway, serve = _free_port(), _free_port(), _free_port()
-    config = tmp_path / "ratoon.yaml"
-    config.write_text(
-        yaml.safe_dump(
-            {
-                "data_root": str(tmp_path / "data"),
-                "models_root": str(tmp_path / "models"),
-                "http": {"port": http},
-                "grpc": {"gateway_port": gateway, "serve_port": serve},
-            }
-        )
-    )
+    http, gateway = _free_port(), _free_port()
+    # The image's own settings, moved off the container's addresses and folders.
+    environment = {
+        "RATOON_DATA_ROOT": str(tmp_path / "data"),
+        "RATOON_MODELS_ROOT": str(tmp_path / "models"),
+        "RATOON_HTTP__HOST": "127.0.0.1",
+        "RATOON_HTTP__PORT": str(http),
+        "RATOON_GRPC__HOST": "127.0.0.1",
+        "RATOON_GRPC__GATEWAY_PORT": str(gateway),
+    }
     process = subprocess.Popen(
-        [installed / "bin" / "ratoon", "serve", "--config", config],
+        [installed / "bin" / "ratoon", "serve", "--config", ROOT / "deploy" / "ratoon.yaml"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         cwd=tmp_path,
+        env={**os.environ, **environment},
     )
     yield process, http
     if process.poll() is None:
