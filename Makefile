@@ -32,8 +32,8 @@ demo: env ## train a tiny policy on this machine through the public client
 test: env-dev ## run the tests, without slow and GPU ones
 	@$(BIN)/pytest $(ARGS)
 
-test-gpu: env-dev ## run the tests that need NVIDIA GPUs
-	@$(BIN)/pytest -m "gpu or multigpu" $(ARGS)
+test-gpu: env-dev ## run the tests that need NVIDIA GPUs, and write their report
+	@$(BIN)/pytest -m "gpu or multigpu" --gpu-report benchmarks/results/h200/tests.json $(ARGS)
 
 lint: env-dev env-proto ## check format, lint, imports between layers, generated code
 	@$(BIN)/pre-commit run --all-files

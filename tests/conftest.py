@@ -1,4 +1,7 @@
-"""Fixtures of the whole suite: one Ray cluster a session, and the recorded rollouts."""
+"""Fixtures of the whole suite: one Ray cluster a session, and the recorded rollouts.
+
+Imports neither ray nor the service at the top: tests/kernels runs where neither is installed.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,24 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from tests.recorded import DATA, RecordedGroup, read_groups
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    help_text = "write what became of every GPU test to this result file (JSON)"
+    parser.addoption("--gpu-report", type=Path, metavar="PATH", help=help_text)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--gpu-report")
+    if path is not None:
+        from tests.gpu_report import GpuReport
+
+        config.pluginmanager.register(GpuReport(path))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

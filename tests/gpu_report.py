@@ -1,0 +1,67 @@
+"""`--gpu-report PATH`: what became of every GPU test, as a result file.
+
+In: the run of pytest that it is registered with. Out: one JSON file, written when the run ends.
+Invariant: a GPU test that was collected is in it, with its outcome or as not run; so is a file that
+could not be collected. Imports nothing of the tests, so that it works wherever pytest does.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu_results import write_result
+
+MARKERS = ("gpu", "multigpu")
+MAX_MESSAGE_CHARACTERS = 2000
+
+
+class GpuReport:
+    """Gathers outcomes while pytest runs and writes them at its end."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._expected: list[str] = []
+        self._tests: dict[str, dict[str, Any]] = {}
+
+    def pytest_sessionstart(self) -> None:
+        """A run that dies must not leave the report of the one before it."""
+        self._path.unlink(missing_ok=True)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Before -m and -k deselect: what a full run would have run."""
+        self._expected = [
+            item.nodeid for item in items if any(map(item.get_closest_marker, MARKERS))
+        ]
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._tests[report.nodeid] = _entry(
+                report.nodeid, "error", report.longreprtext[-MAX_MESSAGE_CHARACTERS:]
+            )
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        test = self._tests.setdefault(report.nodeid, _entry(report.nodeid, "passed", ""))
+        test["seconds"] += report.duration
+        if not report.passed and test["outcome"] == "passed":
+            is_error = report.failed and report.when != "call"
+            test["outcome"] = "error" if is_error else report.outcome
+            test["message"] = report.longreprtext[-MAX_MESSAGE_CHARACTERS:]
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        tests = list(self._tests.values())
+        payload = {
+            "arguments": list(session.config.invocation_params.args),
+            "num_passed": sum(test["outcome"] == "passed" for test in tests),
+            "seconds": sum(test["seconds"] for test in tests),
+            "not_run": sorted(set(self._expected) - self._tests.keys()),
+            "tests": tests,
+        }
+        write_result(self._path, payload, seed=0)
+
+
+def _entry(test_id: str, outcome: str, message: str) -> dict[str, Any]:
+    return {"id": test_id, "outcome": outcome, "seconds": 0.0, "message": message}
