@@ -1,0 +1,23 @@
+"""CUDA kernels of ours: compiled at first use, kept on disk, launched through cuda-bindings.
+
+In: `KernelSpec`s and tensors. Out: kernels queued on a stream. Invariant: importing this imports no
+CUDA; a machine without it learns why from `unavailable_reason`.
+"""
+
+from ratoon_kernels.jit.driver import Kernel, load, memset_zero
+from ratoon_kernels.jit.errors import CudaCallError, KernelCompileError
+from ratoon_kernels.jit.spec import KernelSpec, Param
+from ratoon_kernels.jit.tensor_map import TensorMap, head_tile_map, tensor_map
+
+__all__ = [
+    "CudaCallError",
+    "Kernel",
+    "KernelCompileError",
+    "KernelSpec",
+    "Param",
+    "TensorMap",
+    "head_tile_map",
+    "load",
+    "memset_zero",
+    "tensor_map",
+]
