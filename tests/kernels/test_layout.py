@@ -2,7 +2,9 @@ import numpy as np
 import pytest
 import torch
 
-from ratoon_kernels import KernelArgumentError, build_layout
+from ratoon_kernels import KernelArgumentError, Span, build_layout
+from ratoon_kernels.schedule import build_schedule
+from ratoon_kernels.schedule_header import ScheduleHeader
 from tests.kernels.forests import NAMED, Forest, forest_from, random_forests
 
 
@@ -105,10 +107,32 @@ def test_wrong_shapes_and_dtypes_are_refused_by_name() -> None:
         build_layout(**{**_arrays(), "node_start": np.zeros((5, 1), np.int64)}, device="cpu")
 
 
-def test_tiles_are_computed_once_and_of_the_layout() -> None:
+def test_the_schedule_is_that_of_all_queries_and_keys() -> None:
     layout = NAMED["two_trees"].layout()
-    assert layout.tiles is layout.tiles
-    assert layout.tiles.tile_size == 128
-    end = layout.end_T.numpy()
-    bounds = [(int(tile.min()), int(tile.max())) for tile in np.split(end, [128])]
-    assert list(zip(layout.tiles.min_end_B, layout.tiles.max_end_B, strict=True)) == bounds
+    whole = Span(0, layout.num_tokens)
+    table, header = build_schedule(layout.end_T.numpy(), whole, whole).pack()
+    assert layout.schedule_table.dtype == torch.int32
+    np.testing.assert_array_equal(layout.schedule_table.numpy(), table)
+    assert ScheduleHeader.from_tensor(layout.schedule_header) == header
+    held = layout.partial_schedule(whole, whole)
+    assert held.table is layout.schedule_table
+    assert held.header is layout.schedule_header
+
+
+def test_a_partial_schedule_is_built_once_for_its_ranges() -> None:
+    layout = NAMED["two_trees"].layout()
+    queries, keys = Span(150, 230), Span(3, 160)
+    held = layout.partial_schedule(queries, keys)
+    assert layout.partial_schedule(Span(150, 230), Span(3, 160)) is held
+    assert layout.partial_schedule(Span(150, 231), keys) is not held
+    table, header = build_schedule(layout.end_T.numpy(), queries, keys).pack()
+    np.testing.assert_array_equal(held.table.numpy(), table)
+    assert ScheduleHeader.from_tensor(held.header) == header
+
+
+@pytest.mark.parametrize("name", ["empty", "single_token", "two_trees"])
+def test_all_that_is_uploaded_is_one_buffer(name: str) -> None:
+    layout = NAMED[name].layout()
+    on_device = (layout.end_T, layout.position_T, layout.schedule_table)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in on_device}) == 1
+    assert layout.position_T.data_ptr() % 8 == 0

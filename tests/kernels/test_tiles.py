@@ -1,32 +1,44 @@
+"""Kinds of tile pairs against their definition, one pair at a time."""
+
 import itertools
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ratoon_kernels import TileTable, build_tile_table
+from ratoon_kernels import Span, TileTable
+from ratoon_kernels.schedule import build_schedule
+from ratoon_kernels.tiles import Sweeps, reduce_key_tiles, sweep_query_tiles
 from tests.kernels.forests import NAMED, Forest, random_forests, star
+from tests.kernels.schedule_twin import random_spans
 
 SKIP, PARTIAL, FULL = 0, 1, 2
 
+Kinds = npt.NDArray[np.int64]
 
-def _kinds_by_formula(end: npt.NDArray[np.int32], size: int) -> npt.NDArray[np.int64]:
-    """kinds[query tile, key tile], by the definitions, one pair at a time."""
-    starts = list(range(0, len(end), size))
-    kinds = np.full((len(starts), len(starts)), SKIP)
-    for (i, q0), (j, k0) in itertools.product(enumerate(starts), enumerate(starts)):
-        q1, k1 = min(q0 + size, len(end)), min(k0 + size, len(end))
+
+def _kinds_by_formula(
+    forest: Forest, queries: Span, keys: Span, query_tile: int, key_tile: int
+) -> Kinds:
+    """kinds[query tile, key tile], in packed indices, which know no `delta`."""
+    end = forest.layout().end_T.numpy()
+    query_starts = range(queries.start, queries.stop, query_tile)
+    key_starts = range(keys.start, keys.stop, key_tile)
+    kinds = np.full((len(query_starts), len(key_starts)), SKIP)
+    for (i, q0), (j, k0) in itertools.product(enumerate(query_starts), enumerate(key_starts)):
+        q1, k1 = min(q0 + query_tile, queries.stop), min(k0 + key_tile, keys.stop)
         least, greatest = end[k0:k1].min(), end[k0:k1].max()
         if k0 >= q1 or greatest <= q0:
             continue
-        # The diagonal stays partial even as one token: a ragged tile needs its bounds checked.
-        kinds[i, j] = FULL if i != j and k1 - 1 <= q0 and least >= q1 else PARTIAL
+        is_whole = k1 - k0 == key_tile
+        kinds[i, j] = FULL if is_whole and k1 - 1 <= q0 and least >= q1 else PARTIAL
     return kinds
 
 
-def _kinds_by_runs(table: TileTable) -> npt.NDArray[np.int64]:
-    kinds = np.full((table.num_tiles, table.num_tiles), SKIP)
-    for tile in range(table.num_tiles):
+def _kinds_by_runs(table: TileTable, num_key_tiles: int) -> Kinds:
+    kinds = np.full((table.num_query_tiles, num_key_tiles), SKIP)
+    assert table.run_offsets[-1] == len(table.run_start)
+    for tile in range(table.num_query_tiles):
         last_stop = 0
         for run in range(table.run_offsets[tile], table.run_offsets[tile + 1]):
             start, stop = int(table.run_start[run]), int(table.run_stop[run])
@@ -39,48 +51,52 @@ def _kinds_by_runs(table: TileTable) -> npt.NDArray[np.int64]:
     return kinds
 
 
-def _check(forest: Forest, size: int) -> None:
+def _kinds_by_sweeps(sweeps: Sweeps, num_query_tiles: int) -> Kinds:
+    kinds = np.full((num_query_tiles, len(sweeps.start_B)), SKIP)
+    for j in range(len(sweeps.start_B)):
+        full_start, full_stop = sweeps.full_start_B[j], sweeps.full_stop_B[j]
+        assert 0 <= sweeps.start_B[j] <= full_start <= full_stop <= sweeps.stop_B[j]
+        assert sweeps.stop_B[j] <= num_query_tiles
+        kinds[sweeps.start_B[j] : sweeps.stop_B[j], j] = PARTIAL
+        kinds[full_start:full_stop, j] = FULL
+    return kinds
+
+
+def _check(forest: Forest, queries: Span, keys: Span, size: int, query_size: int) -> None:
     end = forest.layout().end_T.numpy()
-    mask = forest.mask()
-    table = build_tile_table(end, tile_size=size)
-    kinds = _kinds_by_runs(table)
-    num_tiles = -(-len(end) // size)
-    assert table.num_tiles == num_tiles
-    np.testing.assert_array_equal(kinds, _kinds_by_formula(end, size))
-    for i, j in itertools.product(range(num_tiles), repeat=2):
-        attended = mask[i * size : (i + 1) * size, j * size : (j + 1) * size]
-        if kinds[i, j] == FULL:
-            assert attended.all()
-        elif kinds[i, j] == SKIP:
-            assert not attended.any()
-    for j in range(num_tiles):
-        swept = set(np.flatnonzero(kinds[:, j] != SKIP))
-        assert swept == set(range(j, table.stop_B[j]))
-        assert set(np.flatnonzero(kinds[:, j] == FULL)) == set(range(j + 1, table.full_stop_B[j]))
-    query_work = (kinds != SKIP).sum(axis=1)[table.forward_order_B]
-    key_work = (kinds != SKIP).sum(axis=0)[table.backward_order_B]
-    assert (np.diff(query_work) <= 0).all()
-    assert (np.diff(key_work) <= 0).all()
-    for order in (table.forward_order_B, table.backward_order_B):
-        assert sorted(order) == list(range(num_tiles))
+    schedule = build_schedule(end, queries, keys, tile_size=size, backward_query_tile=query_size)
+    kinds = _kinds_by_formula(forest, queries, keys, size, size)
+    np.testing.assert_array_equal(_kinds_by_runs(schedule.tiles, kinds.shape[1]), kinds)
+    for rows in (size, query_size):
+        key_tiles = reduce_key_tiles(
+            schedule.end, size=size, num_queries=len(queries), delta=queries.start - keys.start
+        )
+        expected = _kinds_by_formula(forest, queries, keys, rows, size)
+        got = _kinds_by_sweeps(sweep_query_tiles(key_tiles, rows), len(expected))
+        np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.parametrize("size", [4, 8])
-def test_runs_and_stops_are_the_classification_on_random_forests(size: int) -> None:
-    for forest in random_forests(seed=size, count=1000, max_nodes=12, max_length=8):
-        _check(forest, size)
+def test_kinds_are_the_definition_on_random_forests() -> None:
+    rng = np.random.default_rng(0)
+    for forest in random_forests(seed=1, count=300, max_nodes=12, max_length=8):
+        whole = Span(0, forest.num_tokens)
+        size, query_size = (int(x) for x in rng.integers(2, 9, 2))
+        _check(forest, whole, whole, size, query_size)
+        _check(forest, *random_spans(rng, forest.num_tokens), size, query_size)
 
 
-@pytest.mark.parametrize("size", [1, 3, 8, 128])
+@pytest.mark.parametrize("size", [2, 3, 8, 128])
 @pytest.mark.parametrize("name", NAMED)
-def test_runs_and_stops_are_the_classification_on_named_forests(name: str, size: int) -> None:
-    if NAMED[name].num_tokens <= 100 * size:
-        _check(NAMED[name], size)
+def test_kinds_are_the_definition_on_named_forests(name: str, size: int) -> None:
+    whole = Span(0, NAMED[name].num_tokens)
+    if NAMED[name].num_tokens <= 50 * size:
+        _check(NAMED[name], whole, whole, size, 5 * size // 8 + 1)
 
 
 def test_a_shared_prompt_is_one_full_run_of_every_response_tile() -> None:
     forest = star(64, 4, 8)
-    table = build_tile_table(forest.layout().end_T.numpy(), tile_size=4)
+    whole = Span(0, forest.num_tokens)
+    table = build_schedule(forest.layout().end_T.numpy(), whole, whole, tile_size=4).tiles
 
     def runs_of(tile: int) -> list[tuple[int, int, bool]]:
         runs = range(table.run_offsets[tile], table.run_offsets[tile + 1])
@@ -95,6 +111,15 @@ def test_a_shared_prompt_is_one_full_run_of_every_response_tile() -> None:
     assert runs_of(19) == [(0, 16, True), (18, 19, True), (19, 20, False)]
 
 
+def test_a_cached_prefix_is_full_where_the_diagonal_was() -> None:
+    """Queries one token short of a tile behind the keys see a whole tile from their first row."""
+    end = np.full(11, 11, np.int32)
+    table = build_schedule(end, Span(3, 11), Span(0, 11), tile_size=4).tiles
+    runs = list(zip(table.run_start, table.run_stop, table.run_is_full, strict=True))
+    assert runs == [(0, 1, True), (1, 2, False), (0, 2, True), (2, 3, False)]
+    assert table.run_offsets.tolist() == [0, 2, 4]
+
+
 def test_a_forest_of_no_tokens_has_no_tiles() -> None:
-    table = build_tile_table(np.zeros(0, np.int32), tile_size=128)
-    assert (table.num_tiles, table.run_offsets.tolist(), len(table.run_start)) == (0, [0], 0)
+    table = build_schedule(np.zeros(0, np.int32), Span(0, 0), Span(0, 0)).tiles
+    assert (table.num_query_tiles, table.run_offsets.tolist(), len(table.run_start)) == (0, [0], 0)

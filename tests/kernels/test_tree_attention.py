@@ -13,9 +13,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from ratoon_kernels import KernelArgumentError, TreeLayout, tree_attention
+from ratoon_kernels import KernelArgumentError, Span, TreeLayout, tree_attention
 from ratoon_kernels.tree_attention import block_flash, block_math, blocks, reference
-from ratoon_kernels.tree_attention.operands import Operands, Span
+from ratoon_kernels.tree_attention.operands import Operands
 from tests.kernels.forests import (
     NAMED,
     Problem,

@@ -5,9 +5,11 @@ gradients. Invariant: what a backend cannot serve is an error with its reason, n
 """
 
 from ratoon_kernels.errors import BackendUnavailableError, KernelArgumentError
-from ratoon_kernels.layout import TILE_SIZE, TreeLayout, build_layout
+from ratoon_kernels.layout import TreeLayout, build_layout
 from ratoon_kernels.registry import BackendStatus, list_backends, select_backend
-from ratoon_kernels.tiles import TileTable, build_tile_table
+from ratoon_kernels.schedule import TILE_SIZE
+from ratoon_kernels.span import Span
+from ratoon_kernels.tiles import TileTable
 from ratoon_kernels.token_logprobs.op import token_logprobs
 from ratoon_kernels.tree_attention.op import tree_attention
 from ratoon_kernels.tree_attention.partial import (
@@ -21,10 +23,10 @@ __all__ = [
     "BackendStatus",
     "BackendUnavailableError",
     "KernelArgumentError",
+    "Span",
     "TileTable",
     "TreeLayout",
     "build_layout",
-    "build_tile_table",
     "list_backends",
     "merge_partials",
     "select_backend",

@@ -5,8 +5,7 @@ lie on the device of the model, plus the host node table. Invariant: query q att
 only if `k <= q < end_T[k]`, where `end_T[k]` is one past the subtree of the node that holds k.
 """
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -15,28 +14,50 @@ import torch
 from torch import Tensor
 
 from ratoon_kernels.errors import KernelArgumentError
-from ratoon_kernels.tiles import TileTable, build_tile_table
+from ratoon_kernels.schedule import TILE_SIZE, Schedule, build_schedule
+from ratoon_kernels.span import Span
+from ratoon_kernels.tiles import Int64Array, TileTable
 
-TILE_SIZE: Final = 128
 _MAX_TOKENS: Final = 2**31 - TILE_SIZE
 
-Int64Array = npt.NDArray[np.int64]
+
+@dataclass(frozen=True, slots=True)
+class ScheduleTensors:
+    """A packed schedule as kernels take it.
+
+    Attributes:
+        table: int32 on the device; all sections.
+        header: int64 on the CPU; `ScheduleHeader.from_tensor` reads it.
+    """
+
+    table: Tensor
+    header: Tensor
 
 
-# Not slotted: `tiles` is computed when a GPU backend first reads it and kept in `__dict__`.
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TreeLayout:
     """One packed forest of T tokens and M nodes, as every backend needs it.
+
+    The tensors on the device are views of one buffer, uploaded at once.
 
     Attributes:
         end_T: int32 on the device; see the module's invariant.
         position_T: int64 on the device; depth of a token on its path, counted from 0 at a root.
         node_table_M4: int64 on the CPU; start, stop, end and parent of each node in packed order.
+        schedule: Work lists of all queries against all keys, on the host.
+        schedule_table: int32 on the device; the same, packed.
+        schedule_header: int64 on the CPU; where the table's sections lie.
     """
 
     end_T: Tensor
     position_T: Tensor
     node_table_M4: Tensor
+    schedule: Schedule
+    schedule_table: Tensor
+    schedule_header: Tensor
+    _partial_schedules: dict[tuple[Span, Span], ScheduleTensors] = field(
+        init=False, default_factory=dict, repr=False, compare=False
+    )
 
     @property
     def num_tokens(self) -> int:
@@ -48,12 +69,29 @@ class TreeLayout:
         """Device of `end_T` and `position_T`."""
         return self.end_T.device
 
-    @cached_property
+    @property
     def tiles(self) -> TileTable:
-        """Host tile metadata on the grid of `TILE_SIZE`, computed at the first read."""
-        start, stop, end, _ = self.node_table_M4.numpy().T
-        end_of_token = np.repeat(end.astype(np.int32), stop - start)
-        return build_tile_table(end_of_token, tile_size=TILE_SIZE)
+        """Host tile metadata of all queries and keys on the grid of `TILE_SIZE`."""
+        return self.schedule.tiles
+
+    def partial_schedule(self, queries: Span, keys: Span) -> ScheduleTensors:
+        """Returns the packed work lists of a range of queries against a range of keys.
+
+        Built and uploaded at the first call for these ranges, then kept: every layer asks again.
+        """
+        whole = Span(0, self.num_tokens)
+        if (queries, keys) == (whole, whole):
+            return ScheduleTensors(self.schedule_table, self.schedule_header)
+        held = self._partial_schedules.get((queries, keys))
+        if held is None:
+            # The padded `end` of the whole form is `end_T` with zeros behind it.
+            end_T = self.schedule.end[: self.num_tokens]
+            table, header = build_schedule(end_T, queries, keys).pack()
+            buffer = _host_buffer(len(table), self.device)
+            buffer.numpy()[:] = table
+            held = ScheduleTensors(_upload(buffer, self.device), header.to_tensor())
+            self._partial_schedules[queries, keys] = held
+        return held
 
 
 def build_layout(
@@ -89,11 +127,32 @@ def build_layout(
     length = stop - start
     end_of_token = np.repeat(end.astype(np.int32), length)
     position = np.arange(num_tokens, dtype=np.int64) - np.repeat(start - first_position, length)
+    tokens = Span(0, num_tokens)
+    schedule = build_schedule(end_of_token, tokens, tokens)
+    table, header = schedule.pack()
+    buffer = _host_buffer(len(table) + 2 * num_tokens, torch.device(device))
+    buffer[: len(table)].numpy()[:] = table
+    # The table is a multiple of 16 bytes, so int64 behind it is aligned.
+    buffer[len(table) :].view(torch.int64).numpy()[:] = position
+    uploaded = _upload(buffer, torch.device(device))
     return TreeLayout(
-        end_T=torch.from_numpy(end_of_token).to(device),
-        position_T=torch.from_numpy(position).to(device),
+        end_T=uploaded[header.end.offset :][:num_tokens],
+        position_T=uploaded[len(table) :].view(torch.int64),
         node_table_M4=torch.from_numpy(np.stack((start, stop, end, parent), axis=1)),
+        schedule=schedule,
+        schedule_table=uploaded[: len(table)],
+        schedule_header=header.to_tensor(),
     )
+
+
+def _host_buffer(num_ints: int, device: torch.device) -> Tensor:
+    # Only from pinned memory is a copy to a GPU asynchronous.
+    return torch.empty(num_ints, dtype=torch.int32, pin_memory=device.type == "cuda")
+
+
+def _upload(buffer: Tensor, device: torch.device) -> Tensor:
+    """Copies to the device; torch keeps pinned memory until the copy on this stream is done."""
+    return buffer.to(device, non_blocking=True)
 
 
 def _as_nodes(name: str, values: npt.NDArray[Any], num_nodes: int) -> Int64Array:

@@ -1,14 +1,17 @@
-"""Tile metadata of a packed forest: which pairs of query and key tiles hold work, and which kind.
+"""Which pairs of query and key tiles hold work, and which of them need no mask.
 
-In: `end` of every key. Out: a `TileTable`, host arrays that the GPU backends upload once for a
-micro-batch. Invariant: a tile pair that is left out holds no attended pair, and one that is called
-full holds no other.
+In: `end` of every key row, for Q query rows and S key rows of a packed forest. Out: for each key
+tile the query tiles that it sweeps, for each query tile the runs of key tiles that it reads; host
+arrays. Invariant: a tile pair that is left out holds no attended pair, and one that is called full
+holds no other.
 
-For a key tile [k0, k1) with `mn`, `mx` the least and greatest `end` of it and a query tile
-[q0, q1): skip where `k0 >= q1` or `mx <= q0`; full where `k1 - 1 <= q0` and `mn >= q1`; else
-partial. The diagonal is partial always: a ragged last tile of one token needs its bounds checked.
-So key tile j is full to the query tiles [j + 1, full_stop[j]) and not skipped by [j, stop[j]): no
-list over pairs is ever walked, only the ends of intervals.
+Rows are counted from the first query and the first key at hand; query row q attends key row k if
+and only if `k - delta <= q < end[k]`, where `delta` is the packed index of the first query minus
+that of the first key, and `end` is clipped to [0, Q]. For a key tile [k0, k1) with `mn`, `mx` the
+least and greatest `end` of it and a query tile [q0, q1): skip where `k0 - delta >= q1` or
+`mx <= q0`; full where `k1 - 1 - delta <= q0` and `mn >= q1`; else partial. A key tile that is not
+whole counts `mn` as 0: its missing keys need the mask. So both kinds are, for a key tile, intervals
+of query tiles, and no list over pairs is ever walked.
 """
 
 from dataclasses import dataclass
@@ -22,109 +25,168 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TileTable:
-    """Work of a forest on one grid of B tiles, the last of which may be ragged.
-
-    The forward walks, for query tile i, the runs [run_offsets[i], run_offsets[i + 1]): each is the
-    key tiles [run_start, run_stop), full ones together, partial ones one by one, in key order. The
-    backward needs no list: key tile j sweeps the query tiles [j, stop[j]).
+class KeyTiles:
+    """What the kinds of tile pairs depend on: two ints for each of B key tiles.
 
     Attributes:
-        tile_size: Tokens of a tile.
-        min_end_B: int32 [B]; least `end` of each key tile.
-        max_end_B: int32 [B]; greatest `end` of each key tile.
-        full_stop_B: int32 [B]; key tile j is full for the query tiles [j + 1, full_stop_B[j]).
-        stop_B: int32 [B]; key tile j is skipped from query tile stop_B[j] on.
-        run_offsets: int32 [B + 1]; CSR offsets by query tile.
-        run_start: int32 [number of runs]; first key tile.
-        run_stop: int32 [number of runs]; one past the last key tile.
+        size: Keys of a tile.
+        num_queries: Q, the number of query rows.
+        delta: Packed index of the first query minus that of the first key.
+        min_end_B: int64 [B]; least `end` of each key tile, 0 where the tile is not whole.
+        max_end_B: int64 [B]; greatest `end` of each key tile.
+    """
+
+    size: int
+    num_queries: int
+    delta: int
+    min_end_B: Int64Array
+    max_end_B: Int64Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweeps:
+    """The query tiles that hold work with each of B key tiles.
+
+    Key tile j is not skipped by the query tiles [start_B[j], stop_B[j]), and full to those of
+    [full_start_B[j], full_stop_B[j]), which lie within. An empty interval has equal ends.
+
+    Attributes:
+        start_B: int64 [B].
+        stop_B: int64 [B].
+        full_start_B: int64 [B].
+        full_stop_B: int64 [B].
+    """
+
+    start_B: Int64Array
+    stop_B: Int64Array
+    full_start_B: Int64Array
+    full_stop_B: Int64Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TileTable:
+    """Work on one grid: tiles of `tile_size` rows, for queries and keys alike.
+
+    Query tile i reads the runs [run_offsets[i], run_offsets[i + 1]): each is the key tiles
+    [run_start, run_stop), full ones together, partial ones one by one, in key order.
+
+    Attributes:
+        tile_size: Rows of a tile.
+        num_query_tiles: The number of query tiles.
+        sweeps: The query tiles of each key tile.
+        run_offsets: int64 [num_query_tiles + 1]; CSR offsets by query tile.
+        run_start: int64 [number of runs]; first key tile.
+        run_stop: int64 [number of runs]; one past the last key tile.
         run_is_full: bool [number of runs]; needs no mask code.
-        forward_order_B: int32 [B]; query tiles, those of most key tiles first.
-        backward_order_B: int32 [B]; key tiles, those of most query tiles first.
     """
 
     tile_size: int
-    min_end_B: Int32Array
-    max_end_B: Int32Array
-    full_stop_B: Int32Array
-    stop_B: Int32Array
-    run_offsets: Int32Array
-    run_start: Int32Array
-    run_stop: Int32Array
+    num_query_tiles: int
+    sweeps: Sweeps
+    run_offsets: Int64Array
+    run_start: Int64Array
+    run_stop: Int64Array
     run_is_full: BoolArray
-    forward_order_B: Int32Array
-    backward_order_B: Int32Array
-
-    @property
-    def num_tiles(self) -> int:
-        """B, the number of tiles of the grid."""
-        return len(self.stop_B)
 
 
-def build_tile_table(end_T: Int32Array, *, tile_size: int) -> TileTable:
-    """Classifies all tile pairs of a forest in time linear in tiles + runs.
+def reduce_key_tiles(
+    end_padded: Int32Array, *, size: int, num_queries: int, delta: int
+) -> KeyTiles:
+    """Takes the least and greatest `end` of each key tile.
 
     Args:
-        end_T: int32 of shape [T]; one past the last packed query that attends each key.
-        tile_size: Tokens of a tile, for queries and keys alike.
+        end_padded: int32 of a whole number of tiles; `end` clipped to [0, Q], 0 past the last key.
+        size: Keys of a tile.
+        num_queries: Q, the number of query rows.
+        delta: Packed index of the first query minus that of the first key.
     """
-    num_tokens = len(end_T)
-    tile_start = np.arange(0, num_tokens, tile_size)
-    tile = np.arange(len(tile_start))
-    min_end = _reduce_tiles(np.minimum, end_T, tile_start)
-    max_end = _reduce_tiles(np.maximum, end_T, tile_start)
-    # Query tiles that end at or before min_end; the ragged last one ends at T.
-    num_within = np.where(min_end == num_tokens, len(tile), min_end // tile_size)
-    full_stop = np.maximum(num_within, tile + 1)
-    stop = -(-max_end // tile_size)
-    query_tile, run_start, run_stop, run_is_full = _runs(tile, full_stop, stop)
-    run_offsets = np.searchsorted(query_tile, np.arange(len(tile) + 1))
-    num_key_tiles = np.bincount(query_tile, run_stop - run_start, minlength=len(tile))
-    return TileTable(
-        tile_size=tile_size,
-        min_end_B=min_end.astype(np.int32),
-        max_end_B=max_end.astype(np.int32),
-        full_stop_B=full_stop.astype(np.int32),
-        stop_B=stop.astype(np.int32),
-        run_offsets=run_offsets.astype(np.int32),
-        run_start=run_start.astype(np.int32),
-        run_stop=run_stop.astype(np.int32),
-        run_is_full=run_is_full,
-        forward_order_B=_longest_first(num_key_tiles),
-        backward_order_B=_longest_first(stop - tile),
+    end_BK = end_padded.reshape(-1, size)
+    return KeyTiles(
+        size=size,
+        num_queries=num_queries,
+        delta=delta,
+        min_end_B=end_BK.min(axis=1).astype(np.int64),
+        max_end_B=end_BK.max(axis=1).astype(np.int64),
     )
 
 
-def _reduce_tiles(reduce: np.ufunc, end_T: Int32Array, tile_start: Int64Array) -> Int64Array:
-    if not len(end_T):
-        return np.zeros(0, np.int64)
-    return reduce.reduceat(end_T, tile_start).astype(np.int64)
+def sweep_query_tiles(keys: KeyTiles, query_tile_size: int) -> Sweeps:
+    """Finds the query tiles that each key tile sweeps, on a grid of queries of its own."""
+    num_queries, size = keys.num_queries, query_tile_size
+    first_key = np.arange(0, len(keys.min_end_B) * keys.size, keys.size)
+    first_row = np.maximum(first_key - keys.delta, 0)
+    stop = -(-keys.max_end_B // size)
+    # Keys past the last query have the greatest `end` all the same: only here do they drop out.
+    start = np.where(first_row < num_queries, first_row // size, stop)
+    # From this row on, each query is past the tile's last key.
+    all_seen_row = np.maximum(first_key + keys.size - 1 - keys.delta, 0)
+    full_start = np.minimum(-(-all_seen_row // size), stop)
+    # The last query tile may be ragged, so it lies within `min_end` at Q, not at a multiple.
+    num_within = np.where(
+        keys.min_end_B == num_queries, -(-num_queries // size), keys.min_end_B // size
+    )
+    return Sweeps(
+        start_B=start,
+        stop_B=stop,
+        full_start_B=full_start,
+        full_stop_B=np.maximum(num_within, full_start),
+    )
 
 
-def _runs(
-    tile: Int64Array, full_stop: Int64Array, stop: Int64Array
-) -> tuple[Int64Array, Int64Array, Int64Array, BoolArray]:
-    """Returns query tile, first and past-the-last key tile, and fullness of all runs, sorted."""
-    # A run of full key tiles starts at j for the query tiles to which j is full and j - 1 is not,
-    # and stops after j for those to which j is full and j + 1 is not: intervals of query tiles.
-    full_stop_before = np.concatenate((np.zeros(1, np.int64), full_stop))[: len(tile)]
-    full_stop_after = np.concatenate((full_stop, np.zeros(1, np.int64)))[1:]
-    start_query, start_key = _expand(tile, np.maximum(tile + 1, full_stop_before), full_stop)
-    # j + 1 is never full to query tile j + 1, so j's run always stops there.
-    last_query, last_key = _expand(tile, tile + 1, np.minimum(tile + 2, full_stop))
-    more_query, more_key = _expand(tile, np.maximum(tile + 2, full_stop_after), full_stop)
-    stop_query = np.concatenate((last_query, more_query))
-    stop_key = np.concatenate((last_key, more_key)) + 1
-    diagonal_query, diagonal_key = tile, tile
-    edge_query, edge_key = _expand(tile, np.maximum(tile + 1, full_stop), stop)
-    start_order = np.lexsort((start_key, start_query))
-    stop_order = np.lexsort((stop_key, stop_query))
-    query = np.concatenate((start_query[start_order], diagonal_query, edge_query))
-    first = np.concatenate((start_key[start_order], diagonal_key, edge_key))
-    past = np.concatenate((stop_key[stop_order], diagonal_key + 1, edge_key + 1))
-    is_full = np.arange(len(query)) < len(start_query)
-    order = np.lexsort((first, query))
-    return query[order], first[order], past[order], is_full[order]
+def build_tile_table(keys: KeyTiles) -> TileTable:
+    """Classifies all tile pairs in time linear in tiles + runs, but for a sort of the runs."""
+    num_query_tiles = -(-keys.num_queries // keys.size)
+    sweeps = sweep_query_tiles(keys, keys.size)
+    num_key_tiles = len(sweeps.start_B)
+    key = np.arange(num_key_tiles)
+    full_start, full_stop = sweeps.full_start_B, sweeps.full_stop_B
+    # One sorted list of numbers holds all runs: query tile, then first key tile, then fullness.
+    starts = _full_run_bounds(key, full_start, full_stop, neighbour=-1)
+    partial = (
+        _expand(key, sweeps.start_B, full_start),
+        _expand(key, full_stop, sweeps.stop_B),
+    )
+    runs = np.concatenate([query * num_key_tiles + first for query, first in (*starts, *partial)])
+    num_full = sum(len(query) for query, _ in starts)
+    runs *= 2
+    runs[:num_full] += 1
+    runs.sort()
+    pair, is_full = runs >> 1, (runs & 1).astype(np.bool_)
+    query, first = np.divmod(pair, max(num_key_tiles, 1))
+    last = first.copy()
+    stops = _full_run_bounds(key, full_start, full_stop, neighbour=1)
+    last_pair = np.concatenate([query * num_key_tiles + last for query, last in stops])
+    last_pair.sort()
+    # The nth full run to start is the nth to stop: runs of one query tile do not overlap.
+    last[is_full] = last_pair % max(num_key_tiles, 1)
+    return TileTable(
+        tile_size=keys.size,
+        num_query_tiles=num_query_tiles,
+        sweeps=sweeps,
+        run_offsets=np.searchsorted(query, np.arange(num_query_tiles + 1)),
+        run_start=first,
+        run_stop=last + 1,
+        run_is_full=is_full,
+    )
+
+
+def _full_run_bounds(
+    key: Int64Array, full_start: Int64Array, full_stop: Int64Array, *, neighbour: int
+) -> tuple[tuple[Int64Array, Int64Array], ...]:
+    """Lists (query tile, key tile) where a full run ends at the side of `neighbour` (-1 or 1).
+
+    It ends at j for the query tiles to which j is full and the neighbour is not: one interval
+    without another, which is at most two.
+    """
+    other_start, other_stop = np.zeros_like(full_start), np.zeros_like(full_stop)
+    if neighbour < 0:
+        other_start[1:], other_stop[1:] = full_start[:-1], full_stop[:-1]
+    else:
+        other_start[:-1], other_stop[:-1] = full_start[1:], full_stop[1:]
+    return (
+        _expand(key, full_start, np.minimum(full_stop, other_start)),
+        _expand(key, np.maximum(full_start, other_stop), full_stop),
+    )
 
 
 def _expand(key: Int64Array, first: Int64Array, stop: Int64Array) -> tuple[Int64Array, Int64Array]:
@@ -133,7 +195,3 @@ def _expand(key: Int64Array, first: Int64Array, stop: Int64Array) -> tuple[Int64
     offset = np.cumsum(count) - count
     query = np.arange(int(count.sum())) - np.repeat(offset - first, count)
     return query, np.repeat(key, count)
-
-
-def _longest_first(length: npt.NDArray[np.int64] | npt.NDArray[np.float64]) -> Int32Array:
-    return np.argsort(-length, kind="stable").astype(np.int32)

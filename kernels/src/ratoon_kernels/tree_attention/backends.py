@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ratoon_kernels.backend import Backend
 from ratoon_kernels.layout import TreeLayout
+from ratoon_kernels.span import Span
 from ratoon_kernels.tree_attention import reference
 from ratoon_kernels.tree_attention.operands import Operands, Upstream
 
@@ -21,10 +22,14 @@ class TreeAttentionBackend(Backend, Protocol):
     """A backend module of this op."""
 
     def plan(self, layout: TreeLayout, /) -> list[Tensor]:
-        """Returns the tensors of a layout that it reads beside `end_T`.
+        """Returns the tensors of a layout that the whole form reads beside `end_T`.
 
         torch.compile traces it: it only picks what the layout holds already.
         """
+        ...
+
+    def partial_plan(self, layout: TreeLayout, queries: Span, keys: Span, /) -> list[Tensor]:
+        """Returns those of the partial form; never traced, so it may build them."""
         ...
 
     def forward(self, operands: Operands, /) -> tuple[Tensor, Tensor]:

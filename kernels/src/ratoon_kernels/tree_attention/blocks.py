@@ -16,7 +16,7 @@ from typing import Final
 
 from torch import Tensor
 
-from ratoon_kernels.tree_attention.operands import Span
+from ratoon_kernels.span import Span
 
 # Measured in docs/decisions/0002: above it the masked half of the block costs more than launches.
 GROUP_TOKENS: Final = 64

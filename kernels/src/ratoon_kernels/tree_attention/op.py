@@ -14,9 +14,10 @@ from torch import Tensor
 from ratoon_kernels.layout import TreeLayout
 from ratoon_kernels.precision import accumulation_dtype
 from ratoon_kernels.registry import select_backend
+from ratoon_kernels.span import Span
 from ratoon_kernels.tree_attention.backends import BACKENDS, OP
 from ratoon_kernels.tree_attention.checks import check_operands, check_whole
-from ratoon_kernels.tree_attention.operands import Operands, Span, Upstream
+from ratoon_kernels.tree_attention.operands import Operands, Upstream
 
 
 def tree_attention(

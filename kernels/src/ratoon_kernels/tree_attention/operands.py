@@ -12,18 +12,7 @@ import torch
 from torch import Tensor
 
 from ratoon_kernels.precision import accumulation_dtype
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """The packed tokens [start, stop)."""
-
-    start: int
-    stop: int
-
-    def rows_from(self, origin: int) -> slice:
-        """Returns these tokens as rows of a tensor whose row 0 is the packed token `origin`."""
-        return slice(self.start - origin, self.stop - origin)
+from ratoon_kernels.span import Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +24,7 @@ class Operands:
         k_SKH: Keys.
         v_SKH: Values.
         end_T: int32; one past the last query that attends each key of the forest.
-        plan: The tensors that the backend's `plan(layout)` gave.
+        plan: The tensors that the backend's `plan` gave, or its `partial_plan` for a part.
         scale: Factor of q k^T before the softmax.
         queries: Packed range of the queries.
         keys: Packed range of the keys and values.

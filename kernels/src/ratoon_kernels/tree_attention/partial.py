@@ -16,6 +16,7 @@ from ratoon_kernels.errors import KernelArgumentError
 from ratoon_kernels.layout import TreeLayout
 from ratoon_kernels.precision import accumulation_dtype
 from ratoon_kernels.registry import select_backend
+from ratoon_kernels.span import Span
 from ratoon_kernels.tree_attention.backends import BACKENDS, OP, TreeAttentionBackend
 from ratoon_kernels.tree_attention.checks import (
     check_accumulator,
@@ -24,7 +25,7 @@ from ratoon_kernels.tree_attention.checks import (
     check_operands,
     check_range,
 )
-from ratoon_kernels.tree_attention.operands import Operands, Span, Upstream
+from ratoon_kernels.tree_attention.operands import Operands, Upstream
 
 
 @torch.no_grad()
@@ -175,15 +176,17 @@ def _prepare(
     check_range("key_start", key_start, k_SKH.shape[0], layout)
     name = select_backend(OP, backend, q_QNH.device, q_QNH.dtype, q_QNH.shape[-1])
     chosen = BACKENDS[name]
+    queries = Span(query_start, query_start + q_QNH.shape[0])
+    keys = Span(key_start, key_start + k_SKH.shape[0])
     operands = Operands(
         q_QNH=q_QNH,
         k_SKH=k_SKH,
         v_SKH=v_SKH,
         end_T=layout.end_T,
-        plan=chosen.plan(layout),
+        plan=chosen.partial_plan(layout, queries, keys),
         scale=scale,
-        queries=Span(query_start, query_start + q_QNH.shape[0]),
-        keys=Span(key_start, key_start + k_SKH.shape[0]),
+        queries=queries,
+        keys=keys,
         is_deterministic=deterministic,
     )
     return chosen, operands

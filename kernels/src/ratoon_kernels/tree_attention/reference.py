@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ratoon_kernels.layout import TreeLayout
 from ratoon_kernels.precision import ACCUMULATION_DTYPES
+from ratoon_kernels.span import Span
 from ratoon_kernels.tree_attention import block_flash, block_math
 from ratoon_kernels.tree_attention.blocks import cut_into_blocks
 from ratoon_kernels.tree_attention.operands import Operands, Upstream
@@ -28,6 +29,11 @@ def unsupported_reason(_device: torch.device, dtype: torch.dtype, _head_dim: int
 def plan(layout: TreeLayout) -> list[Tensor]:
     """Returns what it reads of a layout beside `end_T`: the host node table."""
     return [layout.node_table_M4]
+
+
+def partial_plan(layout: TreeLayout, _queries: Span, _keys: Span) -> list[Tensor]:
+    """Returns the same for any part of the forest."""
+    return plan(layout)
 
 
 def forward(operands: Operands) -> tuple[Tensor, Tensor]:

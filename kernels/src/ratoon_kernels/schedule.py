@@ -1,0 +1,231 @@
+"""The work lists of the CUDA kernels of tree attention, made on the host once per micro-batch.
+
+In: `end` of every token of a forest, the packed ranges of the queries and the keys at hand. Out: a
+`Schedule`, and its packed form, one int32 table and a header. Invariant: over all items of the
+forward, and over all pieces of each split of the backward, every attended pair is computed once.
+
+The forward is query-stationary: an item is a query tile with its runs of key tiles. The backward is
+key-stationary: a piece is a key tile with a part of the query tiles that it sweeps. All lists are
+longest first, so that blocks that take the next item when they are done end at about one time.
+Where a prompt's key tiles sweep so many queries that a few of them would outlast all others, they
+are cut into pieces, whose dK and dV go to slots of their own and are added up afterwards.
+"""
+
+import bisect
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from ratoon_kernels.schedule_header import (
+    SPLIT_KV_HEADS,
+    LevelSections,
+    ScheduleHeader,
+    Section,
+)
+from ratoon_kernels.span import Span
+from ratoon_kernels.tiles import (
+    Int32Array,
+    Int64Array,
+    KeyTiles,
+    Sweeps,
+    TileTable,
+    build_tile_table,
+    reduce_key_tiles,
+    sweep_query_tiles,
+)
+
+TILE_SIZE: Final = 128
+# Rows of a query tile of the backward: 64 x 128 is bound by shared memory, 80 x 128 is balanced.
+BACKWARD_QUERY_TILE: Final = 80
+# A key tile is split when it holds more than an eighth of the mean work of one of an H200's SMs:
+# with pieces no longer than that, longest first leaves SMs idle for a few percent of the time.
+_PIECES_IN_FLIGHT: Final = 132 * 8
+# Below this a piece costs more to start and to add up than it takes off the longest.
+_MIN_PIECE: Final = 4
+# Sections start at 16 bytes, so that kernels read rows of 4 and 8 as vectors.
+_ALIGNMENT: Final = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitLevel:
+    """The backward's work, cut for one number of kv heads.
+
+    Attributes:
+        pieces: int32 [P, 8]; key tile, query tiles [start, stop) that the piece sweeps, its slot or
+            -1 where the key tile is whole, query tiles [full_start, full_stop) that need no mask
+            (not cut to the piece, maybe empty), 0, 0.
+        split_tiles: int32 [number of split key tiles, 4]; key tile, first slot, number of slots, 0.
+    """
+
+    pieces: Int32Array
+    split_tiles: Int32Array
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of all split key tiles, never more than there are key tiles."""
+        return int(self.split_tiles[:, 2].sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """Work of Q queries against S keys.
+
+    Attributes:
+        num_queries: Q.
+        num_keys: S.
+        delta: Packed index of the first query minus that of the first key.
+        end: int32 [S rounded up to whole tiles]; one past the last query row that attends each
+            key row, clipped to [0, Q], 0 for the keys that fill the last tile up.
+        tiles: The forward's grid.
+        runs: int32 [number of runs, 2]; first key tile, 2 * number of key tiles + is_full.
+        forward_items: int32 [number of query tiles, 4]; query tile, runs [start, stop), number of
+            key tiles, which may be 0.
+        levels: The backward's pieces for each number of kv heads of `SPLIT_KV_HEADS`.
+    """
+
+    num_queries: int
+    num_keys: int
+    delta: int
+    end: Int32Array
+    tiles: TileTable
+    runs: Int32Array
+    forward_items: Int32Array
+    levels: tuple[SplitLevel, ...]
+
+    def pack(self) -> tuple[Int32Array, ScheduleHeader]:
+        """Returns int32 of all sections one behind the other, and where each of them lies."""
+        arrays = [self.end[:, None], self.runs, self.forward_items]
+        for level in self.levels:
+            arrays += [level.pieces, level.split_tiles]
+        sections: list[Section] = []
+        size = 0
+        for array in arrays:
+            sections.append(Section(size, len(array)))
+            size += -(-array.size // _ALIGNMENT) * _ALIGNMENT
+        table = np.zeros(size, np.int32)
+        for section, array in zip(sections, arrays, strict=True):
+            table[section.offset : section.offset + array.size] = array.ravel()
+        end, runs, forward_items, *of_levels = sections
+        levels = tuple(
+            LevelSections(pieces=pieces, split_tiles=split_tiles, num_slots=level.num_slots)
+            for level, pieces, split_tiles in zip(
+                self.levels, of_levels[::2], of_levels[1::2], strict=True
+            )
+        )
+        header = ScheduleHeader(
+            num_queries=self.num_queries,
+            num_keys=self.num_keys,
+            delta=self.delta,
+            num_query_tiles=len(self.forward_items),
+            num_key_tiles=len(self.end) // self.tiles.tile_size,
+            end=end,
+            runs=runs,
+            forward_items=forward_items,
+            levels=levels,
+        )
+        return table, header
+
+
+def build_schedule(
+    end_T: Int32Array,
+    queries: Span,
+    keys: Span,
+    *,
+    tile_size: int = TILE_SIZE,
+    backward_query_tile: int = BACKWARD_QUERY_TILE,
+) -> Schedule:
+    """Builds the work lists of a range of queries against a range of keys.
+
+    Args:
+        end_T: int32 of shape [T]; one past the last packed query that attends each key.
+        queries: Packed range of the queries.
+        keys: Packed range of the keys.
+        tile_size: Rows of the forward's tiles and of the backward's key tiles.
+        backward_query_tile: Rows of the backward's query tiles.
+    """
+    num_queries, num_keys = len(queries), len(keys)
+    end = np.zeros(-(-num_keys // tile_size) * tile_size, np.int32)
+    own = end[:num_keys]
+    np.subtract(end_T[keys.start : keys.stop], queries.start, out=own)
+    np.clip(own, 0, num_queries, out=own)
+    delta = queries.start - keys.start
+    key_tiles = reduce_key_tiles(end, size=tile_size, num_queries=num_queries, delta=delta)
+    tiles = build_tile_table(key_tiles)
+    num_run_tiles = tiles.run_stop - tiles.run_start
+    runs = np.stack((tiles.run_start, 2 * num_run_tiles + tiles.run_is_full), axis=1)
+    return Schedule(
+        num_queries=num_queries,
+        num_keys=num_keys,
+        delta=delta,
+        end=end,
+        tiles=tiles,
+        runs=runs.astype(np.int32),
+        forward_items=_forward_items(tiles, num_run_tiles),
+        levels=_split_levels(key_tiles, backward_query_tile),
+    )
+
+
+def _forward_items(tiles: TileTable, num_run_tiles: Int64Array) -> Int32Array:
+    tiles_before = np.concatenate((np.zeros(1, np.int64), np.cumsum(num_run_tiles)))
+    start, stop = tiles.run_offsets[:-1], tiles.run_offsets[1:]
+    num_tiles = tiles_before[stop] - tiles_before[start]
+    items = np.stack((np.arange(tiles.num_query_tiles), start, stop, num_tiles), axis=1)
+    return items[_longest_first(num_tiles)].astype(np.int32)
+
+
+def _split_levels(key_tiles: KeyTiles, query_tile_size: int) -> tuple[SplitLevel, ...]:
+    sweeps = sweep_query_tiles(key_tiles, query_tile_size)
+    length = sweeps.stop_B - sweeps.start_B
+    total = int(length.sum())
+    caps = [
+        _raise_cap(length, max(_MIN_PIECE, -(-heads * total // _PIECES_IN_FLIGHT)))
+        for heads in SPLIT_KV_HEADS
+    ]
+    by_cap = {cap: _cut(sweeps, length, cap) for cap in set(caps)}
+    return tuple(by_cap[cap] for cap in caps)
+
+
+def _raise_cap(length: Int64Array, cap: int) -> int:
+    """Returns the least cap, from the given one on, whose slots are no more than the key tiles.
+
+    So the slots' memory is bounded by that of dK and dV in fp32.
+    """
+
+    def slots_fit(cap: int) -> bool:
+        return int(_num_pieces(length, cap)[length > cap].sum()) <= len(length)
+
+    longest = int(length.max(initial=0))
+    return cap + bisect.bisect_left(range(cap, max(cap, longest)), True, key=slots_fit)
+
+
+def _num_pieces(length: Int64Array, cap: int) -> Int64Array:
+    return -(-length // cap)
+
+
+def _cut(sweeps: Sweeps, length: Int64Array, cap: int) -> SplitLevel:
+    num_pieces = _num_pieces(length, cap)
+    is_split = num_pieces > 1
+    key = np.repeat(np.arange(len(length)), num_pieces)
+    first_piece = np.cumsum(num_pieces) - num_pieces
+    index = np.arange(len(key)) - first_piece[key]
+    num_slots = np.where(is_split, num_pieces, 0)
+    first_slot = np.cumsum(num_slots) - num_slots
+    pieces = np.zeros((len(key), 8), np.int32)
+    pieces[:, 0] = key
+    pieces[:, 1] = sweeps.start_B[key] + index * length[key] // num_pieces[key]
+    pieces[:, 2] = sweeps.start_B[key] + (index + 1) * length[key] // num_pieces[key]
+    pieces[:, 3] = np.where(is_split[key], first_slot[key] + index, -1)
+    pieces[:, 4] = sweeps.full_start_B[key]
+    pieces[:, 5] = sweeps.full_stop_B[key]
+    split_tiles = np.zeros((int(is_split.sum()), 4), np.int32)
+    split_tiles[:, 0] = np.flatnonzero(is_split)
+    split_tiles[:, 1] = first_slot[is_split]
+    split_tiles[:, 2] = num_slots[is_split]
+    return SplitLevel(
+        pieces=pieces[_longest_first(pieces[:, 2] - pieces[:, 1])], split_tiles=split_tiles
+    )
+
+
+def _longest_first(length: Int64Array | Int32Array) -> Int64Array:
+    return np.argsort(-length, kind="stable")

@@ -1,0 +1,115 @@
+"""What the CUDA kernels do with a packed schedule, pair by pair, in Python.
+
+It reads the table and the header alone, as the kernels do, and counts how often each pair of a
+query row and a key row is computed. Keys that only fill the last tile up are counted as well.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from ratoon_kernels import Span
+from ratoon_kernels.schedule_header import LevelSections, ScheduleHeader, Section
+
+Counts = npt.NDArray[np.int64]
+IntArray = npt.NDArray[np.int32]
+
+
+class Twin:
+    """The forward and the backward over one packed schedule.
+
+    `counts` of both are int64 [Q, key tiles * tile_size].
+    """
+
+    def __init__(self, table: IntArray, header: ScheduleHeader, *, tile: int, back: int) -> None:
+        self.table, self.header, self.tile, self.back = table, header, tile, back
+        end = self.rows(header.end, 1)[:, 0]
+        q = np.arange(header.num_queries)[:, None]
+        k = np.arange(len(end))[None, :]
+        self.is_attended = (k - header.delta <= q) & (q < end)
+
+    def rows(self, section: Section, width: int) -> IntArray:
+        stop = section.offset + section.count * width
+        return self.table[section.offset : stop].reshape(section.count, width)
+
+    def forward(self) -> Counts:
+        counts = np.zeros(self.is_attended.shape, np.int64)
+        runs = self.rows(self.header.runs, 2).tolist()
+        written: list[int] = []
+        for query_tile, begin, stop, num_tiles in self.rows(self.header.forward_items, 4).tolist():
+            written.append(query_tile)
+            walked = [tile for run in runs[begin:stop] for tile in _tiles_of_run(*run)]
+            assert len(walked) == num_tiles
+            for key_tile, is_full in walked:
+                self._compute(counts, query_tile * self.tile, self.tile, key_tile, is_full)
+        num_query_tiles = -(-self.header.num_queries // self.tile)
+        assert sorted(written) == list(range(num_query_tiles)), "every output row is written once"
+        return counts
+
+    def backward(self, level: LevelSections) -> Counts:
+        shape = self.is_attended.shape
+        counts = np.zeros(shape, np.int64)
+        slots = np.zeros((level.num_slots, shape[0], self.tile), np.int64)
+        written: list[int] = []
+        whole: list[int] = []
+        for key_tile, start, stop, slot, full_start, full_stop, *zeros in self.rows(
+            level.pieces, 8
+        ).tolist():
+            assert start < stop
+            assert zeros == [0, 0]
+            piece = np.zeros(shape, np.int64)
+            for query_tile in range(start, stop):
+                is_full = full_start <= query_tile < full_stop
+                self._compute(piece, query_tile * self.back, self.back, key_tile, is_full)
+            columns = slice(key_tile * self.tile, (key_tile + 1) * self.tile)
+            if slot < 0:
+                whole.append(key_tile)
+                counts[:, columns] = piece[:, columns]
+            else:
+                written.append(slot)
+                slots[slot] = piece[:, columns]
+        assert sorted(written) == list(range(level.num_slots)), "a slot belongs to one piece"
+        read: list[int] = []
+        for key_tile, first, num_slots, zero in self.rows(level.split_tiles, 4).tolist():
+            assert num_slots > 1
+            assert zero == 0
+            whole.append(key_tile)
+            read += range(first, first + num_slots)
+            columns = slice(key_tile * self.tile, (key_tile + 1) * self.tile)
+            counts[:, columns] = slots[first : first + num_slots].sum(axis=0)
+        assert read == list(range(level.num_slots)), "a slot is added up once"
+        assert len(set(whole)) == len(whole), "a key tile is written once"
+        return counts
+
+    def _compute(
+        self, counts: Counts, first_row: int, num_rows: int, key_tile: int, is_full: bool
+    ) -> None:
+        rows = slice(first_row, first_row + num_rows)  # Rows past the last query are dropped.
+        columns = slice(key_tile * self.tile, (key_tile + 1) * self.tile)
+        assert first_row < self.header.num_queries
+        assert counts[rows, columns].shape[1] == self.tile
+        counts[rows, columns] += True if is_full else self.is_attended[rows, columns]
+
+
+def _tiles_of_run(first: int, code: int) -> Iterator[tuple[int, bool]]:
+    for tile in range(first, first + code // 2):
+        yield tile, bool(code % 2)
+
+
+def random_spans(rng: np.random.Generator, num_tokens: int) -> tuple[Span, Span]:
+    """Packed ranges of queries and of keys: any two, or of the kinds that callers have."""
+    a, b, c, d = sorted(rng.integers(0, num_tokens + 1, 4).tolist())
+    kinds = (
+        (Span(b, d), Span(a, c)),
+        (Span(a, c), Span(b, d)),
+        (Span(a, d), Span(b, c)),
+        (Span(b, c), Span(a, d)),
+        (Span(c, d), Span(0, c)),  # A wave against its cached prefix.
+        (Span(c, d), Span(a, b)),
+        (Span(a, b), Span(c, d)),  # No query comes after any key.
+        (Span(a, b), Span(a, b)),
+        (Span(a, a), Span(b, d)),
+        (Span(b, d), Span(a, a)),
+    )
+    return kinds[int(rng.integers(len(kinds)))]
