@@ -10,7 +10,6 @@ import functools
 import struct
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
 from ratoon_kernels.jit.cache import get_cubin
@@ -23,6 +22,8 @@ Size = tuple[int, int, int]
 Argument = Tensor | TensorMap | int | float
 
 _NO_CLUSTER: Final = (1, 1, 1)
+# What a block may use without asking for more.
+_DEFAULT_SHARED_BYTES: Final = 48 * 1024
 
 
 @functools.cache
@@ -48,7 +49,8 @@ class Kernel:
         self.device_index = device_index
         self._context = primary_context(device_index)
         with self._context.entered():
-            self._function = _load_function(spec, device_index, cubin)
+            self._function = _load_function(spec, cubin)
+        self._shared_limit_bytes = _DEFAULT_SHARED_BYTES
         self._format = struct.Struct("<" + "".join(param.value for param in spec.params))
         # Parameter buffers that no launch is using: taken and given back one at a time, so that
         # launches from several threads never write into the same one.
@@ -90,6 +92,8 @@ class Kernel:
             kinds = ", ".join(param.name for param in self.spec.params)
             got = ", ".join(type(arg).__name__ for arg in args)
             raise TypeError(f"{self.spec.name} takes ({kinds}), got ({got}): {error}") from error
+        if shared_bytes > self._shared_limit_bytes:
+            self._allow_shared(shared_bytes)
         if self._context.is_current():
             status = self._queue(grid, block, cluster, shared_bytes, stream, buffer)
         else:
@@ -100,6 +104,15 @@ class Kernel:
         if status[0] != 0:
             launched = f"{grid=} {block=} {cluster=} {shared_bytes=}"
             check_driver(f"launch of {self.spec.name} ({launched})", status)
+
+    def _allow_shared(self, size_bytes: int) -> None:
+        attribute = driver().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        with self._context.entered():
+            check_driver(
+                f"{size_bytes} bytes of shared memory for {self.spec.name}",
+                driver().cuFuncSetAttribute(self._function, attribute, size_bytes),
+            )
+        self._shared_limit_bytes = size_bytes
 
     def _address(self, tensor: Tensor) -> int:
         index = tensor.get_device()
@@ -159,28 +172,15 @@ def _queue_zeros(address: int, size_bytes: int, words: int, stream: int) -> tupl
     return driver().cuMemsetD8Async(address, 0, size_bytes, stream)
 
 
-def _load_function(spec: KernelSpec, device_index: int, cubin: bytes) -> Any:
-    """Returns the CUfunction, allowed all of the shared memory that a block can have."""
+def _load_function(spec: KernelSpec, cubin: bytes) -> Any:
     cuda = driver()
     module = check_driver(f"cuModuleLoadData of {spec.name}", cuda.cuModuleLoadData(cubin))
     function = check_driver(
         f"cuModuleGetFunction of {spec.name}", cuda.cuModuleGetFunction(module, spec.entry.encode())
     )
     _check_params(spec, function)
-    attributes = cuda.CUfunction_attribute
-    static_bytes = check_driver(
-        "cuFuncGetAttribute",
-        cuda.cuFuncGetAttribute(attributes.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function),
-    )
-    block_bytes = torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin
-    check_driver(
-        f"cuFuncSetAttribute of {spec.name}",
-        cuda.cuFuncSetAttribute(
-            function,
-            attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-            block_bytes - static_bytes,
-        ),
-    )
+    # Else a lazy driver loads it at the first launch, which may be inside a graph's capture.
+    check_driver(f"cuFuncLoad of {spec.name}", cuda.cuFuncLoad(function))
     return function
 
 
