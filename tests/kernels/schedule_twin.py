@@ -57,12 +57,13 @@ class Twin:
             level.pieces, 8
         ).tolist():
             assert start < stop
+            assert -1 <= slot < level.num_slots
             assert zeros == [0, 0]
             piece = np.zeros(shape, np.int64)
             for query_tile in range(start, stop):
                 is_full = full_start <= query_tile < full_stop
                 self._compute(piece, query_tile * self.back, self.back, key_tile, is_full)
-            columns = slice(key_tile * self.tile, (key_tile + 1) * self.tile)
+            columns = self._columns(key_tile)
             if slot < 0:
                 whole.append(key_tile)
                 counts[:, columns] = piece[:, columns]
@@ -76,20 +77,25 @@ class Twin:
             assert zero == 0
             whole.append(key_tile)
             read += range(first, first + num_slots)
-            columns = slice(key_tile * self.tile, (key_tile + 1) * self.tile)
+            columns = self._columns(key_tile)
             counts[:, columns] = slots[first : first + num_slots].sum(axis=0)
         assert read == list(range(level.num_slots)), "a slot is added up once"
         assert len(set(whole)) == len(whole), "a key tile is written once"
         return counts
 
+    def _columns(self, key_tile: int) -> slice:
+        return slice(key_tile * self.tile, (key_tile + 1) * self.tile)
+
     def _compute(
         self, counts: Counts, first_row: int, num_rows: int, key_tile: int, is_full: bool
     ) -> None:
         rows = slice(first_row, first_row + num_rows)  # Rows past the last query are dropped.
-        columns = slice(key_tile * self.tile, (key_tile + 1) * self.tile)
+        columns = self._columns(key_tile)
         assert first_row < self.header.num_queries
-        assert counts[rows, columns].shape[1] == self.tile
-        counts[rows, columns] += True if is_full else self.is_attended[rows, columns]
+        attended = self.is_attended[rows, columns]
+        assert attended.shape[1] == self.tile
+        assert is_full or not attended.all(), "a tile pair that is full needs no mask"
+        counts[rows, columns] += True if is_full else attended
 
 
 def _tiles_of_run(first: int, code: int) -> Iterator[tuple[int, bool]]:

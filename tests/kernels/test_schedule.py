@@ -1,0 +1,255 @@
+"""The kernels' work lists against the dense mask: every attended pair once, and no other."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from ratoon_kernels import Span
+from ratoon_kernels.schedule import BACKWARD_QUERY_TILE, TILE_SIZE, Schedule, build_schedule
+from ratoon_kernels.schedule_header import SPLIT_KV_HEADS, ScheduleHeader, Section
+from tests.kernels.forests import NAMED, Forest, comb, forest_from, random_forests, star
+from tests.kernels.schedule_twin import IntArray, Twin, random_spans
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Queries and keys of a forest on grids of their own."""
+
+    forest: Forest
+    queries: Span
+    keys: Span
+    tile: int
+    back: int
+
+    def schedule(self) -> Schedule:
+        return build_schedule(
+            self.forest.layout().end_T.numpy(), self.queries, self.keys,
+            tile_size=self.tile, backward_query_tile=self.back,
+        )  # fmt: skip
+
+    def check_pairs(self, table: IntArray, header: ScheduleHeader) -> None:
+        """The forward and each split of the backward compute what the dense mask holds."""
+        twin = Twin(table, header, tile=self.tile, back=self.back)
+        padding = -len(self.keys) % self.tile
+        rows, columns = slice(self.queries.start, self.queries.stop), slice(*_ends(self.keys))
+        expected = np.pad(self.forest.mask()[rows, columns], ((0, 0), (0, padding)))
+        np.testing.assert_array_equal(twin.forward(), expected)
+        for level in header.levels:
+            np.testing.assert_array_equal(twin.backward(level), expected)
+
+
+def _ends(span: Span) -> tuple[int, int]:
+    return span.start, span.stop
+
+
+def _whole(forest: Forest, tile: int, back: int) -> Case:
+    tokens = Span(0, forest.num_tokens)
+    return Case(forest=forest, queries=tokens, keys=tokens, tile=tile, back=back)
+
+
+def _check_order(schedule: Schedule) -> None:
+    items = [tuple(item) for item in schedule.forward_items.tolist()]
+    assert items == sorted(items, key=lambda item: (-item[3], item[0]))
+    for level in schedule.levels:
+        pieces = [tuple(piece) for piece in level.pieces.tolist()]
+        assert pieces == sorted(pieces, key=lambda piece: (piece[1] - piece[2], piece[:2]))
+
+
+def _check_splits(schedule: Schedule, back: int) -> None:
+    """The rule of the splits, one key tile and one cap at a time."""
+    tile, num_key_tiles = schedule.tiles.tile_size, len(schedule.end) // schedule.tiles.tile_size
+    lengths: list[int] = []
+    for j in range(num_key_tiles):
+        first_row = max(0, j * tile - schedule.delta)
+        last_row = int(schedule.end[j * tile : (j + 1) * tile].max()) - 1
+        is_swept = first_row < schedule.num_queries and last_row >= 0
+        lengths.append(last_row // back - first_row // back + 1 if is_swept else 0)
+    for heads, level in zip(SPLIT_KV_HEADS, schedule.levels, strict=True):
+        cap = max(4, -(-heads * sum(lengths) // (132 * 8)))
+        while sum(-(-n // cap) for n in lengths if n > cap) > num_key_tiles:
+            cap += 1
+        pieces = level.pieces.tolist()
+        assert level.num_slots <= num_key_tiles
+        for j, length in enumerate(lengths):
+            own = sorted(piece[1:4] for piece in pieces if piece[0] == j)
+            sizes = [stop - start for start, stop, _ in own]
+            assert len(own) == -(-length // cap)
+            assert sum(sizes) == length
+            assert not own or max(sizes) - min(sizes) <= 1
+            slots = [slot for _, _, slot in own]
+            split = [row[1:3] for row in level.split_tiles.tolist() if row[0] == j]
+            assert split == ([[slots[0], len(slots)]] if length > cap else [])
+            expected = range(slots[0], slots[0] + len(slots)) if length > cap else [-1] * len(own)
+            assert slots == list(expected)
+
+
+def _check(case: Case) -> Schedule:
+    schedule = case.schedule()
+    table, header = schedule.pack()
+    assert ScheduleHeader.from_tensor(header.to_tensor()) == header
+    case.check_pairs(table, header)
+    _check_order(schedule)
+    _check_splits(schedule, case.back)
+    return schedule
+
+
+@pytest.mark.parametrize(
+    ("seed", "count", "max_nodes", "max_length"),
+    [(0, 1500, 6, 5), (1, 1000, 16, 6), (2, 250, 60, 2), (3, 250, 8, 24)],
+)
+def test_every_attended_pair_is_computed_once_on_random_forests(
+    seed: int, count: int, max_nodes: int, max_length: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    num_split = num_raised = 0
+    for forest in random_forests(seed, count, max_nodes, max_length):
+        tile, back = (int(x) for x in rng.integers(1, 9, 2))
+        case = _whole(forest, tile, back)
+        schedule = _check(case)
+        num_split += len(schedule.levels[-1].split_tiles) > 0
+        num_raised += any(level.num_slots == len(schedule.end) // tile for level in schedule.levels)
+        queries, keys = random_spans(rng, forest.num_tokens)
+        _check(replace(case, queries=queries, keys=keys))
+    # The cases must come up that the builder is there for.
+    assert num_split > count // 20
+    assert num_raised > 0
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_every_attended_pair_is_computed_once_on_named_forests(name: str) -> None:
+    rng = np.random.default_rng(0)
+    for tile, back in ((TILE_SIZE, BACKWARD_QUERY_TILE), (16, 10)):
+        case = _whole(NAMED[name], tile, back)
+        _check(case)
+        for _ in range(4):
+            queries, keys = random_spans(rng, case.forest.num_tokens)
+            _check(replace(case, queries=queries, keys=keys))
+
+
+REAL_SIZES: dict[str, Forest] = {
+    "star": star(1000, 6, 170),
+    "short": star(257, 12, 40),
+    "comb": comb(8, 129),
+    "sequences": forest_from([-1] * 4, [128, 640, 384, 1]),
+    "two_trees": forest_from([-1, 0, 1, 1, 0, -1, 5, 5], [400, 30, 210, 190, 127, 666, 1, 302]),
+}
+
+
+@pytest.mark.parametrize("name", REAL_SIZES)
+def test_every_attended_pair_is_computed_once_on_the_kernels_own_grid(name: str) -> None:
+    rng = np.random.default_rng(1)
+    case = _whole(REAL_SIZES[name], TILE_SIZE, BACKWARD_QUERY_TILE)
+    _check(case)
+    for _ in range(6):
+        queries, keys = random_spans(rng, case.forest.num_tokens)
+        _check(replace(case, queries=queries, keys=keys))
+
+
+def test_fewer_kv_heads_are_cut_finer() -> None:
+    """On a forest of so much work that no level's cap is raised to the same by its slots."""
+    case = _whole(star(16, 120, 30), 8, 4)
+    schedule = case.schedule()
+    _check_splits(schedule, case.back)
+    longest = [int((level.pieces[:, 2] - level.pieces[:, 1]).max()) for level in schedule.levels]
+    assert longest == sorted(longest, reverse=True)
+    assert len(set(longest)) == len(SPLIT_KV_HEADS)
+    _, header = schedule.pack()
+    expected = {1: 3, 2: 2, 3: 2, 4: 1, 7: 1, 8: 0, 64: 0}
+    for num_kv_heads, level in expected.items():
+        assert header.level(num_kv_heads) is header.levels[level]
+
+
+def test_sections_are_aligned_and_apart() -> None:
+    case = _whole(NAMED["two_trees"], 6, 5)
+    schedule = case.schedule()
+    table, header = schedule.pack()
+    widths: list[tuple[Section, int]] = [
+        (header.end, 1), (header.runs, 2), (header.forward_items, 4)
+    ]  # fmt: skip
+    for level in header.levels:
+        widths += [(level.pieces, 8), (level.split_tiles, 4)]
+    assert all(section.offset % 4 == 0 for section, _ in widths)
+    for (section, width), (after, _) in itertools.pairwise([*widths, (Section(len(table), 0), 1)]):
+        assert 0 <= after.offset - section.offset - section.count * width < 4
+    assert (header.num_query_tiles, header.num_key_tiles) == (40, 40)
+    assert (header.num_queries, header.num_keys, header.delta) == (240, 240, 0)
+
+
+def test_delta_is_the_first_query_minus_the_first_key() -> None:
+    case = replace(_whole(NAMED["two_trees"], 8, 5), queries=Span(20, 90), keys=Span(35, 240))
+    _, header = case.schedule().pack()
+    assert (header.num_queries, header.num_keys, header.delta) == (70, 205, -15)
+    assert (header.num_query_tiles, header.num_key_tiles) == (9, 26)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys"),
+    [(Span(0, 0), Span(0, 0)), (Span(5, 5), Span(0, 240)), (Span(0, 240), Span(5, 5)),
+     (Span(0, 90), Span(100, 240))],
+)  # fmt: skip
+def test_queries_that_attend_nothing_are_items_without_tiles(queries: Span, keys: Span) -> None:
+    case = replace(_whole(NAMED["two_trees"], 8, 5), queries=queries, keys=keys)
+    schedule = _check(case)
+    num_query_tiles = -(-len(queries) // 8)
+    expected = [[tile, 0, 0, 0] for tile in range(num_query_tiles)]
+    assert schedule.forward_items.tolist() == expected
+    assert all(len(level.pieces) == 0 for level in schedule.levels)
+
+
+def _edit(column: int, change: int) -> Callable[[IntArray], IntArray]:
+    """Edits a column of the backward's pieces of the last level."""
+
+    def edit(pieces: IntArray) -> IntArray:
+        pieces[:, column] += change
+        return pieces
+
+    return edit
+
+
+def _swap_slots(pieces: IntArray) -> IntArray:
+    slot = pieces[:, 3]
+    pieces[:, 3] = np.where(slot < 0, -1, slot.max() - slot)
+    return pieces
+
+
+@pytest.mark.parametrize("edit", [
+    pytest.param(_edit(1, 1), id="start too late"),
+    pytest.param(_edit(2, -1), id="stop too early"),
+    pytest.param(_swap_slots, id="slots of other key tiles"),
+    pytest.param(_edit(4, -1), id="full from one too early"),
+    pytest.param(_edit(4, 1), id="full from one too late"),
+    pytest.param(_edit(5, 1), id="full for one too long"),
+    pytest.param(_edit(5, -1), id="full for one too short"),
+    pytest.param(lambda pieces: np.concatenate((pieces[:1], pieces[:-1])), id="piece dropped"),
+])  # fmt: skip
+def test_the_twin_finds_a_wrong_piece(edit: Callable[[IntArray], IntArray]) -> None:
+    case = _whole(star(70, 4, 24), 8, 5)
+    table, header = case.schedule().pack()
+    assert header.levels[-1].num_slots > 0
+    case.check_pairs(table, header)
+    pieces = Twin(table, header, tile=8, back=5).rows(header.levels[-1].pieces, 8)
+    pieces[:] = edit(pieces.copy())
+    with pytest.raises(AssertionError):
+        case.check_pairs(table, header)
+
+
+@pytest.mark.parametrize("delta", [-1, 1])
+def test_the_twin_finds_a_wrong_delta(delta: int) -> None:
+    case = replace(_whole(star(70, 4, 24), 8, 5), queries=Span(40, 130), keys=Span(3, 100))
+    table, header = case.schedule().pack()
+    case.check_pairs(table, header)
+    with pytest.raises(AssertionError):
+        case.check_pairs(table, replace(header, delta=header.delta + delta))
+
+
+@pytest.mark.parametrize("row", [0, 1])
+def test_the_twin_finds_a_wrong_run(row: int) -> None:
+    case = _whole(star(70, 4, 24), 8, 5)
+    table, header = case.schedule().pack()
+    runs = Twin(table, header, tile=8, back=5).rows(header.runs, 2)
+    runs[-1 - row, 1] ^= 1
+    with pytest.raises(AssertionError):
+        case.check_pairs(table, header)
