@@ -96,10 +96,8 @@ def test_scalars_arrive_in_the_types_of_the_spec() -> None:
 
 def test_kernels_run_on_the_stream_they_are_given() -> None:
     """The copy waits for the slow work before it on its own stream."""
-    source, stream = (
-        torch.zeros((64, 2, 128), dtype=torch.bfloat16, device="cuda"),
-        (torch.cuda.Stream()),
-    )
+    source = torch.zeros((64, 2, 128), dtype=torch.bfloat16, device="cuda")
+    stream = torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(200_000_000)

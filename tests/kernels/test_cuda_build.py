@@ -1,0 +1,159 @@
+"""Every CUDA kernel compiles for sm_90a without a GPU, without warnings, and within its gate."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ratoon_kernels.jit import KernelCompileError, KernelSpec, Param
+from ratoon_kernels.jit.compiler import CompiledKernel, compile_kernel, nvrtc_version
+from ratoon_kernels.jit.registry import all_specs
+from ratoon_kernels.jit.sources import read_sources
+from tests.kernels import cubin_report
+from tests.kernels.cubin_report import CubinReport, inspect_cubin, missing_tool, require_tools
+from tests.kernels.cuda_gates import GATES, Gate, violations
+from tests.kernels.cuda_kernels import SPILLS, TILE_COPY, kernel, warpgroup_mma
+
+EVERY_KERNEL = pytest.mark.parametrize("spec", all_specs(), ids=lambda spec: spec.name)
+WIDE = Gate(max_registers=255, min_opcodes={})
+
+
+@pytest.fixture(scope="session")
+def compiled() -> Callable[[KernelSpec], CompiledKernel]:
+    """Compiles a kernel once a session."""
+    require_tools()
+    return functools.cache(lambda spec: compile_kernel(spec, read_sources(spec)))
+
+
+@pytest.fixture
+def report(
+    compiled: Callable[[KernelSpec], CompiledKernel], tmp_path: Path
+) -> Callable[[KernelSpec], CubinReport]:
+    return lambda spec: inspect_cubin(spec, compiled(spec), tmp_path)
+
+
+def test_every_kernel_has_one_name_and_one_gate() -> None:
+    names = [spec.name for spec in all_specs()]
+    assert sorted(names) == sorted(GATES)
+
+
+@EVERY_KERNEL
+def test_kernel_compiles_without_warnings(
+    spec: KernelSpec, compiled: Callable[[KernelSpec], CompiledKernel]
+) -> None:
+    assert compiled(spec).warnings == ()
+
+
+@EVERY_KERNEL
+def test_kernel_is_within_its_gate(
+    spec: KernelSpec, report: Callable[[KernelSpec], CubinReport]
+) -> None:
+    assert violations(spec, GATES[spec.name], report(spec)) == []
+
+
+def test_gate_passes_a_kernel_that_has_what_it_asks_for(
+    report: Callable[[KernelSpec], CubinReport],
+) -> None:
+    mma = warpgroup_mma(is_serialized=False)
+    assert violations(mma, replace(WIDE, min_opcodes={"HGMMA": 2}), report(mma)) == []
+    loads = replace(WIDE, min_opcodes={"UTMALDG": 1, "SYNCS": 1})
+    assert violations(TILE_COPY, loads, report(TILE_COPY)) == []
+
+
+def test_gate_refuses_spills_and_local_memory(
+    report: Callable[[KernelSpec], CubinReport],
+) -> None:
+    spilled = report(SPILLS)
+    assert spilled.registers == 64
+    wrong = violations(SPILLS, WIDE, spilled)
+    for what in ("bytes of spills", "bytes of local memory", "STL and LDL"):
+        assert sum(what in line for line in wrong) == 1, wrong
+
+
+def test_gate_refuses_too_many_registers(report: Callable[[KernelSpec], CubinReport]) -> None:
+    tight = replace(WIDE, max_registers=63)
+    assert "64 registers, at most 63" in violations(SPILLS, tight, report(SPILLS))
+
+
+def test_gate_refuses_a_kernel_without_the_instructions_it_needs(
+    report: Callable[[KernelSpec], CubinReport],
+) -> None:
+    asked = replace(WIDE, min_opcodes={"HGMMA": 1, "UTMALDG": 1})
+    assert violations(TILE_COPY, asked, report(TILE_COPY)) == ["0 HGMMA, at least 1"]
+    mma = warpgroup_mma(is_serialized=False)
+    asked = replace(WIDE, min_opcodes={"HGMMA": 3})
+    assert violations(mma, asked, report(mma)) == ["2 HGMMA, at least 3"]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [TILE_COPY.params[:-1], (*TILE_COPY.params[:-1], Param.INT64), TILE_COPY.params[::-1]],
+    ids=["one less", "one wider", "another order"],
+)
+def test_gate_refuses_a_spec_with_other_parameters(
+    params: tuple[Param, ...], report: Callable[[KernelSpec], CubinReport]
+) -> None:
+    spec = replace(TILE_COPY, params=params)
+    (wrong,) = violations(spec, WIDE, report(spec))
+    assert wrong.startswith("parameters of (128, 8, 4, 8, 4) bytes, the spec says")
+
+
+def test_serialized_matrix_instructions_are_a_warning(
+    compiled: Callable[[KernelSpec], CompiledKernel],
+) -> None:
+    assert compiled(warpgroup_mma(is_serialized=False)).warnings == ()
+    warnings = compiled(warpgroup_mma(is_serialized=True)).warnings
+    assert any("wgmma.mma_async instructions are serialized" in line for line in warnings)
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ('asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");', "'setmaxnreg' ignored"),
+        ("int unused;", '"unused" was declared but never referenced'),
+    ],
+)
+def test_what_the_compiler_ignores_is_a_warning(
+    body: str,
+    expected: str,
+    compiled: Callable[[KernelSpec], CompiledKernel],
+    tmp_path: Path,
+) -> None:
+    source = tmp_path / "doubtful.cu"
+    source.write_text(f'extern "C" __global__ void doubtful(int* out) {{ {body} out[0] = 1; }}')
+    spec = replace(kernel("doubtful", (Param.POINTER,)), source=str(source))
+    assert any(expected in line for line in compiled(spec).warnings)
+
+
+def test_an_error_of_the_source_is_the_compiler_s_message(
+    compiled: Callable[[KernelSpec], CompiledKernel], tmp_path: Path
+) -> None:
+    source = tmp_path / "wrong.cu"
+    source.write_text('extern "C" __global__ void wrong(int* out) {\n  out[0] = missing;\n}\n')
+    spec = replace(kernel("wrong", (Param.POINTER,)), source=str(source))
+    with pytest.raises(KernelCompileError, match=r"wrong.cu\(2\).*missing") as error:
+        compiled(spec)
+    assert error.value.kernel == "wrong"
+
+
+def test_a_missing_tool_fails_in_continuous_integration_and_skips_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cubin_report, "missing_tool", lambda: "no cuobjdump")
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(AssertionError, match="no cuobjdump"):
+        require_tools()
+    monkeypatch.delenv("CI")
+    with pytest.raises(pytest.skip.Exception, match="no cuobjdump"):
+        require_tools()
+
+
+def test_a_tool_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings.nvrtc", None)
+    nvrtc_version.cache_clear()
+    assert "cuda.bindings.nvrtc" in str(missing_tool())
