@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ratoon_kernels.jit import KernelSpec
+from ratoon_kernels.jit.params import layout_params
 from tests.kernels.cubin_report import CubinReport
 
 
@@ -47,7 +48,7 @@ def violations(spec: KernelSpec, gate: Gate, report: CubinReport) -> list[str]:
         for opcode, least in gate.min_opcodes.items()
         if report.opcodes[opcode] < least
     )
-    declared = tuple(param.size_bytes for param in spec.params)
+    declared = layout_params(spec.params).sizes_bytes
     if report.param_sizes_bytes != declared:
         wrong.append(f"parameters of {report.param_sizes_bytes} bytes, the spec says {declared}")
     return wrong

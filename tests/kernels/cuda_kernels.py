@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from ratoon_kernels.jit import KernelSpec, Param
+from ratoon_kernels.jit.params import Parameter
 
 CSRC = Path(__file__).parent / "csrc"
 
 
-def kernel(entry: str, params: tuple[Param, ...], **defines: int) -> KernelSpec:
+def kernel(entry: str, params: tuple[Parameter, ...], **defines: int) -> KernelSpec:
     """A kernel of csrc, in the file of its own name."""
     return KernelSpec(
         source=str(CSRC / f"{entry}.cu"),
@@ -27,6 +28,8 @@ def tile_copy(*, head_dim: int, rows: int, is_bf16: bool) -> KernelSpec:
 
 TILE_COPY = tile_copy(head_dim=128, rows=64, is_bf16=True)
 CLUSTER_SUM = kernel("cluster_sum", (Param.POINTER,))
+FIELDS = (Param.INT32, Param.INT64, Param.FLOAT32, Param.POINTER, Param.INT32)
+SCALARS = kernel("scalars", (Param.INT32, FIELDS, Param.INT64, Param.FLOAT32))
 SPILLS = kernel("spills", (Param.POINTER, Param.INT32))
 
 

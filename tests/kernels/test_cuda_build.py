@@ -17,7 +17,7 @@ from ratoon_kernels.jit.sources import read_sources
 from tests.kernels import cubin_report
 from tests.kernels.cubin_report import CubinReport, inspect_cubin, missing_tool, require_tools
 from tests.kernels.cuda_gates import GATES, Gate, violations
-from tests.kernels.cuda_kernels import SPILLS, TILE_COPY, kernel, warpgroup_mma
+from tests.kernels.cuda_kernels import SCALARS, SPILLS, TILE_COPY, kernel, warpgroup_mma
 
 EVERY_KERNEL = pytest.mark.parametrize("spec", all_specs(), ids=lambda spec: spec.name)
 WIDE = Gate(max_registers=255, min_opcodes={})
@@ -63,6 +63,7 @@ def test_gate_passes_a_kernel_that_has_what_it_asks_for(
     assert violations(mma, replace(WIDE, min_opcodes={"HGMMA": 2}), report(mma)) == []
     loads = replace(WIDE, min_opcodes={"UTMALDG": 1, "SYNCS": 1})
     assert violations(TILE_COPY, loads, report(TILE_COPY)) == []
+    assert violations(SCALARS, WIDE, report(SCALARS)) == []
 
 
 def test_gate_refuses_spills_and_local_memory(

@@ -18,7 +18,7 @@ from ratoon_kernels.jit import (
     tensor_map,
 )
 from ratoon_kernels.jit.cache import get_cubin
-from tests.kernels.cuda_kernels import CLUSTER_SUM, TILE_COPY, tile_copy
+from tests.kernels.cuda_kernels import CLUSTER_SUM, SCALARS, TILE_COPY, tile_copy
 
 pytestmark = pytest.mark.gpu
 
@@ -35,7 +35,7 @@ def _random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(shape, generator=generator, device="cuda").to(dtype)
 
 
-def _copy(x_TNH: Tensor, rows: int, first_token: int, num_tiles: int, scale: float = 1.0) -> Tensor:
+def _copy(x_TNH: Tensor, rows: int, first_token: int, num_tiles: int) -> Tensor:
     """What the kernel reads: [heads, num_tiles * rows, head_dim], from an output full of NaN."""
     _, heads, head_dim = x_TNH.shape
     spec = tile_copy(head_dim=head_dim, rows=rows, is_bf16=x_TNH.dtype == torch.bfloat16)
@@ -46,7 +46,7 @@ def _copy(x_TNH: Tensor, rows: int, first_token: int, num_tiles: int, scale: flo
         block=128,
         shared_bytes=SHARED_BYTES,
         stream=_stream(),
-        args=(head_tile_map(x_TNH, rows), out, first_token, start, scale),
+        args=(head_tile_map(x_TNH, rows), out, first_token, start, 1.0),
     )
     assert out[:start].isnan().all()
     assert out[-3:].isnan().all()
@@ -87,11 +87,14 @@ def test_boxes_of_any_layout_hold_the_tensor_and_zeros_outside(
     assert _copy(x_TNH, 64, 0, 1).norm() > 0
 
 
-def test_scalars_arrive_in_the_types_of_the_spec() -> None:
-    """An int for a float parameter is that number, not the float of its bits."""
-    x_TNH = _random(64, 2, 128)
-    doubled = _copy(x_TNH, 64, 0, 1, scale=2)
-    assert torch.equal(doubled, 2 * x_TNH.transpose(0, 1).float())
+def test_scalars_and_struct_fields_arrive_in_the_types_of_the_spec() -> None:
+    """Also an int for a float: it is that number, not the float of its bits."""
+    out = torch.full((7,), torch.nan, dtype=torch.float64, device="cuda")
+    load(SCALARS, 0).launch(
+        grid=(1, 1, 1), block=1, shared_bytes=0, stream=_stream(),
+        args=(-7, -(2**31), 2**40 + 1, 3, out, 11, -(2**50) - 1, 0.375),
+    )  # fmt: skip
+    assert out.tolist() == [-7, -(2**31), 2**40 + 1, 3, 11, -(2**50) - 1, 0.375]
 
 
 def test_kernels_run_on_the_stream_they_are_given() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from ratoon_kernels.jit.cache import get_cubin
 from ratoon_kernels.jit.calls import check_driver, driver
 from ratoon_kernels.jit.context import primary_context
+from ratoon_kernels.jit.params import Param, Parameter, layout_params
 from ratoon_kernels.jit.spec import KernelSpec
 from ratoon_kernels.jit.tensor_map import TensorMap
 
@@ -51,7 +52,8 @@ class Kernel:
         with self._context.entered():
             self._function = _load_function(spec, cubin)
         self._shared_limit_bytes = _DEFAULT_SHARED_BYTES
-        self._format = struct.Struct("<" + "".join(param.value for param in spec.params))
+        self._layout = layout_params(spec.params)
+        self._format = struct.Struct(self._layout.format)
         # Parameter buffers that no launch is using: taken and given back one at a time, so that
         # launches from several threads never write into the same one.
         self._free_buffers: list[ctypes.Array[ctypes.c_char]] = []
@@ -73,8 +75,9 @@ class Kernel:
             block: Threads of a block.
             shared_bytes: Dynamic shared memory of a block.
             stream: A stream of the kernel's GPU, as `torch.cuda.Stream.cuda_stream`.
-            args: The values, in the order of `spec.params`. A tensor is passed as its address: its
-                shape and strides are not, and the caller keeps it alive as for any torch operator.
+            args: The values, in the order of `spec.params`; those of a struct's fields one by one,
+                in their places. A tensor is passed as its address: its shape and strides are not,
+                and the caller keeps it alive as for any torch operator.
             cluster: Blocks of a cluster in x, y, z; each divides the grid's.
 
         Raises:
@@ -89,9 +92,10 @@ class Kernel:
         try:
             self._format.pack_into(buffer, 8 * len(self.spec.params), *values)
         except (struct.error, OverflowError) as error:
-            kinds = ", ".join(param.name for param in self.spec.params)
             got = ", ".join(type(arg).__name__ for arg in args)
-            raise TypeError(f"{self.spec.name} takes ({kinds}), got ({got}): {error}") from error
+            raise TypeError(
+                f"{self.spec.name} takes {_names(self.spec.params)}, got ({got}): {error}"
+            ) from error
         if shared_bytes > self._shared_limit_bytes:
             self._allow_shared(shared_bytes)
         if self._context.is_current():
@@ -123,10 +127,9 @@ class Kernel:
         """Returns what the driver reads parameters from: their addresses, then room for them."""
         num_params = len(self.spec.params)
         buffer = ctypes.create_string_buffer(8 * num_params + self._format.size)
-        address = ctypes.addressof(buffer) + 8 * num_params
-        for index, param in enumerate(self.spec.params):
-            struct.pack_into("<Q", buffer, 8 * index, address)
-            address += struct.calcsize("<" + param.value)
+        values = ctypes.addressof(buffer) + 8 * num_params
+        addresses = [values + offset for offset in self._layout.offsets_bytes]
+        struct.pack_into(f"<{num_params}Q", buffer, 0, *addresses)
         return buffer
 
     def _queue(
@@ -193,8 +196,13 @@ def _check_params(spec: KernelSpec, function: Any) -> None:
         if status != 0:
             break
         sizes.append(size_bytes)
-    declared = [param.size_bytes for param in spec.params]
+    declared = list(layout_params(spec.params).sizes_bytes)
     assert sizes == declared, f"{spec.name} has parameters of {sizes} bytes, its spec {declared}"
+
+
+def _names(params: tuple[Parameter, ...]) -> str:
+    names = (param.name if isinstance(param, Param) else _names(param) for param in params)
+    return f"({', '.join(names)})"
 
 
 @functools.lru_cache(maxsize=1024)

@@ -4,30 +4,15 @@ In: names and numbers written beside the kernel's launcher. Out: `KernelSpec`, b
 about a kernel is kept. Invariant: equal specs are equal machine code, for the same sources.
 """
 
-import enum
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from ratoon_kernels.jit.params import Parameter
+
 ARCH: Final = "sm_90a"
 CAPABILITY: Final = (9, 0)
 PACKAGE_FOLDER: Final = Path(__file__).parents[1]
-
-
-class Param(enum.Enum):
-    """The type of one parameter of a kernel; the value is its struct code, padded to 8 bytes."""
-
-    POINTER = "Q"  # of device memory: a tensor, or an address (0 is null)
-    INT32 = "i4x"
-    INT64 = "q"
-    FLOAT32 = "f4x"
-    TENSOR_MAP = "128s"  # `const __grid_constant__`, of a 128-byte struct aligned to 64
-
-    @property
-    def size_bytes(self) -> int:
-        """Size of the kernel's own parameter, without the padding."""
-        return struct.calcsize("<" + self.value.removesuffix("4x"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,13 +24,14 @@ class KernelSpec:
             absolute path.
         entry: Name of its `extern "C" __global__` function.
         defines: Macros given to the compiler as (name, value), sorted by name.
-        params: Types of the entry's parameters, in order; `load` compares them with the cubin.
+        params: Types of the entry's parameters, in order: `Param`, or a tuple of them for a struct
+            passed by value. `load` compares their sizes with the cubin's.
     """
 
     source: str
     entry: str
     defines: tuple[tuple[str, int], ...]
-    params: tuple[Param, ...]
+    params: tuple[Parameter, ...]
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.defines]
