@@ -30,6 +30,7 @@ class Twin:
         self.is_attended = (k - header.delta <= q) & (q < end)
 
     def rows(self, section: Section, width: int) -> IntArray:
+        assert section.offset % 4 == 0, "kernels read vectors of 16 bytes"
         stop = section.offset + section.count * width
         return self.table[section.offset : stop].reshape(section.count, width)
 

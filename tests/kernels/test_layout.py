@@ -1,10 +1,13 @@
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
-from ratoon_kernels import KernelArgumentError, Span, build_layout
+from ratoon_kernels import KernelArgumentError, Span, TreeLayout, build_layout, tree_attention
 from ratoon_kernels.schedule import build_schedule
 from ratoon_kernels.schedule_header import ScheduleHeader
+from ratoon_kernels.tree_attention import reference
+from ratoon_kernels.tree_attention.operands import Operands
 from tests.kernels.forests import NAMED, Forest, forest_from, random_forests
 
 
@@ -136,3 +139,29 @@ def test_all_that_is_uploaded_is_one_buffer(name: str) -> None:
     on_device = (layout.end_T, layout.position_T, layout.schedule_table)
     assert len({tensor.untyped_storage().data_ptr() for tensor in on_device}) == 1
     assert layout.position_T.data_ptr() % 8 == 0
+
+
+def test_a_plan_that_picks_the_schedule_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One graph for all forests, whose op is given each forest's own work lists."""
+    given: list[torch.Tensor] = []
+
+    def plan(layout: TreeLayout) -> list[torch.Tensor]:
+        return [layout.node_table_M4, layout.schedule_table, layout.schedule_header]
+
+    def forward(operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
+        given.extend(operands.plan[1:])
+        return reference_forward(operands)
+
+    reference_forward = reference.forward
+    monkeypatch.setattr(reference, "plan", plan)
+    monkeypatch.setattr(reference, "forward", forward)
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(tree_attention, fullgraph=True, backend=counter)
+    for name in ("two_trees", "star", "comb", "binary"):
+        layout = NAMED[name].layout()
+        q_TNH = torch.ones((layout.num_tokens, 2, 8))
+        compiled(q_TNH, q_TNH, q_TNH, layout, 1.0)
+        table, header = given[-2:]
+        np.testing.assert_array_equal(table.numpy(), layout.schedule.pack()[0])
+        assert ScheduleHeader.from_tensor(header).num_keys == layout.num_tokens
+    assert counter.frame_count <= 2
