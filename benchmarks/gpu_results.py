@@ -88,7 +88,9 @@ def require_green_tests(path: Path = TESTS) -> None:
 
     Raises:
         SystemExit: The report is absent, of other sources, or not green; the message says which.
+        RuntimeError: The commit of this tree is not known, so that no result could be written.
     """
+    _commit()
     problem = ""
     if not path.is_file():
         problem = "is absent"
@@ -118,9 +120,14 @@ def _commit() -> str:
     """HEAD, with `-dirty` where the tree differs from it by more than result files.
 
     A copy of the tree without its .git is told through the environment.
+
+    Raises:
+        RuntimeError: It was not.
     """
     if commit := os.environ.get(COMMIT_VARIABLE):
         return commit
+    if not (ROOT / ".git").exists():
+        raise RuntimeError(f"this tree has no .git: set {COMMIT_VARIABLE} to its commit")
     commit = _git("rev-parse", "HEAD")
     changed = _git("status", "--porcelain", "--", ".", ":(exclude)benchmarks/results")
     return f"{commit}-dirty" if changed else commit

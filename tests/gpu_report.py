@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu_results import write_result
+from benchmarks.gpu_results import describe_gpu, write_result
 
 MARKERS = ("gpu", "multigpu")
 MAX_MESSAGE_CHARACTERS = 2000
@@ -29,6 +29,8 @@ class GpuReport:
     def pytest_sessionstart(self) -> None:
         """A run that dies must not leave the report of the one before it."""
         self._path.unlink(missing_ok=True)
+        # Raises now, not after the tests, where no report could be written.
+        describe_gpu(seed=0)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
