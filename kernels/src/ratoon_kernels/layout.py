@@ -121,10 +121,10 @@ def build_layout(
     stop = _as_nodes("node_stop", node_stop, len(start))
     end = _as_nodes("node_end", node_end, len(start))
     parent = _as_nodes("node_parent", node_parent, len(start))
-    _check_packing(start, stop, end)
+    closes = _check_packing(start, stop, end)
     num_tokens = int(stop[-1]) if len(stop) else 0
-    first_position = _check_tree(start, stop, end, parent)
     length = stop - start
+    first_position = _check_tree(start, length, end, parent, closes)
     end_of_token = np.repeat(end.astype(np.int32), length)
     position = np.arange(num_tokens, dtype=np.int64) - np.repeat(start - first_position, length)
     tokens = Span(0, num_tokens)
@@ -161,7 +161,7 @@ def _as_nodes(name: str, values: npt.NDArray[Any], num_nodes: int) -> Int64Array
         raise KernelArgumentError(name, f"shape {array.shape}, expected ({num_nodes},)")
     if not np.issubdtype(array.dtype, np.integer):
         raise KernelArgumentError(name, f"dtype {array.dtype}, expected an integer dtype")
-    return array.astype(np.int64)
+    return array.astype(np.int64, copy=False)
 
 
 def _require(holds: npt.NDArray[np.bool_], name: str, values: Int64Array, rule: str) -> None:
@@ -170,21 +170,32 @@ def _require(holds: npt.NDArray[np.bool_], name: str, values: Int64Array, rule: 
         raise KernelArgumentError(name, f"node {node} has {int(values[node])}, {rule}")
 
 
-def _check_packing(start: Int64Array, stop: Int64Array, end: Int64Array) -> None:
-    previous_stop = np.concatenate((np.zeros(1, np.int64), stop))[: len(start)]
-    _require(start == previous_stop, "node_start", start, "expected the stop of the node before it")
+def _check_packing(start: Int64Array, stop: Int64Array, end: Int64Array) -> Int64Array:
+    """Checks that nodes lie one behind the other and that subtrees end between nodes.
+
+    Returns:
+        int64 of shape [M]: the first node past each node's subtree.
+    """
+    num_nodes = len(start)
+    follows = np.ones(num_nodes, np.bool_)
+    follows[:1] = start[:1] == 0
+    follows[1:] = start[1:] == stop[:-1]
+    _require(follows, "node_start", start, "expected the stop of the node before it")
     _require(stop > start, "node_stop", stop, "expected more than its start: no node is empty")
     _require(stop <= _MAX_TOKENS, "node_stop", stop, f"expected at most {_MAX_TOKENS} tokens")
-    is_boundary = np.zeros(len(end), np.bool_)
-    if len(end):
-        boundaries = np.append(start, stop[-1])
-        nearest = np.minimum(np.searchsorted(boundaries, end), len(boundaries) - 1)
-        is_boundary = (boundaries[nearest] == end) & (end >= stop)
-    _require(is_boundary, "node_end", end, "expected the start of a later node or the last stop")
+    num_tokens = int(stop[-1]) if num_nodes else 0
+    node_at = np.full(num_tokens + 1, -1, np.int32)
+    node_at[start] = np.arange(num_nodes)
+    node_at[num_tokens] = num_nodes
+    closes = node_at[np.clip(end, 0, num_tokens)].astype(np.int64)
+    is_boundary = (closes >= 0) & (end >= stop) & (end <= num_tokens)
+    rule = "expected the start of a later node or the last stop"
+    _require(is_boundary, "node_end", end, rule)
+    return closes
 
 
 def _check_tree(
-    start: Int64Array, stop: Int64Array, end: Int64Array, parent: Int64Array
+    start: Int64Array, length: Int64Array, end: Int64Array, parent: Int64Array, closes: Int64Array
 ) -> Int64Array:
     """Checks that parents and ends tell of one and the same forest.
 
@@ -197,22 +208,17 @@ def _check_tree(
     num_nodes = len(start)
     index = np.arange(num_nodes)
     _require((parent >= -1) & (parent < index), "node_parent", parent, "expected an earlier node")
-    closes_at = np.searchsorted(start, end)
-    length = stop - start
-    opened = np.zeros(num_nodes + 1, np.int64)
-    tokens = np.zeros(num_nodes + 1, np.int64)
-    opened[1:] = 1 - np.bincount(closes_at, minlength=num_nodes + 1)[1:]
+    # Node m closes what ends at its start. No node ends at the first one's.
+    num_closed = np.bincount(closes, minlength=num_nodes + 1)[:num_nodes]
     # bincount sums in fp64, which is exact below 2**53.
-    closed_tokens = np.bincount(closes_at, length, minlength=num_nodes + 1)
-    tokens[1:] = length - closed_tokens[1:].astype(np.int64)
-    # A leaf closes at the node right after it, where it also opens: it contains no node.
-    depth = np.cumsum(opened)[:num_nodes]
-    first_position = np.cumsum(tokens)[:num_nodes]
-    is_root = parent < 0
-    above = np.where(is_root, 0, parent)
-    _require(is_root | (start < end[above]), "node_parent", parent, "which ends before this node")
-    _require(is_root | (end <= end[above]), "node_end", end, "which is past the end of its parent")
-    expected_depth = np.where(is_root, 0, depth[above] + 1)
+    tokens_closed = np.bincount(closes, length, minlength=num_nodes + 1)[:num_nodes]
+    depth = index - np.cumsum(num_closed)
+    first_position = start - np.cumsum(tokens_closed).astype(np.int64)
+    # A root's parent, -1, takes the last: what holds of all roots.
+    end_above = np.append(end, _MAX_TOKENS)[parent]
+    depth_above = np.append(depth, -1)[parent]
+    _require(start < end_above, "node_parent", parent, "which ends before this node")
+    _require(end <= end_above, "node_end", end, "which is past the end of its parent")
     rule = "but the subtrees open at this node are not its ancestors'"
-    _require(depth == expected_depth, "node_end", end, rule)
+    _require(depth == depth_above + 1, "node_end", end, rule)
     return first_position
