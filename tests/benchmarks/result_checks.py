@@ -1,0 +1,154 @@
+"""What a committed GPU result must hold.
+
+In: a result's content. Out: what is wrong with it, one line each. Invariant: a figure is only right
+where the samples and sizes beside it give it again.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import statistics
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.attention import ALL_SHAPES, GPU_BACKENDS, GPU_GEOMETRY
+from benchmarks.attention_report import OURS, targets
+from benchmarks.attention_timing import MIN_SAMPLES
+from benchmarks.forests import build
+from benchmarks.gpu_results import NOT_INSTALLED, red_tests
+
+Result = dict[str, Any]
+
+COMMIT = re.compile(r"[0-9a-f]{40}(-dirty)?")
+# Their raw output stands in the place of samples.
+WITHOUT_SAMPLES = ("tests.json", "sanitizer.json")
+GPU_MARKERS = {"gpu", "multigpu"}
+FIGURES = ("fwd", "bwd")
+
+
+def staleness_problems(result: Result, source_sha256: str) -> Iterator[str]:
+    stale = result.get("stale", "")
+    if not isinstance(stale, str) or ("stale" in result and not stale.strip()):
+        yield "stale: it is to be a reason in words"
+    elif result.get("source_sha256") != source_sha256 and not stale:
+        yield "the sources have changed: measure again, or say why not in a top-level `stale`"
+
+
+def provenance_problems(name: str, result: Result) -> Iterator[str]:
+    if not COMMIT.fullmatch(str(result.get("commit"))):
+        yield f"commit: {result.get('commit')}"
+    if "H200" not in str(result.get("gpu")):
+        yield f"gpu: {result.get('gpu')}, in the folder of the H200"
+    if not isinstance(result.get("seed"), int):
+        yield "seed: absent"
+    for library in ("driver", "cuda", "torch", "python", "numpy"):
+        if result.get("versions", {}).get(library, NOT_INSTALLED) == NOT_INSTALLED:
+            yield f"versions: no {library}"
+    if name not in WITHOUT_SAMPLES:
+        samples = list(_samples(result))
+        if not samples:
+            yield "samples: none"
+        if not all(_is_positive(values) for values in samples):
+            yield "samples: a list is empty or has a value that is no positive number"
+
+
+def report_problems(result: Result, tests_folder: Path) -> Iterator[str]:
+    yield from red_tests(result)
+    reported = {test["id"].partition("::")[0] for test in result["tests"]}
+    root = tests_folder.parent
+    for path in gpu_test_files(tests_folder):
+        if path.relative_to(root).as_posix() not in reported:
+            yield f"no test of {path.relative_to(root)} ran"
+
+
+def sanitizer_problems(result: Result) -> Iterator[str]:
+    for tool in ("memcheck", "racecheck"):
+        entry = result["tools"].get(tool)
+        if entry is None or not entry["is_clean"]:
+            yield f"{tool} is not clean"
+
+
+def attention_problems(result: Result) -> Iterator[str]:
+    geometry = {**asdict(GPU_GEOMETRY), "dtype": str(GPU_GEOMETRY.dtype)}
+    if result["geometry"] != geometry:
+        yield f"geometry: {result['geometry']}"
+    if result["targets"] != [asdict(target) for target in targets(result["rows"])]:
+        yield "targets: not those of the rows"
+    runs = Counter(shape for run in result["runs"] for shape in run["shapes"])
+    cells = Counter((row["shape"], row["backend"]) for row in result["rows"])
+    for shape in ALL_SHAPES:
+        if runs[shape] != 1:
+            yield f"{shape}: in {runs[shape]} runs"
+        for backend in GPU_BACKENDS:
+            if cells[shape, backend] != 1:
+                yield f"{shape}, {backend}: {cells[shape, backend]} rows"
+        nodes = build(shape, result["seed"])
+        sizes = result["shapes"].get(shape, {})
+        if (sizes.get("tokens"), sizes.get("pairs")) != (nodes.num_tokens, nodes.num_pairs):
+            yield f"{shape}: sizes are not those of the forest"
+    for row in result["rows"]:
+        cell = f"{row['shape']}, {row['backend']}"
+        sizes = result["shapes"].get(row["shape"], {})
+        yield from (f"{cell}: {problem}" for problem in _row_problems(row, sizes))
+
+
+def gpu_test_files(tests_folder: Path) -> Iterator[Path]:
+    """Files that mark a test, or all of theirs, as one for GPUs."""
+    for path in sorted(tests_folder.rglob("test_*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        if any(_is_gpu_marker(node) for node in ast.walk(tree)):
+            yield path
+
+
+def _row_problems(row: Result, sizes: Result) -> Iterator[str]:
+    if "error" in row:
+        if row["backend"] == OURS or not row["error"].strip():
+            yield f"error: {row['error']}"
+        return
+    pairs = sizes.get("replicated_pairs" if row["backend"].endswith("-replicated") else "pairs")
+    if row["num_pairs"] != pairs:
+        yield f"{row['num_pairs']} pairs, not {pairs}"
+    flops = {
+        "fwd": GPU_GEOMETRY.forward_flops(row["num_pairs"]),
+        "bwd": GPU_GEOMETRY.backward_flops(row["num_pairs"]),
+    }
+    for name in FIGURES:
+        samples = row["samples"][f"{name}_ms"]
+        if len(samples) < MIN_SAMPLES:
+            yield f"{len(samples)} samples of {name}"
+        elif abs(row[f"{name}_ms"] / statistics.median(samples) - 1) > 1e-9:
+            yield f"{name}_ms is not the median of its samples"
+        if abs(row[f"{name}_tflops"] * row[f"{name}_ms"] * 1e9 / flops[name] - 1) > 1e-9:
+            yield f"{name}_tflops is not what {name}_ms gives"
+    if not row.get("peak_gib", 0) > 0:
+        yield "no peak_gib"
+
+
+def _is_gpu_marker(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Attribute)
+        and node.attr in GPU_MARKERS
+        and isinstance(node.value, ast.Attribute)
+        and node.value.attr == "mark"
+    )
+
+
+def _samples(value: Any) -> Iterator[list[Any]]:
+    """Every list of numbers that is, or is anywhere below, a value of the key `samples`."""
+    if isinstance(value, list):
+        for item in value:
+            yield from _samples(item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if key == "samples":
+                yield from item.values() if isinstance(item, dict) else [item]
+            else:
+                yield from _samples(item)
+
+
+def _is_positive(values: Any) -> bool:
+    return bool(values) and all(isinstance(v, int | float) and v > 0 for v in values)
