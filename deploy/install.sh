@@ -4,7 +4,8 @@
 #   deploy/install.sh VENV [cpu|cuda]
 #
 # cpu   torch from TORCH_INDEX where that is set (a CPU build is about 0.2 GB, the default one 3 GB)
-# cuda  torch's default build, which brings its CUDA libraries
+# cuda  torch's default build, which brings its CUDA libraries; the kernels are compiled ahead, which
+#       needs no GPU
 #
 # Honoured: PYTHON (default python3), TORCH_INDEX, PIP_* as pip reads them.
 set -euo pipefail
@@ -44,8 +45,11 @@ trap 'rm -rf "$build"' EXIT
 for part in proto kernels clients/python service; do
   mkdir -p "$build/$part"
   cp -R "$root/$part/pyproject.toml" "$root/$part/README.md" "$root/$part/src" "$build/$part/"
-  find "$build/$part/src" -name '*.egg-info' -prune -exec rm -rf {} +
+  find "$build/$part/src" \( -name '*.egg-info' -o -name cubins \) -prune -exec rm -rf {} +
 done
 "${pip[@]}" "$build/proto" "$build/kernels" "$build/clients/python" "$build/service"
+if [ "$device" = cuda ]; then
+  "$venv/bin/python" -m ratoon_kernels.jit.prebuild
+fi
 "$venv/bin/ratoon" --help >/dev/null
 echo "installed in $venv ($device)"

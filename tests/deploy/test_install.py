@@ -59,6 +59,15 @@ def test_install_gives_pinned_versions_outside_the_checkout(installed: Path) -> 
     assert f"torch=={torch_version.split('+')[0]}\n" in pins
 
 
+@pytest.mark.e2e
+@pytest.mark.timeout(900)
+def test_install_compiles_kernels_ahead_for_cuda_alone(installed: Path) -> None:
+    code = "from ratoon_kernels.jit import prebuilt; print(prebuilt.PREBUILT_FOLDER.exists())"
+    assert _run(installed / "bin" / "python", "-c", code).stdout == "False\n"
+    ahead = r'if \[ "\$device" = cuda \]; then\n\s+\S+/python" -m ratoon_kernels.jit.prebuild\nfi'
+    assert re.search(ahead, INSTALL.read_text())
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -8,9 +8,11 @@ so that importing this package needs neither CUDA nor its bindings.
 import functools
 import importlib
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 from ratoon_kernels.jit.errors import CudaCallError
+
+_DRIVER: Final = "cuda.bindings.driver"
 
 
 @functools.cache
@@ -22,8 +24,8 @@ def driver() -> ModuleType:
         CudaCallError: The driver refuses, as it does without a GPU.
         RuntimeError: There is no libcuda on this machine.
     """
-    module = importlib.import_module("cuda.bindings.driver")
-    check_driver("cuInit", module.cuInit(0), module)
+    module = importlib.import_module(_DRIVER)
+    check_driver("cuInit", module.cuInit(0))
     return module
 
 
@@ -36,20 +38,19 @@ def nvrtc() -> ModuleType:
     return importlib.import_module("cuda.bindings.nvrtc")
 
 
-def check_driver(call: str, result: tuple[Any, ...], module: ModuleType | None = None) -> Any:
+def check_driver(call: str, result: tuple[Any, ...]) -> Any:
     """Returns the values of a driver call: None, the one value, or a tuple of them.
 
     Args:
         call: What was called, for the error.
         result: Status and values, as cuda-bindings returns them.
-        module: `cuda.bindings.driver`, where the call was its initialisation.
 
     Raises:
         CudaCallError: The status is not success.
     """
     status = result[0]
     if status != 0:
-        words = module or driver()
+        words = importlib.import_module(_DRIVER)
         name, text = (
             found.decode() if error == 0 and found else "unknown"
             for error, found in (words.cuGetErrorName(status), words.cuGetErrorString(status))

@@ -17,7 +17,7 @@ from ratoon_kernels.jit.calls import check_driver, driver
 from ratoon_kernels.jit.context import primary_context
 from ratoon_kernels.jit.params import Param, Parameter, layout_params
 from ratoon_kernels.jit.spec import KernelSpec
-from ratoon_kernels.jit.tensor_map import TensorMap
+from ratoon_kernels.jit.tma import TensorMap
 
 Size = tuple[int, int, int]
 Argument = Tensor | TensorMap | int | float
