@@ -20,8 +20,8 @@ NVIDIA = $(wildcard /dev/nvidiactl)$(shell command -v nvidia-smi 2>/dev/null)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint type fmt proto proto-check bench bench-cpu test-gpu up down clean \
-	env env-dev env-proto
+.PHONY: help demo test lint type fmt proto proto-check bench bench-cpu bench-gpu test-gpu up down \
+	clean env env-dev env-proto
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "%-12s %s\n", $$1, $$2 }'
@@ -53,10 +53,13 @@ proto: env-proto ## generate proto/src/ratoon_proto/v1
 proto-check: env-proto ## check that the generated code is what protoc writes
 	@scripts/proto.sh --check
 
-bench: bench-cpu ## run the benchmarks of this machine
+bench: bench-cpu $(if $(NVIDIA),bench-gpu) ## run the benchmarks of this machine
 
 bench-cpu: env ## packed against replicated training on the CPU
 	@$(BIN)/python -m benchmarks.step_cpu --out benchmarks/results/cpu/step.json $(ARGS)
+
+bench-gpu: env-dev ## tree attention on an H200; after test-gpu
+	@$(BIN)/python -m benchmarks.attention --out benchmarks/results/h200/attention.json $(ARGS)
 
 up: ## start the service and Prometheus in containers
 	docker compose up --build --detach --wait

@@ -51,8 +51,12 @@ def main(arguments: list[str] | None = None) -> None:
     if args.plot is not None:
         plot(result, args.plot)
     if args.markdown is not None:
-        link = os.path.relpath(args.report, args.markdown.parent)
-        write_markdown(result, args.markdown, Path(link).as_posix())
+        image = "" if args.plot is None else _link(args.plot, args.markdown)
+        write_markdown(result, args.markdown, _link(args.report, args.markdown), image)
+
+
+def _link(path: Path, document: Path) -> str:
+    return Path(os.path.relpath(path, document.parent)).as_posix()
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

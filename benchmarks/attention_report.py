@@ -95,23 +95,33 @@ def format_table(result: dict[str, Any]) -> str:
     return "\n".join([*lines, "", *notes])
 
 
-def write_markdown(result: dict[str, Any], path: Path, link: str) -> None:
-    """Replaces what stands between the two markers of a document.
+def write_markdown(result: dict[str, Any], path: Path, link: str, image: str) -> None:
+    """Replaces what stands between the two markers of a document, or appends it with them.
+
+    Args:
+        result: The result file's content.
+        path: The document.
+        link: To the result file, as the document has to write it.
+        image: To the plot, likewise; empty where there is none.
 
     Raises:
-        ValueError: The document does not have both markers, once each and in order.
+        ValueError: The document has one of the markers alone, or more than once, or out of order.
     """
     text = path.read_text(encoding="utf-8")
+    if BEGIN not in text and END not in text:
+        text = f"{text.rstrip()}\n\n## Measured\n\n{BEGIN}{END}\n"
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
-    if not (begin and end) or BEGIN in after or END in before:
-        raise ValueError(f"{path} does not have the markers {BEGIN} and {END}")
-    section = "\n".join(_markdown(result, link))
+    if not (begin and end) or BEGIN in after or END in before + after:
+        raise ValueError(f"{path} does not have the markers {BEGIN} and {END} once, in this order")
+    section = "\n".join(_markdown(result, link, image))
     path.write_text(f"{before}{BEGIN}\n{section}\n{END}{after}", encoding="utf-8")
 
 
-def _markdown(result: dict[str, Any], link: str) -> Iterator[str]:
+def _markdown(result: dict[str, Any], link: str, image: str) -> Iterator[str]:
     yield f"\n{_provenance(result)} [Raw samples]({link}).\n"
+    if image:
+        yield f"![TFLOP/s of unmasked work, by shape and backend]({image})\n"
     yield "| " + " | ".join(COLUMNS) + " |"
     yield "|" + "|".join(["---"] * NUM_TEXT_COLUMNS + ["---:"] * (len(COLUMNS) - 2)) + "|"
     for row in _cells(Table(result["rows"])):

@@ -86,23 +86,35 @@ def test_table_shows_ratios_reasons_and_misses() -> None:
 def test_markdown_replaces_its_own_section_alone(tmp_path: Path) -> None:
     path = tmp_path / "doc.md"
     path.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    write_markdown(_result(ROWS), path, "../results/attention.json")
+    write_markdown(_result(ROWS), path, "../results/attention.json", "images/a.png")
     once = path.read_text()
     assert once.startswith(f"before\n{BEGIN}\n")
     assert once.endswith(f"{END}\nafter\n")
     assert "old" not in once
     assert "| t1-28-4k | cuda | 10.00 | 30.00 | 700 | 583 | 1.20 | 2.40 | 1.25 |" in once
     assert "(../results/attention.json)" in once
-    write_markdown(_result(ROWS), path, "../results/attention.json")
+    assert "](images/a.png)" in once
+    write_markdown(_result(ROWS), path, "../results/attention.json", "images/a.png")
     assert path.read_text() == once
 
 
-@pytest.mark.parametrize("text", ["", BEGIN, f"{END}{BEGIN}", f"{BEGIN}{END}{BEGIN}{END}"])
-def test_markdown_refuses_a_document_without_its_place(tmp_path: Path, text: str) -> None:
+def test_markdown_appends_its_section_to_a_document_without_one(tmp_path: Path) -> None:
+    path = tmp_path / "doc.md"
+    path.write_text("# Title\n\nText.\n")
+    write_markdown(_result(ROWS), path, "x.json", "")
+    once = path.read_text()
+    assert once.startswith(f"# Title\n\nText.\n\n## Measured\n\n{BEGIN}\n")
+    assert "![" not in once
+    write_markdown(_result(ROWS), path, "x.json", "")
+    assert path.read_text() == once
+
+
+@pytest.mark.parametrize("text", [BEGIN, END, f"{END}{BEGIN}", f"{BEGIN}{END}{BEGIN}{END}"])
+def test_markdown_refuses_markers_that_are_no_pair(tmp_path: Path, text: str) -> None:
     path = tmp_path / "doc.md"
     path.write_text(text)
     with pytest.raises(ValueError, match="markers"):
-        write_markdown(_result(ROWS), path, "x")
+        write_markdown(_result(ROWS), path, "x", "")
     assert path.read_text() == text
 
 
@@ -117,13 +129,18 @@ def test_plot_writes_an_image_that_follows_the_figures(tmp_path: Path) -> None:
 def test_report_runs_as_a_file_from_anywhere(tmp_path: Path) -> None:
     path = tmp_path / "attention.json"
     path.write_text(json.dumps(_result(ROWS)))
+    (tmp_path / "docs").mkdir()
+    document = tmp_path / "docs" / "doc.md"
+    document.write_text("# Title\n")
     command = [sys.executable, ROOT / "benchmarks" / "attention.py", "--report", path]
     done = subprocess.run(
-        [*command, "--plot", tmp_path / "plot.png"],
+        [*command, "--plot", tmp_path / "docs" / "plot.png", "--markdown", document],
         cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120,
     )  # fmt: skip
     assert done.stdout == format_table(_result(ROWS)) + "\n"
-    assert (tmp_path / "plot.png").is_file()
+    assert (tmp_path / "docs" / "plot.png").is_file()
+    assert "](plot.png)" in document.read_text()
+    assert "](../attention.json)" in document.read_text()
 
 
 def test_published_speedups_are_those_of_the_shapes() -> None:
