@@ -6,9 +6,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ratoon_kernels import Span, TileTable
+from ratoon_kernels import Span
 from ratoon_kernels.schedule import build_schedule
-from ratoon_kernels.tiles import Sweeps, reduce_key_tiles, sweep_query_tiles
+from ratoon_kernels.tiles import Sweeps, TileTable, reduce_key_tiles, sweep_query_tiles
 from tests.kernels.forests import NAMED, Forest, random_forests, star
 from tests.kernels.schedule_twin import random_spans
 

@@ -7,9 +7,7 @@ gradients. Invariant: what a backend cannot serve is an error with its reason, n
 from ratoon_kernels.errors import BackendUnavailableError, KernelArgumentError
 from ratoon_kernels.layout import TreeLayout, build_layout
 from ratoon_kernels.registry import BackendStatus, list_backends, select_backend
-from ratoon_kernels.schedule import TILE_SIZE
 from ratoon_kernels.span import Span
-from ratoon_kernels.tiles import TileTable
 from ratoon_kernels.token_logprobs.op import token_logprobs
 from ratoon_kernels.tree_attention.op import tree_attention
 from ratoon_kernels.tree_attention.partial import (
@@ -19,12 +17,10 @@ from ratoon_kernels.tree_attention.partial import (
 )
 
 __all__ = [
-    "TILE_SIZE",
     "BackendStatus",
     "BackendUnavailableError",
     "KernelArgumentError",
     "Span",
-    "TileTable",
     "TreeLayout",
     "build_layout",
     "list_backends",

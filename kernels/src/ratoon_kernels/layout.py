@@ -16,7 +16,7 @@ from torch import Tensor
 from ratoon_kernels.errors import KernelArgumentError
 from ratoon_kernels.schedule import TILE_SIZE, Schedule, build_schedule
 from ratoon_kernels.span import Span
-from ratoon_kernels.tiles import Int64Array, TileTable
+from ratoon_kernels.tiles import Int64Array
 
 _MAX_TOKENS: Final = 2**31 - TILE_SIZE
 
@@ -68,11 +68,6 @@ class TreeLayout:
     def device(self) -> torch.device:
         """Device of `end_T` and `position_T`."""
         return self.end_T.device
-
-    @property
-    def tiles(self) -> TileTable:
-        """Host tile metadata of all queries and keys on the grid of `TILE_SIZE`."""
-        return self.schedule.tiles
 
     def partial_schedule(self, queries: Span, keys: Span) -> ScheduleTensors:
         """Returns the packed work lists of a range of queries against a range of keys.
