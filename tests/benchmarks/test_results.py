@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks.attention import ALL_SHAPES, GPU_BACKENDS, GPU_GEOMETRY
-from benchmarks.attention_report import targets
+from benchmarks.attention_report import targets, write_markdown
 from benchmarks.forests import build
 from benchmarks.gpu_results import RESULTS, ROOT, source_sha256
 from tests.benchmarks.result_checks import (
@@ -58,6 +58,18 @@ def test_kernels_are_clean_under_the_sanitizer(path: Path) -> None:
 @pytest.mark.parametrize("path", [p for p in FILES if p.name == "attention.json"], ids=str)
 def test_attention_figures_follow_from_their_samples(path: Path) -> None:
     assert list(attention_problems(_read(path))) == []
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.name == "attention.json"], ids=str)
+def test_document_shows_the_committed_figures(path: Path, tmp_path: Path) -> None:
+    document = ROOT / "docs" / "kernels.md"
+    image = Path("images") / "attention.png"
+    assert (document.parent / image).is_file()
+    written = tmp_path / "kernels.md"
+    written.write_text(document.read_text(encoding="utf-8"), encoding="utf-8")
+    link = Path("..") / path.relative_to(ROOT)
+    write_markdown(_read(path), written, link.as_posix(), image.as_posix())
+    assert document.read_text(encoding="utf-8") == written.read_text(encoding="utf-8")
 
 
 @cache
