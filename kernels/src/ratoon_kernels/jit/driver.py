@@ -8,6 +8,7 @@ launch is an error; nothing here allocates memory of the GPU or waits for it.
 import ctypes
 import functools
 import struct
+import threading
 from typing import Any, Final
 
 from torch import Tensor
@@ -51,6 +52,7 @@ class Kernel:
         self._context = primary_context(device_index)
         with self._context.entered():
             self._function = _load_function(spec, cubin)
+        self._limit_lock = threading.Lock()
         self._shared_limit_bytes = _DEFAULT_SHARED_BYTES
         self._layout = layout_params(spec.params)
         self._format = struct.Struct(self._layout.format)
@@ -111,12 +113,13 @@ class Kernel:
 
     def _allow_shared(self, size_bytes: int) -> None:
         attribute = driver().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        with self._context.entered():
-            check_driver(
-                f"{size_bytes} bytes of shared memory for {self.spec.name}",
-                driver().cuFuncSetAttribute(self._function, attribute, size_bytes),
-            )
-        self._shared_limit_bytes = size_bytes
+        with self._limit_lock, self._context.entered():
+            if size_bytes > self._shared_limit_bytes:
+                check_driver(
+                    f"{size_bytes} bytes of shared memory for {self.spec.name}",
+                    driver().cuFuncSetAttribute(self._function, attribute, size_bytes),
+                )
+                self._shared_limit_bytes = size_bytes
 
     def _address(self, tensor: Tensor) -> int:
         index = tensor.get_device()
