@@ -19,16 +19,30 @@ class Gate:
     """Bounds of one kernel. Spills and local memory have none: they are never allowed.
 
     Attributes:
+        entry: The kernel's entry.
+        defines: Which of its variants: those whose spec has these defines, and any others.
         max_registers: Per thread at entry, before any setmaxnreg.
         min_opcodes: The least number of instructions by opcode, such as {"HGMMA": 32}.
     """
 
+    entry: str
+    defines: Mapping[str, int]
     max_registers: int
     min_opcodes: Mapping[str, int]
 
+    def is_of(self, spec: KernelSpec) -> bool:
+        """Returns whether the gate is this kernel's."""
+        return spec.entry == self.entry and self.defines.items() <= dict(spec.defines).items()
 
-# By the spec's name.
-GATES: dict[str, Gate] = {}
+
+# Each kernel has exactly one.
+GATES: tuple[Gate, ...] = ()
+
+
+def gate_of(spec: KernelSpec) -> Gate:
+    """Returns the gate of a kernel of the registry."""
+    (gate,) = (gate for gate in GATES if gate.is_of(spec))
+    return gate
 
 
 def violations(spec: KernelSpec, gate: Gate, report: CubinReport) -> list[str]:

@@ -16,11 +16,11 @@ from ratoon_kernels.jit.registry import all_specs
 from ratoon_kernels.jit.sources import read_sources
 from tests.kernels import cubin_report
 from tests.kernels.cubin_report import CubinReport, inspect_cubin, missing_tool, require_tools
-from tests.kernels.cuda_gates import GATES, Gate, violations
-from tests.kernels.cuda_kernels import SCALARS, SPILLS, TILE_COPY, kernel, warpgroup_mma
+from tests.kernels.cuda_gates import GATES, Gate, gate_of, violations
+from tests.kernels.cuda_kernels import SCALARS, SPILLS, TILE_COPY, kernel, tile_copy, warpgroup_mma
 
 EVERY_KERNEL = pytest.mark.parametrize("spec", all_specs(), ids=lambda spec: spec.name)
-WIDE = Gate(max_registers=255, min_opcodes={})
+WIDE = Gate(entry="any", defines={}, max_registers=255, min_opcodes={})
 
 
 @pytest.fixture(scope="session")
@@ -37,9 +37,20 @@ def report(
     return lambda spec: inspect_cubin(spec, compiled(spec), tmp_path)
 
 
-def test_every_kernel_has_one_name_and_one_gate() -> None:
-    names = [spec.name for spec in all_specs()]
-    assert sorted(names) == sorted(GATES)
+def test_every_kernel_has_a_name_of_its_own_and_one_gate() -> None:
+    specs = all_specs()
+    assert len({spec.name for spec in specs}) == len(specs)
+    gates = {spec.name: sum(gate.is_of(spec) for gate in GATES) for spec in specs}
+    assert [name for name, count in gates.items() if count != 1] == []
+    assert [gate for gate in GATES if not any(gate.is_of(spec) for spec in specs)] == []
+
+
+def test_a_gate_is_of_the_variants_with_its_defines() -> None:
+    gate = replace(WIDE, entry="tile_copy", defines={"HEAD_DIM": 128})
+    assert gate.is_of(TILE_COPY)
+    assert not gate.is_of(tile_copy(head_dim=64, rows=64, is_bf16=True))
+    assert not gate.is_of(SPILLS)
+    assert not replace(gate, defines={"HEAD_DIM": 128, "OTHER": 1}).is_of(TILE_COPY)
 
 
 @EVERY_KERNEL
@@ -53,7 +64,7 @@ def test_kernel_compiles_without_warnings(
 def test_kernel_is_within_its_gate(
     spec: KernelSpec, report: Callable[[KernelSpec], CubinReport]
 ) -> None:
-    assert violations(spec, GATES[spec.name], report(spec)) == []
+    assert violations(spec, gate_of(spec), report(spec)) == []
 
 
 def test_gate_passes_a_kernel_that_has_what_it_asks_for(
