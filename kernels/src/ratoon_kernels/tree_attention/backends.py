@@ -12,7 +12,7 @@ from torch import Tensor
 from ratoon_kernels.backend import Backend
 from ratoon_kernels.layout import TreeLayout
 from ratoon_kernels.span import Span
-from ratoon_kernels.tree_attention import reference
+from ratoon_kernels.tree_attention import flash, flex, reference
 from ratoon_kernels.tree_attention.operands import Operands, Upstream
 
 OP: Final = "tree_attention"
@@ -51,4 +51,10 @@ class TreeAttentionBackend(Backend, Protocol):
         ...
 
 
-BACKENDS: Final[Mapping[str, TreeAttentionBackend]] = MappingProxyType({"reference": reference})
+BACKENDS: Final[Mapping[str, TreeAttentionBackend]] = MappingProxyType(
+    {
+        "flash": flash,
+        "flex": flex,
+        "reference": reference,
+    }
+)
