@@ -127,13 +127,14 @@ def test_cluster_blocks_read_their_neighbours(size: int) -> None:
     assert torch.equal(out.cpu().long(), 1000 * size + neighbour)
 
 
+@pytest.mark.parametrize("start", [8, 9])
 @pytest.mark.parametrize("num_bytes", [0, 1, 4, 6, 4096, 3 * MiB + 2])
-def test_memset_zeroes_the_tensor_and_nothing_else(num_bytes: int) -> None:
+def test_memset_zeroes_the_tensor_and_nothing_else(num_bytes: int, start: int) -> None:
     memory = torch.full((num_bytes + 16,), 7, dtype=torch.uint8, device="cuda")
-    memset_zero(memory[8 : 8 + num_bytes], _stream())
-    assert (memory[8 : 8 + num_bytes] == 0).all()
-    assert (memory[:8] == 7).all()
-    assert (memory[8 + num_bytes :] == 7).all()
+    memset_zero(memory[start : start + num_bytes], _stream())
+    assert (memory[start : start + num_bytes] == 0).all()
+    assert (memory[:start] == 7).all()
+    assert (memory[start + num_bytes :] == 7).all()
 
 
 def test_a_thread_without_a_context_can_load_and_launch() -> None:

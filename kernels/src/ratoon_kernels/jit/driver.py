@@ -163,18 +163,18 @@ def memset_zero(tensor: Tensor, stream: int) -> None:
     size_bytes = tensor.numel() * tensor.element_size()
     if size_bytes == 0:
         return
-    address, words = tensor.data_ptr(), size_bytes // 4
+    address = tensor.data_ptr()
     if context.is_current():
-        status = _queue_zeros(address, size_bytes, words, stream)
+        status = _queue_zeros(address, size_bytes, stream)
     else:
         with context.entered():
-            status = _queue_zeros(address, size_bytes, words, stream)
+            status = _queue_zeros(address, size_bytes, stream)
     check_driver(f"memset of {size_bytes} bytes", status)
 
 
-def _queue_zeros(address: int, size_bytes: int, words: int, stream: int) -> tuple[Any, ...]:
-    if size_bytes == 4 * words:
-        return driver().cuMemsetD32Async(address, 0, words, stream)
+def _queue_zeros(address: int, size_bytes: int, stream: int) -> tuple[Any, ...]:
+    if address % 4 == 0 and size_bytes % 4 == 0:
+        return driver().cuMemsetD32Async(address, 0, size_bytes // 4, stream)
     return driver().cuMemsetD8Async(address, 0, size_bytes, stream)
 
 
