@@ -105,10 +105,6 @@ class FakeDriver:
         ]
         return (self.launch_status,)
 
-    def cuMemsetD32Async(self, *asked: Any) -> tuple[int]:
-        self.asked.append(("cuMemsetD32Async", self.contexts[-1], *asked))
-        return OK
-
     def cuTensorMapEncodeTiled(self, *asked: Any) -> tuple[int, Any]:
         """The map's bytes are the count of calls."""
         self.asked.append(asked)
