@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ratoon_kernels.jit.calls import check_driver, driver
+from ratoon_kernels.jit.context import primary_context
 
 # The bytes of a CUtensorMap. It holds an address: valid while the tensor's memory is the tensor's.
 TensorMap = NewType("TensorMap", bytes)
@@ -53,7 +54,13 @@ def tensor_map(
             box does not fit.
         CudaCallError: The driver refuses the map.
     """
-    return _encode(tensor.data_ptr(), tensor.dtype, dims, strides_bytes, box, swizzle_bytes)
+    context = primary_context(tensor.get_device())
+    arguments = (tensor.data_ptr(), tensor.dtype, dims, strides_bytes, box, swizzle_bytes)
+    if context.is_current():
+        return _encode(*arguments)
+    # A thread of autograd may have none yet, and the driver encodes in none.
+    with context.entered():
+        return _encode(*arguments)
 
 
 def head_tile_map(x_TNH: Tensor, rows: int) -> TensorMap:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ratoon_kernels.backend import Backend
 from ratoon_kernels.layout import TreeLayout
 from ratoon_kernels.span import Span
-from ratoon_kernels.tree_attention import flash, flex, reference
+from ratoon_kernels.tree_attention import cuda, flash, flex, reference
 from ratoon_kernels.tree_attention.operands import Operands, Upstream
 
 OP: Final = "tree_attention"
@@ -53,6 +53,7 @@ class TreeAttentionBackend(Backend, Protocol):
 
 BACKENDS: Final[Mapping[str, TreeAttentionBackend]] = MappingProxyType(
     {
+        "cuda": cuda,
         "flash": flash,
         "flex": flex,
         "reference": reference,

@@ -1,10 +1,73 @@
-"""The CUDA kernels of tree attention.
+"""The CUDA kernels of tree attention: their sources, variants and parameters.
 
-In: nothing. Out: `SPECS`. Invariant: every kernel that the launcher loads is listed here.
+In: a call's head_dim, dtype and form. Out: `KernelSpec`s. Invariant: every kernel that a launcher
+loads is listed in `SPECS`, so that all of them are compiled ahead and checked without a GPU.
 """
 
+from itertools import product
 from typing import Final
 
-from ratoon_kernels.jit import KernelSpec
+import torch
 
-SPECS: Final[tuple[KernelSpec, ...]] = ()
+from ratoon_kernels.jit import KernelSpec, Param
+
+HEAD_DIMS: Final = (64, 128)
+DTYPES: Final = (torch.bfloat16, torch.float16)
+
+# What a block of these kernels may use: all that an SM has, less what the driver keeps.
+SHARED_BYTES: Final = 227 * 1024
+NUM_THREADS: Final = 384
+SMALL_THREADS: Final = 256
+
+_MAP, _POINTER = Param.TENSOR_MAP, Param.POINTER
+_INT, _LONG, _FLOAT = Param.INT32, Param.INT64, Param.FLOAT32
+
+_ROWS: Final = (_POINTER, _LONG, _LONG)
+_PARAMS: Final = {
+    "forward": (_MAP,) * 4 + (_POINTER,) * 6 + (_INT,) * 5 + (_FLOAT,),
+    "backward_prepare": (_ROWS, _ROWS, _POINTER, _LONG, _POINTER, _LONG)
+    + (_POINTER,) * 3
+    + (_INT, _FLOAT),
+    "backward": (_MAP,) * 4 + ((_POINTER,) * 8 + (_LONG,) * 4 + (_INT,) * 7 + (_FLOAT,) * 2,),
+    "backward_queries": (_MAP,) * 5 + ((_POINTER,) * 6 + (_INT,) * 6 + (_FLOAT,) * 2,),
+    "backward_finish_queries": (_POINTER, _POINTER, _INT, _FLOAT),
+    "backward_finish_keys": (_POINTER,) * 4 + (_LONG,) * 4 + (_INT,) * 2,
+}
+
+
+def kernel_spec(
+    name: str, head_dim: int, dtype: torch.dtype, *, is_partial: bool, with_dq: bool = True
+) -> KernelSpec:
+    """Returns one variant of a kernel.
+
+    Args:
+        name: Its entry without the prefix "tree_attention_".
+        head_dim: 64 or 128.
+        dtype: bf16 or fp16.
+        is_partial: Results in fp32, dK and dV added to buffers.
+        with_dq: Whether "backward" computes dQ; the others ignore it.
+    """
+    defines = {"HEAD_DIM": head_dim, "IS_FP16": int(dtype == torch.float16)}
+    if name != "backward_prepare":
+        defines["PARTIAL"] = int(is_partial)
+    if name == "backward":
+        defines["WITH_DQ"] = int(with_dq)
+    file = "backward_finish" if name.startswith("backward_finish") else name
+    return KernelSpec(
+        source=f"tree_attention/csrc/{file}.cu",
+        entry=f"tree_attention_{name}",
+        defines=tuple(sorted(defines.items())),
+        params=_PARAMS[name],
+    )
+
+
+def _all_specs() -> tuple[KernelSpec, ...]:
+    variants = product(_PARAMS, HEAD_DIMS, DTYPES, (False, True), (True, False))
+    specs = {
+        kernel_spec(name, head_dim, dtype, is_partial=is_partial, with_dq=with_dq): None
+        for name, head_dim, dtype, is_partial, with_dq in variants
+    }
+    return tuple(specs)
+
+
+SPECS: Final[tuple[KernelSpec, ...]] = _all_specs()

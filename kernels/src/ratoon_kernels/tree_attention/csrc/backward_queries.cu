@@ -1,0 +1,219 @@
+// Tree attention, backward: dQ alone, with one order of summation (the deterministic mode).
+//
+// Enters: q, k, v, dout by tensor maps, `stats` (backward_prepare.cu), the forward's work list. Leaves:
+// dQ (16 bits by tensor map, or fp32 where PARTIAL). Invariant: every row of dQ below num_queries is
+// written once, by one warpgroup, whose keys come in ascending order.
+//
+// Shaped like the forward: two consumers with 64 query rows each. S = Q K^T and dP = dO V^T begin with
+// -lse / scale and -delta of the rows; dS = P dP stays in registers as the A operand of dQ += dS K.
+
+#include "query_tile.cuh"
+
+constexpr int NUM_STAGES = 2;
+// Registers of a thread of each role: together no more than the 3 x 168 that a block is launched with, or
+// the consumers wait for ever.
+constexpr int PRODUCER_REGISTERS = 40;
+constexpr int CONSUMER_REGISTERS = 232;
+static_assert(PRODUCER_REGISTERS + NUM_CONSUMERS * CONSUMER_REGISTERS <= 3 * 168);
+constexpr int NO_MORE = -1;
+
+struct Shared {
+  alignas(1024) uint8_t q[TILE_BYTES];
+  alignas(1024) uint8_t dout[TILE_BYTES];
+  alignas(1024) uint8_t k[NUM_STAGES][TILE_BYTES];
+  alignas(1024) uint8_t v[NUM_STAGES][TILE_BYTES];
+  alignas(16) int end[NUM_STAGES][TILE];
+  int k_mask[NUM_STAGES];   // local index of the first key of a partial tile, or NO_MASK
+  alignas(16) ForwardItem item;
+  int head, kv_head;        // of the item; head may be NO_MORE
+  alignas(8) uint64_t q_full, q_empty;
+  alignas(8) uint64_t kv_full[NUM_STAGES], kv_empty[NUM_STAGES];
+};
+
+static_assert(sizeof(Shared) <= SHARED_BYTES);
+
+struct Problem {
+  const ForwardItem* items;
+  const int2* runs;
+  const int* end;
+  int* counter;
+  const float* stats;   // [num_heads, num_stats_tiles, 2 * QUERY_STEP]
+  float* dq;            // [num_queries, num_heads, HEAD_DIM], PARTIAL only
+  int num_items, num_heads, heads_per_kv_head, num_queries, num_stats_tiles, key_shift;
+  float scale, scale_log2;
+};
+
+// --- the producer -------------------------------------------------------------------------------
+
+DEVICE void produce(Shared& shared, const Problem& problem, const TensorMap* q_map,
+                    const TensorMap* k_map, const TensorMap* v_map, const TensorMap* dout_map) {
+  uint32_t n = 0;
+  const uint32_t q_full = shared_address(&shared.q_full);
+  int index = blockIdx.x;
+  for (uint32_t parity = 1;; parity ^= 1) {
+    barrier_wait(shared_address(&shared.q_empty), parity);
+    if (index >= problem.num_items) break;
+    const ForwardItem& item = shared.item;
+    shared.item = problem.items[index / problem.num_heads];
+    const int head = index % problem.num_heads;
+    shared.head = head;
+    shared.kv_head = head / problem.heads_per_kv_head;
+    index = atomicAdd(problem.counter, 1) + gridDim.x;
+    barrier_arrive_expect(q_full, 2 * TILE_BYTES);
+    tma_load(shared_address(shared.q), q_map, q_full, 0, item.query_tile * TILE, 0, head);
+    tma_load(shared_address(shared.dout), dout_map, q_full, 0, item.query_tile * TILE, 0, head);
+    for_each_key_tile(problem.runs, item, [&](int tile, bool is_full) {
+      const uint32_t s = n % NUM_STAGES;
+      barrier_wait(shared_address(&shared.kv_empty[s]), (n / NUM_STAGES + 1) % 2);
+      ++n;
+      const uint32_t full = shared_address(&shared.kv_full[s]);
+      shared.k_mask[s] = is_full ? NO_MASK : tile * TILE;
+      barrier_arrive_expect(full, 2 * TILE_BYTES + TILE * sizeof(int));
+      tma_load(shared_address(shared.k[s]), k_map, full, 0, tile * TILE, 0, shared.kv_head);
+      tma_load(shared_address(shared.v[s]), v_map, full, 0, tile * TILE, 0, shared.kv_head);
+      bulk_load(shared_address(shared.end[s]), problem.end + tile * TILE, TILE * sizeof(int), full);
+    });
+  }
+  shared.head = NO_MORE;
+  barrier_arrive(q_full);
+}
+
+// --- a consumer ---------------------------------------------------------------------------------
+
+struct Consumer {
+  Shared& shared;
+  const Problem& problem;
+  int group;                 // 0 or 1: query rows [64 group, + 64) of the tile
+  Ring<NUM_STAGES> ring;
+  float dq[HEAD_DIM / 2];
+  float minus_lse[2], minus_delta[2];   // of this thread's two rows
+
+  DEVICE void load_stats(int first_row, int head) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = first_row + 8 * h;
+      minus_lse[h] = NEGATIVE_INFINITY;
+      minus_delta[h] = 0.0f;
+      if (row < problem.num_queries) {
+        const int64_t tile = int64_t(head) * problem.num_stats_tiles + row / QUERY_STEP;
+        const float* stats = problem.stats + tile * (2 * QUERY_STEP) + row % QUERY_STEP;
+        minus_lse[h] = stats[0];
+        minus_delta[h] = stats[QUERY_STEP];
+      }
+    }
+  }
+
+  // d += A B^T over the head dimension: A the own rows of a query tile, B a key tile.
+  DEVICE void issue_logits(float (&d)[TILE / 2], uint8_t* queries, uint8_t* keys) {
+    const uint32_t a = descriptor(shared_address(queries) + group * CONSUMER_ROWS * ROW_BYTES, 0);
+    const uint32_t b = descriptor(shared_address(keys), 0);
+#pragma unroll
+    for (int step = 0; step < HEAD_DIM / 16; ++step) {
+      const uint32_t offset = (step / 4) * TILE * ROW_BYTES + (step % 4) * 32;
+      mma<TILE, K_MAJOR, K_MAJOR>(d, advance(a, offset), advance(b, offset), 1);
+    }
+    mma_commit();
+  }
+
+  DEVICE void add_key_tile(int row);
+};
+
+DEVICE void begin(float (&d)[TILE / 2], const float (&value)[2]) {
+#pragma unroll
+  for (int i = 0; i < TILE / 2; ++i) d[i] = value[i / 2 % 2];
+}
+
+DEVICE void Consumer::add_key_tile(int row) {
+  float p[TILE / 2], ds[TILE / 2];
+  uint32_t operand[TILE / 4];
+  const int s = ring.stage;
+  begin(p, minus_lse);
+  begin(ds, minus_delta);
+  barrier_wait(shared_address(&shared.kv_full[s]), ring.parity);
+  const int first_key = shared.k_mask[s];
+  if (first_key != NO_MASK) mask_logits(p, shared.end[s], first_key - problem.key_shift, row);
+  hold(p);
+  hold(ds);
+  mma_fence();
+  issue_logits(p, shared.q, shared.k[s]);
+  issue_logits(ds, shared.dout, shared.v[s]);
+  mma_wait<1>();
+  hold(p);
+#pragma unroll
+  for (int i = 0; i < TILE / 2; ++i) p[i] = exp2_approximate(p[i] * problem.scale_log2);
+  mma_wait<0>();
+  hold(ds);
+#pragma unroll
+  for (int i = 0; i < TILE / 4; ++i) {
+    operand[i] = pack(ds[2 * i] * p[2 * i], ds[2 * i + 1] * p[2 * i + 1]);
+  }
+  hold(operand);
+  hold(dq);
+  mma_fence();
+  const uint32_t k = descriptor(shared_address(shared.k[s]), TILE * ROW_BYTES);
+#pragma unroll
+  for (int step = 0; step < TILE / 16; ++step) {
+    mma<HEAD_DIM, MN_MAJOR>(dq, operand + 4 * step, advance(k, step * 16 * ROW_BYTES), 1);
+  }
+  mma_commit();
+  mma_wait<0>();
+  hold(operand);
+  hold(dq);
+  release(shared_address(&shared.kv_empty[s]));
+  ring.next();
+}
+
+DEVICE void consume(Shared& shared, const Problem& problem, const TensorMap* dq_map, int group) {
+  Consumer consumer{shared, problem, group};
+  const int row = row_in_tile(group);
+  for (uint32_t parity = 0;; parity ^= 1) {
+    barrier_wait(shared_address(&shared.q_full), parity);
+    const int head = shared.head;
+    if (head == NO_MORE) break;
+    const int query_tile = shared.item.query_tile;
+    const int num_key_tiles = shared.item.num_key_tiles;
+    const int first_row = query_tile * TILE;
+    consumer.load_stats(first_row + row, head);
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 2; ++i) consumer.dq[i] = 0.0f;
+#pragma unroll 1
+    for (int tile = 0; tile < num_key_tiles; ++tile) consumer.add_key_tile(first_row + row);
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 2; ++i) consumer.dq[i] *= problem.scale;
+#if PARTIAL
+    store_fp32(consumer.dq, problem.dq + int64_t(head) * HEAD_DIM,
+               int64_t(problem.num_heads) * HEAD_DIM, first_row + row, problem.num_queries);
+#else
+    store_tile(consumer.dq, shared.q, dq_map, group, first_row, head);
+    if (threadIdx.x % WARPGROUP == 0) bulk_wait_read();
+#endif
+    named_barrier_sync(3 + group, WARPGROUP);
+    if (threadIdx.x % WARPGROUP == 0) barrier_arrive(shared_address(&shared.q_empty));
+  }
+  bulk_wait();
+}
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) tree_attention_backward_queries(
+    const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
+    const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap dout_map,
+    const __grid_constant__ TensorMap dq_map, const __grid_constant__ Problem problem) {
+  extern __shared__ __align__(1024) uint8_t shared_bytes[];
+  Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
+  if (threadIdx.x == 0) {
+    barrier_init(shared_address(&shared.q_full), 1);
+    barrier_init(shared_address(&shared.q_empty), NUM_CONSUMERS);
+    for (int s = 0; s < NUM_STAGES; ++s) {
+      barrier_init(shared_address(&shared.kv_full[s]), 1);
+      barrier_init(shared_address(&shared.kv_empty[s]), CONSUMER_WARPS);
+    }
+    fence_barrier_init();
+  }
+  __syncthreads();
+  if (threadIdx.x < WARPGROUP) {
+    give_registers<PRODUCER_REGISTERS>();
+    if (threadIdx.x == 0) produce(shared, problem, &q_map, &k_map, &v_map, &dout_map);
+  } else {
+    take_registers<CONSUMER_REGISTERS>();
+    consume(shared, problem, &dq_map, __shfl_sync(0xffffffffu, threadIdx.x / WARPGROUP, 0) - 1);
+  }
+}

@@ -1,0 +1,66 @@
+// Geometry shared by the attention kernels: tiles in shared memory, the mask, the work tables.
+//
+// A tile of R rows is HEAD_DIM / 64 halves of [R][64] elements, each row 128 bytes, swizzled: the
+// 16-byte chunk c of row r lies at chunk c ^ (r % 8). Tile bases are multiples of 1024 bytes.
+#pragma once
+
+#include "wgmma.cuh"
+
+#ifndef HEAD_DIM
+#error "HEAD_DIM is 64 or 128"
+#endif
+
+constexpr int SHARED_BYTES = 227 * 1024;   // of a block, as cuda_specs.py asks for
+constexpr int NUM_HALVES = HEAD_DIM / 64;
+constexpr int ROW_BYTES = 128;
+constexpr int TILE = 128;             // queries of a forward tile, keys of every tile
+constexpr int QUERY_STEP = 80;        // queries of a backward tile (schedule.py)
+constexpr int WARPGROUP = 128;        // threads
+constexpr int NUM_CONSUMERS = 2;      // warpgroups that multiply, 64 rows each
+constexpr int CONSUMER_ROWS = 64;
+constexpr int NUM_THREADS = (1 + NUM_CONSUMERS) * WARPGROUP;
+constexpr int CONSUMER_WARPS = 4 * NUM_CONSUMERS;
+constexpr float LN_2 = 0.6931471805599453f;
+constexpr float LOG2_E = 1.4426950408889634f;
+
+constexpr uint32_t TILE_BYTES = TILE * ROW_BYTES * NUM_HALVES;
+constexpr uint32_t STEP_BYTES = QUERY_STEP * ROW_BYTES * NUM_HALVES;
+
+// One row of the forward's work list: the runs of key tiles of one query tile.
+struct ForwardItem {
+  int query_tile, run_begin, run_end, num_key_tiles;
+};
+
+// One row of the backward's: a key tile and the query tiles that it sweeps in one go.
+struct BackwardPiece {
+  int key_tile, query_begin, query_end, slot, full_begin, full_end, unused[2];
+};
+
+// A ring of buffers: which one is next, and the parity of its barrier's phase.
+template <int NUM_STAGES>
+struct Ring {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  DEVICE void next() {
+    if (++stage == NUM_STAGES) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// Lane 0 of each consumer warp reports that its warp has read a buffer.
+DEVICE void release(uint32_t barrier) {
+  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+}
+
+// Where lane l of a warp points to in `store_matrices` of a 16 x 16 block at (row, chunk of 8
+// columns) of a swizzled tile half; the four matrices are (rows 0-7, 8-15) of the first 8 columns,
+// then of the next 8: the order of an A fragment.
+DEVICE uint32_t block_address(uint32_t half, int row, int chunk) {
+  const int lane = threadIdx.x % 32;
+  const int r = row + lane % 16;
+  const int c = chunk + lane / 16;
+  return half + r * ROW_BYTES + ((c ^ (r % 8)) << 4);
+}

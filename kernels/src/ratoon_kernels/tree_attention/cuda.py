@@ -1,0 +1,73 @@
+"""The cuda backend of tree attention: our own kernels for Hopper (sm_90a).
+
+In: operands of packed ranges of a forest; its plan is the packed schedule. Out: output and
+log-sum-exp, or gradients. Invariant: it allocates everything that its kernels write, and they write
+every element of it; nothing here waits for the GPU.
+"""
+
+import torch
+from torch import Tensor
+
+from ratoon_kernels.jit.availability import unavailable_reason as jit_unavailable_reason
+from ratoon_kernels.layout import TreeLayout
+from ratoon_kernels.span import Span
+from ratoon_kernels.tree_attention import cuda_backward, cuda_forward
+from ratoon_kernels.tree_attention.cuda_launch import Call
+from ratoon_kernels.tree_attention.cuda_specs import DTYPES, HEAD_DIMS, SPECS
+from ratoon_kernels.tree_attention.operands import Operands, Upstream
+
+
+def unavailable_reason() -> str | None:
+    """Returns why this machine cannot run it, or None."""
+    return jit_unavailable_reason(SPECS)
+
+
+def unsupported_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Returns why it does not serve such a call, or None."""
+    if device.type != "cuda":
+        return f"it runs on NVIDIA GPUs, not on {device.type}"
+    if dtype not in DTYPES:
+        return f"dtype {dtype}, it has bf16 and fp16"
+    if head_dim not in HEAD_DIMS:
+        return f"head_dim {head_dim}, it has {' and '.join(str(size) for size in HEAD_DIMS)}"
+    return None
+
+
+def plan(layout: TreeLayout) -> list[Tensor]:
+    """Returns what it reads of a layout beside `end_T`: the packed schedule and its header."""
+    return [layout.schedule_table, layout.schedule_header]
+
+
+def partial_plan(layout: TreeLayout, queries: Span, keys: Span) -> list[Tensor]:
+    """Returns the packed schedule of these ranges and its header, kept by the layout."""
+    tensors = layout.partial_schedule(queries, keys)
+    return [tensors.table, tensors.header]
+
+
+def forward(operands: Operands) -> tuple[Tensor, Tensor]:
+    """Returns out_TNH (dtype of q) and lse_NT (fp32) of the whole forest."""
+    return cuda_forward.launch(Call.of(operands, is_partial=False))
+
+
+def backward(operands: Operands, upstream: Upstream) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns dq_TNH, dk_TKH and dv_TKH of the whole forest, in the dtype of q."""
+    dk_TKH, dv_TKH = (
+        torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        for x in (operands.k_SKH, operands.v_SKH)
+    )
+    call = Call.of(operands, is_partial=False)
+    return cuda_backward.launch(call, upstream, dk_TKH, dv_TKH), dk_TKH, dv_TKH
+
+
+def partial_forward(operands: Operands) -> tuple[Tensor, Tensor]:
+    """Returns out_QNH and lse_NQ over the keys at hand, both fp32."""
+    return cuda_forward.launch(Call.of(operands, is_partial=True))
+
+
+def partial_backward(
+    operands: Operands, upstream: Upstream, dk_acc_SKH: Tensor, dv_acc_SKH: Tensor
+) -> Tensor:
+    """Adds to the two fp32 buffers and returns dq_QNH in fp32."""
+    return cuda_backward.launch(
+        Call.of(operands, is_partial=True), upstream, dk_acc_SKH, dv_acc_SKH
+    )

@@ -1,0 +1,188 @@
+"""Launches the kernels of the backward: prepare, main, finish.
+
+In: a `Call`, what came from above, and where dK and dV go. Out: dQ. Invariant: the workspace is
+fp32 dQ (none in deterministic mode), two floats a query and head, and one fp32 dK and dV tile for
+each piece of a key tile that is cut: no more pieces than key tiles.
+
+In deterministic mode dQ has a kernel of its own, shaped like the forward, and the main kernel does
+without it: seven products instead of five, and every sum in one order.
+"""
+
+import torch
+from torch import Tensor
+
+from ratoon_kernels.schedule import BACKWARD_QUERY_TILE, TILE_SIZE
+from ratoon_kernels.schedule_header import LevelSections
+from ratoon_kernels.tree_attention.cuda_launch import Call, aligned, tile_map
+from ratoon_kernels.tree_attention.cuda_specs import NUM_THREADS, SHARED_BYTES, SMALL_THREADS
+from ratoon_kernels.tree_attention.operands import Upstream
+
+_STATS_PER_QUERY = 2
+_STORE_ROWS = 64  # a warpgroup's
+
+
+def launch(call: Call, upstream: Upstream, dk_SKH: Tensor, dv_SKH: Tensor) -> Tensor:
+    """Returns dq_QNH; writes dK and dV, or adds to them in the partial form.
+
+    Args:
+        call: The operands.
+        upstream: Gradients, output and log-sum-exp of the queries.
+        dk_SKH: dtype of k, fp32 in the partial form.
+        dv_SKH: The same.
+    """
+    num_queries, num_heads, head_dim = call.q_QNH.shape
+    dq_dtype = torch.float32 if call.is_partial else call.q_QNH.dtype
+    dq_QNH = torch.empty(call.q_QNH.shape, dtype=dq_dtype, device=call.device)
+    if num_queries == 0 or call.header.num_keys == 0:
+        return dq_QNH.zero_()
+    num_query_tiles = -(-num_queries // BACKWARD_QUERY_TILE)
+    stats = call.empty(num_heads, num_query_tiles, _STATS_PER_QUERY * BACKWARD_QUERY_TILE)
+    # In the order of fragments; see backward.cu.
+    tile_values = BACKWARD_QUERY_TILE * head_dim
+    dq_acc = None if call.is_deterministic else call.empty(num_heads, num_query_tiles, tile_values)
+    counters = torch.empty(2, dtype=torch.int32, device=call.device)
+    dout_QNH = aligned(upstream.dout_QNH)
+    _prepare(call, upstream, dout_QNH, stats, dq_acc, counters)
+    _add_up_keys(call, dout_QNH, stats, dq_acc, counters, dk_SKH, dv_SKH)
+    if dq_acc is None:
+        _launch_queries(call, dout_QNH, stats, counters, dq_QNH)
+    else:
+        call.kernel("backward_finish_queries").launch(
+            grid=(num_query_tiles, num_heads, 1),
+            block=SMALL_THREADS,
+            shared_bytes=0,
+            stream=call.stream,
+            args=(dq_acc, dq_QNH, num_queries, call.scale),
+        )
+    return dq_QNH if call.sign == 1 else dq_QNH.mul_(call.sign)
+
+
+def _prepare(
+    call: Call,
+    upstream: Upstream,
+    dout_QNH: Tensor,
+    stats: Tensor,
+    dq_acc: Tensor | None,
+    counters: Tensor,
+) -> None:
+    num_heads, num_query_tiles, _ = stats.shape
+    out_QNH = aligned(upstream.out_QNH)
+    lse_NQ = upstream.lse_NQ if upstream.lse_NQ.stride(1) == 1 else upstream.lse_NQ.contiguous()
+    dlse_NQ = upstream.dlse_NQ
+    if dlse_NQ is not None and dlse_NQ.stride(1) != 1:
+        dlse_NQ = dlse_NQ.contiguous()
+    call.kernel("backward_prepare").launch(
+        grid=(num_query_tiles, num_heads, 1),
+        block=SMALL_THREADS,
+        shared_bytes=0,
+        stream=call.stream,
+        args=(
+            *_rows(out_QNH),
+            *_rows(dout_QNH),
+            *(lse_NQ, lse_NQ.stride(0)),
+            *((0, 0) if dlse_NQ is None else (dlse_NQ, dlse_NQ.stride(0))),
+            *(stats, 0 if dq_acc is None else dq_acc, counters),
+            *(call.q_QNH.shape[0], call.scale),
+        ),
+    )
+
+
+def _rows(x_QNH: Tensor) -> tuple[Tensor, int, int]:
+    return x_QNH, x_QNH.stride(0) * x_QNH.element_size(), x_QNH.stride(1) * x_QNH.element_size()
+
+
+def _add_up_keys(
+    call: Call,
+    dout_QNH: Tensor,
+    stats: Tensor,
+    dq_acc: Tensor | None,
+    counters: Tensor,
+    dk_SKH: Tensor,
+    dv_SKH: Tensor,
+) -> None:
+    """Launches the main kernel, then the sums of the key tiles that are cut."""
+    num_keys, num_kv_heads, head_dim = call.k_SKH.shape
+    level = call.header.level(num_kv_heads)
+    if level.pieces.count == 0:
+        return
+    dk, dv = _pairs(dk_SKH), _pairs(dv_SKH)
+    slots = call.empty(num_kv_heads, level.num_slots, 2, TILE_SIZE, head_dim)
+    halves = head_dim // 64
+    query_maps = (
+        tile_map(x, rows=BACKWARD_QUERY_TILE, halves=halves) for x in (call.q_QNH, dout_QNH)
+    )
+    q_map, dout_map = query_maps
+    k_map, v_map = (tile_map(x, rows=TILE_SIZE, halves=halves) for x in (call.k_SKH, call.v_SKH))
+    call.kernel("backward", with_dq=dq_acc is not None).launch(
+        grid=call.grid(level.pieces.count * num_kv_heads),
+        block=NUM_THREADS,
+        shared_bytes=SHARED_BYTES,
+        stream=call.stream,
+        args=(
+            *(q_map, k_map, v_map, dout_map),
+            *(call.section(level.pieces), call.section(call.header.end), counters),
+            *(stats, 0 if dq_acc is None else dq_acc, slots, dk, dv),
+            *(dk.stride(0), dk.stride(1), dv.stride(0), dv.stride(1)),
+            *(level.pieces.count, level.num_slots, num_kv_heads, call.heads_per_kv_head),
+            *(stats.shape[1], num_keys, call.header.delta),
+            *(call.scale, call.scale_log2),
+        ),
+    )
+    if level.split_tiles.count:
+        _add_up_slots(call, level, slots, dk, dv)
+    for given, written in ((dk_SKH, dk), (dv_SKH, dv)):
+        if written is not given:
+            given.copy_(written)
+
+
+def _pairs(gradient_SKH: Tensor) -> Tensor:
+    """Returns the buffer, or a copy of it where two adjacent values are not one aligned access."""
+    pair_bytes = 2 * gradient_SKH.element_size()
+    is_even = all(stride % 2 == 0 for stride in gradient_SKH.stride()[:2])
+    return (
+        gradient_SKH
+        if is_even and gradient_SKH.data_ptr() % pair_bytes == 0
+        else gradient_SKH.clone(memory_format=torch.contiguous_format)
+    )
+
+
+def _add_up_slots(call: Call, level: LevelSections, slots: Tensor, dk: Tensor, dv: Tensor) -> None:
+    num_keys, num_kv_heads, _ = call.k_SKH.shape
+    call.kernel("backward_finish_keys").launch(
+        grid=(level.split_tiles.count, num_kv_heads, 2),
+        block=SMALL_THREADS,
+        shared_bytes=0,
+        stream=call.stream,
+        args=(
+            *(call.section(level.split_tiles), slots, dk, dv),
+            *(dk.stride(0), dk.stride(1), dv.stride(0), dv.stride(1)),
+            *(level.num_slots, num_keys),
+        ),
+    )
+
+
+def _launch_queries(
+    call: Call, dout_QNH: Tensor, stats: Tensor, counters: Tensor, dq_QNH: Tensor
+) -> None:
+    num_queries, num_heads, head_dim = call.q_QNH.shape
+    header = call.header
+    maps = (
+        tile_map(x, rows=TILE_SIZE, halves=head_dim // 64)
+        for x in (call.q_QNH, call.k_SKH, call.v_SKH, dout_QNH)
+    )
+    q_map, k_map, v_map, dout_map = maps
+    dq_map = q_map if call.is_partial else tile_map(dq_QNH, rows=_STORE_ROWS, halves=1)
+    num_items = header.forward_items.count * num_heads
+    call.kernel("backward_queries").launch(
+        grid=call.grid(num_items),
+        block=NUM_THREADS,
+        shared_bytes=SHARED_BYTES,
+        stream=call.stream,
+        args=(
+            *(q_map, k_map, v_map, dout_map, dq_map),
+            *(call.section(header.forward_items), call.section(header.runs)),
+            *(call.section(header.end), counters[1:], stats, dq_QNH),
+            *(num_items, num_heads, call.heads_per_kv_head, num_queries),
+            *(stats.shape[1], header.delta, call.scale, call.scale_log2),
+        ),
+    )

@@ -1,0 +1,51 @@
+"""Launches the forward kernel.
+
+In: a `Call`. Out: output and log-sum-exp. Invariant: where there is no query nothing is launched;
+where there is no key the results are those of an empty sum.
+"""
+
+import torch
+from torch import Tensor
+
+from ratoon_kernels.jit import memset_zero
+from ratoon_kernels.schedule import TILE_SIZE
+from ratoon_kernels.tree_attention.cuda_launch import Call, tile_map
+from ratoon_kernels.tree_attention.cuda_specs import NUM_THREADS, SHARED_BYTES
+
+_STORE_ROWS = 64  # a warpgroup's
+
+
+def launch(call: Call) -> tuple[Tensor, Tensor]:
+    """Returns out_QNH (dtype of q, fp32 in the partial form) and lse_NQ in fp32."""
+    num_queries, num_heads, head_dim = call.q_QNH.shape
+    out_dtype = torch.float32 if call.is_partial else call.q_QNH.dtype
+    out_QNH = torch.empty(call.q_QNH.shape, dtype=out_dtype, device=call.device)
+    lse_NQ = call.empty(num_heads, num_queries)
+    if num_queries == 0:
+        return out_QNH, lse_NQ
+    if call.header.num_keys == 0:
+        return out_QNH.zero_(), lse_NQ.fill_(-torch.inf)
+    halves = head_dim // 64
+    q_map, k_map, v_map = (
+        tile_map(x, rows=TILE_SIZE, halves=halves) for x in (call.q_QNH, call.k_SKH, call.v_SKH)
+    )
+    # The partial form writes without a map: any valid one fills the place.
+    out_map = q_map if call.is_partial else tile_map(out_QNH, rows=_STORE_ROWS, halves=1)
+    counter = torch.empty(1, dtype=torch.int32, device=call.device)
+    memset_zero(counter, call.stream)
+    header = call.header
+    num_items = header.forward_items.count * num_heads
+    call.kernel("forward").launch(
+        grid=call.grid(num_items),
+        block=NUM_THREADS,
+        shared_bytes=SHARED_BYTES,
+        stream=call.stream,
+        args=(
+            *(q_map, k_map, v_map, out_map),
+            *(call.section(header.forward_items), call.section(header.runs)),
+            *(call.section(header.end), counter, out_QNH, lse_NQ),
+            *(num_items, num_heads, call.heads_per_kv_head, num_queries, header.delta),
+            call.scale_log2,
+        ),
+    )
+    return out_QNH, lse_NQ

@@ -1,0 +1,151 @@
+"""What the launchers of the cuda backend share: one call's operands in the shape of the kernels.
+
+In: checked operands. Out: `Call`. Invariant: its tensors can be walked by the copy engine (16-byte
+addresses and strides), and its scale is positive.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ratoon_kernels.jit import Kernel, TensorMap, load, tensor_map
+from ratoon_kernels.schedule_header import ScheduleHeader, Section
+from ratoon_kernels.tree_attention.cuda_specs import kernel_spec
+from ratoon_kernels.tree_attention.operands import Operands
+
+_ALIGNMENT_BYTES = 16
+_ROW_BYTES = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of the op.
+
+    Attributes:
+        q_QNH: Queries times `sign`.
+        k_SKH: Keys.
+        v_SKH: Values.
+        table: Packed schedule on the GPU, int32.
+        header: Where its sections lie.
+        scale: Factor of q k^T, positive.
+        sign: What the caller's scale was divided by: 1, -1, or 0 for a scale of 0. The gradient of
+            the caller's q is that of `q_QNH` times it.
+        is_partial: Results in fp32, dK and dV added to buffers.
+        is_deterministic: Same bits on every call are required.
+    """
+
+    q_QNH: Tensor
+    k_SKH: Tensor
+    v_SKH: Tensor
+    table: Tensor
+    header: ScheduleHeader
+    scale: float
+    sign: int
+    is_partial: bool
+    is_deterministic: bool
+
+    @staticmethod
+    def of(operands: Operands, *, is_partial: bool) -> "Call":
+        """Brings operands into the shape of the kernels; copies only what the GPU cannot walk."""
+        table, header = operands.plan
+        sign = int(math.copysign(1, operands.scale)) if operands.scale else 0
+        q_QNH = operands.q_QNH if sign == 1 else operands.q_QNH * sign
+        return Call(
+            q_QNH=aligned(q_QNH),
+            k_SKH=aligned(operands.k_SKH),
+            v_SKH=aligned(operands.v_SKH),
+            table=table,
+            header=ScheduleHeader.from_tensor(header),
+            scale=abs(operands.scale) or 1.0,
+            sign=sign,
+            is_partial=is_partial,
+            is_deterministic=operands.is_deterministic,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """The GPU."""
+        return self.q_QNH.device
+
+    @property
+    def scale_log2(self) -> float:
+        """Scale of logits whose exponential has base 2."""
+        return self.scale / math.log(2)
+
+    @property
+    def heads_per_kv_head(self) -> int:
+        """Query heads that share a kv head."""
+        return self.q_QNH.shape[1] // self.k_SKH.shape[1]
+
+    @property
+    def stream(self) -> int:
+        """The current stream of the GPU."""
+        return torch.cuda.current_stream(self.device).cuda_stream
+
+    def kernel(self, name: str, *, with_dq: bool = True) -> Kernel:
+        """Returns this call's variant of a kernel, compiled at the first request."""
+        spec = kernel_spec(
+            name,
+            self.q_QNH.shape[2],
+            self.q_QNH.dtype,
+            is_partial=self.is_partial,
+            with_dq=with_dq,
+        )
+        return load(spec, self.device.index)
+
+    def section(self, section: Section) -> int:
+        """Returns the address of a section of the schedule."""
+        return self.table.data_ptr() + 4 * section.offset
+
+    def empty(self, *shape: int) -> Tensor:
+        """Returns an fp32 buffer that is not initialised."""
+        return torch.empty(shape, dtype=torch.float32, device=self.device)
+
+    def grid(self, num_items: int) -> tuple[int, int, int]:
+        """Returns the blocks of a persistent kernel: no more than there is work or room for."""
+        return min(num_items, _num_multiprocessors(self.device.index)), 1, 1
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Returns the tensor, or a contiguous copy where address or strides are not whole 16 bytes."""
+    step = _ALIGNMENT_BYTES // x.element_size()
+    if x.data_ptr() % _ALIGNMENT_BYTES == 0 and all(
+        stride % step == 0 for stride in x.stride()[:2]
+    ):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def tile_map(x_TNH: Tensor, *, rows: int, halves: int) -> TensorMap:
+    """Returns the map of boxes of tokens of one head, 128 bytes (64 channels) wide each.
+
+    Dims are (64, T, head_dim / 64, heads), the box (64, rows, halves, 1): it lies in shared memory
+    as `halves` times `rows` swizzled rows of 128 bytes.
+
+    Args:
+        x_TNH: bf16 or fp16, with addresses and strides of whole 16 bytes.
+        rows: Tokens of a box.
+        halves: Groups of 64 channels of a box.
+    """
+    tokens, heads, head_dim = x_TNH.shape
+    token_stride, head_stride, _ = x_TNH.stride()
+    item_bytes = x_TNH.element_size()
+    columns = _ROW_BYTES // item_bytes
+    # torch gives a size of 1 any stride; the driver wants a legal one.
+    token_bytes = (token_stride if tokens > 1 else head_dim) * item_bytes
+    head_bytes = (head_stride if heads > 1 else head_dim) * item_bytes
+    return tensor_map(
+        x_TNH,
+        dims=(columns, tokens, head_dim // columns, heads),
+        strides_bytes=(token_bytes, _ROW_BYTES, head_bytes),
+        box=(columns, rows, halves, 1),
+        swizzle_bytes=_ROW_BYTES,
+    )
+
+
+@functools.cache
+def _num_multiprocessors(device_index: int) -> int:
+    return torch.cuda.get_device_properties(device_index).multi_processor_count
