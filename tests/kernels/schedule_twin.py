@@ -54,12 +54,13 @@ class Twin:
         slots = np.zeros((level.num_slots, shape[0], self.tile), np.int64)
         written: list[int] = []
         whole: list[int] = []
-        for key_tile, start, stop, slot, full_start, full_stop, *zeros in self.rows(
-            level.pieces, 8
-        ).tolist():
+        pieces = self.rows(level.pieces, 8).tolist()
+        # The order of the last kv head; the others take the rows as they lie.
+        assert sorted(piece[6] for piece in pieces) == list(range(len(pieces)))
+        for key_tile, start, stop, slot, full_start, full_stop, _, zero in pieces:
             assert start < stop
             assert -1 <= slot < level.num_slots
-            assert zeros == [0, 0]
+            assert zero == 0
             piece = np.zeros(shape, np.int64)
             for query_tile in range(start, stop):
                 is_full = full_start <= query_tile < full_stop

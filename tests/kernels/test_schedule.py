@@ -54,8 +54,10 @@ def _check_order(schedule: Schedule) -> None:
     items = [tuple(item) for item in schedule.forward_items.tolist()]
     assert items == sorted(items, key=lambda item: (-item[3], item[0]))
     for level in schedule.levels:
-        pieces = [tuple(piece) for piece in level.pieces.tolist()]
-        assert pieces == sorted(pieces, key=lambda piece: (piece[1] - piece[2], piece[:2]))
+        pieces = level.pieces.tolist()
+        assert pieces == sorted(pieces, key=lambda piece: piece[:2])
+        by_length = sorted(range(len(pieces)), key=lambda i: (pieces[i][1] - pieces[i][2], i))
+        assert [piece[6] for piece in pieces] == by_length
 
 
 def _check_splits(schedule: Schedule, back: int) -> None:

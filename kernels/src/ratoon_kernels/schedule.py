@@ -39,7 +39,9 @@ TILE_SIZE: Final = 128
 # Rows of a query tile of the backward: 64 x 128 is bound by shared memory, 80 x 128 is balanced.
 BACKWARD_QUERY_TILE: Final = 80
 # A key tile is split when it holds more than an eighth of the mean work of one of an H200's SMs:
-# with pieces no longer than that, longest first leaves SMs idle for a few percent of the time.
+# with pieces no longer than that, longest first leaves SMs idle for a few percent of the time. The
+# kernel takes the last kv head's pieces in that order, and those before it as the keys ascend: then
+# the pieces in flight add to the same rows of dQ, which stay in the L2 cache.
 _PIECES_IN_FLIGHT: Final = 132 * 8
 # Below this a piece costs more to start and to add up than it takes off the longest.
 _MIN_PIECE: Final = 4
@@ -54,7 +56,8 @@ class SplitLevel:
     Attributes:
         pieces: int32 [P, 8]; key tile, query tiles [start, stop) that the piece sweeps, its slot or
             -1 where the key tile is whole, query tiles [full_start, full_stop) that need no mask
-            (not cut to the piece, maybe empty), 0, 0.
+            (not cut to the piece, maybe empty), in row i the index of the i-th longest piece, 0.
+            Key tiles ascend.
         split_tiles: int32 [number of split key tiles, 4]; key tile, first slot, number of slots, 0.
     """
 
@@ -222,9 +225,8 @@ def _cut(sweeps: Sweeps, length: Int64Array, cap: int) -> SplitLevel:
     split_tiles[:, 0] = np.flatnonzero(is_split)
     split_tiles[:, 1] = first_slot[is_split]
     split_tiles[:, 2] = num_slots[is_split]
-    return SplitLevel(
-        pieces=pieces[_longest_first(pieces[:, 2] - pieces[:, 1])], split_tiles=split_tiles
-    )
+    pieces[:, 6] = _longest_first(pieces[:, 2] - pieces[:, 1])
+    return SplitLevel(pieces=pieces, split_tiles=split_tiles)
 
 
 def _longest_first(length: Int64Array | Int32Array) -> Int64Array:

@@ -133,9 +133,14 @@ DEVICE void produce(Shared& shared, const Problem& problem, const TensorMap* q_m
   uint32_t n = 0;
   uint32_t parity = 1;
   for (int index = blockIdx.x; index < num_items; parity ^= 1) {
-    const int kv_head = index % problem.num_kv_heads;
+    // All pieces of a kv head before the next one's, keys ascending: the blocks at work then sweep the
+    // same queries, and add to the same rows of dQ while these are in the cache. The last kv head's
+    // come longest first, so that all blocks finish together.
+    const int kv_head = index / problem.num_pieces;
+    int piece = index % problem.num_pieces;
+    if (kv_head + 1 == problem.num_kv_heads) piece = problem.pieces[piece].longest;
     barrier_wait(shared_address(&shared.kv_empty), parity);
-    shared.piece = problem.pieces[index / problem.num_kv_heads];
+    shared.piece = problem.pieces[piece];
     shared.kv_head = kv_head;
     const int key_row = shared.piece.key_tile * TILE;
     barrier_arrive_expect(k_full, TILE_BYTES + TILE * sizeof(int));

@@ -54,8 +54,9 @@ DEVICE void produce(Shared& shared, const Problem& problem, const TensorMap* q_m
     barrier_wait(shared_address(&shared.q_empty), parity);
     if (index >= problem.num_items) break;
     const ForwardItem& item = shared.item;
-    shared.item = problem.items[index / problem.num_heads];
-    const int head = index % problem.num_heads;
+    const WorkIndex work(index, problem.num_items / problem.num_heads, problem.heads_per_kv_head);
+    shared.item = problem.items[work.item];
+    const int head = work.head;
     shared.head = head;
     shared.kv_head = head / problem.heads_per_kv_head;
     index = atomicAdd(problem.counter, 1) + gridDim.x;

@@ -107,8 +107,9 @@ DEVICE void produce(Shared& shared, const Problem& problem, const TensorMap* q_m
       barrier_arrive(full);
       return;
     }
-    const ForwardItem item = problem.items[index / problem.num_heads];
-    const int head = index % problem.num_heads;
+    const WorkIndex work(index, problem.num_items / problem.num_heads, problem.heads_per_kv_head);
+    const ForwardItem item = problem.items[work.item];
+    const int head = work.head;
     shared.item[s][0] = item.query_tile;
     shared.item[s][1] = head;
     shared.item[s][2] = item.num_key_tiles;

@@ -5,6 +5,19 @@
 
 constexpr int NO_MASK = -1;   // instead of the first key of a partial tile: every row attends all
 
+// Which item and head a number of the queue stands for: all items of a kv head before the next one's,
+// its query heads side by side, so that the blocks at work read the same keys.
+struct WorkIndex {
+  int item, head;
+
+  DEVICE WorkIndex(int index, int num_items, int heads_per_kv_head) {
+    const int kv_head = index / (num_items * heads_per_kv_head);
+    const int in_kv_head = index % (num_items * heads_per_kv_head);
+    item = in_kv_head / heads_per_kv_head;
+    head = kv_head * heads_per_kv_head + in_kv_head % heads_per_kv_head;
+  }
+};
+
 // Calls visit(tile, is_full) for the key tiles of an item in order.
 template <typename Visit>
 DEVICE void for_each_key_tile(const int2* runs, const ForwardItem& item, Visit visit) {

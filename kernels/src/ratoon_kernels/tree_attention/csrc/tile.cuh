@@ -33,7 +33,9 @@ struct ForwardItem {
 
 // One row of the backward's: a key tile and the query tiles that it sweeps in one go.
 struct BackwardPiece {
-  int key_tile, query_begin, query_end, slot, full_begin, full_end, unused[2];
+  int key_tile, query_begin, query_end, slot, full_begin, full_end;
+  int longest;   // in row i, the index of the i-th longest piece
+  int unused;
 };
 
 // A ring of buffers: which one is next, and the parity of its barrier's phase.
