@@ -10,7 +10,7 @@ from typing import Final, Protocol
 from torch import Tensor
 
 from ratoon_kernels.backend import Backend
-from ratoon_kernels.token_logprobs import reference
+from ratoon_kernels.token_logprobs import fused, reference
 from ratoon_kernels.token_logprobs.operands import Operands, Upstream
 
 OP: Final = "token_logprobs"
@@ -28,4 +28,6 @@ class TokenLogprobsBackend(Backend, Protocol):
         ...
 
 
-BACKENDS: Final[Mapping[str, TokenLogprobsBackend]] = MappingProxyType({"reference": reference})
+BACKENDS: Final[Mapping[str, TokenLogprobsBackend]] = MappingProxyType(
+    {"fused": fused, "reference": reference}
+)

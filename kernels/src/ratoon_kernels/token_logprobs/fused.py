@@ -1,0 +1,281 @@
+"""The fused backend of token log-probs: matrix products of torch, Triton between them.
+
+In: operands on one NVIDIA GPU, in bf16, fp16 or fp32. Out: fp32 log-probs, entropies and
+log-sum-exps, or gradients. Invariant: logits and all that is made of them are fp32 and exist for
+one chunk of rows at a time; they are rounded once, as gradients of logits, to the dtype of the
+inputs. No atomic additions, no synchronisation with the host.
+
+In shape suffixes C is the rows of a chunk of logits, G those of a group of chunks: the logits need
+few rows, but the product that adds to the gradient of the head reads and writes all of it, and
+needs many to pay for that.
+"""
+
+import functools
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ratoon_kernels.token_logprobs.operands import Operands, Upstream
+from ratoon_kernels.token_logprobs.sorted_targets import (
+    SortedTargets,
+    assert_in_range,
+    sort_targets,
+)
+
+# fp32 logits of one chunk, and their gradients of one group: 1,024 and 4,096 rows of a vocabulary
+# of 152K in 16 bits.
+LOGIT_BYTES: Final = 640 * 2**20
+DLOGIT_BYTES: Final = 1280 * 2**20
+
+DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
+_MIN_CAPABILITY_MAJOR: Final = 8
+# Rows of both buffers start at multiples of this many values, which cuBLAS' fast kernels ask for.
+_ROW_ALIGNMENT: Final = 64
+# Gradients of logits are scaled to at most this in fp16, whose greatest value is 65,504.
+_LOG2_FP16_PEAK: Final = 15
+_MAX_LOG2_SCALE: Final = 100
+
+
+def unavailable_reason() -> str | None:
+    """Returns what this machine lacks, or None."""
+    if torch.version.cuda is None:
+        return "this torch is built without CUDA"
+    if not _has_triton():
+        return "the package triton is not installed"
+    return None if torch.cuda.is_available() else "no NVIDIA GPU is visible"
+
+
+def unsupported_reason(device: torch.device, dtype: torch.dtype, _head_dim: int) -> str | None:
+    """Returns why it does not serve such a call, or None."""
+    if device.type != "cuda":
+        return f"no support for {device.type} tensors"
+    if dtype not in DTYPES:
+        return f"no support for dtype {dtype}"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < _MIN_CAPABILITY_MAJOR:
+        return f"compute capability {major}.{minor}, needs {_MIN_CAPABILITY_MAJOR}.0 or more"
+    return None
+
+
+def forward(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns logprob_M, entropy_R and lse_R in fp32."""
+    from ratoon_kernels.token_logprobs import fused_kernels
+
+    hidden_RD, head_VD = operands.hidden_RD, operands.lm_head_VD
+    num_rows, vocab_size = len(hidden_RD), len(head_VD)
+    logprob_M = hidden_RD.new_empty(len(operands.targets_M), dtype=torch.float32)
+    entropy_R = hidden_RD.new_empty(num_rows, dtype=torch.float32)
+    lse_R = torch.empty_like(entropy_R)
+    temperature_R = operands.temperature_R.contiguous()
+    with torch.cuda.device_of(hidden_RD):
+        targets = sort_targets(operands)
+        assert_in_range(targets, num_rows, vocab_size)
+        chunk_rows = rows_within(LOGIT_BYTES, vocab_size, torch.float32)
+        buffer_CV = _row_buffer(hidden_RD, min(chunk_rows, num_rows), vocab_size, torch.float32)
+        for rows in spans(0, num_rows, chunk_rows):
+            logits_CV = buffer_CV[: rows.stop - rows.start]
+            _multiply(hidden_RD[rows], head_VD.T, logits_CV)
+            fused_kernels.reduce_rows(
+                logits_CV,
+                temperature_R[rows],
+                targets.first_R1[rows.start : rows.stop + 1],
+                targets.token_M,
+                targets.order_M,
+                logprob_M,
+                entropy_R[rows],
+                lse_R[rows],
+            )
+    return logprob_M, entropy_R, lse_R
+
+
+def backward(operands: Operands, upstream: Upstream) -> tuple[Tensor, Tensor]:
+    """Returns dhidden_RD and dlm_head_VD in the dtype of the hidden states.
+
+    The second has no rows where the gradient of the LM head is not asked for; where it is, it is
+    accumulated in fp32 over all rows and rounded once.
+    """
+    hidden_RD, head_VD = operands.hidden_RD, operands.lm_head_VD
+    dhidden_RD = hidden_RD.new_empty(hidden_RD.shape)
+    with torch.cuda.device_of(hidden_RD):
+        plan = _plan_gradient(operands, upstream)
+        dhead_VD = head_VD.new_empty(
+            (len(head_VD) if upstream.needs_lm_head else 0, head_VD.shape[1]), dtype=torch.float32
+        )
+        if not len(hidden_RD):
+            dhead_VD.zero_()
+        _add_groups(operands, upstream, plan, dhidden_RD, dhead_VD)
+        dlm_head_VD = dhead_VD.new_empty(dhead_VD.shape, dtype=head_VD.dtype)
+        torch.mul(dhead_VD, plan.unscale, out=dlm_head_VD)
+    return dhidden_RD, dlm_head_VD
+
+
+def rows_within(size_bytes: int, vocab_size: int, dtype: torch.dtype) -> int:
+    """Returns how many rows of a vocabulary fit: a power of two, which tiles of products divide."""
+    num_rows = max(1, size_bytes // (vocab_size * dtype.itemsize))
+    return 1 << (num_rows.bit_length() - 1)
+
+
+def spans(start: int, stop: int, size: int) -> Iterator[slice]:
+    """Yields [start, stop) in order, `size` at a time; the last may be shorter."""
+    for first in range(start, stop, size):
+        yield slice(first, min(first + size, stop))
+
+
+def dlogit_scale(
+    dtype: torch.dtype,
+    dlogprob_M: Tensor | None,
+    dentropy_R: Tensor | None,
+    operands: Operands,
+    targets: SortedTargets,
+) -> Tensor:
+    """Returns the fp32 scalar by which gradients of logits are multiplied before they are rounded.
+
+    1 but for fp16, where gradients of probabilities are mostly below its least value. There it
+    takes a bound of all of them close to the greatest value; the sums made of them are fp32, and
+    are divided by it. It is a power of two and depends on maxima alone, so it has no order to
+    depend on. Of scaled values, those below the greatest by 2^-29 and more lose bits, 2^-40 all.
+
+    Args:
+        dtype: Dtype of the gradients of logits.
+        dlogprob_M: Gradient of the log-probs, or None where it is zero.
+        dentropy_R: Gradient of the entropies, or None where it is zero.
+        operands: What the call is given.
+        targets: Its sorted targets.
+    """
+    bound = torch.zeros((), dtype=torch.float32, device=operands.hidden_RD.device)
+    if dtype != torch.float16 or not len(operands.hidden_RD):
+        return torch.ones_like(bound)
+    if dlogprob_M is not None and len(dlogprob_M):
+        targets_of_a_row = targets.first_R1.diff().amax()
+        bound = bound + 2 * targets_of_a_row * dlogprob_M.abs().amax()
+    if dentropy_R is not None:
+        # |p log p| <= 1 / e, and H <= log V.
+        vocab_size = torch.full_like(bound, len(operands.lm_head_VD))
+        bound = bound + dentropy_R.abs().amax() * (vocab_size.log() + 1)
+    bound = bound / operands.temperature_R.amin()
+    return (_LOG2_FP16_PEAK - bound.log2()).floor().clamp(max=_MAX_LOG2_SCALE).exp2()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _GradientPlan:
+    """What all groups of a backward share.
+
+    Attributes:
+        targets: The sorted targets.
+        dlogprob_M: Gradient of their log-probs, in sorted order, or None where it is zero.
+        dentropy_R: Gradient of the entropies, contiguous, or None where it is zero.
+        temperature_R: Temperatures, contiguous.
+        scale_R: What the gradient of a row's scaled logits is multiplied by before rounding.
+        unscale: Scalar that takes the products of rounded gradients back.
+    """
+
+    targets: SortedTargets
+    dlogprob_M: Tensor | None
+    dentropy_R: Tensor | None
+    temperature_R: Tensor
+    scale_R: Tensor
+    unscale: Tensor
+
+
+def _plan_gradient(operands: Operands, upstream: Upstream) -> _GradientPlan:
+    targets = sort_targets(operands)
+    dlogprob_M, dentropy_R = upstream.dlogprob_M, upstream.dentropy_R
+    scale = dlogit_scale(operands.hidden_RD.dtype, dlogprob_M, dentropy_R, operands, targets)
+    return _GradientPlan(
+        targets=targets,
+        dlogprob_M=None if dlogprob_M is None else dlogprob_M[targets.order_M],
+        dentropy_R=None if dentropy_R is None else dentropy_R.contiguous(),
+        temperature_R=operands.temperature_R.contiguous(),
+        scale_R=scale / operands.temperature_R,
+        unscale=scale.reciprocal(),
+    )
+
+
+def _add_groups(
+    operands: Operands,
+    upstream: Upstream,
+    plan: _GradientPlan,
+    dhidden_RD: Tensor,
+    dhead_VD: Tensor,
+) -> None:
+    """Writes dhidden_RD, and the scaled dhead_VD where it has rows."""
+    hidden_RD, head_VD = operands.hidden_RD, operands.lm_head_VD
+    num_rows, vocab_size = len(hidden_RD), len(head_VD)
+    chunk_rows = rows_within(LOGIT_BYTES, vocab_size, torch.float32)
+    group_rows = rows_within(DLOGIT_BYTES, vocab_size, hidden_RD.dtype)
+    if not upstream.needs_lm_head:
+        group_rows = chunk_rows
+    group_size, chunk_size = min(group_rows, num_rows), min(chunk_rows, group_rows, num_rows)
+    logits_CV = _row_buffer(hidden_RD, chunk_size, vocab_size, torch.float32)
+    dlogits_GV = _row_buffer(hidden_RD, group_size, vocab_size, hidden_RD.dtype)
+    dhidden_GD = hidden_RD.new_empty((group_size, hidden_RD.shape[1]), dtype=torch.float32)
+    for group in spans(0, num_rows, group_rows):
+        size = group.stop - group.start
+        for rows in spans(group.start, group.stop, chunk_rows):
+            _differentiate_chunk(
+                operands,
+                upstream,
+                plan,
+                rows,
+                logits_CV[: rows.stop - rows.start],
+                dlogits_GV[rows.start - group.start : rows.stop - group.start],
+            )
+        # Through fp32, because products rounded to 16 bits may be made of partial sums that are.
+        _multiply(dlogits_GV[:size], head_VD, dhidden_GD[:size])
+        torch.mul(dhidden_GD[:size], plan.unscale, out=dhidden_RD[group])
+        if upstream.needs_lm_head:
+            is_first = group.start == 0
+            _multiply(dlogits_GV[:size].T, hidden_RD[group], dhead_VD, adds=not is_first)
+
+
+def _differentiate_chunk(
+    operands: Operands,
+    upstream: Upstream,
+    plan: _GradientPlan,
+    rows: slice,
+    logits_CV: Tensor,
+    dlogits_CV: Tensor,
+) -> None:
+    from ratoon_kernels.token_logprobs import fused_kernels
+
+    _multiply(operands.hidden_RD[rows], operands.lm_head_VD.T, logits_CV)
+    fused_kernels.differentiate_logits(
+        logits_CV,
+        dlogits_CV,
+        plan.temperature_R[rows],
+        plan.scale_R[rows],
+        upstream.lse_R[rows],
+        upstream.entropy_R[rows],
+        None if plan.dentropy_R is None else plan.dentropy_R[rows],
+        plan.targets.first_R1[rows.start : rows.stop + 1],
+        plan.targets.token_M,
+        plan.dlogprob_M,
+    )
+
+
+def _multiply(a: Tensor, b: Tensor, out: Tensor, *, adds: bool = False) -> None:
+    """Writes the product of two matrices to `out` in fp32, or adds it.
+
+    Of fp32 operands the product is as exact as torch's setting for fp32 products says.
+    """
+    if a.dtype == out.dtype:
+        torch.addmm(out, a, b, out=out) if adds else torch.mm(a, b, out=out)
+    elif adds:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+
+
+def _row_buffer(like: Tensor, num_rows: int, num_columns: int, dtype: torch.dtype) -> Tensor:
+    """Returns an uninitialised matrix whose rows are aligned."""
+    stride = -(-num_columns // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+    return like.new_empty((num_rows, stride), dtype=dtype)[:, :num_columns]
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
