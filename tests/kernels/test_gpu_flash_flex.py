@@ -121,11 +121,14 @@ def test_random_forests_equal_the_reference(backend: str) -> None:
             _check(backend, forest, problem, str(seed), with_dlse=True)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (5, 1)])
-def test_other_head_ratios_equal_the_reference(backend: str, heads: int, kv_heads: int) -> None:
-    forest = NAMED["two_trees"]
+# 5 and 7 heads do not fill a tile of 192 or 128 rows with whole queries.
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 4, 64), (5, 1, 64), (7, 1, 128)])
+def test_other_head_ratios_equal_the_reference(
+    backend: str, heads: int, kv_heads: int, head_dim: int
+) -> None:
+    forest = LARGE["two groups"]
     problem = random_problem(
-        forest.num_tokens, heads=heads, kv_heads=kv_heads, head_dim=64, dtype=torch.float16,
+        forest.num_tokens, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=torch.float16,
         seed=3, device="cuda",
     )  # fmt: skip
     _check(backend, forest, problem, f"{heads}:{kv_heads}", with_dlse=True)
@@ -186,7 +189,7 @@ def test_strided_inputs_and_expanded_gradients_are_read(backend: str) -> None:
     qkv = torch.randn((forest.num_tokens, 12, 64), generator=generator).to("cuda", torch.float16)
 
     def gradient(dtype: torch.dtype, name: str) -> Tensor:
-        leaf = qkv.to(dtype).requires_grad_()
+        leaf = qkv.detach().to(dtype).requires_grad_()
         q, k, v = leaf.split((8, 2, 2), dim=1)
         out, lse = tree_attention(q, k, v, layout, scale, backend=name)
         (out.sum() + lse.sum()).backward()
