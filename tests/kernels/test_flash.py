@@ -12,11 +12,8 @@ from ratoon_kernels import (
     BackendUnavailableError,
     list_backends,
     select_backend,
-    tree_attention,
-    tree_attention_partial_forward,
 )
-from ratoon_kernels.tree_attention import flash
-from tests.kernels.forests import NAMED, random_problem
+from ratoon_kernels.tree_attention import cuda, flash, flex
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -79,9 +76,9 @@ def test_the_extra_installs_the_version_that_the_backend_asks_for() -> None:
 def test_a_call_it_cannot_serve_is_refused_with_the_reason(
     device: torch.device, dtype: torch.dtype, head_dim: int, reason: str
 ) -> None:
-    assert reason in (flash.unsupported_reason(device, dtype, head_dim) or "")
-    assert flash.unsupported_reason(CUDA, torch.bfloat16, 128) is None
-    assert flash.unsupported_reason(CUDA, torch.float16, 64) is None
+    assert reason in (flash.unsupported_reason(device, dtype, head_dim, False) or "")
+    assert flash.unsupported_reason(CUDA, torch.bfloat16, 128, False) is None
+    assert flash.unsupported_reason(CUDA, torch.float16, 64, False) is None
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (12, 0)])
@@ -90,20 +87,16 @@ def test_a_gpu_it_cannot_serve_is_refused_with_its_name(
 ) -> None:
     gpu.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
     expected = f"sm_{capability[0]}{capability[1]}, only for sm_90 and sm_100"
-    assert expected in (flash.unsupported_reason(CUDA, torch.bfloat16, 128) or "")
+    assert expected in (flash.unsupported_reason(CUDA, torch.bfloat16, 128, False) or "")
 
 
-def test_a_deterministic_call_is_refused_in_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash, "unavailable_reason", lambda: None)
-    monkeypatch.setattr(flash, "unsupported_reason", lambda *_call: None)
-    forest = NAMED["star"]
-    problem = random_problem(
-        forest.num_tokens, heads=2, kv_heads=1, head_dim=64, dtype=torch.bfloat16, seed=0
-    )
-    inputs = (problem.q_TNH, problem.k_TKH, problem.v_TKH, forest.layout(), problem.scale)
+def test_a_deterministic_call_is_refused_and_goes_to_the_next_backend(
+    gpu: pytest.MonkeyPatch,
+) -> None:
+    for backend, reason in ((cuda, "no nvrtc"), (flash, None), (flex, None)):
+        gpu.setattr(backend, "unavailable_reason", lambda reason=reason: reason)
+    call = (CUDA, torch.bfloat16, 128)
+    assert select_backend("tree_attention", None, *call) == "flash"
+    assert select_backend("tree_attention", None, *call, deterministic=True) == "flex"
     with pytest.raises(BackendUnavailableError, match="no fixed order"):
-        tree_attention(*inputs, backend="flash", deterministic=True)
-    with pytest.raises(BackendUnavailableError, match="no fixed order"):
-        tree_attention_partial_forward(
-            *inputs, query_start=0, key_start=0, backend="flash", deterministic=True
-        )
+        select_backend("tree_attention", "flash", *call, deterministic=True)

@@ -248,13 +248,14 @@ def test_a_machine_without_a_gpu_and_calls_it_cannot_serve_are_refused(
     with pytest.raises(BackendUnavailableError, match="torch finds no CUDA GPU"):
         select_backend("tree_attention", "flex", CPU, torch.bfloat16, 64)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 0))
-    assert flex.unsupported_reason(cuda, torch.float16, 128) is None
+    for deterministic in (False, True):
+        assert flex.unsupported_reason(cuda, torch.float16, 128, deterministic) is None
     for device, dtype, head_dim, reason in (
         (CPU, torch.bfloat16, 64, "not on cpu"),
         (cuda, torch.float32, 64, "float32"),
         (cuda, torch.float64, 64, "float64"),
         (cuda, torch.bfloat16, 80, "head_dim 80"),
     ):
-        assert reason in (flex.unsupported_reason(device, dtype, head_dim) or "")
+        assert reason in (flex.unsupported_reason(device, dtype, head_dim, False) or "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (7, 5))
-    assert "sm_75" in (flex.unsupported_reason(cuda, torch.float16, 64) or "")
+    assert "sm_75" in (flex.unsupported_reason(cuda, torch.float16, 64, False) or "")

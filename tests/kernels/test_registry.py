@@ -1,3 +1,4 @@
+import functools
 import logging
 import subprocess
 import sys
@@ -7,11 +8,27 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ratoon_kernels import BackendUnavailableError, list_backends, registry, select_backend
+from ratoon_kernels import (
+    BackendUnavailableError,
+    list_backends,
+    registry,
+    select_backend,
+    tree_attention,
+    tree_attention_partial_forward,
+)
 from ratoon_kernels.tree_attention import reference
+from tests.kernels.forests import NAMED, random_problem
 
 OPS = ("tree_attention", "token_logprobs")
 CPU = torch.device("cpu")
+
+
+def _why_not(
+    device: torch.device, _dtype: torch.dtype, head_dim: int, is_deterministic: bool
+) -> str | None:
+    if head_dim != 64:
+        return f"head_dim {head_dim} on {device.type} is not supported"
+    return "its sums have no fixed order" if is_deterministic else None
 
 
 @pytest.fixture
@@ -21,9 +38,7 @@ def backend_for_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleTy
     module.__dict__.update(
         missing="the package fast-attention is not installed",
         unavailable_reason=lambda: module.__dict__["missing"],
-        unsupported_reason=lambda device, _dtype, head_dim: (
-            f"head_dim {head_dim} on {device.type} is not supported" if head_dim != 64 else None
-        ),
+        unsupported_reason=_why_not,
     )
     backends = {"tree_attention": {"fast": module, "reference": reference}}
     monkeypatch.setattr(registry, "_BACKENDS", backends)
@@ -76,6 +91,44 @@ def test_the_best_that_can_serve_the_call_is_chosen_and_logged_once(
         "kernel backend chosen: op=tree_attention backend=reference",
         "kernel backend chosen: op=tree_attention backend=fast",
     ]
+
+
+def test_a_deterministic_call_takes_the_best_that_repeats_its_bits(
+    backend_for_gpus: types.ModuleType,
+) -> None:
+    backend_for_gpus.__dict__["missing"] = None
+    call = (CPU, torch.float32, 64)
+    for deterministic, name in ((False, "fast"), (True, "reference")):
+        chosen = select_backend("tree_attention", None, *call, deterministic=deterministic)
+        assert chosen == name
+    with pytest.raises(BackendUnavailableError, match="no fixed order"):
+        select_backend("tree_attention", "fast", *call, deterministic=True)
+
+
+def test_both_forms_of_the_op_ask_for_what_their_caller_asks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A deterministic call was given to a backend that refused it only when it ran."""
+    module = types.SimpleNamespace(unavailable_reason=lambda: None, unsupported_reason=_why_not)
+    backends = {"fast": module, "reference": reference}
+    monkeypatch.setattr(registry, "_BACKENDS", {"tree_attention": backends})
+    forest = NAMED["two_trees"]
+    layout = forest.layout()
+    problem = random_problem(
+        forest.num_tokens, heads=2, kv_heads=1, head_dim=64, dtype=torch.float32, seed=0
+    )
+    qkv = (problem.q_TNH, problem.k_TKH, problem.v_TKH)
+    whole = functools.partial(tree_attention, *qkv, layout, problem.scale, deterministic=True)
+    part = functools.partial(
+        tree_attention_partial_forward, *qkv, layout, problem.scale, query_start=0, key_start=0,
+        deterministic=True,
+    )  # fmt: skip
+    compiled = torch.compile(whole, fullgraph=True, backend="aot_eager")
+    for chosen, call in ((whole, whole), (part, part), (compiled, whole)):
+        for got, expected in zip(chosen(), call(backend="reference"), strict=True):
+            assert torch.equal(got, expected)
+        with pytest.raises(BackendUnavailableError, match="no fixed order"):
+            call(backend="fast")
 
 
 def test_backends_are_listed_best_first_with_reasons(backend_for_gpus: types.ModuleType) -> None:

@@ -1,8 +1,9 @@
 """What every backend module answers, whatever its op.
 
-In: nothing but the call's device, dtype and width. Out: a reason, or None. Invariant: importing a
-backend's module needs torch and numpy alone; a package that it needs beside them is imported inside
-its functions, so that `unavailable_reason` can say that it is missing.
+In: nothing but the call's device, dtype and width, and whether it is deterministic. Out: a reason,
+or None. Invariant: importing a backend's module needs torch and numpy alone; a package that it
+needs beside them is imported inside its functions, so that `unavailable_reason` can say that it is
+missing.
 """
 
 from typing import Protocol
@@ -18,7 +19,10 @@ class Backend(Protocol):
         ...
 
     def unsupported_reason(
-        self, device: torch.device, dtype: torch.dtype, head_dim: int, /
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, is_deterministic: bool, /
     ) -> str | None:
-        """Returns why the backend does not serve such a call, or None."""
+        """Returns why the backend does not serve such a call, or None.
+
+        A deterministic call asks for the same bits every time, in forward and backward.
+        """
         ...

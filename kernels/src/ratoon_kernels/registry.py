@@ -1,8 +1,8 @@
 """Which backends exist for each op, and which of them serves a call.
 
-In: an op's name, the backend asked for (or None), and the device, dtype and width of the call.
-Out: the name of one backend that can serve it. Invariant: a backend asked for by name is that
-backend or an error with its reason; another one never takes its place.
+In: an op's name, the backend asked for (or None), and the device, dtype and width of the call and
+whether it is deterministic. Out: the name of one backend that can serve it. Invariant: a backend
+asked for by name is that backend or an error with its reason; another one never takes its place.
 """
 
 import functools
@@ -55,7 +55,13 @@ def list_backends() -> list[BackendStatus]:
 # that a compiled graph can change, and logging is not traceable.
 @torch.compiler.assume_constant_result
 def select_backend(
-    op: str, requested: str | None, device: torch.device, dtype: torch.dtype, head_dim: int
+    op: str,
+    requested: str | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    *,
+    deterministic: bool = False,
 ) -> str:
     """Returns the backend for a call: the one asked for, else the best that can serve it.
 
@@ -67,6 +73,7 @@ def select_backend(
         device: Device of the call's tensors.
         dtype: Dtype of the call's tensors.
         head_dim: Their innermost size (the hidden size for token_logprobs).
+        deterministic: Require a backend whose forward and backward repeat their bits.
 
     Raises:
         BackendUnavailableError: The one asked for cannot serve the call, or none can.
@@ -78,7 +85,9 @@ def select_backend(
     refusals: list[str] = []
     for name in backends if requested is None else [requested]:
         backend = backends[name]
-        reason = backend.unavailable_reason() or backend.unsupported_reason(device, dtype, head_dim)
+        reason = backend.unavailable_reason() or backend.unsupported_reason(
+            device, dtype, head_dim, deterministic
+        )
         if reason is None:
             _log_choice(op, name)
             return name

@@ -49,7 +49,9 @@ def unavailable_reason() -> str | None:
     return None if torch.cuda.is_available() else "no NVIDIA GPU is visible"
 
 
-def unsupported_reason(device: torch.device, dtype: torch.dtype, _head_dim: int) -> str | None:
+def unsupported_reason(
+    device: torch.device, dtype: torch.dtype, _head_dim: int, _is_deterministic: bool
+) -> str | None:
     """Returns why it does not serve such a call, or None."""
     if device.type != "cuda":
         return f"no support for {device.type} tensors"

@@ -23,7 +23,9 @@ def unavailable_reason() -> str | None:
     return None
 
 
-def unsupported_reason(_device: torch.device, dtype: torch.dtype, _head_dim: int) -> str | None:
+def unsupported_reason(
+    _device: torch.device, dtype: torch.dtype, _head_dim: int, _is_deterministic: bool
+) -> str | None:
     """Returns why it does not serve such a call, or None."""
     return None if dtype in ACCUMULATION_DTYPES else f"no support for dtype {dtype}"
 

@@ -22,7 +22,9 @@ def unavailable_reason() -> str | None:
     return jit_unavailable_reason(SPECS)
 
 
-def unsupported_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def unsupported_reason(
+    device: torch.device, dtype: torch.dtype, head_dim: int, _is_deterministic: bool
+) -> str | None:
     """Returns why it does not serve such a call, or None."""
     if device.type != "cuda":
         return f"it runs on NVIDIA GPUs, not on {device.type}"

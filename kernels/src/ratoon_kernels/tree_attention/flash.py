@@ -13,7 +13,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ratoon_kernels.errors import BackendUnavailableError
 from ratoon_kernels.layout import TreeLayout
 from ratoon_kernels.span import Span
 from ratoon_kernels.tree_attention.block_masks import BlockGrid
@@ -23,12 +22,12 @@ from ratoon_kernels.tree_attention.operands import Operands, Upstream
 VERSION: Final = "4.0.0b36"
 _PACKAGE: Final = "flash-attn-4"
 _KEY_TILE: Final = 128
-# Query tiles of the forward and the backward, by major compute capability and head_dim: the sizes
-# at which flash-attn-4 walks one listed tile with one tile of its own. On sm_100 its forward takes
-# two tiles of 128 queries at a time. Backward of head_dim 128 on sm_90: 64 is the library's tile
-# for causal masks, and what it walks longer lists with. On an H200 the backwards of t1-28-4k,
-# paper, forest16 and short took 80.7 ms together, with lists of 128 queries 81.1, and with 80, its
-# tile for other masks, 92.0.
+# Query tiles of the forward and the backward, by major compute capability and head_dim: the least
+# that flash-attn-4 takes without a smaller tile of its own. On sm_100 its forward takes two tiles
+# of 128 queries at a time. Backward of head_dim 128 on sm_90: 64 is its tile for causal masks, and
+# what it walks listed tiles of 128 with. On an H200 the backwards of t1-28-4k, paper, forest16 and
+# short took 80.7 ms together, with lists of 128 queries 81.1, and with 80, its tile for other
+# masks, 92.0.
 _QUERY_TILES: Final = MappingProxyType(
     {(9, 64): (192, 128), (9, 128): (128, 64), (10, 64): (256, 128), (10, 128): (256, 128)}
 )
@@ -46,12 +45,17 @@ def unavailable_reason() -> str | None:
     return None
 
 
-def unsupported_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def unsupported_reason(
+    device: torch.device, dtype: torch.dtype, head_dim: int, is_deterministic: bool
+) -> str | None:
     """Returns why it does not serve such a call, or None."""
     if device.type != "cuda":
         return f"it runs on CUDA GPUs only, not on {device.type}"
     if dtype not in _DTYPES:
         return f"no support for dtype {dtype}, only for bfloat16 and float16"
+    if is_deterministic:
+        # The forward is, but a call that learns it in the backward has lost the forward.
+        return "its block-sparse backward adds up dQ in no fixed order"
     major, minor = torch.cuda.get_device_capability(device)
     if (major, head_dim) in _QUERY_TILES:
         return None
@@ -76,7 +80,6 @@ def partial_plan(layout: TreeLayout, queries: Span, keys: Span) -> list[Tensor]:
 
 def forward(operands: Operands) -> tuple[Tensor, Tensor]:
     """Returns out_TNH (dtype of q) and lse_NT (fp32) of the whole forest."""
-    _refuse_deterministic(operands)
     q_QNH = operands.q_QNH
     if not (len(operands.queries) and len(operands.keys)):
         num_queries, num_heads, _ = q_QNH.shape
@@ -90,7 +93,6 @@ def forward(operands: Operands) -> tuple[Tensor, Tensor]:
 
 def backward(operands: Operands, upstream: Upstream) -> tuple[Tensor, Tensor, Tensor]:
     """Returns dq_TNH, dk_TKH and dv_TKH of the whole forest, in the dtype of q."""
-    _refuse_deterministic(operands)
     if not (len(operands.queries) and len(operands.keys)):
         q, k, v = (x.new_zeros(x.shape) for x in (operands.q_QNH, operands.k_SKH, operands.v_SKH))
         return q, k, v
@@ -139,10 +141,3 @@ def _plan(operands: Operands) -> tuple[BlockPlan, BlockGrid]:
         is_full_width=False,
     )
     return block_plan(operands, grid), grid
-
-
-def _refuse_deterministic(operands: Operands) -> None:
-    # The forward is deterministic, but to learn it in the backward is to lose the forward.
-    if operands.is_deterministic:
-        reason = "its block-sparse backward adds up dQ in no fixed order; ask for another backend"
-        raise BackendUnavailableError("tree_attention", "flash", reason)

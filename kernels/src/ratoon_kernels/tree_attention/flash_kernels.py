@@ -38,7 +38,7 @@ def run_forward(operands: Operands, plan: BlockPlan, grid: BlockGrid) -> tuple[T
     """Returns out_QNH (dtype of q) and lse_NQ (fp32) over the keys at hand."""
     # The library packs the query heads of a kv head into one tile: a listed tile is then walked by
     # several, and the mask still sees queries. On an H200 that takes 2 to 8% less time than heads
-    # apart (pack_gqa=False) for head_dim 128, and as much for 64.
+    # apart (pack_gqa=False) for head_dim 128, and in sum as much for 64.
     with torch.cuda.device(operands.q_QNH.device):
         out_1QNH, lse_1NQ, *_ = _flash_attn_fwd(
             operands.q_QNH.unsqueeze(0),

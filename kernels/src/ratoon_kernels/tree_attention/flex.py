@@ -52,7 +52,9 @@ def unavailable_reason() -> str | None:
     return None
 
 
-def unsupported_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def unsupported_reason(
+    device: torch.device, dtype: torch.dtype, head_dim: int, _is_deterministic: bool
+) -> str | None:
     """Returns why it does not serve such a call, or None."""
     if device.type != "cuda":
         return f"it runs on CUDA GPUs only, not on {device.type}"

@@ -54,7 +54,9 @@ def tree_attention(
     """
     check_operands({"q_TNH": q_TNH, "k_TKH": k_TKH, "v_TKH": v_TKH}, layout, scale)
     check_whole(q_TNH, k_TKH, layout)
-    name = select_backend(OP, backend, q_TNH.device, q_TNH.dtype, q_TNH.shape[-1])
+    name = select_backend(
+        OP, backend, q_TNH.device, q_TNH.dtype, q_TNH.shape[-1], deterministic=deterministic
+    )
     plan = BACKENDS[name].plan(layout)
     return _forward(q_TNH, k_TKH, v_TKH, layout.end_T, plan, scale, name, deterministic)
 

@@ -174,7 +174,9 @@ def _prepare(
     check_operands({"q_QNH": q_QNH, "k_SKH": k_SKH, "v_SKH": v_SKH}, layout, scale)
     check_range("query_start", query_start, q_QNH.shape[0], layout)
     check_range("key_start", key_start, k_SKH.shape[0], layout)
-    name = select_backend(OP, backend, q_QNH.device, q_QNH.dtype, q_QNH.shape[-1])
+    name = select_backend(
+        OP, backend, q_QNH.device, q_QNH.dtype, q_QNH.shape[-1], deterministic=deterministic
+    )
     chosen = BACKENDS[name]
     queries = Span(query_start, query_start + q_QNH.shape[0])
     keys = Span(key_start, key_start + k_SKH.shape[0])
