@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from ratoon_kernels.jit import KernelSpec
 from ratoon_kernels.jit.params import layout_params
@@ -35,8 +36,113 @@ class Gate:
         return spec.entry == self.entry and self.defines.items() <= dict(spec.defines).items()
 
 
+# setmaxnreg of both roles; loads of tiles, then of rows of `end` and of statistics, in all copies
+# that the compiler makes of the producer's loop.
+_LOADS_OF_FORWARD: Final = {"USETMAXREG": 2, "UTMALDG": 6, "UBLKCP": 2}
+_LOADS_OF_BACKWARD: Final = {"USETMAXREG": 2, "UTMALDG": 4, "UBLKCP": 2}
+_LOADS_OF_QUERIES: Final = {"USETMAXREG": 2, "UTMALDG": 16, "UBLKCP": 7}
+# dS goes through shared memory; each consumer's dQ is added up.
+_SUMS_OF_DQ: Final = {"STSM": 4 * 5, "UBLKRED": 2}
+
 # Each kernel has exactly one.
-GATES: tuple[Gate, ...] = ()
+#
+# HGMMA: a product that sums over d takes d / 16, and has a copy at each place that issues it. The
+# forward has two: in its loop, and before or behind it. The backward has four: two stages, times the
+# first step of a piece and the others; of dQ, a step late, two stages times the others and the end.
+# All copies are counted, so that no product can disappear or fall back to other instructions
+# unseen. UTMASTG stores 64 channels.
+GATES: tuple[Gate, ...] = (
+    Gate(
+        entry="tree_attention_forward",
+        defines={"HEAD_DIM": 64, "PARTIAL": 0},
+        max_registers=168,
+        min_opcodes={"HGMMA": 2 * (4 + 8), "UTMASTG": 1, "STSM": 4, **_LOADS_OF_FORWARD},
+    ),
+    Gate(
+        entry="tree_attention_forward",
+        defines={"HEAD_DIM": 64, "PARTIAL": 1},
+        max_registers=168,
+        min_opcodes={"HGMMA": 2 * (4 + 8), **_LOADS_OF_FORWARD},
+    ),
+    Gate(
+        entry="tree_attention_forward",
+        defines={"HEAD_DIM": 128, "PARTIAL": 0},
+        max_registers=168,
+        min_opcodes={"HGMMA": 2 * (8 + 8), "UTMASTG": 2, "STSM": 8, **_LOADS_OF_FORWARD},
+    ),
+    Gate(
+        entry="tree_attention_forward",
+        defines={"HEAD_DIM": 128, "PARTIAL": 1},
+        max_registers=168,
+        min_opcodes={"HGMMA": 2 * (8 + 8), **_LOADS_OF_FORWARD},
+    ),
+    Gate(
+        entry="tree_attention_backward",
+        defines={"HEAD_DIM": 64, "WITH_DQ": 0},
+        max_registers=168,
+        min_opcodes={"HGMMA": 4 * (4 + 4 + 5 + 5), **_LOADS_OF_BACKWARD},
+    ),
+    Gate(
+        entry="tree_attention_backward",
+        defines={"HEAD_DIM": 64, "WITH_DQ": 1},
+        max_registers=168,
+        min_opcodes={"HGMMA": 4 * (4 + 4 + 5 + 5 + 8), **_LOADS_OF_BACKWARD, **_SUMS_OF_DQ},
+    ),
+    Gate(
+        entry="tree_attention_backward",
+        defines={"HEAD_DIM": 128, "WITH_DQ": 0},
+        max_registers=168,
+        min_opcodes={"HGMMA": 4 * (8 + 8 + 5 + 5), **_LOADS_OF_BACKWARD},
+    ),
+    Gate(
+        entry="tree_attention_backward",
+        defines={"HEAD_DIM": 128, "WITH_DQ": 1},
+        max_registers=168,
+        min_opcodes={"HGMMA": 4 * (8 + 8 + 5 + 5 + 8), **_LOADS_OF_BACKWARD, **_SUMS_OF_DQ},
+    ),
+    Gate(
+        entry="tree_attention_backward_queries",
+        defines={"HEAD_DIM": 64, "PARTIAL": 0},
+        max_registers=168,
+        min_opcodes={"HGMMA": 4 + 4 + 8, "UTMASTG": 1, "STSM": 4, **_LOADS_OF_QUERIES},
+    ),
+    Gate(
+        entry="tree_attention_backward_queries",
+        defines={"HEAD_DIM": 64, "PARTIAL": 1},
+        max_registers=168,
+        min_opcodes={"HGMMA": 4 + 4 + 8, **_LOADS_OF_QUERIES},
+    ),
+    Gate(
+        entry="tree_attention_backward_queries",
+        defines={"HEAD_DIM": 128, "PARTIAL": 0},
+        max_registers=168,
+        min_opcodes={"HGMMA": 8 + 8 + 8, "UTMASTG": 2, "STSM": 8, **_LOADS_OF_QUERIES},
+    ),
+    Gate(
+        entry="tree_attention_backward_queries",
+        defines={"HEAD_DIM": 128, "PARTIAL": 1},
+        max_registers=168,
+        min_opcodes={"HGMMA": 8 + 8 + 8, **_LOADS_OF_QUERIES},
+    ),
+    Gate(
+        entry="tree_attention_backward_prepare",
+        defines={},
+        max_registers=40,
+        min_opcodes={},
+    ),
+    Gate(
+        entry="tree_attention_backward_finish_queries",
+        defines={},
+        max_registers=48,
+        min_opcodes={},
+    ),
+    Gate(
+        entry="tree_attention_backward_finish_keys",
+        defines={},
+        max_registers=40,
+        min_opcodes={},
+    ),
+)
 
 
 def gate_of(spec: KernelSpec) -> Gate:
