@@ -47,8 +47,8 @@ _SUMS_OF_DQ: Final = {"STSM": 4 * 5, "UBLKRED": 2}
 # Each kernel has exactly one.
 #
 # HGMMA: a product that sums over d takes d / 16, and has a copy at each place that issues it. The
-# forward has two: in its loop, and before or behind it. The backward has four: two stages, times the
-# first step of a piece and the others; of dQ, a step late, two stages times the others and the end.
+# forward has two: in its loop, and before or behind it. The backward has four: two stages, times
+# the first step of a piece and the others; of dQ, a step late, stages times the others and the end.
 # All copies are counted, so that no product can disappear or fall back to other instructions
 # unseen. UTMASTG stores 64 channels.
 GATES: tuple[Gate, ...] = (
