@@ -55,8 +55,9 @@ proto-check: env-proto ## check that the generated code is what protoc writes
 
 bench: bench-cpu $(if $(NVIDIA),bench-gpu) ## run the benchmarks of this machine
 
-bench-cpu: env ## packed against replicated training on the CPU
+bench-cpu: env ## packed against replicated training on the CPU; milliseconds of a layout
 	@$(BIN)/python -m benchmarks.step_cpu --out benchmarks/results/cpu/step.json $(ARGS)
+	@$(BIN)/python -m benchmarks.layout --out benchmarks/results/cpu/layout.json
 
 bench-gpu: env-dev ## tree attention on an H200; after test-gpu
 	@$(BIN)/python -m benchmarks.attention --out benchmarks/results/h200/attention.json $(ARGS)
