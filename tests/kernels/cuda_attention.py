@@ -1,0 +1,195 @@
+"""What the GPU tests of tree attention's cuda backend share: stale memory, truths, bounds.
+
+In: a forest and a problem on the GPU. Out: the backend's results, computed in memory full of NaN,
+and what they are held against. Invariant: the truths are dense fp64 (small forests) and the
+reference backend in fp32 (any), neither of which reads the work lists of the backend.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import product
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ratoon_kernels import TreeLayout, tree_attention
+from ratoon_kernels.schedule_header import ScheduleHeader
+from tests.kernels.forests import (
+    Forest,
+    Problem,
+    Results,
+    assert_close,
+    dense_oracle,
+    forest_from,
+    random_problem,
+    relative_error,
+    run,
+)
+
+DEVICE: Final = "cuda"
+BACKEND: Final = "cuda"
+DTYPES: Final = (torch.bfloat16, torch.float16)
+# (dtype, head_dim): the kernels that there are.
+KINDS: Final = tuple(product(DTYPES, (128, 64)))
+HEADS: Final = ((4, 4), (4, 2), (4, 1), (8, 1), (5, 1), (32, 8))
+# A log-sum-exp is fp32 throughout: of logits rounded to 16 bits it would be 5e-4 off, or more.
+LSE_TOLERANCE: Final = 5e-5
+
+# A prompt whose key tiles are all cut in the backward, with responses of the usual lengths.
+LONG_PROMPT: Final = forest_from([-1] + [0] * 8, [5059, 1432, 1866, 504, 379, 1588, 411, 152, 218])
+# Few key tiles that many queries sweep: these are cut finer, the fewer kv heads there are.
+WIDE: Final = forest_from([-1] + [0] * 60, [300] + [200] * 60)
+
+Attention = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+@contextmanager
+def stale_memory() -> Iterator[None]:
+    """Every uninitialised allocation is NaN (or the largest int) meanwhile, in every thread.
+
+    Blocks that the allocator holds are filled with NaN as well, so that what a kernel reads past
+    the end of a tensor is NaN too.
+    """
+    fill_free_memory()
+    was_enabled = torch.are_deterministic_algorithms_enabled()
+    warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was_enabled, warn_only=warns_only)
+
+
+def fill_free_memory() -> None:
+    """Writes NaN to blocks of the allocator: small ones, and a large one to be cut."""
+    small = [torch.full((2**17,), torch.nan, device=DEVICE) for _ in range(32)]
+    large = torch.full((2**26,), torch.nan, device=DEVICE)
+    del small, large
+
+
+def attention_of(
+    layout: TreeLayout, scale: float, *, backend: str = BACKEND, deterministic: bool = False
+) -> Attention:
+    return functools.partial(
+        tree_attention, layout=layout, scale=scale, backend=backend, deterministic=deterministic
+    )
+
+
+def run_cuda(
+    layout: TreeLayout, problem: Problem, *, with_dlse: bool = True, deterministic: bool = False
+) -> Results:
+    """Results and all gradients of the backend."""
+    attention = attention_of(layout, problem.scale, deterministic=deterministic)
+    with stale_memory():
+        return run(attention, problem, with_dlse=with_dlse)
+
+
+def run_reference(layout: TreeLayout, problem: Problem, *, with_dlse: bool = True) -> Results:
+    """The same of the reference backend, in fp32."""
+    attention = attention_of(layout, problem.scale, backend="reference")
+    return run(attention, in_fp32(problem), with_dlse=with_dlse)
+
+
+def run_torch(mask: npt.NDArray[np.bool_], problem: Problem, *, with_dlse: bool = True) -> Results:
+    """The same of torch in the problem's dtype: 16-bit products with a dense mask.
+
+    Only the sums of the softmax and of the log-sum-exp are fp32.
+    """
+    mask_TT = torch.from_numpy(mask).to(DEVICE)
+
+    def attention(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> tuple[Tensor, Tensor]:
+        group = q_TNH.shape[1] // k_TKH.shape[1]
+        q, k, v = (x.transpose(0, 1) for x in (q_TNH, k_TKH, v_TKH))
+        k, v = (x.repeat_interleave(group, dim=0) for x in (k, v))
+        scores = (q @ k.mT * problem.scale).masked_fill(~mask_TT, -torch.inf)
+        out = torch.softmax(scores, dim=-1) @ v
+        return out.transpose(0, 1), torch.logsumexp(scores.float(), dim=-1)
+
+    return run(attention, problem, with_dlse=with_dlse)
+
+
+def make_problem(
+    num_tokens: int,
+    dtype: torch.dtype,
+    head_dim: int,
+    *,
+    heads: tuple[int, int] = (4, 2),
+    seed: int = 0,
+) -> Problem:
+    return random_problem(
+        num_tokens, heads=heads[0], kv_heads=heads[1], head_dim=head_dim, dtype=dtype, seed=seed,
+        device=DEVICE,
+    )  # fmt: skip
+
+
+def in_fp32(problem: Problem) -> Problem:
+    q, k, v, dout = (
+        x.float() for x in (problem.q_TNH, problem.k_TKH, problem.v_TKH, problem.dout_TNH)
+    )
+    return replace(problem, q_TNH=q, k_TKH=k, v_TKH=v, dout_TNH=dout)
+
+
+def rounding_of(dtype: torch.dtype) -> float:
+    """The tolerance against fp32: two units in the last place of the 16-bit P, dS and results."""
+    return 2 * torch.finfo(dtype).eps
+
+
+def assert_no_worse_than_torch(
+    forest: Forest,
+    problem: Problem,
+    label: str,
+    *,
+    with_dlse: bool = True,
+    deterministic: bool = False,
+) -> None:
+    """Errors against dense fp64 are at most twice those of torch in the same dtype.
+
+    Where torch happens to be exact, the error of rounding the exact result stands for its own.
+    """
+    got = run_cuda(forest.layout(DEVICE), problem, with_dlse=with_dlse, deterministic=deterministic)
+    mask = forest.mask()
+    exact = dense_oracle(mask, problem, with_dlse=with_dlse)
+    theirs = run_torch(mask, problem, with_dlse=with_dlse)
+    dtype = problem.q_TNH.dtype
+    for name in ("out", "dq", "dk", "dv"):
+        assert got[name].dtype == dtype
+        assert exact[name].norm() > 0, f"{label} {name}: nothing to compare"
+        rounded = relative_error(exact[name].to(dtype), exact[name])
+        bound = 2 * max(relative_error(theirs[name], exact[name]), rounded)
+        error = relative_error(got[name], exact[name])
+        assert error <= bound, f"{label} {name}: {error:.3g}, at most {bound:.3g}"
+    assert got["lse"].dtype == torch.float32
+    error = relative_error(got["lse"], exact["lse"])
+    assert error <= LSE_TOLERANCE, f"{label} lse: {error:.3g}"
+
+
+def assert_equals_reference(
+    forest: Forest, problem: Problem, label: str, *, deterministic: bool = False
+) -> None:
+    """Results are those of the reference backend in fp32, but for 16-bit rounding."""
+    layout = forest.layout(DEVICE)
+    got = run_cuda(layout, problem, deterministic=deterministic)
+    expected = run_reference(layout, problem)
+    assert_close(got, expected, rounding_of(problem.q_TNH.dtype), label)
+    error = relative_error(got["lse"], expected["lse"])
+    assert error <= LSE_TOLERANCE, f"{label} lse: {error:.3g}"
+
+
+def assert_same_bits(got: Results, expected: Results, label: str = "") -> None:
+    """Also finite: NaN equals nothing, but is no reason to pass where both have it."""
+    for name, value in expected.items():
+        assert value.isfinite().all(), f"{label} {name} is not finite"
+        assert torch.equal(got[name], value), f"{label} {name}"
+
+
+def num_split_tiles(layout: TreeLayout, kv_heads: int) -> tuple[int, int]:
+    """Key tiles that the backward cuts into pieces: by default, and in deterministic mode."""
+    header = ScheduleHeader.from_tensor(layout.schedule_header)
+    return header.sweep.split_tiles.count, header.level(kv_heads).split_tiles.count
