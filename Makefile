@@ -59,8 +59,9 @@ bench-cpu: env ## packed against replicated training on the CPU; milliseconds of
 	@$(BIN)/python -m benchmarks.step_cpu --out benchmarks/results/cpu/step.json $(ARGS)
 	@$(BIN)/python -m benchmarks.layout --out benchmarks/results/cpu/layout.json
 
-bench-gpu: env-dev ## tree attention on an H200; after test-gpu
+bench-gpu: env-dev ## tree attention and token log-probs on an H200; after test-gpu
 	@$(BIN)/python -m benchmarks.attention --out benchmarks/results/h200/attention.json $(ARGS)
+	@$(BIN)/python -m benchmarks.token_logprobs --out benchmarks/results/h200/token_logprobs.json
 
 up: ## start the service and Prometheus in containers
 	docker compose up --build --detach --wait

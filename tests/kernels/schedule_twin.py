@@ -49,15 +49,29 @@ class Twin:
         return counts
 
     def backward(self, level: LevelSections) -> Counts:
+        """The deterministic backward: each piece of a split key tile has a slot of its own."""
+        pieces = self.rows(level.pieces, 8).tolist()
+        written = sorted(piece[3] for piece in pieces if piece[3] >= 0)
+        assert written == list(range(level.num_slots)), "a slot belongs to one piece"
+        assert all(row[2] > 1 for row in self.rows(level.split_tiles, 4).tolist())
+        return self._sweep(level)
+
+    def backward_with_dq(self) -> Counts:
+        """The pieces of a split key tile add to one slot."""
+        level = self.header.sweep
+        longest = self.rows(level.pieces, 8)[:, 6].tolist()
+        assert sorted(longest) == list(range(len(longest))), "the last kv head takes each piece"
+        assert all(row[2] == 1 for row in self.rows(level.split_tiles, 4).tolist())
+        return self._sweep(level)
+
+    def _sweep(self, level: LevelSections) -> Counts:
         shape = self.is_attended.shape
         counts = np.zeros(shape, np.int64)
         slots = np.zeros((level.num_slots, shape[0], self.tile), np.int64)
-        written: list[int] = []
         whole: list[int] = []
-        pieces = self.rows(level.pieces, 8).tolist()
-        # The order of the last kv head; the others take the rows as they lie.
-        assert sorted(piece[6] for piece in pieces) == list(range(len(pieces)))
-        for key_tile, start, stop, slot, full_start, full_stop, _, zero in pieces:
+        for key_tile, start, stop, slot, full_start, full_stop, _, zero in self.rows(
+            level.pieces, 8
+        ).tolist():
             assert start < stop
             assert -1 <= slot < level.num_slots
             assert zero == 0
@@ -70,12 +84,9 @@ class Twin:
                 whole.append(key_tile)
                 counts[:, columns] = piece[:, columns]
             else:
-                written.append(slot)
-                slots[slot] = piece[:, columns]
-        assert sorted(written) == list(range(level.num_slots)), "a slot belongs to one piece"
+                slots[slot] += piece[:, columns]
         read: list[int] = []
         for key_tile, first, num_slots, zero in self.rows(level.split_tiles, 4).tolist():
-            assert num_slots > 1
             assert zero == 0
             whole.append(key_tile)
             read += range(first, first + num_slots)

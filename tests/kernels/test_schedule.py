@@ -39,6 +39,7 @@ class Case:
         np.testing.assert_array_equal(twin.forward(), expected)
         for level in header.levels:
             np.testing.assert_array_equal(twin.backward(level), expected)
+        np.testing.assert_array_equal(twin.backward_with_dq(), expected)
 
 
 def _ends(span: Span) -> tuple[int, int]:
@@ -53,11 +54,12 @@ def _whole(forest: Forest, tile: int, back: int) -> Case:
 def _check_order(schedule: Schedule) -> None:
     items = [tuple(item) for item in schedule.forward_items.tolist()]
     assert items == sorted(items, key=lambda item: (-item[3], item[0]))
+    swept = schedule.sweep.pieces.tolist()
+    by_length = sorted(range(len(swept)), key=lambda i: (swept[i][1] - swept[i][2], i))
+    assert [piece[6] for piece in swept] == by_length
     for level in schedule.levels:
-        pieces = level.pieces.tolist()
-        assert pieces == sorted(pieces, key=lambda piece: piece[:2])
-        by_length = sorted(range(len(pieces)), key=lambda i: (pieces[i][1] - pieces[i][2], i))
-        assert [piece[6] for piece in pieces] == by_length
+        pieces = [tuple(piece) for piece in level.pieces.tolist()]
+        assert pieces == sorted(pieces, key=lambda piece: (piece[1] - piece[2], piece[:2]))
 
 
 def _check_splits(schedule: Schedule, back: int) -> None:
@@ -171,7 +173,7 @@ def test_sections_lie_one_behind_the_other() -> None:
     widths: list[tuple[Section, int]] = [
         (header.end, 1), (header.runs, 2), (header.forward_items, 4)
     ]  # fmt: skip
-    for level in header.levels:
+    for level in (header.sweep, *header.levels):
         widths += [(level.pieces, 8), (level.split_tiles, 4)]
     for (section, width), (after, _) in itertools.pairwise([*widths, (Section(len(table), 0), 1)]):
         assert 0 <= after.offset - section.offset - section.count * width < 4

@@ -27,7 +27,6 @@ from ratoon_kernels.span import Span
 from ratoon_kernels.tiles import (
     Int32Array,
     Int64Array,
-    KeyTiles,
     Sweeps,
     TileTable,
     build_tile_table,
@@ -38,10 +37,17 @@ from ratoon_kernels.tiles import (
 TILE_SIZE: Final = 128
 # Rows of a query tile of the backward: 64 x 128 is bound by shared memory, 80 x 128 is balanced.
 BACKWARD_QUERY_TILE: Final = 80
-# A key tile is split when it holds more than an eighth of the mean work of one of an H200's SMs:
-# with pieces no longer than that, longest first leaves SMs idle for a few percent of the time. The
-# kernel takes the last kv head's pieces in that order, and those before it as the keys ascend: then
-# the pieces in flight add to the same rows of dQ, which stay in the L2 cache.
+# The backward with dQ goes through the queries in windows of at most this many tiles: Q, dO and
+# fp32 dQ of one, for the four query heads of a kv head, are 8 MB, and stay in an H200's L2 cache
+# while all key tiles pass over them.
+_MAX_WINDOW: Final = 24
+# Nor do windows exceed this part of the forest, so that no piece outlasts the others; but below the
+# least, adding up dK and dV costs more than it brings.
+_WINDOW_PART: Final = 128
+_MIN_WINDOW: Final = 8
+# In the deterministic backward a key tile is split when it holds more than an eighth of the mean
+# work of one of an H200's SMs: with pieces no longer than that, longest first leaves SMs idle for a
+# few percent of the time.
 _PIECES_IN_FLIGHT: Final = 132 * 8
 # Below this a piece costs more to start and to add up than it takes off the longest.
 _MIN_PIECE: Final = 4
@@ -51,13 +57,12 @@ _ALIGNMENT: Final = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitLevel:
-    """The backward's work, cut for one number of kv heads.
+    """The deterministic backward's work, cut for one number of kv heads.
 
     Attributes:
         pieces: int32 [P, 8]; key tile, query tiles [start, stop) that the piece sweeps, its slot or
             -1 where the key tile is whole, query tiles [full_start, full_stop) that need no mask
-            (not cut to the piece, maybe empty), in row i the index of the i-th longest piece, 0.
-            Key tiles ascend.
+            (not cut to the piece, maybe empty), 0, 0. Longest first.
         split_tiles: int32 [number of split key tiles, 4]; key tile, first slot, number of slots, 0.
     """
 
@@ -68,6 +73,21 @@ class SplitLevel:
     def num_slots(self) -> int:
         """Slots of all split key tiles, never more than there are key tiles."""
         return int(self.split_tiles[:, 2].sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepList:
+    """The work of the backward with dQ.
+
+    Attributes:
+        pieces: As of `SplitLevel`, but in the order of the windows of queries that they begin in,
+            then of their key tiles; column 6 of row i is the index of the i-th longest piece. All
+            pieces of a split key tile share one slot.
+        split_tiles: As of `SplitLevel`, with one slot each.
+    """
+
+    pieces: Int32Array
+    split_tiles: Int32Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +104,8 @@ class Schedule:
         runs: int32 [number of runs, 2]; first key tile, 2 * number of key tiles + is_full.
         forward_items: int32 [number of query tiles, 4]; query tile, runs [start, stop), number of
             key tiles, which may be 0.
-        levels: The backward's pieces for each number of kv heads of `SPLIT_KV_HEADS`.
+        sweep: Pieces of the backward with dQ.
+        levels: Those of the deterministic one for each number of kv heads of `SPLIT_KV_HEADS`.
     """
 
     num_queries: int
@@ -94,11 +115,13 @@ class Schedule:
     tiles: TileTable
     runs: Int32Array
     forward_items: Int32Array
+    sweep: SweepList
     levels: tuple[SplitLevel, ...]
 
     def pack(self) -> tuple[Int32Array, ScheduleHeader]:
         """Returns int32 of all sections one behind the other, and where each of them lies."""
         arrays = [self.end[:, None], self.runs, self.forward_items]
+        arrays += [self.sweep.pieces, self.sweep.split_tiles]
         for level in self.levels:
             arrays += [level.pieces, level.split_tiles]
         sections: list[Section] = []
@@ -109,7 +132,7 @@ class Schedule:
         table = np.zeros(size, np.int32)
         for section, array in zip(sections, arrays, strict=True):
             table[section.offset : section.offset + array.size] = array.ravel()
-        end, runs, forward_items, *of_levels = sections
+        end, runs, forward_items, sweep_pieces, sweep_tiles, *of_levels = sections
         levels = tuple(
             LevelSections(pieces=pieces, split_tiles=split_tiles, num_slots=level.num_slots)
             for level, pieces, split_tiles in zip(
@@ -125,6 +148,9 @@ class Schedule:
             end=end,
             runs=runs,
             forward_items=forward_items,
+            sweep=LevelSections(
+                pieces=sweep_pieces, split_tiles=sweep_tiles, num_slots=sweep_tiles.count
+            ),
             levels=levels,
         )
         return table, header
@@ -156,6 +182,7 @@ def build_schedule(
     key_tiles = reduce_key_tiles(end, size=tile_size, num_queries=num_queries, delta=delta)
     tiles = build_tile_table(key_tiles)
     num_run_tiles = tiles.run_stop - tiles.run_start
+    sweeps = sweep_query_tiles(key_tiles, backward_query_tile)
     runs = np.stack((tiles.run_start, 2 * num_run_tiles + tiles.run_is_full), axis=1)
     return Schedule(
         num_queries=num_queries,
@@ -165,7 +192,8 @@ def build_schedule(
         tiles=tiles,
         runs=runs.astype(np.int32),
         forward_items=_forward_items(tiles, num_run_tiles),
-        levels=_split_levels(key_tiles, backward_query_tile),
+        sweep=_sweep_list(sweeps),
+        levels=_split_levels(sweeps),
     )
 
 
@@ -177,8 +205,38 @@ def _forward_items(tiles: TileTable, num_run_tiles: Int64Array) -> Int32Array:
     return items[_longest_first(num_tiles)].astype(np.int32)
 
 
-def _split_levels(key_tiles: KeyTiles, query_tile_size: int) -> tuple[SplitLevel, ...]:
-    sweeps = sweep_query_tiles(key_tiles, query_tile_size)
+def _sweep_list(sweeps: Sweeps) -> SweepList:
+    start, length = sweeps.start_B, sweeps.stop_B - sweeps.start_B
+    size = min(_MAX_WINDOW, max(_MIN_WINDOW, int(length.sum()) // _WINDOW_PART))
+    # What is little longer than a window is not worth a slot.
+    is_split = length > size + size // 2
+    first_window = start // size
+    last_window = np.where(is_split, (sweeps.stop_B - 1) // size, first_window)
+    num_pieces = np.where(length > 0, last_window - first_window + 1, 0)
+    key = np.repeat(np.arange(len(length)), num_pieces)
+    first_piece = np.cumsum(num_pieces) - num_pieces
+    window = first_window[key] + np.arange(len(key)) - first_piece[key]
+    order = np.lexsort((key, window))
+    key, window = key[order], window[order]
+    slot = np.cumsum(is_split) - 1
+    pieces = np.zeros((len(key), 8), np.int32)
+    pieces[:, 0] = key
+    pieces[:, 1] = np.maximum(start[key], window * size)
+    pieces[:, 2] = np.where(
+        is_split[key], np.minimum(sweeps.stop_B[key], (window + 1) * size), sweeps.stop_B[key]
+    )
+    pieces[:, 3] = np.where(is_split, slot, -1)[key]
+    pieces[:, 4] = sweeps.full_start_B[key]
+    pieces[:, 5] = sweeps.full_stop_B[key]
+    pieces[:, 6] = _longest_first(pieces[:, 2] - pieces[:, 1])
+    split_tiles = np.zeros((int(is_split.sum()), 4), np.int32)
+    split_tiles[:, 0] = np.flatnonzero(is_split)
+    split_tiles[:, 1] = np.arange(len(split_tiles))
+    split_tiles[:, 2] = 1
+    return SweepList(pieces=pieces, split_tiles=split_tiles)
+
+
+def _split_levels(sweeps: Sweeps) -> tuple[SplitLevel, ...]:
     length = sweeps.stop_B - sweeps.start_B
     total = int(length.sum())
     caps = [
@@ -225,8 +283,9 @@ def _cut(sweeps: Sweeps, length: Int64Array, cap: int) -> SplitLevel:
     split_tiles[:, 0] = np.flatnonzero(is_split)
     split_tiles[:, 1] = first_slot[is_split]
     split_tiles[:, 2] = num_slots[is_split]
-    pieces[:, 6] = _longest_first(pieces[:, 2] - pieces[:, 1])
-    return SplitLevel(pieces=pieces, split_tiles=split_tiles)
+    return SplitLevel(
+        pieces=pieces[_longest_first(pieces[:, 2] - pieces[:, 1])], split_tiles=split_tiles
+    )
 
 
 def _longest_first(length: Int64Array | Int32Array) -> Int64Array:

@@ -50,7 +50,8 @@ class ScheduleHeader:
         end: Rows of 1 int32.
         runs: Rows of 2 int32.
         forward_items: Rows of 4 int32.
-        levels: One for each of `SPLIT_KV_HEADS`.
+        sweep: The backward with dQ.
+        levels: The deterministic backward, for each of `SPLIT_KV_HEADS`.
     """
 
     num_queries: int
@@ -61,6 +62,7 @@ class ScheduleHeader:
     end: Section
     runs: Section
     forward_items: Section
+    sweep: LevelSections
     levels: tuple[LevelSections, ...]
 
     def level(self, num_kv_heads: int) -> LevelSections:
@@ -69,14 +71,14 @@ class ScheduleHeader:
         return self.levels[next(fits)]
 
     def to_tensor(self) -> Tensor:
-        """Returns int64 [11 + 5 per level] on the CPU."""
+        """Returns int64 [16 + 5 per level] on the CPU."""
         numbers = [
             *(self.num_queries, self.num_keys, self.delta),
             *(self.num_query_tiles, self.num_key_tiles),
         ]
         for section in (self.end, self.runs, self.forward_items):
             numbers += [section.offset, section.count]
-        for level in self.levels:
+        for level in (self.sweep, *self.levels):
             for section in (level.pieces, level.split_tiles):
                 numbers += [section.offset, section.count]
             numbers.append(level.num_slots)
@@ -90,13 +92,13 @@ class ScheduleHeader:
             next(numbers) for _ in range(5)
         )
         end, runs, forward_items = (Section(next(numbers), next(numbers)) for _ in range(3))
-        levels = tuple(
+        sweep, *levels = (
             LevelSections(
                 pieces=Section(next(numbers), next(numbers)),
                 split_tiles=Section(next(numbers), next(numbers)),
                 num_slots=next(numbers),
             )
-            for _ in SPLIT_KV_HEADS
+            for _ in ("sweep", *SPLIT_KV_HEADS)
         )
         return cls(
             num_queries=num_queries,
@@ -107,5 +109,6 @@ class ScheduleHeader:
             end=end,
             runs=runs,
             forward_items=forward_items,
-            levels=levels,
+            sweep=sweep,
+            levels=tuple(levels),
         )

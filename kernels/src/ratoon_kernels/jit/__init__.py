@@ -8,7 +8,7 @@ from ratoon_kernels.jit.driver import Kernel, load, memset_zero
 from ratoon_kernels.jit.errors import CudaCallError, KernelCompileError
 from ratoon_kernels.jit.params import Param
 from ratoon_kernels.jit.spec import KernelSpec
-from ratoon_kernels.jit.tma import TensorMap, head_tile_map, tensor_map
+from ratoon_kernels.jit.tma import TensorMap, head_slab_map, head_tile_map, tensor_map
 
 __all__ = [
     "CudaCallError",
@@ -17,6 +17,7 @@ __all__ = [
     "KernelSpec",
     "Param",
     "TensorMap",
+    "head_slab_map",
     "head_tile_map",
     "load",
     "memset_zero",

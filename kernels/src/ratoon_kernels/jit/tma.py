@@ -79,6 +79,19 @@ def head_tile_map(x_TNH: Tensor, rows: int) -> TensorMap:
         ValueError: Address or strides are not such, or T is 0.
         CudaCallError: The driver refuses the map.
     """
+    return _head_map(x_TNH, rows, x_TNH.shape[2] * x_TNH.element_size() // _ROW_BYTES)
+
+
+def head_slab_map(x_TNH: Tensor, rows: int) -> TensorMap:
+    """Returns the map of the same dims whose box is one slab: `rows` x 128 bytes of one head.
+
+    Coordinates of the instruction are (0, token, slab, head). Arguments and errors are those of
+    `head_tile_map`.
+    """
+    return _head_map(x_TNH, rows, 1)
+
+
+def _head_map(x_TNH: Tensor, rows: int, slabs: int) -> TensorMap:
     tokens, heads, head_dim = x_TNH.shape
     token_stride, head_stride, channel_stride = x_TNH.stride()
     item_bytes = x_TNH.element_size()
@@ -92,7 +105,7 @@ def head_tile_map(x_TNH: Tensor, rows: int) -> TensorMap:
         x_TNH,
         dims=(columns, tokens, head_dim // columns, heads),
         strides_bytes=(token_bytes, _ROW_BYTES, head_bytes),
-        box=(columns, rows, head_dim // columns, 1),
+        box=(columns, rows, slabs, 1),
         swizzle_bytes=_ROW_BYTES,
     )
 

@@ -8,7 +8,7 @@ every element of it; nothing here waits for the GPU.
 import torch
 from torch import Tensor
 
-from ratoon_kernels.jit.availability import unavailable_reason as jit_unavailable_reason
+from ratoon_kernels.jit import availability
 from ratoon_kernels.layout import TreeLayout
 from ratoon_kernels.span import Span
 from ratoon_kernels.tree_attention import cuda_backward, cuda_forward
@@ -19,20 +19,18 @@ from ratoon_kernels.tree_attention.operands import Operands, Upstream
 
 def unavailable_reason() -> str | None:
     """Returns why this machine cannot run it, or None."""
-    return jit_unavailable_reason(SPECS)
+    return availability.unavailable_reason(SPECS)
 
 
 def unsupported_reason(
     device: torch.device, dtype: torch.dtype, head_dim: int, _is_deterministic: bool
 ) -> str | None:
     """Returns why it does not serve such a call, or None."""
-    if device.type != "cuda":
-        return f"it runs on NVIDIA GPUs, not on {device.type}"
     if dtype not in DTYPES:
         return f"dtype {dtype}, it has bf16 and fp16"
     if head_dim not in HEAD_DIMS:
         return f"head_dim {head_dim}, it has {' and '.join(str(size) for size in HEAD_DIMS)}"
-    return None
+    return availability.unsupported_reason(device)
 
 
 def plan(layout: TreeLayout) -> list[Tensor]:

@@ -1,8 +1,8 @@
 """Launches the kernels of the backward: prepare, main, finish.
 
 In: a `Call`, what came from above, and where dK and dV go. Out: dQ. Invariant: the workspace is
-fp32 dQ (none in deterministic mode), two floats a query and head, and one fp32 dK and dV tile for
-each piece of a key tile that is cut: no more pieces than key tiles.
+fp32 dQ (none in deterministic mode), two floats a query and head, and fp32 dK and dV of no more key
+tiles than there are: those of the tiles that are cut, or, in deterministic mode, of their pieces.
 
 In deterministic mode dQ has a kernel of its own, shaped like the forward, and the main kernel does
 without it: seven products instead of five, and every sum in one order.
@@ -11,9 +11,10 @@ without it: seven products instead of five, and every sum in one order.
 import torch
 from torch import Tensor
 
+from ratoon_kernels.jit import head_slab_map, head_tile_map, memset_zero
 from ratoon_kernels.schedule import BACKWARD_QUERY_TILE, TILE_SIZE
 from ratoon_kernels.schedule_header import LevelSections
-from ratoon_kernels.tree_attention.cuda_launch import Call, aligned, tile_map
+from ratoon_kernels.tree_attention.cuda_launch import Call, aligned
 from ratoon_kernels.tree_attention.cuda_specs import NUM_THREADS, SHARED_BYTES, SMALL_THREADS
 from ratoon_kernels.tree_attention.operands import Upstream
 
@@ -102,19 +103,20 @@ def _add_up_keys(
 ) -> None:
     """Launches the main kernel, then the sums of the key tiles that are cut."""
     num_keys, num_kv_heads, head_dim = call.k_SKH.shape
-    level = call.header.level(num_kv_heads)
-    if level.pieces.count == 0:
+    with_dq = dq_acc is not None
+    level = call.header.sweep if with_dq else call.header.level(num_kv_heads)
+    num_items = level.pieces.count * num_kv_heads
+    if num_items == 0:
         return
     dk, dv = _pairs(dk_SKH), _pairs(dv_SKH)
     slots = call.empty(num_kv_heads, level.num_slots, 2, TILE_SIZE, head_dim)
-    halves = head_dim // 64
-    query_maps = (
-        tile_map(x, rows=BACKWARD_QUERY_TILE, halves=halves) for x in (call.q_QNH, dout_QNH)
-    )
+    if with_dq:
+        memset_zero(slots, call.stream)
+    query_maps = (head_tile_map(x, BACKWARD_QUERY_TILE) for x in (call.q_QNH, dout_QNH))
     q_map, dout_map = query_maps
-    k_map, v_map = (tile_map(x, rows=TILE_SIZE, halves=halves) for x in (call.k_SKH, call.v_SKH))
-    call.kernel("backward", with_dq=dq_acc is not None).launch(
-        grid=call.grid(level.pieces.count * num_kv_heads),
+    k_map, v_map = (head_tile_map(x, TILE_SIZE) for x in (call.k_SKH, call.v_SKH))
+    call.kernel("backward", with_dq=with_dq).launch(
+        grid=call.grid(num_items),
         block=NUM_THREADS,
         shared_bytes=SHARED_BYTES,
         stream=call.stream,
@@ -164,14 +166,11 @@ def _add_up_slots(call: Call, level: LevelSections, slots: Tensor, dk: Tensor, d
 def _launch_queries(
     call: Call, dout_QNH: Tensor, stats: Tensor, counters: Tensor, dq_QNH: Tensor
 ) -> None:
-    num_queries, num_heads, head_dim = call.q_QNH.shape
+    num_queries, num_heads, _ = call.q_QNH.shape
     header = call.header
-    maps = (
-        tile_map(x, rows=TILE_SIZE, halves=head_dim // 64)
-        for x in (call.q_QNH, call.k_SKH, call.v_SKH, dout_QNH)
-    )
+    maps = (head_tile_map(x, TILE_SIZE) for x in (call.q_QNH, call.k_SKH, call.v_SKH, dout_QNH))
     q_map, k_map, v_map, dout_map = maps
-    dq_map = q_map if call.is_partial else tile_map(dq_QNH, rows=_STORE_ROWS, halves=1)
+    dq_map = q_map if call.is_partial else head_slab_map(dq_QNH, _STORE_ROWS)
     num_items = header.forward_items.count * num_heads
     call.kernel("backward_queries").launch(
         grid=call.grid(num_items),

@@ -7,9 +7,9 @@ where there is no key the results are those of an empty sum.
 import torch
 from torch import Tensor
 
-from ratoon_kernels.jit import memset_zero
+from ratoon_kernels.jit import head_slab_map, head_tile_map, memset_zero
 from ratoon_kernels.schedule import TILE_SIZE
-from ratoon_kernels.tree_attention.cuda_launch import Call, tile_map
+from ratoon_kernels.tree_attention.cuda_launch import Call
 from ratoon_kernels.tree_attention.cuda_specs import NUM_THREADS, SHARED_BYTES
 
 _STORE_ROWS = 64  # a warpgroup's
@@ -17,7 +17,7 @@ _STORE_ROWS = 64  # a warpgroup's
 
 def launch(call: Call) -> tuple[Tensor, Tensor]:
     """Returns out_QNH (dtype of q, fp32 in the partial form) and lse_NQ in fp32."""
-    num_queries, num_heads, head_dim = call.q_QNH.shape
+    num_queries, num_heads, _ = call.q_QNH.shape
     out_dtype = torch.float32 if call.is_partial else call.q_QNH.dtype
     out_QNH = torch.empty(call.q_QNH.shape, dtype=out_dtype, device=call.device)
     lse_NQ = call.empty(num_heads, num_queries)
@@ -25,12 +25,11 @@ def launch(call: Call) -> tuple[Tensor, Tensor]:
         return out_QNH, lse_NQ
     if call.header.num_keys == 0:
         return out_QNH.zero_(), lse_NQ.fill_(-torch.inf)
-    halves = head_dim // 64
     q_map, k_map, v_map = (
-        tile_map(x, rows=TILE_SIZE, halves=halves) for x in (call.q_QNH, call.k_SKH, call.v_SKH)
+        head_tile_map(x, TILE_SIZE) for x in (call.q_QNH, call.k_SKH, call.v_SKH)
     )
     # The partial form writes without a map: any valid one fills the place.
-    out_map = q_map if call.is_partial else tile_map(out_QNH, rows=_STORE_ROWS, halves=1)
+    out_map = q_map if call.is_partial else head_slab_map(out_QNH, _STORE_ROWS)
     counter = torch.empty(1, dtype=torch.int32, device=call.device)
     memset_zero(counter, call.stream)
     header = call.header

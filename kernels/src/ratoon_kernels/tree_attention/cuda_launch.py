@@ -11,13 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ratoon_kernels.jit import Kernel, TensorMap, load, tensor_map
+from ratoon_kernels.jit import Kernel, load
 from ratoon_kernels.schedule_header import ScheduleHeader, Section
 from ratoon_kernels.tree_attention.cuda_specs import kernel_spec
 from ratoon_kernels.tree_attention.operands import Operands
 
 _ALIGNMENT_BYTES = 16
-_ROW_BYTES = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,33 +116,6 @@ def aligned(x: Tensor) -> Tensor:
     ):
         return x
     return x.clone(memory_format=torch.contiguous_format)
-
-
-def tile_map(x_TNH: Tensor, *, rows: int, halves: int) -> TensorMap:
-    """Returns the map of boxes of tokens of one head, 128 bytes (64 channels) wide each.
-
-    Dims are (64, T, head_dim / 64, heads), the box (64, rows, halves, 1): it lies in shared memory
-    as `halves` times `rows` swizzled rows of 128 bytes.
-
-    Args:
-        x_TNH: bf16 or fp16, with addresses and strides of whole 16 bytes.
-        rows: Tokens of a box.
-        halves: Groups of 64 channels of a box.
-    """
-    tokens, heads, head_dim = x_TNH.shape
-    token_stride, head_stride, _ = x_TNH.stride()
-    item_bytes = x_TNH.element_size()
-    columns = _ROW_BYTES // item_bytes
-    # torch gives a size of 1 any stride; the driver wants a legal one.
-    token_bytes = (token_stride if tokens > 1 else head_dim) * item_bytes
-    head_bytes = (head_stride if heads > 1 else head_dim) * item_bytes
-    return tensor_map(
-        x_TNH,
-        dims=(columns, tokens, head_dim // columns, heads),
-        strides_bytes=(token_bytes, _ROW_BYTES, head_bytes),
-        box=(columns, rows, halves, 1),
-        swizzle_bytes=_ROW_BYTES,
-    )
 
 
 @functools.cache

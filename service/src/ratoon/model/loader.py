@@ -59,7 +59,9 @@ def load_model(
         folder = Path(spec.base.folder)
         module, name = _load_folder(folder, dtype, device), folder.name
     _cast_parameters(module, dtype)
-    backend = _select_backend(module.config, attention_backend, device, dtype)
+    backend = _select_backend(
+        module.config, attention_backend, device, dtype, deterministic=deterministic
+    )
     adapter, frozen = None, None
     if isinstance(spec.tuning, LoraTuning):
         adapter = add_adapter(module, spec.tuning, spec.seed, name)
@@ -126,11 +128,23 @@ def _cast_parameters(module: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def _select_backend(
-    config: PreTrainedConfig, requested: str, device: torch.device, dtype: torch.dtype
+    config: PreTrainedConfig,
+    requested: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    deterministic: bool,
 ) -> str:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     try:
-        return select_backend("tree_attention", requested or None, device, dtype, head_dim)
+        return select_backend(
+            "tree_attention",
+            requested or None,
+            device,
+            dtype,
+            head_dim,
+            deterministic=deterministic,
+        )
     except BackendUnavailableError as err:
         raise RatoonError(
             ErrorCode.UNSUPPORTED,

@@ -133,12 +133,14 @@ DEVICE void produce(Shared& shared, const Problem& problem, const TensorMap* q_m
   uint32_t n = 0;
   uint32_t parity = 1;
   for (int index = blockIdx.x; index < num_items; parity ^= 1) {
-    // All pieces of a kv head before the next one's, keys ascending: the blocks at work then sweep the
-    // same queries, and add to the same rows of dQ while these are in the cache. The last kv head's
-    // come longest first, so that all blocks finish together.
+    // All pieces of a kv head before the next one's, in the order of their queries: the blocks at work
+    // add to the same rows of dQ while these are in the L2 cache.
     const int kv_head = index / problem.num_pieces;
     int piece = index % problem.num_pieces;
+#if WITH_DQ
+    // The last kv head's come longest first, so that all blocks finish together.
     if (kv_head + 1 == problem.num_kv_heads) piece = problem.pieces[piece].longest;
+#endif
     barrier_wait(shared_address(&shared.kv_empty), parity);
     shared.piece = problem.pieces[piece];
     shared.kv_head = kv_head;
@@ -471,15 +473,21 @@ DEVICE void store_rows(const float (&values)[HEAD_DIM / 2], uint8_t* rows, int64
   }
 }
 
-// The same into a slot of a key tile that is cut into pieces.
+// The same into the slot of a key tile that is cut into pieces. With dQ all pieces of the tile share
+// one and add to it; without, each has its own.
 DEVICE void store_slot(const float (&values)[HEAD_DIM / 2], float* slot, int row, float factor) {
   float* address = slot + row * HEAD_DIM + thread_in_group() % 4 * 2;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 8; ++i) {
-      *reinterpret_cast<float2*>(address + 8 * h * HEAD_DIM + 8 * i) =
-          float2{values[4 * i + 2 * h] * factor, values[4 * i + 2 * h + 1] * factor};
+      const float a = values[4 * i + 2 * h] * factor, b = values[4 * i + 2 * h + 1] * factor;
+      float* pair = address + 8 * h * HEAD_DIM + 8 * i;
+#if WITH_DQ
+      reduce_add(pair, a, b);
+#else
+      *reinterpret_cast<float2*>(pair) = float2{a, b};
+#endif
     }
   }
 }

@@ -117,6 +117,12 @@ DEVICE void bulk_reduce_add(float* destination, uint32_t source, uint32_t num_by
                : "memory");
 }
 
+// Adds two values to global memory; the address is a multiple of 8.
+DEVICE void reduce_add(float* destination, float a, float b) {
+  asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(destination), "f"(a), "f"(b)
+               : "memory");
+}
+
 DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // Waits until committed stores and reductions have read their shared memory.
