@@ -1,37 +1,39 @@
 // Tree attention, backward: dK and dV of a key tile, and dQ of the queries that it sweeps.
 //
-// Enters: q, k, v, dout by tensor maps, log-sum-exps and deltas (backward_prepare.cu), the work table
-// (schedule.py). Leaves: dK and dV (16 bits; added to fp32 buffers where PARTIAL; a slot of fp32
-// where a key tile is cut into pieces), and dQ added in fp32 to `dq`, in the order of accumulator
-// fragments (backward_finish.cu brings it into rows). WITH_DQ = 0 leaves dQ out: what remains has one
-// order of summation. Invariant: every key row below num_keys of a piece is written once.
+// Enters: q, k, v, dout by tensor maps, log-sum-exps and deltas (backward_prepare.cu), the work
+// table (schedule.py). Leaves: dK and dV (16 bits; added to fp32 buffers where PARTIAL; a slot of
+// fp32 where a key tile is cut into pieces), and dQ added in fp32 to `dq`, in the order of
+// accumulator fragments (backward_finish.cu brings it into rows). WITH_DQ = 0 leaves dQ out: what
+// remains has one order of summation. Invariant: every key row below num_keys of a piece is written
+// once.
 //
 // Key-stationary. One warpgroup loads and adds dQ, two multiply: each owns 64 of the 128 keys and
 // holds their dK and dV. S^T = K Q^T and dP^T = V dO^T leave P^T and dS^T in registers as the A
 // operand of dV += P^T dO and dK += dS^T Q; dS goes once through shared memory for
 // dQ^T = K^T dS^T. That product is one step late, so that the consumers need not meet in each step.
-// S^T begins with -lse / scale (-inf where masked) and dP^T with -delta, which costs no register and no
-// instruction after the products: P = exp(scale S), dS = P dP.
-// A piece sweeps its queries once for each query head of the kv head: dK and dV need no reduction.
+// S^T begins with -lse / scale (-inf where masked) and dP^T with -delta, which costs no register
+// and no instruction after the products: P = exp(scale S), dS = P dP. A piece sweeps its queries
+// once for each query head of the kv head: dK and dV need no reduction.
 
 #include "tile.cuh"
 
 constexpr int NUM_STAGES = 2;
-// Registers of a thread of each role: together no more than the 3 x 168 that a block is launched with, or
-// the consumers wait for ever.
+// Registers of a thread of each role: together no more than the 3 x 168 that a block is launched
+// with, or the consumers wait for ever.
 constexpr int PRODUCER_REGISTERS = 24;
 constexpr int CONSUMER_REGISTERS = 240;
 static_assert(PRODUCER_REGISTERS + NUM_CONSUMERS * CONSUMER_REGISTERS <= 3 * 168);
-constexpr int STEP_HALF_BYTES = QUERY_STEP * ROW_BYTES;   // of Q, dO and dS
+constexpr int STEP_HALF_BYTES = QUERY_STEP * ROW_BYTES;  // of Q, dO and dS
 #if WITH_DQ
 // dQ^T of one step: with 128 dimensions each consumer has 64 of them for all queries, with 64
 // dimensions half of the queries.
 constexpr int DQ_COLUMNS = HEAD_DIM == 128 ? QUERY_STEP : QUERY_STEP / 2;
-constexpr int DQ_VALUES = DQ_COLUMNS / 2;   // accumulators of a thread
+constexpr int DQ_VALUES = DQ_COLUMNS / 2;  // accumulators of a thread
 constexpr int DQ_BYTES = DQ_VALUES * WARPGROUP * sizeof(float);
 constexpr int DQ_TILE_VALUES = QUERY_STEP * HEAD_DIM;
 #endif
-// Of each query of a step: -lse / scale and -delta, with which the accumulators of S^T and dP^T begin.
+// Of each query of a step: -lse / scale and -delta, with which the accumulators of S^T and dP^T
+// begin.
 constexpr int STATS_VALUES = 2 * QUERY_STEP;
 constexpr int STATS_BYTES = STATS_VALUES * sizeof(float);
 constexpr int NO_MORE = -1;
@@ -41,20 +43,20 @@ constexpr int NUM_NOTES = 8;
 
 // What there is to know of a step.
 struct Note {
-  int stats_tile;   // head * num_query_tiles + query tile: index into `stats` and `dq`
-  int first_row;    // of the query tile
-  int is_full;      // every query attends every key
-  int is_last;      // of its piece
+  int stats_tile;  // head * num_query_tiles + query tile: index into `stats` and `dq`
+  int first_row;   // of the query tile
+  int is_full;     // every query attends every key
+  int is_last;     // of its piece
 };
 
 struct Problem {
   const BackwardPiece* pieces;
   const int* end;
   int* counter;
-  const float* stats;   // [num_heads, num_query_tiles, STATS_VALUES]
-  float* dq;            // [num_heads, num_query_tiles, DQ_TILE_VALUES] in fragment order
-  float* slots;         // [num_kv_heads, num_slots, 2, TILE, HEAD_DIM]
-  void *dk, *dv;        // rows of a head; 16 bits, or fp32 where PARTIAL
+  const float* stats;  // [num_heads, num_query_tiles, STATS_VALUES]
+  float* dq;           // [num_heads, num_query_tiles, DQ_TILE_VALUES] in fragment order
+  float* slots;        // [num_kv_heads, num_slots, 2, TILE, HEAD_DIM]
+  void *dk, *dv;       // rows of a head; 16 bits, or fp32 where PARTIAL
   int64_t dk_row, dk_head, dv_row, dv_head;  // strides in elements
   int num_pieces, num_slots, num_kv_heads, heads_per_kv_head, num_query_tiles, num_keys, key_shift;
   float scale, scale_log2;
@@ -66,18 +68,18 @@ struct Shared {
   alignas(1024) uint8_t q[NUM_STAGES][STEP_BYTES];
   alignas(1024) uint8_t dout[NUM_STAGES][STEP_BYTES];
 #if WITH_DQ
-  alignas(1024) uint8_t ds[2][2 * STEP_HALF_BYTES];   // [query][key]: halves of 64 keys
+  alignas(1024) uint8_t ds[2][2 * STEP_HALF_BYTES];  // [query][key]: halves of 64 keys
   alignas(128) uint8_t dq[NUM_CONSUMERS][DQ_BYTES];
 #endif
   alignas(128) float stats[NUM_STAGES][2][QUERY_STEP];
   alignas(16) int end[TILE];
-  // Where the results go. Read from here, because what comes from the kernel's parameters is computed
-  // before the sweep and then takes registers through it.
+  // Where the results go. Read from here, because what comes from the kernel's parameters is
+  // computed before the sweep and then takes registers through it.
   Problem problem;
   alignas(16) Note notes[NUM_NOTES];
   alignas(16) BackwardPiece piece;
-  int kv_head;                                           // of the piece, or NO_MORE
-  uint32_t num_steps;                                       // of the whole CTA, once it is known
+  int kv_head;         // of the piece, or NO_MORE
+  uint32_t num_steps;  // of the whole CTA, once it is known
   alignas(8) uint64_t k_full, v_full, kv_empty;
   alignas(8) uint64_t q_full[NUM_STAGES], q_empty[NUM_STAGES];
   alignas(8) uint64_t dout_full[NUM_STAGES], dout_empty[NUM_STAGES];
@@ -90,7 +92,8 @@ static_assert(sizeof(Shared) <= SHARED_BYTES);
 // --- the producer -------------------------------------------------------------------------------
 
 DEVICE void load_step(Shared& shared, const Problem& problem, const TensorMap* q_map,
-                      const TensorMap* dout_map, uint32_t n, int head, int query_tile, int stats_tile) {
+                      const TensorMap* dout_map, uint32_t n, int head, int query_tile,
+                      int stats_tile) {
   const uint32_t s = n % NUM_STAGES;
   const uint32_t parity = (n / NUM_STAGES + 1) % 2;
   const uint32_t q_full = shared_address(&shared.q_full[s]);
@@ -133,8 +136,8 @@ DEVICE void produce(Shared& shared, const Problem& problem, const TensorMap* q_m
   uint32_t n = 0;
   uint32_t parity = 1;
   for (int index = blockIdx.x; index < num_items; parity ^= 1) {
-    // All pieces of a kv head before the next one's, in the order of their queries: the blocks at work
-    // add to the same rows of dQ while these are in the L2 cache.
+    // All pieces of a kv head before the next one's, in the order of their queries: the blocks at
+    // work add to the same rows of dQ while these are in the L2 cache.
     const int kv_head = index / problem.num_pieces;
     int piece = index % problem.num_pieces;
 #if WITH_DQ
@@ -175,8 +178,8 @@ DEVICE void add_dq(Shared& shared, const Problem& problem, uint32_t group) {
 }
 #endif
 
-// The thread's index in its warpgroup, read anew: addresses that depend on it are then computed where
-// they are needed, and take no register through the sweep.
+// The thread's index in its warpgroup, read anew: addresses that depend on it are then computed
+// where they are needed, and take no register through the sweep.
 DEVICE uint32_t thread_in_group() {
   uint32_t thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
@@ -188,8 +191,8 @@ DEVICE uint32_t thread_in_group() {
 struct Consumer {
   Shared& shared;
   const Problem& problem;
-  uint32_t group;              // 0 or 1: keys [64 group, + 64) of the tile
-  uint32_t n = 0;              // the step
+  uint32_t group;  // 0 or 1: keys [64 group, + 64) of the tile
+  uint32_t n = 0;  // the step
   float dk[HEAD_DIM / 2], dv[HEAD_DIM / 2];
 
   // d += A B^T over the head dimension: A the own rows of a key tile, B a query tile.
@@ -240,8 +243,8 @@ DEVICE void load_stats(float (&d)[QUERY_STEP / 2], const float* stats) {
   }
 }
 
-// Begins S^T with -inf where a query does not attend a key: those of [key - key_shift, end[key]) do.
-// What the product adds leaves it so, and P is 0.
+// Begins S^T with -inf where a query does not attend a key: those of [key - key_shift, end[key])
+// do. What the product adds leaves it so, and P is 0.
 DEVICE void Consumer::mask(float (&s)[QUERY_STEP / 2], int first_row) const {
   const uint32_t thread = thread_in_group();
   const int row = group * CONSUMER_ROWS + thread / 32 * 16 + (thread % 32) / 4;
@@ -282,8 +285,7 @@ DEVICE void Consumer::store_ds(const uint32_t (&operand)[QUERY_STEP / 4], int st
 #pragma unroll
   for (int step = 0; step < QUERY_STEP / 16; ++step) {
     store_matrices_transposed(address + 16 * step * ROW_BYTES, operand[4 * step],
-                              operand[4 * step + 1], operand[4 * step + 2],
-                              operand[4 * step + 3]);
+                              operand[4 * step + 1], operand[4 * step + 2], operand[4 * step + 3]);
   }
   fence_async_proxy();
   barrier_arrive(shared_address(&shared.ds_full[stage]));
@@ -303,8 +305,7 @@ DEVICE void Consumer::issue_dq(float (&dq)[DQ_VALUES], int stage) {
 #pragma unroll
   for (int i = 0; i < TILE / 16; ++i) {
     mma<DQ_COLUMNS, MN_MAJOR, K_MAJOR>(dq, advance(a, i * 16 * ROW_BYTES),
-                                       advance(b, (i / 4) * STEP_HALF_BYTES + (i % 4) * 32),
-                                       i > 0);
+                                       advance(b, (i / 4) * STEP_HALF_BYTES + (i % 4) * 32), i > 0);
   }
   mma_commit();
 }
@@ -316,8 +317,7 @@ DEVICE void Consumer::store_dq(const float (&dq)[DQ_VALUES], int stage) {
   const uint32_t base = shared_address(shared.dq[group]) + thread_in_group() * 16;
 #pragma unroll
   for (int i = 0; i < DQ_VALUES / 4; ++i) {
-    store_shared(base + i * WARPGROUP * 16, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2],
-                 dq[4 * i + 3]);
+    store_shared(base + i * WARPGROUP * 16, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
   }
   fence_async_proxy();
   barrier_arrive(shared_address(&shared.dq_full[group]));
@@ -454,7 +454,7 @@ DEVICE void store_pair(uint8_t* address, float a, float b) {
 #endif
 }
 
-constexpr int OUTPUT_BYTES = PARTIAL ? 4 : 2;   // of an element of dK and dV
+constexpr int OUTPUT_BYTES = PARTIAL ? 4 : 2;  // of an element of dK and dV
 
 // A thread's fragment of a [TILE][HEAD_DIM] gradient, into the rows of its kv head.
 DEVICE void store_rows(const float (&values)[HEAD_DIM / 2], uint8_t* rows, int64_t row_bytes,
@@ -473,8 +473,8 @@ DEVICE void store_rows(const float (&values)[HEAD_DIM / 2], uint8_t* rows, int64
   }
 }
 
-// The same into the slot of a key tile that is cut into pieces. With dQ all pieces of the tile share
-// one and add to it; without, each has its own.
+// The same into the slot of a key tile that is cut into pieces. With dQ all pieces of the tile
+// share one and add to it; without, each has its own.
 DEVICE void store_slot(const float (&values)[HEAD_DIM / 2], float* slot, int row, float factor) {
   float* address = slot + row * HEAD_DIM + thread_in_group() % 4 * 2;
 #pragma unroll
@@ -497,8 +497,8 @@ DEVICE void store_piece(const Consumer& consumer, int key_tile, int piece_slot, 
   const uint32_t thread = thread_in_group();
   const int row = consumer.group * CONSUMER_ROWS + thread / 32 * 16 + (thread % 32) / 4;
   if (piece_slot >= 0) {
-    float* slot = problem.slots +
-                  (int64_t(kv_head) * problem.num_slots + piece_slot) * (2 * TILE * HEAD_DIM);
+    float* slot =
+        problem.slots + (int64_t(kv_head) * problem.num_slots + piece_slot) * (2 * TILE * HEAD_DIM);
     store_slot(consumer.dk, slot, row, problem.scale);
     store_slot(consumer.dv, slot + TILE * HEAD_DIM, row, 1.0f);
   } else {
@@ -550,10 +550,12 @@ DEVICE void initialise(Shared& shared) {
   fence_barrier_init();
 }
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) tree_attention_backward(
-    const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
-    const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap dout_map,
-    const __grid_constant__ Problem problem) {
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
+    tree_attention_backward(const __grid_constant__ TensorMap q_map,
+                            const __grid_constant__ TensorMap k_map,
+                            const __grid_constant__ TensorMap v_map,
+                            const __grid_constant__ TensorMap dout_map,
+                            const __grid_constant__ Problem problem) {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
   if (threadIdx.x == 0) {

@@ -2,14 +2,14 @@
 // tiles that were cut into pieces.
 //
 // Enters: what backward.cu left in `dq` and `slots`. Leaves: dQ times the scale (16 bits, or fp32
-// where PARTIAL), dK and dV of the cut key tiles (16 bits, or added to fp32 buffers). Invariant: slots
-// are added in order, so the sum has one order.
+// where PARTIAL), dK and dV of the cut key tiles (16 bits, or added to fp32 buffers). Invariant:
+// slots are added in order, so the sum has one order.
 
 #include "tile.cuh"
 
 constexpr int FINISH_THREADS = 256;
 constexpr int DQ_COLUMNS = HEAD_DIM == 128 ? QUERY_STEP : QUERY_STEP / 2;
-constexpr int PITCH = HEAD_DIM + 4;   // of a row in shared memory: no two lanes share a bank
+constexpr int PITCH = HEAD_DIM + 4;  // of a row in shared memory: no two lanes share a bank
 
 // Rows of 8 values: four times two 16-bit ones, or 32 bytes of fp32.
 DEVICE void store_eight(uint8_t* rows, int64_t element, const float* values, float factor) {
@@ -18,9 +18,9 @@ DEVICE void store_eight(uint8_t* rows, int64_t element, const float* values, flo
   out[0] = float4{values[0] * factor, values[1] * factor, values[2] * factor, values[3] * factor};
   out[1] = float4{values[4] * factor, values[5] * factor, values[6] * factor, values[7] * factor};
 #else
-  *reinterpret_cast<uint4*>(rows + 2 * element) =
-      uint4{pack(values[0] * factor, values[1] * factor), pack(values[2] * factor, values[3] * factor),
-            pack(values[4] * factor, values[5] * factor), pack(values[6] * factor, values[7] * factor)};
+  *reinterpret_cast<uint4*>(rows + 2 * element) = uint4{
+      pack(values[0] * factor, values[1] * factor), pack(values[2] * factor, values[3] * factor),
+      pack(values[4] * factor, values[5] * factor), pack(values[6] * factor, values[7] * factor)};
 #endif
 }
 
@@ -34,7 +34,8 @@ extern "C" __global__ void __launch_bounds__(FINISH_THREADS)
       dq + (int64_t(head) * gridDim.x + tile) * (QUERY_STEP * HEAD_DIM));
   const int group = threadIdx.x / WARPGROUP;
   const int thread = threadIdx.x % WARPGROUP;
-  const int row = (HEAD_DIM == 128 ? CONSUMER_ROWS * group : 0) + thread / 32 * 16 + thread % 32 / 4;
+  const int row =
+      (HEAD_DIM == 128 ? CONSUMER_ROWS * group : 0) + thread / 32 * 16 + thread % 32 / 4;
   const int first_query = (HEAD_DIM == 128 ? 0 : DQ_COLUMNS * group) + 2 * (thread % 4);
 #pragma unroll
   for (int i = 0; i < DQ_COLUMNS / 8; ++i) {
@@ -73,16 +74,17 @@ extern "C" __global__ void __launch_bounds__(FINISH_THREADS)
   uint8_t* out = is_dv ? dv : dk;
   const int64_t row_stride = is_dv ? dv_row : dk_row;
   const int64_t head_stride = is_dv ? dv_head : dk_head;
-  const float* first = slots + ((int64_t(kv_head) * num_slots + split.first_slot) * 2 + blockIdx.z) *
-                                   (TILE * HEAD_DIM);
+  const float* first =
+      slots +
+      ((int64_t(kv_head) * num_slots + split.first_slot) * 2 + blockIdx.z) * (TILE * HEAD_DIM);
   for (int i = threadIdx.x; i < TILE * HEAD_DIM / 2; i += FINISH_THREADS) {
     const int row = i / (HEAD_DIM / 2), column = i % (HEAD_DIM / 2) * 2;
     const int64_t key = split.key_tile * TILE + row;
     if (key >= num_keys) break;
     float2 sum = {0.0f, 0.0f};
     for (int s = 0; s < split.num_slots; ++s) {
-      const float2 value = *reinterpret_cast<const float2*>(first + int64_t(s) * 2 * TILE * HEAD_DIM +
-                                                            row * HEAD_DIM + column);
+      const float2 value = *reinterpret_cast<const float2*>(
+          first + int64_t(s) * 2 * TILE * HEAD_DIM + row * HEAD_DIM + column);
       sum.x += value.x;
       sum.y += value.y;
     }

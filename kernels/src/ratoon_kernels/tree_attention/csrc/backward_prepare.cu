@@ -2,12 +2,12 @@
 //
 // Enters: out, dout, lse and, where it has one, its gradient. Leaves: `stats` (-lse / scale and
 // -delta = dlse - dout . out of each query, in the order in which backward.cu reads them), `dq` of
-// zeros, the work counters at 0. Invariant: a row past the last query, and one that attends nothing,
-// has -lse = -inf: its P is 0 everywhere.
+// zeros, the work counters at 0. Invariant: a row past the last query, and one that attends
+// nothing, has -lse = -inf: its P is 0 everywhere.
 
 #include "tile.cuh"
 
-constexpr int LANES_PER_ROW = HEAD_DIM / 8;   // 16 bytes each
+constexpr int LANES_PER_ROW = HEAD_DIM / 8;  // 16 bytes each
 constexpr int PREPARE_THREADS = 256;
 
 struct Rows {

@@ -1,17 +1,18 @@
 // Tree attention, backward: dQ alone, with one order of summation (the deterministic mode).
 //
-// Enters: q, k, v, dout by tensor maps, `stats` (backward_prepare.cu), the forward's work list. Leaves:
-// dQ (16 bits by tensor map, or fp32 where PARTIAL). Invariant: every row of dQ below num_queries is
-// written once, by one warpgroup, whose keys come in ascending order.
+// Enters: q, k, v, dout by tensor maps, `stats` (backward_prepare.cu), the forward's work list.
+// Leaves: dQ (16 bits by tensor map, or fp32 where PARTIAL). Invariant: every row of dQ below
+// num_queries is written once, by one warpgroup, whose keys come in ascending order.
 //
-// Shaped like the forward: two consumers with 64 query rows each. S = Q K^T and dP = dO V^T begin with
-// -lse / scale and -delta of the rows; dS = P dP stays in registers as the A operand of dQ += dS K.
+// Shaped like the forward: two consumers with 64 query rows each. S = Q K^T and dP = dO V^T begin
+// with -lse / scale and -delta of the rows; dS = P dP stays in registers as the A operand of dQ +=
+// dS K.
 
 #include "query_tile.cuh"
 
 constexpr int NUM_STAGES = 2;
-// Registers of a thread of each role: together no more than the 3 x 168 that a block is launched with, or
-// the consumers wait for ever.
+// Registers of a thread of each role: together no more than the 3 x 168 that a block is launched
+// with, or the consumers wait for ever.
 constexpr int PRODUCER_REGISTERS = 40;
 constexpr int CONSUMER_REGISTERS = 232;
 static_assert(PRODUCER_REGISTERS + NUM_CONSUMERS * CONSUMER_REGISTERS <= 3 * 168);
@@ -23,9 +24,9 @@ struct Shared {
   alignas(1024) uint8_t k[NUM_STAGES][TILE_BYTES];
   alignas(1024) uint8_t v[NUM_STAGES][TILE_BYTES];
   alignas(16) int end[NUM_STAGES][TILE];
-  int k_mask[NUM_STAGES];   // local index of the first key of a partial tile, or NO_MASK
+  int k_mask[NUM_STAGES];  // local index of the first key of a partial tile, or NO_MASK
   alignas(16) ForwardItem item;
-  int head, kv_head;        // of the item; head may be NO_MORE
+  int head, kv_head;  // of the item; head may be NO_MORE
   alignas(8) uint64_t q_full, q_empty;
   alignas(8) uint64_t kv_full[NUM_STAGES], kv_empty[NUM_STAGES];
 };
@@ -37,8 +38,8 @@ struct Problem {
   const int2* runs;
   const int* end;
   int* counter;
-  const float* stats;   // [num_heads, num_stats_tiles, 2 * QUERY_STEP]
-  float* dq;            // [num_queries, num_heads, HEAD_DIM], PARTIAL only
+  const float* stats;  // [num_heads, num_stats_tiles, 2 * QUERY_STEP]
+  float* dq;           // [num_queries, num_heads, HEAD_DIM], PARTIAL only
   int num_items, num_heads, heads_per_kv_head, num_queries, num_stats_tiles, key_shift;
   float scale, scale_log2;
 };
@@ -84,10 +85,10 @@ DEVICE void produce(Shared& shared, const Problem& problem, const TensorMap* q_m
 struct Consumer {
   Shared& shared;
   const Problem& problem;
-  int group;                 // 0 or 1: query rows [64 group, + 64) of the tile
+  int group;  // 0 or 1: query rows [64 group, + 64) of the tile
   Ring<NUM_STAGES> ring;
   float dq[HEAD_DIM / 2];
-  float minus_lse[2], minus_delta[2];   // of this thread's two rows
+  float minus_lse[2], minus_delta[2];  // of this thread's two rows
 
   DEVICE void load_stats(int first_row, int head) {
 #pragma unroll

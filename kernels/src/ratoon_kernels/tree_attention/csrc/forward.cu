@@ -4,17 +4,18 @@
 // by tensor map, or fp32 where PARTIAL) and the natural log-sum-exp. Invariant: every row of `out`
 // and `lse` below num_queries is written, once, whatever it attends.
 //
-// One warpgroup loads (a thread of it drives the copy engine), two multiply: each owns 64 of the 128
-// query rows. The CTAs are persistent and take query tiles longest first from a counter. A consumer
-// issues Q K^T of the next key tile before P V of the current one, so that the tensor cores work
-// while it exponentiates, and the two consumers take turns in issuing (FlashAttention-3, sections
-// 3.1 and 3.2). Full tiles run no mask code; the `end` of a partial tile's keys comes with its K.
+// One warpgroup loads (a thread of it drives the copy engine), two multiply: each owns 64 of the
+// 128 query rows. The CTAs are persistent and take query tiles longest first from a counter. A
+// consumer issues Q K^T of the next key tile before P V of the current one, so that the tensor
+// cores work while it exponentiates, and the two consumers take turns in issuing (FlashAttention-3,
+// sections 3.1 and 3.2). Full tiles run no mask code; the `end` of a partial tile's keys comes with
+// its K.
 
 #include "query_tile.cuh"
 
 constexpr int NUM_STAGES = 2;
-// Registers of a thread of each role: together no more than the 3 x 168 that a block is launched with, or
-// the consumers wait for ever.
+// Registers of a thread of each role: together no more than the 3 x 168 that a block is launched
+// with, or the consumers wait for ever.
 constexpr int PRODUCER_REGISTERS = 40;
 constexpr int CONSUMER_REGISTERS = 232;
 static_assert(PRODUCER_REGISTERS + NUM_CONSUMERS * CONSUMER_REGISTERS <= 3 * 168);
@@ -27,8 +28,8 @@ struct Shared {
   alignas(1024) uint8_t k[NUM_STAGES][TILE_BYTES];
   alignas(1024) uint8_t v[NUM_STAGES][TILE_BYTES];
   alignas(16) int end[NUM_STAGES][TILE];
-  int k_mask[NUM_STAGES];     // local index of the first key of a partial tile, or NO_MASK
-  int item[2][4];             // query tile (-1: no more work), head, number of key tiles
+  int k_mask[NUM_STAGES];  // local index of the first key of a partial tile, or NO_MASK
+  int item[2][4];          // query tile (-1: no more work), head, number of key tiles
   alignas(8) uint64_t q_full[2], q_empty[2];
   alignas(8) uint64_t k_full[NUM_STAGES], k_empty[NUM_STAGES];
   alignas(8) uint64_t v_full[NUM_STAGES], v_empty[NUM_STAGES];
@@ -41,8 +42,8 @@ struct Problem {
   const int2* runs;
   const int* end;
   int* counter;
-  float* out;        // [num_queries, num_heads, HEAD_DIM], PARTIAL only
-  float* lse;        // [num_heads, num_queries]
+  float* out;  // [num_queries, num_heads, HEAD_DIM], PARTIAL only
+  float* lse;  // [num_heads, num_queries]
   int num_items, num_heads, heads_per_kv_head, num_queries, key_shift;
   float scale_log2;  // scale / ln 2
 };
@@ -130,8 +131,8 @@ struct Softmax {
 
 // Exponentiates the logits in place and updates maximum and sum; returns in `factor` what earlier
 // results are to be multiplied with, and whether that is 1 for all rows of the warp.
-DEVICE bool exponentiate(float (&s)[TILE / 2], Softmax& rows, float (&factor)[2],
-                         float scale_log2, float slack) {
+DEVICE bool exponentiate(float (&s)[TILE / 2], Softmax& rows, float (&factor)[2], float scale_log2,
+                         float slack) {
   float max[2] = {s[0], s[2]};
 #pragma unroll
   for (int i = 0; i < TILE / 8; ++i) {
@@ -190,20 +191,20 @@ struct Consumer {
   Shared& shared;
   const Problem& problem;
   const TensorMap* out_map;
-  int group;                 // 0 or 1: query rows [64 group, + 64) of the tile
-  int row;                   // this thread's first row in the tile
+  int group;  // 0 or 1: query rows [64 group, + 64) of the tile
+  int row;    // this thread's first row in the tile
   Ring<2> q_ring;
   Ring<NUM_STAGES> k_ring, v_ring;
   float o[HEAD_DIM / 2], s[TILE / 2];
   uint32_t p[TILE / 4];
   Softmax rows;
   float factor[2];
-  float slack;               // MAX_SLACK in raw logits
+  float slack;  // MAX_SLACK in raw logits
 
   // S = Q K^T of the K buffer at hand.
   DEVICE void issue_qk() {
-    const uint32_t q = descriptor(
-        shared_address(shared.q[q_ring.stage]) + group * CONSUMER_ROWS * ROW_BYTES, 0);
+    const uint32_t q =
+        descriptor(shared_address(shared.q[q_ring.stage]) + group * CONSUMER_ROWS * ROW_BYTES, 0);
     const uint32_t k = descriptor(shared_address(shared.k[k_ring.stage]), 0);
 #pragma unroll
     for (int step = 0; step < HEAD_DIM / 16; ++step) {
@@ -224,8 +225,12 @@ struct Consumer {
     mma_commit();
   }
 
-  DEVICE void wait_k() { barrier_wait(shared_address(&shared.k_full[k_ring.stage]), k_ring.parity); }
-  DEVICE void wait_v() { barrier_wait(shared_address(&shared.v_full[v_ring.stage]), v_ring.parity); }
+  DEVICE void wait_k() {
+    barrier_wait(shared_address(&shared.k_full[k_ring.stage]), k_ring.parity);
+  }
+  DEVICE void wait_v() {
+    barrier_wait(shared_address(&shared.v_full[v_ring.stage]), v_ring.parity);
+  }
 
   // After S is there: mask where needed, free K, exponentiate.
   DEVICE bool finish_qk(int tile_row) {
@@ -361,17 +366,15 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     tree_attention_forward(const __grid_constant__ TensorMap q_map,
                            const __grid_constant__ TensorMap k_map,
                            const __grid_constant__ TensorMap v_map,
-                           const __grid_constant__ TensorMap out_map,
-                           const ForwardItem* items, const int2* runs, const int* end, int* counter,
-                           float* out, float* lse, int num_items, int num_heads,
-                           int heads_per_kv_head, int num_queries, int key_shift,
-                           float scale_log2) {
+                           const __grid_constant__ TensorMap out_map, const ForwardItem* items,
+                           const int2* runs, const int* end, int* counter, float* out, float* lse,
+                           int num_items, int num_heads, int heads_per_kv_head, int num_queries,
+                           int key_shift, float scale_log2) {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
-  const Problem problem{items,     runs,      end,
-                        counter,   out,       lse,
-                        num_items, num_heads, heads_per_kv_head,
-                        num_queries, key_shift, scale_log2};
+  const Problem problem{items,     runs,      end,       counter,           out,
+                        lse,       num_items, num_heads, heads_per_kv_head, num_queries,
+                        key_shift, scale_log2};
   if (threadIdx.x == 0) {
     for (int s = 0; s < 2; ++s) {
       barrier_init(shared_address(&shared.q_full[s]), 1);

@@ -195,7 +195,8 @@ DEVICE float unpack_high(uint32_t packed) {
 #endif
 }
 
-// Stores four 8 x 8 matrices of 16-bit elements; lane 8 i + j holds the address of row j of matrix i.
+// Stores four 8 x 8 matrices of 16-bit elements; lane 8 i + j holds the address of row j of matrix
+// i.
 DEVICE void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
                "r"(a), "r"(b), "r"(c), "r"(d)
@@ -205,10 +206,10 @@ DEVICE void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c,
 // The same, each matrix transposed.
 DEVICE void store_matrices_transposed(uint32_t address, uint32_t a, uint32_t b, uint32_t c,
                                       uint32_t d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                   address),
-               "r"(a), "r"(b), "r"(c), "r"(d)
-               : "memory");
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+      "r"(a), "r"(b), "r"(c), "r"(d)
+      : "memory");
 }
 
 DEVICE void store_shared(uint32_t address, float a, float b, float c, float d) {

@@ -3,10 +3,10 @@
 
 #include "tile.cuh"
 
-constexpr int NO_MASK = -1;   // instead of the first key of a partial tile: every row attends all
+constexpr int NO_MASK = -1;  // instead of the first key of a partial tile: every row attends all
 
-// Which item and head a number of the queue stands for: all items of a kv head before the next one's,
-// its query heads side by side, so that the blocks at work read the same keys.
+// Which item and head a number of the queue stands for: all items of a kv head before the next
+// one's, its query heads side by side, so that the blocks at work read the same keys.
 struct WorkIndex {
   int item, head;
 
@@ -67,9 +67,10 @@ DEVICE void store_fp32(const float (&o)[HEAD_DIM / 2], float* out, int64_t row_s
 }
 
 // Writes a warpgroup's 64 rows in 16 bits through its own rows of a tile in shared memory, which it
-// has read for the last time. The store is committed by the warpgroup's first thread, not waited for.
-DEVICE void store_tile(const float (&o)[HEAD_DIM / 2], uint8_t* tile, const TensorMap* map, int group,
-                       int first_row, int head) {
+// has read for the last time. The store is committed by the warpgroup's first thread, not waited
+// for.
+DEVICE void store_tile(const float (&o)[HEAD_DIM / 2], uint8_t* tile, const TensorMap* map,
+                       int group, int first_row, int head) {
   const uint32_t base = shared_address(tile);
   const int warp_row = group * CONSUMER_ROWS + threadIdx.x % WARPGROUP / 32 * 16;
 #pragma unroll

@@ -10,13 +10,13 @@
 #error "HEAD_DIM is 64 or 128"
 #endif
 
-constexpr int SHARED_BYTES = 227 * 1024;   // of a block, as cuda_specs.py asks for
+constexpr int SHARED_BYTES = 227 * 1024;  // of a block, as cuda_specs.py asks for
 constexpr int NUM_HALVES = HEAD_DIM / 64;
 constexpr int ROW_BYTES = 128;
-constexpr int TILE = 128;             // queries of a forward tile, keys of every tile
-constexpr int QUERY_STEP = 80;        // queries of a backward tile (schedule.py)
-constexpr int WARPGROUP = 128;        // threads
-constexpr int NUM_CONSUMERS = 2;      // warpgroups that multiply, 64 rows each
+constexpr int TILE = 128;         // queries of a forward tile, keys of every tile
+constexpr int QUERY_STEP = 80;    // queries of a backward tile (schedule.py)
+constexpr int WARPGROUP = 128;    // threads
+constexpr int NUM_CONSUMERS = 2;  // warpgroups that multiply, 64 rows each
 constexpr int CONSUMER_ROWS = 64;
 constexpr int NUM_THREADS = (1 + NUM_CONSUMERS) * WARPGROUP;
 constexpr int CONSUMER_WARPS = 4 * NUM_CONSUMERS;
@@ -34,7 +34,7 @@ struct ForwardItem {
 // One row of the backward's: a key tile and the query tiles that it sweeps in one go.
 struct BackwardPiece {
   int key_tile, query_begin, query_end, slot, full_begin, full_end;
-  int longest;   // in row i, the index of the i-th longest piece
+  int longest;  // in row i, the index of the i-th longest piece
   int unused;
 };
 
