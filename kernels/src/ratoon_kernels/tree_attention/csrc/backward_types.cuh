@@ -1,0 +1,84 @@
+// The backward of a key tile: sizes, what the kernel is given, what lies in shared memory.
+#pragma once
+
+#include "tile.cuh"
+
+constexpr int NUM_STAGES = 2;
+// Registers of a thread of each role: together no more than the 3 x 168 that a block is launched
+// with, or the consumers wait for ever.
+constexpr int PRODUCER_REGISTERS = 24;
+constexpr int CONSUMER_REGISTERS = 240;
+static_assert(PRODUCER_REGISTERS + NUM_CONSUMERS * CONSUMER_REGISTERS <= 3 * 168);
+constexpr int STEP_HALF_BYTES = QUERY_STEP * ROW_BYTES;  // of Q, dO and dS
+#if WITH_DQ
+// dQ^T of one step: with 128 dimensions each consumer has 64 of them for all queries, with 64
+// dimensions half of the queries.
+constexpr int DQ_COLUMNS = HEAD_DIM == 128 ? QUERY_STEP : QUERY_STEP / 2;
+constexpr int DQ_VALUES = DQ_COLUMNS / 2;  // accumulators of a thread
+constexpr int DQ_BYTES = DQ_VALUES * WARPGROUP * sizeof(float);
+constexpr int DQ_TILE_VALUES = QUERY_STEP * HEAD_DIM;
+#endif
+// Of each query of a step: -lse / scale and -delta, with which the accumulators of S^T and dP^T
+// begin.
+constexpr int STATS_VALUES = 2 * QUERY_STEP;
+constexpr int STATS_BYTES = STATS_VALUES * sizeof(float);
+constexpr int NO_MORE = -1;
+// The steps of a CTA are counted through all of its pieces; step n uses stage n % 2 of every ring.
+// What the consumers and the adding warps read of a step stays longer than its tiles.
+constexpr int NUM_NOTES = 8;
+
+// What there is to know of a step.
+struct Note {
+  int stats_tile;  // head * num_query_tiles + query tile: index into `stats` and `dq`
+  int first_row;   // of the query tile
+  int is_full;     // every query attends every key
+  int is_last;     // of its piece
+};
+
+struct Problem {
+  const BackwardPiece* pieces;
+  const int* end;
+  int* counter;
+  const float* stats;  // [num_heads, num_query_tiles, STATS_VALUES]
+  float* dq;           // [num_heads, num_query_tiles, DQ_TILE_VALUES] in fragment order
+  float* slots;        // [num_kv_heads, num_slots, 2, TILE, HEAD_DIM]
+  void *dk, *dv;       // rows of a head; 16 bits, or fp32 where PARTIAL
+  int64_t dk_row, dk_head, dv_row, dv_head;  // strides in elements
+  int num_pieces, num_slots, num_kv_heads, heads_per_kv_head, num_query_tiles, num_keys, key_shift;
+  float scale, scale_log2;
+};
+
+struct Shared {
+  alignas(1024) uint8_t k[TILE_BYTES];
+  alignas(1024) uint8_t v[TILE_BYTES];
+  alignas(1024) uint8_t q[NUM_STAGES][STEP_BYTES];
+  alignas(1024) uint8_t dout[NUM_STAGES][STEP_BYTES];
+#if WITH_DQ
+  alignas(1024) uint8_t ds[2][2 * STEP_HALF_BYTES];  // [query][key]: halves of 64 keys
+  alignas(128) uint8_t dq[NUM_CONSUMERS][DQ_BYTES];
+#endif
+  alignas(128) float stats[NUM_STAGES][2][QUERY_STEP];
+  alignas(16) int end[TILE];
+  // Where the results go. Read from here, because what comes from the kernel's parameters is
+  // computed before the sweep and then takes registers through it.
+  Problem problem;
+  alignas(16) Note notes[NUM_NOTES];
+  alignas(16) BackwardPiece piece;
+  int kv_head;         // of the piece, or NO_MORE
+  uint32_t num_steps;  // of the whole CTA, once it is known
+  alignas(8) uint64_t k_full, v_full, kv_empty;
+  alignas(8) uint64_t q_full[NUM_STAGES], q_empty[NUM_STAGES];
+  alignas(8) uint64_t dout_full[NUM_STAGES], dout_empty[NUM_STAGES];
+  alignas(8) uint64_t ds_full[2], ds_empty[2];
+  alignas(8) uint64_t dq_full[NUM_CONSUMERS], dq_empty[NUM_CONSUMERS];
+};
+
+static_assert(sizeof(Shared) <= SHARED_BYTES);
+
+// The thread's index in its warpgroup, read anew: addresses that depend on it are then computed
+// where they are needed, and take no register through the sweep.
+DEVICE uint32_t thread_in_group() {
+  uint32_t thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread % WARPGROUP;
+}
