@@ -189,7 +189,7 @@ def assert_same_bits(got: Results, expected: Results, label: str = "") -> None:
         assert torch.equal(got[name], value), f"{label} {name}"
 
 
-def num_split_tiles(layout: TreeLayout, kv_heads: int) -> tuple[int, int]:
+def num_split_tiles(packed_header: Tensor, kv_heads: int) -> tuple[int, int]:
     """Key tiles that the backward cuts into pieces: by default, and in deterministic mode."""
-    header = ScheduleHeader.from_tensor(layout.schedule_header)
+    header = ScheduleHeader.from_tensor(packed_header)
     return header.sweep.split_tiles.count, header.level(kv_heads).split_tiles.count
