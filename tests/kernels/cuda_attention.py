@@ -28,7 +28,6 @@ from tests.kernels.forests import (
     assert_close,
     dense_oracle,
     forest_from,
-    random_problem,
     relative_error,
     run,
 )
@@ -123,10 +122,21 @@ def make_problem(
     heads: tuple[int, int] = (4, 2),
     seed: int = 0,
 ) -> Problem:
-    return random_problem(
-        num_tokens, heads=heads[0], kv_heads=heads[1], head_dim=head_dim, dtype=dtype, seed=seed,
-        device=DEVICE,
-    )  # fmt: skip
+    """As `random_problem`, but drawn on the GPU."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64, device=DEVICE)
+
+    num_heads, kv_heads = heads
+    return Problem(
+        q_TNH=draw(num_tokens, num_heads, head_dim).to(dtype),
+        k_TKH=draw(num_tokens, kv_heads, head_dim).to(dtype),
+        v_TKH=draw(num_tokens, kv_heads, head_dim).to(dtype),
+        dout_TNH=draw(num_tokens, num_heads, head_dim).to(dtype),
+        dlse_NT=draw(num_heads, num_tokens).float(),
+        scale=1.7 * head_dim**-0.5,
+    )
 
 
 def in_fp32(problem: Problem) -> Problem:
