@@ -57,7 +57,8 @@ def _with_zeros(x_TNH: Tensor, first_token: int, num_rows: int) -> Tensor:
     """The same by torch: rows before and past the tensor's tokens are zeros."""
     tokens, heads, head_dim = x_TNH.shape
     wanted = torch.zeros((heads, num_rows, head_dim), device="cuda")
-    start, stop = max(first_token, 0), min(first_token + num_rows, tokens)
+    start = max(first_token, 0)
+    stop = max(start, min(first_token + num_rows, tokens))
     wanted[:, start - first_token : stop - first_token] = x_TNH[start:stop].transpose(0, 1).float()
     return wanted
 

@@ -134,7 +134,7 @@ def test_a_refused_launch_names_what_was_launched(kernel: Kernel, fake: FakeDriv
 def test_a_spec_with_other_parameters_than_the_cubin_s_is_not_loaded(
     params: tuple[Param, ...],
 ) -> None:
-    with pytest.raises(AssertionError, match=r"parameters of \[128, 8, 4, 8, 4\] bytes, its spec"):
+    with pytest.raises((AssertionError, CudaCallError), match=r"parameter \d of tile_copy"):
         Kernel(replace(TILE_COPY, params=params), 0, b"cubin")
 
 

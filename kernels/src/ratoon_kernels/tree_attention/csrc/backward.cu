@@ -31,7 +31,7 @@ DEVICE void consume(Shared& shared, const Problem& problem, uint32_t group) {
   }
 #if WITH_DQ
   barrier_wait(shared_address(&shared.dq_empty[group]), (consumer.n + 1) % 2);
-  shared.num_steps = consumer.n;
+  if (thread_in_group() == 0) shared.num_steps[group] = consumer.n;
   barrier_arrive(shared_address(&shared.dq_full[group]));
 #endif
 }
@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
   if (threadIdx.x == 0) {
-    shared.num_steps = uint32_t(NO_MORE);
+    shared.num_steps[0] = shared.num_steps[1] = uint32_t(NO_MORE);
     shared.problem = problem;
     initialise(shared);
   }

@@ -78,7 +78,7 @@ DEVICE void produce(Shared& shared, const Problem& problem, const TensorMap* q_m
 DEVICE void add_dq(Shared& shared, const Problem& problem, uint32_t group) {
   for (uint32_t n = 0;; ++n) {
     barrier_wait(shared_address(&shared.dq_full[group]), n % 2);
-    if (n == shared.num_steps) break;
+    if (n == shared.num_steps[group]) break;
     const int tile = shared.notes[n % NUM_NOTES].stats_tile;
     bulk_reduce_add(problem.dq + int64_t(tile) * DQ_TILE_VALUES + group * (DQ_TILE_VALUES / 2),
                     shared_address(shared.dq[group]), DQ_BYTES);

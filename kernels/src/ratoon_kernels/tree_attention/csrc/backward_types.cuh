@@ -64,8 +64,8 @@ struct Shared {
   Problem problem;
   alignas(16) Note notes[NUM_NOTES];
   alignas(16) BackwardPiece piece;
-  int kv_head;         // of the piece, or NO_MORE
-  uint32_t num_steps;  // of the whole CTA, once it is known
+  int kv_head;                        // of the piece, or NO_MORE
+  uint32_t num_steps[NUM_CONSUMERS];  // of the whole CTA, once it is known
   alignas(8) uint64_t k_full, v_full, kv_empty;
   alignas(8) uint64_t q_full[NUM_STAGES], q_empty[NUM_STAGES];
   alignas(8) uint64_t dout_full[NUM_STAGES], dout_empty[NUM_STAGES];

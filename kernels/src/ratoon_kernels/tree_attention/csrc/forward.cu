@@ -322,6 +322,7 @@ DEVICE void Consumer::store(int query_tile, int head) {
 #if PARTIAL
   store_fp32(o, problem.out + int64_t(head) * HEAD_DIM, int64_t(problem.num_heads) * HEAD_DIM,
              first_row + row, problem.num_queries);
+  named_barrier_sync(3 + group, WARPGROUP);  // all four warps have read Q for the last time
 #else
   // Each warpgroup's own rows of Q are read for the last time: they hold the output on its way out.
   store_tile(o, shared.q[q_ring.stage], out_map, group, first_row, head);

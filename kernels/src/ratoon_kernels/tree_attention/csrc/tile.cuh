@@ -54,6 +54,7 @@ struct Ring {
 
 // Lane 0 of each consumer warp reports that its warp has read a buffer.
 DEVICE void release(uint32_t barrier) {
+  __syncwarp();
   if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
 }
 
