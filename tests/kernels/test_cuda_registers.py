@@ -16,7 +16,7 @@ import pytest
 from ratoon_kernels.jit import KernelCompileError, KernelSpec
 from ratoon_kernels.jit.compiler import compile_kernel
 from ratoon_kernels.jit.registry import all_specs
-from ratoon_kernels.jit.sources import read_sources
+from ratoon_kernels.jit.sources import Sources, read_sources
 from tests.kernels.cubin_report import inspect_cubin, require_tools
 
 NUM_CONSUMERS = 2
@@ -37,15 +37,25 @@ EVERY_SOURCE = pytest.mark.parametrize(
 )
 
 
-def _shares(text: str) -> tuple[int, int]:
+def _constant(role: str) -> re.Pattern[str]:
+    return re.compile(rf"(constexpr int {role}_REGISTERS = )(\d+);")
+
+
+def _shares(sources: Sources) -> tuple[int, int]:
     """Registers of a producer's thread and of a consumer's."""
-    producer, consumer = (
-        re.search(rf"constexpr int {role}_REGISTERS = (\d+);", text)
-        for role in ("PRODUCER", "CONSUMER")
-    )
-    assert producer, "no PRODUCER_REGISTERS"
-    assert consumer, "no CONSUMER_REGISTERS"
+    text = "\n".join((sources.text, *sources.headers.values()))
+    (producer,), (consumer,) = (_constant(role).findall(text) for role in ("PRODUCER", "CONSUMER"))
     return int(producer[1]), int(consumer[1])
+
+
+def _with_share(sources: Sources, role: str, registers: int) -> Sources:
+    """The sources with another number in the one place where a role's share stands."""
+
+    def plant(text: str) -> str:
+        return _constant(role).sub(rf"\g<1>{registers};", text)
+
+    headers = {name: plant(text) for name, text in sources.headers.items()}
+    return replace(sources, text=plant(sources.text), headers=headers)
 
 
 def test_the_three_kernels_with_roles_are_found() -> None:
@@ -60,7 +70,7 @@ def test_the_roles_take_no_more_registers_than_the_block_has(
     """Read from the cubin: the sources' assertion trusts the compiler to give 168."""
     require_tools()
     sources = read_sources(spec)
-    producer, consumer = _shares(sources.text)
+    producer, consumer = _shares(sources)
     report = inspect_cubin(spec, compile_kernel(spec, sources), tmp_path)
     assert producer + NUM_CONSUMERS * consumer <= NUM_WARPGROUPS * report.registers
     # The instruction takes multiples of 8 from 24 to 256.
@@ -73,13 +83,11 @@ def test_the_roles_take_no_more_registers_than_the_block_has(
 def test_a_share_that_does_not_fit_is_refused_by_the_compiler(spec: KernelSpec, role: str) -> None:
     require_tools()
     sources = read_sources(spec)
-    producer, consumer = _shares(sources.text)
+    producer, consumer = _shares(sources)
     room = NUM_WARPGROUPS * 168 - producer - NUM_CONSUMERS * consumer
     own, count = (producer, 1) if role == "PRODUCER" else (consumer, NUM_CONSUMERS)
     too_many = own + room // count // 8 * 8 + 8  # the least multiple of 8 that is
-    planted = re.sub(
-        rf"(constexpr int {role}_REGISTERS = )\d+;", rf"\g<1>{too_many};", sources.text
-    )
-    assert planted != sources.text
+    planted = _with_share(sources, role, too_many)
+    assert planted != sources
     with pytest.raises(KernelCompileError, match="static assertion failed"):
-        compile_kernel(spec, replace(sources, text=planted))
+        compile_kernel(spec, planted)
