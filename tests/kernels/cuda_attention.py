@@ -43,7 +43,7 @@ LSE_TOLERANCE: Final = 5e-5
 
 # A prompt whose key tiles are all cut in the backward, with responses of the usual lengths.
 LONG_PROMPT: Final = forest_from([-1] + [0] * 8, [5059, 1432, 1866, 504, 379, 1588, 411, 152, 218])
-# Few key tiles that many queries sweep: these are cut finer, the fewer kv heads there are.
+# Few key tiles that many queries sweep.
 WIDE: Final = forest_from([-1] + [0] * 60, [300] + [200] * 60)
 
 Attention = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
