@@ -17,7 +17,9 @@ export PYTORCH_NO_CUDA_MEMORY_CACHING=1
 entries=()
 for tool in memcheck racecheck; do
   status=0
-  "$sanitizer" --tool "$tool" --error-exitcode 1 \
+  # The statuses of API calls are checked by their callers; cuda-bindings probes for symbols.
+  [ "$tool" = memcheck ] && options=(--report-api-errors no) || options=()
+  "$sanitizer" --tool "$tool" "${options[@]}" --error-exitcode 1 \
     "$python" -m tests.kernels.sanitize_case >"$logs/$tool" 2>&1 || status=$?
   entries+=("$tool:$status:$logs/$tool")
 done

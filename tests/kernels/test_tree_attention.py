@@ -360,3 +360,18 @@ def test_a_wrong_argument_is_refused_by_name(
         tree_attention(**given)
     assert refusal.value.argument == argument
     assert isinstance(refusal.value, ValueError)
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_scales_of_zero_and_less_equal_the_dense_oracle(scale: float) -> None:
+    """The CPU's fused operator gave NaN for them."""
+    forest = NAMED["two_trees"]
+    drawn = random_problem(
+        forest.num_tokens, heads=4, kv_heads=2, head_dim=16, dtype=torch.float64, seed=0
+    )
+    problem = replace(drawn, scale=scale)
+    layout = forest.layout()
+    got = run(lambda q, k, v: tree_attention(q, k, v, layout, scale), problem)
+    expected = dense_oracle(forest.mask(), problem)
+    for name, value in expected.items():
+        assert float((got[name] - value).norm()) <= 1e-10 * (1 + float(value.norm())), name

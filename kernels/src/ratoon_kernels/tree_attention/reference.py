@@ -62,7 +62,7 @@ def partial_forward(operands: Operands) -> tuple[Tensor, Tensor]:
     """
     q_QNH, dtype, device = operands.q_QNH, operands.accumulation_dtype, operands.q_QNH.device
     num_queries, num_heads, _ = q_QNH.shape
-    kernel = _block_kernel(device)
+    kernel = _block_kernel(operands)
     out_QNH = torch.zeros(q_QNH.shape, dtype=dtype, device=device)
     lse_NQ = torch.full((num_heads, num_queries), -torch.inf, dtype=dtype, device=device)
     written_stop = operands.queries.start
@@ -84,7 +84,7 @@ def partial_backward(
 ) -> Tensor:
     """Adds to the two buffers; returns dq_QNH. All three are in the accumulation dtype."""
     q_QNH = operands.q_QNH
-    kernel = _block_kernel(q_QNH.device)
+    kernel = _block_kernel(operands)
     dq_acc_QNH = torch.zeros(q_QNH.shape, dtype=operands.accumulation_dtype, device=q_QNH.device)
     for block in cut_into_blocks(operands.plan[0], operands.queries, operands.keys):
         part = operands.narrow(block.queries, block.keys)
@@ -97,8 +97,10 @@ def partial_backward(
     return dq_acc_QNH
 
 
-def _block_kernel(device: torch.device):
-    return block_flash if device.type == "cpu" else block_math
+def _block_kernel(operands: Operands):
+    # The CPU's operator takes the maximum before it scales: NaN for a scale of 0 or less.
+    is_flash = operands.q_QNH.device.type == "cpu" and operands.scale > 0
+    return block_flash if is_flash else block_math
 
 
 def _merge_into(out_QNH: Tensor, lse_NQ: Tensor, more_QNH: Tensor, more_lse_NQ: Tensor) -> None:

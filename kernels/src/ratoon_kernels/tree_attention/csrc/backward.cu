@@ -39,16 +39,16 @@ DEVICE void consume(Shared& shared, const Problem& problem, uint32_t group) {
 DEVICE void initialise(Shared& shared) {
   barrier_init(shared_address(&shared.k_full), 1);
   barrier_init(shared_address(&shared.v_full), 1);
-  barrier_init(shared_address(&shared.kv_empty), CONSUMER_WARPS);
+  barrier_init(shared_address(&shared.kv_empty), CONSUMER_ARRIVALS);
   for (int s = 0; s < NUM_STAGES; ++s) {
     barrier_init(shared_address(&shared.q_full[s]), 1);
-    barrier_init(shared_address(&shared.q_empty[s]), CONSUMER_WARPS);
+    barrier_init(shared_address(&shared.q_empty[s]), CONSUMER_ARRIVALS);
     barrier_init(shared_address(&shared.dout_full[s]), 1);
-    barrier_init(shared_address(&shared.dout_empty[s]), CONSUMER_WARPS);
+    barrier_init(shared_address(&shared.dout_empty[s]), CONSUMER_ARRIVALS);
   }
   for (int s = 0; s < 2; ++s) {
     barrier_init(shared_address(&shared.ds_full[s]), NUM_CONSUMERS * WARPGROUP);
-    barrier_init(shared_address(&shared.ds_empty[s]), CONSUMER_WARPS);
+    barrier_init(shared_address(&shared.ds_empty[s]), CONSUMER_ARRIVALS);
     barrier_init(shared_address(&shared.dq_full[s]), WARPGROUP);
     barrier_init(shared_address(&shared.dq_empty[s]), 1);
   }

@@ -190,7 +190,7 @@ DEVICE void consume(Shared& shared, const Problem& problem, const TensorMap* dq_
     if (threadIdx.x % WARPGROUP == 0) bulk_wait_read();
 #endif
     named_barrier_sync(3 + group, WARPGROUP);
-    if (threadIdx.x % WARPGROUP == 0) barrier_arrive(shared_address(&shared.q_empty));
+    release(shared_address(&shared.q_empty));
   }
   bulk_wait();
 }
@@ -203,10 +203,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) tree_attention_back
   Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
   if (threadIdx.x == 0) {
     barrier_init(shared_address(&shared.q_full), 1);
-    barrier_init(shared_address(&shared.q_empty), NUM_CONSUMERS);
+    barrier_init(shared_address(&shared.q_empty), CONSUMER_ARRIVALS);
     for (int s = 0; s < NUM_STAGES; ++s) {
       barrier_init(shared_address(&shared.kv_full[s]), 1);
-      barrier_init(shared_address(&shared.kv_empty[s]), CONSUMER_WARPS);
+      barrier_init(shared_address(&shared.kv_empty[s]), CONSUMER_ARRIVALS);
     }
     fence_barrier_init();
   }

@@ -322,7 +322,6 @@ DEVICE void Consumer::store(int query_tile, int head) {
 #if PARTIAL
   store_fp32(o, problem.out + int64_t(head) * HEAD_DIM, int64_t(problem.num_heads) * HEAD_DIM,
              first_row + row, problem.num_queries);
-  named_barrier_sync(3 + group, WARPGROUP);  // all four warps have read Q for the last time
 #else
   // Each warpgroup's own rows of Q are read for the last time: they hold the output on its way out.
   store_tile(o, shared.q[q_ring.stage], out_map, group, first_row, head);
@@ -356,7 +355,9 @@ DEVICE void consume(Shared& shared, const Problem& problem, const TensorMap* out
       for (int i = 0; i < HEAD_DIM / 2; ++i) consumer.o[i] = 0.0f;
     }
     consumer.store(query_tile, head);
-    // The Q buffer is free once the stores have read it, which nobody waits for here.
+    // The Q buffer is free once the stores have read it, which nobody waits for here: of each
+    // warpgroup the warps report that they are done with it, and the thread that stores later on.
+    release(shared_address(&shared.q_empty[s]));
     has_pending_store = thread == 0;
     consumer.q_ring.next();
   }
@@ -379,13 +380,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
   if (threadIdx.x == 0) {
     for (int s = 0; s < 2; ++s) {
       barrier_init(shared_address(&shared.q_full[s]), 1);
-      barrier_init(shared_address(&shared.q_empty[s]), NUM_CONSUMERS);
+      barrier_init(shared_address(&shared.q_empty[s]), CONSUMER_ARRIVALS + NUM_CONSUMERS);
     }
     for (int s = 0; s < NUM_STAGES; ++s) {
       barrier_init(shared_address(&shared.k_full[s]), 1);
-      barrier_init(shared_address(&shared.k_empty[s]), CONSUMER_WARPS);
+      barrier_init(shared_address(&shared.k_empty[s]), CONSUMER_ARRIVALS);
       barrier_init(shared_address(&shared.v_full[s]), 1);
-      barrier_init(shared_address(&shared.v_empty[s]), CONSUMER_WARPS);
+      barrier_init(shared_address(&shared.v_empty[s]), CONSUMER_ARRIVALS);
     }
     fence_barrier_init();
   }
