@@ -4,11 +4,11 @@ In: `end` of every token of a forest, the packed ranges of the queries and the k
 `Schedule`, and its packed form, one int32 table and a header. Invariant: over all items of the
 forward, and over all pieces of each split of the backward, every attended pair is computed once.
 
-The forward is query-stationary: an item is a query tile with its runs of key tiles. The backward is
-key-stationary: a piece is a key tile with a part of the query tiles that it sweeps. Lists are longest
-first, so that blocks that take the next item when they are done end at about one time; but the
-backward with dQ goes through the queries window by window, so that dQ stays in the cache. Where a
-prompt's key tiles sweep more than that, they are cut into pieces, whose dK and dV are added up.
+The forward is query-stationary: an item is a query tile with its runs of key tiles. The backward
+is key-stationary: a piece is a key tile with a part of the query tiles that it sweeps. Lists are
+longest first, so that blocks that take the next item when they are done end at about one time; but
+the backward with dQ goes through the queries window by window, so that dQ stays in the cache. Where
+a prompt's key tiles sweep more than that, they are cut into pieces, whose dK and dV are added up.
 """
 
 import bisect
