@@ -181,9 +181,10 @@ def test_a_thousand_random_forests_equal_the_reference() -> None:
     error, norm = torch.stack(measured).cpu().unbind(dim=-1)
     largest_gradient = norm[:, 2:].amax(dim=1)
     assert (largest_gradient > 0).all()
-    # dQ and dK of a forest of few tokens may be truly zero: the size of the others then counts.
+    # dQ and dK of a forest of few tokens may be truly zero: the size of the others then counts, since
+    # delta is made from an output that was rounded, as in every such backward.
     size = norm.clone()
-    size[:, 2:4] = torch.maximum(norm[:, 2:4], 0.05 * largest_gradient[:, None])
+    size[:, 2:4] = torch.maximum(norm[:, 2:4], 0.1 * largest_gradient[:, None])
     rounding = [rounding_of(KINDS[index % len(KINDS)][0]) for index in range(NUM_RANDOM)]
     tolerance = torch.tensor(rounding)[:, None].repeat(1, 5)
     tolerance[:, 1] = LSE_TOLERANCE

@@ -229,7 +229,7 @@ def test_arguments_of_other_types_are_refused() -> None:
 
 def test_a_spec_with_other_parameters_than_its_kernel_is_not_loaded() -> None:
     params = (*TILE_COPY.params[:-1], Param.INT64)
-    with pytest.raises(AssertionError, match=r"parameters of \[128, 8, 4, 8, 4\] bytes"):
+    with pytest.raises(AssertionError, match=r"parameter 4 of tile_copy.* has 4 bytes"):
         load(replace(TILE_COPY, params=params), 0)
     with pytest.raises(AssertionError, match="its spec"):
         load(replace(TILE_COPY, params=TILE_COPY.params[:-1]), 0)
