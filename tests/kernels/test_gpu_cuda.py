@@ -181,13 +181,14 @@ def test_a_thousand_random_forests_equal_the_reference() -> None:
     error, norm = torch.stack(measured).cpu().unbind(dim=-1)
     largest_gradient = norm[:, 2:].amax(dim=1)
     assert (largest_gradient > 0).all()
-    # dQ and dK of a forest of few tokens may be truly zero: the size of the others then counts, since
-    # delta is made from an output that was rounded, as in every such backward.
+    # dQ and dK of a forest of few tokens may be truly zero: the size of the others then counts.
     size = norm.clone()
-    size[:, 2:4] = torch.maximum(norm[:, 2:4], 0.1 * largest_gradient[:, None])
+    size[:, 2:4] = torch.maximum(norm[:, 2:4], 0.05 * largest_gradient[:, None])
     rounding = [rounding_of(KINDS[index % len(KINDS)][0]) for index in range(NUM_RANDOM)]
     tolerance = torch.tensor(rounding)[:, None].repeat(1, 5)
     tolerance[:, 1] = LSE_TOLERANCE
+    # A third rounding: delta is made from an output of 16 bits, as in every such backward.
+    tolerance[:, 2:4] *= 1.5
     bad = ~(error <= tolerance * size)  # also NaN
     worst = (error / (tolerance * size)).nan_to_num(torch.inf).amax(dim=0)
     assert not bad.any(), f"{bad.any(dim=1).nonzero()[:, 0].tolist()}: {worst.tolist()}"
