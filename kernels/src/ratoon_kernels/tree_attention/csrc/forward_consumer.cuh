@@ -1,0 +1,208 @@
+// The forward's warpgroups that multiply: 64 queries against the key tiles of an item.
+#pragma once
+
+#include "forward_types.cuh"
+
+// Rows l / 4 and l / 4 + 8 of the warp's 16: running maximum (raw logits) and sum.
+struct Softmax {
+  float max[2], sum[2];
+};
+
+// Exponentiates the logits in place and updates maximum and sum; returns in `factor` what earlier
+// results are to be multiplied with, and whether that is 1 for all rows of the warp.
+DEVICE bool exponentiate(float (&s)[TILE / 2], Softmax& rows, float (&factor)[2], float scale_log2,
+                         float slack) {
+  float max[2] = {s[0], s[2]};
+#pragma unroll
+  for (int i = 0; i < TILE / 8; ++i) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      max[h] = fmaxf(max[h], fmaxf(s[4 * i + 2 * h], s[4 * i + 2 * h + 1]));
+    }
+  }
+  bool is_moved = false;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    max[h] = quad_max(max[h]);
+    factor[h] = 1.0f;
+    if (max[h] > rows.max[h] + slack) {
+      factor[h] = exp2_approximate((rows.max[h] - max[h]) * scale_log2);
+      rows.max[h] = max[h];
+      rows.sum[h] *= factor[h];
+      is_moved = true;
+    }
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    // A row that attends nothing yet has maximum -inf and logits -inf: exp2(-inf - 0) = 0.
+    const float base = rows.max[h] == NEGATIVE_INFINITY ? 0.0f : rows.max[h] * scale_log2;
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < TILE / 8; ++i) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float& value = s[4 * i + 2 * h + e];
+        value = exp2_approximate(fmaf(value, scale_log2, -base));
+        sum += value;
+      }
+    }
+    rows.sum[h] += sum;
+  }
+  return __any_sync(0xffffffffu, is_moved);
+}
+
+DEVICE void pack_all(const float (&s)[TILE / 2], uint32_t (&p)[TILE / 4]) {
+#pragma unroll
+  for (int i = 0; i < TILE / 4; ++i) p[i] = pack(s[2 * i], s[2 * i + 1]);
+}
+
+DEVICE void rescale(float (&o)[HEAD_DIM / 2], const float (&factor)[2]) {
+#pragma unroll
+  for (int i = 0; i < HEAD_DIM / 8; ++i) {
+    o[4 * i] *= factor[0];
+    o[4 * i + 1] *= factor[0];
+    o[4 * i + 2] *= factor[1];
+    o[4 * i + 3] *= factor[1];
+  }
+}
+
+struct Consumer {
+  Shared& shared;
+  const Problem& problem;
+  const TensorMap* out_map;
+  int group;  // 0 or 1: query rows [64 group, + 64) of the tile
+  int row;    // this thread's first row in the tile
+  Ring<2> q_ring;
+  Ring<NUM_STAGES> k_ring, v_ring;
+  float o[HEAD_DIM / 2], s[TILE / 2];
+  uint32_t p[TILE / 4];
+  Softmax rows;
+  float factor[2];
+  float slack;  // MAX_SLACK in raw logits
+
+  // S = Q K^T of the K buffer at hand.
+  DEVICE void issue_qk() {
+    const uint32_t q =
+        descriptor(shared_address(shared.q[q_ring.stage]) + group * CONSUMER_ROWS * ROW_BYTES, 0);
+    const uint32_t k = descriptor(shared_address(shared.k[k_ring.stage]), 0);
+#pragma unroll
+    for (int step = 0; step < HEAD_DIM / 16; ++step) {
+      const uint32_t offset = (step / 4) * TILE * ROW_BYTES + (step % 4) * 32;
+      mma<TILE, K_MAJOR, K_MAJOR>(s, advance(q, offset), advance(k, offset), step > 0);
+    }
+    mma_commit();
+  }
+
+  // O += P V of the V buffer at hand.
+  DEVICE void issue_pv(int accumulate) {
+    const uint32_t v = descriptor(shared_address(shared.v[v_ring.stage]), TILE * ROW_BYTES);
+#pragma unroll
+    for (int step = 0; step < TILE / 16; ++step) {
+      mma<HEAD_DIM, MN_MAJOR>(o, p + 4 * step, advance(v, step * 16 * ROW_BYTES),
+                              step > 0 ? 1 : accumulate);
+    }
+    mma_commit();
+  }
+
+  DEVICE void wait_k() {
+    barrier_wait(shared_address(&shared.k_full[k_ring.stage]), k_ring.parity);
+  }
+  DEVICE void wait_v() {
+    barrier_wait(shared_address(&shared.v_full[v_ring.stage]), v_ring.parity);
+  }
+
+  // After S is there: mask where needed, free K, exponentiate.
+  DEVICE bool finish_qk(int tile_row) {
+    const int first_key = shared.k_mask[k_ring.stage];
+    if (first_key != NO_MASK) {
+      mask_logits(s, shared.end[k_ring.stage], first_key - problem.key_shift, tile_row);
+    }
+    release(shared_address(&shared.k_empty[k_ring.stage]));
+    k_ring.next();
+    return exponentiate(s, rows, factor, problem.scale_log2, slack);
+  }
+
+  DEVICE void finish_pv() {
+    release(shared_address(&shared.v_empty[v_ring.stage]));
+    v_ring.next();
+  }
+
+  DEVICE void attend(int num_key_tiles, int tile_row, bool& has_pending_store);
+  DEVICE void store(int query_tile, int head);
+};
+
+// The warpgroups' turns to issue: named barriers 1 and 2.
+DEVICE void wait_for_turn(int group) { named_barrier_sync(1 + group, 2 * WARPGROUP); }
+DEVICE void give_turn(int group) { named_barrier_arrive(1 + (group ^ 1), 2 * WARPGROUP); }
+
+DEVICE void release_stored(Shared& shared, int stage, bool& has_pending_store) {
+  if (has_pending_store) {
+    bulk_wait_read();
+    barrier_arrive(shared_address(&shared.q_empty[stage]));
+    has_pending_store = false;
+  }
+}
+
+DEVICE void Consumer::attend(int num_key_tiles, int tile_row, bool& has_pending_store) {
+  wait_k();
+  mma_fence();
+  issue_qk();
+  mma_wait<0>();
+  hold(s);
+  finish_qk(tile_row);
+  pack_all(s, p);
+  release_stored(shared, q_ring.stage ^ 1, has_pending_store);
+#pragma unroll 1
+  for (int tile = 1; tile < num_key_tiles; ++tile) {
+    wait_k();
+    wait_v();
+    wait_for_turn(group);
+    hold(s);
+    hold(p);
+    hold(o);
+    mma_fence();
+    issue_qk();
+    issue_pv(tile > 1);
+    give_turn(group);
+    mma_wait<1>();
+    hold(s);
+    const bool is_moved = finish_qk(tile_row);
+    mma_wait<0>();
+    hold(o);
+    hold(p);
+    finish_pv();
+    pack_all(s, p);
+    if (is_moved) rescale(o, factor);
+  }
+  wait_v();
+  hold(p);
+  hold(o);
+  mma_fence();
+  issue_pv(num_key_tiles > 1);
+  mma_wait<0>();
+  hold(o);
+  finish_pv();
+}
+
+// Normalises and writes the output and the log-sum-exp of one item.
+DEVICE void Consumer::store(int query_tile, int head) {
+  const int first_row = query_tile * TILE;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float sum = quad_sum(rows.sum[h]);
+    factor[h] = sum > 0.0f ? 1.0f / sum : 0.0f;
+    const int q = first_row + row + 8 * h;
+    if (threadIdx.x % 4 == 0 && q < problem.num_queries) {
+      const float lse = (rows.max[h] * problem.scale_log2 + __log2f(sum)) * LN_2;
+      problem.lse[int64_t(head) * problem.num_queries + q] = sum > 0.0f ? lse : NEGATIVE_INFINITY;
+    }
+  }
+  rescale(o, factor);
+#if PARTIAL
+  store_fp32(o, problem.out + int64_t(head) * HEAD_DIM, int64_t(problem.num_heads) * HEAD_DIM,
+             first_row + row, problem.num_queries);
+#else
+  // Each warpgroup's own rows of Q are read for the last time: they hold the output on its way out.
+  store_tile(o, shared.q[q_ring.stage], out_map, group, first_row, head);
+#endif
+}
