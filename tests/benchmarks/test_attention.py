@@ -212,7 +212,7 @@ def _fake_subjects(clock: _FakeClock, order: list[str], seconds: dict[str, float
             def backward(self) -> None: ...
 
             def results(self) -> Results:
-                raise NotImplementedError
+                raise AssertionError("what is timed is forward and backward")
 
         return lambda _tensors, _part: FakeCall()
 

@@ -15,11 +15,15 @@ from ratoon_kernels.jit import head_slab_map, head_tile_map, memset_zero
 from ratoon_kernels.schedule import BACKWARD_QUERY_TILE, TILE_SIZE
 from ratoon_kernels.schedule_header import LevelSections
 from ratoon_kernels.tree_attention.cuda_launch import Call, aligned
-from ratoon_kernels.tree_attention.cuda_specs import NUM_THREADS, SHARED_BYTES, SMALL_THREADS
+from ratoon_kernels.tree_attention.cuda_specs import (
+    NUM_THREADS,
+    SHARED_BYTES,
+    SMALL_THREADS,
+    STORE_ROWS,
+)
 from ratoon_kernels.tree_attention.operands import Upstream
 
 _STATS_PER_QUERY = 2
-_STORE_ROWS = 64  # a warpgroup's
 
 
 def launch(call: Call, upstream: Upstream, dk_SKH: Tensor, dv_SKH: Tensor) -> Tensor:
@@ -112,8 +116,7 @@ def _add_up_keys(
     slots = call.empty(num_kv_heads, level.num_slots, 2, TILE_SIZE, head_dim)
     if with_dq:
         memset_zero(slots, call.stream)
-    query_maps = (head_tile_map(x, BACKWARD_QUERY_TILE) for x in (call.q_QNH, dout_QNH))
-    q_map, dout_map = query_maps
+    q_map, dout_map = (head_tile_map(x, BACKWARD_QUERY_TILE) for x in (call.q_QNH, dout_QNH))
     k_map, v_map = (head_tile_map(x, TILE_SIZE) for x in (call.k_SKH, call.v_SKH))
     call.kernel("backward", with_dq=with_dq).launch(
         grid=call.grid(num_items),
@@ -170,7 +173,7 @@ def _launch_queries(
     header = call.header
     maps = (head_tile_map(x, TILE_SIZE) for x in (call.q_QNH, call.k_SKH, call.v_SKH, dout_QNH))
     q_map, k_map, v_map, dout_map = maps
-    dq_map = q_map if call.is_partial else head_slab_map(dq_QNH, _STORE_ROWS)
+    dq_map = q_map if call.is_partial else head_slab_map(dq_QNH, STORE_ROWS)
     num_items = header.forward_items.count * num_heads
     call.kernel("backward_queries").launch(
         grid=call.grid(num_items),

@@ -10,9 +10,7 @@ from torch import Tensor
 from ratoon_kernels.jit import head_slab_map, head_tile_map, memset_zero
 from ratoon_kernels.schedule import TILE_SIZE
 from ratoon_kernels.tree_attention.cuda_launch import Call
-from ratoon_kernels.tree_attention.cuda_specs import NUM_THREADS, SHARED_BYTES
-
-_STORE_ROWS = 64  # a warpgroup's
+from ratoon_kernels.tree_attention.cuda_specs import NUM_THREADS, SHARED_BYTES, STORE_ROWS
 
 
 def launch(call: Call) -> tuple[Tensor, Tensor]:
@@ -29,7 +27,7 @@ def launch(call: Call) -> tuple[Tensor, Tensor]:
         head_tile_map(x, TILE_SIZE) for x in (call.q_QNH, call.k_SKH, call.v_SKH)
     )
     # The partial form writes without a map: any valid one fills the place.
-    out_map = q_map if call.is_partial else head_slab_map(out_QNH, _STORE_ROWS)
+    out_map = q_map if call.is_partial else head_slab_map(out_QNH, STORE_ROWS)
     counter = torch.empty(1, dtype=torch.int32, device=call.device)
     memset_zero(counter, call.stream)
     header = call.header

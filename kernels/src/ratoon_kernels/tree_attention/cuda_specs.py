@@ -18,6 +18,8 @@ DTYPES: Final = (torch.bfloat16, torch.float16)
 SHARED_BYTES: Final = 227 * 1024
 NUM_THREADS: Final = 384
 SMALL_THREADS: Final = 256
+# Rows of a query tile that one warpgroup writes.
+STORE_ROWS: Final = 64
 
 _MAP, _POINTER = Param.TENSOR_MAP, Param.POINTER
 _INT, _LONG, _FLOAT = Param.INT32, Param.INT64, Param.FLOAT32

@@ -5,11 +5,11 @@
 // and `lse` below num_queries is written, once, whatever it attends.
 //
 // One warpgroup loads (a thread of it drives the copy engine), two multiply: each owns 64 of the
-// 128 query rows. The CTAs are persistent and take query tiles longest first from a counter. A
-// consumer issues Q K^T of the next key tile before P V of the current one, so that the tensor
-// cores work while it exponentiates, and the two consumers take turns in issuing (FlashAttention-3,
-// sections 3.1 and 3.2). Full tiles run no mask code; the `end` of a partial tile's keys comes with
-// its K.
+// 128 query rows. The CTAs are persistent and take query tiles from a counter, longest first within
+// a kv head. A consumer issues Q K^T of the next key tile before P V of the current one, so that
+// the tensor cores work while it exponentiates, and the two consumers take turns in issuing
+// (FlashAttention-3, sections 3.1 and 3.2). Full tiles run no mask code; the `end` of a partial
+// tile's keys comes with its K.
 
 #include "forward_consumer.cuh"
 #include "forward_load.cuh"

@@ -9,7 +9,7 @@ struct Softmax {
 };
 
 // Exponentiates the logits in place and updates maximum and sum; returns in `factor` what earlier
-// results are to be multiplied with, and whether that is 1 for all rows of the warp.
+// results are to be multiplied with, and whether that is other than 1 for any row of the warp.
 DEVICE bool exponentiate(float (&s)[TILE / 2], Softmax& rows, float (&factor)[2], float scale_log2,
                          float slack) {
   float max[2] = {s[0], s[2]};

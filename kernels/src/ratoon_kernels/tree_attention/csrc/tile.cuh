@@ -1,4 +1,4 @@
-// Geometry shared by the attention kernels: tiles in shared memory, the mask, the work tables.
+// Geometry shared by the attention kernels: tiles in shared memory, rings, rows of the work tables.
 //
 // A tile of R rows is HEAD_DIM / 64 halves of [R][64] elements, each row 128 bytes, swizzled: the
 // 16-byte chunk c of row r lies at chunk c ^ (r % 8). Tile bases are multiples of 1024 bytes.
@@ -20,7 +20,6 @@ constexpr int NUM_CONSUMERS = 2;  // warpgroups that multiply, 64 rows each
 constexpr int CONSUMER_ROWS = 64;
 constexpr int NUM_THREADS = (1 + NUM_CONSUMERS) * WARPGROUP;
 constexpr float LN_2 = 0.6931471805599453f;
-constexpr float LOG2_E = 1.4426950408889634f;
 
 constexpr uint32_t TILE_BYTES = TILE * ROW_BYTES * NUM_HALVES;
 constexpr uint32_t STEP_BYTES = QUERY_STEP * ROW_BYTES * NUM_HALVES;
