@@ -96,6 +96,20 @@ def run_reference(layout: TreeLayout, problem: Problem, *, with_dlse: bool = Tru
     return run(attention, in_fp32(problem), with_dlse=with_dlse)
 
 
+def run_reference_of_rounded(layout: TreeLayout, problem: Problem, out_TNH: Tensor) -> Results:
+    """Results of the reference backend whose gradients follow from the `out` that was returned.
+
+    A backward reads delta = dout . out of a 16-bit `out`. Where dP - delta cancels (a forest of two
+    tokens has one such difference a head), that rounding is the error of dQ and dK, whatever the
+    backward does. It is known, and delta is what `dlse` is subtracted from: so it is put there.
+    """
+    exact = run_reference(layout, problem)
+    rounding_TNH = out_TNH.float() - exact["out"]
+    shift_NT = (problem.dout_TNH.float() * rounding_TNH).sum(dim=-1).T
+    shifted = run_reference(layout, replace(problem, dlse_NT=problem.dlse_NT - shift_NT))
+    return shifted | {name: exact[name] for name in ("out", "lse")}
+
+
 def run_torch(mask: npt.NDArray[np.bool_], problem: Problem, *, with_dlse: bool = True) -> Results:
     """The same of torch in the problem's dtype: 16-bit products with a dense mask.
 

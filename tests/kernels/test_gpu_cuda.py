@@ -24,6 +24,7 @@ from tests.kernels.cuda_attention import (
     rounding_of,
     run_cuda,
     run_reference,
+    run_reference_of_rounded,
     stale_memory,
 )
 from tests.kernels.forests import (
@@ -167,6 +168,7 @@ def _errors_and_norms(got: Results, expected: Results) -> Tensor:
 def test_a_thousand_random_forests_equal_the_reference() -> None:
     rng = np.random.default_rng(11)
     pools = [make_problem(3300, *kind, heads=(8, 8), seed=i) for i, kind in enumerate(KINDS)]
+    cases: list[tuple[Forest, Problem]] = []
     measured: list[Tensor] = []
     for index in range(NUM_RANDOM):
         max_length = int(rng.choice([1, 4, 20, 60, 130]))
@@ -178,6 +180,7 @@ def test_a_thousand_random_forests_equal_the_reference() -> None:
         layout = forest.layout(DEVICE)
         got = run_cuda(layout, problem, deterministic=index % 3 == 0)
         measured.append(_errors_and_norms(got, run_reference(layout, problem)))
+        cases.append((forest, problem))
     error, norm = torch.stack(measured).cpu().unbind(dim=-1)
     largest_gradient = norm[:, 2:].amax(dim=1)
     assert (largest_gradient > 0).all()
@@ -189,7 +192,15 @@ def test_a_thousand_random_forests_equal_the_reference() -> None:
     tolerance[:, 1] = LSE_TOLERANCE
     bad = ~(error <= tolerance * size)  # also NaN
     worst = (error / (tolerance * size)).nan_to_num(torch.inf).amax(dim=0)
-    assert not bad.any(), f"{bad.any(dim=1).nonzero()[:, 0].tolist()}: {worst.tolist()}"
+    assert not bad[:, [0, 1, 4]].any(), f"out, lse, dv: {worst.tolist()}"
+    indices = bad.any(dim=1).nonzero()[:, 0].tolist()
+    assert len(indices) <= NUM_RANDOM // 100, f"{indices}: {worst.tolist()}"
+    for index in indices:
+        forest, problem = cases[index]
+        layout = forest.layout(DEVICE)
+        got = run_cuda(layout, problem, deterministic=index % 3 == 0)
+        expected = run_reference_of_rounded(layout, problem, got["out"])
+        assert_close(got, expected, rounding_of(problem.q_TNH.dtype), f"forest {index}")
 
 
 @pytest.mark.parametrize(("dtype", "head_dim"), [(torch.bfloat16, 128), (torch.float16, 64)])
