@@ -35,6 +35,10 @@ def _read(path: Path) -> Result:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+def test_required_results_are_committed() -> None:
+    assert {"attention.json", "sanitizer.json", "tests.json"} <= set(NAMES)
+
+
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
 def test_result_is_of_these_sources(path: Path) -> None:
     assert list(staleness_problems(_read(path), source_sha256())) == []
