@@ -9,6 +9,7 @@ has no mask function).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -18,13 +19,38 @@ from ratoon_kernels import TreeLayout, tree_attention
 ATTENTION_NAME = "ratoon_tree"
 
 
+class PathAttention(Protocol):
+    """How the tokens of one forward attend their paths, layer by layer."""
+
+    def attend(
+        self, module: nn.Module, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, scale: float, /
+    ) -> Tensor:
+        """out_TNH in the dtype of q, differentiable; `module` is the layer's attention module."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeAttention:
-    """How attention is computed in one forward; `backend` is a name of the kernels' registry."""
+    """A whole packed forest at once; `backend` is a name of the kernels' registry."""
 
     layout: TreeLayout
     backend: str
     deterministic: bool
+
+    def attend(
+        self, _module: nn.Module, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, scale: float
+    ) -> Tensor:
+        """See `PathAttention.attend`."""
+        out_TNH, _lse_NT = tree_attention(
+            q_TNH,
+            k_TKH,
+            v_TKH,
+            self.layout,
+            scale,
+            backend=self.backend,
+            deterministic=self.deterministic,
+        )
+        return out_TNH
 
 
 def register_tree_attention() -> None:
@@ -33,14 +59,14 @@ def register_tree_attention() -> None:
 
 
 def tree_attention_forward(
-    _module: nn.Module,
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
     *,
     scaling: float,
-    ratoon_tree: TreeAttention,
+    ratoon_tree: PathAttention,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     **_: object,
@@ -49,13 +75,5 @@ def tree_attention_forward(
     assert attention_mask is None, "the layout is the mask"
     assert dropout == 0.0, "refused by support.check_config"
     assert sliding_window is None, "refused by support.check_config"
-    out_TNH, _lse_NT = tree_attention(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        ratoon_tree.layout,
-        scaling,
-        backend=ratoon_tree.backend,
-        deterministic=ratoon_tree.deterministic,
-    )
-    return out_TNH[None], None
+    q_TNH, k_TKH, v_TKH = (x[0].transpose(0, 1) for x in (query, key, value))
+    return ratoon_tree.attend(module, q_TNH, k_TKH, v_TKH, scaling)[None], None

@@ -18,9 +18,10 @@ from torch.nn import Parameter
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ratoon.errors import invalid
-from ratoon.model.attention import TreeAttention
+from ratoon.model.attention import PathAttention, TreeAttention
 from ratoon.model.float64 import Float64Math
 from ratoon.model.spec import ModelDtype, ModelInfo, ModelSpec
+from ratoon.model.streamed_attention import AttentionStream
 from ratoon_kernels import TreeLayout
 
 
@@ -85,21 +86,37 @@ class PolicyModel:
         `tokens_T` and `position_T` are int64 on the model's device; a position is the token's depth
         on its path. `layout` is of the same T tokens. Gradients flow to the parameters, if enabled.
         """
-        num_tokens = layout.num_tokens
-        assert tokens_T.shape == position_T.shape == (num_tokens,), "one token and position a key"
+        assert len(tokens_T) == layout.num_tokens, "one token a key"
+        return self.attend_hidden(
+            tokens_T,
+            position_T,
+            TreeAttention(
+                layout=layout,
+                backend=self._attention_backend,
+                deterministic=self._deterministic,
+            ),
+        )
+
+    def attend_hidden(
+        self, tokens_T: Tensor, position_T: Tensor, attention: PathAttention
+    ) -> Tensor:
+        """The same of any tokens, [T, D]; `attention` knows what each of them attends."""
+        assert tokens_T.shape == position_T.shape, "one position a token"
         decoder = cast("Any", self._active).get_decoder()
         with self._precision():
             output = decoder(
                 input_ids=tokens_T[None],
                 position_ids=position_T[None],
                 use_cache=False,
-                ratoon_tree=TreeAttention(
-                    layout=layout,
-                    backend=self._attention_backend,
-                    deterministic=self._deterministic,
-                ),
+                ratoon_tree=attention,
             )
         return output.last_hidden_state[0]
+
+    def open_stream(self, layout: TreeLayout) -> AttentionStream:
+        """Attention over a forest of which one segment after the other is run."""
+        return AttentionStream(
+            layout=layout, backend=self._attention_backend, deterministic=self._deterministic
+        )
 
     def named_trainable(self) -> dict[str, Parameter]:
         """The trained parameters by name, in the module's own order; a tied one is there once."""
