@@ -7,7 +7,7 @@ Nested names take two underscores: `RATOON_HTTP__PORT=8000`. Unknown names are r
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
@@ -69,6 +69,8 @@ class WorkerConfig(_Section):
     # Threads of torch in a CPU worker; 0: the machine's cores.
     num_threads: int = Field(default=0, ge=0)
     micro_batch_tokens: int = Field(default=16_384, ge=1)
+    # What is kept of bfloat16 policies beside their gradients; wider ones always keep fp32.
+    optimizer_states: Literal["fp32", "bf16_stochastic", "bf16_8bit"] = "fp32"
 
 
 class RayConfig(_Section):

@@ -27,6 +27,8 @@ from ratoon.engine.settings import EngineSettings, controller_name, worker_name
 from ratoon.engine.types import PolicySpec, ReferencePolicy
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import get_logger
+from ratoon.model.spec import ModelDtype
+from ratoon.train.config import OptimizerStates
 from ratoon.train.spec import TrainerSpec
 
 if TYPE_CHECKING:
@@ -120,6 +122,7 @@ class RayFleet:
             remove_placement_group(group)
 
     def _trainer(self, spec: PolicySpec) -> TrainerSpec:
+        is_bf16 = spec.model.dtype is ModelDtype.BFLOAT16
         return TrainerSpec(
             model=spec.model,
             optimizer=spec.optimizer,
@@ -129,6 +132,7 @@ class RayFleet:
             attention_backend=spec.attention_backend,
             device=self.device,
             num_threads=self._settings.num_threads or len(os.sched_getaffinity(0)),
+            optimizer_states=self._settings.optimizer_states if is_bf16 else OptimizerStates.FP32,
         )
 
 

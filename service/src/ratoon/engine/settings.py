@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ratoon.config import LimitsConfig, RatoonConfig
+from ratoon.train.config import OptimizerStates
 
 COORDINATOR_NAME = "ratoon-coordinator"
 METRICS_NAME = "ratoon-metrics"
@@ -34,6 +35,8 @@ class EngineSettings:
     limits: LimitsConfig
     device: str
     num_threads: int
+    # Of bfloat16 policies.
+    optimizer_states: OptimizerStates
 
     @classmethod
     def from_config(cls, config: RatoonConfig) -> EngineSettings:
@@ -46,4 +49,5 @@ class EngineSettings:
             limits=config.limits,
             device=config.worker.device,
             num_threads=config.worker.num_threads,
+            optimizer_states=OptimizerStates(config.worker.optimizer_states),
         )

@@ -21,13 +21,16 @@ from torch import Tensor
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.model.spec import ModelSpec
 from ratoon.stream.files import digest_file, fsync_tree, make_folder, rename_folder, temporary_name
+from ratoon.train.config import OptimizerStates
 from ratoon.train.optimizer import OptimizerState
 
 MANIFEST_NAME = "checkpoint.json"
 WEIGHTS_NAME = "weights.safetensors"
 MOMENTS_NAME = "moments.safetensors"
 _FORMAT = 1
-_AVG, _AVG_SQ = "exp_avg/", "exp_avg_sq/"
+# Of a manifest without it, which is FP32.
+_KIND = "optimizer_states"
+_WEIGHTS = "weights"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,14 +50,14 @@ def save_checkpoint(folder: Path, state: OptimizerState, model: ModelSpec, versi
     temporary = temporary_name(folder)
     temporary.mkdir()
     try:
-        save_file(_host(state.weights, ""), temporary / WEIGHTS_NAME)
-        moments = _host(state.exp_avg, _AVG) | _host(state.exp_avg_sq, _AVG_SQ)
-        save_file(moments, temporary / MOMENTS_NAME)
+        save_file(_host(state.weights), temporary / WEIGHTS_NAME)
+        save_file(_host(_moments(state)), temporary / MOMENTS_NAME)
         files = [_describe(temporary / name) for name in (WEIGHTS_NAME, MOMENTS_NAME)]
         manifest = {
             "format": _FORMAT,
             "version": version,
             "num_steps": state.num_steps,
+            _KIND: state.kind.value,
             "model": _plain(model),
             "files": files,
         }
@@ -73,32 +76,44 @@ def load_checkpoint(folder: Path, like: OptimizerState, model: ModelSpec) -> Loa
     """Read and verify a checkpoint for a trainer whose state is `like` and whose model is `model`.
 
     Raises `RatoonError`: CHECKPOINT_NOT_FOUND where there is no manifest, INVALID_ARGUMENT where it
-    is of another model, INTERNAL naming the file where bytes are damaged.
+    is of another model or kind of states, INTERNAL naming the file where bytes are damaged.
     """
     manifest = _read_manifest(folder)
     if manifest["model"] != _plain(model):
         raise invalid("checkpoint.model", manifest["model"], f"the policy's own: {_plain(model)}")
+    if (kind := manifest.get(_KIND, OptimizerStates.FP32.value)) != like.kind.value:
+        raise invalid(f"checkpoint.{_KIND}", kind, f"the trainer's own: {like.kind.value}")
     for entry in cast("list[dict[str, object]]", manifest["files"]):
         _verify(folder, entry)
     weights = _load(folder / WEIGHTS_NAME)
     moments = _load(folder / MOMENTS_NAME)
     _match(WEIGHTS_NAME, weights, like.weights)
-    expected = {_AVG + name: tensor for name, tensor in like.exp_avg.items()}
-    expected |= {_AVG_SQ + name: tensor for name, tensor in like.exp_avg_sq.items()}
-    _match(MOMENTS_NAME, moments, expected)
+    _match(MOMENTS_NAME, moments, _moments(like))
+    fields = {
+        field: {name: moments[f"{field}/{name}"] for name in tensors}
+        for field, tensors in like.tensors().items()
+        if field != _WEIGHTS
+    }
     return LoadedCheckpoint(
         version=cast("int", manifest["version"]),
         state=OptimizerState(
-            weights=weights,
-            exp_avg={name: moments[_AVG + name] for name in like.exp_avg},
-            exp_avg_sq={name: moments[_AVG_SQ + name] for name in like.exp_avg_sq},
-            num_steps=cast("int", manifest["num_steps"]),
+            kind=like.kind, weights=weights, num_steps=cast("int", manifest["num_steps"]), **fields
         ),
     )
 
 
-def _host(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {prefix + name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+def _moments(state: OptimizerState) -> dict[str, Tensor]:
+    """All tensors but the weights, by the names that they have in the file."""
+    return {
+        f"{field}/{name}": tensor
+        for field, tensors in state.tensors().items()
+        if field != _WEIGHTS
+        for name, tensor in tensors.items()
+    }
+
+
+def _host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
 def _plain(model: ModelSpec) -> object:

@@ -81,6 +81,18 @@ class StalenessAction(StrEnum):
     DROP = "drop"
 
 
+class OptimizerStates(StrEnum):
+    """What is kept of a bfloat16 policy beside its gradients (docs/decisions/0008).
+
+    FP32: float32 master weights and moments. The others have no master, and round the weights and
+    what is kept of the moments at random: BF16_STOCHASTIC to bfloat16, BF16_8BIT to 8 bits.
+    """
+
+    FP32 = "fp32"
+    BF16_STOCHASTIC = "bf16_stochastic"
+    BF16_8BIT = "bf16_8bit"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OldLogprobs:
     """Source of the ratio's old log-probs; the operation id is for FROM_FORWARD, else empty."""

@@ -1,4 +1,4 @@
-"""AdamW over float32 master weights, one step at a time.
+"""AdamW over float32 master weights, one step at a time, and the state that any kind of it has.
 
 Enters gradient sums and an `OptimStep`, changes the parameters, leaves the gradient norm.
 Invariant: either the whole step is applied or, where the gradient is not finite, no weight and no
@@ -14,22 +14,46 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ratoon.train.config import AdamWConfig
+from ratoon.train.config import AdamWConfig, OptimizerStates
 from ratoon.train.loss_spec import OptimStep
 
 # The same guard as torch's clip_grad_norm_.
-_CLIP_EPSILON = 1e-6
+CLIP_EPSILON = 1e-6
+# Elements of a gradient that are widened at a time for the norm.
+_NORM_CHUNK = 1 << 25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerState:
     """Everything that a step depends on beside its gradient; live tensors by parameter name."""
 
-    # float32, or float64 for float64 parameters.
+    kind: OptimizerStates
+    # FP32: float32, or float64 for float64 parameters. Else bfloat16, the parameters themselves.
     weights: dict[str, Tensor]
+    # FP32: as the weights. Else bfloat16, or uint8 codes, flat, with their scales below.
     exp_avg: dict[str, Tensor]
     exp_avg_sq: dict[str, Tensor]
+    # float32, one a block of `rounding.BLOCK` codes; the names that have codes.
+    exp_avg_scale: dict[str, Tensor]
+    exp_avg_sq_scale: dict[str, Tensor]
     num_steps: int
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """All tensors, by field and parameter."""
+        return {
+            "weights": self.weights,
+            "exp_avg": self.exp_avg,
+            "exp_avg_sq": self.exp_avg_sq,
+            "exp_avg_scale": self.exp_avg_scale,
+            "exp_avg_sq_scale": self.exp_avg_sq_scale,
+        }
+
+    def copy_from(self, state: OptimizerState) -> None:
+        """Overwrite the tensors by those of a state of the same kind, names and shapes."""
+        theirs = state.tensors()
+        for field, mine in self.tensors().items():
+            for name, tensor in mine.items():
+                tensor.copy_(theirs[field][name])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,16 +74,21 @@ class MasterAdamW:
     def __init__(self, parameters: Mapping[str, nn.Parameter], config: AdamWConfig) -> None:
         self._parameters = dict(parameters)
         self._masters = {name: _master(parameter) for name, parameter in parameters.items()}
+        # One pass over the state on a GPU; on a CPU the bits are those of the plain loop.
+        is_fused = any(master.is_cuda for master in self._masters.values())
         self._adamw = torch.optim.AdamW(
             list(self._masters.values()),
             lr=0.0,
             betas=(config.beta1, config.beta2),
             eps=config.eps,
             weight_decay=config.weight_decay,
+            fused=is_fused or None,
         )
         for master in self._masters.values():
+            # The fused step counts on the device.
+            counter_device = master.device if is_fused else torch.device("cpu")
             self._adamw.state[master] = {
-                "step": torch.tensor(0.0),
+                "step": torch.zeros((), dtype=torch.float32, device=counter_device),
                 "exp_avg": torch.zeros_like(master),
                 "exp_avg_sq": torch.zeros_like(master),
             }
@@ -75,7 +104,7 @@ class MasterAdamW:
         norm = global_norm(sums.values())
         if not math.isfinite(norm):
             return StepOutcome(grad_norm=norm, skipped=True)
-        scale = step.max_grad_norm / (norm + _CLIP_EPSILON)
+        scale = step.max_grad_norm / (norm + CLIP_EPSILON)
         if scale < 1.0:
             for gradient in sums.values():
                 gradient.mul_(scale)
@@ -93,22 +122,18 @@ class MasterAdamW:
         """The live state; copy it before the next step."""
         moments = {name: self._adamw.state[master] for name, master in self._masters.items()}
         return OptimizerState(
+            kind=OptimizerStates.FP32,
             weights={name: master.detach() for name, master in self._masters.items()},
             exp_avg={name: moment["exp_avg"] for name, moment in moments.items()},
             exp_avg_sq={name: moment["exp_avg_sq"] for name, moment in moments.items()},
+            exp_avg_scale={},
+            exp_avg_sq_scale={},
             num_steps=self._num_steps,
         )
 
     def load(self, state: OptimizerState) -> None:
         """Take over a state of the same names and shapes, by copy."""
-        live = self.state()
-        for mine, theirs in (
-            (live.weights, state.weights),
-            (live.exp_avg, state.exp_avg),
-            (live.exp_avg_sq, state.exp_avg_sq),
-        ):
-            for name, tensor in mine.items():
-                tensor.copy_(theirs[name])
+        self.state().copy_from(state)
         for master in self._masters.values():
             self._adamw.state[master]["step"].fill_(float(state.num_steps))
         self._num_steps = state.num_steps
@@ -126,7 +151,11 @@ class MasterAdamW:
 
 def global_norm(gradients: Iterable[Tensor]) -> float:
     """Euclidean norm over all elements of all tensors, accumulated in float64."""
-    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
+    norms = [
+        torch.linalg.vector_norm(chunk, dtype=torch.float64)
+        for gradient in gradients
+        for chunk in gradient.reshape(-1).split(_NORM_CHUNK)
+    ]
     return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 
 

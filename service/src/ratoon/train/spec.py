@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ratoon.model.spec import ModelSpec
-from ratoon.train.config import AdamWConfig
+from ratoon.train.config import AdamWConfig, OptimizerStates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,3 +25,5 @@ class TrainerSpec:
     # "cpu" or "cuda:N"; threads of torch on the CPU (part of the numerics fingerprint).
     device: str
     num_threads: int
+    # BF16_...: for models of bfloat16 alone.
+    optimizer_states: OptimizerStates = OptimizerStates.FP32

@@ -30,7 +30,7 @@ from ratoon.train.config import OldLogprobsKind
 from ratoon.train.gradients import GradientSums
 from ratoon.train.loss_spec import Loss, Normalisation, OptimStep
 from ratoon.train.numerics import configure_torch, numerics_fingerprint, peak_memory_bytes
-from ratoon.train.optimizer import MasterAdamW
+from ratoon.train.optimizer_choice import make_optimizer
 from ratoon.train.passes import (
     PassHooks,
     forward_backward_pass,
@@ -58,7 +58,7 @@ class ForwardArrays:
 
 
 class Trainer:
-    """Owns a policy's model, gradient window, master weights and moments.
+    """Owns a policy's model, gradient window and optimizer state.
 
     States: those of `GradientWindow`. `version` counts optimizer steps; the engine may rename it
     where a number was retired. Not thread-safe: one call at a time.
@@ -70,7 +70,9 @@ class Trainer:
         self.version = 0
         parameters = model.named_trainable()
         self._gradients = GradientSums(parameters)
-        self._optimizer = MasterAdamW(parameters, spec.optimizer)
+        self._optimizer = make_optimizer(
+            parameters, spec.optimizer, spec.optimizer_states, spec.model.seed
+        )
         self._window = GradientWindow()
         self._has_kl = False
         self._meter = UsageMeter(model)
@@ -258,7 +260,7 @@ class Trainer:
         self.version = loaded.version
 
     def export_state(self) -> Mapping[str, Tensor]:
-        """Master weights by parameter name, live, for `model.export.export_weights`."""
+        """Weights by name, masters where there are any, live, for `model.export.export_weights`."""
         return self._optimizer.state().weights
 
     def _step(self, step: OptimStep, base: StepReport) -> StepReport:

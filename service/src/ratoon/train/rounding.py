@@ -1,0 +1,101 @@
+"""Stochastic rounding to bfloat16 and to 8-bit codes, with random words that are a pure function.
+
+Enters float32 values and keyed random words, leaves one of the two representable neighbours of each
+value. Invariant: the mean over the words is the value; the words depend on keys and the element's
+index alone, not on device, chunk or the state of any generator.
+
+An 8-bit code is the top of a float32: the exponent's low bits and three bits of the fraction, of a
+value divided by its block's largest magnitude. Signed: a sign, and zero or 1.25 * 2**-16 ... 1.
+Positive: 1.125 * 2**-32 ... 1; what is smaller counts as the smallest, so that no root of a second
+moment is zero under a first moment that is not.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Elements that share one scale in an 8-bit tensor.
+BLOCK = 256
+
+_FRACTION_BITS = 20
+_FRACTION = (1 << _FRACTION_BITS) - 1
+# 1.0 has the largest code: its exponent is 127, of 8 codes each, less the top of the code 0.
+_SIGNED_BOTTOM = (127 << 3) - 127
+_POSITIVE_BOTTOM = (127 << 3) - 255
+# The floats of the smallest codes; of the signed ones that is 1, for 0 is zero.
+_SIGNED_FLOOR = 1.25 * 2.0**-16
+_POSITIVE_FLOOR = 1.125 * 2.0**-32
+# Smallest normal float32: devices differ in how they divide by what is below.
+_TINY = 2.0**-126
+
+
+def mix(words: Tensor) -> Tensor:
+    """A bijection of int32 in which every bit of the input moves half of those of the output.
+
+    The finaliser of MurmurHash3 (Appleby); int32 products wrap, and its shifts are logical ones.
+    """
+    words = (words ^ ((words >> 16) & 0xFFFF)) * -0x7A143595
+    words = (words ^ ((words >> 13) & 0x7FFFF)) * -0x3D4D51CB
+    return words ^ ((words >> 16) & 0xFFFF)
+
+
+def round_bf16(x: Tensor, words: Tensor) -> Tensor:
+    """`x` (float32, finite, below 2**127 in magnitude) as bfloat16, by the low 16 bits of `words`.
+
+    Away from zero with the probability of the fraction that is cut off; int32 words of x's shape.
+    """
+    bits = x.view(torch.int32) + (words & 0xFFFF)
+    return (bits & -0x10000).view(torch.float32).to(torch.bfloat16)
+
+
+def encode_signed(x: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes (uint8, shape of `x`) and block maxima (float32, [n / BLOCK]) of float32 [n]."""
+    y, scales = _scaled(x)
+    magnitude = y.abs()
+    draw = words & _FRACTION
+    code = ((magnitude.view(torch.int32) + draw) >> _FRACTION_BITS) - _SIGNED_BOTTOM
+    # Below the smallest code but zero the grid is zero and that one.
+    is_up = draw.to(torch.float32) < magnitude * ((1 << _FRACTION_BITS) / _SIGNED_FLOOR)
+    code = torch.where(magnitude < _SIGNED_FLOOR, is_up.to(torch.int32), code)
+    code = torch.where(y < 0, code + 128, code)
+    return code.to(torch.uint8).view(x.shape), scales
+
+
+def decode_signed(codes: Tensor, scales: Tensor) -> Tensor:
+    """The float32 values of `encode_signed`."""
+    code = codes.to(torch.int32)
+    magnitude = code & 127
+    y = ((magnitude + _SIGNED_BOTTOM) << _FRACTION_BITS).view(torch.float32)
+    y = torch.where(magnitude == 0, 0.0, y)
+    return _unscaled(torch.where(code >= 128, -y, y), scales)
+
+
+def encode_positive(x: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
+    """As `encode_signed`, of values >= 0."""
+    y, scales = _scaled(x)
+    y = y.clamp(min=_POSITIVE_FLOOR)
+    bits = y.view(torch.int32) + (words & _FRACTION)
+    code = (bits >> _FRACTION_BITS) - _POSITIVE_BOTTOM
+    return code.to(torch.uint8).view(x.shape), scales
+
+
+def decode_positive(codes: Tensor, scales: Tensor) -> Tensor:
+    """The float32 values of `encode_positive`."""
+    bits = (codes.to(torch.int32) + _POSITIVE_BOTTOM) << _FRACTION_BITS
+    return _unscaled(bits.view(torch.float32), scales)
+
+
+def _scaled(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`x` over its block's largest magnitude, flat, in [-1, 1]; a block below `_TINY` is zero."""
+    blocks = x.view(-1, BLOCK)
+    scales = blocks.abs().amax(dim=1)
+    is_zero = scales < _TINY
+    divisor = torch.where(is_zero, 1.0, scales)
+    # A division that is off by an ulp must not pass the largest code.
+    y = (blocks / divisor[:, None]).clamp(-1.0, 1.0)
+    return y.view(-1), torch.where(is_zero, 0.0, scales)
+
+
+def _unscaled(y: Tensor, scales: Tensor) -> Tensor:
+    return (y.view(-1, BLOCK) * scales[:, None]).view(-1)
