@@ -25,7 +25,7 @@ from ratoon.model import spec
 from ratoon.rollout import raw
 from ratoon.stream import manifest
 from ratoon.train import config
-from ratoon.train.report import PhaseSeconds, StepReport
+from ratoon.train.report import CanaryReport, PhaseSeconds, StepReport
 from ratoon_proto.v1 import (
     operation_pb2,
     policy_pb2,
@@ -147,6 +147,9 @@ def test_reports_have_the_fields_of_their_message() -> None:
     assert {field.name for field in fields(PhaseSeconds)} == set(
         training_pb2.PhaseSeconds.DESCRIPTOR.fields_by_name
     )
+    assert {field.name for field in fields(CanaryReport)} == set(
+        training_pb2.CanaryReport.DESCRIPTOR.fields_by_name
+    )
 
 
 def test_every_field_of_a_report_arrives() -> None:
@@ -156,6 +159,17 @@ def test_every_field_of_a_report_arrives() -> None:
         if kind == "PhaseSeconds":
             values[field.name] = PhaseSeconds(
                 plan=1.0, forward=2.0, backward=3.0, optimizer=4.0, publish=5.0
+            )
+        elif kind.startswith("CanaryReport"):
+            values[field.name] = CanaryReport(
+                sequence=3,
+                tokens=4,
+                logprob_max_difference=0.5,
+                logprob_mean_difference=0.25,
+                gradient_difference=0.125,
+                worst_parameter="w",
+                exceeds_limits=True,
+                seconds=2.0,
             )
         elif kind.startswith("tuple"):
             values[field.name] = ("a", "b")
@@ -167,6 +181,12 @@ def test_every_field_of_a_report_arrives() -> None:
     for name, value in values.items():
         if name == "seconds":
             assert (message.seconds.plan, message.seconds.publish) == (1.0, 5.0)
+        elif name == "canary":
+            for part in fields(CanaryReport):
+                if part.name == "worst_parameter_difference":
+                    assert not message.canary.HasField("worst_parameter_difference")
+                else:
+                    assert getattr(message.canary, part.name) == getattr(value, part.name)
         elif name == "warnings":
             assert list(message.warnings) == ["a", "b"]
         else:

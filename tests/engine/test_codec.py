@@ -32,7 +32,7 @@ from ratoon.train.config import (
     Staleness,
     StalenessAction,
 )
-from ratoon.train.report import PhaseSeconds, StepReport
+from ratoon.train.report import CanaryReport, PhaseSeconds, StepReport
 from tests.engine.harness import (
     DISCARD,
     SAVE,
@@ -53,7 +53,17 @@ LOSS = LossRequest(
     staleness=Staleness(max_versions=2, action=StalenessAction.DROP),
 )
 REPORT = StepReport(
-    ratio_max=math.inf, kl=0.25, seconds=PhaseSeconds(plan=0.5), warnings=("a", "b")
+    ratio_max=math.inf,
+    kl=0.25,
+    seconds=PhaseSeconds(plan=0.5),
+    warnings=("a", "b"),
+    canary=CanaryReport(
+        sequence=3,
+        tokens=4,
+        logprob_max_difference=math.inf,
+        logprob_mean_difference=0.5,
+        worst_parameter="w",
+    ),
 )
 
 

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import structlog
@@ -15,7 +16,7 @@ from ratoon.engine import telemetry
 from ratoon.engine.types import OperationKind, StepResult
 from ratoon.log import configure_logging, get_logger
 from ratoon.metrics import METRICS, MetricKind, MetricsTotals, PolicyGone
-from ratoon.train.report import PhaseSeconds, StepReport
+from ratoon.train.report import CanaryReport, PhaseSeconds, StepReport
 
 
 def series(totals: MetricsTotals) -> dict[str, float]:
@@ -89,6 +90,32 @@ def test_a_report_becomes_the_samples_of_its_numbers() -> None:
     assert 'ratoon_kl{policy_id="p"}' not in shown
     assert shown['ratoon_phase_seconds_sum{phase="forward"}'] == 1.5
     assert 'ratoon_phase_seconds_sum{phase="plan"}' not in shown
+
+
+def test_a_canary_becomes_gauges_and_a_count() -> None:
+    canary = CanaryReport(
+        sequence=3,
+        tokens=40,
+        logprob_max_difference=0.5,
+        logprob_mean_difference=0.25,
+        gradient_difference=None,
+        worst_parameter_difference=math.nan,
+        exceeds_limits=True,
+        seconds=2.0,
+    )
+    totals = MetricsTotals()
+    for kind in (OperationKind.UPDATE, OperationKind.FORWARD_BACKWARD, OperationKind.OPTIM_STEP):
+        for one in (canary, replace(canary, exceeds_limits=False), None):
+            result = StepResult(version=1, report=StepReport(canary=one))
+            totals.apply(telemetry.result("p", kind, result))
+    shown = series(totals)
+    assert shown['ratoon_canaries_total{outcome="exceeded"}'] == 2
+    assert shown['ratoon_canaries_total{outcome="within"}'] == 2
+    assert shown['ratoon_canary_logprob_max_difference{policy_id="p"}'] == 0.5
+    assert shown['ratoon_canary_logprob_mean_difference{policy_id="p"}'] == 0.25
+    assert 'ratoon_canary_gradient_difference_ratio{policy_id="p"}' not in shown
+    assert math.isnan(shown['ratoon_canary_worst_parameter_difference_ratio{policy_id="p"}'])
+    assert shown['ratoon_phase_seconds_sum{phase="canary"}'] == 8
 
 
 def test_new_totals_start_from_the_journal() -> None:

@@ -112,6 +112,31 @@ TOKEN_RATE = _gauge(
     "ratoon_tokens_per_second", "Replicated tokens a second, newest batch.", POLICY_LABEL
 )
 PEAK_MEMORY = _gauge("ratoon_peak_memory_bytes", "Most memory that a step has taken.", POLICY_LABEL)
+CANARIES = _counter(
+    "ratoon_canaries_total",
+    "Rollouts run packed and alone: within the limits of rounding, or exceeded.",
+    "outcome",
+)
+CANARY_LOGPROB_MAX = _gauge(
+    "ratoon_canary_logprob_max_difference",
+    "Largest log-prob difference in nats, packed against alone, newest canary.",
+    POLICY_LABEL,
+)
+CANARY_LOGPROB_MEAN = _gauge(
+    "ratoon_canary_logprob_mean_difference",
+    "Mean log-prob difference in nats, packed against alone, newest canary.",
+    POLICY_LABEL,
+)
+CANARY_GRADIENT = _gauge(
+    "ratoon_canary_gradient_difference_ratio",
+    "Relative gradient difference, packed against alone, newest canary.",
+    POLICY_LABEL,
+)
+CANARY_WORST_PARAMETER = _gauge(
+    "ratoon_canary_worst_parameter_difference_ratio",
+    "The same of the parameter where it is largest.",
+    POLICY_LABEL,
+)
 BACKEND = _gauge(
     "ratoon_backend_info", "The kernel backend in use: 1.", POLICY_LABEL, "op", "backend"
 )
@@ -138,6 +163,11 @@ METRICS: tuple[Metric, ...] = (
     REWARD_MEAN,
     TOKEN_RATE,
     PEAK_MEMORY,
+    CANARIES,
+    CANARY_LOGPROB_MAX,
+    CANARY_LOGPROB_MEAN,
+    CANARY_GRADIENT,
+    CANARY_WORST_PARAMETER,
     BACKEND,
 )
 

@@ -138,6 +138,21 @@ class PhaseSeconds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CanaryReport:
+    """One rollout, packed against alone; training.proto says what each field is."""
+
+    sequence: int
+    tokens: int
+    logprob_max_difference: float
+    logprob_mean_difference: float
+    gradient_difference: float | None = None
+    worst_parameter_difference: float | None = None
+    worst_parameter: str
+    exceeds_limits: bool
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """What one ForwardBackward, Update or OptimStep did; training.proto says what each field is."""
 
@@ -172,6 +187,7 @@ class StepReport:
     dropped_zero_variance: int
     skipped: bool
     warnings: tuple[str, ...]
+    canary: CanaryReport | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -595,6 +595,66 @@ class PhaseSeconds(_message.Message):
 Global___PhaseSeconds: _TypeAlias = PhaseSeconds  # noqa: Y015
 
 @_typing.final
+class CanaryReport(_message.Message):
+    """One rollout of the batch, packed with others against alone, at every worker.canary_every-th
+    version: what packing changes, which is rounding.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    LOGPROB_MAX_DIFFERENCE_FIELD_NUMBER: _builtins.int
+    LOGPROB_MEAN_DIFFERENCE_FIELD_NUMBER: _builtins.int
+    GRADIENT_DIFFERENCE_FIELD_NUMBER: _builtins.int
+    WORST_PARAMETER_DIFFERENCE_FIELD_NUMBER: _builtins.int
+    WORST_PARAMETER_FIELD_NUMBER: _builtins.int
+    EXCEEDS_LIMITS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    """Index of the rollout in request order, and its trained tokens."""
+    tokens: _builtins.int
+    logprob_max_difference: _builtins.float
+    """|log-prob packed - alone| over those tokens, in nats."""
+    logprob_mean_difference: _builtins.float
+    gradient_difference: _builtins.float
+    """||gradient packed - alone|| / ||alone|| of the rollout's loss, over all trained parameters and
+    of the worst one; absent where its loss has no gradient.
+    """
+    worst_parameter_difference: _builtins.float
+    worst_parameter: _builtins.str
+    exceeds_limits: _builtins.bool
+    """Some difference is beyond rounding; a warning says which."""
+    seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+        logprob_max_difference: _builtins.float = ...,
+        logprob_mean_difference: _builtins.float = ...,
+        gradient_difference: _builtins.float | None = ...,
+        worst_parameter_difference: _builtins.float | None = ...,
+        worst_parameter: _builtins.str = ...,
+        exceeds_limits: _builtins.bool = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_gradient_difference", b"_gradient_difference", "_worst_parameter_difference", b"_worst_parameter_difference", "gradient_difference", b"gradient_difference", "worst_parameter_difference", b"worst_parameter_difference"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gradient_difference", b"_gradient_difference", "_worst_parameter_difference", b"_worst_parameter_difference", "exceeds_limits", b"exceeds_limits", "gradient_difference", b"gradient_difference", "logprob_max_difference", b"logprob_max_difference", "logprob_mean_difference", b"logprob_mean_difference", "seconds", b"seconds", "sequence", b"sequence", "tokens", b"tokens", "worst_parameter", b"worst_parameter", "worst_parameter_difference", b"worst_parameter_difference"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__gradient_difference: _TypeAlias = _typing.Literal["gradient_difference"]  # noqa: Y015
+    _WhichOneofArgType__gradient_difference: _TypeAlias = _typing.Literal["_gradient_difference", b"_gradient_difference"]  # noqa: Y015
+    _WhichOneofReturnType__worst_parameter_difference: _TypeAlias = _typing.Literal["worst_parameter_difference"]  # noqa: Y015
+    _WhichOneofArgType__worst_parameter_difference: _TypeAlias = _typing.Literal["_worst_parameter_difference", b"_worst_parameter_difference"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gradient_difference) -> _WhichOneofReturnType__gradient_difference | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__worst_parameter_difference) -> _WhichOneofReturnType__worst_parameter_difference | None: ...
+
+Global___CanaryReport: _TypeAlias = CanaryReport  # noqa: Y015
+
+@_typing.final
 class StepReport(_message.Message):
     """What one ForwardBackward, Update or OptimStep did. Means are over what the loss counts."""
 
@@ -631,6 +691,7 @@ class StepReport(_message.Message):
     DROPPED_ZERO_VARIANCE_FIELD_NUMBER: _builtins.int
     SKIPPED_FIELD_NUMBER: _builtins.int
     WARNINGS_FIELD_NUMBER: _builtins.int
+    CANARY_FIELD_NUMBER: _builtins.int
     loss: _builtins.float
     policy_gradient_loss: _builtins.float
     kl: _builtins.float
@@ -673,6 +734,10 @@ class StepReport(_message.Message):
     def seconds(self) -> Global___PhaseSeconds: ...
     @_builtins.property
     def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def canary(self) -> Global___CanaryReport:
+        """Absent where no canary was due."""
+
     def __init__(
         self,
         *,
@@ -707,10 +772,11 @@ class StepReport(_message.Message):
         dropped_zero_variance: _builtins.int = ...,
         skipped: _builtins.bool = ...,
         warnings: _abc.Iterable[_builtins.str] | None = ...,
+        canary: Global___CanaryReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_grad_norm", b"_grad_norm", "_hardware_mfu", b"_hardware_mfu", "_kl", b"_kl", "_logical_mfu", b"_logical_mfu", "_reward_mean", b"_reward_mean", "_sampler_gap_max", b"_sampler_gap_max", "_sampler_kl", b"_sampler_kl", "_staleness_max", b"_staleness_max", "_staleness_mean", b"_staleness_mean", "grad_norm", b"grad_norm", "hardware_mfu", b"hardware_mfu", "kl", b"kl", "logical_mfu", b"logical_mfu", "reward_mean", b"reward_mean", "sampler_gap_max", b"sampler_gap_max", "sampler_kl", b"sampler_kl", "seconds", b"seconds", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_grad_norm", b"_grad_norm", "_hardware_mfu", b"_hardware_mfu", "_kl", b"_kl", "_logical_mfu", b"_logical_mfu", "_reward_mean", b"_reward_mean", "_sampler_gap_max", b"_sampler_gap_max", "_sampler_kl", b"_sampler_kl", "_staleness_max", b"_staleness_max", "_staleness_mean", b"_staleness_mean", "canary", b"canary", "grad_norm", b"grad_norm", "hardware_mfu", b"hardware_mfu", "kl", b"kl", "logical_mfu", b"logical_mfu", "reward_mean", b"reward_mean", "sampler_gap_max", b"sampler_gap_max", "sampler_kl", b"sampler_kl", "seconds", b"seconds", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grad_norm", b"_grad_norm", "_hardware_mfu", b"_hardware_mfu", "_kl", b"_kl", "_logical_mfu", b"_logical_mfu", "_reward_mean", b"_reward_mean", "_sampler_gap_max", b"_sampler_gap_max", "_sampler_kl", b"_sampler_kl", "_staleness_max", b"_staleness_max", "_staleness_mean", b"_staleness_mean", "attention_pair_reduction", b"attention_pair_reduction", "clip_fraction_high", b"clip_fraction_high", "clip_fraction_low", b"clip_fraction_low", "dropped_stale", b"dropped_stale", "dropped_truncated", b"dropped_truncated", "dropped_zero_variance", b"dropped_zero_variance", "entropy", b"entropy", "grad_norm", b"grad_norm", "hardware_mfu", b"hardware_mfu", "kl", b"kl", "logical_mfu", b"logical_mfu", "loss", b"loss", "num_groups", b"num_groups", "num_micro_batches", b"num_micro_batches", "num_sequences", b"num_sequences", "packed_tokens", b"packed_tokens", "peak_memory_bytes", b"peak_memory_bytes", "policy_gradient_loss", b"policy_gradient_loss", "ratio_max", b"ratio_max", "replicated_tokens", b"replicated_tokens", "reward_mean", b"reward_mean", "sampler_gap_max", b"sampler_gap_max", "sampler_kl", b"sampler_kl", "seconds", b"seconds", "skipped", b"skipped", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "token_reduction", b"token_reduction", "tokens_per_second", b"tokens_per_second", "trained_tokens", b"trained_tokens", "warnings", b"warnings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grad_norm", b"_grad_norm", "_hardware_mfu", b"_hardware_mfu", "_kl", b"_kl", "_logical_mfu", b"_logical_mfu", "_reward_mean", b"_reward_mean", "_sampler_gap_max", b"_sampler_gap_max", "_sampler_kl", b"_sampler_kl", "_staleness_max", b"_staleness_max", "_staleness_mean", b"_staleness_mean", "attention_pair_reduction", b"attention_pair_reduction", "canary", b"canary", "clip_fraction_high", b"clip_fraction_high", "clip_fraction_low", b"clip_fraction_low", "dropped_stale", b"dropped_stale", "dropped_truncated", b"dropped_truncated", "dropped_zero_variance", b"dropped_zero_variance", "entropy", b"entropy", "grad_norm", b"grad_norm", "hardware_mfu", b"hardware_mfu", "kl", b"kl", "logical_mfu", b"logical_mfu", "loss", b"loss", "num_groups", b"num_groups", "num_micro_batches", b"num_micro_batches", "num_sequences", b"num_sequences", "packed_tokens", b"packed_tokens", "peak_memory_bytes", b"peak_memory_bytes", "policy_gradient_loss", b"policy_gradient_loss", "ratio_max", b"ratio_max", "replicated_tokens", b"replicated_tokens", "reward_mean", b"reward_mean", "sampler_gap_max", b"sampler_gap_max", "sampler_kl", b"sampler_kl", "seconds", b"seconds", "skipped", b"skipped", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "token_reduction", b"token_reduction", "tokens_per_second", b"tokens_per_second", "trained_tokens", b"trained_tokens", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__grad_norm: _TypeAlias = _typing.Literal["grad_norm"]  # noqa: Y015
     _WhichOneofArgType__grad_norm: _TypeAlias = _typing.Literal["_grad_norm", b"_grad_norm"]  # noqa: Y015

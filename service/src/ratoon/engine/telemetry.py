@@ -20,7 +20,7 @@ from ratoon.engine.types import (
 )
 from ratoon.metrics import Change, Metric
 from ratoon.model.spec import ModelInfo
-from ratoon.train.report import PhaseSeconds, StepReport
+from ratoon.train.report import CanaryReport, PhaseSeconds, StepReport
 
 
 def entered(record: OperationRecord, state: JournalState) -> list[Change]:
@@ -65,7 +65,7 @@ def result(policy_id: str, kind: OperationKind, result: OperationResult) -> list
         case StepResult(report=report):
             changes = _seconds(report.seconds)
             if kind in (OperationKind.UPDATE, OperationKind.FORWARD_BACKWARD):
-                changes += _batch(policy_id, report)
+                changes += _batch(policy_id, report) + _canary(policy_id, report.canary)
             if kind in (OperationKind.UPDATE, OperationKind.OPTIM_STEP):
                 changes += _step(policy_id, report)
             return changes
@@ -94,6 +94,22 @@ def _batch(policy_id: str, report: StepReport) -> list[Change]:
             (metrics.REWARD_MEAN, report.reward_mean),
             (metrics.TOKEN_RATE, report.tokens_per_second),
             (metrics.PEAK_MEMORY, report.peak_memory_bytes),
+        ),
+    ]
+
+
+def _canary(policy_id: str, canary: CanaryReport | None) -> list[Change]:
+    if canary is None:
+        return []
+    return [
+        metrics.CANARIES.sample(1, "exceeded" if canary.exceeds_limits else "within"),
+        metrics.PHASE_SECONDS.sample(canary.seconds, "canary"),
+        *_gauges(
+            policy_id,
+            (metrics.CANARY_LOGPROB_MAX, canary.logprob_max_difference),
+            (metrics.CANARY_LOGPROB_MEAN, canary.logprob_mean_difference),
+            (metrics.CANARY_GRADIENT, canary.gradient_difference),
+            (metrics.CANARY_WORST_PARAMETER, canary.worst_parameter_difference),
         ),
     ]
 

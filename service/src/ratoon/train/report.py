@@ -18,6 +18,24 @@ class PhaseSeconds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CanaryReport:
+    """One rollout of the batch, packed against alone; field for field `ratoon.v1.CanaryReport`."""
+
+    # Index of the rollout in request order, and its trained tokens.
+    sequence: int
+    tokens: int
+    # |log-prob packed - alone| over those tokens, in nats.
+    logprob_max_difference: float
+    logprob_mean_difference: float
+    # rel-L2 over all trained parameters and of the worst tensor; None: the loss has no gradient.
+    gradient_difference: float | None = None
+    worst_parameter_difference: float | None = None
+    worst_parameter: str = ""
+    exceeds_limits: bool = False
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """Field for field `ratoon.v1.StepReport`; see the .proto for the meaning of each."""
 
@@ -52,3 +70,4 @@ class StepReport:
     dropped_zero_variance: int = 0
     skipped: bool = False
     warnings: tuple[str, ...] = ()
+    canary: CanaryReport | None = None

@@ -12,6 +12,7 @@ import numpy as np
 
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
+from ratoon.train.canary import CanaryOutcome
 from ratoon.train.config import DivideBy
 from ratoon.train.loss.sums import LossSums
 from ratoon.train.loss_spec import ConstantDivisor, CounterDivisor
@@ -50,6 +51,12 @@ def forward_backward_report(
         dropped_zero_variance=selection.dropped_zero_variance,
         warnings=prepared.warnings,
     )
+
+
+def with_canary(report: StepReport, outcome: CanaryOutcome) -> StepReport:
+    """`report` with what the canary saw."""
+    warnings = (*report.warnings, *outcome.warnings)
+    return replace(report, canary=outcome.report, warnings=warnings)
 
 
 def step_report(

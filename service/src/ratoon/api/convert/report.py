@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from ratoon.train.report import PhaseSeconds, StepReport
+from google.protobuf.message import Message
+
+from ratoon.train.report import CanaryReport, PhaseSeconds, StepReport
 from ratoon_proto.v1 import training_pb2 as wire
 
 
@@ -16,11 +18,17 @@ def report_message(report: StepReport) -> wire.StepReport:
     message = wire.StepReport()
     for field in fields(StepReport):
         value = getattr(report, field.name)
-        if isinstance(value, PhaseSeconds):
-            for phase in fields(PhaseSeconds):
-                setattr(message.seconds, phase.name, getattr(value, phase.name))
+        if isinstance(value, PhaseSeconds | CanaryReport):
+            _set_fields(getattr(message, field.name), value)
         elif isinstance(value, tuple):
             message.warnings.extend(report.warnings)
         elif value is not None:
             setattr(message, field.name, value)
     return message
+
+
+def _set_fields(message: Message, part: PhaseSeconds | CanaryReport) -> None:
+    for field in fields(part):
+        value = getattr(part, field.name)
+        if value is not None:
+            setattr(message, field.name, value)

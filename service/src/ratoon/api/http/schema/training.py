@@ -91,6 +91,18 @@ class PhaseSeconds(WireModel):
     publish: float
 
 
+class CanaryReport(WireModel):
+    sequence: int
+    tokens: int
+    logprob_max_difference: float | None
+    logprob_mean_difference: float | None
+    gradient_difference: float | None
+    worst_parameter_difference: float | None
+    worst_parameter: str
+    exceeds_limits: bool
+    seconds: float
+
+
 class StepReport(WireModel):
     loss: float | None
     policy_gradient_loss: float | None
@@ -123,6 +135,7 @@ class StepReport(WireModel):
     dropped_zero_variance: int
     skipped: bool
     warnings: list[str]
+    canary: CanaryReport | None
 
 
 class ForwardOutput(WireModel):

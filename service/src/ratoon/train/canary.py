@@ -1,0 +1,247 @@
+"""Whether packing changes anything, looked at while training: one rollout packed and alone.
+
+Enters a prepared forward-backward while the gradient window is empty, leaves how far the two are
+apart. Invariant: weights, moments, window and random numbers are the same bits after it as before,
+and which rollout is taken is a function of policy seed, version and batch, so that replay takes it
+again.
+
+Both runs go through the update's own passes, with the loss terms of the one rollout: as a part of
+its micro-batch of the plan, and as the only sequence of another. The gradient of the one is negated
+in the window's own sums and that of the other added, so that no gradient is ever held twice.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+
+from ratoon.model.policy_model import PolicyModel
+from ratoon.model.spec import ModelDtype
+from ratoon.rollout.packed import MicroBatch, UpdatePlan
+from ratoon.rollout.plan import make_plan
+from ratoon.rollout.selection import trained_lengths
+from ratoon.train.gradients import GradientSums
+from ratoon.train.passes import PassHooks, forward_backward_pass, forward_pass, no_progress
+from ratoon.train.prepare import Prepared
+from ratoon.train.report import CanaryReport
+
+# Share of the whole gradient's norm below which a tensor's own norm is no measure of its error.
+_NORM_FLOOR = 1e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanaryLimits:
+    """Differences above which the report warns; log-probs in nats, gradients as rel-L2."""
+
+    logprob_max: float
+    logprob_mean: float
+    gradient: float
+    worst_parameter: float
+
+
+# docs/traps.md says what healthy runs measure and why the limits are where they are.
+LIMITS: Mapping[ModelDtype, CanaryLimits] = MappingProxyType(
+    {
+        ModelDtype.FLOAT64: CanaryLimits(
+            logprob_max=1e-9, logprob_mean=1e-9, gradient=1e-9, worst_parameter=1e-9
+        ),
+        ModelDtype.FLOAT32: CanaryLimits(
+            logprob_max=1e-3, logprob_mean=1e-4, gradient=1e-3, worst_parameter=1e-2
+        ),
+        ModelDtype.BFLOAT16: CanaryLimits(
+            logprob_max=1.0, logprob_mean=0.05, gradient=0.25, worst_parameter=0.5
+        ),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanaryOutcome:
+    """`report` None: there was nothing to compare, or no memory to do it in."""
+
+    report: CanaryReport | None
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Runs:
+    """One rollout's terms, to be run in its micro-batch and alone."""
+
+    packed: Prepared
+    alone: Prepared
+
+
+def is_due(version: int, every: int) -> bool:
+    """Whether a forward-backward on `version` has a canary; `every` 0: none ever has."""
+    return every > 0 and version % every == 0
+
+
+def run_canary(
+    model: PolicyModel,
+    gradients: GradientSums,
+    prepared: Prepared,
+    forward_logprobs_J: NDArray[np.floating] | None,
+    *,
+    version: int,
+    is_cancelled: Callable[[], bool],
+) -> CanaryOutcome:
+    """Compare one rollout of `prepared`, packed against alone. `gradients` must be empty.
+
+    `forward_logprobs_J` as for `forward_backward_pass`. It takes the time of two forwards and one
+    backward of the micro-batch and of the rollout; no memory beyond what the micro-batch takes
+    anyway. Raises `RatoonError` CANCELLED; whatever it raises, `gradients` is empty again.
+    """
+    started = time.perf_counter()
+    sequence = sample_rollout(prepared, model.spec.seed, version)
+    if sequence is None:
+        return CanaryOutcome(report=None, warnings=())
+    runs = _runs(prepared, sequence)
+    hooks = PassHooks(on_progress=no_progress, is_cancelled=is_cancelled)
+    try:
+        gap = _logprob_gap(model, runs, hooks)
+        report = CanaryReport(
+            sequence=sequence,
+            tokens=len(gap),
+            logprob_max_difference=float(gap.max()),
+            logprob_mean_difference=float(gap.mean()),
+        )
+        report = _with_gradients(report, model, gradients, runs, forward_logprobs_J, hooks)
+    except torch.OutOfMemoryError:
+        text = f"the canary of version {version} did not run: out of device memory"
+        return CanaryOutcome(report=None, warnings=(text,))
+    finally:
+        gradients.clear()
+    exceeded = _exceeded(report, model)
+    report = replace(report, exceeds_limits=bool(exceeded), seconds=time.perf_counter() - started)
+    warnings = (_warning(report, exceeded),) if exceeded else ()
+    return CanaryOutcome(report=report, warnings=warnings)
+
+
+def sample_rollout(prepared: Prepared, seed: int, version: int) -> int | None:
+    """A rollout that counts and is packed with others; None where there is none.
+
+    One whose advantage is not zero, if any is such: without it most losses have no gradient.
+    """
+    columns, batch = prepared.columns, prepared.batch
+    is_shared_S = np.zeros(batch.num_sequences, np.bool_)
+    for micro_batch in prepared.plan.micro_batches:
+        is_shared_S[list(micro_batch.sequences)] = len(micro_batch.sequences) > 1
+    for mask_J in (columns.counted_J & (columns.advantage_J != 0), columns.counted_J):
+        candidates = np.flatnonzero(is_shared_S & (trained_lengths(batch, mask_J) > 0))
+        if len(candidates):
+            draw = xxhash.xxh3_64_intdigest(f"{seed}/canary/{version}".encode())
+            return int(candidates[draw % len(candidates)])
+    return None
+
+
+def _runs(prepared: Prepared, sequence: int) -> _Runs:
+    batch, plan = prepared.batch, prepared.plan
+    is_it_S = np.arange(batch.num_sequences) == sequence
+    is_its_J = np.repeat(is_it_S, np.diff(batch.response_offsets))
+    trained_J = prepared.columns.trained_J & is_its_J
+    counted_J = prepared.columns.counted_J & is_its_J
+    of_it = replace(
+        prepared,
+        # A forward alone takes its terms from the batch.
+        batch=replace(batch, loss_mask=trained_J),
+        columns=replace(prepared.columns, trained_J=trained_J, counted_J=counted_J),
+    )
+    packed = replace(plan, micro_batches=(_micro_batch_of(plan, sequence),))
+    alone = make_plan(batch, prepared.prefixes, is_it_S, plan.micro_batch_tokens)
+    return _Runs(packed=replace(of_it, plan=packed), alone=replace(of_it, plan=alone))
+
+
+def _micro_batch_of(plan: UpdatePlan, sequence: int) -> MicroBatch:
+    return next(part for part in plan.micro_batches if sequence in part.sequences)
+
+
+def _logprob_gap(model: PolicyModel, runs: _Runs, hooks: PassHooks) -> NDArray[np.float64]:
+    """|packed - alone| of each trained token of the rollout."""
+    packed_J, alone_J = (
+        forward_pass(model, run.batch, run.prefixes, run.plan, hooks).logprob_J.astype(np.float64)
+        for run in (runs.packed, runs.alone)
+    )
+    return np.abs(packed_J - alone_J)[runs.packed.columns.trained_J]
+
+
+def _with_gradients(
+    report: CanaryReport,
+    model: PolicyModel,
+    gradients: GradientSums,
+    runs: _Runs,
+    forward_logprobs_J: NDArray[np.floating] | None,
+    hooks: PassHooks,
+) -> CanaryReport:
+    """`report` with the gradients' differences, relative to the gradient of the rollout alone."""
+    forward_backward_pass(model, runs.alone, forward_logprobs_J, hooks)
+    norms = _norms(gradients)
+    total = math.hypot(*norms.values())
+    for tensor in gradients.sums().values():
+        tensor.neg_()
+    forward_backward_pass(model, runs.packed, forward_logprobs_J, hooks)
+    gaps = _norms(gradients)
+    total_gap = math.hypot(*gaps.values())
+    if total == 0 and total_gap == 0:
+        return report
+    errors = {
+        name: _relative(gap, max(norms[name], _NORM_FLOOR * total)) for name, gap in gaps.items()
+    }
+    # A difference that is not a number is the worst there is.
+    worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
+    return replace(
+        report,
+        gradient_difference=_relative(total_gap, total),
+        worst_parameter_difference=errors[worst],
+        worst_parameter=worst,
+    )
+
+
+def _norms(gradients: GradientSums) -> dict[str, float]:
+    """L2 norm of each sum, by name; one wait for the device."""
+    sums = gradients.sums()
+    norms = torch.stack([torch.linalg.vector_norm(tensor) for tensor in sums.values()])
+    return dict(zip(sums, norms.tolist(), strict=True))
+
+
+def _relative(gap: float, scale: float) -> float:
+    if gap == 0:
+        return 0.0
+    return gap / scale if scale else math.inf
+
+
+def _exceeded(report: CanaryReport, model: PolicyModel) -> list[str]:
+    """What is over its limit, in words.
+
+    Rounding may send a token to other experts than alone, which no limit tells from a fault: a
+    model with experts has one in float64 only.
+    """
+    dtype = model.spec.dtype
+    has_experts = bool(getattr(model.config, "num_experts", None))
+    if has_experts and dtype is not ModelDtype.FLOAT64:
+        return []
+    limits = LIMITS[dtype]
+    measured = [
+        ("largest log-prob difference", report.logprob_max_difference, limits.logprob_max),
+        ("mean log-prob difference", report.logprob_mean_difference, limits.logprob_mean),
+        ("gradient difference", report.gradient_difference, limits.gradient),
+        (report.worst_parameter, report.worst_parameter_difference, limits.worst_parameter),
+    ]
+    return [
+        f"{name} {value:.3g} > {limit:g}"
+        for name, value, limit in measured
+        if value is not None and not value <= limit
+    ]
+
+
+def _warning(report: CanaryReport, exceeded: list[str]) -> str:
+    return (
+        f"canary: rollout {report.sequence} packed is not what it is alone: {', '.join(exceeded)}"
+    )

@@ -1,0 +1,352 @@
+"""The canary: silent where packing is right, loud where it is not, and nowhere to be felt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ratoon.errors import RatoonError
+from ratoon.model.spec import FolderBase, FullTuning, LoraTuning, ModelDtype, PresetBase
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.train import canary, passes
+from ratoon.train.canary import LIMITS, sample_rollout
+from ratoon.train.config import KlConfig, KlKind, LossKind, ReferenceKind, SharedTokens
+from ratoon.train.device import run_model, to_device
+from ratoon.train.report import CanaryReport, StepReport
+from ratoon.train.trainer import Trainer
+from ratoon.train.window import WindowState
+from tests.tiny_models import write_folder
+from tests.train.test_theorem_mutations import _mask_off_by_one, _packed_index_as_position
+from tests.train.trainer_runs import (
+    assert_equal,
+    gradients_of,
+    make_batch,
+    make_loss,
+    make_step,
+    make_trainer,
+    weights_of,
+)
+
+Patch = pytest.MonkeyPatch
+KL = KlConfig(kind=KlKind.K3, coefficient=0.3, reference=ReferenceKind.GIVEN)
+EVERY_DTYPE = (ModelDtype.FLOAT64, ModelDtype.FLOAT32, ModelDtype.BFLOAT16)
+
+
+def watched(base: Any, *, every: int = 1, **options: Any) -> Trainer:
+    """A trainer with a canary at every `every`th version."""
+    trainer = make_trainer(base, **options)
+    trainer.spec = replace(trainer.spec, canary_every=every)
+    return trainer
+
+
+def run(trainer: Trainer, batch: RolloutBatch, kind: LossKind, **changes: Any) -> StepReport:
+    """One forward-backward whose gradients are let go."""
+    loss = make_loss(batch, kind, **changes)
+    report = trainer.forward_backward(batch, loss, trainer.prepare(batch, loss).plan)
+    trainer.discard_gradients()
+    return report
+
+
+def canary_of(report: StepReport) -> CanaryReport:
+    assert report.canary is not None
+    return report.canary
+
+
+def alarms(report: StepReport) -> list[str]:
+    return [warning for warning in report.warnings if warning.startswith("canary")]
+
+
+@pytest.mark.parametrize("dtype", EVERY_DTYPE)
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen2"])
+def test_healthy_runs_are_below_the_limits(
+    tmp_path: Path, architecture: str, dtype: ModelDtype
+) -> None:
+    base = FolderBase(folder=str(write_folder(tmp_path / "model", architecture)))
+    trainer = watched(base, dtype=dtype, tokens=200)
+    kinds = (LossKind.GRPO, LossKind.REINFORCE, LossKind.GSPO, LossKind.CISPO)
+    worst = 0.0
+    for version in range(8):
+        trainer.version = version
+        batch = make_batch(version, max_response=10 + 5 * version)
+        report = run(trainer, batch, kinds[version % 4], kl=KL if version % 2 else None)
+        found = canary_of(report)
+        assert not alarms(report)
+        assert not found.exceeds_limits
+        assert found.seconds > 0
+        assert found.gradient_difference is not None
+        worst = max(worst, found.gradient_difference)
+    # The two runs round differently somewhere: a canary that compared a run with itself would not.
+    assert worst > 0
+
+
+def test_the_presets_are_below_the_limits() -> None:
+    for dtype in EVERY_DTYPE:
+        trainer = watched(PresetBase(name="tiny"), dtype=dtype, tokens=400)
+        report = run(trainer, make_batch(3, max_prompt=40, max_response=40), LossKind.GRPO)
+        assert canary_of(report).tokens > 0
+        assert not alarms(report)
+
+
+def _first_tokens_lost(patch: Patch) -> None:
+    """The first token of every node of a forest is another: a gather that is off by one."""
+
+    def lossy(packed: Any, device: torch.device) -> Any:
+        batch = to_device(packed, device)
+        if len(packed.forest.sequences) == 1:
+            return batch
+        tokens_T = batch.tokens_T.clone()
+        tokens_T[packed.forest.node_start] = 0
+        return replace(batch, tokens_T=tokens_T)
+
+    patch.setattr(passes, "to_device", lossy)
+
+
+@pytest.mark.parametrize("dtype", EVERY_DTYPE)
+@pytest.mark.parametrize(
+    "mutate", [_mask_off_by_one, _packed_index_as_position, _first_tokens_lost]
+)
+def test_a_planted_fault_is_seen(
+    base: FolderBase, monkeypatch: Patch, dtype: ModelDtype, mutate: Callable[[Patch], None]
+) -> None:
+    """Not every rollout feels every fault (the first leaf is where it would be alone): of eight
+    canaries some do, by log-probs and by gradients."""
+    trainer = watched(base, dtype=dtype, tokens=1000)
+    mutate(monkeypatch)
+    found: list[CanaryReport] = []
+    for version in range(8):
+        trainer.version = version
+        report = run(trainer, make_batch(50), LossKind.GRPO)
+        found.append(canary_of(report))
+        assert bool(alarms(report)) == found[-1].exceeds_limits
+    loud = [one for one in found if one.exceeds_limits]
+    assert len(loud) >= 3
+    limits = LIMITS[dtype]
+    assert max(one.logprob_mean_difference for one in loud) > limits.logprob_mean
+    assert max(one.gradient_difference or 0.0 for one in loud) > limits.gradient
+
+
+def test_a_fault_of_the_backward_alone_is_seen(base: FolderBase, monkeypatch: Patch) -> None:
+    """Log-probs are right and one gradient is not: only the canary's gradient tells."""
+    trainer = watched(base, dtype=ModelDtype.FLOAT32, tokens=1000)
+
+    def scaled(model: Any, batch: Any) -> Any:
+        outputs = run_model(model, batch)
+        if torch.is_grad_enabled() and len(batch.tokens_T) > 40:
+            outputs.logprob_M.register_hook(lambda grad: grad * 1.01)
+        return outputs
+
+    monkeypatch.setattr(passes, "run_model", scaled)
+    report = run(trainer, make_batch(50), LossKind.GRPO)
+    found = canary_of(report)
+    assert found.logprob_max_difference <= LIMITS[ModelDtype.FLOAT32].logprob_max
+    assert found.gradient_difference == pytest.approx(0.01, rel=1e-3)
+    assert found.worst_parameter in trainer.model.named_trainable()
+    (alarm,) = alarms(report)
+    assert "gradient difference 0.01 > 0.001" in alarm
+    assert f"rollout {found.sequence} " in alarm
+
+
+def test_the_gradient_is_that_of_the_rollout_alone(base: FolderBase) -> None:
+    """The denominator is the loss gradient of the sampled rollout and of no other: a batch in which
+    all others have no advantage gives the same one."""
+    trainer = watched(base, every=0)
+    batch = make_batch(8)
+    loss = make_loss(batch, LossKind.REINFORCE)
+    prepared = trainer.prepare(batch, loss)
+    sequence = sample_rollout(prepared, trainer.spec.model.seed, 0)
+    assert sequence is not None
+    assert batch.advantages is not None
+    norms: list[float] = []
+    original = canary._norms
+
+    def recorded(gradients: Any) -> dict[str, float]:
+        found = original(gradients)
+        norms.append(float(np.linalg.norm(list(found.values()))))
+        return found
+
+    start, stop = batch.response_offsets[sequence : sequence + 2]
+    only = np.zeros_like(batch.advantages)
+    only[start:stop] = batch.advantages[start:stop]
+    alone = replace(batch, advantages=only)
+    trainer.forward_backward(alone, loss, prepared.plan)
+    expected = float(np.linalg.norm([float(g.norm()) for g in gradients_of(trainer).values()]))
+    trainer.discard_gradients()
+    trainer.spec = replace(trainer.spec, canary_every=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(canary, "_norms", recorded)
+        found = canary_of(run(trainer, batch, LossKind.REINFORCE))
+    assert found.sequence == sequence
+    assert found.tokens == int(batch.loss_mask[start:stop].sum())
+    assert norms[0] == pytest.approx(expected, rel=1e-9)
+    assert norms[1] <= 1e-9 * expected
+
+
+def _three_updates(base: FolderBase, every: int, **options: Any) -> tuple[Trainer, list[Any]]:
+    trainer = watched(base, every=every, **options)
+    seen: list[Any] = []
+    for seed in range(3):
+        batch = make_batch(seed)
+        loss = make_loss(batch)
+        plan = trainer.prepare(batch, loss).plan
+        torch.manual_seed(seed)
+        np.random.seed(seed)  # noqa: NPY002
+        report = trainer.forward_backward(batch, loss, plan)
+        window = (trainer.window_state, trainer._window.counters, trainer._window.sums)
+        sums = {name: tensor.clone() for name, tensor in trainer._gradients.sums().items()}
+        drawn = (torch.rand(3), np.random.rand(3).tolist())  # noqa: NPY002
+        trainer.optim_step(make_step(trainer, loss))
+        seen.append((report, window, sums, drawn))
+    return trainer, seen
+
+
+@pytest.mark.parametrize("dtype", EVERY_DTYPE)
+@pytest.mark.parametrize("tuning", [FullTuning(), LoraTuning(rank=2, alpha=4.0)])
+def test_everything_else_has_the_same_bits(
+    base: FolderBase, tmp_path: Path, dtype: ModelDtype, tuning: FullTuning | LoraTuning
+) -> None:
+    with_it, seen = _three_updates(base, 1, dtype=dtype, tuning=tuning)
+    without, expected = _three_updates(base, 0, dtype=dtype, tuning=tuning)
+    assert all(canary_of(report).tokens > 0 for report, *_ in seen)
+    assert all(report.canary is None for report, *_ in expected)
+    for (report, window, sums, drawn), (plain, window_, sums_, drawn_) in zip(
+        seen, expected, strict=True
+    ):
+        assert window == window_
+        assert window[0] is WindowState.OPEN
+        assert_equal(sums, sums_)
+        assert torch.equal(drawn[0], drawn_[0])
+        assert drawn[1] == drawn_[1]
+        assert (report.loss, report.entropy) == (plain.loss, plain.entropy)
+    assert with_it.version == without.version == 3
+    assert_equal(weights_of(with_it), weights_of(without))
+    saved = [
+        _checkpoint(trainer, tmp_path / name) for trainer, name in ((with_it, "1"), (without, "0"))
+    ]
+    assert saved[0] == saved[1]
+
+
+def _checkpoint(trainer: Trainer, folder: Path) -> dict[str, bytes]:
+    """Weights, moments and version, as they are written."""
+    trainer.save_checkpoint(folder)
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_it_comes_every_k_versions_and_once_a_window(base: FolderBase) -> None:
+    trainer = watched(base, every=3)
+    batch = make_batch(1)
+    loss = make_loss(batch)
+    plan = trainer.prepare(batch, loss).plan
+    seen = [trainer.update(batch, loss, make_step(trainer, loss), plan).canary for _ in range(7)]
+    assert [one is not None for one in seen] == [True, False, False, True, False, False, True]
+    trainer.version = 9
+    first = trainer.forward_backward(batch, loss, plan)
+    second = trainer.forward_backward(batch, loss, plan)
+    assert first.canary is not None
+    assert second.canary is None
+
+
+def test_the_same_version_samples_the_same_rollout(base: FolderBase) -> None:
+    trainer = watched(base, every=0)
+    batch = make_batch(2)
+    prepared = trainer.prepare(batch, make_loss(batch))
+    drawn = [sample_rollout(prepared, 7, version) for version in range(40)]
+    assert drawn == [sample_rollout(prepared, 7, version) for version in range(40)]
+    assert drawn != [sample_rollout(prepared, 8, version) for version in range(40)]
+    counted = prepared.columns.counted_J
+    offsets = batch.response_offsets
+    for sequence in set(drawn):
+        assert sequence is not None
+        assert counted[offsets[sequence] : offsets[sequence + 1]].any()
+        (own,) = [part for part in prepared.plan.micro_batches if sequence in part.sequences]
+        assert len(own.sequences) > 1
+    assert len(set(drawn)) > 4
+
+
+def test_a_rollout_with_an_advantage_is_preferred(base: FolderBase) -> None:
+    batch = make_batch(2)
+    assert batch.advantages is not None
+    start, stop = batch.response_offsets[3:5]
+    only = np.zeros_like(batch.advantages)
+    only[start:stop] = 1.0
+    trainer = watched(base, tokens=1000)
+    for version in range(4):
+        trainer.version = version
+        found = canary_of(run(trainer, replace(batch, advantages=only), LossKind.GRPO))
+        assert found.sequence == 3
+    nothing = replace(batch, advantages=np.zeros_like(only))
+    found = canary_of(run(trainer, nothing, LossKind.GRPO))
+    assert found.gradient_difference is None
+    assert found.worst_parameter_difference is None
+
+
+def test_where_every_rollout_runs_alone_there_is_none(base: FolderBase) -> None:
+    report = run(watched(base), make_batch(2, kinds=("single",), num_groups=1), LossKind.GRPO)
+    assert report.canary is None
+    assert not alarms(report)
+
+
+def test_tokens_counted_once_stay_with_their_owner(base: FolderBase) -> None:
+    trainer = watched(base, tokens=1000)
+    for version in range(4):
+        trainer.version = version
+        report = run(trainer, make_batch(4), LossKind.GRPO, shared_tokens=SharedTokens.ONCE)
+        assert canary_of(report).gradient_difference is not None
+        assert not alarms(report)
+
+
+def test_too_little_memory_is_a_warning(base: FolderBase, monkeypatch: Patch) -> None:
+    trainer = watched(base)
+    plain = watched(base, every=0)
+    calls: list[int] = []
+
+    def starved(*args: Any) -> Any:
+        calls.append(1)
+        totals = passes.forward_backward_pass(*args)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("no memory")
+        return totals
+
+    monkeypatch.setattr(canary, "forward_backward_pass", starved)
+    batch = make_batch(5)
+    loss = make_loss(batch)
+    plan = trainer.prepare(batch, loss).plan
+    report = trainer.forward_backward(batch, loss, plan)
+    assert report.canary is None
+    assert "the canary of version 0 did not run: out of device memory" in report.warnings
+    assert len(calls) == 2
+    plain.forward_backward(batch, loss, plan)
+    assert_equal(gradients_of(trainer), gradients_of(plain))
+
+
+def test_a_cancel_during_it_leaves_the_window_empty(base: FolderBase) -> None:
+    trainer = watched(base)
+    batch = make_batch(5)
+    loss = make_loss(batch)
+    plan = trainer.prepare(batch, loss).plan
+    with pytest.raises(RatoonError, match="cancelled after 0 of 1"):
+        trainer.forward_backward(batch, loss, plan, is_cancelled=lambda: True)
+    assert trainer.window_state is WindowState.EMPTY
+    assert all(p.grad is None for p in trainer.model.named_trainable().values())
+
+
+def test_a_model_with_experts_is_judged_in_float64_alone(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """Below it rounding alone may change a route, which is no fault of packing."""
+    base = FolderBase(folder=str(write_folder(tmp_path / "model", "qwen3_moe")))
+    _packed_index_as_position(monkeypatch)
+    for dtype in EVERY_DTYPE:
+        trainer = watched(base, dtype=dtype, tokens=1000)
+        found: list[CanaryReport] = []
+        for version in range(4):
+            trainer.version = version
+            found.append(canary_of(run(trainer, make_batch(50), LossKind.GRPO)))
+        assert max(one.gradient_difference or 0.0 for one in found) > 0.1
+        is_judged = dtype is ModelDtype.FLOAT64
+        assert any(one.exceeds_limits for one in found) == is_judged
