@@ -69,10 +69,10 @@ class WorkerConfig(_Section):
     # Threads of torch in a CPU worker; 0: the machine's cores.
     num_threads: int = Field(default=0, ge=0)
     micro_batch_tokens: int = Field(default=16_384, ge=1)
-    # Every how many versions one rollout is also run alone and compared; 0: never.
-    canary_every: int = Field(default=100, ge=0)
     # What is kept of bfloat16 policies beside their gradients; wider ones always keep fp32.
     optimizer_states: Literal["fp32", "bf16_stochastic", "bf16_8bit"] = "fp32"
+    # Every how many versions one rollout is also run alone and compared; 0: never.
+    canary_every: int = Field(default=100, ge=0)
 
 
 class RayConfig(_Section):

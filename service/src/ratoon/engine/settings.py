@@ -37,6 +37,7 @@ class EngineSettings:
     num_threads: int
     # Of bfloat16 policies.
     optimizer_states: OptimizerStates
+    canary_every: int
 
     @classmethod
     def from_config(cls, config: RatoonConfig) -> EngineSettings:
@@ -50,4 +51,5 @@ class EngineSettings:
             device=config.worker.device,
             num_threads=config.worker.num_threads,
             optimizer_states=OptimizerStates(config.worker.optimizer_states),
+            canary_every=config.worker.canary_every,
         )

@@ -27,3 +27,5 @@ class TrainerSpec:
     num_threads: int
     # BF16_...: for models of bfloat16 alone.
     optimizer_states: OptimizerStates = OptimizerStates.FP32
+    # A canary (`train.canary`) at every version that this divides; 0: never.
+    canary_every: int = 0

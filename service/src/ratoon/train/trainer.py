@@ -26,6 +26,7 @@ from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.plan import make_plan
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.train import checkpoint, prepare, report_builder
+from ratoon.train.canary import CanaryOutcome, is_due, run_canary
 from ratoon.train.config import OldLogprobsKind
 from ratoon.train.gradients import GradientSums
 from ratoon.train.loss_spec import Loss, Normalisation, OptimStep
@@ -146,18 +147,20 @@ class Trainer:
         _check_forward_logprobs(batch, loss, old_logprobs_J)
         prepared = prepare.prepare_planned(batch, loss, plan, version=self.version)
         plan_s = time.perf_counter() - started
+        canary = self._canary(prepared, old_logprobs_J, is_cancelled)
         self._window.begin(loss)
         hooks = PassHooks(on_progress=on_progress, is_cancelled=is_cancelled)
         totals = forward_backward_pass(self.model, prepared, old_logprobs_J, hooks)
         self._window.complete(prepared, totals.sums)
         self._has_kl = self._has_kl or loss.kl is not None
-        return report_builder.forward_backward_report(
+        report = report_builder.forward_backward_report(
             prepared,
             totals.sums,
             PhaseSeconds(plan=plan_s, forward=totals.forward_s, backward=totals.backward_s),
             self._meter.training(batch, plan, totals),
             version=self.version,
         )
+        return report_builder.with_canary(report, canary)
 
     def optim_step(self, step: OptimStep) -> StepReport:
         """Divide the window's gradient, clip, step; the window is empty afterwards.
@@ -262,6 +265,25 @@ class Trainer:
     def export_state(self) -> Mapping[str, Tensor]:
         """Weights by name, masters where there are any, live, for `model.export.export_weights`."""
         return self._optimizer.state().weights
+
+    def _canary(
+        self,
+        prepared: Prepared,
+        old_logprobs_J: NDArray[np.floating] | None,
+        is_cancelled: Callable[[], bool],
+    ) -> CanaryOutcome:
+        """That of a due version's first forward-backward: it borrows the empty gradient sums."""
+        is_empty = self._window.state is WindowState.EMPTY
+        if not (is_empty and is_due(self.version, self.spec.canary_every)):
+            return CanaryOutcome(report=None, warnings=())
+        return run_canary(
+            self.model,
+            self._gradients,
+            prepared,
+            old_logprobs_J,
+            version=self.version,
+            is_cancelled=is_cancelled,
+        )
 
     def _step(self, step: OptimStep, base: StepReport) -> StepReport:
         started = time.perf_counter()
