@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ratoon.errors import RatoonError
+from ratoon.model.activation_plan import Kept, peak_bytes
 from ratoon.model.loader import load_model
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import (
@@ -35,7 +36,7 @@ def load(
     seed: int = 1,
     attention_backend: str = "",
     keep_reference: bool = False,
-    checkpoint_activations: bool = False,
+    compile_layers: bool = False,
 ) -> PolicyModel:
     spec = ModelSpec(
         base=FolderBase(folder=str(base)) if isinstance(base, Path) else base,
@@ -49,12 +50,19 @@ def load(
         attention_backend=attention_backend,
         deterministic=True,
         keep_reference=keep_reference,
-        checkpoint_activations=checkpoint_activations,
+        compile_layers=compile_layers,
     )
 
 
 def hidden_of(model: PolicyModel, packed: Packed) -> Tensor:
     return model.forward_hidden(packed.tokens_T, packed.position_T, packed.layout)
+
+
+def least_bytes(model: PolicyModel, packed: Packed) -> int:
+    """The budget in which every layer keeps the least."""
+    tokens = len(packed.tokens_T)
+    kept = (Kept.ATTENTION,) * model.sizes.num_layers
+    return peak_bytes(model.sizes, kept, tokens, tokens)
 
 
 def randomize(model: PolicyModel, seed: int) -> None:

@@ -40,13 +40,13 @@ def load_model(
     attention_backend: str,
     deterministic: bool,
     keep_reference: bool = False,
-    checkpoint_activations: bool = False,
+    compile_layers: bool = False,
 ) -> PolicyModel:
     """Build or load the model of `spec`.
 
     `attention_backend` is a name of the kernels' registry, "" for the best one. `keep_reference`
     copies the initial weights for `PolicyModel.reference` (LoRA needs no copy: its reference is the
-    base). `checkpoint_activations` recomputes decoder layers in the backward.
+    base). `compile_layers` fuses their elementwise operations (by torch.compile, on GPUs).
 
     Raises INVALID_ARGUMENT (no such preset, unreadable folder, wrong adapter settings) and
     UNSUPPORTED (a model feature, an adapter target or an attention backend that is not served).
@@ -74,7 +74,7 @@ def load_model(
         frozen=frozen,
         attention_backend=backend,
         deterministic=deterministic,
-        checkpoint_activations=checkpoint_activations,
+        compile_layers=compile_layers,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -18,8 +19,11 @@ from torch.nn import Parameter
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ratoon.errors import invalid
+from ratoon.model.activation_plan import Kept, max_tokens, plan_activations
 from ratoon.model.attention import PathAttention, TreeAttention
 from ratoon.model.float64 import Float64Math
+from ratoon.model.layers import DecoderLayers
+from ratoon.model.sizes import decoder_sizes, wide_features
 from ratoon.model.spec import ModelDtype, ModelInfo, ModelSpec
 from ratoon.model.streamed_attention import AttentionStream
 from ratoon_kernels import TreeLayout
@@ -41,7 +45,7 @@ class PolicyModel:
         frozen: PreTrainedModel | None,
         attention_backend: str,
         deterministic: bool,
-        checkpoint_activations: bool,
+        compile_layers: bool,
     ) -> None:
         """`adapter` wraps `module` in place; `frozen` is a copy of `module` that shares nothing."""
         self.spec = spec
@@ -50,22 +54,14 @@ class PolicyModel:
         self._frozen = frozen
         self._active = module
         self._attention_backend = attention_backend
+        self.sizes = decoder_sizes(module)
         self._deterministic = deterministic
-        # There is no dropout to switch on: train() is what makes transformers checkpoint.
-        module.train(checkpoint_activations)
-        if checkpoint_activations:
-            # transformers renames it: the old name warns where the new one exists.
-            new_name = getattr(module, "activation_checkpointing_enable", None)
-            enable = new_name or module.gradient_checkpointing_enable
-            enable(
-                {
-                    "use_reentrant": False,
-                    "preserve_rng_state": False,
-                    "context_fn": self._recompute_contexts,
-                }
-            )
+        module.eval()
+        self._layers = self._take_layers(module, is_compiled=compile_layers)
         if frozen is not None:
             frozen.eval().requires_grad_(requires_grad=False)
+            self._take_layers(frozen, is_compiled=compile_layers)
+        self._activation_budget: int | None = None
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -102,6 +98,7 @@ class PolicyModel:
     ) -> Tensor:
         """The same of any tokens, [T, D]; `attention` knows what each of them attends."""
         assert tokens_T.shape == position_T.shape, "one position a token"
+        self._layers.kept = self._plan_activations(len(tokens_T))
         decoder = cast("Any", self._active).get_decoder()
         with self._precision():
             output = decoder(
@@ -112,8 +109,22 @@ class PolicyModel:
             )
         return output.last_hidden_state[0]
 
+    def limit_activations(self, budget_bytes: int | None, *, layer_gradient_bytes: int = 0) -> None:
+        """Keep no more for a backward than fits so many bytes; None: whatever autograd keeps.
+
+        `layer_gradient_bytes` as in `DecoderSizes`. A forward with gradients raises `RatoonError`
+        RESOURCE_EXHAUSTED where its tokens are more than `max_tokens`.
+        """
+        self._activation_budget = budget_bytes
+        self.sizes = replace(self.sizes, layer_gradient_bytes=layer_gradient_bytes)
+
+    def max_tokens(self) -> int | None:
+        """Most packed tokens of a forward with gradients; None: there is no budget."""
+        budget = self._activation_budget
+        return None if budget is None else max_tokens(self.sizes, budget)
+
     def open_stream(self, layout: TreeLayout) -> AttentionStream:
-        """Attention over a forest of which one segment after the other is run."""
+        """Attention over a forest of which one stage after the other is run."""
         return AttentionStream(
             layout=layout, backend=self._attention_backend, deterministic=self._deterministic
         )
@@ -155,6 +166,15 @@ class PolicyModel:
     def _precision(self) -> Float64Math | nullcontext[None]:
         return Float64Math() if self.spec.dtype is ModelDtype.FLOAT64 else nullcontext()
 
-    def _recompute_contexts(self) -> tuple[nullcontext[None], Float64Math | nullcontext[None]]:
-        """Of a checkpointed layer, whose recompute runs outside `forward_hidden`."""
-        return nullcontext(), self._precision()
+    def _plan_activations(self, tokens: int) -> tuple[Kept, ...] | None:
+        if self._activation_budget is None or not torch.is_grad_enabled():
+            return None
+        return plan_activations(self.sizes, tokens, tokens, self._activation_budget)
+
+    def _take_layers(self, module: PreTrainedModel, *, is_compiled: bool) -> DecoderLayers:
+        return DecoderLayers(
+            cast("Any", module).get_decoder().layers,
+            wide_features=wide_features(self.config),
+            is_compiled=is_compiled,
+            precision=self._precision,
+        )

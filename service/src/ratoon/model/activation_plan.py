@@ -1,0 +1,147 @@
+"""What a forward keeps for its backward, chosen by formula from the bytes that are free.
+
+Enters the sizes of a decoder, a number of tokens and a budget, leaves what each layer keeps.
+Invariant: the predicted peak of a plan is within its budget; where that of the least is not, there
+is no plan but an error. No torch here.
+
+Attention is never run twice: its output and log-sum-exp are always kept. A byte that holds the
+output of a product saves as many operations wherever it is (D for each of its elements), so layers
+go up one step at a time, from the last one on: its memory is free again when the others' backward
+needs room to work in.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ratoon.errors import ErrorCode, RatoonError
+
+# Rows of the LM head whose logits exist at a time, in float32, and whose gradients do
+# (`ratoon_kernels.token_logprobs.fused`).
+HEAD_CHUNK_ROWS = 1024
+HEAD_GROUP_ROWS = 4096
+
+
+class Kept(StrEnum):
+    """Of a decoder layer. ATTENTION: its input, attention's output and log-sum-exp; the rest runs
+    again. NARROW: also the outputs of its products, but for the wide ones into the MLP. PRODUCTS:
+    of those too, so that only elementwise operations run again."""
+
+    ATTENTION = "attention"
+    NARROW = "narrow"
+    PRODUCTS = "products"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderSizes:
+    """Sizes that decide the bytes. `mlp_size`: intermediate features that a token passes."""
+
+    num_layers: int
+    hidden_size: int
+    mlp_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    element_bytes: int
+    head_is_trained: bool
+    # Of gradients that stay in the parameters' own dtype until the end of the backward; 0 where
+    # they are added to sums that are there already.
+    layer_gradient_bytes: int = 0
+
+    def kept_bytes(self, kept: Kept) -> int:
+        """Bytes of one token in one layer from forward to backward."""
+        heads = self.num_heads * self.head_dim
+        elements = self.hidden_size + heads
+        if kept is not Kept.ATTENTION:
+            elements += heads + 2 * self.num_kv_heads * self.head_dim + self.hidden_size
+        if kept is Kept.PRODUCTS:
+            elements += 2 * self.mlp_size
+        return elements * self.element_bytes + 4 * self.num_heads
+
+    def working_bytes(self, kept: Kept) -> int:
+        """Bytes of one token while the backward of one layer runs.
+
+        The MLP's product, its gradient and those of gate and up; gate and up where they run again.
+        """
+        wide = 4 if kept is Kept.PRODUCTS else 6
+        return (wide * self.mlp_size + 4 * self.hidden_size) * self.element_bytes
+
+    def head_bytes(self, rows: int) -> int:
+        """Bytes that `token_logprobs` works in, beyond its inputs."""
+        size = HEAD_CHUNK_ROWS * self.vocab_size * 4 + rows * self.hidden_size * self.element_bytes
+        if self.head_is_trained:
+            group = HEAD_GROUP_ROWS * self.vocab_size
+            size += (group + 2 * self._head_elements) * self.element_bytes
+        return size
+
+    @property
+    def head_gradient_bytes(self) -> int:
+        """Of the LM head's weight, while the layers' backward runs."""
+        return self._head_elements * self.element_bytes if self.head_is_trained else 0
+
+    @property
+    def _head_elements(self) -> int:
+        return self.vocab_size * self.hidden_size
+
+
+def peak_bytes(sizes: DecoderSizes, kept: tuple[Kept, ...], tokens: int, rows: int) -> int:
+    """Most bytes at any time of a forward and backward, beyond weights and what else stays."""
+    assert len(kept) == sizes.num_layers
+    # The last layer's output, its norm, their gradient; the rows that predict.
+    resident = (3 * tokens + rows) * sizes.hidden_size * sizes.element_bytes
+    resident += sum(tokens * sizes.kept_bytes(layer) for layer in kept)
+    peak = resident + sizes.head_bytes(rows)
+    resident += sizes.head_gradient_bytes
+    for layer in reversed(kept):
+        peak = max(peak, resident + tokens * sizes.working_bytes(layer))
+        resident += sizes.layer_gradient_bytes - tokens * sizes.kept_bytes(layer)
+    return peak
+
+
+def plan_activations(
+    sizes: DecoderSizes, tokens: int, rows: int, budget_bytes: int
+) -> tuple[Kept, ...]:
+    """What each layer keeps: as much as fits.
+
+    Raises `RatoonError` RESOURCE_EXHAUSTED where the least that can be kept does not fit.
+    """
+    num_layers = sizes.num_layers
+    steps = range(2 * num_layers + 1)
+
+    def is_too_much(step: int) -> bool:
+        return peak_bytes(sizes, _after_steps(num_layers, step), tokens, rows) > budget_bytes
+
+    step = bisect_left(steps, True, key=is_too_much) - 1
+    if step < 0:
+        least = peak_bytes(sizes, _after_steps(num_layers, 0), tokens, rows)
+        raise RatoonError(
+            ErrorCode.RESOURCE_EXHAUSTED,
+            f"a micro-batch of {tokens} packed tokens needs {least} bytes beside the weights, "
+            f"{budget_bytes} are free",
+            field="micro_batch_tokens",
+            got=str(tokens),
+            expected=f"at most {max_tokens(sizes, budget_bytes)}",
+        )
+    return _after_steps(num_layers, step)
+
+
+def max_tokens(sizes: DecoderSizes, budget_bytes: int) -> int:
+    """The largest micro-batch, in packed tokens, of which each may predict."""
+    least = _after_steps(sizes.num_layers, 0)
+
+    def is_too_much(tokens: int) -> bool:
+        return peak_bytes(sizes, least, tokens, tokens) > budget_bytes
+
+    per_token = sizes.num_layers * sizes.kept_bytes(Kept.ATTENTION)
+    return max(0, bisect_left(range(budget_bytes // per_token + 2), True, key=is_too_much) - 1)
+
+
+def _after_steps(num_layers: int, step: int) -> tuple[Kept, ...]:
+    """First all layers to NARROW, then to PRODUCTS, each time from the last one on."""
+    lower, upper = (Kept.ATTENTION, Kept.NARROW)
+    if step > num_layers:
+        lower, upper, step = Kept.NARROW, Kept.PRODUCTS, step - num_layers
+    return (lower,) * (num_layers - step) + (upper,) * step

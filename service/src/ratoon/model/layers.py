@@ -1,0 +1,145 @@
+"""How the decoder layers of a model run: compiled or not, and what each keeps for its backward.
+
+Enters the layers of a transformers decoder, whose calls go through here from then on. Invariant:
+what is kept, and whether a layer is compiled, changes no result beyond the rounding of fused
+elementwise operations; without either, the bits are those of the layer itself.
+
+What runs again is chosen by operation (torch's selective activation checkpointing): attention never
+does, a matrix product unless it is kept. Compiled, each kind is one graph for all layers, and what
+runs again is fused into the backward's kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import cache, partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from ratoon.model.activation_plan import Kept
+from ratoon.model.attention import TreeAttention
+
+Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+
+
+class DecoderLayers:
+    """Owns the forward of each layer of one decoder. Not thread-safe."""
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        *,
+        wide_features: int,
+        is_compiled: bool,
+        precision: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        """`wide_features`: outputs of the products that NARROW leaves out; `precision`: a context
+        in which a layer that runs again has to be."""
+        # None: everything that autograd keeps, where nothing is compiled.
+        self.kept: tuple[Kept, ...] | None = None
+        self._is_compiled = is_compiled
+        self._contexts = {kept: _selective(kept, wide_features) for kept in Kept}
+        self._precision = precision
+        for index, layer in enumerate(layers):
+            cast("Any", layer).forward = partial(self._run, index, layer)
+
+    def _run(self, index: int, layer: nn.Module, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        kept = self.kept if torch.is_grad_enabled() else None
+        # A stream's attention keeps what it needs itself, and is not to be traced.
+        is_whole = isinstance(kwargs["ratoon_tree"], TreeAttention)
+        compiled = self._is_compiled and is_whole
+        if kept is None or not is_whole:
+            run = _compiled_plain() if compiled else _run_plain
+            return run(layer, hidden_states, kwargs)
+        contexts = self._contexts[kept[index]]
+        if compiled:
+            return _compiled_again()(layer, hidden_states, contexts, kwargs)
+        return _run_again(layer, hidden_states, partial(self._in_precision, contexts), kwargs)
+
+    def _in_precision(
+        self, contexts: Contexts
+    ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        first, again = contexts()
+        precision = self._precision()
+        if isinstance(precision, nullcontext):
+            return first, again
+        return first, _Both(precision, again)
+
+
+class _Both(AbstractContextManager[None]):
+    """Two contexts, entered in order."""
+
+    def __init__(
+        self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
+    ) -> None:
+        self._contexts = (outer, inner)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        for context in self._contexts:
+            self._stack.enter_context(context)
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+
+def _run_plain(layer: nn.Module, hidden_states: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    return type(layer).forward(layer, hidden_states, **kwargs)
+
+
+def _run_again(
+    layer: nn.Module, hidden_states: Tensor, contexts: Contexts, kwargs: dict[str, Any]
+) -> Tensor:
+    def run(hidden_states: Tensor) -> Tensor:
+        return type(layer).forward(layer, hidden_states, **kwargs)
+
+    return cast(
+        "Tensor",
+        checkpoint(
+            run,
+            hidden_states,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=contexts,
+        ),
+    )
+
+
+@cache
+def _compiled_plain() -> Callable[[nn.Module, Tensor, dict[str, Any]], Tensor]:
+    return torch.compile(_run_plain, fullgraph=True)
+
+
+@cache
+def _compiled_again() -> Callable[[nn.Module, Tensor, Contexts, dict[str, Any]], Tensor]:
+    return torch.compile(_run_again, fullgraph=True)
+
+
+def _selective(kept: Kept, wide_features: int) -> Contexts:
+    # As text: the compiler guards on it, where it would make a symbol of a number.
+    policy = partial(_policy, str(kept), str(wide_features))
+    return partial(create_selective_checkpoint_contexts, policy)
+
+
+def _policy(
+    kept: str, wide_features: str, _context: Any, operation: Any, *args: Any, **_kwargs: Any
+) -> CheckpointPolicy:
+    """Which operations' results a layer of this kind keeps."""
+    ops = torch.ops
+    if operation is ops.ratoon.tree_attention.default:
+        return CheckpointPolicy.MUST_SAVE
+    products = (ops.aten.mm.default, ops.aten.addmm.default, ops.aten._grouped_mm.default)
+    if kept == Kept.ATTENTION or operation not in products:
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    weight = args[2] if operation is ops.aten.addmm.default else args[1]
+    if kept == Kept.NARROW and weight.shape[-1] == int(wide_features):
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE

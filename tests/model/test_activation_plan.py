@@ -1,0 +1,100 @@
+"""The plan of what is kept: its arithmetic, its limits, and that it takes what there is."""
+
+import dataclasses
+from itertools import pairwise
+
+import pytest
+
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon.model.activation_plan import (
+    DecoderSizes,
+    Kept,
+    max_tokens,
+    peak_bytes,
+    plan_activations,
+)
+
+QWEN3_8B = DecoderSizes(
+    num_layers=36,
+    hidden_size=4096,
+    mlp_size=12288,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    vocab_size=151936,
+    element_bytes=2,
+    head_is_trained=True,
+)
+SMALL = dataclasses.replace(
+    QWEN3_8B, num_layers=3, hidden_size=8, mlp_size=24, num_heads=2, num_kv_heads=1, head_dim=4,
+    vocab_size=16,
+)  # fmt: skip
+GIB = 2**30
+
+
+def test_bytes_of_a_token_are_those_of_its_tensors() -> None:
+    # Input 4096, output of attention 4096, 32 fp32 log-sum-exps.
+    assert QWEN3_8B.kept_bytes(Kept.ATTENTION) == 2 * (4096 + 4096) + 4 * 32
+    # q 4096, k and v 1024 each, output projection 4096.
+    narrow = QWEN3_8B.kept_bytes(Kept.ATTENTION) + 2 * (4096 + 2 * 1024 + 4096)
+    assert QWEN3_8B.kept_bytes(Kept.NARROW) == narrow
+    assert QWEN3_8B.kept_bytes(Kept.PRODUCTS) == narrow + 2 * (2 * 12288)
+
+
+def test_peak_of_one_layer_by_hand() -> None:
+    sizes = dataclasses.replace(SMALL, num_layers=1, vocab_size=1)
+    kept = 2 * (8 + 8 + 8 + 2 * 4 + 8 + 2 * 24) + 4 * 2
+    resident = 10 * kept + (3 * 10 + 4) * 8 * 2
+    # The backward of the layer: the product, its gradient, those of gate and up; 4 hidden.
+    working = 10 * (4 * 24 + 4 * 8) * 2
+    head = 1024 * 4 + 4 * 8 * 2 + (4096 + 2 * 8) * 2
+    assert head > working + 8 * 2
+    assert peak_bytes(sizes, (Kept.PRODUCTS,), 10, 4) == resident + head
+    frozen = dataclasses.replace(sizes, head_is_trained=False, vocab_size=0)
+    assert peak_bytes(frozen, (Kept.PRODUCTS,), 10, 4) == resident + working
+
+
+def test_gradients_that_stay_fill_the_room_that_layers_leave() -> None:
+    sizes = dataclasses.replace(SMALL, layer_gradient_bytes=10**6)
+    kept = (Kept.ATTENTION,) * 3
+    # At the first layer's backward, those of the two others are there.
+    resident = (3 * 10 + 10) * 8 * 2 + 10 * sizes.kept_bytes(Kept.ATTENTION) + 2 * 10**6
+    working = 10 * sizes.working_bytes(Kept.ATTENTION)
+    expected = resident + sizes.head_gradient_bytes + working
+    assert peak_bytes(sizes, kept, 10, 10) == expected
+
+
+@pytest.mark.parametrize("tokens", [1, 1000, 41323])
+def test_a_plan_takes_all_that_fits_and_no_more(tokens: int) -> None:
+    most = peak_bytes(QWEN3_8B, (Kept.PRODUCTS,) * 36, tokens, tokens)
+    least = peak_bytes(QWEN3_8B, (Kept.ATTENTION,) * 36, tokens, tokens)
+    assert plan_activations(QWEN3_8B, tokens, tokens, most) == (Kept.PRODUCTS,) * 36
+    assert plan_activations(QWEN3_8B, tokens, tokens, least)[0] is Kept.ATTENTION
+    order = list(Kept)
+    plans = [
+        plan_activations(QWEN3_8B, tokens, tokens, least + (most - least) * i // 40)
+        for i in range(41)
+    ]
+    for i, plan in enumerate(plans):
+        budget = least + (most - least) * i // 40
+        assert peak_bytes(QWEN3_8B, plan, tokens, tokens) <= budget
+        ranks = [order.index(kept) for kept in plan]
+        assert ranks == sorted(ranks), "the last layers keep most"
+        if ranks[0] < 2:
+            raised = max(j for j, rank in enumerate(ranks) if rank == min(ranks))
+            more = (*plan[:raised], order[ranks[raised] + 1], *plan[raised + 1 :])
+            assert peak_bytes(QWEN3_8B, more, tokens, tokens) > budget
+    for before, after in pairwise(plans):
+        assert [order.index(k) for k in before] <= [order.index(k) for k in after]
+
+
+def test_max_tokens_is_the_last_number_that_has_a_plan() -> None:
+    budget = 100 * GIB
+    largest = max_tokens(QWEN3_8B, budget)
+    assert 100_000 < largest < 200_000
+    assert plan_activations(QWEN3_8B, largest, largest, budget) == (Kept.ATTENTION,) * 36
+    with pytest.raises(RatoonError) as caught:
+        plan_activations(QWEN3_8B, largest + 1, largest + 1, budget)
+    assert caught.value.code is ErrorCode.RESOURCE_EXHAUSTED
+    assert caught.value.expected == f"at most {largest}"
+    assert max_tokens(QWEN3_8B, 0) == 0

@@ -1,0 +1,173 @@
+"""What layers keep and run again, compiled or not: the gradients and which operations run."""
+
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ratoon.errors import ErrorCode
+from ratoon.model import layers
+from ratoon.model.activation_plan import Kept, max_tokens, peak_bytes
+from ratoon.model.policy_model import PolicyModel
+from ratoon.model.spec import ModelDtype
+from tests.model.builders import (
+    LORA,
+    TINY,
+    error_of,
+    hidden_of,
+    least_bytes,
+    load,
+    randomize,
+)
+from tests.model.packing import Packed, branching_sequences, pack
+from tests.tiny_models import write_folder
+
+DTYPES = (ModelDtype.FLOAT64, ModelDtype.FLOAT32, ModelDtype.BFLOAT16)
+
+
+def _keep(model: PolicyModel, packed: Packed, kept: Kept) -> None:
+    """The budget in which every layer keeps just that."""
+    tokens = len(packed.tokens_T)
+    plan = (kept,) * model.sizes.num_layers
+    model.limit_activations(peak_bytes(model.sizes, plan, tokens, tokens))
+
+
+def _gradients(model: PolicyModel, packed: Packed) -> dict[str, Tensor]:
+    hidden_TD = hidden_of(model, packed)
+    weight_TD = torch.randn(hidden_TD.shape, generator=torch.Generator().manual_seed(5))
+    hidden_TD.backward(weight_TD.to(hidden_TD.dtype))
+    grads = {n: p.grad for n, p in model.named_trainable().items() if p.grad is not None}
+    for parameter in model.named_trainable().values():
+        parameter.grad = None
+    return grads
+
+
+@pytest.mark.parametrize("kept", Kept)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe"])
+def test_what_is_kept_changes_no_bit(
+    tmp_path: Path, model_type: str, dtype: ModelDtype, kept: Kept
+) -> None:
+    model = load(write_folder(tmp_path / "base", model_type), dtype=dtype)
+    packed = pack(branching_sequences(0))
+    expected = _gradients(model, packed)
+    assert sum(int(grad.count_nonzero()) for grad in expected.values()) > 1000
+    _keep(model, packed, kept)
+    got = _gradients(model, packed)
+    assert got.keys() == expected.keys()
+    for name, grad in expected.items():
+        assert torch.equal(got[name], grad), name
+
+
+def test_what_is_kept_changes_no_bit_of_an_adapter(tmp_path: Path) -> None:
+    model = load(write_folder(tmp_path / "base", "qwen3"), tuning=LORA, dtype=ModelDtype.FLOAT32)
+    randomize(model, seed=3)
+    packed = pack(branching_sequences(1))
+    expected = _gradients(model, packed)
+    model.limit_activations(least_bytes(model, packed))
+    got = _gradients(model, packed)
+    assert expected.keys() == got.keys() != set()
+    for name, grad in expected.items():
+        assert torch.equal(got[name], grad), name
+
+
+class _Products(TorchDispatchMode):
+    """Counts matrix products by output features, and attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        if func is torch.ops.aten.mm.default:
+            self.counts[f"mm {args[1].shape[1]}"] += 1
+        if func is torch.ops.ratoon.tree_attention.default:
+            self.counts["attention"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _counts(model: PolicyModel, packed: Packed) -> Counter[str]:
+    with _Products() as products:
+        hidden_of(model, packed).square().sum().backward()
+    return products.counts
+
+
+@pytest.mark.parametrize(
+    ("kept", "narrow_again", "wide_again"),
+    [(Kept.ATTENTION, True, True), (Kept.NARROW, False, True), (Kept.PRODUCTS, False, False)],
+)
+def test_only_what_is_not_kept_runs_again(kept: Kept, narrow_again: bool, wide_again: bool) -> None:
+    model = load(TINY, dtype=ModelDtype.FLOAT32)
+    sizes = model.sizes
+    packed = pack(branching_sequences(0))
+    once = _counts(model, packed)
+    _keep(model, packed, kept)
+    counts = _counts(model, packed)
+    assert counts["attention"] == once["attention"] == sizes.num_layers
+    wide, kv = f"mm {sizes.mlp_size}", f"mm {sizes.num_kv_heads * sizes.head_dim}"
+    # Each layer has two of either: gate and up, k and v.
+    again = 2 * sizes.num_layers
+    assert counts[wide] - once[wide] == (again if wide_again else 0)
+    assert counts[kv] - once[kv] == (again if narrow_again else 0)
+
+
+def test_a_forward_that_does_not_fit_is_refused() -> None:
+    model = load(TINY, dtype=ModelDtype.FLOAT32)
+    packed = pack(branching_sequences(0))
+    budget = least_bytes(model, packed)
+    model.limit_activations(budget - 1)
+    error = error_of(lambda: hidden_of(model, packed))
+    assert error.code is ErrorCode.RESOURCE_EXHAUSTED
+    largest = max_tokens(model.sizes, budget - 1)
+    assert f"at most {largest}" in str(error.expected)
+    assert model.max_tokens() == largest < len(packed.tokens_T)
+    with torch.no_grad():
+        assert hidden_of(model, packed).isfinite().all()
+    model.limit_activations(None)
+    assert model.max_tokens() is None
+    hidden_of(model, packed).sum().backward()
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Layers are compiled, without code generation; holds the number of graphs afterwards."""
+    compiled: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        from torch._dynamo.backends.registry import lookup_backend
+
+        compiled.append(1)
+        return lookup_backend("aot_eager_decomp_partition")(graph, inputs)
+
+    torch.compiler.reset()
+    for name, run in (("_compiled_plain", "_run_plain"), ("_compiled_again", "_run_again")):
+        function = torch.compile(getattr(layers, run), fullgraph=True, backend=backend)
+        monkeypatch.setattr(layers, name, partial(lambda f: f, function))
+    yield compiled
+    torch.compiler.reset()
+
+
+def test_compiled_layers_share_one_graph_a_kind(graphs: list[int]) -> None:
+    """Each of the layers runs through the same one, and gradients are right to rounding."""
+    packed = pack(branching_sequences(0))
+    expected = _gradients(load(TINY, dtype=ModelDtype.FLOAT32), packed)
+    model = load(TINY, dtype=ModelDtype.FLOAT32, compile_layers=True)
+    assert model.sizes.num_layers > 1
+    with torch.no_grad():
+        hidden_of(model, packed)
+    assert len(graphs) == 1
+    for num_graphs, kept in enumerate(Kept, start=2):
+        _keep(model, packed, kept)
+        got = _gradients(model, packed)
+        assert len(graphs) == num_graphs
+        for name, grad in expected.items():
+            error = (got[name] - grad).norm() / grad.norm()
+            assert error < 1e-5, (kept, name)
