@@ -13,8 +13,12 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from torch._inductor import config as inductor_config
 
 from ratoon.train.spec import TrainerSpec
+
+# Of free memory, for what the allocator cannot hand out and formulas leave out.
+_FRAGMENT_SHARE = 0.03
 
 
 def configure_torch(spec: TrainerSpec) -> None:
@@ -24,6 +28,8 @@ def configure_torch(spec: TrainerSpec) -> None:
     # Filling every empty tensor first is for debugging; every element is written anyway.
     cast("Any", torch.utils.deterministic).fill_uninitialized_memory = False
     torch.set_float32_matmul_precision("highest")
+    # Kernels that the compiler picks by timing could be others, with other sums, in a next process.
+    cast("Any", inductor_config).deterministic = spec.deterministic
 
 
 def numerics_fingerprint(spec: TrainerSpec, attention_backend: str) -> dict[str, str]:
@@ -47,6 +53,18 @@ def numerics_fingerprint(spec: TrainerSpec, attention_backend: str) -> dict[str,
         "kernels": version("ratoon-kernels"),
         "numpy": np.__version__,
     }
+
+
+def free_memory_bytes(device: torch.device) -> int | None:
+    """What a GPU has left for activations; None for a CPU, whose memory is not planned.
+
+    What the allocator holds without using it counts as free; a share of all goes to fragments.
+    """
+    if device.type != "cuda":
+        return None
+    free, _total = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int((free + unused) * (1 - _FRAGMENT_SHARE))
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -30,7 +30,12 @@ from ratoon.train.canary import CanaryOutcome, is_due, run_canary
 from ratoon.train.config import OldLogprobsKind
 from ratoon.train.gradients import GradientSums
 from ratoon.train.loss_spec import Loss, Normalisation, OptimStep
-from ratoon.train.numerics import configure_torch, numerics_fingerprint, peak_memory_bytes
+from ratoon.train.numerics import (
+    configure_torch,
+    free_memory_bytes,
+    numerics_fingerprint,
+    peak_memory_bytes,
+)
 from ratoon.train.optimizer_choice import make_optimizer
 from ratoon.train.passes import (
     PassHooks,
@@ -88,8 +93,12 @@ class Trainer:
             attention_backend=spec.attention_backend,
             deterministic=spec.deterministic,
             keep_reference=spec.keep_reference,
+            compile_layers=torch.device(spec.device).type == "cuda",
         )
-        return cls(spec, model)
+        trainer = cls(spec, model)
+        # Weights, gradient sums and optimizer states are there: what is free now is for the rest.
+        model.limit_activations(free_memory_bytes(model.device))
+        return trainer
 
     def info(self) -> ModelInfo:
         return self.model.info()
@@ -97,6 +106,13 @@ class Trainer:
     def fingerprint(self) -> dict[str, str]:
         """What the bits depend on outside of model, batch and plan."""
         return numerics_fingerprint(self.spec, self.info().attention_backend)
+
+    @property
+    def token_budget(self) -> int:
+        """Packed tokens of a micro-batch: what was asked for, or the most that the device holds."""
+        largest = self.model.max_tokens()
+        asked = self.spec.micro_batch_tokens
+        return asked if largest is None else min(asked, max(1, largest))
 
     @property
     def window_state(self) -> WindowState:
@@ -114,14 +130,14 @@ class Trainer:
         """
         self._window.check(loss)
         return prepare.prepare(
-            batch, loss, version=self.version, micro_batch_tokens=self.spec.micro_batch_tokens
+            batch, loss, version=self.version, micro_batch_tokens=self.token_budget
         )
 
     def plan_forward(self, batch: RolloutBatch) -> UpdatePlan:
         """Cuts of a Forward: the same as of an update that drops nothing."""
         prefixes = sort_sequences(batch)
         is_run_S = prepare.has_trained_tokens(batch)
-        return make_plan(batch, prefixes, is_run_S, self.spec.micro_batch_tokens)
+        return make_plan(batch, prefixes, is_run_S, self.token_budget)
 
     def forward_backward(
         self,
