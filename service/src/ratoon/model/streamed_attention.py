@@ -1,9 +1,9 @@
-"""Attention of a forest that is run in segments, one after the other.
+"""Attention of a forest that is run in stages, one after the other.
 
-Enter the queries, keys and values of one segment, a range of packed tokens, layer by layer; leave
-its outputs. Keys and values of the segments that its tokens descend from are kept, and the
+Enter the queries, keys and values of one stage, a range of packed tokens, layer by layer; leave
+its outputs. Keys and values of the stages that its tokens descend from are kept, and the
 gradients that flow back to them add up in buffers of at least float32. Invariant: over all
-segments, each backward run once, results and gradients equal those of the whole forest at once.
+stages, each backward run once, results and gradients equal those of the whole forest at once.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from ratoon_kernels import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionStream:
-    """What all segments of one forest share; `backend` is a name of the kernels' registry."""
+    """What all stages of one forest share; `backend` is a name of the kernels' registry."""
 
     layout: TreeLayout
     backend: str
     deterministic: bool
 
-    def segment(
-        self, span: Span, ancestors: tuple[SegmentAttention, ...], *, is_kept: bool
-    ) -> SegmentAttention:
+    def stage(
+        self, span: Span, ancestors: tuple[StageAttention, ...], *, is_kept: bool
+    ) -> StageAttention:
         """Attention of the packed tokens `span`, whose paths begin in `ancestors`.
 
-        `is_kept`: later segments will name it as an ancestor, so its keys and values stay.
+        `is_kept`: later stages will name it as an ancestor, so its keys and values stay.
         """
-        return SegmentAttention(self, span, ancestors, is_kept=is_kept)
+        return StageAttention(self, span, ancestors, is_kept=is_kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +50,12 @@ class _Pair:
     v_SKH: Tensor
 
 
-class SegmentAttention:
-    """How the tokens of one segment attend: a `PathAttention` of one forward and its backward.
+class StageAttention:
+    """How the tokens of one stage attend: a `PathAttention` of one forward and its backward.
 
     States, layer by layer: new; forwarded (output and log-sum-exp are held where a backward may
     follow, so that a checkpointed layer that is run again does not attend again); differentiated.
-    A segment is differentiated after all that name it as an ancestor: its layers' gradients begin
+    A stage is differentiated after all that name it as an ancestor: its layers' gradients begin
     with the sums that those left here.
     """
 
@@ -63,7 +63,7 @@ class SegmentAttention:
         self,
         stream: AttentionStream,
         span: Span,
-        ancestors: tuple[SegmentAttention, ...],
+        ancestors: tuple[StageAttention, ...],
         *,
         is_kept: bool,
     ) -> None:
@@ -77,14 +77,17 @@ class SegmentAttention:
         # Merged output [Q, N, H] and log-sum-exp [N, Q] of layers whose backward is to come.
         self._results: dict[int, tuple[Tensor, Tensor]] = {}
 
-    # Keeping tensors for other forwards is a side effect: a compiled layer breaks its graph here.
-    @torch.compiler.disable
     def attend(
         self, module: nn.Module, q_QNH: Tensor, k_QKH: Tensor, v_QKH: Tensor, scale: float
     ) -> Tensor:
         """out_QNH in the dtype of q; see `PathAttention.attend`."""
-        assert q_QNH.shape[0] == len(self.span), "one query a token of the segment"
-        layer = cast("int", module.layer_idx)
+        return cast("Any", _attend)(self, module, q_QNH, k_QKH, v_QKH, scale)
+
+    def attend_layer(
+        self, layer: int, q_QNH: Tensor, k_QKH: Tensor, v_QKH: Tensor, scale: float
+    ) -> Tensor:
+        """The same by the layer's index."""
+        assert q_QNH.shape[0] == len(self.span), "one query a token of the stage"
         if self.is_kept and layer not in self._kept:
             self._kept[layer] = _Pair(k_QKH.detach(), v_QKH.detach())
         return cast("Tensor", _Attend.apply(q_QNH, k_QKH, v_QKH, self, layer, scale))
@@ -115,7 +118,7 @@ class SegmentAttention:
         results: tuple[Tensor, Tensor],
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dQ, dK and dV of this segment in the dtype of q; adds to the sums of its ancestors."""
+        """dQ, dK and dV of this stage in the dtype of q; adds to the sums of its ancestors."""
         self._results.pop(layer, None)
         # The copy engine and the checks want dense rows, which autograd does not promise.
         dout_QNH = dout_QNH if dout_QNH.stride(-1) == 1 else dout_QNH.contiguous()
@@ -136,7 +139,7 @@ class SegmentAttention:
         return self._sums[layer]
 
     def _take_sums(self, layer: int, like: _Pair, dtype: torch.dtype) -> _Pair:
-        """What descendants left, to which this segment's own share is added; no longer held."""
+        """What descendants left, to which this stage's own share is added; no longer held."""
         # Its own backward comes last, so nothing will ask for these keys again.
         self._kept.pop(layer, None)
         return self._sums.pop(layer) if layer in self._sums else _zeros(like, dtype)
@@ -192,8 +195,22 @@ def _zeros(like: _Pair, dtype: torch.dtype) -> _Pair:
     )
 
 
+# Keys that are kept for other forwards are a side effect: a compiled layer breaks its graph here,
+# and does not see the layer's index, on which it would specialise.
+@torch.compiler.disable
+def _attend(
+    stage: StageAttention,
+    module: nn.Module,
+    q_QNH: Tensor,
+    k_QKH: Tensor,
+    v_QKH: Tensor,
+    scale: float,
+) -> Tensor:
+    return stage.attend_layer(cast("int", module.layer_idx), q_QNH, k_QKH, v_QKH, scale)
+
+
 class _Attend(torch.autograd.Function):
-    """One layer of one segment; gradients of ancestors' keys go past autograd, in their sums."""
+    """One layer of one stage; gradients of ancestors' keys go past autograd, in their sums."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -201,21 +218,21 @@ class _Attend(torch.autograd.Function):
         q_QNH: Tensor,
         k_QKH: Tensor,
         v_QKH: Tensor,
-        segment: SegmentAttention,
+        stage: StageAttention,
         layer: int,
         scale: float,
     ) -> Tensor:
         is_held = any(ctx.needs_input_grad[:3])
-        out_QNH, lse_NQ = segment.results(layer, q_QNH, _Pair(k_QKH, v_QKH), scale, is_held=is_held)
+        out_QNH, lse_NQ = stage.results(layer, q_QNH, _Pair(k_QKH, v_QKH), scale, is_held=is_held)
         ctx.save_for_backward(q_QNH, k_QKH, v_QKH, out_QNH, lse_NQ)
-        ctx.call = (segment, layer, scale)
+        ctx.call = (stage, layer, scale)
         return out_QNH
 
     @staticmethod
     def backward(ctx: Any, dout_QNH: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         q_QNH, k_QKH, v_QKH, out_QNH, lse_NQ = ctx.saved_tensors
-        segment, layer, scale = ctx.call
-        grads = segment.gradients(
+        stage, layer, scale = ctx.call
+        grads = stage.gradients(
             layer, dout_QNH, q_QNH, _Pair(k_QKH, v_QKH), (out_QNH, lse_NQ), scale
         )
         return *grads, None, None, None

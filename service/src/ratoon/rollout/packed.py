@@ -42,12 +42,35 @@ class Forest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Packed tokens [start, stop) of a micro-batch that are run in one forward.
+
+    `parent` is the index of the stage in which the paths of its tokens go on upwards, which has a
+    parent itself; -1: they begin in this one.
+    """
+
+    start: int
+    stop: int
+    parent: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Sequences that are packed and run together."""
+    """Sequences whose forest is packed once, and run at once or streamed.
+
+    Streamed, its stages run in order. One that is a parent stays, keys, values and graph, until
+    all that descend from it have been run forward and backward; only then it is run backward.
+    """
 
     # Batch sequence indexes, ascending.
     sequences: tuple[int, ...]
     packed_tokens: int
+    # A partition of the packed tokens, in order; empty: all are run at once.
+    stages: tuple[Stage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 Enter a batch, its sorted prefixes and the sequences that are kept; leaves an `UpdatePlan`, also as
 plain JSON values for the journal. Invariant: every kept sequence that has tokens is in exactly one
-micro-batch, and a group that fits the budget is never cut apart.
+micro-batch, and a group that fits the budget is never cut apart or streamed.
 """
 
 from __future__ import annotations
@@ -16,9 +16,18 @@ from numpy.typing import NDArray
 
 from ratoon.errors import invalid
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.packed import MicroBatch, UpdatePlan
-from ratoon.rollout.prefixes import SortedPrefixes, shared_with_previous
+from ratoon.rollout.costs import (
+    DEFAULT_COSTS,
+    CostModel,
+    SequenceSizes,
+    measure,
+    num_pairs,
+)
+from ratoon.rollout.packed import MicroBatch, Stage, UpdatePlan
+from ratoon.rollout.prefixes import SortedPrefixes
 from ratoon.rollout.ragged import group_of_sequence, sequence_lengths
+from ratoon.rollout.split import GroupSplitter, Part
+from ratoon.rollout.waves import first_misplaced
 
 _COUNTS = (
     "micro_batch_tokens",
@@ -27,6 +36,8 @@ _COUNTS = (
     "replicated_pairs",
     "packed_pairs",
 )
+# Start, stop, parent.
+_STAGE_FIELDS = 3
 
 
 def make_plan(
@@ -34,37 +45,38 @@ def make_plan(
     prefixes: SortedPrefixes,
     kept_S: NDArray[np.bool_],
     micro_batch_tokens: int,
+    costs: CostModel = DEFAULT_COSTS,
 ) -> UpdatePlan:
     """Fill micro-batches with groups in sorted order, so that those that share prefixes meet.
 
-    A group that alone exceeds `micro_batch_tokens` is cut between sequences in sorted order; a
-    sequence that alone exceeds it runs alone. Sequences that are empty or not in `kept_S` (bool
-    [S]) are left out.
+    A group that alone exceeds `micro_batch_tokens` is streamed, or cut into several micro-batches,
+    subtree by subtree whichever `costs` says is cheaper; a path that alone exceeds it runs alone.
+    Sequences that are empty or not in `kept_S` (bool [S]) are left out.
     """
-    length_S = sequence_lengths(batch)
-    sorted_length = length_S[prefixes.order]
-    is_run = (kept_S & (length_S > 0))[prefixes.order]
+    sizes = measure(batch, prefixes)
+    is_run = (kept_S & (sequence_lengths(batch) > 0))[prefixes.order]
     places = np.flatnonzero(is_run)
     groups = _by_group(group_of_sequence(batch)[prefixes.order[places]], places)
-    bins = _fill(groups, _Costs(lcp=prefixes.lcp, lengths=sorted_length), micro_batch_tokens)
+    splitter = GroupSplitter(batch, prefixes, sizes, budget=micro_batch_tokens, costs=costs)
     micro_batches: list[MicroBatch] = []
     packed_pairs = 0
-    for bin_places in bins:
-        lengths = sorted_length[bin_places]
-        shared = shared_with_previous(prefixes.lcp, bin_places)
-        packed_pairs += _num_pairs(lengths) - _num_pairs(shared)
-        sequences = np.sort(prefixes.order[bin_places])
+    for part in _fill(groups, splitter):
+        work = sizes.work(part.places)
+        packed_pairs += work.pairs
+        sequences = np.sort(prefixes.order[part.places])
         micro_batches.append(
             MicroBatch(
-                sequences=tuple(sequences.tolist()), packed_tokens=int((lengths - shared).sum())
+                sequences=tuple(sequences.tolist()),
+                packed_tokens=work.tokens,
+                stages=part.stages,
             )
         )
     return UpdatePlan(
         micro_batches=tuple(micro_batches),
         micro_batch_tokens=micro_batch_tokens,
-        replicated_tokens=int(sorted_length[places].sum()),
+        replicated_tokens=int(sizes.lengths[places].sum()),
         packed_tokens=sum(part.packed_tokens for part in micro_batches),
-        replicated_pairs=_num_pairs(sorted_length[places]),
+        replicated_pairs=num_pairs(sizes.lengths[places]),
         packed_pairs=packed_pairs,
     )
 
@@ -77,18 +89,6 @@ def _by_group(group: NDArray[np.int64], places: NDArray[np.int64]) -> list[NDArr
     return sorted(parts, key=lambda part: int(part[0]))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Costs:
-    """Length and shared tokens of each place in the sorted order, int64 [S] each."""
-
-    lcp: NDArray[np.int64]
-    lengths: NDArray[np.int64]
-
-    def packed_tokens(self, places: NDArray[np.int64]) -> int:
-        """Packed tokens of the sequences at `places`, ascending."""
-        return int((self.lengths[places] - shared_with_previous(self.lcp, places)).sum())
-
-
 @dataclass(slots=True, kw_only=True)
 class _OpenBin:
     """The micro-batch that groups still join: their places, packed tokens and the last place."""
@@ -97,74 +97,63 @@ class _OpenBin:
     tokens: int = 0
     last: int = -1
 
-    def tokens_with(self, group: NDArray[np.int64], costs: _Costs) -> int:
+    def tokens_with(self, group: NDArray[np.int64], sizes: SequenceSizes) -> int:
         """Packed tokens after `group` joined."""
         if not self.parts:
-            return costs.packed_tokens(group)
+            return sizes.packed_tokens(group)
         first = int(group[0])
         if first > self.last:
-            shared = int(costs.lcp[self.last + 1 : first + 1].min())
-            return self.tokens + costs.packed_tokens(group) - shared
-        return costs.packed_tokens(np.sort(np.concatenate([*self.parts, group])))
+            shared = int(sizes.lcp[self.last + 1 : first + 1].min())
+            return self.tokens + sizes.packed_tokens(group) - shared
+        return sizes.packed_tokens(np.sort(np.concatenate([*self.parts, group])))
 
     def join(self, group: NDArray[np.int64], tokens: int) -> None:
         self.parts.append(group)
         self.tokens = tokens
         self.last = max(self.last, int(group[-1]))
 
-    def places(self) -> NDArray[np.int64]:
-        return np.sort(np.concatenate(self.parts))
+    def close(self) -> list[Part]:
+        """What it holds, run at once; nothing where no group has joined."""
+        if not self.parts:
+            return []
+        return [Part(places=np.sort(np.concatenate(self.parts)), stages=())]
 
 
-def _fill(
-    groups: Sequence[NDArray[np.int64]], costs: _Costs, budget: int
-) -> list[NDArray[np.int64]]:
-    """Places of each micro-batch, ascending: groups join the open one, or else open the next."""
-    bins: list[NDArray[np.int64]] = []
+def _fill(groups: Sequence[NDArray[np.int64]], splitter: GroupSplitter) -> list[Part]:
+    """What each micro-batch holds: groups join the open one, or else open the next."""
+    parts: list[Part] = []
     current = _OpenBin()
     for group in groups:
-        for part in _cut(group, costs, budget):
-            tokens = current.tokens_with(part, costs)
-            if current.parts and tokens > budget:
-                bins.append(current.places())
+        for part in splitter.split(group):
+            if part.stages:
+                parts += [*current.close(), part]
                 current = _OpenBin()
-                tokens = costs.packed_tokens(part)
-            current.join(part, tokens)
-    if current.parts:
-        bins.append(current.places())
-    return bins
-
-
-def _cut(group: NDArray[np.int64], costs: _Costs, budget: int) -> list[NDArray[np.int64]]:
-    """Runs of `group`'s places of at most `budget` packed tokens, or of one place."""
-    if costs.packed_tokens(group) <= budget:
-        return [group]
-    lengths = costs.lengths[group].tolist()
-    shared = shared_with_previous(costs.lcp, group).tolist()
-    cuts: list[int] = []
-    tokens = lengths[0]
-    for i in range(1, len(group)):
-        tokens += lengths[i] - shared[i]
-        if tokens > budget:
-            cuts.append(i)
-            tokens = lengths[i]
-    return np.split(group, cuts)
-
-
-def _num_pairs(lengths: NDArray[np.int64]) -> int:
-    """Causal (query, key) pairs of runs from the root of the given lengths."""
-    return int((lengths * (lengths + 1) // 2).sum())
+                continue
+            tokens = current.tokens_with(part.places, splitter.sizes)
+            if current.parts and tokens > splitter.budget:
+                parts += current.close()
+                current = _OpenBin()
+                tokens = splitter.sizes.packed_tokens(part.places)
+            current.join(part.places, tokens)
+    return parts + current.close()
 
 
 def plan_to_dict(plan: UpdatePlan) -> dict[str, object]:
     """JSON values of a plan."""
     return {
-        "micro_batches": [
-            {"sequences": list(part.sequences), "packed_tokens": part.packed_tokens}
-            for part in plan.micro_batches
-        ],
+        "micro_batches": [_micro_batch_to_dict(part) for part in plan.micro_batches],
         **{name: getattr(plan, name) for name in _COUNTS},
     }
+
+
+def _micro_batch_to_dict(part: MicroBatch) -> dict[str, object]:
+    data: dict[str, object] = {
+        "sequences": list(part.sequences),
+        "packed_tokens": part.packed_tokens,
+    }
+    if part.stages:
+        data["stages"] = [[each.start, each.stop, each.parent] for each in part.stages]
+    return data
 
 
 def plan_from_dict(data: Mapping[str, object]) -> UpdatePlan:
@@ -190,10 +179,31 @@ def _micro_batch(part: object, path: str) -> MicroBatch:
     if not isinstance(sequences, list):
         raise invalid(f"{path}.sequences", type(sequences).__name__, "a list")
     indexes = cast("list[object]", sequences)
+    packed_tokens = _count(fields, "packed_tokens", path)
     return MicroBatch(
         sequences=tuple(_index(index, f"{path}.sequences[{i}]") for i, index in enumerate(indexes)),
-        packed_tokens=_count(fields, "packed_tokens", path),
+        packed_tokens=packed_tokens,
+        stages=_stages(fields.get("stages", []), packed_tokens, f"{path}.stages"),
     )
+
+
+def _stages(value: object, packed_tokens: int, path: str) -> tuple[Stage, ...]:
+    """Stages of a streamed micro-batch; none where it is run at once, as in all older plans."""
+    if not isinstance(value, list):
+        raise invalid(path, type(value).__name__, "a list")
+    items = cast("list[object]", value)
+    stages: list[Stage] = []
+    for index, item in enumerate(items):
+        fields = cast("list[object]", item) if isinstance(item, list) else []
+        numbers = [field for field in fields if type(field) is int]
+        if not len(fields) == len(numbers) == _STAGE_FIELDS or numbers[2] < -1:
+            raise invalid(f"{path}[{index}]", repr(fields), "start, stop and parent")
+        start, stop, parent = numbers
+        stages.append(Stage(start=start, stop=stop, parent=parent))
+    misplaced = first_misplaced(stages, packed_tokens)
+    if misplaced is not None:
+        raise invalid(f"{path}[{misplaced}]", repr(items), f"a partition of {packed_tokens} tokens")
+    return tuple(stages)
 
 
 def _count(data: Mapping[str, object], name: str, path: str) -> int:

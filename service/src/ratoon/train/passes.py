@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,14 +22,15 @@ from ratoon.model.policy_model import PolicyModel
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.forest import build_forest
 from ratoon.rollout.pack import pack
-from ratoon.rollout.packed import PackedBatch, UpdatePlan
+from ratoon.rollout.packed import PackedBatch, Stage, UpdatePlan
 from ratoon.rollout.prefixes import SortedPrefixes
 from ratoon.train.config import OldLogprobsKind, ReferenceKind
-from ratoon.train.device import DeviceBatch, put, run_model, to_device
-from ratoon.train.loss.compute import compute_loss
+from ratoon.train.device import DeviceBatch, TokenOutputs, put, run_model, to_device
+from ratoon.train.loss.compute import LossOutput, compute_loss
 from ratoon.train.loss.sums import LossSums
 from ratoon.train.loss.terms import TermColumns
 from ratoon.train.prepare import Prepared
+from ratoon.train.streaming import StagedBatch, StagedTotals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,34 +70,65 @@ def forward_backward_pass(
     `forward_logprobs_J` [J]: old log-probs of `from_forward`, else None. Raises `RatoonError`
     CANCELLED between micro-batches, with part of the gradients added.
     """
-    device = model.device
     sums, rows, forward_s, backward_s = LossSums(), 0, 0.0, 0.0
-    packed_batches = _packed(
+    items = _packed(
         prepared.batch, prepared.prefixes, prepared.plan, prepared.columns.trained_J, hooks
     )
-    for packed in packed_batches:
-        started = time.perf_counter()
-        batch = to_device(packed, device)
-        reference_L = _reference(model, prepared, packed, batch)
-        outputs = run_model(model, batch)
-        logprob_L = outputs.logprob_M.detach()[batch.term_target_L]
-        columns = _term_columns(prepared, packed, forward_logprobs_J, reference_L, logprob_L)
-        entropy_L = outputs.entropy_R.detach()[batch.term_row_L]
-        # The sums come to the host, so the forward is over when this returns, on a GPU too.
-        output = compute_loss(prepared.loss, columns, logprob_L, entropy_L)
-        forward_done = time.perf_counter()
-        seeds = [_scatter(output.grad_logprob_L, batch.term_target_L, outputs.logprob_M)]
-        heads = [outputs.logprob_M]
-        if output.grad_entropy_L is not None:
-            seeds.append(_scatter(output.grad_entropy_L, batch.term_row_L, outputs.entropy_R))
-            heads.append(outputs.entropy_R)
-        torch.autograd.backward(heads, seeds)
-        _synchronise(device)
-        sums = sums + output.sums
-        rows += len(packed.row_index)
-        forward_s += forward_done - started
-        backward_s += time.perf_counter() - forward_done
+    for item in items:
+        totals = _train(model, prepared, item, forward_logprobs_J)
+        sums = sums + totals.sums
+        rows += len(item.packed.row_index)
+        forward_s += totals.forward_s
+        backward_s += totals.backward_s
     return PassTotals(sums=sums, rows=rows, forward_s=forward_s, backward_s=backward_s)
+
+
+def _train(
+    model: PolicyModel,
+    prepared: Prepared,
+    item: _Item,
+    forward_logprobs_J: NDArray[np.floating] | None,
+) -> StagedTotals:
+    """Add the gradient of the loss sum of one micro-batch."""
+    started = time.perf_counter()
+    packed, device = item.packed, model.device
+    batch = to_device(packed, device)
+    reference_L = _reference(model, prepared, item, batch)
+
+    def loss_of(terms: NDArray[np.int64], logprob_L: Tensor, entropy_L: Tensor) -> LossOutput:
+        part = replace(
+            packed,
+            term_target=packed.term_target[terms],
+            term_sequence=packed.term_sequence[terms],
+            term_token=packed.term_token[terms],
+        )
+        part_L = None if reference_L is None else reference_L[put(terms, device)]
+        columns = _term_columns(prepared, part, forward_logprobs_J, part_L, logprob_L)
+        return compute_loss(prepared.loss, columns, logprob_L, entropy_L)
+
+    if item.stages:
+        staged = StagedBatch(model, packed, batch, item.stages, item.check)
+        before_s = time.perf_counter() - started
+        totals = staged.forward_backward(loss_of)
+        return replace(totals, forward_s=before_s + totals.forward_s)
+    outputs = run_model(model, batch)
+    logprob_L = outputs.logprob_M.detach()[batch.term_target_L]
+    entropy_L = outputs.entropy_R.detach()[batch.term_row_L]
+    # The sums come to the host, so the forward is over when this returns, on a GPU too.
+    output = loss_of(np.arange(len(packed.term_target)), logprob_L, entropy_L)
+    forward_done = time.perf_counter()
+    seeds = [_scatter(output.grad_logprob_L, batch.term_target_L, outputs.logprob_M)]
+    heads = [outputs.logprob_M]
+    if output.grad_entropy_L is not None:
+        seeds.append(_scatter(output.grad_entropy_L, batch.term_row_L, outputs.entropy_R))
+        heads.append(outputs.entropy_R)
+    torch.autograd.backward(heads, seeds)
+    _synchronise(device)
+    return StagedTotals(
+        sums=output.sums,
+        forward_s=forward_done - started,
+        backward_s=time.perf_counter() - forward_done,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,9 +155,10 @@ def forward_pass(
     entropy_J = np.zeros_like(logprob_J)
     rows, started = 0, time.perf_counter()
     with torch.inference_mode():
-        for packed in _packed(batch, prefixes, plan, batch.loss_mask, hooks):
+        for item in _packed(batch, prefixes, plan, batch.loss_mask, hooks):
+            packed = item.packed
             device_batch = to_device(packed, model.device)
-            outputs = run_model(model, device_batch)
+            outputs = _outputs(model, item, device_batch)
             logprob_L = outputs.logprob_M[device_batch.term_target_L]
             entropy_L = outputs.entropy_R[device_batch.term_row_L]
             logprob_J[packed.term_token] = logprob_L.cpu().numpy()
@@ -138,13 +172,29 @@ def forward_pass(
     )
 
 
+def _outputs(model: PolicyModel, item: _Item, batch: DeviceBatch) -> TokenOutputs:
+    """Log-probs and entropies of a micro-batch, to be called where gradients are off."""
+    if item.stages:
+        return StagedBatch(model, item.packed, batch, item.stages, item.check).forward()
+    return run_model(model, batch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Item:
+    """One micro-batch; `check` raises where the pass has been cancelled since it began."""
+
+    packed: PackedBatch
+    stages: tuple[Stage, ...]
+    check: Callable[[], None]
+
+
 def _packed(
     batch: RolloutBatch,
     prefixes: SortedPrefixes,
     plan: UpdatePlan,
     term_mask_J: NDArray[np.bool_],
     hooks: PassHooks,
-) -> Iterator[PackedBatch]:
+) -> Iterator[_Item]:
     """Pack one micro-batch after the other, asking in between whether to go on."""
     planned, tokens = len(plan.micro_batches), 0
     hooks.on_progress(0, planned, 0)
@@ -152,7 +202,11 @@ def _packed(
         _check_cancelled(hooks, done, planned)
         forest = build_forest(batch, prefixes, np.array(micro_batch.sequences, np.int64))
         assert forest.num_tokens == micro_batch.packed_tokens, "the plan is of another batch"
-        yield pack(batch, forest, term_mask_J)
+        yield _Item(
+            packed=pack(batch, forest, term_mask_J),
+            stages=micro_batch.stages,
+            check=partial(_check_cancelled, hooks, done, planned),
+        )
         tokens += int(forest.sequence_length.sum())
         hooks.on_progress(done + 1, planned, tokens)
     _check_cancelled(hooks, planned, planned)
@@ -169,7 +223,7 @@ def _check_cancelled(hooks: PassHooks, done: int, planned: int) -> None:
 
 
 def _reference(
-    model: PolicyModel, prepared: Prepared, packed: PackedBatch, batch: DeviceBatch
+    model: PolicyModel, prepared: Prepared, item: _Item, batch: DeviceBatch
 ) -> Tensor | None:
     """Reference log-prob of each term, [L]; None: the loss has no KL term."""
     kl = prepared.loss.kl
@@ -177,9 +231,9 @@ def _reference(
         return None
     if kl.reference is ReferenceKind.GIVEN:
         assert prepared.batch.reference_logprobs is not None
-        return put(prepared.batch.reference_logprobs[packed.term_token], model.device)
+        return put(prepared.batch.reference_logprobs[item.packed.term_token], model.device)
     with torch.no_grad(), model.reference():
-        return run_model(model, batch).logprob_M[batch.term_target_L]
+        return _outputs(model, item, batch).logprob_M[batch.term_target_L]
 
 
 def _term_columns(

@@ -1,0 +1,114 @@
+"""What running packed sequences costs, by a model whose constants are fitted to the device.
+
+Enter a batch and its sorted prefixes, leave counts and costs of any of its sequences packed
+together. Invariant: counts are exact, but for rows where one path trains what another only reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.packed import Stage
+from ratoon.rollout.prefixes import SortedPrefixes, shared_with_previous
+from ratoon.rollout.ragged import prompt_lengths, sequence_lengths
+from ratoon.rollout.waves import num_ancestors, resident_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Packed tokens, causal (query, key) pairs of one head of one layer, rows of the LM head."""
+
+    tokens: int
+    pairs: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostModel:
+    """Cost, forward and backward, in units of one token in the linear layers."""
+
+    pair: float
+    row: float
+    # Of one forward and backward beside what is in it: launches, gradients of the weights.
+    call: float
+    # Of a token of a prefix, for each stage that runs against it: its keys and their gradients.
+    resident: float
+    # Of a token of a stage, for each prefix above it: outputs to merge.
+    merge: float
+
+    def packed(self, work: Work) -> float:
+        """Cost of running it at once."""
+        return self.call + work.tokens + self.pair * work.pairs + self.row * work.rows
+
+    def streamed(self, work: Work, stages: Sequence[Stage]) -> float:
+        """Cost of running it in `stages`, of which there is one at least."""
+        resident = sum(resident_tokens(stages))
+        merged = sum(
+            depth * stage.num_tokens
+            for depth, stage in zip(num_ancestors(stages), stages, strict=True)
+        )
+        return (
+            self.packed(work)
+            + self.call * (len(stages) - 1)
+            + self.resident * resident
+            + self.merge * merged
+        )
+
+
+# Of an 8B decoder of 36 layers with 32:8 heads of 128 and 152K tokens: from its FLOPs and bytes.
+DEFAULT_COSTS = CostModel(pair=6e-5, row=0.09, call=256.0, resident=0.002, merge=0.02)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceSizes:
+    """Sizes of each place in the sorted order, int64 [S] each."""
+
+    # Tokens shared with the place before, and all of them.
+    lcp: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    prompt: NDArray[np.int64]
+    # First response column of each place; trained tokens before each column, int64 [J + 1].
+    first_column: NDArray[np.int64]
+    trained_before: NDArray[np.int64]
+
+    def packed_tokens(self, places: NDArray[np.int64]) -> int:
+        """Packed tokens of the sequences at `places`, ascending."""
+        return int((self.lengths[places] - shared_with_previous(self.lcp, places)).sum())
+
+    def work(self, places: NDArray[np.int64]) -> Work:
+        """What running them packed takes."""
+        lengths, prompt = self.lengths[places], self.prompt[places]
+        shared = shared_with_previous(self.lcp, places)
+        first = self.first_column[places]
+        rows = (
+            self.trained_before[first + lengths - prompt]
+            - self.trained_before[first + np.maximum(shared - prompt, 0)]
+        )
+        return Work(
+            tokens=int((lengths - shared).sum()),
+            pairs=num_pairs(lengths) - num_pairs(shared),
+            rows=int(rows.sum()),
+        )
+
+
+def measure(batch: RolloutBatch, prefixes: SortedPrefixes) -> SequenceSizes:
+    """Sizes of all sequences of `batch`."""
+    trained_before = np.zeros(len(batch.loss_mask) + 1, np.int64)
+    np.cumsum(batch.loss_mask, out=trained_before[1:])
+    return SequenceSizes(
+        lcp=prefixes.lcp,
+        lengths=sequence_lengths(batch)[prefixes.order],
+        prompt=prompt_lengths(batch)[prefixes.order],
+        first_column=batch.response_offsets[:-1][prefixes.order],
+        trained_before=trained_before,
+    )
+
+
+def num_pairs(lengths: NDArray[np.int64]) -> int:
+    """Causal (query, key) pairs of runs from the root of the given lengths."""
+    return int((lengths * (lengths + 1) // 2).sum())

@@ -1,0 +1,210 @@
+"""Streamed updates: the theorem over plans of prefixes and waves, at every depth.
+
+One streamed forward-backward against one unpadded Hugging Face run a rollout, in float64 unless
+said otherwise; and log-probs of a streamed Forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ratoon.model.spec import LoraTuning, ModelDtype
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.costs import CostModel
+from ratoon.rollout.packed import UpdatePlan
+from ratoon.rollout.plan import make_plan
+from ratoon.rollout.prefixes import sort_sequences
+from ratoon.rollout.waves import num_ancestors
+from ratoon.train import prepare
+from ratoon.train.config import (
+    CorrectionLevel,
+    CorrectionMode,
+    KlConfig,
+    KlKind,
+    LossKind,
+    LossRequest,
+    OldLogprobs,
+    OldLogprobsKind,
+    OptimRequest,
+    ReferenceKind,
+    RolloutCorrection,
+    SharedTokens,
+)
+from ratoon.train.loss_spec import Loss
+from ratoon.train.resolve import resolve_loss
+from tests.oracle import hf
+from tests.theorem import assert_close, paths_of
+from tests.tiny_models import write_folder
+from tests.train.theorem_runs import (
+    WHOLE,
+    Pair,
+    assert_same_report,
+    check_step,
+    default_divisor,
+    make_pair,
+    oracle_loss,
+    random_batch_near,
+)
+
+# Calls cost nothing, so whatever does not fit is streamed and every small prefix stays apart.
+EAGER = CostModel(pair=1e-3, row=0.1, call=0.0, resident=0.0, merge=0.0)
+# Prefixes of up to 6 tokens are joined to the one above.
+JOINING = replace(EAGER, call=6.0)
+GIVEN_OLD = OldLogprobs(kind=OldLogprobsKind.GIVEN)
+GRPO = LossRequest(kind=LossKind.GRPO, old_logprobs=GIVEN_OLD, entropy_coefficient=0.01)
+
+
+@pytest.fixture(scope="module")
+def shared_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    root = tmp_path_factory.mktemp("streaming")
+    return make_pair(write_folder(root / "base", "qwen3"), scratch=root / "adapter")
+
+
+@pytest.fixture
+def pair(shared_pair: Pair) -> Iterator[Pair]:
+    yield shared_pair
+    shared_pair.discard()
+
+
+def _plan(batch: RolloutBatch, loss: Loss, budget: int, costs: CostModel = EAGER) -> UpdatePlan:
+    kept_S = prepare.select(batch, loss, 0).kept_S & prepare.has_trained_tokens(batch)
+    return make_plan(batch, sort_sequences(batch), kept_S, budget, costs)
+
+
+def _depth(plan: UpdatePlan) -> int:
+    return max(max(num_ancestors(part.stages), default=0) for part in plan.micro_batches)
+
+
+def _check(
+    pair: Pair,
+    batch: RolloutBatch,
+    request: LossRequest,
+    *,
+    budget: int,
+    costs: CostModel = EAGER,
+) -> UpdatePlan:
+    """Streamed loss, counters and gradients are the oracle's; both windows stay open."""
+    loss = resolve_loss(request, batch, has_frozen_reference=True)
+    plan = _plan(batch, loss, budget, costs)
+    assert _depth(plan) > 0, "nothing is streamed"
+    report = pair.trainer.forward_backward(batch, loss, plan)
+    paths = paths_of(batch)
+    if request.kl is not None and request.kl.reference is ReferenceKind.FROZEN:
+        frozen = hf.all_logprobs(pair.initial, paths)
+        paths = [
+            replace(path, reference=logprob.numpy())
+            for path, (logprob, _) in zip(paths, frozen, strict=True)
+        ]
+    sums = pair.oracle.forward_backward(paths, oracle_loss(request, batch))
+    assert sums.counters.tokens > 0
+    assert_close(pair.gradient_errors(), pair.tolerance)
+    assert_same_report(
+        report,
+        sums,
+        default_divisor(request, batch, sums),
+        token_weight=oracle_loss(request, batch).token_weight,
+        tolerance=pair.tolerance,
+    )
+    return plan
+
+
+@pytest.mark.parametrize("costs", [EAGER, JOINING], ids=["apart", "joined"])
+@pytest.mark.parametrize("budget", [1, 16, 30])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_streamed_gradients_are_those_of_each_rollout_alone(
+    pair: Pair, seed: int, budget: int, costs: CostModel
+) -> None:
+    batch = random_batch_near(pair, seed, max_response=14)
+    plan = _check(pair, batch, GRPO, budget=budget, costs=costs)
+    if budget == 1 and costs is EAGER:
+        assert _depth(plan) > 1
+
+
+LOSSES = {
+    "gspo": LossRequest(kind=LossKind.GSPO, old_logprobs=GIVEN_OLD),
+    "sequence correction": LossRequest(
+        kind=LossKind.DAPO,
+        old_logprobs=GIVEN_OLD,
+        drop_zero_variance_groups=False,
+        correction=RolloutCorrection(
+            mode=CorrectionMode.TRUNCATE, level=CorrectionLevel.SEQUENCE, high=1.5, low=0.0
+        ),
+    ),
+    "on-policy correction": LossRequest(
+        kind=LossKind.REINFORCE,
+        correction=RolloutCorrection(
+            mode=CorrectionMode.TRUNCATE, level=CorrectionLevel.SEQUENCE, high=1.5, low=0.0
+        ),
+    ),
+    "shared tokens once": replace(GRPO, shared_tokens=SharedTokens.ONCE),
+    "frozen reference": replace(
+        GRPO, kl=KlConfig(kind=KlKind.K3, coefficient=0.1, reference=ReferenceKind.FROZEN)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_that_span_stages_are_exact(pair: Pair, name: str) -> None:
+    """Terms of one sequence lie in prefixes and waves; prefixes are trained by many sequences."""
+    _check(pair, random_batch_near(pair, 23), LOSSES[name], budget=12)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_forests_of_two_letters_are_exact(pair: Pair, seed: int) -> None:
+    """What one path trains is prompt or context in others; stages without any row come up."""
+    batch = random_batch_near(pair, seed, vocab_size=2, max_prompt=4, num_groups=8)
+    _check(pair, batch, GRPO, budget=5)
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "llama", "qwen3_moe"])
+def test_architectures_are_exact(tmp_path: Path, architecture: str) -> None:
+    pair = make_pair(write_folder(tmp_path / "base", architecture), scratch=tmp_path / "adapter")
+    _check(pair, random_batch_near(pair, 3), GRPO, budget=14)
+
+
+def test_lora_is_exact(tmp_path: Path) -> None:
+    pair = make_pair(
+        write_folder(tmp_path / "base", "qwen3"),
+        scratch=tmp_path / "adapter",
+        tuning=LoraTuning(rank=3, alpha=6.0),
+    )
+    _check(pair, random_batch_near(pair, 4), GRPO, budget=14)
+
+
+def test_float32_is_as_exact_as_packed(tmp_path: Path) -> None:
+    pair = make_pair(
+        write_folder(tmp_path / "base", "qwen3"),
+        scratch=tmp_path / "adapter",
+        dtype=ModelDtype.FLOAT32,
+    )
+    _check(pair, random_batch_near(pair, 5), GRPO, budget=14)
+
+
+def test_three_streamed_steps_equal_the_oracles(tmp_path: Path) -> None:
+    pair = make_pair(write_folder(tmp_path / "base", "qwen3"), scratch=tmp_path / "adapter")
+    for seed in range(3):
+        _check(pair, random_batch_near(pair, 40 + seed), GRPO, budget=10 + 4 * seed)
+        check_step(pair, OptimRequest(learning_rate=1e-2), divide_by="sequences")
+
+
+def test_streamed_forward_gives_the_packed_logprobs(pair: Pair) -> None:
+    batch = random_batch_near(pair, 6)
+    is_run_S = prepare.has_trained_tokens(batch)
+    prefixes = sort_sequences(batch)
+    streamed = make_plan(batch, prefixes, is_run_S, 9, EAGER)
+    assert _depth(streamed) > 1
+    for use_reference in (False, True):
+        got, expected = (
+            pair.trainer.forward(batch, plan, with_entropy=True, use_reference=use_reference)
+            for plan in (streamed, make_plan(batch, prefixes, is_run_S, WHOLE))
+        )
+        assert np.abs(expected.logprobs).max() > 1
+        assert got.entropy is not None
+        assert expected.entropy is not None
+        np.testing.assert_allclose(got.logprobs, expected.logprobs, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(got.entropy, expected.entropy, rtol=0, atol=1e-12)
