@@ -20,8 +20,8 @@ NVIDIA = $(wildcard /dev/nvidiactl)$(shell command -v nvidia-smi 2>/dev/null)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint type fmt proto proto-check bench bench-cpu bench-gpu test-gpu up down \
-	clean env env-dev env-proto
+.PHONY: help demo test lint type fmt proto proto-check bench bench-cpu bench-gpu bench-step-gpu \
+	test-gpu up down clean env env-dev env-proto
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "%-12s %s\n", $$1, $$2 }'
@@ -62,6 +62,9 @@ bench-cpu: env ## packed against replicated training on the CPU; milliseconds of
 bench-gpu: env-dev ## tree attention and token log-probs on an H200; after test-gpu
 	@$(BIN)/python -m benchmarks.attention --out benchmarks/results/h200/attention.json $(ARGS)
 	@$(BIN)/python -m benchmarks.token_logprobs --out benchmarks/results/h200/token_logprobs.json
+
+bench-step-gpu: env-dev ## whole steps on an H200, a section at a time; after test-gpu
+	@$(BIN)/python -m benchmarks.step --out benchmarks/results/h200/step.json $(ARGS)
 
 up: ## start the service and Prometheus in containers
 	docker compose up --build --detach --wait

@@ -1,0 +1,128 @@
+"""Whole steps: ours against replicated and other packed attention, with all else the same.
+
+Enters names of sections, leaves a result file; or enters a result file, leaves its tables, its plot
+or its section of a document. Invariant: no file is written where the GPU tests are not green for
+these sources; parts that several calls measured are merged, if they are of the same sources.
+
+    python benchmarks/step.py --out benchmarks/results/h200/step.json --only paper
+    python benchmarks/step.py --report benchmarks/results/h200/step.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Run as a file, its own folder is on the path in the place of the repository's root.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import step_paper
+from benchmarks.gpu_results import TESTS, describe_gpu, require_green_tests, write_result
+from benchmarks.step_plot import plot
+from benchmarks.step_report import format_tables, write_markdown
+from benchmarks.step_result import (
+    add_case,
+    empty_payload,
+    measured_cases,
+    merged_payload,
+    sort_cases,
+)
+from benchmarks.step_run import FULL, SMALL, Run
+
+MEASURES = {
+    "paper": step_paper,
+}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = _parse(arguments)
+    if args.report is None:
+        _measure(args)
+        return
+    result = json.loads(args.report.read_text(encoding="utf-8"))
+    print(format_tables(result))
+    if args.plot is not None:
+        plot(result, args.plot)
+    if args.markdown is not None:
+        image = "" if args.plot is None else _link(args.plot, args.markdown)
+        write_markdown(result, args.markdown, _link(args.report, args.markdown), image)
+
+
+def _link(path: Path, document: Path) -> str:
+    return Path(os.path.relpath(path, document.parent)).as_posix()
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    mode = parser.add_mutually_exclusive_group(required=True)
+    mode.add_argument("--out", type=Path, help="measure, and merge into this result file")
+    mode.add_argument("--draft", action="store_true", help="measure untested sources; no file")
+    mode.add_argument("--report", type=Path, help="print the tables of this result file")
+    parser.add_argument("--plot", type=Path, help="with --report: write this PNG")
+    parser.add_argument("--markdown", type=Path, help="with --report: fill in this document")
+    parser.add_argument("--only", nargs="+", choices=MEASURES, default=list(MEASURES))
+    parser.add_argument("--cases", nargs="+", help="of the one section of --only; all by default")
+    parser.add_argument("--new", action="store_true", help="forget what --out's file holds")
+    parser.add_argument("--missing", action="store_true", help="leave out cases that it holds")
+    parser.add_argument("--samples", type=int, default=5, help="of each figure, at most")
+    parser.add_argument("--budget-s", type=float, default=540.0, help="seconds, set-up included")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tests", type=Path, default=TESTS, help="the report of make test-gpu")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(arguments)
+    if args.cases is not None:
+        if len(args.only) != 1:
+            parser.error("--cases needs one section in --only")
+        known = MEASURES[args.only[0]].cases(SMALL if args.device == "cpu" else FULL)
+        if unknown := [case for case in args.cases if case not in known]:
+            parser.error(f"{args.only[0]} has no case {unknown}, only {known}")
+    return args
+
+
+def _measure(args: argparse.Namespace) -> None:
+    is_gpu = args.device == "cuda"
+    if is_gpu and not args.draft:
+        require_green_tests(args.tests)
+    start = time.monotonic()
+    run = Run(
+        device=torch.device(args.device),
+        scale=FULL if is_gpu else SMALL,
+        num_samples=args.samples,
+        stop_at=start + args.budget_s,
+        seed=args.seed,
+    )
+    if args.out is not None and args.out.is_file() and not args.new:
+        payload = merged_payload(json.loads(args.out.read_text(encoding="utf-8")), run)
+    else:
+        payload = empty_payload(run)
+    current = payload["runs"][-1]
+    for section in args.only:
+        measures = MEASURES[section]
+        order = measures.cases(run.scale)
+        held = measured_cases(payload, section) if args.missing else set[str]()
+        wanted = [case for case in args.cases or order if case not in held]
+        for case, rows in measures.measure(run, wanted):
+            add_case(payload, section, case, rows)
+            sort_cases(payload, section, order)
+            current["seconds"] = time.monotonic() - start
+            print(f"{section} {case}: {current['seconds']:.0f} s", file=sys.stderr, flush=True)
+            if args.out is not None:
+                # After every case, so that a run that is cut off leaves what it has.
+                write_result(args.out, payload, seed=run.seed)
+        if left_out := [case for case in wanted if case not in current["cases"][section]]:
+            print(f"out of time, {section} left out: {left_out}", file=sys.stderr)
+    result: dict[str, Any] = {**describe_gpu(run.seed), **payload}
+    print(format_tables(result))
+
+
+if __name__ == "__main__":
+    main()

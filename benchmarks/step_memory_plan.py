@@ -1,0 +1,80 @@
+"""What a step keeps for its backward: all that fits, or the least.
+
+Enters a policy and the largest micro-batch, leaves the policy limited to a budget. Invariant: the
+plan is the service's own, for all ways alike; where even the least does not fit, the service's
+refusal is raised before anything runs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from ratoon.model.activation_plan import Kept, peak_bytes, plan_activations
+from ratoon.model.policy_model import PolicyModel
+
+# Of the device, beside what the plan counts: kernels' workspace, fragments of the allocator.
+MARGIN_BYTES = 6 * 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Layers of each kind, and the peak that the service predicts beyond weights, in bytes."""
+
+    layers: dict[str, int]
+    predicted_bytes: int
+
+
+def keep_what_fits(policy: PolicyModel, tokens: int, *, gradients_stay: bool) -> MemoryPlan | None:
+    """Limits the policy to the device's free memory; None on a CPU, where nothing is limited.
+
+    Args:
+        policy: Without gradients.
+        tokens: Of the largest micro-batch.
+        gradients_stay: They are there from an earlier micro-batch, and not only from the end of
+            the backward of each layer on.
+    """
+    if policy.device.type != "cuda":
+        return None
+    free, _total = torch.cuda.mem_get_info(policy.device)
+    unused = torch.cuda.memory_reserved(policy.device) - torch.cuda.memory_allocated(policy.device)
+    all_bytes, layer_bytes = _gradient_bytes(policy)
+    # Those of the head are the plan's own; those of layers too, unless they stay.
+    resident = all_bytes if gradients_stay else 0
+    return _limit(
+        policy,
+        tokens,
+        free + unused - MARGIN_BYTES - resident,
+        layer_gradient_bytes=0 if gradients_stay else layer_bytes,
+    )
+
+
+def keep_the_least(policy: PolicyModel, tokens: int) -> MemoryPlan | None:
+    """Limits the policy to what runs all but attention again; None on a CPU."""
+    if policy.device.type != "cuda":
+        return None
+    least = (Kept.ATTENTION,) * policy.sizes.num_layers
+    return _limit(
+        policy, tokens, peak_bytes(policy.sizes, least, tokens, tokens), layer_gradient_bytes=0
+    )
+
+
+def _limit(
+    policy: PolicyModel, tokens: int, budget_bytes: int, *, layer_gradient_bytes: int
+) -> MemoryPlan:
+    policy.limit_activations(budget_bytes, layer_gradient_bytes=layer_gradient_bytes)
+    kept = plan_activations(policy.sizes, tokens, tokens, budget_bytes)
+    return MemoryPlan(
+        layers=dict(Counter(map(str, kept))),
+        predicted_bytes=peak_bytes(policy.sizes, kept, tokens, tokens),
+    )
+
+
+def _gradient_bytes(policy: PolicyModel) -> tuple[int, int]:
+    """Of all trained parameters, and of those of one layer, in their own dtype."""
+    named = policy.named_trainable().items()
+    of_layers = sum(p.numel() * p.element_size() for name, p in named if ".layers." in name)
+    everything = sum(p.numel() * p.element_size() for _, p in named)
+    return everything, of_layers // policy.sizes.num_layers

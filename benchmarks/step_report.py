@@ -1,0 +1,99 @@
+"""What a result of the step benchmark says: its tables, the targets, a section of a document.
+
+Enters the result file's content, leaves text. Invariant: a ratio is between two rows of one case,
+which are of one run; a way without figures shows its reason, and a missed target what was reached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.step_tables import Table, tables
+from benchmarks.step_targets import targets
+
+BEGIN = "<!-- step results: written by benchmarks/step.py -->"
+END = "<!-- end of step results -->"
+
+
+def format_tables(result: dict[str, Any]) -> str:
+    """Every table for a terminal, and what they were measured on."""
+    lines = [_provenance(result)]
+    for table in tables(result):
+        lines += ["", table.title, *_terminal(table), *table.notes]
+    found = _target_lines(result)
+    return "\n".join([*lines, "", *found] if found else lines)
+
+
+def write_markdown(result: dict[str, Any], path: Path, link: str, image: str) -> None:
+    """Replaces what stands between the two markers of a document.
+
+    Args:
+        result: The result file's content.
+        path: The document.
+        link: To the result file, as the document has to write it.
+        image: To the plot, likewise; empty where there is none.
+
+    Raises:
+        ValueError: The document does not have each marker once, in order.
+    """
+    text = path.read_text(encoding="utf-8")
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end) or BEGIN in after or END in before + after:
+        raise ValueError(f"{path} does not have the markers {BEGIN} and {END} once, in this order")
+    section = "\n".join(_markdown(result, link, image))
+    path.write_text(f"{before}{BEGIN}\n{section}\n{END}{after}", encoding="utf-8")
+
+
+def _markdown(result: dict[str, Any], link: str, image: str) -> Iterator[str]:
+    yield f"\n{_provenance(result)} [Raw samples]({link}).\n"
+    if image:
+        yield f"![Seconds, memory and speed-ups of the tables below]({image})\n"
+    for table in tables(result):
+        yield f"### {table.title}\n"
+        yield "| " + " | ".join(table.columns) + " |"
+        numbers = ["---:"] * (len(table.columns) - table.num_text_columns)
+        yield "|" + "|".join(["---"] * table.num_text_columns + numbers) + "|"
+        yield from ("| " + " | ".join(row) + " |" for row in table.rows)
+        yield ""
+        if table.notes:
+            yield from (f"- {note}" for note in table.notes)
+            yield ""
+    yield from (f"- {line}" for line in _target_lines(result))
+
+
+def _terminal(table: Table) -> list[str]:
+    cells = [table.columns, *table.rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(table.columns))]
+    return [
+        "  ".join(
+            cell.ljust(width) if column < table.num_text_columns else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    ]
+
+
+def _provenance(result: dict[str, Any]) -> str:
+    versions = result["versions"]
+    runs = result["runs"]
+    several = f", {len(runs)} runs: each case is of one" if len(runs) > 1 else ""
+    digest, _, dirty = result["commit"].partition("-")
+    commit = f"{digest[:12]}-dirty" if dirty else digest[:12]
+    gemm = max(run["gemm"]["tflops"] for run in runs)
+    stale = f" STALE: {result['stale']}." if result.get("stale") else ""
+    return (
+        f"{result['gpu']}, driver {versions['driver']}, torch {versions['torch']}, commit "
+        f"{commit}, gradients in {result['gradient_dtype']}, bf16 GEMM {gemm:.0f} TFLOP/s"
+        f"{several}.{stale}"
+    )
+
+
+def _target_lines(result: dict[str, Any]) -> list[str]:
+    found = targets(result)
+    missed = [
+        f"missed: {t.name}: {t.reached:.2f}, not {t.bound:.2f}" for t in found if not t.is_met
+    ]
+    return [f"{len(found) - len(missed)} of {len(found)} targets met", *missed] if found else []

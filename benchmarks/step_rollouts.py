@@ -1,0 +1,152 @@
+"""Groups of random rollouts, packed or each rollout alone, ready to be run.
+
+Enters prompt and response lengths and a seed, leaves `PackedBatch`es whose terms carry the same
+weights in either form. Invariant: the gradients of a packed batch and those of the same rollouts
+replicated, however they are cut, are sums of the same terms.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from benchmarks.step_sizes import StepWork
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.forest import build_forest
+from ratoon.rollout.pack import pack
+from ratoon.rollout.packed import Forest, PackedBatch
+from ratoon.rollout.prefixes import sort_sequences
+from ratoon.rollout.ragged import sequence_lengths
+from ratoon.train.device import DeviceBatch, to_device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Tokens of a prompt and of each of its responses."""
+
+    prompt: int
+    responses: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeededBatch:
+    """A micro-batch on the device and the gradient of the loss by each of its targets.
+
+    Attributes:
+        batch: The micro-batch.
+        seed_M: float32; the terms' weights, summed at each target.
+        column_L: int64; response token of each term, to compare ways by.
+    """
+
+    batch: DeviceBatch
+    seed_M: Tensor
+    column_L: Tensor
+
+
+def make_batch(groups: tuple[Group, ...], vocab_size: int, seed: int) -> RolloutBatch:
+    """Uniformly random tokens, normal rewards, sampler log-probs near those of random weights."""
+    rng = np.random.default_rng(seed)
+    lengths = np.array([length for group in groups for length in group.responses], np.int64)
+    prompts = np.array([group.prompt for group in groups], np.int64)
+    num_tokens, count = int(lengths.sum()), len(lengths)
+    return RolloutBatch(
+        group_ids=tuple(f"group-{i}" for i in range(len(groups))),
+        group_offsets=_offsets(np.array([len(group.responses) for group in groups])),
+        prompt_tokens=rng.integers(0, vocab_size, int(prompts.sum()), np.int32),
+        prompt_offsets=_offsets(prompts),
+        response_tokens=rng.integers(0, vocab_size, num_tokens, np.int32),
+        response_offsets=_offsets(lengths),
+        loss_mask=np.ones(num_tokens, np.bool_),
+        sampler_logprobs=rng.normal(-np.log(vocab_size), 0.1, num_tokens).astype(np.float32),
+        old_logprobs=None,
+        reference_logprobs=None,
+        rewards=rng.normal(size=count),
+        advantages=None,
+        token_weights=None,
+        temperature=np.ones(count, np.float32),
+        sampler_is_raw=np.zeros(count, np.bool_),
+        truncated=np.zeros(count, np.bool_),
+        policy_version=np.zeros(count, np.int64),
+        top_p=np.ones(count, np.float32),
+        top_k=np.zeros(count, np.int32),
+    )
+
+
+def packed_batch(batch: RolloutBatch) -> PackedBatch:
+    """All rollouts in one micro-batch, every shared prefix once."""
+    forest = build_forest(batch, sort_sequences(batch), np.arange(batch.num_sequences))
+    return pack(batch, forest, batch.loss_mask)
+
+
+def replicated_batches(batch: RolloutBatch, sequences_per_batch: int) -> list[PackedBatch]:
+    """The same rollouts in request order, `sequences_per_batch` in a micro-batch, none shared."""
+    return [
+        pack(
+            batch,
+            _separate_trees(batch, np.arange(i, min(i + sequences_per_batch, batch.num_sequences))),
+            batch.loss_mask,
+        )
+        for i in range(0, batch.num_sequences, sequences_per_batch)
+    ]
+
+
+def upload(batch: RolloutBatch, packed: PackedBatch, device: torch.device) -> SeededBatch:
+    """Onto the device, with the gradient of the GRPO loss at ratio 1 by each log-prob.
+
+    That is -A / (tokens of the response * sequences), A being the rewards, which are random and
+    different in every response.
+    """
+    assert batch.rewards is not None
+    lengths_S = np.diff(batch.response_offsets)
+    weight_S = -batch.rewards / np.maximum(lengths_S, 1) / batch.num_sequences
+    weight_J = np.repeat(weight_S, lengths_S)
+    seed_M = np.zeros(len(packed.target_token))
+    np.add.at(seed_M, packed.term_target, weight_J[packed.term_token])
+    return SeededBatch(
+        batch=to_device(packed, device),
+        seed_M=torch.from_numpy(seed_M.astype(np.float32)).to(device),
+        column_L=torch.from_numpy(packed.term_token).to(device),
+    )
+
+
+def packed_work(packed: PackedBatch) -> StepWork:
+    """What one packed micro-batch runs."""
+    forest = packed.forest
+    own = forest.node_stop - forest.node_start
+    pairs = own * forest.node_depth + own * (own + 1) // 2
+    return StepWork(tokens=forest.num_tokens, rows=len(packed.row_index), pairs=int(pairs.sum()))
+
+
+def replicated_work(batch: RolloutBatch) -> StepWork:
+    """What all rollouts run, each alone: tokens and causal pairs in place of the packed ones."""
+    length = sequence_lengths(batch)
+    return StepWork(
+        tokens=int(length.sum()),
+        rows=len(batch.loss_mask),
+        pairs=int((length * (length + 1) // 2).sum()),
+    )
+
+
+def _separate_trees(batch: RolloutBatch, sequences: NDArray[np.int64]) -> Forest:
+    """One root for each sequence, though sequences may share a prefix."""
+    length = sequence_lengths(batch)[sequences]
+    bounds = _offsets(length)
+    return Forest(
+        tokens=np.concatenate([batch.sequence_tokens(int(s)) for s in sequences]),
+        node_parent=np.full(len(sequences), -1, np.int32),
+        node_start=bounds[:-1],
+        node_stop=bounds[1:],
+        node_end=bounds[1:],
+        node_depth=np.zeros(len(sequences), np.int64),
+        sequences=sequences,
+        sequence_node=np.arange(len(sequences), dtype=np.int32),
+        sequence_length=length,
+    )
+
+
+def _offsets(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)

@@ -1,0 +1,85 @@
+"""FlashAttention-2 of torch as one more backend of tree attention, for replicated rollouts.
+
+Enters forests whose trees are single nodes, leaves their attention through the same op, so that
+compiled layers and what they keep are those of every other backend. Invariant: nothing of the
+kernels' own registry changes but that one name more is known; it is never chosen unasked.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ratoon_kernels import TreeLayout, registry
+from ratoon_kernels.tree_attention import backends, op
+from ratoon_kernels.tree_attention.operands import Operands, Upstream
+
+FA2 = "fa2"
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+class VarlenBackend:
+    """torch's `_flash_attention_forward` and `_backward`; each tree is one sequence."""
+
+    def unavailable_reason(self) -> str | None:
+        return None if torch.cuda.is_available() else "torch finds no CUDA GPU"
+
+    def unsupported_reason(
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, is_deterministic: bool
+    ) -> str | None:
+        is_served = device.type == "cuda" and dtype in _DTYPES and not is_deterministic
+        return None if is_served else "for 16-bit tensors on CUDA GPUs, not deterministic"
+
+    def plan(self, layout: TreeLayout) -> list[Tensor]:
+        return [layout.node_table_M4]
+
+    def forward(self, operands: Operands) -> tuple[Tensor, Tensor]:
+        q, k, v = operands.q_QNH, operands.k_SKH, operands.v_SKH
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            *(q, k, v, *_sequences(operands), 0.0, True, False), scale=operands.scale
+        )
+        return out, lse
+
+    def backward(self, operands: Operands, upstream: Upstream) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = operands.q_QNH, operands.k_SKH, operands.v_SKH
+        # State of the random numbers, which no dropout reads.
+        unread = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        return torch.ops.aten._flash_attention_backward(
+            *(upstream.dout_QNH, q, k, v, upstream.out_QNH, upstream.lse_NQ),
+            *(*_sequences(operands), 0.0, True, unread, unread),
+            scale=operands.scale,
+        )
+
+
+def install() -> None:
+    """Make the name `fa2` known to the op and its registry; once or more often."""
+    of_op: Any = op
+    of_registry: Any = registry
+    if FA2 in of_op.BACKENDS:
+        return
+    known: Any = {**backends.BACKENDS, FA2: VarlenBackend()}
+    held: Any = {**of_registry._BACKENDS, backends.OP: MappingProxyType(known)}
+    of_op.BACKENDS = MappingProxyType(known)
+    of_registry._BACKENDS = MappingProxyType(held)
+
+
+def sequence_bounds(node_table_M4: Tensor) -> tuple[Tensor, int]:
+    """Offsets int32 [M + 1] on the CPU and the longest sequence of a forest of single nodes.
+
+    Raises:
+        ValueError: A node has a parent: its attention is not causal within one sequence.
+    """
+    if bool((node_table_M4[:, 3] >= 0).any()):
+        raise ValueError("replicated attention got a forest with shared prefixes")
+    stop_M = node_table_M4[:, 1]
+    longest = int((stop_M - node_table_M4[:, 0]).max())
+    return torch.nn.functional.pad(stop_M, (1, 0)).to(torch.int32), longest
+
+
+def _sequences(operands: Operands) -> tuple[Tensor, Tensor, int, int]:
+    offsets, longest = sequence_bounds(operands.plan[0])
+    on_device = offsets.to(operands.q_QNH.device, non_blocking=True)
+    return on_device, on_device, longest, longest

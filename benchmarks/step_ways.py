@@ -1,0 +1,209 @@
+"""One way to run a step over some rollouts, measured and held against the others.
+
+Enters a model, a way and rollouts, leaves a row of figures, or one with the reason why there are
+none. Invariant: a way whose log-probs or gradients are not those of the replicated run has no
+figures.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.step_memory_plan import MemoryPlan, keep_the_least, keep_what_fits
+from benchmarks.step_rollouts import (
+    SeededBatch,
+    packed_batch,
+    packed_work,
+    replicated_batches,
+    replicated_work,
+    upload,
+)
+from benchmarks.step_run import Row, Run, refusal
+from benchmarks.step_sizes import ModelSize, mfu
+from benchmarks.step_subjects import Way, compared_values, open_policy, run_step
+from benchmarks.step_timing import held_gib, measure, release, require_time, timed
+from ratoon.errors import RatoonError
+from ratoon.model.policy_model import PolicyModel
+from ratoon.rollout.batch import RolloutBatch
+
+# Relative L2 errors between two 16-bit runs; a wrong mask gives errors of order 1.
+MAX_ERROR = 0.1
+# Rollouts that a cut into micro-batches is tried on, in the largest cut's micro-batches.
+TRIED_BATCHES = 2
+
+
+class Ways:
+    """Owns the module of one model and the policy around it, that of one way at a time."""
+
+    def __init__(self, run: Run, size: ModelSize) -> None:
+        self.run = run
+        self.size = size
+        self.module = run.module(size)
+        self._opened: tuple[Way, PolicyModel] | None = None
+
+    def policy(self, way: Way) -> PolicyModel:
+        """The one of `way`; that of another way is of no use any more."""
+        if self._opened is None or self._opened[0] != way:
+            self._opened = (way, open_policy(self.module, way))
+        return self._opened[1]
+
+    def clear(self) -> None:
+        """Lets go of gradients and of memory that is free."""
+        self.module.zero_grad(set_to_none=True)
+        release(self.run.device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How rollouts are cut and what is kept of them.
+
+    Attributes:
+        cuts: Sequences in a replicated micro-batch, of which the fastest is taken.
+        keeps_the_least: All but attention runs again; else what fits is kept.
+    """
+
+    cuts: tuple[int, ...]
+    keeps_the_least: bool = False
+
+    def limit(self, policy: PolicyModel, batches: Sequence[SeededBatch]) -> MemoryPlan | None:
+        """Limits the policy for these micro-batches."""
+        tokens = max(seeded.batch.layout.num_tokens for seeded in batches)
+        if self.keeps_the_least:
+            return keep_the_least(policy, tokens)
+        return keep_what_fits(policy, tokens, gradients_stay=len(batches) > 1)
+
+
+def compare_ways(ways: Ways, batch: RolloutBatch, order: Sequence[Way], plan: Plan) -> list[Row]:
+    """Rows of all ways over the same rollouts, checked against the replicated one where it ran."""
+    found: list[tuple[Row, dict[str, Tensor]]] = []
+    for way in order:
+        try:
+            found.append(measure_way(ways, way, batch, plan))
+        except Exception as error:  # noqa: BLE001  whatever a library raises is its row's content
+            found.append(({"how": way.how, **refusal(error)}, {}))
+        ways.clear()
+    return check([way.is_packed for way in order], found)
+
+
+def measure_way(
+    ways: Ways, way: Way, batch: RolloutBatch, plan: Plan
+) -> tuple[Row, dict[str, Tensor]]:
+    """Figures of one way and what it is to be compared by.
+
+    Raises:
+        OutOfTimeError: The budget is spent.
+        RuntimeError: What the backend or the device says, out of memory for one.
+        RatoonError: The service would not run it: it does not fit.
+    """
+    run, policy = ways.run, ways.policy(way)
+    require_time(run.stop_at, 0.0)
+    row: Row = {"how": way.how, "model": ways.size.name}
+    if way.is_packed:
+        batches = [upload(batch, packed_batch(batch), run.device)]
+        memory = plan.limit(policy, batches)
+    else:
+        cut, tried = _fastest_cut(ways, way, batch, plan)
+        batches = replicas(batch, cut, run)
+        memory = plan.limit(policy, batches)
+        row |= {"micro_batch_sequences": cut, **tried}
+    started = time.monotonic()
+    values = compared_values(policy, batches)
+    ways.clear()
+    resident_gib = held_gib(run.device)
+    run_step(policy, batches)
+    row["warm_up_s"] = time.monotonic() - started
+    measured = measure(
+        lambda: run_step(policy, batches),
+        run.device,
+        num_samples=run.num_samples,
+        stop_at=run.stop_at,
+    )
+    work, replicated = packed_work(packed_batch(batch)), replicated_work(batch)
+    return {
+        **row,
+        "seconds": measured.seconds,
+        "hardware_mfu": mfu(ways.size, work, measured.seconds),
+        "logical_mfu": mfu(ways.size, replicated, measured.seconds),
+        "peak_gib": measured.peak_gib,
+        **memory_figures(policy, memory, measured.peak_gib, resident_gib),
+        "packed_tokens": work.tokens,
+        "replicated_tokens": replicated.tokens,
+        "samples": measured.samples,
+    }, values
+
+
+def memory_figures(
+    policy: PolicyModel, plan: MemoryPlan | None, peak: float, resident: float
+) -> Row:
+    """GiB beyond weights and gradients, and what was predicted beyond weights; none on a CPU.
+
+    `peak` and `resident` are GiB at the peak and with weights and inputs alone.
+    """
+    if plan is None:
+        return {}
+    parameters = policy.named_trainable().values()
+    gradients = sum(p.numel() * p.element_size() for p in parameters) / 2**30
+    return {
+        "activation_gib": peak - resident - gradients,
+        "beyond_weights_gib": peak - resident,
+        "predicted_gib": plan.predicted_bytes / 2**30,
+        "layers_kept": plan.layers,
+    }
+
+
+def check(is_packed: Sequence[bool], found: list[tuple[Row, dict[str, Tensor]]]) -> list[Row]:
+    """The rows with their errors against a replicated way, or the first, that has figures."""
+    ran = [i for i, (row, _) in enumerate(found) if "error" not in row]
+    truth = min(ran, key=lambda i: (is_packed[i], i), default=-1)
+    rows: list[Row] = []
+    for i, (row, values) in enumerate(found):
+        if i == truth or "error" in row:
+            rows.append(row)
+            continue
+        errors = {name: relative_error(values[name], x) for name, x in found[truth][1].items()}
+        wrong = {name: error for name, error in errors.items() if not error <= MAX_ERROR}
+        against: dict[str, Any] = {"against": found[truth][0]["how"], "errors": errors}
+        if wrong:
+            rows.append({"how": row["how"], "error": f"wrong: {wrong}", **against})
+        else:
+            rows.append({**row, **against})
+    return rows
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """||got - want|| / ||want||."""
+    difference = torch.linalg.vector_norm((got - want).float())
+    return float(difference / torch.linalg.vector_norm(want.float()))
+
+
+def replicas(batch: RolloutBatch, cut: int, run: Run) -> list[SeededBatch]:
+    """Replicated micro-batches of `cut` rollouts, on the device."""
+    return [upload(batch, packed, run.device) for packed in replicated_batches(batch, cut)]
+
+
+def _fastest_cut(ways: Ways, way: Way, batch: RolloutBatch, plan: Plan) -> tuple[int, Row]:
+    """The cut that takes the least time on the first few rollouts, and the seconds of each."""
+    if len(plan.cuts) == 1:
+        return plan.cuts[0], {}
+    policy, seconds = ways.policy(way), dict[int, float]()
+    failed: Exception | None = None
+    for cut in plan.cuts:
+        batches = replicas(batch, cut, ways.run)[: TRIED_BATCHES * max(plan.cuts) // cut]
+        try:
+            plan.limit(policy, batches)
+            run_step(policy, batches)
+            seconds[cut] = timed(partial(run_step, policy, batches), ways.run.device)
+        except (torch.OutOfMemoryError, RatoonError) as error:
+            failed = error
+        ways.clear()
+    if failed is not None and not seconds:
+        raise failed
+    tried = {str(cut): seconds.get(cut) for cut in plan.cuts}
+    return min(seconds, key=lambda cut: seconds[cut]), {"tried_seconds": tried}
