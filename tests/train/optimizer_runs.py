@@ -1,0 +1,99 @@
+"""A toy policy of bfloat16 weights and its training: shared by the tests of optimizer states.
+
+In: a kind of states and a seed. Out: the optimizer, the loss on held-out data. Invariant: the same
+arguments give the same run.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from ratoon.train.config import AdamWConfig, OptimizerStates
+from ratoon.train.loss_spec import ConstantDivisor, OptimStep
+from ratoon.train.optimizer import OptimizerState
+from ratoon.train.optimizer_choice import make_optimizer
+
+CONFIG = AdamWConfig(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.01)
+NARROW = (OptimizerStates.BF16_STOCHASTIC, OptimizerStates.BF16_8BIT)
+_WIDTH = 64
+_BATCH = 64
+
+
+def optim_step(
+    learning_rate: float = 1e-3, *, weight_decay: float = 0.01, max_grad_norm: float = 1.0
+) -> OptimStep:
+    return OptimStep(
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        max_grad_norm=max_grad_norm,
+        divisor=ConstantDivisor(value=1.0),
+    )
+
+
+def make_parameters(seed: int = 0) -> dict[str, nn.Parameter]:
+    """bfloat16: with whole blocks, with a broken one, and few."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"whole": (40, 128), "broken": (37, 131), "few": (7,)}
+    return {
+        name: nn.Parameter(torch.randn(shape, generator=generator).to(torch.bfloat16))
+        for name, shape in shapes.items()
+    }
+
+
+def make_gradients(seed: int) -> dict[str, Tensor]:
+    """float32, of `make_parameters`'s shapes; magnitudes differ by 1e6."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+    return {
+        name: torch.randn(p.shape, generator=generator)
+        * torch.exp(3 * torch.randn(p.shape, generator=generator))
+        for name, p in make_parameters().items()
+    }
+
+
+def copied(state: OptimizerState) -> dict[str, Tensor]:
+    return {
+        f"{field}/{name}": tensor.clone()
+        for field, tensors in state.tensors().items()
+        for name, tensor in tensors.items()
+    }
+
+
+def toy_loss(kind: OptimizerStates, seed: int, num_updates: int) -> tuple[float, float]:
+    """Held-out loss before and after regressing onto a random two-layer teacher, with noise."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    def data(count: int) -> tuple[Tensor, Tensor]:
+        x = normal(count, _WIDTH)
+        return x, torch.tanh(x @ teacher[0]) @ teacher[1] + 0.3 * normal(count, _WIDTH)
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        hidden = torch.tanh(x @ student["in"].float())
+        return (hidden @ student["out"].float() - y).square().mean()
+
+    spread = 1 / math.sqrt(_WIDTH)
+    teacher = [spread * normal(_WIDTH, _WIDTH) for _ in range(2)]
+    student = {
+        name: nn.Parameter((weight + spread / 2 * normal(_WIDTH, _WIDTH)).to(torch.bfloat16))
+        for name, weight in zip(("in", "out"), teacher, strict=True)
+    }
+    held_out = data(1024)
+    optimizer = make_optimizer(student, CONFIG, kind, seed)
+    before = loss(*held_out).item()
+    for _ in range(num_updates):
+        loss(*data(_BATCH)).backward()
+        sums = {name: _grad(parameter).float() for name, parameter in student.items()}
+        assert not optimizer.step(sums, 1.0, optim_step(5e-4)).skipped
+        for parameter in student.values():
+            parameter.grad = None
+    return before, loss(*held_out).item()
+
+
+def _grad(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad

@@ -1,0 +1,256 @@
+"""AdamW without masters: it learns as float32 states do, repeats its bits, and is as small as said.
+
+The reference of one step is torch's AdamW in float64 from the same state.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon.train import narrow_adamw
+from ratoon.train.config import AdamWConfig, OptimizerStates
+from ratoon.train.narrow_adamw import NarrowAdamW
+from ratoon.train.optimizer_choice import make_optimizer
+from ratoon.train.rounding import decode_positive, decode_signed
+from tests.train.optimizer_runs import (
+    CONFIG,
+    NARROW,
+    copied,
+    make_gradients,
+    make_parameters,
+    optim_step,
+    toy_loss,
+)
+
+_SEEDS = range(4)
+_UPDATES = 150
+
+
+def _optimizer(
+    kind: OptimizerStates, parameters: dict[str, nn.Parameter] | None = None, seed: int = 0
+) -> NarrowAdamW:
+    return NarrowAdamW(parameters or make_parameters(), CONFIG, kind, seed)
+
+
+def _run(optimizer: NarrowAdamW, steps: range) -> dict[str, Tensor]:
+    for number in steps:
+        assert not optimizer.step(make_gradients(number), 2.0, optim_step()).skipped
+    return copied(optimizer.state())
+
+
+def _same(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
+    return one.keys() == two.keys() and all(
+        one[name].dtype == two[name].dtype and torch.equal(one[name], two[name]) for name in one
+    )
+
+
+@cache
+def _losses(kind: OptimizerStates) -> tuple[tuple[float, float], ...]:
+    return tuple(toy_loss(kind, seed, _UPDATES) for seed in _SEEDS)
+
+
+def _seed_noise() -> float:
+    return statistics.stdev(after for _, after in _losses(OptimizerStates.FP32))
+
+
+def _shift(runs: tuple[tuple[float, float], ...]) -> float:
+    """Mean over seeds of the final loss against that of float32 states."""
+    pairs = zip(runs, _losses(OptimizerStates.FP32), strict=True)
+    return statistics.mean(mine[1] - theirs[1] for mine, theirs in pairs)
+
+
+@pytest.mark.parametrize("kind", NARROW)
+def test_training_ends_within_the_seed_noise_of_float32_states(kind: OptimizerStates) -> None:
+    runs = _losses(kind)
+    assert all(after < 0.5 * before for before, after in runs)
+    assert abs(_shift(runs)) <= _seed_noise()
+
+
+@pytest.mark.parametrize("kind", NARROW)
+def test_rounding_to_nearest_would_fail_the_bound(
+    kind: OptimizerStates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most updates are below half an ulp of their weight: to nearest, they are lost."""
+    monkeypatch.setattr(narrow_adamw, "round_bf16", lambda x, _words: x.to(torch.bfloat16))
+    runs = tuple(toy_loss(kind, seed, _UPDATES) for seed in _SEEDS)
+    assert _shift(runs) > 5 * _seed_noise()
+
+
+def test_one_step_is_torchs_adamw_up_to_rounding() -> None:
+    """Two steps with a schedule, from the same state each: all neighbours of the exact values."""
+    parameters = make_parameters()
+    optimizer = _optimizer(OptimizerStates.BF16_8BIT, parameters)
+    for number, (rate, decay, limit) in enumerate([(1e-2, 0.1, 0.5), (3e-3, 0.0, math.inf)]):
+        exact = {n: nn.Parameter(p.detach().double()) for n, p in parameters.items()}
+        adamw = torch.optim.AdamW(
+            exact.values(), lr=rate, betas=(CONFIG.beta1, CONFIG.beta2), weight_decay=decay
+        )
+        for name, parameter in exact.items():
+            adamw.state[parameter] = _moments(optimizer, name, number)
+            parameter.grad = make_gradients(number)[name].double() / 4.0
+        norm = nn.utils.clip_grad_norm_(exact.values(), limit)
+        adamw.step()
+        step = optim_step(rate, weight_decay=decay, max_grad_norm=limit)
+        outcome = optimizer.step(make_gradients(number), 4.0, step)
+        assert outcome.grad_norm == pytest.approx(norm.item(), rel=1e-6)
+        for name, parameter in exact.items():
+            # An ulp of bfloat16 is at most 2**-7 of the value, a step of the codes 2**-3.
+            moments = _moments(optimizer, name, number)
+            coarse = 2.0**-3 if name == "whole" else 2.0**-7
+            _assert_near(parameters[name].detach(), parameter.detach(), 2.0**-7)
+            for key in ("exp_avg", "exp_avg_sq"):
+                _assert_near(moments[key], adamw.state[parameter][key], coarse)
+
+
+def _moments(optimizer: NarrowAdamW, name: str, number: int) -> dict[str, Tensor]:
+    """What `optimizer` keeps of a parameter, as the state of torch's AdamW."""
+    state = optimizer.state()
+    m, v = state.exp_avg[name], state.exp_avg_sq[name]
+    if name in state.exp_avg_scale:
+        shape = m.shape
+        m = decode_signed(m.view(-1), state.exp_avg_scale[name]).view(shape)
+        v = decode_positive(v.view(-1), state.exp_avg_sq_scale[name]).view(shape)
+    return {"step": torch.tensor(float(number)), "exp_avg": m.double(), "exp_avg_sq": v.double()}
+
+
+def _assert_near(got: Tensor, exact: Tensor, relative: float) -> None:
+    """Within one step of the format; what is 2**-16 below a block's largest is its floor."""
+    floor = 2.0**-15 * exact.abs().max()
+    assert ((got.double() - exact).abs() <= relative * exact.abs() * (1 + 1e-5) + floor).all()
+
+
+def test_each_element_step_and_parameter_rounds_on_its_own() -> None:
+    """Equal weights under equal gradients spread over two neighbours, each time anew."""
+    count = 1 << 16
+    ups: list[Tensor] = []
+    for seed, name in ((0, "a"), (0, "b"), (1, "a")):
+        weight = nn.Parameter(torch.ones(count, dtype=torch.bfloat16))
+        optimizer = _optimizer(OptimizerStates.BF16_8BIT, {name: weight}, seed)
+        for _ in range(2):
+            with torch.no_grad():
+                weight.fill_(1.0)
+            step = optim_step(1e-3, weight_decay=0.0)
+            optimizer.step({name: torch.full((count,), -1.0)}, 1.0, step)
+            is_up = (weight.detach() > 1.0).double()
+            # An update of 1e-3 (both bias corrections are exact here) is 0.128 of an ulp of 2**-7.
+            assert is_up.mean().item() == pytest.approx(0.128, abs=0.01)
+            ups.append((is_up - is_up.mean()) / is_up.std())
+    correlations = torch.stack(ups) @ torch.stack(ups).T / count - torch.eye(len(ups))
+    assert correlations.abs().max() < 5 / math.sqrt(count)
+    neighbours = (ups[0] * ups[0].roll(1)).mean()
+    assert neighbours.abs() < 5 / math.sqrt(count)
+
+
+@pytest.mark.parametrize("kind", NARROW)
+def test_a_step_done_again_has_the_same_bits_and_leaves_the_generator(
+    kind: OptimizerStates,
+) -> None:
+    """A worker that died replays from a checkpoint; what else drew random numbers is no matter."""
+    straight = _optimizer(kind)
+    middle = _run(straight, range(2))
+    resumed = _optimizer(kind, {n: nn.Parameter(p) for n, p in make_parameters(9).items()})
+    resumed.load(straight.state())
+    assert _same(copied(resumed.state()), middle)
+    generator = torch.get_rng_state()
+    ended = _run(straight, range(2, 4))
+    assert torch.equal(torch.get_rng_state(), generator)
+    torch.manual_seed(5)
+    assert _same(_run(resumed, range(2, 4)), ended)
+    other = _optimizer(kind, seed=1)
+    assert not _same(_run(other, range(4)), ended)
+
+
+@pytest.mark.parametrize("kind", NARROW)
+def test_chunks_change_no_bit(kind: OptimizerStates, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = _run(_optimizer(kind), range(3))
+    monkeypatch.setattr(narrow_adamw, "_CHUNK", 512)
+    assert _same(_run(_optimizer(kind), range(3)), whole)
+
+
+@pytest.mark.parametrize("kind", NARROW)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38])
+def test_a_gradient_that_is_not_finite_touches_nothing(kind: OptimizerStates, bad: float) -> None:
+    """3e38 divided by 1/2 has no float32 either."""
+    optimizer = _optimizer(kind)
+    before = _run(optimizer, range(2))
+    sums = make_gradients(2)
+    sums["broken"][3, 5] = bad
+    outcome = optimizer.step(sums, 0.5, optim_step())
+    assert outcome.skipped
+    assert not math.isfinite(outcome.grad_norm)
+    assert _same(copied(optimizer.state()), before)
+    assert optimizer.state().num_steps == 2
+    # A step was not counted: the next is the one that a run without the bad one takes.
+    undisturbed = _optimizer(kind)
+    _run(undisturbed, range(2))
+    assert _same(_run(optimizer, range(3, 4)), _run(undisturbed, range(3, 4)))
+
+
+@pytest.mark.parametrize("kind", NARROW)
+def test_huge_gradients_leave_the_states_finite(kind: OptimizerStates) -> None:
+    """The square of 1e30 is no float32; unclipped, such an element stands still."""
+    optimizer = _optimizer(kind)
+    sums = {name: 1e30 * gradient for name, gradient in make_gradients(0).items()}
+    for _ in range(2):
+        assert not optimizer.step(sums, 1.0, optim_step(max_grad_norm=math.inf)).skipped
+    for name, tensor in copied(optimizer.state()).items():
+        assert tensor.float().isfinite().all(), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "per_parameter"),
+    [
+        (OptimizerStates.FP32, 4 + 4 + 4),
+        (OptimizerStates.BF16_STOCHASTIC, 2 + 2),
+        (OptimizerStates.BF16_8BIT, 1 + 1 + 2 * 4 / 256),
+    ],
+)
+def test_bytes_beside_the_weights_are_as_documented(
+    kind: OptimizerStates, per_parameter: float
+) -> None:
+    """All tensors that an optimizer keeps alive, beyond a few numbers (docs/decisions/0008)."""
+    count = 1 << 20
+    parameters = {"a": nn.Parameter(torch.ones(1024, 1024, dtype=torch.bfloat16))}
+    sums = {"a": torch.full((1024, 1024), 0.1)}
+    before = _live_bytes()
+    optimizer = make_optimizer(parameters, CONFIG, kind, 0)
+    optimizer.step(sums, 1.0, optim_step())
+    grown = _live_bytes() - before
+    assert count * per_parameter <= grown <= count * per_parameter + 4096
+
+
+def _live_bytes() -> int:
+    gc.collect()
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in gc.get_objects()
+        if issubclass(type(tensor), Tensor) and tensor.device.type == "cpu"
+    }
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("kind", NARROW)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+def test_weights_that_are_not_bfloat16_are_refused(
+    kind: OptimizerStates, dtype: torch.dtype
+) -> None:
+    with pytest.raises(RatoonError, match="wide") as caught:
+        _optimizer(kind, {"wide": nn.Parameter(torch.ones(3, dtype=dtype))})
+    assert caught.value.code is ErrorCode.INVALID_ARGUMENT
+    assert caught.value.field == "optimizer_states"
+
+
+def test_second_moments_of_8_bits_refuse_a_long_memory() -> None:
+    config = AdamWConfig(beta2=0.995)
+    with pytest.raises(RatoonError) as caught:
+        make_optimizer(make_parameters(), config, OptimizerStates.BF16_8BIT, 0)
+    assert caught.value.field == "optimizer.beta2"
+    make_optimizer(make_parameters(), config, OptimizerStates.BF16_STOCHASTIC, 0)
