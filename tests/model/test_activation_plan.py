@@ -70,7 +70,7 @@ def test_a_plan_takes_all_that_fits_and_no_more(tokens: int) -> None:
     least = peak_bytes(QWEN3_8B, (Kept.ATTENTION,) * 36, tokens, tokens)
     assert plan_activations(QWEN3_8B, tokens, tokens, most) == (Kept.PRODUCTS,) * 36
     assert plan_activations(QWEN3_8B, tokens, tokens, least)[0] is Kept.ATTENTION
-    order = list(Kept)
+    order = [Kept.ATTENTION, Kept.NARROW, Kept.PRODUCTS]
     plans = [
         plan_activations(QWEN3_8B, tokens, tokens, least + (most - least) * i // 40)
         for i in range(41)
@@ -86,6 +86,23 @@ def test_a_plan_takes_all_that_fits_and_no_more(tokens: int) -> None:
             assert peak_bytes(QWEN3_8B, more, tokens, tokens) > budget
     for before, after in pairwise(plans):
         assert [order.index(k) for k in before] <= [order.index(k) for k in after]
+
+
+def test_what_fits_neither_device_nor_again_goes_to_the_host() -> None:
+    tokens, sizes = 41323, QWEN3_8B
+    layer = tokens * sizes.kept_bytes(Kept.HOST)
+    least = peak_bytes(sizes, (Kept.ATTENTION,) * 36, tokens, tokens)
+    with pytest.raises(RatoonError):
+        plan_activations(sizes, tokens, tokens, least - 1)
+    # Two layers' are on the device all the same while the backward goes down.
+    plan = plan_activations(sizes, tokens, tokens, least - 1, 36 * layer)
+    assert plan == (Kept.HOST,) * 3 + (Kept.ATTENTION,) * 33
+    with pytest.raises(RatoonError):
+        plan_activations(sizes, tokens, tokens, least - 1, 3 * layer - 1)
+    deepest = peak_bytes(sizes, (Kept.HOST,) * 36, tokens, tokens)
+    assert deepest == least - 34 * layer
+    assert plan_activations(sizes, tokens, tokens, deepest, 36 * layer) == (Kept.HOST,) * 36
+    assert max_tokens(sizes, 100 * GIB, 100 * GIB) > 1.3 * max_tokens(sizes, 100 * GIB)
 
 
 def test_max_tokens_is_the_last_number_that_has_a_plan() -> None:

@@ -22,13 +22,17 @@ from ratoon.errors import ErrorCode, RatoonError
 # (`ratoon_kernels.token_logprobs.fused`).
 HEAD_CHUNK_ROWS = 1024
 HEAD_GROUP_ROWS = 4096
+# Of the layers whose activations are on the host: on the device while one runs backward.
+_LAYERS_UNDER_WAY = 2
 
 
 class Kept(StrEnum):
     """Of a decoder layer. ATTENTION: its input, attention's output and log-sum-exp; the rest runs
     again. NARROW: also the outputs of its products, but for the wide ones into the MLP. PRODUCTS:
-    of those too, so that only elementwise operations run again."""
+    of those too, so that only elementwise operations run again. HOST: as ATTENTION, but in the
+    memory of the host meanwhile."""
 
+    HOST = "host"
     ATTENTION = "attention"
     NARROW = "narrow"
     PRODUCTS = "products"
@@ -52,10 +56,10 @@ class DecoderSizes:
     layer_gradient_bytes: int = 0
 
     def kept_bytes(self, kept: Kept) -> int:
-        """Bytes of one token in one layer from forward to backward."""
+        """Bytes of one token in one layer from forward to backward, on the device or the host."""
         heads = self.num_heads * self.head_dim
         elements = self.hidden_size + heads
-        if kept is not Kept.ATTENTION:
+        if kept in (Kept.NARROW, Kept.PRODUCTS):
             elements += heads + 2 * self.num_kv_heads * self.head_dim + self.hidden_size
         if kept is Kept.PRODUCTS:
             elements += 2 * self.mlp_size
@@ -92,56 +96,69 @@ def peak_bytes(sizes: DecoderSizes, kept: tuple[Kept, ...], tokens: int, rows: i
     assert len(kept) == sizes.num_layers
     # The last layer's output, its norm, their gradient; the rows that predict.
     resident = (3 * tokens + rows) * sizes.hidden_size * sizes.element_bytes
-    resident += sum(tokens * sizes.kept_bytes(layer) for layer in kept)
+    resident += sum(tokens * sizes.kept_bytes(layer) for layer in kept if layer is not Kept.HOST)
+    under_way = min(kept.count(Kept.HOST), _LAYERS_UNDER_WAY)
+    resident += under_way * tokens * sizes.kept_bytes(Kept.HOST)
     peak = resident + sizes.head_bytes(rows)
     resident += sizes.head_gradient_bytes
     for layer in reversed(kept):
         peak = max(peak, resident + tokens * sizes.working_bytes(layer))
-        resident += sizes.layer_gradient_bytes - tokens * sizes.kept_bytes(layer)
+        resident += sizes.layer_gradient_bytes
+        if layer is not Kept.HOST:
+            resident -= tokens * sizes.kept_bytes(layer)
     return peak
 
 
 def plan_activations(
-    sizes: DecoderSizes, tokens: int, rows: int, budget_bytes: int
+    sizes: DecoderSizes, tokens: int, rows: int, device_bytes: int, host_bytes: int = 0
 ) -> tuple[Kept, ...]:
-    """What each layer keeps: as much as fits.
+    """What each layer keeps: as much as fits so many bytes of the device and the host.
 
     Raises `RatoonError` RESOURCE_EXHAUSTED where the least that can be kept does not fit.
     """
-    num_layers = sizes.num_layers
-    steps = range(2 * num_layers + 1)
-
-    def is_too_much(step: int) -> bool:
-        return peak_bytes(sizes, _after_steps(num_layers, step), tokens, rows) > budget_bytes
-
-    step = bisect_left(steps, True, key=is_too_much) - 1
-    if step < 0:
-        least = peak_bytes(sizes, _after_steps(num_layers, 0), tokens, rows)
+    plan = _largest_plan(sizes, tokens, rows, device_bytes, host_bytes)
+    if plan is None:
         raise RatoonError(
             ErrorCode.RESOURCE_EXHAUSTED,
-            f"a micro-batch of {tokens} packed tokens needs {least} bytes beside the weights, "
-            f"{budget_bytes} are free",
+            f"the activations of {tokens} packed tokens do not fit {device_bytes} bytes of the "
+            f"device and {host_bytes} of the host",
             field="micro_batch_tokens",
             got=str(tokens),
-            expected=f"at most {max_tokens(sizes, budget_bytes)}",
+            expected=f"at most {max_tokens(sizes, device_bytes, host_bytes)}",
         )
-    return _after_steps(num_layers, step)
+    return plan
 
 
-def max_tokens(sizes: DecoderSizes, budget_bytes: int) -> int:
+def max_tokens(sizes: DecoderSizes, device_bytes: int, host_bytes: int = 0) -> int:
     """The largest micro-batch, in packed tokens, of which each may predict."""
-    least = _after_steps(sizes.num_layers, 0)
 
     def is_too_much(tokens: int) -> bool:
-        return peak_bytes(sizes, least, tokens, tokens) > budget_bytes
+        return _largest_plan(sizes, tokens, tokens, device_bytes, host_bytes) is None
 
-    per_token = sizes.num_layers * sizes.kept_bytes(Kept.ATTENTION)
-    return max(0, bisect_left(range(budget_bytes // per_token + 2), True, key=is_too_much) - 1)
+    upper = device_bytes // (sizes.hidden_size * sizes.element_bytes) + 2
+    return max(0, bisect_left(range(upper), True, key=is_too_much) - 1)
+
+
+def _largest_plan(
+    sizes: DecoderSizes, tokens: int, rows: int, device_bytes: int, host_bytes: int
+) -> tuple[Kept, ...] | None:
+    num_layers = sizes.num_layers
+    # So many layers go to the host at most; from there on each step takes more of the device.
+    layer_bytes = max(1, tokens * sizes.kept_bytes(Kept.HOST))
+    on_host = min(num_layers, host_bytes // layer_bytes)
+    steps = range(num_layers - on_host, 3 * num_layers + 1)
+
+    def is_too_much(step: int) -> bool:
+        plan = _after_steps(num_layers, step)
+        return peak_bytes(sizes, plan, tokens, rows) > device_bytes
+
+    found = bisect_left(steps, True, key=is_too_much) - 1
+    return None if found < 0 else _after_steps(num_layers, steps[found])
 
 
 def _after_steps(num_layers: int, step: int) -> tuple[Kept, ...]:
-    """First all layers to NARROW, then to PRODUCTS, each time from the last one on."""
-    lower, upper = (Kept.ATTENTION, Kept.NARROW)
-    if step > num_layers:
-        lower, upper, step = Kept.NARROW, Kept.PRODUCTS, step - num_layers
-    return (lower,) * (num_layers - step) + (upper,) * step
+    """All layers up one step after the other, from the last one on each time."""
+    order = tuple(Kept)
+    whole, rest = divmod(step, num_layers)
+    upper = order[min(whole + 1, len(order) - 1)]
+    return (order[whole],) * (num_layers - rest) + (upper,) * rest

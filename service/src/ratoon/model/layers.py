@@ -26,6 +26,7 @@ from torch.utils.checkpoint import (
 
 from ratoon.model.activation_plan import Kept
 from ratoon.model.attention import TreeAttention
+from ratoon.model.offload import HostOffload
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
@@ -47,6 +48,8 @@ class DecoderLayers:
         self.kept: tuple[Kept, ...] | None = None
         self._is_compiled = is_compiled
         self._contexts = {kept: _selective(kept, wide_features) for kept in Kept}
+        self._contexts[Kept.HOST] = self._contexts[Kept.ATTENTION]
+        self._offload: HostOffload | None = None
         self._precision = precision
         for index, layer in enumerate(layers):
             cast("Any", layer).forward = partial(self._run, index, layer)
@@ -60,9 +63,23 @@ class DecoderLayers:
             run = _compiled_plain() if compiled else _run_plain
             return run(layer, hidden_states, kwargs)
         contexts = self._contexts[kept[index]]
-        if compiled:
+        if not compiled:
+            return _run_again(layer, hidden_states, partial(self._in_precision, contexts), kwargs)
+        with self._where(kept[index], index, layer, kwargs):
             return _compiled_again()(layer, hidden_states, contexts, kwargs)
-        return _run_again(layer, hidden_states, partial(self._in_precision, contexts), kwargs)
+
+    def _where(
+        self, kept: Kept, index: int, layer: nn.Module, kwargs: dict[str, Any]
+    ) -> AbstractContextManager[Any]:
+        """Inside, what autograd saves goes where it is to wait."""
+        if kept is not Kept.HOST:
+            return nullcontext()
+        parameters = list(layer.parameters())
+        if self._offload is None:
+            self._offload = HostOffload(parameters[0].device)
+        if index == 0:
+            self._offload.begin()
+        return self._offload.layer(index, (*parameters, *kwargs["position_embeddings"]))
 
     def _in_precision(
         self, contexts: Contexts

@@ -61,7 +61,8 @@ class PolicyModel:
         if frozen is not None:
             frozen.eval().requires_grad_(requires_grad=False)
             self._take_layers(frozen, is_compiled=compile_layers)
-        self._activation_budget: int | None = None
+        self._device_bytes: int | None = None
+        self._host_bytes = 0
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -109,19 +110,23 @@ class PolicyModel:
             )
         return output.last_hidden_state[0]
 
-    def limit_activations(self, budget_bytes: int | None, *, layer_gradient_bytes: int = 0) -> None:
+    def limit_activations(
+        self, device_bytes: int | None, *, host_bytes: int = 0, layer_gradient_bytes: int = 0
+    ) -> None:
         """Keep no more for a backward than fits so many bytes; None: whatever autograd keeps.
 
-        `layer_gradient_bytes` as in `DecoderSizes`. A forward with gradients raises `RatoonError`
-        RESOURCE_EXHAUSTED where its tokens are more than `max_tokens`.
+        What does not fit the device and is not run again waits in pinned memory of the host, up to
+        `host_bytes`. `layer_gradient_bytes` as in `DecoderSizes`. A forward with gradients raises
+        `RatoonError` RESOURCE_EXHAUSTED where its tokens are more than `max_tokens`.
         """
-        self._activation_budget = budget_bytes
+        self._device_bytes, self._host_bytes = device_bytes, host_bytes
         self.sizes = replace(self.sizes, layer_gradient_bytes=layer_gradient_bytes)
 
     def max_tokens(self) -> int | None:
         """Most packed tokens of a forward with gradients; None: there is no budget."""
-        budget = self._activation_budget
-        return None if budget is None else max_tokens(self.sizes, budget)
+        if self._device_bytes is None:
+            return None
+        return max_tokens(self.sizes, self._device_bytes, self._host_bytes)
 
     def open_stream(self, layout: TreeLayout) -> AttentionStream:
         """Attention over a forest of which one stage after the other is run."""
@@ -167,9 +172,9 @@ class PolicyModel:
         return Float64Math() if self.spec.dtype is ModelDtype.FLOAT64 else nullcontext()
 
     def _plan_activations(self, tokens: int) -> tuple[Kept, ...] | None:
-        if self._activation_budget is None or not torch.is_grad_enabled():
+        if self._device_bytes is None or not torch.is_grad_enabled():
             return None
-        return plan_activations(self.sizes, tokens, tokens, self._activation_budget)
+        return plan_activations(self.sizes, tokens, tokens, self._device_bytes, self._host_bytes)
 
     def _take_layers(self, module: PreTrainedModel, *, is_compiled: bool) -> DecoderLayers:
         return DecoderLayers(

@@ -1,0 +1,151 @@
+"""Compiled layers on a GPU: their gradients, the predicted peak, and that nothing waits."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from ratoon.model.activation_plan import Kept, peak_bytes
+from ratoon.model.attention import ATTENTION_NAME, register_tree_attention
+from ratoon.model.policy_model import PolicyModel
+from ratoon.model.spec import FullTuning, ModelDtype, ModelSpec, PresetBase
+from ratoon_kernels import token_logprobs
+from tests.kernels.forests import Forest, star
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda")
+SMALL = star(300, 5, 90)
+LARGE = star(2048, 15, 960)
+
+
+def _policy(*, is_compiled: bool, layers: int = 4, hidden: int = 512) -> PolicyModel:
+    register_tree_attention()
+    config = Qwen3Config(
+        vocab_size=32768,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 128,
+        num_key_value_heads=2,
+        head_dim=128,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+    )
+    with torch.random.fork_rng(devices=[DEVICE]), DEVICE:
+        torch.manual_seed(0)
+        module = cast("Any", AutoModelForCausalLM).from_config(
+            config, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME
+        )
+    spec = ModelSpec(
+        base=PresetBase(name="test"), tuning=FullTuning(), dtype=ModelDtype.BFLOAT16, seed=0
+    )
+    return PolicyModel(
+        spec=spec, module=module, adapter=None, frozen=None, attention_backend="cuda",
+        deterministic=False, compile_layers=is_compiled,
+    )  # fmt: skip
+
+
+class _Step:
+    """A forward and backward over a forest, each token but the last of it predicting."""
+
+    def __init__(self, forest: Forest) -> None:
+        count = forest.num_tokens
+        generator = torch.Generator(DEVICE).manual_seed(1)
+        self.tokens_T = torch.randint(0, 32768, (count,), generator=generator, device=DEVICE)
+        self.position_T = torch.arange(count, device=DEVICE) % 4096
+        self.layout = forest.layout("cuda")
+        self.rows_R = torch.arange(count - 1, device=DEVICE)
+        self.weight_R = torch.randn(count - 1, generator=generator, device=DEVICE)
+        self.temperature_R = torch.ones(count - 1, device=DEVICE)
+
+    def run(self, policy: PolicyModel) -> None:
+        """Leaves gradients in the parameters."""
+        hidden_TD = policy.forward_hidden(self.tokens_T, self.position_T, self.layout)
+        logprob_R, _ = token_logprobs(
+            hidden_TD[:-1], policy.lm_head_VD, self.tokens_T[1:], self.rows_R, self.temperature_R
+        )
+        logprob_R.backward(self.weight_R)
+
+    def gradients(self, policy: PolicyModel) -> dict[str, Tensor]:
+        """Of one run; they are taken out of the parameters."""
+        policy.module.zero_grad(set_to_none=True)
+        self.run(policy)
+        found = {name: cast("Tensor", p.grad) for name, p in policy.named_trainable().items()}
+        policy.module.zero_grad(set_to_none=True)
+        return found
+
+
+def _keep(policy: PolicyModel, kept: Kept, tokens: int) -> int:
+    """Limits every layer to that; returns the predicted bytes."""
+    plan = (kept,) * policy.sizes.num_layers
+    layer_bytes = sum(2 * p.numel() for p in policy.module.model.layers[0].parameters())
+    policy.limit_activations(0, layer_gradient_bytes=layer_bytes)
+    budget = peak_bytes(policy.sizes, plan, tokens, tokens)
+    on_host = tokens * policy.sizes.num_layers * policy.sizes.kept_bytes(Kept.HOST)
+    policy.limit_activations(
+        budget,
+        host_bytes=on_host if kept is Kept.HOST else 0,
+        layer_gradient_bytes=layer_bytes,
+    )
+    return budget
+
+
+def test_compiled_gradients_are_those_of_the_modules() -> None:
+    """Within the rounding of 16 bits, by which two orders of elementwise operations differ."""
+    step = _Step(SMALL)
+    expected = step.gradients(_policy(is_compiled=False))
+    policy = _policy(is_compiled=True)
+    for kept in Kept:
+        _keep(policy, kept, SMALL.num_tokens)
+        for name, grad in step.gradients(policy).items():
+            error = (grad.float() - expected[name].float()).norm() / expected[name].float().norm()
+            assert error < 0.02, (kept, name, float(error))
+
+
+@pytest.mark.parametrize("kept", Kept)
+def test_the_predicted_peak_is_within_a_tenth(kept: Kept) -> None:
+    policy, step = _policy(is_compiled=True, layers=12, hidden=1024), _Step(LARGE)
+    predicted = _keep(policy, kept, LARGE.num_tokens)
+    step.gradients(policy)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step.gradients(policy)
+    measured = torch.cuda.max_memory_allocated() - before
+    assert measured == pytest.approx(predicted, rel=0.1)
+
+
+def test_the_largest_micro_batch_by_formula_fits() -> None:
+    policy = _policy(is_compiled=True, layers=12, hidden=1024)
+    budget = 3 * 2**30
+    policy.limit_activations(budget)
+    tokens = policy.max_tokens()
+    assert tokens is not None
+    gradients = sum(2 * p.numel() for p in policy.named_trainable().values())
+    total = torch.cuda.get_device_properties(DEVICE).total_memory
+    torch.cuda.empty_cache()
+    held = torch.cuda.memory_reserved()
+    try:
+        # A share for fragments and for the gradients, which the formula leaves out here.
+        limit = held + int(1.03 * budget) + gradients + 2**28
+        torch.cuda.set_per_process_memory_fraction(limit / total)
+        _Step(star(tokens // 4, 3, tokens // 4)).run(policy)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_a_step_does_not_wait_for_the_device() -> None:
+    policy, step = _policy(is_compiled=True), _Step(SMALL)
+    _keep(policy, Kept.NARROW, SMALL.num_tokens)
+    step.run(policy)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step.run(policy)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
