@@ -19,13 +19,21 @@ from ratoon_kernels import TreeLayout, tree_attention
 ATTENTION_NAME = "ratoon_tree"
 
 
-class PathAttention(Protocol):
-    """How the tokens of one forward attend their paths, layer by layer."""
+class LayerAttention(Protocol):
+    """How the tokens of one forward attend their paths."""
 
     def attend(
         self, module: nn.Module, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, scale: float, /
     ) -> Tensor:
         """out_TNH in the dtype of q, differentiable; `module` is the layer's attention module."""
+        ...
+
+
+class PathAttention(LayerAttention, Protocol):
+    """The same for all layers; `attend` asks the module which of them it is."""
+
+    def at_layer(self, index: int, /) -> LayerAttention:
+        """Of one layer, for code compiled once for all: it does not ask for the index."""
         ...
 
 
@@ -52,6 +60,10 @@ class TreeAttention:
         )
         return out_TNH
 
+    def at_layer(self, _index: int) -> TreeAttention:
+        """See `PathAttention.at_layer`."""
+        return self
+
 
 def register_tree_attention() -> None:
     """Make `attn_implementation="ratoon_tree"` known to transformers; once or more often."""
@@ -66,7 +78,7 @@ def tree_attention_forward(
     attention_mask: Tensor | None,
     *,
     scaling: float,
-    ratoon_tree: PathAttention,
+    ratoon_tree: LayerAttention,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     **_: object,

@@ -1,16 +1,22 @@
 """Attention of a forest that is run in stages, one after the other.
 
-Enter the queries, keys and values of one stage, a range of packed tokens, layer by layer; leave
-its outputs. Keys and values of the stages that its tokens descend from are kept, and the
-gradients that flow back to them add up in buffers of at least float32. Invariant: over all
-stages, each backward run once, results and gradients equal those of the whole forest at once.
+Enter the queries, keys and values of one stage, a range of packed tokens, layer by layer; leave its
+outputs. Keys and values of the stages that its tokens descend from are kept, and the gradients that
+flow back to them add up in buffers of at least float32. Invariant: over all stages, each backward
+run once, results and gradients equal those of the whole forest at once.
+
+One operation does it, `ratoon::stage_attention`, so that a compiled layer has it in its graph and a
+checkpointed one keeps its results. What it keeps for other stages, and what those left, it finds by
+a number: an operation is given numbers and tensors alone.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Final, cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -42,21 +48,10 @@ class AttentionStream:
         return StageAttention(self, span, ancestors, is_kept=is_kept)
 
 
-@dataclass(frozen=True, slots=True)
-class _Pair:
-    """Keys and values of a layer, or the sums of their gradients."""
-
-    k_SKH: Tensor
-    v_SKH: Tensor
-
-
 class StageAttention:
     """How the tokens of one stage attend: a `PathAttention` of one forward and its backward.
 
-    States, layer by layer: new; forwarded (output and log-sum-exp are held where a backward may
-    follow, so that a checkpointed layer that is run again does not attend again); differentiated.
-    A stage is differentiated after all that name it as an ancestor: its layers' gradients begin
-    with the sums that those left here.
+    States: those of its layers. A stage is run backward after all that name it as an ancestor.
     """
 
     def __init__(
@@ -68,50 +63,85 @@ class StageAttention:
         is_kept: bool,
     ) -> None:
         assert all(ancestor.is_kept for ancestor in ancestors), "what is attended is kept"
+        self.stream = stream
         self.span = span
         self.is_kept = is_kept
-        self._stream = stream
         self._ancestors = ancestors
-        self._kept: dict[int, _Pair] = {}
-        self._sums: dict[int, _Pair] = {}
-        # Merged output [Q, N, H] and log-sum-exp [N, Q] of layers whose backward is to come.
-        self._results: dict[int, tuple[Tensor, Tensor]] = {}
+        self._layers: dict[int, LayerStage] = {}
+
+    def at_layer(self, index: int) -> LayerStage:
+        """See `PathAttention.at_layer`."""
+        if index not in self._layers:
+            above = tuple(ancestor.at_layer(index) for ancestor in self._ancestors)
+            self._layers[index] = LayerStage(self.stream, self.span, above, is_kept=self.is_kept)
+        return self._layers[index]
 
     def attend(
         self, module: nn.Module, q_QNH: Tensor, k_QKH: Tensor, v_QKH: Tensor, scale: float
     ) -> Tensor:
-        """out_QNH in the dtype of q; see `PathAttention.attend`."""
-        return cast("Any", _attend)(self, module, q_QNH, k_QKH, v_QKH, scale)
+        """See `LayerAttention.attend`."""
+        layer = self.at_layer(cast("int", module.layer_idx))
+        return layer.attend(module, q_QNH, k_QKH, v_QKH, scale)
 
-    def attend_layer(
-        self, layer: int, q_QNH: Tensor, k_QKH: Tensor, v_QKH: Tensor, scale: float
-    ) -> Tensor:
-        """The same by the layer's index."""
-        assert q_QNH.shape[0] == len(self.span), "one query a token of the stage"
-        if self.is_kept and layer not in self._kept:
-            self._kept[layer] = _Pair(k_QKH.detach(), v_QKH.detach())
-        return cast("Tensor", _Attend.apply(q_QNH, k_QKH, v_QKH, self, layer, scale))
 
-    def results(
-        self, layer: int, q_QNH: Tensor, own: _Pair, scale: float, *, is_held: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Output (dtype of q) and log-sum-exp over the whole paths, of this run or one before."""
-        held = self._results.get(layer)
-        if held is None:
-            out_QNH, lse_NQ = self._forward_part(q_QNH, own, self.span, scale)
-            for ancestor in self._ancestors:
-                pair = ancestor._kept[layer]
-                part_QNH, part_NQ = self._forward_part(q_QNH, pair, ancestor.span, scale)
-                out_QNH, lse_NQ = merge_partials(out_QNH, lse_NQ, part_QNH, part_NQ)
-            held = out_QNH.to(q_QNH.dtype), lse_NQ
-            if is_held:
-                self._results[layer] = held
-        # Autograd marks what a Function returns, so each run gets a tensor of its own.
-        return held[0].detach(), held[1]
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """Keys and values, or the sums of their gradients."""
 
-    def gradients(
+    k_SKH: Tensor
+    v_SKH: Tensor
+
+
+class LayerStage:
+    """One layer of one stage.
+
+    States: new; forwarded; differentiated. While forwarded, a kept one holds its keys and values,
+    and the sums of the gradients that stages below have left, with which its own begin.
+    """
+
+    def __init__(
         self,
-        layer: int,
+        stream: AttentionStream,
+        span: Span,
+        ancestors: tuple[LayerStage, ...],
+        *,
+        is_kept: bool,
+    ) -> None:
+        number = next(_NUMBERS)
+        _LIVE[number] = self
+        # int64 on the CPU, a tensor so that compiled layers do not specialise on its value.
+        self.number_1 = torch.tensor([number])
+        self._stream = stream
+        self._span = span
+        self._ancestors = ancestors
+        self._is_kept = is_kept
+        self._kept: _Pair | None = None
+        self._sums: _Pair | None = None
+
+    def attend(
+        self, _module: nn.Module, q_QNH: Tensor, k_QKH: Tensor, v_QKH: Tensor, scale: float
+    ) -> Tensor:
+        """See `LayerAttention.attend`."""
+        out_QNH, _lse_NQ = _forward(q_QNH, k_QKH, v_QKH, self.number_1, scale)
+        return out_QNH
+
+    def forward(self, q_QNH: Tensor, own: _Pair, scale: float) -> tuple[Tensor, Tensor]:
+        """Output (dtype of q) and log-sum-exp over the whole paths."""
+        assert q_QNH.shape[0] == len(self._span), "one query a token of the stage"
+        if self._is_kept and self._kept is None:
+            # Copies: compiled code uses the memory of an operation's arguments again.
+            self._kept = _Pair(
+                *(x.clone(memory_format=torch.contiguous_format) for x in (own.k_SKH, own.v_SKH))
+            )
+        out_QNH, lse_NQ = self._forward_part(q_QNH, own, self._span, scale)
+        for ancestor in self._ancestors:
+            keys = ancestor._held_keys()
+            part_QNH, part_NQ = self._forward_part(q_QNH, keys, ancestor._span, scale)
+            out_QNH, lse_NQ = merge_partials(out_QNH, lse_NQ, part_QNH, part_NQ)
+        return out_QNH.to(q_QNH.dtype), lse_NQ
+
+    def backward(
+        self,
         dout_QNH: Tensor,
         q_QNH: Tensor,
         own: _Pair,
@@ -119,41 +149,30 @@ class StageAttention:
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dQ, dK and dV of this stage in the dtype of q; adds to the sums of its ancestors."""
-        self._results.pop(layer, None)
-        # The copy engine and the checks want dense rows, which autograd does not promise.
+        # The kernels want dense rows, which autograd does not promise.
         dout_QNH = dout_QNH if dout_QNH.stride(-1) == 1 else dout_QNH.contiguous()
         upstream = (dout_QNH, q_QNH, results)
-        sums = self._take_sums(layer, own, results[1].dtype)
-        dq_QNH = self._backward_part(upstream, own, sums, self.span, scale)
+        sums = _zeros(own, results[1].dtype) if self._sums is None else self._sums
+        # Nothing below is still to come, so nothing asks for these again.
+        self._sums = self._kept = None
+        dq_QNH = self._backward_part(upstream, own, sums, self._span, scale)
         for ancestor in self._ancestors:
-            pair = ancestor._kept[layer]
-            above = ancestor._held_sums(layer, pair, results[1].dtype)
-            dq_QNH += self._backward_part(upstream, pair, above, ancestor.span, scale)
+            keys = ancestor._held_keys()
+            if ancestor._sums is None:
+                ancestor._sums = _zeros(keys, results[1].dtype)
+            dq_QNH += self._backward_part(upstream, keys, ancestor._sums, ancestor._span, scale)
         dtype = q_QNH.dtype
         return dq_QNH.to(dtype), sums.k_SKH.to(dtype), sums.v_SKH.to(dtype)
 
-    def _held_sums(self, layer: int, like: _Pair, dtype: torch.dtype) -> _Pair:
-        """What descendants' gradients are added to."""
-        if layer not in self._sums:
-            self._sums[layer] = _zeros(like, dtype)
-        return self._sums[layer]
-
-    def _take_sums(self, layer: int, like: _Pair, dtype: torch.dtype) -> _Pair:
-        """What descendants left, to which this stage's own share is added; no longer held."""
-        # Its own backward comes last, so nothing will ask for these keys again.
-        self._kept.pop(layer, None)
-        return self._sums.pop(layer) if layer in self._sums else _zeros(like, dtype)
+    def _held_keys(self) -> _Pair:
+        assert self._kept is not None, "a prefix is forwarded before, and run backward after"
+        return self._kept
 
     def _forward_part(
         self, q_QNH: Tensor, keys: _Pair, span: Span, scale: float
     ) -> tuple[Tensor, Tensor]:
         return tree_attention_partial_forward(
-            q_QNH,
-            keys.k_SKH,
-            keys.v_SKH,
-            self._stream.layout,
-            scale,
-            **self._settings(span),
+            q_QNH, keys.k_SKH, keys.v_SKH, self._stream.layout, scale, **self._settings(span)
         )
 
     def _backward_part(
@@ -180,12 +199,11 @@ class StageAttention:
         )
 
     def _settings(self, keys: Span) -> Mapping[str, Any]:
-        stream = self._stream
         return {
-            "query_start": self.span.start,
+            "query_start": self._span.start,
             "key_start": keys.start,
-            "backend": stream.backend,
-            "deterministic": stream.deterministic,
+            "backend": self._stream.backend,
+            "deterministic": self._stream.deterministic,
         }
 
 
@@ -195,44 +213,62 @@ def _zeros(like: _Pair, dtype: torch.dtype) -> _Pair:
     )
 
 
-# Keys that are kept for other forwards are a side effect: a compiled layer breaks its graph here,
-# and does not see the layer's index, on which it would specialise.
-@torch.compiler.disable
-def _attend(
-    stage: StageAttention,
-    module: nn.Module,
+# The only way from an operation to an object; it owns nothing, a stage lives as its run does.
+_LIVE: Final[WeakValueDictionary[int, LayerStage]] = WeakValueDictionary()
+_NUMBERS: Final = itertools.count()
+
+
+@torch.library.custom_op("ratoon::stage_attention", mutates_args=())
+def _forward(
+    q_QNH: Tensor, k_QKH: Tensor, v_QKH: Tensor, number_1: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    return _LIVE[int(number_1)].forward(q_QNH, _Pair(k_QKH, v_QKH), scale)
+
+
+@_forward.register_fake
+def _(q_QNH: Tensor, *_others: Any) -> tuple[Tensor, Tensor]:
+    num_tokens, num_heads, _ = q_QNH.shape
+    return q_QNH.new_empty(q_QNH.shape), q_QNH.new_empty(
+        (num_heads, num_tokens), dtype=_wide(q_QNH.dtype)
+    )
+
+
+@torch.library.custom_op("ratoon::stage_attention_backward", mutates_args=())
+def _backward(
+    dout_QNH: Tensor,
     q_QNH: Tensor,
     k_QKH: Tensor,
     v_QKH: Tensor,
+    out_QNH: Tensor,
+    lse_NQ: Tensor,
+    number_1: Tensor,
     scale: float,
-) -> Tensor:
-    return stage.attend_layer(cast("int", module.layer_idx), q_QNH, k_QKH, v_QKH, scale)
+) -> tuple[Tensor, Tensor, Tensor]:
+    stage = _LIVE[int(number_1)]
+    return stage.backward(dout_QNH, q_QNH, _Pair(k_QKH, v_QKH), (out_QNH, lse_NQ), scale)
 
 
-class _Attend(torch.autograd.Function):
-    """One layer of one stage; gradients of ancestors' keys go past autograd, in their sums."""
+@_backward.register_fake
+def _(
+    _dout_QNH: Tensor, q_QNH: Tensor, k_QKH: Tensor, v_QKH: Tensor, *_others: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q_QNH.new_empty(q_QNH.shape), k_QKH.new_empty(k_QKH.shape), v_QKH.new_empty(v_QKH.shape)
 
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
-        q_QNH: Tensor,
-        k_QKH: Tensor,
-        v_QKH: Tensor,
-        stage: StageAttention,
-        layer: int,
-        scale: float,
-    ) -> Tensor:
-        is_held = any(ctx.needs_input_grad[:3])
-        out_QNH, lse_NQ = stage.results(layer, q_QNH, _Pair(k_QKH, v_QKH), scale, is_held=is_held)
-        ctx.save_for_backward(q_QNH, k_QKH, v_QKH, out_QNH, lse_NQ)
-        ctx.call = (stage, layer, scale)
-        return out_QNH
 
-    @staticmethod
-    def backward(ctx: Any, dout_QNH: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        q_QNH, k_QKH, v_QKH, out_QNH, lse_NQ = ctx.saved_tensors
-        stage, layer, scale = ctx.call
-        grads = stage.gradients(
-            layer, dout_QNH, q_QNH, _Pair(k_QKH, v_QKH), (out_QNH, lse_NQ), scale
-        )
-        return *grads, None, None, None
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, scale = inputs
+    q_QNH, k_QKH, v_QKH, number_1 = tensors
+    ctx.save_for_backward(q_QNH, k_QKH, v_QKH, *output, number_1)
+    ctx.mark_non_differentiable(output[1])
+    ctx.scale = scale
+
+
+def _differentiate(ctx: Any, dout_QNH: Tensor, _dlse_NQ: Any) -> tuple[Any, ...]:
+    return *_backward(dout_QNH, *ctx.saved_tensors, ctx.scale), None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_setup_context)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32

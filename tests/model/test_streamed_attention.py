@@ -1,0 +1,172 @@
+"""A forest attended in stages: outputs and all gradients against the whole forest at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+from ratoon.model.streamed_attention import AttentionStream, LayerStage, StageAttention
+from ratoon_kernels import Span, TreeLayout, build_layout, tree_attention
+from tests.theorem import relative_error
+
+# Start, stop, end and parent of each node: a prompt, a turn with three answers, another answer.
+NODES = ((0, 7, 24, -1), (7, 11, 20, 0), (11, 15, 15, 1), (15, 18, 18, 1), (18, 20, 20, 1))
+NODES = (*NODES, (20, 24, 24, 0))
+# Start, stop, parent: two prefixes, two waves below the inner one, one below the outer one.
+STAGES = ((0, 7, -1), (7, 11, 0), (11, 15, 1), (15, 20, 1), (20, 24, 0))
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
+SCALE = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Inputs:
+    """q, k, v and the gradient of the output, in packed order."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+
+
+def _layout() -> TreeLayout:
+    start, stop, end, parent = torch.tensor(NODES).T.numpy()
+    return build_layout(
+        node_start=start, node_stop=stop, node_end=end, node_parent=parent, device="cpu"
+    )
+
+
+def _inputs(dtype: torch.dtype, seed: int = 0) -> _Inputs:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(num_heads: int) -> Tensor:
+        x = torch.randn(NODES[-1][1], num_heads, HEAD_DIM, generator=generator)
+        return x.to(dtype)
+
+    return _Inputs(q=draw(HEADS), k=draw(KV_HEADS), v=draw(KV_HEADS), dout=draw(HEADS))
+
+
+def _whole(inputs: _Inputs) -> list[Tensor]:
+    """Output, dQ, dK and dV."""
+    q, k, v = (x.clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+    out, _ = tree_attention(q, k, v, _layout(), SCALE)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), inputs.dout)]
+
+
+class _Layer(nn.Module):
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.layer_idx = index
+
+
+def _attend(stage: Any, module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return stage.attend(module, q, k, v, SCALE)
+
+
+def _staged(
+    inputs: _Inputs, attend: Any = _attend, module: nn.Module | None = None
+) -> list[Tensor]:
+    """The same stage by stage, each backward as soon as nothing below it is to come."""
+    module = _Layer(0) if module is None else module
+    stream = AttentionStream(layout=_layout(), backend="reference", deterministic=True)
+    results = [torch.full_like(x, torch.nan) for x in (inputs.q, inputs.q, inputs.k, inputs.v)]
+    opened: list[tuple[int, StageAttention, Tensor, list[Tensor]]] = []
+
+    def close() -> None:
+        index, _stage, out, leaves = opened.pop()
+        rows = slice(*STAGES[index][:2])
+        grads = torch.autograd.grad(out, leaves, inputs.dout[rows])
+        for result, value in zip(results, (out.detach(), *grads), strict=True):
+            result[rows] = value
+
+    for index, (start, stop, parent) in enumerate(STAGES):
+        while opened and opened[-1][0] != parent:
+            close()
+        above = tuple(each[1] for each in opened)
+        stage = stream.stage(Span(start, stop), above, is_kept=index < 2)
+        leaves = [x[start:stop].clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+        opened.append((index, stage, attend(stage, module, *leaves), leaves))
+    while opened:
+        close()
+    return results
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
+def test_stages_equal_the_whole_forest(dtype: torch.dtype, tolerance: float) -> None:
+    inputs = _inputs(dtype)
+    for got, expected in zip(_staged(inputs), _whole(inputs), strict=True):
+        assert relative_error(got, expected) <= tolerance
+
+
+def test_sixteen_bits_lose_no_more_than_at_once() -> None:
+    """Over five seeds, all results together, the median distance from float64 is at most a quarter
+    more; results come in the dtype of the inputs."""
+    ratios: list[float] = []
+    for seed in range(5):
+        inputs = _inputs(torch.bfloat16, seed)
+        wide = _Inputs(**{name: getattr(inputs, name).double() for name in ("q", "k", "v", "dout")})
+        staged, packed, truth = _staged(inputs), _whole(inputs), _flat(_whole(wide))
+        assert all(value.dtype is torch.bfloat16 for value in staged)
+        errors = [relative_error(_flat(values), truth) for values in (staged, packed)]
+        ratios.append(errors[0] / errors[1])
+    assert float(np.median(ratios)) <= 1.25
+
+
+def _flat(values: list[Tensor]) -> Tensor:
+    return torch.cat([value.double().flatten() for value in values])
+
+
+def test_a_layer_that_is_run_again_adds_its_gradients_once() -> None:
+    inputs = _inputs(torch.float64)
+
+    def again(*args: Any) -> Tensor:
+        return checkpoint(_attend, *args, use_reentrant=False)
+
+    for got, expected in zip(_staged(inputs, again), _whole(inputs), strict=True):
+        assert relative_error(got, expected) <= 1e-14
+
+
+def test_layers_hold_keys_of_their_own() -> None:
+    """Two layers of one stage, forwarded one after the other, do not see each other's keys."""
+    first, second = _inputs(torch.float64), _inputs(torch.float64, seed=1)
+    stream = AttentionStream(layout=_layout(), backend="reference", deterministic=True)
+    prefix = stream.stage(Span(0, 7), (), is_kept=True)
+    wave = stream.stage(Span(7, 24), (prefix,), is_kept=False)
+    for inputs, layer in ((first, _Layer(0)), (second, _Layer(1))):
+        prefix.attend(layer, inputs.q[:7], inputs.k[:7], inputs.v[:7], SCALE)
+    for inputs, layer in ((second, _Layer(1)), (first, _Layer(0))):
+        out = wave.attend(layer, inputs.q[7:], inputs.k[7:], inputs.v[7:], SCALE)
+        assert relative_error(out, _whole(inputs)[0][7:]) <= 1e-14
+
+
+def test_one_compiled_graph_serves_all_layers_and_stages() -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(fullgraph=True, backend=counter, dynamic=True)
+    def compiled(stage: LayerStage, module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # A literal, as a layer's scaling is: of a global number a symbol would be made first.
+        return stage.attend(module, q * 1.0, k * 1.0, v * 1.0, 0.5)
+
+    def attend(stage: StageAttention, module: _Layer, *args: Tensor) -> Tensor:
+        return compiled(stage.at_layer(module.layer_idx), module, *args)
+
+    for index in range(3):
+        inputs = _inputs(torch.float64, seed=index)
+        got = _staged(inputs, attend, _Layer(index))
+        for value, expected in zip(got, _whole(inputs), strict=True):
+            assert relative_error(value, expected) <= 1e-14
+    assert counter.frame_count == 1
+
+
+def test_a_stage_names_kept_ancestors_only() -> None:
+    stream = AttentionStream(layout=_layout(), backend="reference", deterministic=True)
+    wave = stream.stage(Span(11, 15), (), is_kept=False)
+    with pytest.raises(AssertionError, match="what is attended is kept"):
+        stream.stage(Span(15, 18), (wave,), is_kept=False)
