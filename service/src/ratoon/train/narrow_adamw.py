@@ -32,8 +32,6 @@ from ratoon.train.rounding import (
 
 # A parameter of fewer elements, or not of whole blocks, keeps bfloat16 moments.
 MIN_8BIT_ELEMENTS = 4096
-# The rounding of an 8-bit second moment adds up over 1 / (1 - beta2) steps (docs/decisions/0008).
-MAX_8BIT_BETA2 = 0.99
 # Elements that a step computes at a time, so that temporaries stay small: a multiple of BLOCK.
 _CHUNK = 1 << 25
 # Indices are int32.
@@ -62,8 +60,7 @@ class _Chunk:
 class NarrowAdamW:
     """Owns the moments of `parameters`, whose bfloat16 weights are the only ones there are.
 
-    Raises `RatoonError` INVALID_ARGUMENT where a parameter is not bfloat16, and for 8-bit moments
-    where `beta2` is above `MAX_8BIT_BETA2`. `seed` keys the rounding.
+    `seed` keys the rounding. Raises `RatoonError` INVALID_ARGUMENT where one is not bfloat16.
     """
 
     def __init__(
@@ -73,7 +70,7 @@ class NarrowAdamW:
         kind: OptimizerStates,
         seed: int,
     ) -> None:
-        _check(parameters, config, kind)
+        _check(parameters, kind)
         self._config = config
         self._seed = seed
         self._live = _zero_state(parameters, kind)
@@ -182,16 +179,12 @@ def _keys(text: str, count: int) -> list[int]:
     return [int.from_bytes(digest[4 * i : 4 * i + 4], "little", signed=True) for i in range(count)]
 
 
-def _check(
-    parameters: Mapping[str, nn.Parameter], config: AdamWConfig, kind: OptimizerStates
-) -> None:
+def _check(parameters: Mapping[str, nn.Parameter], kind: OptimizerStates) -> None:
     for name, parameter in parameters.items():
         if parameter.dtype is not torch.bfloat16:
             raise invalid("optimizer_states", kind.value, f"fp32, for {name} is {parameter.dtype}")
         assert parameter.is_contiguous()
         assert parameter.numel() < _MAX_ELEMENTS
-    if kind is OptimizerStates.BF16_8BIT and config.beta2 > MAX_8BIT_BETA2:
-        raise invalid("optimizer.beta2", config.beta2, f"<= {MAX_8BIT_BETA2} with 8-bit moments")
 
 
 def _zero_state(parameters: Mapping[str, nn.Parameter], kind: OptimizerStates) -> OptimizerState:
