@@ -1,0 +1,186 @@
+"""Which groups over the budget a plan streams, and how stages are journaled."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ratoon.errors import RatoonError
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.costs import DEFAULT_COSTS, CostModel, Work, measure
+from ratoon.rollout.forest import build_forest
+from ratoon.rollout.packed import Stage, UpdatePlan
+from ratoon.rollout.plan import make_plan, plan_from_dict, plan_to_dict
+from ratoon.rollout.prefixes import sort_sequences
+from ratoon.rollout.validate import validate_groups
+from ratoon.rollout.waves import fits_forest, peak_tokens
+from tests.builders import group, limits, rollout
+from tests.rollout import oracle
+from tests.rollout.strategies import CHECKED, batches
+
+# A forward costs two tokens.
+CHEAP = CostModel(pair=0.0, row=0.0, call=2.0, resident=0.0, merge=0.0)
+
+
+def _plan(batch: RolloutBatch, budget: int, costs: CostModel = CHEAP) -> UpdatePlan:
+    kept_S = np.ones(batch.num_sequences, np.bool_)
+    return make_plan(batch, sort_sequences(batch), kept_S, budget, costs)
+
+
+def _fan(prompt_tokens: int, num_responses: int, response_tokens: int) -> RolloutBatch:
+    responses = [rollout([k] * response_tokens) for k in range(2, 2 + num_responses)]
+    return validate_groups([group([1] * prompt_tokens, responses)], limits())
+
+
+@CHECKED
+@given(batch=batches(), budget=st.integers(1, 40), call=st.sampled_from([0.0, 1.0, 3.0]))
+def test_a_plan_is_within_the_budget_and_survives_the_journal(
+    batch: RolloutBatch, budget: int, call: float
+) -> None:
+    plan = _plan(batch, budget, replace(CHEAP, call=call))
+    prefixes = sort_sequences(batch)
+    for part in plan.micro_batches:
+        forest = build_forest(batch, prefixes, np.array(part.sequences))
+        assert forest.num_tokens == part.packed_tokens
+        assert not part.stages or fits_forest(part.stages, forest)
+        longest = int(forest.sequence_length.max())
+        assert (peak_tokens(part.stages) or part.packed_tokens) <= max(budget, longest)
+    held = sorted(s for part in plan.micro_batches for s in part.sequences)
+    assert held == [s for s in range(batch.num_sequences) if len(batch.sequence_tokens(s))]
+    assert plan_from_dict(json.loads(json.dumps(plan_to_dict(plan)))) == plan
+
+
+@CHECKED
+@given(batch=batches(), budget=st.integers(1, 40))
+def test_streamed_groups_run_each_of_their_tokens_once(batch: RolloutBatch, budget: int) -> None:
+    """Where a forward is free, whatever does not fit is streamed: groups repeat nothing."""
+    plan = _plan(batch, budget, replace(CHEAP, call=0.0))
+    for g in range(batch.num_groups):
+        members = {
+            s
+            for s in range(batch.num_sequences)
+            if oracle.group_of(batch, s) == g and len(batch.sequence_tokens(s))
+        }
+        holding = [part for part in plan.micro_batches if members & set(part.sequences)]
+        own = [oracle.num_packed(batch, members & set(part.sequences)) for part in holding]
+        assert sum(own) == oracle.num_packed(batch, members)
+
+
+def test_a_long_prompt_is_streamed() -> None:
+    plan = _plan(_fan(10, 4, 5), 20)
+    (part,) = plan.micro_batches
+    assert part.stages == (
+        Stage(start=0, stop=10, parent=-1),
+        Stage(start=10, stop=20, parent=0),
+        Stage(start=20, stop=30, parent=0),
+    )
+    assert plan.packed_tokens == 30
+    assert plan.packed_pairs == oracle.num_packed_pairs(_fan(10, 4, 5), range(4))
+
+
+def test_a_short_prompt_is_repeated() -> None:
+    """Cut: two calls and 2 * (1 + 10) tokens; streamed, of 11 at a time: three and 21."""
+    plan = _plan(_fan(1, 4, 5), 11)
+    assert [part.stages for part in plan.micro_batches] == [(), ()]
+    assert plan.packed_tokens == 22
+
+
+def test_what_prefixes_cost_decides() -> None:
+    batch = _fan(10, 4, 5)
+    assert _plan(batch, 20).micro_batches[0].stages
+    # Streaming saves 10 tokens and costs a call of 2; against 10 resident tokens, twice.
+    assert not _plan(batch, 20, replace(CHEAP, resident=0.5)).micro_batches[0].stages
+    # Or against 20 tokens with one prefix above.
+    assert not _plan(batch, 20, replace(CHEAP, merge=0.5)).micro_batches[0].stages
+    assert _plan(batch, 20, replace(CHEAP, merge=0.3)).micro_batches[0].stages
+
+
+def test_subtrees_are_run_each_in_its_own_way() -> None:
+    """One token is shared by all; below it one long turn with three answers, and two short ones."""
+    long_turn = [[2] * 12 + [k] * 6 for k in (3, 4, 5)]
+    batch = validate_groups(
+        [group([1], [rollout(r) for r in [*long_turn, [6] * 4, [7] * 4]])], limits()
+    )
+    # To stay with the shared token as a prefix would cost a call of its own.
+    plan = _plan(batch, 26)
+    parts = {part.sequences: len(part.stages) for part in plan.micro_batches}
+    assert parts == {(0, 1, 2): 3, (3, 4): 0}
+    assert plan.packed_tokens == (1 + 12 + 18) + (1 + 8)
+
+
+def test_a_streamed_group_shares_no_micro_batch() -> None:
+    batch = validate_groups(
+        [
+            group([1] * 10, [rollout([k] * 5) for k in range(2, 6)], "streamed"),
+            group([1] * 9 + [7], [rollout([8])], "other"),
+        ],
+        limits(),
+    )
+    parts = [(part.sequences, len(part.stages)) for part in _plan(batch, 20).micro_batches]
+    assert sorted(parts) == [((0, 1, 2, 3), 3), ((4,), 0)]
+
+
+def test_work_counts_what_is_packed() -> None:
+    raws = [
+        rollout([2, 3, 4]),
+        rollout([2, 3, 5, 6], loss_mask=np.array([False, True, False, True])),
+    ]
+    batch = validate_groups([group([1, 1], raws)], limits())
+    prefixes = sort_sequences(batch)
+    work = measure(batch, prefixes).work(np.arange(2))
+    assert work == Work(tokens=7, pairs=oracle.num_packed_pairs(batch, range(2)), rows=4)
+
+
+def test_costs_by_hand() -> None:
+    work = Work(tokens=100, pairs=1000, rows=50)
+    costs = CostModel(pair=0.01, row=0.1, call=7.0, resident=0.5, merge=0.25)
+    stages = (
+        Stage(start=0, stop=10, parent=-1),
+        Stage(start=10, stop=30, parent=0),
+        Stage(start=30, stop=60, parent=1),
+        Stage(start=60, stop=100, parent=0),
+    )
+    assert costs.packed(work) == 7 + 100 + 10 + 5
+    # Resident: 0, 10, 30, 10. Prefixes above: 0, 1, 2, 1.
+    merged = 20 + 2 * 30 + 40
+    assert costs.streamed(work, stages) == 4 * 7 + 115 + 0.5 * 50 + 0.25 * merged
+    assert costs.streamed(work, stages[:1]) == costs.packed(work)
+
+
+def test_default_costs_stream_a_large_group_and_not_a_small_one() -> None:
+    """32 responses of 100 tokens to a prompt of 500; and of 10 tokens to one of 2."""
+    assert _plan(_fan(500, 32, 100), 1000, DEFAULT_COSTS).micro_batches[0].stages
+    plan = _plan(_fan(2, 32, 10), 100, DEFAULT_COSTS)
+    assert not any(part.stages for part in plan.micro_batches)
+
+
+def test_older_plans_have_no_stages() -> None:
+    plan = _plan(_fan(1, 4, 5), 11)
+    data = json.loads(json.dumps(plan_to_dict(plan)))
+    assert all(set(part) == {"sequences", "packed_tokens"} for part in data["micro_batches"])
+    assert plan_from_dict(data) == plan
+
+
+@pytest.mark.parametrize(
+    ("stages", "field"),
+    [
+        (7, "stages"),
+        ([[0, 10]], "stages[0]"),
+        ([[0, 10, -1], [10, 30, True]], "stages[1]"),
+        ([[0, 10, -2]], "stages[0]"),
+        ([[0, 10, -1], [10, 20, 0]], "stages[2]"),
+        ([[0, 10, -1], [20, 30, 0]], "stages[1]"),
+        (["0", [0, 30, -1]], "stages[0]"),
+    ],
+)
+def test_other_stages_are_refused(stages: object, field: str) -> None:
+    data = json.loads(json.dumps(plan_to_dict(_plan(_fan(10, 4, 5), 20))))
+    data["micro_batches"][0]["stages"] = stages
+    with pytest.raises(RatoonError) as caught:
+        plan_from_dict(data)
+    assert caught.value.field == f"plan.micro_batches[0].{field}"

@@ -1,0 +1,229 @@
+"""What a streamed update holds and runs: memory, tokens, cancellation; and that errors would show.
+
+The batch is one group: a prompt of 60 tokens, eight responses of 20; 100 tokens are held at a time,
+in four waves. A second one has two levels of prefixes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon.model.policy_model import PolicyModel
+from ratoon.model.spec import FolderBase
+from ratoon.model.streamed_attention import LayerStage
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.costs import CostModel
+from ratoon.rollout.packed import UpdatePlan
+from ratoon.rollout.plan import make_plan
+from ratoon.rollout.prefixes import sort_sequences
+from ratoon.rollout.validate import validate_groups
+from ratoon.rollout.waves import num_ancestors, peak_tokens
+from ratoon.train.config import LossKind
+from ratoon.train.streaming import StagedBatch
+from ratoon.train.trainer import Trainer
+from ratoon.train.window import WindowState
+from tests.builders import group, limits, rollout
+from tests.theorem import relative_errors
+from tests.tiny_models import write_folder
+from tests.train.trainer_runs import make_loss, make_step, make_trainer
+
+FREE_CALLS = CostModel(pair=0.0, row=0.0, call=0.0, resident=0.0, merge=0.0)
+WHOLE = 1 << 20
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Trainer:
+    return make_trainer(FolderBase(folder=str(write_folder(tmp_path / "base", "qwen3"))))
+
+
+def _batch(num_responses: int = 8, *, seed: int = 0, is_deep: bool = False) -> RolloutBatch:
+    """Deep: each half of the responses begins with 12 tokens of its own."""
+    rng = np.random.default_rng(seed)
+    prompt = rng.integers(0, 64, 60)
+    turns = [rng.integers(0, 64, 12) for _ in range(2)]
+    raws = []
+    for n in range(num_responses):
+        head = turns[2 * n // num_responses] if is_deep else []
+        # First tokens differ, so that nothing else is shared.
+        tokens = np.concatenate([head, [n], rng.integers(0, 64, 19)]).astype(np.int32)
+        raws.append(rollout(tokens, reward=float(rng.normal())))
+    return validate_groups([group(prompt, raws)], limits(vocab_size=64))
+
+
+def _plan(batch: RolloutBatch, budget: int) -> UpdatePlan:
+    kept_S = np.ones(batch.num_sequences, np.bool_)
+    return make_plan(batch, sort_sequences(batch), kept_S, budget, FREE_CALLS)
+
+
+def _gradients(trainer: Trainer, batch: RolloutBatch, budget: int) -> dict[str, Tensor]:
+    trainer.forward_backward(batch, make_loss(batch), _plan(batch, budget))
+    grads = {
+        name: p.grad.clone()
+        for name, p in trainer.model.named_trainable().items()
+        if p.grad is not None
+    }
+    trainer.discard_gradients()
+    return grads
+
+
+class _Held:
+    """What autograd saved for a backward, as long as it holds it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+@contextmanager
+def _peak_saved(model: PolicyModel) -> Iterator[list[int]]:
+    """One number inside: most bytes that autograd held so far for backwards, weights apart."""
+    weights = {p.untyped_storage().data_ptr() for p in model.module.parameters()}
+    live, peak = [0], [0]
+
+    def add(size_bytes: int) -> None:
+        live[0] += size_bytes
+        peak[0] = max(peak[0], live[0])
+
+    def hold(tensor: Tensor) -> _Held:
+        held = _Held(tensor)
+        if tensor.untyped_storage().data_ptr() not in weights:
+            size_bytes = tensor.numel() * tensor.element_size()
+            add(size_bytes)
+            weakref.finalize(held, add, -size_bytes)
+        return held
+
+    with torch.autograd.graph.saved_tensors_hooks(hold, lambda held: held.tensor):
+        yield peak
+
+
+def _peak(trainer: Trainer, batch: RolloutBatch, budget: int) -> int:
+    with _peak_saved(trainer.model) as peak:
+        _gradients(trainer, batch, budget)
+    return peak[0]
+
+
+@pytest.mark.parametrize("num_responses", [8, 24])
+def test_activations_are_those_of_the_prefix_and_one_wave(
+    trainer: Trainer, num_responses: int
+) -> None:
+    """As many as of the prompt with two responses alone, however many there are."""
+    streamed = _peak(trainer, _batch(num_responses), 100)
+    alone = _peak(trainer, _batch(2), WHOLE)
+    whole = _peak(trainer, _batch(num_responses), WHOLE)
+    assert streamed <= 1.05 * alone
+    assert streamed < 0.55 * whole
+
+
+def test_activations_of_a_deep_tree_follow_the_plan(trainer: Trainer) -> None:
+    """A path at a time: two prefixes and a response."""
+    batch = _batch(is_deep=True)
+    (part,) = _plan(batch, 92).micro_batches
+    assert peak_tokens(part.stages) == 60 + 12 + 20
+    assert max(num_ancestors(part.stages)) == 2
+    alone = _peak(trainer, _batch(1, is_deep=True), WHOLE)
+    assert _peak(trainer, batch, 92) <= 1.05 * alone
+
+
+def test_each_packed_token_is_computed_once(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+    attend_hidden = PolicyModel.attend_hidden
+
+    def counted(model: PolicyModel, tokens_T: Tensor, *args: Any) -> Tensor:
+        counts.append(len(tokens_T))
+        return attend_hidden(model, tokens_T, *args)
+
+    monkeypatch.setattr(PolicyModel, "attend_hidden", counted)
+    batch = _batch()
+    plan = _plan(batch, 100)
+    _gradients(trainer, batch, 100)
+    assert counts == [60, 40, 40, 40, 40]
+    counts.clear()
+    trainer.forward(batch, plan, with_entropy=False, use_reference=False)
+    assert sum(counts) == plan.packed_tokens == 220
+
+
+def test_a_cancel_ends_a_streamed_group_between_stages(trainer: Trainer) -> None:
+    batch = _batch()
+    asked: list[bool] = []
+
+    def is_cancelled() -> bool:
+        asked.append(True)
+        return len(asked) > 3
+
+    loss = make_loss(batch)
+    with pytest.raises(RatoonError) as caught:
+        trainer.forward_backward(batch, loss, _plan(batch, 100), is_cancelled=is_cancelled)
+    assert caught.value.code is ErrorCode.CANCELLED
+    # Once before the micro-batch, and before the third of its five stages.
+    assert len(asked) == 4
+    assert trainer.window_state is WindowState.TORN
+
+
+def test_streamed_updates_repeat_their_bits(tmp_path: Path) -> None:
+    folder = FolderBase(folder=str(write_folder(tmp_path / "base", "qwen3")))
+    batch = _batch(is_deep=True)
+    states: list[dict[str, Tensor]] = []
+    for _ in range(2):
+        trainer = make_trainer(folder)
+        loss = make_loss(batch, LossKind.GRPO)
+        trainer.update(batch, loss, make_step(trainer, loss), _plan(batch, 92))
+        states.append({name: p.clone() for name, p in trainer.export_state().items()})
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+def _drop_sums(patch: pytest.MonkeyPatch) -> None:
+    """Gradients that reach a prefix's keys are lost."""
+    backward = LayerStage.backward
+
+    def forgetful(stage: LayerStage, *args: Any) -> Any:
+        stage._sums = None
+        return backward(stage, *args)
+
+    patch.setattr(LayerStage, "backward", forgetful)
+
+
+def _drop_seeds(patch: pytest.MonkeyPatch) -> None:
+    """The gradient of the row that predicts the responses' first tokens is lost."""
+    backward = StagedBatch._backward
+
+    def seedless(staged: StagedBatch, run: Any, training: Any) -> None:
+        if run.index in staged._parents:
+            training.seeds.logprob_M.zero_()
+        backward(staged, run, training)
+
+    patch.setattr(StagedBatch, "_backward", seedless)
+
+
+def _attend_wave_only(patch: pytest.MonkeyPatch) -> None:
+    """A wave does not see its prefix."""
+    forward = LayerStage.forward
+
+    def blind(stage: LayerStage, *args: Any) -> Any:
+        stage._ancestors = ()
+        return forward(stage, *args)
+
+    patch.setattr(LayerStage, "forward", blind)
+
+
+@pytest.mark.parametrize("mutate", [_drop_sums, _drop_seeds, _attend_wave_only])
+def test_mutations_turn_the_comparison_red(
+    trainer: Trainer,
+    monkeypatch: pytest.MonkeyPatch,
+    mutate: Callable[[pytest.MonkeyPatch], None],
+) -> None:
+    batch = _batch(is_deep=True)
+    expected = _gradients(trainer, batch, WHOLE)
+    assert max(relative_errors(_gradients(trainer, batch, 92), expected).values()) <= 1e-10
+    mutate(monkeypatch)
+    assert max(relative_errors(_gradients(trainer, batch, 92), expected).values()) > 1e-3
