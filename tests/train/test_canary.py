@@ -14,6 +14,8 @@ import torch
 from ratoon.errors import RatoonError
 from ratoon.model.spec import FolderBase, FullTuning, LoraTuning, ModelDtype, PresetBase
 from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.forest import build_forest
+from ratoon.rollout.waves import cut_into_stages
 from ratoon.train import canary, passes
 from ratoon.train.canary import LIMITS, sample_rollout
 from ratoon.train.config import KlConfig, KlKind, LossKind, ReferenceKind, SharedTokens
@@ -298,6 +300,35 @@ def test_tokens_counted_once_stay_with_their_owner(base: FolderBase) -> None:
         report = run(trainer, make_batch(4), LossKind.GRPO, shared_tokens=SharedTokens.ONCE)
         assert canary_of(report).gradient_difference is not None
         assert not alarms(report)
+
+
+@pytest.mark.parametrize("dtype", EVERY_DTYPE)
+def test_a_streamed_micro_batch_is_compared_as_it_is_run(
+    base: FolderBase, monkeypatch: Patch, dtype: ModelDtype
+) -> None:
+    trainer = watched(base, dtype=dtype, tokens=1000)
+    batch = make_batch(50)
+    loss = make_loss(batch)
+    prepared = trainer.prepare(batch, loss)
+    (whole,) = prepared.plan.micro_batches
+    forest = build_forest(batch, prepared.prefixes, np.array(whole.sequences))
+    stages = cut_into_stages(forest, 30, 0)
+    assert len(stages) > 2
+    plan = replace(prepared.plan, micro_batches=(replace(whole, stages=stages),))
+
+    def canaries() -> list[CanaryReport]:
+        found: list[CanaryReport] = []
+        for version in range(8):
+            trainer.version = version
+            found.append(canary_of(trainer.forward_backward(batch, loss, plan)))
+            trainer.discard_gradients()
+        return found
+
+    healthy = canaries()
+    assert not any(one.exceeds_limits for one in healthy)
+    assert any(one.gradient_difference for one in healthy)
+    _packed_index_as_position(monkeypatch)
+    assert any(one.exceeds_limits for one in canaries())
 
 
 def test_too_little_memory_is_a_warning(base: FolderBase, monkeypatch: Patch) -> None:

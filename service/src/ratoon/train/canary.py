@@ -47,7 +47,7 @@ class CanaryLimits:
     worst_parameter: float
 
 
-# docs/traps.md says what healthy runs measure and why the limits are where they are.
+# docs/architecture.md says what healthy runs measure and why the limits are where they are.
 LIMITS: Mapping[ModelDtype, CanaryLimits] = MappingProxyType(
     {
         ModelDtype.FLOAT64: CanaryLimits(
