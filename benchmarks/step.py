@@ -23,7 +23,7 @@ import torch
 # Run as a file, its own folder is on the path in the place of the repository's root.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import step_paper
+from benchmarks import step_crossover, step_layer, step_memory, step_paper, step_updates
 from benchmarks.gpu_results import TESTS, describe_gpu, require_green_tests, write_result
 from benchmarks.step_plot import plot
 from benchmarks.step_report import format_tables, write_markdown
@@ -35,9 +35,14 @@ from benchmarks.step_result import (
     sort_cases,
 )
 from benchmarks.step_run import FULL, SMALL, Run
+from benchmarks.step_timing import release
 
 MEASURES = {
     "paper": step_paper,
+    "table2": step_layer,
+    "memory": step_memory,
+    "crossover": step_crossover,
+    "updates": step_updates,
 }
 
 
@@ -118,6 +123,7 @@ def _measure(args: argparse.Namespace) -> None:
             if args.out is not None:
                 # After every case, so that a run that is cut off leaves what it has.
                 write_result(args.out, payload, seed=run.seed)
+        release(run.device)
         if left_out := [case for case in wanted if case not in current["cases"][section]]:
             print(f"out of time, {section} left out: {left_out}", file=sys.stderr)
     result: dict[str, Any] = {**describe_gpu(run.seed), **payload}

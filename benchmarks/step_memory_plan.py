@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-import torch
-
 from ratoon.model.activation_plan import Kept, peak_bytes, plan_activations
 from ratoon.model.policy_model import PolicyModel
+from ratoon.train.numerics import free_memory_bytes
 
-# Of the device, beside what the plan counts: kernels' workspace, fragments of the allocator.
-MARGIN_BYTES = 6 * 2**30
+_PLANS = "_plan_activations"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,34 +36,31 @@ def keep_what_fits(policy: PolicyModel, tokens: int, *, gradients_stay: bool) ->
     """
     if policy.device.type != "cuda":
         return None
-    free, _total = torch.cuda.mem_get_info(policy.device)
-    unused = torch.cuda.memory_reserved(policy.device) - torch.cuda.memory_allocated(policy.device)
+    free = free_memory_bytes(policy.device)
+    assert free is not None
     all_bytes, layer_bytes = _gradient_bytes(policy)
     # Those of the head are the plan's own; those of layers too, unless they stay.
     resident = all_bytes if gradients_stay else 0
-    return _limit(
-        policy,
-        tokens,
-        free + unused - MARGIN_BYTES - resident,
-        layer_gradient_bytes=0 if gradients_stay else layer_bytes,
-    )
+    vars(policy).pop(_PLANS, None)
+    layer_gradient_bytes = 0 if gradients_stay else layer_bytes
+    policy.limit_activations(free - resident, layer_gradient_bytes=layer_gradient_bytes)
+    kept = plan_activations(policy.sizes, tokens, tokens, free - resident)
+    return _plan(policy, kept, tokens)
 
 
 def keep_the_least(policy: PolicyModel, tokens: int) -> MemoryPlan | None:
-    """Limits the policy to what runs all but attention again; None on a CPU."""
+    """Has all but attention run again, in every forward; None on a CPU."""
     if policy.device.type != "cuda":
         return None
+    _, layer_bytes = _gradient_bytes(policy)
+    policy.limit_activations(None, layer_gradient_bytes=layer_bytes)
     least = (Kept.ATTENTION,) * policy.sizes.num_layers
-    return _limit(
-        policy, tokens, peak_bytes(policy.sizes, least, tokens, tokens), layer_gradient_bytes=0
-    )
+    # A budget would let the smaller forwards of a stream keep more.
+    vars(policy)[_PLANS] = lambda _tokens: least
+    return _plan(policy, least, tokens)
 
 
-def _limit(
-    policy: PolicyModel, tokens: int, budget_bytes: int, *, layer_gradient_bytes: int
-) -> MemoryPlan:
-    policy.limit_activations(budget_bytes, layer_gradient_bytes=layer_gradient_bytes)
-    kept = plan_activations(policy.sizes, tokens, tokens, budget_bytes)
+def _plan(policy: PolicyModel, kept: tuple[Kept, ...], tokens: int) -> MemoryPlan:
     return MemoryPlan(
         layers=dict(Counter(map(str, kept))),
         predicted_bytes=peak_bytes(policy.sizes, kept, tokens, tokens),

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.step_tables import by_case, ours_of, speedup
+
 Row = dict[str, Any]
 
 COLORS = {
@@ -19,6 +21,12 @@ COLORS = {
     "flex": "#c9a227",
 }
 REPLICATED_COLOR = "#a34a4a"
+PHASE_COLORS = {
+    "old_logprobs": "#8cc7ae",
+    "forward": "#1b7f5c",
+    "backward": "#3b6fb6",
+    "optimizer": "#c9a227",
+}
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
@@ -64,4 +72,67 @@ def _paper(panel: Any, rows: list[Row]) -> None:
     panel.margins(x=0.2)
 
 
-_PANELS: dict[str, Callable[[Any, list[Row]], None]] = {"paper": _paper}
+def _table2(panel: Any, rows: list[Row]) -> None:
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    hows = list(dict.fromkeys(row["how"] for row in rows))
+    width = 0.8 / len(hows)
+    for index, how in enumerate(hows):
+        mine = [row for row in rows if row["how"] == how]
+        at = [cases.index(row["case"]) + (index - (len(hows) - 1) / 2) * width for row in mine]
+        milliseconds = [1e3 * row["seconds"] for row in mine]
+        panel.bar(at, milliseconds, width, color=color_of(how), label=how)
+    panel.set_xticks(range(len(cases)), cases)
+    panel.set_yscale("log")
+    panel.set_ylabel("one layer, ms")
+    panel.legend(frameon=False, fontsize=8)
+
+
+def _memory(panel: Any, rows: list[Row]) -> None:
+    swept = [row for row in rows if "prompt" in row]
+    prompts = [row["prompt"] for row in swept]
+    panel.plot(prompts, [row["peak_gib"] for row in swept], "o-", color=color_of("cuda"))
+    for row in swept:
+        at = (row["prompt"], row["peak_gib"])
+        panel.annotate(
+            f"{row['seconds']:.0f} s", at, (0, 5), textcoords="offset points", fontsize=7
+        )
+    panel.set_xscale("log", base=2)
+    panel.set_xlabel("prompt, tokens")
+    panel.set_ylabel("peak GiB")
+
+
+def _crossover(panel: Any, rows: list[Row]) -> None:
+    lines: dict[int, list[tuple[float, float]]] = {}
+    for cell in by_case(rows).values():
+        mine, ratio = ours_of(cell), speedup(cell)
+        if mine is not None and ratio is not None:
+            point = (mine["prompt"] / mine["response_tokens"], ratio)
+            lines.setdefault(mine["responses"], []).append(point)
+    for count, points in lines.items():
+        panel.plot(*zip(*sorted(points), strict=True), "o-", label=f"N = {count}")
+    panel.axhline(1.0, color="#777777", linewidth=0.8, linestyle="--")
+    panel.set_xscale("log", base=2)
+    panel.set_xlabel("P / R")
+    panel.set_ylabel("replicated / packed")
+    panel.legend(frameon=False, fontsize=8)
+
+
+def _updates(panel: Any, rows: list[Row]) -> None:
+    cases = [row["case"] for row in rows]
+    left = [0.0] * len(rows)
+    for phase, color in PHASE_COLORS.items():
+        seconds = [row[f"{phase}_s"] for row in rows]
+        panel.barh(cases, seconds, left=left, color=color, label=phase.replace("_", " "))
+        left = [start + more for start, more in zip(left, seconds, strict=True)]
+    panel.invert_yaxis()
+    panel.set_xlabel("whole update, seconds")
+    panel.legend(frameon=False, fontsize=8)
+
+
+_PANELS: dict[str, Callable[[Any, list[Row]], None]] = {
+    "paper": _paper,
+    "table2": _table2,
+    "memory": _memory,
+    "crossover": _crossover,
+    "updates": _updates,
+}

@@ -8,6 +8,7 @@ replicated, however they are cut, are sums of the same terms.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from benchmarks.step_sizes import StepWork
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.forest import build_forest
 from ratoon.rollout.pack import pack
-from ratoon.rollout.packed import Forest, PackedBatch
+from ratoon.rollout.packed import Forest, PackedBatch, Stage
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.ragged import sequence_lengths
 from ratoon.train.device import DeviceBatch, to_device
@@ -40,11 +41,26 @@ class SeededBatch:
         batch: The micro-batch.
         seed_M: float32; the terms' weights, summed at each target.
         column_L: int64; response token of each term, to compare ways by.
+        packed: The same on the host.
+        stages: Of a batch that is streamed; empty: it is run at once.
+        weight_L: float32; the terms' weights.
     """
 
     batch: DeviceBatch
     seed_M: Tensor
     column_L: Tensor
+    packed: PackedBatch
+    stages: tuple[Stage, ...]
+    weight_L: Tensor
+
+    @property
+    def largest_forward(self) -> int:
+        """Most tokens that are run at once."""
+        return max((stage.num_tokens for stage in self.stages), default=self.packed_tokens)
+
+    @property
+    def packed_tokens(self) -> int:
+        return self.packed.forest.num_tokens
 
 
 def make_batch(groups: tuple[Group, ...], vocab_size: int, seed: int) -> RolloutBatch:
@@ -94,7 +110,12 @@ def replicated_batches(batch: RolloutBatch, sequences_per_batch: int) -> list[Pa
     ]
 
 
-def upload(batch: RolloutBatch, packed: PackedBatch, device: torch.device) -> SeededBatch:
+def upload(
+    batch: RolloutBatch,
+    packed: PackedBatch,
+    device: torch.device,
+    stages: tuple[Stage, ...] = (),
+) -> SeededBatch:
     """Onto the device, with the gradient of the GRPO loss at ratio 1 by each log-prob.
 
     That is -A / (tokens of the response * sequences), A being the rewards, which are random and
@@ -103,14 +124,27 @@ def upload(batch: RolloutBatch, packed: PackedBatch, device: torch.device) -> Se
     assert batch.rewards is not None
     lengths_S = np.diff(batch.response_offsets)
     weight_S = -batch.rewards / np.maximum(lengths_S, 1) / batch.num_sequences
-    weight_J = np.repeat(weight_S, lengths_S)
+    weight_L = np.repeat(weight_S, lengths_S)[packed.term_token]
     seed_M = np.zeros(len(packed.target_token))
-    np.add.at(seed_M, packed.term_target, weight_J[packed.term_token])
+    np.add.at(seed_M, packed.term_target, weight_L)
     return SeededBatch(
         batch=to_device(packed, device),
         seed_M=torch.from_numpy(seed_M.astype(np.float32)).to(device),
         column_L=torch.from_numpy(packed.term_token).to(device),
+        packed=packed,
+        stages=stages,
+        weight_L=torch.from_numpy(weight_L.astype(np.float32)).to(device),
     )
+
+
+def waves(packed: PackedBatch, num_subtrees: int) -> tuple[Stage, ...]:
+    """Stages of one tree: its root, which stays, and the subtrees below it, so many at a time."""
+    forest = packed.forest
+    starts = forest.node_start[forest.node_parent == 0].tolist()[::num_subtrees]
+    bounds = [*starts, forest.num_tokens]
+    prefix = Stage(start=0, stop=int(forest.node_stop[0]), parent=-1)
+    parts = [Stage(start=start, stop=stop, parent=0) for start, stop in pairwise(bounds)]
+    return (prefix, *parts)
 
 
 def packed_work(packed: PackedBatch) -> StepWork:

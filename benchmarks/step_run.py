@@ -40,7 +40,7 @@ class Scale:
         crossover_model: Of `crossover`.
         crossover: N; prompts, ascending; and R.
         update_models: Of `updates`.
-        updates: The groups of each algorithm's update.
+        updates: The groups of each algorithm's update; `-kl`: with a reference pass.
     """
 
     dtype: torch.dtype
@@ -82,6 +82,7 @@ FULL = Scale(
     update_models=(QWEN3_1_7B, QWEN3_8B),
     updates={
         "grpo": (Group(prompt=5059, responses=PAPER_LENGTHS),),
+        "grpo-kl": (Group(prompt=5059, responses=PAPER_LENGTHS),),
         "dapo": tuple(
             Group(prompt=2000, responses=tuple(200 + (1300 * (8 * g + i)) // 127 for i in range(8)))
             for g in range(16)
@@ -103,6 +104,7 @@ SMALL = Scale(
     update_models=(TINY,),
     updates={
         "grpo": (Group(prompt=12, responses=(5, 3, 7)),),
+        "grpo-kl": (Group(prompt=12, responses=(5, 3, 7)),),
         "dapo": (Group(prompt=9, responses=(2, 5)), Group(prompt=6, responses=(4, 3))),
     },
 )

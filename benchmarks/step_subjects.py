@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
@@ -22,24 +24,34 @@ from benchmarks.step_sizes import ModelSize
 from ratoon.model.attention import ATTENTION_NAME, TreeAttention, register_tree_attention
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import FullTuning, ModelDtype, ModelSpec, PresetBase
-from ratoon.train.device import DeviceBatch, run_model
+from ratoon.train.device import DeviceBatch, put, run_model
+from ratoon.train.loss.compute import LossOutput
+from ratoon.train.loss.sums import LossSums
+from ratoon.train.streaming import StagedBatch
 
 REPLICATED = "-replicated"
+WAVES = "-waves-of-"
 MAX_RECOMPILES = 64
+LayerCalls = list[Callable[..., Any]]
 _COMPARED = re.compile(r"layers\.(\d+)\.(self_attn\.[qv]_proj|mlp\.down_proj)\.weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """A row of a table: `backend` of tree attention, over packed or replicated rollouts."""
+    """A row of a table: `backend` of tree attention, over packed or replicated rollouts.
+
+    `wave` > 0: packed ones are streamed, so many responses at a time.
+    """
 
     backend: str
     is_packed: bool
+    wave: int = 0
 
     @property
     def how(self) -> str:
         """Its name in a result."""
-        return self.backend if self.is_packed else self.backend + REPLICATED
+        streamed = f"{WAVES}{self.wave}" if self.wave else ""
+        return self.backend + ("" if self.is_packed else REPLICATED) + streamed
 
 
 def build_module(
@@ -74,13 +86,13 @@ def open_policy(
 ) -> PolicyModel:
     """The service's own model around `module`; `frozen` answers inside `reference()`.
 
-    It takes over the module's layers: what was opened around the module before is of no use then.
+    It takes over the calls of the module's layers, see `layer_calls`.
     """
-    if way.backend == step_varlen.FA2:
-        step_varlen.install()
     weight = next(module.parameters())
     is_gpu = weight.device.type == "cuda"
     if is_gpu:
+        # Before anything is compiled, which is of one table of backends.
+        step_varlen.install()
         # Each way compiles its own layers; all of them stay.
         cast("Any", torch)._dynamo.config.recompile_limit = MAX_RECOMPILES
     spec = ModelSpec(
@@ -100,28 +112,53 @@ def open_policy(
     )
 
 
+def layer_calls(module: PreTrainedModel) -> LayerCalls:
+    """How the layers are called at present: by the policy that was opened last."""
+    return [layer.forward for layer in cast("Any", module).get_decoder().layers]
+
+
+def restore_calls(module: PreTrainedModel, calls: LayerCalls) -> None:
+    """Hands the layers back to the policy whose calls these are."""
+    for layer, call in zip(cast("Any", module).get_decoder().layers, calls, strict=True):
+        layer.forward = call
+
+
 def run_step(policy: PolicyModel, batches: Sequence[SeededBatch]) -> list[Tensor]:
     """Forward and backward of every micro-batch; gradients start from none and add up.
 
     Returns:
-        Log-prob of each target, by micro-batch.
+        Log-prob of each term, by micro-batch.
     """
     policy.module.zero_grad(set_to_none=True)
-    logprobs: list[Tensor] = []
-    for seeded in batches:
-        logprob_M = run_model(policy, seeded.batch).logprob_M
-        logprob_M.backward(seeded.seed_M)
-        logprobs.append(logprob_M.detach())
-    return logprobs
+    return [_run_streamed(policy, b) if b.stages else _run_at_once(policy, b) for b in batches]
+
+
+def _run_at_once(policy: PolicyModel, seeded: SeededBatch) -> Tensor:
+    logprob_M = run_model(policy, seeded.batch).logprob_M
+    logprob_M.backward(seeded.seed_M)
+    return logprob_M.detach()[seeded.batch.term_target_L]
+
+
+def _run_streamed(policy: PolicyModel, seeded: SeededBatch) -> Tensor:
+    logprob_of_L = torch.zeros_like(seeded.weight_L)
+
+    def loss_of(terms: NDArray[np.int64], logprob_L: Tensor, _entropy_L: Tensor) -> LossOutput:
+        index_L = put(terms, policy.device)
+        logprob_of_L[index_L] = logprob_L
+        weight_L = seeded.weight_L[index_L]
+        return LossOutput(grad_logprob_L=weight_L, grad_entropy_L=None, sums=LossSums())
+
+    staged = StagedBatch(policy, seeded.packed, seeded.batch, seeded.stages, lambda: None)
+    staged.forward_backward(loss_of)
+    return logprob_of_L
 
 
 def compared_values(policy: PolicyModel, batches: Sequence[SeededBatch]) -> dict[str, Tensor]:
     """Runs a step; leaves log-probs by response token, and some gradients, to judge the way by."""
     outputs = run_step(policy, batches)
     columns = torch.cat([seeded.column_L for seeded in batches])
-    terms = [out[seeded.batch.term_target_L] for out, seeded in zip(outputs, batches, strict=True)]
     logprob_J = torch.empty(len(columns), device=columns.device)
-    logprob_J[columns] = torch.cat(terms)
+    logprob_J[columns] = torch.cat(outputs)
     return {"logprob": logprob_J, **compared_gradients(policy)}
 
 

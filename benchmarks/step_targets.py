@@ -10,10 +10,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.step_tables import by_case, ours_of, replicated_of
+from benchmarks.step_tables import (
+    ACTIVATIONS,
+    by_case,
+    ours_of,
+    replicated_of,
+    speedup,
+    update_ratio,
+)
 
 MAX_PAPER_SECONDS = 3.9
 MIN_PAPER_MFU = 0.60
+MIN_PROMPT = 131_072
+MAX_PREDICTION_ERROR = 0.10
+MAX_ACTIVATION_SHARE = 0.5
+MAX_UPDATE_RATIO = 1.15
+STREAMED = "-waves-of-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,19 +40,70 @@ class Target:
 
 def targets(result: dict[str, Any]) -> list[Target]:
     """Every target that the result has the figures of."""
-    return [*_paper(result["paper"])]
+    return [
+        *_paper(result["paper"]),
+        *_never_slower("table2", result["table2"]),
+        *_memory(result["memory"]),
+        *_never_slower("crossover", result["crossover"]),
+        *_updates(result["updates"]),
+    ]
 
 
 def _paper(rows: list[dict[str, Any]]) -> Iterator[Target]:
     for case, cell in by_case(rows).items():
-        ours, replicated = ours_of(cell), replicated_of(cell)
+        ours = ours_of(cell)
         if ours is None:
             continue
         yield at_most(f"paper {case}: seconds", MAX_PAPER_SECONDS, ours["seconds"])
         yield at_least(f"paper {case}: hardware MFU", MIN_PAPER_MFU, ours["hardware_mfu"])
-        if replicated is not None:
-            speedup = replicated["seconds"] / ours["seconds"]
-            yield at_least(f"paper {case}: speed-up over replicated", 1.0, speedup)
+    yield from _never_slower("paper", rows)
+    yield from _predictions("paper", rows)
+
+
+def _never_slower(section: str, rows: list[dict[str, Any]]) -> Iterator[Target]:
+    """The case in which sharing pays the least."""
+    found = {case: speedup(cell) for case, cell in by_case(rows).items()}
+    known = {case: ratio for case, ratio in found.items() if ratio is not None}
+    if known:
+        case = min(known, key=lambda case: known[case])
+        yield at_least(f"{section}: least speed-up over replicated, {case}", 1.0, known[case])
+
+
+def _memory(rows: list[dict[str, Any]]) -> Iterator[Target]:
+    cells = by_case(rows)
+    prompts = [row["prompt"] for row in rows if "prompt" in row]
+    if prompts and max(prompts) >= MIN_PROMPT:
+        fitting = [row["prompt"] for row in rows if "prompt" in row and "error" not in row]
+        yield at_least("memory: longest prompt", MIN_PROMPT, max(fitting, default=0))
+    for case, cell in cells.items():
+        streamed = next((row for how, row in cell.items() if STREAMED in how), None)
+        replicated = replicated_of(cell)
+        if streamed is None or replicated is None or "activation_gib" not in streamed:
+            continue
+        share = streamed["activation_gib"] / replicated["activation_gib"]
+        name = f"memory: streamed over replicated, {case.removeprefix(ACTIVATIONS)}"
+        yield at_most(name, MAX_ACTIVATION_SHARE, share)
+    swept = [row for row in rows if not row["case"].startswith(ACTIVATIONS)]
+    yield from _predictions("memory", swept)
+
+
+def _predictions(section: str, rows: list[dict[str, Any]]) -> Iterator[Target]:
+    """The worst prediction of the peak of a packed micro-batch that is run at once."""
+    wrong = [
+        abs(row["predicted_gib"] / row["beyond_weights_gib"] - 1)
+        for cell in by_case(rows).values()
+        if (row := ours_of(cell)) is not None and "predicted_gib" in row
+    ]
+    if wrong:
+        name = f"{section}: error of the predicted peak"
+        yield at_most(name, MAX_PREDICTION_ERROR, max(wrong))
+
+
+def _updates(rows: list[dict[str, Any]]) -> Iterator[Target]:
+    for row in rows:
+        ratio = update_ratio(row) if "error" not in row else None
+        if ratio is not None:
+            yield at_most(f"updates {row['case']}: update over step", MAX_UPDATE_RATIO, ratio)
 
 
 def at_least(name: str, bound: float, reached: float) -> Target:

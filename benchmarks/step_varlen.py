@@ -7,6 +7,7 @@ kernels' own registry changes but that one name more is known; it is never chose
 
 from __future__ import annotations
 
+import sys
 from types import MappingProxyType
 from typing import Any
 
@@ -21,37 +22,43 @@ FA2 = "fa2"
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
-class VarlenBackend:
-    """torch's `_flash_attention_forward` and `_backward`; each tree is one sequence."""
+def unavailable_reason() -> str | None:
+    """Returns why this machine cannot run it, or None."""
+    return None if torch.cuda.is_available() else "torch finds no CUDA GPU"
 
-    def unavailable_reason(self) -> str | None:
-        return None if torch.cuda.is_available() else "torch finds no CUDA GPU"
 
-    def unsupported_reason(
-        self, device: torch.device, dtype: torch.dtype, head_dim: int, is_deterministic: bool
-    ) -> str | None:
-        is_served = device.type == "cuda" and dtype in _DTYPES and not is_deterministic
-        return None if is_served else "for 16-bit tensors on CUDA GPUs, not deterministic"
+def unsupported_reason(
+    device: torch.device, dtype: torch.dtype, _head_dim: int, is_deterministic: bool
+) -> str | None:
+    """Returns why it does not serve such a call, or None."""
+    is_served = device.type == "cuda" and dtype in _DTYPES and not is_deterministic
+    return None if is_served else "for 16-bit tensors on CUDA GPUs, not deterministic"
 
-    def plan(self, layout: TreeLayout) -> list[Tensor]:
-        return [layout.node_table_M4]
 
-    def forward(self, operands: Operands) -> tuple[Tensor, Tensor]:
-        q, k, v = operands.q_QNH, operands.k_SKH, operands.v_SKH
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            *(q, k, v, *_sequences(operands), 0.0, True, False), scale=operands.scale
-        )
-        return out, lse
+def plan(layout: TreeLayout) -> list[Tensor]:
+    """Returns the host node table, of which each node is a sequence."""
+    return [layout.node_table_M4]
 
-    def backward(self, operands: Operands, upstream: Upstream) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = operands.q_QNH, operands.k_SKH, operands.v_SKH
-        # State of the random numbers, which no dropout reads.
-        unread = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        return torch.ops.aten._flash_attention_backward(
-            *(upstream.dout_QNH, q, k, v, upstream.out_QNH, upstream.lse_NQ),
-            *(*_sequences(operands), 0.0, True, unread, unread),
-            scale=operands.scale,
-        )
+
+def forward(operands: Operands) -> tuple[Tensor, Tensor]:
+    """Returns out_TNH and lse_NT."""
+    q, k, v = operands.q_QNH, operands.k_SKH, operands.v_SKH
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        *(q, k, v, *_sequences(operands), 0.0, True, False), scale=operands.scale
+    )
+    return out, lse
+
+
+def backward(operands: Operands, upstream: Upstream) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns dq_TNH, dk_TKH and dv_TKH."""
+    q, k, v = operands.q_QNH, operands.k_SKH, operands.v_SKH
+    # State of the random numbers, which no dropout reads.
+    unread = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    return torch.ops.aten._flash_attention_backward(
+        *(upstream.dout_QNH, q, k, v, upstream.out_QNH, upstream.lse_NQ),
+        *(*_sequences(operands), 0.0, True, unread, unread),
+        scale=operands.scale,
+    )
 
 
 def install() -> None:
@@ -60,7 +67,7 @@ def install() -> None:
     of_registry: Any = registry
     if FA2 in of_op.BACKENDS:
         return
-    known: Any = {**backends.BACKENDS, FA2: VarlenBackend()}
+    known: Any = {**backends.BACKENDS, FA2: sys.modules[__name__]}
     held: Any = {**of_registry._BACKENDS, backends.OP: MappingProxyType(known)}
     of_op.BACKENDS = MappingProxyType(known)
     of_registry._BACKENDS = MappingProxyType(held)

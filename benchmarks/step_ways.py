@@ -24,10 +24,19 @@ from benchmarks.step_rollouts import (
     replicated_batches,
     replicated_work,
     upload,
+    waves,
 )
 from benchmarks.step_run import Row, Run, refusal
 from benchmarks.step_sizes import ModelSize, mfu
-from benchmarks.step_subjects import Way, compared_values, open_policy, run_step
+from benchmarks.step_subjects import (
+    LayerCalls,
+    Way,
+    compared_values,
+    layer_calls,
+    open_policy,
+    restore_calls,
+    run_step,
+)
 from benchmarks.step_timing import held_gib, measure, release, require_time, timed
 from ratoon.errors import RatoonError
 from ratoon.model.policy_model import PolicyModel
@@ -46,13 +55,19 @@ class Ways:
         self.run = run
         self.size = size
         self.module = run.module(size)
-        self._opened: tuple[Way, PolicyModel] | None = None
+        self._opened: dict[str, tuple[PolicyModel, LayerCalls]] = {}
 
     def policy(self, way: Way) -> PolicyModel:
-        """The one of `way`; that of another way is of no use any more."""
-        if self._opened is None or self._opened[0] != way:
-            self._opened = (way, open_policy(self.module, way))
-        return self._opened[1]
+        """The one of the way's backend; that of another backend is not to be run until asked for.
+
+        One is opened once, so that what it compiled is found again.
+        """
+        if way.backend not in self._opened:
+            policy = open_policy(self.module, way)
+            self._opened[way.backend] = (policy, layer_calls(self.module))
+        policy, calls = self._opened[way.backend]
+        restore_calls(self.module, calls)
+        return policy
 
     def clear(self) -> None:
         """Lets go of gradients and of memory that is free."""
@@ -74,7 +89,7 @@ class Plan:
 
     def limit(self, policy: PolicyModel, batches: Sequence[SeededBatch]) -> MemoryPlan | None:
         """Limits the policy for these micro-batches."""
-        tokens = max(seeded.batch.layout.num_tokens for seeded in batches)
+        tokens = max(seeded.largest_forward for seeded in batches)
         if self.keeps_the_least:
             return keep_the_least(policy, tokens)
         return keep_what_fits(policy, tokens, gradients_stay=len(batches) > 1)
@@ -106,7 +121,9 @@ def measure_way(
     require_time(run.stop_at, 0.0)
     row: Row = {"how": way.how, "model": ways.size.name}
     if way.is_packed:
-        batches = [upload(batch, packed_batch(batch), run.device)]
+        packed = packed_batch(batch)
+        stages = waves(packed, way.wave) if way.wave else ()
+        batches = [upload(batch, packed, run.device, stages)]
         memory = plan.limit(policy, batches)
     else:
         cut, tried = _fastest_cut(ways, way, batch, plan)
@@ -201,7 +218,8 @@ def _fastest_cut(ways: Ways, way: Way, batch: RolloutBatch, plan: Plan) -> tuple
             run_step(policy, batches)
             seconds[cut] = timed(partial(run_step, policy, batches), ways.run.device)
         except (torch.OutOfMemoryError, RatoonError) as error:
-            failed = error
+            # With its frames it would hold the memory that was not enough.
+            failed = error.with_traceback(None)
         ways.clear()
     if failed is not None and not seconds:
         raise failed

@@ -1,0 +1,176 @@
+"""Section `updates`: whole updates of GRPO and DAPO through the service's trainer.
+
+Enters a run, leaves the rows of each algorithm and model: seconds of the old log-probs, of forward
+and backward, of the optimizer, and of all of it. Invariant: old log-probs, plan and update are the
+service's own calls, in its order; micro-batches follow from the memory that is free.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import cast
+
+from benchmarks.step_rollouts import make_batch, packed_batch, packed_work, replicated_work
+from benchmarks.step_run import Row, Run, Scale, refusal
+from benchmarks.step_sizes import PEAK_FLOPS, ModelSize, StepWork, step_flops
+from benchmarks.step_subjects import open_policy
+from benchmarks.step_timing import measure as measure_samples
+from benchmarks.step_timing import release, require_time, timed
+from benchmarks.step_ways import Plan, Ways, measure_way
+from ratoon.model.spec import ModelDtype
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.train.config import (
+    AdamWConfig,
+    KlConfig,
+    KlKind,
+    LossKind,
+    LossRequest,
+    OldLogprobs,
+    OldLogprobsKind,
+    OptimizerStates,
+    OptimRequest,
+    ReferenceKind,
+)
+from ratoon.train.loss_spec import Loss
+from ratoon.train.numerics import free_memory_bytes
+from ratoon.train.report import StepReport
+from ratoon.train.resolve import resolve_loss, resolve_optim
+from ratoon.train.spec import TrainerSpec
+from ratoon.train.trainer import Trainer
+
+# float32 states of more parameters than this do not fit one GPU.
+MAX_FP32_PARAMETERS = 3e9
+KL_COEFFICIENT = 1e-3
+LEARNING_RATE = 1e-6
+WITH_KL = "-kl"
+# Of a forward and backward's work, that of a forward.
+FORWARD_SHARE = {"weights": 2 / 6, "pairs": 4 / 14}
+
+
+def cases(scale: Scale) -> list[str]:
+    return [f"{kind} {size.name}" for size in scale.update_models for kind in scale.updates]
+
+
+def measure(run: Run, wanted: list[str]) -> Iterator[tuple[str, list[Row]]]:
+    """Yields each case and its row."""
+    scale = run.scale
+    for size in scale.update_models:
+        for kind, groups in scale.updates.items():
+            case = f"{kind} {size.name}"
+            if case not in wanted or run.is_out_of_time:
+                continue
+            batch = make_batch(groups, size.vocab_size, run.seed)
+            row: Row = {"how": scale.ours.how, "model": size.name, "algorithm": kind}
+            try:
+                row |= _measure_update(run, size, kind, batch)
+            except Exception as error:  # noqa: BLE001  what the device says is the row's content
+                row |= refusal(error)
+            release(run.device)
+            yield case, [row]
+
+
+def _measure_update(run: Run, size: ModelSize, algorithm: str, batch: RolloutBatch) -> Row:
+    require_time(run.stop_at, 0.0)
+    has_reference = algorithm.endswith(WITH_KL)
+    ways = Ways(run, size)
+    step = _plain_step(ways, batch) if batch.num_groups == 1 else {}
+    trainer = _trainer(run, ways, has_reference=has_reference)
+    kl = KlConfig(kind=KlKind.K3, coefficient=KL_COEFFICIENT, reference=ReferenceKind.FROZEN)
+    request = LossRequest(
+        kind=LossKind(algorithm.removesuffix(WITH_KL)),
+        kl=kl if has_reference else None,
+        old_logprobs=OldLogprobs(kind=OldLogprobsKind.FROM_FORWARD, forward_operation_id="old"),
+    )
+    loss = resolve_loss(request, batch, has_frozen_reference=has_reference)
+    reports: list[dict[str, float]] = []
+
+    def update() -> None:
+        reports.append(_update(trainer, batch, loss))
+
+    warm_up_s = timed(update, run.device)
+    reports.clear()
+    measured = measure_samples(update, run.device, num_samples=run.num_samples, stop_at=run.stop_at)
+    plan = trainer.prepare(batch, loss).plan
+    passes = 2 if has_reference else 1
+    packed, replicated = packed_work(packed_batch(batch)), replicated_work(batch)
+    middle = min(reports, key=lambda phases: abs(phases["total_s"] - measured.seconds))
+    return {
+        "step": step,
+        "optimizer_states": str(trainer.spec.optimizer_states),
+        "has_reference": has_reference,
+        "warm_up_s": warm_up_s,
+        "seconds": measured.seconds,
+        **middle,
+        "hardware_mfu": update_flops(size, packed, passes) / measured.seconds / PEAK_FLOPS,
+        "logical_mfu": update_flops(size, replicated, passes) / measured.seconds / PEAK_FLOPS,
+        "peak_gib": measured.peak_gib,
+        "num_micro_batches": len(plan.micro_batches),
+        "num_stages": sum(len(part.stages) for part in plan.micro_batches),
+        "packed_tokens": plan.packed_tokens,
+        "replicated_tokens": plan.replicated_tokens,
+        "samples": measured.samples,
+    }
+
+
+def _plain_step(ways: Ways, batch: RolloutBatch) -> Row:
+    """Forward and backward alone, before the optimizer's states are there."""
+    row, _ = measure_way(ways, ways.run.scale.ours, batch, Plan(cuts=()))
+    ways.clear()
+    return {name: row[name] for name in ("seconds", "peak_gib", "samples")}
+
+
+def update_flops(size: ModelSize, work: StepWork, num_forwards: int) -> float:
+    """Of a forward and backward and so many forwards beside it."""
+    weights = step_flops(size, StepWork(tokens=work.tokens, rows=work.rows, pairs=0))
+    pairs = step_flops(size, work) - weights
+    forward = FORWARD_SHARE["weights"] * weights + FORWARD_SHARE["pairs"] * pairs
+    return weights + pairs + num_forwards * forward
+
+
+def _trainer(run: Run, ways: Ways, *, has_reference: bool) -> Trainer:
+    module = ways.module
+    # Weights of its own: a copy would share the layers' calls.
+    frozen = run.module(ways.size) if has_reference else None
+    policy = open_policy(module, run.scale.ours, frozen)
+    is_large = sum(p.numel() for p in module.parameters()) > MAX_FP32_PARAMETERS
+    is_narrow = is_large and policy.spec.dtype is ModelDtype.BFLOAT16
+    spec = TrainerSpec(
+        model=policy.spec,
+        optimizer=AdamWConfig(),
+        deterministic=False,
+        micro_batch_tokens=2**31 - 1,
+        keep_reference=has_reference,
+        attention_backend=run.scale.ours.backend,
+        device=str(run.device),
+        num_threads=1,
+        optimizer_states=OptimizerStates.BF16_8BIT if is_narrow else OptimizerStates.FP32,
+    )
+    trainer = Trainer(spec, policy)
+    policy.limit_activations(free_memory_bytes(run.device))
+    return trainer
+
+
+def _update(trainer: Trainer, batch: RolloutBatch, loss: Loss) -> dict[str, float]:
+    """Old log-probs, then one update with them; seconds by phase."""
+    old = trainer.forward(
+        batch, trainer.plan_forward(batch), with_entropy=False, use_reference=False
+    )
+    request = OptimRequest(learning_rate=LEARNING_RATE, max_grad_norm=1.0)
+    step = resolve_optim(request, loss.normalisation, trainer.spec.optimizer)
+    prepared = trainer.prepare(batch, loss)
+    report = trainer.update(batch, loss, step, prepared.plan, old_logprobs_J=old.logprobs)
+    _require_applied(report)
+    phases = {
+        "old_logprobs_s": old.report.seconds.forward,
+        "forward_s": report.seconds.forward,
+        "backward_s": report.seconds.backward,
+        "optimizer_s": report.seconds.optimizer,
+    }
+    return {**phases, "total_s": sum(phases.values())}
+
+
+def _require_applied(report: StepReport) -> None:
+    """Raises RuntimeError where the update did not change the weights."""
+    if report.skipped or not math.isfinite(cast("float", report.grad_norm)):
+        raise RuntimeError(f"the step was skipped: {report.warnings}")

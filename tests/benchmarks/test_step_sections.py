@@ -1,0 +1,157 @@
+"""Each section of the step benchmark, small and on a CPU: what its rows hold and follow from."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import step_crossover, step_layer, step_memory, step_updates
+from benchmarks.step import MEASURES
+from benchmarks.step_result import SECTIONS
+from benchmarks.step_rollouts import Group, make_batch, packed_batch, packed_work, waves
+from benchmarks.step_run import FULL, SMALL, Run
+from benchmarks.step_sizes import TINY, StepWork, mfu, step_flops
+from benchmarks.step_subjects import Way
+from benchmarks.step_ways import Plan, Ways, compare_ways
+from ratoon.rollout.costs import DEFAULT_COSTS
+from ratoon.rollout.waves import fits_forest
+
+CPU = torch.device("cpu")
+
+
+def _run(stop_in_s: float = 60.0) -> Run:
+    stop_at = time.monotonic() + stop_in_s
+    return Run(device=CPU, scale=SMALL, num_samples=2, stop_at=stop_at, seed=0)
+
+
+def _rows(section: Any, *wanted: str) -> dict[str, list[dict[str, Any]]]:
+    return dict(section.measure(_run(), list(wanted) or section.cases(SMALL)))
+
+
+def test_sections_are_those_of_a_result() -> None:
+    assert tuple(MEASURES) == SECTIONS
+
+
+def test_full_cases_are_the_ones_to_be_measured() -> None:
+    cases = {name: section.cases(FULL) for name, section in MEASURES.items()}
+    assert cases["paper"] == ["5059x32"]
+    assert cases["table2"] == [
+        *("5059x32", "8192x16", "16384x8", "32768x4", "65536x4", "131072x8"),
+    ]
+    assert cases["memory"][0] == "8192x8"
+    assert cases["memory"][-2:] == ["1048576x8", "activations 8192x32"]
+    assert len(cases["crossover"]) == 24
+    assert FULL.crossover[1][0] / FULL.crossover[2] == 1 / 16
+    assert FULL.crossover[1][-1] / FULL.crossover[2] == 8
+    assert "dapo Qwen3-8B" in cases["updates"]
+
+
+def test_one_layer_is_compared_by_hidden_gradients_and_weights() -> None:
+    found = _rows(step_layer)
+    assert list(found) == ["12x4", "20x2"]
+    for rows in found.values():
+        ours, replicated = rows
+        assert ours["against"] == replicated["how"] == "reference-replicated"
+        assert {"hidden", "layers.0.mlp.down_proj.weight"} < set(ours["errors"])
+        assert max(ours["errors"].values()) < 1e-5
+    work = StepWork(tokens=29, rows=0, pairs=29 * 30 // 2 - _unshared_pairs((5, 3, 7, 2)))
+    expected = mfu(replace(TINY, num_layers=1), work, found["12x4"][0]["seconds"])
+    assert found["12x4"][0]["hardware_mfu"] == pytest.approx(expected)
+
+
+def _unshared_pairs(responses: tuple[int, ...]) -> int:
+    """Pairs of tokens of different responses."""
+    total = sum(responses)
+    return (total**2 - sum(n**2 for n in responses)) // 2
+
+
+def test_a_layer_that_shares_wrongly_has_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of the output that are not the owners' alone count shared tokens twice."""
+    honest = step_layer._load
+
+    def doubled(*arguments: Any) -> Any:
+        parts = honest(*arguments)
+        if len(parts[0].hidden_TD) == len(arguments[3]):
+            return parts
+        return [replace(part, dout_TD=arguments[4][part.source_T]) for part in parts]
+
+    monkeypatch.setattr(step_layer, "_load", doubled)
+    (rows,) = _rows(step_layer, "12x4").values()
+    assert "hidden" in rows[0]["error"]
+
+
+def test_waves_stream_a_group_to_the_same_gradients() -> None:
+    batch = make_batch((Group(prompt=9, responses=(4, 3, 5, 2, 6)),), TINY.vocab_size, 1)
+    packed = packed_batch(batch)
+    stages = waves(packed, 2)
+    assert len(stages) == 4
+    assert fits_forest(stages, packed.forest)
+    order = [Way(backend="reference", is_packed=True, wave=2), SMALL.baseline]
+    streamed, replicated = compare_ways(Ways(_run(), TINY), batch, order, Plan(cuts=(1,)))
+    assert streamed["how"] == "reference-waves-of-2"
+    assert max(streamed["errors"].values()) < 1e-5
+    assert streamed["packed_tokens"] == replicated["packed_tokens"] == 29
+
+
+def test_memory_has_a_row_for_each_prompt_and_the_comparison() -> None:
+    found = _rows(step_memory)
+    assert set(found) == {"8x2", "16x2", "activations 8x4"}
+    assert [row["prompt"] for case in ("8x2", "16x2") for row in found[case]] == [8, 16]
+    hows = [row["how"] for row in found["activations 8x4"]]
+    assert hows == ["reference", "reference-waves-of-4", "reference-replicated"]
+
+
+def test_a_prompt_that_the_budget_does_not_reach_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As if a step took hours.
+    monkeypatch.setattr(step_memory, "EXPECTED_MFU", 1e-12)
+    monkeypatch.setattr(step_memory, "WARM_UP_PROMPTS", ())
+    found = dict(step_memory.measure(_run(), ["8x2"]))
+    (row,) = found["8x2"]
+    assert "OutOfTimeError" in row["error"]
+    assert row["prompt"] == 8
+
+
+def test_crossover_has_the_cost_models_word_beside_the_clocks() -> None:
+    found = _rows(step_crossover, "2x4", "32x4")
+    few, many = (found[case][0] for case in ("2x4", "32x4"))
+    assert 1 < few["predicted_speedup"] < many["predicted_speedup"]
+    for rows in found.values():
+        assert [row["how"] for row in rows] == ["reference", "reference-replicated"]
+        assert [row["micro_batch_sequences"] for row in rows[1:]] == [4]
+        assert rows[0]["seconds"] == statistics.median(rows[0]["samples"])
+    costs = step_crossover.costs_of(replace(TINY, num_layers=4))
+    assert costs.row == 9 * DEFAULT_COSTS.row
+    packed, replicated = (StepWork(tokens=n, rows=0, pairs=0) for n in (100, 300))
+    expected = (DEFAULT_COSTS.call + 300) / (DEFAULT_COSTS.call + 100)
+    assert step_crossover.predicted_speedup(costs, packed, replicated) == pytest.approx(expected)
+
+
+def test_updates_are_whole_and_change_the_weights() -> None:
+    found = _rows(step_updates)
+    assert list(found) == ["grpo tiny", "grpo-kl tiny", "dapo tiny"]
+    rows = {case: row for case, (row,) in found.items()}
+    for row in rows.values():
+        assert "error" not in row
+        phases = [
+            *("old_logprobs_s", "forward_s", "backward_s", "optimizer_s"),
+        ]
+        assert row["total_s"] == pytest.approx(sum(row[name] for name in phases))
+        assert row["seconds"] == statistics.median(row["samples"])
+    assert rows["grpo tiny"]["step"]["seconds"] > 0
+    assert not rows["grpo tiny"]["has_reference"]
+    assert rows["grpo-kl tiny"]["has_reference"]
+    assert rows["dapo tiny"]["step"] == {}, "several groups need not fit at once"
+
+
+def test_update_flops_add_the_forwards_beside_the_step() -> None:
+    work = StepWork(tokens=10, rows=3, pairs=25)
+    weights = 2 * (TINY.layer_parameters * 10 + 67 * 32 * 3)
+    forward = weights + 4 * 8 * 4 * 2 * 25
+    expected = step_flops(TINY, work) + 2 * forward
+    assert step_updates.update_flops(TINY, work, 2) == pytest.approx(expected)
+    assert packed_work(packed_batch(make_batch((SMALL.paper,), 67, 0))).tokens == 29
