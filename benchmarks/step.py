@@ -109,25 +109,30 @@ def _measure(args: argparse.Namespace) -> None:
         payload = merged_payload(json.loads(args.out.read_text(encoding="utf-8")), run)
     else:
         payload = empty_payload(run)
-    current = payload["runs"][-1]
     for section in args.only:
-        measures = MEASURES[section]
-        order = measures.cases(run.scale)
-        held = measured_cases(payload, section) if args.missing else set[str]()
-        wanted = [case for case in args.cases or order if case not in held]
-        for case, rows in measures.measure(run, wanted):
-            add_case(payload, section, case, rows)
-            sort_cases(payload, section, order)
-            current["seconds"] = time.monotonic() - start
-            print(f"{section} {case}: {current['seconds']:.0f} s", file=sys.stderr, flush=True)
-            if args.out is not None:
-                # After every case, so that a run that is cut off leaves what it has.
-                write_result(args.out, payload, seed=run.seed)
+        _measure_section(args, run, payload, section, start)
         release(run.device)
-        if left_out := [case for case in wanted if case not in current["cases"][section]]:
-            print(f"out of time, {section} left out: {left_out}", file=sys.stderr)
-    result: dict[str, Any] = {**describe_gpu(run.seed), **payload}
-    print(format_tables(result))
+    print(format_tables({**describe_gpu(run.seed), **payload}))
+
+
+def _measure_section(
+    args: argparse.Namespace, run: Run, payload: dict[str, Any], section: str, start: float
+) -> None:
+    """Adds a section's cases to the payload, and to the file after each of them."""
+    current = payload["runs"][-1]
+    order = MEASURES[section].cases(run.scale)
+    held = measured_cases(payload, section) if args.missing else set[str]()
+    wanted = [case for case in args.cases or order if case not in held]
+    for case, rows in MEASURES[section].measure(run, wanted):
+        add_case(payload, section, case, rows)
+        sort_cases(payload, section, order)
+        current["seconds"] = time.monotonic() - start
+        print(f"{section} {case}: {current['seconds']:.0f} s", file=sys.stderr, flush=True)
+        if args.out is not None:
+            # So that a run that is cut off leaves what it has.
+            write_result(args.out, payload, seed=run.seed)
+    if left_out := [case for case in wanted if case not in current["cases"][section]]:
+        print(f"out of time, {section} left out: {left_out}", file=sys.stderr)
 
 
 if __name__ == "__main__":
