@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
+from ratoon.model.attention import HeldTokens
 from ratoon.model.streamed_attention import AttentionStream, LayerStage, StageAttention
 from ratoon_kernels import Span, TreeLayout, build_layout, tree_attention
 from tests.theorem import relative_error
@@ -21,6 +22,7 @@ NODES = ((0, 7, 24, -1), (7, 11, 20, 0), (11, 15, 15, 1), (15, 18, 18, 1), (18, 
 NODES = (*NODES, (20, 24, 24, 0))
 # Start, stop, parent: two prefixes, two waves below the inner one, one below the outer one.
 STAGES = ((0, 7, -1), (7, 11, 0), (11, 15, 1), (15, 20, 1), (20, 24, 0))
+HELD = HeldTokens(tokens=16, prefix_tokens=11)
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 SCALE = 0.5
 
@@ -89,7 +91,7 @@ def _staged(
         while opened and opened[-1][0] != parent:
             close()
         above = tuple(each[1] for each in opened)
-        stage = stream.stage(Span(start, stop), above, is_kept=index < 2)
+        stage = stream.stage(Span(start, stop), above, is_kept=index < 2, held=HELD)
         leaves = [x[start:stop].clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
         opened.append((index, stage, attend(stage, module, *leaves), leaves))
     while opened:
@@ -136,8 +138,8 @@ def test_layers_hold_keys_of_their_own() -> None:
     """Two layers of one stage, forwarded one after the other, do not see each other's keys."""
     first, second = _inputs(torch.float64), _inputs(torch.float64, seed=1)
     stream = AttentionStream(layout=_layout(), backend="reference", deterministic=True)
-    prefix = stream.stage(Span(0, 7), (), is_kept=True)
-    wave = stream.stage(Span(7, 24), (prefix,), is_kept=False)
+    prefix = stream.stage(Span(0, 7), (), is_kept=True, held=HELD)
+    wave = stream.stage(Span(7, 24), (prefix,), is_kept=False, held=HELD)
     for inputs, layer in ((first, _Layer(0)), (second, _Layer(1))):
         prefix.attend(layer, inputs.q[:7], inputs.k[:7], inputs.v[:7], SCALE)
     for inputs, layer in ((second, _Layer(1)), (first, _Layer(0))):
@@ -167,6 +169,6 @@ def test_one_compiled_graph_serves_all_layers_and_stages() -> None:
 
 def test_a_stage_names_kept_ancestors_only() -> None:
     stream = AttentionStream(layout=_layout(), backend="reference", deterministic=True)
-    wave = stream.stage(Span(11, 15), (), is_kept=False)
+    wave = stream.stage(Span(11, 15), (), is_kept=False, held=HELD)
     with pytest.raises(AssertionError, match="what is attended is kept"):
-        stream.stage(Span(15, 18), (wave,), is_kept=False)
+        stream.stage(Span(15, 18), (wave,), is_kept=False, held=HELD)

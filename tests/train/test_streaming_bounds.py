@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon.model.attention import HeldTokens, PathAttention
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import FolderBase
 from ratoon.model.streamed_attention import LayerStage
@@ -137,17 +138,22 @@ def test_each_packed_token_is_computed_once(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts: list[int] = []
+    held: list[HeldTokens] = []
     attend_hidden = PolicyModel.attend_hidden
 
-    def counted(model: PolicyModel, tokens_T: Tensor, *args: Any) -> Tensor:
+    def counted(
+        model: PolicyModel, tokens_T: Tensor, position_T: Tensor, attention: PathAttention
+    ) -> Tensor:
         counts.append(len(tokens_T))
-        return attend_hidden(model, tokens_T, *args)
+        held.append(attention.held)
+        return attend_hidden(model, tokens_T, position_T, attention)
 
     monkeypatch.setattr(PolicyModel, "attend_hidden", counted)
     batch = _batch()
     plan = _plan(batch, 100)
     _gradients(trainer, batch, 100)
     assert counts == [60, 40, 40, 40, 40]
+    assert held == [HeldTokens(tokens=100, prefix_tokens=60)] * 5
     counts.clear()
     trainer.forward(batch, plan, with_entropy=False, use_reference=False)
     assert sum(counts) == plan.packed_tokens == 220

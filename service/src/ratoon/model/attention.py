@@ -19,6 +19,18 @@ from ratoon_kernels import TreeLayout, tree_attention
 ATTENTION_NAME = "ratoon_tree"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldTokens:
+    """What shares the device's memory with a forward until its backward, itself included.
+
+    `tokens`: most whose activations are held at a time. `prefix_tokens`: most of them whose keys
+    and values are kept too, in the model's dtype, and gradients of these in at least float32.
+    """
+
+    tokens: int
+    prefix_tokens: int
+
+
 class LayerAttention(Protocol):
     """How the tokens of one forward attend their paths."""
 
@@ -31,6 +43,11 @@ class LayerAttention(Protocol):
 
 class PathAttention(LayerAttention, Protocol):
     """The same for all layers; `attend` asks the module which of them it is."""
+
+    @property
+    def held(self) -> HeldTokens:
+        """By which what layers keep is planned."""
+        ...
 
     def at_layer(self, index: int, /) -> LayerAttention:
         """Of one layer, for code compiled once for all: it does not ask for the index."""
@@ -59,6 +76,11 @@ class TreeAttention:
             deterministic=self.deterministic,
         )
         return out_TNH
+
+    @property
+    def held(self) -> HeldTokens:
+        """All tokens at once."""
+        return HeldTokens(tokens=self.layout.num_tokens, prefix_tokens=0)
 
     def at_layer(self, _index: int) -> TreeAttention:
         """See `PathAttention.at_layer`."""

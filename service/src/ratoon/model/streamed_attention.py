@@ -21,6 +21,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from ratoon.model.attention import HeldTokens
 from ratoon_kernels import (
     Span,
     TreeLayout,
@@ -39,13 +40,19 @@ class AttentionStream:
     deterministic: bool
 
     def stage(
-        self, span: Span, ancestors: tuple[StageAttention, ...], *, is_kept: bool
+        self,
+        span: Span,
+        ancestors: tuple[StageAttention, ...],
+        *,
+        is_kept: bool,
+        held: HeldTokens,
     ) -> StageAttention:
         """Attention of the packed tokens `span`, whose paths begin in `ancestors`.
 
-        `is_kept`: later stages will name it as an ancestor, so its keys and values stay.
+        `is_kept`: later stages will name it as an ancestor, so its keys and values stay. `held`: of
+        all stages of the stream, so that they fit together.
         """
-        return StageAttention(self, span, ancestors, is_kept=is_kept)
+        return StageAttention(self, span, ancestors, is_kept=is_kept, held=held)
 
 
 class StageAttention:
@@ -61,11 +68,13 @@ class StageAttention:
         ancestors: tuple[StageAttention, ...],
         *,
         is_kept: bool,
+        held: HeldTokens,
     ) -> None:
         assert all(ancestor.is_kept for ancestor in ancestors), "what is attended is kept"
         self.stream = stream
         self.span = span
         self.is_kept = is_kept
+        self.held = held
         self._ancestors = ancestors
         self._layers: dict[int, LayerStage] = {}
 

@@ -22,10 +22,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ratoon.model.attention import HeldTokens
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.streamed_attention import StageAttention
 from ratoon.rollout.packed import PackedBatch, Stage
-from ratoon.rollout.waves import fits_forest
+from ratoon.rollout.waves import fits_forest, peak_tokens, resident_tokens
 from ratoon.train.device import DeviceBatch, TokenOutputs, put
 from ratoon.train.loss.compute import LossOutput
 from ratoon.train.loss.sums import LossSums
@@ -77,6 +78,9 @@ class StagedBatch:
         self._stages = stages
         self._between_stages = between_stages
         self._parents = {stage.parent for stage in stages}
+        self._held = HeldTokens(
+            tokens=peak_tokens(stages), prefix_tokens=max(resident_tokens(stages), default=0)
+        )
         self._parts = cut_outputs(packed, stages, model.device)
 
     def forward(self) -> TokenOutputs:
@@ -130,7 +134,10 @@ class StagedBatch:
         tokens, rows = slice(stage.start, stage.stop), part.rows
         stream = self._model.open_stream(batch.layout)
         attention = stream.stage(
-            Span(stage.start, stage.stop), ancestors, is_kept=index in self._parents
+            Span(stage.start, stage.stop),
+            ancestors,
+            is_kept=index in self._parents,
+            held=self._held,
         )
         hidden_TD = self._model.attend_hidden(
             batch.tokens_T[tokens], batch.position_T[tokens], attention
