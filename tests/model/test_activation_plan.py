@@ -7,12 +7,15 @@ import pytest
 
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.activation_plan import (
+    DLOGIT_BYTES,
+    LOGIT_BYTES,
     DecoderSizes,
     Kept,
     max_tokens,
     peak_bytes,
     plan_activations,
 )
+from ratoon_kernels.token_logprobs import fused
 
 QWEN3_8B = DecoderSizes(
     num_layers=36,
@@ -42,16 +45,50 @@ def test_bytes_of_a_token_are_those_of_its_tensors() -> None:
 
 
 def test_peak_of_one_layer_by_hand() -> None:
-    sizes = dataclasses.replace(SMALL, num_layers=1, vocab_size=1)
+    sizes = dataclasses.replace(SMALL, num_layers=1, vocab_size=1000)
     kept = 2 * (8 + 8 + 8 + 2 * 4 + 8 + 2 * 24) + 4 * 2
     resident = 10 * kept + (3 * 10 + 4) * 8 * 2
     # The backward of the layer: the product, its gradient, those of gate and up; 4 hidden.
     working = 10 * (4 * 24 + 4 * 8) * 2
-    head = 1024 * 4 + 4 * 8 * 2 + (4096 + 2 * 8) * 2
-    assert head > working + 8 * 2
+    # Logits of the 4 rows and their gradients; gradients of their hidden states, first in fp32;
+    # those of the head in fp32.
+    head = 4 * 1000 * (4 + 2) + 4 * 8 * (4 + 2) + 1000 * 8 * 4
+    assert head > working + 1000 * 8 * 2
     assert peak_bytes(sizes, (Kept.PRODUCTS,), 10, 4) == resident + head
-    frozen = dataclasses.replace(sizes, head_is_trained=False, vocab_size=0)
+    frozen = dataclasses.replace(sizes, head_is_trained=False, vocab_size=10)
     assert peak_bytes(frozen, (Kept.PRODUCTS,), 10, 4) == resident + working
+
+
+def test_the_heads_buffers_are_those_of_the_kernels() -> None:
+    """Of the rows that they hold at most, however many there are."""
+    assert (LOGIT_BYTES, DLOGIT_BYTES) == (fused.LOGIT_BYTES, fused.DLOGIT_BYTES)
+    rows = 10**6
+    more = QWEN3_8B.head_bytes(2 * rows) - QWEN3_8B.head_bytes(rows)
+    assert more == rows * 4096 * 2
+    group_rows = DLOGIT_BYTES // (2 * 151936)
+    fixed = LOGIT_BYTES + group_rows * (2 * 151936 + 4 * 4096) + 4 * 151936 * 4096
+    assert QWEN3_8B.head_bytes(rows) == fixed + rows * 4096 * 2
+    frozen = dataclasses.replace(QWEN3_8B, head_is_trained=False)
+    group_rows = LOGIT_BYTES // (4 * 151936)
+    fixed = LOGIT_BYTES + group_rows * (2 * 151936 + 4 * 4096)
+    assert frozen.head_bytes(rows) == fixed + rows * 4096 * 2
+
+
+# Measured on an H200: bf16, 41,323 tokens of which 36,233 predict, and gradients that stay; peak
+# without the weights, in GiB, and layers that keep ATTENTION, NARROW and PRODUCTS.
+MEASURED = {(36, 0, 0): 46.3 - 15.3, (0, 36, 0): 74.4 - 15.3, (0, 4, 32): 133.1 - 15.3}
+
+
+@pytest.mark.parametrize(("layers", "measured_gib"), MEASURED.items())
+def test_predictions_are_what_was_measured(
+    layers: tuple[int, int, int], measured_gib: float
+) -> None:
+    kinds = (Kept.ATTENTION, Kept.NARROW, Kept.PRODUCTS)
+    kept = tuple(kind for kind, count in zip(kinds, layers, strict=True) for _ in range(count))
+    parameters = 6_945_767_424 // 36
+    sizes = dataclasses.replace(QWEN3_8B, layer_gradient_bytes=2 * parameters)
+    predicted = peak_bytes(sizes, kept, 41_323, 36_233) / GIB
+    assert predicted == pytest.approx(measured_gib, rel=0.05)
 
 
 def test_gradients_that_stay_fill_the_room_that_layers_leave() -> None:
@@ -100,7 +137,7 @@ def test_what_fits_neither_device_nor_again_goes_to_the_host() -> None:
     with pytest.raises(RatoonError):
         plan_activations(sizes, tokens, tokens, least - 1, 3 * layer - 1)
     deepest = peak_bytes(sizes, (Kept.HOST,) * 36, tokens, tokens)
-    assert deepest == least - 34 * layer
+    assert least - 36 * layer < deepest <= least - 34 * layer
     assert plan_activations(sizes, tokens, tokens, deepest, 36 * layer) == (Kept.HOST,) * 36
     assert max_tokens(sizes, 100 * GIB, 100 * GIB) > 1.3 * max_tokens(sizes, 100 * GIB)
 

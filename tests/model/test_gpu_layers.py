@@ -23,7 +23,14 @@ SMALL = star(300, 5, 90)
 LARGE = star(2048, 15, 960)
 
 
-def _policy(*, is_compiled: bool, layers: int = 4, hidden: int = 512) -> PolicyModel:
+def _policy(
+    *,
+    is_compiled: bool,
+    layers: int = 4,
+    hidden: int = 512,
+    dtype: torch.dtype = torch.bfloat16,
+    backend: str = "cuda",
+) -> PolicyModel:
     register_tree_attention()
     config = Qwen3Config(
         vocab_size=32768,
@@ -45,7 +52,7 @@ def _policy(*, is_compiled: bool, layers: int = 4, hidden: int = 512) -> PolicyM
         base=PresetBase(name="test"), tuning=FullTuning(), dtype=ModelDtype.BFLOAT16, seed=0
     )
     return PolicyModel(
-        spec=spec, module=module, adapter=None, frozen=None, attention_backend="cuda",
+        spec=spec, module=module.to(dtype), adapter=None, frozen=None, attention_backend=backend,
         deterministic=False, compile_layers=is_compiled,
     )  # fmt: skip
 
@@ -96,15 +103,17 @@ def _keep(policy: PolicyModel, kept: Kept, tokens: int) -> int:
 
 
 def test_compiled_gradients_are_those_of_the_modules() -> None:
-    """Within the rounding of 16 bits, by which two orders of elementwise operations differ."""
+    """To rounding: the error against fp32 is no more than twice that of the modules themselves."""
     step = _Step(SMALL)
-    expected = step.gradients(_policy(is_compiled=False))
+    exact = step.gradients(_policy(is_compiled=False, dtype=torch.float32, backend="reference"))
+    modules = step.gradients(_policy(is_compiled=False))
     policy = _policy(is_compiled=True)
     for kept in Kept:
         _keep(policy, kept, SMALL.num_tokens)
         for name, grad in step.gradients(policy).items():
-            error = (grad.float() - expected[name].float()).norm() / expected[name].float().norm()
-            assert error < 0.02, (kept, name, float(error))
+            error = (grad.float() - exact[name]).norm()
+            bound = 2 * (modules[name].float() - exact[name]).norm()
+            assert 0 < error <= bound, (kept, name, float(error / bound))
 
 
 @pytest.mark.parametrize("kept", Kept)

@@ -18,10 +18,10 @@ from enum import StrEnum
 
 from ratoon.errors import ErrorCode, RatoonError
 
-# Rows of the LM head whose logits exist at a time, in float32, and whose gradients do
-# (`ratoon_kernels.token_logprobs.fused`).
-HEAD_CHUNK_ROWS = 1024
-HEAD_GROUP_ROWS = 4096
+# The LM head's float32 logits and their gradients that exist at a time, at most: those of
+# `ratoon_kernels.token_logprobs.fused`, which imports torch.
+LOGIT_BYTES = 640 * 2**20
+DLOGIT_BYTES = 1280 * 2**20
 # Of the layers whose activations are on the host: on the device while one runs backward.
 _LAYERS_UNDER_WAY = 2
 
@@ -75,11 +75,15 @@ class DecoderSizes:
 
     def head_bytes(self, rows: int) -> int:
         """Bytes that `token_logprobs` works in, beyond its inputs."""
-        size = HEAD_CHUNK_ROWS * self.vocab_size * 4 + rows * self.hidden_size * self.element_bytes
+        row_logits = self.vocab_size * self.element_bytes
+        group_bytes = LOGIT_BYTES // 4 * self.element_bytes
+        head_sums = 0
         if self.head_is_trained:
-            group = HEAD_GROUP_ROWS * self.vocab_size
-            size += (group + 2 * self._head_elements) * self.element_bytes
-        return size
+            group_bytes, head_sums = DLOGIT_BYTES, 4 * self._head_elements
+        logits = min(LOGIT_BYTES, rows * self.vocab_size * 4)
+        group_rows = min(group_bytes // row_logits, rows)
+        hidden = (4 * group_rows + self.element_bytes * rows) * self.hidden_size
+        return logits + group_rows * row_logits + hidden + head_sums
 
     @property
     def head_gradient_bytes(self) -> int:
@@ -97,10 +101,9 @@ def peak_bytes(sizes: DecoderSizes, kept: tuple[Kept, ...], tokens: int, rows: i
     # The last layer's output, its norm, their gradient; the rows that predict.
     resident = (3 * tokens + rows) * sizes.hidden_size * sizes.element_bytes
     resident += sum(tokens * sizes.kept_bytes(layer) for layer in kept if layer is not Kept.HOST)
-    under_way = min(kept.count(Kept.HOST), _LAYERS_UNDER_WAY)
-    resident += under_way * tokens * sizes.kept_bytes(Kept.HOST)
     peak = resident + sizes.head_bytes(rows)
-    resident += sizes.head_gradient_bytes
+    under_way = min(kept.count(Kept.HOST), _LAYERS_UNDER_WAY)
+    resident += sizes.head_gradient_bytes + under_way * tokens * sizes.kept_bytes(Kept.HOST)
     for layer in reversed(kept):
         peak = max(peak, resident + tokens * sizes.working_bytes(layer))
         resident += sizes.layer_gradient_bytes
