@@ -41,7 +41,8 @@ def _keep(model: PolicyModel, packed: Packed, kept: Kept) -> tuple[Kept, ...]:
     on_host = tokens * sizes.num_layers * sizes.kept_bytes(Kept.HOST) if kept is Kept.HOST else 0
     model.limit_activations(budget, host_bytes=on_host)
     plan = plan_activations(sizes, tokens, tokens, budget, on_host)
-    assert plan[0] is kept
+    # Of two layers on the host, both are on the device while one runs backward.
+    assert plan[0] is kept or kept is Kept.HOST
     return plan
 
 
