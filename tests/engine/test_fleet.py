@@ -32,6 +32,13 @@ def test_optimizer_states_of_the_config_reach_bfloat16_policies_alone(
         assert trainer.optimizer_states is expected
 
 
+def test_memory_of_the_host_reaches_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RATOON_WORKER__HOST_ACTIVATION_BYTES", str(7 * 2**30))
+    monkeypatch.setenv("RATOON_WORKER__DEVICE", "cpu")
+    fleet = RayFleet(EngineSettings.from_config(load_config(None)))
+    assert fleet._trainer(policy_spec("p")).host_activation_bytes == 7 * 2**30
+
+
 def test_unknown_optimizer_states_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RATOON_WORKER__OPTIMIZER_STATES", "fp8")
     with pytest.raises(ValidationError, match="optimizer_states"):

@@ -133,6 +133,7 @@ class RayFleet:
             device=self.device,
             num_threads=self._settings.num_threads or len(os.sched_getaffinity(0)),
             optimizer_states=self._settings.optimizer_states if is_bf16 else OptimizerStates.FP32,
+            host_activation_bytes=self._settings.host_activation_bytes,
             canary_every=self._settings.canary_every,
         )
 

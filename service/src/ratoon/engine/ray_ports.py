@@ -51,6 +51,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# Before CUDA starts: cuBLAS repeats its bits with workspaces of this size, and deterministic torch
+# refuses to go without; segments that grow leave fewer fragments where most memory is in use.
+GPU_ENVIRONMENT = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+}
+
 
 class RayJournal:
     """`Journal` at the coordinator."""
@@ -172,6 +179,7 @@ class RayWorker:
         if self._group is not None:
             options["num_gpus"] = 1
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self._group)
+            options["runtime_env"] = {"env_vars": GPU_ENVIRONMENT}
         # Ray takes concurrency groups here, and its types do not know it.
         remote = cast(
             "Callable[..., Callable[[type[WorkerActor]], ActorClass[WorkerActor]]]", ray.remote

@@ -37,6 +37,7 @@ class EngineSettings:
     num_threads: int
     # Of bfloat16 policies.
     optimizer_states: OptimizerStates
+    host_activation_bytes: int
     canary_every: int
 
     @classmethod
@@ -51,5 +52,6 @@ class EngineSettings:
             device=config.worker.device,
             num_threads=config.worker.num_threads,
             optimizer_states=OptimizerStates(config.worker.optimizer_states),
+            host_activation_bytes=config.worker.host_activation_bytes,
             canary_every=config.worker.canary_every,
         )

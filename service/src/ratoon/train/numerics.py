@@ -17,8 +17,9 @@ from torch._inductor import config as inductor_config
 
 from ratoon.train.spec import TrainerSpec
 
-# Of free memory, for what the allocator cannot hand out and formulas leave out.
-_FRAGMENT_SHARE = 0.03
+# Of a device, for its context, kernels' workspaces and fragments of the allocator.
+_UNPLANNED_SHARE = 0.05
+_BUDGET_STEP = 256 * 2**20
 
 
 def configure_torch(spec: TrainerSpec) -> None:
@@ -55,16 +56,17 @@ def numerics_fingerprint(spec: TrainerSpec, attention_backend: str) -> dict[str,
     }
 
 
-def free_memory_bytes(device: torch.device) -> int | None:
-    """What a GPU has left for activations; None for a CPU, whose memory is not planned.
+def activation_bytes(device: torch.device) -> int | None:
+    """What a GPU has for activations once all else is allocated; None for a CPU: no limit.
 
-    What the allocator holds without using it counts as free; a share of all goes to fragments.
+    Of the whole device, which is the policy's own, and not of what happens to be free: what layers
+    keep decides how operations are fused, and so bits, which a replay must find again.
     """
     if device.type != "cuda":
         return None
-    free, _total = torch.cuda.mem_get_info(device)
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int((free + unused) * (1 - _FRAGMENT_SHARE))
+    total = torch.cuda.get_device_properties(device).total_memory
+    free = total * (1 - _UNPLANNED_SHARE) - torch.cuda.memory_allocated(device)
+    return max(0, int(free)) // _BUDGET_STEP * _BUDGET_STEP
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -27,5 +27,7 @@ class TrainerSpec:
     num_threads: int
     # BF16_...: for models of bfloat16 alone.
     optimizer_states: OptimizerStates = OptimizerStates.FP32
+    # Pinned host memory for activations that fit a GPU neither as they are nor run again.
+    host_activation_bytes: int = 0
     # A canary (`train.canary`) at every version that this divides; 0: never.
     canary_every: int = 0

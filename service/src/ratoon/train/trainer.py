@@ -31,8 +31,8 @@ from ratoon.train.config import OldLogprobsKind
 from ratoon.train.gradients import GradientSums
 from ratoon.train.loss_spec import Loss, Normalisation, OptimStep
 from ratoon.train.numerics import (
+    activation_bytes,
     configure_torch,
-    free_memory_bytes,
     numerics_fingerprint,
     peak_memory_bytes,
 )
@@ -96,8 +96,10 @@ class Trainer:
             compile_layers=torch.device(spec.device).type == "cuda",
         )
         trainer = cls(spec, model)
-        # Weights, gradient sums and optimizer states are there: what is free now is for the rest.
-        model.limit_activations(free_memory_bytes(model.device))
+        # Weights, gradient sums and optimizer states are there: what is left is for the rest.
+        model.limit_activations(
+            activation_bytes(model.device), host_bytes=spec.host_activation_bytes
+        )
         return trainer
 
     def info(self) -> ModelInfo:
