@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
+from benchmarks.step_memory_plan import keep_each_kind
 from benchmarks.step_rollouts import (
     Group,
     SeededBatch,
@@ -29,6 +30,8 @@ from benchmarks.step_ways import Plan, Ways, compare_ways, memory_figures
 # Of an estimate of seconds, for the budget alone; longer steps are run once, unwarmed.
 EXPECTED_MFU = 0.45
 LONG_STEP_S = 20.0
+# Pinned memory of the sweep.
+HOST_BYTES = 80 * 2**30
 # The groups that compile whatever the long ones run, of two lengths.
 WARM_UP_PROMPTS = (96, 160)
 # Of the comparison: responses in a wave, rollouts in a replicated micro-batch.
@@ -52,14 +55,13 @@ def measure(run: Run, wanted: list[str]) -> Iterator[tuple[str, list[Row]]]:
     if comparison in wanted:
         yield comparison, _compare_activations(ways)
     if set(wanted) - {comparison}:
-        for prompt in WARM_UP_PROMPTS:
-            _step(ways, Group(prompt=prompt, responses=(length,) * 2), is_timed=False)
+        _compile(ways, length)
     for prompt in prompts:
         case = f"{prompt}x{count}"
         if case not in wanted:
             continue
         try:
-            row = _step(ways, Group(prompt=prompt, responses=(length,) * count), is_timed=True)
+            row = _step(ways, Group(prompt=prompt, responses=(length,) * count))
         except Exception as error:  # noqa: BLE001  what the device says is the row's content
             row = {"how": scale.ours.how, **refusal(error)}
         ways.clear()
@@ -75,7 +77,20 @@ def _compare_activations(ways: Ways) -> list[Row]:
     return compare_ways(ways, batch, order, Plan(cuts=(CUT,), keeps_the_least=True))
 
 
-def _step(ways: Ways, group: Group, *, is_timed: bool) -> Row:
+def _compile(ways: Ways, response_tokens: int) -> None:
+    """What a long step runs, on short ones: layers of each kind, for any number of tokens."""
+    policy = ways.policy(ways.run.scale.ours)
+    if policy.device.type != "cuda":
+        return
+    keep_each_kind(policy)
+    for prompt in WARM_UP_PROMPTS:
+        group = Group(prompt=prompt, responses=(response_tokens,) * 2)
+        batch = make_batch((group,), ways.size.vocab_size, ways.run.seed)
+        run_step(policy, [upload(batch, packed_batch(batch), policy.device)])
+    ways.clear()
+
+
+def _step(ways: Ways, group: Group) -> Row:
     """Figures of one packed group by our backend.
 
     Raises:
@@ -92,14 +107,12 @@ def _step(ways: Ways, group: Group, *, is_timed: bool) -> Row:
     require_time(run.stop_at, expected_s * (1 if is_long else 2))
     policy = ways.policy(way)
     batches: list[SeededBatch] = [upload(batch, packed, run.device)]
-    memory = Plan(cuts=()).limit(policy, batches)
+    memory = Plan(cuts=(), host_bytes=HOST_BYTES).limit(policy, batches)
     resident_gib = held_gib(run.device)
     started = time.monotonic()
     if not is_long:
         run_step(policy, batches)
     warm_up_s = time.monotonic() - started
-    if not is_timed:
-        return {}
     num_samples = 1 if is_long else run.num_samples
     measured = measure_samples(
         lambda: run_step(policy, batches),
@@ -111,6 +124,7 @@ def _step(ways: Ways, group: Group, *, is_timed: bool) -> Row:
         "how": way.how,
         "model": ways.size.name,
         "warm_up_s": warm_up_s,
+        "is_warm": not is_long,
         "seconds": measured.seconds,
         "hardware_mfu": mfu(ways.size, work, measured.seconds),
         "logical_mfu": mfu(ways.size, replicated_work(batch), measured.seconds),

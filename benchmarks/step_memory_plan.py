@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ratoon.model.activation_plan import Kept, peak_bytes, plan_activations
 from ratoon.model.policy_model import PolicyModel
-from ratoon.train.numerics import free_memory_bytes
+from ratoon.train.numerics import activation_bytes
 
 _PLANS = "_plan_activations"
 
@@ -25,7 +25,9 @@ class MemoryPlan:
     predicted_bytes: int
 
 
-def keep_what_fits(policy: PolicyModel, tokens: int, *, gradients_stay: bool) -> MemoryPlan | None:
+def keep_what_fits(
+    policy: PolicyModel, tokens: int, *, gradients_stay: bool, host_bytes: int
+) -> MemoryPlan | None:
     """Limits the policy to the device's free memory; None on a CPU, where nothing is limited.
 
     Args:
@@ -33,18 +35,20 @@ def keep_what_fits(policy: PolicyModel, tokens: int, *, gradients_stay: bool) ->
         tokens: Of the largest micro-batch.
         gradients_stay: They are there from an earlier micro-batch, and not only from the end of
             the backward of each layer on.
+        host_bytes: Of the host's memory, where what does not fit the device may wait.
     """
-    if policy.device.type != "cuda":
+    free = activation_bytes(policy.device)
+    if free is None:
         return None
-    free = free_memory_bytes(policy.device)
-    assert free is not None
     all_bytes, layer_bytes = _gradient_bytes(policy)
     # Those of the head are the plan's own; those of layers too, unless they stay.
     resident = all_bytes if gradients_stay else 0
     vars(policy).pop(_PLANS, None)
     layer_gradient_bytes = 0 if gradients_stay else layer_bytes
-    policy.limit_activations(free - resident, layer_gradient_bytes=layer_gradient_bytes)
-    kept = plan_activations(policy.sizes, tokens, tokens, free - resident)
+    policy.limit_activations(
+        free - resident, host_bytes=host_bytes, layer_gradient_bytes=layer_gradient_bytes
+    )
+    kept = plan_activations(policy.sizes, tokens, tokens, free - resident, host_bytes)
     return _plan(policy, kept, tokens)
 
 
@@ -58,6 +62,13 @@ def keep_the_least(policy: PolicyModel, tokens: int) -> MemoryPlan | None:
     # A budget would let the smaller forwards of a stream keep more.
     vars(policy)[_PLANS] = lambda _tokens: least
     return _plan(policy, least, tokens)
+
+
+def keep_each_kind(policy: PolicyModel) -> None:
+    """Has the layers keep each kind, in the order of every plan: a step compiles all of them."""
+    kinds, num_layers = tuple(Kept), policy.sizes.num_layers
+    mixed = tuple(kinds[i * len(kinds) // num_layers] for i in range(num_layers))
+    vars(policy)[_PLANS] = lambda _tokens: mixed
 
 
 def _plan(policy: PolicyModel, kept: tuple[Kept, ...], tokens: int) -> MemoryPlan:

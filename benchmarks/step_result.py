@@ -32,6 +32,7 @@ def empty_payload(run: Run) -> dict[str, Any]:
             "order": "one way after the other, each warmed up",
             "statistic": "median",
             "weights": "random",
+            "deterministic": False,
             "transformers": metadata.version("transformers"),
             "loss": "GRPO at ratio 1, random advantages",
             "hardware_mfu": "6 a layer weight and packed token, 6 V D a predicting row, 14 a head "

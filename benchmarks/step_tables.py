@@ -167,7 +167,7 @@ def _memory(rows: list[Row]) -> Table:
         [
             row["case"],
             _how(row),
-            f"{row['seconds']:.2f}",
+            f"{row['seconds']:.2f}{'' if row.get('is_warm', True) else '*'}",
             _share(row, "hardware_mfu", 1),
             *(_gib(row, name) for name in ("peak_gib", "activation_gib")),
             *(_gib(row, name) for name in ("beyond_weights_gib", "predicted_gib")),
@@ -184,7 +184,10 @@ def _memory(rows: list[Row]) -> Table:
         ],
         num_text_columns=2,
         rows=cells,
-        notes=errors(rows),
+        notes=[
+            *errors(rows),
+            *(["* one run, its first"] if not all(r.get("is_warm", True) for r in rows) else []),
+        ],
     )
 
 

@@ -33,7 +33,7 @@ from ratoon.train.config import (
     ReferenceKind,
 )
 from ratoon.train.loss_spec import Loss
-from ratoon.train.numerics import free_memory_bytes
+from ratoon.train.numerics import activation_bytes
 from ratoon.train.report import StepReport
 from ratoon.train.resolve import resolve_loss, resolve_optim
 from ratoon.train.spec import TrainerSpec
@@ -147,7 +147,7 @@ def _trainer(run: Run, ways: Ways, *, has_reference: bool) -> Trainer:
         optimizer_states=OptimizerStates.BF16_8BIT if is_narrow else OptimizerStates.FP32,
     )
     trainer = Trainer(spec, policy)
-    policy.limit_activations(free_memory_bytes(run.device))
+    policy.limit_activations(activation_bytes(run.device))
     return trainer
 
 

@@ -82,17 +82,21 @@ class Plan:
     Attributes:
         cuts: Sequences in a replicated micro-batch, of which the fastest is taken.
         keeps_the_least: All but attention runs again; else what fits is kept.
+        host_bytes: Of the host, for what does not fit the device.
     """
 
     cuts: tuple[int, ...]
     keeps_the_least: bool = False
+    host_bytes: int = 0
 
     def limit(self, policy: PolicyModel, batches: Sequence[SeededBatch]) -> MemoryPlan | None:
         """Limits the policy for these micro-batches."""
         tokens = max(seeded.largest_forward for seeded in batches)
         if self.keeps_the_least:
             return keep_the_least(policy, tokens)
-        return keep_what_fits(policy, tokens, gradients_stay=len(batches) > 1)
+        return keep_what_fits(
+            policy, tokens, gradients_stay=len(batches) > 1, host_bytes=self.host_bytes
+        )
 
 
 def compare_ways(ways: Ways, batch: RolloutBatch, order: Sequence[Way], plan: Plan) -> list[Row]:
@@ -134,7 +138,8 @@ def measure_way(
     values = compared_values(policy, batches)
     ways.clear()
     resident_gib = held_gib(run.device)
-    run_step(policy, batches)
+    if way.is_packed:
+        run_step(policy, batches)
     row["warm_up_s"] = time.monotonic() - started
     measured = measure(
         lambda: run_step(policy, batches),

@@ -72,7 +72,7 @@ def _result() -> dict[str, Any]:
             _row("8192x16", "flash", 0.125),
         ],
         "memory": [
-            _row("65536x8", "cuda", 20.0, prompt=65_536, activation_gib=50.0, **kept),
+            _row("65536x8", "cuda", 20.0, prompt=65_536, is_warm=False, **kept),
             {"case": "131072x8", "how": "cuda", "prompt": 131_072, "error": "no room"},
             _row(activations, "cuda-waves-of-4", 9.0, activation_gib=8.0),
             _row(activations, "fa2-replicated", 30.0, activation_gib=20.0),
@@ -122,7 +122,8 @@ def test_tables_show_ratios_of_one_case_and_reasons() -> None:
         ["8192, 16", "41323", "100.0", "125.0", "350.0", "2340.0%", "3.50", "1.25"]
     ]
     assert len(memory.rows) == 3
-    assert memory.notes == ["131072x8, cuda: no room"]
+    assert [row[2] for row in memory.rows] == ["20.00*", "9.00", "30.00"]
+    assert memory.notes == ["131072x8, cuda: no room", "* one run, its first"]
     assert crossover.rows[0] == [
         *("4", "0.0625", "500.0", "450.0", "cuda-replicated", "0.90", "1.01"),
     ]

@@ -10,14 +10,23 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import step_crossover, step_layer, step_memory, step_updates
+from benchmarks import (
+    step_crossover,
+    step_layer,
+    step_memory,
+    step_memory_plan,
+    step_updates,
+)
 from benchmarks.step import MEASURES
+from benchmarks.step_memory_plan import keep_each_kind, keep_what_fits
 from benchmarks.step_result import SECTIONS
 from benchmarks.step_rollouts import Group, make_batch, packed_batch, packed_work, waves
 from benchmarks.step_run import FULL, SMALL, Run
 from benchmarks.step_sizes import TINY, StepWork, mfu, step_flops
 from benchmarks.step_subjects import Way
 from benchmarks.step_ways import Plan, Ways, compare_ways
+from ratoon.errors import RatoonError
+from ratoon.model.activation_plan import Kept
 from ratoon.rollout.costs import DEFAULT_COSTS
 from ratoon.rollout.waves import fits_forest
 
@@ -106,10 +115,38 @@ def test_memory_has_a_row_for_each_prompt_and_the_comparison() -> None:
     assert hows == ["reference", "reference-waves-of-4", "reference-replicated"]
 
 
+def test_what_is_kept_follows_from_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = Ways(_run(), TINY).policy(SMALL.ours)
+    assert keep_what_fits(policy, 100, gradients_stay=False, host_bytes=0) is None
+    monkeypatch.setattr(step_memory_plan, "activation_bytes", lambda _device: 4_000_000)
+    rich = keep_what_fits(policy, 100, gradients_stay=False, host_bytes=0)
+    assert rich is not None
+    assert rich.layers == {"products": TINY.num_layers}
+    gradients = sum(p.numel() * 4 for p in policy.named_trainable().values())
+    # Just enough, so that gradients which stay are too much.
+    enough = rich.predicted_bytes
+    monkeypatch.setattr(step_memory_plan, "activation_bytes", lambda _device: enough)
+    assert keep_what_fits(policy, 100, gradients_stay=False, host_bytes=0) == rich
+    poor = keep_what_fits(policy, 100, gradients_stay=True, host_bytes=0)
+    assert poor != rich
+    assert poor is None or poor.predicted_bytes <= enough - gradients
+    with pytest.raises(RatoonError, match="do not fit"):
+        keep_what_fits(policy, 10**6, gradients_stay=False, host_bytes=0)
+
+
+def test_a_warm_up_has_layers_of_every_kind() -> None:
+    size = replace(TINY, num_layers=6)
+    policy = Ways(_run(), size).policy(SMALL.ours)
+    keep_each_kind(policy)
+    planned: Any = policy
+    kinds = planned._plan_activations(10)
+    assert len(kinds) == 6
+    assert list(dict.fromkeys(kinds)) == list(Kept), "the order of every plan"
+
+
 def test_a_prompt_that_the_budget_does_not_reach_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     # As if a step took hours.
     monkeypatch.setattr(step_memory, "EXPECTED_MFU", 1e-12)
-    monkeypatch.setattr(step_memory, "WARM_UP_PROMPTS", ())
     found = dict(step_memory.measure(_run(), ["8x2"]))
     (row,) = found["8x2"]
     assert "OutOfTimeError" in row["error"]
