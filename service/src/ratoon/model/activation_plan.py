@@ -73,6 +73,12 @@ class DecoderSizes:
         wide = 4 if kept is Kept.PRODUCTS else 6
         return (wide * self.mlp_size + 4 * self.hidden_size) * self.element_bytes
 
+    @property
+    def prefix_bytes(self) -> int:
+        """Of one token of a streamed prefix: keys, values, and their gradients in fp32 or wider."""
+        pair = 2 * self.num_kv_heads * self.head_dim
+        return self.num_layers * pair * (self.element_bytes + max(4, self.element_bytes))
+
     def head_bytes(self, rows: int) -> int:
         """Bytes that `token_logprobs` works in, beyond its inputs."""
         row_logits = self.vocab_size * self.element_bytes

@@ -25,8 +25,9 @@ from torch.utils.checkpoint import (
 )
 
 from ratoon.model.activation_plan import Kept
-from ratoon.model.attention import TreeAttention
 from ratoon.model.offload import HostOffload
+
+_MAX_GRAPHS = 64
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
@@ -56,14 +57,13 @@ class DecoderLayers:
 
     def _run(self, index: int, layer: nn.Module, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         kept = self.kept if torch.is_grad_enabled() else None
-        # A stream's attention keeps what it needs itself, and is not to be traced.
-        is_whole = isinstance(kwargs["ratoon_tree"], TreeAttention)
-        compiled = self._is_compiled and is_whole
-        if kept is None or not is_whole:
-            run = _compiled_plain() if compiled else _run_plain
+        # What differs from layer to layer is picked before anything is compiled.
+        kwargs["ratoon_tree"] = kwargs["ratoon_tree"].at_layer(index)
+        if kept is None:
+            run = _compiled_plain() if self._is_compiled else _run_plain
             return run(layer, hidden_states, kwargs)
         contexts = self._contexts[kept[index]]
-        if not compiled:
+        if not self._is_compiled:
             return _run_again(layer, hidden_states, partial(self._in_precision, contexts), kwargs)
         with self._where(kept[index], index, layer, kwargs):
             return _compiled_again()(layer, hidden_states, contexts, kwargs)
@@ -130,14 +130,21 @@ def _run_again(
     )
 
 
+def _compile(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    # Each kind, for a whole forest or a stage of one, of one number of tokens and then of any.
+    limits = cast("Any", torch._dynamo.config)  # noqa: SLF001
+    limits.recompile_limit = max(limits.recompile_limit, _MAX_GRAPHS)
+    return torch.compile(run, fullgraph=True)
+
+
 @cache
 def _compiled_plain() -> Callable[[nn.Module, Tensor, dict[str, Any]], Tensor]:
-    return torch.compile(_run_plain, fullgraph=True)
+    return _compile(_run_plain)
 
 
 @cache
 def _compiled_again() -> Callable[[nn.Module, Tensor, Contexts, dict[str, Any]], Tensor]:
-    return torch.compile(_run_again, fullgraph=True)
+    return _compile(_run_again)
 
 
 def _selective(kept: Kept, wide_features: int) -> Contexts:
@@ -151,7 +158,7 @@ def _policy(
 ) -> CheckpointPolicy:
     """Which operations' results a layer of this kind keeps."""
     ops = torch.ops
-    if operation is ops.ratoon.tree_attention.default:
+    if operation in (ops.ratoon.tree_attention.default, ops.ratoon.stage_attention.default):
         return CheckpointPolicy.MUST_SAVE
     products = (ops.aten.mm.default, ops.aten.addmm.default, ops.aten._grouped_mm.default)
     if kept == Kept.ATTENTION or operation not in products:

@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ratoon.errors import invalid
 from ratoon.model.activation_plan import Kept, max_tokens, plan_activations
-from ratoon.model.attention import PathAttention, TreeAttention
+from ratoon.model.attention import HeldTokens, PathAttention, TreeAttention
 from ratoon.model.float64 import Float64Math
 from ratoon.model.layers import DecoderLayers
 from ratoon.model.sizes import decoder_sizes, wide_features
@@ -99,7 +99,7 @@ class PolicyModel:
     ) -> Tensor:
         """The same of any tokens, [T, D]; `attention` knows what each of them attends."""
         assert tokens_T.shape == position_T.shape, "one position a token"
-        self._layers.kept = self._plan_activations(len(tokens_T))
+        self._layers.kept = self._plan_activations(attention.held)
         decoder = cast("Any", self._active).get_decoder()
         with self._precision():
             output = decoder(
@@ -171,10 +171,13 @@ class PolicyModel:
     def _precision(self) -> Float64Math | nullcontext[None]:
         return Float64Math() if self.spec.dtype is ModelDtype.FLOAT64 else nullcontext()
 
-    def _plan_activations(self, tokens: int) -> tuple[Kept, ...] | None:
+    def _plan_activations(self, held: HeldTokens) -> tuple[Kept, ...] | None:
         if self._device_bytes is None or not torch.is_grad_enabled():
             return None
-        return plan_activations(self.sizes, tokens, tokens, self._device_bytes, self._host_bytes)
+        device_bytes = self._device_bytes - held.prefix_tokens * self.sizes.prefix_bytes
+        # Stages are run in another order than they are run backward: theirs stay on the device.
+        host_bytes = 0 if held.prefix_tokens else self._host_bytes
+        return plan_activations(self.sizes, held.tokens, held.tokens, device_bytes, host_bytes)
 
     def _take_layers(self, module: PreTrainedModel, *, is_compiled: bool) -> DecoderLayers:
         return DecoderLayers(

@@ -18,7 +18,7 @@ from torch._inductor import config as inductor_config
 from ratoon.train.spec import TrainerSpec
 
 # Of a device, for its context, kernels' workspaces and fragments of the allocator.
-_UNPLANNED_SHARE = 0.05
+_UNPLANNED_SHARE = 0.04
 _BUDGET_STEP = 256 * 2**20
 
 
