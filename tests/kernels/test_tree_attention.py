@@ -227,6 +227,20 @@ def test_an_unread_log_sum_exp_costs_no_gradient_of_zeros(monkeypatch: pytest.Mo
     assert not seen[-1]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_16_bits_are_rounded_once(dtype: torch.dtype) -> None:
+    """However many queries attend a key: the sums over them are fp32."""
+    forest = star(prompt=40, num_responses=40, length=30)
+    problem = random_problem(
+        forest.num_tokens, heads=4, kv_heads=2, head_dim=16, dtype=dtype, seed=0
+    )
+    exact = dense_oracle(forest.mask(), problem)
+    got = _ours(forest.layout(), problem)
+    for name in ("dq", "dk", "dv"):
+        rounded = relative_error(exact[name].to(dtype), exact[name])
+        assert relative_error(got[name], exact[name]) < 2 * rounded, name
+
+
 class _LargestTensor(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()

@@ -13,14 +13,14 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from ratoon_kernels.precision import accumulation_dtype
 from ratoon_kernels.tree_attention.blocks import BlockMask
 from ratoon_kernels.tree_attention.operands import Operands, Upstream
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
-# Two of them carry dLSE, as its high and low half in a 16-bit dtype; the rest keep the width even
-# for the CPU's matrix units.
+# One of them carries dLSE; the rest keep the width even for the CPU's matrix units.
 _NUM_EXTRA_COLUMNS: Final = 8
 
 
@@ -32,7 +32,7 @@ def block_forward(block: Operands, mask: BlockMask) -> tuple[Tensor, Tensor]:
         _heads_first(block.v_SKH),
         0.0,
         mask is BlockMask.CAUSAL,
-        attn_mask=_additive_mask(block, mask),
+        attn_mask=_additive_mask(block, mask, block.q_QNH.dtype),
         scale=block.scale,
     )
     return _tokens_first(out_1NQH), lse_1NQ[0]
@@ -41,9 +41,12 @@ def block_forward(block: Operands, mask: BlockMask) -> tuple[Tensor, Tensor]:
 def block_backward(
     block: Operands, upstream: Upstream, mask: BlockMask
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns dq_QNH, dk_SKH and dv_SKH of one block, in the dtype of q."""
-    q, k, v = block.q_QNH, block.k_SKH, block.v_SKH
-    dout, out = upstream.dout_QNH, upstream.out_QNH
+    """Returns dq_QNH, dk_SKH and dv_SKH of one block, in the accumulation dtype."""
+    # The operator adds up dK and dV over its own blocks of queries in the dtype that it is given:
+    # in 16 bits the error would grow with their number.
+    dtype = accumulation_dtype(block.q_QNH.dtype)
+    q, k, v = (x.to(dtype) for x in (block.q_QNH, block.k_SKH, block.v_SKH))
+    dout, out = upstream.dout_QNH.to(dtype), upstream.out_QNH.to(dtype)
     if upstream.dlse_NQ is not None:
         dout, out = _append_dlse(dout, out, upstream.dlse_NQ)
         q, k, v = (_append_zeros(x) for x in (q, k, v))
@@ -56,7 +59,7 @@ def block_backward(
         upstream.lse_NQ[None],
         0.0,
         mask is BlockMask.CAUSAL,
-        attn_mask=_additive_mask(block, mask),
+        attn_mask=_additive_mask(block, mask, dtype),
         scale=block.scale,
     )
     head_dim = block.q_QNH.shape[-1]
@@ -72,14 +75,14 @@ def _tokens_first(x_1NTH: Tensor) -> Tensor:
     return x_1NTH[0].transpose(0, 1)
 
 
-def _additive_mask(block: Operands, mask: BlockMask) -> Tensor | None:
+def _additive_mask(block: Operands, mask: BlockMask, dtype: torch.dtype) -> Tensor | None:
     """Returns the mask of a SUBTREES block, whose queries and keys are the same tokens."""
     if mask is not BlockMask.SUBTREES:
         return None
     start, stop = block.keys.start, block.keys.stop
     index = torch.arange(start, stop, dtype=torch.int32)
     is_attended = (index <= index[:, None]) & (index[:, None] < block.end_T[start:stop])
-    zeros = torch.zeros(is_attended.shape, dtype=block.q_QNH.dtype)
+    zeros = torch.zeros(is_attended.shape, dtype=dtype)
     return zeros.masked_fill_(~is_attended, -torch.inf)
 
 
@@ -93,10 +96,7 @@ def _append_dlse(dout_QNH: Tensor, out_QNH: Tensor, dlse_NQ: Tensor) -> tuple[Te
     dS = P * (dP - delta + dlse), and v has zeros in the extra columns, so dP stays as it is.
     """
     dout, out = _append_zeros(dout_QNH), _append_zeros(out_QNH)
-    dlse_QN = dlse_NQ.T
-    high_QN = dlse_QN.to(out.dtype)
     head_dim = out_QNH.shape[-1]
-    out[..., head_dim] = -high_QN
-    out[..., head_dim + 1] = high_QN - dlse_QN
-    dout[..., head_dim : head_dim + 2] = 1
+    out[..., head_dim] = -dlse_NQ.T
+    dout[..., head_dim] = 1
     return dout, out

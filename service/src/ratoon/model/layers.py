@@ -132,7 +132,7 @@ def _run_again(
 
 def _compile(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
     # Each kind, for a whole forest or a stage of one, of one number of tokens and then of any.
-    limits = cast("Any", torch._dynamo.config)  # noqa: SLF001
+    limits = cast("Any", torch._dynamo.config)
     limits.recompile_limit = max(limits.recompile_limit, _MAX_GRAPHS)
     return torch.compile(run, fullgraph=True)
 
