@@ -152,6 +152,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return lookup_backend("aot_eager_decomp_partition")(graph, inputs)
 
     torch.compiler.reset()
+    layers.configure_compiler()
     for name, run in (("_compiled_plain", "_run_plain"), ("_compiled_again", "_run_again")):
         function = torch.compile(getattr(layers, run), fullgraph=True, backend=backend)
         monkeypatch.setattr(layers, name, partial(lambda f: f, function))
@@ -178,3 +179,20 @@ def test_compiled_layers_share_one_graph_a_kind(graphs: list[int]) -> None:
         for name, grad in expected.items():
             error = (got[name] - grad).norm() / grad.norm()
             assert error < 1e-5, (kept, name)
+
+
+def test_models_of_other_sizes_compile_in_one_process(tmp_path: Path, graphs: list[int]) -> None:
+    """Their attention has another scale."""
+    packed = pack(branching_sequences(0))
+    bases = (TINY, write_folder(tmp_path / "base", "llama"))
+    scales: set[float] = set()
+    for base in bases:
+        expected = _gradients(load(base, dtype=ModelDtype.FLOAT32), packed)
+        model = load(base, dtype=ModelDtype.FLOAT32, compile_layers=True)
+        scales.add(model.sizes.head_dim**-0.5)
+        _keep(model, packed, Kept.PRODUCTS)
+        got = _gradients(model, packed)
+        for name, grad in expected.items():
+            assert (got[name] - grad).norm() / grad.norm() < 1e-5, name
+    assert len(scales) == len(bases)
+    assert len(graphs) >= len(bases)

@@ -130,10 +130,17 @@ def _run_again(
     )
 
 
-def _compile(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def configure_compiler() -> None:
+    """Settings of torch's compiler that layers need; of the whole process."""
+    settings = cast("Any", torch._dynamo.config)
     # Each kind, for a whole forest or a stage of one, of one number of tokens and then of any.
-    limits = cast("Any", torch._dynamo.config)
-    limits.recompile_limit = max(limits.recompile_limit, _MAX_GRAPHS)
+    settings.recompile_limit = max(settings.recompile_limit, _MAX_GRAPHS)
+    # The scale of attention is checked, and no symbol then: where a process has two models, say.
+    settings.specialize_float = True
+
+
+def _compile(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    configure_compiler()
     return torch.compile(run, fullgraph=True)
 
 

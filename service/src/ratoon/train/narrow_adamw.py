@@ -33,7 +33,7 @@ from ratoon.train.rounding import (
 # A parameter of fewer elements, or not of whole blocks, keeps bfloat16 moments.
 MIN_8BIT_ELEMENTS = 4096
 # Elements that a step computes at a time, so that temporaries stay small: a multiple of BLOCK.
-_CHUNK = 1 << 25
+_CHUNK = 1 << 23
 # Indices are int32.
 _MAX_ELEMENTS = 1 << 31
 _MAX_FLOAT32 = torch.finfo(torch.float32).max
