@@ -84,6 +84,8 @@ class FakeEngine:
         self.metrics: list[Change] = []
         self.hold = False
         self.submit_delay_s = 0.0
+        # Set while a submission is under way, and from then on.
+        self.has_submission = asyncio.Event()
         self.uploads: dict[tuple[str, str, int], bytes] = {}
         self.operations: dict[str, Operation] = {}
         self.policies: dict[str, Policy] = {}
@@ -131,6 +133,7 @@ class FakeEngine:
         return list(self.policies.values())
 
     async def submit(self, submission: Submission) -> Operation:
+        self.has_submission.set()
         await asyncio.sleep(self.submit_delay_s)
         known = self._known(submission)
         if known is not None:

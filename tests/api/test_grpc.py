@@ -82,12 +82,12 @@ async def test_a_caller_that_leaves_does_not_take_its_update_along(api: Api) -> 
     api.engine.submit_delay_s = 0.2
     stub = PolicyServiceStub(api.grpc.channel)
     call = stub.Update(requests.update())
-    await asyncio.sleep(0.1)
+    await asyncio.wait_for(api.engine.has_submission.wait(), timeout=30)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
     assert api.engine.log == []
-    for _ in range(100):
+    for _ in range(500):
         await asyncio.sleep(0.02)
         if api.engine.log:
             break
