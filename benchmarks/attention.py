@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from dataclasses import asdict
@@ -31,6 +30,7 @@ from benchmarks.attention_report import format_table, targets, write_markdown
 from benchmarks.attention_run import Run, measure
 from benchmarks.attention_subjects import CPU_BACKENDS, GPU_BACKENDS
 from benchmarks.attention_timing import BUSY_CYCLES, FLUSH_BYTES, MIN_SAMPLES, measure_gemm
+from benchmarks.document import link
 from benchmarks.forests import SHAPES
 from benchmarks.gpu_results import TESTS, describe_gpu, require_green_tests, write_result
 
@@ -51,12 +51,8 @@ def main(arguments: list[str] | None = None) -> None:
     if args.plot is not None:
         plot(result, args.plot)
     if args.markdown is not None:
-        image = "" if args.plot is None else _link(args.plot, args.markdown)
-        write_markdown(result, args.markdown, _link(args.report, args.markdown), image)
-
-
-def _link(path: Path, document: Path) -> str:
-    return Path(os.path.relpath(path, document.parent)).as_posix()
+        image = "" if args.plot is None else link(args.plot, args.markdown)
+        write_markdown(result, args.markdown, link(args.report, args.markdown), image)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.document import replace_section
+
 Row = dict[str, Any]
 
 # DualKV, Table 1: its attention's speed-up over replicated FlashAttention-2, forward and backward.
@@ -110,12 +112,8 @@ def write_markdown(result: dict[str, Any], path: Path, link: str, image: str) ->
     text = path.read_text(encoding="utf-8")
     if BEGIN not in text and END not in text:
         text = f"{text.rstrip()}\n\n## Measured\n\n{BEGIN}{END}\n"
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end) or BEGIN in after or END in before + after:
-        raise ValueError(f"{path} does not have the markers {BEGIN} and {END} once, in this order")
-    section = "\n".join(_markdown(result, link, image))
-    path.write_text(f"{before}{BEGIN}\n{section}\n{END}{after}", encoding="utf-8")
+    written = replace_section(text, BEGIN, END, _markdown(result, link, image))
+    path.write_text(written, encoding="utf-8")
 
 
 def _markdown(result: dict[str, Any], link: str, image: str) -> Iterator[str]:

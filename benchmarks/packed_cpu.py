@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from benchmarks.step_rollouts import Group, make_batch
 from ratoon.model.export import export_weights
 from ratoon.model.spec import FullTuning, ModelDtype, ModelSpec, PresetBase
 from ratoon.rollout.batch import RolloutBatch
@@ -49,7 +50,10 @@ def measure_packed(
     """Interleaved medians of both sides; `speedup` is the best baseline's median over packed's."""
     threads = torch.get_num_threads()
     trainer = Trainer.create(_spec(preset, shape, seed, threads))
-    batch = _group(shape, trainer.info().vocab_size, seed)
+    group = Group(
+        prompt=shape.prompt_tokens, responses=(shape.response_tokens,) * shape.num_responses
+    )
+    batch = make_batch((group,), trainer.info().vocab_size, seed)
     loss = resolve_loss(LossRequest(kind=LossKind.GRPO), batch, has_frozen_reference=False)
 
     def packed() -> float:
@@ -118,32 +122,6 @@ def _spec(preset: str, shape: Shape, seed: int, threads: int) -> TrainerSpec:
         attention_backend="",
         device="cpu",
         num_threads=threads,
-    )
-
-
-def _group(shape: Shape, vocab_size: int, seed: int) -> RolloutBatch:
-    rng = np.random.default_rng(seed)
-    count, total = shape.num_responses, shape.num_responses * shape.response_tokens
-    return RolloutBatch(
-        group_ids=("group",),
-        group_offsets=np.array([0, count]),
-        prompt_tokens=rng.integers(0, vocab_size, shape.prompt_tokens, np.int32),
-        prompt_offsets=np.array([0, shape.prompt_tokens]),
-        response_tokens=rng.integers(0, vocab_size, total, np.int32),
-        response_offsets=np.arange(count + 1) * shape.response_tokens,
-        loss_mask=np.ones(total, np.bool_),
-        sampler_logprobs=rng.normal(-5.5, 0.1, total).astype(np.float32),
-        old_logprobs=None,
-        reference_logprobs=None,
-        rewards=rng.normal(size=count),
-        advantages=None,
-        token_weights=None,
-        temperature=np.ones(count, np.float32),
-        sampler_is_raw=np.zeros(count, np.bool_),
-        truncated=np.zeros(count, np.bool_),
-        policy_version=np.zeros(count, np.int64),
-        top_p=np.ones(count, np.float32),
-        top_k=np.zeros(count, np.int32),
     )
 
 

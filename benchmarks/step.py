@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -24,6 +23,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import step_crossover, step_layer, step_memory, step_paper, step_updates
+from benchmarks.document import link
 from benchmarks.gpu_results import TESTS, describe_gpu, require_green_tests, write_result
 from benchmarks.step_plot import plot
 from benchmarks.step_report import format_tables, write_markdown
@@ -56,12 +56,8 @@ def main(arguments: list[str] | None = None) -> None:
     if args.plot is not None:
         plot(result, args.plot)
     if args.markdown is not None:
-        image = "" if args.plot is None else _link(args.plot, args.markdown)
-        write_markdown(result, args.markdown, _link(args.report, args.markdown), image)
-
-
-def _link(path: Path, document: Path) -> str:
-    return Path(os.path.relpath(path, document.parent)).as_posix()
+        image = "" if args.plot is None else link(args.plot, args.markdown)
+        write_markdown(result, args.markdown, link(args.report, args.markdown), image)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

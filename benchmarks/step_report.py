@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.document import replace_section
 from benchmarks.step_tables import Table, tables
 from benchmarks.step_targets import targets
 
@@ -39,12 +40,8 @@ def write_markdown(result: dict[str, Any], path: Path, link: str, image: str) ->
         ValueError: The document does not have each marker once, in order.
     """
     text = path.read_text(encoding="utf-8")
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end) or BEGIN in after or END in before + after:
-        raise ValueError(f"{path} does not have the markers {BEGIN} and {END} once, in this order")
-    section = "\n".join(_markdown(result, link, image))
-    path.write_text(f"{before}{BEGIN}\n{section}\n{END}{after}", encoding="utf-8")
+    written = replace_section(text, BEGIN, END, _markdown(result, link, image))
+    path.write_text(written, encoding="utf-8")
 
 
 def _markdown(result: dict[str, Any], link: str, image: str) -> Iterator[str]:

@@ -200,13 +200,16 @@ def test_gpu_tests_that_never_ran_are_seen(tmp_path: Path) -> None:
     assert list(report_problems(report, folder)) == ["failed: tests/kernels/test_a.py::test_x"]
 
 
-def test_a_stale_report_may_lack_later_tests_and_have_no_red_one(tmp_path: Path) -> None:
+def test_a_stale_report_names_the_tests_that_it_lacks(tmp_path: Path) -> None:
     folder = tmp_path / "tests"
     folder.mkdir()
     (folder / "test_b.py").write_text("pytestmark = pytest.mark.gpu")
     failed = {"id": "tests/test_a.py::test_x", "outcome": "failed", "seconds": 0.1}
-    report: Result = {"tests": [failed], "not_run": [], "stale": "tests were added"}
-    assert list(report_problems(report, folder)) == ["failed: tests/test_a.py::test_x"]
+    report: Result = {"tests": [failed], "not_run": [], "stale": "other sources"}
+    red = "failed: tests/test_a.py::test_x"
+    assert list(report_problems(report, folder)) == [red, "no test of tests/test_b.py ran"]
+    report["stale"] = "other sources; tests/test_b.py has not run"
+    assert list(report_problems(report, folder)) == [red]
 
 
 def test_this_trees_gpu_tests_are_found() -> None:
