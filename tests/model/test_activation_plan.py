@@ -74,8 +74,9 @@ def test_the_heads_buffers_are_those_of_the_kernels() -> None:
     assert frozen.head_bytes(rows) == fixed + rows * 4096 * 2
 
 
-# The drafts of docs/decisions/0010 on an H200: bf16, 41,323 tokens of which 36,233 predict, and gradients that stay; peak
-# without the weights, in GiB, and layers that keep ATTENTION, NARROW and PRODUCTS.
+# The drafts of docs/decisions/0010 on an H200: bf16, 41,323 tokens of which 36,233 predict, and
+# gradients that stay; by layers that keep ATTENTION, NARROW and PRODUCTS, the peak without the
+# weights, in GiB.
 MEASURED = {(36, 0, 0): 46.3 - 15.3, (0, 36, 0): 74.4 - 15.3, (0, 4, 32): 133.1 - 15.3}
 
 
