@@ -24,9 +24,10 @@ from benchmarks.step_sizes import ModelSize
 from ratoon.model.attention import ATTENTION_NAME, TreeAttention, register_tree_attention
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import FullTuning, ModelDtype, ModelSpec, PresetBase
+from ratoon.train.clock import DeviceClock
 from ratoon.train.device import DeviceBatch, put, run_model
 from ratoon.train.loss.compute import LossOutput
-from ratoon.train.loss.sums import LossSums
+from ratoon.train.loss.sums import SUM_NAMES
 from ratoon.train.streaming import StagedBatch
 
 REPLICATED = "-replicated"
@@ -141,15 +142,16 @@ def _run_at_once(policy: PolicyModel, seeded: SeededBatch) -> Tensor:
 
 def _run_streamed(policy: PolicyModel, seeded: SeededBatch) -> Tensor:
     logprob_of_L = torch.zeros_like(seeded.weight_L)
+    no_sums = torch.zeros(len(SUM_NAMES), dtype=torch.float64)
 
     def loss_of(terms: NDArray[np.int64], logprob_L: Tensor, _entropy_L: Tensor) -> LossOutput:
         index_L = put(terms, policy.device)
         logprob_of_L[index_L] = logprob_L
         weight_L = seeded.weight_L[index_L]
-        return LossOutput(grad_logprob_L=weight_L, grad_entropy_L=None, sums=LossSums())
+        return LossOutput(grad_logprob_L=weight_L, grad_entropy_L=None, sums_F=no_sums)
 
     staged = StagedBatch(policy, seeded.packed, seeded.batch, seeded.stages, lambda: None)
-    staged.forward_backward(loss_of)
+    staged.forward_backward(loss_of, DeviceClock(policy.device))
     return logprob_of_L
 
 

@@ -167,6 +167,10 @@ def _columns(loss: Loss, counted: list[Counted]) -> TermColumns:
     )
 
 
+def _sums(output: LossOutput) -> LossSums:
+    return LossSums.total([output.sums_F])
+
+
 def _run(
     loss: Loss, counted: list[Counted], logprobs: list[Tensor], entropies: list[Tensor]
 ) -> LossOutput:
@@ -215,8 +219,8 @@ def test_loss_equals_oracle_with_every_option(kind: LossKind, correction: int) -
             value += path_value(one, oracle, leaf.detach().numpy(), bonus_leaf.detach().numpy())
             policy_gradient += sums.policy_gradient.item()
         masks = [torch.tensor(one.path.mask) for one in counted]
-        assert output.sums.loss == pytest.approx(value, rel=1e-12, abs=1e-12)
-        assert output.sums.policy_gradient == pytest.approx(policy_gradient, rel=1e-12, abs=1e-12)
+        assert _sums(output).loss == pytest.approx(value, rel=1e-12, abs=1e-12)
+        assert _sums(output).policy_gradient == pytest.approx(policy_gradient, rel=1e-12, abs=1e-12)
         for got, expected in (
             (output.grad_logprob_L, leaves),
             (output.grad_entropy_L, bonus_leaves),
@@ -252,20 +256,20 @@ def _three(
 def test_clip_holds_three_tokens_by_hand(kind: LossKind) -> None:
     """r 1.5, 1, 0.5. A = 2: held at 1.2, free, free. A = -2: free, free, held at 0.8."""
     output = _three(kind, [2.0, 2.0, 2.0], [1.5, 1.0, 0.5])
-    assert output.sums.loss == pytest.approx(-(2.4 + 2.0 + 1.0))
+    assert _sums(output).loss == pytest.approx(-(2.4 + 2.0 + 1.0))
     assert output.grad_logprob_L.tolist() == pytest.approx([0.0, -2.0, -1.0])
-    assert (output.sums.clipped_low, output.sums.clipped_high) == (0, 1)
+    assert (_sums(output).clipped_low, _sums(output).clipped_high) == (0, 1)
     output = _three(kind, [-2.0, -2.0, -2.0], [1.5, 1.0, 0.5])
-    assert output.sums.loss == pytest.approx(3.0 + 2.0 + 1.6)
+    assert _sums(output).loss == pytest.approx(3.0 + 2.0 + 1.6)
     assert output.grad_logprob_L.tolist() == pytest.approx([3.0, 2.0, 0.0])
-    assert (output.sums.clipped_low, output.sums.clipped_high) == (1, 0)
-    assert output.sums.ratio_max == pytest.approx(1.5)
+    assert (_sums(output).clipped_low, _sums(output).clipped_high) == (1, 0)
+    assert _sums(output).ratio_max == pytest.approx(1.5)
 
 
 def test_clip_higher_of_dapo_by_hand() -> None:
     """A = 1: 1.25 is free under 1.28, 1.5 is held there, 0.9 is free."""
     output = _three(LossKind.DAPO, [1.0, 1.0, 1.0], [1.25, 1.5, 0.9])
-    assert output.sums.loss == pytest.approx(-(1.25 + 1.28 + 0.9))
+    assert _sums(output).loss == pytest.approx(-(1.25 + 1.28 + 0.9))
     assert output.grad_logprob_L.tolist() == pytest.approx([-1.25, 0.0, -0.9])
 
 
@@ -273,42 +277,42 @@ def test_dual_clip_bounds_negative_advantages_by_hand() -> None:
     """c = 3: r = 4 is held at 3 for A = -1 and at 1.2 for A = 1; r = 2 is free for A = -1."""
     objective = ClipObjective(clip_low=0.2, clip_high=0.2, dual_clip=3.0)
     output = _three(LossKind.PPO_CLIP, [-1.0, 1.0, -1.0], [4.0, 4.0, 2.0], objective=objective)
-    assert output.sums.loss == pytest.approx(3.0 - 1.2 + 2.0)
+    assert _sums(output).loss == pytest.approx(3.0 - 1.2 + 2.0)
     assert output.grad_logprob_L.tolist() == pytest.approx([0.0, 0.0, 2.0])
-    assert output.sums.clipped_high == 2
+    assert _sums(output).clipped_high == 2
 
 
 def test_gspo_holds_the_whole_sequence_by_hand() -> None:
     """s is the geometric mean of the ratios: 8, 1, 1/8 give 1, so that each token's term is -A."""
     output = _three(LossKind.GSPO, [1.0, 2.0, 3.0], [8.0, 1.0, 0.125])
-    assert output.sums.loss == pytest.approx(-6.0)
+    assert _sums(output).loss == pytest.approx(-6.0)
     assert output.grad_logprob_L.tolist() == pytest.approx([-1.0, -2.0, -3.0])
     # s = 2: held at 1.0004 where A > 0, free where A < 0.
     output = _three(LossKind.GSPO, [1.0, -1.0, 1.0], [8.0, 1.0, 1.0])
-    assert output.sums.loss == pytest.approx(-1.0004 + 2.0 - 1.0004)
+    assert _sums(output).loss == pytest.approx(-1.0004 + 2.0 - 1.0004)
     assert output.grad_logprob_L.tolist() == pytest.approx([0.0, 2.0, 0.0])
-    assert output.sums.ratio_max == pytest.approx(2.0)
+    assert _sums(output).ratio_max == pytest.approx(2.0)
 
 
 def test_cispo_keeps_every_gradient_by_hand() -> None:
     """-sg(min(r, 5)) A log p: weights 5, 1, 0.5 on log-probs -1, -2, -3."""
     objective = CispoObjective(ratio_low=0.0, ratio_high=5.0)
     output = _three(LossKind.CISPO, [1.0, -1.0, 2.0], [8.0, 1.0, 0.5], objective=objective)
-    assert output.sums.loss == pytest.approx(5.0 - 2.0 + 3.0)
+    assert _sums(output).loss == pytest.approx(5.0 - 2.0 + 3.0)
     assert output.grad_logprob_L.tolist() == pytest.approx([-5.0, 1.0, -1.0])
-    assert (output.sums.clipped_low, output.sums.clipped_high) == (0, 1)
+    assert (_sums(output).clipped_low, _sums(output).clipped_high) == (0, 1)
 
 
 def test_linear_losses_by_hand() -> None:
     advantages, ratios = [1.0, -1.0, 2.0], [8.0, 1.0, 0.5]
     output = _three(LossKind.IMPORTANCE_SAMPLING, advantages, ratios)
-    assert output.sums.loss == pytest.approx(-8.0 + 1.0 - 1.0)
+    assert _sums(output).loss == pytest.approx(-8.0 + 1.0 - 1.0)
     assert output.grad_logprob_L.tolist() == pytest.approx([-8.0, 1.0, -1.0])
     for kind in _NO_RATIO:
         output = _three(kind, advantages, ratios)
-        assert output.sums.loss == pytest.approx(1.0 - 2.0 + 6.0)
+        assert _sums(output).loss == pytest.approx(1.0 - 2.0 + 6.0)
         assert output.grad_logprob_L.tolist() == pytest.approx([-1.0, 1.0, -2.0])
-        assert output.sums.ratio_max == 0.0
+        assert _sums(output).ratio_max == 0.0
 
 
 @pytest.mark.parametrize(
@@ -333,9 +337,9 @@ def test_kl_estimates_by_hand(kind: KlKind, value: float, gradient: float) -> No
     output = compute_loss(
         _loss(LossKind.REINFORCE, kl=config), columns, logprob_L, torch.zeros_like(logprob_L)
     )
-    assert output.sums.kl == pytest.approx(value)
-    assert output.sums.loss == pytest.approx(2.0 * value)
-    assert output.sums.policy_gradient == 0.0
+    assert _sums(output).kl == pytest.approx(value)
+    assert _sums(output).loss == pytest.approx(2.0 * value)
+    assert _sums(output).policy_gradient == 0.0
     assert output.grad_logprob_L.item() == pytest.approx(2.0 * gradient, rel=1e-4)
 
 
@@ -353,9 +357,9 @@ def test_sampler_mismatch_is_reported_over_usable_terms() -> None:
         sampler_usable_L=torch.tensor([True, False, True]),
         reference_L=None,
     )
-    sums = compute_loss(
-        _loss(LossKind.REINFORCE), columns, logprob_L, torch.zeros_like(logprob_L)
-    ).sums
+    sums = _sums(
+        compute_loss(_loss(LossKind.REINFORCE), columns, logprob_L, torch.zeros_like(logprob_L))
+    )
     expected = (math.exp(0.2) - 1.2) + (math.exp(-0.1) - 0.9)
     assert sums.sampler_kl == pytest.approx(expected)
     assert sums.sampler_terms == 2
@@ -377,7 +381,7 @@ def test_clipped_overflow_leaves_a_finite_gradient() -> None:
     )
     output = compute_loss(_loss(LossKind.GRPO), columns, torch.tensor([-1.0, -2.0]), torch.zeros(2))
     assert output.grad_logprob_L.tolist() == [0.0, -1.0]
-    assert output.sums.loss == pytest.approx(-2.2)
+    assert _sums(output).loss == pytest.approx(-2.2)
 
 
 def test_uncounted_terms_reach_sequence_ratios_and_nothing_else() -> None:
@@ -395,9 +399,9 @@ def test_uncounted_terms_reach_sequence_ratios_and_nothing_else() -> None:
         reference_L=None,
     )
     output = compute_loss(_loss(LossKind.GSPO), columns, logprob_L, torch.zeros_like(logprob_L))
-    assert output.sums.loss == pytest.approx(4.0)
+    assert _sums(output).loss == pytest.approx(4.0)
     assert output.grad_logprob_L.tolist() == pytest.approx([4.0, 0.0])
-    assert output.sums.terms == 1
+    assert _sums(output).terms == 1
 
 
 def test_float32_log_ratio_survives_where_bfloat16_would_not() -> None:
@@ -417,7 +421,7 @@ def test_float32_log_ratio_survives_where_bfloat16_would_not() -> None:
         reference_L=None,
     )
     output = compute_loss(_loss(LossKind.GRPO), columns, old.clone(), torch.zeros(1))
-    assert output.sums.ratio_max == 1.0
+    assert _sums(output).ratio_max == 1.0
     assert output.grad_logprob_L.dtype is torch.float32
     assert output.grad_logprob_L.item() == -1.0
 

@@ -29,7 +29,8 @@ from ratoon.rollout.packed import MicroBatch, UpdatePlan
 from ratoon.rollout.plan import make_plan
 from ratoon.rollout.selection import trained_lengths
 from ratoon.train.gradients import GradientSums
-from ratoon.train.passes import PassHooks, forward_backward_pass, forward_pass, no_progress
+from ratoon.train.micro_batches import PassHooks, no_progress
+from ratoon.train.passes import forward_backward_pass, forward_pass
 from ratoon.train.prepare import Prepared
 from ratoon.train.report import CanaryReport
 

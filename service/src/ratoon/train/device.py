@@ -67,8 +67,12 @@ def to_device(packed: PackedBatch, device: torch.device) -> DeviceBatch:
 
 
 def put(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    """A host array as a tensor on `device`, same dtype."""
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+    """A host array as a tensor on `device`, same dtype; nothing waits for a GPU."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type == "cuda":
+        # Only from pinned memory is a copy asynchronous; torch holds it until the copy is done.
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def run_model(model: PolicyModel, batch: DeviceBatch) -> TokenOutputs:

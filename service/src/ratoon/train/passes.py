@@ -3,50 +3,37 @@
 Enters `Prepared` (or a batch and its plan), leaves sums or per-token arrays. Invariant: between two
 micro-batches nothing but the gradient sums and the running totals is kept, so that the result does
 not depend on the cut.
+
+The host does not wait for any result before the end of a pass.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.policy_model import PolicyModel
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.forest import build_forest
-from ratoon.rollout.pack import pack
-from ratoon.rollout.packed import PackedBatch, Stage, UpdatePlan
+from ratoon.rollout.packed import PackedBatch, UpdatePlan
 from ratoon.rollout.prefixes import SortedPrefixes
+from ratoon.train.clock import DeviceClock
 from ratoon.train.config import OldLogprobsKind, ReferenceKind
 from ratoon.train.device import DeviceBatch, TokenOutputs, put, run_model, to_device
 from ratoon.train.loss.compute import LossOutput, compute_loss
 from ratoon.train.loss.sums import LossSums
 from ratoon.train.loss.terms import TermColumns
+from ratoon.train.micro_batches import (
+    PackedMicroBatch,
+    PassHooks,
+    PassInputs,
+    packed_micro_batches,
+)
 from ratoon.train.prepare import Prepared
-from ratoon.train.streaming import StagedBatch, StagedTotals
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassHooks:
-    """Called between micro-batches: `on_progress(done, planned, replicated tokens done)`."""
-
-    on_progress: Callable[[int, int, int], None]
-    is_cancelled: Callable[[], bool]
-
-
-def no_progress(done: int, planned: int, tokens: int) -> None:
-    """Progress that nobody follows."""
-
-
-def never_cancelled() -> bool:
-    return False
+from ratoon.train.streaming import StagedBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,29 +55,31 @@ def forward_backward_pass(
     """Add the gradient of the loss sum of every micro-batch to the parameters' gradients.
 
     `forward_logprobs_J` [J]: old log-probs of `from_forward`, else None. Raises `RatoonError`
-    CANCELLED between micro-batches, with part of the gradients added.
+    CANCELLED between micro-batches, with part of the gradients added, and INTERNAL where the plan
+    is of another batch.
     """
-    sums, rows, forward_s, backward_s = LossSums(), 0, 0.0, 0.0
-    items = _packed(
-        prepared.batch, prepared.prefixes, prepared.plan, prepared.columns.trained_J, hooks
-    )
-    for item in items:
-        totals = _train(model, prepared, item, forward_logprobs_J)
-        sums = sums + totals.sums
+    sums: list[Tensor] = []
+    rows, clock = 0, DeviceClock(model.device)
+    for item in packed_micro_batches(model.device, prepared, prepared.columns.trained_J, hooks):
+        sums += _train(model, prepared, item, forward_logprobs_J, clock)
         rows += len(item.packed.row_index)
-        forward_s += totals.forward_s
-        backward_s += totals.backward_s
-    return PassTotals(sums=sums, rows=rows, forward_s=forward_s, backward_s=backward_s)
+    seconds = clock.seconds()
+    return PassTotals(
+        sums=LossSums.total(sums),
+        rows=rows,
+        forward_s=seconds["forward"],
+        backward_s=seconds["backward"],
+    )
 
 
 def _train(
     model: PolicyModel,
     prepared: Prepared,
-    item: _Item,
+    item: PackedMicroBatch,
     forward_logprobs_J: NDArray[np.floating] | None,
-) -> StagedTotals:
-    """Add the gradient of the loss sum of one micro-batch."""
-    started = time.perf_counter()
+    clock: DeviceClock,
+) -> list[Tensor]:
+    """Add the gradient of the loss sum of one micro-batch; `sums_F` of each of its losses."""
     packed, device = item.packed, model.device
     batch = to_device(packed, device)
     reference_L = _reference(model, prepared, item, batch)
@@ -108,27 +97,20 @@ def _train(
 
     if item.stages:
         staged = StagedBatch(model, packed, batch, item.stages, item.check)
-        before_s = time.perf_counter() - started
-        totals = staged.forward_backward(loss_of)
-        return replace(totals, forward_s=before_s + totals.forward_s)
+        return staged.forward_backward(loss_of, clock)
     outputs = run_model(model, batch)
     logprob_L = outputs.logprob_M.detach()[batch.term_target_L]
     entropy_L = outputs.entropy_R.detach()[batch.term_row_L]
-    # The sums come to the host, so the forward is over when this returns, on a GPU too.
     output = loss_of(np.arange(len(packed.term_target)), logprob_L, entropy_L)
-    forward_done = time.perf_counter()
+    clock.lap("forward")
     seeds = [_scatter(output.grad_logprob_L, batch.term_target_L, outputs.logprob_M)]
     heads = [outputs.logprob_M]
     if output.grad_entropy_L is not None:
         seeds.append(_scatter(output.grad_entropy_L, batch.term_row_L, outputs.entropy_R))
         heads.append(outputs.entropy_R)
     torch.autograd.backward(heads, seeds)
-    _synchronise(device)
-    return StagedTotals(
-        sums=output.sums,
-        forward_s=forward_done - started,
-        backward_s=time.perf_counter() - forward_done,
-    )
+    clock.lap("backward")
+    return [output.sums_F]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,81 +131,49 @@ def forward_pass(
     hooks: PassHooks,
 ) -> ForwardColumns:
     """Log-prob and entropy of every trained token, without gradients. Raises CANCELLED."""
-    logprob_J: NDArray[np.floating] = np.zeros(len(batch.loss_mask), np.float32)
-    if model.lm_head_VD.dtype is torch.float64:
-        logprob_J = logprob_J.astype(np.float64)
-    entropy_J = np.zeros_like(logprob_J)
-    rows, started = 0, time.perf_counter()
+    tokens: list[NDArray[np.int64]] = []
+    results: list[Tensor] = []
+    rows, clock = 0, DeviceClock(model.device)
+    run = PassInputs(batch=batch, prefixes=prefixes, plan=plan)
     with torch.inference_mode():
-        for item in _packed(batch, prefixes, plan, batch.loss_mask, hooks):
-            packed = item.packed
-            device_batch = to_device(packed, model.device)
+        for item in packed_micro_batches(model.device, run, batch.loss_mask, hooks):
+            device_batch = to_device(item.packed, model.device)
             outputs = _outputs(model, item, device_batch)
             logprob_L = outputs.logprob_M[device_batch.term_target_L]
             entropy_L = outputs.entropy_R[device_batch.term_row_L]
-            logprob_J[packed.term_token] = logprob_L.cpu().numpy()
-            entropy_J[packed.term_token] = entropy_L.cpu().numpy()
-            rows += len(packed.row_index)
+            results.append(torch.stack([logprob_L, entropy_L]))
+            tokens.append(item.packed.term_token)
+            rows += len(item.packed.row_index)
+    clock.lap("forward")
+    logprob_J, entropy_J = _at_tokens(tokens, results, model, len(batch.loss_mask))
     return ForwardColumns(
         logprob_J=logprob_J,
         entropy_J=entropy_J,
         rows=rows,
-        forward_s=time.perf_counter() - started,
+        forward_s=clock.seconds()["forward"],
     )
 
 
-def _outputs(model: PolicyModel, item: _Item, batch: DeviceBatch) -> TokenOutputs:
+def _at_tokens(
+    tokens: list[NDArray[np.int64]], results: list[Tensor], model: PolicyModel, num_tokens: int
+) -> NDArray[np.floating]:
+    """Log-probs and entropies of terms [2, L] by response token [2, J], on the host."""
+    is_double = model.lm_head_VD.dtype is torch.float64
+    columns_2J = np.zeros((2, num_tokens), np.float64 if is_double else np.float32)
+    if results:
+        columns_2J[:, np.concatenate(tokens)] = torch.cat(results, dim=1).cpu().numpy()
+    return columns_2J
+
+
+def _outputs(model: PolicyModel, item: PackedMicroBatch, batch: DeviceBatch) -> TokenOutputs:
     """Log-probs and entropies of a micro-batch, to be called where gradients are off."""
     if item.stages:
         return StagedBatch(model, item.packed, batch, item.stages, item.check).forward()
     return run_model(model, batch)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Item:
-    """One micro-batch; `check` raises where the pass has been cancelled since it began."""
-
-    packed: PackedBatch
-    stages: tuple[Stage, ...]
-    check: Callable[[], None]
-
-
-def _packed(
-    batch: RolloutBatch,
-    prefixes: SortedPrefixes,
-    plan: UpdatePlan,
-    term_mask_J: NDArray[np.bool_],
-    hooks: PassHooks,
-) -> Iterator[_Item]:
-    """Pack one micro-batch after the other, asking in between whether to go on."""
-    planned, tokens = len(plan.micro_batches), 0
-    hooks.on_progress(0, planned, 0)
-    for done, micro_batch in enumerate(plan.micro_batches):
-        _check_cancelled(hooks, done, planned)
-        forest = build_forest(batch, prefixes, np.array(micro_batch.sequences, np.int64))
-        assert forest.num_tokens == micro_batch.packed_tokens, "the plan is of another batch"
-        yield _Item(
-            packed=pack(batch, forest, term_mask_J),
-            stages=micro_batch.stages,
-            check=partial(_check_cancelled, hooks, done, planned),
-        )
-        tokens += int(forest.sequence_length.sum())
-        hooks.on_progress(done + 1, planned, tokens)
-    _check_cancelled(hooks, planned, planned)
-
-
-def _check_cancelled(hooks: PassHooks, done: int, planned: int) -> None:
-    if hooks.is_cancelled():
-        raise RatoonError(
-            ErrorCode.CANCELLED,
-            f"cancelled after {done} of {planned} micro-batches; gradients of those already in the "
-            "window must be discarded or restored",
-            details={"micro_batches_done": str(done), "micro_batches_planned": str(planned)},
-        )
-
-
 def _reference(
-    model: PolicyModel, prepared: Prepared, item: _Item, batch: DeviceBatch
+    model: PolicyModel, prepared: Prepared, item: PackedMicroBatch, batch: DeviceBatch
 ) -> Tensor | None:
     """Reference log-prob of each term, [L]; None: the loss has no KL term."""
     kl = prepared.loss.kl
@@ -286,8 +236,3 @@ def _old_logprobs(
 def _scatter(grad_L: Tensor, index_L: Tensor, like: Tensor) -> Tensor:
     """Sum the terms' gradients at what they share, in the shape of `like`."""
     return torch.zeros_like(like).index_add_(0, index_L, grad_L)
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

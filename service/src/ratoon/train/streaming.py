@@ -13,7 +13,6 @@ terms, and the gradients that fall on prefixes wait with them.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -27,23 +26,14 @@ from ratoon.model.policy_model import PolicyModel
 from ratoon.model.streamed_attention import StageAttention
 from ratoon.rollout.packed import PackedBatch, Stage
 from ratoon.rollout.waves import fits_forest, peak_tokens, resident_tokens
+from ratoon.train.clock import DeviceClock
 from ratoon.train.device import DeviceBatch, TokenOutputs, put
 from ratoon.train.loss.compute import LossOutput
-from ratoon.train.loss.sums import LossSums
 from ratoon.train.stage_parts import cut_outputs
 from ratoon_kernels import Span, token_logprobs
 
 # Terms (int64 [n], indexes of the packed batch's), their log-probs and entropies -> their loss.
 LossOfTerms = Callable[[NDArray[np.int64], Tensor, Tensor], LossOutput]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagedTotals:
-    """What a streamed forward-backward did; times in seconds."""
-
-    sums: LossSums
-    forward_s: float
-    backward_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +80,12 @@ class StagedBatch:
             self._run_all(lambda run: self._store(run, results), lambda _run: None)
         return results
 
-    def forward_backward(self, loss_of: LossOfTerms) -> StagedTotals:
-        """Add the gradient of the loss of all terms to the parameters' gradients."""
+    def forward_backward(self, loss_of: LossOfTerms, clock: DeviceClock) -> list[Tensor]:
+        """Add the gradient of the loss of all terms to the parameters' gradients.
+
+        Returns:
+            Sums of the loss, as of `LossOutput`, of each stage that has any.
+        """
         training = _Training(loss_of=loss_of, results=self._zeros(), seeds=self._zeros())
 
         def add_loss(run: _Run) -> None:
@@ -99,18 +93,14 @@ class StagedBatch:
             part = self._parts[run.index]
             if len(part.terms):
                 training.add_loss(part.terms, self._batch)
-            training.clock.lap("forward")
+            clock.lap("forward")
 
         def backward(run: _Run) -> None:
             self._backward(run, training)
-            _synchronise(self._model.device)
-            training.clock.lap("backward")
+            clock.lap("backward")
 
         self._run_all(add_loss, backward)
-        seconds = training.clock.seconds
-        return StagedTotals(
-            sums=training.sums, forward_s=seconds["forward"], backward_s=seconds["backward"]
-        )
+        return training.sums
 
     def _run_all(
         self, on_forwarded: Callable[[_Run], None], on_closed: Callable[[_Run], None]
@@ -191,9 +181,8 @@ class _Training:
     def __init__(self, *, loss_of: LossOfTerms, results: TokenOutputs, seeds: TokenOutputs) -> None:
         self.results = results
         self.seeds = seeds
-        self.sums = LossSums()
+        self.sums: list[Tensor] = []
         self.has_entropy = False
-        self.clock = _Clock()
         self._loss_of = loss_of
 
     def add_loss(self, terms: NDArray[np.int64], batch: DeviceBatch) -> None:
@@ -205,22 +194,4 @@ class _Training:
         if loss.grad_entropy_L is not None:
             self.has_entropy = True
             self.seeds.entropy_R.index_add_(0, row_L, loss.grad_entropy_L)
-        self.sums = self.sums + loss.sums
-
-
-class _Clock:
-    """Adds up the seconds between laps, by the name of what was done in them."""
-
-    def __init__(self) -> None:
-        self.seconds = {"forward": 0.0, "backward": 0.0}
-        self._last = time.perf_counter()
-
-    def lap(self, name: str) -> None:
-        now = time.perf_counter()
-        self.seconds[name] += now - self._last
-        self._last = now
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        self.sums.append(loss.sums_F)

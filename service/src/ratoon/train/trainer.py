@@ -30,6 +30,7 @@ from ratoon.train.canary import CanaryOutcome, is_due, run_canary
 from ratoon.train.config import OldLogprobsKind
 from ratoon.train.gradients import GradientSums
 from ratoon.train.loss_spec import Loss, Normalisation, OptimStep
+from ratoon.train.micro_batches import PassHooks, never_cancelled, no_progress
 from ratoon.train.numerics import (
     activation_bytes,
     configure_torch,
@@ -37,13 +38,7 @@ from ratoon.train.numerics import (
     peak_memory_bytes,
 )
 from ratoon.train.optimizer_choice import make_optimizer
-from ratoon.train.passes import (
-    PassHooks,
-    forward_backward_pass,
-    forward_pass,
-    never_cancelled,
-    no_progress,
-)
+from ratoon.train.passes import forward_backward_pass, forward_pass
 from ratoon.train.prepare import Prepared
 from ratoon.train.report import PhaseSeconds, StepReport
 from ratoon.train.spec import TrainerSpec

@@ -16,18 +16,21 @@ from torch import Tensor
 from ratoon.train.loss.correction import correction_weight
 from ratoon.train.loss.kl import kl_estimate
 from ratoon.train.loss.registry import LOSS_FUNCTIONS
-from ratoon.train.loss.sums import LossSums
+from ratoon.train.loss.sums import SUM_NAMES
 from ratoon.train.loss.terms import PolicyInputs, PolicyTerms, RatioInputs, TermColumns
 from ratoon.train.loss_spec import Loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOutput:
-    """Gradients of the loss sum, [L] each; `grad_entropy_L` None: no entropy bonus."""
+    """Gradients of the loss sum, [L] each; `grad_entropy_L` None: no entropy bonus.
+
+    `sums_F`: float64, one for each of `SUM_NAMES`, on the device of the log-probs.
+    """
 
     grad_logprob_L: Tensor
     grad_entropy_L: Tensor | None
-    sums: LossSums
+    sums_F: Tensor
 
 
 def compute_loss(
@@ -80,7 +83,7 @@ def compute_loss(
         term_C = term_C - loss.entropy_coefficient * entropy_C
 
     grad_logprob_L, grad_entropy_L = _gradients((weight_C * term_C).sum(), logprob_L, entropy_L)
-    sums = _sum_terms(
+    sums_F = _sum_terms(
         weight_C=weight_C,
         summands=(term_C, gradient_term_C, kl_C, entropy_C),
         policy=policy,
@@ -89,7 +92,7 @@ def compute_loss(
     return LossOutput(
         grad_logprob_L=grad_logprob_L,
         grad_entropy_L=grad_entropy_L if loss.entropy_coefficient != 0 else None,
-        sums=sums,
+        sums_F=sums_F,
     )
 
 
@@ -122,35 +125,27 @@ def _sum_terms(
     summands: tuple[Tensor, Tensor, Tensor, Tensor],
     policy: PolicyTerms,
     sampler: tuple[Tensor, Tensor, Tensor],
-) -> LossSums:
-    """All sums in float64, brought to the host in one copy."""
+) -> Tensor:
+    """All sums, float64 [F]; nothing waits for the device."""
     if len(weight_C) == 0:
-        return LossSums()
+        return weight_C.new_zeros(len(SUM_NAMES), dtype=torch.float64)
     weight64_C = weight_C.double()
     sampler_kl_C, sampler_gap_C, sampler_usable_C = sampler
-    values = [(weight64_C * value.detach().double()).sum() for value in summands]
-    values += [
-        weight64_C.sum(),
-        policy.clipped_low_L.sum().double(),
-        policy.clipped_high_L.sum().double(),
-        policy.ratio_L.max().double(),
-        sampler_kl_C.double().sum(),
-        sampler_usable_C.sum().double(),
-        sampler_gap_C.max().double(),
-    ]
-    numbers = [float(number) for number in torch.stack(values).cpu().numpy()]
-    loss, policy_gradient, kl, entropy, weight, low, high, ratio, skl, sterms, sgap = numbers
-    return LossSums(
-        loss=loss,
-        policy_gradient=policy_gradient,
-        kl=kl,
-        entropy=entropy,
-        weight=weight,
-        terms=float(len(weight_C)),
-        clipped_low=low,
-        clipped_high=high,
-        ratio_max=ratio,
-        sampler_kl=skl,
-        sampler_terms=sterms,
-        sampler_gap_max=sgap,
+    loss, policy_gradient, kl, entropy = (
+        (weight64_C * value.detach().double()).sum() for value in summands
     )
+    values = {
+        "loss": loss,
+        "policy_gradient": policy_gradient,
+        "kl": kl,
+        "entropy": entropy,
+        "weight": weight64_C.sum(),
+        "terms": weight64_C.new_full((), float(len(weight_C))),
+        "clipped_low": policy.clipped_low_L.sum().double(),
+        "clipped_high": policy.clipped_high_L.sum().double(),
+        "ratio_max": policy.ratio_L.max().double(),
+        "sampler_kl": sampler_kl_C.double().sum(),
+        "sampler_terms": sampler_usable_C.sum().double(),
+        "sampler_gap_max": sampler_gap_C.max().double(),
+    }
+    return torch.stack([values[name] for name in SUM_NAMES])

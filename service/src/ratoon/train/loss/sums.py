@@ -1,15 +1,20 @@
 """Sums of a loss over its counted terms: what adds up over micro-batches, calls and ranks.
 
-Enters from `compute_loss`, leaves into the window and the report. Invariant: nothing here is
-divided by a counter; a sum of sums is the sum of the whole, whatever the cut.
+Enters from `compute_loss` as tensors of the device, leaves into the window and the report as
+numbers. Invariant: nothing here is divided by a counter; a sum of sums is the sum of the whole,
+whatever the cut.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class LossSums:
     """float64 sums. `loss` to `weight` carry the token weight, the others count each term once."""
 
@@ -28,6 +33,14 @@ class LossSums:
     sampler_terms: float = 0.0
     sampler_gap_max: float = 0.0
 
+    @classmethod
+    def total(cls, parts: Sequence[Tensor]) -> LossSums:
+        """Of parts that are float64 [F] each, F the fields here in order; waits for the device."""
+        if not parts:
+            return cls()
+        rows_PF = torch.stack(list(parts)).cpu().numpy()
+        return sum((cls(*map(float, row_F)) for row_F in rows_PF), cls())
+
     def __add__(self, other: LossSums) -> LossSums:
         return LossSums(
             loss=self.loss + other.loss,
@@ -43,3 +56,6 @@ class LossSums:
             sampler_terms=self.sampler_terms + other.sampler_terms,
             sampler_gap_max=max(self.sampler_gap_max, other.sampler_gap_max),
         )
+
+
+SUM_NAMES = tuple(field.name for field in fields(LossSums))
