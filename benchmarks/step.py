@@ -22,7 +22,14 @@ import torch
 # Run as a file, its own folder is on the path in the place of the repository's root.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import step_crossover, step_layer, step_memory, step_paper, step_updates
+from benchmarks import (
+    step_crossover,
+    step_layer,
+    step_memory,
+    step_paper,
+    step_profile,
+    step_updates,
+)
 from benchmarks.document import link
 from benchmarks.gpu_results import TESTS, describe_gpu, require_green_tests, write_result
 from benchmarks.step_plot import plot
@@ -39,6 +46,7 @@ from benchmarks.step_timing import release
 
 MEASURES = {
     "paper": step_paper,
+    "profile": step_profile,
     "table2": step_layer,
     "memory": step_memory,
     "crossover": step_crossover,

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any, cast
 
-from ratoon.model.activation_plan import Kept, peak_bytes, plan_activations
+from ratoon.model.activation_plan import Kept, peak_bytes
+from ratoon.model.attention import HeldTokens
 from ratoon.model.policy_model import PolicyModel
 from ratoon.train.numerics import activation_bytes
 
@@ -26,15 +28,15 @@ class MemoryPlan:
 
 
 def keep_what_fits(
-    policy: PolicyModel, tokens: int, *, gradients_stay: bool, host_bytes: int
+    policy: PolicyModel, held: HeldTokens, *, gradients_stay: bool, host_bytes: int
 ) -> MemoryPlan | None:
     """Limits the policy to the device's free memory; None on a CPU, where nothing is limited.
 
     Args:
         policy: Without gradients.
-        tokens: Of the largest micro-batch.
-        gradients_stay: They are there from an earlier micro-batch, and not only from the end of
-            the backward of each layer on.
+        held: By the largest micro-batch.
+        gradients_stay: They are there from an earlier micro-batch or stage, and not only from the
+            end of the backward of each layer on.
         host_bytes: Of the host's memory, where what does not fit the device may wait.
     """
     free = activation_bytes(policy.device)
@@ -48,20 +50,27 @@ def keep_what_fits(
     policy.limit_activations(
         free - resident, host_bytes=host_bytes, layer_gradient_bytes=layer_gradient_bytes
     )
-    kept = plan_activations(policy.sizes, tokens, tokens, free - resident, host_bytes)
-    return _plan(policy, kept, tokens)
+    kept: tuple[Kept, ...] = cast("Any", policy)._plan_activations(held)
+    return _plan(policy, kept, held, resident)
 
 
-def keep_the_least(policy: PolicyModel, tokens: int) -> MemoryPlan | None:
-    """Has all but attention run again, in every forward; None on a CPU."""
+def keep_the_least(
+    policy: PolicyModel, held: HeldTokens, *, gradients_stay: bool
+) -> MemoryPlan | None:
+    """Has all but attention run again, in every forward; None on a CPU.
+
+    `held` and `gradients_stay` as of `keep_what_fits`.
+    """
     if policy.device.type != "cuda":
         return None
-    _, layer_bytes = _gradient_bytes(policy)
-    policy.limit_activations(None, layer_gradient_bytes=layer_bytes)
+    all_bytes, layer_bytes = _gradient_bytes(policy)
+    resident = all_bytes if gradients_stay else 0
+    layer_gradient_bytes = 0 if gradients_stay else layer_bytes
+    policy.limit_activations(None, layer_gradient_bytes=layer_gradient_bytes)
     least = (Kept.ATTENTION,) * policy.sizes.num_layers
     # A budget would let the smaller forwards of a stream keep more.
     vars(policy)[_PLANS] = lambda _tokens: least
-    return _plan(policy, least, tokens)
+    return _plan(policy, least, held, resident)
 
 
 def keep_each_kind(policy: PolicyModel) -> None:
@@ -71,10 +80,13 @@ def keep_each_kind(policy: PolicyModel) -> None:
     vars(policy)[_PLANS] = lambda _tokens: mixed
 
 
-def _plan(policy: PolicyModel, kept: tuple[Kept, ...], tokens: int) -> MemoryPlan:
+def _plan(
+    policy: PolicyModel, kept: tuple[Kept, ...], held: HeldTokens, resident: int
+) -> MemoryPlan:
+    prefixes = held.prefix_tokens * policy.sizes.prefix_bytes
+    peak = peak_bytes(policy.sizes, kept, held.tokens, held.tokens)
     return MemoryPlan(
-        layers=dict(Counter(map(str, kept))),
-        predicted_bytes=peak_bytes(policy.sizes, kept, tokens, tokens),
+        layers=dict(Counter(map(str, kept))), predicted_bytes=resident + prefixes + peak
     )
 
 

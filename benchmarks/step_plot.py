@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.step_tables import by_case, ours_of, speedup
+from benchmarks.step_rows import by_case, ours_of, speedup
 
 Row = dict[str, Any]
 

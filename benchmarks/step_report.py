@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.document import replace_section
-from benchmarks.step_tables import Table, tables
+from benchmarks.step_rows import Table
+from benchmarks.step_tables import tables
 from benchmarks.step_targets import targets
 
 BEGIN = "<!-- step results: written by benchmarks/step.py -->"

@@ -16,7 +16,7 @@ from benchmarks.gpu_results import describe_gpu
 from benchmarks.step_run import Row, Run, Scale
 from benchmarks.step_sizes import PEAK_FLOPS
 
-SECTIONS = ("paper", "table2", "memory", "crossover", "updates")
+SECTIONS = ("paper", "profile", "table2", "memory", "crossover", "updates")
 SAME_ON_MERGE = ("source_sha256", "gpu", "versions", "seed", "models", "gradient_dtype")
 
 

@@ -16,12 +16,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.step_sizes import StepWork
+from ratoon.model.attention import HeldTokens
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.forest import build_forest
 from ratoon.rollout.pack import pack
 from ratoon.rollout.packed import Forest, PackedBatch, Stage
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.ragged import sequence_lengths
+from ratoon.rollout.waves import peak_tokens, resident_tokens
 from ratoon.train.device import DeviceBatch, to_device
 
 
@@ -54,9 +56,12 @@ class SeededBatch:
     weight_L: Tensor
 
     @property
-    def largest_forward(self) -> int:
-        """Most tokens that are run at once."""
-        return max((stage.num_tokens for stage in self.stages), default=self.packed_tokens)
+    def held(self) -> HeldTokens:
+        """By which the service plans what layers keep."""
+        return HeldTokens(
+            tokens=peak_tokens(self.stages) or self.packed_tokens,
+            prefix_tokens=max(resident_tokens(self.stages), default=0),
+        )
 
     @property
     def packed_tokens(self) -> int:

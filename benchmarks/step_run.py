@@ -32,7 +32,8 @@ class Scale:
         packed: Backends of packed rollouts, ours first.
         replicated: Backend of replicated rollouts.
         cuts: Sequences in a replicated micro-batch, of which the fastest is taken.
-        model: Of `paper` and `memory`.
+        waves: Responses in a wave of the recorded group, streamed.
+        model: Of `paper`, `memory` and `profile`.
         paper: The recorded group.
         table2: (P, N) of `table2`; its responses are the first N of the recorded group's.
         memory: P of the sweep, ascending, and N and R of all of it.
@@ -47,6 +48,7 @@ class Scale:
     packed: tuple[str, ...]
     replicated: str
     cuts: tuple[int, ...]
+    waves: tuple[int, ...]
     model: ModelSize
     paper: Group
     table2: tuple[tuple[int, int], ...]
@@ -62,6 +64,11 @@ class Scale:
         return Way(backend=self.packed[0], is_packed=True)
 
     @property
+    def streamed(self) -> tuple[Way, ...]:
+        """Our ways to run the recorded group in waves."""
+        return tuple(replace(self.ours, wave=wave) for wave in self.waves)
+
+    @property
     def baseline(self) -> Way:
         return Way(backend=self.replicated, is_packed=False)
 
@@ -72,6 +79,7 @@ FULL = Scale(
     packed=("cuda", "flash", "flex"),
     replicated=FA2,
     cuts=(1, 2, 4),
+    waves=(8, 4),
     model=QWEN3_8B,
     paper=Group(prompt=5059, responses=PAPER_LENGTHS),
     table2=((5059, 32), (8192, 16), (16_384, 8), (32_768, 4), (65_536, 4), (131_072, 8)),
@@ -94,6 +102,7 @@ SMALL = Scale(
     packed=("reference",),
     replicated="reference",
     cuts=(1, 2),
+    waves=(2,),
     model=TINY,
     paper=Group(prompt=12, responses=(5, 3, 7, 2)),
     table2=((12, 4), (20, 2)),

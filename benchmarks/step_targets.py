@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.step_tables import (
+from benchmarks.step_rows import (
     ACTIVATIONS,
+    STREAMED,
     by_case,
     ours_of,
     replicated_of,
@@ -25,7 +26,7 @@ MIN_PROMPT = 131_072
 MAX_PREDICTION_ERROR = 0.10
 MAX_ACTIVATION_SHARE = 0.5
 MAX_UPDATE_RATIO = 1.15
-STREAMED = "-waves-of-"
+MAX_GAP_SHARE = 0.03
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,7 @@ def targets(result: dict[str, Any]) -> list[Target]:
     """Every target that the result has the figures of."""
     return [
         *_paper(result["paper"]),
+        *_profile(result["profile"]),
         *_never_slower("table2", result["table2"]),
         *_memory(result["memory"]),
         *_never_slower("crossover", result["crossover"]),
@@ -58,6 +60,13 @@ def _paper(rows: list[dict[str, Any]]) -> Iterator[Target]:
         yield at_least(f"paper {case}: hardware MFU", MIN_PAPER_MFU, ours["hardware_mfu"])
     yield from _never_slower("paper", rows)
     yield from _predictions("paper", rows)
+
+
+def _profile(rows: list[dict[str, Any]]) -> Iterator[Target]:
+    for case, cell in by_case(rows).items():
+        ours = ours_of(cell)
+        if ours is not None and ours["gap_share"] is not None and " " not in case:
+            yield at_most(f"profile {case}: nothing runs", MAX_GAP_SHARE, ours["gap_share"])
 
 
 def _never_slower(section: str, rows: list[dict[str, Any]]) -> Iterator[Target]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import cast
 
 from benchmarks.step_rollouts import make_batch, packed_batch, packed_work, replicated_work
@@ -37,7 +38,7 @@ from ratoon.train.numerics import activation_bytes
 from ratoon.train.report import StepReport
 from ratoon.train.resolve import resolve_loss, resolve_optim
 from ratoon.train.spec import TrainerSpec
-from ratoon.train.trainer import Trainer
+from ratoon.train.trainer import ForwardArrays, Trainer
 
 # float32 states of more parameters than this do not fit one GPU.
 MAX_FP32_PARAMETERS = 3e9
@@ -72,26 +73,22 @@ def measure(run: Run, wanted: list[str]) -> Iterator[tuple[str, list[Row]]]:
 
 def _measure_update(run: Run, size: ModelSize, algorithm: str, batch: RolloutBatch) -> Row:
     require_time(run.stop_at, 0.0)
-    has_reference = algorithm.endswith(WITH_KL)
     ways = Ways(run, size)
     step = _plain_step(ways, batch) if batch.num_groups == 1 else {}
-    trainer = _trainer(run, ways, has_reference=has_reference)
-    kl = KlConfig(kind=KlKind.K3, coefficient=KL_COEFFICIENT, reference=ReferenceKind.FROZEN)
-    request = LossRequest(
-        kind=LossKind(algorithm.removesuffix(WITH_KL)),
-        kl=kl if has_reference else None,
-        old_logprobs=OldLogprobs(kind=OldLogprobsKind.FROM_FORWARD, forward_operation_id="old"),
-    )
-    loss = resolve_loss(request, batch, has_frozen_reference=has_reference)
+    update = open_update(ways, algorithm, batch)
     reports: list[dict[str, float]] = []
 
-    def update() -> None:
-        reports.append(_update(trainer, batch, loss))
+    def run_all() -> None:
+        reports.append(_run_phases(update))
 
-    warm_up_s = timed(update, run.device)
+    warm_up_s = timed(run_all, run.device)
     reports.clear()
-    measured = measure_samples(update, run.device, num_samples=run.num_samples, stop_at=run.stop_at)
-    plan = trainer.prepare(batch, loss).plan
+    measured = measure_samples(
+        run_all, run.device, num_samples=run.num_samples, stop_at=run.stop_at
+    )
+    trainer = update.trainer
+    plan = trainer.prepare(batch, update.loss).plan
+    has_reference = update.trainer.spec.keep_reference
     passes = 2 if has_reference else 1
     packed, replicated = packed_work(packed_batch(batch)), replicated_work(batch)
     middle = min(reports, key=lambda phases: abs(phases["total_s"] - measured.seconds))
@@ -128,8 +125,50 @@ def update_flops(size: ModelSize, work: StepWork, num_forwards: int) -> float:
     return weights + pairs + num_forwards * forward
 
 
-def _trainer(run: Run, ways: Ways, *, has_reference: bool) -> Trainer:
-    module = ways.module
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """An update of the service's trainer that can be run again and again."""
+
+    trainer: Trainer
+    batch: RolloutBatch
+    loss: Loss
+
+    def old_logprobs(self) -> ForwardArrays:
+        """A Forward of the policy as it is now."""
+        plan = self.trainer.plan_forward(self.batch)
+        return self.trainer.forward(self.batch, plan, with_entropy=False, use_reference=False)
+
+    def step(self, old: ForwardArrays) -> StepReport:
+        """Plan, forward, backward and optimizer.
+
+        Raises:
+            RuntimeError: It did not change the weights.
+        """
+        request = OptimRequest(learning_rate=LEARNING_RATE, max_grad_norm=1.0)
+        step = resolve_optim(request, self.loss.normalisation, self.trainer.spec.optimizer)
+        plan = self.trainer.prepare(self.batch, self.loss).plan
+        report = self.trainer.update(self.batch, self.loss, step, plan, old_logprobs_J=old.logprobs)
+        if report.skipped or not math.isfinite(cast("float", report.grad_norm)):
+            raise RuntimeError(f"the step was skipped: {report.warnings}")
+        return report
+
+
+def open_update(ways: Ways, algorithm: str, batch: RolloutBatch) -> Update:
+    """Of an algorithm of `Scale.updates`, with optimizer states that fit the model's size."""
+    has_reference = algorithm.endswith(WITH_KL)
+    kl = KlConfig(kind=KlKind.K3, coefficient=KL_COEFFICIENT, reference=ReferenceKind.FROZEN)
+    request = LossRequest(
+        kind=LossKind(algorithm.removesuffix(WITH_KL)),
+        kl=kl if has_reference else None,
+        old_logprobs=OldLogprobs(kind=OldLogprobsKind.FROM_FORWARD, forward_operation_id="old"),
+    )
+    loss = resolve_loss(request, batch, has_frozen_reference=has_reference)
+    trainer = _trainer(ways, has_reference=has_reference)
+    return Update(trainer=trainer, batch=batch, loss=loss)
+
+
+def _trainer(ways: Ways, *, has_reference: bool) -> Trainer:
+    run, module = ways.run, ways.module
     # Weights of its own: a copy would share the layers' calls.
     frozen = run.module(ways.size) if has_reference else None
     policy = open_policy(module, run.scale.ours, frozen)
@@ -151,16 +190,10 @@ def _trainer(run: Run, ways: Ways, *, has_reference: bool) -> Trainer:
     return trainer
 
 
-def _update(trainer: Trainer, batch: RolloutBatch, loss: Loss) -> dict[str, float]:
+def _run_phases(update: Update) -> dict[str, float]:
     """Old log-probs, then one update with them; seconds by phase."""
-    old = trainer.forward(
-        batch, trainer.plan_forward(batch), with_entropy=False, use_reference=False
-    )
-    request = OptimRequest(learning_rate=LEARNING_RATE, max_grad_norm=1.0)
-    step = resolve_optim(request, loss.normalisation, trainer.spec.optimizer)
-    prepared = trainer.prepare(batch, loss)
-    report = trainer.update(batch, loss, step, prepared.plan, old_logprobs_J=old.logprobs)
-    _require_applied(report)
+    old = update.old_logprobs()
+    report = update.step(old)
     phases = {
         "old_logprobs_s": old.report.seconds.forward,
         "forward_s": report.seconds.forward,
@@ -168,9 +201,3 @@ def _update(trainer: Trainer, batch: RolloutBatch, loss: Loss) -> dict[str, floa
         "optimizer_s": report.seconds.optimizer,
     }
     return {**phases, "total_s": sum(phases.values())}
-
-
-def _require_applied(report: StepReport) -> None:
-    """Raises RuntimeError where the update did not change the weights."""
-    if report.skipped or not math.isfinite(cast("float", report.grad_norm)):
-        raise RuntimeError(f"the step was skipped: {report.warnings}")

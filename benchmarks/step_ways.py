@@ -91,11 +91,12 @@ class Plan:
 
     def limit(self, policy: PolicyModel, batches: Sequence[SeededBatch]) -> MemoryPlan | None:
         """Limits the policy for these micro-batches."""
-        tokens = max(seeded.largest_forward for seeded in batches)
+        held = max((seeded.held for seeded in batches), key=lambda held: held.tokens)
+        gradients_stay = len(batches) > 1 or bool(batches[0].stages)
         if self.keeps_the_least:
-            return keep_the_least(policy, tokens)
+            return keep_the_least(policy, held, gradients_stay=gradients_stay)
         return keep_what_fits(
-            policy, tokens, gradients_stay=len(batches) > 1, host_bytes=self.host_bytes
+            policy, held, gradients_stay=gradients_stay, host_bytes=self.host_bytes
         )
 
 
@@ -125,9 +126,7 @@ def measure_way(
     require_time(run.stop_at, 0.0)
     row: Row = {"how": way.how, "model": ways.size.name}
     if way.is_packed:
-        packed = packed_batch(batch)
-        stages = waves(packed, way.wave) if way.wave else ()
-        batches = [upload(batch, packed, run.device, stages)]
+        batches = load_packed(ways, way, batch)
         memory = plan.limit(policy, batches)
     else:
         cut, tried = _fastest_cut(ways, way, batch, plan)
@@ -203,6 +202,13 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     """||got - want|| / ||want||."""
     difference = torch.linalg.vector_norm((got - want).float())
     return float(difference / torch.linalg.vector_norm(want.float()))
+
+
+def load_packed(ways: Ways, way: Way, batch: RolloutBatch) -> list[SeededBatch]:
+    """The one packed micro-batch on the device, with its stages where the way streams it."""
+    packed = packed_batch(batch)
+    stages = waves(packed, way.wave) if way.wave else ()
+    return [upload(batch, packed, ways.run.device, stages)]
 
 
 def replicas(batch: RolloutBatch, cut: int, run: Run) -> list[SeededBatch]:

@@ -16,9 +16,10 @@ from benchmarks.step_plot import plot
 from benchmarks.step_report import BEGIN, END, format_tables, write_markdown
 from benchmarks.step_result import SECTIONS
 from benchmarks.step_rollouts import make_batch, packed_batch, packed_work, replicated_work
+from benchmarks.step_rows import by_case, replicated_of, speedup
 from benchmarks.step_run import FULL
 from benchmarks.step_sizes import mfu
-from benchmarks.step_tables import by_case, replicated_of, speedup, tables
+from benchmarks.step_tables import tables
 from benchmarks.step_targets import targets
 
 RESULT = RESULTS / "step.json"
@@ -37,6 +38,20 @@ def _row(case: str, how: str, seconds: float, **more: Any) -> dict[str, Any]:
         "packed_tokens": 41_323,
         "samples": [seconds],
         **more,
+    }
+
+
+def _profiled(case: str, how: str, gap_share: float) -> dict[str, Any]:
+    return {
+        "case": case,
+        "how": how,
+        "seconds": 4.0,
+        "profiled_s": 4.1,
+        "busy_s": 4.1 * (1 - gap_share),
+        "gap_share": gap_share,
+        "num_kernels": 3000.0,
+        "kinds_ms": {"products of weights": 2500.0, "LM head": 280.0},
+        "samples": [4.0],
     }
 
 
@@ -65,6 +80,11 @@ def _result() -> dict[str, Any]:
             _row("5059x32", "fa2-replicated", 16.0, micro_batch_sequences=2, errors={"a": 0.02}),
             _row("5059x32", "flash", 4.8, errors={"a": 0.01}),
             {"case": "5059x32", "how": "flex", "error": "RuntimeError: out\nof memory"},
+        ],
+        "profile": [
+            _profiled("5059x32", "cuda", 0.02),
+            _profiled("5059x32", "cuda-waves-of-8", 0.05),
+            _profiled("update 5059x32", "cuda", 0.04),
         ],
         "table2": [
             _row("8192x16", "cuda", 0.1),
@@ -101,6 +121,7 @@ def test_targets_are_met_or_missed_by_their_bounds() -> None:
         "paper 5059x32: hardware MFU": (0.6, 0.585, False),
         "paper: least speed-up over replicated, 5059x32": (1.0, 4.0, True),
         "paper: error of the predicted peak": (0.1, 0.05, True),
+        "profile 5059x32: nothing runs": (0.03, 0.02, True),
         "table2: least speed-up over replicated, 8192x16": (1.0, 3.5, True),
         "memory: longest prompt": (131_072, 65_536, False),
         "memory: streamed over replicated, 8192x32": (0.5, 0.4, True),
@@ -111,7 +132,11 @@ def test_targets_are_met_or_missed_by_their_bounds() -> None:
 
 
 def test_tables_show_ratios_of_one_case_and_reasons() -> None:
-    paper, table2, memory, crossover, updates = tables(_result())
+    paper, profile, table2, memory, crossover, updates = tables(_result())
+    assert profile.columns == ["", "cuda", "cuda-waves-of-8", "update, cuda"]
+    assert profile.rows[0] == ["products of weights", *["2500.0"] * 3]
+    assert profile.rows[2] == ["nothing runs", "82.0", "205.0", "164.0"]
+    assert profile.rows[-2][1:] == ["2.0%", "5.0%", "4.0%"]
     assert paper.rows[0][-2:] == ["4.00", "1.20"]
     assert paper.rows[1][0] == "fa2-replicated, 2 a micro-batch"
     assert paper.rows[1][-2:] == ["1.00", "0.30"]
@@ -153,7 +178,7 @@ def test_report_says_what_it_was_measured_on() -> None:
     assert "gradients in bfloat16, bf16 GEMM 781 TFLOP/s." in text
     assert "STALE" not in text
     assert "STALE: kernel changed" in format_tables({**_result(), "stale": "kernel changed"})
-    assert "5 of 10 targets met" in text
+    assert "6 of 11 targets met" in text
     assert "missed: paper 5059x32: seconds: 4.00, not 3.90" in text
 
 

@@ -27,6 +27,7 @@ from benchmarks.step_subjects import Way
 from benchmarks.step_ways import Plan, Ways, compare_ways
 from ratoon.errors import RatoonError
 from ratoon.model.activation_plan import Kept
+from ratoon.model.attention import HeldTokens
 from ratoon.rollout.costs import DEFAULT_COSTS
 from ratoon.rollout.waves import fits_forest
 
@@ -115,23 +116,27 @@ def test_memory_has_a_row_for_each_prompt_and_the_comparison() -> None:
     assert hows == ["reference", "reference-waves-of-4", "reference-replicated"]
 
 
+def _held(tokens: int) -> HeldTokens:
+    return HeldTokens(tokens=tokens, prefix_tokens=0)
+
+
 def test_what_is_kept_follows_from_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = Ways(_run(), TINY).policy(SMALL.ours)
-    assert keep_what_fits(policy, 100, gradients_stay=False, host_bytes=0) is None
+    assert keep_what_fits(policy, _held(100), gradients_stay=False, host_bytes=0) is None
     monkeypatch.setattr(step_memory_plan, "activation_bytes", lambda _device: 4_000_000)
-    rich = keep_what_fits(policy, 100, gradients_stay=False, host_bytes=0)
+    rich = keep_what_fits(policy, _held(100), gradients_stay=False, host_bytes=0)
     assert rich is not None
     assert rich.layers == {"products": TINY.num_layers}
     gradients = sum(p.numel() * 4 for p in policy.named_trainable().values())
     # Just enough, so that gradients which stay are too much.
     enough = rich.predicted_bytes
     monkeypatch.setattr(step_memory_plan, "activation_bytes", lambda _device: enough)
-    assert keep_what_fits(policy, 100, gradients_stay=False, host_bytes=0) == rich
-    poor = keep_what_fits(policy, 100, gradients_stay=True, host_bytes=0)
+    assert keep_what_fits(policy, _held(100), gradients_stay=False, host_bytes=0) == rich
+    poor = keep_what_fits(policy, _held(100), gradients_stay=True, host_bytes=0)
     assert poor != rich
-    assert poor is None or poor.predicted_bytes <= enough - gradients
+    assert poor is None or gradients < poor.predicted_bytes <= enough
     with pytest.raises(RatoonError, match="do not fit"):
-        keep_what_fits(policy, 10**6, gradients_stay=False, host_bytes=0)
+        keep_what_fits(policy, _held(10**6), gradients_stay=False, host_bytes=0)
 
 
 def test_a_warm_up_has_layers_of_every_kind() -> None:

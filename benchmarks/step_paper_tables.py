@@ -1,0 +1,83 @@
+"""The tables of the recorded group: the ways to run it, and where the time of ours goes.
+
+Enters the rows of `paper` or `profile`, leaves a `Table`. Invariant: as of `step_tables`.
+"""
+
+from __future__ import annotations
+
+from benchmarks.step_rows import (
+    FLASH,
+    NOTHING,
+    Row,
+    Table,
+    agreement,
+    by_case,
+    errors,
+    gib,
+    how_of,
+    layers_kept,
+    models_of,
+    over,
+    percent,
+    replicated_of,
+)
+
+
+def paper(rows: list[Row]) -> Table:
+    """Every way to run the group, in the order in which they were measured."""
+    cells: list[list[str]] = []
+    for row in rows:
+        cell = by_case(rows)[row["case"]]
+        if "error" in row:
+            cells.append([row["how"], *[NOTHING] * 7])
+            continue
+        cells.append(
+            [
+                how_of(row), layers_kept(row), f"{row['seconds']:.3f}",
+                percent(row, "hardware_mfu", 1), percent(row, "logical_mfu", 0),
+                gib(row, "peak_gib"),
+                over(replicated_of(cell), row), over(cell.get(FLASH), row),
+            ]
+        )  # fmt: skip
+    return Table(
+        title=f"Forward and backward of the recorded group: {models_of(rows)}",
+        columns=[
+            *("how", "layers by what they keep", "seconds", "hardware MFU", "logical MFU"),
+            *("peak GiB", "x replicated", "x flash"),
+        ],
+        num_text_columns=2,
+        rows=cells,
+        notes=[*errors(rows), *agreement(rows)],
+    )
+
+
+def profile(rows: list[Row]) -> Table:
+    """Milliseconds of each kind of kernel, one column a row with figures."""
+    shown = [row for row in rows if "error" not in row]
+    kinds = list(dict.fromkeys(kind for row in shown for kind in row["kinds_ms"]))
+    cells = [[kind, *(f"{row['kinds_ms'][kind]:.1f}" for row in shown)] for kind in kinds]
+    idle = [1e3 * (row["profiled_s"] - row["busy_s"]) for row in shown]
+    cells += [
+        ["nothing runs", *(f"{ms:.1f}" for ms in idle)],
+        ["all of it", *(f"{1e3 * row['profiled_s']:.1f}" for row in shown)],
+        ["unwatched", *(f"{1e3 * row['seconds']:.1f}" for row in shown)],
+        ["share in which nothing runs", *(_gap_share(row) for row in shown)],
+        ["kernels", *(f"{row['num_kernels']:.0f}" for row in shown)],
+    ]
+    return Table(
+        title="Where the time goes, milliseconds",
+        columns=["", *(_profiled(row) for row in shown)],
+        num_text_columns=1,
+        rows=cells,
+        notes=errors(rows),
+    )
+
+
+def _gap_share(row: Row) -> str:
+    return NOTHING if row["gap_share"] is None else percent(row, "gap_share", 1)
+
+
+def _profiled(row: Row) -> str:
+    """The way of a step; of anything else what it is."""
+    what, _, _ = row["case"].rpartition(" ")
+    return f"{what}, {row['how']}" if what else row["how"]
