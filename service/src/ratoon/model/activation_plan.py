@@ -13,6 +13,7 @@ needs room to work in.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -141,11 +142,31 @@ def plan_activations(
 def max_tokens(sizes: DecoderSizes, device_bytes: int, host_bytes: int = 0) -> int:
     """The largest micro-batch, in packed tokens, of which each may predict."""
 
-    def is_too_much(tokens: int) -> bool:
-        return _largest_plan(sizes, tokens, tokens, device_bytes, host_bytes) is None
+    return _most(
+        sizes,
+        device_bytes,
+        lambda tokens: largest_plan(sizes, tokens, device_bytes, host_bytes) is None,
+    )
 
+
+def most_tokens(sizes: DecoderSizes, device_bytes: int, kept: Kept) -> int:
+    """The same where every layer keeps `kept`."""
+    plan = (kept,) * sizes.num_layers
+    return _most(
+        sizes, device_bytes, lambda tokens: peak_bytes(sizes, plan, tokens, tokens) > device_bytes
+    )
+
+
+def largest_plan(
+    sizes: DecoderSizes, tokens: int, device_bytes: int, host_bytes: int
+) -> tuple[Kept, ...] | None:
+    """`plan_activations` of tokens of which each may predict; None where it has none."""
+    return _largest_plan(sizes, tokens, tokens, device_bytes, host_bytes)
+
+
+def _most(sizes: DecoderSizes, device_bytes: int, is_too_much: Callable[[int], bool]) -> int:
     upper = device_bytes // (sizes.hidden_size * sizes.element_bytes) + 2
-    return max(0, bisect_left(range(upper), True, key=is_too_much) - 1)
+    return max(0, bisect_left(range(max(0, upper)), True, key=is_too_much) - 1)
 
 
 def _largest_plan(

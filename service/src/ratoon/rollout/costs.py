@@ -1,4 +1,4 @@
-"""What running packed sequences costs, by a model whose constants are fitted to the device.
+"""What running packed sequences costs, by a model whose constants are those of the device.
 
 Enter a batch and its sorted prefixes, leave counts and costs of any of its sequences packed
 together. Invariant: counts are exact, but for rows where one path trains what another only reads.
@@ -6,6 +6,8 @@ together. Invariant: counts are exact, but for rows where one path trains what a
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +18,7 @@ from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import Stage
 from ratoon.rollout.prefixes import SortedPrefixes, shared_with_previous
 from ratoon.rollout.ragged import prompt_lengths, sequence_lengths
-from ratoon.rollout.waves import num_ancestors, resident_tokens
+from ratoon.rollout.waves import num_ancestors, peak_tokens, resident_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +31,37 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Recompute:
+    """What it costs a token to run again what is not kept, by how many are held at a time.
+
+    Linear between the tokens of `held`, ascending, and as the nearest beyond them.
+    """
+
+    held: tuple[int, ...]
+    cost: tuple[float, ...]
+    # Share of the memory for activations that a token of a resident prefix takes from the others.
+    resident_share: float
+
+    def of(self, tokens: int, resident: int) -> float:
+        """Of each token, while so many are held and so many of them are of resident prefixes."""
+        free = 1.0 - self.resident_share * resident
+        # As if all the memory were there, and more tokens held.
+        alike = tokens / free if free > 0 else math.inf
+        above = bisect_left(self.held, alike)
+        if above == 0 or above == len(self.held):
+            return self.cost[min(above, len(self.held) - 1)]
+        low, high = self.held[above - 1], self.held[above]
+        share = (alike - low) / (high - low)
+        return self.cost[above - 1] + share * (self.cost[above] - self.cost[above - 1])
+
+
+# Where everything is kept, or nothing ever is.
+NOTHING_AGAIN = Recompute(held=(0,), cost=(0.0,), resident_share=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """Cost, forward and backward, in units of one token in the linear layers."""
+    """Cost, forward and backward, in any unit: seconds, or by default tokens in linear layers."""
 
     pair: float
     row: float
@@ -40,24 +71,38 @@ class CostModel:
     resident: float
     # Of a token of a stage, for each prefix above it: outputs to merge.
     merge: float
+    token: float = 1.0
+    # Pairs that a token attends in vain for each prefix above its own: a tile of keys has more than
+    # the prefix. 0: attention knows no tiles.
+    fork: float = 0.0
+    recompute: Recompute = NOTHING_AGAIN
 
     def packed(self, work: Work) -> float:
         """Cost of running it at once."""
-        return self.call + work.tokens + self.pair * work.pairs + self.row * work.rows
+        return self._run(work, work.tokens, 0)
 
     def streamed(self, work: Work, stages: Sequence[Stage]) -> float:
         """Cost of running it in `stages`, of which there is one at least."""
-        resident = sum(resident_tokens(stages))
+        resident = resident_tokens(stages)
         merged = sum(
             depth * stage.num_tokens
             for depth, stage in zip(num_ancestors(stages), stages, strict=True)
         )
         return (
-            self.packed(work)
+            self._run(work, peak_tokens(stages), max(resident))
             + self.call * (len(stages) - 1)
-            + self.resident * resident
+            + self.resident * sum(resident)
             + self.merge * merged
         )
+
+    @property
+    def call_tokens(self) -> int:
+        """Tokens that cost as much as a call."""
+        return int(self.call / self.token)
+
+    def _run(self, work: Work, held: int, resident: int) -> float:
+        of_token = self.token + self.recompute.of(held, resident)
+        return self.call + of_token * work.tokens + self.pair * work.pairs + self.row * work.rows
 
 
 # Of an 8B decoder of 36 layers with 32:8 heads of 128 and 152K tokens: from its FLOPs and bytes.

@@ -84,6 +84,9 @@ class UpdatePlan:
     packed_tokens: int
     replicated_pairs: int
     packed_pairs: int
+    # Batch sequence indexes, ascending: they share nothing with what sorts before them, as that
+    # would cost more than it saves (`gate`).
+    unshared: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ micro-batch, and a group that fits the budget is never cut apart or streamed.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import numpy as np
@@ -20,9 +20,12 @@ from ratoon.rollout.costs import (
     DEFAULT_COSTS,
     CostModel,
     SequenceSizes,
+    Work,
     measure,
     num_pairs,
 )
+from ratoon.rollout.gate import share_as_planned, unshared_places
+from ratoon.rollout.limits import NO_LIMITS, TokenLimits
 from ratoon.rollout.packed import MicroBatch, Stage, UpdatePlan
 from ratoon.rollout.prefixes import SortedPrefixes
 from ratoon.rollout.ragged import group_of_sequence, sequence_lengths
@@ -46,39 +49,81 @@ def make_plan(
     kept_S: NDArray[np.bool_],
     micro_batch_tokens: int,
     costs: CostModel = DEFAULT_COSTS,
+    limits: TokenLimits = NO_LIMITS,
 ) -> UpdatePlan:
     """Fill micro-batches with groups in sorted order, so that those that share prefixes meet.
 
     A group that alone exceeds `micro_batch_tokens` is streamed, or cut into several micro-batches,
     subtree by subtree whichever `costs` says is cheaper; a path that alone exceeds it runs alone.
-    Sequences that are empty or not in `kept_S` (bool [S]) are left out.
+    What the device cannot hold is cut in another way, where there is any. Prefixes that `costs`
+    says are not worth it are not shared: forests of the plan are of `share_as_planned`. Sequences
+    that are empty or not in `kept_S` (bool [S]) are left out.
+    """
+    return cheapest_plan(batch, prefixes, kept_S, (micro_batch_tokens,), costs, limits)
+
+
+def cheapest_plan(
+    batch: RolloutBatch,
+    prefixes: SortedPrefixes,
+    kept_S: NDArray[np.bool_],
+    candidates: Sequence[int],
+    costs: CostModel,
+    limits: TokenLimits,
+) -> UpdatePlan:
+    """The cheapest of `make_plan`'s for each of `candidates`, tokens of a micro-batch, ascending.
+
+    Of equally cheap ones that with the fewest tokens at a time.
     """
     sizes = measure(batch, prefixes)
+    unshared = np.sort(prefixes.order[unshared_places(sizes, costs)]).tolist()
+    prefixes = share_as_planned(prefixes, unshared)
+    sizes = replace(sizes, lcp=prefixes.lcp)
     is_run = (kept_S & (sequence_lengths(batch) > 0))[prefixes.order]
     places = np.flatnonzero(is_run)
     groups = _by_group(group_of_sequence(batch)[prefixes.order[places]], places)
-    splitter = GroupSplitter(batch, prefixes, sizes, budget=micro_batch_tokens, costs=costs)
-    micro_batches: list[MicroBatch] = []
-    packed_pairs = 0
-    for part in _fill(groups, splitter):
-        work = sizes.work(part.places)
-        packed_pairs += work.pairs
-        sequences = np.sort(prefixes.order[part.places])
-        micro_batches.append(
+    most = sizes.packed_tokens(places)
+    # From the first that holds everything on they are all alike.
+    enough = [tokens for tokens in candidates if tokens >= most][:1]
+    drafts: list[_Draft] = []
+    for tokens in [*(tokens for tokens in candidates if tokens < most), *enough]:
+        splitter = GroupSplitter(batch, prefixes, sizes, tokens=tokens, costs=costs, limits=limits)
+        drafts.append(_draft(_fill(groups, splitter), tokens, sizes, costs))
+    best = min(drafts, key=lambda draft: draft.cost)
+    return UpdatePlan(
+        micro_batches=tuple(
             MicroBatch(
-                sequences=tuple(sequences.tolist()),
+                sequences=tuple(np.sort(prefixes.order[part.places]).tolist()),
                 packed_tokens=work.tokens,
                 stages=part.stages,
             )
-        )
-    return UpdatePlan(
-        micro_batches=tuple(micro_batches),
-        micro_batch_tokens=micro_batch_tokens,
+            for part, work in zip(best.parts, best.works, strict=True)
+        ),
+        micro_batch_tokens=best.micro_batch_tokens,
         replicated_tokens=int(sizes.lengths[places].sum()),
-        packed_tokens=sum(part.packed_tokens for part in micro_batches),
+        packed_tokens=sum(work.tokens for work in best.works),
         replicated_pairs=num_pairs(sizes.lengths[places]),
-        packed_pairs=packed_pairs,
+        packed_pairs=sum(work.pairs for work in best.works),
+        unshared=tuple(unshared),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Draft:
+    """One way to cut the batch; `works` are those of `parts`."""
+
+    parts: list[Part]
+    works: list[Work]
+    micro_batch_tokens: int
+    cost: float
+
+
+def _draft(parts: list[Part], tokens: int, sizes: SequenceSizes, costs: CostModel) -> _Draft:
+    works = [sizes.work(part.places) for part in parts]
+    cost = sum(
+        costs.streamed(work, part.stages) if part.stages else costs.packed(work)
+        for part, work in zip(parts, works, strict=True)
+    )
+    return _Draft(parts=parts, works=works, micro_batch_tokens=tokens, cost=cost)
 
 
 def _by_group(group: NDArray[np.int64], places: NDArray[np.int64]) -> list[NDArray[np.int64]]:
@@ -140,10 +185,13 @@ def _fill(groups: Sequence[NDArray[np.int64]], splitter: GroupSplitter) -> list[
 
 def plan_to_dict(plan: UpdatePlan) -> dict[str, object]:
     """JSON values of a plan."""
-    return {
+    data: dict[str, object] = {
         "micro_batches": [_micro_batch_to_dict(part) for part in plan.micro_batches],
         **{name: getattr(plan, name) for name in _COUNTS},
     }
+    if plan.unshared:
+        data["unshared"] = list(plan.unshared)
+    return data
 
 
 def _micro_batch_to_dict(part: MicroBatch) -> dict[str, object]:
@@ -167,6 +215,8 @@ def plan_from_dict(data: Mapping[str, object]) -> UpdatePlan:
             _micro_batch(part, f"plan.micro_batches[{i}]")
             for i, part in enumerate(cast("list[object]", parts))
         ),
+        # All shared, in all older plans.
+        unshared=_indexes(data.get("unshared", []), "plan.unshared"),
         **counts,
     )
 
@@ -175,13 +225,9 @@ def _micro_batch(part: object, path: str) -> MicroBatch:
     if not isinstance(part, Mapping):
         raise invalid(path, type(part).__name__, "an object")
     fields = cast("Mapping[str, object]", part)
-    sequences = fields.get("sequences")
-    if not isinstance(sequences, list):
-        raise invalid(f"{path}.sequences", type(sequences).__name__, "a list")
-    indexes = cast("list[object]", sequences)
     packed_tokens = _count(fields, "packed_tokens", path)
     return MicroBatch(
-        sequences=tuple(_index(index, f"{path}.sequences[{i}]") for i, index in enumerate(indexes)),
+        sequences=_indexes(fields.get("sequences"), f"{path}.sequences"),
         packed_tokens=packed_tokens,
         stages=_stages(fields.get("stages", []), packed_tokens, f"{path}.stages"),
     )
@@ -208,6 +254,13 @@ def _stages(value: object, packed_tokens: int, path: str) -> tuple[Stage, ...]:
 
 def _count(data: Mapping[str, object], name: str, path: str) -> int:
     return _index(data.get(name), f"{path}.{name}")
+
+
+def _indexes(value: object, path: str) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise invalid(path, type(value).__name__, "a list")
+    items = cast("list[object]", value)
+    return tuple(_index(index, f"{path}[{i}]") for i, index in enumerate(items))
 
 
 def _index(value: object, path: str) -> int:

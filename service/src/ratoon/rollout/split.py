@@ -1,7 +1,8 @@
 """How a group that exceeds the budget is run: streamed, or cut into several micro-batches.
 
 Enter the places of a group in the sorted order, leave parts. Invariant: every place is in exactly
-one part, and what is held at a time is within the budget, or a single path.
+one part; what is held at a time is within the budget, or a single path, and within the limits of
+the device, unless there is no way to cut a path of the group so that it is.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ from numpy.typing import NDArray
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.costs import CostModel, SequenceSizes
 from ratoon.rollout.forest import build_forest
-from ratoon.rollout.packed import Stage
+from ratoon.rollout.limits import TokenLimits
+from ratoon.rollout.packed import Forest, Stage
 from ratoon.rollout.prefixes import SortedPrefixes, shared_with_previous
-from ratoon.rollout.waves import cut_into_stages
+from ratoon.rollout.waves import cut_into_stages, peak_tokens, resident_tokens
 
+# Times that a forest is cut before whatever may stay is counted.
+_MAX_CUTS = 6
 # Subtrees within subtrees that may each be run in another way; deeper ones are as those above.
 _MAX_DEPTH = 8
 
@@ -37,6 +41,8 @@ class Part:
 class _Choice:
     parts: tuple[Part, ...]
     cost: float
+    # Whether the device cannot hold a part.
+    is_refused: bool
 
 
 class GroupSplitter:
@@ -48,11 +54,14 @@ class GroupSplitter:
         prefixes: SortedPrefixes,
         sizes: SequenceSizes,
         *,
-        budget: int,
+        tokens: int,
         costs: CostModel,
+        limits: TokenLimits,
     ) -> None:
+        """`tokens`: packed ones that are asked to be held at a time, at most."""
         self.sizes = sizes
-        self.budget = budget
+        self.budget = max(1, min(tokens, limits.at_once))
+        self._limits = limits
         self._batch = batch
         self._prefixes = prefixes
         self._costs = costs
@@ -73,49 +82,70 @@ class GroupSplitter:
         choices = [self._at_once(self._cut(places)), self._streamed(places)]
         if depth > 0:
             choices.append(self._subtrees(places, depth))
-        return min(choices, key=lambda choice: choice.cost)
+        return min(choices, key=lambda choice: (choice.is_refused, choice.cost))
 
     def _at_once(self, runs: list[NDArray[np.int64]]) -> _Choice:
+        works = [self.sizes.work(run) for run in runs]
         return _Choice(
             parts=tuple(Part(places=run, stages=()) for run in runs),
-            cost=sum(self._costs.packed(self.sizes.work(run)) for run in runs),
+            cost=sum(self._costs.packed(work) for work in works),
+            is_refused=not all(self._limits.hold(work.tokens, 0) for work in works),
         )
 
     def _streamed(self, places: NDArray[np.int64]) -> _Choice:
         sequences = np.sort(self._prefixes.order[places])
-        forest = build_forest(self._batch, self._prefixes, sequences)
-        stages = cut_into_stages(forest, self.budget, int(self._costs.call))
-        cost = self._costs.streamed(self.sizes.work(places), stages)
+        stages = self._stages(build_forest(self._batch, self._prefixes, sequences))
         # One stage is all at once.
-        held = stages if len(stages) > 1 else ()
-        return _Choice(parts=(Part(places=places, stages=held),), cost=cost)
+        return _Choice(
+            parts=(Part(places=places, stages=stages if len(stages) > 1 else ()),),
+            cost=self._costs.streamed(self.sizes.work(places), stages),
+            is_refused=not self._limits.hold(peak_tokens(stages), max(resident_tokens(stages))),
+        )
+
+    def _stages(self, forest: Forest) -> tuple[Stage, ...]:
+        """Stages within budget and limits, where there are any.
+
+        Prefixes that stay leave the less room the longer they are, and the less room there is, the
+        longer is what stays: the forest is cut again until what stays is no more than was counted.
+        """
+        small_tokens = self._costs.call_tokens
+        counted = 0
+        for _ in range(_MAX_CUTS):
+            room = max(1, min(self.budget, self._limits.beside(counted)))
+            stages = cut_into_stages(forest, room, small_tokens)
+            resident = max(resident_tokens(stages))
+            if resident <= counted or self._limits.hold(peak_tokens(stages), resident):
+                return stages
+            counted = resident
+        room = max(1, min(self.budget, self._limits.beside(_deepest_fork(forest))))
+        return cut_into_stages(forest, room, small_tokens)
 
     def _subtrees(self, places: NDArray[np.int64], depth: int) -> _Choice:
         """Subtrees below the common prefix, which each part repeats; neighbours that fit meet."""
         shared = shared_with_previous(self.sizes.lcp, places)
         is_first = shared == shared[1:].min()
         is_first[0] = True
-        parts: list[Part] = []
-        cost, open_run = 0.0, places[:0]
+        found: list[_Choice] = []
+        open_run = places[:0]
         for child in np.split(places, np.flatnonzero(is_first)[1:]):
             joined = np.concatenate([open_run, child])
             if self._fits(joined):
                 open_run = joined
                 continue
-            choices = [self._at_once([open_run])] if len(open_run) else []
+            if len(open_run):
+                found.append(self._at_once([open_run]))
             open_run = places[:0]
             if self._fits(child):
                 open_run = child
             else:
-                choices.append(self._cheapest(child, depth - 1))
-            for choice in choices:
-                parts += choice.parts
-                cost += choice.cost
+                found.append(self._cheapest(child, depth - 1))
         if len(open_run):
-            last = self._at_once([open_run])
-            parts += last.parts
-            cost += last.cost
-        return _Choice(parts=tuple(parts), cost=cost)
+            found.append(self._at_once([open_run]))
+        return _Choice(
+            parts=tuple(part for choice in found for part in choice.parts),
+            cost=sum(choice.cost for choice in found),
+            is_refused=any(choice.is_refused for choice in found),
+        )
 
     def _cut(self, places: NDArray[np.int64]) -> list[NDArray[np.int64]]:
         """Runs of `places` of at most the budget's packed tokens, or of one place."""
@@ -129,3 +159,10 @@ class GroupSplitter:
                 cuts.append(i)
                 tokens = lengths[i]
         return np.split(places, cuts)
+
+
+def _deepest_fork(forest: Forest) -> int:
+    """Most tokens from a root down to the end of a node that has children."""
+    above = forest.node_parent[forest.node_parent >= 0]
+    own = forest.node_stop - forest.node_start
+    return int((forest.node_depth + own)[above].max(initial=0))

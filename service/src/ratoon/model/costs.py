@@ -1,0 +1,114 @@
+"""What the planner's choices cost on a device, by formula from the decoder's sizes.
+
+Enter a decoder's sizes and the rates of a device, leaves a `CostModel` in seconds. Invariant: every
+cost is a sum of work over rates, so that rates are fitted to measured steps as linear factors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ratoon.model.activation_plan import DecoderSizes, Kept, largest_plan, max_tokens, most_tokens
+from ratoon.rollout.costs import CostModel, Recompute
+
+# Keys of a tile of attention: a token reads as many for each prefix that ends within one.
+_TILE_KEYS = 128
+# FLOPs of a (query, key) pair and head dimension: two products forward, five backward.
+_PAIR_FLOPS = 14
+# Features that elementwise operations of one layer read or write, forward and backward: norms,
+# residuals and positions of a hidden state; the gated product of the MLP.
+_HIDDEN_PASSES = 24
+_MLP_PASSES = 9
+# Times that a partial output of attention and its gradient are read or written in float32.
+_MERGE_PASSES = 6
+# Steps of held tokens between which the cost of running again is interpolated.
+_NUM_STEPS = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceRates:
+    """What a device does a second, in bfloat16 training."""
+
+    # FLOP/s of the products of the layers' weights, of tree attention, of the LM head and its loss.
+    linear_flops: float
+    attention_flops: float
+    head_flops: float
+    memory_bytes: float
+    # Seconds of a layer in a forward and backward of next to nothing.
+    layer_call_s: float
+
+
+# docs/decisions/0010: of 3.83 s for 41,323 packed tokens of Qwen3-8B, 36,264 of which are predicted
+# and attend 222e6 pairs, products of weights took 2.5 s, attention 0.89 s and the LM head 0.28 s.
+# Bandwidth: data sheet, less what copies do not reach.
+H200_RATES = DeviceRates(
+    linear_flops=690e12,
+    attention_flops=515e12,
+    head_flops=483e12,
+    memory_bytes=4.5e12,
+    layer_call_s=1e-3,
+)
+
+
+def device_costs(
+    sizes: DecoderSizes, rates: DeviceRates, *, layers_are_trained: bool = True
+) -> CostModel:
+    """Costs where every product is kept; `with_recompute` adds what memory makes of them.
+
+    A weight costs 2 FLOPs a token forward, 2 for the gradient of its input and 2 for its own where
+    it is trained. `layers_are_trained` False: of adapters, whose own weights are left out.
+    """
+    layers, heads = sizes.num_layers, sizes.num_heads * sizes.head_dim
+    weights = layers * (_attention_weights(sizes) + 3 * sizes.hidden_size * sizes.mlp_size)
+    head_weights = sizes.vocab_size * sizes.hidden_size
+    element = sizes.element_bytes
+    elementwise = _HIDDEN_PASSES * sizes.hidden_size + _MLP_PASSES * sizes.mlp_size
+    # A gradient is written, read, and added to a sum in float32; the embedding's like the head's.
+    trained = weights * layers_are_trained + 2 * head_weights * sizes.head_is_trained
+    # Of a resident token: keys and values read forward and backward, their gradients added to.
+    key_value = 2 * sizes.num_kv_heads * sizes.head_dim
+    return CostModel(
+        token=(6 if layers_are_trained else 4) * weights / rates.linear_flops
+        + layers * elementwise * element / rates.memory_bytes,
+        pair=_PAIR_FLOPS * layers * heads / rates.attention_flops,
+        row=(6 if sizes.head_is_trained else 4) * head_weights / rates.head_flops,
+        call=trained * (2 * element + 8) / rates.memory_bytes + layers * rates.layer_call_s,
+        resident=layers * key_value * (2 * element + 8) / rates.memory_bytes,
+        merge=layers * heads * 4 * _MERGE_PASSES / rates.memory_bytes,
+        fork=_TILE_KEYS,
+    )
+
+
+def recompute_s(sizes: DecoderSizes, rates: DeviceRates, kept: tuple[Kept, ...]) -> float:
+    """Seconds a token to run again what the layers do not keep."""
+    wide = 2 * sizes.hidden_size * sizes.mlp_size
+    weights = 0
+    for layer in kept:
+        if layer is not Kept.PRODUCTS:
+            weights += wide
+        if layer in (Kept.ATTENTION, Kept.HOST):
+            weights += _attention_weights(sizes)
+    return 2 * weights / rates.linear_flops
+
+
+def with_recompute(
+    costs: CostModel, sizes: DecoderSizes, rates: DeviceRates, device_bytes: int, host_bytes: int
+) -> CostModel:
+    """`costs` where so many bytes are lent to activations, as to `plan_activations`."""
+    least = max(1, most_tokens(sizes, device_bytes, Kept.PRODUCTS))
+    growth = max(1.0, max_tokens(sizes, device_bytes, host_bytes) / least)
+    held = sorted({int(least * growth ** (i / _NUM_STEPS)) for i in range(_NUM_STEPS + 1)})
+    plans = [largest_plan(sizes, tokens, device_bytes, host_bytes) for tokens in held]
+    least_kept = (Kept.ATTENTION,) * sizes.num_layers
+    recompute = Recompute(
+        held=tuple(held),
+        cost=tuple(recompute_s(sizes, rates, plan or least_kept) for plan in plans),
+        resident_share=sizes.prefix_bytes / max(1, device_bytes),
+    )
+    return replace(costs, recompute=recompute)
+
+
+def _attention_weights(sizes: DecoderSizes) -> int:
+    """Of one layer: projections to queries, keys, values, and of the output."""
+    heads = 2 * sizes.num_heads + 2 * sizes.num_kv_heads
+    return sizes.hidden_size * sizes.head_dim * heads

@@ -1,0 +1,71 @@
+"""Where sharing a prefix costs more than it saves, it is not shared.
+
+Enter sorted sequences and costs, leave the sequences that begin a tree of their own though they
+share a prefix with the one before; and from these, prefixes in which they do. Invariant: whatever
+is unshared, each sequence's own tokens stay what they are, so that results only differ by rounding.
+
+Sharing runs a prefix once less. But attention goes by tiles: beside those that are full of keys
+that it needs, a token reads one for each prefix above its own tokens that begins or ends within it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ratoon.errors import invalid
+from ratoon.rollout.costs import CostModel, SequenceSizes
+from ratoon.rollout.prefixes import SortedPrefixes
+
+
+def unshared_places(sizes: SequenceSizes, costs: CostModel) -> NDArray[np.int64]:
+    """Places in the sorted order that had better share nothing with those before; int64, ascending.
+
+    The sequence before is right behind the prefix in either case: only the later ones pay.
+    """
+    if costs.fork == 0:
+        return np.empty(0, np.int64)
+    shared, lengths = sizes.lcp, sizes.lengths
+    rows = (
+        sizes.trained_before[sizes.first_column + np.maximum(shared - sizes.prompt, 0)]
+        - sizes.trained_before[sizes.first_column]
+    )
+    pairs = shared * (shared + 1) // 2
+    saved = costs.token * shared + costs.pair * pairs + costs.row * rows
+    price = costs.pair * costs.fork * (lengths - shared)
+    unshared: list[int] = []
+    # Where the prefixes above the place end.
+    forks: list[int] = []
+    for place, depth in enumerate(shared.tolist()):
+        while forks and forks[-1] > depth:
+            forks.pop()
+        if depth == 0:
+            continue
+        is_new = not forks or forks[-1] < depth
+        if saved[place] < price[place] * (len(forks) + is_new):
+            unshared.append(place)
+            forks.clear()
+        elif is_new:
+            forks.append(depth)
+    return np.array(unshared, np.int64)
+
+
+def share_as_planned(prefixes: SortedPrefixes, unshared: Sequence[int]) -> SortedPrefixes:
+    """`prefixes` in which the sequences `unshared` share nothing with what is before them.
+
+    Raises `RatoonError` INVALID_ARGUMENT where one is no sequence of the batch.
+    """
+    if not unshared:
+        return prefixes
+    index = np.array(unshared, np.int64)
+    outside = index[(index < 0) | (index >= len(prefixes.rank))]
+    if len(outside):
+        raise invalid(
+            "plan.unshared", outside[0], f"an index of the batch's {len(prefixes.rank)} sequences"
+        )
+    lcp = prefixes.lcp.copy()
+    lcp[prefixes.rank[index]] = 0
+    return replace(prefixes, lcp=lcp)
