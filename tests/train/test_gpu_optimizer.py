@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 
 from ratoon.train.config import OptimizerStates
 from ratoon.train.narrow_adamw import NarrowAdamW
+from ratoon.train.optimizer import global_norm
 from ratoon.train.optimizer_choice import Optimizer, make_optimizer
 from ratoon.train.rounding import decode_positive, decode_signed
 from tests.train.optimizer_runs import (
@@ -83,20 +86,96 @@ def test_a_step_waits_for_the_device_once(kind: OptimizerStates) -> None:
     optimizer = _optimizer(kind, _DEVICE)
     _run(optimizer, _DEVICE, range(1))
     sums = {name: gradient.cuda() for name, gradient in make_gradients(1).items()}
+    assert _num_waits(lambda: optimizer.step(sums, 2.0, optim_step())) == 1
+
+
+def _num_waits(work: Callable[[], object]) -> int:
     torch.cuda.synchronize()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            optimizer.step(sums, 2.0, optim_step())
+            work()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    waits = [str(w.message) for w in caught if str(w.message).startswith("called a synchronizing")]
-    assert len(waits) == 1, waits
+    return sum(str(w.message).startswith("called a synchronizing") for w in caught)
+
+
+def _heavy_tailed(count: int) -> Tensor:
+    generator = torch.Generator(_DEVICE).manual_seed(0)
+
+    def normal() -> Tensor:
+        return torch.randn(count, generator=generator, device=_DEVICE)
+
+    return normal() * torch.exp(3 * normal())
+
+
+_COUNT = (1 << 25) + 1027
+_GRADIENTS: dict[str, Callable[[], Tensor]] = {
+    "normal": lambda: torch.randn(_COUNT, device=_DEVICE),
+    "heavy-tailed": lambda: _heavy_tailed(_COUNT),
+    # Roundings of equal terms go in one direction.
+    "constant": lambda: torch.full((_COUNT,), 0.1, device=_DEVICE),
+    "bfloat16": lambda: torch.randn(_COUNT, device=_DEVICE).bfloat16(),
+}
+
+
+@pytest.mark.parametrize("name", _GRADIENTS)
+def test_norm_in_float32_blocks_is_that_of_float64(name: str) -> None:
+    gradients = [_GRADIENTS[name](), torch.full((3, 5), 2.0, device=_DEVICE)]
+    exact = math.sqrt(sum(gradient.double().square().sum().item() for gradient in gradients))
+    norms: list[float] = []
+    assert _num_waits(lambda: norms.append(global_norm(gradients))) == 1
+    assert norms[0] == pytest.approx(exact, rel=1e-6)
+    assert global_norm(gradients) == norms[0]
+
+
+@pytest.mark.parametrize("size", [1e30, 1e-25, 0.0])
+def test_norm_is_read_again_where_squares_have_no_float32(size: float) -> None:
+    gradients = [torch.full((70_000,), size, device=_DEVICE)]
+    exact = math.sqrt(gradients[0].double().square().sum().item())
+    norms: list[float] = []
+    assert _num_waits(lambda: norms.append(global_norm(gradients))) == 2
+    assert norms[0] == pytest.approx(exact, rel=1e-6, abs=0)
+
+
+_EXTREMES = [(kind, size, 1.0) for kind in OptimizerStates for size in (1e30, 1e-38)]
+
+
+# In the last the scale of the gradients has no float32.
+@pytest.mark.parametrize(
+    ("kind", "size", "limit"), [*_EXTREMES, (OptimizerStates.FP32, 1e33, 1e-6)]
+)
+def test_extreme_gradients_step_as_on_the_cpu(
+    kind: OptimizerStates, size: float, limit: float
+) -> None:
+    states: list[dict[str, Tensor]] = []
+    for device in (_DEVICE, torch.device("cpu")):
+        optimizer = _optimizer(kind, device)
+        sums = {name: (size * g).to(device) for name, g in make_gradients(0).items()}
+        assert not optimizer.step(sums, 2.0, optim_step(max_grad_norm=limit)).skipped
+        states.append({name: t.cpu() for name, t in optimizer.state().weights.items()})
+    for name, weight in states[0].items():
+        # Where the narrow states differ it is by an ulp, in few places.
+        difference = (weight.double() - states[1][name].double()).abs()
+        differs = difference > 1e-7 + 1e-5 * weight.abs().double()
+        assert differs.double().mean().item() <= (0.0 if kind is OptimizerStates.FP32 else 0.01)
+
+
+@pytest.mark.parametrize("kind", list(OptimizerStates))
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_touches_nothing(kind: OptimizerStates, bad: float) -> None:
+    optimizer = _optimizer(kind, _DEVICE)
+    before = _run(optimizer, _DEVICE, range(1))
+    sums = {name: gradient.to(_DEVICE) for name, gradient in make_gradients(1).items()}
+    sums["few"][3] = bad
+    assert optimizer.step(sums, 2.0, optim_step()).skipped
+    for name, tensor in copied(optimizer.state()).items():
+        assert torch.equal(tensor, before[name]), name
 
 
 def test_a_step_needs_little_memory_beside_its_states() -> None:
-    """Of 2**27 weights a float32 copy is 512 MiB; the norm widens a quarter of them at a time."""
+    """Of 2**27 weights a float32 copy is 512 MiB."""
     count = 1 << 27
     weight = nn.Parameter(torch.ones(count, dtype=torch.bfloat16, device=_DEVICE))
     sums = {"a": torch.full((count,), 0.1, device=_DEVICE)}

@@ -9,6 +9,7 @@ import gc
 import math
 import statistics
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -173,6 +174,33 @@ def test_chunks_change_no_bit(kind: OptimizerStates, monkeypatch: pytest.MonkeyP
     whole = _run(_optimizer(kind), range(3))
     monkeypatch.setattr(narrow_adamw, "_CHUNK", 512)
     assert _same(_run(_optimizer(kind), range(3)), whole)
+
+
+def test_shapes_of_parameters_share_compiled_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler that looked at the shape of the whole, beyond the part that it was given, compiled
+    anew for each, and at the ninth gave up: a model with many shapes could not be stepped."""
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(narrow_adamw, "_CHUNK", 1 << 14)
+    shapes = [(64, 256), (16, 512), (256, 17), (100,), (1, 4096), (2, 128), (1, 1), (96, 256)]
+    shapes += [(257, 256), (3, 256, 7), (2, 2, 2, 1024), (128,), (4096,), (16, 16, 16)]
+    compiled = torch.compile(
+        narrow_adamw._step_chunk, dynamic=True, fullgraph=True, backend=backend
+    )
+    for kind in NARROW:
+        parameters = {
+            str(shape): nn.Parameter(torch.ones(shape, dtype=torch.bfloat16)) for shape in shapes
+        }
+        optimizer = NarrowAdamW(parameters, CONFIG, kind, 0)
+        monkeypatch.setattr(optimizer, "_step_chunk", compiled)
+        sums = {name: torch.ones(parameter.shape) for name, parameter in parameters.items()}
+        assert not optimizer.step(sums, 1.0, optim_step()).skipped
+    # With codes and without, and of each one for a single row or element.
+    assert len(graphs) <= 4
 
 
 @pytest.mark.parametrize("kind", NARROW)

@@ -19,7 +19,13 @@ from torch import Tensor, nn
 from ratoon.errors import invalid
 from ratoon.train.config import AdamWConfig, OptimizerStates
 from ratoon.train.loss_spec import OptimStep
-from ratoon.train.optimizer import CLIP_EPSILON, OptimizerState, StepOutcome, global_norm
+from ratoon.train.optimizer import (
+    CLIP_EPSILON,
+    MAX_FLOAT32,
+    OptimizerState,
+    StepOutcome,
+    global_norm,
+)
 from ratoon.train.rounding import (
     BLOCK,
     decode_positive,
@@ -32,11 +38,11 @@ from ratoon.train.rounding import (
 
 # A parameter of fewer elements, or not of whole blocks, keeps bfloat16 moments.
 MIN_8BIT_ELEMENTS = 4096
-# Elements that a step computes at a time, so that temporaries stay small: a multiple of BLOCK.
-_CHUNK = 1 << 23
+# Elements that a step computes at a time, a multiple of BLOCK: few calls, of which each costs the
+# host tens of microseconds, against what is kept for a moment beside the states.
+_CHUNK = 1 << 25
 # Indices are int32.
 _MAX_ELEMENTS = 1 << 31
-_MAX_FLOAT32 = torch.finfo(torch.float32).max
 # Second moments end here, where rounding them up is still finite.
 _MAX_SQUARE = 1e38
 
@@ -45,7 +51,8 @@ _StepChunk = Callable[[Tensor, tuple[Tensor, ...], tuple[Tensor, Tensor], Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Chunk:
-    """A part of one parameter; the tensors are flat views of it.
+    """A part of one parameter; the tensors are flat views of it, or of rows of BLOCK where the
+    moments are codes: a compiler then has the maxima of the blocks and all else in one loop.
 
     `tensors`: weight, first and second moment, and the two scales where the moments are codes.
     `origin`: int32 [3], two keys of the parameter and the index of the part's first element.
@@ -89,7 +96,7 @@ class NarrowAdamW:
     def step(self, sums: Mapping[str, Tensor], divisor: float, step: OptimStep) -> StepOutcome:
         """Divide by `divisor` (> 0), clip by the global norm, step; `sums` (float32) stay."""
         norm = global_norm(sums.values()) / divisor
-        if not norm <= _MAX_FLOAT32:
+        if not norm <= MAX_FLOAT32:
             return StepOutcome(grad_norm=norm if math.isnan(norm) else math.inf, skipped=True)
         clip = min(1.0, step.max_grad_norm / (norm + CLIP_EPSILON))
         number = self._live.num_steps + 1
@@ -102,6 +109,7 @@ class NarrowAdamW:
         for chunk in self._chunks:
             stop = chunk.start + chunk.tensors[0].numel()
             gradient = sums[chunk.name].view(-1)[chunk.start : stop]
+            gradient = gradient.view(chunk.tensors[0].shape).data
             self._step_chunk(gradient, chunk.tensors, scalars, chunk.origin)
         self._live = replace(self._live, num_steps=number)
         return StepOutcome(grad_norm=norm, skipped=False)
@@ -127,12 +135,18 @@ def _step_chunk(
 ) -> None:
     """One step of AdamW for a part of a parameter, as torch's, in float32, in place.
 
-    `gradient`: float32 [n], not yet divided; `scalars`: `_numbers`, and two keys of the step.
+    `gradient`: float32 [n] or [n / BLOCK, BLOCK] as the weight, not yet divided; `scalars`:
+    `_numbers`, and two keys of the step.
+
+    Bytes a parameter: 16 read and written with bfloat16 moments, 12 with codes, and 4 before
+    that for the norm.
     """
     numbers, keys = scalars
     scale, keep, step_size, root_correction, beta1_rest, beta2, beta2_rest, eps = numbers.unbind()
     weight, exp_avg, exp_avg_sq, *scales = tensors
     if scales:
+        # So that a compiler knows the length of a row.
+        assert weight.shape[1] == BLOCK
         m, v = decode_signed(exp_avg, scales[0]), decode_positive(exp_avg_sq, scales[1])
     else:
         m, v = exp_avg.float(), exp_avg_sq.float()
@@ -140,7 +154,8 @@ def _step_chunk(
     m = m + beta1_rest * (g - m)
     v = (v * beta2 + beta2_rest * g * g).clamp(max=_MAX_SQUARE)
     updated = weight.float() * keep - step_size * m / (v.sqrt() / root_correction + eps)
-    index = torch.arange(weight.numel(), dtype=torch.int32, device=weight.device) + origin[2]
+    index = torch.arange(weight.numel(), dtype=torch.int32, device=weight.device)
+    index = index.view(weight.shape) + origin[2]
     words = mix(mix(index ^ origin[0]) ^ mix(keys[0] ^ origin[1]))
     words_m = mix(words + keys[1])
     words_v = mix(words_m + keys[1])
@@ -231,7 +246,11 @@ def _chunks(state: OptimizerState, name: str, size: int, seed: int) -> list[_Chu
     for start in range(0, weight.numel(), size):
         part = slice(start, start + size)
         scale_part = slice(start // BLOCK, (start + size) // BLOCK)
-        tensors = (*(t.view(-1)[part] for t in flat), *(s[scale_part] for s in scales))
+        shape = (-1, BLOCK) if scales else (-1,)
+        parts = (tensor.view(-1)[part].view(shape) for tensor in flat)
+        # `.data` is no view: of a view, the compiler would look at the shape of the whole too, and
+        # compile anew for each kind of it.
+        tensors = tuple(t.data for t in (*parts, *(scale[scale_part] for scale in scales)))
         origin = torch.tensor([*keys, start], dtype=torch.int32, device=weight.device)
         found.append(_Chunk(name=name, start=start, tensors=tensors, origin=origin))
     return found

@@ -50,7 +50,10 @@ def round_bf16(x: Tensor, words: Tensor) -> Tensor:
 
 
 def encode_signed(x: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes (uint8, shape of `x`) and block maxima (float32, [n / BLOCK]) of float32 [n]."""
+    """Codes (uint8, shape of `x`) and block maxima (float32, [n / BLOCK]) of `x`.
+
+    `x`: float32 [n] or [n / BLOCK, BLOCK].
+    """
     y, scales = _scaled(x)
     magnitude = y.abs()
     draw = words & _FRACTION
@@ -59,7 +62,7 @@ def encode_signed(x: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
     is_up = draw.to(torch.float32) < magnitude * ((1 << _FRACTION_BITS) / _SIGNED_FLOOR)
     code = torch.where(magnitude < _SIGNED_FLOOR, is_up.to(torch.int32), code)
     code = torch.where(y < 0, code + 128, code)
-    return code.to(torch.uint8).view(x.shape), scales
+    return code.to(torch.uint8), scales
 
 
 def decode_signed(codes: Tensor, scales: Tensor) -> Tensor:
@@ -77,7 +80,7 @@ def encode_positive(x: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
     y = y.clamp(min=_POSITIVE_FLOOR)
     bits = y.view(torch.int32) + (words & _FRACTION)
     code = (bits >> _FRACTION_BITS) - _POSITIVE_BOTTOM
-    return code.to(torch.uint8).view(x.shape), scales
+    return code.to(torch.uint8), scales
 
 
 def decode_positive(codes: Tensor, scales: Tensor) -> Tensor:
@@ -87,15 +90,15 @@ def decode_positive(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def _scaled(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`x` over its block's largest magnitude, flat, in [-1, 1]; a block below `_TINY` is zero."""
+    """`x` over its block's largest magnitude, in [-1, 1]; a block below `_TINY` is zero."""
     blocks = x.view(-1, BLOCK)
     scales = blocks.abs().amax(dim=1)
     is_zero = scales < _TINY
     divisor = torch.where(is_zero, 1.0, scales)
     # A division that is off by an ulp must not pass the largest code.
     y = (blocks / divisor[:, None]).clamp(-1.0, 1.0)
-    return y.view(-1), torch.where(is_zero, 0.0, scales)
+    return y.view(x.shape), torch.where(is_zero, 0.0, scales)
 
 
 def _unscaled(y: Tensor, scales: Tensor) -> Tensor:
-    return (y.view(-1, BLOCK) * scales[:, None]).view(-1)
+    return (y.view(-1, BLOCK) * scales[:, None]).view(y.shape)
