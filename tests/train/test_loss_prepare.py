@@ -26,6 +26,7 @@ from ratoon.train.config import (
     StalenessAction,
     TokenWeight,
 )
+from ratoon.train.planning import cpu_planner
 from ratoon.train.prepare import Prepared, prepare, prepare_planned
 from ratoon.train.resolve import resolve_loss
 from tests import builders
@@ -38,7 +39,7 @@ def _prepare(
 ) -> Prepared:
     fields: dict[str, Any] = {"kind": LossKind.PPO_CLIP, "old_logprobs": _ON_POLICY}
     loss = resolve_loss(LossRequest(**(fields | changes)), batch, has_frozen_reference=False)
-    return prepare(batch, loss, version=version, micro_batch_tokens=tokens)
+    return prepare(batch, loss, version=version, planner=cpu_planner(tokens))
 
 
 def _sequence_values(batch: RolloutBatch, column_J: NDArray[Any]) -> list[list[float]]:

@@ -19,6 +19,7 @@ from ratoon.rollout.selection import trained_mask
 from ratoon.train import passes, prepare
 from ratoon.train.config import KlConfig, KlKind, LossKind, LossRequest, ReferenceKind
 from ratoon.train.loss.compute import compute_loss
+from ratoon.train.planning import cpu_planner
 from ratoon.train.resolve import resolve_loss
 from ratoon_kernels import build_layout
 from tests.theorem import assert_close
@@ -134,7 +135,7 @@ def test_mutation_turns_the_comparison_red(
     pair.trainer.discard_gradients()
     mutate(monkeypatch)
     loss = resolve_loss(request, batch, has_frozen_reference=True)
-    prepared = prepare.prepare(batch, loss, version=0, micro_batch_tokens=40)
+    prepared = prepare.prepare(batch, loss, version=0, planner=cpu_planner(40))
     assert len(prepared.plan.micro_batches) > 1
     pair.trainer.forward_backward(batch, loss, prepared.plan)
     assert max(pair.gradient_errors().values()) > 1e-2

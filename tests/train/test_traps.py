@@ -26,6 +26,7 @@ from ratoon.train.config import (
     OldLogprobsKind,
     OptimRequest,
 )
+from ratoon.train.planning import cpu_planner
 from ratoon.train.resolve import resolve_loss, resolve_optim
 from ratoon.train.trainer import Trainer
 from tests.builders import group, limits, rollout
@@ -146,7 +147,7 @@ def test_groups_keep_their_identity(pair: Pair) -> None:
     groups = [replace(g, group_id=f"g{n}") for n, g in enumerate(groups)]
     batch = _validated(groups)
     loss = resolve_loss(LossRequest(kind=LossKind.REINFORCE), batch, has_frozen_reference=False)
-    prepared = prepare.prepare(batch, loss, version=0, micro_batch_tokens=WHOLE)
+    prepared = prepare.prepare(batch, loss, version=0, planner=cpu_planner(WHOLE))
     advantage_S = prepared.columns.advantage_J[batch.response_offsets[:-1]]
     half = np.sqrt(0.5)
     assert advantage_S == pytest.approx([-half, half] * 3, rel=1e-5)
@@ -195,7 +196,7 @@ def test_ratio_is_near_one_under_other_cuts(tmp_path: Path) -> None:
     whole = _forward(pair.trainer, batch)
     request = LossRequest(kind=LossKind.IMPORTANCE_SAMPLING, old_logprobs=FROM_FORWARD)
     loss = resolve_loss(request, batch, has_frozen_reference=True)
-    plan = prepare.prepare(batch, loss, version=0, micro_batch_tokens=1).plan
+    plan = prepare.prepare(batch, loss, version=0, planner=cpu_planner(1)).plan
     cut = pair.trainer.forward(batch, plan, with_entropy=False, use_reference=False).logprobs
     assert np.abs(np.exp(cut.astype(np.float64) - whole) - 1).max() <= 1e-5
 

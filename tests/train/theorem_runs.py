@@ -31,6 +31,7 @@ from ratoon.train.config import (
     OverlongPenalty,
     ReferenceKind,
 )
+from ratoon.train.planning import cpu_planner
 from ratoon.train.report import StepReport
 from ratoon.train.resolve import resolve_loss, resolve_optim
 from ratoon.train.spec import TrainerSpec
@@ -196,7 +197,7 @@ def forward_backward(
     loss = resolve_loss(request, batch, has_frozen_reference=True)
     trainer = pair.trainer
     plan = prepare.prepare(
-        batch, loss, version=trainer.version, micro_batch_tokens=micro_batch_tokens
+        batch, loss, version=trainer.version, planner=cpu_planner(micro_batch_tokens)
     ).plan
     report = trainer.forward_backward(batch, loss, plan, old_logprobs_J=forward_logprobs_J)
     paths = paths_of(oracle_batch or batch)

@@ -16,8 +16,9 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ratoon.errors import invalid
+from ratoon.errors import ErrorCode, RatoonError
 from ratoon.rollout.costs import CostModel, SequenceSizes
+from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.prefixes import SortedPrefixes
 
 
@@ -53,19 +54,23 @@ def unshared_places(sizes: SequenceSizes, costs: CostModel) -> NDArray[np.int64]
     return np.array(unshared, np.int64)
 
 
-def share_as_planned(prefixes: SortedPrefixes, unshared: Sequence[int]) -> SortedPrefixes:
-    """`prefixes` in which the sequences `unshared` share nothing with what is before them.
+def planned_prefixes(prefixes: SortedPrefixes, plan: UpdatePlan) -> SortedPrefixes:
+    """The prefixes that `plan` was made of, from all that the batch has.
 
-    Raises `RatoonError` INVALID_ARGUMENT where one is no sequence of the batch.
+    Raises `RatoonError` INTERNAL where it cannot be a plan of that batch.
     """
+    run = np.array([s for part in plan.micro_batches for s in part.sequences], np.int64)
+    for index in (run, np.array(plan.unshared, np.int64)):
+        is_of_batch = (index >= 0) & (index < len(prefixes.rank))
+        if not is_of_batch.all() or len(np.unique(index)) != len(index):
+            raise RatoonError(ErrorCode.INTERNAL, "the plan's sequences are of another batch")
+    return share_as_planned(prefixes, plan.unshared)
+
+
+def share_as_planned(prefixes: SortedPrefixes, unshared: Sequence[int]) -> SortedPrefixes:
+    """`prefixes` in which the sequences `unshared` share nothing with what is before them."""
     if not unshared:
         return prefixes
-    index = np.array(unshared, np.int64)
-    outside = index[(index < 0) | (index >= len(prefixes.rank))]
-    if len(outside):
-        raise invalid(
-            "plan.unshared", outside[0], f"an index of the batch's {len(prefixes.rank)} sequences"
-        )
     lcp = prefixes.lcp.copy()
-    lcp[prefixes.rank[index]] = 0
+    lcp[prefixes.rank[list(unshared)]] = 0
     return replace(prefixes, lcp=lcp)

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from ratoon.rollout import advantages as group_advantages
 from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.gate import planned_prefixes
 from ratoon.rollout.packed import UpdatePlan
-from ratoon.rollout.plan import make_plan
 from ratoon.rollout.prefixes import SortedPrefixes, sort_sequences
 from ratoon.rollout.selection import (
     Counters,
@@ -38,6 +38,7 @@ from ratoon.train.config import (
     TokenWeight,
 )
 from ratoon.train.loss_spec import Loss
+from ratoon.train.planning import Planner
 
 _ADVANTAGES = {
     AdvantageKind.GROUP_MEAN_STD: group_advantages.group_mean_std,
@@ -66,6 +67,7 @@ class Prepared:
 
     batch: RolloutBatch
     loss: Loss
+    # Those that `plan` shares.
     prefixes: SortedPrefixes
     selection: Selection
     columns: Columns
@@ -76,17 +78,20 @@ class Prepared:
     warnings: tuple[str, ...]
 
 
-def prepare(batch: RolloutBatch, loss: Loss, *, version: int, micro_batch_tokens: int) -> Prepared:
+def prepare(batch: RolloutBatch, loss: Loss, *, version: int, planner: Planner) -> Prepared:
     """Decide all, cuts included. Raises STALE_ROLLOUTS where the loss refuses stale rollouts."""
     prefixes = sort_sequences(batch)
     selection = select(batch, loss, version)
     is_run_S = selection.kept_S & has_trained_tokens(batch)
-    plan = make_plan(batch, prefixes, is_run_S, micro_batch_tokens)
+    plan = planner.plan(batch, prefixes, is_run_S)
     return _assemble(batch, loss, prefixes, selection, plan)
 
 
 def prepare_planned(batch: RolloutBatch, loss: Loss, plan: UpdatePlan, *, version: int) -> Prepared:
-    """The same with the cuts of `plan`, made before from the same batch, loss and version."""
+    """The same with the cuts of `plan`, made before from the same batch, loss and version.
+
+    Raises `RatoonError` INTERNAL where the plan is of another batch.
+    """
     prefixes = sort_sequences(batch)
     return _assemble(batch, loss, prefixes, select(batch, loss, version), plan)
 
@@ -116,13 +121,14 @@ def _assemble(
     selection: Selection,
     plan: UpdatePlan,
 ) -> Prepared:
+    # Who owns a token that several sequences train is no question of what pays.
     columns = _columns(batch, loss, prefixes, selection)
     counted = counters(columns.counted_J, batch, selection.kept_S)
     comes_whole = loss.advantage not in (None, AdvantageKind.GIVEN)
     return Prepared(
         batch=batch,
         loss=loss,
-        prefixes=prefixes,
+        prefixes=planned_prefixes(prefixes, plan),
         selection=selection,
         columns=columns,
         counters=counted,

@@ -16,8 +16,8 @@ class TrainerSpec:
     model: ModelSpec
     optimizer: AdamWConfig
     deterministic: bool
-    # Token budget of one micro-batch, in packed tokens.
-    micro_batch_tokens: int
+    # Token budget of one micro-batch, in packed tokens; None: `planning` chooses.
+    micro_batch_tokens: int | None
     # Keep the initial weights for the frozen reference (LoRA needs no copy: the adapter off).
     keep_reference: bool
     # Backend of tree attention by name; "" picks the best available.

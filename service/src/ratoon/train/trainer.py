@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,17 +17,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ratoon.errors import ErrorCode, RatoonError, invalid
+from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.loader import load_model
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import ModelInfo
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
-from ratoon.rollout.plan import make_plan
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.train import checkpoint, prepare, report_builder
 from ratoon.train.canary import CanaryOutcome, is_due, run_canary
-from ratoon.train.config import OldLogprobsKind
+from ratoon.train.forward_arrays import ForwardArrays, check_forward_logprobs, run_forward
 from ratoon.train.gradients import GradientSums
 from ratoon.train.loss_spec import Loss, Normalisation, OptimStep
 from ratoon.train.micro_batches import PassHooks, never_cancelled, no_progress
@@ -38,24 +37,13 @@ from ratoon.train.numerics import (
     peak_memory_bytes,
 )
 from ratoon.train.optimizer_choice import make_optimizer
-from ratoon.train.passes import forward_backward_pass, forward_pass
+from ratoon.train.passes import forward_backward_pass
+from ratoon.train.planning import cpu_planner, device_planner
 from ratoon.train.prepare import Prepared
 from ratoon.train.report import PhaseSeconds, StepReport
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.usage import UsageMeter
 from ratoon.train.window import GradientWindow, WindowState
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardArrays:
-    """Per response token of the batch, [J], 0 where the loss mask is false.
-
-    float32; float64 for a float64 model. `entropy` None: not asked for.
-    """
-
-    logprobs: NDArray[np.floating]
-    entropy: NDArray[np.floating] | None
-    report: StepReport
 
 
 class Trainer:
@@ -74,6 +62,7 @@ class Trainer:
         self._optimizer = make_optimizer(
             parameters, spec.optimizer, spec.optimizer_states, spec.model.seed
         )
+        self._planner = cpu_planner(spec.micro_batch_tokens)
         self._window = GradientWindow()
         self._has_kl = False
         self._meter = UsageMeter(model)
@@ -91,11 +80,25 @@ class Trainer:
             compile_layers=torch.device(spec.device).type == "cuda",
         )
         trainer = cls(spec, model)
-        # Weights, gradient sums and optimizer states are there: what is left is for the rest.
-        model.limit_activations(
-            activation_bytes(model.device), host_bytes=spec.host_activation_bytes
-        )
+        trainer.limit_activations()
         return trainer
+
+    def limit_activations(self) -> None:
+        """Lend a GPU's memory to activations, as much as there is; plans are within it from now on.
+
+        To be called once all that stays (weights, gradient sums, optimizer states) is there.
+        """
+        device_bytes = activation_bytes(self.model.device)
+        host_bytes = self.spec.host_activation_bytes
+        self.model.limit_activations(device_bytes, host_bytes=host_bytes)
+        if device_bytes is not None:
+            self._planner = device_planner(
+                self.spec.micro_batch_tokens,
+                self.model.sizes,
+                device_bytes,
+                host_bytes,
+                layers_are_trained=self.model.adapter is None,
+            )
 
     def info(self) -> ModelInfo:
         return self.model.info()
@@ -103,13 +106,6 @@ class Trainer:
     def fingerprint(self) -> dict[str, str]:
         """What the bits depend on outside of model, batch and plan."""
         return numerics_fingerprint(self.spec, self.info().attention_backend)
-
-    @property
-    def token_budget(self) -> int:
-        """Packed tokens of a micro-batch: what was asked for, or the most that the device holds."""
-        largest = self.model.max_tokens()
-        asked = self.spec.micro_batch_tokens
-        return asked if largest is None else min(asked, max(1, largest))
 
     @property
     def window_state(self) -> WindowState:
@@ -126,15 +122,12 @@ class Trainer:
         Raises `RatoonError` STALE_ROLLOUTS, and where the loss cannot join the open window.
         """
         self._window.check(loss)
-        return prepare.prepare(
-            batch, loss, version=self.version, micro_batch_tokens=self.token_budget
-        )
+        return prepare.prepare(batch, loss, version=self.version, planner=self._planner)
 
     def plan_forward(self, batch: RolloutBatch) -> UpdatePlan:
         """Cuts of a Forward: the same as of an update that drops nothing."""
-        prefixes = sort_sequences(batch)
         is_run_S = prepare.has_trained_tokens(batch)
-        return make_plan(batch, prefixes, is_run_S, self.token_budget)
+        return self._planner.plan(batch, sort_sequences(batch), is_run_S)
 
     def forward_backward(
         self,
@@ -157,7 +150,7 @@ class Trainer:
         forward-backwards again, if it wants them back).
         """
         started = time.perf_counter()
-        _check_forward_logprobs(batch, loss, old_logprobs_J)
+        check_forward_logprobs(batch, loss, old_logprobs_J)
         prepared = prepare.prepare_planned(batch, loss, plan, version=self.version)
         plan_s = time.perf_counter() - started
         canary = self._canary(prepared, old_logprobs_J, is_cancelled)
@@ -236,23 +229,16 @@ class Trainer:
     ) -> ForwardArrays:
         """Log-probs of the batch's trained tokens, by the policy or its frozen reference.
 
-        Changes nothing. Raises `RatoonError` CANCELLED, INVALID_ARGUMENT without a reference.
+        Changes nothing. Raises what `run_forward` raises.
         """
-        started = time.perf_counter()
-        prefixes = sort_sequences(batch)
-        plan_s = time.perf_counter() - started
-        hooks = PassHooks(on_progress=on_progress, is_cancelled=is_cancelled)
-        if use_reference:
-            with self.model.reference():
-                columns = forward_pass(self.model, batch, prefixes, plan, hooks)
-        else:
-            columns = forward_pass(self.model, batch, prefixes, plan, hooks)
-        seconds = PhaseSeconds(plan=plan_s, forward=columns.forward_s)
-        usage = self._meter.forward(batch, plan, columns)
-        return ForwardArrays(
-            logprobs=columns.logprob_J,
-            entropy=columns.entropy_J if with_entropy else None,
-            report=report_builder.forward_report(batch, plan, columns, seconds, usage),
+        return run_forward(
+            self.model,
+            self._meter,
+            batch,
+            plan,
+            PassHooks(on_progress=on_progress, is_cancelled=is_cancelled),
+            with_entropy=with_entropy,
+            use_reference=use_reference,
         )
 
     def save_checkpoint(self, folder: Path) -> int:
@@ -321,19 +307,4 @@ class Trainer:
             skipped=skipped,
             warnings=warnings,
             peak_memory_bytes=peak_memory_bytes(self.model.device),
-        )
-
-
-def _check_forward_logprobs(
-    batch: RolloutBatch, loss: Loss, old_logprobs_J: NDArray[np.floating] | None
-) -> None:
-    """Whether the Forward that the loss names was of as many tokens as the batch has."""
-    old = loss.old_logprobs
-    is_asked = old is not None and old.kind is OldLogprobsKind.FROM_FORWARD
-    assert is_asked == (old_logprobs_J is not None), "from_forward log-probs come with their loss"
-    if old_logprobs_J is not None and old_logprobs_J.shape != batch.loss_mask.shape:
-        raise invalid(
-            "loss.old_logprobs.forward_operation_id",
-            f"a Forward of {old_logprobs_J.size} response tokens",
-            f"one of this batch's {len(batch.loss_mask)}",
         )

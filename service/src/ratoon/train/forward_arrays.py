@@ -1,0 +1,84 @@
+"""What a Forward answers, and what a loss may take from it.
+
+Enter a model, a batch and its plan, leave log-probs of the batch's tokens. Invariant: nothing of a
+policy changes.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ratoon.errors import invalid
+from ratoon.model.policy_model import PolicyModel
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.gate import planned_prefixes
+from ratoon.rollout.packed import UpdatePlan
+from ratoon.rollout.prefixes import sort_sequences
+from ratoon.train import report_builder
+from ratoon.train.config import OldLogprobsKind
+from ratoon.train.loss_spec import Loss
+from ratoon.train.micro_batches import PassHooks
+from ratoon.train.passes import forward_pass
+from ratoon.train.report import PhaseSeconds, StepReport
+from ratoon.train.usage import UsageMeter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardArrays:
+    """Per response token of the batch, [J], 0 where the loss mask is false.
+
+    float32; float64 for a float64 model. `entropy` None: not asked for.
+    """
+
+    logprobs: NDArray[np.floating]
+    entropy: NDArray[np.floating] | None
+    report: StepReport
+
+
+def run_forward(
+    model: PolicyModel,
+    meter: UsageMeter,
+    batch: RolloutBatch,
+    plan: UpdatePlan,
+    hooks: PassHooks,
+    *,
+    with_entropy: bool,
+    use_reference: bool,
+) -> ForwardArrays:
+    """Log-probs by the policy or its frozen reference.
+
+    Raises `RatoonError` CANCELLED, INVALID_ARGUMENT without a reference, INTERNAL where the plan is
+    of another batch.
+    """
+    started = time.perf_counter()
+    prefixes = planned_prefixes(sort_sequences(batch), plan)
+    plan_s = time.perf_counter() - started
+    with model.reference() if use_reference else nullcontext():
+        columns = forward_pass(model, batch, prefixes, plan, hooks)
+    seconds = PhaseSeconds(plan=plan_s, forward=columns.forward_s)
+    usage = meter.forward(batch, plan, columns)
+    return ForwardArrays(
+        logprobs=columns.logprob_J,
+        entropy=columns.entropy_J if with_entropy else None,
+        report=report_builder.forward_report(batch, plan, columns, seconds, usage),
+    )
+
+
+def check_forward_logprobs(
+    batch: RolloutBatch, loss: Loss, old_logprobs_J: NDArray[np.floating] | None
+) -> None:
+    """Whether the Forward that the loss names was of as many tokens as the batch has."""
+    old = loss.old_logprobs
+    is_asked = old is not None and old.kind is OldLogprobsKind.FROM_FORWARD
+    assert is_asked == (old_logprobs_J is not None), "from_forward log-probs come with their loss"
+    if old_logprobs_J is not None and old_logprobs_J.shape != batch.loss_mask.shape:
+        raise invalid(
+            "loss.old_logprobs.forward_operation_id",
+            f"a Forward of {old_logprobs_J.size} response tokens",
+            f"one of this batch's {len(batch.loss_mask)}",
+        )
