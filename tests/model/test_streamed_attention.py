@@ -13,7 +13,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from ratoon.model.attention import HeldTokens
-from ratoon.model.streamed_attention import AttentionStream, LayerStage, StageAttention
+from ratoon.model.streamed_attention import (
+    AttentionStream,
+    LayerStage,
+    StageAttention,
+    path_layout,
+)
 from ratoon_kernels import Span, TreeLayout, build_layout, tree_attention
 from tests.theorem import relative_error
 
@@ -42,6 +47,10 @@ def _layout() -> TreeLayout:
     return build_layout(
         node_start=start, node_stop=stop, node_end=end, node_parent=parent, device="cpu"
     )
+
+
+def _stream(held: HeldTokens = HELD) -> AttentionStream:
+    return AttentionStream(layout=_layout(), backend="reference", deterministic=True, held=held)
 
 
 def _inputs(dtype: torch.dtype, seed: int = 0) -> _Inputs:
@@ -76,7 +85,7 @@ def _staged(
 ) -> list[Tensor]:
     """The same stage by stage, each backward as soon as nothing below it is to come."""
     module = _Layer(0) if module is None else module
-    stream = AttentionStream(layout=_layout(), backend="reference", deterministic=True)
+    stream = _stream()
     results = [torch.full_like(x, torch.nan) for x in (inputs.q, inputs.q, inputs.k, inputs.v)]
     opened: list[tuple[int, StageAttention, Tensor, list[Tensor]]] = []
 
@@ -91,7 +100,7 @@ def _staged(
         while opened and opened[-1][0] != parent:
             close()
         above = tuple(each[1] for each in opened)
-        stage = stream.stage(Span(start, stop), above, is_kept=index < 2, held=HELD)
+        stage = stream.stage(Span(start, stop), above, is_kept=index < 2)
         leaves = [x[start:stop].clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
         opened.append((index, stage, attend(stage, module, *leaves), leaves))
     while opened:
@@ -137,9 +146,9 @@ def test_a_layer_that_is_run_again_adds_its_gradients_once() -> None:
 def test_layers_hold_keys_of_their_own() -> None:
     """Two layers of one stage, forwarded one after the other, do not see each other's keys."""
     first, second = _inputs(torch.float64), _inputs(torch.float64, seed=1)
-    stream = AttentionStream(layout=_layout(), backend="reference", deterministic=True)
-    prefix = stream.stage(Span(0, 7), (), is_kept=True, held=HELD)
-    wave = stream.stage(Span(7, 24), (prefix,), is_kept=False, held=HELD)
+    stream = _stream(HeldTokens(tokens=24, prefix_tokens=7))
+    prefix = stream.stage(Span(0, 7), (), is_kept=True)
+    wave = stream.stage(Span(7, 24), (prefix,), is_kept=False)
     for inputs, layer in ((first, _Layer(0)), (second, _Layer(1))):
         prefix.attend(layer, inputs.q[:7], inputs.k[:7], inputs.v[:7], SCALE)
     for inputs, layer in ((second, _Layer(1)), (first, _Layer(0))):
@@ -168,7 +177,40 @@ def test_one_compiled_graph_serves_all_layers_and_stages() -> None:
 
 
 def test_a_stage_names_kept_ancestors_only() -> None:
-    stream = AttentionStream(layout=_layout(), backend="reference", deterministic=True)
-    wave = stream.stage(Span(11, 15), (), is_kept=False, held=HELD)
+    stream = _stream()
+    wave = stream.stage(Span(11, 15), (), is_kept=False)
     with pytest.raises(AssertionError, match="what is attended is kept"):
-        stream.stage(Span(15, 18), (wave,), is_kept=False, held=HELD)
+        stream.stage(Span(15, 18), (wave,), is_kept=False)
+
+
+def test_stages_hold_no_more_than_was_said() -> None:
+    stream = _stream(HeldTokens(tokens=15, prefix_tokens=11))
+    outer = stream.stage(Span(0, 7), (), is_kept=True)
+    inner = stream.stage(Span(7, 11), (outer,), is_kept=True)
+    stream.stage(Span(11, 15), (outer, inner), is_kept=False)
+    with pytest.raises(AssertionError, match="stages fit together"):
+        stream.stage(Span(15, 20), (outer, inner), is_kept=False)
+
+
+@pytest.mark.parametrize(
+    ("spans", "nodes"),
+    [
+        # Of the inner prefix, its second wave alone: two answers, in what is left of the forest.
+        (
+            [(0, 7), (7, 11), (15, 20)],
+            [(0, 7, 16, -1), (7, 11, 16, 0), (11, 14, 14, 1), (14, 16, 16, 1)],
+        ),
+        ([(0, 7), (20, 24)], [(0, 7, 11, -1), (7, 11, 11, 0)]),
+        # A stage of several nodes whose later tokens another one does not descend from.
+        (
+            [(0, 20), (20, 24)],
+            [*NODES[:-1], (20, 24, 24, 0)],
+        ),
+        ([(0, 24)], [*NODES]),
+    ],
+)
+def test_a_path_is_a_forest_of_its_own(
+    spans: list[tuple[int, int]], nodes: list[tuple[int, int, int, int]]
+) -> None:
+    layout = path_layout(_layout(), [Span(*span) for span in spans])
+    assert layout.node_table_M4.tolist() == [list(node) for node in nodes]

@@ -153,7 +153,7 @@ def test_each_packed_token_is_computed_once(
     plan = _plan(batch, 100)
     _gradients(trainer, batch, 100)
     assert counts == [60, 40, 40, 40, 40]
-    assert held == [HeldTokens(tokens=100, prefix_tokens=60)] * 5
+    assert held == [HeldTokens(tokens=100, prefix_tokens=100)] * 5
     counts.clear()
     trainer.forward(batch, plan, with_entropy=False, use_reference=False)
     assert sum(counts) == plan.packed_tokens == 220
@@ -193,7 +193,7 @@ def _drop_sums(patch: pytest.MonkeyPatch) -> None:
     backward = LayerStage.backward
 
     def forgetful(stage: LayerStage, *args: Any) -> Any:
-        stage._sums = None
+        stage._has_sums = False
         return backward(stage, *args)
 
     patch.setattr(LayerStage, "backward", forgetful)
@@ -212,11 +212,12 @@ def _drop_seeds(patch: pytest.MonkeyPatch) -> None:
 
 
 def _attend_wave_only(patch: pytest.MonkeyPatch) -> None:
-    """A wave does not see its prefix."""
+    """A wave does not see the keys of its prefix."""
     forward = LayerStage.forward
 
     def blind(stage: LayerStage, *args: Any) -> Any:
-        stage._ancestors = ()
+        if stage._ancestors:
+            stage._path.keys(stage._stage.own.start).k_SKH.zero_()
         return forward(stage, *args)
 
     patch.setattr(LayerStage, "forward", blind)

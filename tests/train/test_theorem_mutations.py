@@ -72,7 +72,7 @@ def _packed_index_as_position(patch: Patch) -> None:
         packed = pack(*args)
         return replace(packed, position=np.arange(len(packed.position)))
 
-    patch.setattr("ratoon.train.passes.pack", pack_flat)
+    patch.setattr("ratoon.train.micro_batches.pack", pack_flat)
 
 
 def _mean_of_each_micro_batch(patch: Patch) -> None:
@@ -99,7 +99,7 @@ def _temperature_of_one(patch: Patch) -> None:
         packed = pack(*args)
         return replace(packed, row_temperature=np.ones_like(packed.row_temperature))
 
-    patch.setattr("ratoon.train.passes.pack", pack_warm)
+    patch.setattr("ratoon.train.micro_batches.pack", pack_warm)
 
 
 def _one_sequence_a_micro_batch(patch: Patch) -> None:

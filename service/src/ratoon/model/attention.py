@@ -23,8 +23,9 @@ ATTENTION_NAME = "ratoon_tree"
 class HeldTokens:
     """What shares the device's memory with a forward until its backward, itself included.
 
-    `tokens`: most whose activations are held at a time. `prefix_tokens`: most of them whose keys
-    and values are kept too, in the model's dtype, and gradients of these in at least float32.
+    `tokens`: most whose activations are held at a time. `prefix_tokens`: most of them for whose
+    keys and values there are stacks too, in the model's dtype, and for their gradients in at least
+    float32; 0 where no stages are run.
     """
 
     tokens: int

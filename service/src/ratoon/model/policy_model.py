@@ -128,10 +128,13 @@ class PolicyModel:
             return None
         return max_tokens(self.sizes, self._device_bytes, self._host_bytes)
 
-    def open_stream(self, layout: TreeLayout) -> AttentionStream:
+    def open_stream(self, layout: TreeLayout, held: HeldTokens) -> AttentionStream:
         """Attention over a forest of which one stage after the other is run."""
         return AttentionStream(
-            layout=layout, backend=self._attention_backend, deterministic=self._deterministic
+            layout=layout,
+            backend=self._attention_backend,
+            deterministic=self._deterministic,
+            held=held,
         )
 
     def named_trainable(self) -> dict[str, Parameter]:

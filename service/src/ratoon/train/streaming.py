@@ -23,9 +23,9 @@ from torch import Tensor
 
 from ratoon.model.attention import HeldTokens
 from ratoon.model.policy_model import PolicyModel
-from ratoon.model.streamed_attention import StageAttention
+from ratoon.model.streamed_attention import AttentionStream, StageAttention
 from ratoon.rollout.packed import PackedBatch, Stage
-from ratoon.rollout.waves import fits_forest, peak_tokens, resident_tokens
+from ratoon.rollout.waves import fits_forest, peak_tokens
 from ratoon.train.clock import DeviceClock
 from ratoon.train.device import DeviceBatch, TokenOutputs, put
 from ratoon.train.loss.compute import LossOutput
@@ -68,9 +68,8 @@ class StagedBatch:
         self._stages = stages
         self._between_stages = between_stages
         self._parents = {stage.parent for stage in stages}
-        self._held = HeldTokens(
-            tokens=peak_tokens(stages), prefix_tokens=max(resident_tokens(stages), default=0)
-        )
+        peak = peak_tokens(stages)
+        self._held = HeldTokens(tokens=peak, prefix_tokens=peak)
         self._parts = cut_outputs(packed, stages, model.device)
 
     def forward(self) -> TokenOutputs:
@@ -106,28 +105,27 @@ class StagedBatch:
         self, on_forwarded: Callable[[_Run], None], on_closed: Callable[[_Run], None]
     ) -> None:
         """Forward every stage; close it once nothing that is still to come descends from it."""
+        stream = self._model.open_stream(self._batch.layout, self._held)
         still_open: list[_Run] = []
         for index, stage in enumerate(self._stages):
             while still_open and still_open[-1].index != stage.parent:
                 on_closed(still_open.pop())
             self._between_stages()
             ancestors = tuple(above.attention for above in still_open)
-            still_open.append(self._forward_stage(index, ancestors))
+            still_open.append(self._forward_stage(stream, index, ancestors))
             on_forwarded(still_open[-1])
             if index not in self._parents:
                 on_closed(still_open.pop())
         while still_open:
             on_closed(still_open.pop())
 
-    def _forward_stage(self, index: int, ancestors: tuple[StageAttention, ...]) -> _Run:
+    def _forward_stage(
+        self, stream: AttentionStream, index: int, ancestors: tuple[StageAttention, ...]
+    ) -> _Run:
         stage, part, batch = self._stages[index], self._parts[index], self._batch
         tokens, rows = slice(stage.start, stage.stop), part.rows
-        stream = self._model.open_stream(batch.layout)
         attention = stream.stage(
-            Span(stage.start, stage.stop),
-            ancestors,
-            is_kept=index in self._parents,
-            held=self._held,
+            Span(stage.start, stage.stop), ancestors, is_kept=index in self._parents
         )
         hidden_TD = self._model.attend_hidden(
             batch.tokens_T[tokens], batch.position_T[tokens], attention
