@@ -21,10 +21,10 @@ NVIDIA = $(wildcard /dev/nvidiactl)$(shell command -v nvidia-smi 2>/dev/null)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test lint type fmt proto proto-check bench bench-cpu bench-gpu bench-step-gpu \
-	test-gpu up down clean env env-dev env-proto
+	bench-states-gpu test-gpu up down clean env env-dev env-proto
 
 help:
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "%-12s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "%-16s %s\n", $$1, $$2 }'
 
 demo: env ## train a tiny policy on this machine through the public client
 	@$(BIN)/ratoon demo $(ARGS)
@@ -65,6 +65,9 @@ bench-gpu: env-dev ## tree attention and token log-probs on an H200; after test-
 
 bench-step-gpu: env-dev ## whole steps on an H200, a section at a time; after test-gpu
 	@$(BIN)/python -m benchmarks.step --out benchmarks/results/h200/step.json $(ARGS)
+
+bench-states-gpu: env-dev ## loss curves of the optimizer states on an H200; after test-gpu
+	@$(BIN)/python -m benchmarks.optimizer_states --out benchmarks/results/h200/optimizer_states.json $(ARGS)
 
 up: ## start the service and Prometheus in containers
 	docker compose up --build --detach --wait

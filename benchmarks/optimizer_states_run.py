@@ -1,0 +1,182 @@
+"""Trains a preset with one kind of optimizer states, through the service's own trainer.
+
+Enters a plan of runs, leaves the loss of every update. Invariant: runs of one seed start at the
+same weights and see the same batches in the same order, whatever their states.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.optimizer_states_task import Task, draw_batches
+from benchmarks.step_timing import release
+from ratoon.model.loader import load_model
+from ratoon.model.spec import FullTuning, ModelDtype, ModelSpec, PresetBase
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.train.config import (
+    AdamWConfig,
+    DivideBy,
+    LossKind,
+    LossRequest,
+    OptimizerStates,
+    OptimRequest,
+)
+from ratoon.train.loss_spec import OptimStep
+from ratoon.train.numerics import configure_torch
+from ratoon.train.optimizer import CLIP_EPSILON, StepOutcome, global_norm
+from ratoon.train.resolve import resolve_loss, resolve_optim
+from ratoon.train.spec import TrainerSpec
+from ratoon.train.trainer import Trainer
+
+Run = dict[str, Any]
+
+# bfloat16 weights and moments that AdamW rounds to nearest: what the others are better than.
+NEAREST = "bf16_nearest"
+BASELINE = OptimizerStates.FP32.value
+JUDGED = (OptimizerStates.BF16_STOCHASTIC.value, OptimizerStates.BF16_8BIT.value)
+KINDS = (BASELINE, *JUDGED, NEAREST)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is trained, for how long and how often; the seeds of the others are the first of FP32's.
+
+    A seed decides the initial weights, the groups that are drawn and how states are rounded.
+    """
+
+    preset: str
+    task: Task
+    num_updates: int
+    learning_rate: float
+    max_grad_norm: float
+    baseline_seeds: int
+    seeds: int
+
+    def runs(self) -> list[tuple[str, int]]:
+        """Kind and seed of each run, one seed after the other."""
+        return [
+            (kind, seed)
+            for seed in range(self.baseline_seeds)
+            for kind in (KINDS if seed < self.seeds else (BASELINE,))
+        ]
+
+
+FULL = Plan(
+    preset="small",
+    task=Task(num_symbols=16, num_groups=8, num_responses=8, prompt_tokens=32, response_tokens=64),
+    num_updates=200,
+    learning_rate=3e-4,
+    max_grad_norm=1.0,
+    baseline_seeds=5,
+    seeds=3,
+)
+SMALL = Plan(
+    preset="tiny",
+    task=Task(num_symbols=4, num_groups=2, num_responses=2, prompt_tokens=4, response_tokens=8),
+    num_updates=12,
+    learning_rate=1e-3,
+    max_grad_norm=1.0,
+    baseline_seeds=3,
+    seeds=2,
+)
+
+
+class NearestAdamW:
+    """AdamW of bfloat16 parameters as torch has it: a control, whose roundings lose small steps."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], config: AdamWConfig) -> None:
+        self._parameters = dict(parameters)
+        # Fused: float32 within a step; what is kept is rounded to nearest.
+        self._adamw = torch.optim.AdamW(
+            list(parameters.values()),
+            lr=0.0,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            fused=True,
+        )
+
+    def step(self, sums: Mapping[str, Tensor], divisor: float, step: OptimStep) -> StepOutcome:
+        """As `MasterAdamW.step`; the gradients are rounded too."""
+        norm = global_norm(sums.values()) / divisor
+        if not math.isfinite(norm):
+            return StepOutcome(grad_norm=norm, skipped=True)
+        scale = min(1.0, step.max_grad_norm / (norm + CLIP_EPSILON)) / divisor
+        for group in self._adamw.param_groups:
+            group["lr"], group["weight_decay"] = step.learning_rate, step.weight_decay
+        for name, parameter in self._parameters.items():
+            parameter.grad = (sums[name] * scale).to(parameter.dtype)
+        self._adamw.step()
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        return StepOutcome(grad_norm=norm, skipped=False)
+
+
+def train(plan: Plan, kind: str, seed: int, device: torch.device) -> Run:
+    """One run: `samples` is the loss of each update before its step, in nats a token.
+
+    Raises RuntimeError where a step was skipped.
+    """
+    start = time.perf_counter()
+    trainer = _trainer(plan, kind, seed, device)
+    batches = draw_batches(plan.task, plan.num_updates, seed)
+    losses = [_update(trainer, batch, plan) for batch in batches]
+    del trainer
+    release(device)
+    return {
+        "states": kind,
+        "seed": seed,
+        "seconds": time.perf_counter() - start,
+        "samples": losses,
+    }
+
+
+def _trainer(plan: Plan, kind: str, seed: int, device: torch.device) -> Trainer:
+    states = OptimizerStates.FP32 if kind == NEAREST else OptimizerStates(kind)
+    spec = TrainerSpec(
+        model=ModelSpec(
+            base=PresetBase(name=plan.preset),
+            tuning=FullTuning(),
+            dtype=ModelDtype.BFLOAT16,
+            seed=seed,
+        ),
+        optimizer=AdamWConfig(),
+        deterministic=False,
+        micro_batch_tokens=1 << 20,
+        keep_reference=False,
+        attention_backend="",
+        device=str(device),
+        num_threads=1,
+        optimizer_states=states,
+    )
+    configure_torch(spec)
+    # Not compiled: that takes longer than so few updates of so small a model.
+    model = load_model(spec.model, device=device, attention_backend="", deterministic=False)
+    trainer = Trainer(spec, model)
+    if kind == NEAREST:
+        # No setting of the service, and not to become one.
+        nearest = NearestAdamW(model.named_trainable(), spec.optimizer)
+        cast("Any", trainer)._optimizer = nearest
+    return trainer
+
+
+def _update(trainer: Trainer, batch: RolloutBatch, plan: Plan) -> float:
+    """Cross-entropy of the batch, a mean over its trained tokens, before the update by it."""
+    request = LossRequest(kind=LossKind.CROSS_ENTROPY)
+    loss = resolve_loss(request, batch, has_frozen_reference=False)
+    optim = OptimRequest(
+        learning_rate=plan.learning_rate,
+        max_grad_norm=plan.max_grad_norm,
+        divide_by=DivideBy.TOKENS,
+    )
+    step = resolve_optim(optim, loss.normalisation, trainer.spec.optimizer)
+    report = trainer.update(batch, loss, step, trainer.prepare(batch, loss).plan)
+    if report.skipped:
+        raise RuntimeError(f"the step was skipped: {report.warnings}")
+    return report.loss
