@@ -81,7 +81,7 @@ def _payload(plan: Plan, runs: list[Run]) -> dict[str, Any]:
         "plan": asdict(plan),
         "method": {
             "loss": "cross-entropy of fresh batches, in nats a token, before each update",
-            "seed": "initial weights, batches and roundings; kinds share the first two",
+            "seed": "batches, which kinds share, and roundings; initial weights are one for all",
             "shift": "mean over a kind's seeds of its loss minus fp32's of the same seed",
             "band": "2 s sqrt(1/n + 1/n_fp32), s the standard deviation over fp32's seeds",
             "within": f"the last {LAST} updates, and of the windows of {WINDOW} updates a share of "

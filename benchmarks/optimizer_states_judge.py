@@ -3,11 +3,11 @@
 Enters runs with their losses, leaves a verdict for each kind of states. Invariant: a verdict
 follows from the losses alone, so that a test can give it again.
 
-Runs of one seed share their first weights and their batches. So a kind's shift is the mean over its
-seeds of its loss minus that of float32 states with the same seed, and the shift's own error comes
-of those differences. The band is what the seeds of float32 states would move a difference of two
-such means if these had no seeds in common: two standard errors, 2 s sqrt(1 / n + 1 / n_fp32), s
-being the standard deviation over float32's seeds.
+All runs share their first weights, and those of one seed their batches. So a kind's shift is the
+mean over its seeds of its loss minus that of float32 states with the same seed, and the shift's own
+error comes of those differences. The band is what the seeds of float32 states would move a
+difference of two such means if these had no seeds in common: two standard errors,
+2 s sqrt(1 / n + 1 / n_fp32), s being the standard deviation over float32's seeds.
 """
 
 from __future__ import annotations

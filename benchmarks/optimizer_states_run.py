@@ -1,7 +1,7 @@
 """Trains a preset with one kind of optimizer states, through the service's own trainer.
 
-Enters a plan of runs, leaves the loss of every update. Invariant: runs of one seed start at the
-same weights and see the same batches in the same order, whatever their states.
+Enters a plan of runs, leaves the loss of every update. Invariant: all runs start at the same
+weights, and those of one seed see the same batches in the same order, whatever their states.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -43,12 +43,15 @@ BASELINE = OptimizerStates.FP32.value
 JUDGED = (OptimizerStates.BF16_STOCHASTIC.value, OptimizerStates.BF16_8BIT.value)
 KINDS = (BASELINE, *JUDGED, NEAREST)
 
+_INITIAL_SEED = 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """What is trained, for how long and how often; the seeds of the others are the first of FP32's.
 
-    A seed decides the initial weights, the groups that are drawn and how states are rounded.
+    A seed decides the groups that are drawn and how states are rounded. Initial weights are the
+    same for all: as policies start from one model, and since seed noise without theirs is smaller.
     """
 
     preset: str
@@ -157,7 +160,8 @@ def _trainer(plan: Plan, kind: str, seed: int, device: torch.device) -> Trainer:
     )
     configure_torch(spec)
     # Not compiled: that takes longer than so few updates of so small a model.
-    model = load_model(spec.model, device=device, attention_backend="", deterministic=False)
+    initial = replace(spec.model, seed=_INITIAL_SEED)
+    model = load_model(initial, device=device, attention_backend="", deterministic=False)
     trainer = Trainer(spec, model)
     if kind == NEAREST:
         # No setting of the service, and not to become one.

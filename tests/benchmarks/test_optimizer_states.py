@@ -140,7 +140,7 @@ def test_benchmark_writes_a_result_and_shows_it(
     ]
     assert _problems(result) == []
     first = {(run["seed"], run["samples"][0]) for run in result["runs"]}
-    # Runs of one seed begin alike, and those of another otherwise; then kinds part.
+    # Runs of one seed begin alike, on the same batch, and those of another otherwise.
     assert len(first) == 3
     assert len({tuple(run["samples"]) for run in result["runs"]}) == 9
     for run in result["runs"]:
