@@ -86,7 +86,7 @@ def _compare(ways: Ways, batch: RolloutBatch, order: Sequence[Way]) -> list[Row]
         except Exception as error:  # noqa: BLE001  whatever a library raises is its row's content
             found.append(({"how": way.how, **refusal(error)}, {}))
         ways.clear()
-    return check([way.is_packed for way in order], found)
+    return check(order, found)
 
 
 def _measure_way(

@@ -1,71 +1,82 @@
 """Section `memory`: how long a prompt fits, and what a group takes beyond weights and gradients.
 
-Enters a run, leaves one row for each prompt of the sweep and the rows of the group whose activation
-peak is compared. Invariant: a prompt that has no figures says whether the service refused it, the
-device had no room or the budget no time.
+Enters a run, leaves one row for each prompt of the sweep, the rows of the group whose activation
+peak is compared, and those of many responses beside a few. Invariant: a way that has no figures
+says whether the service refused it, the device had no room or the budget no time.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
-from benchmarks.step_memory_plan import keep_each_kind
-from benchmarks.step_rollouts import (
-    Group,
-    SeededBatch,
-    make_batch,
-    packed_batch,
-    packed_work,
-    replicated_work,
-    upload,
-)
+from benchmarks.step_linearity import run_flops
+from benchmarks.step_memory_plan import keep_each_kind, keep_the_least
+from benchmarks.step_rollouts import Group, make_batch, packed_batch, packed_work, replicated_work
+from benchmarks.step_rows import ACTIVATIONS, MANY
 from benchmarks.step_run import Row, Run, Scale, refusal
 from benchmarks.step_sizes import PEAK_FLOPS, mfu, step_flops
 from benchmarks.step_subjects import Way, run_step
 from benchmarks.step_timing import held_gib, require_time
 from benchmarks.step_timing import measure as measure_samples
-from benchmarks.step_ways import Plan, Ways, compare_ways, memory_figures
+from benchmarks.step_ways import Plan, Ways, compare_ways, load_packed, memory_figures
+from ratoon.model.attention import HeldTokens
 
-# Of an estimate of seconds, for the budget alone; longer steps are run once, unwarmed.
+# Of an estimate of seconds, for the budget alone; long steps are run once, unwarmed, and those in
+# between have fewer samples.
 EXPECTED_MFU = 0.45
-LONG_STEP_S = 20.0
+LONG_STEP_S, SHORT_STEP_S = 20.0, 5.0
+FEW_SAMPLES = 2
 # Pinned memory of the sweep.
 HOST_BYTES = 80 * 2**30
 # The groups that compile whatever the long ones run, of two lengths.
 WARM_UP_PROMPTS = (96, 160)
+# What is predicted of a step that only compiles.
+NO_TOKENS = HeldTokens(tokens=0, prefix_tokens=0)
 # Of the comparison: responses in a wave, rollouts in a replicated micro-batch.
 WAVE = CUT = 4
-ACTIVATIONS = "activations "
+# Of the sweep, measured first.
+FIRST_PROMPT = 131_072
 
 
 def cases(scale: Scale) -> list[str]:
     prompts, count, _ = scale.memory
-    group = scale.activations
-    comparison = f"{ACTIVATIONS}{group.prompt}x{len(group.responses)}"
-    return [*(f"{prompt}x{count}" for prompt in prompts), comparison]
+    group, many = scale.activations, scale.many
+    return [
+        *(f"{prompt}x{count}" for prompt in prompts),
+        f"{ACTIVATIONS}{group.prompt}x{len(group.responses)}",
+        f"{MANY}{many.prompt}x{len(many.responses)}",
+    ]
 
 
 def measure(run: Run, wanted: list[str]) -> Iterator[tuple[str, list[Row]]]:
-    """Yields each prompt of the sweep with its one row, ours, then the comparison."""
+    """Yields each case and its rows, those first that must not be left out."""
     scale = run.scale
     prompts, count, length = scale.memory
+    *sweep, comparison, many = cases(scale)
+    jobs: dict[str, Callable[[Ways], list[Row]]] = {
+        comparison: _compare_activations,
+        many: _many_beside_few,
+    }
+    for prompt in sorted(prompts, key=lambda prompt: (prompt != FIRST_PROMPT, prompt)):
+        group = Group(prompt=prompt, responses=(length,) * count)
+        jobs[f"{prompt}x{count}"] = partial(_sweep, group=group)
     ways = Ways(run, scale.model)
-    comparison = cases(scale)[-1]
-    if comparison in wanted:
-        yield comparison, _compare_activations(ways)
-    if set(wanted) - {comparison}:
-        _compile(ways, length)
-    for prompt in prompts:
-        case = f"{prompt}x{count}"
-        if case not in wanted:
-            continue
-        try:
-            row = _step(ways, Group(prompt=prompt, responses=(length,) * count))
-        except Exception as error:  # noqa: BLE001  what the device says is the row's content
-            row = {"how": scale.ours.how, **refusal(error)}
-        ways.clear()
-        yield case, [{"prompt": prompt, **row}]
+    if set(wanted) & set(sweep):
+        keep_each_kind(ways.policy(scale.ours))
+        _compile(ways, scale.ours, length)
+    first = [case for case in jobs if case == f"{FIRST_PROMPT}x{count}"]
+    for case in [*first, *(case for case in jobs if case not in first)]:
+        if case in wanted:
+            yield case, jobs[case](ways)
+            ways.clear()
+
+
+def _sweep(ways: Ways, group: Group) -> list[Row]:
+    """One packed group, its layers keeping what fits."""
+    plan = Plan(cuts=(), host_bytes=HOST_BYTES)
+    return [{"prompt": group.prompt, **_try_step(ways, ways.run.scale.ours, group, plan)}]
 
 
 def _compare_activations(ways: Ways) -> list[Row]:
@@ -77,47 +88,65 @@ def _compare_activations(ways: Ways) -> list[Row]:
     return compare_ways(ways, batch, order, Plan(cuts=(CUT,), keeps_the_least=True))
 
 
-def _compile(ways: Ways, response_tokens: int) -> None:
-    """What a long step runs, on short ones: layers of each kind, for any number of tokens."""
-    policy = ways.policy(ways.run.scale.ours)
+def _many_beside_few(ways: Ways) -> list[Row]:
+    """All responses in waves, and as many as one wave has, packed; all but attention run again."""
+    scale = ways.run.scale
+    few = Group(prompt=scale.many.prompt, responses=scale.many.responses[: scale.many_wave])
+    streamed = Way(backend=scale.ours.backend, is_packed=True, wave=scale.many_wave)
+    plan = Plan(cuts=(), keeps_the_least=True)
+    rows: list[Row] = []
+    for way, group in ((scale.ours, few), (streamed, scale.many)):
+        keep_the_least(ways.policy(way), NO_TOKENS, gradients_stay=False)
+        _compile(ways, way, group.responses[0])
+        row = _try_step(ways, way, group, plan)
+        rows.append({"responses": len(group.responses), **row})
+        ways.clear()
+    return rows
+
+
+def _compile(ways: Ways, way: Way, response_tokens: int) -> None:
+    """What a long step runs, on short ones: for any number of tokens."""
+    policy = ways.policy(way)
     if policy.device.type != "cuda":
         return
-    keep_each_kind(policy)
     for prompt in WARM_UP_PROMPTS:
-        group = Group(prompt=prompt, responses=(response_tokens,) * 2)
+        group = Group(prompt=prompt, responses=(response_tokens,) * 2 * max(1, way.wave))
         batch = make_batch((group,), ways.size.vocab_size, ways.run.seed)
-        run_step(policy, [upload(batch, packed_batch(batch), policy.device)])
+        run_step(policy, load_packed(ways, way, batch))
     ways.clear()
 
 
-def _step(ways: Ways, group: Group) -> Row:
-    """Figures of one packed group by our backend.
+def _try_step(ways: Ways, way: Way, group: Group, plan: Plan) -> Row:
+    """Figures of one packed group by our backend, or why there are none."""
+    try:
+        return _step(ways, way, group, plan)
+    except Exception as error:  # noqa: BLE001  what the device says is the row's content
+        return {"how": way.how, **refusal(error)}
 
-    Raises:
-        OutOfTimeError: The budget would not do.
-        RuntimeError: What the device says, out of memory for one.
-        RatoonError: The service would not run it: it does not fit.
-    """
-    run, way = ways.run, ways.run.scale.ours
+
+def _step(ways: Ways, way: Way, group: Group, plan: Plan) -> Row:
+    """Raises OutOfTimeError, what the device says, or RatoonError where it does not fit."""
+    run = ways.run
     batch = make_batch((group,), ways.size.vocab_size, run.seed)
-    packed = packed_batch(batch)
-    work = packed_work(packed)
+    work = packed_work(packed_batch(batch))
     expected_s = step_flops(ways.size, work) / PEAK_FLOPS / EXPECTED_MFU
     is_long = expected_s > LONG_STEP_S
     require_time(run.stop_at, expected_s * (1 if is_long else 2))
     policy = ways.policy(way)
-    batches: list[SeededBatch] = [upload(batch, packed, run.device)]
-    memory = Plan(cuts=(), host_bytes=HOST_BYTES).limit(policy, batches)
+    batches = load_packed(ways, way, batch)
+    memory = plan.limit(policy, batches)
     resident_gib = held_gib(run.device)
     started = time.monotonic()
     if not is_long:
         run_step(policy, batches)
     warm_up_s = time.monotonic() - started
-    num_samples = 1 if is_long else run.num_samples
+    num_samples = (
+        min(run.num_samples, FEW_SAMPLES) if expected_s > SHORT_STEP_S else run.num_samples
+    )
     measured = measure_samples(
         lambda: run_step(policy, batches),
         run.device,
-        num_samples=num_samples,
+        num_samples=1 if is_long else num_samples,
         stop_at=run.stop_at,
     )
     return {
@@ -130,6 +159,7 @@ def _step(ways: Ways, group: Group) -> Row:
         "logical_mfu": mfu(ways.size, replicated_work(batch), measured.seconds),
         "peak_gib": measured.peak_gib,
         **memory_figures(policy, memory, measured.peak_gib, resident_gib),
+        **run_flops(ways.size, work, {} if memory is None else memory.layers),
         "packed_tokens": work.tokens,
         "samples": measured.samples,
     }

@@ -12,11 +12,13 @@ from benchmarks.step_rows import (
     Table,
     agreement,
     by_case,
+    drifts,
     errors,
     gib,
     how_of,
     layers_kept,
     models_of,
+    ours_of,
     over,
     percent,
     replicated_of,
@@ -29,7 +31,7 @@ def paper(rows: list[Row]) -> Table:
     for row in rows:
         cell = by_case(rows)[row["case"]]
         if "error" in row:
-            cells.append([row["how"], *[NOTHING] * 7])
+            cells.append([row["how"], *[NOTHING] * 8])
             continue
         cells.append(
             [
@@ -37,17 +39,18 @@ def paper(rows: list[Row]) -> Table:
                 percent(row, "hardware_mfu", 1), percent(row, "logical_mfu", 0),
                 gib(row, "peak_gib"),
                 over(replicated_of(cell), row), over(cell.get(FLASH), row),
+                over(row, ours_of(cell)),
             ]
         )  # fmt: skip
     return Table(
         title=f"Forward and backward of the recorded group: {models_of(rows)}",
         columns=[
             *("how", "layers by what they keep", "seconds", "hardware MFU", "logical MFU"),
-            *("peak GiB", "x replicated", "x flash"),
+            *("peak GiB", "x replicated", "x flash", "over ours"),
         ],
         num_text_columns=2,
         rows=cells,
-        notes=[*errors(rows), *agreement(rows)],
+        notes=[*errors(rows), *agreement(rows), *drifts(rows)],
     )
 
 

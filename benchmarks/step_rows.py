@@ -18,6 +18,7 @@ FLASH = "flash"
 REPLICATED = "-replicated"
 STREAMED = "-waves-of-"
 ACTIVATIONS = "activations "
+MANY = "many "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,11 @@ def by_case(rows: list[Row]) -> dict[str, Cell]:
 def ours_of(cell: Cell) -> Row | None:
     """Our packed row of a case."""
     return next((cell[how] for how in OURS if how in cell), None)
+
+
+def streamed_of(cell: Cell) -> Cell:
+    """The rows of a case that run in waves."""
+    return {how: row for how, row in cell.items() if STREAMED in how}
 
 
 def replicated_of(cell: Cell) -> Row | None:
@@ -100,6 +106,16 @@ def agreement(rows: list[Row]) -> Iterator[str]:
         yield f"relative errors against replicated, of log-probs and gradients: <= {max(worst):.1e}"
 
 
+def drifts(rows: list[Row]) -> Iterator[str]:
+    """A line for each pair of ways: how far their log-probs are apart."""
+    for row in rows:
+        for other, d in row.get("drift", {}).items():
+            yield (
+                f"log-probs, {row['how']} against {other}: mean |difference| {d['mean_abs']:.1e}, "
+                f"greatest {d['max_abs']:.1e}, k3 {d['k3']:.1e}"
+            )
+
+
 def layers_kept(row: Row) -> str:
     """Layers of each kind of the activation plan."""
     return " ".join(f"{n} {kind}" for kind, n in row.get("layers_kept", {}).items()) or NOTHING
@@ -115,5 +131,4 @@ def update_ratio(row: Row) -> float | None:
     """The same as a number; None where there is no plain step, or a reference is in the forward."""
     if not row.get("step") or row["has_reference"]:
         return None
-    update_s = row["forward_s"] + row["backward_s"] + row["optimizer_s"]
-    return update_s / row["step"]["seconds"]
+    return row["update_s"] / row["step"]["seconds"]

@@ -38,6 +38,7 @@ class Scale:
         table2: (P, N) of `table2`; its responses are the first N of the recorded group's.
         memory: P of the sweep, ascending, and N and R of all of it.
         activations: The group whose activation peak is compared.
+        many: The group of many responses, which runs in waves of `many_wave`.
         crossover_model: Of `crossover`.
         crossover: N; prompts, ascending; and R.
         update_models: Of `updates`.
@@ -54,6 +55,8 @@ class Scale:
     table2: tuple[tuple[int, int], ...]
     memory: tuple[tuple[int, ...], int, int]
     activations: Group
+    many: Group
+    many_wave: int
     crossover_model: ModelSize
     crossover: tuple[tuple[int, ...], tuple[int, ...], int]
     update_models: tuple[ModelSize, ...]
@@ -85,6 +88,8 @@ FULL = Scale(
     table2=((5059, 32), (8192, 16), (16_384, 8), (32_768, 4), (65_536, 4), (131_072, 8)),
     memory=(tuple(8192 * 2**i for i in range(8)), 8, 1024),
     activations=Group(prompt=8192, responses=(1024,) * 32),
+    many=Group(prompt=32_768, responses=(400,) * 512),
+    many_wave=8,
     crossover_model=replace(QWEN3_8B, name="Qwen3-8B, 4 layers", num_layers=4),
     crossover=((2, 4, 16), tuple(64 * 2**i for i in range(8)), 1024),
     update_models=(QWEN3_1_7B, QWEN3_8B),
@@ -108,6 +113,8 @@ SMALL = Scale(
     table2=((12, 4), (20, 2)),
     memory=((8, 16), 2, 3),
     activations=Group(prompt=8, responses=(3,) * 4),
+    many=Group(prompt=16, responses=(3,) * 12),
+    many_wave=2,
     crossover_model=TINY,
     crossover=((2, 4), (2, 32), 8),
     update_models=(TINY,),

@@ -6,12 +6,14 @@ does not hold or that does not follow from rows of one case.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks import step_paper_tables
+from benchmarks.step_linearity import linear_time
 from benchmarks.step_rows import (
     FLASH,
+    MANY,
     NOTHING,
     Row,
     Table,
@@ -65,7 +67,7 @@ def _table2(rows: list[Row]) -> Table:
 def _memory(rows: list[Row]) -> Table:
     cells = [
         [
-            row["case"],
+            _shape(row),
             how_of(row),
             f"{row['seconds']:.2f}{'' if row.get('is_warm', True) else '*'}",
             percent(row, "hardware_mfu", 1),
@@ -87,8 +89,27 @@ def _memory(rows: list[Row]) -> Table:
         notes=[
             *errors(rows),
             *(["* one run, its first"] if not all(r.get("is_warm", True) for r in rows) else []),
+            *_linear_time(rows),
         ],
     )
+
+
+def _shape(row: Row) -> str:
+    """P x N; of a case with several N, that of the row."""
+    prompt, _, _ = row["case"].removeprefix(MANY).partition("x")
+    return f"{prompt}x{row['responses']}" if row["case"].startswith(MANY) else row["case"]
+
+
+def _linear_time(rows: list[Row]) -> Iterator[str]:
+    fit = linear_time(rows)
+    if fit is not None:
+        rates = (fit.product_rate, fit.attention_rate)
+        products, attention = (f"{rate / 1e12:.0f} TFLOP/s" for rate in rates)
+        yield (
+            f"packed steps take {fit.constant_s:.2f} s, their products at {products} (those that "
+            f"run again too; linear in packed tokens) and attention at {attention}, to within "
+            f"{100 * fit.worst:.1f}%"
+        )
 
 
 def _crossover(rows: list[Row]) -> Table:

@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.step_linearity import linear_time
 from benchmarks.step_rows import (
     ACTIVATIONS,
-    STREAMED,
     by_case,
     ours_of,
     replicated_of,
     speedup,
+    streamed_of,
     update_ratio,
 )
 
@@ -27,6 +28,9 @@ MAX_PREDICTION_ERROR = 0.10
 MAX_ACTIVATION_SHARE = 0.5
 MAX_UPDATE_RATIO = 1.15
 MAX_GAP_SHARE = 0.03
+MAX_STREAMED_RATIO = 1.05
+MAX_LINEAR_ERROR = 0.05
+MAX_MANY_RATIO = 1.3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +62,9 @@ def _paper(rows: list[dict[str, Any]]) -> Iterator[Target]:
             continue
         yield at_most(f"paper {case}: seconds", MAX_PAPER_SECONDS, ours["seconds"])
         yield at_least(f"paper {case}: hardware MFU", MIN_PAPER_MFU, ours["hardware_mfu"])
+        for how, row in streamed_of(cell).items():
+            ratio = row["seconds"] / ours["seconds"]
+            yield at_most(f"paper {case}: {how} over packed", MAX_STREAMED_RATIO, ratio)
     yield from _never_slower("paper", rows)
     yield from _predictions("paper", rows)
 
@@ -84,15 +91,23 @@ def _memory(rows: list[dict[str, Any]]) -> Iterator[Target]:
     if prompts and max(prompts) >= MIN_PROMPT:
         fitting = [row["prompt"] for row in rows if "prompt" in row and "error" not in row]
         yield at_least("memory: longest prompt", MIN_PROMPT, max(fitting, default=0))
+    if (fit := linear_time(rows)) is not None:
+        name = "memory: error of time linear in tokens, beyond attention"
+        yield at_most(name, MAX_LINEAR_ERROR, fit.worst)
     for case, cell in cells.items():
-        streamed = next((row for how, row in cell.items() if STREAMED in how), None)
-        replicated = replicated_of(cell)
-        if streamed is None or replicated is None or "activation_gib" not in streamed:
+        streamed = next(iter(streamed_of(cell).values()), None)
+        if streamed is None or "activation_gib" not in streamed:
             continue
-        share = streamed["activation_gib"] / replicated["activation_gib"]
-        name = f"memory: streamed over replicated, {case.removeprefix(ACTIVATIONS)}"
-        yield at_most(name, MAX_ACTIVATION_SHARE, share)
-    swept = [row for row in rows if not row["case"].startswith(ACTIVATIONS)]
+        packed, replicated = ours_of(cell), replicated_of(cell)
+        if replicated is not None:
+            share = streamed["activation_gib"] / replicated["activation_gib"]
+            name = f"memory: streamed over replicated, {case.removeprefix(ACTIVATIONS)}"
+            yield at_most(name, MAX_ACTIVATION_SHARE, share)
+        elif packed is not None:
+            share = streamed["activation_gib"] / packed["activation_gib"]
+            name = f"memory: {streamed['responses']} responses over {packed['responses']}"
+            yield at_most(name, MAX_MANY_RATIO, share)
+    swept = [row for row in rows if "prompt" in row]
     yield from _predictions("memory", swept)
 
 

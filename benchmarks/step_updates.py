@@ -33,12 +33,12 @@ from ratoon.train.config import (
     OptimRequest,
     ReferenceKind,
 )
+from ratoon.train.forward_arrays import ForwardArrays
 from ratoon.train.loss_spec import Loss
-from ratoon.train.numerics import activation_bytes
 from ratoon.train.report import StepReport
 from ratoon.train.resolve import resolve_loss, resolve_optim
 from ratoon.train.spec import TrainerSpec
-from ratoon.train.trainer import ForwardArrays, Trainer
+from ratoon.train.trainer import Trainer
 
 # float32 states of more parameters than this do not fit one GPU.
 MAX_FP32_PARAMETERS = 3e9
@@ -178,7 +178,7 @@ def _trainer(ways: Ways, *, has_reference: bool) -> Trainer:
         model=policy.spec,
         optimizer=AdamWConfig(),
         deterministic=False,
-        micro_batch_tokens=2**31 - 1,
+        micro_batch_tokens=None,
         keep_reference=has_reference,
         attention_backend=run.scale.ours.backend,
         device=str(run.device),
@@ -186,18 +186,20 @@ def _trainer(ways: Ways, *, has_reference: bool) -> Trainer:
         optimizer_states=OptimizerStates.BF16_8BIT if is_narrow else OptimizerStates.FP32,
     )
     trainer = Trainer(spec, policy)
-    policy.limit_activations(activation_bytes(run.device))
+    trainer.limit_activations()
     return trainer
 
 
 def _run_phases(update: Update) -> dict[str, float]:
-    """Old log-probs, then one update with them; seconds by phase."""
+    """Old log-probs, then one update with them; seconds by phase, and of the whole update."""
     old = update.old_logprobs()
-    report = update.step(old)
+    reports: list[StepReport] = []
+    update_s = timed(lambda: reports.append(update.step(old)), update.trainer.model.device)
+    (report,) = reports
     phases = {
         "old_logprobs_s": old.report.seconds.forward,
         "forward_s": report.seconds.forward,
         "backward_s": report.seconds.backward,
         "optimizer_s": report.seconds.optimizer,
     }
-    return {**phases, "total_s": sum(phases.values())}
+    return {**phases, "update_s": update_s, "total_s": sum(phases.values())}

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.step_drift import drift
 from benchmarks.step_memory_plan import MemoryPlan, keep_the_least, keep_what_fits
 from benchmarks.step_rollouts import (
     SeededBatch,
@@ -44,8 +45,9 @@ from ratoon.rollout.batch import RolloutBatch
 
 # Relative L2 errors between two 16-bit runs; a wrong mask gives errors of order 1.
 MAX_ERROR = 0.1
-# Rollouts that a cut into micro-batches is tried on, in the largest cut's micro-batches.
-TRIED_BATCHES = 2
+LOGPROB = "logprob"
+# Samples of the ways that ours is compared with; of replicated ones, which take long, fewer.
+OTHER_SAMPLES, REPLICATED_SAMPLES = 3, 2
 
 
 class Ways:
@@ -109,7 +111,7 @@ def compare_ways(ways: Ways, batch: RolloutBatch, order: Sequence[Way], plan: Pl
         except Exception as error:  # noqa: BLE001  whatever a library raises is its row's content
             found.append(({"how": way.how, **refusal(error)}, {}))
         ways.clear()
-    return check([way.is_packed for way in order], found)
+    return check(order, found)
 
 
 def measure_way(
@@ -134,16 +136,15 @@ def measure_way(
         memory = plan.limit(policy, batches)
         row |= {"micro_batch_sequences": cut, **tried}
     started = time.monotonic()
+    # Compiles what there is to compile, and the allocator has its memory from then on.
     values = compared_values(policy, batches)
-    ways.clear()
-    resident_gib = held_gib(run.device)
-    if way.is_packed:
-        run_step(policy, batches)
     row["warm_up_s"] = time.monotonic() - started
+    ways.module.zero_grad(set_to_none=True)
+    resident_gib = held_gib(run.device)
     measured = measure(
         lambda: run_step(policy, batches),
         run.device,
-        num_samples=run.num_samples,
+        num_samples=_num_samples(run, way),
         stop_at=run.stop_at,
     )
     work, replicated = packed_work(packed_batch(batch)), replicated_work(batch)
@@ -156,8 +157,17 @@ def measure_way(
         **memory_figures(policy, memory, measured.peak_gib, resident_gib),
         "packed_tokens": work.tokens,
         "replicated_tokens": replicated.tokens,
+        "packed_pairs": work.pairs,
         "samples": measured.samples,
     }, values
+
+
+def _num_samples(run: Run, way: Way) -> int:
+    """All of them for ours at once, whose figures count; fewer for what it is compared with."""
+    if not way.is_packed:
+        return min(run.num_samples, REPLICATED_SAMPLES)
+    is_ours = way == run.scale.ours
+    return run.num_samples if is_ours else min(run.num_samples, OTHER_SAMPLES)
 
 
 def memory_figures(
@@ -179,10 +189,14 @@ def memory_figures(
     }
 
 
-def check(is_packed: Sequence[bool], found: list[tuple[Row, dict[str, Tensor]]]) -> list[Row]:
-    """The rows with their errors against a replicated way, or the first, that has figures."""
+def check(order: Sequence[Way], found: list[tuple[Row, dict[str, Tensor]]]) -> list[Row]:
+    """The rows with their errors against a replicated way, or the first, that has figures.
+
+    Where there are log-probs, also their drift from that way and from the first packed one of
+    another backend.
+    """
     ran = [i for i, (row, _) in enumerate(found) if "error" not in row]
-    truth = min(ran, key=lambda i: (is_packed[i], i), default=-1)
+    truth = min(ran, key=lambda i: (order[i].is_packed, i), default=-1)
     rows: list[Row] = []
     for i, (row, values) in enumerate(found):
         if i == truth or "error" in row:
@@ -193,8 +207,15 @@ def check(is_packed: Sequence[bool], found: list[tuple[Row, dict[str, Tensor]]])
         against: dict[str, Any] = {"against": found[truth][0]["how"], "errors": errors}
         if wrong:
             rows.append({"how": row["how"], "error": f"wrong: {wrong}", **against})
-        else:
-            rows.append({**row, **against})
+            continue
+        second = [j for j in ran if order[j].is_packed and order[j].backend != order[i].backend]
+        others = {found[j][0]["how"]: found[j][1] for j in (truth, *second[:1])}
+        drifts = {
+            how: drift(values[LOGPROB], other[LOGPROB])
+            for how, other in others.items()
+            if LOGPROB in values
+        }
+        rows.append({**row, **against, **({"drift": drifts} if drifts else {})})
     return rows
 
 
@@ -217,17 +238,21 @@ def replicas(batch: RolloutBatch, cut: int, run: Run) -> list[SeededBatch]:
 
 
 def _fastest_cut(ways: Ways, way: Way, batch: RolloutBatch, plan: Plan) -> tuple[int, Row]:
-    """The cut that takes the least time on the first few rollouts, and the seconds of each."""
+    """The cut that takes the least time on the first few rollouts, and the seconds of each.
+
+    They are those of the largest cut's first micro-batch; what they compile runs before.
+    """
     if len(plan.cuts) == 1:
         return plan.cuts[0], {}
     policy, seconds = ways.policy(way), dict[int, float]()
     failed: Exception | None = None
     for cut in plan.cuts:
-        batches = replicas(batch, cut, ways.run)[: TRIED_BATCHES * max(plan.cuts) // cut]
+        batches = replicas(batch, cut, ways.run)
+        first = batches[: max(plan.cuts) // cut]
         try:
             plan.limit(policy, batches)
-            run_step(policy, batches)
-            seconds[cut] = timed(partial(run_step, policy, batches), ways.run.device)
+            run_step(policy, first[:1])
+            seconds[cut] = timed(partial(run_step, policy, first), ways.run.device)
         except (torch.OutOfMemoryError, RatoonError) as error:
             # With its frames it would hold the memory that was not enough.
             failed = error.with_traceback(None)

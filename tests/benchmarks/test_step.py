@@ -197,6 +197,8 @@ def test_sections_are_merged_into_one_file(
     assert [run["cases"]["paper"] for run in first["runs"]] == [["12x4"]]
     for row in first["paper"]:
         assert len(row["samples"]) == 2
+        if row["how"] != "reference-replicated":
+            assert row["drift"]["reference-replicated"]["max_abs"] < 1e-4
     step.main([*ON_CPU, "--out", str(path), "--only", "paper", "--missing"])
     assert json.loads(path.read_text())["paper"] == first["paper"]
     step.main([*ON_CPU, "--out", str(path), "--only", "paper"])

@@ -67,8 +67,9 @@ def _shape(prompt: int, predicted: float) -> dict[str, Any]:
 def _result() -> dict[str, Any]:
     kept = {"predicted_gib": 84.0, "beyond_weights_gib": 80.0, "layers_kept": {"narrow": 36}}
     phases = {"old_logprobs_s": 1.0, "forward_s": 1.25, "backward_s": 3.0, "optimizer_s": 0.5}
-    update = {**phases, "optimizer_states": "bf16_8bit", "num_micro_batches": 1}
-    activations = "activations 8192x32"
+    update = {**phases, "update_s": 4.75, "optimizer_states": "bf16_8bit", "num_micro_batches": 1}
+    activations, many = "activations 8192x32", "many 32768x512"
+    drift = {"mean_abs": 0.012, "max_abs": 0.25, "k3": 1e-4}
     return {
         "commit": "0123456789abcdef-dirty",
         "gpu": "NVIDIA H200",
@@ -80,6 +81,8 @@ def _result() -> dict[str, Any]:
             _row("5059x32", "fa2-replicated", 16.0, micro_batch_sequences=2, errors={"a": 0.02}),
             _row("5059x32", "flash", 4.8, errors={"a": 0.01}),
             {"case": "5059x32", "how": "flex", "error": "RuntimeError: out\nof memory"},
+            _row("5059x32", "cuda-waves-of-8", 4.3),
+            _row("5059x32", "cuda-waves-of-4", 4.16, drift={"flash": drift}),
         ],
         "profile": [
             _profiled("5059x32", "cuda", 0.02),
@@ -96,6 +99,8 @@ def _result() -> dict[str, Any]:
             {"case": "131072x8", "how": "cuda", "prompt": 131_072, "error": "no room"},
             _row(activations, "cuda-waves-of-4", 9.0, activation_gib=8.0),
             _row(activations, "fa2-replicated", 30.0, activation_gib=20.0),
+            _row(many, "cuda", 3.0, activation_gib=10.0, responses=8),
+            _row(many, "cuda-waves-of-8", 60.0, activation_gib=12.5, responses=512),
         ],
         "crossover": [
             _row("64x4", "cuda", 0.5, **_shape(64, 1.01)),
@@ -119,12 +124,15 @@ def test_targets_are_met_or_missed_by_their_bounds() -> None:
     assert found == {
         "paper 5059x32: seconds": (3.9, 4.0, False),
         "paper 5059x32: hardware MFU": (0.6, 0.585, False),
+        "paper 5059x32: cuda-waves-of-8 over packed": (1.05, 1.075, False),
+        "paper 5059x32: cuda-waves-of-4 over packed": (1.05, 1.04, True),
         "paper: least speed-up over replicated, 5059x32": (1.0, 4.0, True),
         "paper: error of the predicted peak": (0.1, 0.05, True),
         "profile 5059x32: nothing runs": (0.03, 0.02, True),
         "table2: least speed-up over replicated, 8192x16": (1.0, 3.5, True),
         "memory: longest prompt": (131_072, 65_536, False),
         "memory: streamed over replicated, 8192x32": (0.5, 0.4, True),
+        "memory: 512 responses over 8": (1.3, 1.25, True),
         "memory: error of the predicted peak": (0.1, 0.05, True),
         "crossover: least speed-up over replicated, 64x4": (1.0, 0.9, False),
         "updates grpo Qwen3-8B: update over step": (1.15, 1.188, False),
@@ -137,17 +145,18 @@ def test_tables_show_ratios_of_one_case_and_reasons() -> None:
     assert profile.rows[0] == ["products of weights", *["2500.0"] * 3]
     assert profile.rows[2] == ["nothing runs", "82.0", "205.0", "164.0"]
     assert profile.rows[-2][1:] == ["2.0%", "5.0%", "4.0%"]
-    assert paper.rows[0][-2:] == ["4.00", "1.20"]
+    assert paper.rows[0][-3:] == ["4.00", "1.20", "1.00"]
     assert paper.rows[1][0] == "fa2-replicated, 2 a micro-batch"
-    assert paper.rows[1][-2:] == ["1.00", "0.30"]
+    assert paper.rows[1][-3:] == ["1.00", "0.30", "4.00"]
     assert set(paper.rows[3][1:]) == {"–"}
     assert "5059x32, flex: RuntimeError: out of memory" in paper.notes
     assert any("2.0e-02" in note for note in paper.notes)
     assert table2.rows == [
         ["8192, 16", "41323", "100.0", "125.0", "350.0", "2340.0%", "3.50", "1.25"]
     ]
-    assert len(memory.rows) == 3
-    assert [row[2] for row in memory.rows] == ["20.00*", "9.00", "30.00"]
+    assert any("cuda-waves-of-4 against flash: mean |difference| 1.2e-02" in n for n in paper.notes)
+    assert [row[0] for row in memory.rows][3:] == ["32768x8", "32768x512"]
+    assert [row[2] for row in memory.rows] == ["20.00*", "9.00", "30.00", "3.00", "60.00"]
     assert memory.notes == ["131072x8, cuda: no room", "* one run, its first"]
     assert crossover.rows[0] == [
         *("4", "0.0625", "500.0", "450.0", "cuda-replicated", "0.90", "1.01"),
@@ -178,7 +187,7 @@ def test_report_says_what_it_was_measured_on() -> None:
     assert "gradients in bfloat16, bf16 GEMM 781 TFLOP/s." in text
     assert "STALE" not in text
     assert "STALE: kernel changed" in format_tables({**_result(), "stale": "kernel changed"})
-    assert "6 of 11 targets met" in text
+    assert "8 of 14 targets met" in text
     assert "missed: paper 5059x32: seconds: 4.00, not 3.90" in text
 
 

@@ -54,7 +54,9 @@ def test_full_cases_are_the_ones_to_be_measured() -> None:
         *("5059x32", "8192x16", "16384x8", "32768x4", "65536x4", "131072x8"),
     ]
     assert cases["memory"][0] == "8192x8"
-    assert cases["memory"][-2:] == ["1048576x8", "activations 8192x32"]
+    assert cases["memory"][-3:] == ["1048576x8", "activations 8192x32", "many 32768x512"]
+    assert cases["profile"] == ["5059x32", "update 5059x32"]
+    assert [way.wave for way in FULL.streamed] == [8, 4]
     assert len(cases["crossover"]) == 24
     assert FULL.crossover[1][0] / FULL.crossover[2] == 1 / 16
     assert FULL.crossover[1][-1] / FULL.crossover[2] == 8
@@ -108,12 +110,23 @@ def test_waves_stream_a_group_to_the_same_gradients() -> None:
     assert streamed["packed_tokens"] == replicated["packed_tokens"] == 29
 
 
-def test_memory_has_a_row_for_each_prompt_and_the_comparison() -> None:
+def test_memory_has_a_row_for_each_prompt_and_the_comparisons() -> None:
     found = _rows(step_memory)
-    assert set(found) == {"8x2", "16x2", "activations 8x4"}
+    assert set(found) == {"8x2", "16x2", "activations 8x4", "many 16x12"}
     assert [row["prompt"] for case in ("8x2", "16x2") for row in found[case]] == [8, 16]
     hows = [row["how"] for row in found["activations 8x4"]]
     assert hows == ["reference", "reference-waves-of-4", "reference-replicated"]
+    few, many = found["many 16x12"]
+    assert (few["how"], few["responses"], few["packed_tokens"]) == ("reference", 2, 16 + 2 * 3)
+    assert (many["how"], many["responses"]) == ("reference-waves-of-2", 12)
+    assert many["packed_tokens"] == 16 + 12 * 3
+    assert few["product_flops"] < many["product_flops"]
+
+
+def test_the_prompt_that_was_asked_for_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_memory, "FIRST_PROMPT", 16)
+    first, *_ = _rows(step_memory, "8x2", "16x2", "activations 8x4")
+    assert first == "16x2"
 
 
 def _held(tokens: int) -> HeldTokens:
@@ -183,6 +196,7 @@ def test_updates_are_whole_and_change_the_weights() -> None:
             *("old_logprobs_s", "forward_s", "backward_s", "optimizer_s"),
         ]
         assert row["total_s"] == pytest.approx(sum(row[name] for name in phases))
+        assert row["update_s"] > sum(row[name] for name in phases[1:])
         assert row["seconds"] == statistics.median(row["samples"])
     assert rows["grpo tiny"]["step"]["seconds"] > 0
     assert not rows["grpo tiny"]["has_reference"]
