@@ -68,7 +68,8 @@ class WorkerConfig(_Section):
     device: str = "auto"
     # Threads of torch in a CPU worker; 0: the machine's cores.
     num_threads: int = Field(default=0, ge=0)
-    micro_batch_tokens: int = Field(default=16_384, ge=1)
+    # Of policies that ask for none. None: 16384 on a CPU; on a GPU each plan takes what is fastest.
+    micro_batch_tokens: int | None = Field(default=None, ge=1)
     # What is kept of bfloat16 policies beside their gradients; wider ones always keep fp32.
     optimizer_states: Literal["fp32", "bf16_stochastic", "bf16_8bit"] = "fp32"
     # Pinned memory of the host, a policy, for activations of GPU policies that do not fit the GPU.

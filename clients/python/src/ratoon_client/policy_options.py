@@ -60,7 +60,7 @@ class PolicyOptions(TypedDict, total=False):
     on_changed_numerics: OnChangedNumerics
     publish: Publish
     keep_versions: int
-    # Packed tokens of one micro-batch.
+    # Packed tokens of one micro-batch; absent: the server's, or what each plan chooses.
     micro_batch_tokens: int
     reference: ReferencePolicy
     num_workers: int

@@ -323,7 +323,7 @@ class PolicySpec(_message.Message):
     keep_versions: _builtins.int
     """Default 2."""
     micro_batch_tokens: _builtins.int
-    """Packed tokens of one micro-batch. Default: the server's."""
+    """Packed tokens of one micro-batch. Default: the server's; absent there, too, each plan chooses."""
     reference: Global___ReferencePolicy.ValueType
     attention_backend: _builtins.str
     """An attention backend by name. Default: the best available."""

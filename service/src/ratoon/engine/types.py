@@ -66,8 +66,8 @@ class PolicySpec:
     on_changed_numerics: OnChangedNumerics
     publish: PublishConfig
     keep_versions: int
-    # Packed tokens of one micro-batch.
-    micro_batch_tokens: int
+    # Packed tokens of one micro-batch; None: each plan has its own.
+    micro_batch_tokens: int | None
     reference: ReferencePolicy
     num_workers: int
     # "": the best available.

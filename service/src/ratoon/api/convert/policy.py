@@ -51,10 +51,13 @@ NUM_WORKERS = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecDefaults:
-    """What the server's config adds to a spec; `models_root` is absolute."""
+    """What the server's config adds to a spec; `models_root` is absolute.
+
+    `micro_batch_tokens` None: plans choose.
+    """
 
     models_root: Path
-    micro_batch_tokens: int
+    micro_batch_tokens: int | None
 
 
 def policy_spec(message: wire.PolicySpec, defaults: SpecDefaults) -> PolicySpec:
@@ -89,7 +92,9 @@ def policy_spec(message: wire.PolicySpec, defaults: SpecDefaults) -> PolicySpec:
         ),
         publish=_publish(message.publish),
         keep_versions=at_least("spec.keep_versions", keep, 1),
-        micro_batch_tokens=at_least("spec.micro_batch_tokens", tokens, 1),
+        micro_batch_tokens=(
+            None if tokens is None else at_least("spec.micro_batch_tokens", tokens, 1)
+        ),
         reference=from_wire(
             "spec.reference", message.reference, wire.ReferencePolicy, ReferencePolicy
         ),
