@@ -18,7 +18,7 @@ from ratoon.rollout.packed import MicroBatch
 from ratoon.rollout.plan import cheapest_plan
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.ragged import sequence_lengths
-from ratoon.rollout.waves import peak_tokens, resident_tokens
+from ratoon.rollout.waves import peak_tokens
 from tests.builders import random_batch
 from tests.model.test_activation_plan import QWEN3_8B
 
@@ -40,16 +40,16 @@ CHECKED = settings(max_examples=200, deadline=None)
 
 def _refuses(sizes: DecoderSizes, part: MicroBatch, device_bytes: int, host_bytes: int) -> bool:
     """Whether the model does, asked as `PolicyModel` asks for a forward with gradients."""
-    tokens, resident = part.packed_tokens, 0
+    tokens, stacked = part.packed_tokens, 0
     if part.stages:
-        tokens, resident = peak_tokens(part.stages), max(resident_tokens(part.stages))
+        tokens = stacked = peak_tokens(part.stages)
     try:
         plan_activations(
             sizes,
             tokens,
             tokens,
-            device_bytes - resident * sizes.prefix_bytes,
-            0 if resident else host_bytes,
+            device_bytes - stacked * sizes.prefix_bytes,
+            0 if stacked else host_bytes,
         )
     except RatoonError:
         return True
@@ -135,15 +135,13 @@ def test_only_what_holds_no_path_is_refused(seed: int, share: float) -> None:
 def test_limits_are_the_bytes_own(sizes: DecoderSizes, room: int) -> None:
     device_bytes = room * GIB
     limits = token_limits(sizes, device_bytes, 0)
-    spare = 0
-    for resident in range(0, limits.streamed // 2, max(1, limits.streamed // 37)):
-        tokens = limits.beside(resident)
-        left = device_bytes - resident * sizes.prefix_bytes
-        plan_activations(sizes, tokens, tokens, left)
-        with pytest.raises(RatoonError):
-            plan_activations(sizes, int(1.05 * tokens) + 2, tokens, left - device_bytes // 50)
-        spare = max(spare, resident)
-    assert spare > limits.streamed // 3
+    tokens = limits.streamed
+    plan_activations(sizes, tokens, tokens, device_bytes - tokens * sizes.prefix_bytes)
+    with pytest.raises(RatoonError):
+        plan_activations(
+            sizes, tokens + 1, tokens + 1, device_bytes - (tokens + 1) * sizes.prefix_bytes
+        )
+    plan_activations(sizes, limits.at_once, limits.at_once, device_bytes)
     with pytest.raises(RatoonError):
         plan_activations(sizes, limits.at_once + 1, limits.at_once + 1, device_bytes)
 

@@ -149,12 +149,17 @@ def max_tokens(sizes: DecoderSizes, device_bytes: int, host_bytes: int = 0) -> i
     )
 
 
-def most_tokens(sizes: DecoderSizes, device_bytes: int, kept: Kept) -> int:
-    """The same where every layer keeps `kept`."""
-    plan = (kept,) * sizes.num_layers
-    return _most(
-        sizes, device_bytes, lambda tokens: peak_bytes(sizes, plan, tokens, tokens) > device_bytes
-    )
+def most_tokens(
+    sizes: DecoderSizes, device_bytes: int, kept: Kept, *, is_streamed: bool = False
+) -> int:
+    """The same where every layer keeps `kept`; beside stacks of all tokens' keys where streamed."""
+    plan, stack_bytes = (kept,) * sizes.num_layers, sizes.prefix_bytes * is_streamed
+
+    def is_too_much(tokens: int) -> bool:
+        peak = peak_bytes(sizes, plan, tokens, tokens)
+        return peak + tokens * stack_bytes > device_bytes
+
+    return _most(sizes, device_bytes, is_too_much)
 
 
 def largest_plan(

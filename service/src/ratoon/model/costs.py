@@ -19,8 +19,6 @@ _PAIR_FLOPS = 14
 # residuals and positions of a hidden state; the gated product of the MLP.
 _HIDDEN_PASSES = 24
 _MLP_PASSES = 9
-# Times that a partial output of attention and its gradient are read or written in float32.
-_MERGE_PASSES = 6
 # Steps of held tokens between which the cost of running again is interpolated.
 _NUM_STEPS = 32
 
@@ -74,7 +72,8 @@ def device_costs(
         row=(6 if sizes.head_is_trained else 4) * head_weights / rates.head_flops,
         call=trained * (2 * element + 8) / rates.memory_bytes + layers * rates.layer_call_s,
         resident=layers * key_value * (2 * element + 8) / rates.memory_bytes,
-        merge=layers * heads * 4 * _MERGE_PASSES / rates.memory_bytes,
+        # A stage attends one stack of keys: there is nothing to merge.
+        merge=0.0,
         fork=_TILE_KEYS,
     )
 
@@ -103,7 +102,7 @@ def with_recompute(
     recompute = Recompute(
         held=tuple(held),
         cost=tuple(recompute_s(sizes, rates, plan or least_kept) for plan in plans),
-        resident_share=sizes.prefix_bytes / max(1, device_bytes),
+        stack_share=sizes.prefix_bytes / max(1, device_bytes),
     )
     return replace(costs, recompute=recompute)
 

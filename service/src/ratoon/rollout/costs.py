@@ -39,12 +39,12 @@ class Recompute:
 
     held: tuple[int, ...]
     cost: tuple[float, ...]
-    # Share of the memory for activations that a token of a resident prefix takes from the others.
-    resident_share: float
+    # Share of the memory for activations that a token takes in a stream's stacks of keys.
+    stack_share: float
 
-    def of(self, tokens: int, resident: int) -> float:
-        """Of each token, while so many are held and so many of them are of resident prefixes."""
-        free = 1.0 - self.resident_share * resident
+    def of(self, tokens: int, *, is_streamed: bool) -> float:
+        """Of each token, while so many are held."""
+        free = 1.0 - self.stack_share * tokens * is_streamed
         # As if all the memory were there, and more tokens held.
         alike = tokens / free if free > 0 else math.inf
         above = bisect_left(self.held, alike)
@@ -56,7 +56,7 @@ class Recompute:
 
 
 # Where everything is kept, or nothing ever is.
-NOTHING_AGAIN = Recompute(held=(0,), cost=(0.0,), resident_share=0.0)
+NOTHING_AGAIN = Recompute(held=(0,), cost=(0.0,), stack_share=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,19 +79,20 @@ class CostModel:
 
     def packed(self, work: Work) -> float:
         """Cost of running it at once."""
-        return self._run(work, work.tokens, 0)
+        return self._run(work, self.recompute.of(work.tokens, is_streamed=False))
 
     def streamed(self, work: Work, stages: Sequence[Stage]) -> float:
         """Cost of running it in `stages`, of which there is one at least."""
-        resident = resident_tokens(stages)
+        resident = sum(resident_tokens(stages))
         merged = sum(
             depth * stage.num_tokens
             for depth, stage in zip(num_ancestors(stages), stages, strict=True)
         )
+        again = self.recompute.of(peak_tokens(stages), is_streamed=len(stages) > 1)
         return (
-            self._run(work, peak_tokens(stages), max(resident))
+            self._run(work, again)
             + self.call * (len(stages) - 1)
-            + self.resident * sum(resident)
+            + self.resident * resident
             + self.merge * merged
         )
 
@@ -100,8 +101,8 @@ class CostModel:
         """Tokens that cost as much as a call."""
         return int(self.call / self.token)
 
-    def _run(self, work: Work, held: int, resident: int) -> float:
-        of_token = self.token + self.recompute.of(held, resident)
+    def _run(self, work: Work, again: float) -> float:
+        of_token = self.token + again
         return self.call + of_token * work.tokens + self.pair * work.pairs + self.row * work.rows
 
 

@@ -1,7 +1,7 @@
 """How many packed tokens a device holds at a time.
 
-Enters a device's budget as tokens, leaves which plans fit it. Invariant: what `hold` says fits is
-never refused by the model's own plan of bytes, from which the limits are made.
+Enters a device's budget as tokens, leaves which plans fit it. Invariant: what is within the limits
+is never refused by the model's own plan of bytes, from which they are made.
 """
 
 from __future__ import annotations
@@ -11,24 +11,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLimits:
-    """Limits of one forward and backward; a token of a resident prefix is held, too."""
+    """Most packed tokens held at a time of a forward and backward, those of prefixes among them."""
 
-    # Most tokens where nothing is resident: all are run at once, or whole trees one by one.
+    # Of a micro-batch that is run at once.
     at_once: int
-    # Most tokens beside resident prefixes, less, for each of their tokens, so many: their keys,
-    # values and the gradients of these stay beside their activations.
+    # Of one in stages: beside its activations, each token has room in stacks of keys, values and
+    # the gradients of these, and nothing waits on the host.
     streamed: int
-    prefix_weight: float
-
-    def beside(self, resident: int) -> int:
-        """Most tokens held at a time where up to `resident` of them are of resident prefixes."""
-        if resident == 0:
-            return self.at_once
-        return int(self.streamed - self.prefix_weight * resident)
-
-    def hold(self, tokens: int, resident: int) -> bool:
-        return tokens <= self.beside(resident)
 
 
 # Of a CPU, whose memory nothing counts.
-NO_LIMITS = TokenLimits(at_once=2**62, streamed=2**62, prefix_weight=0.0)
+NO_LIMITS = TokenLimits(at_once=2**62, streamed=2**62)

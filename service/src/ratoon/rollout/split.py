@@ -16,12 +16,10 @@ from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.costs import CostModel, SequenceSizes
 from ratoon.rollout.forest import build_forest
 from ratoon.rollout.limits import TokenLimits
-from ratoon.rollout.packed import Forest, Stage
+from ratoon.rollout.packed import Stage
 from ratoon.rollout.prefixes import SortedPrefixes, shared_with_previous
-from ratoon.rollout.waves import cut_into_stages, peak_tokens, resident_tokens
+from ratoon.rollout.waves import cut_into_stages, peak_tokens
 
-# Times that a forest is cut before whatever may stay is counted.
-_MAX_CUTS = 6
 # Subtrees within subtrees that may each be run in another way; deeper ones are as those above.
 _MAX_DEPTH = 8
 
@@ -89,36 +87,22 @@ class GroupSplitter:
         return _Choice(
             parts=tuple(Part(places=run, stages=()) for run in runs),
             cost=sum(self._costs.packed(work) for work in works),
-            is_refused=not all(self._limits.hold(work.tokens, 0) for work in works),
+            is_refused=any(work.tokens > self._limits.at_once for work in works),
         )
 
     def _streamed(self, places: NDArray[np.int64]) -> _Choice:
         sequences = np.sort(self._prefixes.order[places])
-        stages = self._stages(build_forest(self._batch, self._prefixes, sequences))
+        forest = build_forest(self._batch, self._prefixes, sequences)
+        room = max(1, min(self.budget, self._limits.streamed))
+        stages = cut_into_stages(forest, room, self._costs.call_tokens)
         # One stage is all at once.
+        is_streamed = len(stages) > 1
+        most = self._limits.streamed if is_streamed else self._limits.at_once
         return _Choice(
-            parts=(Part(places=places, stages=stages if len(stages) > 1 else ()),),
+            parts=(Part(places=places, stages=stages if is_streamed else ()),),
             cost=self._costs.streamed(self.sizes.work(places), stages),
-            is_refused=not self._limits.hold(peak_tokens(stages), max(resident_tokens(stages))),
+            is_refused=peak_tokens(stages) > most,
         )
-
-    def _stages(self, forest: Forest) -> tuple[Stage, ...]:
-        """Stages within budget and limits, where there are any.
-
-        Prefixes that stay leave the less room the longer they are, and the less room there is, the
-        longer is what stays: the forest is cut again until what stays is no more than was counted.
-        """
-        small_tokens = self._costs.call_tokens
-        counted = 0
-        for _ in range(_MAX_CUTS):
-            room = max(1, min(self.budget, self._limits.beside(counted)))
-            stages = cut_into_stages(forest, room, small_tokens)
-            resident = max(resident_tokens(stages))
-            if resident <= counted or self._limits.hold(peak_tokens(stages), resident):
-                return stages
-            counted = resident
-        room = max(1, min(self.budget, self._limits.beside(_deepest_fork(forest))))
-        return cut_into_stages(forest, room, small_tokens)
 
     def _subtrees(self, places: NDArray[np.int64], depth: int) -> _Choice:
         """Subtrees below the common prefix, which each part repeats; neighbours that fit meet."""
@@ -159,10 +143,3 @@ class GroupSplitter:
                 cuts.append(i)
                 tokens = lengths[i]
         return np.split(places, cuts)
-
-
-def _deepest_fork(forest: Forest) -> int:
-    """Most tokens from a root down to the end of a node that has children."""
-    above = forest.node_parent[forest.node_parent >= 0]
-    own = forest.node_stop - forest.node_start
-    return int((forest.node_depth + own)[above].max(initial=0))
