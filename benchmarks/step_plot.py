@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.step_rows import by_case, ours_of, speedup
+from benchmarks.step_kernels import Kind
+from benchmarks.step_rows import STREAMED, by_case, ours_of, speedup
 
 Row = dict[str, Any]
 
@@ -21,6 +22,16 @@ COLORS = {
     "flex": "#c9a227",
 }
 REPLICATED_COLOR = "#a34a4a"
+KIND_COLORS = {
+    Kind.ATTENTION_FORWARD: "#8cc7ae",
+    Kind.ATTENTION_BACKWARD: "#1b7f5c",
+    Kind.PRODUCTS: "#3b6fb6",
+    Kind.HEAD: "#8fb0dd",
+    Kind.COMPILED: "#c9a227",
+    Kind.EAGER: "#e3cd84",
+    Kind.COPIES: "#a34a4a",
+    Kind.OPTIMIZER: "#7b5ea7",
+}
 PHASE_COLORS = {
     "old_logprobs": "#8cc7ae",
     "forward": "#1b7f5c",
@@ -54,8 +65,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 
 def color_of(how: str) -> str:
-    """One color a way."""
-    return COLORS.get(how, REPLICATED_COLOR)
+    """One color a backend of packed rollouts, streamed or not, and one for all replicated ones."""
+    return COLORS.get(how.partition(STREAMED)[0], REPLICATED_COLOR)
 
 
 def _measured(rows: list[Row]) -> list[Row]:
@@ -70,6 +81,18 @@ def _paper(panel: Any, rows: list[Row]) -> None:
     panel.invert_yaxis()
     panel.set_xlabel("forward and backward of the recorded group, seconds")
     panel.margins(x=0.2)
+
+
+def _profile(panel: Any, rows: list[Row]) -> None:
+    names = [f"{row['case']}, {row['how']}" for row in rows]
+    left = [0.0] * len(rows)
+    for kind, color in KIND_COLORS.items():
+        ms = [row["kinds_ms"].get(kind, 0.0) for row in rows]
+        panel.barh(names, ms, left=left, color=color, label=kind)
+        left = [start + more for start, more in zip(left, ms, strict=True)]
+    panel.invert_yaxis()
+    panel.set_xlabel("kernels of one step, ms")
+    panel.legend(frameon=False, fontsize=7)
 
 
 def _table2(panel: Any, rows: list[Row]) -> None:
@@ -131,6 +154,7 @@ def _updates(panel: Any, rows: list[Row]) -> None:
 
 _PANELS: dict[str, Callable[[Any, list[Row]], None]] = {
     "paper": _paper,
+    "profile": _profile,
     "table2": _table2,
     "memory": _memory,
     "crossover": _crossover,

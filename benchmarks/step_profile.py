@@ -94,8 +94,9 @@ def _profile(run: Run, work: Callable[[], object], *, has_optimizer: bool) -> Ro
     """Figures of a piece of work, which is run several times, first to compile it."""
     warm_up_s = timed(work, run.device)
     measured = measure_samples(work, run.device, num_samples=run.num_samples, stop_at=run.stop_at)
-    # The first has the profiler load its libraries.
-    profiled = [profiled_step(work, run.device) for _ in range(PROFILED_STEPS + 1)][1:]
+    # Has the profiler load its libraries.
+    profiled_step(lambda: torch.zeros(1, device=run.device), run.device)
+    profiled = [profiled_step(work, run.device) for _ in range(PROFILED_STEPS)]
     steps = [step.kernels for step in profiled]
     is_gpu = run.device.type == "cuda"
     return {

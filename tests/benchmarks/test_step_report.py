@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu_results import RESULTS, ROOT
-from benchmarks.step_plot import plot
+from benchmarks.step_plot import color_of, plot
 from benchmarks.step_report import BEGIN, END, format_tables, write_markdown
 from benchmarks.step_result import SECTIONS
 from benchmarks.step_rollouts import make_batch, packed_batch, packed_work, replicated_work
@@ -224,6 +224,11 @@ def test_plot_draws_the_sections_that_have_figures(tmp_path: Path) -> None:
     assert len(some) < len(whole)
     with pytest.raises(ValueError, match="no section"):
         plot({**result, **{name: [] for name in SECTIONS}}, tmp_path / "none.png")
+
+
+def test_colors_tell_backends_and_replicated_ways() -> None:
+    assert color_of("cuda-waves-of-8") == color_of("cuda") != color_of("flash")
+    assert color_of("cuda-replicated") == color_of("fa2-replicated") != color_of("cuda")
 
 
 def test_report_runs_as_a_file_from_anywhere(tmp_path: Path) -> None:
