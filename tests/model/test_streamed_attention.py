@@ -17,7 +17,6 @@ from ratoon.model.streamed_attention import (
     AttentionStream,
     LayerStage,
     StageAttention,
-    path_layout,
 )
 from ratoon_kernels import Span, TreeLayout, build_layout, tree_attention
 from tests.theorem import relative_error
@@ -42,7 +41,7 @@ class _Inputs:
     dout: Tensor
 
 
-def _layout() -> TreeLayout:
+def make_layout() -> TreeLayout:
     start, stop, end, parent = torch.tensor(NODES).T.numpy()
     return build_layout(
         node_start=start, node_stop=stop, node_end=end, node_parent=parent, device="cpu"
@@ -50,7 +49,7 @@ def _layout() -> TreeLayout:
 
 
 def _stream(held: HeldTokens = HELD) -> AttentionStream:
-    return AttentionStream(layout=_layout(), backend="reference", deterministic=True, held=held)
+    return AttentionStream(layout=make_layout(), backend="reference", deterministic=True, held=held)
 
 
 def _inputs(dtype: torch.dtype, seed: int = 0) -> _Inputs:
@@ -66,7 +65,7 @@ def _inputs(dtype: torch.dtype, seed: int = 0) -> _Inputs:
 def _whole(inputs: _Inputs) -> list[Tensor]:
     """Output, dQ, dK and dV."""
     q, k, v = (x.clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
-    out, _ = tree_attention(q, k, v, _layout(), SCALE)
+    out, _ = tree_attention(q, k, v, make_layout(), SCALE)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), inputs.dout)]
 
 
@@ -190,27 +189,3 @@ def test_stages_hold_no_more_than_was_said() -> None:
     stream.stage(Span(11, 15), (outer, inner), is_kept=False)
     with pytest.raises(AssertionError, match="stages fit together"):
         stream.stage(Span(15, 20), (outer, inner), is_kept=False)
-
-
-@pytest.mark.parametrize(
-    ("spans", "nodes"),
-    [
-        # Of the inner prefix, its second wave alone: two answers, in what is left of the forest.
-        (
-            [(0, 7), (7, 11), (15, 20)],
-            [(0, 7, 16, -1), (7, 11, 16, 0), (11, 14, 14, 1), (14, 16, 16, 1)],
-        ),
-        ([(0, 7), (20, 24)], [(0, 7, 11, -1), (7, 11, 11, 0)]),
-        # A stage of several nodes whose later tokens another one does not descend from.
-        (
-            [(0, 20), (20, 24)],
-            [*NODES[:-1], (20, 24, 24, 0)],
-        ),
-        ([(0, 24)], [*NODES]),
-    ],
-)
-def test_a_path_is_a_forest_of_its_own(
-    spans: list[tuple[int, int]], nodes: list[tuple[int, int, int, int]]
-) -> None:
-    layout = path_layout(_layout(), [Span(*span) for span in spans])
-    assert layout.node_table_M4.tolist() == [list(node) for node in nodes]

@@ -6,6 +6,7 @@ in four waves. A second one has two levels of prefixes.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.attention import HeldTokens, PathAttention
+from ratoon.model.path_stacks import PathStacks
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import FolderBase
 from ratoon.model.streamed_attention import LayerStage
@@ -176,6 +178,29 @@ def test_a_cancel_ends_a_streamed_group_between_stages(trainer: Trainer) -> None
     assert trainer.window_state is WindowState.TORN
 
 
+def test_stacks_go_with_the_stages_and_wait_for_no_collector(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cycle would keep gigabytes of a GPU until Python happens to look."""
+    made: list[weakref.ref[PathStacks]] = []
+    create = PathStacks.__init__
+
+    def recorded(stacks: PathStacks, num_tokens: int) -> None:
+        create(stacks, num_tokens)
+        made.append(weakref.ref(stacks))
+
+    monkeypatch.setattr(PathStacks, "__init__", recorded)
+    batch = _batch(is_deep=True)
+    gc.collect()
+    gc.disable()
+    try:
+        trainer.forward_backward(batch, make_loss(batch), _plan(batch, 100))
+        assert made
+        assert all(stacks() is None for stacks in made)
+    finally:
+        gc.enable()
+
+
 def test_streamed_updates_repeat_their_bits(tmp_path: Path) -> None:
     folder = FolderBase(folder=str(write_folder(tmp_path / "base", "qwen3")))
     batch = _batch(is_deep=True)
@@ -217,7 +242,7 @@ def _attend_wave_only(patch: pytest.MonkeyPatch) -> None:
 
     def blind(stage: LayerStage, *args: Any) -> Any:
         if stage._ancestors:
-            stage._path.keys(stage._stage.own.start).k_SKH.zero_()
+            stage._path.keys(stage._place.own.start).k_SKH.zero_()
         return forward(stage, *args)
 
     patch.setattr(LayerStage, "forward", blind)

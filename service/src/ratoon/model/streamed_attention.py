@@ -15,20 +15,19 @@ a number: an operation is given numbers and tensors alone.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
 from weakref import WeakValueDictionary
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ratoon.model.attention import HeldTokens
+from ratoon.model.path_stacks import KeyPair, PathStacks, accumulation_dtype, path_layout
 from ratoon_kernels import (
     Span,
     TreeLayout,
-    build_layout,
     tree_attention_partial_backward,
     tree_attention_partial_forward,
 )
@@ -45,7 +44,9 @@ class AttentionStream:
     backend: str
     deterministic: bool
     held: HeldTokens
-    _paths: dict[int, _Path] = field(init=False, default_factory=dict[int, "_Path"], repr=False)
+    _paths: dict[int, PathStacks] = field(
+        init=False, default_factory=dict[int, "PathStacks"], repr=False
+    )
 
     def stage(
         self, span: Span, ancestors: tuple[StageAttention, ...], *, is_kept: bool
@@ -56,10 +57,10 @@ class AttentionStream:
         """
         return StageAttention(self, span, ancestors, is_kept=is_kept)
 
-    def path(self, layer: int) -> _Path:
+    def path(self, layer: int) -> PathStacks:
         """The stacks of one layer."""
         if layer not in self._paths:
-            self._paths[layer] = _Path(self.held.tokens)
+            self._paths[layer] = PathStacks(self.held.tokens)
         return self._paths[layer]
 
 
@@ -82,10 +83,13 @@ class StageAttention:
         self.span = span
         self.is_kept = is_kept
         start = sum(len(ancestor.span) for ancestor in ancestors)
-        # Among the tokens of its ancestors and its own.
-        self.own = Span(start, start + len(span))
-        assert self.own.stop <= stream.held.tokens, "stages fit together"
-        self.layout = path_layout(stream.layout, [*(each.span for each in ancestors), span])
+        self._place = _Place(
+            own=Span(start, start + len(span)),
+            layout=path_layout(stream.layout, [*(each.span for each in ancestors), span]),
+            backend=stream.backend,
+            deterministic=stream.deterministic,
+        )
+        assert self._place.own.stop <= stream.held.tokens, "stages fit together"
         self._ancestors = ancestors
         self._layers: dict[int, LayerStage] = {}
 
@@ -98,7 +102,7 @@ class StageAttention:
         """See `PathAttention.at_layer`."""
         if index not in self._layers:
             above = tuple(ancestor.at_layer(index) for ancestor in self._ancestors)
-            self._layers[index] = LayerStage(self, self.stream.path(index), above)
+            self._layers[index] = LayerStage(self._place, self.stream.path(index), above)
         return self._layers[index]
 
     def attend(
@@ -109,73 +113,23 @@ class StageAttention:
         return layer.attend(module, q_QNH, k_QKH, v_QKH, scale)
 
 
-def path_layout(layout: TreeLayout, spans: Sequence[Span]) -> TreeLayout:
-    """The forest of the packed tokens in `spans` alone, ranges of whole nodes in packed order.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Where a stage is in the forest of its ancestors and itself, and what runs it."""
 
-    Each node's parent is in them. Where `spans` is one that is all, that is the layout itself.
-    """
-    if list(spans) == [Span(0, layout.num_tokens)]:
-        return layout
-    start, stop, end, parent = layout.node_table_M4.numpy().T
-    is_in = np.zeros(len(start), np.bool_)
-    tokens_before = np.zeros((3, len(start)), np.int64)
-    for span in spans:
-        is_in |= (span.start <= start) & (start < span.stop)
-        tokens_before += np.clip(np.stack((start, stop, end)) - span.start, 0, len(span))
-    starts, stops, ends = tokens_before[:, is_in]
-    index = np.cumsum(is_in) - 1
-    parents = parent[is_in]
-    return build_layout(
-        node_start=starts,
-        node_stop=stops,
-        node_end=ends,
-        node_parent=np.where(parents < 0, -1, index[parents]),
-        device=layout.device,
-    )
+    own: Span
+    layout: TreeLayout
+    backend: str
+    deterministic: bool
 
-
-@dataclass(frozen=True, slots=True)
-class _Pair:
-    """Keys and values, or the sums of their gradients."""
-
-    k_SKH: Tensor
-    v_SKH: Tensor
-
-    def __getitem__(self, tokens: slice) -> _Pair:
-        return _Pair(self.k_SKH[tokens], self.v_SKH[tokens])
-
-
-class _Path:
-    """Keys and values of one layer's open stages, and sums of gradients; as views of two stacks."""
-
-    def __init__(self, num_tokens: int) -> None:
-        self._num_tokens = num_tokens
-        self._keys: _Pair | None = None
-        self._sums: _Pair | None = None
-
-    def write(self, own: Span, keys: _Pair) -> None:
-        """Put keys and values in their place."""
-        if self._keys is None:
-            self._keys = self._room(keys, keys.k_SKH.dtype)
-        place = self._keys[own.start : own.stop]
-        place.k_SKH.copy_(keys.k_SKH)
-        place.v_SKH.copy_(keys.v_SKH)
-
-    def keys(self, stop: int) -> _Pair:
-        """All that were written before `stop`."""
-        assert self._keys is not None, "a prefix is forwarded before, and run backward after"
-        return self._keys[:stop]
-
-    def sums(self, stop: int) -> _Pair:
-        """Of all before `stop`; what nobody has cleared is of a stage that is over."""
-        if self._sums is None:
-            keys = self.keys(0)
-            self._sums = self._room(keys, _wide(keys.k_SKH.dtype))
-        return self._sums[:stop]
-
-    def _room(self, like: _Pair, dtype: torch.dtype) -> _Pair:
-        shape = (self._num_tokens, *like.k_SKH.shape[1:])
-        return _Pair(*(torch.empty(shape, dtype=dtype, device=like.k_SKH.device) for _ in "kv"))
+    def settings(self) -> Mapping[str, Any]:
+        """Of the kernels' calls."""
+        return {
+            "query_start": self.own.start,
+            "key_start": 0,
+            "backend": self.backend,
+            "deterministic": self.deterministic,
+        }
 
 
 class LayerStage:
@@ -185,14 +139,12 @@ class LayerStage:
     is run backward; differentiated.
     """
 
-    def __init__(
-        self, stage: StageAttention, path: _Path, ancestors: tuple[LayerStage, ...]
-    ) -> None:
+    def __init__(self, place: _Place, path: PathStacks, ancestors: tuple[LayerStage, ...]) -> None:
         number = next(_NUMBERS)
         _LIVE[number] = self
         # int64 on the CPU, a tensor so that compiled layers do not specialise on its value.
         self.number_1 = torch.tensor([number])
-        self._stage = stage
+        self._place = place
         self._path = path
         self._ancestors = ancestors
         self._has_sums = False
@@ -204,14 +156,14 @@ class LayerStage:
         out_QNH, _lse_NQ = _forward(q_QNH, k_QKH, v_QKH, self.number_1, scale)
         return out_QNH
 
-    def forward(self, q_QNH: Tensor, keys: _Pair, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q_QNH: Tensor, keys: KeyPair, scale: float) -> tuple[Tensor, Tensor]:
         """Output (dtype of q) and log-sum-exp over the whole paths."""
-        own = self._stage.own
+        own = self._place.own
         assert q_QNH.shape[0] == len(own), "one query a token of the stage"
         self._path.write(own, keys)
         above = self._path.keys(own.stop)
         out_QNH, lse_NQ = tree_attention_partial_forward(
-            q_QNH, above.k_SKH, above.v_SKH, self._stage.layout, scale, **self._settings()
+            q_QNH, above.k_SKH, above.v_SKH, self._place.layout, scale, **self._place.settings()
         )
         return out_QNH.to(q_QNH.dtype), lse_NQ
 
@@ -219,7 +171,7 @@ class LayerStage:
         self, dout_QNH: Tensor, q_QNH: Tensor, results: tuple[Tensor, Tensor], scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dQ, dK and dV of this stage in the dtype of q; adds to the sums of its ancestors."""
-        own, dtype = self._stage.own, q_QNH.dtype
+        own, dtype = self._place.own, q_QNH.dtype
         for layer in (*self._ancestors, self):
             layer._clear_sums()
         above, sums = self._path.keys(own.stop), self._path.sums(own.stop)
@@ -230,11 +182,11 @@ class LayerStage:
             above.k_SKH,
             above.v_SKH,
             *results,
-            self._stage.layout,
+            self._place.layout,
             scale,
             dk_acc_SKH=sums.k_SKH,
             dv_acc_SKH=sums.v_SKH,
-            **self._settings(),
+            **self._place.settings(),
         )
         # Nothing below is still to come, so nothing adds to these again.
         self._has_sums = False
@@ -244,20 +196,11 @@ class LayerStage:
     def _clear_sums(self) -> None:
         if self._has_sums:
             return
-        own = self._stage.own
+        own = self._place.own
         mine = self._path.sums(own.stop)[own.start :]
         mine.k_SKH.zero_()
         mine.v_SKH.zero_()
         self._has_sums = True
-
-    def _settings(self) -> Mapping[str, Any]:
-        stream = self._stage.stream
-        return {
-            "query_start": self._stage.own.start,
-            "key_start": 0,
-            "backend": stream.backend,
-            "deterministic": stream.deterministic,
-        }
 
 
 def _copy(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -274,14 +217,14 @@ _NUMBERS: Final = itertools.count()
 def _forward(
     q_QNH: Tensor, k_QKH: Tensor, v_QKH: Tensor, number_1: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    return _LIVE[int(number_1)].forward(q_QNH, _Pair(k_QKH, v_QKH), scale)
+    return _LIVE[int(number_1)].forward(q_QNH, KeyPair(k_QKH, v_QKH), scale)
 
 
 @_forward.register_fake
 def _(q_QNH: Tensor, *_others: Any) -> tuple[Tensor, Tensor]:
     num_tokens, num_heads, _ = q_QNH.shape
     return q_QNH.new_empty(q_QNH.shape), q_QNH.new_empty(
-        (num_heads, num_tokens), dtype=_wide(q_QNH.dtype)
+        (num_heads, num_tokens), dtype=accumulation_dtype(q_QNH.dtype)
     )
 
 
@@ -329,7 +272,3 @@ def _differentiate(ctx: Any, dout_QNH: Tensor, _dlse_NQ: Any) -> tuple[Any, ...]
 
 
 _forward.register_autograd(_differentiate, setup_context=_setup_context)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype is torch.float64 else torch.float32
