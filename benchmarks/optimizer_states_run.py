@@ -75,7 +75,7 @@ FULL = Plan(
     preset="small",
     task=Task(num_symbols=16, num_groups=8, num_responses=8, prompt_tokens=32, response_tokens=64),
     num_updates=200,
-    learning_rate=3e-4,
+    learning_rate=1e-4,
     max_grad_norm=1.0,
     baseline_seeds=5,
     seeds=3,
