@@ -131,10 +131,10 @@ def _step(ways: Ways, way: Way, group: Group, plan: Plan) -> Row:
     work = packed_work(packed_batch(batch))
     expected_s = step_flops(ways.size, work) / PEAK_FLOPS / EXPECTED_MFU
     is_long = expected_s > LONG_STEP_S
-    require_time(run.stop_at, expected_s * (1 if is_long else 2))
     policy = ways.policy(way)
     batches = load_packed(ways, way, batch)
     memory = plan.limit(policy, batches)
+    require_time(run.stop_at, expected_s * (1 if is_long else 2))
     resident_gib = held_gib(run.device)
     started = time.monotonic()
     if not is_long:

@@ -23,7 +23,7 @@ from ratoon.rollout.pack import pack
 from ratoon.rollout.packed import Forest, PackedBatch, Stage
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.ragged import sequence_lengths
-from ratoon.rollout.waves import peak_tokens, resident_tokens
+from ratoon.rollout.waves import peak_tokens
 from ratoon.train.device import DeviceBatch, to_device
 
 
@@ -58,10 +58,8 @@ class SeededBatch:
     @property
     def held(self) -> HeldTokens:
         """By which the service plans what layers keep."""
-        return HeldTokens(
-            tokens=peak_tokens(self.stages) or self.packed_tokens,
-            prefix_tokens=max(resident_tokens(self.stages), default=0),
-        )
+        streamed = peak_tokens(self.stages)
+        return HeldTokens(tokens=streamed or self.packed_tokens, prefix_tokens=streamed)
 
     @property
     def packed_tokens(self) -> int:

@@ -92,7 +92,7 @@ FULL = Scale(
     many_wave=8,
     crossover_model=replace(QWEN3_8B, name="Qwen3-8B, 4 layers", num_layers=4),
     crossover=((2, 4, 16), tuple(64 * 2**i for i in range(8)), 1024),
-    update_models=(QWEN3_1_7B, QWEN3_8B),
+    update_models=(QWEN3_8B, QWEN3_1_7B),
     updates={
         "grpo": (Group(prompt=5059, responses=PAPER_LENGTHS),),
         "grpo-kl": (Group(prompt=5059, responses=PAPER_LENGTHS),),

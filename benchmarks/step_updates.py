@@ -44,6 +44,7 @@ from ratoon.train.trainer import Trainer
 MAX_FP32_PARAMETERS = 3e9
 KL_COEFFICIENT = 1e-3
 LEARNING_RATE = 1e-6
+MAX_SAMPLES = 3
 WITH_KL = "-kl"
 # Of a forward and backward's work, that of a forward.
 FORWARD_SHARE = {"weights": 2 / 6, "pairs": 4 / 14}
@@ -74,7 +75,8 @@ def measure(run: Run, wanted: list[str]) -> Iterator[tuple[str, list[Row]]]:
 def _measure_update(run: Run, size: ModelSize, algorithm: str, batch: RolloutBatch) -> Row:
     require_time(run.stop_at, 0.0)
     ways = Ways(run, size)
-    step = _plain_step(ways, batch) if batch.num_groups == 1 else {}
+    is_compared = batch.num_groups == 1 and not algorithm.endswith(WITH_KL)
+    step = _plain_step(ways, batch) if is_compared else {}
     update = open_update(ways, algorithm, batch)
     reports: list[dict[str, float]] = []
 
@@ -84,7 +86,7 @@ def _measure_update(run: Run, size: ModelSize, algorithm: str, batch: RolloutBat
     warm_up_s = timed(run_all, run.device)
     reports.clear()
     measured = measure_samples(
-        run_all, run.device, num_samples=run.num_samples, stop_at=run.stop_at
+        run_all, run.device, num_samples=min(run.num_samples, MAX_SAMPLES), stop_at=run.stop_at
     )
     trainer = update.trainer
     plan = trainer.prepare(batch, update.loss).plan

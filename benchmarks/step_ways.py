@@ -137,14 +137,15 @@ def measure_way(
         row |= {"micro_batch_sequences": cut, **tried}
     started = time.monotonic()
     # Compiles what there is to compile, and the allocator has its memory from then on.
-    values = compared_values(policy, batches)
+    # On the host, so that all ways find the same memory free.
+    values = {name: value.cpu() for name, value in compared_values(policy, batches).items()}
     row["warm_up_s"] = time.monotonic() - started
     ways.module.zero_grad(set_to_none=True)
     resident_gib = held_gib(run.device)
     measured = measure(
         lambda: run_step(policy, batches),
         run.device,
-        num_samples=_num_samples(run, way),
+        num_samples=num_samples_of(run, way),
         stop_at=run.stop_at,
     )
     work, replicated = packed_work(packed_batch(batch)), replicated_work(batch)
@@ -162,7 +163,7 @@ def measure_way(
     }, values
 
 
-def _num_samples(run: Run, way: Way) -> int:
+def num_samples_of(run: Run, way: Way) -> int:
     """All of them for ours at once, whose figures count; fewer for what it is compared with."""
     if not way.is_packed:
         return min(run.num_samples, REPLICATED_SAMPLES)

@@ -20,7 +20,14 @@ from benchmarks import (
 from benchmarks.step import MEASURES
 from benchmarks.step_memory_plan import keep_each_kind, keep_what_fits
 from benchmarks.step_result import SECTIONS
-from benchmarks.step_rollouts import Group, make_batch, packed_batch, packed_work, waves
+from benchmarks.step_rollouts import (
+    Group,
+    make_batch,
+    packed_batch,
+    packed_work,
+    upload,
+    waves,
+)
 from benchmarks.step_run import FULL, SMALL, Run
 from benchmarks.step_sizes import TINY, StepWork, mfu, step_flops
 from benchmarks.step_subjects import Way
@@ -103,6 +110,10 @@ def test_waves_stream_a_group_to_the_same_gradients() -> None:
     stages = waves(packed, 2)
     assert len(stages) == 4
     assert fits_forest(stages, packed.forest)
+    seeded = upload(batch, packed, CPU, stages)
+    # The prompt and the longest two responses, whose keys and values are in one stack.
+    assert seeded.held == HeldTokens(tokens=9 + 11, prefix_tokens=9 + 11)
+    assert upload(batch, packed, CPU).held == _held(29)
     order = [Way(backend="reference", is_packed=True, wave=2), SMALL.baseline]
     streamed, replicated = compare_ways(Ways(_run(), TINY), batch, order, Plan(cuts=(1,)))
     assert streamed["how"] == "reference-waves-of-2"
@@ -201,6 +212,7 @@ def test_updates_are_whole_and_change_the_weights() -> None:
     assert rows["grpo tiny"]["step"]["seconds"] > 0
     assert not rows["grpo tiny"]["has_reference"]
     assert rows["grpo-kl tiny"]["has_reference"]
+    assert rows["grpo-kl tiny"]["step"] == {}, "a plain step has no reference to compare with"
     assert rows["dapo tiny"]["step"] == {}, "several groups need not fit at once"
 
 
