@@ -1,0 +1,158 @@
+"""Plans of a device: the cheapest number of tokens, and prefixes that do not pay, unshared."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon.model.activation_plan import Kept, most_tokens
+from ratoon.model.spec import FolderBase
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.costs import CostModel, SequenceSizes, measure
+from ratoon.rollout.gate import planned_prefixes
+from ratoon.rollout.limits import NO_LIMITS
+from ratoon.rollout.packed import UpdatePlan
+from ratoon.rollout.plan import plan_from_dict, plan_to_dict
+from ratoon.rollout.prefixes import SortedPrefixes, sort_sequences
+from ratoon.rollout.validate import validate_groups
+from ratoon.train import prepare
+from ratoon.train.config import LossKind, SharedTokens
+from ratoon.train.planning import CPU_TOKENS, Planner, cpu_planner, device_planner
+from tests.builders import group, limits, rollout
+from tests.model.test_activation_plan import QWEN3_8B
+from tests.train.trainer_runs import (
+    FROZEN,
+    assert_close,
+    gradients_of,
+    make_batch,
+    make_loss,
+    make_trainer,
+)
+
+GIB = 2**30
+SHARES = CostModel(pair=0.01, row=0.1, call=2.0, resident=0.0, merge=0.0)
+# Most of the small batch's prefixes do not pay, the longer ones do.
+GATED = replace(SHARES, fork=300.0)
+
+
+@pytest.mark.parametrize("shared", list(SharedTokens))
+@pytest.mark.parametrize("kind", [LossKind.GRPO, LossKind.GSPO])
+@pytest.mark.parametrize("tokens", [10**6, 25])
+def test_unshared_prefixes_change_nothing(
+    base: FolderBase, kind: LossKind, shared: SharedTokens, tokens: int
+) -> None:
+    """In float64; and what the journal has of the plan is run as it was made."""
+    trainer, batch = make_trainer(base), make_batch(3, num_groups=6)
+    loss = make_loss(batch, kind, shared_tokens=shared, kl=FROZEN)
+    found: list[tuple[UpdatePlan, Any, Any]] = []
+    for costs in (SHARES, GATED):
+        planner = Planner(candidates=(tokens,), costs=costs, limits=NO_LIMITS)
+        prepared = prepare.prepare(batch, loss, version=0, planner=planner)
+        plan = plan_from_dict(json.loads(json.dumps(plan_to_dict(prepared.plan))))
+        assert plan == prepared.plan
+        again = prepare.prepare_planned(batch, loss, plan, version=0)
+        np.testing.assert_array_equal(again.prefixes.lcp, prepared.prefixes.lcp)
+        np.testing.assert_array_equal(again.columns.counted_J, prepared.columns.counted_J)
+        assert again.counters == prepared.counters
+        forward = trainer.forward(batch, plan, with_entropy=False, use_reference=False)
+        report = trainer.forward_backward(batch, loss, plan)
+        found.append((plan, forward.logprobs, (report, gradients_of(trainer))))
+        trainer.discard_gradients()
+    (whole, logprobs, (report, gradients)), (gated, others, (other, gated_gradients)) = found
+    assert gated.unshared
+    assert not whole.unshared
+    assert 1.2 * whole.packed_tokens < gated.packed_tokens < gated.replicated_tokens
+    np.testing.assert_allclose(others, logprobs, rtol=0, atol=1e-12)
+    assert other.loss == pytest.approx(report.loss, rel=1e-10)
+    assert_close(gated_gradients, gradients)
+
+
+def test_a_plan_of_more_sequences_is_an_error(base: FolderBase) -> None:
+    trainer, batch = make_trainer(base), make_batch(3, num_groups=2)
+    other = make_batch(3, num_groups=6)
+    plan, loss = trainer.plan_forward(other), make_loss(batch)
+    for run in (
+        lambda: trainer.forward(batch, plan, with_entropy=False, use_reference=False),
+        lambda: trainer.forward_backward(batch, loss, plan),
+    ):
+        with pytest.raises(RatoonError) as caught:
+            run()
+        assert caught.value.code is ErrorCode.INTERNAL
+
+
+def test_a_cpu_has_its_tokens_unless_others_are_asked_for() -> None:
+    assert cpu_planner(None).candidates == (CPU_TOKENS,) == (16_384,)
+    assert cpu_planner(77).candidates == (77,)
+
+
+def _device(tokens: int | None, gib: int) -> Planner:
+    return device_planner(tokens, QWEN3_8B, gib * GIB, 0, layers_are_trained=True)
+
+
+def _groups(num_groups: int, prompt: int, count: int, length: int) -> RolloutBatch:
+    rng = np.random.default_rng(0)
+    groups = [
+        group(
+            rng.integers(0, 1000, prompt),
+            [rollout(rng.integers(0, 1000, length)) for _ in range(count)],
+            f"g{g}",
+        )
+        for g in range(num_groups)
+    ]
+    return validate_groups(groups, limits(vocab_size=1000, max_sequence_tokens=10**6))
+
+
+def _seconds(plan: UpdatePlan, planner: Planner, batch: RolloutBatch) -> float:
+    prefixes: SortedPrefixes = planned_prefixes(sort_sequences(batch), plan)
+    sizes: SequenceSizes = measure(batch, prefixes)
+    total = 0.0
+    for part in plan.micro_batches:
+        work = sizes.work(np.sort(prefixes.rank[list(part.sequences)]))
+        costs = planner.costs
+        total += costs.streamed(work, part.stages) if part.stages else costs.packed(work)
+    return total
+
+
+@pytest.mark.parametrize(
+    ("shape", "gib"),
+    [((1, 5059, 32, 1133), 60), ((8, 1000, 8, 700), 60), ((1, 5059, 32, 1133), 20)],
+)
+def test_an_automatic_plan_is_the_cheapest(shape: tuple[int, int, int, int], gib: int) -> None:
+    planner, batch = _device(None, gib), _groups(*shape)
+    kept_S = np.ones(batch.num_sequences, np.bool_)
+    plan = planner.plan(batch, sort_sequences(batch), kept_S)
+    assert len(planner.candidates) > 2
+    assert plan.micro_batch_tokens in planner.candidates
+    seconds = [
+        _seconds(
+            replace(planner, candidates=(tokens,)).plan(batch, sort_sequences(batch), kept_S),
+            planner,
+            batch,
+        )
+        for tokens in planner.candidates
+    ]
+    assert _seconds(plan, planner, batch) == min(seconds) < max(seconds)
+
+
+def test_what_is_asked_for_is_taken_as_far_as_it_fits() -> None:
+    automatic = _device(None, 60)
+    assert automatic.candidates[0] == most_tokens(QWEN3_8B, 60 * GIB, Kept.PRODUCTS)
+    assert automatic.candidates[-1] == automatic.limits.at_once
+    assert _device(5000, 60).candidates == (5000,)
+    assert _device(10**9, 60).candidates == (automatic.limits.at_once,)
+    assert _device(10**9, 0).candidates == (1,)
+
+
+def test_short_prompts_of_long_responses_are_run_alone_on_a_device() -> None:
+    batch = _groups(2, 8, 4, 4096)
+    kept_S = np.ones(batch.num_sequences, np.bool_)
+    plan = _device(None, 100).plan(batch, sort_sequences(batch), kept_S)
+    assert len(plan.unshared) == 6
+    assert plan.packed_tokens == plan.replicated_tokens
+    usual = _groups(2, 64, 4, 2048)
+    assert not _device(None, 100).plan(usual, sort_sequences(usual), kept_S).unshared
