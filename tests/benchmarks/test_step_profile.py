@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import statistics
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity
 
 from benchmarks import step_profile
 from benchmarks.step_kernels import (
@@ -113,6 +115,45 @@ def test_a_profile_has_steps_streamed_steps_and_an_update() -> None:
         assert sum(row["kinds_ms"].values()) > 0.99e3 * row["busy_s"]
     packed, streamed = found["12x4"]
     assert streamed["num_kernels"] > packed["num_kernels"], "three stages in the place of one"
+
+
+class _Watch:
+    """A profiler that saw a launch on the host, a range of the caller's, and two kernels."""
+
+    def __init__(self, activities: list[ProfilerActivity]) -> None:
+        assert activities == [ProfilerActivity.CUDA]
+
+    def __enter__(self) -> _Watch:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def events(self) -> list[SimpleNamespace]:
+        seen = (
+            ("cudaLaunchKernel", "CPU", False, 0, 5),
+            ("a range", "CUDA", True, 0, 100),
+            ("_reduce_rows", "CUDA", False, 10, 30),
+            ("Memcpy DtoH (Device -> Pinned)", "CUDA", False, 40, 90),
+        )
+        return [
+            SimpleNamespace(
+                name=name,
+                device_type=SimpleNamespace(name=device),
+                is_user_annotation=is_range,
+                time_range=SimpleNamespace(start=start, end=stop),
+            )
+            for name, device, is_range, start, stop in seen
+        ]
+
+
+def test_on_a_gpu_its_kernels_alone_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_profile, "profile", _Watch)
+    monkeypatch.setattr(step_profile, "timed", lambda _work, _device: 140e-6)
+    step = step_profile.profiled_step(lambda: None, torch.device("cuda"))
+    names = [kernel.name for kernel in step.kernels]
+    assert names == ["_reduce_rows", "Memcpy DtoH (Device -> Pinned)"]
+    assert gap_share(step) == pytest.approx(0.5)
 
 
 def test_a_way_that_cannot_be_profiled_says_why() -> None:

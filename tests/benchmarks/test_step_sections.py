@@ -18,7 +18,7 @@ from benchmarks import (
     step_updates,
 )
 from benchmarks.step import MEASURES
-from benchmarks.step_memory_plan import keep_each_kind, keep_what_fits
+from benchmarks.step_memory_plan import keep_each_kind, keep_the_least, keep_what_fits
 from benchmarks.step_result import SECTIONS
 from benchmarks.step_rollouts import (
     Group,
@@ -33,7 +33,7 @@ from benchmarks.step_sizes import TINY, StepWork, mfu, step_flops
 from benchmarks.step_subjects import Way
 from benchmarks.step_ways import Plan, Ways, compare_ways
 from ratoon.errors import RatoonError
-from ratoon.model.activation_plan import Kept
+from ratoon.model.activation_plan import Kept, peak_bytes
 from ratoon.model.attention import HeldTokens
 from ratoon.rollout.costs import DEFAULT_COSTS
 from ratoon.rollout.waves import fits_forest
@@ -161,6 +161,27 @@ def test_what_is_kept_follows_from_the_free_memory(monkeypatch: pytest.MonkeyPat
     assert poor is None or gradients < poor.predicted_bytes <= enough
     with pytest.raises(RatoonError, match="do not fit"):
         keep_what_fits(policy, _held(10**6), gradients_stay=False, host_bytes=0)
+
+
+def test_the_least_is_predicted_with_what_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = Ways(_run(), TINY).policy(SMALL.ours)
+    assert keep_the_least(policy, _held(100), gradients_stay=False) is None, "a CPU has no limits"
+    monkeypatch.setattr(type(policy), "device", torch.device("cuda"))
+    plain = keep_the_least(policy, _held(100), gradients_stay=False)
+    assert plain is not None
+    assert plain.layers == {"attention": TINY.num_layers}
+    least = (Kept.ATTENTION,) * TINY.num_layers
+    planned: Any = policy
+    assert planned._plan_activations(_held(10)) == least, "in small stages too"
+    held = HeldTokens(tokens=100, prefix_tokens=100)
+    streamed = keep_the_least(policy, held, gradients_stay=True)
+    assert streamed is not None
+    gradients = sum(p.numel() * 4 for p in policy.named_trainable().values())
+    # Keys and values of 2 heads of 8 in 2 layers, and gradients of them, in float32.
+    stacks = 100 * 2 * 2 * (2 * 8) * (4 + 4)
+    # Gradients of layers that stay are not there a second time.
+    peak = peak_bytes(policy.sizes, least, 100, 100)
+    assert streamed.predicted_bytes == peak + gradients + stacks
 
 
 def test_a_warm_up_has_layers_of_every_kind() -> None:
