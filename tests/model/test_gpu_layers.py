@@ -2,59 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen3Config
 
 from ratoon.model.activation_plan import Kept, peak_bytes
-from ratoon.model.attention import ATTENTION_NAME, register_tree_attention
 from ratoon.model.policy_model import PolicyModel
-from ratoon.model.spec import FullTuning, ModelDtype, ModelSpec, PresetBase
 from ratoon_kernels import token_logprobs
 from tests.kernels.forests import Forest, star
+from tests.model.gpu_policies import DEVICE, VOCAB_SIZE, make_policy
 
 pytestmark = pytest.mark.gpu
 
-DEVICE = torch.device("cuda")
 SMALL = star(300, 5, 90)
 LARGE = star(2048, 15, 960)
-
-
-def _policy(
-    *,
-    is_compiled: bool,
-    layers: int = 4,
-    hidden: int = 512,
-    dtype: torch.dtype = torch.bfloat16,
-    backend: str = "cuda",
-) -> PolicyModel:
-    register_tree_attention()
-    config = Qwen3Config(
-        vocab_size=32768,
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 128,
-        num_key_value_heads=2,
-        head_dim=128,
-        max_position_embeddings=8192,
-        tie_word_embeddings=False,
-    )
-    with torch.random.fork_rng(devices=[DEVICE]), DEVICE:
-        torch.manual_seed(0)
-        module = cast("Any", AutoModelForCausalLM).from_config(
-            config, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME
-        )
-    spec = ModelSpec(
-        base=PresetBase(name="test"), tuning=FullTuning(), dtype=ModelDtype.BFLOAT16, seed=0
-    )
-    return PolicyModel(
-        spec=spec, module=module.to(dtype), adapter=None, frozen=None, attention_backend=backend,
-        deterministic=False, compile_layers=is_compiled,
-    )  # fmt: skip
 
 
 class _Step:
@@ -63,7 +26,7 @@ class _Step:
     def __init__(self, forest: Forest) -> None:
         count = forest.num_tokens
         generator = torch.Generator(DEVICE).manual_seed(1)
-        self.tokens_T = torch.randint(0, 32768, (count,), generator=generator, device=DEVICE)
+        self.tokens_T = torch.randint(0, VOCAB_SIZE, (count,), generator=generator, device=DEVICE)
         self.position_T = torch.arange(count, device=DEVICE) % 4096
         self.layout = forest.layout("cuda")
         self.rows_R = torch.arange(count - 1, device=DEVICE)
@@ -105,9 +68,9 @@ def _keep(policy: PolicyModel, kept: Kept, tokens: int) -> int:
 def test_compiled_gradients_are_those_of_the_modules() -> None:
     """To rounding: the error against fp32 is no more than twice that of the modules themselves."""
     step = _Step(SMALL)
-    exact = step.gradients(_policy(is_compiled=False, dtype=torch.float32, backend="reference"))
-    modules = step.gradients(_policy(is_compiled=False))
-    policy = _policy(is_compiled=True)
+    exact = step.gradients(make_policy(is_compiled=False, dtype=torch.float32, backend="reference"))
+    modules = step.gradients(make_policy(is_compiled=False))
+    policy = make_policy(is_compiled=True)
     for kept in Kept:
         _keep(policy, kept, SMALL.num_tokens)
         for name, grad in step.gradients(policy).items():
@@ -118,7 +81,7 @@ def test_compiled_gradients_are_those_of_the_modules() -> None:
 
 @pytest.mark.parametrize("kept", Kept)
 def test_the_predicted_peak_is_within_a_tenth(kept: Kept) -> None:
-    policy, step = _policy(is_compiled=True, layers=12, hidden=1024), _Step(LARGE)
+    policy, step = make_policy(is_compiled=True, layers=12, hidden=1024), _Step(LARGE)
     predicted = _keep(policy, kept, LARGE.num_tokens)
     step.gradients(policy)
     torch.cuda.empty_cache()
@@ -130,7 +93,7 @@ def test_the_predicted_peak_is_within_a_tenth(kept: Kept) -> None:
 
 
 def test_the_largest_micro_batch_by_formula_fits() -> None:
-    policy = _policy(is_compiled=True, layers=12, hidden=1024)
+    policy = make_policy(is_compiled=True, layers=12, hidden=1024)
     budget = 3 * 2**30
     policy.limit_activations(budget)
     tokens = policy.max_tokens()
@@ -149,7 +112,7 @@ def test_the_largest_micro_batch_by_formula_fits() -> None:
 
 
 def test_a_step_does_not_wait_for_the_device() -> None:
-    policy, step = _policy(is_compiled=True), _Step(SMALL)
+    policy, step = make_policy(is_compiled=True), _Step(SMALL)
     _keep(policy, Kept.NARROW, SMALL.num_tokens)
     step.run(policy)
     torch.cuda.synchronize()
