@@ -1,4 +1,4 @@
-"""Section `crossover`: from which prompt on sharing pays, and what the cost model says of it.
+"""Section `crossover`: from which prompt on sharing pays, and what the planner says of it.
 
 Enters a run, leaves the rows of each (P, N) with responses of one length. Invariant: the replicated
 group is run whole, by the same kernel and by FlashAttention-2: the best that it can be.
@@ -7,7 +7,8 @@ group is run whole, by the same kernel and by FlashAttention-2: the best that it
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+
+import numpy as np
 
 from benchmarks.step_rollouts import (
     Group,
@@ -17,13 +18,15 @@ from benchmarks.step_rollouts import (
     replicated_work,
 )
 from benchmarks.step_run import Row, Run, Scale
-from benchmarks.step_sizes import ModelSize, StepWork
+from benchmarks.step_sizes import ModelSize
 from benchmarks.step_subjects import Way
 from benchmarks.step_ways import Plan, Ways, compare_ways
-from ratoon.rollout.costs import DEFAULT_COSTS, CostModel, Work
-
-# Layers of the decoder that the planner's default costs are of.
-COST_MODEL_LAYERS = 36
+from ratoon.model.activation_plan import DecoderSizes
+from ratoon.model.costs import H200_RATES, device_costs
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.costs import CostModel, Work
+from ratoon.rollout.plan import make_plan
+from ratoon.rollout.prefixes import sort_sequences
 
 
 def cases(scale: Scale) -> list[str]:
@@ -46,26 +49,51 @@ def measure(run: Run, wanted: list[str]) -> Iterator[tuple[str, list[Row]]]:
                 continue
             group = Group(prompt=prompt, responses=(length,) * count)
             batch = make_batch((group,), ways.size.vocab_size, run.seed)
-            packed, replicated = packed_work(packed_batch(batch)), replicated_work(batch)
             shape: Row = {
                 "prompt": prompt,
                 "responses": count,
                 "response_tokens": length,
-                "predicted_speedup": predicted_speedup(costs, packed, replicated),
+                **predicted(costs, batch),
             }
             rows = compare_ways(ways, batch, order, Plan(cuts=(count,)))
             yield case, [{**shape, **row} for row in rows]
 
 
 def costs_of(size: ModelSize) -> CostModel:
-    """The planner's costs for a model of fewer layers: its head weighs more against them."""
-    return replace(DEFAULT_COSTS, row=DEFAULT_COSTS.row * COST_MODEL_LAYERS / size.num_layers)
-
-
-def predicted_speedup(costs: CostModel, packed: StepWork, replicated: StepWork) -> float:
-    """Cost of the replicated group, run at once, over that of the packed one."""
-    of_packed, of_replicated = (
-        costs.packed(Work(tokens=work.tokens, pairs=work.pairs, rows=work.rows))
-        for work in (packed, replicated)
+    """The planner's costs of a model of these sizes, in seconds of an H200."""
+    return device_costs(
+        DecoderSizes(
+            num_layers=size.num_layers,
+            hidden_size=size.hidden_size,
+            mlp_size=size.intermediate_size,
+            num_heads=size.num_heads,
+            num_kv_heads=size.num_kv_heads,
+            head_dim=size.head_dim,
+            vocab_size=size.vocab_size,
+            element_bytes=2,
+            head_is_trained=True,
+        ),
+        H200_RATES,
     )
-    return of_replicated / of_packed
+
+
+def predicted(costs: CostModel, batch: RolloutBatch) -> Row:
+    """Seconds of one group run at once, all shared and nothing; and whether the planner shares it.
+
+    What tiles of attention hold in vain is of all responses but the first, which is right behind
+    the prompt.
+    """
+    packed, replicated = (
+        costs.packed(Work(tokens=work.tokens, pairs=work.pairs, rows=work.rows))
+        for work in (packed_work(packed_batch(batch)), replicated_work(batch))
+    )
+    later = len(batch.response_tokens) - int(np.diff(batch.response_offsets)[0])
+    packed += costs.pair * costs.fork * later
+    kept_S = np.ones(batch.num_sequences, np.bool_)
+    plan = make_plan(batch, sort_sequences(batch), kept_S, replicated_work(batch).tokens, costs)
+    return {
+        "predicted_packed_s": packed,
+        "predicted_replicated_s": replicated,
+        "predicted_speedup": replicated / packed,
+        "is_shared": not plan.unshared,
+    }

@@ -29,13 +29,13 @@ from benchmarks.step_rollouts import (
     waves,
 )
 from benchmarks.step_run import FULL, SMALL, Run
-from benchmarks.step_sizes import TINY, StepWork, mfu, step_flops
+from benchmarks.step_sizes import QWEN3_8B, TINY, StepWork, mfu, step_flops
 from benchmarks.step_subjects import Way
 from benchmarks.step_ways import Plan, Ways, compare_ways
 from ratoon.errors import RatoonError
 from ratoon.model.activation_plan import Kept, peak_bytes
 from ratoon.model.attention import HeldTokens
-from ratoon.rollout.costs import DEFAULT_COSTS
+from ratoon.rollout.costs import Work
 from ratoon.rollout.waves import fits_forest
 
 CPU = torch.device("cpu")
@@ -211,11 +211,29 @@ def test_crossover_has_the_cost_models_word_beside_the_clocks() -> None:
         assert [row["how"] for row in rows] == ["reference", "reference-replicated"]
         assert [row["micro_batch_sequences"] for row in rows[1:]] == [4]
         assert rows[0]["seconds"] == statistics.median(rows[0]["samples"])
-    costs = step_crossover.costs_of(replace(TINY, num_layers=4))
-    assert costs.row == 9 * DEFAULT_COSTS.row
-    packed, replicated = (StepWork(tokens=n, rows=0, pairs=0) for n in (100, 300))
-    expected = (DEFAULT_COSTS.call + 300) / (DEFAULT_COSTS.call + 100)
-    assert step_crossover.predicted_speedup(costs, packed, replicated) == pytest.approx(expected)
+    # One response is right behind the prompt of 32, the three others pay for the fork.
+    costs = step_crossover.costs_of(TINY)
+    packed = Work(tokens=32 + 4 * 8, pairs=33 * 16 + 4 * (8 * 32 + 36), rows=29)
+    expected = costs.packed(packed) + costs.pair * costs.fork * 3 * 8
+    assert many["predicted_packed_s"] == pytest.approx(expected)
+    alone = Work(tokens=4 * 40, pairs=4 * 40 * 41 // 2, rows=32)
+    assert many["predicted_replicated_s"] == pytest.approx(costs.packed(alone))
+    assert many["is_shared"]
+
+
+def test_crossover_says_where_the_planner_shares_no_more() -> None:
+    costs = step_crossover.costs_of(QWEN3_8B)
+    found = {
+        prompt: step_crossover.predicted(
+            costs, make_batch((Group(prompt=prompt, responses=(2048,) * 4),), 1000, 0)
+        )
+        for prompt in (8, 64)
+    }
+    assert [row["is_shared"] for row in found.values()] == [False, True]
+    for row in found.values():
+        assert (row["predicted_speedup"] > 1) == row["is_shared"]
+        ratio = row["predicted_replicated_s"] / row["predicted_packed_s"]
+        assert row["predicted_speedup"] == ratio
 
 
 def test_updates_are_whole_and_change_the_weights() -> None:
