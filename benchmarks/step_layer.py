@@ -29,7 +29,7 @@ from benchmarks.step_sizes import StepWork, mfu
 from benchmarks.step_subjects import Way, compared_gradients, layer_step
 from benchmarks.step_timing import measure as measure_samples
 from benchmarks.step_timing import require_time
-from benchmarks.step_ways import Ways, check, num_samples_of
+from benchmarks.step_ways import Ways, check
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import PackedBatch
 from ratoon.rollout.paths import response_tokens
@@ -120,7 +120,7 @@ def _measure_way(
         dhidden_TD.index_add_(0, part.source_T, gradient_TD.float())
     values = {"hidden": dhidden_TD, **compared_gradients(policy)}
     measured = measure_samples(
-        run_all, run.device, num_samples=num_samples_of(run, way), stop_at=run.stop_at
+        run_all, run.device, num_samples=run.num_samples, stop_at=run.stop_at
     )
     work, replicated = packed_work(packed), replicated_work(batch)
     return {

@@ -23,11 +23,9 @@ from benchmarks.step_timing import measure as measure_samples
 from benchmarks.step_ways import Plan, Ways, compare_ways, load_packed, memory_figures
 from ratoon.model.attention import HeldTokens
 
-# Of an estimate of seconds, for the budget alone; long steps are run once, unwarmed, and those in
-# between have fewer samples.
+# Of an estimate of seconds, for the budget alone; longer steps are run once, unwarmed.
 EXPECTED_MFU = 0.45
-LONG_STEP_S, SHORT_STEP_S = 20.0, 5.0
-FEW_SAMPLES = 2
+LONG_STEP_S = 20.0
 # Pinned memory of the sweep.
 HOST_BYTES = 80 * 2**30
 # The groups that compile whatever the long ones run, of two lengths.
@@ -140,13 +138,10 @@ def _step(ways: Ways, way: Way, group: Group, plan: Plan) -> Row:
     if not is_long:
         run_step(policy, batches)
     warm_up_s = time.monotonic() - started
-    num_samples = (
-        min(run.num_samples, FEW_SAMPLES) if expected_s > SHORT_STEP_S else run.num_samples
-    )
     measured = measure_samples(
         lambda: run_step(policy, batches),
         run.device,
-        num_samples=1 if is_long else num_samples,
+        num_samples=1 if is_long else run.num_samples,
         stop_at=run.stop_at,
     )
     return {

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-# A sample that takes longer is the only one.
-LONE_SAMPLE_S = 30.0
+# Seconds beyond which there are no more than so many samples.
+_FEWER_SAMPLES = ((30.0, 1), (10.0, 2), (4.5, 3))
 
 
 class OutOfTimeError(RuntimeError):
@@ -46,15 +46,16 @@ def timed(work: Callable[[], object], device: torch.device) -> float:
 def measure(
     work: Callable[[], object], device: torch.device, *, num_samples: int, stop_at: float
 ) -> Measured:
-    """Up to `num_samples` samples, fewer where `stop_at` (`time.monotonic()`) comes; at least one,
-    and one alone where it takes long.
+    """Up to `num_samples` samples, fewer where one takes long or `stop_at` (`time.monotonic()`)
+    comes; at least one.
 
     The caller has run the work before.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     samples = [timed(work, device)]
-    num_samples = num_samples if samples[0] <= LONE_SAMPLE_S else 1
+    enough = [most for seconds, most in _FEWER_SAMPLES if samples[0] > seconds]
+    num_samples = min([num_samples, *enough])
     while len(samples) < num_samples and time.monotonic() + samples[-1] < stop_at:
         samples.append(timed(work, device))
     return Measured(samples=samples, peak_gib=peak_gib(device))

@@ -44,7 +44,6 @@ from ratoon.train.trainer import Trainer
 MAX_FP32_PARAMETERS = 3e9
 KL_COEFFICIENT = 1e-3
 LEARNING_RATE = 1e-6
-MAX_SAMPLES = 3
 WITH_KL = "-kl"
 # Of a forward and backward's work, that of a forward.
 FORWARD_SHARE = {"weights": 2 / 6, "pairs": 4 / 14}
@@ -86,7 +85,7 @@ def _measure_update(run: Run, size: ModelSize, algorithm: str, batch: RolloutBat
     warm_up_s = timed(run_all, run.device)
     reports.clear()
     measured = measure_samples(
-        run_all, run.device, num_samples=min(run.num_samples, MAX_SAMPLES), stop_at=run.stop_at
+        run_all, run.device, num_samples=run.num_samples, stop_at=run.stop_at
     )
     trainer = update.trainer
     plan = trainer.prepare(batch, update.loss).plan

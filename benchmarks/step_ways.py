@@ -46,8 +46,6 @@ from ratoon.rollout.batch import RolloutBatch
 # Relative L2 errors between two 16-bit runs; a wrong mask gives errors of order 1.
 MAX_ERROR = 0.1
 LOGPROB = "logprob"
-# Samples of the ways that ours is compared with; of replicated ones, which take long, fewer.
-OTHER_SAMPLES, REPLICATED_SAMPLES = 3, 2
 
 
 class Ways:
@@ -145,7 +143,7 @@ def measure_way(
     measured = measure(
         lambda: run_step(policy, batches),
         run.device,
-        num_samples=num_samples_of(run, way),
+        num_samples=run.num_samples,
         stop_at=run.stop_at,
     )
     work, replicated = packed_work(packed_batch(batch)), replicated_work(batch)
@@ -161,14 +159,6 @@ def measure_way(
         "packed_pairs": work.pairs,
         "samples": measured.samples,
     }, values
-
-
-def num_samples_of(run: Run, way: Way) -> int:
-    """All of them for ours at once, whose figures count; fewer for what it is compared with."""
-    if not way.is_packed:
-        return min(run.num_samples, REPLICATED_SAMPLES)
-    is_ours = way == run.scale.ours
-    return run.num_samples if is_ours else min(run.num_samples, OTHER_SAMPLES)
 
 
 def memory_figures(

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import gpu_results, step, step_varlen, step_ways
+from benchmarks import gpu_results, step, step_timing, step_varlen, step_ways
 from benchmarks.forests import build
 from benchmarks.step_result import empty_payload, merged_payload
 from benchmarks.step_rollouts import (
@@ -161,6 +161,18 @@ def test_a_way_that_fails_says_why_and_leaves_the_others() -> None:
     late = step_ways.Ways(_run(stop_in_s=-1.0), TINY)
     (row,) = step_ways.compare_ways(late, batch, [SMALL.ours], CUT)
     assert "OutOfTimeError" in row["error"]
+
+
+@pytest.mark.parametrize(("seconds", "count"), [(4.4, 5), (4.6, 3), (11.0, 2), (31.0, 1)])
+def test_what_takes_long_has_few_samples(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, count: int
+) -> None:
+    monkeypatch.setattr(step_timing, "timed", lambda _work, _device: seconds)
+    stop_at = time.monotonic() + 1000
+    found = step_timing.measure(lambda: None, CPU, num_samples=5, stop_at=stop_at)
+    assert found.samples == [seconds] * count
+    at_once = step_timing.measure(lambda: None, CPU, num_samples=5, stop_at=time.monotonic())
+    assert at_once.samples == [seconds], "one there is in any case"
 
 
 def test_fa2_is_never_chosen_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
