@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -231,15 +232,9 @@ class Trainer:
 
         Changes nothing. Raises what `run_forward` raises.
         """
-        return run_forward(
-            self.model,
-            self._meter,
-            batch,
-            plan,
-            PassHooks(on_progress=on_progress, is_cancelled=is_cancelled),
-            with_entropy=with_entropy,
-            use_reference=use_reference,
-        )
+        hooks = PassHooks(on_progress=on_progress, is_cancelled=is_cancelled)
+        run = partial(run_forward, self.model, self._meter, batch, plan, hooks)
+        return run(with_entropy=with_entropy, use_reference=use_reference)
 
     def save_checkpoint(self, folder: Path) -> int:
         """Write weights, moments and version; gradients are not in it. Returns the size in bytes.
@@ -275,14 +270,8 @@ class Trainer:
         is_empty = self._window.state is WindowState.EMPTY
         if not (is_empty and is_due(self.version, self.spec.canary_every)):
             return CanaryOutcome(report=None, warnings=())
-        return run_canary(
-            self.model,
-            self._gradients,
-            prepared,
-            old_logprobs_J,
-            version=self.version,
-            is_cancelled=is_cancelled,
-        )
+        run = partial(run_canary, self.model, self._gradients, prepared, old_logprobs_J)
+        return run(version=self.version, is_cancelled=is_cancelled)
 
     def _step(self, step: OptimStep, base: StepReport) -> StepReport:
         started = time.perf_counter()
