@@ -50,6 +50,16 @@ def test_sharing_stops_where_forks_cost_more_than_the_prefix() -> None:
     assert plan.packed_tokens == 4 + 12 + 4 + 12
 
 
+def test_what_is_not_run_does_not_part_what_is() -> None:
+    """Of a short, a long and a short one the long one is left out: the others share."""
+    batch = _fan(4, [2, 10, 2])
+    kept_S = np.array([True, False, True])
+    plan = make_plan(batch, sort_sequences(batch), kept_S, 10**9, DEAR)
+    assert plan.unshared == ()
+    assert plan.packed_tokens == 4 + 2 + 2
+    assert _plan(batch, DEAR).unshared == (1,)
+
+
 def test_every_prefix_above_costs() -> None:
     """The last two share a turn of 3 below a prompt of 4: the second pays for two prefixes."""
     responses = [[9] * 2, [2] * 3 + [3] * 13, [2] * 3 + [4] * 13]
@@ -57,9 +67,9 @@ def test_every_prefix_above_costs() -> None:
     sizes = measure(batch, sort_sequences(batch))
     assert sizes.lcp.tolist() == [0, 7, 4]
     # 7 tokens and 28 pairs save 21, 13 tokens below one prefix cost 13.
-    assert unshared_places(sizes, DEAR).tolist() == []
-    assert unshared_places(sizes, replace(DEAR, fork=3.2)).tolist() == []
-    assert unshared_places(sizes, replace(DEAR, fork=3.3)).tolist() == [1]
+    assert unshared_places(sizes, np.arange(3), DEAR).tolist() == []
+    assert unshared_places(sizes, np.arange(3), replace(DEAR, fork=3.2)).tolist() == []
+    assert unshared_places(sizes, np.arange(3), replace(DEAR, fork=3.3)).tolist() == [1]
 
 
 def test_trained_tokens_that_are_shared_save_rows() -> None:

@@ -12,10 +12,18 @@ from hypothesis import strategies as st
 
 from ratoon.errors import RatoonError
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.costs import DEFAULT_COSTS, CostModel, Work, measure
+from ratoon.rollout.costs import (
+    DEFAULT_COSTS,
+    NOTHING_AGAIN,
+    CostModel,
+    Recompute,
+    Work,
+    measure,
+)
 from ratoon.rollout.forest import build_forest
+from ratoon.rollout.limits import NO_LIMITS, TokenLimits
 from ratoon.rollout.packed import Stage, UpdatePlan
-from ratoon.rollout.plan import make_plan, plan_from_dict, plan_to_dict
+from ratoon.rollout.plan import cheapest_plan, make_plan, plan_from_dict, plan_to_dict
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.validate import validate_groups
 from ratoon.rollout.waves import fits_forest, peak_tokens
@@ -150,6 +158,38 @@ def test_costs_by_hand() -> None:
     merged = 20 + 2 * 30 + 40
     assert costs.streamed(work, stages) == 4 * 7 + 115 + 0.5 * 50 + 0.25 * merged
     assert costs.streamed(work, stages[:1]) == costs.packed(work)
+
+
+def test_running_again_is_between_what_was_told() -> None:
+    again = Recompute(held=(10, 20, 40), cost=(0.0, 1.0, 5.0), stack_share=0.01)
+    prices = [again.of(tokens, is_streamed=False) for tokens in (1, 10, 15, 20, 30, 40, 99)]
+    assert prices == [0, 0, 0.5, 1, 3, 5, 5]
+    # Of 20 held in stages, a fifth of the memory is their stacks', as if 25 were held.
+    assert again.of(20, is_streamed=True) == pytest.approx(2.0)
+    assert again.of(100, is_streamed=True) == 5
+    assert NOTHING_AGAIN.of(10**9, is_streamed=True) == 0
+
+
+def test_what_runs_again_decides_between_holding_and_streaming() -> None:
+    """At once 30 tokens are held and each costs one more; streamed, 20, and two calls of two."""
+    batch = _fan(10, 4, 5)
+    again = Recompute(held=(20, 30), cost=(0.0, 1.0), stack_share=0.0)
+    kept_S, prefixes = np.ones(4, np.bool_), sort_sequences(batch)
+    for costs, tokens in ((CHEAP, 30), (replace(CHEAP, recompute=again), 20)):
+        plan = cheapest_plan(batch, prefixes, kept_S, (20, 30, 50), costs, NO_LIMITS)
+        assert plan.micro_batch_tokens == tokens
+        assert bool(plan.micro_batches[0].stages) == (tokens == 20)
+
+
+def test_limits_of_streams_are_kept_where_another_cut_fits() -> None:
+    batch = _fan(10, 4, 5)
+    kept_S, prefixes = np.ones(4, np.bool_), sort_sequences(batch)
+    for streamed, is_streamed in ((15, True), (14, False)):
+        limits_of = TokenLimits(at_once=20, streamed=streamed)
+        plan = make_plan(batch, prefixes, kept_S, 30, CHEAP, limits_of)
+        assert bool(plan.micro_batches[0].stages) == is_streamed
+        held = [peak_tokens(part.stages) or part.packed_tokens for part in plan.micro_batches]
+        assert max(held) == (15 if is_streamed else 20)
 
 
 def test_default_costs_stream_a_large_group_and_not_a_small_one() -> None:

@@ -106,7 +106,8 @@ class CostModel:
         return self.call + of_token * work.tokens + self.pair * work.pairs + self.row * work.rows
 
 
-# Of an 8B decoder of 36 layers with 32:8 heads of 128 and 152K tokens: from its FLOPs and bytes.
+# Where no device's rates are known: from FLOPs and bytes of an 8B decoder of 36 layers with 32:8
+# heads of 128 and 152K tokens.
 DEFAULT_COSTS = CostModel(pair=6e-5, row=0.09, call=256.0, resident=0.002, merge=0.02)
 
 

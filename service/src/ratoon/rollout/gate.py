@@ -19,20 +19,24 @@ from numpy.typing import NDArray
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.rollout.costs import CostModel, SequenceSizes
 from ratoon.rollout.packed import UpdatePlan
-from ratoon.rollout.prefixes import SortedPrefixes
+from ratoon.rollout.prefixes import SortedPrefixes, shared_with_previous
 
 
-def unshared_places(sizes: SequenceSizes, costs: CostModel) -> NDArray[np.int64]:
-    """Places in the sorted order that had better share nothing with those before; int64, ascending.
+def unshared_places(
+    sizes: SequenceSizes, places: NDArray[np.int64], costs: CostModel
+) -> NDArray[np.int64]:
+    """Those of `places` (of what is run, int64, ascending) that had better share nothing with the
+    ones before, ascending.
 
     The sequence before is right behind the prefix in either case: only the later ones pay.
     """
     if costs.fork == 0:
         return np.empty(0, np.int64)
-    shared, lengths = sizes.lcp, sizes.lengths
+    shared, lengths = shared_with_previous(sizes.lcp, places), sizes.lengths[places]
+    first = sizes.first_column[places]
     rows = (
-        sizes.trained_before[sizes.first_column + np.maximum(shared - sizes.prompt, 0)]
-        - sizes.trained_before[sizes.first_column]
+        sizes.trained_before[first + np.maximum(shared - sizes.prompt[places], 0)]
+        - sizes.trained_before[first]
     )
     pairs = shared * (shared + 1) // 2
     saved = costs.token * shared + costs.pair * pairs + costs.row * rows
@@ -40,14 +44,14 @@ def unshared_places(sizes: SequenceSizes, costs: CostModel) -> NDArray[np.int64]
     unshared: list[int] = []
     # Where the prefixes above the place end.
     forks: list[int] = []
-    for place, depth in enumerate(shared.tolist()):
+    for i, depth in enumerate(shared.tolist()):
         while forks and forks[-1] > depth:
             forks.pop()
         if depth == 0:
             continue
         is_new = not forks or forks[-1] < depth
-        if saved[place] < price[place] * (len(forks) + is_new):
-            unshared.append(place)
+        if saved[i] < price[i] * (len(forks) + is_new):
+            unshared.append(int(places[i]))
             forks.clear()
         elif is_new:
             forks.append(depth)

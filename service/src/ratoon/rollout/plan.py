@@ -75,11 +75,11 @@ def cheapest_plan(
     Of equally cheap ones that with the fewest tokens at a time.
     """
     sizes = measure(batch, prefixes)
-    unshared = np.sort(prefixes.order[unshared_places(sizes, costs)]).tolist()
-    prefixes = share_as_planned(prefixes, unshared)
-    sizes = replace(sizes, lcp=prefixes.lcp)
     is_run = (kept_S & (sequence_lengths(batch) > 0))[prefixes.order]
     places = np.flatnonzero(is_run)
+    unshared = np.sort(prefixes.order[unshared_places(sizes, places, costs)]).tolist()
+    prefixes = share_as_planned(prefixes, unshared)
+    sizes = replace(sizes, lcp=prefixes.lcp)
     groups = _by_group(group_of_sequence(batch)[prefixes.order[places]], places)
     most = sizes.packed_tokens(places)
     # From the first that holds everything on they are all alike.

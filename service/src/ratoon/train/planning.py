@@ -59,7 +59,7 @@ def device_planner(
     """Of a device that lends so many bytes to activations, and of its host.
 
     `micro_batch_tokens` None: each plan has the cheapest, between keeping all and keeping the least
-    that fits.
+    that fits. Another GPU's `rates` are others; what decides is how they compare to each other.
     """
     limits = token_limits(sizes, device_bytes, host_bytes)
     costs = device_costs(sizes, rates, layers_are_trained=layers_are_trained)
