@@ -151,9 +151,10 @@ def test_candidates_are_from_all_products_to_all_that_fits() -> None:
     tokens = candidate_tokens(QWEN3_8B, 100 * GIB, limits.at_once)
     assert list(tokens) == sorted(set(tokens))
     assert tokens[-1] == limits.at_once
-    first = plan_activations(QWEN3_8B, tokens[0], tokens[0], 100 * GIB)
-    assert set(first) == {Kept.PRODUCTS}
-    assert set(plan_activations(QWEN3_8B, tokens[0] + 1, tokens[0] + 1, 100 * GIB)) > {
-        Kept.PRODUCTS
-    }
+    for count, stacks in ((tokens[0], QWEN3_8B.prefix_bytes), (tokens[1], 0)):
+        kept, less = (
+            set(plan_activations(QWEN3_8B, n, n, 100 * GIB - n * stacks))
+            for n in (count, count + 1)
+        )
+        assert kept == {Kept.PRODUCTS} < less
     assert candidate_tokens(QWEN3_8B, 0, 0) == (1,)

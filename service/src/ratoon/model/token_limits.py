@@ -23,8 +23,12 @@ def token_limits(sizes: DecoderSizes, device_bytes: int, host_bytes: int) -> Tok
 
 
 def candidate_tokens(sizes: DecoderSizes, device_bytes: int, at_once: int) -> tuple[int, ...]:
-    """Tokens of a micro-batch, ascending: from the most that keep all products to `at_once`."""
+    """Tokens of a micro-batch, ascending: from the most that keep all products to `at_once`.
+
+    Before these, the most that keep all products in stages.
+    """
+    in_stages = max(1, most_tokens(sizes, device_bytes, Kept.PRODUCTS, is_streamed=True))
     least = max(1, most_tokens(sizes, device_bytes, Kept.PRODUCTS))
     growth = max(1.0, at_once / least)
     steps = {int(least * growth ** (i / _NUM_STEPS)) for i in range(_NUM_STEPS)}
-    return tuple(sorted({*steps, max(least, at_once)}))
+    return tuple(sorted({in_stages, *steps, max(least, at_once)}))
