@@ -31,7 +31,7 @@ HOST_BYTES = 80 * 2**30
 # The groups that compile whatever the long ones run, of two lengths.
 WARM_UP_PROMPTS = (96, 160)
 # What is predicted of a step that only compiles.
-NO_TOKENS = HeldTokens(tokens=0, prefix_tokens=0)
+NO_TOKENS = HeldTokens(tokens=0, stack_tokens=0)
 # Of the comparison: responses in a wave, rollouts in a replicated micro-batch.
 WAVE = CUT = 4
 # Of the sweep, measured first.

@@ -83,7 +83,7 @@ def keep_each_kind(policy: PolicyModel) -> None:
 def _plan(
     policy: PolicyModel, kept: tuple[Kept, ...], held: HeldTokens, resident: int
 ) -> MemoryPlan:
-    prefixes = held.prefix_tokens * policy.sizes.prefix_bytes
+    prefixes = held.stack_tokens * policy.sizes.stack_bytes
     peak = peak_bytes(policy.sizes, kept, held.tokens, held.tokens)
     return MemoryPlan(
         layers=dict(Counter(map(str, kept))), predicted_bytes=resident + prefixes + peak

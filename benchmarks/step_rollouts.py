@@ -59,7 +59,7 @@ class SeededBatch:
     def held(self) -> HeldTokens:
         """By which the service plans what layers keep."""
         streamed = peak_tokens(self.stages)
-        return HeldTokens(tokens=streamed or self.packed_tokens, prefix_tokens=streamed)
+        return HeldTokens(tokens=streamed or self.packed_tokens, stack_tokens=streamed)
 
     @property
     def packed_tokens(self) -> int:

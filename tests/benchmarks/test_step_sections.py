@@ -112,7 +112,7 @@ def test_waves_stream_a_group_to_the_same_gradients() -> None:
     assert fits_forest(stages, packed.forest)
     seeded = upload(batch, packed, CPU, stages)
     # The prompt and the longest two responses, whose keys and values are in one stack.
-    assert seeded.held == HeldTokens(tokens=9 + 11, prefix_tokens=9 + 11)
+    assert seeded.held == HeldTokens(tokens=9 + 11, stack_tokens=9 + 11)
     assert upload(batch, packed, CPU).held == _held(29)
     order = [Way(backend="reference", is_packed=True, wave=2), SMALL.baseline]
     streamed, replicated = compare_ways(Ways(_run(), TINY), batch, order, Plan(cuts=(1,)))
@@ -141,7 +141,7 @@ def test_the_prompt_that_was_asked_for_comes_first(monkeypatch: pytest.MonkeyPat
 
 
 def _held(tokens: int) -> HeldTokens:
-    return HeldTokens(tokens=tokens, prefix_tokens=0)
+    return HeldTokens(tokens=tokens, stack_tokens=0)
 
 
 def test_what_is_kept_follows_from_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +173,7 @@ def test_the_least_is_predicted_with_what_stays(monkeypatch: pytest.MonkeyPatch)
     least = (Kept.ATTENTION,) * TINY.num_layers
     planned: Any = policy
     assert planned._plan_activations(_held(10)) == least, "in small stages too"
-    held = HeldTokens(tokens=100, prefix_tokens=100)
+    held = HeldTokens(tokens=100, stack_tokens=100)
     streamed = keep_the_least(policy, held, gradients_stay=True)
     assert streamed is not None
     gradients = sum(p.numel() * 4 for p in policy.named_trainable().values())

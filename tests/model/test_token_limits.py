@@ -48,7 +48,7 @@ def _refuses(sizes: DecoderSizes, part: MicroBatch, device_bytes: int, host_byte
             sizes,
             tokens,
             tokens,
-            device_bytes - stacked * sizes.prefix_bytes,
+            device_bytes - stacked * sizes.stack_bytes,
             0 if stacked else host_bytes,
         )
     except RatoonError:
@@ -136,10 +136,10 @@ def test_limits_are_the_bytes_own(sizes: DecoderSizes, room: int) -> None:
     device_bytes = room * GIB
     limits = token_limits(sizes, device_bytes, 0)
     tokens = limits.streamed
-    plan_activations(sizes, tokens, tokens, device_bytes - tokens * sizes.prefix_bytes)
+    plan_activations(sizes, tokens, tokens, device_bytes - tokens * sizes.stack_bytes)
     with pytest.raises(RatoonError):
         plan_activations(
-            sizes, tokens + 1, tokens + 1, device_bytes - (tokens + 1) * sizes.prefix_bytes
+            sizes, tokens + 1, tokens + 1, device_bytes - (tokens + 1) * sizes.stack_bytes
         )
     plan_activations(sizes, limits.at_once, limits.at_once, device_bytes)
     with pytest.raises(RatoonError):
@@ -151,7 +151,7 @@ def test_candidates_are_from_all_products_to_all_that_fits() -> None:
     tokens = candidate_tokens(QWEN3_8B, 100 * GIB, limits.at_once)
     assert list(tokens) == sorted(set(tokens))
     assert tokens[-1] == limits.at_once
-    for count, stacks in ((tokens[0], QWEN3_8B.prefix_bytes), (tokens[1], 0)):
+    for count, stacks in ((tokens[0], QWEN3_8B.stack_bytes), (tokens[1], 0)):
         kept, less = (
             set(plan_activations(QWEN3_8B, n, n, 100 * GIB - n * stacks))
             for n in (count, count + 1)

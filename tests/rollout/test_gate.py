@@ -23,9 +23,9 @@ from tests.builders import group, limits, rollout
 from tests.rollout.strategies import CHECKED, batches
 
 # A token of a sequence costs as much as one of the linear layers for each prefix above it.
-DEAR = CostModel(pair=0.5, row=0.0, call=0.0, resident=0.0, merge=0.0, fork=2.0)
+DEAR = CostModel(pair=0.5, row=0.0, call=0.0, resident=0.0, fork=2.0)
 # Prices of an H200, relative to a token of Qwen3-8B.
-H200 = replace(DEFAULT_COSTS, pair=6.4e-5, fork=128.0)
+H200 = replace(DEFAULT_COSTS, pair=6.4e-5, fork=192.0)
 
 
 def _plan(batch: RolloutBatch, costs: CostModel, budget: int = 10**9) -> UpdatePlan:

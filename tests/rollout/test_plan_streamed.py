@@ -32,7 +32,7 @@ from tests.rollout import oracle
 from tests.rollout.strategies import CHECKED, batches
 
 # A forward costs two tokens.
-CHEAP = CostModel(pair=0.0, row=0.0, call=2.0, resident=0.0, merge=0.0)
+CHEAP = CostModel(pair=0.0, row=0.0, call=2.0, resident=0.0)
 
 
 def _plan(batch: RolloutBatch, budget: int, costs: CostModel = CHEAP) -> UpdatePlan:
@@ -103,9 +103,7 @@ def test_what_prefixes_cost_decides() -> None:
     assert _plan(batch, 20).micro_batches[0].stages
     # Streaming saves 10 tokens and costs a call of 2; against 10 resident tokens, twice.
     assert not _plan(batch, 20, replace(CHEAP, resident=0.5)).micro_batches[0].stages
-    # Or against 20 tokens with one prefix above.
-    assert not _plan(batch, 20, replace(CHEAP, merge=0.5)).micro_batches[0].stages
-    assert _plan(batch, 20, replace(CHEAP, merge=0.3)).micro_batches[0].stages
+    assert _plan(batch, 20, replace(CHEAP, resident=0.3)).micro_batches[0].stages
 
 
 def test_subtrees_are_run_each_in_its_own_way() -> None:
@@ -146,7 +144,7 @@ def test_work_counts_what_is_packed() -> None:
 
 def test_costs_by_hand() -> None:
     work = Work(tokens=100, pairs=1000, rows=50)
-    costs = CostModel(pair=0.01, row=0.1, call=7.0, resident=0.5, merge=0.25)
+    costs = CostModel(pair=0.01, row=0.1, call=7.0, resident=0.5)
     stages = (
         Stage(start=0, stop=10, parent=-1),
         Stage(start=10, stop=30, parent=0),
@@ -154,9 +152,8 @@ def test_costs_by_hand() -> None:
         Stage(start=60, stop=100, parent=0),
     )
     assert costs.packed(work) == 7 + 100 + 10 + 5
-    # Resident: 0, 10, 30, 10. Prefixes above: 0, 1, 2, 1.
-    merged = 20 + 2 * 30 + 40
-    assert costs.streamed(work, stages) == 4 * 7 + 115 + 0.5 * 50 + 0.25 * merged
+    # Resident: 0, 10, 30, 10.
+    assert costs.streamed(work, stages) == 4 * 7 + 115 + 0.5 * 50
     assert costs.streamed(work, stages[:1]) == costs.packed(work)
 
 

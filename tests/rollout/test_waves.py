@@ -18,11 +18,11 @@ from ratoon.rollout.waves import (
     cut_into_stages,
     first_misplaced,
     fits_forest,
-    num_ancestors,
     peak_tokens,
     resident_tokens,
 )
 from tests.builders import group, limits, rollout
+from tests.rollout.stages import num_ancestors
 from tests.rollout.strategies import CHECKED, batches
 
 

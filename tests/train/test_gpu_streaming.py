@@ -99,7 +99,7 @@ def _budget(policy: PolicyModel, kept: Kept, tokens: int) -> int:
     """Bytes in which every layer of a stream keeps that, and no more."""
     sizes = policy.sizes
     plan = (kept,) * sizes.num_layers
-    return peak_bytes(sizes, plan, tokens, tokens) + tokens * sizes.prefix_bytes
+    return peak_bytes(sizes, plan, tokens, tokens) + tokens * sizes.stack_bytes
 
 
 def _error(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:

@@ -35,7 +35,7 @@ from tests.train.trainer_runs import (
 )
 
 GIB = 2**30
-SHARES = CostModel(pair=0.01, row=0.1, call=2.0, resident=0.0, merge=0.0)
+SHARES = CostModel(pair=0.01, row=0.1, call=2.0, resident=0.0)
 # Most of the small batch's prefixes do not pay, the longer ones do.
 GATED = replace(SHARES, fork=300.0)
 

@@ -19,7 +19,6 @@ from ratoon.rollout.costs import CostModel
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.plan import make_plan
 from ratoon.rollout.prefixes import sort_sequences
-from ratoon.rollout.waves import num_ancestors
 from ratoon.train import prepare
 from ratoon.train.config import (
     CorrectionLevel,
@@ -38,6 +37,7 @@ from ratoon.train.config import (
 from ratoon.train.loss_spec import Loss
 from ratoon.train.resolve import resolve_loss
 from tests.oracle import hf
+from tests.rollout.stages import num_ancestors
 from tests.theorem import assert_close, paths_of
 from tests.tiny_models import write_folder
 from tests.train.theorem_runs import (
@@ -52,7 +52,7 @@ from tests.train.theorem_runs import (
 )
 
 # Calls cost nothing, so whatever does not fit is streamed and every small prefix stays apart.
-EAGER = CostModel(pair=1e-3, row=0.1, call=0.0, resident=0.0, merge=0.0)
+EAGER = CostModel(pair=1e-3, row=0.1, call=0.0, resident=0.0)
 # Prefixes of up to 6 tokens are joined to the one above.
 JOINING = replace(EAGER, call=6.0)
 GIVEN_OLD = OldLogprobs(kind=OldLogprobsKind.GIVEN)

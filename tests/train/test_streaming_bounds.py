@@ -30,17 +30,18 @@ from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.plan import make_plan
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.validate import validate_groups
-from ratoon.rollout.waves import num_ancestors, peak_tokens
+from ratoon.rollout.waves import peak_tokens
 from ratoon.train.config import LossKind
 from ratoon.train.streaming import StagedBatch
 from ratoon.train.trainer import Trainer
 from ratoon.train.window import WindowState
 from tests.builders import group, limits, rollout
+from tests.rollout.stages import num_ancestors
 from tests.theorem import relative_errors
 from tests.tiny_models import write_folder
 from tests.train.trainer_runs import make_loss, make_step, make_trainer
 
-FREE_CALLS = CostModel(pair=0.0, row=0.0, call=0.0, resident=0.0, merge=0.0)
+FREE_CALLS = CostModel(pair=0.0, row=0.0, call=0.0, resident=0.0)
 WHOLE = 1 << 20
 
 
@@ -155,7 +156,7 @@ def test_each_packed_token_is_computed_once(
     plan = _plan(batch, 100)
     _gradients(trainer, batch, 100)
     assert counts == [60, 40, 40, 40, 40]
-    assert held == [HeldTokens(tokens=100, prefix_tokens=100)] * 5
+    assert held == [HeldTokens(tokens=100, stack_tokens=100)] * 5
     counts.clear()
     trainer.forward(batch, plan, with_entropy=False, use_reference=False)
     assert sum(counts) == plan.packed_tokens == 220

@@ -75,7 +75,7 @@ class DecoderSizes:
         return (wide * self.mlp_size + 4 * self.hidden_size) * self.element_bytes
 
     @property
-    def prefix_bytes(self) -> int:
+    def stack_bytes(self) -> int:
         """Of one token of a streamed prefix: keys, values, and their gradients in fp32 or wider."""
         pair = 2 * self.num_kv_heads * self.head_dim
         return self.num_layers * pair * (self.element_bytes + max(4, self.element_bytes))
@@ -153,7 +153,7 @@ def most_tokens(
     sizes: DecoderSizes, device_bytes: int, kept: Kept, *, is_streamed: bool = False
 ) -> int:
     """The same where every layer keeps `kept`; beside stacks of all tokens' keys where streamed."""
-    plan, stack_bytes = (kept,) * sizes.num_layers, sizes.prefix_bytes * is_streamed
+    plan, stack_bytes = (kept,) * sizes.num_layers, sizes.stack_bytes * is_streamed
 
     def is_too_much(tokens: int) -> bool:
         peak = peak_bytes(sizes, plan, tokens, tokens)

@@ -23,13 +23,13 @@ ATTENTION_NAME = "ratoon_tree"
 class HeldTokens:
     """What shares the device's memory with a forward until its backward, itself included.
 
-    `tokens`: most whose activations are held at a time. `prefix_tokens`: most of them for whose
+    `tokens`: most whose activations are held at a time. `stack_tokens`: most of them for whose
     keys and values there are stacks too, in the model's dtype, and for their gradients in at least
     float32; 0 where no stages are run.
     """
 
     tokens: int
-    prefix_tokens: int
+    stack_tokens: int
 
 
 class LayerAttention(Protocol):
@@ -81,7 +81,7 @@ class TreeAttention:
     @property
     def held(self) -> HeldTokens:
         """All tokens at once."""
-        return HeldTokens(tokens=self.layout.num_tokens, prefix_tokens=0)
+        return HeldTokens(tokens=self.layout.num_tokens, stack_tokens=0)
 
     def at_layer(self, _index: int) -> TreeAttention:
         """See `PathAttention.at_layer`."""

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from ratoon.model.activation_plan import DecoderSizes, Kept, largest_plan, max_tokens, most_tokens
 from ratoon.rollout.costs import CostModel, Recompute
 
-# Keys of a tile of attention: a token reads as many for each prefix that ends within one.
-_TILE_KEYS = 128
+# Keys that a token reads in vain for each prefix above its own: of attention's tiles of 128, one
+# where the prefix ends and half of one where its own sequence begins.
+_FORK_KEYS = 192
 # FLOPs of a (query, key) pair and head dimension: two products forward, five backward.
 _PAIR_FLOPS = 14
 # Features that elementwise operations of one layer read or write, forward and backward: norms,
@@ -36,15 +37,14 @@ class DeviceRates:
     layer_call_s: float
 
 
-# docs/decisions/0010: of 3.83 s for 41,323 packed tokens of Qwen3-8B, 36,264 of which are predicted
-# and attend 222e6 pairs, products of weights took 2.5 s, attention 0.89 s and the LM head 0.28 s.
-# Bandwidth: data sheet, less what copies do not reach.
+# Fitted to 15 shapes of eight layers of Qwen3-8B, packed, streamed and replicated; section `costs`
+# of benchmarks/step.py reports what they predict. Bandwidth: data sheet, less what is not reached.
 H200_RATES = DeviceRates(
-    linear_flops=690e12,
-    attention_flops=515e12,
-    head_flops=483e12,
+    linear_flops=644e12,
+    attention_flops=604e12,
+    head_flops=433e12,
     memory_bytes=4.5e12,
-    layer_call_s=1e-3,
+    layer_call_s=1.05e-3,
 )
 
 
@@ -72,9 +72,7 @@ def device_costs(
         row=(6 if sizes.head_is_trained else 4) * head_weights / rates.head_flops,
         call=trained * (2 * element + 8) / rates.memory_bytes + layers * rates.layer_call_s,
         resident=layers * key_value * (2 * element + 8) / rates.memory_bytes,
-        # A stage attends one stack of keys: there is nothing to merge.
-        merge=0.0,
-        fork=_TILE_KEYS,
+        fork=_FORK_KEYS,
     )
 
 
@@ -102,7 +100,7 @@ def with_recompute(
     recompute = Recompute(
         held=tuple(held),
         cost=tuple(recompute_s(sizes, rates, plan or least_kept) for plan in plans),
-        stack_share=sizes.prefix_bytes / max(1, device_bytes),
+        stack_share=sizes.stack_bytes / max(1, device_bytes),
     )
     return replace(costs, recompute=recompute)
 

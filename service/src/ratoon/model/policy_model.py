@@ -177,9 +177,9 @@ class PolicyModel:
     def _plan_activations(self, held: HeldTokens) -> tuple[Kept, ...] | None:
         if self._device_bytes is None or not torch.is_grad_enabled():
             return None
-        device_bytes = self._device_bytes - held.prefix_tokens * self.sizes.prefix_bytes
+        device_bytes = self._device_bytes - held.stack_tokens * self.sizes.stack_bytes
         # Stages are run in another order than they are run backward: theirs stay on the device.
-        host_bytes = 0 if held.prefix_tokens else self._host_bytes
+        host_bytes = 0 if held.stack_tokens else self._host_bytes
         return plan_activations(self.sizes, held.tokens, held.tokens, device_bytes, host_bytes)
 
     def _take_layers(self, module: PreTrainedModel, *, is_compiled: bool) -> DecoderLayers:

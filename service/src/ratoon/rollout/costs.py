@@ -18,7 +18,7 @@ from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import Stage
 from ratoon.rollout.prefixes import SortedPrefixes, shared_with_previous
 from ratoon.rollout.ragged import prompt_lengths, sequence_lengths
-from ratoon.rollout.waves import num_ancestors, peak_tokens, resident_tokens
+from ratoon.rollout.waves import peak_tokens, resident_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +69,6 @@ class CostModel:
     call: float
     # Of a token of a prefix, for each stage that runs against it: its keys and their gradients.
     resident: float
-    # Of a token of a stage, for each prefix above it: outputs to merge.
-    merge: float
     token: float = 1.0
     # Pairs that a token attends in vain for each prefix above its own: a tile of keys has more than
     # the prefix. 0: attention knows no tiles.
@@ -84,17 +82,8 @@ class CostModel:
     def streamed(self, work: Work, stages: Sequence[Stage]) -> float:
         """Cost of running it in `stages`, of which there is one at least."""
         resident = sum(resident_tokens(stages))
-        merged = sum(
-            depth * stage.num_tokens
-            for depth, stage in zip(num_ancestors(stages), stages, strict=True)
-        )
         again = self.recompute.of(peak_tokens(stages), is_streamed=len(stages) > 1)
-        return (
-            self._run(work, again)
-            + self.call * (len(stages) - 1)
-            + self.resident * resident
-            + self.merge * merged
-        )
+        return self._run(work, again) + self.call * (len(stages) - 1) + self.resident * resident
 
     @property
     def call_tokens(self) -> int:
@@ -108,7 +97,7 @@ class CostModel:
 
 # Where no device's rates are known: from FLOPs and bytes of an 8B decoder of 36 layers with 32:8
 # heads of 128 and 152K tokens.
-DEFAULT_COSTS = CostModel(pair=6e-5, row=0.09, call=256.0, resident=0.002, merge=0.02)
+DEFAULT_COSTS = CostModel(pair=6e-5, row=0.09, call=256.0, resident=0.002)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,14 +36,6 @@ def resident_tokens(stages: Sequence[Stage]) -> list[int]:
     return resident
 
 
-def num_ancestors(stages: Sequence[Stage]) -> list[int]:
-    """How many prefixes stay while each stage is run."""
-    depths: list[int] = []
-    for stage in stages:
-        depths.append(0 if stage.parent < 0 else depths[stage.parent] + 1)
-    return depths
-
-
 def peak_tokens(stages: Sequence[Stage]) -> int:
     """Most tokens held at a time."""
     resident = resident_tokens(stages)

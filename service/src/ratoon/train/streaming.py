@@ -69,7 +69,7 @@ class StagedBatch:
         self._between_stages = between_stages
         self._parents = {stage.parent for stage in stages}
         peak = peak_tokens(stages)
-        self._held = HeldTokens(tokens=peak, prefix_tokens=peak)
+        self._held = HeldTokens(tokens=peak, stack_tokens=peak)
         self._parts = cut_outputs(packed, stages, model.device)
 
     def forward(self) -> TokenOutputs:

@@ -27,6 +27,7 @@ from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.train import checkpoint, prepare, report_builder
 from ratoon.train.canary import CanaryOutcome, is_due, run_canary
+from ratoon.train.clock import DeviceClock
 from ratoon.train.forward_arrays import ForwardArrays, check_forward_logprobs, run_forward
 from ratoon.train.gradients import GradientSums
 from ratoon.train.loss_spec import Loss, Normalisation, OptimStep
@@ -274,7 +275,7 @@ class Trainer:
         return run(version=self.version, is_cancelled=is_cancelled)
 
     def _step(self, step: OptimStep, base: StepReport) -> StepReport:
-        started = time.perf_counter()
+        clock = DeviceClock(self.model.device)
         divisor = self._window.divisor(step.divisor)
         sums, has_kl = self._window.sums, self._has_kl
         skipped, grad_norm, warnings = True, None, base.warnings
@@ -288,7 +289,8 @@ class Trainer:
         self.discard_gradients()
         if not skipped:
             self.version += 1
-        seconds = time.perf_counter() - started
+        clock.lap("optimizer")
+        seconds = clock.seconds()["optimizer"]
         report = report_builder.step_report(base, sums, divisor, has_kl=has_kl, seconds=seconds)
         return replace(
             report,
