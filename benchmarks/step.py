@@ -23,6 +23,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import (
+    step_costs,
     step_crossover,
     step_layer,
     step_memory,
@@ -50,6 +51,7 @@ MEASURES = {
     "table2": step_layer,
     "memory": step_memory,
     "crossover": step_crossover,
+    "costs": step_costs,
     "updates": step_updates,
 }
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.step_kernels import Kind
-from benchmarks.step_rows import STREAMED, by_case, ours_of, speedup
+from benchmarks.step_rows import STREAMED, by_case, ours_of, unshared_of
 
 Row = dict[str, Any]
 
@@ -125,18 +125,25 @@ def _memory(panel: Any, rows: list[Row]) -> None:
 
 
 def _crossover(panel: Any, rows: list[Row]) -> None:
-    lines: dict[int, list[tuple[float, float]]] = {}
+    lines: dict[int, list[tuple[float, float, float]]] = {}
     for cell in by_case(rows).values():
-        mine, ratio = ours_of(cell), speedup(cell)
-        if mine is not None and ratio is not None:
-            point = (mine["prompt"] / mine["response_tokens"], ratio)
+        mine, alone = ours_of(cell), unshared_of(cell)
+        if mine is not None and alone is not None:
+            share, ratio = (
+                mine["prompt"] / mine["response_tokens"],
+                alone["seconds"] / mine["seconds"],
+            )
+            point = (share, ratio, mine["predicted_speedup"])
             lines.setdefault(mine["responses"], []).append(point)
     for count, points in lines.items():
-        panel.plot(*zip(*sorted(points), strict=True), "o-", label=f"N = {count}")
+        share, measured, predicted = zip(*sorted(points), strict=True)
+        (line,) = panel.plot(share, measured, "o-", label=f"N = {count}")
+        label = f"N = {count}, predicted"
+        panel.plot(share, predicted, ":", color=line.get_color(), label=label)
     panel.axhline(1.0, color="#777777", linewidth=0.8, linestyle="--")
     panel.set_xscale("log", base=2)
     panel.set_xlabel("P / R")
-    panel.set_ylabel("replicated / packed")
+    panel.set_ylabel("replicated / packed, one kernel")
     panel.legend(frameon=False, fontsize=8)
 
 

@@ -16,7 +16,7 @@ from benchmarks.gpu_results import describe_gpu
 from benchmarks.step_run import Row, Run, Scale
 from benchmarks.step_sizes import PEAK_FLOPS
 
-SECTIONS = ("paper", "profile", "table2", "memory", "crossover", "updates")
+SECTIONS = ("paper", "profile", "table2", "memory", "crossover", "costs", "updates")
 SAME_ON_MERGE = ("source_sha256", "gpu", "versions", "seed", "models", "gradient_dtype")
 
 
@@ -84,7 +84,7 @@ def measured_cases(payload: dict[str, Any], section: str) -> set[str]:
 
 
 def _models(scale: Scale) -> list[Any]:
-    sizes = (scale.model, scale.crossover_model, *scale.update_models)
+    sizes = (scale.model, scale.crossover_model, scale.cost_model, *scale.update_models)
     return list(dict.fromkeys(sizes))
 
 

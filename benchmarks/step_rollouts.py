@@ -36,6 +36,28 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CutGroup:
+    """A group and how its update is cut.
+
+    Attributes:
+        group: Its rollouts.
+        budget: Packed tokens at a time, in which a larger group is streamed; 0: it runs at once.
+        is_shared: False: each rollout is a tree of its own.
+    """
+
+    group: Group
+    budget: int = 0
+    is_shared: bool = True
+
+    @property
+    def name(self) -> str:
+        """Tells the shapes of one section apart."""
+        shape = f"{self.group.prompt}x{len(self.group.responses)}"
+        streamed = f" by {self.budget}" if self.budget else ""
+        return shape + streamed + ("" if self.is_shared else " replicated")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SeededBatch:
     """A micro-batch on the device and the gradient of the loss by each of its targets.
 

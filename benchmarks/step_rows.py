@@ -64,6 +64,29 @@ def speedup(cell: Cell) -> float | None:
     return None if mine is None or other is None else other["seconds"] / mine["seconds"]
 
 
+def unshared_of(cell: Cell) -> Row | None:
+    """The replicated row of our own kernel."""
+    return next((cell[how + REPLICATED] for how in OURS if how + REPLICATED in cell), None)
+
+
+def planned_of(cell: Cell) -> Row | None:
+    """What the planner runs of our two ways, by whether it shares."""
+    mine = ours_of(cell)
+    return unshared_of(cell) if mine is not None and not mine["is_shared"] else mine
+
+
+def planned_speedup(cell: Cell) -> float | None:
+    """Seconds of the fastest replicated way over those of what the planner runs.
+
+    Where that is our replicated way itself, of the fastest other one.
+    """
+    planned = planned_of(cell)
+    if planned is None:
+        return None
+    other = replicated_of({how: row for how, row in cell.items() if row is not planned})
+    return None if other is None else other["seconds"] / planned["seconds"]
+
+
 def errors(rows: list[Row]) -> list[str]:
     """A line for each row without figures."""
     return [

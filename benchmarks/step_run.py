@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.forests import PAPER_LENGTHS
-from benchmarks.step_rollouts import Group
+from benchmarks.step_rollouts import CutGroup, Group
 from benchmarks.step_sizes import QWEN3_1_7B, QWEN3_8B, TINY, ModelSize
 from benchmarks.step_subjects import Way, build_module
 from benchmarks.step_varlen import FA2
@@ -41,6 +41,8 @@ class Scale:
         many: The group of many responses, which runs in waves of `many_wave`.
         crossover_model: Of `crossover`.
         crossover: N; prompts, ascending; and R.
+        cost_model: Of `costs`.
+        costs: Its groups, each cut in its way.
         update_models: Of `updates`.
         updates: The groups of each algorithm's update; `-kl`: with a reference pass.
     """
@@ -59,6 +61,8 @@ class Scale:
     many_wave: int
     crossover_model: ModelSize
     crossover: tuple[tuple[int, ...], tuple[int, ...], int]
+    cost_model: ModelSize
+    costs: tuple[CutGroup, ...]
     update_models: tuple[ModelSize, ...]
     updates: dict[str, tuple[Group, ...]]
 
@@ -76,6 +80,14 @@ class Scale:
         return Way(backend=self.replicated, is_packed=False)
 
 
+_PAPER = Group(prompt=5059, responses=PAPER_LENGTHS)
+
+
+def _group(prompt: int, length: int, count: int) -> Group:
+    """Responses of one length."""
+    return Group(prompt=prompt, responses=(length,) * count)
+
+
 # Of GRPO one recorded group, of DAPO the forest `forest16`'s sizes.
 FULL = Scale(
     dtype=torch.bfloat16,
@@ -84,18 +96,35 @@ FULL = Scale(
     cuts=(1, 2, 4),
     waves=(8, 4),
     model=QWEN3_8B,
-    paper=Group(prompt=5059, responses=PAPER_LENGTHS),
+    paper=_PAPER,
     table2=((5059, 32), (8192, 16), (16_384, 8), (32_768, 4), (65_536, 4), (131_072, 8)),
     memory=(tuple(8192 * 2**i for i in range(8)), 8, 1024),
     activations=Group(prompt=8192, responses=(1024,) * 32),
     many=Group(prompt=32_768, responses=(400,) * 512),
     many_wave=8,
     crossover_model=replace(QWEN3_8B, name="Qwen3-8B, 4 layers", num_layers=4),
-    crossover=((2, 4, 16), tuple(64 * 2**i for i in range(8)), 1024),
+    crossover=((2, 16), (8, 16, 32, 64, 128, 512, 2048, 8192), 2048),
+    cost_model=replace(QWEN3_8B, name="Qwen3-8B, 8 layers", num_layers=8),
+    # What one rate decides, in turn: many rows or few, long prompts, small stages, and little.
+    costs=(
+        CutGroup(group=_PAPER),
+        *(CutGroup(group=_PAPER, budget=budget) for budget in (24_000, 14_500, 9700)),
+        CutGroup(group=_group(30_000, 1000, 8)),
+        CutGroup(group=_group(30_000, 1000, 8), budget=34_000),
+        CutGroup(group=_group(60_000, 2000, 2)),
+        CutGroup(group=_group(20_000, 64, 4)),
+        CutGroup(group=_group(64, 1024, 40)),
+        CutGroup(group=_group(1000, 500, 16)),
+        CutGroup(group=_group(1000, 500, 16), is_shared=False),
+        CutGroup(group=_group(16, 2000, 16)),
+        CutGroup(group=_group(16, 2000, 16), is_shared=False),
+        CutGroup(group=_group(512, 128, 8)),
+        CutGroup(group=_group(16, 16, 2)),
+    ),
     update_models=(QWEN3_8B, QWEN3_1_7B),
     updates={
-        "grpo": (Group(prompt=5059, responses=PAPER_LENGTHS),),
-        "grpo-kl": (Group(prompt=5059, responses=PAPER_LENGTHS),),
+        "grpo": (_PAPER,),
+        "grpo-kl": (_PAPER,),
         "dapo": tuple(
             Group(prompt=2000, responses=tuple(200 + (1300 * (8 * g + i)) // 127 for i in range(8)))
             for g in range(16)
@@ -117,6 +146,12 @@ SMALL = Scale(
     many_wave=2,
     crossover_model=TINY,
     crossover=((2, 4), (2, 32), 8),
+    cost_model=TINY,
+    costs=(
+        CutGroup(group=Group(prompt=12, responses=(5, 3, 7, 2))),
+        CutGroup(group=Group(prompt=12, responses=(5, 3, 7, 2)), budget=20),
+        CutGroup(group=Group(prompt=12, responses=(5, 3, 7, 2)), is_shared=False),
+    ),
     update_models=(TINY,),
     updates={
         "grpo": (Group(prompt=12, responses=(5, 3, 7)),),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from benchmarks import step_paper_tables
+from benchmarks import step_cost_tables, step_paper_tables
 from benchmarks.step_linearity import linear_time
 from benchmarks.step_rows import (
     FLASH,
@@ -112,35 +112,6 @@ def _linear_time(rows: list[Row]) -> Iterator[str]:
         )
 
 
-def _crossover(rows: list[Row]) -> Table:
-    cells: list[list[str]] = []
-    for cell in by_case(rows).values():
-        mine, other = ours_of(cell), replicated_of(cell)
-        shape = mine or other
-        if shape is None:
-            continue
-        cells.append(
-            [
-                str(shape["responses"]),
-                f"{shape['prompt'] / shape['response_tokens']:.4g}",
-                *(NOTHING if w is None else f"{1e3 * w['seconds']:.1f}" for w in (mine, other)),
-                NOTHING if other is None else other["how"],
-                over(other, mine),
-                f"{shape['predicted_speedup']:.2f}",
-            ]
-        )
-    return Table(
-        title=f"Where sharing pays: {models_of(rows)}",
-        columns=[
-            *("N", "P / R", "packed ms", "replicated ms", "fastest replicated"),
-            *("x replicated", "by the planner's costs"),
-        ],
-        num_text_columns=0,
-        rows=cells,
-        notes=[*errors(rows), *agreement(rows)],
-    )
-
-
 def _updates(rows: list[Row]) -> Table:
     phases = ("old_logprobs_s", "forward_s", "backward_s", "optimizer_s")
     cells = [
@@ -176,6 +147,7 @@ _MAKERS: dict[str, Callable[[list[Row]], Table]] = {
     "profile": step_paper_tables.profile,
     "table2": _table2,
     "memory": _memory,
-    "crossover": _crossover,
+    "crossover": step_cost_tables.crossover,
+    "costs": step_cost_tables.costs,
     "updates": _updates,
 }

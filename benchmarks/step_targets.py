@@ -6,15 +6,18 @@ its figures is not among them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.step_costs_fit import fitted_rows
 from benchmarks.step_linearity import linear_time
 from benchmarks.step_rows import (
     ACTIVATIONS,
+    Cell,
     by_case,
     ours_of,
+    planned_speedup,
     replicated_of,
     speedup,
     streamed_of,
@@ -30,6 +33,7 @@ MAX_UPDATE_RATIO = 1.15
 MAX_GAP_SHARE = 0.03
 MAX_STREAMED_RATIO = 1.05
 MAX_LINEAR_ERROR = 0.05
+MAX_COST_ERROR = 0.05
 # Not 1: the keys and values of the prompt stay, with gradients of them in float32.
 MAX_MANY_RATIO = 1.5
 
@@ -51,7 +55,8 @@ def targets(result: dict[str, Any]) -> list[Target]:
         *_profile(result["profile"]),
         *_never_slower("table2", result["table2"]),
         *_memory(result["memory"]),
-        *_never_slower("crossover", result["crossover"]),
+        *_never_slower("crossover", result["crossover"], planned_speedup),
+        *_costs(result["costs"]),
         *_updates(result["updates"]),
     ]
 
@@ -77,9 +82,13 @@ def _profile(rows: list[dict[str, Any]]) -> Iterator[Target]:
             yield at_most(f"profile {case}: nothing runs", MAX_GAP_SHARE, ours["gap_share"])
 
 
-def _never_slower(section: str, rows: list[dict[str, Any]]) -> Iterator[Target]:
-    """The case in which sharing pays the least."""
-    found = {case: speedup(cell) for case, cell in by_case(rows).items()}
+def _never_slower(
+    section: str,
+    rows: list[dict[str, Any]],
+    ratio_of: Callable[[Cell], float | None] = speedup,
+) -> Iterator[Target]:
+    """The case in which ours gains the least."""
+    found = {case: ratio_of(cell) for case, cell in by_case(rows).items()}
     known = {case: ratio for case, ratio in found.items() if ratio is not None}
     if known:
         case = min(known, key=lambda case: known[case])
@@ -122,6 +131,12 @@ def _predictions(section: str, rows: list[dict[str, Any]]) -> Iterator[Target]:
     if wrong:
         name = f"{section}: error of the predicted peak"
         yield at_most(name, MAX_PREDICTION_ERROR, max(wrong))
+
+
+def _costs(rows: list[dict[str, Any]]) -> Iterator[Target]:
+    wrong = [abs(row["predicted_s"] / row["seconds"] - 1) for row in fitted_rows(rows)]
+    if wrong:
+        yield at_most("costs: error of predicted seconds", MAX_COST_ERROR, max(wrong))
 
 
 def _updates(rows: list[dict[str, Any]]) -> Iterator[Target]:

@@ -164,17 +164,19 @@ def open_update(ways: Ways, algorithm: str, batch: RolloutBatch) -> Update:
         old_logprobs=OldLogprobs(kind=OldLogprobsKind.FROM_FORWARD, forward_operation_id="old"),
     )
     loss = resolve_loss(request, batch, has_frozen_reference=has_reference)
-    trainer = _trainer(ways, has_reference=has_reference)
+    is_large = sum(p.numel() for p in ways.module.parameters()) > MAX_FP32_PARAMETERS
+    states = OptimizerStates.BF16_8BIT if is_large else OptimizerStates.FP32
+    trainer = open_trainer(ways, states, has_reference=has_reference)
     return Update(trainer=trainer, batch=batch, loss=loss)
 
 
-def _trainer(ways: Ways, *, has_reference: bool) -> Trainer:
+def open_trainer(ways: Ways, states: OptimizerStates, *, has_reference: bool) -> Trainer:
+    """The service's, within the memory that is free; weights in float32 have states in it."""
     run, module = ways.run, ways.module
     # Weights of its own: a copy would share the layers' calls.
     frozen = run.module(ways.size) if has_reference else None
     policy = open_policy(module, run.scale.ours, frozen)
-    is_large = sum(p.numel() for p in module.parameters()) > MAX_FP32_PARAMETERS
-    is_narrow = is_large and policy.spec.dtype is ModelDtype.BFLOAT16
+    is_narrow = policy.spec.dtype is ModelDtype.BFLOAT16
     spec = TrainerSpec(
         model=policy.spec,
         optimizer=AdamWConfig(),
@@ -184,7 +186,7 @@ def _trainer(ways: Ways, *, has_reference: bool) -> Trainer:
         attention_backend=run.scale.ours.backend,
         device=str(run.device),
         num_threads=1,
-        optimizer_states=OptimizerStates.BF16_8BIT if is_narrow else OptimizerStates.FP32,
+        optimizer_states=states if is_narrow else OptimizerStates.FP32,
     )
     trainer = Trainer(spec, policy)
     trainer.limit_activations()

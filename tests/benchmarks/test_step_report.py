@@ -61,6 +61,7 @@ def _shape(prompt: int, predicted: float) -> dict[str, Any]:
         "responses": 4,
         "response_tokens": 1024,
         "predicted_speedup": predicted,
+        "is_shared": True,
     }
 
 
@@ -109,6 +110,7 @@ def _result() -> dict[str, Any]:
             _row("8192x4", "cuda", 1.0, **_shape(8192, 2.9)),
             _row("8192x4", "cuda-replicated", 3.0, **_shape(8192, 2.9)),
         ],
+        "costs": [],
         "updates": [
             _row(
                 "grpo Qwen3-8B", "cuda", 6.0,
@@ -159,7 +161,7 @@ def test_tables_show_ratios_of_one_case_and_reasons() -> None:
     assert [row[2] for row in memory.rows] == ["20.00*", "9.00", "30.00", "3.00", "60.00"]
     assert memory.notes == ["131072x8, cuda: no room", "* one run, its first"]
     assert crossover.rows[0] == [
-        *("4", "0.0625", "500.0", "450.0", "cuda-replicated", "0.90", "1.01"),
+        *("4", "64", "0.0625", "500.0", "450.0", "600.0", "0.900", "1.010", "yes", "0.900"),
     ]
     assert [row[7] for row in updates.rows] == ["1.19", "–"]
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from benchmarks import (
-    step_crossover,
     step_layer,
     step_memory,
     step_memory_plan,
@@ -29,13 +28,12 @@ from benchmarks.step_rollouts import (
     waves,
 )
 from benchmarks.step_run import FULL, SMALL, Run
-from benchmarks.step_sizes import QWEN3_8B, TINY, StepWork, mfu, step_flops
+from benchmarks.step_sizes import TINY, StepWork, mfu, step_flops
 from benchmarks.step_subjects import Way
 from benchmarks.step_ways import Plan, Ways, compare_ways
 from ratoon.errors import RatoonError
 from ratoon.model.activation_plan import Kept, peak_bytes
 from ratoon.model.attention import HeldTokens
-from ratoon.rollout.costs import Work
 from ratoon.rollout.waves import fits_forest
 
 CPU = torch.device("cpu")
@@ -64,9 +62,11 @@ def test_full_cases_are_the_ones_to_be_measured() -> None:
     assert cases["memory"][-3:] == ["1048576x8", "activations 8192x32", "many 32768x512"]
     assert cases["profile"] == ["5059x32", "update 5059x32"]
     assert [way.wave for way in FULL.streamed] == [8, 4]
-    assert len(cases["crossover"]) == 24
-    assert FULL.crossover[1][0] / FULL.crossover[2] == 1 / 16
-    assert FULL.crossover[1][-1] / FULL.crossover[2] == 8
+    assert len(cases["crossover"]) == 16
+    assert FULL.crossover[1][0] / FULL.crossover[2] == 1 / 256
+    assert FULL.crossover[1][-1] / FULL.crossover[2] == 4
+    assert {"5059x32", "5059x32 by 9700", "1000x16 replicated"} <= set(cases["costs"])
+    assert len(set(cases["costs"])) == len(FULL.costs)
     assert "dapo Qwen3-8B" in cases["updates"]
 
 
@@ -201,39 +201,6 @@ def test_a_prompt_that_the_budget_does_not_reach_says_so(monkeypatch: pytest.Mon
     (row,) = found["8x2"]
     assert "OutOfTimeError" in row["error"]
     assert row["prompt"] == 8
-
-
-def test_crossover_has_the_cost_models_word_beside_the_clocks() -> None:
-    found = _rows(step_crossover, "2x4", "32x4")
-    few, many = (found[case][0] for case in ("2x4", "32x4"))
-    assert 1 < few["predicted_speedup"] < many["predicted_speedup"]
-    for rows in found.values():
-        assert [row["how"] for row in rows] == ["reference", "reference-replicated"]
-        assert [row["micro_batch_sequences"] for row in rows[1:]] == [4]
-        assert rows[0]["seconds"] == statistics.median(rows[0]["samples"])
-    # One response is right behind the prompt of 32, the three others pay for the fork.
-    costs = step_crossover.costs_of(TINY)
-    packed = Work(tokens=32 + 4 * 8, pairs=33 * 16 + 4 * (8 * 32 + 36), rows=29)
-    expected = costs.packed(packed) + costs.pair * costs.fork * 3 * 8
-    assert many["predicted_packed_s"] == pytest.approx(expected)
-    alone = Work(tokens=4 * 40, pairs=4 * 40 * 41 // 2, rows=32)
-    assert many["predicted_replicated_s"] == pytest.approx(costs.packed(alone))
-    assert many["is_shared"]
-
-
-def test_crossover_says_where_the_planner_shares_no_more() -> None:
-    costs = step_crossover.costs_of(QWEN3_8B)
-    found = {
-        prompt: step_crossover.predicted(
-            costs, make_batch((Group(prompt=prompt, responses=(2048,) * 4),), 1000, 0)
-        )
-        for prompt in (8, 64)
-    }
-    assert [row["is_shared"] for row in found.values()] == [False, True]
-    for row in found.values():
-        assert (row["predicted_speedup"] > 1) == row["is_shared"]
-        ratio = row["predicted_replicated_s"] / row["predicted_packed_s"]
-        assert row["predicted_speedup"] == ratio
 
 
 def test_updates_are_whole_and_change_the_weights() -> None:
