@@ -108,7 +108,7 @@ FULL = Scale(
     # What one rate decides, in turn: many rows or few, long prompts, small stages, and little.
     costs=(
         CutGroup(group=_PAPER),
-        *(CutGroup(group=_PAPER, budget=budget) for budget in (24_000, 14_500, 9700)),
+        *(CutGroup(group=_PAPER, budget=budget) for budget in (24_000, 9700)),
         CutGroup(group=_group(30_000, 1000, 8)),
         CutGroup(group=_group(30_000, 1000, 8), budget=34_000),
         CutGroup(group=_group(60_000, 2000, 2)),
@@ -116,8 +116,6 @@ FULL = Scale(
         CutGroup(group=_group(64, 1024, 40)),
         CutGroup(group=_group(1000, 500, 16)),
         CutGroup(group=_group(1000, 500, 16), is_shared=False),
-        CutGroup(group=_group(16, 2000, 16)),
-        CutGroup(group=_group(16, 2000, 16), is_shared=False),
         CutGroup(group=_group(512, 128, 8)),
         CutGroup(group=_group(16, 16, 2)),
     ),
