@@ -103,7 +103,7 @@ FULL = Scale(
     many=Group(prompt=32_768, responses=(400,) * 512),
     many_wave=8,
     crossover_model=replace(QWEN3_8B, name="Qwen3-8B, 4 layers", num_layers=4),
-    crossover=((2, 16), (8, 16, 32, 64, 128, 512, 2048, 8192), 2048),
+    crossover=((2, 16), (8, 16, 32, 128, 512, 2048, 8192), 2048),
     cost_model=replace(QWEN3_8B, name="Qwen3-8B, 8 layers", num_layers=8),
     # What one rate decides, in turn: many rows or few, long prompts, small stages, and little.
     costs=(

@@ -62,7 +62,7 @@ def test_full_cases_are_the_ones_to_be_measured() -> None:
     assert cases["memory"][-3:] == ["1048576x8", "activations 8192x32", "many 32768x512"]
     assert cases["profile"] == ["5059x32", "update 5059x32"]
     assert [way.wave for way in FULL.streamed] == [8, 4]
-    assert len(cases["crossover"]) == 16
+    assert len(cases["crossover"]) == 14
     assert FULL.crossover[1][0] / FULL.crossover[2] == 1 / 256
     assert FULL.crossover[1][-1] / FULL.crossover[2] == 4
     assert {"5059x32", "5059x32 by 9700", "1000x16 replicated"} <= set(cases["costs"])
