@@ -67,7 +67,19 @@ def main(arguments: list[str] | None = None) -> None:
         plot(result, args.plot)
     if args.markdown is not None:
         image = "" if args.plot is None else link(args.plot, args.markdown)
-        write_markdown(result, args.markdown, link(args.report, args.markdown), image)
+        raw = link(args.report, args.markdown)
+        write_markdown(result, args.markdown, raw, image, missing_cases(result))
+
+
+def missing_cases(result: dict[str, Any]) -> list[str]:
+    """Cases of full size that a result does not have, in their order, behind their sections."""
+    held = {name: {row["case"] for row in result[name]} for name in MEASURES}
+    return [
+        f"`{name} {case}`"
+        for name, section in MEASURES.items()
+        for case in section.cases(FULL)
+        if case not in held[name]
+    ]
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks.step_costs_fit import FITTED, fit_rates, is_launch_bound
+from benchmarks.step_costs_fit import FITTED, fit_rates, is_launch_bound, worst_error
 from benchmarks.step_rows import (
     NOTHING,
     Cell,
@@ -105,6 +105,10 @@ def _cost_notes(rows: list[Row]) -> Iterator[str]:
     fitted = fit_rates(rows)
     if fitted is not None:
         yield f"rates fitted to these rows: {_rates(fitted)}"
+        yield (
+            "at the fitted rates seconds are a sum over calls, packed tokens, pairs and head rows, "
+            f"each linear, to within {100 * worst_error(rows, fitted):.1f}%"
+        )
     yield f"rates in use: {_rates(H200_RATES)}"
 
 

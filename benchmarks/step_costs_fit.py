@@ -65,6 +65,11 @@ def fit_rates(rows: list[Row], bandwidth: DeviceRates = H200_RATES) -> DeviceRat
     return replace(nothing, **{name: _rate(name, weight) for name, weight in by_name.items()})
 
 
+def worst_error(rows: list[Row], rates: DeviceRates) -> float:
+    """Greatest relative error of the rates' seconds, over the rows that rates are fitted to."""
+    return max(abs(predicted_s(row, rates) / row["seconds"] - 1) for row in fitted_rows(rows))
+
+
 def _only(**rates: float) -> DeviceRates:
     """A device on which all but these takes no time."""
     names = [field.name for field in fields(DeviceRates)]

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from benchmarks.step_linearity import run_flops
 from benchmarks.step_memory_plan import keep_each_kind, keep_the_least
 from benchmarks.step_rollouts import Group, make_batch, packed_batch, packed_work, replicated_work
 from benchmarks.step_rows import ACTIVATIONS, MANY
@@ -94,7 +93,7 @@ def _many_beside_few(ways: Ways) -> list[Row]:
     plan = Plan(cuts=(), keeps_the_least=True)
     rows: list[Row] = []
     for way, group in ((scale.ours, few), (streamed, scale.many)):
-        keep_the_least(ways.policy(way), NO_TOKENS, gradients_stay=False)
+        keep_the_least(ways.policy(way), NO_TOKENS)
         _compile(ways, way, group.responses[0])
         row = _try_step(ways, way, group, plan)
         rows.append({"responses": len(group.responses), **row})
@@ -135,11 +134,12 @@ def _step(ways: Ways, way: Way, group: Group, plan: Plan) -> Row:
     require_time(run.stop_at, expected_s * (1 if is_long else 2))
     resident_gib = held_gib(run.device)
     started = time.monotonic()
+    stay = plan.keeps_the_least
     if not is_long:
-        run_step(policy, batches)
+        run_step(policy, batches, gradients_stay=stay)
     warm_up_s = time.monotonic() - started
     measured = measure_samples(
-        lambda: run_step(policy, batches),
+        lambda: run_step(policy, batches, gradients_stay=stay),
         run.device,
         num_samples=1 if is_long else run.num_samples,
         stop_at=run.stop_at,
@@ -154,7 +154,6 @@ def _step(ways: Ways, way: Way, group: Group, plan: Plan) -> Row:
         "logical_mfu": mfu(ways.size, replicated_work(batch), measured.seconds),
         "peak_gib": measured.peak_gib,
         **memory_figures(policy, memory, measured.peak_gib, resident_gib),
-        **run_flops(ways.size, work, {} if memory is None else memory.layers),
         "packed_tokens": work.tokens,
         "samples": measured.samples,
     }

@@ -21,10 +21,17 @@ _PLANS = "_plan_activations"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Layers of each kind, and the peak that the service predicts beyond weights, in bytes."""
+    """What layers keep, and what of memory follows from it.
+
+    Attributes:
+        layers: By kind.
+        predicted_bytes: The peak that the service predicts beyond weights.
+        gradients_stay: All of them are there at the peak.
+    """
 
     layers: dict[str, int]
     predicted_bytes: int
+    gradients_stay: bool
 
 
 def keep_what_fits(
@@ -54,19 +61,15 @@ def keep_what_fits(
     return _plan(policy, kept, held, resident)
 
 
-def keep_the_least(
-    policy: PolicyModel, held: HeldTokens, *, gradients_stay: bool
-) -> MemoryPlan | None:
+def keep_the_least(policy: PolicyModel, held: HeldTokens) -> MemoryPlan | None:
     """Has all but attention run again, in every forward; None on a CPU.
 
-    `held` and `gradients_stay` as of `keep_what_fits`.
+    All gradients are to be there from the start. `held` as of `keep_what_fits`.
     """
     if policy.device.type != "cuda":
         return None
-    all_bytes, layer_bytes = _gradient_bytes(policy)
-    resident = all_bytes if gradients_stay else 0
-    layer_gradient_bytes = 0 if gradients_stay else layer_bytes
-    policy.limit_activations(None, layer_gradient_bytes=layer_gradient_bytes)
+    resident, _ = _gradient_bytes(policy)
+    policy.limit_activations(None, layer_gradient_bytes=0)
     least = (Kept.ATTENTION,) * policy.sizes.num_layers
     # A budget would let the smaller forwards of a stream keep more.
     vars(policy)[_PLANS] = lambda _tokens: least
@@ -86,7 +89,9 @@ def _plan(
     prefixes = held.stack_tokens * policy.sizes.stack_bytes
     peak = peak_bytes(policy.sizes, kept, held.tokens, held.tokens)
     return MemoryPlan(
-        layers=dict(Counter(map(str, kept))), predicted_bytes=resident + prefixes + peak
+        layers=dict(Counter(map(str, kept))),
+        predicted_bytes=resident + prefixes + peak,
+        gradients_stay=resident > 0,
     )
 
 

@@ -92,7 +92,7 @@ def _profile(panel: Any, rows: list[Row]) -> None:
         left = [start + more for start, more in zip(left, ms, strict=True)]
     panel.invert_yaxis()
     panel.set_xlabel("kernels of one step, ms")
-    panel.legend(frameon=False, fontsize=7)
+    _legend_beside(panel)
 
 
 def _table2(panel: Any, rows: list[Row]) -> None:
@@ -106,7 +106,8 @@ def _table2(panel: Any, rows: list[Row]) -> None:
         panel.bar(at, milliseconds, width, color=color_of(how), label=how)
     panel.set_xticks(range(len(cases)), cases)
     panel.set_yscale("log")
-    panel.set_ylabel("one layer, ms")
+    panel.set_xlabel("one layer, forward and backward, P x N")
+    panel.set_ylabel("ms")
     panel.legend(frameon=False, fontsize=8)
 
 
@@ -117,10 +118,12 @@ def _memory(panel: Any, rows: list[Row]) -> None:
     for row in swept:
         at = (row["prompt"], row["peak_gib"])
         panel.annotate(
-            f"{row['seconds']:.0f} s", at, (0, 5), textcoords="offset points", fontsize=7
+            f"{row['seconds']:.1f} s", at, (6, -10), textcoords="offset points", fontsize=8
         )
     panel.set_xscale("log", base=2)
-    panel.set_xlabel("prompt, tokens")
+    panel.set_xticks(prompts, map(str, prompts))
+    panel.margins(x=0.1, y=0.2)
+    panel.set_xlabel("prompt tokens of the sweep, seconds of a forward and backward")
     panel.set_ylabel("peak GiB")
 
 
@@ -143,7 +146,7 @@ def _crossover(panel: Any, rows: list[Row]) -> None:
     panel.axhline(1.0, color="#777777", linewidth=0.8, linestyle="--")
     panel.set_xscale("log", base=2)
     panel.set_xlabel("P / R")
-    panel.set_ylabel("replicated / packed, one kernel")
+    panel.set_ylabel("unshared / shared, one kernel")
     panel.legend(frameon=False, fontsize=8)
 
 
@@ -156,7 +159,12 @@ def _updates(panel: Any, rows: list[Row]) -> None:
         left = [start + more for start, more in zip(left, seconds, strict=True)]
     panel.invert_yaxis()
     panel.set_xlabel("whole update, seconds")
-    panel.legend(frameon=False, fontsize=8)
+    _legend_beside(panel)
+
+
+def _legend_beside(panel: Any) -> None:
+    """Where no bar is under it."""
+    panel.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 _PANELS: dict[str, Callable[[Any, list[Row]], None]] = {

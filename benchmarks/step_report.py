@@ -6,7 +6,7 @@ which are of one run; a way without figures shows its reason, and a missed targe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,9 @@ def format_tables(result: dict[str, Any]) -> str:
     return "\n".join([*lines, "", *found] if found else lines)
 
 
-def write_markdown(result: dict[str, Any], path: Path, link: str, image: str) -> None:
+def write_markdown(
+    result: dict[str, Any], path: Path, link: str, image: str, missing: Sequence[str]
+) -> None:
     """Replaces what stands between the two markers of a document.
 
     Args:
@@ -36,17 +38,22 @@ def write_markdown(result: dict[str, Any], path: Path, link: str, image: str) ->
         path: The document.
         link: To the result file, as the document has to write it.
         image: To the plot, likewise; empty where there is none.
+        missing: Cases that the result does not have yet.
 
     Raises:
         ValueError: The document does not have each marker once, in order.
     """
     text = path.read_text(encoding="utf-8")
-    written = replace_section(text, BEGIN, END, _markdown(result, link, image))
+    written = replace_section(text, BEGIN, END, _markdown(result, link, image, missing))
     path.write_text(written, encoding="utf-8")
 
 
-def _markdown(result: dict[str, Any], link: str, image: str) -> Iterator[str]:
+def _markdown(
+    result: dict[str, Any], link: str, image: str, missing: Sequence[str]
+) -> Iterator[str]:
     yield f"\n{_provenance(result)} [Raw samples]({link}).\n"
+    if missing:
+        yield f"Not measured yet: {', '.join(missing)}.\n"
     if image:
         yield f"![Seconds, memory and speed-ups of the tables below]({image})\n"
     for table in tables(result):
@@ -57,7 +64,8 @@ def _markdown(result: dict[str, Any], link: str, image: str) -> Iterator[str]:
         yield from ("| " + " | ".join(row) + " |" for row in table.rows)
         yield ""
         if table.notes:
-            yield from (f"- {note}" for note in table.notes)
+            # A star that begins an item would begin a list in it.
+            yield from (f"- {note}".replace("*", r"\*") for note in table.notes)
             yield ""
     yield from (f"- {line}" for line in _target_lines(result))
 

@@ -110,6 +110,16 @@ def gib(row: Row, name: str) -> str:
     return f"{row[name]:.1f}" if name in row else NOTHING
 
 
+def activation_gib(row: Row) -> float | None:
+    """Beyond weights and gradients; None where not all gradients were there at the peak.
+
+    A row that does not say whether they were is of waves or micro-batches, which find those of
+    the ones before them, or of a group that ran at once, without.
+    """
+    in_parts = STREAMED in row["how"] or REPLICATED in row["how"]
+    return row.get("activation_gib") if row.get("gradients_stay", in_parts) else None
+
+
 def models_of(rows: list[Row]) -> str:
     """The models of the rows, and the shape where it is one."""
     names = dict.fromkeys(row["model"] for row in rows if "model" in row)
@@ -127,16 +137,6 @@ def agreement(rows: list[Row]) -> Iterator[str]:
     worst = [max(row["errors"].values()) for row in rows if "errors" in row]
     if worst:
         yield f"relative errors against replicated, of log-probs and gradients: <= {max(worst):.1e}"
-
-
-def drifts(rows: list[Row]) -> Iterator[str]:
-    """A line for each pair of ways: how far their log-probs are apart."""
-    for row in rows:
-        for other, d in row.get("drift", {}).items():
-            yield (
-                f"log-probs, {row['how']} against {other}: mean |difference| {d['mean_abs']:.1e}, "
-                f"greatest {d['max_abs']:.1e}, k3 {d['k3']:.1e}"
-            )
 
 
 def layers_kept(row: Row) -> str:

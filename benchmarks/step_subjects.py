@@ -124,13 +124,25 @@ def restore_calls(module: PreTrainedModel, calls: LayerCalls) -> None:
         layer.forward = call
 
 
-def run_step(policy: PolicyModel, batches: Sequence[SeededBatch]) -> list[Tensor]:
-    """Forward and backward of every micro-batch; gradients start from none and add up.
+def run_step(
+    policy: PolicyModel, batches: Sequence[SeededBatch], *, gradients_stay: bool = False
+) -> list[Tensor]:
+    """Forward and backward of every micro-batch, whose gradients add up.
+
+    Args:
+        policy: Any gradients that it has are forgotten.
+        batches: The micro-batches.
+        gradients_stay: All are there from the start, zeros, as the service's sums are; else each
+            begins to be with its first backward.
 
     Returns:
         Log-prob of each term, by micro-batch.
     """
-    policy.module.zero_grad(set_to_none=True)
+    policy.module.zero_grad(set_to_none=not gradients_stay)
+    if gradients_stay:
+        for parameter in policy.named_trainable().values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
     return [_run_streamed(policy, b) if b.stages else _run_at_once(policy, b) for b in batches]
 
 
@@ -155,9 +167,11 @@ def _run_streamed(policy: PolicyModel, seeded: SeededBatch) -> Tensor:
     return logprob_of_L
 
 
-def compared_values(policy: PolicyModel, batches: Sequence[SeededBatch]) -> dict[str, Tensor]:
+def compared_values(
+    policy: PolicyModel, batches: Sequence[SeededBatch], *, gradients_stay: bool = False
+) -> dict[str, Tensor]:
     """Runs a step; leaves log-probs by response token, and some gradients, to judge the way by."""
-    outputs = run_step(policy, batches)
+    outputs = run_step(policy, batches, gradients_stay=gradients_stay)
     columns = torch.cat([seeded.column_L for seeded in batches])
     logprob_J = torch.empty(len(columns), device=columns.device)
     logprob_J[columns] = torch.cat(outputs)

@@ -6,17 +6,17 @@ does not hold or that does not follow from rows of one case.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from benchmarks import step_cost_tables, step_paper_tables
-from benchmarks.step_linearity import linear_time
 from benchmarks.step_rows import (
     FLASH,
     MANY,
     NOTHING,
     Row,
     Table,
+    activation_gib,
     agreement,
     by_case,
     errors,
@@ -31,10 +31,16 @@ from benchmarks.step_rows import (
     update_over_step,
 )
 
+_ACTIVATIONS_NOTE = (
+    "activations: beyond weights and gradients; not known where some gradients were yet to come at "
+    "the peak"
+)
+
 
 def tables(result: dict[str, Any]) -> list[Table]:
-    """Of every section that has rows."""
-    return [make(result[name]) for name, make in _MAKERS.items() if result[name]]
+    """Of every section that has rows; not those that would be empty."""
+    made = [make(result[name]) for name, make in _MAKERS if result[name]]
+    return [table for table in made if table.rows or table.notes]
 
 
 def _table2(rows: list[Row]) -> Table:
@@ -71,8 +77,8 @@ def _memory(rows: list[Row]) -> Table:
             how_of(row),
             f"{row['seconds']:.2f}{'' if row.get('is_warm', True) else '*'}",
             percent(row, "hardware_mfu", 1),
-            *(gib(row, name) for name in ("peak_gib", "activation_gib")),
-            *(gib(row, name) for name in ("beyond_weights_gib", "predicted_gib")),
+            *(gib(row, name) for name in ("peak_gib", "beyond_weights_gib", "predicted_gib")),
+            NOTHING if (activations := activation_gib(row)) is None else f"{activations:.1f}",
             layers_kept(row),
         ]
         for row in rows
@@ -81,15 +87,15 @@ def _memory(rows: list[Row]) -> Table:
     return Table(
         title=f"Memory: {models_of(rows)}",
         columns=[
-            *("P x N", "how", "seconds", "hardware MFU", "peak GiB", "activations GiB"),
-            *("beyond weights GiB", "predicted GiB", "layers by what they keep"),
+            *("P x N", "how", "seconds", "hardware MFU", "peak GiB", "beyond weights GiB"),
+            *("predicted GiB", "activations GiB", "layers by what they keep"),
         ],
         num_text_columns=2,
         rows=cells,
         notes=[
             *errors(rows),
             *(["* one run, its first"] if not all(r.get("is_warm", True) for r in rows) else []),
-            *_linear_time(rows),
+            *([_ACTIVATIONS_NOTE] if any(activation_gib(r) is not None for r in rows) else []),
         ],
     )
 
@@ -97,19 +103,8 @@ def _memory(rows: list[Row]) -> Table:
 def _shape(row: Row) -> str:
     """P x N; of a case with several N, that of the row."""
     prompt, _, _ = row["case"].removeprefix(MANY).partition("x")
-    return f"{prompt}x{row['responses']}" if row["case"].startswith(MANY) else row["case"]
-
-
-def _linear_time(rows: list[Row]) -> Iterator[str]:
-    fit = linear_time(rows)
-    if fit is not None:
-        rates = (fit.product_rate, fit.attention_rate)
-        products, attention = (f"{rate / 1e12:.0f} TFLOP/s" for rate in rates)
-        yield (
-            f"packed steps take {fit.constant_s:.2f} s, their products at {products} (those that "
-            f"run again too; linear in packed tokens) and attention at {attention}, to within "
-            f"{100 * fit.worst:.1f}%"
-        )
+    is_many = row["case"].startswith(MANY)
+    return f"{MANY}{prompt}x{row['responses']}" if is_many else row["case"]
 
 
 def _updates(rows: list[Row]) -> Table:
@@ -142,12 +137,13 @@ def _updates(rows: list[Row]) -> Table:
     )
 
 
-_MAKERS: dict[str, Callable[[list[Row]], Table]] = {
-    "paper": step_paper_tables.paper,
-    "profile": step_paper_tables.profile,
-    "table2": _table2,
-    "memory": _memory,
-    "crossover": step_cost_tables.crossover,
-    "costs": step_cost_tables.costs,
-    "updates": _updates,
-}
+_MAKERS: tuple[tuple[str, Callable[[list[Row]], Table]], ...] = (
+    ("paper", step_paper_tables.paper),
+    ("paper", step_paper_tables.drifts),
+    ("profile", step_paper_tables.profile),
+    ("table2", _table2),
+    ("memory", _memory),
+    ("crossover", step_cost_tables.crossover),
+    ("costs", step_cost_tables.costs),
+    ("updates", _updates),
+)

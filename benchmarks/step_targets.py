@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.step_costs_fit import fitted_rows
-from benchmarks.step_linearity import linear_time
+from benchmarks.step_costs_fit import fit_rates, fitted_rows, worst_error
 from benchmarks.step_rows import (
     ACTIVATIONS,
+    REPLICATED,
     Cell,
+    activation_gib,
     by_case,
     ours_of,
     planned_speedup,
@@ -101,24 +102,27 @@ def _memory(rows: list[dict[str, Any]]) -> Iterator[Target]:
     if prompts and max(prompts) >= MIN_PROMPT:
         fitting = [row["prompt"] for row in rows if "prompt" in row and "error" not in row]
         yield at_least("memory: longest prompt", MIN_PROMPT, max(fitting, default=0))
-    if (fit := linear_time(rows)) is not None:
-        name = "memory: error of time linear in tokens, beyond attention"
-        yield at_most(name, MAX_LINEAR_ERROR, fit.worst)
     for case, cell in cells.items():
-        streamed = next(iter(streamed_of(cell).values()), None)
-        if streamed is None or "activation_gib" not in streamed:
-            continue
-        packed, replicated = ours_of(cell), replicated_of(cell)
-        if replicated is not None:
-            share = streamed["activation_gib"] / replicated["activation_gib"]
-            name = f"memory: streamed over replicated, {case.removeprefix(ACTIVATIONS)}"
-            yield at_most(name, MAX_ACTIVATION_SHARE, share)
-        elif packed is not None:
-            share = streamed["activation_gib"] / packed["activation_gib"]
-            name = f"memory: {streamed['responses']} responses over {packed['responses']}"
-            yield at_most(name, MAX_MANY_RATIO, share)
+        yield from _activations(case, cell)
     swept = [row for row in rows if "prompt" in row]
     yield from _predictions("memory", swept)
+
+
+def _activations(case: str, cell: Cell) -> Iterator[Target]:
+    """Streamed over replicated, or many responses over few, where both have their gradients."""
+    streamed = next(iter(streamed_of(cell).values()), None)
+    other = replicated_of(cell) or ours_of(cell)
+    if streamed is None or other is None:
+        return
+    mine, others = activation_gib(streamed), activation_gib(other)
+    if mine is None or others is None:
+        return
+    if REPLICATED in other["how"]:
+        name = f"memory: streamed over replicated, {case.removeprefix(ACTIVATIONS)}"
+        yield at_most(name, MAX_ACTIVATION_SHARE, mine / others)
+    else:
+        name = f"memory: {streamed['responses']} responses over {other['responses']}"
+        yield at_most(name, MAX_MANY_RATIO, mine / others)
 
 
 def _predictions(section: str, rows: list[dict[str, Any]]) -> Iterator[Target]:
@@ -137,6 +141,9 @@ def _costs(rows: list[dict[str, Any]]) -> Iterator[Target]:
     wrong = [abs(row["predicted_s"] / row["seconds"] - 1) for row in fitted_rows(rows)]
     if wrong:
         yield at_most("costs: error of predicted seconds", MAX_COST_ERROR, max(wrong))
+    if (fitted := fit_rates(rows)) is not None:
+        name = "costs: error of seconds linear in calls, tokens, pairs and rows"
+        yield at_most(name, MAX_LINEAR_ERROR, worst_error(rows, fitted))
 
 
 def _updates(rows: list[dict[str, Any]]) -> Iterator[Target]:

@@ -81,7 +81,8 @@ class Plan:
 
     Attributes:
         cuts: Sequences in a replicated micro-batch, of which the fastest is taken.
-        keeps_the_least: All but attention runs again; else what fits is kept.
+        keeps_the_least: All but attention runs again, and gradients are there from the start, so
+            that peaks compare; else what fits is kept.
         host_bytes: Of the host, for what does not fit the device.
     """
 
@@ -92,9 +93,9 @@ class Plan:
     def limit(self, policy: PolicyModel, batches: Sequence[SeededBatch]) -> MemoryPlan | None:
         """Limits the policy for these micro-batches."""
         held = max((seeded.held for seeded in batches), key=lambda held: held.tokens)
-        gradients_stay = len(batches) > 1 or bool(batches[0].stages)
         if self.keeps_the_least:
-            return keep_the_least(policy, held, gradients_stay=gradients_stay)
+            return keep_the_least(policy, held)
+        gradients_stay = len(batches) > 1 or bool(batches[0].stages)
         return keep_what_fits(
             policy, held, gradients_stay=gradients_stay, host_bytes=self.host_bytes
         )
@@ -136,12 +137,15 @@ def measure_way(
     started = time.monotonic()
     # Compiles what there is to compile, and the allocator has its memory from then on.
     # On the host, so that all ways find the same memory free.
-    values = {name: value.cpu() for name, value in compared_values(policy, batches).items()}
+    stay = plan.keeps_the_least
+    compared = compared_values(policy, batches, gradients_stay=stay).items()
+    values = {name: value.cpu() for name, value in compared}
+    del compared
     row["warm_up_s"] = time.monotonic() - started
     ways.module.zero_grad(set_to_none=True)
     resident_gib = held_gib(run.device)
     measured = measure(
-        lambda: run_step(policy, batches),
+        lambda: run_step(policy, batches, gradients_stay=stay),
         run.device,
         num_samples=run.num_samples,
         stop_at=run.stop_at,
@@ -164,16 +168,18 @@ def measure_way(
 def memory_figures(
     policy: PolicyModel, plan: MemoryPlan | None, peak: float, resident: float
 ) -> Row:
-    """GiB beyond weights and gradients, and what was predicted beyond weights; none on a CPU.
+    """GiB beyond weights, as they are and as predicted, and beyond gradients; none on a CPU.
 
-    `peak` and `resident` are GiB at the peak and with weights and inputs alone.
+    What is beyond gradients is known only where all of them are there at the peak. `peak` and
+    `resident` are GiB at the peak and with weights and inputs alone.
     """
     if plan is None:
         return {}
     parameters = policy.named_trainable().values()
     gradients = sum(p.numel() * p.element_size() for p in parameters) / 2**30
     return {
-        "activation_gib": peak - resident - gradients,
+        **({"activation_gib": peak - resident - gradients} if plan.gradients_stay else {}),
+        "gradients_stay": plan.gradients_stay,
         "beyond_weights_gib": peak - resident,
         "predicted_gib": plan.predicted_bytes / 2**30,
         "layers_kept": plan.layers,

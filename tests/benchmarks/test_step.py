@@ -137,8 +137,8 @@ def test_a_wrong_way_has_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = make_batch((SMALL.paper,), TINY.vocab_size, 0)
     honest = step_ways.run_step
 
-    def off(policy: Any, batches: Any) -> Any:
-        logprobs = honest(policy, batches)
+    def off(policy: Any, batches: Any, **how: Any) -> Any:
+        logprobs = honest(policy, batches, **how)
         if len(batches) == 1:
             policy.module.model.layers[0].self_attn.q_proj.weight.grad.mul_(1.2)
         return logprobs

@@ -15,13 +15,19 @@ from benchmarks import step_costs, step_crossover
 from benchmarks.step_cost_tables import costs as costs_table
 from benchmarks.step_cost_tables import crossover as crossover_table
 from benchmarks.step_costs import parts_of, plan_of
-from benchmarks.step_costs_fit import fit_rates, fitted_rows, is_launch_bound, predicted_s
+from benchmarks.step_costs_fit import (
+    fit_rates,
+    fitted_rows,
+    is_launch_bound,
+    predicted_s,
+    worst_error,
+)
 from benchmarks.step_result import SECTIONS
 from benchmarks.step_rollouts import CutGroup, Group, make_batch
 from benchmarks.step_rows import by_case, planned_speedup
 from benchmarks.step_run import FULL, SMALL, Run
 from benchmarks.step_sizes import QWEN3_8B, TINY
-from benchmarks.step_targets import targets
+from benchmarks.step_targets import Target, targets
 from ratoon.model.activation_plan import DecoderSizes
 from ratoon.model.costs import H200_RATES, DeviceRates, device_costs
 from ratoon.rollout.costs import Work
@@ -149,12 +155,34 @@ def test_the_target_leaves_out_what_launches_decide() -> None:
     assert [row["case"] for row in rows if is_launch_bound(row)] == ["tiny"]
     assert len(fitted_rows([*rows, {"case": "x", "how": "cuda", "error": "none"}])) == 5
     rows[0]["seconds"] *= 1.04
-    (target,) = targets({**{name: [] for name in SECTIONS}, "costs": rows})
-    assert (target.bound, target.is_met) == (0.05, True)
-    assert target.reached == pytest.approx(1 - 1 / 1.04)
+    predicted, linear = _cost_targets(rows)
+    assert (predicted.bound, predicted.is_met) == (0.05, True)
+    assert predicted.reached == pytest.approx(1 - 1 / 1.04)
+    assert linear.reached < predicted.reached
     rows[1]["seconds"] *= 1.1
-    (target,) = targets({**{name: [] for name in SECTIONS}, "costs": rows})
-    assert not target.is_met
+    predicted, _ = _cost_targets(rows)
+    assert not predicted.is_met
+
+
+def test_seconds_are_held_against_the_rates_fitted_to_them() -> None:
+    """A device of other rates is as linear as ours; a step off the line is not."""
+    rows = _measured(RATES)
+    predicted, linear = _cost_targets(rows)
+    assert not predicted.is_met
+    assert linear.reached == pytest.approx(0, abs=1e-9)
+    assert (linear.bound, linear.is_met) == (0.05, True)
+    rows[0]["seconds"] *= 1.4
+    _, linear = _cost_targets(rows)
+    fitted = fit_rates(rows)
+    assert fitted is not None
+    errors = [abs(predicted_s(row, fitted) / row["seconds"] - 1) for row in rows[:-1]]
+    assert linear.reached == max(errors) == worst_error(rows, fitted) > 0.05
+    assert not linear.is_met
+    assert [target.name for target in _cost_targets(rows[2:])] == [predicted.name], "no fit"
+
+
+def _cost_targets(rows: list[dict[str, Any]]) -> list[Target]:
+    return targets({**{name: [] for name in SECTIONS}, "costs": rows})
 
 
 def test_costs_show_rates_that_fit_and_rates_in_use() -> None:
@@ -166,6 +194,7 @@ def test_costs_show_rates_that_fit_and_rates_in_use() -> None:
     fitted = next(note for note in table.notes if note.startswith("rates fitted"))
     assert "linear 500, attention 300, head 200 TFLOP/s" in fitted
     assert "2.00 ms a layer" in fitted
+    assert any("linear, to within 0.0%" in note for note in table.notes)
     assert any(note.startswith("rates in use: linear 644,") for note in table.notes)
 
 
