@@ -30,9 +30,9 @@ from benchmarks.attention_report import format_table, targets, write_markdown
 from benchmarks.attention_run import Run, measure
 from benchmarks.attention_subjects import CPU_BACKENDS, GPU_BACKENDS
 from benchmarks.attention_timing import BUSY_CYCLES, FLUSH_BYTES, MIN_SAMPLES, measure_gemm
-from benchmarks.document import link
+from benchmarks.command import add_document_options, is_for_gpu, make_parser, names, write_report
 from benchmarks.forests import SHAPES
-from benchmarks.gpu_results import TESTS, describe_gpu, require_green_tests, write_result
+from benchmarks.gpu_results import describe_gpu, write_result
 
 # One token a node says nothing of attention: that forest is for the layout.
 ALL_SHAPES = tuple(name for name in SHAPES if name != "one_token_nodes")
@@ -45,32 +45,17 @@ def main(arguments: list[str] | None = None) -> None:
     args = _parse(arguments)
     if args.report is None:
         _measure(args)
-        return
-    result = json.loads(args.report.read_text(encoding="utf-8"))
-    print(format_table(result))
-    if args.plot is not None:
-        plot(result, args.plot)
-    if args.markdown is not None:
-        image = "" if args.plot is None else link(args.plot, args.markdown)
-        write_markdown(result, args.markdown, link(args.report, args.markdown), image)
+    else:
+        write_report(args, format_table, plot, write_markdown)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    mode = parser.add_mutually_exclusive_group(required=True)
-    mode.add_argument("--out", type=Path, help="measure, and write this result file")
-    mode.add_argument("--draft", action="store_true", help="measure untested sources; no file")
-    mode.add_argument("--report", type=Path, help="print the table of this result file")
-    parser.add_argument("--plot", type=Path, help="with --report: write this PNG")
-    parser.add_argument("--markdown", type=Path, help="with --report: fill in this document")
+    parser = make_parser(__doc__)
+    add_document_options(parser)
     parser.add_argument("--merge", action="store_true", help="keep other shapes of --out's file")
-    parser.add_argument("--shapes", type=_names, default=ALL_SHAPES, help="a,b,c")
-    parser.add_argument("--backends", type=_names, help="a,b,c; all by default")
+    parser.add_argument("--shapes", type=names, default=ALL_SHAPES, help="a,b,c")
+    parser.add_argument("--backends", type=names, help="a,b,c; all by default")
     parser.add_argument("--budget-s", type=float, default=330.0, help="seconds, set-up included")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tests", type=Path, default=TESTS, help="the report of make test-gpu")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
     if unknown := [name for name in args.shapes if name not in SHAPES]:
@@ -78,14 +63,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
-
-
 def _measure(args: argparse.Namespace) -> None:
-    is_gpu = args.device == "cuda"
-    if is_gpu and not args.draft:
-        require_green_tests(args.tests)
+    is_gpu = is_for_gpu(args)
     run = Run(
         shapes=args.shapes,
         backends=args.backends or (GPU_BACKENDS if is_gpu else CPU_BACKENDS),

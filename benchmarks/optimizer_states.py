@@ -11,7 +11,6 @@ sources.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -22,8 +21,8 @@ import torch
 # Run as a file, its own folder is on the path in the place of the repository's root.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.document import link
-from benchmarks.gpu_results import TESTS, describe_gpu, require_green_tests, write_result
+from benchmarks.command import add_document_options, is_for_gpu, make_parser, write_report
+from benchmarks.gpu_results import describe_gpu, write_result
 from benchmarks.optimizer_states_judge import LAST, MIN_SHARE_WITHIN, WINDOW, judge, targets
 from benchmarks.optimizer_states_report import format_table, plot, write_markdown
 from benchmarks.optimizer_states_run import FULL, SMALL, Plan, Run, train
@@ -34,35 +33,18 @@ def main(arguments: list[str] | None = None) -> None:
     args = _parse(arguments)
     if args.report is None:
         _measure(args)
-        return
-    result = json.loads(args.report.read_text(encoding="utf-8"))
-    print(format_table(result))
-    if args.plot is not None:
-        plot(result, args.plot)
-    if args.markdown is not None:
-        image = "" if args.plot is None else link(args.plot, args.markdown)
-        write_markdown(result, args.markdown, link(args.report, args.markdown), image)
+    else:
+        write_report(args, format_table, plot, write_markdown)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    mode = parser.add_mutually_exclusive_group(required=True)
-    mode.add_argument("--out", type=Path, help="measure, and write this result file")
-    mode.add_argument("--draft", action="store_true", help="measure untested sources; no file")
-    mode.add_argument("--report", type=Path, help="print the table of this result file")
-    parser.add_argument("--plot", type=Path, help="with --report: write this PNG")
-    parser.add_argument("--markdown", type=Path, help="with --report: fill in this document")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tests", type=Path, default=TESTS, help="the report of make test-gpu")
+    parser = make_parser(__doc__)
+    add_document_options(parser)
     return parser.parse_args(arguments)
 
 
 def _measure(args: argparse.Namespace) -> None:
-    is_gpu = args.device == "cuda"
-    if is_gpu and not args.draft:
-        require_green_tests(args.tests)
+    is_gpu = is_for_gpu(args)
     plan = FULL if is_gpu else SMALL
     device = torch.device(args.device)
     runs: list[Run] = []

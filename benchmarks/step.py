@@ -31,8 +31,8 @@ from benchmarks import (
     step_profile,
     step_updates,
 )
-from benchmarks.document import link
-from benchmarks.gpu_results import TESTS, describe_gpu, require_green_tests, write_result
+from benchmarks.command import add_document_options, is_for_gpu, make_parser, write_report
+from benchmarks.gpu_results import describe_gpu, write_result
 from benchmarks.step_plot import plot
 from benchmarks.step_report import format_tables, write_markdown
 from benchmarks.step_result import (
@@ -60,15 +60,12 @@ def main(arguments: list[str] | None = None) -> None:
     args = _parse(arguments)
     if args.report is None:
         _measure(args)
-        return
-    result = json.loads(args.report.read_text(encoding="utf-8"))
-    print(format_tables(result))
-    if args.plot is not None:
-        plot(result, args.plot)
-    if args.markdown is not None:
-        image = "" if args.plot is None else link(args.plot, args.markdown)
-        raw = link(args.report, args.markdown)
-        write_markdown(result, args.markdown, raw, image, missing_cases(result))
+    else:
+        write_report(args, format_tables, plot, _write_markdown)
+
+
+def _write_markdown(result: dict[str, Any], document: Path, file: str, image: str) -> None:
+    write_markdown(result, document, file, image, missing_cases(result))
 
 
 def missing_cases(result: dict[str, Any]) -> list[str]:
@@ -83,23 +80,14 @@ def missing_cases(result: dict[str, Any]) -> list[str]:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    mode = parser.add_mutually_exclusive_group(required=True)
-    mode.add_argument("--out", type=Path, help="measure, and merge into this result file")
-    mode.add_argument("--draft", action="store_true", help="measure untested sources; no file")
-    mode.add_argument("--report", type=Path, help="print the tables of this result file")
-    parser.add_argument("--plot", type=Path, help="with --report: write this PNG")
-    parser.add_argument("--markdown", type=Path, help="with --report: fill in this document")
+    parser = make_parser(__doc__)
+    add_document_options(parser)
     parser.add_argument("--only", nargs="+", choices=MEASURES, default=list(MEASURES))
     parser.add_argument("--cases", nargs="+", help="of the one section of --only; all by default")
     parser.add_argument("--new", action="store_true", help="forget what --out's file holds")
     parser.add_argument("--missing", action="store_true", help="leave out cases that it holds")
     parser.add_argument("--samples", type=int, default=5, help="of each figure, at most")
     parser.add_argument("--budget-s", type=float, default=540.0, help="seconds, set-up included")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tests", type=Path, default=TESTS, help="the report of make test-gpu")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
     if args.cases is not None:
@@ -112,9 +100,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _measure(args: argparse.Namespace) -> None:
-    is_gpu = args.device == "cuda"
-    if is_gpu and not args.draft:
-        require_green_tests(args.tests)
+    is_gpu = is_for_gpu(args)
     start = time.monotonic()
     run = Run(
         device=torch.device(args.device),

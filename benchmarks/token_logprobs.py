@@ -22,7 +22,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.attention_timing import CudaClock, HostClock, measure_gemm
-from benchmarks.gpu_results import TESTS, describe_gpu, require_green_tests, write_result
+from benchmarks.command import is_for_gpu, make_parser, names
+from benchmarks.gpu_results import describe_gpu, write_result
 from benchmarks.token_logprobs_phases import measure_phases, measure_sweep
 from benchmarks.token_logprobs_report import format_table
 from benchmarks.token_logprobs_run import Geometry, Run, gate, measure
@@ -40,9 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
     if args.report is not None:
         print(format_table(json.loads(args.report.read_text(encoding="utf-8"))))
         return
-    is_gpu = args.device == "cuda"
-    if is_gpu and not args.draft:
-        require_green_tests(args.tests)
+    is_gpu = is_for_gpu(args)
     run = Run(
         geometry=GPU_GEOMETRY if is_gpu else CPU_GEOMETRY,
         subjects=args.subjects,
@@ -66,27 +65,15 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    mode = parser.add_mutually_exclusive_group(required=True)
-    mode.add_argument("--out", type=Path, help="measure, and write this result file")
-    mode.add_argument("--draft", action="store_true", help="measure untested sources; no file")
-    mode.add_argument("--report", type=Path, help="print the table of this result file")
+    parser = make_parser(__doc__)
     parser.add_argument("--rows", type=_numbers, help="1,2,3")
-    parser.add_argument("--subjects", type=_names, default=SUBJECTS, help="a,b,c")
+    parser.add_argument("--subjects", type=names, default=SUBJECTS, help="a,b,c")
     parser.add_argument("--samples", type=int, default=7, help="of each figure")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tests", type=Path, default=TESTS, help="the report of make test-gpu")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
     if unknown := [name for name in args.subjects if name not in SUBJECTS]:
         parser.error(f"no subject is called {unknown}, only {list(SUBJECTS)}")
     return args
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
 
 
 def _numbers(text: str) -> tuple[int, ...]:
