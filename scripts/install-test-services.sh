@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Install the services that tests talk to: Prometheus, from Debian's package.
+# Install the services that tests talk to, Prometheus and PostgreSQL, from Debian's packages.
 # Where that cannot be done the tests that need them skip; with CI set this fails instead.
 set -euo pipefail
 
@@ -12,23 +12,40 @@ no_daemons() {
   trap 'rm -f /usr/sbin/policy-rc.d' EXIT
 }
 
-if ! command -v prometheus >/dev/null; then
+# The program that says whether a package is there, the newest one first; nothing where it is not.
+program() {
+  case $1 in
+    prometheus) command -v prometheus || true ;;
+    # Debian keeps PostgreSQL's programs out of PATH, in a folder for each major version.
+    postgresql) { ls /usr/lib/postgresql/*/bin/postgres 2>/dev/null || command -v postgres || true; } | sort -rV | head -n 1 ;;
+  esac
+}
+
+missing=()
+for package in prometheus postgresql; do
+  [ -n "$(program "$package")" ] || missing+=("$package")
+done
+
+if [ ${#missing[@]} -gt 0 ]; then
   if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-    echo "test services: installing prometheus"
+    echo "test services: installing ${missing[*]}"
     no_daemons
     export DEBIAN_FRONTEND=noninteractive
-    { apt-get -qq update && apt-get -qq install -y --no-install-recommends prometheus; } >/dev/null ||
-      echo "test services: apt-get could not install prometheus" >&2
+    { apt-get -qq update && apt-get -qq install -y --no-install-recommends "${missing[@]}"; } >/dev/null ||
+      echo "test services: apt-get could not install ${missing[*]}" >&2
   else
-    echo "test services: prometheus is missing; on Debian, as root: apt-get install prometheus" >&2
+    echo "test services: missing; on Debian, as root: apt-get install ${missing[*]}" >&2
   fi
 fi
 
-if command -v prometheus >/dev/null; then
-  echo "test services: $(prometheus --version 2>&1 | head -n 1)"
-elif [ -n "${CI:-}" ]; then
-  echo "test services: prometheus is required in CI" >&2
-  exit 1
-else
-  echo "test services: tests that need prometheus will skip"
-fi
+for package in prometheus postgresql; do
+  found=$(program "$package")
+  if [ -n "$found" ]; then
+    echo "test services: $("$found" --version 2>&1 | head -n 1)"
+  elif [ -n "${CI:-}" ]; then
+    echo "test services: $package is required in CI" >&2
+    exit 1
+  else
+    echo "test services: tests that need $package will skip"
+  fi
+done

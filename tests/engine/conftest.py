@@ -1,8 +1,8 @@
-"""An engine in this process for each test that asks for one."""
+"""An engine in this process for each test that asks for one, and databases to keep a journal in."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 
 from ratoon.config import LimitsConfig
 from tests.engine.harness import Machine, policy_spec
+from tests.engine.postgres import PostgresServer, running_postgres
 
 MakeMachine = Callable[..., Machine]
 
@@ -38,3 +39,19 @@ async def make_machine(tmp_path: Path) -> AsyncIterator[MakeMachine]:
 async def machine(make_machine: MakeMachine) -> Machine:
     """A started policy with client sequencing, version 0 published."""
     return await make_machine().start()
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    """A PostgreSQL server of the test session's own."""
+    with running_postgres() as server:
+        yield server
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An empty database, of each kind."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'journal.sqlite'}"
+    server: PostgresServer = request.getfixturevalue("postgres")
+    return server.create_database()

@@ -1,25 +1,19 @@
-"""The journal in SQLite: fences, repeated writes, unique keys, roll-backs, what a reopen finds."""
+"""The journal in either database: fences, repeated writes, unique keys, roll-backs, reopening."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 
-from ratoon.engine.fenced import FencedStore
 from ratoon.engine.journal import (
     FencedError,
     JournalConflictError,
     JournalState,
-    OperationEnd,
-    OperationRecord,
     RollBack,
 )
-from ratoon.engine.store import SqlStore
-from ratoon.engine.tables import open_database
 from ratoon.engine.types import (
     CheckpointInfo,
     EmptyResult,
@@ -28,70 +22,18 @@ from ratoon.engine.types import (
     PolicyState,
     RequestKey,
     SeqKey,
-    StepResult,
 )
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.train.report import StepReport
 from tests.engine.fake_trainer import INFO
-from tests.engine.harness import forward_backward, life_record, optim_step, policy_spec, update
-
-
-class Stores:
-    """Both stores over one database, with policy `p` owned by `token`."""
-
-    def __init__(self, url: str) -> None:
-        engine = open_database(url)
-        self.engine, self.store, self.fenced = engine, SqlStore(engine), FencedStore(engine)
-
-    def with_policy(self) -> Stores:
-        self.store.insert_policy(policy_spec(), life_record("p", "p.create"))
-        self.token = self.fenced.acquire("p")
-        return self
-
-    def accept(self, seq: int, kind: OperationKind = OperationKind.UPDATE) -> OperationRecord:
-        record = record_of(seq, kind)
-        self.fenced.accept(self.token, record, seq + 1)
-        return record
-
-    def end(self, seq: int, version: int, **changes: object) -> None:
-        self.fenced.end(self.token, "p", end_of(seq, version, **changes))
-
-    def applied(self, seq: int, version: int, kind: OperationKind = OperationKind.UPDATE) -> None:
-        self.accept(seq, kind)
-        self.end(seq, version, closes_window=kind is not OperationKind.FORWARD_BACKWARD)
-
-
-def record_of(seq: int, kind: OperationKind = OperationKind.UPDATE) -> OperationRecord:
-    command = {
-        OperationKind.FORWARD_BACKWARD: forward_backward(seq),
-        OperationKind.OPTIM_STEP: optim_step(),
-    }.get(kind, update(seq))
-    return replace(
-        life_record("p", f"p.{seq}", kind),
-        seq=seq,
-        payload_hash=f"hash{seq}",
-        command=command,
-        body_digest=f"body{seq}",
-    )
-
-
-def end_of(seq: int, version: int, **changes: object) -> OperationEnd:
-    end = OperationEnd(
-        operation_id=f"p.{seq}",
-        state=JournalState.APPLIED,
-        result=StepResult(version=version, report=StepReport(loss=0.5)),
-        finished_at=9.0,
-        version=version,
-        weights_digest="",
-        closes_window=True,
-        checkpoint=None,
-    )
-    return replace(end, **changes)
+from tests.engine.harness import life_record, policy_spec, update
+from tests.engine.stores import Stores, end_of, record_of
 
 
 @pytest.fixture
-def stores() -> Stores:
-    return Stores("sqlite://").with_policy()
+def stores(database_url: str) -> Iterator[Stores]:
+    opened = Stores(database_url).with_policy()
+    yield opened
+    opened.engine.dispose()
 
 
 def test_a_record_comes_back_as_it_was_written(stores: Stores) -> None:
@@ -228,25 +170,18 @@ def test_a_roll_back_fails_what_is_past_the_checkpoint_and_retires_versions(
     assert (policy.version, policy.max_version, policy.next_seq) == (1, 2, 10)
 
 
-def test_a_reopened_database_has_everything_that_was_committed(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path / 'journal.sqlite'}"
-    first = Stores(url).with_policy()
+def test_a_reopened_database_has_everything_that_was_committed(
+    stores: Stores, database_url: str
+) -> None:
+    first = stores
     first.applied(1, 1)
     first.fenced.set_published(first.token, "p", (0, 1))
     first.fenced.set_policy(first.token, "p", PolicyState.READY, INFO)
-    second = Stores(url)
+    second = Stores(database_url)
     assert second.store.policies() == first.store.policies()
     policy = second.store.policies()[0]
     assert (policy.info, policy.published, policy.token) == (INFO, (0, 1), 1)
     assert second.store.find_operation("p.1") == first.store.find_operation("p.1")
-
-
-def test_every_commit_is_synced(tmp_path: Path) -> None:
-    """Without synchronous=FULL the log is not on disk when an operation is acknowledged."""
-    engine = open_database(f"sqlite:///{tmp_path / 'journal.sqlite'}")
-    with engine.begin() as connection:
-        assert connection.execute(text("PRAGMA journal_mode")).scalar_one() == "wal"
-        assert connection.execute(text("PRAGMA synchronous")).scalar_one() == 2
 
 
 def test_lives_of_policies(stores: Stores) -> None:
@@ -271,3 +206,39 @@ def test_lives_of_policies(stores: Stores) -> None:
     assert stores.store.find_operation("p.delete") is None
     stores.with_policy()
     assert stores.store.history("p").records == ()
+
+
+def test_a_policy_being_deleted_stays_so(stores: Stores) -> None:
+    """A controller or a failed start that wrote its state last made a restart forget the delete."""
+    deletion = life_record("p", "p.delete", OperationKind.DELETE_POLICY)
+    stores.store.mark_deleting("p", deletion)
+    stores.store.set_state("p", PolicyState.FAILED)
+    stores.fenced.set_policy(stores.token, "p", PolicyState.READY, INFO)
+    policy = stores.store.policy("p")
+    assert policy is not None
+    assert (policy.state, policy.info) == (PolicyState.DELETING, INFO)
+    with pytest.raises(RatoonError, match="policy p is deleting") as caught:
+        stores.store.mark_deleting("p", replace(deletion, operation_id="p.other"))
+    assert caught.value.code is ErrorCode.POLICY_NOT_READY
+    stores.store.end_life_operation("p.delete", JournalState.FAILED, EmptyResult(), 3.0)
+    again = replace(deletion, operation_id="p.again")
+    stores.store.mark_deleting("p", again)
+    assert stores.store.find_life("p", OperationKind.DELETE_POLICY) == again
+
+
+def test_numbers_of_64_bits_fit(stores: Stores) -> None:
+    """32 bits did not hold a checkpoint of 2 GiB; SQLite never minded."""
+    large = 2**63 - 1
+    checkpoint = CheckpointInfo(
+        checkpoint_id="c",
+        version=2**40,
+        seq=large - 1,
+        replay_from_seq=large - 1,
+        created_at=3.0,
+        size_bytes=2**45,
+    )
+    stores.fenced.accept(stores.token, record_of(large - 1), large)
+    stores.end(large - 1, 2**40, result=checkpoint, checkpoint=checkpoint)
+    assert stores.store.checkpoints("p") == (checkpoint,)
+    history = stores.store.history("p")
+    assert (history.policy.next_seq, history.policy.version) == (large, 2**40)

@@ -98,8 +98,8 @@ class RatoonConfig(BaseSettings):
     data_root: Path = Path("ratoon-data")
     # Folders that CreatePolicy may name live below here.
     models_root: Path = Path("ratoon-data/models")
-    # "": SQLite below data_root.
-    database_url: str = ""
+    # "": SQLite below data_root; or postgresql://USER:PASSWORD@HOST:PORT/NAME.
+    database_url: str = Field(default="", repr=False)
     log_level: str = "INFO"
     http: HttpConfig = HttpConfig()
     grpc: GrpcConfig = GrpcConfig()

@@ -58,10 +58,10 @@ class FencedStore:
     def set_policy(
         self, token: int, policy_id: str, state: PolicyState, info: ModelInfo | None
     ) -> None:
-        """The state, and what the model said of itself (None: as it was)."""
+        """The state, but of one being deleted; what the model said of itself (None: as it was)."""
         with self._engine.begin() as connection:
-            _fence(connection, policy_id, token)
-            set_policy(connection, policy_id, state=state)
+            if _fence(connection, policy_id, token).state is not PolicyState.DELETING:
+                set_policy(connection, policy_id, state=state)
             if info is not None:
                 set_policy(connection, policy_id, info=to_text(info))
 
@@ -84,8 +84,7 @@ class FencedStore:
     ) -> None:
         """What was decided is durable before any of it is applied; an ended one is not begun."""
         with self._engine.begin() as connection:
-            record = require_operation(connection, operation_id)
-            _fence(connection, record.policy_id, token)
+            record = _fence_operation(connection, operation_id, token)
             if record.state.is_final:
                 raise JournalConflictError(f"{operation_id} is {record.state}")
             set_operation(
@@ -126,8 +125,7 @@ class FencedStore:
 
     def amend(self, token: int, operation_id: str, result: OperationResult) -> None:
         with self._engine.begin() as connection:
-            record = require_operation(connection, operation_id)
-            _fence(connection, record.policy_id, token)
+            _fence_operation(connection, operation_id, token)
             set_operation(connection, operation_id, result=to_text(result))
 
     def roll_back(
@@ -174,6 +172,13 @@ def _fence(connection: Connection, policy_id: str, token: int) -> PolicyRow:
     if policy is None or policy.token != token:
         raise FencedError(f"token {token} of {policy_id} is not the newest")
     return policy
+
+
+def _fence_operation(connection: Connection, operation_id: str, token: int) -> OperationRecord:
+    """The operation as it is once its policy is locked: what was read before may have ended."""
+    policy_id = require_operation(connection, operation_id).policy_id
+    _fence(connection, policy_id, token)
+    return require_operation(connection, operation_id)
 
 
 def _compact(connection: Connection, policy_id: str, through_seq: int) -> None:

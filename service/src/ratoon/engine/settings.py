@@ -6,7 +6,7 @@ environment again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ratoon.config import LimitsConfig, RatoonConfig
@@ -30,7 +30,8 @@ class EngineSettings:
 
     namespace: str
     data_root: Path
-    database_url: str
+    # May hold a password.
+    database_url: str = field(repr=False)
     log_level: str
     limits: LimitsConfig
     device: str

@@ -1,16 +1,19 @@
 """The policy table and the journal in SQL: lives of policies, and what everyone reads.
 
 Enters records, leaves records; every method is one transaction, durable when it returns. Invariant:
-one process owns the database and writes it from one thread at a time.
+what a method decides on is locked before it is read, so that a second process's writes come whole
+before or whole after.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sqlalchemy import Engine, and_, delete, func, or_, select
+from sqlalchemy import ColumnElement, Engine, and_, delete, func, or_, select
+from sqlalchemy.exc import IntegrityError
 
 from ratoon.engine.codec import to_text
+from ratoon.engine.faults import policy_not_ready
 from ratoon.engine.journal import (
     CLOSING_KINDS,
     LIFE_KINDS,
@@ -56,24 +59,24 @@ class SqlStore:
     def insert_policy(self, spec: PolicySpec, record: OperationRecord) -> None:
         """A new policy and the record of its CreatePolicy. Raises POLICY_EXISTS."""
         with self._engine.begin() as connection:
-            if select_policy(connection, spec.policy_id) is not None:
+            row = POLICIES.insert().values(
+                policy_id=spec.policy_id,
+                spec=to_text(spec),
+                state=PolicyState.CREATING,
+                version=0,
+                max_version=0,
+                next_seq=1,
+                token=0,
+                created_at=record.created_at,
+                info=None,
+                published="[]",
+            )
+            try:
+                connection.execute(row)
+            except IntegrityError as err:
                 raise RatoonError(
                     ErrorCode.POLICY_EXISTS, f"policy {spec.policy_id} exists", field="policy_id"
-                )
-            connection.execute(
-                POLICIES.insert().values(
-                    policy_id=spec.policy_id,
-                    spec=to_text(spec),
-                    state=PolicyState.CREATING,
-                    version=0,
-                    max_version=0,
-                    next_seq=1,
-                    token=0,
-                    created_at=record.created_at,
-                    info=None,
-                    published="[]",
-                )
-            )
+                ) from err
             connection.execute(OPERATIONS.insert().values(**to_columns(record)))
 
     def policy(self, policy_id: str) -> PolicyRow | None:
@@ -88,13 +91,21 @@ class SqlStore:
             return tuple(to_policy(row) for row in rows)
 
     def set_state(self, policy_id: str, state: PolicyState) -> None:
-        """For what no controller can say: that there is none."""
+        """For what no controller can say: that there is none. One being deleted stays so."""
         with self._engine.begin() as connection:
-            set_policy(connection, policy_id, state=state)
+            policy = select_policy(connection, policy_id)
+            if policy is not None and policy.state is not PolicyState.DELETING:
+                set_policy(connection, policy_id, state=state)
 
     def mark_deleting(self, policy_id: str, record: OperationRecord) -> None:
-        """The policy takes no more work; `record` is its DeletePolicy."""
+        """The policy takes no more work; `record` is its DeletePolicy.
+
+        Raises POLICY_NOT_FOUND, and POLICY_NOT_READY where another DeletePolicy is under way.
+        """
         with self._engine.begin() as connection:
+            state = require_policy(connection, policy_id).state
+            if select_operation(connection, _life(policy_id, OperationKind.DELETE_POLICY)):
+                raise policy_not_ready(policy_id, state)
             set_policy(connection, policy_id, state=PolicyState.DELETING)
             connection.execute(OPERATIONS.insert().values(**to_columns(record)))
 
@@ -178,17 +189,7 @@ class SqlStore:
     def find_life(self, policy_id: str, kind: OperationKind) -> OperationRecord | None:
         """The CreatePolicy or DeletePolicy of a policy that is there."""
         with self._engine.begin() as connection:
-            return select_operation(
-                connection,
-                and_(
-                    OPERATIONS.c.policy_id == policy_id,
-                    OPERATIONS.c.kind == kind,
-                    or_(
-                        OPERATIONS.c.kind == OperationKind.CREATE_POLICY,
-                        OPERATIONS.c.state.not_in(_FINAL),
-                    ),
-                ),
-            )
+            return select_operation(connection, _life(policy_id, kind))
 
     def checkpoints(self, policy_id: str) -> tuple[CheckpointInfo, ...]:
         """By seq."""
@@ -201,3 +202,15 @@ class SqlStore:
         with self._engine.begin() as connection:
             rows = connection.execute(select(*columns, func.count()).group_by(*columns))
             return {(str(kind), str(state)): int(count) for kind, state, count in rows}
+
+
+def _life(policy_id: str, kind: OperationKind) -> ColumnElement[bool]:
+    """The policy's CreatePolicy, or its DeletePolicy that has not ended."""
+    return and_(
+        OPERATIONS.c.policy_id == policy_id,
+        OPERATIONS.c.kind == kind,
+        or_(
+            OPERATIONS.c.kind == OperationKind.CREATE_POLICY,
+            OPERATIONS.c.state.not_in(_FINAL),
+        ),
+    )

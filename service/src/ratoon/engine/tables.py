@@ -1,15 +1,14 @@
-"""The journal's tables, for SQLite and PostgreSQL alike.
+"""The journal's tables, for SQLite and PostgreSQL alike, and the database that has them.
 
 Values that are only read back whole are text columns of JSON; bodies are files, never columns.
-Invariant: (policy_id, seq) and (policy_id, request_id) name at most one operation.
+Invariants: (policy_id, seq) and (policy_id, request_id) name at most one operation; the tables are
+those that the newest revision of `migrations` leaves.
 """
 
 from __future__ import annotations
 
-import sqlite3
-from collections.abc import Callable
-
 from sqlalchemy import (
+    BigInteger,
     Column,
     Engine,
     Float,
@@ -20,12 +19,14 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
-    create_engine,
-    event,
 )
-from sqlalchemy.pool import StaticPool
+
+from ratoon.engine.connections import connect
+from ratoon.engine.migrate import upgrade
 
 METADATA = MetaData()
+# Versions, seqs and bytes; SQLite's integers are of 64 bits under their own name.
+_WIDE = BigInteger().with_variant(Integer, "sqlite")
 
 POLICIES = Table(
     "policies",
@@ -33,10 +34,10 @@ POLICIES = Table(
     Column("policy_id", String(64), primary_key=True),
     Column("spec", Text, nullable=False),
     Column("state", String(16), nullable=False),
-    Column("version", Integer, nullable=False),
-    Column("max_version", Integer, nullable=False),
-    Column("next_seq", Integer, nullable=False),
-    Column("token", Integer, nullable=False),
+    Column("version", _WIDE, nullable=False),
+    Column("max_version", _WIDE, nullable=False),
+    Column("next_seq", _WIDE, nullable=False),
+    Column("token", _WIDE, nullable=False),
     Column("created_at", Float, nullable=False),
     Column("info", Text),
     # JSON list of versions, in the order in which they were published.
@@ -50,7 +51,7 @@ OPERATIONS = Table(
     Column("operation_id", String(128), primary_key=True),
     Column("policy_id", String(64), nullable=False),
     Column("kind", String(32), nullable=False),
-    Column("seq", Integer),
+    Column("seq", _WIDE),
     Column("request_id", String(256)),
     Column("payload_hash", String(64), nullable=False),
     Column("command", Text),
@@ -58,7 +59,7 @@ OPERATIONS = Table(
     Column("state", String(16), nullable=False),
     Column("plan", Text),
     Column("result", Text),
-    Column("version", Integer),
+    Column("version", _WIDE),
     # Of weights, moments and counters, after the operation.
     Column("weights_digest", String(64), nullable=False),
     Column("created_at", Float, nullable=False),
@@ -74,31 +75,19 @@ CHECKPOINTS = Table(
     METADATA,
     Column("policy_id", String(64), primary_key=True),
     Column("checkpoint_id", String(64), primary_key=True),
-    Column("version", Integer, nullable=False),
-    Column("seq", Integer, nullable=False),
-    Column("replay_from_seq", Integer, nullable=False),
+    Column("version", _WIDE, nullable=False),
+    Column("seq", _WIDE, nullable=False),
+    Column("replay_from_seq", _WIDE, nullable=False),
     Column("created_at", Float, nullable=False),
-    Column("size_bytes", Integer, nullable=False),
+    Column("size_bytes", _WIDE, nullable=False),
 )
 
 
 def open_database(url: str) -> Engine:
-    """A database with the journal's tables. For SQLite: one connection, durable at each commit."""
-    if not url.startswith("sqlite"):
-        engine = create_engine(url, pool_pre_ping=True)
-    else:
-        engine = create_engine(
-            url, poolclass=StaticPool, connect_args={"check_same_thread": False, "timeout": 30}
-        )
-        listen: Callable[..., None] = event.listen
-        listen(engine, "connect", _make_durable)
-    METADATA.create_all(engine)
+    """A database with these tables: made where they are not, upgraded where they are older.
+
+    Raises what `connections.connect` and `migrate.upgrade` raise.
+    """
+    engine = connect(url)
+    upgrade(engine)
     return engine
-
-
-def _make_durable(connection: sqlite3.Connection, _record: object) -> None:
-    """WAL with an fsync at each commit; folding the log back every 256 pages keeps it small."""
-    cursor = connection.cursor()
-    for pragma in ("journal_mode=WAL", "synchronous=FULL", "wal_autocheckpoint=256"):
-        cursor.execute(f"PRAGMA {pragma}")
-    cursor.close()

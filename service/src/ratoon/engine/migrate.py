@@ -1,0 +1,66 @@
+"""Bring a database to the newest revision of the journal's schema.
+
+Enters a connection to an empty database or one of any earlier Ratoon, leaves the tables that
+`tables` names. Invariant: an upgrade is one transaction, run by one process at a time: it happens
+whole or not at all.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from alembic import command
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, Engine, func, inspect, select, text
+
+from ratoon.errors import ErrorCode, RatoonError
+
+_FOLDER = Path(__file__).parent / "migrations"
+# The revision of databases that were made before there were revisions.
+_UNNAMED = "0001"
+# PostgreSQL's advisory lock of those who upgrade; any number that nobody else takes.
+_LOCK = 0x7261746F6F6E
+
+
+def upgrade(engine: Engine) -> None:
+    """Run what is missing, which may be nothing.
+
+    Raises UNSUPPORTED, changing nothing, for a revision that this version of Ratoon does not know.
+    """
+    with engine.begin() as connection:
+        if connection.dialect.name == "postgresql":
+            # However long the one before, or a large table, takes.
+            connection.execute(text("SET LOCAL lock_timeout = 0"))
+            connection.execute(text("SET LOCAL statement_timeout = 0"))
+            connection.execute(select(func.pg_advisory_xact_lock(_LOCK)))
+        config = Config()
+        # ConfigParser reads a percent sign as the start of a variable.
+        config.set_main_option("script_location", str(_FOLDER).replace("%", "%%"))
+        config.attributes["connection"] = connection
+        revision = _revision(connection)
+        if revision is None and inspect(connection).has_table("policies"):
+            command.stamp(config, _UNNAMED)
+        elif revision is not None:
+            _check_known(config, revision)
+        command.upgrade(config, "head")
+
+
+def _revision(connection: Connection) -> str | None:
+    return MigrationContext.configure(connection).get_current_revision()
+
+
+def _check_known(config: Config, revision: str) -> None:
+    scripts = ScriptDirectory.from_config(config)
+    if revision in {script.revision for script in scripts.walk_revisions()}:
+        return
+    newest = scripts.get_current_head()
+    raise RatoonError(
+        ErrorCode.UNSUPPORTED,
+        f"database_url: the database's schema is revision {revision}, this version of Ratoon knows "
+        f"revisions up to {newest}: start the version that wrote it, or a newer one",
+        field="database_url",
+        got=revision,
+        expected=f"at most {newest}",
+    )

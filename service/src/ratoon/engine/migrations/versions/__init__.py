@@ -1,0 +1,1 @@
+"""Revisions, oldest first by name. Invariant: they form one line, without branches."""

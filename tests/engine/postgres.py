@@ -1,0 +1,139 @@
+"""A PostgreSQL server in a temporary folder: Debian's package, this process's own cluster.
+
+Enters nothing, leaves URLs of empty databases. Invariant: it listens on the loopback alone, asks
+for a password, syncs its log, and is gone afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psycopg
+import pytest
+from psycopg import sql
+
+USER = "ratoon"
+# PostgreSQL refuses to run as root; Debian's package makes this account.
+SERVICE_USER = "postgres"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PostgresServer:
+    """`folder` holds the cluster and its socket; `commands` the server's own programs."""
+
+    folder: Path
+    commands: Path
+    port: int
+    password: str
+
+    def url(self, database: str) -> str:
+        return f"postgresql://{USER}:{self.password}@127.0.0.1:{self.port}/{database}"
+
+    def create_database(self) -> str:
+        """The URL of a new, empty database."""
+        name = f"journal_{secrets.token_hex(4)}"
+        self.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
+        return self.url(name)
+
+    def execute(self, statement: sql.Composed | sql.SQL) -> None:
+        """Run a statement as the superuser, outside a transaction."""
+        with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
+            connection.execute(statement)
+
+    def show(self, setting: str) -> str:
+        """What a new session finds a setting to be."""
+        with psycopg.connect(self.url("postgres")) as connection:
+            row = connection.execute("SELECT current_setting(%s)", [setting]).fetchone()
+        assert row is not None
+        return str(row[0])
+
+    def initialise(self) -> None:
+        secret = self.folder / "password"
+        secret.write_text(self.password)
+        if os.getuid() == 0:
+            shutil.chown(self.folder, SERVICE_USER)
+            shutil.chown(secret, SERVICE_USER)
+        arguments = ["--auth=scram-sha-256", f"--username={USER}", f"--pwfile={secret}"]
+        locale = ["--locale=C.UTF-8", "--encoding=UTF8"]
+        # What is synced here is only the empty cluster; the server syncs as it does by default.
+        self._run("initdb", *arguments, *locale, "--no-sync", f"--pgdata={self._data}")
+
+    def start(self) -> None:
+        options = f"-p {self.port} -c listen_addresses=127.0.0.1 -k {self.folder}"
+        log = self.folder / "server.log"
+        self._control("start", "--wait", f"--log={log}", f"--options={options}")
+
+    def stop(self, mode: str) -> None:
+        """`mode` "fast" ends it; "immediate" is a crash: it recovers at its next start."""
+        self._control("stop", "--wait", f"--mode={mode}")
+
+    @property
+    def _data(self) -> Path:
+        return self.folder / "data"
+
+    def _control(self, *arguments: str) -> None:
+        self._run("pg_ctl", f"--pgdata={self._data}", *arguments)
+
+    def _run(self, command: str, *arguments: str) -> None:
+        user = SERVICE_USER if os.getuid() == 0 else None
+        # A file, not a pipe: the server inherits it and would keep a pipe open.
+        with (self.folder / "commands.log").open("a") as log:
+            subprocess.run(
+                [self.commands / command, *arguments],
+                user=user,
+                group=user,
+                extra_groups=[] if user else None,
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                check=True,
+                timeout=60,
+            )
+
+
+@contextmanager
+def running_postgres() -> Iterator[PostgresServer]:
+    """A server for as long as the block lasts; skips where PostgreSQL is not installed."""
+    commands = _find_commands()
+    if commands is None:
+        # `.ci/run` installs it, so there its absence is a failure.
+        assert not os.environ.get("CI"), "postgresql is not installed"
+        pytest.skip("postgresql is not installed: scripts/install-test-services.sh")
+    with tempfile.TemporaryDirectory(prefix="ratoon-postgres-") as folder:
+        server = PostgresServer(
+            folder=Path(folder),
+            commands=commands,
+            port=_free_port(),
+            password=secrets.token_urlsafe(16),
+        )
+        server.initialise()
+        server.start()
+        try:
+            yield server
+        finally:
+            server.stop("fast")
+
+
+def _find_commands() -> Path | None:
+    """Debian keeps them out of PATH, in a folder for each major version."""
+    debian = sorted(
+        Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda path: int(path.parts[-3])
+    )
+    found = str(debian[-1]) if debian else shutil.which("initdb")
+    return None if found is None else Path(found).parent
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

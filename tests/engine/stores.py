@@ -1,0 +1,66 @@
+"""Both stores over one database, and records and ends of operations to put into them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ratoon.engine.fenced import FencedStore
+from ratoon.engine.journal import JournalState, OperationEnd, OperationRecord
+from ratoon.engine.store import SqlStore
+from ratoon.engine.tables import open_database
+from ratoon.engine.types import OperationKind, StepResult
+from ratoon.train.report import StepReport
+from tests.engine.harness import forward_backward, life_record, optim_step, policy_spec, update
+
+
+class Stores:
+    """Both stores over one database, with policy `p` owned by `token`."""
+
+    def __init__(self, url: str) -> None:
+        engine = open_database(url)
+        self.engine, self.store, self.fenced = engine, SqlStore(engine), FencedStore(engine)
+
+    def with_policy(self) -> Stores:
+        self.store.insert_policy(policy_spec(), life_record("p", "p.create"))
+        self.token = self.fenced.acquire("p")
+        return self
+
+    def accept(self, seq: int, kind: OperationKind = OperationKind.UPDATE) -> OperationRecord:
+        record = record_of(seq, kind)
+        self.fenced.accept(self.token, record, seq + 1)
+        return record
+
+    def end(self, seq: int, version: int, **changes: object) -> None:
+        self.fenced.end(self.token, "p", end_of(seq, version, **changes))
+
+    def applied(self, seq: int, version: int, kind: OperationKind = OperationKind.UPDATE) -> None:
+        self.accept(seq, kind)
+        self.end(seq, version, closes_window=kind is not OperationKind.FORWARD_BACKWARD)
+
+
+def record_of(seq: int, kind: OperationKind = OperationKind.UPDATE) -> OperationRecord:
+    command = {
+        OperationKind.FORWARD_BACKWARD: forward_backward(seq),
+        OperationKind.OPTIM_STEP: optim_step(),
+    }.get(kind, update(seq))
+    return replace(
+        life_record("p", f"p.{seq}", kind),
+        seq=seq,
+        payload_hash=f"hash{seq}",
+        command=command,
+        body_digest=f"body{seq}",
+    )
+
+
+def end_of(seq: int, version: int, **changes: object) -> OperationEnd:
+    end = OperationEnd(
+        operation_id=f"p.{seq}",
+        state=JournalState.APPLIED,
+        result=StepResult(version=version, report=StepReport(loss=0.5)),
+        finished_at=9.0,
+        version=version,
+        weights_digest="",
+        closes_window=True,
+        checkpoint=None,
+    )
+    return replace(end, **changes)

@@ -1,0 +1,102 @@
+"""What a commit promises: settings of either database, and a PostgreSQL server that crashes."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from psycopg import sql
+from sqlalchemy import text
+
+from ratoon.config import RatoonConfig
+from ratoon.engine.settings import EngineSettings
+from ratoon.engine.tables import open_database
+from ratoon.errors import ErrorCode, RatoonError
+from tests.engine.postgres import PostgresServer
+from tests.engine.stores import Stores
+
+
+def test_every_commit_to_sqlite_is_synced(tmp_path: Path) -> None:
+    """Without synchronous=FULL the log is not on disk when an operation is acknowledged."""
+    engine = open_database(f"sqlite:///{tmp_path / 'journal.sqlite'}")
+    with engine.begin() as connection:
+        assert connection.execute(text("PRAGMA journal_mode")).scalar_one() == "wal"
+        assert connection.execute(text("PRAGMA synchronous")).scalar_one() == 2
+    engine.dispose()
+
+
+def test_every_commit_to_postgresql_waits_for_the_log(postgres: PostgresServer) -> None:
+    """Also where the server's own default is not to."""
+    url = postgres.create_database()
+    name = sql.Identifier(url.rpartition("/")[2])
+    postgres.execute(sql.SQL("ALTER DATABASE {} SET synchronous_commit = off").format(name))
+    engine = open_database(url)
+    with engine.begin() as connection:
+        assert connection.execute(text("SHOW synchronous_commit")).scalar_one() == "on"
+        assert connection.execute(text("SHOW fsync")).scalar_one() == "on"
+        assert connection.execute(text("SHOW lock_timeout")).scalar_one() == "30s"
+    engine.dispose()
+
+
+def test_a_postgresql_server_that_does_not_sync_is_refused(postgres: PostgresServer) -> None:
+    url = postgres.create_database()
+    engine = open_database(url)
+    postgres.execute(sql.SQL("ALTER SYSTEM SET fsync = off"))
+    try:
+        _reload(postgres, "off")
+        with pytest.raises(RatoonError, match="fsync off") as caught:
+            open_database(url)
+        assert caught.value.code is ErrorCode.UNSUPPORTED
+    finally:
+        postgres.execute(sql.SQL("ALTER SYSTEM RESET fsync"))
+        _reload(postgres, "on")
+    engine.dispose()
+
+
+def _reload(postgres: PostgresServer, fsync: str) -> None:
+    postgres.execute(sql.SQL("SELECT pg_reload_conf()"))
+    deadline = time.monotonic() + 10
+    while postgres.show("fsync") != fsync:
+        assert time.monotonic() < deadline, f"fsync is not {fsync}"
+        time.sleep(0.02)
+
+
+def test_a_postgresql_server_that_crashed_has_what_was_committed(postgres: PostgresServer) -> None:
+    """And the store goes on with a new connection, without being opened again."""
+    stores = Stores(postgres.create_database()).with_policy()
+    stores.applied(1, 1)
+    before = stores.store.history("p")
+    postgres.stop("immediate")
+    postgres.start()
+    assert stores.store.history("p") == before
+    stores.applied(2, 2)
+    policy = stores.store.policy("p")
+    assert policy is not None
+    assert policy.version == 2
+    stores.engine.dispose()
+
+
+@pytest.mark.parametrize(
+    ("url", "got"),
+    [
+        ("mysql://me:hunter2@127.0.0.1/journal", "mysql"),
+        ("me:hunter2@127.0.0.1", "no URL"),
+    ],
+)
+def test_a_url_of_another_kind_is_refused_without_its_password(url: str, got: str) -> None:
+    with pytest.raises(RatoonError, match="postgresql://USER:PASSWORD@HOST") as caught:
+        open_database(url)
+    assert (caught.value.field, caught.value.got) == ("database_url", got)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_no_password_is_in_what_the_settings_print(tmp_path: Path) -> None:
+    config = RatoonConfig(
+        data_root=tmp_path, database_url="postgresql://me:hunter2@127.0.0.1/journal"
+    )
+    settings = EngineSettings.from_config(config)
+    assert settings.database_url == config.database_url
+    assert "hunter2" not in f"{config!r} {settings!r}"
+    sqlite = EngineSettings.from_config(RatoonConfig(data_root=tmp_path))
+    assert sqlite.database_url == f"sqlite:///{tmp_path / 'ratoon.sqlite'}"
