@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, cast
 
 import pytest
-import torch
 
 from ratoon.model.spec import FolderBase
 from tests.tiny_models import write_folder
+from tests.torch_settings import kept_torch_settings
 
 
 @pytest.fixture(scope="module", autouse=True)
 def torch_settings() -> Iterator[None]:
-    """`Trainer.create` configures the process; the next test file gets it back as it was."""
-    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    fill = cast("Any", torch.utils.deterministic)
-    fills = fill.fill_uninitialized_memory
-    yield
-    fill.fill_uninitialized_memory = fills
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(deterministic)
+    with kept_torch_settings():
+        yield
 
 
 @pytest.fixture(scope="session")
