@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from benchmarks import gpu_results, optimizer_states, optimizer_states_task
 from benchmarks.gpu_results import RESULTS, ROOT
@@ -22,15 +20,6 @@ from benchmarks.optimizer_states_task import Task, best_loss, draw_batches, tran
 
 TASK = Task(num_symbols=3, num_groups=4, num_responses=64, prompt_tokens=8, response_tokens=64)
 COMMITTED = [path for path in [RESULTS / "optimizer_states.json"] if path.is_file()]
-
-
-@pytest.fixture(autouse=True)
-def torch_settings() -> Iterator[None]:
-    """A run configures the process; the next test file gets it back as it was."""
-    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    yield
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(deterministic)
 
 
 def test_responses_follow_the_source() -> None:
