@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from psycopg import sql
 from sqlalchemy import text
+from sqlalchemy.exc import OperationalError
 
 from ratoon.config import RatoonConfig
 from ratoon.engine.settings import EngineSettings
@@ -15,6 +17,8 @@ from ratoon.engine.tables import open_database
 from ratoon.errors import ErrorCode, RatoonError
 from tests.engine.postgres import PostgresServer
 from tests.engine.stores import Stores
+
+PAGE_BYTES = 4096
 
 
 def test_every_commit_to_sqlite_is_synced(tmp_path: Path) -> None:
@@ -24,6 +28,31 @@ def test_every_commit_to_sqlite_is_synced(tmp_path: Path) -> None:
         assert connection.execute(text("PRAGMA journal_mode")).scalar_one() == "wal"
         assert connection.execute(text("PRAGMA synchronous")).scalar_one() == 2
     engine.dispose()
+
+
+@pytest.mark.parametrize("damage", ["cut in half", "no header", "pages of zeros", "one lost row"])
+def test_a_damaged_sqlite_file_is_refused_by_name(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "journal.sqlite"
+    stores = Stores(f"sqlite:///{path}").with_policy()
+    for seq in range(1, 40):
+        stores.applied(seq, seq)
+    stores.engine.dispose()
+    whole = path.read_bytes()
+    size_bytes = len(whole)
+    assert size_bytes > 10 * PAGE_BYTES
+    match damage:
+        case "cut in half":
+            path.write_bytes(whole[: size_bytes // 2])
+        case "no header":
+            path.write_bytes(b"\0" * 64 + whole[64:])
+        case "pages of zeros":
+            path.write_bytes(whole[: 4 * PAGE_BYTES] + b"\0" * (size_bytes - 4 * PAGE_BYTES))
+        case _:
+            # An index names an operation that its table does not have.
+            path.write_bytes(whole.replace(b"p.17p", b"p.99p"))
+    with pytest.raises(RatoonError, match=r"journal\.sqlite is damaged") as caught:
+        open_database(f"sqlite:///{path}")
+    assert caught.value.field == "database_url"
 
 
 def test_every_commit_to_postgresql_waits_for_the_log(postgres: PostgresServer) -> None:
@@ -63,18 +92,31 @@ def _reload(postgres: PostgresServer, fsync: str) -> None:
 
 
 def test_a_postgresql_server_that_crashed_has_what_was_committed(postgres: PostgresServer) -> None:
-    """And the store goes on with a new connection, without being opened again."""
+    """While it is away the store waits, and then goes on without being opened again."""
     stores = Stores(postgres.create_database()).with_policy()
     stores.applied(1, 1)
     before = stores.store.history("p")
     postgres.stop("immediate")
-    postgres.start()
-    assert stores.store.history("p") == before
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(stores.store.history, "p")
+        time.sleep(0.2)
+        assert not waiting.done()
+        postgres.start()
+        assert waiting.result(30) == before
     stores.applied(2, 2)
     policy = stores.store.policy("p")
     assert policy is not None
     assert policy.version == 2
     stores.engine.dispose()
+
+
+def test_a_postgresql_server_that_refuses_is_not_waited_for(postgres: PostgresServer) -> None:
+    url = postgres.create_database().replace(postgres.password, "hunter2")
+    began = time.monotonic()
+    with pytest.raises(OperationalError, match="password authentication failed") as caught:
+        open_database(url)
+    assert time.monotonic() - began < 5
+    assert "hunter2" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,19 @@ survives a power cut; what it read under `FOR UPDATE` did not change until then,
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections.abc import Callable
+from typing import Any
 
-from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url, text
+import psycopg
+from sqlalchemy import URL, Connection, Dialect, Engine, create_engine, event, make_url, text
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.pool import StaticPool
 
 from ratoon.errors import ErrorCode, RatoonError, invalid
+from ratoon.log import get_logger
 
+_LOG = get_logger("connections")
 _EXPECTED = "sqlite:///PATH or postgresql://USER:PASSWORD@HOST:PORT/NAME"
 # How long a writer of SQLite waits for another process's transaction.
 _BUSY_S = 30
@@ -26,6 +31,9 @@ _SESSION = {
     "statement_timeout": "60s",
     "idle_in_transaction_session_timeout": "60s",
 }
+# How long a session that cannot be had is tried for, and how often.
+_PATIENCE_S = 60.0
+_RETRY_S = 0.5
 _CONNECT = {
     "connect_timeout": 10,
     "keepalives_idle": 10,
@@ -39,7 +47,8 @@ def connect(url: str) -> Engine:
     """An engine; nothing is in the database yet.
 
     Raises INVALID_ARGUMENT for a URL of another kind, UNSUPPORTED for a PostgreSQL server that does
-    not sync its log, `sqlalchemy.exc.OperationalError` where the database cannot be reached.
+    not sync its log, `sqlalchemy.exc.OperationalError` where the database cannot be reached. The
+    first use of a damaged SQLite file raises INTERNAL.
     """
     try:
         parsed = make_url(url)
@@ -70,10 +79,24 @@ def _make_durable(connection: sqlite3.Connection, _record: object) -> None:
     """WAL with an fsync at each commit; folding the log back every 256 pages keeps it small."""
     # The module would begin a transaction at the first write: after the reads that decided it.
     connection.isolation_level = None
-    cursor = connection.cursor()
-    for pragma in ("journal_mode=WAL", "synchronous=FULL", "wal_autocheckpoint=256"):
-        cursor.execute(f"PRAGMA {pragma}")
-    cursor.close()
+    try:
+        for pragma in ("journal_mode=WAL", "synchronous=FULL", "wal_autocheckpoint=256"):
+            connection.execute(f"PRAGMA {pragma}")
+        fault = str(connection.execute("PRAGMA integrity_check(1)").fetchone()[0])
+    except sqlite3.DatabaseError as err:
+        # The rest is of another kind: locked, full, not to be opened.
+        if err.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+            raise
+        fault = str(err)
+    if fault != "ok":
+        path = connection.execute("PRAGMA database_list").fetchone()[2]
+        raise RatoonError(
+            ErrorCode.INTERNAL,
+            f"database_url: the journal {path} is damaged ({fault}): restore it from a backup",
+            field="database_url",
+            got=fault,
+            expected="a whole SQLite file",
+        )
 
 
 def _begin(connection: Connection) -> None:
@@ -92,6 +115,8 @@ def _postgresql(url: URL) -> Engine:
         pool_pre_ping=True,
         connect_args=_CONNECT | {"options": options},
     )
+    listen: Callable[..., None] = event.listen
+    listen(engine, "do_connect", _wait_for_server)
     with engine.begin() as connection:
         for name in ("fsync", "full_page_writes"):
             if connection.execute(text(f"SHOW {name}")).scalar_one() != "on":
@@ -104,3 +129,24 @@ def _postgresql(url: URL) -> Engine:
                     expected=f"{name} = on",
                 )
     return engine
+
+
+def _wait_for_server(
+    _dialect: Dialect, _record: object, _arguments: object, parameters: dict[str, Any]
+) -> psycopg.Connection:
+    """A session; a server that is down or starting, at our start or later, is waited for.
+
+    Raises `psycopg.OperationalError` after `_PATIENCE_S`, and at once where the server refuses.
+    """
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            return psycopg.connect(**parameters)
+        except psycopg.OperationalError as err:
+            reason = str(err)
+            # A server that goes down or comes up says: the database system is ...
+            is_refused = "FATAL" in reason and "database system is" not in reason
+            if is_refused or time.monotonic() > deadline:
+                raise
+            _LOG.warning("database does not answer", reason=reason)
+            time.sleep(_RETRY_S)
