@@ -23,6 +23,7 @@ from ratoon.log import configure_logging
 from ratoon_proto.v1 import service_pb2
 from tests.api import requests
 from tests.api.fake_engine import FakeEngine
+from tests.api.guarded import Guarded, guarded_service
 from tests.api.wires import GrpcWire, HttpWire, Wire
 
 MAX_BODY_BYTES = 16 * 1024
@@ -93,6 +94,13 @@ async def api(tmp_path: Path) -> AsyncIterator[Api]:
             weights=weights,
         )
     await running.server.stop(None)
+
+
+@pytest.fixture
+async def guarded(api: Api, tmp_path: Path) -> AsyncIterator[Guarded]:
+    """The service of `api`, which asks for keys here."""
+    async with guarded_service(api.service, api.limits, tmp_path / "data") as service:
+        yield service
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -112,12 +112,18 @@ async def test_a_watcher_that_leaves_does_not_cancel(api: Api) -> None:
 
 
 class _ServeContext:
-    """Serve's context: three setters, read back by its proxy along with a message."""
+    """Serve's context: three setters, read back by its proxy along with a message; the caller."""
 
     def __init__(self) -> None:
         self.code: grpc.StatusCode | None = None
         self.details = ""
         self.trailers: list[tuple[str, bytes]] = []
+
+    def invocation_metadata(self) -> list[tuple[str, str]]:
+        return []
+
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:4711"
 
     def set_code(self, code: grpc.StatusCode) -> None:
         self.code = code

@@ -187,6 +187,8 @@ async def test_events_follow_an_operation_to_its_end(api: Api) -> None:
     await api.create_policy()
     api.engine.hold = True
     operation = await api.grpc.call("Update", requests.update())
+    # The first request of an application builds its routes.
+    await api.http.client.get("/v1/health")
     watching = asyncio.create_task(_events(api, operation.operation_id))
     await asyncio.sleep(0.05)
     running = api.engine.operations[operation.operation_id]

@@ -11,7 +11,6 @@ import socket
 from collections.abc import Generator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
-from ipaddress import ip_address
 from typing import Any, cast
 
 import ray
@@ -22,10 +21,12 @@ from ray.serve.config import ControllerOptions, HTTPOptions, gRPCOptions
 from ray.serve.schema import LoggingConfig
 
 from ratoon.api.build import build_service
+from ratoon.api.gate import build_gate
 from ratoon.api.grpc.gateway import DRAIN_S, Gateway
 from ratoon.api.grpc.servicer import PolicyServicer
 from ratoon.api.http.app import create_app
-from ratoon.config import RatoonConfig
+from ratoon.auth.access import check_start
+from ratoon.config import RatoonConfig, public_hosts
 from ratoon.engine.bootstrap import start_engine, stop_engine
 from ratoon.errors import invalid
 from ratoon.log import configure_logging, get_logger
@@ -61,10 +62,11 @@ class Ingress(PolicyServicer):
             await build_service(config),
             max_body_bytes=config.limits.max_body_bytes,
             status_needs_message=True,
+            gate=build_gate(config),
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return create_app(self._service, self._limits)
+        return create_app(self._service, self._limits, gate=self._gate)
 
 
 def build_app(config: RatoonConfig) -> serve.Application:
@@ -88,6 +90,7 @@ def app_builder(args: dict[str, Any]) -> serve.Application:
     Starts the engine and the gateway where they are not running.
     """
     config = RatoonConfig(**args)
+    check_start(config)
     start_engine(config)
     ray.get(_start_gateway(config).address.remote())
     return build_app(config)
@@ -101,6 +104,7 @@ def start(config: RatoonConfig, *, show_logs: bool = False) -> ServiceAddresses:
     """
     configure_logging(config.log_level)
     _check_bind(config)
+    check_start(config)
     config = _with_ports(config)
     if not ray.is_initialized():
         _connect(config, show_logs=show_logs)
@@ -193,16 +197,9 @@ def _serve_grpc(config: RatoonConfig) -> gRPCOptions | None:
 
 def _check_bind(config: RatoonConfig) -> None:
     """Serve's gRPC port listens on all interfaces in plain text, whatever the other two do."""
-    public = [host for host in (config.http.host, config.grpc.host) if not _is_loopback(host)]
+    public = public_hosts(config)
     if public and config.grpc.serve_proxy:
         raise invalid("grpc.serve_proxy", "true", f"false, beside a bind to {public[0]}")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _logging(config: RatoonConfig) -> LoggingConfig:

@@ -1,4 +1,4 @@
-"""The `ratoon` command: serve, demo, doctor.
+"""The `ratoon` command: serve, keys, demo, doctor.
 
 Enters the command line, leaves an exit status. Invariant: a command imports what it needs when it
 runs, so that `--help` is quick and `doctor` works where half of the rest does not.
@@ -8,14 +8,22 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from pydantic import ValidationError
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from ratoon.api.convert.checks import POLICY_ID, matched
+from ratoon.auth.audit import AuditEntry, AuditLog
+from ratoon.auth.key_file import KeyFile
+from ratoon.auth.keys import new_key
+from ratoon.auth.scopes import Scope
 from ratoon.config import RatoonConfig, load_config
 from ratoon.errors import RatoonError
 
@@ -25,11 +33,17 @@ cli = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+keys = typer.Typer(
+    help="API keys of the data root. Run it as the service's user; changes hold at once.",
+    no_args_is_help=True,
+)
+cli.add_typer(keys, name="keys")
 ConfigOption = Annotated[
     Path | None,
     typer.Option("--config", help="YAML settings; RATOON_* environment variables win over it."),
 ]
 console = Console()
+DAY_S = 86_400.0
 
 
 def _read_config(path: Path | None) -> RatoonConfig:
@@ -90,6 +104,81 @@ def demo(
     raise typer.Exit(
         0 if run_demo(seed=seed, shuffle_rewards=shuffle_rewards, console=console) else 1
     )
+
+
+@keys.command("create")
+def create_key(
+    scope: Annotated[
+        Scope, typer.Option(help="read: look and pull; train: that and train; admin: all.")
+    ],
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(help="The key is for this policy; give it again for more. Default: all."),
+    ] = None,
+    expires_days: Annotated[
+        float | None, typer.Option(help="Days until the key ends. Default: never.", min=0.0)
+    ] = None,
+    note: Annotated[str, typer.Option(help="What the key is for; `list` shows it.")] = "",
+    config: ConfigOption = None,
+) -> None:
+    """Make a key and show it: this once, and on standard output alone."""
+    settings = _read_config(config)
+    now = time.time()
+    try:
+        names = tuple(sorted({matched("policy", name, POLICY_ID) for name in policy or ()}))
+        key, text = new_key(
+            scope=scope,
+            policies=names or None,
+            note=note,
+            created_at=now,
+            expires_at=None if expires_days is None else now + expires_days * DAY_S,
+        )
+        KeyFile(settings.data_root.absolute()).add(key)
+    except RatoonError as err:
+        typer.echo(err.message, err=True)
+        raise typer.Exit(2) from err
+    _audit(settings, "keys.create", key.key_id)
+    typer.echo(f"key {key.key_id}; what follows is shown this once", err=True)
+    typer.echo(text)
+
+
+@keys.command("list")
+def list_keys(config: ConfigOption = None) -> None:
+    """Every key that was made, without its secret."""
+    found = KeyFile(_read_config(config).data_root.absolute()).keys().values()
+    table = Table("id", "scope", "policies", "state", "created", "expires", "note", box=None)
+    now = time.time()
+    for key in sorted(found, key=lambda key: key.created_at):
+        state = "valid" if key.is_valid(now) else "expired" if key.revoked_at is None else "revoked"
+        policies = "all" if key.policies is None else ", ".join(key.policies)
+        times = (_day(key.created_at), "never" if key.expires_at is None else _day(key.expires_at))
+        table.add_row(key.key_id, key.scope, policies, state, *times, escape(key.note))
+    Console(soft_wrap=True).print(table)
+
+
+@keys.command("revoke")
+def revoke_key(
+    key_id: Annotated[str, typer.Argument(help="The id that `list` shows.")],
+    config: ConfigOption = None,
+) -> None:
+    """Refuse a key from now on, everywhere."""
+    settings = _read_config(config)
+    try:
+        KeyFile(settings.data_root.absolute()).revoke(key_id, time.time())
+    except RatoonError as err:
+        typer.echo(err.message, err=True)
+        raise typer.Exit(2) from err
+    _audit(settings, "keys.revoke", key_id)
+    typer.echo(f"revoked {key_id}")
+
+
+def _audit(config: RatoonConfig, call: str, key_id: str) -> None:
+    entry = AuditEntry(key_id=key_id, peer="cli", call=call, policy_id="", seq=0, outcome="OK")
+    AuditLog(config.data_root.absolute()).write(entry)
+
+
+def _day(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M")
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ Nested names take two underscores: `RATOON_HTTP__PORT=8000`. Unknown names are r
 
 from __future__ import annotations
 
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,6 +43,18 @@ class GrpcConfig(_Section):
     serve_proxy: bool = True
     serve_port: int = Field(default=9000, ge=0, le=65535)
     max_message_bytes: int = Field(default=256 * MIB, ge=MIB)
+
+
+class AuthConfig(_Section):
+    """Who is let in: docs/security.md.
+
+    `required` None: API keys are needed where an address other than loopback is bound, and callers
+    of other machines are refused where none is; true: always; false: never. `metrics`: what
+    `/metrics` needs where keys are required.
+    """
+
+    required: bool | None = None
+    metrics: Literal["read", "free"] = "read"
 
 
 class LimitsConfig(_Section):
@@ -103,6 +116,7 @@ class RatoonConfig(BaseSettings):
     log_level: str = "INFO"
     http: HttpConfig = HttpConfig()
     grpc: GrpcConfig = GrpcConfig()
+    auth: AuthConfig = AuthConfig()
     limits: LimitsConfig = LimitsConfig()
     worker: WorkerConfig = WorkerConfig()
     ray: RayConfig = RayConfig()
@@ -129,3 +143,17 @@ def load_config(path: Path | None) -> RatoonConfig:
     if path is not None:
         data = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     return RatoonConfig(**data)
+
+
+def public_hosts(config: RatoonConfig) -> list[str]:
+    """The addresses that are bound and are not loopback."""
+    return [host for host in (config.http.host, config.grpc.host) if not is_loopback(host)]
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    # An IPv4 peer of an IPv6 socket: ::ffff:127.0.0.1.
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback

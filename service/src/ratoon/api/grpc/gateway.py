@@ -20,8 +20,11 @@ from types import FrameType
 from typing import Any
 
 from ratoon.api.build import build_service
+from ratoon.api.gate import build_gate
+from ratoon.api.grpc.access import EarlyRefusal
 from ratoon.api.grpc.server import RunningServer, start_server
 from ratoon.api.grpc.servicer import PolicyServicer
+from ratoon.auth.access import needs_keys
 from ratoon.config import RatoonConfig
 from ratoon.log import configure_logging, get_logger
 
@@ -73,14 +76,17 @@ def _leave_to_thread(signal_number: int, frame: FrameType | None) -> None:
 
 
 async def _start(config: RatoonConfig) -> RunningServer:
+    gate = build_gate(config)
     servicer = PolicyServicer(
         await build_service(config),
         max_body_bytes=config.limits.max_body_bytes,
         status_needs_message=False,
+        gate=gate,
     )
     return await start_server(
         servicer,
         host=config.grpc.host,
         port=config.grpc.gateway_port,
         max_message_bytes=config.grpc.max_message_bytes,
+        interceptors=[EarlyRefusal(gate, servicer.refuse)] if needs_keys(config) else [],
     )

@@ -6,6 +6,7 @@ directions take messages of `max_message_bytes`, and a port that is taken is an 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import grpc.aio
@@ -23,15 +24,21 @@ class RunningServer:
 
 
 async def start_server(
-    servicer: PolicyServicer, *, host: str, port: int, max_message_bytes: int
+    servicer: PolicyServicer,
+    *,
+    host: str,
+    port: int,
+    max_message_bytes: int,
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> RunningServer:
     """Listen without TLS on `host`; port 0: a free one. Raises RuntimeError where it is taken."""
     server = grpc.aio.server(
+        interceptors=interceptors,
         options=[
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", max_message_bytes),
             ("grpc.so_reuseport", 0),
-        ]
+        ],
     )
     add_policy_service(servicer, server)
     bound = server.add_insecure_port(f"{host}:{port}")

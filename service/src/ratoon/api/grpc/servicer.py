@@ -18,10 +18,12 @@ from typing import TypeVar
 import grpc
 from google.protobuf.message import Message
 
+from ratoon.api.gate import OPEN_GATE, Gate, Visit
+from ratoon.api.grpc.access import presented_of
 from ratoon.api.grpc.status import CallContext, as_ratoon_error, set_status
-from ratoon.api.grpc.wiring import Malformed
+from ratoon.api.grpc.wiring import Malformed, sized
 from ratoon.api.service import PolicyService
-from ratoon.errors import ErrorCode, RatoonError
+from ratoon.errors import RatoonError
 from ratoon_proto.v1 import operation_pb2, policy_pb2, service_pb2, weights_pb2
 
 RequestT = TypeVar("RequestT", bound=Message)
@@ -35,12 +37,21 @@ class _Outcome:
 
 
 class PolicyServicer:
-    """Holds nothing but the service. `max_body_bytes` bounds a request's serialized size."""
+    """Holds nothing but the service and its gate (default: open).
+
+    `max_body_bytes` bounds a request's serialized size.
+    """
 
     def __init__(
-        self, service: PolicyService, *, max_body_bytes: int, status_needs_message: bool
+        self,
+        service: PolicyService,
+        *,
+        max_body_bytes: int,
+        status_needs_message: bool,
+        gate: Gate = OPEN_GATE,
     ) -> None:
         self._service = service
+        self._gate = gate
         self._max_body_bytes = max_body_bytes
         self._status_needs_message = status_needs_message
 
@@ -171,32 +182,32 @@ class PolicyServicer:
     async def WatchWeights(
         self, request: service_pb2.WatchWeightsRequest, grpc_context: CallContext
     ) -> AsyncGenerator[weights_pb2.WeightManifest, None]:
-        _set_unimplemented(grpc_context, "WatchWeights")
+        self._refuse_unbuilt("WatchWeights", "watch_weights", grpc_context)
         if self._status_needs_message:
             yield weights_pb2.WeightManifest()
 
     async def AckWeights(
         self, request: service_pb2.AckWeightsRequest, grpc_context: CallContext
     ) -> service_pb2.AckWeightsResponse:
-        _set_unimplemented(grpc_context, "AckWeights")
+        self._refuse_unbuilt("AckWeights", "ack_weights", grpc_context)
         return service_pb2.AckWeightsResponse()
 
     async def ImportWeights(
         self, request: service_pb2.ImportWeightsRequest, grpc_context: CallContext
     ) -> operation_pb2.Operation:
-        _set_unimplemented(grpc_context, "ImportWeights")
+        self._refuse_unbuilt("ImportWeights", "import_weights", grpc_context)
         return operation_pb2.Operation()
 
     async def GetGradientManifest(
         self, request: service_pb2.GetGradientManifestRequest, grpc_context: CallContext
     ) -> weights_pb2.GradientManifest:
-        _set_unimplemented(grpc_context, "GetGradientManifest")
+        self._refuse_unbuilt("GetGradientManifest", "get_gradient_manifest", grpc_context)
         return weights_pb2.GradientManifest()
 
     async def FetchGradients(
         self, request: service_pb2.FetchGradientsRequest, grpc_context: CallContext
     ) -> service_pb2.FetchGradientsResponse:
-        _set_unimplemented(grpc_context, "FetchGradients")
+        self._refuse_unbuilt("FetchGradients", "fetch_gradients", grpc_context)
         return service_pb2.FetchGradientsResponse()
 
     async def _answer(
@@ -209,7 +220,8 @@ class PolicyServicer:
         """The response, or an empty one that gRPC drops for the status of `context`."""
         with self._measured(call.__name__) as outcome:
             try:
-                answer = await call(self._judged(request))
+                visit = self._gate.enter(call.__name__, presented_of(context))
+                answer = await self._gate.run(visit, call, self._judged(visit, request))
             except Exception as error:  # noqa: BLE001 - the border of the process
                 outcome.code = set_status(context, as_ratoon_error(error, call.__name__))
                 return response()
@@ -225,7 +237,10 @@ class PolicyServicer:
     ) -> AsyncGenerator[ResponseT, None]:
         with self._measured(call.__name__) as outcome:
             try:
-                async with aclosing(call(self._judged(request))) as messages:
+                visit = self._gate.enter(call.__name__, presented_of(context))
+                judged = self._judged(visit, request)
+                self._gate.check(visit, judged)
+                async with aclosing(call(judged)) as messages:
                     async for message in messages:
                         yield message
                 outcome.code = grpc.StatusCode.OK
@@ -233,6 +248,25 @@ class PolicyServicer:
                 outcome.code = set_status(context, as_ratoon_error(error, call.__name__))
                 if self._status_needs_message:
                     yield response()
+
+    def refuse(self, call: str, error: RatoonError, context: CallContext) -> None:
+        """Answer a call that was refused before its request was read (`access.EarlyRefusal`)."""
+        with self._measured(call) as outcome:
+            try:
+                self._gate.enter(call, presented_of(context))
+            except RatoonError as now:
+                # Almost always the same: a key may have been made or revoked in between.
+                error = now
+            outcome.code = set_status(context, error)
+
+    def _refuse_unbuilt(self, rpc: str, call: str, context: CallContext) -> None:
+        try:
+            self._gate.enter(call, presented_of(context))
+        except RatoonError as error:
+            set_status(context, error)
+            return
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details(f"{rpc} is not built yet")
 
     @contextmanager
     def _measured(self, method: str) -> Generator[_Outcome, None, None]:
@@ -248,26 +282,9 @@ class PolicyServicer:
                 seconds=time.perf_counter() - start,
             )
 
-    def _judged(self, request: RequestT | Malformed) -> RequestT:
-        if isinstance(request, Malformed):
-            raise RatoonError(
-                ErrorCode.MALFORMED_BODY,
-                f"the request's {request.num_bytes} bytes are not a message of its type",
-                got=f"{request.num_bytes} bytes",
-                expected="a serialized request",
-            )
-        size_bytes = request.ByteSize()
-        if size_bytes > self._max_body_bytes:
-            raise RatoonError(
-                ErrorCode.BODY_TOO_LARGE,
-                f"the request has {size_bytes} bytes, the limit is {self._max_body_bytes}: "
-                "send the batch in parts (UploadPart)",
-                got=f"{size_bytes} bytes",
-                expected=f"at most {self._max_body_bytes} bytes",
-            )
-        return request
-
-
-def _set_unimplemented(context: CallContext, name: str) -> None:
-    context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-    context.set_details(f"{name} is not built yet")
+    def _judged(self, visit: Visit, request: RequestT | Malformed) -> RequestT:
+        try:
+            return sized(request, self._max_body_bytes)
+        except RatoonError as error:
+            self._gate.leave(visit, "", str(error.code))
+            raise

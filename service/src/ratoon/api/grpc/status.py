@@ -1,7 +1,7 @@
 """A failed call's status: code, message and the trailer that carries the whole error.
 
 Enters what a handler raised, leaves a gRPC status on the call's context. Invariant: the same on
-Serve's proxy and on the gateway, whose contexts both have these three setters.
+Serve's proxy and on the gateway, whose contexts both have these methods.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ _log = get_logger("grpc")
 class CallContext(Protocol):
     """What `grpc.aio.ServicerContext` and Serve's own context have in common."""
 
+    def invocation_metadata(self) -> Any: ...
+    def peer(self) -> str: ...
     def set_code(self, code: grpc.StatusCode) -> Any: ...
     def set_details(self, details: str) -> Any: ...
     def set_trailing_metadata(self, trailing_metadata: Any) -> Any: ...

@@ -8,15 +8,17 @@ be INTERNAL without a trailer.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import grpc
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
+from ratoon.errors import ErrorCode, RatoonError
 from ratoon_proto.v1 import service_pb2
 
+RequestT = TypeVar("RequestT", bound=Message)
 SERVICE = service_pb2.DESCRIPTOR.services_by_name["PolicyService"]
 
 
@@ -66,3 +68,24 @@ class _Deserializer:
 
 def _serialize(message: Message) -> bytes:
     return message.SerializeToString()
+
+
+def sized(request: RequestT | Malformed, max_bytes: int) -> RequestT:
+    """Raises MALFORMED_BODY, BODY_TOO_LARGE."""
+    if isinstance(request, Malformed):
+        raise RatoonError(
+            ErrorCode.MALFORMED_BODY,
+            f"the request's {request.num_bytes} bytes are not a message of its type",
+            got=f"{request.num_bytes} bytes",
+            expected="a serialized request",
+        )
+    size_bytes = request.ByteSize()
+    if size_bytes > max_bytes:
+        raise RatoonError(
+            ErrorCode.BODY_TOO_LARGE,
+            f"the request has {size_bytes} bytes, the limit is {max_bytes}: "
+            "send the batch in parts (UploadPart)",
+            got=f"{size_bytes} bytes",
+            expected=f"at most {max_bytes} bytes",
+        )
+    return request

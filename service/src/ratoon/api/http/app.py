@@ -10,14 +10,16 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
 from ratoon import __version__
+from ratoon.api.gate import OPEN_GATE, Gate
 from ratoon.api.http import errors, files, operations, policies, server, training
+from ratoon.api.http.access import AccessGate
 from ratoon.api.http.limits import BodyLimit
 from ratoon.api.http.meter import RequestMeter
 from ratoon.api.service import PolicyService
 from ratoon.config import LimitsConfig
 
 
-def create_app(service: PolicyService, limits: LimitsConfig) -> FastAPI:
+def create_app(service: PolicyService, limits: LimitsConfig, *, gate: Gate = OPEN_GATE) -> FastAPI:
     app = FastAPI(
         title="Ratoon",
         version=__version__,
@@ -27,15 +29,21 @@ def create_app(service: PolicyService, limits: LimitsConfig) -> FastAPI:
         generate_unique_id_function=_operation_name,
     )
     errors.install(app)
+    routers = (
+        policies.router(service, gate),
+        training.router(service, gate),
+        operations.router(service, gate),
+        files.router(service, gate, max_fetch_bytes=limits.max_fetch_bytes),
+        server.router(service, gate),
+    )
+    routes = (*app.routes, *(route for router in routers for route in router.routes))
     # The last one added is the outermost.
     app.add_middleware(BodyLimit, max_body_bytes=limits.max_body_bytes)
+    app.add_middleware(AccessGate, gate=gate, routes=routes)
     app.add_middleware(errors.ErrorBoundary)
     app.add_middleware(RequestMeter, service=service)
-    app.include_router(policies.router(service))
-    app.include_router(training.router(service))
-    app.include_router(operations.router(service))
-    app.include_router(files.router(service, max_fetch_bytes=limits.max_fetch_bytes))
-    app.include_router(server.router(service))
+    for router in routers:
+        app.include_router(router)
     return app
 
 

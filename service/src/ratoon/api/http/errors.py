@@ -33,6 +33,8 @@ RETRY_AFTER_S = 1
 _COMMON = (
     ErrorCode.MALFORMED_BODY,
     ErrorCode.INVALID_ARGUMENT,
+    ErrorCode.UNAUTHENTICATED,
+    ErrorCode.PERMISSION_DENIED,
     ErrorCode.BODY_TOO_LARGE,
     ErrorCode.INTERNAL,
     ErrorCode.UNAVAILABLE,
@@ -55,6 +57,8 @@ def error_response(error: RatoonError, headers: dict[str, str] | None = None) ->
     all_headers = dict(headers or {})
     if row.retryable and row.http in (429, 503):
         all_headers["Retry-After"] = str(RETRY_AFTER_S)
+    if error.code is ErrorCode.UNAUTHENTICATED:
+        all_headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse(
         {"error": to_json(detail_of(error))}, status_code=row.http, headers=all_headers
     )

@@ -10,7 +10,9 @@ import xxhash
 from fastapi import APIRouter, Header, Path, Query
 from fastapi.responses import JSONResponse, Response
 
+from ratoon.api.gate import Gate
 from ratoon.api.http import ranges
+from ratoon.api.http.access import VisitOf
 from ratoon.api.http.errors import error_response, error_responses
 from ratoon.api.http.responses import Digest, PolicyId, json_of
 from ratoon.api.http.schema.server import WeightManifest
@@ -29,7 +31,7 @@ _NOT_FOUND = (ErrorCode.POLICY_NOT_FOUND, ErrorCode.WEIGHTS_NOT_FOUND)
 _BYTES = {"content": {BINARY: {"schema": {"type": "string", "format": "binary"}}}}
 
 
-def router(service: PolicyService, *, max_fetch_bytes: int) -> APIRouter:
+def router(service: PolicyService, gate: Gate, *, max_fetch_bytes: int) -> APIRouter:
     routes = APIRouter(prefix="/v1/policies/{policy_id}", tags=["weights"])
 
     @routes.get(
@@ -37,19 +39,21 @@ def router(service: PolicyService, *, max_fetch_bytes: int) -> APIRouter:
         response_model=WeightManifest,
         responses=error_responses(*_NOT_FOUND),
     )
-    async def get_latest_manifest(policy_id: PolicyId) -> JSONResponse:
+    async def get_latest_manifest(visit: VisitOf, policy_id: PolicyId) -> JSONResponse:
         """The files of the newest published version, with digests."""
         request = wire.GetWeightManifestRequest(policy_id=policy_id)
-        return json_of(await service.get_weight_manifest(request))
+        return json_of(await gate.run(visit, service.get_weight_manifest, request))
 
     @routes.get(
         "/weights/{version}",
         response_model=WeightManifest,
         responses=error_responses(*_NOT_FOUND),
     )
-    async def get_weight_manifest(policy_id: PolicyId, version: Version) -> JSONResponse:
+    async def get_weight_manifest(
+        visit: VisitOf, policy_id: PolicyId, version: Version
+    ) -> JSONResponse:
         request = wire.GetWeightManifestRequest(policy_id=policy_id, version=version)
-        return json_of(await service.get_weight_manifest(request))
+        return json_of(await gate.run(visit, service.get_weight_manifest, request))
 
     @routes.get(
         "/weights/{version}/files/{name}",
@@ -65,6 +69,7 @@ def router(service: PolicyService, *, max_fetch_bytes: int) -> APIRouter:
         },
     )
     async def get_weight_file(
+        visit: VisitOf,
         policy_id: PolicyId,
         version: Version,
         name: str,
@@ -73,6 +78,8 @@ def router(service: PolicyService, *, max_fetch_bytes: int) -> APIRouter:
         if_none_match: Annotated[str | None, Header()] = None,
     ) -> Response:
         """A file of a version; its ETag is its digest. At most `max_fetch_bytes` an answer."""
+        asked = wire.GetWeightManifestRequest(policy_id=policy_id)
+        gate.check(visit, asked)
         path, file = await service.weight_file(policy_id, version, name)
         headers = {"ETag": ranges.etag_of(file.digest), "Accept-Ranges": "bytes"}
         try:
@@ -98,13 +105,13 @@ def router(service: PolicyService, *, max_fetch_bytes: int) -> APIRouter:
         },
     )
     async def fetch_weights(
-        policy_id: PolicyId, digest: Digest, offset: Offset, length: Length
+        visit: VisitOf, policy_id: PolicyId, digest: Digest, offset: Offset, length: Length
     ) -> Response:
         """One chunk of a file of a manifest, or of a result file."""
         request = wire.FetchWeightsRequest(
             policy_id=policy_id, digest=digest, offset=offset, length=length
         )
-        chunk = await service.fetch_weights(request)
+        chunk = await gate.run(visit, service.fetch_weights, request)
         return Response(chunk.data, media_type=BINARY, headers={CHUNK_DIGEST: chunk.digest})
 
     return routes

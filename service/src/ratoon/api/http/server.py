@@ -5,6 +5,8 @@ from __future__ import annotations
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 
+from ratoon.api.gate import Gate
+from ratoon.api.http.access import VisitOf
 from ratoon.api.http.errors import error_response, error_responses
 from ratoon.api.http.responses import json_of
 from ratoon.api.http.schema.server import HealthResponse, ServerInfo
@@ -15,17 +17,17 @@ from ratoon_proto.v1 import service_pb2 as wire
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def router(service: PolicyService) -> APIRouter:
+def router(service: PolicyService, gate: Gate) -> APIRouter:
     routes = APIRouter(tags=["server"])
 
     @routes.get("/v1/info", response_model=ServerInfo, responses=error_responses())
-    async def get_server_info() -> JSONResponse:
-        return json_of(await service.get_server_info(wire.GetServerInfoRequest()))
+    async def get_server_info(visit: VisitOf) -> JSONResponse:
+        return json_of(await gate.run(visit, service.get_server_info, wire.GetServerInfoRequest()))
 
     @routes.get("/v1/health", response_model=HealthResponse, responses=error_responses())
-    async def health() -> JSONResponse:
+    async def health(visit: VisitOf) -> JSONResponse:
         """200 where the server can take work, 503 otherwise."""
-        answer = await service.health(wire.HealthRequest())
+        answer = await gate.run(visit, service.health, wire.HealthRequest())
         if answer.status != "ok":
             return error_response(RatoonError(ErrorCode.UNAVAILABLE, answer.status))
         return json_of(answer)
@@ -38,8 +40,9 @@ def router(service: PolicyService) -> APIRouter:
             **error_responses(),
         },
     )
-    async def metrics() -> Response:
+    async def metrics(visit: VisitOf) -> Response:
         """Totals over all processes: any replica answers the same."""
+        gate.check_all(visit)
         return Response(await service.metrics_text(), media_type=PROMETHEUS)
 
     return routes

@@ -9,6 +9,8 @@ from fastapi import APIRouter, Path
 from fastapi.responses import JSONResponse
 from google.protobuf.message import Message
 
+from ratoon.api.gate import Gate
+from ratoon.api.http.access import VisitOf
 from ratoon.api.http.errors import error_responses
 from ratoon.api.http.responses import ACCEPTED, PolicyId, UploadId, json_of
 from ratoon.api.http.schema.base import WireModel
@@ -39,7 +41,7 @@ _KEYED = (
 _BATCH = (*_KEYED, ErrorCode.UPLOAD_NOT_FOUND, ErrorCode.OPERATION_NOT_FOUND)
 
 
-def router(service: PolicyService) -> APIRouter:
+def router(service: PolicyService, gate: Gate) -> APIRouter:
     routes = APIRouter(prefix="/v1/policies/{policy_id}", tags=["training"])
 
     def accepted(path: str, *codes: ErrorCode) -> dict[str, Any]:
@@ -51,36 +53,42 @@ def router(service: PolicyService) -> APIRouter:
         }
 
     @routes.post(**accepted("/update", *_BATCH))
-    async def update(policy_id: PolicyId, body: UpdateRequest) -> JSONResponse:
+    async def update(visit: VisitOf, policy_id: PolicyId, body: UpdateRequest) -> JSONResponse:
         """Forward and backward over all groups, then one optimizer step."""
         request = await asyncio.to_thread(_filled, wire.UpdateRequest(policy_id=policy_id), body)
-        return json_of(await service.update(request), status=ACCEPTED)
+        return json_of(await gate.run(visit, service.update, request), status=ACCEPTED)
 
     @routes.post(**accepted("/forward_backward", *_BATCH))
-    async def forward_backward(policy_id: PolicyId, body: ForwardBackwardRequest) -> JSONResponse:
+    async def forward_backward(
+        visit: VisitOf, policy_id: PolicyId, body: ForwardBackwardRequest
+    ) -> JSONResponse:
         """Add the gradients of a batch to the window."""
         request = await asyncio.to_thread(
             _filled, wire.ForwardBackwardRequest(policy_id=policy_id), body
         )
-        return json_of(await service.forward_backward(request), status=ACCEPTED)
+        return json_of(await gate.run(visit, service.forward_backward, request), status=ACCEPTED)
 
     @routes.post(**accepted("/optim_step", *_KEYED))
-    async def optim_step(policy_id: PolicyId, body: OptimStepRequest) -> JSONResponse:
+    async def optim_step(
+        visit: VisitOf, policy_id: PolicyId, body: OptimStepRequest
+    ) -> JSONResponse:
         """Divide, clip and apply the window's gradients, and end the window."""
         request = _filled(wire.OptimStepRequest(policy_id=policy_id), body)
-        return json_of(await service.optim_step(request), status=ACCEPTED)
+        return json_of(await gate.run(visit, service.optim_step, request), status=ACCEPTED)
 
     @routes.post(**accepted("/discard_gradients", *_KEYED))
-    async def discard_gradients(policy_id: PolicyId, body: DiscardGradientsRequest) -> JSONResponse:
+    async def discard_gradients(
+        visit: VisitOf, policy_id: PolicyId, body: DiscardGradientsRequest
+    ) -> JSONResponse:
         """End the window without a step."""
         request = _filled(wire.DiscardGradientsRequest(policy_id=policy_id), body)
-        return json_of(await service.discard_gradients(request), status=ACCEPTED)
+        return json_of(await gate.run(visit, service.discard_gradients, request), status=ACCEPTED)
 
     @routes.post(**accepted("/forward", *_BATCH))
-    async def forward(policy_id: PolicyId, body: ForwardRequest) -> JSONResponse:
+    async def forward(visit: VisitOf, policy_id: PolicyId, body: ForwardRequest) -> JSONResponse:
         """Log-probs, and entropy, of given rollouts; no gradient."""
         request = await asyncio.to_thread(_filled, wire.ForwardRequest(policy_id=policy_id), body)
-        return json_of(await service.forward(request), status=ACCEPTED)
+        return json_of(await gate.run(visit, service.forward, request), status=ACCEPTED)
 
     @routes.put(
         "/uploads/{upload_id}/parts/{part_index}",
@@ -88,13 +96,21 @@ def router(service: PolicyService) -> APIRouter:
         responses=error_responses(ErrorCode.POLICY_NOT_FOUND, ErrorCode.RESOURCE_EXHAUSTED),
     )
     async def upload_part(
-        policy_id: PolicyId, upload_id: UploadId, part_index: PartIndex, body: UploadPartRequest
+        visit: VisitOf,
+        policy_id: PolicyId,
+        upload_id: UploadId,
+        part_index: PartIndex,
+        body: UploadPartRequest,
     ) -> JSONResponse:
         """One part of a large batch, kept until an operation names its upload or it expires."""
         empty = wire.UploadPartRequest(
             policy_id=policy_id, upload_id=upload_id, part_index=part_index
         )
-        return json_of(await service.upload_part(await asyncio.to_thread(_filled, empty, body)))
+        return json_of(
+            await gate.run(
+                visit, service.upload_part, await asyncio.to_thread(_filled, empty, body)
+            )
+        )
 
     return routes
 

@@ -1,0 +1,121 @@
+"""The gate on HTTP.
+
+Enters a request, leaves it as a visit, or refused before its body is read. Invariant: a route
+that maps to no row of `CALL_SCOPES` is our bug and fails loudly; what matches no route passes, for
+there is nothing behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Annotated
+
+from fastapi import Depends, Request
+from starlette.datastructures import Headers
+from starlette.routing import BaseRoute, Match
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ratoon.api.gate import ANSWERED, NO_ANSWER, Gate, Visit
+from ratoon.api.http.errors import error_response
+from ratoon.auth.access import Presented
+from ratoon.auth.scopes import CALL_SCOPES
+from ratoon.errors import ERROR_TABLE, ErrorCode, RatoonError
+
+# Routes that have not the name of a call.
+_CALLS: Mapping[str, str] = MappingProxyType(
+    {
+        "get_latest_manifest": "get_weight_manifest",
+        "get_weight_file": "fetch_weights",
+        "openapi": "api_document",
+        "swagger_ui_html": "api_document",
+        "swagger_ui_redirect": "api_document",
+        "redoc_html": "api_document",
+    }
+)
+_VISIT = "ratoon_visit"
+
+
+def call_of(route_name: str) -> str:
+    """The row of `CALL_SCOPES` that a route needs."""
+    call = _CALLS.get(route_name, route_name)
+    assert call in CALL_SCOPES, f"the route {route_name} has no scope"
+    return call
+
+
+class AccessGate:
+    """ASGI middleware, outside of everything that reads the body. `routes`: all, with full paths.
+
+    A route that is missing there has no visit, and so cannot answer.
+    """
+
+    def __init__(self, app: ASGIApp, *, gate: Gate, routes: Sequence[BaseRoute]) -> None:
+        self._app = app
+        self._gate = gate
+        self._routes = routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        found = _route_of(self._routes, scope) if scope["type"] == "http" else None
+        if found is None:
+            await self._app(scope, receive, send)
+            return
+        route, policy_id = found
+        # The meter counts by it, and a refused request never gets to the router.
+        scope["route"] = route
+        try:
+            visit = self._gate.enter(call_of(_name(route)), presented_of(scope))
+        except RatoonError as error:
+            await error_response(error)(scope, receive, send)
+            return
+        scope.setdefault("state", {})[_VISIT] = visit
+        outcome = NO_ANSWER
+
+        async def note_status(message: Message) -> None:
+            nonlocal outcome
+            if message["type"] == "http.response.start":
+                outcome = _outcome(message["status"])
+            await send(message)
+
+        try:
+            await self._app(scope, receive, note_status)
+        except Exception:
+            outcome = str(ErrorCode.INTERNAL)
+            raise
+        finally:
+            self._gate.leave(visit, policy_id, outcome)
+
+
+def presented_of(scope: Scope) -> Presented:
+    client = scope.get("client")
+    return Presented(
+        authorization=Headers(scope=scope).get("authorization", ""),
+        peer=str(client[0]) if client else "",
+    )
+
+
+def _visit_of(request: Request) -> Visit:
+    visit = getattr(request.state, _VISIT)
+    assert isinstance(visit, Visit)
+    return visit
+
+
+VisitOf = Annotated[Visit, Depends(_visit_of)]
+
+
+def _route_of(routes: Sequence[BaseRoute], scope: Scope) -> tuple[BaseRoute, str] | None:
+    """The route of a request, and the policy that its path names; "" where it names none."""
+    for route in routes:
+        match, child_scope = route.matches(scope)
+        if match is Match.FULL:
+            return route, str(child_scope.get("path_params", {}).get("policy_id", ""))
+    return None
+
+
+def _name(route: BaseRoute) -> str:
+    return str(getattr(route, "name", ""))
+
+
+def _outcome(status: int) -> str:
+    """What a status says of a body that was no request."""
+    codes = (str(code) for code, row in ERROR_TABLE.items() if row.http == status)
+    return next(codes, ANSWERED if status < 400 else str(ErrorCode.INTERNAL))

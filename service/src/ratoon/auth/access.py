@@ -1,0 +1,162 @@
+"""Who is let in: everybody, this machine, or holders of a key.
+
+Enters what a caller presented, leaves a `Caller` with what it may see. Invariant: whoever is
+refused learns neither which keys nor which policies there are.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from ratoon.auth.key_file import KeyFile
+from ratoon.auth.keys import is_secret_of, split_key
+from ratoon.auth.scopes import CALL_SCOPES, Scope
+from ratoon.config import RatoonConfig, is_loopback, public_hosts
+from ratoon.errors import ErrorCode, RatoonError, invalid
+from ratoon.log import get_logger
+
+_log = get_logger("auth")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Presented:
+    """What comes with a call: the `authorization` header or metadata, and the other end's host.
+
+    `peer` "": it is not known.
+    """
+
+    authorization: str
+    peer: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """Who calls. `key_id` "": no key was needed. `policies` None: all."""
+
+    key_id: str
+    peer: str
+    scope: Scope
+    policies: tuple[str, ...] | None
+
+    def may_call(self, call: str) -> bool:
+        scope = CALL_SCOPES[call]
+        return scope is None or self.scope.includes(scope)
+
+    def may_see(self, policy_id: str) -> bool:
+        return self.policies is None or policy_id in self.policies
+
+
+class Access(Protocol):
+    """Raises UNAUTHENTICATED for who is nobody that it knows; what a caller may do is its own."""
+
+    def enter(self, call: str, presented: Presented) -> Caller: ...
+
+
+class OpenAccess:
+    """Everybody: `auth.required: false`."""
+
+    def enter(self, call: str, presented: Presented) -> Caller:
+        return anybody(presented)
+
+
+class LocalAccess:
+    """This machine: the default where only loopback addresses are bound.
+
+    Serve's gRPC port listens on all interfaces even then.
+    """
+
+    def enter(self, call: str, presented: Presented) -> Caller:
+        if CALL_SCOPES[call] is not None and not is_loopback(presented.peer):
+            raise RatoonError(
+                ErrorCode.UNAUTHENTICATED,
+                "without API keys this service answers callers of its own machine alone",
+            )
+        return anybody(presented)
+
+
+class KeyAccess:
+    """Holders of a valid key. `free` calls need none."""
+
+    def __init__(
+        self, keys: KeyFile, *, free: frozenset[str], now: Callable[[], float] = time.time
+    ) -> None:
+        self._keys = keys
+        self._free = free
+        self._now = now
+
+    def enter(self, call: str, presented: Presented) -> Caller:
+        if CALL_SCOPES[call] is None or call in self._free:
+            return anybody(presented)
+        pair = split_key(_bearer(presented.authorization))
+        if pair is None:
+            raise RatoonError(
+                ErrorCode.UNAUTHENTICATED,
+                "no API key came with the call",
+                field="authorization",
+                expected="Bearer and a key that `ratoon keys create` has made",
+            )
+        key_id, secret = pair
+        key = self._keys.keys().get(key_id)
+        if not is_secret_of(secret, key) or key is None or not key.is_valid(self._now()):
+            raise RatoonError(
+                ErrorCode.UNAUTHENTICATED,
+                "the API key is unknown, revoked or expired",
+                field="authorization",
+            )
+        return Caller(key_id=key_id, peer=presented.peer, scope=key.scope, policies=key.policies)
+
+
+def anybody(presented: Presented) -> Caller:
+    """A caller of which no key is asked."""
+    return Caller(key_id="", peer=presented.peer, scope=Scope.ADMIN, policies=None)
+
+
+def denied() -> RatoonError:
+    """One text for a scope that is too small and for any policy of others, be there one or not."""
+    return RatoonError(ErrorCode.PERMISSION_DENIED, "the API key does not allow this call")
+
+
+def needs_keys(config: RatoonConfig) -> bool:
+    """Whether keys are asked for."""
+    required = config.auth.required
+    return bool(public_hosts(config)) if required is None else required
+
+
+def access_of(config: RatoonConfig) -> Access:
+    """What the config asks for."""
+    if config.auth.required is False:
+        return OpenAccess()
+    if not needs_keys(config):
+        return LocalAccess()
+    free = frozenset({"metrics"}) if config.auth.metrics == "free" else frozenset[str]()
+    return KeyAccess(KeyFile(config.data_root.absolute()), free=free)
+
+
+def check_start(config: RatoonConfig) -> None:
+    """Nothing is served to other machines without keys but by an explicit, logged choice.
+
+    Raises INVALID_ARGUMENT naming `auth.required`.
+    """
+    hosts = public_hosts(config)
+    if config.auth.required is False:
+        if hosts:
+            _log.warning("served without API keys", hosts=hosts, reason="auth.required is false")
+        return
+    if not needs_keys(config):
+        return
+    now = time.time()
+    keys = KeyFile(config.data_root.absolute()).keys()
+    if any(key.is_valid(now) for key in keys.values()):
+        return
+    if config.auth.required is None:
+        expected = f"a key (ratoon keys create), or true or false, beside a bind to {hosts[0]}"
+        raise invalid("auth.required", "neither a value nor an API key", expected)
+    _log.warning("no API key is valid: only health is answered", reason="auth.required is true")
+
+
+def _bearer(authorization: str) -> str:
+    scheme, _, token = authorization.partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""

@@ -1,0 +1,122 @@
+"""The file of API keys, `access/keys.json` below the data root.
+
+Enters records, leaves the records as they are now. Invariant: the file is replaced whole and only
+under the lock beside it; a reader looks at every call whether it was, so that a revoked key is
+refused by all processes at once.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from ratoon.auth.keys import ApiKey
+from ratoon.errors import ErrorCode, RatoonError, invalid
+from ratoon.log import get_logger
+from ratoon.stream.files import make_folder, write_atomic
+
+Keys = Mapping[str, ApiKey]
+_NO_KEYS: Keys = MappingProxyType({})
+_log = get_logger("auth")
+
+
+@checked_dataclass(frozen=True, slots=True, kw_only=True)
+class _Table:
+    """The file's content."""
+
+    format: Literal[1]
+    keys: tuple[ApiKey, ...]
+
+
+def access_folder(data_root: Path) -> Path:
+    """Where keys and audit log are; nothing is touched."""
+    return data_root / "access"
+
+
+def make_access_folder(data_root: Path) -> Path:
+    """The same, made so that its owner alone can look into it."""
+    folder = access_folder(data_root)
+    if not folder.is_dir():
+        make_folder(folder)
+        folder.chmod(0o700)
+    return folder
+
+
+class KeyFile:
+    """The keys of one data root. Nothing is made before the first key is."""
+
+    def __init__(self, data_root: Path) -> None:
+        self._data_root = data_root
+        self._path = access_folder(data_root) / "keys.json"
+        self._signature: tuple[int, int, int] | None = None
+        self._keys = _NO_KEYS
+
+    def keys(self) -> Keys:
+        """Every key by its id, revoked ones too; none where there is no file.
+
+        Raises UNAVAILABLE where the file cannot be read: then nobody is let in.
+        """
+        try:
+            status = self._path.stat()
+            signature = (status.st_ino, status.st_mtime_ns, status.st_size)
+            # Taken before the file is read: what is replaced in between is read again.
+            if signature != self._signature:
+                self._keys = _parsed(self._path.read_bytes())
+                self._signature = signature
+        except FileNotFoundError:
+            self._signature, self._keys = None, _NO_KEYS
+        except (OSError, ValidationError) as err:
+            self._signature = None
+            _log.error("keys cannot be read", path=str(self._path), error=type(err).__name__)
+            raise RatoonError(ErrorCode.UNAVAILABLE, "the API keys cannot be read") from None
+        return self._keys
+
+    def add(self, key: ApiKey) -> None:
+        self._change(lambda keys: {**keys, key.key_id: key})
+
+    def revoke(self, key_id: str, now: float) -> None:
+        """A key that is revoked already stays as it is. Raises INVALID_ARGUMENT for no key."""
+
+        def revoked(keys: Keys) -> Keys:
+            if key_id not in keys:
+                raise invalid("key_id", repr(key_id), "the id of a key (ratoon keys list)")
+            if keys[key_id].revoked_at is not None:
+                return keys
+            return {**keys, key_id: replace(keys[key_id], revoked_at=now)}
+
+        self._change(revoked)
+
+    def _change(self, change: Callable[[Keys], Keys]) -> None:
+        make_access_folder(self._data_root)
+        with self._locked():
+            keys = change(self.keys())
+            write_atomic(self._path, _written(keys.values()))
+
+    @contextmanager
+    def _locked(self) -> Generator[None, None, None]:
+        descriptor = os.open(self._path.with_name(".keys.lock"), os.O_CREAT | os.O_RDWR, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+
+def _parsed(data: bytes) -> Keys:
+    table = TypeAdapter(_Table).validate_json(data)
+    return MappingProxyType({key.key_id: key for key in table.keys})
+
+
+def _written(keys: Iterable[ApiKey]) -> bytes:
+    table = {"format": 1, "keys": [asdict(key) for key in keys]}
+    return json.dumps(table, indent=1).encode()

@@ -1,0 +1,63 @@
+"""The one table of what a call needs.
+
+Enters the name of a call (a method of `PolicyService`, or a route that HTTP alone has), leaves the
+scope that a key must have for it. Invariant: a call that is not in the table is answered to nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from types import MappingProxyType
+
+
+class Scope(StrEnum):
+    """What a key is for. Each includes those before it."""
+
+    READ = "read"
+    TRAIN = "train"
+    ADMIN = "admin"
+
+    def includes(self, other: Scope) -> bool:
+        order = tuple(Scope)
+        return order.index(self) >= order.index(other)
+
+
+# None: free, no key is looked at.
+CALL_SCOPES: Mapping[str, Scope | None] = MappingProxyType(
+    {
+        "create_policy": Scope.ADMIN,
+        "delete_policy": Scope.ADMIN,
+        "get_policy": Scope.READ,
+        "list_policies": Scope.READ,
+        "update": Scope.TRAIN,
+        "forward_backward": Scope.TRAIN,
+        "optim_step": Scope.TRAIN,
+        "discard_gradients": Scope.TRAIN,
+        "forward": Scope.TRAIN,
+        "upload_part": Scope.TRAIN,
+        "get_operation": Scope.READ,
+        "watch_operation": Scope.READ,
+        "cancel_operation": Scope.TRAIN,
+        "save_checkpoint": Scope.TRAIN,
+        "load_checkpoint": Scope.TRAIN,
+        "list_checkpoints": Scope.READ,
+        "get_weight_manifest": Scope.READ,
+        "watch_weights": Scope.READ,
+        "ack_weights": Scope.READ,
+        "fetch_weights": Scope.READ,
+        "import_weights": Scope.TRAIN,
+        "get_gradient_manifest": Scope.TRAIN,
+        "fetch_gradients": Scope.TRAIN,
+        "get_server_info": Scope.READ,
+        "health": None,
+        # Of HTTP alone. `auth.metrics` may make it free.
+        "metrics": Scope.READ,
+        "api_document": None,
+    }
+)
+
+
+def is_changing(call: str) -> bool:
+    """Whether a call is one that the audit log has a line of, though it is answered."""
+    return CALL_SCOPES[call] not in (None, Scope.READ)

@@ -1,0 +1,112 @@
+"""A service that asks for API keys, on both wires, and calls of it that carry one."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from ratoon.api.gate import build_gate
+from ratoon.api.grpc.access import EarlyRefusal
+from ratoon.api.grpc.server import start_server
+from ratoon.api.grpc.servicer import PolicyServicer
+from ratoon.api.http.app import create_app
+from ratoon.api.service import PolicyService
+from ratoon.auth.key_file import KeyFile
+from ratoon.auth.keys import new_key
+from ratoon.auth.scopes import Scope
+from ratoon.config import AuthConfig, LimitsConfig, RatoonConfig
+from tests.api.wires import GrpcWire, HttpWire, Wire, WireError
+
+MESSAGE_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guarded:
+    """A service behind a gate that asks for keys."""
+
+    root: Path
+    address: str
+    channel: grpc.aio.Channel
+    client: httpx.AsyncClient
+    app: FastAPI
+
+    def key(self, scope: Scope, policies: tuple[str, ...] | None = None, **changes: Any) -> str:
+        values = {"note": "", "created_at": time.time(), "expires_at": None} | changes
+        key, text = new_key(scope=scope, policies=policies, **values)
+        KeyFile(self.root).add(key)
+        return text
+
+    def wire(self, name: str, key: str = "") -> Wire:
+        """A wire that sends `key` with every call."""
+        if name == "http":
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            transport = httpx.ASGITransport(self.app)
+            return HttpWire(
+                client=httpx.AsyncClient(
+                    transport=transport, base_url="http://test", headers=headers
+                )
+            )
+        return GrpcWire(channel=_Keyed(self.channel, key))  # pyright: ignore[reportArgumentType]
+
+    def audit(self) -> list[dict[str, Any]]:
+        lines = (self.root / "access" / "audit.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+
+class _Keyed:
+    """A channel whose unary calls carry a key."""
+
+    def __init__(self, channel: grpc.aio.Channel, key: str) -> None:
+        self._channel = channel
+        self._metadata = (("authorization", f"bearer {key}"),) if key else ()
+
+    def unary_unary(self, *arguments: Any, **options: Any) -> Any:
+        call = self._channel.unary_unary(*arguments, **options)
+        return lambda request, timeout=None: call(request, timeout=timeout, metadata=self._metadata)
+
+    def unary_stream(self, *arguments: Any, **options: Any) -> Any:
+        call = self._channel.unary_stream(*arguments, **options)
+        return lambda request, timeout=None: call(request, timeout=timeout, metadata=self._metadata)
+
+
+@asynccontextmanager
+async def guarded_service(
+    service: PolicyService, limits: LimitsConfig, root: Path
+) -> AsyncIterator[Guarded]:
+    """`service` with the keys below `root`."""
+    gate = build_gate(RatoonConfig(data_root=root, auth=AuthConfig(required=True)))
+    servicer = PolicyServicer(
+        service, max_body_bytes=limits.max_body_bytes, status_needs_message=False, gate=gate
+    )
+    running = await start_server(
+        servicer,
+        host="127.0.0.1",
+        port=0,
+        max_message_bytes=MESSAGE_BYTES,
+        interceptors=[EarlyRefusal(gate, servicer.refuse)],
+    )
+    app = create_app(service, limits, gate=gate)
+    address = f"127.0.0.1:{running.port}"
+    async with (
+        grpc.aio.insecure_channel(address) as channel,
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client,
+    ):
+        yield Guarded(root=root, address=address, channel=channel, client=client, app=app)
+    await running.server.stop(None)
+
+
+async def refusal(wire: Wire, rpc: str, request: Any) -> tuple[str, int | grpc.StatusCode, str]:
+    """(code, status, message) of a call that must fail."""
+    with pytest.raises(WireError) as caught:
+        await wire.call(rpc, request)
+    return caught.value.detail.code, caught.value.status, caught.value.detail.message

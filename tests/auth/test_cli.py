@@ -1,0 +1,68 @@
+"""`ratoon keys`: shown once, listed without the secret, revoked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from ratoon.auth.key_file import KeyFile
+from ratoon.auth.keys import is_secret_of, split_key
+from ratoon.auth.scopes import Scope
+from ratoon.cli import cli
+
+
+@pytest.fixture(autouse=True)
+def _root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RATOON_DATA_ROOT", str(tmp_path))
+
+
+def _run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, ["keys", *arguments])
+
+
+def test_a_created_key_is_shown_once_and_works(tmp_path: Path) -> None:
+    options = ("--policy", "b", "--policy", "a", "--expires-days", "2", "--note", "[red]x")
+    made = _run("create", "--scope", "train", *options)
+    assert made.exit_code == 0
+    pair = split_key(made.stdout.strip())
+    assert pair is not None
+    key = KeyFile(tmp_path).keys()[pair[0]]
+    assert is_secret_of(pair[1], key)
+    assert (key.scope, key.policies, key.note) == (Scope.TRAIN, ("a", "b"), "[red]x")
+    assert key.expires_at == pytest.approx(key.created_at + 2 * 86_400)
+    listed = _run("list")
+    assert key.key_id in listed.stdout
+    assert "[red]x" in listed.stdout
+    assert pair[1] not in listed.output
+    assert pair[1] not in made.stderr
+
+
+def test_a_revoked_key_is_listed_as_such(tmp_path: Path) -> None:
+    made = _run("create", "--scope", "admin")
+    (key_id,) = KeyFile(tmp_path).keys()
+    assert _run("revoke", key_id).exit_code == 0
+    assert "revoked" in _run("list").stdout
+    lines = (tmp_path / "access" / "audit.jsonl").read_text().splitlines()
+    entries = [json.loads(line) for line in lines]
+    assert [(entry["call"], entry["key_id"]) for entry in entries] == [
+        ("keys.create", key_id),
+        ("keys.revoke", key_id),
+    ]
+    assert made.stdout.strip()[-64:] not in "".join(lines)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["create"],
+        ["create", "--scope", "root"],
+        ["create", "--scope", "read", "--policy", "../x"],
+        ["revoke", "absent"],
+    ],
+)
+def test_wrong_arguments_exit_2_and_make_nothing(tmp_path: Path, arguments: list[str]) -> None:
+    assert _run(*arguments).exit_code == 2
+    assert KeyFile(tmp_path).keys() == {}
