@@ -13,7 +13,7 @@ from typing import Self, Unpack
 
 from ratoon_client import calls
 from ratoon_client.caller import Caller
-from ratoon_client.config import ClientConfig, with_timeouts
+from ratoon_client.config import ClientConfig, with_api_key, with_timeouts
 from ratoon_client.errors import RatoonApiError
 from ratoon_client.loss import Loss, Optim
 from ratoon_client.operation import AsyncOperationHandle
@@ -44,21 +44,26 @@ class AsyncRatoonClient:
     """Use it on one event loop, and as a context manager or with `close`.
 
     `target` is `grpc://host:port` (or just `host:port`), `http://host:port` or `https://...`.
-    `timeout_s` bounds a call with its retries, `attempt_timeout_s` each try. Calls raise
-    RatoonApiError for what the service refuses, TransportError where it does not answer.
+    `api_key` goes with every call; where it is left out, that of `config` or of the environment's
+    RATOON_API_KEY does. `timeout_s` bounds a call with its retries, `attempt_timeout_s` each try.
+
+    Calls raise RatoonApiError for what the service refuses, TransportError where it does not
+    answer.
     """
 
     def __init__(
         self,
         target: str,
         *,
+        api_key: str | None = None,
         timeout_s: float | None = None,
         attempt_timeout_s: float | None = None,
         config: ClientConfig | None = None,
     ) -> None:
         check_target(target)
         self._target = target
-        self._config = with_timeouts(config or ClientConfig(), timeout_s, attempt_timeout_s)
+        timed = with_timeouts(config or ClientConfig(), timeout_s, attempt_timeout_s)
+        self._config = with_api_key(timed, api_key)
         self._opened: Caller | None = None
 
     async def __aenter__(self) -> Self:

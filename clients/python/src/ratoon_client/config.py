@@ -1,4 +1,4 @@
-"""What a client can be told, and the one environment variable it reads.
+"""What a client can be told, and the two environment variables it reads.
 
 Enters from the caller, leaves as a frozen value. Invariant: nothing else of the client reads the
 environment.
@@ -7,11 +7,17 @@ environment.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+import re
+from dataclasses import dataclass, field, replace
+
+from ratoon_client.errors import InvalidArgumentError
 
 MIB = 2**20
 URL_VARIABLE = "RATOON_URL"
+KEY_VARIABLE = "RATOON_API_KEY"
 DEFAULT_URL = "grpc://127.0.0.1:8443"
+# What may stand in a header.
+_KEY = re.compile(r"[!-~]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +25,8 @@ class ClientConfig:
     """Times in seconds, sizes in bytes.
 
     `timeout_s` bounds a whole call with its retries, `attempt_timeout_s` each try of it. A batch
-    over `upload_above_bytes` is sent in parts of about `part_bytes`.
+    over `upload_above_bytes` is sent in parts of about `part_bytes`. `api_key` "": none; it is in
+    no text of this value.
     """
 
     timeout_s: float = 60.0
@@ -29,6 +36,12 @@ class ClientConfig:
     part_bytes: int = 16 * MIB
     fetches_in_flight: int = 4
     chunk_bytes: int = 16 * MIB
+    api_key: str = field(default="", repr=False)
+
+    @property
+    def authorization(self) -> str:
+        """The header of every call; "": there is none."""
+        return f"Bearer {self.api_key}" if self.api_key else ""
 
 
 def with_timeouts(
@@ -42,6 +55,17 @@ def with_timeouts(
             config.attempt_timeout_s if attempt_timeout_s is None else attempt_timeout_s
         ),
     )
+
+
+def with_api_key(config: ClientConfig, api_key: str | None) -> ClientConfig:
+    """`config` with `api_key`, or else its own, or else `RATOON_API_KEY`.
+
+    Raises InvalidArgumentError, which does not show it, for a key that no header can hold.
+    """
+    key = (api_key or config.api_key or os.environ.get(KEY_VARIABLE) or "").strip()
+    if _KEY.fullmatch(key) is None:
+        raise InvalidArgumentError("api_key", "other characters", "printable ASCII without spaces")
+    return replace(config, api_key=key)
 
 
 def default_url() -> str:

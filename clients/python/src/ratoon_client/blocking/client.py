@@ -40,20 +40,28 @@ class RatoonClient:
     """A client of one service; use it as a context manager or with `close`.
 
     `target` is `grpc://host:port` (or just `host:port`), `http://host:port` or `https://...`.
-    `timeout_s` bounds a call with its retries, `attempt_timeout_s` each try. Calls raise
-    RatoonApiError for what the service refuses, TransportError where it does not answer.
+    `api_key` goes with every call; where it is left out, that of `config` or of the environment's
+    RATOON_API_KEY does. `timeout_s` bounds a call with its retries, `attempt_timeout_s` each try.
+
+    Calls raise RatoonApiError for what the service refuses, TransportError where it does not
+    answer.
     """
 
     def __init__(
         self,
         target: str,
         *,
+        api_key: str | None = None,
         timeout_s: float | None = None,
         attempt_timeout_s: float | None = None,
         config: ClientConfig | None = None,
     ) -> None:
         self._client = AsyncRatoonClient(
-            target, timeout_s=timeout_s, attempt_timeout_s=attempt_timeout_s, config=config
+            target,
+            api_key=api_key,
+            timeout_s=timeout_s,
+            attempt_timeout_s=attempt_timeout_s,
+            config=config,
         )
         self._loop = LoopThread()
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ratoon_client.cli import checkpoints, policies, server, training, weights
 from ratoon_client.cli.context import Settings
-from ratoon_client.config import URL_VARIABLE, default_url
+from ratoon_client.config import KEY_VARIABLE, URL_VARIABLE, default_url
 from ratoon_client.errors import (
     InvalidArgumentError,
     RatoonApiError,
@@ -53,13 +54,26 @@ def settings(
             show_default=False,
         ),
     ] = "",
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            help=f"A file with the API key. Default: the environment's {KEY_VARIABLE}."
+            " There is no option for the key itself: others would see it among the processes.",
+            exists=True,
+            dir_okay=False,
+            show_default=False,
+        ),
+    ] = None,
     timeout_s: Annotated[
         float, typer.Option(help="Seconds to go on trying a call.", min=0.1)
     ] = 15.0,
     as_json: Annotated[bool, typer.Option("--json", help="Answer in JSON.")] = False,
 ) -> None:
     """Options of all commands."""
-    context.obj = Settings(url=url or default_url(), timeout_s=timeout_s, as_json=as_json)
+    api_key = None if api_key_file is None else _read_key(api_key_file)
+    context.obj = Settings(
+        url=url or default_url(), api_key=api_key, timeout_s=timeout_s, as_json=as_json
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -75,6 +89,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _exit(f"{error}{where}", SERVICE_ERROR)
     except RatoonClientError as error:
         _exit(str(error), SERVICE_ERROR)
+
+
+def _read_key(path: Path) -> str:
+    """The content of `path`, of which nothing is shown where it is no key."""
+    key = path.read_text(encoding="utf-8", errors="replace").strip()
+    if not key:
+        raise InvalidArgumentError("--api-key-file", "an empty file", "a file with an API key")
+    return key
 
 
 def _exit(message: str, status: int) -> None:

@@ -6,6 +6,7 @@ holds the answer alone, as a table or as JSON; all else goes to standard error.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -24,7 +25,10 @@ from ratoon_client.blocking.client import RatoonClient
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
+    """`api_key` None: the environment's."""
+
     url: str
+    api_key: str | None = dataclasses.field(repr=False)
     timeout_s: float
     as_json: bool
 
@@ -38,7 +42,9 @@ def settings_of(context: typer.Context) -> Settings:
 @contextmanager
 def open_client(context: typer.Context) -> Generator[RatoonClient]:
     settings = settings_of(context)
-    with RatoonClient(settings.url, timeout_s=settings.timeout_s) as client:
+    with RatoonClient(
+        settings.url, api_key=settings.api_key, timeout_s=settings.timeout_s
+    ) as client:
         yield client
 
 

@@ -41,6 +41,7 @@ class GrpcTransport:
 
     def __init__(self, address: str, config: ClientConfig) -> None:
         self._address = address
+        self._metadata = _metadata(config)
         self._channel = grpc.aio.insecure_channel(address, options=_options(config))
 
     async def call(
@@ -52,7 +53,7 @@ class GrpcTransport:
             response_deserializer=rpc.response.FromString,
         )
         try:
-            return await method(request, timeout=timeout_s)
+            return await method(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.aio.AioRpcError as err:
             raise self._error(rpc.name, err) from err
 
@@ -64,7 +65,7 @@ class GrpcTransport:
             request_serializer=rpc.request.SerializeToString,
             response_deserializer=rpc.response.FromString,
         )
-        call = method(request)
+        call = method(request, metadata=self._metadata)
         try:
             async for message in call:
                 yield message
@@ -111,6 +112,10 @@ def _detail(err: grpc.aio.AioRpcError) -> operation_pb2.ErrorDetail | None:
             except DecodeError:
                 return None
     return None
+
+
+def _metadata(config: ClientConfig) -> tuple[tuple[str, str], ...]:
+    return (("authorization", config.authorization),) if config.authorization else ()
 
 
 def _options(config: ClientConfig) -> list[tuple[str, Any]]:

@@ -44,6 +44,7 @@ class HttpTransport:
         self._client = httpx.AsyncClient(
             base_url=base_url,
             trust_env=False,
+            headers={"Authorization": config.authorization} if config.authorization else None,
             limits=httpx.Limits(max_connections=config.fetches_in_flight + 16),
         )
 
