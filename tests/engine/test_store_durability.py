@@ -18,8 +18,6 @@ from ratoon.errors import ErrorCode, RatoonError
 from tests.engine.postgres import PostgresServer
 from tests.engine.stores import Stores
 
-PAGE_BYTES = 4096
-
 
 def test_every_commit_to_sqlite_is_synced(tmp_path: Path) -> None:
     """Without synchronous=FULL the log is not on disk when an operation is acknowledged."""
@@ -28,31 +26,6 @@ def test_every_commit_to_sqlite_is_synced(tmp_path: Path) -> None:
         assert connection.execute(text("PRAGMA journal_mode")).scalar_one() == "wal"
         assert connection.execute(text("PRAGMA synchronous")).scalar_one() == 2
     engine.dispose()
-
-
-@pytest.mark.parametrize("damage", ["cut in half", "no header", "pages of zeros", "one lost row"])
-def test_a_damaged_sqlite_file_is_refused_by_name(tmp_path: Path, damage: str) -> None:
-    path = tmp_path / "journal.sqlite"
-    stores = Stores(f"sqlite:///{path}").with_policy()
-    for seq in range(1, 40):
-        stores.applied(seq, seq)
-    stores.engine.dispose()
-    whole = path.read_bytes()
-    size_bytes = len(whole)
-    assert size_bytes > 10 * PAGE_BYTES
-    match damage:
-        case "cut in half":
-            path.write_bytes(whole[: size_bytes // 2])
-        case "no header":
-            path.write_bytes(b"\0" * 64 + whole[64:])
-        case "pages of zeros":
-            path.write_bytes(whole[: 4 * PAGE_BYTES] + b"\0" * (size_bytes - 4 * PAGE_BYTES))
-        case _:
-            # An index names an operation that its table does not have.
-            path.write_bytes(whole.replace(b"p.17p", b"p.99p"))
-    with pytest.raises(RatoonError, match=r"journal\.sqlite is damaged") as caught:
-        open_database(f"sqlite:///{path}")
-    assert caught.value.field == "database_url"
 
 
 def test_every_commit_to_postgresql_waits_for_the_log(postgres: PostgresServer) -> None:

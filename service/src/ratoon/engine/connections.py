@@ -14,7 +14,7 @@ from typing import Any
 import psycopg
 from sqlalchemy import URL, Connection, Dialect, Engine, create_engine, event, make_url, text
 from sqlalchemy.exc import ArgumentError
-from sqlalchemy.pool import StaticPool
+from sqlalchemy.pool import QueuePool
 
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.log import get_logger
@@ -65,9 +65,14 @@ def connect(url: str) -> Engine:
 
 
 def _sqlite(url: URL) -> Engine:
-    """One connection, which one thread at a time uses; other processes may have theirs."""
+    """One connection, which threads take in turn; other processes may have theirs."""
     engine = create_engine(
-        url, poolclass=StaticPool, connect_args={"check_same_thread": False, "timeout": _BUSY_S}
+        url,
+        poolclass=QueuePool,
+        pool_size=1,
+        max_overflow=0,
+        pool_timeout=_BUSY_S,
+        connect_args={"check_same_thread": False, "timeout": _BUSY_S},
     )
     listen: Callable[..., None] = event.listen
     listen(engine, "connect", _make_durable)
@@ -79,6 +84,8 @@ def _make_durable(connection: sqlite3.Connection, _record: object) -> None:
     """WAL with an fsync at each commit; folding the log back every 256 pages keeps it small."""
     # The module would begin a transaction at the first write: after the reads that decided it.
     connection.isolation_level = None
+    # Text that is none any more is to be found by its row's digest, which needs to see it.
+    connection.text_factory = _decode
     try:
         for pragma in ("journal_mode=WAL", "synchronous=FULL", "wal_autocheckpoint=256"):
             connection.execute(f"PRAGMA {pragma}")
@@ -88,6 +95,9 @@ def _make_durable(connection: sqlite3.Connection, _record: object) -> None:
         if err.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
             raise
         fault = str(err)
+    except UnicodeDecodeError as err:
+        # SQLite's own words, with a damaged name in them.
+        fault = f"a name is {err.object!r}"
     if fault != "ok":
         path = connection.execute("PRAGMA database_list").fetchone()[2]
         raise RatoonError(
@@ -97,6 +107,10 @@ def _make_durable(connection: sqlite3.Connection, _record: object) -> None:
             got=fault,
             expected="a whole SQLite file",
         )
+
+
+def _decode(data: bytes) -> str:
+    return data.decode(errors="surrogateescape")
 
 
 def _begin(connection: Connection) -> None:

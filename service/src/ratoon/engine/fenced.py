@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
-from sqlalchemy import Connection, Engine, and_, or_, select, update
+from sqlalchemy import Connection, Engine, and_, or_, select
 
 from ratoon.engine.codec import to_text
 from ratoon.engine.journal import (
@@ -36,6 +36,7 @@ from ratoon.engine.rows import (
     to_columns,
     to_record,
 )
+from ratoon.engine.sealed import insert_row, update_rows
 from ratoon.engine.tables import CHECKPOINTS, OPERATIONS
 from ratoon.engine.types import OperationResult, PolicyState
 from ratoon.model.spec import ModelInfo
@@ -76,7 +77,7 @@ class FencedStore:
             _fence(connection, record.policy_id, token)
             if select_operation(connection, OPERATIONS.c.operation_id == record.operation_id):
                 return
-            connection.execute(OPERATIONS.insert().values(**to_columns(record)))
+            insert_row(connection, OPERATIONS, to_columns(record))
             set_policy(connection, record.policy_id, next_seq=next_seq)
 
     def begin(
@@ -118,8 +119,8 @@ class FencedStore:
                 max_version=max(policy.max_version, end.version),
             )
             if end.checkpoint is not None:
-                values = dataclasses.asdict(end.checkpoint)
-                connection.execute(CHECKPOINTS.insert().values(policy_id=policy_id, **values))
+                values = {"policy_id": policy_id, **dataclasses.asdict(end.checkpoint)}
+                insert_row(connection, CHECKPOINTS, values)
             if end.closes_window:
                 _compact(connection, policy_id, record.seq)
 
@@ -183,13 +184,10 @@ def _fence_operation(connection: Connection, operation_id: str, token: int) -> O
 
 def _compact(connection: Connection, policy_id: str, through_seq: int) -> None:
     """Drop commands and plans that nothing re-runs: idempotency needs only the hash."""
-    connection.execute(
-        update(OPERATIONS)
-        .where(
-            OPERATIONS.c.policy_id == policy_id,
-            OPERATIONS.c.seq <= through_seq,
-            OPERATIONS.c.command.is_not(None),
-            OPERATIONS.c.state.in_(_FINAL),
-        )
-        .values(command=None, plan=None)
+    condition = and_(
+        OPERATIONS.c.policy_id == policy_id,
+        OPERATIONS.c.seq <= through_seq,
+        OPERATIONS.c.command.is_not(None),
+        OPERATIONS.c.state.in_(_FINAL),
     )
+    update_rows(connection, OPERATIONS, condition, {"command": None, "plan": None})

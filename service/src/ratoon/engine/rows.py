@@ -1,7 +1,7 @@
 """Rows of the journal's tables as values and back.
 
 Enters an open transaction or a row, leaves `journal` values. Invariant: a record written and read
-again is equal.
+again is equal, or is refused as damaged (`sealed.DamagedRowError`).
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import dataclasses
 import json
 from typing import Any, cast
 
-from sqlalchemy import ColumnElement, Connection, RowMapping, select, update
+from sqlalchemy import ColumnElement, Connection, RowMapping, select
 
 from ratoon.engine.codec import from_text, to_text
 from ratoon.engine.faults import operation_not_found, policy_not_found
 from ratoon.engine.journal import JournalState, OperationRecord, PolicyRow
+from ratoon.engine.sealed import update_rows, verified
 from ratoon.engine.tables import CHECKPOINTS, OPERATIONS, POLICIES
 from ratoon.engine.types import (
     CheckpointInfo,
@@ -58,17 +59,16 @@ def select_checkpoints(connection: Connection, policy_id: str) -> tuple[Checkpoi
     query = select(CHECKPOINTS).where(CHECKPOINTS.c.policy_id == policy_id)
     rows = connection.execute(query.order_by(CHECKPOINTS.c.seq)).mappings()
     names = [field.name for field in dataclasses.fields(CheckpointInfo)]
-    return tuple(CheckpointInfo(**{name: row[name] for name in names}) for row in rows)
+    sealed = (verified(CHECKPOINTS, row) for row in rows)
+    return tuple(CheckpointInfo(**{name: values[name] for name in names}) for values in sealed)
 
 
 def set_policy(connection: Connection, policy_id: str, **columns: object) -> None:
-    connection.execute(update(POLICIES).where(POLICIES.c.policy_id == policy_id).values(**columns))
+    update_rows(connection, POLICIES, POLICIES.c.policy_id == policy_id, columns)
 
 
 def set_operation(connection: Connection, operation_id: str, **columns: object) -> None:
-    connection.execute(
-        update(OPERATIONS).where(OPERATIONS.c.operation_id == operation_id).values(**columns)
-    )
+    update_rows(connection, OPERATIONS, OPERATIONS.c.operation_id == operation_id, columns)
 
 
 def to_columns(record: OperationRecord) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def to_columns(record: OperationRecord) -> dict[str, Any]:
 
 
 def to_record(row: RowMapping) -> OperationRecord:
-    values: dict[str, Any] = dict(row)
+    values = verified(OPERATIONS, row)
     plan, command, result = values["plan"], values["command"], values["result"]
     decoded: dict[str, Any] = values | {
         "kind": OperationKind(values["kind"]),
@@ -98,14 +98,15 @@ def to_record(row: RowMapping) -> OperationRecord:
 
 
 def to_policy(row: RowMapping) -> PolicyRow:
+    values = verified(POLICIES, row)
     return PolicyRow(
-        spec=cast("PolicySpec", from_text(row["spec"])),
-        state=PolicyState(row["state"]),
-        version=row["version"],
-        max_version=row["max_version"],
-        next_seq=row["next_seq"],
-        token=row["token"],
-        created_at=row["created_at"],
-        info=None if row["info"] is None else cast("ModelInfo", from_text(row["info"])),
-        published=tuple(json.loads(row["published"])),
+        spec=cast("PolicySpec", from_text(values["spec"])),
+        state=PolicyState(values["state"]),
+        version=values["version"],
+        max_version=values["max_version"],
+        next_seq=values["next_seq"],
+        token=values["token"],
+        created_at=values["created_at"],
+        info=None if values["info"] is None else cast("ModelInfo", from_text(values["info"])),
+        published=tuple(json.loads(values["published"])),
     )

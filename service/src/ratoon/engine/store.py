@@ -33,6 +33,7 @@ from ratoon.engine.rows import (
     to_policy,
     to_record,
 )
+from ratoon.engine.sealed import insert_row
 from ratoon.engine.tables import CHECKPOINTS, OPERATIONS, POLICIES
 from ratoon.engine.types import (
     CheckpointInfo,
@@ -59,25 +60,25 @@ class SqlStore:
     def insert_policy(self, spec: PolicySpec, record: OperationRecord) -> None:
         """A new policy and the record of its CreatePolicy. Raises POLICY_EXISTS."""
         with self._engine.begin() as connection:
-            row = POLICIES.insert().values(
-                policy_id=spec.policy_id,
-                spec=to_text(spec),
-                state=PolicyState.CREATING,
-                version=0,
-                max_version=0,
-                next_seq=1,
-                token=0,
-                created_at=record.created_at,
-                info=None,
-                published="[]",
-            )
+            row = {
+                "policy_id": spec.policy_id,
+                "spec": to_text(spec),
+                "state": PolicyState.CREATING,
+                "version": 0,
+                "max_version": 0,
+                "next_seq": 1,
+                "token": 0,
+                "created_at": record.created_at,
+                "info": None,
+                "published": "[]",
+            }
             try:
-                connection.execute(row)
+                insert_row(connection, POLICIES, row)
             except IntegrityError as err:
                 raise RatoonError(
                     ErrorCode.POLICY_EXISTS, f"policy {spec.policy_id} exists", field="policy_id"
                 ) from err
-            connection.execute(OPERATIONS.insert().values(**to_columns(record)))
+            insert_row(connection, OPERATIONS, to_columns(record))
 
     def policy(self, policy_id: str) -> PolicyRow | None:
         with self._engine.begin() as connection:
@@ -107,7 +108,7 @@ class SqlStore:
             if select_operation(connection, _life(policy_id, OperationKind.DELETE_POLICY)):
                 raise policy_not_ready(policy_id, state)
             set_policy(connection, policy_id, state=PolicyState.DELETING)
-            connection.execute(OPERATIONS.insert().values(**to_columns(record)))
+            insert_row(connection, OPERATIONS, to_columns(record))
 
     def remove_policy(self, policy_id: str, *, keep_operation_id: str) -> None:
         """Forget a policy and all its records but one, that of its end."""

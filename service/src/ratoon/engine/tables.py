@@ -23,10 +23,17 @@ from sqlalchemy import (
 
 from ratoon.engine.connections import connect
 from ratoon.engine.migrate import upgrade
+from ratoon.engine.sealed import DIGEST, check_all
 
 METADATA = MetaData()
 # Versions, seqs and bytes; SQLite's integers are of 64 bits under their own name.
 _WIDE = BigInteger().with_variant(Integer, "sqlite")
+
+
+def _digest() -> Column[str]:
+    """Of the row: see `sealed`."""
+    return Column(DIGEST, String(32), nullable=False, server_default="")
+
 
 POLICIES = Table(
     "policies",
@@ -42,6 +49,7 @@ POLICIES = Table(
     Column("info", Text),
     # JSON list of versions, in the order in which they were published.
     Column("published", Text, nullable=False),
+    _digest(),
 )
 
 # No foreign key to policies: the record of a DeletePolicy outlives its policy.
@@ -65,6 +73,7 @@ OPERATIONS = Table(
     Column("created_at", Float, nullable=False),
     Column("started_at", Float),
     Column("finished_at", Float),
+    _digest(),
     UniqueConstraint("policy_id", "seq"),
     UniqueConstraint("policy_id", "request_id"),
 )
@@ -80,14 +89,17 @@ CHECKPOINTS = Table(
     Column("replay_from_seq", _WIDE, nullable=False),
     Column("created_at", Float, nullable=False),
     Column("size_bytes", _WIDE, nullable=False),
+    _digest(),
 )
 
 
 def open_database(url: str) -> Engine:
     """A database with these tables: made where they are not, upgraded where they are older.
 
-    Raises what `connections.connect` and `migrate.upgrade` raise.
+    Every row is read once. Raises what `connect`, `upgrade` and `check_all` raise.
     """
     engine = connect(url)
     upgrade(engine)
+    with engine.begin() as connection:
+        check_all(connection, POLICIES, OPERATIONS, CHECKPOINTS)
     return engine

@@ -1,0 +1,95 @@
+"""Rows with a digest of themselves: what was damaged on its way through a disk is never loaded.
+
+Enters column values, leaves rows and, read again, the same values. Invariant: every write of a
+row goes through here, and what is not the row's own digest any more is refused by name. A column
+that is null counts for nothing, so that a new one leaves old rows as they are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import xxhash
+from sqlalchemy import ColumnElement, Connection, Float, RowMapping, Table, select, update
+from sqlalchemy.exc import DBAPIError
+
+from ratoon.errors import ErrorCode, RatoonError
+
+DIGEST = "row_digest"
+
+
+class DamagedRowError(Exception):
+    """A row of the journal is not what was written; it names the table and the row."""
+
+
+def insert_row(connection: Connection, table: Table, values: Mapping[str, Any]) -> None:
+    connection.execute(table.insert().values(**values, **{DIGEST: _digest(table, values)}))
+
+
+def update_rows(
+    connection: Connection, table: Table, condition: ColumnElement[bool], columns: Mapping[str, Any]
+) -> None:
+    """Set `columns` of the rows that meet `condition`. Raises `DamagedRowError`."""
+    rows = connection.execute(select(table).where(condition).with_for_update()).mappings().all()
+    for row in rows:
+        changed = {**verified(table, row), **columns}
+        _write(connection, table, row, {**columns, DIGEST: _digest(table, changed)})
+
+
+def verified(table: Table, row: RowMapping) -> dict[str, Any]:
+    """The row's values without its digest. Raises `DamagedRowError`."""
+    values = {name: value for name, value in row.items() if name != DIGEST}
+    if row[DIGEST] != _digest(table, values):
+        key = ", ".join(repr(row[column.name]) for column in table.primary_key)
+        raise DamagedRowError(f"row {key} of the table {table.name} is damaged")
+    return values
+
+
+def check_all(connection: Connection, *tables: Table) -> None:
+    """Read every row. Raises INTERNAL naming the first damaged one, or why it cannot be read."""
+    try:
+        for table in tables:
+            for row in connection.execute(select(table)).mappings():
+                verified(table, row)
+    except (DamagedRowError, DBAPIError) as err:
+        fault = str(err.orig) if isinstance(err, DBAPIError) else str(err)
+        raise RatoonError(
+            ErrorCode.INTERNAL,
+            f"database_url: the journal cannot be read ({fault}): restore it from a backup",
+            field="database_url",
+            got=fault,
+            expected="rows as they were written",
+        ) from err
+
+
+def seal_all(connection: Connection, table: Table) -> None:
+    """Give every row the digest of what it holds now: for a revision that changes rows."""
+    for row in connection.execute(select(table)).mappings().all():
+        _write(connection, table, row, {DIGEST: _digest(table, dict(row))})
+
+
+def _write(
+    connection: Connection, table: Table, row: RowMapping, values: Mapping[str, Any]
+) -> None:
+    statement = update(table)
+    for column in table.primary_key:
+        statement = statement.where(column == row[column.name])
+    connection.execute(statement.values(**values))
+
+
+def _digest(table: Table, values: Mapping[str, Any]) -> str:
+    """Of names and values as JSON; a float may have been given as an integer.
+
+    What no JSON can be is no value of ours: SQLite has a damaged number as bytes.
+    """
+    fields = {
+        name: float(value)
+        if isinstance(table.c[name].type, Float) and isinstance(value, int)
+        else value
+        for name, value in values.items()
+        if name != DIGEST and value is not None
+    }
+    text = json.dumps(fields, sort_keys=True, separators=(",", ":"), default=repr)
+    return xxhash.xxh3_128_hexdigest(text.encode())

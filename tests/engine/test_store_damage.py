@@ -1,0 +1,133 @@
+"""A journal whose bytes changed on the disk: it is read as it was written, or refused by name."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+
+from ratoon.engine.sealed import DamagedRowError
+from ratoon.engine.tables import open_database
+from ratoon.engine.types import CheckpointInfo, SeqKey
+from ratoon.errors import RatoonError
+from tests.engine.stores import Stores
+
+PAGE_BYTES = 4096
+NUM_FLIPS = 100
+
+
+def fill(stores: Stores) -> None:
+    """Some forty operations, a checkpoint among their results."""
+    checkpoint = CheckpointInfo(
+        checkpoint_id="c", version=1, seq=1, replay_from_seq=2, created_at=3.0, size_bytes=8
+    )
+    stores.accept(1)
+    stores.end(1, 1, checkpoint=checkpoint)
+    for seq in range(2, 40):
+        stores.applied(seq, seq)
+    stores.accept(40)
+
+
+def everything(stores: Stores) -> list[object]:
+    """What the journal says."""
+    store = stores.store
+    records = [store.find_key("p", SeqKey(seq=seq)) for seq in range(1, 41)]
+    return [*store.policies(), *store.checkpoints("p"), *records, store.history("p")]
+
+
+@pytest.fixture
+def stores(database_url: str) -> Iterator[Stores]:
+    opened = Stores(database_url).with_policy()
+    fill(opened)
+    yield opened
+    opened.engine.dispose()
+
+
+@pytest.mark.parametrize(
+    ("change", "row"),
+    [
+        ("UPDATE policies SET version = version + 1", "row 'p' of the table policies"),
+        ("UPDATE policies SET token = token - 1", "row 'p' of the table policies"),
+        ("UPDATE operations SET state = 'accepted'", "of the table operations"),
+        ("UPDATE operations SET result = replace(result, '0.5', '7')", "of the table operations"),
+        ("UPDATE checkpoints SET size_bytes = 9", "row 'p', 'c' of the table checkpoints"),
+    ],
+)
+def test_a_row_that_is_not_what_was_written_is_refused_by_name(
+    stores: Stores, database_url: str, change: str, row: str
+) -> None:
+    with stores.engine.begin() as connection:
+        connection.execute(text(change))
+    with pytest.raises(DamagedRowError, match=row):
+        everything(stores)
+    with pytest.raises(RatoonError, match=rf"{row} is damaged") as caught:
+        open_database(database_url)
+    assert caught.value.field == "database_url"
+
+
+def test_a_write_to_a_damaged_row_does_not_make_it_whole(stores: Stores) -> None:
+    with stores.engine.begin() as connection:
+        connection.execute(text("UPDATE policies SET version = 7"))
+    with pytest.raises(DamagedRowError):
+        stores.store.set_state("p", stores.store.policies()[0].state)
+    with pytest.raises(DamagedRowError):
+        stores.fenced.set_published(stores.token, "p", (1,))
+    with stores.engine.begin() as connection:
+        assert connection.execute(text("SELECT published FROM policies")).scalar_one() == "[]"
+
+
+@pytest.mark.parametrize("damage", ["cut in half", "no header", "pages of zeros", "one lost row"])
+def test_a_damaged_sqlite_file_is_refused_by_name(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "journal.sqlite"
+    stores = Stores(f"sqlite:///{path}").with_policy()
+    for seq in range(1, 40):
+        stores.applied(seq, seq)
+    stores.engine.dispose()
+    whole = path.read_bytes()
+    size_bytes = len(whole)
+    assert size_bytes > 10 * PAGE_BYTES
+    match damage:
+        case "cut in half":
+            path.write_bytes(whole[: size_bytes // 2])
+        case "no header":
+            path.write_bytes(b"\0" * 64 + whole[64:])
+        case "pages of zeros":
+            path.write_bytes(whole[: 4 * PAGE_BYTES] + b"\0" * (size_bytes - 4 * PAGE_BYTES))
+        case _:
+            # An index names an operation that its table does not have.
+            path.write_bytes(whole.replace(b"p.17p", b"p.99p"))
+    with pytest.raises(RatoonError, match=r"journal\.sqlite is damaged") as caught:
+        open_database(f"sqlite:///{path}")
+    assert caught.value.field == "database_url"
+
+
+def test_a_flipped_byte_of_a_sqlite_file_is_harmless_or_refused(tmp_path: Path) -> None:
+    """Without digests in the rows a number or a letter of a value came back as another."""
+    path = tmp_path / "journal.sqlite"
+    url = f"sqlite:///{path}"
+    stores = Stores(url).with_policy()
+    fill(stores)
+    expected = everything(stores)
+    stores.engine.dispose()
+    whole = path.read_bytes()
+    generator = random.Random(7)
+    num_refused = 0
+    for _ in range(NUM_FLIPS):
+        place = generator.randrange(len(whole))
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << generator.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            opened = Stores(url)
+            assert everything(opened) == expected, f"byte {place}"
+            opened.engine.dispose()
+        except (RatoonError, DamagedRowError) as err:
+            assert re.search("damaged|cannot be read|revision", str(err)), place
+            num_refused += 1
+        for leftover in ("-wal", "-shm"):
+            path.with_name(f"journal.sqlite{leftover}").unlink(missing_ok=True)
+    assert num_refused > NUM_FLIPS // 10
