@@ -56,8 +56,7 @@ async def test_an_audited_name_cannot_forge_a_line(guarded: Guarded) -> None:
     name = f'x"\n{{"key_id": "forged"}}{"y" * 10_000}'
     await refusal(wire, "GetPolicy", service_pb2.GetPolicyRequest(policy_id=name))
     (entry,) = guarded.audit()
-    assert len(entry["policy_id"]) <= 80
-    assert "\n" not in entry["policy_id"]
+    assert entry["policy_id"] == "?"
 
 
 async def test_secrets_are_in_no_file_log_or_error(
@@ -84,7 +83,8 @@ async def test_secrets_are_in_no_file_log_or_error(
     assert "keys cannot be read" in err
     audit = (guarded.root / "access" / "audit.jsonl").read_text()
     for key in keys:
-        # The calls whose policy is a key by mistake may show its beginning, not the secret's end.
+        assert key[20:40] not in out + err + audit
+        # A caller that names its key as a policy is shown the beginning of what it sent.
         for text in (out, err, audit, *texts):
             assert key[-60:] not in text
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 from google.protobuf.message import Message
 
-from ratoon.api.convert.checks import shown
+from ratoon.api.convert.checks import POLICY_ID
 from ratoon.auth.access import Access, Caller, OpenAccess, Presented, access_of, denied
 from ratoon.auth.audit import Audit, AuditEntry, AuditLog, NoAudit
 from ratoon.auth.scopes import Scope, is_changing
@@ -115,7 +115,8 @@ class Gate:
                 key_id=visit.caller.key_id,
                 peer=visit.caller.peer,
                 call=visit.call,
-                policy_id=shown(policy_id)[1:-1],
+                # What is no id may be anything, a key given by mistake too.
+                policy_id=policy_id if POLICY_ID.fullmatch(policy_id) else "?" * bool(policy_id),
                 seq=seq,
                 outcome=outcome,
             )

@@ -22,7 +22,7 @@ _log = get_logger("audit")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditEntry:
-    """`key_id` "": nobody that is known; `policy_id` "": none; `seq` 0: none, or not assigned.
+    """`key_id` "": nobody that is known; `policy_id` "": none, "?": no id; `seq` 0: none.
 
     `outcome` is OK (for an operation: accepted) or the code of the error.
     """
