@@ -5,6 +5,8 @@ Enters the rows of `paper` or `profile`, leaves a `Table`. Invariant: as of `ste
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from benchmarks.step_rows import (
     FLASH,
     NOTHING,
@@ -22,6 +24,9 @@ from benchmarks.step_rows import (
     percent,
     replicated_of,
 )
+
+# Of profiled seconds against those without a profiler.
+MAX_CLOCK_DRIFT = 0.03
 
 
 def paper(rows: list[Row]) -> Table:
@@ -87,8 +92,19 @@ def profile(rows: list[Row]) -> Table:
         columns=["", *(_profiled(row) for row in shown)],
         num_text_columns=1,
         rows=cells,
-        notes=errors(rows),
+        notes=[*errors(rows), *_drifts(shown)],
     )
+
+
+def _drifts(rows: list[Row]) -> Iterator[str]:
+    """Where the profiled steps were not as long as those before them."""
+    for row in rows:
+        change = row["profiled_s"] / row["seconds"] - 1
+        if abs(change) > MAX_CLOCK_DRIFT:
+            yield (
+                f"{_profiled(row)}: {100 * change:+.0f}% from unwatched to profiled, as clocks "
+                "change with heat and power: its kernels are not to be compared with others'"
+            )
 
 
 def _gap_share(row: Row) -> str:

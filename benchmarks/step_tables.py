@@ -117,6 +117,7 @@ def _updates(rows: list[Row]) -> Table:
             f"{row['seconds']:.2f}",
             update_over_step(row),
             f"{row['num_micro_batches']}",
+            f"{row['num_stages'] or NOTHING}",
             percent(row, "hardware_mfu", 1),
             percent(row, "logical_mfu", 0),
             gib(row, "peak_gib"),
@@ -128,7 +129,7 @@ def _updates(rows: list[Row]) -> Table:
         title="Whole updates",
         columns=[
             *("update", "states", "old log-probs s", "forward s", "backward s", "optimizer s"),
-            *("all s", "update / step", "micro-batches", "hardware MFU", "logical MFU"),
+            *("all s", "update / step", "micro-batches", "stages", "hardware MFU", "logical MFU"),
             "peak GiB",
         ],
         num_text_columns=2,

@@ -69,7 +69,13 @@ def _shape(prompt: int, predicted: float) -> dict[str, Any]:
 def _result() -> dict[str, Any]:
     kept = {"predicted_gib": 84.0, "beyond_weights_gib": 80.0, "layers_kept": {"narrow": 36}}
     phases = {"old_logprobs_s": 1.0, "forward_s": 1.25, "backward_s": 3.0, "optimizer_s": 0.5}
-    update = {**phases, "update_s": 4.75, "optimizer_states": "bf16_8bit", "num_micro_batches": 1}
+    update = {
+        **phases,
+        "update_s": 4.75,
+        "optimizer_states": "bf16_8bit",
+        "num_micro_batches": 1,
+        "num_stages": 4,
+    }
     activations, many = "activations 8192x32", "many 32768x512"
     drift = {"mean_abs": 0.012, "max_abs": 0.25, "k3": 1e-4}
     return {
@@ -125,6 +131,14 @@ def _result() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def test_a_profile_at_other_clocks_says_so() -> None:
+    result = _result()
+    result["profile"][2]["profiled_s"] = 3.8
+    (note,) = tables(result)[2].notes
+    assert note.startswith("update, cuda: ")
+    assert "% from unwatched to profiled" in note
+
+
 def test_targets_are_met_or_missed_by_their_bounds() -> None:
     found = {t.name: (t.bound, round(t.reached, 3), t.is_met) for t in targets(_result())}
     assert found == {
@@ -163,6 +177,7 @@ def test_tables_show_ratios_of_one_case_and_reasons() -> None:
     assert profile.columns == ["", "cuda", "cuda-waves-of-8", "update, cuda"]
     assert profile.rows[0] == ["products of weights", *["2500.0"] * 3]
     assert profile.rows[2] == ["nothing runs", "82.0", "205.0", "164.0"]
+    assert profile.notes == []
     assert profile.rows[-2][1:] == ["2.0%", "5.0%", "4.0%"]
     assert paper.rows[0][-3:] == ["4.00", "1.20", "1.00"]
     assert paper.rows[1][0] == "fa2-replicated, 2 a micro-batch"
