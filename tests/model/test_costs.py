@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks.step_run import FULL
 from ratoon.model.activation_plan import Kept
 from ratoon.model.costs import (
     H200_RATES,
@@ -20,9 +24,8 @@ from ratoon.rollout.costs import Work
 from ratoon.rollout.packed import Stage
 from tests.model.test_activation_plan import QWEN3_8B
 
+STEP = Path(__file__).parents[2] / "benchmarks/results/h200/step.json"
 GIB = 2**30
-# The recorded group of docs/decisions/0010: 41,323 packed tokens.
-PAPER = Work(tokens=41_323, pairs=222_100_000, rows=36_264)
 NOTHING = DeviceRates(
     linear_flops=math.inf,
     attention_flops=math.inf,
@@ -32,29 +35,53 @@ NOTHING = DeviceRates(
 )
 
 
-# Seconds measured there, by layers that keep ATTENTION, NARROW and PRODUCTS.
-@pytest.mark.parametrize(
-    ("layers", "measured_s"),
-    {(0, 4, 32): 3.83, (0, 36, 0): 4.22, (36, 0, 0): 4.40}.items(),
-)
-def test_seconds_of_the_recorded_group(layers: tuple[int, int, int], measured_s: float) -> None:
-    kinds = (Kept.ATTENTION, Kept.NARROW, Kept.PRODUCTS)
-    kept = tuple(kind for kind, count in zip(kinds, layers, strict=True) for _ in range(count))
-    again = recompute_s(QWEN3_8B, H200_RATES, kept) * PAPER.tokens
-    predicted = device_costs(QWEN3_8B, H200_RATES).packed(PAPER) + again
-    assert predicted == pytest.approx(measured_s, rel=0.05)
+def _measured_rows() -> list[dict[str, Any]]:
+    """Packed steps of the committed result that were warm."""
+    result = json.loads(STEP.read_text(encoding="utf-8"))
+    rows = [*result["paper"], *result["memory"]]
+    found = [row for row in rows if row["how"] == "cuda" and row.get("is_warm", True)]
+    assert len(found) >= 7, "paper, four lengths and two comparisons"
+    return found
 
 
-def test_running_again_costs_what_was_measured() -> None:
-    """Of all layers: what lies between the three, 0.39 s of 32 layers and 0.18 s of 36."""
-    narrow = recompute_s(QWEN3_8B, H200_RATES, (Kept.NARROW,) * 32)
-    attention = recompute_s(QWEN3_8B, H200_RATES, (Kept.ATTENTION,) * 36)
-    on_host = recompute_s(QWEN3_8B, H200_RATES, (Kept.HOST,) * 36)
-    assert narrow * PAPER.tokens == pytest.approx(4.22 - 3.83, rel=0.1)
-    expected = narrow * 36 / 32 * PAPER.tokens + 4.40 - 4.22
-    assert attention * PAPER.tokens == pytest.approx(expected, rel=0.1)
-    assert on_host == attention
-    assert recompute_s(QWEN3_8B, H200_RATES, (Kept.PRODUCTS,) * 36) == 0
+def _shape(row: dict[str, Any]) -> tuple[int, tuple[int, ...]]:
+    """Tokens of the prompt and of each response."""
+    prompt, _, count = row["case"].split()[-1].partition("x")
+    if int(prompt) == FULL.paper.prompt:
+        return FULL.paper.prompt, FULL.paper.responses
+    if row["case"].startswith("many"):
+        return int(prompt), FULL.many.responses[: row["responses"]]
+    return int(prompt), (1024,) * int(count)
+
+
+@pytest.mark.parametrize("row", _measured_rows(), ids=lambda row: row["case"])
+def test_seconds_of_measured_steps(row: dict[str, Any]) -> None:
+    """Whole models, whatever their layers keep; the rates were fitted to eight layers."""
+    prompt, responses = _shape(row)
+    own = sum(responses)
+    pairs = prompt * (prompt + 1) // 2 + sum(prompt * n + n * (n + 1) // 2 for n in responses)
+    work = Work(tokens=prompt + own, pairs=pairs, rows=own)
+    assert work.tokens == row["packed_tokens"]
+    kept = tuple(Kept(kind) for kind, count in row["layers_kept"].items() for _ in range(count))
+    again = recompute_s(QWEN3_8B, H200_RATES, kept) * work.tokens
+    predicted = device_costs(QWEN3_8B, H200_RATES).packed(work) + again
+    assert predicted == pytest.approx(row["seconds"], rel=0.03)
+
+
+def test_running_again_by_hand() -> None:
+    """Gate and up of a layer that keeps NARROW; all that attention is made of beside it, too."""
+    wide = 2 * 4096 * 12_288
+    attention = 4096 * 128 * (32 + 8 + 8 + 32)
+    rate = H200_RATES.linear_flops
+    again = {
+        kept: recompute_s(QWEN3_8B, H200_RATES, (kept,) * 36) * rate / (2 * 36) for kept in Kept
+    }
+    assert again == {
+        Kept.PRODUCTS: 0,
+        Kept.NARROW: pytest.approx(wide, rel=1e-12),
+        Kept.ATTENTION: pytest.approx(wide + attention, rel=1e-12),
+        Kept.HOST: pytest.approx(wide + attention, rel=1e-12),
+    }
 
 
 def test_each_price_is_work_over_its_rate() -> None:
