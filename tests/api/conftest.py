@@ -24,6 +24,7 @@ from ratoon_proto.v1 import service_pb2
 from tests.api import requests
 from tests.api.fake_engine import FakeEngine
 from tests.api.guarded import Guarded, guarded_service
+from tests.api.open_gate import OPEN_GATE
 from tests.api.wires import GrpcWire, HttpWire, Wire
 
 MAX_BODY_BYTES = 16 * 1024
@@ -43,7 +44,7 @@ class Api:
 
     @cached_property
     def app(self) -> FastAPI:
-        return create_app(self.service, self.limits)
+        return create_app(self.service, self.limits, gate=OPEN_GATE)
 
     @cached_property
     def http(self) -> HttpWire:
@@ -80,7 +81,9 @@ async def api(tmp_path: Path) -> AsyncIterator[Api]:
         defaults=SpecDefaults(models_root=models_root, micro_batch_tokens=4096),
         device="cpu",
     )
-    servicer = PolicyServicer(service, max_body_bytes=MAX_BODY_BYTES, status_needs_message=False)
+    servicer = PolicyServicer(
+        service, max_body_bytes=MAX_BODY_BYTES, status_needs_message=False, gate=OPEN_GATE
+    )
     running = await start_server(
         servicer, host="127.0.0.1", port=0, max_message_bytes=MAX_MESSAGE_BYTES
     )

@@ -17,6 +17,7 @@ from ratoon_proto.v1 import operation_pb2, service_pb2, weights_pb2
 from ratoon_proto.v1.service_pb2_grpc import PolicyServiceServicer, PolicyServiceStub
 from tests.api import requests
 from tests.api.conftest import Api
+from tests.api.open_gate import OPEN_GATE
 from tests.api.wires import NOT_BUILT, SERVICE, grpc_error
 
 
@@ -137,7 +138,9 @@ class _ServeContext:
 
 async def test_on_serve_a_failed_stream_ends_with_one_empty_message(api: Api) -> None:
     """Serve's proxy reads a context only along with a message: without one the trailer is lost."""
-    servicer = PolicyServicer(api.service, max_body_bytes=1024, status_needs_message=True)
+    servicer = PolicyServicer(
+        api.service, max_body_bytes=1024, status_needs_message=True, gate=OPEN_GATE
+    )
     context = _ServeContext()
     request = service_pb2.WatchOperationRequest(operation_id="absent")
     messages = [message async for message in servicer.WatchOperation(request, context)]
@@ -154,7 +157,9 @@ async def test_on_serve_a_failed_stream_ends_with_one_empty_message(api: Api) ->
 
 
 async def test_malformed_requests_say_only_their_size(api: Api) -> None:
-    servicer = PolicyServicer(api.service, max_body_bytes=1024, status_needs_message=True)
+    servicer = PolicyServicer(
+        api.service, max_body_bytes=1024, status_needs_message=True, gate=OPEN_GATE
+    )
     context = _ServeContext()
     malformed: object = Malformed(num_bytes=17)
     answer = await servicer.GetPolicy(malformed, context)  # pyright: ignore[reportArgumentType]

@@ -23,6 +23,7 @@ from ratoon.errors import RatoonError
 from ratoon_proto.v1 import service_pb2
 from tests.api import requests
 from tests.api.fake_engine import FakeEngine
+from tests.api.open_gate import OPEN_GATE
 from tests.api.wires import HTTP_ALONE, OTHER_ROUTES, ROUTES
 
 # FastAPI's 405 names one method of a path in Allow; well-formed JSON may still be no batch, and a
@@ -51,7 +52,9 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> PolicyService:
 
 @pytest.fixture(scope="module")
 def document(service: PolicyService) -> schemathesis.BaseSchema:
-    return schemathesis.openapi.from_asgi("/openapi.json", create_app(service, LIMITS))
+    return schemathesis.openapi.from_asgi(
+        "/openapi.json", create_app(service, LIMITS, gate=OPEN_GATE)
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ from typing import Any, TypeVar, cast
 from google.protobuf.message import Message
 
 from ratoon.api.convert.checks import POLICY_ID
-from ratoon.auth.access import Access, Caller, OpenAccess, Presented, access_of, denied
-from ratoon.auth.audit import Audit, AuditEntry, AuditLog, NoAudit
+from ratoon.auth.access import Access, Caller, Presented, access_of, denied
+from ratoon.auth.audit import Audit, AuditEntry, AuditLog
 from ratoon.auth.scopes import Scope, is_changing
 from ratoon.config import RatoonConfig
 from ratoon.errors import ErrorCode, RatoonError
@@ -126,10 +126,6 @@ class Gate:
 def build_gate(config: RatoonConfig) -> Gate:
     """What the config asks for; the audit log is kept whoever is let in."""
     return Gate(access_of(config), AuditLog(config.data_root.absolute()))
-
-
-# Of a server whose caller gives none: whoever reaches it may do everything, unrecorded.
-OPEN_GATE = Gate(OpenAccess(), NoAudit())
 
 
 def policy_of(request: Message) -> str:

@@ -41,13 +41,6 @@ class Audit(Protocol):
     def write(self, entry: AuditEntry) -> None: ...
 
 
-class NoAudit:
-    """For a service in a test: keeps nothing."""
-
-    def write(self, entry: AuditEntry) -> None:
-        """Nothing."""
-
-
 class AuditLog:
     """The file. Any number of processes may hold one."""
 

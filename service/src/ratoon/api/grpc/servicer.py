@@ -18,7 +18,7 @@ from typing import TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from ratoon.api.gate import OPEN_GATE, Gate, Visit
+from ratoon.api.gate import Gate, Visit
 from ratoon.api.grpc.access import presented_of
 from ratoon.api.grpc.status import CallContext, as_ratoon_error, set_status
 from ratoon.api.grpc.wiring import Malformed, sized
@@ -48,7 +48,7 @@ class PolicyServicer:
         *,
         max_body_bytes: int,
         status_needs_message: bool,
-        gate: Gate = OPEN_GATE,
+        gate: Gate,
     ) -> None:
         self._service = service
         self._gate = gate

@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
 from ratoon import __version__
-from ratoon.api.gate import OPEN_GATE, Gate
+from ratoon.api.gate import Gate
 from ratoon.api.http import errors, files, operations, policies, server, training
 from ratoon.api.http.access import AccessGate
 from ratoon.api.http.limits import BodyLimit
@@ -19,7 +19,7 @@ from ratoon.api.service import PolicyService
 from ratoon.config import LimitsConfig
 
 
-def create_app(service: PolicyService, limits: LimitsConfig, *, gate: Gate = OPEN_GATE) -> FastAPI:
+def create_app(service: PolicyService, limits: LimitsConfig, *, gate: Gate) -> FastAPI:
     app = FastAPI(
         title="Ratoon",
         version=__version__,
