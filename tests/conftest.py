@@ -11,10 +11,14 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.recorded import DATA, RecordedGroup, read_groups
+
+if TYPE_CHECKING:
+    from tests.running_service import Service
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -57,6 +61,15 @@ def ray_cluster() -> Iterator[RayCluster]:
     yield RayCluster(namespace="ratoon", address=ray.get_runtime_context().gcs_address)
     ray.shutdown()
     shutil.rmtree(temp_dir, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def service(ray_cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """The whole service, started once for the tests of every folder."""
+    from tests.running_service import running_service
+
+    with running_service(ray_cluster.namespace, tmp_path_factory.mktemp("service")) as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

@@ -1,62 +1,19 @@
-"""The real service, started once a session: engine, Serve with two replicas, gateway."""
+"""The wires of the real service, and policies on it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import grpc.aio
 import httpx
 import pytest
 
-from ratoon import app
-from ratoon.config import (
-    GrpcConfig,
-    HttpConfig,
-    LimitsConfig,
-    RatoonConfig,
-    RayConfig,
-    WorkerConfig,
-)
 from ratoon_proto.v1 import operation_pb2, service_pb2
 from tests.api import requests
 from tests.api.wires import GrpcWire, HttpWire, Wire
-from tests.conftest import RayCluster
-
-MIB = 2**20
-GAP_WAIT_S = 1.0
-MAX_BODY_BYTES = 4 * MIB
-MAX_MESSAGE_BYTES = 8 * MIB
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Service:
-    """A running service; its policies are shared, so a test names its own."""
-
-    addresses: app.ServiceAddresses
-    config: RatoonConfig
-
-
-@pytest.fixture(scope="session")
-def service(ray_cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """Two ingress replicas, a CPU worker a policy, all ports free ones."""
-    root: Path = tmp_path_factory.mktemp("service")
-    config = RatoonConfig(
-        data_root=root / "data",
-        models_root=root / "models",
-        http=HttpConfig(port=0, num_replicas=2),
-        grpc=GrpcConfig(gateway_port=0, serve_port=0, max_message_bytes=MAX_MESSAGE_BYTES),
-        limits=LimitsConfig(
-            max_body_bytes=MAX_BODY_BYTES, gap_wait_s=GAP_WAIT_S, max_fetch_bytes=MIB
-        ),
-        worker=WorkerConfig(device="cpu", num_threads=1),
-        ray=RayConfig(namespace=ray_cluster.namespace),
-        log_level="WARNING",
-    )
-    with app.running(config) as addresses:
-        yield Service(addresses=addresses, config=config)
+from tests.running_service import MAX_MESSAGE_BYTES, Service
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ import ray
 from ratoon_proto.v1 import service_pb2
 from ratoon_proto.v1.service_pb2_grpc import PolicyServiceStub
 from tests.api.wires import grpc_error
-from tests.e2e.conftest import Service
+from tests.running_service import Service
 
 RATOON = Path(sys.executable).with_name("ratoon")
 START_S = 120.0

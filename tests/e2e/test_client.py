@@ -28,7 +28,7 @@ from ratoon_client import (
     rollout,
 )
 from ratoon_client.results import PhaseSeconds
-from tests.e2e.conftest import Service
+from tests.running_service import Service
 
 pytestmark = pytest.mark.e2e
 WIRES = ("gateway", "serve", "http")

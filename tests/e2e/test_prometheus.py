@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from ratoon_client import Loss, Optim, RatoonClient, group, rollout
-from tests.e2e.conftest import Service
+from tests.running_service import Service
 
 ROOT = Path(__file__).parents[2]
 FIRST_SCRAPE_S = 30.0

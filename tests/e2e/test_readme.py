@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import Service
+from tests.running_service import Service
 
 README = Path(__file__).parents[2] / "README.md"
 

@@ -27,7 +27,8 @@ from ratoon_proto.v1.service_pb2_grpc import PolicyServiceStub
 from tests.api import requests
 from tests.api.test_openapi_fuzz import EXCLUDED
 from tests.api.wires import GrpcWire, WireError, grpc_error, http_error
-from tests.e2e.conftest import MAX_BODY_BYTES, MAX_MESSAGE_BYTES, MIB, Service, Wires, finished
+from tests.e2e.conftest import Wires, finished
+from tests.running_service import MAX_BODY_BYTES, MAX_MESSAGE_BYTES, MIB, Service
 
 pytestmark = pytest.mark.e2e
 POLICY = "e2e"

@@ -1,0 +1,54 @@
+"""The real service as the tests start it: engine, Serve with two replicas, gateway.
+
+In: a Ray namespace and a folder. Out: a running service. Invariant: there is one Serve a Ray
+cluster, so a session starts one service, through the fixture `service`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ratoon import app
+from ratoon.config import (
+    GrpcConfig,
+    HttpConfig,
+    LimitsConfig,
+    RatoonConfig,
+    RayConfig,
+    WorkerConfig,
+)
+
+MIB = 2**20
+GAP_WAIT_S = 1.0
+MAX_BODY_BYTES = 4 * MIB
+MAX_MESSAGE_BYTES = 8 * MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """A running service; its policies are shared, so a test names its own."""
+
+    addresses: app.ServiceAddresses
+    config: RatoonConfig
+
+
+@contextmanager
+def running_service(namespace: str, root: Path) -> Iterator[Service]:
+    """Two ingress replicas, a CPU worker a policy, all ports free ones."""
+    config = RatoonConfig(
+        data_root=root / "data",
+        models_root=root / "models",
+        http=HttpConfig(port=0, num_replicas=2),
+        grpc=GrpcConfig(gateway_port=0, serve_port=0, max_message_bytes=MAX_MESSAGE_BYTES),
+        limits=LimitsConfig(
+            max_body_bytes=MAX_BODY_BYTES, gap_wait_s=GAP_WAIT_S, max_fetch_bytes=MIB
+        ),
+        worker=WorkerConfig(device="cpu", num_threads=1),
+        ray=RayConfig(namespace=namespace),
+        log_level="WARNING",
+    )
+    with app.running(config) as addresses:
+        yield Service(addresses=addresses, config=config)
