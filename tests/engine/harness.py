@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from ratoon.config import LimitsConfig
 from ratoon.engine.controller import Controller
+from ratoon.engine.crash_points import never
 from ratoon.engine.fenced import FencedStore
 from ratoon.engine.files import BodyFiles, policy_paths
 from ratoon.engine.journal import (
@@ -225,7 +226,7 @@ class LocalWorker:
 
     def _start(self) -> None:
         self._compute = ThreadPoolExecutor(1)
-        self.core = WorkerCore(self._create, export_fake)  # pyright: ignore[reportArgumentType]
+        self.core = WorkerCore(self._create, export_fake, never)  # pyright: ignore[reportArgumentType]
 
     def _create(self, _spec: TrainerSpec) -> FakeTrainer:
         self.trainers.append(FakeTrainer(self._faults))
@@ -316,6 +317,7 @@ class Machine:
             limits=self.limits,
             paths=self.paths,
             bodies=BodyFiles(self.paths),
+            reach=never,
         )
         return Controller(self.run)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ratoon.engine.crash_points import never
 from ratoon.engine.journal import FencedError
 from ratoon.engine.tasks import (
     DiscardTask,
@@ -40,7 +41,7 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.folder, self.faults = folder, Faults()
         self.trainers: list[FakeTrainer] = []
-        self.core = WorkerCore(self.create, export_fake)  # pyright: ignore[reportArgumentType]
+        self.core = WorkerCore(self.create, export_fake, never)  # pyright: ignore[reportArgumentType]
         self.core.load(1, "p", load_request())
 
     def create(self, _spec: object) -> FakeTrainer:
@@ -141,7 +142,7 @@ def test_a_skipped_seq_is_counted_once(bench: Bench) -> None:
 
 
 def test_a_bare_worker_refuses_to_work() -> None:
-    core = WorkerCore(lambda _spec: FakeTrainer(Faults()), export_fake)  # pyright: ignore[reportArgumentType]
+    core = WorkerCore(lambda _spec: FakeTrainer(Faults()), export_fake, never)  # pyright: ignore[reportArgumentType]
     assert not core.status().is_loaded
     with pytest.raises(WorkerLostError):
         core.apply(1, DiscardTask(operation_id="p.1", seq=1))

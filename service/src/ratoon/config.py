@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -55,6 +55,26 @@ class AuthConfig(_Section):
 
     required: bool | None = None
     metrics: Literal["read", "free"] = "read"
+
+
+class TlsConfig(_Section):
+    """TLS of HTTP and of the gateway (docs/security.md): PEM files, which may change while it runs.
+
+    Without `cert_file` both speak plain text. `client_ca_file`: clients need a certificate of one
+    of these authorities.
+    """
+
+    cert_file: Path | None = None
+    key_file: Path | None = None
+    client_ca_file: Path | None = None
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> TlsConfig:
+        if (self.cert_file is None) != (self.key_file is None):
+            raise ValueError("cert_file and key_file are given together or not at all")
+        if self.client_ca_file is not None and self.cert_file is None:
+            raise ValueError("client_ca_file needs cert_file and key_file")
+        return self
 
 
 class LimitsConfig(_Section):
@@ -114,9 +134,12 @@ class RatoonConfig(BaseSettings):
     # "": SQLite below data_root; or postgresql://USER:PASSWORD@HOST:PORT/NAME.
     database_url: str = Field(default="", repr=False)
     log_level: str = "INFO"
+    # For tests: processes end at the points named in data_root/crash-points (docs/operations.md).
+    crash_points: bool = False
     http: HttpConfig = HttpConfig()
     grpc: GrpcConfig = GrpcConfig()
     auth: AuthConfig = AuthConfig()
+    tls: TlsConfig = TlsConfig()
     limits: LimitsConfig = LimitsConfig()
     worker: WorkerConfig = WorkerConfig()
     ray: RayConfig = RayConfig()

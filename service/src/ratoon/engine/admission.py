@@ -12,6 +12,7 @@ import hashlib
 import uuid
 
 from ratoon.engine import telemetry
+from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.files import safe_name
 from ratoon.engine.journal import FencedError, JournalState, OperationRecord
 from ratoon.engine.policy_run import PolicyRun
@@ -81,6 +82,7 @@ class Admission:
         digest = body_digest(submission.command)
         if digest:
             await self._run.bodies.hold(operation_id, digest, submission.body)
+            self._run.reach(CrashPoint.CONTROLLER_AFTER_BODY)
 
     async def drop(self, operation_id: str, submission: Submission) -> None:
         """Let go of the body: the submission is not accepted, or it is a retry."""
@@ -118,6 +120,7 @@ class Admission:
         return record
 
     async def _journal(self, record: OperationRecord, next_seq: int) -> None:
+        self._run.reach(CrashPoint.CONTROLLER_BEFORE_ACCEPT)
         try:
             await self._run.ports.journal.accept(self._run.token, record, next_seq)
         except FencedError:
@@ -125,6 +128,7 @@ class Admission:
         except Exception as err:
             self._run.bodies.land(record.operation_id)
             raise JournalUnknownError(record.operation_id) from err
+        self._run.reach(CrashPoint.CONTROLLER_AFTER_ACCEPT)
 
     def _seq(self, key: OperationKey) -> int:
         match key:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 from ray import ObjectRef
 
 from ratoon.engine.backends import BackendInfo
+from ratoon.engine.crash_points import CrashPoint, make_reach
 from ratoon.engine.faults import operation_not_found, policy_not_ready
 from ratoon.engine.files import PolicyPaths, policy_paths, read_result
 from ratoon.engine.journal import LIFE_KINDS
@@ -58,6 +59,7 @@ class EngineClient:
         self._settings = settings
         self._controllers: dict[str, Controller] = {}
         self._metrics = RayMetricsSink(settings.namespace)
+        self._reach = make_reach(settings.crash_points)
 
     @classmethod
     async def connect(cls, namespace: str) -> EngineClient:
@@ -87,7 +89,10 @@ class EngineClient:
     async def submit(self, submission: Submission) -> Operation:
         """Accept a call durably. Raises as `Controller.submit`, and POLICY_NOT_FOUND."""
         policy_id = submission.policy_id
-        return await self._call(policy_id, lambda policy: policy.submit.remote(submission))
+        self._reach(CrashPoint.INGRESS_BEFORE_SUBMIT)
+        operation = await self._call(policy_id, lambda policy: policy.submit.remote(submission))
+        self._reach(CrashPoint.INGRESS_AFTER_SUBMIT)
+        return operation
 
     async def get_operation(self, operation_id: str, wait_s: float) -> Operation:
         """The operation once it has ended, or after `wait_s` seconds.

@@ -16,6 +16,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from ratoon.engine.controller import Controller
+from ratoon.engine.crash_points import make_reach
 from ratoon.engine.faults import policy_not_ready
 from ratoon.engine.files import BodyFiles, policy_paths
 from ratoon.engine.metrics_actor import RayMetricsSink
@@ -55,6 +56,7 @@ class ControllerActor:
             limits=settings.limits,
             paths=paths,
             bodies=BodyFiles(paths),
+            reach=make_reach(settings.crash_points),
         )
         self._policy_id = spec.policy_id
         self._controller = Controller(run)

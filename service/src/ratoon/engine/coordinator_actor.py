@@ -20,6 +20,7 @@ import ray
 from ratoon.engine import telemetry
 from ratoon.engine.backends import BackendInfo, list_backends
 from ratoon.engine.coordinator import Coordinator
+from ratoon.engine.crash_points import CrashPoint, make_reach
 from ratoon.engine.fenced import FencedStore
 from ratoon.engine.fleet import RayFleet
 from ratoon.engine.journal import OperationEnd, OperationRecord, PolicyHistory, RollBack
@@ -51,6 +52,7 @@ class CoordinatorActor:
         configure_logging(settings.log_level)
         make_folder(settings.data_root)
         self._settings = settings
+        self._reach = make_reach(settings.crash_points)
         engine = open_database(settings.database_url)
         self._store, self._fenced = SqlStore(engine), FencedStore(engine)
         self._fleet = RayFleet(settings)
@@ -143,17 +145,23 @@ class CoordinatorActor:
 
     @ray.method
     async def accept(self, token: int, record: OperationRecord, next_seq: int) -> None:
+        self._reach(CrashPoint.COORDINATOR_BEFORE_ACCEPT)
         await self._on_store(partial(self._fenced.accept, token, record, next_seq))
+        self._reach(CrashPoint.COORDINATOR_AFTER_ACCEPT)
 
     @ray.method
     async def begin(
         self, token: int, operation_id: str, started_at: float, plan: dict[str, object] | None
     ) -> None:
+        self._reach(CrashPoint.COORDINATOR_BEFORE_BEGIN)
         await self._on_store(partial(self._fenced.begin, token, operation_id, started_at, plan))
+        self._reach(CrashPoint.COORDINATOR_AFTER_BEGIN)
 
     @ray.method
     async def end(self, token: int, policy_id: str, end: OperationEnd) -> None:
+        self._reach(CrashPoint.COORDINATOR_BEFORE_END)
         await self._on_store(partial(self._fenced.end, token, policy_id, end))
+        self._reach(CrashPoint.COORDINATOR_AFTER_END)
 
     @ray.method
     async def amend(self, token: int, operation_id: str, result: OperationResult) -> None:

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from ratoon.engine import telemetry
 from ratoon.engine.builder import TaskBuilder, decisions
+from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.faults import cancelled
 from ratoon.engine.journal import CLOSING_KINDS, JournalState, OperationEnd, OperationRecord
 from ratoon.engine.ledger import LiveOperation
@@ -92,7 +93,9 @@ class Executor:
         except RatoonError as error:
             return await self._skip(live, OperationState.FAILED, error)
         plan, started_at = decisions(task), run.ports.now()
+        run.reach(CrashPoint.CONTROLLER_BEFORE_BEGIN)
         await run.ports.journal.begin(run.token, live.operation_id, started_at, plan)
+        run.reach(CrashPoint.CONTROLLER_AFTER_BEGIN)
         live.set_record(replace(live.record, plan=plan))
         live.start(started_at)
         run.send(telemetry.entered(live.record, JournalState.APPLYING))
@@ -134,7 +137,9 @@ class Executor:
             closes_window=closes,
             checkpoint=saved,
         )
+        run.reach(CrashPoint.CONTROLLER_BEFORE_END)
         await run.ports.journal.end(run.token, run.policy_id, end)
+        run.reach(CrashPoint.CONTROLLER_AFTER_END)
         stepped = version != run.version
         run.version, run.max_version = version, max(run.max_version, version)
         await self._follow_window(live, state, closes=closes)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ratoon.config import LimitsConfig
+from ratoon.engine.crash_points import Reach
 from ratoon.engine.files import BodyFiles, PolicyPaths
 from ratoon.engine.journal import Journal, OperationRecord
 from ratoon.engine.ledger import Ledger
@@ -49,6 +50,7 @@ class PolicyRun:
     limits: LimitsConfig
     paths: PolicyPaths
     bodies: BodyFiles
+    reach: Reach
     state: PolicyState = PolicyState.CREATING
     token: int = 0
     version: int = 0

@@ -187,7 +187,8 @@ class RayWorker:
         actor = remote(num_cpus=0, concurrency_groups=CONCURRENCY_GROUPS)(WorkerActor).options(
             name=name, namespace=namespace, lifetime="detached", get_if_exists=True, **options
         )
-        return actor.remote(self._policy_id, self._settings.log_level)
+        settings = self._settings
+        return actor.remote(self._policy_id, settings.log_level, settings.crash_points)
 
 
 async def _ask_worker(reference: ObjectRef[T]) -> T:

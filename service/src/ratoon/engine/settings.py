@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ratoon.config import LimitsConfig, RatoonConfig
+from ratoon.engine.crash_points import FOLDER_NAME
 from ratoon.train.config import OptimizerStates
 
 COORDINATOR_NAME = "ratoon-coordinator"
@@ -40,6 +41,8 @@ class EngineSettings:
     optimizer_states: OptimizerStates
     host_activation_bytes: int
     canary_every: int
+    # None: no process is killed.
+    crash_points: Path | None
 
     @classmethod
     def from_config(cls, config: RatoonConfig) -> EngineSettings:
@@ -55,4 +58,5 @@ class EngineSettings:
             optimizer_states=OptimizerStates(config.worker.optimizer_states),
             host_activation_bytes=config.worker.host_activation_bytes,
             canary_every=config.worker.canary_every,
+            crash_points=data_root / FOLDER_NAME if config.crash_points else None,
         )

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ratoon.engine.crash_points import CrashPoint, Reach
 from ratoon.engine.journal import FencedError
 from ratoon.engine.runner import TaskRunner
 from ratoon.engine.tasks import (
@@ -71,9 +72,10 @@ class Meter:
 class WorkerCore:
     """`fence`, `progress` and `cancel` may be called from any thread, all else from one thread."""
 
-    def __init__(self, create_trainer: CreateTrainer, export: ExportWeights) -> None:
+    def __init__(self, create_trainer: CreateTrainer, export: ExportWeights, reach: Reach) -> None:
         self._create_trainer = create_trainer
         self._export = export
+        self._reach = reach
         self._runner: TaskRunner | None = None
         self._token = 0
         self._token_lock = threading.Lock()
@@ -145,8 +147,10 @@ class WorkerCore:
         if task.seq == self._last_seq and self._last_outcome is not None:
             return self._last_outcome
         self._check_next(task.seq)
+        self._reach(CrashPoint.WORKER_BEFORE_APPLY)
         outcome = self._run(runner, task)
         self._last_seq, self._last_outcome = task.seq, outcome
+        self._reach(CrashPoint.WORKER_AFTER_APPLY)
         return outcome
 
     def skip(self, token: int, seq: int, outcome: Outcome) -> None:
@@ -207,6 +211,8 @@ class WorkerCore:
 
     def _on_progress(self, done: int, planned: int, tokens: int) -> None:
         self._meter.done, self._meter.planned, self._meter.tokens = done, planned, tokens
+        if done > 0:
+            self._reach(CrashPoint.WORKER_IN_APPLY)
 
     def _is_cancelled(self, operation_id: str) -> Callable[[], bool]:
         return lambda: self._cancelled_id == operation_id

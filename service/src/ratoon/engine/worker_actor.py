@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, cast
 
 import ray
 
+from ratoon.engine.crash_points import make_reach
 from ratoon.engine.tasks import (
     BatchCommand,
     ForwardBackwardTask,
@@ -39,13 +40,13 @@ CONCURRENCY_GROUPS = {"compute": 1, "control": 4}
 class WorkerActor:
     """Shell of `WorkerCore`."""
 
-    def __init__(self, policy_id: str, log_level: str) -> None:
+    def __init__(self, policy_id: str, log_level: str, crash_points: Path | None) -> None:
         configure_logging(log_level)
         from ratoon.engine.worker import WorkerCore
         from ratoon.train.trainer import Trainer
 
         self._policy_id = policy_id
-        self._core = WorkerCore(Trainer.create, _export)
+        self._core = WorkerCore(Trainer.create, _export, make_reach(crash_points))
 
     @ray.method(concurrency_group="control")
     def fence(self, token: int) -> None:
