@@ -112,3 +112,21 @@ def test_a_hung_service_is_left_after_the_attempts_timeout(service: FakeService,
         with pytest.raises(TransportError):
             client.get_policy("p")
         assert 0.2 <= time.monotonic() - start < 2.0
+
+
+def test_a_try_waits_as_long_as_the_service_asks(service: FakeService, client: RatoonClient):
+    refused = RefusalError("RESOURCE_EXHAUSTED", retryable=True, retry_after_s="1")
+    service.faults = [Fault(name="GetPolicy", error=refused)]
+    start = time.monotonic()
+    assert client.get_policy("p").next_seq == 1
+    assert 1.0 <= time.monotonic() - start < 3.0
+
+
+def test_a_wait_past_the_timeout_is_not_begun(service: FakeService, client: RatoonClient):
+    refused = RefusalError("RESOURCE_EXHAUSTED", retryable=True, retry_after_s="3600")
+    service.faults = [Fault(name="GetPolicy", error=refused)]
+    start = time.monotonic()
+    with pytest.raises(RatoonApiError) as caught:
+        client.get_policy("p")
+    assert caught.value.retry_after_s == 3600
+    assert time.monotonic() - start < 1.0

@@ -6,9 +6,13 @@ the row's HTTP status or gRPC status and never invent one. Invariant: a code has
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+
+# In `details`: whole seconds.
+RETRY_AFTER_DETAIL = "retry_after_s"
 
 
 class ErrorCode(StrEnum):
@@ -93,7 +97,8 @@ class RatoonError(Exception):
     """A failure with a code of `ERROR_TABLE` and, where there is one, the field at fault.
 
     `field` is a path with indexes (`groups[3].rollouts[17].sampler_logprobs`); `got` and `expected`
-    are short texts; `details` holds what a program may act on (`missing_seq`, `wanted`, `free`).
+    are short texts; `details` holds what a program may act on (`missing_seq`, `wanted`, `free`,
+    `retry_after_s`).
     """
 
     def __init__(
@@ -121,6 +126,14 @@ class RatoonError(Exception):
     @property
     def retryable(self) -> bool:
         return ERROR_TABLE[self.code].retryable
+
+    @property
+    def retry_after_s(self) -> int | None:
+        """Whole seconds after which to ask again; None: it does not say when, or never."""
+        row = ERROR_TABLE[self.code]
+        if not row.retryable or row.http not in (429, 503):
+            return None
+        return int(self.details.get(RETRY_AFTER_DETAIL, 1))
 
     def to_dict(self) -> dict[str, object]:
         """The wire form, one key a field of `ErrorDetail`."""
@@ -161,4 +174,20 @@ def invalid(field: str, got: object, expected: str) -> RatoonError:
         field=field,
         got=str(got),
         expected=expected,
+    )
+
+
+def exhausted(
+    message: str, *, resource: str, wanted: int, free: int, limit: int, retry_after_s: float
+) -> RatoonError:
+    """A bound is reached: `limit` of `resource`, of which `free` is left and `wanted` was asked."""
+    numbers = {"wanted": wanted, "free": max(free, 0), "limit": limit}
+    return RatoonError(
+        ErrorCode.RESOURCE_EXHAUSTED,
+        message,
+        details={
+            "resource": resource,
+            **{name: str(value) for name, value in numbers.items()},
+            RETRY_AFTER_DETAIL: str(max(math.ceil(retry_after_s), 1)),
+        },
     )

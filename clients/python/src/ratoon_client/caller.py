@@ -1,7 +1,8 @@
 """One call with its retries.
 
 Enters a request, leaves its response. Invariant: a request is sent again only where that has the
-effect of sending it once, only after a failure that may pass, and only within the caller's timeout.
+effect of sending it once, only after a failure that may pass, not before the service says, and only
+within the caller's timeout.
 """
 
 from __future__ import annotations
@@ -29,6 +30,16 @@ def may_pass(error: BaseException) -> bool:
     if isinstance(error, RatoonApiError):
         return error.retryable
     return isinstance(error, TransportError)
+
+
+class _Wait(tenacity.wait_random_exponential):
+    """Longer after each failure, and no shorter than the service asks for."""
+
+    def __call__(self, retry_state: tenacity.RetryCallState) -> float:
+        outcome = retry_state.outcome
+        error = None if outcome is None else outcome.exception()
+        asked_s = error.retry_after_s if isinstance(error, RatoonApiError) else 0.0
+        return asked_s + super().__call__(retry_state)
 
 
 class Caller:
@@ -82,7 +93,7 @@ async def retried(attempt: Callable[[float], Awaitable[T]], *, timeout_s: float)
 
     retrying = tenacity.AsyncRetrying(
         retry=tenacity.retry_if_exception(may_pass),
-        wait=tenacity.wait_random_exponential(multiplier=_FIRST_WAIT_S, max=_MAX_WAIT_S),
+        wait=_Wait(multiplier=_FIRST_WAIT_S, max=_MAX_WAIT_S),
         stop=tenacity.stop_before_delay(timeout_s),
         reraise=True,
     )

@@ -43,6 +43,12 @@ class RatoonApiError(RatoonClientError):
         self.retryable = retryable
         self.details: dict[str, str] = dict(details)
 
+    @property
+    def retry_after_s(self) -> float:
+        """Seconds that the service asks to wait before the next try; 0: it does not say."""
+        text = self.details.get("retry_after_s", "")
+        return float(text) if text.isdecimal() else 0.0
+
 
 class TransportError(RatoonClientError):
     """No answer came, or none that the service wrote: whether the call was applied is unknown."""

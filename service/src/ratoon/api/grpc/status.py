@@ -16,6 +16,8 @@ from ratoon.log import get_logger
 
 # A serialized `ErrorDetail`.
 ERROR_TRAILER = "ratoon-error-bin"
+# Whole seconds, as HTTP's header.
+RETRY_AFTER_TRAILER = "retry-after"
 
 _log = get_logger("grpc")
 
@@ -35,7 +37,12 @@ def set_status(context: CallContext, error: RatoonError) -> grpc.StatusCode:
     code = grpc.StatusCode[ERROR_TABLE[error.code].grpc]
     context.set_code(code)
     context.set_details(cut(error.message))
-    context.set_trailing_metadata([(ERROR_TRAILER, detail_of(error).SerializeToString())])
+    trailers: list[tuple[str, str | bytes]] = [
+        (ERROR_TRAILER, detail_of(error).SerializeToString())
+    ]
+    if error.retry_after_s is not None:
+        trailers.append((RETRY_AFTER_TRAILER, str(error.retry_after_s)))
+    context.set_trailing_metadata(trailers)
     return code
 
 

@@ -28,7 +28,6 @@ _STATUS_CODES = {
     404: ErrorCode.ROUTE_NOT_FOUND,
     405: ErrorCode.METHOD_NOT_ALLOWED,
 }
-RETRY_AFTER_S = 1
 # What any route may answer, whatever it does.
 _COMMON = (
     ErrorCode.MALFORMED_BODY,
@@ -55,8 +54,8 @@ def error_responses(*codes: ErrorCode) -> dict[int | str, dict[str, Any]]:
 def error_response(error: RatoonError, headers: dict[str, str] | None = None) -> JSONResponse:
     row = ERROR_TABLE[error.code]
     all_headers = dict(headers or {})
-    if row.retryable and row.http in (429, 503):
-        all_headers["Retry-After"] = str(RETRY_AFTER_S)
+    if error.retry_after_s is not None:
+        all_headers["Retry-After"] = str(error.retry_after_s)
     if error.code is ErrorCode.UNAUTHENTICATED:
         all_headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse(
