@@ -295,14 +295,22 @@ class ListSink:
 
 
 class Machine:
-    """One policy and its processes."""
+    """One policy and its processes; a database at `url` may have it already."""
 
-    def __init__(self, root: Path, spec: PolicySpec, limits: LimitsConfig) -> None:
+    def __init__(
+        self,
+        root: Path,
+        spec: PolicySpec,
+        limits: LimitsConfig,
+        url: str = "sqlite://",
+        make_worker: Callable[[Faults], LocalWorker] = LocalWorker,
+    ) -> None:
         self.spec, self.limits, self.root = spec, limits, root
         self.faults = Faults()
-        self.journal = LocalJournal("sqlite://")
-        self.journal.store.insert_policy(spec, life_record(spec.policy_id, "p.create"))
-        self.worker = LocalWorker(self.faults)
+        self.journal = LocalJournal(url)
+        if self.journal.store.policy(spec.policy_id) is None:
+            self.journal.store.insert_policy(spec, life_record(spec.policy_id, "p.create"))
+        self.worker = make_worker(self.faults)
         self.metrics = ListSink()
         self.paths = policy_paths(root, spec.policy_id)
         self.controller = self._controller()
