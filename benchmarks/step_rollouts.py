@@ -59,11 +59,10 @@ class CutGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeededBatch:
-    """A micro-batch on the device and the gradient of the loss by each of its targets.
+    """A micro-batch on the device and the gradient of the loss by each of its terms.
 
     Attributes:
         batch: The micro-batch.
-        seed_M: float32; the terms' weights, summed at each target.
         column_L: int64; response token of each term, to compare ways by.
         packed: The same on the host.
         stages: Of a batch that is streamed; empty: it is run at once.
@@ -71,7 +70,6 @@ class SeededBatch:
     """
 
     batch: DeviceBatch
-    seed_M: Tensor
     column_L: Tensor
     packed: PackedBatch
     stages: tuple[Stage, ...]
@@ -150,11 +148,8 @@ def upload(
     lengths_S = np.diff(batch.response_offsets)
     weight_S = -batch.rewards / np.maximum(lengths_S, 1) / batch.num_sequences
     weight_L = np.repeat(weight_S, lengths_S)[packed.term_token]
-    seed_M = np.zeros(len(packed.target_token))
-    np.add.at(seed_M, packed.term_target, weight_L)
     return SeededBatch(
         batch=to_device(packed, device),
-        seed_M=torch.from_numpy(seed_M.astype(np.float32)).to(device),
         column_L=torch.from_numpy(packed.term_token).to(device),
         packed=packed,
         stages=stages,

@@ -25,9 +25,11 @@ from ratoon.model.attention import ATTENTION_NAME, TreeAttention, register_tree_
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import FullTuning, ModelDtype, ModelSpec, PresetBase
 from ratoon.train.clock import DeviceClock
-from ratoon.train.device import DeviceBatch, put, run_model
+from ratoon.train.device import DeviceBatch, put
 from ratoon.train.loss.compute import LossOutput
 from ratoon.train.loss.sums import SUM_NAMES
+from ratoon.train.passes import train_rows
+from ratoon.train.row_loss import LossOfTerms
 from ratoon.train.streaming import StagedBatch
 
 REPLICATED = "-replicated"
@@ -147,24 +149,30 @@ def run_step(
 
 
 def _run_at_once(policy: PolicyModel, seeded: SeededBatch) -> Tensor:
-    logprob_M = run_model(policy, seeded.batch).logprob_M
-    logprob_M.backward(seeded.seed_M)
-    return logprob_M.detach()[seeded.batch.term_target_L]
+    logprob_L, loss_of = _seeded_loss(seeded)
+    train_rows(policy, seeded.packed, seeded.batch, loss_of, DeviceClock(policy.device))
+    return logprob_L
 
 
 def _run_streamed(policy: PolicyModel, seeded: SeededBatch) -> Tensor:
-    logprob_of_L = torch.zeros_like(seeded.weight_L)
+    logprob_L, loss_of = _seeded_loss(seeded)
+    staged = StagedBatch(policy, seeded.packed, seeded.batch, seeded.stages, lambda: None)
+    staged.forward_backward(loss_of, DeviceClock(policy.device), is_of_rows=True)
+    return logprob_L
+
+
+def _seeded_loss(seeded: SeededBatch) -> tuple[Tensor, LossOfTerms]:
+    """A loss whose gradients are the batch's weights, and where it leaves log-probs, by term."""
+    found_L = torch.zeros_like(seeded.weight_L)
     no_sums = torch.zeros(len(SUM_NAMES), dtype=torch.float64)
 
     def loss_of(terms: NDArray[np.int64], logprob_L: Tensor, _entropy_L: Tensor) -> LossOutput:
-        index_L = put(terms, policy.device)
-        logprob_of_L[index_L] = logprob_L
+        index_L = put(terms, found_L.device)
+        found_L[index_L] = logprob_L
         weight_L = seeded.weight_L[index_L]
         return LossOutput(grad_logprob_L=weight_L, grad_entropy_L=None, sums_F=no_sums)
 
-    staged = StagedBatch(policy, seeded.packed, seeded.batch, seeded.stages, lambda: None)
-    staged.forward_backward(loss_of, DeviceClock(policy.device))
-    return logprob_of_L
+    return found_L, loss_of
 
 
 def compared_values(

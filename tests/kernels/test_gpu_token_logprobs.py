@@ -15,6 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from ratoon_kernels import select_backend, token_logprobs
 from ratoon_kernels.token_logprobs import fused
 from ratoon_kernels.token_logprobs.operands import Operands, Upstream
+from tests.kernels import one_pass
 
 pytestmark = pytest.mark.gpu
 
@@ -281,6 +282,30 @@ def test_memory_is_bounded_by_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
             assert peak < 2 * head_mib + max(16 + 32, head_mib) + 6
         else:
             assert peak < 16 + 8 + 6
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("has_entropy", [False, True])
+def test_one_pass_gives_the_bits_of_two(dtype: torch.dtype, has_entropy: bool) -> None:
+    """Seeds of rows that were not asked for yet are NaN."""
+    for rows, vocab, targets, width in (*SHAPES, (3000, 20_011, 3100, 256)):
+        case = one_pass.make_case(rows, vocab, targets, dtype, "cuda", width)
+        found = case.in_one_pass(case.late_seeds(has_entropy=has_entropy))
+        for name, value in one_pass.in_two_passes(case, has_entropy=has_entropy).items():
+            assert torch.equal(getattr(found, name), value), (name, rows)
+
+
+def test_one_pass_takes_the_memory_of_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In MiB: chunks of logits, of their gradient, the sum of the head's; as above."""
+    rows, vocab, width = 4096, 50_257, 256
+    monkeypatch.setattr(fused, "LOGIT_BYTES", 16 * 2**20)
+    monkeypatch.setattr(fused, "DLOGIT_BYTES", 32 * 2**20)
+    case = one_pass.make_case(rows, vocab, rows, torch.bfloat16, "cuda", width)
+    seeds = (case.dlogprob_M, case.dentropy_R)
+    head_mib = vocab * width * 2 / 2**20
+    peak = _peak_mib(lambda: case.in_one_pass(lambda *_: seeds))
+    assert peak < 2 * head_mib + max(16 + 32, head_mib) + 6
 
 
 def test_the_op_passes_opcheck_and_compiles_as_a_full_graph() -> None:

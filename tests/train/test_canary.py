@@ -19,7 +19,8 @@ from ratoon.rollout.waves import cut_into_stages
 from ratoon.train import canary, passes
 from ratoon.train.canary import LIMITS, sample_rollout
 from ratoon.train.config import KlConfig, KlKind, LossKind, ReferenceKind, SharedTokens
-from ratoon.train.device import run_model, to_device
+from ratoon.train.device import to_device
+from ratoon.train.passes import train_rows
 from ratoon.train.report import CanaryReport, StepReport
 from ratoon.train.trainer import Trainer
 from ratoon.train.window import WindowState
@@ -137,13 +138,15 @@ def test_a_fault_of_the_backward_alone_is_seen(base: FolderBase, monkeypatch: Pa
     """Log-probs are right and one gradient is not: only the canary's gradient tells."""
     trainer = watched(base, dtype=ModelDtype.FLOAT32, tokens=1000)
 
-    def scaled(model: Any, batch: Any) -> Any:
-        outputs = run_model(model, batch)
-        if torch.is_grad_enabled() and len(batch.tokens_T) > 40:
-            outputs.logprob_M.register_hook(lambda grad: grad * 1.01)
-        return outputs
+    def scaled(model: Any, packed: Any, batch: Any, loss_of: Any, clock: Any) -> Any:
+        def scaled_loss(*args: Any) -> Any:
+            loss = loss_of(*args)
+            return replace(loss, grad_logprob_L=loss.grad_logprob_L * 1.01)
 
-    monkeypatch.setattr(passes, "run_model", scaled)
+        is_packed = len(batch.tokens_T) > 40
+        return train_rows(model, packed, batch, scaled_loss if is_packed else loss_of, clock)
+
+    monkeypatch.setattr(passes, "train_rows", scaled)
     report = run(trainer, make_batch(50), LossKind.GRPO)
     found = canary_of(report)
     assert found.logprob_max_difference <= LIMITS[ModelDtype.FLOAT32].logprob_max

@@ -64,9 +64,9 @@ def _stages(packed: PackedBatch, wave: int) -> tuple[Stage, ...]:
 
 
 def _gradients(
-    policy: PolicyModel, packed: PackedBatch, stages: tuple[Stage, ...]
+    policy: PolicyModel, packed: PackedBatch, stages: tuple[Stage, ...], *, is_of_rows: bool = True
 ) -> dict[str, Tensor]:
-    """Of a random weight of each term; at once where there are no stages."""
+    """Of a random weight of each term; at once, and in two phases, where there are no stages."""
     generator = torch.Generator().manual_seed(1)
     weight_L = torch.randn(len(packed.term_target), generator=generator).to(DEVICE)
     policy.module.zero_grad(set_to_none=True)
@@ -81,7 +81,7 @@ def _gradients(
             )
 
         staged = StagedBatch(policy, packed, batch, stages, lambda: None)
-        staged.forward_backward(loss_of, DeviceClock(DEVICE))
+        staged.forward_backward(loss_of, DeviceClock(DEVICE), is_of_rows=is_of_rows)
     else:
         logprob_M = run_model(policy, batch).logprob_M
         seed_M = torch.zeros_like(logprob_M).index_add_(0, batch.term_target_L, weight_L)
@@ -118,8 +118,10 @@ def test_streamed_gradients_are_as_near_to_float32_as_packed_ones() -> None:
     at_once = _error(_gradients(policy, packed, ()), truth)
     for kept in (Kept.PRODUCTS, Kept.NARROW, Kept.ATTENTION):
         policy.limit_activations(_budget(policy, kept, peak_tokens(stages)))
-        error = _error(_gradients(policy, packed, stages), truth)
-        assert 0 < error <= 1.25 * at_once, (kept, error, at_once)
+        for is_of_rows in (True, False):
+            found = _gradients(policy, packed, stages, is_of_rows=is_of_rows)
+            error = _error(found, truth)
+            assert 0 < error <= 1.25 * at_once, (kept, is_of_rows, error, at_once)
 
 
 def test_a_streamed_peak_is_as_predicted_and_leaves_nothing() -> None:

@@ -32,7 +32,7 @@ from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.validate import validate_groups
 from ratoon.rollout.waves import peak_tokens
 from ratoon.train.config import LossKind
-from ratoon.train.streaming import StagedBatch
+from ratoon.train.stage_heads import RowHead, StageRun
 from ratoon.train.trainer import Trainer
 from ratoon.train.window import WindowState
 from tests.builders import group, limits, rollout
@@ -227,14 +227,14 @@ def _drop_sums(patch: pytest.MonkeyPatch) -> None:
 
 def _drop_seeds(patch: pytest.MonkeyPatch) -> None:
     """The gradient of the row that predicts the responses' first tokens is lost."""
-    backward = StagedBatch._backward
+    close = RowHead.close
 
-    def seedless(staged: StagedBatch, run: Any, training: Any) -> None:
-        if run.index in staged._parents:
-            training.seeds.logprob_M.zero_()
-        backward(staged, run, training)
+    def seedless(head: RowHead, run: StageRun) -> None:
+        if run.is_parent:
+            head._rows[run.index][1].zero_()
+        close(head, run)
 
-    patch.setattr(StagedBatch, "_backward", seedless)
+    patch.setattr(RowHead, "close", seedless)
 
 
 def _attend_wave_only(patch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from ratoon.rollout.pack import pack
 from ratoon.rollout.selection import trained_mask
-from ratoon.train import passes, prepare
+from ratoon.train import passes, prepare, row_loss
 from ratoon.train.config import KlConfig, KlKind, LossKind, LossRequest, ReferenceKind
 from ratoon.train.loss.compute import compute_loss
 from ratoon.train.planning import cpu_planner
@@ -88,10 +88,10 @@ def _mean_of_each_micro_batch(patch: Patch) -> None:
 def _shared_tokens_counted_once(patch: Patch) -> None:
     """A shared token's gradient is that of the last path alone, not the sum over its paths."""
 
-    def overwrite(grad_L: torch.Tensor, index_L: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(like).index_copy_(0, index_L, grad_L)
+    def overwrite(sums: torch.Tensor, index_L: torch.Tensor, grad_L: torch.Tensor) -> None:
+        sums.index_copy_(0, index_L, grad_L)
 
-    patch.setattr(passes, "_scatter", overwrite)
+    patch.setattr(row_loss, "_add_terms", overwrite)
 
 
 def _temperature_of_one(patch: Patch) -> None:

@@ -8,7 +8,9 @@ from ratoon_kernels.errors import BackendUnavailableError, KernelArgumentError
 from ratoon_kernels.layout import TreeLayout, build_layout
 from ratoon_kernels.registry import BackendStatus, list_backends, select_backend
 from ratoon_kernels.span import Span
+from ratoon_kernels.token_logprobs.one_pass import token_logprobs_forward_backward
 from ratoon_kernels.token_logprobs.op import token_logprobs
+from ratoon_kernels.token_logprobs.operands import DifferentiatedLogprobs
 from ratoon_kernels.tree_attention.op import tree_attention
 from ratoon_kernels.tree_attention.partial import (
     merge_partials,
@@ -19,6 +21,7 @@ from ratoon_kernels.tree_attention.partial import (
 __all__ = [
     "BackendStatus",
     "BackendUnavailableError",
+    "DifferentiatedLogprobs",
     "KernelArgumentError",
     "Span",
     "TreeLayout",
@@ -27,6 +30,7 @@ __all__ = [
     "merge_partials",
     "select_backend",
     "token_logprobs",
+    "token_logprobs_forward_backward",
     "tree_attention",
     "tree_attention_partial_backward",
     "tree_attention_partial_forward",

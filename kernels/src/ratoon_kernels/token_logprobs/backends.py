@@ -11,7 +11,12 @@ from torch import Tensor
 
 from ratoon_kernels.backend import Backend
 from ratoon_kernels.token_logprobs import fused, reference
-from ratoon_kernels.token_logprobs.operands import Operands, Upstream
+from ratoon_kernels.token_logprobs.operands import (
+    DifferentiatedLogprobs,
+    Operands,
+    SeedsOfRows,
+    Upstream,
+)
 
 OP: Final = "token_logprobs"
 
@@ -25,6 +30,12 @@ class TokenLogprobsBackend(Backend, Protocol):
 
     def backward(self, operands: Operands, upstream: Upstream, /) -> tuple[Tensor, Tensor]:
         """Returns dhidden_RD and dlm_head_VD, the latter without rows where not asked for."""
+        ...
+
+    def forward_backward(
+        self, operands: Operands, seeds_of: SeedsOfRows, /, *, needs_lm_head: bool
+    ) -> DifferentiatedLogprobs:
+        """Returns both in the bits of `forward` and `backward`; logits are computed once."""
         ...
 
 

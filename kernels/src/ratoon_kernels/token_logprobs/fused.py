@@ -12,14 +12,19 @@ needs many to pay for that.
 
 import functools
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from ratoon_kernels.token_logprobs.operands import Operands, Upstream
+from ratoon_kernels.token_logprobs.operands import (
+    DifferentiatedLogprobs,
+    Operands,
+    SeedsOfRows,
+    Upstream,
+)
 from ratoon_kernels.token_logprobs.sorted_targets import (
     SortedTargets,
     assert_in_range,
@@ -38,6 +43,9 @@ _ROW_ALIGNMENT: Final = 64
 # Gradients of logits are scaled to at most this in fp16, whose greatest value is 65,504.
 _LOG2_FP16_PEAK: Final = 15
 _MAX_LOG2_SCALE: Final = 100
+
+# Rows, room for their logits, and where the gradient of these is to be written.
+_WriteGradient = Callable[[slice, Tensor, Tensor], None]
 
 
 def unavailable_reason() -> str | None:
@@ -65,33 +73,17 @@ def unsupported_reason(
 
 def forward(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
     """Returns logprob_M, entropy_R and lse_R in fp32."""
-    from ratoon_kernels.token_logprobs import fused_kernels
-
     hidden_RD, head_VD = operands.hidden_RD, operands.lm_head_VD
     num_rows, vocab_size = len(hidden_RD), len(head_VD)
-    logprob_M = hidden_RD.new_empty(len(operands.targets_M), dtype=torch.float32)
-    entropy_R = hidden_RD.new_empty(num_rows, dtype=torch.float32)
-    lse_R = torch.empty_like(entropy_R)
-    temperature_R = operands.temperature_R.contiguous()
     with torch.cuda.device_of(hidden_RD):
-        targets = sort_targets(operands)
-        assert_in_range(targets, num_rows, vocab_size)
+        reduction = _Reduction.of(operands, sort_targets(operands))
         chunk_rows = rows_within(LOGIT_BYTES, vocab_size, torch.float32)
         buffer_CV = _row_buffer(hidden_RD, min(chunk_rows, num_rows), vocab_size, torch.float32)
         for rows in spans(0, num_rows, chunk_rows):
             logits_CV = buffer_CV[: rows.stop - rows.start]
             _multiply(hidden_RD[rows], head_VD.T, logits_CV)
-            fused_kernels.reduce_rows(
-                logits_CV,
-                temperature_R[rows],
-                targets.first_R1[rows.start : rows.stop + 1],
-                targets.token_M,
-                targets.order_M,
-                logprob_M,
-                entropy_R[rows],
-                lse_R[rows],
-            )
-    return logprob_M, entropy_R, lse_R
+            reduction.add(rows, logits_CV)
+    return reduction.logprob_M, reduction.entropy_R, reduction.lse_R
 
 
 def backward(operands: Operands, upstream: Upstream) -> tuple[Tensor, Tensor]:
@@ -101,18 +93,48 @@ def backward(operands: Operands, upstream: Upstream) -> tuple[Tensor, Tensor]:
     accumulated in fp32 over all rows and rounded once.
     """
     hidden_RD, head_VD = operands.hidden_RD, operands.lm_head_VD
-    dhidden_RD = hidden_RD.new_empty(hidden_RD.shape)
+    dlogprob_M, dentropy_R = upstream.dlogprob_M, upstream.dentropy_R
     with torch.cuda.device_of(hidden_RD):
-        plan = _plan_gradient(operands, upstream)
-        dhead_VD = head_VD.new_empty(
-            (len(head_VD) if upstream.needs_lm_head else 0, head_VD.shape[1]), dtype=torch.float32
+        targets = sort_targets(operands)
+        scale = dlogit_scale(hidden_RD.dtype, dlogprob_M, dentropy_R, operands, targets)
+        gradient = _LogitGradient.of(operands, targets, scale, upstream.entropy_R, upstream.lse_R)
+        seeds = _sort_seeds(targets, dlogprob_M, dentropy_R)
+
+        def write(rows: slice, logits_CV: Tensor, dlogits_CV: Tensor) -> None:
+            _multiply(hidden_RD[rows], head_VD.T, logits_CV)
+            gradient.write(rows, seeds, logits_CV, dlogits_CV)
+
+        dhidden_RD, dhead_VD = _add_groups(
+            operands, write, scale, needs_lm_head=upstream.needs_lm_head
         )
-        if not len(hidden_RD):
-            dhead_VD.zero_()
-        _add_groups(operands, upstream, plan, dhidden_RD, dhead_VD)
-        dlm_head_VD = dhead_VD.new_empty(dhead_VD.shape, dtype=head_VD.dtype)
-        torch.mul(dhead_VD, plan.unscale, out=dlm_head_VD)
-    return dhidden_RD, dlm_head_VD
+        return dhidden_RD, _rounded(dhead_VD, operands, scale)
+
+
+def forward_backward(
+    operands: Operands, seeds_of: SeedsOfRows, *, needs_lm_head: bool
+) -> DifferentiatedLogprobs:
+    """Returns what both give, in the same bits; the gradient is made of the forward's logits."""
+    hidden_RD, head_VD = operands.hidden_RD, operands.lm_head_VD
+    with torch.cuda.device_of(hidden_RD):
+        targets = sort_targets(operands)
+        reduction = _Reduction.of(operands, targets)
+        scale = torch.ones((), dtype=torch.float32, device=hidden_RD.device)
+        gradient = _LogitGradient.of(operands, targets, scale, reduction.entropy_R, reduction.lse_R)
+
+        def write(rows: slice, logits_CV: Tensor, dlogits_CV: Tensor) -> None:
+            _multiply(hidden_RD[rows], head_VD.T, logits_CV)
+            reduction.add(rows, logits_CV)
+            seeds = _sort_seeds(targets, *seeds_of(rows, reduction.logprob_M, reduction.entropy_R))
+            gradient.write(rows, seeds, logits_CV, dlogits_CV)
+
+        dhidden_RD, dhead_VD = _add_groups(operands, write, scale, needs_lm_head=needs_lm_head)
+        dlm_head_VD = _rounded(dhead_VD, operands, scale)
+    return DifferentiatedLogprobs(
+        logprob_M=reduction.logprob_M,
+        entropy_R=reduction.entropy_R,
+        dhidden_RD=dhidden_RD,
+        dlm_head_VD=dlm_head_VD,
+    )
 
 
 def rows_within(size_bytes: int, vocab_size: int, dtype: torch.dtype) -> int:
@@ -163,100 +185,170 @@ def dlogit_scale(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _GradientPlan:
-    """What all groups of a backward share.
+class _Reduction:
+    """What logits reduce to: filled chunk by chunk.
 
     Attributes:
-        targets: The sorted targets.
-        dlogprob_M: Gradient of their log-probs, in sorted order, or None where it is zero.
-        dentropy_R: Gradient of the entropies, contiguous, or None where it is zero.
+        targets: The sorted targets, in range.
         temperature_R: Temperatures, contiguous.
-        scale_R: What the gradient of a row's scaled logits is multiplied by before rounding.
-        unscale: Scalar that takes the products of rounded gradients back.
+        logprob_M: Log-probs of the targets, in the order in which they were given.
+        entropy_R: Entropies.
+        lse_R: Log-sum-exps of the logits over temperature.
     """
 
     targets: SortedTargets
+    temperature_R: Tensor
+    logprob_M: Tensor
+    entropy_R: Tensor
+    lse_R: Tensor
+
+    @classmethod
+    def of(cls, operands: Operands, targets: SortedTargets) -> "_Reduction":
+        """Returns one that is empty yet."""
+        hidden_RD, num_rows = operands.hidden_RD, len(operands.hidden_RD)
+        assert_in_range(targets, num_rows, len(operands.lm_head_VD))
+        sizes = (len(operands.targets_M), num_rows, num_rows)
+        logprob_M, entropy_R, lse_R = (
+            hidden_RD.new_empty(size, dtype=torch.float32) for size in sizes
+        )
+        return cls(
+            targets=targets,
+            temperature_R=operands.temperature_R.contiguous(),
+            logprob_M=logprob_M,
+            entropy_R=entropy_R,
+            lse_R=lse_R,
+        )
+
+    def add(self, rows: slice, logits_CV: Tensor) -> None:
+        """Reads the logits of some rows."""
+        from ratoon_kernels.token_logprobs import fused_kernels
+
+        fused_kernels.reduce_rows(
+            logits_CV,
+            self.temperature_R[rows],
+            self.targets.first_R1[rows.start : rows.stop + 1],
+            self.targets.token_M,
+            self.targets.order_M,
+            self.logprob_M,
+            self.entropy_R[rows],
+            self.lse_R[rows],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seeds:
+    """Gradients of results.
+
+    Attributes:
+        dlogprob_M: Of the log-probs, in the order of the sorted targets, or None where it is zero.
+        dentropy_R: Of the entropies, contiguous, or None where it is zero.
+    """
+
     dlogprob_M: Tensor | None
     dentropy_R: Tensor | None
-    temperature_R: Tensor
-    scale_R: Tensor
-    unscale: Tensor
 
 
-def _plan_gradient(operands: Operands, upstream: Upstream) -> _GradientPlan:
-    targets = sort_targets(operands)
-    dlogprob_M, dentropy_R = upstream.dlogprob_M, upstream.dentropy_R
-    scale = dlogit_scale(operands.hidden_RD.dtype, dlogprob_M, dentropy_R, operands, targets)
-    return _GradientPlan(
-        targets=targets,
+def _sort_seeds(
+    targets: SortedTargets, dlogprob_M: Tensor | None, dentropy_R: Tensor | None
+) -> _Seeds:
+    return _Seeds(
         dlogprob_M=None if dlogprob_M is None else dlogprob_M[targets.order_M],
         dentropy_R=None if dentropy_R is None else dentropy_R.contiguous(),
-        temperature_R=operands.temperature_R.contiguous(),
-        scale_R=scale / operands.temperature_R,
-        unscale=scale.reciprocal(),
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LogitGradient:
+    """What the gradients of all chunks of logits share.
+
+    Attributes:
+        targets: The sorted targets.
+        temperature_R: Temperatures, contiguous.
+        scale_R: What the gradient of a row's scaled logits is multiplied by before rounding.
+        entropy_R: Entropies.
+        lse_R: Log-sum-exps of the logits over temperature.
+    """
+
+    targets: SortedTargets
+    temperature_R: Tensor
+    scale_R: Tensor
+    entropy_R: Tensor
+    lse_R: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        operands: Operands,
+        targets: SortedTargets,
+        scale: Tensor,
+        entropy_R: Tensor,
+        lse_R: Tensor,
+    ) -> "_LogitGradient":
+        """Returns it for gradients that are to be multiplied by `scale`."""
+        return cls(
+            targets=targets,
+            temperature_R=operands.temperature_R.contiguous(),
+            scale_R=scale / operands.temperature_R,
+            entropy_R=entropy_R,
+            lse_R=lse_R,
+        )
+
+    def write(self, rows: slice, seeds: _Seeds, logits_CV: Tensor, dlogits_CV: Tensor) -> None:
+        """Reads the logits of some rows, writes their gradient."""
+        from ratoon_kernels.token_logprobs import fused_kernels
+
+        fused_kernels.differentiate_logits(
+            logits_CV,
+            dlogits_CV,
+            self.temperature_R[rows],
+            self.scale_R[rows],
+            self.lse_R[rows],
+            self.entropy_R[rows],
+            None if seeds.dentropy_R is None else seeds.dentropy_R[rows],
+            self.targets.first_R1[rows.start : rows.stop + 1],
+            self.targets.token_M,
+            seeds.dlogprob_M,
+        )
+
+
 def _add_groups(
-    operands: Operands,
-    upstream: Upstream,
-    plan: _GradientPlan,
-    dhidden_RD: Tensor,
-    dhead_VD: Tensor,
-) -> None:
-    """Writes dhidden_RD, and the scaled dhead_VD where it has rows."""
+    operands: Operands, write: _WriteGradient, scale: Tensor, *, needs_lm_head: bool
+) -> tuple[Tensor, Tensor]:
+    """Returns dhidden_RD, and that of the head in fp32 still multiplied by `scale`."""
     hidden_RD, head_VD = operands.hidden_RD, operands.lm_head_VD
     num_rows, vocab_size = len(hidden_RD), len(head_VD)
     chunk_rows = rows_within(LOGIT_BYTES, vocab_size, torch.float32)
     group_rows = rows_within(DLOGIT_BYTES, vocab_size, hidden_RD.dtype)
-    if not upstream.needs_lm_head:
+    if not needs_lm_head:
         group_rows = chunk_rows
     group_size, chunk_size = min(group_rows, num_rows), min(chunk_rows, group_rows, num_rows)
     logits_CV = _row_buffer(hidden_RD, chunk_size, vocab_size, torch.float32)
     dlogits_GV = _row_buffer(hidden_RD, group_size, vocab_size, hidden_RD.dtype)
     dhidden_GD = hidden_RD.new_empty((group_size, hidden_RD.shape[1]), dtype=torch.float32)
+    dhidden_RD = hidden_RD.new_empty(hidden_RD.shape)
+    head_rows = vocab_size if needs_lm_head else 0
+    dhead_VD = head_VD.new_empty((head_rows, head_VD.shape[1]), dtype=torch.float32)
+    if not num_rows:
+        dhead_VD.zero_()
+    unscale = scale.reciprocal()
     for group in spans(0, num_rows, group_rows):
         size = group.stop - group.start
         for rows in spans(group.start, group.stop, chunk_rows):
-            _differentiate_chunk(
-                operands,
-                upstream,
-                plan,
-                rows,
-                logits_CV[: rows.stop - rows.start],
-                dlogits_GV[rows.start - group.start : rows.stop - group.start],
-            )
+            dlogits_CV = dlogits_GV[rows.start - group.start : rows.stop - group.start]
+            write(rows, logits_CV[: rows.stop - rows.start], dlogits_CV)
         # Through fp32, because products rounded to 16 bits may be made of partial sums that are.
         _multiply(dlogits_GV[:size], head_VD, dhidden_GD[:size])
-        torch.mul(dhidden_GD[:size], plan.unscale, out=dhidden_RD[group])
-        if upstream.needs_lm_head:
+        torch.mul(dhidden_GD[:size], unscale, out=dhidden_RD[group])
+        if needs_lm_head:
             is_first = group.start == 0
             _multiply(dlogits_GV[:size].T, hidden_RD[group], dhead_VD, adds=not is_first)
+    return dhidden_RD, dhead_VD
 
 
-def _differentiate_chunk(
-    operands: Operands,
-    upstream: Upstream,
-    plan: _GradientPlan,
-    rows: slice,
-    logits_CV: Tensor,
-    dlogits_CV: Tensor,
-) -> None:
-    from ratoon_kernels.token_logprobs import fused_kernels
-
-    _multiply(operands.hidden_RD[rows], operands.lm_head_VD.T, logits_CV)
-    fused_kernels.differentiate_logits(
-        logits_CV,
-        dlogits_CV,
-        plan.temperature_R[rows],
-        plan.scale_R[rows],
-        upstream.lse_R[rows],
-        upstream.entropy_R[rows],
-        None if plan.dentropy_R is None else plan.dentropy_R[rows],
-        plan.targets.first_R1[rows.start : rows.stop + 1],
-        plan.targets.token_M,
-        plan.dlogprob_M,
-    )
+def _rounded(dhead_VD: Tensor, operands: Operands, scale: Tensor) -> Tensor:
+    """Returns the head's gradient in its dtype; the buffers of all rows are gone by now."""
+    dlm_head_VD = dhead_VD.new_empty(dhead_VD.shape, dtype=operands.lm_head_VD.dtype)
+    return torch.mul(dhead_VD, scale.reciprocal(), out=dlm_head_VD)
 
 
 def _multiply(a: Tensor, b: Tensor, out: Tensor, *, adds: bool = False) -> None:

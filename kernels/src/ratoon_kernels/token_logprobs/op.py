@@ -1,4 +1,4 @@
-"""Token log-probs as a torch custom op: argument checks, dispatch, fake and autograd.
+"""Token log-probs as a torch custom op: dispatch, fake and autograd.
 
 In: hidden states of predicting rows, the LM head, and (row, token) pairs. Out: fp32 log-probs and
 entropies. Invariant: no backend sees an argument that was not checked here. Shapes and dtypes are
@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ratoon_kernels.errors import KernelArgumentError
-from ratoon_kernels.precision import ACCUMULATION_DTYPES, accumulation_dtype
+from ratoon_kernels.precision import accumulation_dtype
 from ratoon_kernels.registry import select_backend
 from ratoon_kernels.token_logprobs.backends import BACKENDS, OP
+from ratoon_kernels.token_logprobs.checks import check_shapes, check_values
 from ratoon_kernels.token_logprobs.operands import Operands, Upstream
 
 
@@ -48,78 +48,13 @@ def token_logprobs(
             the CPU only; on a GPU a wrong index fails in the device's own check.
         BackendUnavailableError: The backend asked for cannot serve the call.
     """
-    _check_shapes(hidden_RD, lm_head_VD, targets_M, row_of_target_M, temperature_R)
+    check_shapes(hidden_RD, lm_head_VD, targets_M, row_of_target_M, temperature_R)
     name = select_backend(OP, backend, hidden_RD.device, hidden_RD.dtype, hidden_RD.shape[-1])
     temperature_R = temperature_R.to(accumulation_dtype(hidden_RD.dtype))
     logprob_M, entropy_R, _ = _forward(
         hidden_RD, lm_head_VD, targets_M, row_of_target_M, temperature_R, name
     )
     return logprob_M, entropy_R
-
-
-def _check_shapes(
-    hidden_RD: Tensor,
-    lm_head_VD: Tensor,
-    targets_M: Tensor,
-    row_of_target_M: Tensor,
-    temperature_R: Tensor,
-) -> None:
-    num_rows = hidden_RD.shape[0] if hidden_RD.ndim else 0
-    num_targets = targets_M.shape[0] if targets_M.ndim else 0
-    expected_dims = (
-        ("hidden_RD", hidden_RD, 2),
-        ("lm_head_VD", lm_head_VD, 2),
-        ("targets_M", targets_M, 1),
-        ("row_of_target_M", row_of_target_M, 1),
-        ("temperature_R", temperature_R, 1),
-    )
-    for name, tensor, num_dims in expected_dims:
-        if tensor.ndim != num_dims:
-            raise KernelArgumentError(name, f"{tensor.ndim} dimensions, expected {num_dims}")
-        if tensor.device != hidden_RD.device:
-            got = f"on {tensor.device}, expected {hidden_RD.device} as hidden_RD"
-            raise KernelArgumentError(name, got)
-    expected_dtypes = (
-        ("hidden_RD", hidden_RD, tuple(ACCUMULATION_DTYPES)),
-        ("lm_head_VD", lm_head_VD, (hidden_RD.dtype,)),
-        ("targets_M", targets_M, (torch.int64,)),
-        ("row_of_target_M", row_of_target_M, (torch.int64,)),
-        ("temperature_R", temperature_R, (torch.float32, torch.float64)),
-    )
-    for name, tensor, dtypes in expected_dtypes:
-        if tensor.dtype not in dtypes:
-            expected = " or ".join(str(dtype) for dtype in dtypes)
-            raise KernelArgumentError(name, f"dtype {tensor.dtype}, expected {expected}")
-    if lm_head_VD.shape[0] == 0 or lm_head_VD.shape[1] != hidden_RD.shape[1]:
-        got = f"shape {tuple(lm_head_VD.shape)}, expected [1 or more, {hidden_RD.shape[1]}]"
-        raise KernelArgumentError("lm_head_VD", got)
-    if row_of_target_M.shape[0] != num_targets:
-        got = f"{row_of_target_M.shape[0]} values, expected {num_targets} as targets_M"
-        raise KernelArgumentError("row_of_target_M", got)
-    if temperature_R.shape[0] != num_rows:
-        got = f"{temperature_R.shape[0]} values, expected {num_rows} as hidden_RD"
-        raise KernelArgumentError("temperature_R", got)
-
-
-def _check_values(operands: Operands) -> None:
-    """Checks indices and temperatures where that costs no synchronisation."""
-    if operands.hidden_RD.device.type != "cpu":
-        return
-    indices = (
-        ("targets_M", operands.targets_M, len(operands.lm_head_VD)),
-        ("row_of_target_M", operands.row_of_target_M, len(operands.hidden_RD)),
-    )
-    for name, index_M, size in indices:
-        _require_all((index_M >= 0) & (index_M < size), name, index_M, f"in [0, {size})")
-    temperature_R = operands.temperature_R
-    is_positive = (temperature_R > 0) & temperature_R.isfinite()
-    _require_all(is_positive, "temperature_R", temperature_R, "a positive finite number")
-
-
-def _require_all(holds: Tensor, name: str, values: Tensor, rule: str) -> None:
-    if not holds.all():
-        first = int(holds.logical_not().nonzero()[0])
-        raise KernelArgumentError(name, f"value {values[first].item()} at {first}, expected {rule}")
 
 
 @torch.library.custom_op("ratoon::token_logprobs", mutates_args=())
@@ -138,7 +73,7 @@ def _forward(
         row_of_target_M=row_of_target_M,
         temperature_R=temperature_R,
     )
-    _check_values(operands)
+    check_values(operands)
     return BACKENDS[backend].forward(operands)
 
 

@@ -1,9 +1,10 @@
 """What a token log-probs backend is given: checked tensors.
 
-In: from `op.py`, after all checks. Out: to backends. Invariant: target m is predicted by hidden row
-`row_of_target_M[m]`; a row may serve many targets or none.
+In: from `op.py` and `one_pass.py`, after all checks. Out: to backends. Invariant: target m is
+predicted by hidden row `row_of_target_M[m]`; a row may serve many targets or none.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -53,3 +54,26 @@ class Upstream:
     entropy_R: Tensor
     lse_R: Tensor
     needs_lm_head: bool
+
+
+# Rows; logprob_M and entropy_R, of which those of the rows and of all before them are there ->
+# their gradients, [M] and [R], None where zero, of which those of the rows and their targets are
+# read. Called once for each run of rows, in order; what it returned before may be returned again.
+SeedsOfRows = Callable[[slice, Tensor, Tensor], tuple[Tensor | None, Tensor | None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DifferentiatedLogprobs:
+    """What one pass over the rows gives.
+
+    Attributes:
+        logprob_M: Of the targets, in the accumulation dtype.
+        entropy_R: Of the rows, in the accumulation dtype.
+        dhidden_RD: Gradient of the hidden states, in their dtype.
+        dlm_head_VD: Gradient of the LM head, in its dtype; no rows where not asked for.
+    """
+
+    logprob_M: Tensor
+    entropy_R: Tensor
+    dhidden_RD: Tensor
+    dlm_head_VD: Tensor

@@ -13,7 +13,12 @@ import torch
 from torch import Tensor
 
 from ratoon_kernels.precision import ACCUMULATION_DTYPES
-from ratoon_kernels.token_logprobs.operands import Operands, Upstream
+from ratoon_kernels.token_logprobs.operands import (
+    DifferentiatedLogprobs,
+    Operands,
+    SeedsOfRows,
+    Upstream,
+)
 
 LOGIT_BYTES: Final = 32 * 2**20
 
@@ -32,23 +37,11 @@ def unsupported_reason(
 
 def forward(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
     """Returns logprob_M, entropy_R and lse_R in the accumulation dtype."""
-    dtype, device = operands.accumulation_dtype, operands.hidden_RD.device
-    logprob_M = torch.empty(len(operands.targets_M), dtype=dtype, device=device)
-    entropy_R = torch.empty(len(operands.hidden_RD), dtype=dtype, device=device)
-    lse_R = torch.empty_like(entropy_R)
-    head_VD = operands.lm_head_VD.to(dtype)
+    results = _empty_results(operands)
+    head_VD = operands.lm_head_VD.to(operands.accumulation_dtype)
     for chunk in _chunks(operands):
-        logits_RV = _scaled_logits(operands, head_VD, chunk)
-        # By hand: torch.logsumexp took three times as long as the product that makes the logits.
-        max_R = logits_RV.amax(dim=-1)
-        exp_RV = logits_RV.sub_(max_R[:, None]).exp()
-        sum_R = exp_RV.sum(dim=-1)
-        log_sum_R = sum_R.log()
-        lse_R[chunk.rows] = max_R + log_sum_R
-        target_M = logits_RV[chunk.row_in_chunk_M, chunk.token_M]
-        logprob_M[chunk.targets_M] = target_M - log_sum_R[chunk.row_in_chunk_M]
-        entropy_R[chunk.rows] = log_sum_R - exp_RV.mul_(logits_RV).sum(dim=-1) / sum_R
-    return logprob_M, entropy_R, lse_R
+        _reduce(_scaled_logits(operands, head_VD, chunk), chunk, results)
+    return results
 
 
 def backward(operands: Operands, upstream: Upstream) -> tuple[Tensor, Tensor]:
@@ -56,18 +49,38 @@ def backward(operands: Operands, upstream: Upstream) -> tuple[Tensor, Tensor]:
 
     The second has no rows where the gradient of the LM head is not asked for.
     """
-    dtype = operands.accumulation_dtype
-    head_VD = operands.lm_head_VD.to(dtype)
-    dhidden_RD = torch.zeros_like(operands.hidden_RD)
-    dhead_VD = torch.zeros_like(head_VD if upstream.needs_lm_head else head_VD[:0])
+    head_VD = operands.lm_head_VD.to(operands.accumulation_dtype)
+    sums = _GradientSums.zeros(operands, needs_lm_head=upstream.needs_lm_head)
     for chunk in _chunks(operands):
-        logp_RV = _scaled_logits(operands, head_VD, chunk).sub_(upstream.lse_R[chunk.rows, None])
-        dlogits_RV = _logit_gradient(logp_RV, chunk, upstream)
-        dlogits_RV.div_(operands.temperature_R[chunk.rows, None])
-        dhidden_RD[chunk.rows] = torch.mm(dlogits_RV, head_VD).to(dhidden_RD.dtype)
-        if upstream.needs_lm_head:
-            dhead_VD.addmm_(dlogits_RV.T, operands.hidden_RD[chunk.rows].to(dtype))
-    return dhidden_RD, dhead_VD.to(operands.lm_head_VD.dtype)
+        sums.add(operands, head_VD, chunk, _scaled_logits(operands, head_VD, chunk), upstream)
+    return sums.dhidden_RD, sums.dhead_VD.to(operands.lm_head_VD.dtype)
+
+
+def forward_backward(
+    operands: Operands, seeds_of: SeedsOfRows, *, needs_lm_head: bool
+) -> DifferentiatedLogprobs:
+    """Returns what both give, in the same bits; the gradient is made of the forward's logits."""
+    logprob_M, entropy_R, lse_R = results = _empty_results(operands)
+    head_VD = operands.lm_head_VD.to(operands.accumulation_dtype)
+    sums = _GradientSums.zeros(operands, needs_lm_head=needs_lm_head)
+    for chunk in _chunks(operands):
+        logits_RV = _scaled_logits(operands, head_VD, chunk)
+        _reduce(logits_RV.clone(), chunk, results)
+        dlogprob_M, dentropy_R = seeds_of(chunk.rows, logprob_M, entropy_R)
+        upstream = Upstream(
+            dlogprob_M=dlogprob_M,
+            dentropy_R=dentropy_R,
+            entropy_R=entropy_R,
+            lse_R=lse_R,
+            needs_lm_head=needs_lm_head,
+        )
+        sums.add(operands, head_VD, chunk, logits_RV, upstream)
+    return DifferentiatedLogprobs(
+        logprob_M=logprob_M,
+        entropy_R=entropy_R,
+        dhidden_RD=sums.dhidden_RD,
+        dlm_head_VD=sums.dhead_VD.to(operands.lm_head_VD.dtype),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +100,45 @@ class _Chunk:
     token_M: Tensor
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _GradientSums:
+    """Gradients that add up over chunks.
+
+    Attributes:
+        dhidden_RD: Of the hidden states, in their dtype.
+        dhead_VD: Of the head, in the accumulation dtype; no rows where not asked for.
+    """
+
+    dhidden_RD: Tensor
+    dhead_VD: Tensor
+
+    @classmethod
+    def zeros(cls, operands: Operands, *, needs_lm_head: bool) -> "_GradientSums":
+        """Returns sums of nothing."""
+        head_VD = operands.lm_head_VD if needs_lm_head else operands.lm_head_VD[:0]
+        return cls(
+            dhidden_RD=torch.zeros_like(operands.hidden_RD),
+            dhead_VD=torch.zeros_like(head_VD, dtype=operands.accumulation_dtype),
+        )
+
+    def add(
+        self,
+        operands: Operands,
+        head_VD: Tensor,
+        chunk: "_Chunk",
+        logits_RV: Tensor,
+        upstream: Upstream,
+    ) -> None:
+        """Adds a chunk's, of whose scaled logits nothing is left."""
+        logp_RV = logits_RV.sub_(upstream.lse_R[chunk.rows, None])
+        dlogits_RV = _logit_gradient(logp_RV, chunk, upstream)
+        dlogits_RV.div_(operands.temperature_R[chunk.rows, None])
+        self.dhidden_RD[chunk.rows] = torch.mm(dlogits_RV, head_VD).to(self.dhidden_RD.dtype)
+        if upstream.needs_lm_head:
+            hidden_RD = operands.hidden_RD[chunk.rows].to(self.dhead_VD.dtype)
+            self.dhead_VD.addmm_(dlogits_RV.T, hidden_RD)
+
+
 def _chunks(operands: Operands) -> Iterator[_Chunk]:
     num_rows, vocab_size = len(operands.hidden_RD), len(operands.lm_head_VD)
     row_bytes = vocab_size * operands.accumulation_dtype.itemsize
@@ -102,6 +154,28 @@ def _chunks(operands: Operands) -> Iterator[_Chunk]:
             row_in_chunk_M=operands.row_of_target_M[targets_M] - start,
             token_M=operands.targets_M[targets_M],
         )
+
+
+def _empty_results(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns logprob_M, entropy_R and lse_R, to be filled."""
+    dtype, device = operands.accumulation_dtype, operands.hidden_RD.device
+    logprob_M = torch.empty(len(operands.targets_M), dtype=dtype, device=device)
+    entropy_R = torch.empty(len(operands.hidden_RD), dtype=dtype, device=device)
+    return logprob_M, entropy_R, torch.empty_like(entropy_R)
+
+
+def _reduce(logits_RV: Tensor, chunk: _Chunk, results: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Writes the results of a chunk; overwrites logits_RV."""
+    logprob_M, entropy_R, lse_R = results
+    # By hand: torch.logsumexp took three times as long as the product that makes the logits.
+    max_R = logits_RV.amax(dim=-1)
+    exp_RV = logits_RV.sub_(max_R[:, None]).exp()
+    sum_R = exp_RV.sum(dim=-1)
+    log_sum_R = sum_R.log()
+    lse_R[chunk.rows] = max_R + log_sum_R
+    target_M = logits_RV[chunk.row_in_chunk_M, chunk.token_M]
+    logprob_M[chunk.targets_M] = target_M - log_sum_R[chunk.row_in_chunk_M]
+    entropy_R[chunk.rows] = log_sum_R - exp_RV.mul_(logits_RV).sum(dim=-1) / sum_R
 
 
 def _scaled_logits(operands: Operands, head_VD: Tensor, chunk: _Chunk) -> Tensor:

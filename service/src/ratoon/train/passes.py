@@ -23,7 +23,7 @@ from ratoon.rollout.prefixes import SortedPrefixes
 from ratoon.train.clock import DeviceClock
 from ratoon.train.config import OldLogprobsKind, ReferenceKind
 from ratoon.train.device import DeviceBatch, TokenOutputs, put, run_model, to_device
-from ratoon.train.loss.compute import LossOutput, compute_loss
+from ratoon.train.loss.compute import LossOutput, compute_loss, is_of_single_tokens
 from ratoon.train.loss.sums import LossSums
 from ratoon.train.loss.terms import TermColumns
 from ratoon.train.micro_batches import (
@@ -33,12 +33,16 @@ from ratoon.train.micro_batches import (
     packed_micro_batches,
 )
 from ratoon.train.prepare import Prepared
+from ratoon.train.row_loss import LossOfTerms, RowLoss, RowTerms, run_row_loss, whole_batch
 from ratoon.train.streaming import StagedBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassTotals:
-    """What a pass did. `rows`: predicting rows over all micro-batches; times in seconds."""
+    """What a pass did. `rows`: predicting rows over all micro-batches; times in seconds.
+
+    The LM head of a loss of single tokens is in the backward, as its gradient is.
+    """
 
     sums: LossSums
     rows: int
@@ -95,9 +99,41 @@ def _train(
         columns = _term_columns(prepared, part, forward_logprobs_J, part_L, logprob_L)
         return compute_loss(prepared.loss, columns, logprob_L, entropy_L)
 
+    is_of_rows = is_of_single_tokens(prepared.loss)
     if item.stages:
         staged = StagedBatch(model, packed, batch, item.stages, item.check)
-        return staged.forward_backward(loss_of, clock)
+        return staged.forward_backward(loss_of, clock, is_of_rows=is_of_rows)
+    if is_of_rows:
+        return train_rows(model, packed, batch, loss_of, clock).sums
+    return [_train_in_two_phases(model, packed, batch, loss_of, clock)]
+
+
+def train_rows(
+    model: PolicyModel,
+    packed: PackedBatch,
+    batch: DeviceBatch,
+    loss_of: LossOfTerms,
+    clock: DeviceClock,
+) -> RowLoss:
+    """Add the gradient of a loss of single tokens to the parameters' gradients."""
+    hidden_TD = model.forward_hidden(batch.tokens_T, batch.position_T, batch.layout)
+    clock.lap("forward")
+    hidden_RD = hidden_TD.index_select(0, batch.row_index_R)
+    part, terms = whole_batch(packed), RowTerms(packed)
+    done = run_row_loss(model.lm_head_VD, hidden_RD.detach(), batch, part, terms, loss_of)
+    torch.autograd.backward([hidden_RD], [done.dhidden_RD])
+    clock.lap("backward")
+    return done
+
+
+def _train_in_two_phases(
+    model: PolicyModel,
+    packed: PackedBatch,
+    batch: DeviceBatch,
+    loss_of: LossOfTerms,
+    clock: DeviceClock,
+) -> Tensor:
+    """The same of any loss: all log-probs first. Returns `LossOutput.sums_F`."""
     outputs = run_model(model, batch)
     logprob_L = outputs.logprob_M.detach()[batch.term_target_L]
     entropy_L = outputs.entropy_R.detach()[batch.term_row_L]
@@ -110,7 +146,7 @@ def _train(
         heads.append(outputs.entropy_R)
     torch.autograd.backward(heads, seeds)
     clock.lap("backward")
-    return [output.sums_F]
+    return output.sums_F
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,15 +16,16 @@ from torch import Tensor
 
 from ratoon.rollout.packed import PackedBatch, Stage
 from ratoon.train.device import put
+from ratoon.train.row_loss import RowPart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePart:
     """What one stage adds to the outputs of the batch."""
 
-    # Its predicting rows, a range of the batch's.
-    rows: slice
-    # int64 on the device: targets of those rows, ascending.
+    # Its predicting rows and their targets.
+    own: RowPart
+    # Those targets on the device.
     targets_M: Tensor
     # int64 [n] on the host: terms of the sequences that end in the stage, ascending.
     terms: NDArray[np.int64]
@@ -43,7 +44,10 @@ def cut_outputs(
     terms = _split(term_stage, len(stages))
     return tuple(
         StagePart(
-            rows=slice(int(row_bounds[index]), int(row_bounds[index + 1])),
+            own=RowPart(
+                rows=slice(int(row_bounds[index]), int(row_bounds[index + 1])),
+                targets=targets[index],
+            ),
             targets_M=put(targets[index], device),
             terms=terms[index],
         )

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ratoon.train.config import CorrectionLevel
 from ratoon.train.loss.correction import correction_weight
 from ratoon.train.loss.kl import kl_estimate
+from ratoon.train.loss.ratio import token_log_ratio
 from ratoon.train.loss.registry import LOSS_FUNCTIONS
 from ratoon.train.loss.sums import SUM_NAMES
 from ratoon.train.loss.terms import PolicyInputs, PolicyTerms, RatioInputs, TermColumns
@@ -31,6 +33,14 @@ class LossOutput:
     grad_logprob_L: Tensor
     grad_entropy_L: Tensor | None
     sums_F: Tensor
+
+
+def is_of_single_tokens(loss: Loss) -> bool:
+    """Whether a term's gradient depends on no other term: no sequence ratio, no such weight."""
+    is_by_sequence = (
+        loss.correction is not None and loss.correction.level is CorrectionLevel.SEQUENCE
+    )
+    return LOSS_FUNCTIONS[loss.kind].ratio is token_log_ratio and not is_by_sequence
 
 
 def compute_loss(

@@ -1,0 +1,214 @@
+"""What becomes of the hidden states of stages: log-probs, a loss, and its backward.
+
+Enters each stage once it is forwarded, and again once nothing that is still to come descends from
+it; leave outputs of the batch, or gradients in the parameters. Invariant: a stage is run backward
+once, after all that descend from it.
+
+A row is run in the stage that holds it, with all its targets: the last row of a prefix predicts the
+first tokens of the waves below. A sequence's terms therefore lie in the stages along its path. A
+loss of single tokens takes each of them where it is. Any other is computed in the stage that holds
+the sequence's end, from all its terms: those of its path have been forwarded then, and none of them
+has been run backward. So gradients that fall on prefixes wait with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ratoon.model.streamed_attention import StageAttention
+from ratoon.rollout.packed import PackedBatch
+from ratoon.train.clock import DeviceClock
+from ratoon.train.device import DeviceBatch, TokenOutputs, put
+from ratoon.train.row_loss import LossOfTerms, RowTerms, run_row_loss
+from ratoon.train.stage_parts import StagePart
+from ratoon_kernels import token_logprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageRun:
+    """A stage that has been forwarded; with its graph, where there is one."""
+
+    index: int
+    # Its first packed token.
+    first_token: int
+    # Other stages descend from it.
+    is_parent: bool
+    attention: StageAttention
+    # Final hidden states of its tokens, [t, D].
+    hidden_TD: Tensor
+
+
+class StageHead(Protocol):
+    """Sees every stage twice."""
+
+    def add(self, run: StageRun) -> None:
+        """The stage has been forwarded."""
+        ...
+
+    def close(self, run: StageRun) -> None:
+        """All that descend from it are closed."""
+        ...
+
+
+class ForwardHead:
+    """Outputs alone; to be used where gradients are off."""
+
+    def __init__(self, lm_head_VD: Tensor, batch: DeviceBatch, parts: Sequence[StagePart]) -> None:
+        self.results = _zeros(batch, lm_head_VD)
+        self._lm_head_VD = lm_head_VD
+        self._batch = batch
+        self._parts = parts
+
+    def add(self, run: StageRun) -> None:
+        part = self._parts[run.index]
+        _store(run_head(self._lm_head_VD, self._batch, part, run), part, self.results)
+
+    def close(self, run: StageRun) -> None:
+        pass
+
+
+class RowHead:
+    """A loss of single tokens: with the logits of a row its gradient is known."""
+
+    def __init__(
+        self,
+        lm_head_VD: Tensor,
+        packed: PackedBatch,
+        batch: DeviceBatch,
+        parts: Sequence[StagePart],
+        loss_of: LossOfTerms,
+        clock: DeviceClock,
+    ) -> None:
+        self.sums: list[Tensor] = []
+        self._lm_head_VD = lm_head_VD
+        self._batch = batch
+        self._parts = parts
+        self._terms = RowTerms(packed)
+        self._loss_of = loss_of
+        self._clock = clock
+        # Hidden states of the rows of open stages, and their gradients.
+        self._rows: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def add(self, run: StageRun) -> None:
+        self._clock.lap("forward")
+        own = self._parts[run.index].own
+        if own.rows.start == own.rows.stop:
+            return
+        hidden_RD = _rows_of(run, self._batch, own.rows)
+        done = run_row_loss(
+            self._lm_head_VD, hidden_RD.detach(), self._batch, own, self._terms, self._loss_of
+        )
+        self.sums += done.sums
+        self._rows[run.index] = hidden_RD, done.dhidden_RD
+
+    def close(self, run: StageRun) -> None:
+        found = self._rows.pop(run.index, None)
+        if found is not None:
+            torch.autograd.backward([found[0]], [found[1]])
+        elif run.is_parent:
+            _backward_keys(run)
+        self._clock.lap("backward")
+
+
+class TwoPhaseHead:
+    """Any loss: that of a sequence in the stage of its end."""
+
+    def __init__(
+        self,
+        lm_head_VD: Tensor,
+        packed: PackedBatch,
+        batch: DeviceBatch,
+        parts: Sequence[StagePart],
+        loss_of: LossOfTerms,
+        clock: DeviceClock,
+    ) -> None:
+        del packed
+        self.sums: list[Tensor] = []
+        self._lm_head_VD = lm_head_VD
+        self._batch = batch
+        self._parts = parts
+        self._loss_of = loss_of
+        self._clock = clock
+        self._results = _zeros(batch, lm_head_VD)
+        # Their gradients.
+        self._seeds = _zeros(batch, lm_head_VD)
+        self._has_entropy = False
+        # Of open stages, with their graphs.
+        self._outputs: dict[int, TokenOutputs] = {}
+
+    def add(self, run: StageRun) -> None:
+        part = self._parts[run.index]
+        outputs = run_head(self._lm_head_VD, self._batch, part, run)
+        self._outputs[run.index] = outputs
+        _store(outputs, part, self._results)
+        if len(part.terms):
+            self._add_loss(part)
+        self._clock.lap("forward")
+
+    def close(self, run: StageRun) -> None:
+        part, seeds = self._parts[run.index], self._seeds
+        outputs = self._outputs.pop(run.index)
+        rows = part.own.rows
+        if rows.start < rows.stop:
+            heads, grads = [outputs.logprob_M], [seeds.logprob_M[part.targets_M]]
+            if self._has_entropy:
+                heads.append(outputs.entropy_R)
+                grads.append(seeds.entropy_R[rows])
+            torch.autograd.backward(heads, grads)
+        elif run.is_parent:
+            _backward_keys(run)
+        self._clock.lap("backward")
+
+    def _add_loss(self, part: StagePart) -> None:
+        """Of whole sequences, all of whose log-probs are there."""
+        results, seeds = self._results, self._seeds
+        index_L = put(part.terms, self._lm_head_VD.device)
+        target_L, row_L = self._batch.term_target_L[index_L], self._batch.term_row_L[index_L]
+        loss = self._loss_of(part.terms, results.logprob_M[target_L], results.entropy_R[row_L])
+        seeds.logprob_M.index_add_(0, target_L, loss.grad_logprob_L)
+        if loss.grad_entropy_L is not None:
+            self._has_entropy = True
+            seeds.entropy_R.index_add_(0, row_L, loss.grad_entropy_L)
+        self.sums.append(loss.sums_F)
+
+
+def run_head(
+    lm_head_VD: Tensor, batch: DeviceBatch, part: StagePart, run: StageRun
+) -> TokenOutputs:
+    """Outputs of a stage's targets and rows."""
+    rows = part.own.rows
+    logprob_M, entropy_R = token_logprobs(
+        _rows_of(run, batch, rows),
+        lm_head_VD,
+        batch.target_token_M[part.targets_M],
+        batch.target_row_M[part.targets_M] - rows.start,
+        batch.row_temperature_R[rows],
+    )
+    return TokenOutputs(logprob_M=logprob_M, entropy_R=entropy_R)
+
+
+def _rows_of(run: StageRun, batch: DeviceBatch, rows: slice) -> Tensor:
+    return run.hidden_TD.index_select(0, batch.row_index_R[rows] - run.first_token)
+
+
+def _store(outputs: TokenOutputs, part: StagePart, results: TokenOutputs) -> None:
+    results.logprob_M[part.targets_M] = outputs.logprob_M.detach()
+    results.entropy_R[part.own.rows] = outputs.entropy_R.detach()
+
+
+def _backward_keys(run: StageRun) -> None:
+    """Nothing of the stage is predicted from, but its keys have gradients: they enter at the
+    attention of each layer, which autograd must come by."""
+    torch.autograd.backward([run.hidden_TD], [torch.zeros_like(run.hidden_TD)])
+
+
+def _zeros(batch: DeviceBatch, like: Tensor) -> TokenOutputs:
+    dtype = torch.float64 if like.dtype is torch.float64 else torch.float32
+    sizes = (len(batch.target_token_M), len(batch.row_index_R))
+    logprob_M, entropy_R = (torch.zeros(size, dtype=dtype, device=like.device) for size in sizes)
+    return TokenOutputs(logprob_M=logprob_M, entropy_R=entropy_R)
