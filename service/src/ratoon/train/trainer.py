@@ -28,6 +28,7 @@ from ratoon.rollout.prefixes import sort_sequences
 from ratoon.train import checkpoint, prepare, report_builder
 from ratoon.train.canary import CanaryOutcome, is_due, run_canary
 from ratoon.train.clock import DeviceClock
+from ratoon.train.digest import StateDigest
 from ratoon.train.forward_arrays import ForwardArrays, check_forward_logprobs, run_forward
 from ratoon.train.gradients import GradientSums
 from ratoon.train.loss_spec import Loss, Normalisation, OptimStep
@@ -64,6 +65,7 @@ class Trainer:
         self._optimizer = make_optimizer(
             parameters, spec.optimizer, spec.optimizer_states, spec.model.seed
         )
+        self._digest = StateDigest(model.device)
         self._planner = cpu_planner(spec.micro_batch_tokens)
         self._window = GradientWindow()
         self._has_kl = False
@@ -108,6 +110,10 @@ class Trainer:
     def fingerprint(self) -> dict[str, str]:
         """What the bits depend on outside of model, batch and plan."""
         return numerics_fingerprint(self.spec, self.info().attention_backend)
+
+    def state_digest(self) -> str:
+        """Of weights, moments and the number of steps, 32 hexadecimal digits; not of the window."""
+        return self._digest.of(self._optimizer.state())
 
     @property
     def window_state(self) -> WindowState:
