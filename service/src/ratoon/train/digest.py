@@ -72,7 +72,7 @@ class StateDigest:
 
 
 def part_key(start: int, names: Sequence[str]) -> Tensor:
-    """For `part_sums`, int64 [1 + k]: the index of the first element, and a seed for each tensor."""
+    """For `part_sums`, int64 [1 + k]: the index of the first element and each tensor's seed."""
     seeds = (xxhash.xxh3_64_intdigest(name.encode()) for name in names)
     return torch.tensor([start, *(_signed(seed) for seed in seeds)], dtype=torch.int64)
 
