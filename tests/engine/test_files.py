@@ -31,7 +31,7 @@ def paths(tmp_path: Path) -> PolicyPaths:
 
 @pytest.fixture
 def uploads(paths: PolicyPaths) -> UploadFiles:
-    return UploadFiles(paths, ttl_s=60.0, max_upload_bytes=10)
+    return UploadFiles(paths, ttl_s=60.0, max_upload_bytes=10, max_total_bytes=25)
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../q", "a/b", ".hidden", "a" * 129, "a\0b"])
@@ -106,7 +106,7 @@ def test_the_sum_of_parts_is_bounded(uploads: UploadFiles) -> None:
 
 
 def test_an_upload_expires_after_its_newest_part(paths: PolicyPaths) -> None:
-    uploads = UploadFiles(paths, ttl_s=60.0, max_upload_bytes=10)
+    uploads = UploadFiles(paths, ttl_s=60.0, max_upload_bytes=10, max_total_bytes=25)
     for upload_id in ("old", "fresh"):
         uploads.put(upload_id, 0, b"a")
     old = paths.uploads / "old"

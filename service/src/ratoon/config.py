@@ -19,6 +19,7 @@ from pydantic_settings import (
 )
 
 MIB = 2**20
+GIB = 2**30
 
 
 class _Section(BaseModel):
@@ -89,10 +90,40 @@ class LimitsConfig(_Section):
     # How long a caller's wait may be held by a missing seq.
     gap_wait_s: float = Field(default=30.0, gt=0)
     max_policies: int = Field(default=16, ge=1)
+    # Of a policy; a single operation, for which all others wait, is let in nevertheless.
     max_open_operations: int = Field(default=1024, ge=1)
+    # Bodies of open operations, and uploads that wait for theirs: of a policy, of all together.
+    max_queued_bytes: int = Field(default=8 * GIB, ge=1024)
+    max_total_queued_bytes: int = Field(default=32 * GIB, ge=1024)
+    # Left of the disk for what was accepted already; new work is refused before. 0: no such bound.
+    min_free_disk_bytes: int = Field(default=GIB, ge=0)
     upload_ttl_s: float = Field(default=3600.0, gt=0)
     result_ttl_s: float = Field(default=3600.0, gt=0)
     inline_result_bytes: int = Field(default=4 * MIB, ge=0)
+
+
+class KeyLimits(_Section):
+    """What one API key may use; None: as much as there is.
+
+    As the section `quotas` of the config these are for keys that were made without their own.
+    Requests are counted by each process, the rest exactly, over all of them. Tokens are replicated
+    ones (each rollout alone) of the work that is accepted, in minutes, hours and days of UTC.
+    """
+
+    requests_per_second: float | None = Field(default=None, gt=0)
+    # Requests at once after a pause. None: those of one second, at least one.
+    burst: int | None = Field(default=None, ge=1)
+    tokens_per_minute: int | None = Field(default=None, ge=1)
+    tokens_per_hour: int | None = Field(default=None, ge=1)
+    tokens_per_day: int | None = Field(default=None, ge=1)
+    # Over all policies.
+    max_open_operations: int | None = Field(default=None, ge=1)
+    max_queued_bytes: int | None = Field(default=None, ge=1024)
+
+    def or_else(self, default: KeyLimits) -> KeyLimits:
+        """These, and where one is None, that of `default`."""
+        own = self.model_dump(exclude_none=True)
+        return KeyLimits.model_validate(default.model_dump() | own)
 
 
 class WorkerConfig(_Section):
@@ -141,6 +172,7 @@ class RatoonConfig(BaseSettings):
     auth: AuthConfig = AuthConfig()
     tls: TlsConfig = TlsConfig()
     limits: LimitsConfig = LimitsConfig()
+    quotas: KeyLimits = KeyLimits()
     worker: WorkerConfig = WorkerConfig()
     ray: RayConfig = RayConfig()
 

@@ -10,12 +10,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import uuid
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 
 from ratoon.engine import telemetry
+from ratoon.engine.claims import Claim
 from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.files import safe_name
 from ratoon.engine.journal import FencedError, JournalState, OperationRecord
 from ratoon.engine.policy_run import PolicyRun
+from ratoon.engine.room import check_room, disk_full, disk_refusal, full_disk_refused
 from ratoon.engine.sequencer import Known, check_key, check_reuse
 from ratoon.engine.types import (
     Command,
@@ -33,7 +37,7 @@ from ratoon.engine.types import (
     Submission,
     UpdateCommand,
 )
-from ratoon.errors import ErrorCode, RatoonError, invalid
+from ratoon.errors import RatoonError, invalid
 
 KINDS: dict[type[Command], OperationKind] = {
     UpdateCommand: OperationKind.UPDATE,
@@ -77,12 +81,32 @@ class Admission:
         if digest and await asyncio.to_thread(_sha256, submission.body) != digest:
             raise invalid("body_digest", digest, "the SHA-256 of the body")
 
-    async def hold(self, operation_id: str, submission: Submission) -> None:
-        """Make the body durable, for the operation that the submission may become."""
+    async def hold(self, operation_id: str, submission: Submission) -> RatoonError | None:
+        """Make the body durable, for the operation that the submission may become.
+
+        Returns why not, where the disk has no room for it: what it is a retry of needs none.
+        """
+        if not self._is_awaited(submission.key):
+            refusal = await self.disk_refusal(len(submission.body))
+            if refusal is not None:
+                return refusal
         digest = body_digest(submission.command)
         if digest:
-            await self._run.bodies.hold(operation_id, digest, submission.body)
+            try:
+                await self._run.bodies.hold(operation_id, digest, submission.body)
+            except OSError as err:
+                refusal = disk_full(err)
+                if refusal is None:
+                    raise
+                return refusal
             self._run.reach(CrashPoint.CONTROLLER_AFTER_BODY)
+        return None
+
+    async def disk_refusal(self, wanted_bytes: int) -> RatoonError | None:
+        """Why so many bytes more are not taken; None: there is room."""
+        run = self._run
+        reserve = run.limits.min_free_disk_bytes
+        return await asyncio.to_thread(disk_refusal, run.paths.root, wanted_bytes, reserve)
 
     async def drop(self, operation_id: str, submission: Submission) -> None:
         """Let go of the body: the submission is not accepted, or it is a retry."""
@@ -104,15 +128,17 @@ class Admission:
     ) -> OperationRecord:
         """Make a new operation, whose body is held, durable and queue it.
 
-        Raises RESOURCE_EXHAUSTED, and `JournalUnknownError` where the journal did not answer.
+        Raises RESOURCE_EXHAUSTED, BODY_TOO_LARGE over a quota, and `JournalUnknownError` where the
+        journal did not answer.
         """
         run = self._run
         seq = self._seq(submission.key)
-        self._check_room(seq)
+        self._check_room(submission)
         record = self._record(operation_id, submission, seq, payload)
+        async with self._claimed(operation_id, submission):
+            if seq:
+                await self._journal(record, run.sequencer.next_free_after(seq))
         if seq:
-            next_seq = run.sequencer.next_free_after(seq)
-            await self._journal(record, next_seq)
             run.sequencer.accept(seq, record.operation_id)
         run.bodies.land(operation_id)
         run.ledger.add(record)
@@ -123,7 +149,7 @@ class Admission:
         self._run.reach(CrashPoint.CONTROLLER_BEFORE_ACCEPT)
         try:
             await self._run.ports.journal.accept(self._run.token, record, next_seq)
-        except FencedError:
+        except (FencedError, RatoonError):
             raise
         except Exception as err:
             self._run.bodies.land(record.operation_id)
@@ -139,16 +165,40 @@ class Admission:
             case NoKey():
                 return 0
 
-    def _check_room(self, seq: int) -> None:
-        """The seq that all others wait for is let in even when the queue is full."""
-        run, limit = self._run, self._run.limits.max_open_operations
-        if run.ledger.num_open < limit or seq == run.sequencer.turn:
-            return
-        raise RatoonError(
-            ErrorCode.RESOURCE_EXHAUSTED,
-            f"policy {run.policy_id} has {run.ledger.num_open} open operations",
-            details={"wanted": "1", "free": "0", "limit": str(limit)},
+    @asynccontextmanager
+    async def _claimed(
+        self, operation_id: str, submission: Submission
+    ) -> AsyncGenerator[None, None]:
+        """Count the operation as open, and its tokens, unless the block refuses it."""
+        run, now = self._run, self._run.ports.now()
+        claim = Claim(
+            operation_id=operation_id,
+            holder=submission.holder,
+            num_tokens=submission.num_tokens,
+            body_bytes=len(submission.body),
         )
+        is_awaited = self._is_awaited(submission.key)
+        with full_disk_refused():
+            await asyncio.to_thread(run.claims.take, claim, now, is_awaited=is_awaited)
+        try:
+            yield
+        except RatoonError:
+            await asyncio.to_thread(run.claims.undo, claim, now)
+            raise
+
+    def _is_awaited(self, key: OperationKey) -> bool:
+        """The seq that all others wait for is let in even where the queue has no room."""
+        return self._seq(key) == self._run.sequencer.turn
+
+    def _check_room(self, submission: Submission) -> None:
+        run, limits = self._run, self._run.limits
+        if self._is_awaited(submission.key):
+            return
+        num_open, used = run.ledger.num_open, run.claims.open_bytes
+        name = f"policy {run.policy_id}: open operations"
+        check_room(name, "open_operations", num_open, 1, limits.max_open_operations)
+        name, wanted = f"policy {run.policy_id}: bytes of open operations", len(submission.body)
+        check_room(name, "queued_bytes", used, wanted, limits.max_queued_bytes)
 
     def _record(
         self, operation_id: str, submission: Submission, seq: int, payload: str

@@ -12,10 +12,21 @@ from collections.abc import Callable
 from typing import Any
 
 import psycopg
-from sqlalchemy import URL, Connection, Dialect, Engine, create_engine, event, make_url, text
+from sqlalchemy import (
+    URL,
+    Connection,
+    Dialect,
+    Engine,
+    ExceptionContext,
+    create_engine,
+    event,
+    make_url,
+    text,
+)
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.pool import QueuePool
 
+from ratoon.engine.room import disk_full
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.log import get_logger
 
@@ -77,6 +88,7 @@ def _sqlite(url: URL) -> Engine:
     listen: Callable[..., None] = event.listen
     listen(engine, "connect", _make_durable)
     listen(engine, "begin", _begin)
+    listen(engine, "handle_error", _name_full_disk)
     return engine
 
 
@@ -131,6 +143,7 @@ def _postgresql(url: URL) -> Engine:
     )
     listen: Callable[..., None] = event.listen
     listen(engine, "do_connect", _wait_for_server)
+    listen(engine, "handle_error", _name_full_disk)
     with engine.begin() as connection:
         for name in ("fsync", "full_page_writes"):
             if connection.execute(text(f"SHOW {name}")).scalar_one() != "on":
@@ -143,6 +156,13 @@ def _postgresql(url: URL) -> Engine:
                     expected=f"{name} = on",
                 )
     return engine
+
+
+def _name_full_disk(context: ExceptionContext) -> None:
+    """Raises RESOURCE_EXHAUSTED in the place of a full disk; the transaction is undone by then."""
+    refusal = disk_full(context.original_exception)
+    if refusal is not None:
+        raise refusal from context.original_exception
 
 
 def _wait_for_server(

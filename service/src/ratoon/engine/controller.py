@@ -30,6 +30,7 @@ from ratoon.engine.journal import (
 from ratoon.engine.ledger import LiveOperation
 from ratoon.engine.policy_run import PolicyRun
 from ratoon.engine.publisher import Publisher
+from ratoon.engine.room import full_disk_refused, is_disk_full
 from ratoon.engine.tasks import WorkerLostError
 from ratoon.engine.turns import TurnLoop
 from ratoon.engine.types import (
@@ -61,6 +62,7 @@ class Controller:
             run.paths,
             ttl_s=run.limits.upload_ttl_s,
             max_upload_bytes=run.limits.max_body_bytes,
+            max_total_bytes=run.limits.max_queued_bytes,
         )
         self._progress_until = 0.0
 
@@ -93,11 +95,13 @@ class Controller:
         self._check_ready()
         await self._admission.check(submission)
         operation_id = new_operation_id(self._run.policy_id)
-        await self._admission.hold(operation_id, submission)
+        refusal = await self._admission.hold(operation_id, submission)
         try:
             async with self._lock:
                 self._check_ready()
                 first = await self._first(submission)
+                if first is None and refusal is not None:
+                    raise refusal
                 record = first or await self._accept(operation_id, submission)
         except JournalUnknownError as err:
             raise self._unknown() from err
@@ -179,9 +183,16 @@ class Controller:
             return await self._publisher.manifest(version)
 
     async def put_upload_part(self, upload_id: str, part_index: int, body: bytes) -> None:
-        """Keep a part of a batch. Raises KEY_REUSED, BODY_TOO_LARGE, POLICY_NOT_READY."""
+        """Keep a part of a batch.
+
+        Raises KEY_REUSED, BODY_TOO_LARGE, POLICY_NOT_READY, RESOURCE_EXHAUSTED.
+        """
         self._check_ready()
-        await asyncio.to_thread(self._uploads.put, upload_id, part_index, body)
+        refusal = await self._admission.disk_refusal(len(body))
+        if refusal is not None:
+            raise refusal
+        with full_disk_refused():
+            await asyncio.to_thread(self._uploads.put, upload_id, part_index, body)
 
     async def get_upload_parts(self, upload_id: str, num_parts: int) -> list[bytes]:
         """Parts 0 to num_parts - 1. Raises UPLOAD_NOT_FOUND naming the missing one."""
@@ -242,6 +253,8 @@ class Controller:
             try:
                 await run.ports.journal.end(run.token, run.policy_id, end)
             except Exception as err:
+                if is_disk_full(err):
+                    raise
                 raise self._unknown() from err
             run.sequencer.consume(record.seq)
         live.end(JournalState.CANCELLED, result, now)

@@ -22,6 +22,7 @@ from ratoon.engine.faults import operation_not_found, policy_not_found, policy_n
 from ratoon.engine.files import policy_paths, remove_policy_files
 from ratoon.engine.journal import NO_PROGRESS, JournalState, OperationRecord, PolicyRow
 from ratoon.engine.ledger import Ledger, LiveOperation
+from ratoon.engine.room import disk_refusal
 from ratoon.engine.store import SqlStore
 from ratoon.engine.types import (
     EmptyResult,
@@ -83,7 +84,7 @@ class Coordinator:
         self._limits = limits
         self._data_root = data_root
         self._now = now
-        self._ledger = Ledger()
+        self._ledger = Ledger(on_settled=lambda _: None)
         self._lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -203,6 +204,10 @@ class Coordinator:
                 f"this server has {used} policies of at most {limit}",
                 details={"resource": "policies", "wanted": "1", "free": "0"},
             )
+        reserve = self._limits.min_free_disk_bytes
+        refusal = await asyncio.to_thread(disk_refusal, self._data_root, 0, reserve)
+        if refusal is not None:
+            raise refusal
 
     async def _create(self, spec: PolicySpec, live: LiveOperation) -> None:
         policy_id = spec.policy_id

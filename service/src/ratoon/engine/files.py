@@ -3,7 +3,7 @@
 Enters bytes, leaves names that exist only whole (see `stream.files`). Invariant: every path is
 built here, from names that cannot leave the policy's folder.
 
-    policies/<policy_id>/{bodies,uploads,results,checkpoints,weights}
+    policies/<policy_id>/{bodies,uploads,results,checkpoints,weights,open}
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ratoon.engine.room import check_room
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.stream.files import make_folder, remove_folder, remove_leftovers, write_atomic
 
@@ -36,6 +37,11 @@ class PolicyPaths:
     @property
     def uploads(self) -> Path:
         return self.root / "uploads"
+
+    @property
+    def open_operations(self) -> Path:
+        """See `engine.claims`."""
+        return self.root / "open"
 
     @property
     def results(self) -> Path:
@@ -70,7 +76,8 @@ def safe_name(field: str, name: str) -> str:
 
 def make_policy_folders(paths: PolicyPaths) -> None:
     """Make the folders and remove what crashed writers left in them."""
-    for folder in (paths.bodies, paths.uploads, paths.results, paths.checkpoints, paths.weights):
+    kept = (paths.bodies, paths.uploads, paths.results, paths.checkpoints, paths.weights)
+    for folder in (*kept, paths.open_operations):
         make_folder(folder)
         remove_leftovers(folder)
 
@@ -136,13 +143,20 @@ class UploadFiles:
     Invariant: a part's bytes never change; an upload is dropped `ttl_s` after its newest part.
     """
 
-    def __init__(self, paths: PolicyPaths, *, ttl_s: float, max_upload_bytes: int) -> None:
+    def __init__(
+        self, paths: PolicyPaths, *, ttl_s: float, max_upload_bytes: int, max_total_bytes: int
+    ) -> None:
         self._folder = paths.uploads
         self._ttl_s = ttl_s
         self._max_upload_bytes = max_upload_bytes
+        self._max_total_bytes = max_total_bytes
 
     def put(self, upload_id: str, part_index: int, body: bytes) -> None:
-        """Store a part. Raises KEY_REUSED for other bytes of a part, BODY_TOO_LARGE for the sum."""
+        """Store a part.
+
+        Raises KEY_REUSED for other bytes of a part, BODY_TOO_LARGE for the sum of one upload,
+        RESOURCE_EXHAUSTED for the sum of all.
+        """
         folder = self._folder / safe_name("upload_id", upload_id)
         path = folder / _part_name(part_index)
         make_folder(folder)
@@ -166,6 +180,8 @@ class UploadFiles:
                 got=str(size_bytes),
                 expected=f"at most {self._max_upload_bytes} bytes",
             )
+        used = sum(part.stat().st_size for part in self._folder.glob("*/*"))
+        check_room("bytes of uploads", "upload_bytes", used, len(body), self._max_total_bytes)
         write_atomic(path, body)
 
     def get(self, upload_id: str, num_parts: int) -> list[bytes]:

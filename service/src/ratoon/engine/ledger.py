@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from ratoon.engine.journal import NO_PROGRESS, JournalState, OperationRecord
@@ -65,9 +65,10 @@ class LiveOperation:
 
 
 class Ledger:
-    """Operations by id; the open ones are never dropped."""
+    """Operations by id; the open ones are never dropped. `on_settled` is told of each that ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, on_settled: Callable[[str], None]) -> None:
+        self._on_settled = on_settled
         self._open: dict[str, LiveOperation] = {}
         self._ended: OrderedDict[str, LiveOperation] = OrderedDict()
 
@@ -91,6 +92,7 @@ class Ledger:
         """The operation has ended."""
         assert live.is_final
         self._open.pop(live.operation_id, None)
+        self._on_settled(live.operation_id)
         self._ended[live.operation_id] = live
         while len(self._ended) > _MAX_ENDED:
             self._ended.popitem(last=False)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ratoon.config import LimitsConfig
+from ratoon.engine.claims import Claims
 from ratoon.engine.crash_points import Reach
 from ratoon.engine.files import BodyFiles, PolicyPaths
 from ratoon.engine.journal import Journal, OperationRecord
@@ -61,7 +62,12 @@ class PolicyRun:
     window_records: dict[int, OperationRecord] = field(default_factory=dict[int, OperationRecord])
     sequencer: Sequencer = field(default_factory=lambda: Sequencer(turn=1))
     stored_outcome: StoredOutcome | None = None
-    ledger: Ledger = field(default_factory=Ledger)
+    claims: Claims = field(init=False)
+    ledger: Ledger = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.claims = Claims(self.paths, max_total_bytes=self.limits.max_total_queued_bytes)
+        self.ledger = Ledger(on_settled=self.claims.drop)
 
     @property
     def policy_id(self) -> str:

@@ -57,6 +57,8 @@ async def start_policy(run: PolicyRun, executor: Executor, publisher: Publisher)
     await _settle_ended(run)
     _fail_unsequenced(run)
     await run.bodies.reconcile(_needed_bodies(run))
+    open_ids = [live.operation_id for live in run.ledger.open_operations()]
+    await asyncio.to_thread(run.claims.sweep, open_ids)
     if keeps_worker and run.stored_outcome is None and run.window.is_open:
         await executor.restore_window()
     if publisher.is_due() and run.version not in run.published and run.stored_outcome is None:

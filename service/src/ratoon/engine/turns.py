@@ -19,6 +19,7 @@ from ratoon.engine.journal import FencedError
 from ratoon.engine.ledger import LiveOperation
 from ratoon.engine.policy_run import PolicyRun
 from ratoon.engine.publisher import Publisher
+from ratoon.engine.room import is_disk_full
 from ratoon.engine.startup import start_policy
 from ratoon.engine.types import PolicyState
 from ratoon.errors import ErrorCode, RatoonError
@@ -27,6 +28,7 @@ from ratoon.log import get_logger
 _LOG = get_logger("turns")
 _MAX_FAILURES = 5
 _BACKOFF_S = 0.2
+_DISK_FULL_S = 2.0
 
 Step = Callable[[], Awaitable[None]]
 
@@ -96,7 +98,13 @@ class TurnLoop:
             except FencedError as err:
                 _LOG.warning("fenced", policy_id=self._run.policy_id, reason=str(err))
                 break
-            except Exception:  # noqa: BLE001 - the journal and the worker decide what is true
+            except Exception as err:  # noqa: BLE001 - the journal and the worker decide what is true
+                if is_disk_full(err):
+                    # Nothing is wrong with the policy: it goes on once there is room.
+                    _LOG.error("disk full", policy_id=self._run.policy_id)
+                    self._must_restart = True
+                    await asyncio.sleep(_DISK_FULL_S)
+                    continue
                 _LOG.exception("turn failed", policy_id=self._run.policy_id, failures=failures)
                 self._must_restart, failures = True, failures + 1
                 await asyncio.sleep(_BACKOFF_S * 2**failures)

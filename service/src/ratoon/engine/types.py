@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from ratoon.config import KeyLimits
 from ratoon.model.spec import ModelInfo, ModelSpec
 from ratoon.train.config import AdamWConfig, LossRequest, OptimRequest
 from ratoon.train.report import StepReport
@@ -196,16 +197,30 @@ Command = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """Whose an operation is. `key_id` "": nobody's that is known, and `limits` count for nothing."""
+
+    key_id: str
+    limits: KeyLimits
+
+
+NOBODY = Holder(key_id="", limits=KeyLimits())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
     """One sequenced call, validated: what the controller accepts, journals and hashes.
 
     `body` is b"" for commands without a batch. The payload hash covers command and body, not key.
+    `num_tokens` counts each rollout alone, prompt and response.
     """
 
     policy_id: str
     key: OperationKey
     command: Command
     body: bytes
+    num_tokens: int = 0
+    holder: Holder = NOBODY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

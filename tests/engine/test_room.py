@@ -1,0 +1,230 @@
+"""A disk without room: new work is refused and nothing of it is left, the rest goes on."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from sqlalchemy.exc import OperationalError
+
+from ratoon.config import LimitsConfig
+from ratoon.engine import files
+from ratoon.engine.room import disk_full, disk_refusal
+from ratoon.engine.types import OperationState
+from ratoon.errors import ErrorCode, RatoonError
+from tests.engine.conftest import MakeMachine
+from tests.engine.harness import Machine, forward, policy_spec
+
+MIB = 2**20
+DISK_BYTES = 6 * MIB
+
+
+@dataclass
+class SmallDisk:
+    """A file system of `DISK_BYTES`, and how to leave nothing of it."""
+
+    root: Path
+    ballast: list[Path] = field(default_factory=list[Path])
+
+    def fill(self) -> None:
+        """To the last byte, and the last file where there is a bound on files."""
+        for size_bytes in (MIB, 4096, 1):
+            while True:
+                path = self.root / f"ballast-{len(self.ballast)}"
+                self.ballast.append(path)
+                try:
+                    path.write_bytes(b"x" * size_bytes)
+                except OSError as err:
+                    assert err.errno == errno.ENOSPC
+                    path.unlink(missing_ok=True)
+                    break
+        assert shutil.disk_usage(self.root).free == 0
+
+    def clear(self) -> None:
+        for path in self.ballast:
+            path.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    root = tmp_path / "disk"
+    root.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(root)]
+    try:
+        mounted = subprocess.run(command, capture_output=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("there is no mount command")
+    if mounted.returncode != 0:
+        pytest.skip(f"a tmpfs cannot be mounted here: {mounted.stderr.decode().strip()}")
+    try:
+        yield SmallDisk(root=root)
+    finally:
+        subprocess.run(["umount", "--lazy", str(root)], check=True)
+
+
+@pytest.fixture
+async def on_small_disk(small_disk: SmallDisk) -> AsyncIterator[Machine]:
+    limits = LimitsConfig(min_free_disk_bytes=0)
+    url = f"sqlite:///{small_disk.root / 'journal.sqlite'}"
+    machine = await Machine(small_disk.root, policy_spec(), limits, url).start()
+    yield machine
+    small_disk.clear()
+    await machine.controller.close(1.0)
+
+
+async def test_a_full_disk_refuses_new_work_and_loses_none(
+    on_small_disk: Machine, small_disk: SmallDisk
+) -> None:
+    machine = on_small_disk
+    first = await machine.end(await machine.update(1, 1.0))
+    waits = await machine.update(4, 4.0)
+    small_disk.fill()
+    for key, number in ((2, 2.0), (3, 3.0), (2, 2.0)):
+        with pytest.raises(RatoonError) as caught:
+            await machine.update(key, number)
+        assert caught.value.code is ErrorCode.RESOURCE_EXHAUSTED
+        assert caught.value.details["resource"] == "disk"
+        assert caught.value.retry_after_s is not None
+    with pytest.raises(RatoonError) as caught:
+        await machine.controller.put_upload_part("u", 0, b"x" * 4096)
+    assert caught.value.details["resource"] == "disk"
+    with pytest.raises(RatoonError) as caught:
+        await machine.controller.cancel_operation(waits.operation_id)
+    assert caught.value.details["resource"] == "disk"
+    # What is there is read, and a retry is its first operation.
+    assert (await machine.end(first)) == first
+    assert (await machine.update(1, 1.0)).operation_id == first.operation_id
+    assert (await machine.controller.weight_manifest(None)).version == 1
+    assert (await machine.controller.get_operation(waits.operation_id, 0.0)).blocked_by_seq == 2
+    assert not list(machine.paths.root.rglob(".tmp-*"))
+    small_disk.clear()
+    for key in (2, 3):
+        await machine.update(key, float(key))
+    assert (await machine.end(waits)).state is OperationState.DONE
+    assert machine.run.version == 4
+    assert machine.bodies == set()
+    assert list(machine.paths.open_operations.iterdir()) == []
+
+
+async def test_what_was_accepted_ends_once_a_full_disk_has_room(
+    on_small_disk: Machine, small_disk: SmallDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of an operation cannot be journaled for longer than five tries take."""
+    machine = on_small_disk
+    monkeypatch.setattr("ratoon.engine.turns._DISK_FULL_S", 0.02)
+    num_refused, end = 0, machine.journal.fenced.end
+
+    def counted(*arguments: Any) -> None:
+        nonlocal num_refused
+        try:
+            end(*arguments)
+        except RatoonError:
+            num_refused += 1
+            raise
+
+    monkeypatch.setattr(machine.journal.fenced, "end", counted)
+    hold = machine.faults.holds[1.0] = threading.Event()
+    running = await machine.update(1, 1.0)
+    await machine.controller.watch_operation(running, 5.0)
+    assert [live.is_started for live in machine.run.ledger.open_operations()] == [True]
+    small_disk.fill()
+    hold.set()
+    still = await machine.controller.get_operation(running.operation_id, 0.5)
+    assert not still.state.is_final
+    small_disk.clear()
+    assert (await machine.end(still)).state is OperationState.DONE
+    assert (await machine.end(await machine.update(2, 2.0))).state is OperationState.DONE
+    assert num_refused > 0
+    assert len(machine.worker.trainers) == 1
+    assert machine.run.version == 2
+
+
+def _enospc(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("point", ["body", "claim", "part", "journal"])
+async def test_a_write_without_room_is_a_refusal_wherever_it_is(
+    make_machine: MakeMachine, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    machine = await make_machine(limits={"min_free_disk_bytes": 0}).start()
+    with monkeypatch.context() as full:
+        match point:
+            case "body" | "part":
+                full.setattr(files, "write_atomic", _enospc)
+            case "claim":
+                full.setattr(Path, "touch", _enospc)
+            case _:
+                full.setattr(machine.journal.fenced, "accept", _refuse)
+        put = machine.controller.put_upload_part
+        call = put("u", 0, b"part") if point == "part" else machine.update(1, 1.0)
+        with pytest.raises(RatoonError) as caught:
+            await call
+    assert caught.value.details["resource"] == "disk"
+    assert machine.run.ledger.num_open == 0
+    assert machine.bodies == set()
+    assert list(machine.paths.open_operations.iterdir()) == []
+    assert (await machine.end(await machine.update(1, 1.0))).state is OperationState.DONE
+    await machine.controller.put_upload_part("u", 0, b"part")
+
+
+def _refuse(*_: object) -> None:
+    error = disk_full(OSError(errno.EDQUOT, "quota"))
+    assert error is not None
+    raise error
+
+
+async def test_the_reserve_is_for_what_was_accepted(make_machine: MakeMachine) -> None:
+    machine = make_machine(limits={"min_free_disk_bytes": 2**60})
+    await machine.start()
+    with pytest.raises(RatoonError) as caught:
+        await machine.update(2, 2.0)
+    assert (caught.value.code, caught.value.details["resource"]) == (
+        ErrorCode.RESOURCE_EXHAUSTED,
+        "disk",
+    )
+    assert caught.value.details["limit"] == str(2**60)
+    with pytest.raises(RatoonError):
+        await machine.controller.put_upload_part("u", 0, b"part")
+    with pytest.raises(RatoonError):
+        await machine.submit(None, forward(1.0), 1.0)
+    # All others would wait for it, and free nothing.
+    awaited = await machine.update(1, 1.0)
+    assert (await machine.end(awaited)).state is OperationState.DONE
+    assert (await machine.update(1, 1.0)).operation_id == awaited.operation_id
+
+
+def test_room_is_counted_before_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=100)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    assert disk_refusal(tmp_path, 60, 40) is None
+    refusal = disk_refusal(tmp_path, 61, 40)
+    assert refusal is not None
+    wanted = {"resource": "disk", "wanted": "61", "free": "60", "limit": "40"}
+    assert refusal.details.items() >= wanted.items()
+    assert disk_refusal(tmp_path, 101, 0) is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EDQUOT, "quota"),
+        OperationalError("INSERT", {}, psycopg.errors.DiskFull("no space")),
+    ],
+)
+def test_every_full_disk_is_known(error: Exception) -> None:
+    assert disk_full(error) is not None
+
+
+@pytest.mark.parametrize("make", [lambda: OSError(errno.EIO, "io"), lambda: ValueError("no")])
+def test_other_faults_are_none(make: Callable[[], Exception]) -> None:
+    assert disk_full(make()) is None
