@@ -22,6 +22,7 @@ from ratoon.model.spec import ModelInfo
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import MicroBatch, UpdatePlan
 from ratoon.rollout.serial import batch_to_bytes
+from ratoon.stream.files import digest_bytes
 from ratoon.train.config import DivideBy, TokenWeight
 from ratoon.train.loss_spec import Loss, Normalisation, OptimStep
 from ratoon.train.report import StepReport
@@ -78,6 +79,19 @@ class FakeForward:
     report: StepReport
 
 
+@dataclass(frozen=True)
+class FakeSnapshot:
+    """`text`: JSON of weights and version, which is what a checkpoint of it holds."""
+
+    version: int
+    digest: str
+    text: str
+
+    def write(self, folder: Path) -> int:
+        folder.mkdir()
+        return (folder / "state.json").write_text(self.text)
+
+
 @dataclass
 class Faults:
     """What goes wrong, by the number of the batch. `holds` run until let go or cancelled."""
@@ -105,6 +119,12 @@ class FakeTrainer:
 
     def info(self) -> ModelInfo:
         return INFO
+
+    def fingerprint(self) -> dict[str, str]:
+        return {"device": "fake"}
+
+    def state_digest(self) -> str:
+        return digest_bytes(json.dumps(self.weights).encode())
 
     def prepare(self, batch: RolloutBatch, loss: Loss) -> FakePrepared:
         if number_of(batch) in self.faults.refuses:
@@ -214,10 +234,12 @@ class FakeTrainer:
         logprobs = np.full(len(batch.loss_mask), -float(self.version), np.float32)
         return FakeForward(logprobs, None, StepReport(num_micro_batches=1))
 
-    def save_checkpoint(self, folder: Path) -> int:
-        folder.mkdir()
+    def snapshot(self) -> FakeSnapshot:
         text = json.dumps({"weights": self.weights, "version": self.version})
-        return (folder / "state.json").write_text(text)
+        return FakeSnapshot(self.version, self.state_digest(), text)
+
+    def save_checkpoint(self, folder: Path) -> int:
+        return self.snapshot().write(folder)
 
     def load_checkpoint(self, folder: Path) -> None:
         state = json.loads((folder / "state.json").read_text())

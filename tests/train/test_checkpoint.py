@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import Tensor
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.spec import FolderBase, FullTuning, LoraTuning, ModelDtype
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.train.checkpoint import MANIFEST_NAME, MOMENTS_NAME, WEIGHTS_NAME
+from ratoon.train.checkpoint import MANIFEST_NAME, MOMENTS_NAME, WEIGHTS_NAME, manifest_bytes
 from ratoon.train.config import (
     KlConfig,
     KlKind,
@@ -154,6 +155,67 @@ def test_manifest_that_is_no_manifest_is_refused(
     assert caught.value.field == MANIFEST_NAME
 
 
+@pytest.mark.parametrize("number", range(8))
+def test_manifest_with_any_byte_changed_is_refused(
+    base: FolderBase, tmp_path: Path, number: int
+) -> None:
+    """Its version and number of steps are in no other file."""
+    trainer = make_trainer(base, dtype=ModelDtype.FLOAT32)
+    trainer.save_checkpoint(tmp_path / "one")
+    path = tmp_path / "one" / MANIFEST_NAME
+    data = path.read_bytes()
+    # Each eighth of the bytes with one bit of theirs; a load of the whole one is in other tests.
+    for index in range(number, len(data), 8):
+        flipped = bytearray(data)
+        flipped[index] ^= 1 << index // 8 % 8
+        path.write_bytes(flipped)
+        with pytest.raises(RatoonError) as caught:
+            trainer.load_checkpoint(tmp_path / "one")
+        assert caught.value.field == MANIFEST_NAME
+
+
+def _shift(tensors: dict[str, Tensor]) -> None:
+    tensors[_EMBEDDING][0, 0] += 1
+
+
+def test_state_with_another_digest_is_refused_with_both(base: FolderBase, tmp_path: Path) -> None:
+    """Files that are whole, and a manifest that agrees with them, of numbers never trained."""
+    trainer = make_trainer(base, dtype=ModelDtype.FLOAT32)
+    _update(trainer, 0)
+    trainer.save_checkpoint(tmp_path / "one")
+    expected = trainer.state_digest()
+    _rewrite(tmp_path / "one", _shift)
+    _update(trainer, 1)
+    now = trainer.state_digest()
+    with pytest.raises(RatoonError) as caught:
+        trainer.load_checkpoint(tmp_path / "one")
+    error = caught.value
+    assert (error.code, error.field) == (ErrorCode.INTERNAL, "state_digest")
+    assert error.expected == expected
+    assert error.got not in (expected, now)
+    assert expected in error.message
+    assert str(error.got) in error.message
+    assert (trainer.state_digest(), trainer.version) == (now, 2)
+
+
+def test_snapshot_stays_while_training_goes_on(base: FolderBase, tmp_path: Path) -> None:
+    trainer = make_trainer(base, dtype=ModelDtype.BFLOAT16)
+    _update(trainer, 0)
+    snapshot = trainer.snapshot()
+    assert (snapshot.version, snapshot.digest) == (1, trainer.state_digest())
+    sizes: list[int] = []
+    writing = threading.Thread(target=lambda: sizes.append(snapshot.write(tmp_path / "one")))
+    _update(trainer, 1)
+    writing.start()
+    _update(trainer, 2)
+    writing.join()
+    assert sizes == [sum(path.stat().st_size for path in (tmp_path / "one").iterdir())]
+    later = trainer.state_digest()
+    trainer.load_checkpoint(tmp_path / "one")
+    assert trainer.version == 1
+    assert trainer.state_digest() == snapshot.digest != later
+
+
 def test_missing_checkpoint_is_not_found(base: FolderBase, tmp_path: Path) -> None:
     with pytest.raises(RatoonError) as caught:
         make_trainer(base, dtype=ModelDtype.FLOAT32).load_checkpoint(tmp_path / "none")
@@ -172,7 +234,7 @@ def _rewrite(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
     for entry in manifest["files"]:
         if entry["name"] == WEIGHTS_NAME:
             entry["digest"], entry["size_bytes"] = digest_file(path), path.stat().st_size
-    (folder / MANIFEST_NAME).write_text(json.dumps(manifest))
+    (folder / MANIFEST_NAME).write_bytes(manifest_bytes(manifest))
 
 
 _EMBEDDING = "model.embed_tokens.weight"

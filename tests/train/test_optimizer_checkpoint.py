@@ -14,8 +14,9 @@ from torch import Tensor
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.export import export_weights
 from ratoon.model.spec import FolderBase, LoraTuning, ModelDtype
-from ratoon.train.checkpoint import MANIFEST_NAME, load_checkpoint, save_checkpoint
+from ratoon.train.checkpoint import MANIFEST_NAME, Snapshot, load_checkpoint, write_snapshot
 from ratoon.train.config import OptimizerStates
+from ratoon.train.digest import StateDigest
 from ratoon.train.narrow_adamw import NarrowAdamW
 from ratoon.train.trainer import Trainer
 from tests.train.optimizer_runs import (
@@ -79,9 +80,12 @@ def test_every_tensor_comes_back_bit_for_bit(
     optimizer = NarrowAdamW(make_parameters(), CONFIG, kind, 0)
     for number in range(2):
         optimizer.step(make_gradients(number), 1.0, optim_step())
-    save_checkpoint(tmp_path / "one", optimizer.state(), model, 7)
+    digest_of = StateDigest(torch.device("cpu")).of
+    state = optimizer.state().on_host()
+    snapshot = Snapshot(state=state, model=model, version=7, digest=digest_of(state))
+    write_snapshot(tmp_path / "one", snapshot)
     fresh = NarrowAdamW(make_parameters(1), CONFIG, kind, 0)
-    loaded = load_checkpoint(tmp_path / "one", fresh.state(), model)
+    loaded = load_checkpoint(tmp_path / "one", fresh.state(), model, digest_of)
     assert loaded.version == 7
     assert loaded.state.num_steps == 2
     assert loaded.state.kind is kind
@@ -121,6 +125,8 @@ def test_manifest_that_does_not_name_its_kind_is_of_fp32_states(
     path = tmp_path / "one" / MANIFEST_NAME
     manifest = json.loads(path.read_text())
     assert manifest.pop("optimizer_states") == "fp32"
+    del manifest["state_digest"], manifest["manifest_digest"]
+    manifest["format"] = 1
     path.write_text(json.dumps(manifest))
     trainer = _trainer(base, OptimizerStates.FP32)
     trainer.load_checkpoint(tmp_path / "one")

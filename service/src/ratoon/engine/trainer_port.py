@@ -37,6 +37,19 @@ class ForwardArraysPort(Protocol):
     def report(self) -> StepReport: ...
 
 
+class SnapshotPort(Protocol):
+    """A trainer's state between two steps; the trainer goes on without changing it."""
+
+    @property
+    def version(self) -> int: ...
+    @property
+    def digest(self) -> str: ...
+
+    def write(self, folder: Path) -> int:
+        """A checkpoint; its size in bytes. From any thread. Raises `FileExistsError`."""
+        ...
+
+
 class TrainerPort(Protocol):
     version: int
 
@@ -44,6 +57,10 @@ class TrainerPort(Protocol):
     def normalisation(self) -> Normalisation: ...
 
     def info(self) -> ModelInfo: ...
+
+    def fingerprint(self) -> dict[str, str]: ...
+
+    def state_digest(self) -> str: ...
 
     def prepare(self, batch: RolloutBatch, loss: Loss) -> PreparedPort: ...
 
@@ -86,6 +103,8 @@ class TrainerPort(Protocol):
         on_progress: OnProgress,
         is_cancelled: IsCancelled,
     ) -> ForwardArraysPort: ...
+
+    def snapshot(self) -> SnapshotPort: ...
 
     def save_checkpoint(self, folder: Path) -> int: ...
 

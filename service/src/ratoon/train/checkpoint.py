@@ -1,15 +1,16 @@
 """A trainer's state at a step boundary as a folder: safetensors and a manifest with digests.
 
-Enters an `OptimizerState`, leaves a folder that is whole or does not exist; and back. Invariant: a
-load checks everything (digests, names, shapes, dtypes, the model's spec) before it returns;
-gradients are never in it, and no file is a pickle.
+Enters an `OptimizerState`, leaves a frozen copy of it, and of that a folder that is whole or does
+not exist; and back. Invariant: a load checks everything (digests of files and of the state, names,
+shapes, dtypes, the model's spec) before it returns; gradients are never in it, and no file is a
+pickle.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import cast
@@ -20,17 +21,45 @@ from torch import Tensor
 
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.model.spec import ModelSpec
-from ratoon.stream.files import digest_file, fsync_tree, make_folder, rename_folder, temporary_name
+from ratoon.stream.files import (
+    digest_bytes,
+    digest_file,
+    fsync_tree,
+    make_folder,
+    rename_folder,
+    temporary_name,
+)
 from ratoon.train.config import OptimizerStates
 from ratoon.train.optimizer import OptimizerState
 
 MANIFEST_NAME = "checkpoint.json"
 WEIGHTS_NAME = "weights.safetensors"
 MOMENTS_NAME = "moments.safetensors"
-_FORMAT = 1
+_FORMAT = 2
+# Without the two digests below.
+_OLD_FORMAT = 1
 # Of a manifest without it, which is FP32.
 _KIND = "optimizer_states"
+_STATE_DIGEST = "state_digest"
+_MANIFEST_DIGEST = "manifest_digest"
 _WEIGHTS = "weights"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A trainer between two steps, which goes on without changing it.
+
+    `state`: on the host, shared with nothing. `digest`: `StateDigest`'s of it.
+    """
+
+    state: OptimizerState
+    model: ModelSpec
+    version: int
+    digest: str
+
+    def write(self, folder: Path) -> int:
+        """`write_snapshot`."""
+        return write_snapshot(folder, self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +70,8 @@ class LoadedCheckpoint:
     state: OptimizerState
 
 
-def save_checkpoint(folder: Path, state: OptimizerState, model: ModelSpec, version: int) -> int:
-    """Write `folder`, which may not exist, and return its size in bytes.
+def write_snapshot(folder: Path, snapshot: Snapshot) -> int:
+    """Write `folder`, which may not exist, and return its size in bytes. For any thread.
 
     It appears under its name only when all of it is on disk. Raises `FileExistsError`.
     """
@@ -50,19 +79,18 @@ def save_checkpoint(folder: Path, state: OptimizerState, model: ModelSpec, versi
     temporary = temporary_name(folder)
     temporary.mkdir()
     try:
-        save_file(_host(state.weights), temporary / WEIGHTS_NAME)
-        save_file(_host(_moments(state)), temporary / MOMENTS_NAME)
-        files = [_describe(temporary / name) for name in (WEIGHTS_NAME, MOMENTS_NAME)]
+        save_file(snapshot.state.weights, temporary / WEIGHTS_NAME)
+        save_file(_moments(snapshot.state), temporary / MOMENTS_NAME)
         manifest = {
             "format": _FORMAT,
-            "version": version,
-            "num_steps": state.num_steps,
-            _KIND: state.kind.value,
-            "model": _plain(model),
-            "files": files,
+            "version": snapshot.version,
+            "num_steps": snapshot.state.num_steps,
+            _KIND: snapshot.state.kind.value,
+            _STATE_DIGEST: snapshot.digest,
+            "model": _plain(snapshot.model),
+            "files": [_describe(temporary / name) for name in (WEIGHTS_NAME, MOMENTS_NAME)],
         }
-        text = json.dumps(manifest, indent=1, sort_keys=True)
-        (temporary / MANIFEST_NAME).write_text(text, encoding="utf-8")
+        (temporary / MANIFEST_NAME).write_bytes(manifest_bytes(manifest))
         size_bytes = sum(path.stat().st_size for path in temporary.iterdir())
         fsync_tree(temporary)
         rename_folder(temporary, folder)
@@ -72,11 +100,21 @@ def save_checkpoint(folder: Path, state: OptimizerState, model: ModelSpec, versi
     return size_bytes
 
 
-def load_checkpoint(folder: Path, like: OptimizerState, model: ModelSpec) -> LoadedCheckpoint:
+def manifest_bytes(manifest: Mapping[str, object]) -> bytes:
+    """The one way to write these fields; a digest of them is one of its own."""
+    fields = {name: value for name, value in manifest.items() if name != _MANIFEST_DIGEST}
+    digest = digest_bytes(_json(fields))
+    return _json({**fields, _MANIFEST_DIGEST: digest})
+
+
+def load_checkpoint(
+    folder: Path, like: OptimizerState, model: ModelSpec, digest_of: Callable[[OptimizerState], str]
+) -> LoadedCheckpoint:
     """Read and verify a checkpoint for a trainer whose state is `like` and whose model is `model`.
 
     Raises `RatoonError`: CHECKPOINT_NOT_FOUND where there is no manifest, INVALID_ARGUMENT where it
-    is of another model or kind of states, INTERNAL naming the file where bytes are damaged.
+    is of another model or kind of states, INTERNAL naming the file where bytes are damaged, or
+    `state_digest` with both where `digest_of` what was read is not what was saved.
     """
     manifest = _read_manifest(folder)
     if manifest["model"] != _plain(model):
@@ -94,12 +132,13 @@ def load_checkpoint(folder: Path, like: OptimizerState, model: ModelSpec) -> Loa
         for field, tensors in like.tensors().items()
         if field != _WEIGHTS
     }
-    return LoadedCheckpoint(
-        version=cast("int", manifest["version"]),
-        state=OptimizerState(
-            kind=like.kind, weights=weights, num_steps=cast("int", manifest["num_steps"]), **fields
-        ),
-    )
+    num_steps = cast("int", manifest["num_steps"])
+    state = OptimizerState(kind=like.kind, weights=weights, num_steps=num_steps, **fields)
+    if manifest["format"] != _OLD_FORMAT:
+        got, expected = digest_of(state), str(manifest.get(_STATE_DIGEST))
+        if got != expected:
+            raise _damaged(folder / _STATE_DIGEST, got, expected)
+    return LoadedCheckpoint(version=cast("int", manifest["version"]), state=state)
 
 
 def _moments(state: OptimizerState) -> dict[str, Tensor]:
@@ -112,8 +151,8 @@ def _moments(state: OptimizerState) -> dict[str, Tensor]:
     }
 
 
-def _host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+def _json(fields: Mapping[str, object]) -> bytes:
+    return json.dumps(fields, indent=1, sort_keys=True).encode()
 
 
 def _plain(model: ModelSpec) -> object:
@@ -131,15 +170,21 @@ def _read_manifest(folder: Path) -> dict[str, object]:
         raise RatoonError(
             ErrorCode.CHECKPOINT_NOT_FOUND, f"no checkpoint {folder.name}", field="checkpoint_id"
         )
+    data = path.read_bytes()
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = json.loads(data)
     except ValueError as err:
         raise _damaged(path, "no JSON", "a manifest") from err
     if not isinstance(manifest, dict) or not _is_manifest(cast("dict[str, object]", manifest)):
         raise _damaged(path, "other fields", "those of a manifest")
-    if manifest["format"] != _FORMAT:
+    manifest = cast("dict[str, object]", manifest)
+    has_digests = _STATE_DIGEST in manifest or _MANIFEST_DIGEST in manifest
+    if manifest["format"] != (_FORMAT if has_digests else _OLD_FORMAT):
         raise _damaged(path, f"format {manifest['format']}", f"format {_FORMAT}")
-    return cast("dict[str, object]", manifest)
+    if has_digests and data != manifest_bytes(manifest):
+        got, expected = digest_bytes(data), digest_bytes(manifest_bytes(manifest))
+        raise _damaged(path, f"digest {got}", f"digest {expected}")
+    return manifest
 
 
 def _is_manifest(manifest: dict[str, object]) -> bool:

@@ -54,6 +54,14 @@ class OptimizerState:
             "exp_avg_sq_scale": self.exp_avg_sq_scale,
         }
 
+    def on_host(self) -> OptimizerState:
+        """A copy on the CPU that shares nothing with this one, made one tensor after the other."""
+        fields = {
+            field: {name: _host_copy(tensor) for name, tensor in tensors.items()}
+            for field, tensors in self.tensors().items()
+        }
+        return OptimizerState(kind=self.kind, num_steps=self.num_steps, **fields)
+
     def copy_from(self, state: OptimizerState) -> None:
         """Overwrite the tensors by those of a state of the same kind, names and shapes."""
         theirs = state.tensors()
@@ -206,6 +214,10 @@ def global_norm(gradients: Iterable[Tensor]) -> float:
 
 def _norm_of_norms(norms: Sequence[Tensor]) -> float:
     return float(torch.linalg.vector_norm(torch.stack(list(norms)), dtype=torch.float64))
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 def _master(parameter: nn.Parameter) -> Tensor:

@@ -25,8 +25,9 @@ from ratoon.model.spec import ModelInfo
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.prefixes import sort_sequences
-from ratoon.train import checkpoint, prepare, report_builder
+from ratoon.train import prepare, report_builder
 from ratoon.train.canary import CanaryOutcome, is_due, run_canary
+from ratoon.train.checkpoint import Snapshot, load_checkpoint
 from ratoon.train.clock import DeviceClock
 from ratoon.train.digest import StateDigest
 from ratoon.train.forward_arrays import ForwardArrays, check_forward_logprobs, run_forward
@@ -243,14 +244,18 @@ class Trainer:
         run = partial(run_forward, self.model, self._meter, batch, plan, hooks)
         return run(with_entropy=with_entropy, use_reference=use_reference)
 
-    def save_checkpoint(self, folder: Path) -> int:
-        """Write weights, moments and version; gradients are not in it. Returns the size in bytes.
-
-        Raises `FileExistsError`.
-        """
-        return checkpoint.save_checkpoint(
-            folder, self._optimizer.state(), self.spec.model, self.version
+    def snapshot(self) -> Snapshot:
+        """A copy on the host, which any thread may write; gradients are not in it."""
+        return Snapshot(
+            state=self._optimizer.state().on_host(),
+            model=self.spec.model,
+            version=self.version,
+            digest=self.state_digest(),
         )
+
+    def save_checkpoint(self, folder: Path) -> int:
+        """Write a snapshot of now. Returns the size in bytes. Raises `FileExistsError`."""
+        return self.snapshot().write(folder)
 
     def load_checkpoint(self, folder: Path) -> None:
         """Become the state of a checkpoint, version included, and empty the window.
@@ -258,7 +263,8 @@ class Trainer:
         The frozen reference stays. Nothing is touched where the folder is not whole: raises what
         `checkpoint.load_checkpoint` raises.
         """
-        loaded = checkpoint.load_checkpoint(folder, self._optimizer.state(), self.spec.model)
+        state = self._optimizer.state()
+        loaded = load_checkpoint(folder, state, self.spec.model, self._digest.of)
         self.discard_gradients()
         self._optimizer.load(loaded.state)
         self.version = loaded.version
