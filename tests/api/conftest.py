@@ -85,7 +85,11 @@ async def api(tmp_path: Path) -> AsyncIterator[Api]:
         service, max_body_bytes=MAX_BODY_BYTES, status_needs_message=False, gate=OPEN_GATE
     )
     running = await start_server(
-        servicer, host="127.0.0.1", port=0, max_message_bytes=MAX_MESSAGE_BYTES
+        servicer,
+        host="127.0.0.1",
+        port=0,
+        max_message_bytes=MAX_MESSAGE_BYTES,
+        credentials=None,
     )
     async with grpc.aio.insecure_channel(f"127.0.0.1:{running.port}") as channel:
         yield Api(

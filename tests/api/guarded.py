@@ -93,6 +93,7 @@ async def guarded_service(
         host="127.0.0.1",
         port=0,
         max_message_bytes=MESSAGE_BYTES,
+        credentials=None,
         interceptors=[EarlyRefusal(gate, servicer.refuse)],
     )
     app = create_app(service, limits, gate=gate)

@@ -26,10 +26,13 @@ from ratoon.api.grpc.gateway import DRAIN_S, Gateway
 from ratoon.api.grpc.servicer import PolicyServicer
 from ratoon.api.http.app import create_app
 from ratoon.auth.access import check_start
+from ratoon.auth.certificates import files_of, load_certificates
 from ratoon.config import RatoonConfig, public_hosts
 from ratoon.engine.bootstrap import start_engine, stop_engine
 from ratoon.errors import invalid
 from ratoon.log import configure_logging, get_logger
+from ratoon.ray_start import connect_ray, leave_ray
+from ratoon.serve_hooks import IN_PROXY, IN_PROXY_VARIABLE, in_replica
 
 APP_NAME = "ratoon"
 GATEWAY_NAME = "ratoon-gateway"
@@ -57,6 +60,7 @@ class Ingress(PolicyServicer):
 
     async def __init__(self, config: RatoonConfig) -> None:  # pyright: ignore[reportGeneralTypeIssues]
         configure_logging(config.log_level)
+        in_replica()
         self._limits = config.limits
         super().__init__(
             await build_service(config),
@@ -105,9 +109,10 @@ def start(config: RatoonConfig, *, show_logs: bool = False) -> ServiceAddresses:
     configure_logging(config.log_level)
     _check_bind(config)
     check_start(config)
+    check_tls(config)
     config = _with_ports(config)
     if not ray.is_initialized():
-        _connect(config, show_logs=show_logs)
+        connect_ray(config, show_logs=show_logs)
     try:
         start_engine(config)
         # It comes up while Serve does.
@@ -117,8 +122,9 @@ def start(config: RatoonConfig, *, show_logs: bool = False) -> ServiceAddresses:
     except BaseException:
         stop(config)
         raise
+    scheme = "http" if files_of(config) is None else "https"
     addresses = ServiceAddresses(
-        http=f"http://{config.http.host}:{config.http.port}",
+        http=f"{scheme}://{config.http.host}:{config.http.port}",
         grpc=address,
         serve_grpc=f"127.0.0.1:{config.grpc.serve_port}" if config.grpc.serve_proxy else None,
     )
@@ -147,42 +153,33 @@ def running(
             stop(config)
     finally:
         if not has_ray:
-            ray.shutdown()
-
-
-def _connect(config: RatoonConfig, *, show_logs: bool) -> None:
-    common: dict[str, Any] = {
-        "namespace": config.ray.namespace,
-        "log_to_driver": show_logs,
-        "logging_level": config.log_level,
-    }
-    if config.ray.address:
-        ray.init(address=config.ray.address, **common)
-        return
-    ray.init(
-        address="local",
-        num_cpus=config.ray.num_cpus,
-        object_store_memory=config.ray.object_store_bytes,
-        include_dashboard=False,
-        _temp_dir=config.ray.temp_folder or None,
-        **common,
-    )
+            leave_ray()
 
 
 def _start_serve(config: RatoonConfig, *, show_logs: bool) -> None:
-    """Serve's own processes take their message size from the environment they are started with."""
+    """Serve's own processes take from their environment what is no option."""
     if not show_logs:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    size = str(config.grpc.max_message_bytes)
+    variables = {
+        "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(config.grpc.max_message_bytes),
+        IN_PROXY_VARIABLE: IN_PROXY,
+    }
     serve.start(
-        http_options=HTTPOptions(host=config.http.host, port=config.http.port),
+        http_options=_serve_http(config),
         grpc_options=_serve_grpc(config),
-        controller_options=ControllerOptions(
-            runtime_env={"env_vars": {"RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": size}}
-        ),
+        controller_options=ControllerOptions(runtime_env={"env_vars": variables}),
         logging_config=_logging(config),
     )
     serve.run(build_app(config), name=APP_NAME, route_prefix="/")
+
+
+def _serve_http(config: RatoonConfig) -> HTTPOptions:
+    options = HTTPOptions(host=config.http.host, port=config.http.port)
+    files = files_of(config)
+    if files is not None:
+        options.ssl_keyfile, options.ssl_certfile = str(files.key), str(files.cert)
+        options.ssl_ca_certs = None if files.client_ca is None else str(files.client_ca)
+    return options
 
 
 def _serve_grpc(config: RatoonConfig) -> gRPCOptions | None:
@@ -200,6 +197,15 @@ def _check_bind(config: RatoonConfig) -> None:
     public = public_hosts(config)
     if public and config.grpc.serve_proxy:
         raise invalid("grpc.serve_proxy", "true", f"false, beside a bind to {public[0]}")
+
+
+def check_tls(config: RatoonConfig) -> None:
+    """Raises INVALID_ARGUMENT naming the file that is not good; says so where there is none."""
+    files, public = files_of(config), public_hosts(config)
+    if files is not None:
+        load_certificates(files)
+    elif public:
+        _log.warning("served without TLS", hosts=public)
 
 
 def _logging(config: RatoonConfig) -> LoggingConfig:

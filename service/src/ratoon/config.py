@@ -6,6 +6,9 @@ Nested names take two underscores: `RATOON_HTTP__PORT=8000`. Unknown names are r
 
 from __future__ import annotations
 
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Literal
@@ -212,3 +215,22 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
     # An IPv4 peer of an IPv6 socket: ::ffff:127.0.0.1.
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
+def is_ray_open() -> bool:
+    """Whether the environment switches Ray's token off."""
+    return os.environ.get("RAY_AUTH_MODE", "token").lower() != "token"
+
+
+@contextmanager
+def ray_token_file(path: Path) -> Generator[None, None, None]:
+    """Ray's token is in `path` for processes started in the block; one that is set already wins."""
+    name = "RAY_AUTH_TOKEN_PATH"
+    before = os.environ.get(name)
+    if before is None and "RAY_AUTH_TOKEN" not in os.environ:
+        os.environ[name] = str(path)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)

@@ -13,7 +13,7 @@ from typing import Self, Unpack
 
 from ratoon_client import calls
 from ratoon_client.caller import Caller
-from ratoon_client.config import ClientConfig, with_api_key, with_timeouts
+from ratoon_client.config import ClientConfig, with_api_key, with_timeouts, with_tls_files
 from ratoon_client.errors import RatoonApiError
 from ratoon_client.loss import Loss, Optim
 from ratoon_client.operation import AsyncOperationHandle
@@ -31,7 +31,7 @@ from ratoon_client.results import (
 )
 from ratoon_client.rollouts import Group
 from ratoon_client.session import AsyncPolicySession
-from ratoon_client.transport.target import check_target, open_transport
+from ratoon_client.transport.target import TLS_SCHEMES, check_target, open_transport
 from ratoon_client.weights.fetch import fetch_chunk
 from ratoon_client.weights.pull import KEEP_VERSIONS, PulledWeights, pull_weights
 from ratoon_client.wire import rpcs
@@ -43,9 +43,12 @@ from ratoon_proto.v1 import service_pb2
 class AsyncRatoonClient:
     """Use it on one event loop, and as a context manager or with `close`.
 
-    `target` is `grpc://host:port` (or just `host:port`), `http://host:port` or `https://...`.
-    `api_key` goes with every call; where it is left out, that of `config` or of the environment's
-    RATOON_API_KEY does. `timeout_s` bounds a call with its retries, `attempt_timeout_s` each try.
+    `target` is `grpc://host:port` (or just `host:port`), `http://host:port`, and with TLS
+    `grpcs://...` or `https://...`. `api_key` goes with every call. Files in PEM: `ca_file` has the
+    authorities to verify the service with, `cert_file` and `key_file` are the client's own. What
+    is left out is taken from `config`, or else from the environment's RATOON_API_KEY,
+    RATOON_CA_FILE, RATOON_CERT_FILE and RATOON_KEY_FILE. `timeout_s` bounds a call with its
+    retries, `attempt_timeout_s` each try.
 
     Calls raise RatoonApiError for what the service refuses, TransportError where it does not
     answer.
@@ -56,14 +59,20 @@ class AsyncRatoonClient:
         target: str,
         *,
         api_key: str | None = None,
+        ca_file: Path | str | None = None,
+        cert_file: Path | str | None = None,
+        key_file: Path | str | None = None,
         timeout_s: float | None = None,
         attempt_timeout_s: float | None = None,
         config: ClientConfig | None = None,
     ) -> None:
-        check_target(target)
+        scheme, _ = check_target(target)
         self._target = target
         timed = with_timeouts(config or ClientConfig(), timeout_s, attempt_timeout_s)
-        self._config = with_api_key(timed, api_key)
+        keyed = with_api_key(timed, api_key)
+        self._config = with_tls_files(
+            keyed, ca_file, cert_file, key_file, is_tls=scheme in TLS_SCHEMES
+        )
         self._opened: Caller | None = None
 
     async def __aenter__(self) -> Self:

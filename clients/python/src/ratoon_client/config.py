@@ -1,4 +1,4 @@
-"""What a client can be told, and the two environment variables it reads.
+"""What a client can be told, and the environment variables it reads.
 
 Enters from the caller, leaves as a frozen value. Invariant: nothing else of the client reads the
 environment.
@@ -9,12 +9,16 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from ratoon_client.errors import InvalidArgumentError
 
 MIB = 2**20
 URL_VARIABLE = "RATOON_URL"
 KEY_VARIABLE = "RATOON_API_KEY"
+CA_VARIABLE = "RATOON_CA_FILE"
+CERT_VARIABLE = "RATOON_CERT_FILE"
+KEY_FILE_VARIABLE = "RATOON_KEY_FILE"
 DEFAULT_URL = "grpc://127.0.0.1:8443"
 # What may stand in a header.
 _KEY = re.compile(r"[!-~]*")
@@ -26,7 +30,9 @@ class ClientConfig:
 
     `timeout_s` bounds a whole call with its retries, `attempt_timeout_s` each try of it. A batch
     over `upload_above_bytes` is sent in parts of about `part_bytes`. `api_key` "": none; it is in
-    no text of this value.
+    no text of this value. Of `https://` and `grpcs://`, files in PEM: `ca_file` has the authorities
+    that the service is verified with (None: those that the libraries bring), `cert_file` and
+    `key_file` are the client's own.
     """
 
     timeout_s: float = 60.0
@@ -37,6 +43,9 @@ class ClientConfig:
     fetches_in_flight: int = 4
     chunk_bytes: int = 16 * MIB
     api_key: str = field(default="", repr=False)
+    ca_file: Path | None = None
+    cert_file: Path | None = None
+    key_file: Path | None = None
 
     @property
     def authorization(self) -> str:
@@ -66,6 +75,35 @@ def with_api_key(config: ClientConfig, api_key: str | None) -> ClientConfig:
     if _KEY.fullmatch(key) is None:
         raise InvalidArgumentError("api_key", "other characters", "printable ASCII without spaces")
     return replace(config, api_key=key)
+
+
+def with_tls_files(
+    config: ClientConfig,
+    ca_file: Path | str | None,
+    cert_file: Path | str | None,
+    key_file: Path | str | None,
+    *,
+    is_tls: bool,
+) -> ClientConfig:
+    """`config` with the files that are given, or else its own, or else those of the environment.
+
+    Raises InvalidArgumentError for files that are given where nothing would use them.
+    """
+    given = (ca_file or config.ca_file, cert_file or config.cert_file, key_file or config.key_file)
+    if not is_tls:
+        if any(given):
+            raise InvalidArgumentError(
+                "target", "one without TLS, with certificate files", "grpcs:// or https://"
+            )
+        return config
+    variables = (CA_VARIABLE, CERT_VARIABLE, KEY_FILE_VARIABLE)
+    ca, cert, key = (
+        Path(path) if (path := file or os.environ.get(variable)) else None
+        for file, variable in zip(given, variables, strict=True)
+    )
+    if (cert is None) != (key is None):
+        raise InvalidArgumentError("cert_file", "one of cert_file and key_file", "both, or none")
+    return replace(config, ca_file=ca, cert_file=cert, key_file=key)
 
 
 def default_url() -> str:

@@ -39,9 +39,12 @@ ResultT = TypeVar("ResultT")
 class RatoonClient:
     """A client of one service; use it as a context manager or with `close`.
 
-    `target` is `grpc://host:port` (or just `host:port`), `http://host:port` or `https://...`.
-    `api_key` goes with every call; where it is left out, that of `config` or of the environment's
-    RATOON_API_KEY does. `timeout_s` bounds a call with its retries, `attempt_timeout_s` each try.
+    `target` is `grpc://host:port` (or just `host:port`), `http://host:port`, and with TLS
+    `grpcs://...` or `https://...`. `api_key` goes with every call. Files in PEM: `ca_file` has the
+    authorities to verify the service with, `cert_file` and `key_file` are the client's own. What
+    is left out is taken from `config`, or else from the environment's RATOON_API_KEY,
+    RATOON_CA_FILE, RATOON_CERT_FILE and RATOON_KEY_FILE. `timeout_s` bounds a call with its
+    retries, `attempt_timeout_s` each try.
 
     Calls raise RatoonApiError for what the service refuses, TransportError where it does not
     answer.
@@ -52,6 +55,9 @@ class RatoonClient:
         target: str,
         *,
         api_key: str | None = None,
+        ca_file: Path | str | None = None,
+        cert_file: Path | str | None = None,
+        key_file: Path | str | None = None,
         timeout_s: float | None = None,
         attempt_timeout_s: float | None = None,
         config: ClientConfig | None = None,
@@ -59,6 +65,9 @@ class RatoonClient:
         self._client = AsyncRatoonClient(
             target,
             api_key=api_key,
+            ca_file=ca_file,
+            cert_file=cert_file,
+            key_file=key_file,
             timeout_s=timeout_s,
             attempt_timeout_s=attempt_timeout_s,
             config=config,

@@ -12,10 +12,18 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer.models import OptionInfo
 
 from ratoon_client.cli import checkpoints, policies, server, training, weights
 from ratoon_client.cli.context import Settings
-from ratoon_client.config import KEY_VARIABLE, URL_VARIABLE, default_url
+from ratoon_client.config import (
+    CA_VARIABLE,
+    CERT_VARIABLE,
+    KEY_FILE_VARIABLE,
+    KEY_VARIABLE,
+    URL_VARIABLE,
+    default_url,
+)
 from ratoon_client.errors import (
     InvalidArgumentError,
     RatoonApiError,
@@ -43,13 +51,19 @@ cli.command()(server.info)
 cli.command()(server.health)
 
 
+def _file_option(what: str, variable: str) -> OptionInfo:
+    """Of grpcs:// and https://."""
+    text = f"{what}, in PEM. Default: the environment's {variable}."
+    return typer.Option(help=text, exists=True, dir_okay=False, show_default=False)
+
+
 @cli.callback()
 def settings(
     context: typer.Context,
     url: Annotated[
         str,
         typer.Option(
-            help="grpc://host:port or http(s)://host:port. Default: the environment's"
+            help="grpc(s)://host:port or http(s)://host:port. Default: the environment's"
             f" {URL_VARIABLE}, else the gRPC gateway of this machine.",
             show_default=False,
         ),
@@ -64,6 +78,11 @@ def settings(
             show_default=False,
         ),
     ] = None,
+    ca_file: Annotated[Path | None, _file_option("The authorities of the service", CA_VARIABLE)] = (
+        None
+    ),
+    cert_file: Annotated[Path | None, _file_option("Your certificate", CERT_VARIABLE)] = None,
+    key_file: Annotated[Path | None, _file_option("Its key", KEY_FILE_VARIABLE)] = None,
     timeout_s: Annotated[
         float, typer.Option(help="Seconds to go on trying a call.", min=0.1)
     ] = 15.0,
@@ -72,7 +91,13 @@ def settings(
     """Options of all commands."""
     api_key = None if api_key_file is None else _read_key(api_key_file)
     context.obj = Settings(
-        url=url or default_url(), api_key=api_key, timeout_s=timeout_s, as_json=as_json
+        url=url or default_url(),
+        api_key=api_key,
+        ca_file=ca_file,
+        cert_file=cert_file,
+        key_file=key_file,
+        timeout_s=timeout_s,
+        as_json=as_json,
     )
 
 

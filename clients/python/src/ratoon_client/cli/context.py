@@ -25,10 +25,13 @@ from ratoon_client.blocking.client import RatoonClient
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """`api_key` None: the environment's."""
+    """`api_key` and files None: the environment's."""
 
     url: str
     api_key: str | None = dataclasses.field(repr=False)
+    ca_file: Path | None
+    cert_file: Path | None
+    key_file: Path | None
     timeout_s: float
     as_json: bool
 
@@ -43,7 +46,12 @@ def settings_of(context: typer.Context) -> Settings:
 def open_client(context: typer.Context) -> Generator[RatoonClient]:
     settings = settings_of(context)
     with RatoonClient(
-        settings.url, api_key=settings.api_key, timeout_s=settings.timeout_s
+        settings.url,
+        api_key=settings.api_key,
+        ca_file=settings.ca_file,
+        cert_file=settings.cert_file,
+        key_file=settings.key_file,
+        timeout_s=settings.timeout_s,
     ) as client:
         yield client
 

@@ -37,12 +37,22 @@ _NO_ANSWER = frozenset(
 
 
 class GrpcTransport:
-    """One channel, made on first use: grpc.aio binds it to the running event loop."""
+    """One channel, made on first use: grpc.aio binds it to the running event loop.
 
-    def __init__(self, address: str, config: ClientConfig) -> None:
+    `credentials` None: without TLS.
+    """
+
+    def __init__(
+        self, address: str, config: ClientConfig, credentials: grpc.ChannelCredentials | None
+    ) -> None:
         self._address = address
         self._metadata = _metadata(config)
-        self._channel = grpc.aio.insecure_channel(address, options=_options(config))
+        options = _options(config)
+        self._channel = (
+            grpc.aio.insecure_channel(address, options=options)
+            if credentials is None
+            else grpc.aio.secure_channel(address, credentials, options=options)
+        )
 
     async def call(
         self, rpc: Rpc[RequestT, ResponseT], request: RequestT, *, timeout_s: float

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -37,13 +38,17 @@ _NO_ANSWER = frozenset({408, 500, 502, 503, 504})
 
 
 class HttpTransport:
-    """One connection pool; takes no proxy and no credentials from the environment."""
+    """One connection pool; takes no proxy and no credentials from the environment.
 
-    def __init__(self, base_url: str, config: ClientConfig) -> None:
+    `context` None: without TLS.
+    """
+
+    def __init__(self, base_url: str, config: ClientConfig, context: ssl.SSLContext | None) -> None:
         self._base_url = base_url
         self._client = httpx.AsyncClient(
             base_url=base_url,
             trust_env=False,
+            verify=True if context is None else context,
             headers={"Authorization": config.authorization} if config.authorization else None,
             limits=httpx.Limits(max_connections=config.fetches_in_flight + 16),
         )

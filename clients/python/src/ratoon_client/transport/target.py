@@ -1,6 +1,6 @@
 """Which wire a target means.
 
-Enters `grpc://host:port`, `host:port`, `http://...` or `https://...`, leaves a transport.
+Enters `grpc(s)://host:port`, `host:port` or `http(s)://...`, leaves a transport.
 Invariant: a target that names no wire we have is refused before anything is sent.
 """
 
@@ -13,6 +13,9 @@ from ratoon_client.errors import InvalidArgumentError
 from ratoon_client.transport.base import Transport
 from ratoon_client.transport.grpc_wire import GrpcTransport
 from ratoon_client.transport.http_wire import HttpTransport
+from ratoon_client.transport.tls import channel_credentials, ssl_context
+
+TLS_SCHEMES = ("grpcs", "https")
 
 
 def check_target(target: str) -> tuple[str, str]:
@@ -21,9 +24,9 @@ def check_target(target: str) -> tuple[str, str]:
     if not separator:
         scheme, rest = "grpc", target
     rest = rest.rstrip("/")
-    if scheme not in ("grpc", "http", "https") or not rest:
+    if scheme not in ("grpc", *TLS_SCHEMES, "http") or not rest:
         raise InvalidArgumentError(
-            "target", repr(target), "grpc://host:port, host:port or http(s)://host:port"
+            "target", repr(target), "grpc(s)://host:port, host:port or http(s)://host:port"
         )
     return scheme, rest
 
@@ -31,9 +34,11 @@ def check_target(target: str) -> tuple[str, str]:
 def open_transport(target: str, config: ClientConfig) -> Transport:
     """Must be called on the event loop that will use it."""
     scheme, rest = check_target(target)
-    if scheme == "grpc":
-        return GrpcTransport(rest, config)
+    if scheme in ("grpc", "grpcs"):
+        credentials = channel_credentials(config) if scheme == "grpcs" else None
+        return GrpcTransport(rest, config, credentials)
     try:
-        return HttpTransport(f"{scheme}://{rest}", config)
+        context = ssl_context(config) if scheme == "https" else None
+        return HttpTransport(f"{scheme}://{rest}", config, context)
     except httpx.InvalidURL as err:
         raise InvalidArgumentError("target", repr(target), f"a URL ({err})") from err

@@ -22,9 +22,11 @@ from typing import Any
 from ratoon.api.build import build_service
 from ratoon.api.gate import build_gate
 from ratoon.api.grpc.access import EarlyRefusal
+from ratoon.api.grpc.credentials import server_credentials
 from ratoon.api.grpc.server import RunningServer, start_server
 from ratoon.api.grpc.servicer import PolicyServicer
 from ratoon.auth.access import needs_keys
+from ratoon.auth.certificates import CertificateStore, files_of
 from ratoon.config import RatoonConfig
 from ratoon.log import configure_logging, get_logger
 
@@ -83,10 +85,12 @@ async def _start(config: RatoonConfig) -> RunningServer:
         status_needs_message=False,
         gate=gate,
     )
+    files = files_of(config)
     return await start_server(
         servicer,
         host=config.grpc.host,
         port=config.grpc.gateway_port,
         max_message_bytes=config.grpc.max_message_bytes,
+        credentials=None if files is None else server_credentials(CertificateStore(files)),
         interceptors=[EarlyRefusal(gate, servicer.refuse)] if needs_keys(config) else [],
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import grpc
 import grpc.aio
 
 from ratoon.api.grpc.servicer import PolicyServicer
@@ -29,9 +30,13 @@ async def start_server(
     host: str,
     port: int,
     max_message_bytes: int,
+    credentials: grpc.ServerCredentials | None,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> RunningServer:
-    """Listen without TLS on `host`; port 0: a free one. Raises RuntimeError where it is taken."""
+    """Listen on `host`; port 0: a free one. `credentials` None: without TLS.
+
+    Raises RuntimeError where the port is taken.
+    """
     server = grpc.aio.server(
         interceptors=interceptors,
         options=[
@@ -41,6 +46,10 @@ async def start_server(
         ],
     )
     add_policy_service(servicer, server)
-    bound = server.add_insecure_port(f"{host}:{port}")
+    address = f"{host}:{port}"
+    if credentials is None:
+        bound = server.add_insecure_port(address)
+    else:
+        bound = server.add_secure_port(address, credentials)
     await server.start()
     return RunningServer(server=server, port=bound)

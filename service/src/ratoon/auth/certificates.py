@@ -1,0 +1,184 @@
+"""The server's certificate, its key and the authorities of its clients, as files that may change.
+
+Enters paths, leaves what a handshake needs. Invariant: what is given out is whole, fits together
+and has not ended; files that do not are refused by name at start, and later change nothing.
+"""
+
+from __future__ import annotations
+
+import ssl
+import stat
+import threading
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+from ratoon.config import RatoonConfig
+from ratoon.errors import RatoonError, invalid
+from ratoon.log import get_logger
+
+ENDS_SOON = timedelta(days=14)
+# Of a key: anything for others, writing for the group. Reading by the group is what volumes of
+# secrets in clusters give.
+_TOO_OPEN = stat.S_IRWXO | stat.S_IWGRP
+
+_log = get_logger("tls")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CertificateFiles:
+    """PEM files. `client_ca` None: clients need no certificate."""
+
+    cert: Path
+    key: Path
+    client_ca: Path | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificates:
+    """PEM as it was read; `context` is made of the same files. `ends_at`: of what ends first."""
+
+    chain: bytes
+    key: bytes = field(repr=False)
+    client_ca: bytes | None
+    context: ssl.SSLContext
+    ends_at: datetime
+
+
+class CertificateStore:
+    """The certificates as they are now. A handshake asks for them; any thread may.
+
+    A changed file is read at the next handshake. Where what it then finds is not good, it says so
+    in the log, once a change, and goes on with what it has.
+    """
+
+    def __init__(self, files: CertificateFiles) -> None:
+        self._files = files
+        self._lock = threading.Lock()
+        # Taken before the files are read: what is replaced in between is read again.
+        self._signature = _signature(files)
+        self._current = load_certificates(files)
+
+    def current(self) -> Certificates:
+        """Never raises."""
+        with self._lock:
+            signature = _signature(self._files)
+            if signature != self._signature:
+                self._signature = signature
+                self._reload()
+            return self._current
+
+    def _reload(self) -> None:
+        try:
+            self._current = load_certificates(self._files)
+        except RatoonError as err:
+            _log.error("certificate not reloaded", reason=err.message)
+            return
+        _log.info("certificate reloaded", ends_at=self._current.ends_at.isoformat())
+
+
+def files_of(config: RatoonConfig) -> CertificateFiles | None:
+    """What the config names, with absolute paths; None: no TLS."""
+    tls = config.tls
+    if tls.cert_file is None or tls.key_file is None:
+        return None
+    return CertificateFiles(
+        cert=tls.cert_file.absolute(),
+        key=tls.key_file.absolute(),
+        client_ca=None if tls.client_ca_file is None else tls.client_ca_file.absolute(),
+    )
+
+
+def load_certificates(files: CertificateFiles) -> Certificates:
+    """Read and judge all of them. Raises INVALID_ARGUMENT naming the setting."""
+    key_pem = _read("tls.key_file", files.key)
+    key = _private_key(files.key, key_pem)
+    chain_pem = _read("tls.cert_file", files.cert)
+    chain = _certificates("tls.cert_file", files.cert, chain_pem)
+    if chain[0].public_key() != key.public_key():
+        raise invalid("tls.key_file", files.key, f"the key of the certificate in {files.cert}")
+    client_ca = None if files.client_ca is None else _read("tls.client_ca_file", files.client_ca)
+    authorities: list[x509.Certificate] = []
+    if files.client_ca is not None and client_ca is not None:
+        authorities = _certificates("tls.client_ca_file", files.client_ca, client_ca)
+    ends_at = min(certificate.not_valid_after_utc for certificate in (*chain, *authorities))
+    if ends_at - datetime.now(UTC) < ENDS_SOON:
+        _log.warning("a certificate ends soon", ends_at=ends_at.isoformat())
+    return Certificates(
+        chain=chain_pem,
+        key=key_pem,
+        client_ca=client_ca,
+        context=_context(files, client_ca),
+        ends_at=ends_at,
+    )
+
+
+def _context(files: CertificateFiles, client_ca: bytes | None) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    # A resumed session would not be asked for its certificate again.
+    context.options |= ssl.OP_NO_TICKET
+    context.num_tickets = 0
+    try:
+        context.load_cert_chain(files.cert, files.key)
+        if client_ca is not None:
+            context.load_verify_locations(cadata=client_ca.decode("ascii", "replace"))
+            context.verify_mode = ssl.CERT_REQUIRED
+    except ssl.SSLError as err:
+        raise invalid("tls.cert_file", files.cert, f"what OpenSSL takes ({err.reason})") from err
+    return context
+
+
+def _certificates(name: str, path: Path, pem: bytes) -> list[x509.Certificate]:
+    """At least one, each valid now."""
+    try:
+        found = x509.load_pem_x509_certificates(pem)
+    except ValueError as err:
+        raise invalid(name, path, "certificates in PEM") from err
+    now = datetime.now(UTC)
+    for certificate in found:
+        subject = certificate.subject.rfc4514_string()
+        if certificate.not_valid_after_utc <= now:
+            ended = f"{path}: {subject} ended at {certificate.not_valid_after_utc.isoformat()}"
+            raise invalid(name, ended, "certificates that have not expired")
+        if certificate.not_valid_before_utc > now:
+            begins = f"{path}: {subject} begins at {certificate.not_valid_before_utc.isoformat()}"
+            raise invalid(name, begins, "certificates that are valid already")
+    return found
+
+
+def _private_key(path: Path, pem: bytes) -> PrivateKeyTypes:
+    mode = path.stat().st_mode
+    if mode & _TOO_OPEN:
+        got = f"{path} of mode {stat.S_IMODE(mode):04o}"
+        raise invalid("tls.key_file", got, "a file closed to other users (chmod 600, or 640)")
+    try:
+        return load_pem_private_key(pem, password=None)
+    except (ValueError, TypeError):
+        # The cause may quote the key.
+        raise invalid("tls.key_file", path, "a private key in PEM, not encrypted") from None
+
+
+def _read(name: str, path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as err:
+        raise invalid(name, path, f"a file that can be read ({err.strerror})") from err
+
+
+def _signature(files: CertificateFiles) -> tuple[tuple[int, int, int] | None, ...]:
+    paths = (files.cert, files.key, *([] if files.client_ca is None else [files.client_ca]))
+    return tuple(_stamp(path) for path in paths)
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """Inode, change time and size of what the path leads to; None: nothing."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_size

@@ -1,0 +1,107 @@
+"""How this process gets its Ray: a cluster's, or one of its own for this machine alone.
+
+Enters the config, leaves a connected process. Invariant: whoever reaches Ray's ports can run code,
+so every one of them is on loopback and asks for a token that only this user can read.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import stat
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray._private import ray_constants
+from ray._raylet import AuthenticationTokenLoader  # pyright: ignore[reportAttributeAccessIssue]
+
+from ratoon.auth.key_file import access_folder, make_access_folder
+from ratoon.config import RatoonConfig, is_loopback, is_ray_open, ray_token_file
+from ratoon.errors import invalid
+from ratoon.log import get_logger
+
+_log = get_logger("ray")
+
+
+def connect_ray(config: RatoonConfig, *, show_logs: bool) -> None:
+    """To the cluster of `config.ray.address`, or to a new Ray. `show_logs`: of its processes, here.
+
+    Who sets Ray's own variables for its token has his way, with a warning where there is none.
+    """
+    options: dict[str, Any] = {
+        "namespace": config.ray.namespace,
+        "log_to_driver": show_logs,
+        "logging_level": config.log_level,
+    }
+    if config.ray.address:
+        ray.init(address=config.ray.address, **options)
+        return
+    token_file = make_token_file(config.data_root.absolute())
+    if is_ray_open():
+        _log.warning("Ray asks for no token: every user of this machine can run code in it")
+    # It says at every start that there is a token.
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
+    with ray_token_file(token_file), _on_loopback():
+        AuthenticationTokenLoader.instance().reset_cache()
+        ray.init(
+            address="local",
+            num_cpus=config.ray.num_cpus,
+            object_store_memory=config.ray.object_store_bytes,
+            include_dashboard=False,
+            _temp_dir=config.ray.temp_folder or str(make_ray_folder()),
+            **options,
+        )
+    address = ray.util.get_node_ip_address()
+    assert is_loopback(address), f"Ray listens on {address}"
+
+
+def leave_ray() -> None:
+    """End what `connect_ray` began; the next Ray of this process has a token of its own."""
+    ray.shutdown()
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+@contextmanager
+def _on_loopback() -> Generator[None, None, None]:
+    """Without clusters the address of a node is loopback's, and its processes listen there."""
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+def make_token_file(data_root: Path) -> Path:
+    """Where the token is; made once, so that a Ray that runs with it goes on."""
+    make_access_folder(data_root)
+    path = access_folder(data_root) / "ray-token"
+    try:
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    except FileExistsError:
+        return path
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secrets.token_hex(32))
+    return path
+
+
+def make_ray_folder() -> Path:
+    """Where Ray has its sockets and logs, for this user alone: Ray opens its own to everybody.
+
+    Not below the data root: the path of a socket has at most 107 bytes. Raises INVALID_ARGUMENT
+    where somebody else has made the folder.
+    """
+    folder = Path(tempfile.gettempdir()) / f"ratoon-{os.getuid()}"
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    status = folder.lstat()
+    is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+    if not is_ours or status.st_mode & 0o077:
+        got = f"none, and {folder} is open to other users"
+        raise invalid("ray.temp_folder", got, "a folder of this user alone (chmod 700)")
+    return folder

@@ -1,0 +1,54 @@
+"""The token and the folder of a Ray of our own."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from ratoon.config import ray_token_file
+from ratoon.errors import RatoonError
+from ratoon.ray_start import make_ray_folder, make_token_file
+
+
+def test_the_token_is_made_once_and_for_its_owner(tmp_path: Path) -> None:
+    """A second start must not take it from a Ray that runs with it."""
+    file = make_token_file(tmp_path)
+    token = file.read_text()
+    assert len(token) == 64
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert file.parent.stat().st_mode & 0o777 == 0o700
+    assert make_token_file(tmp_path).read_text() == token
+
+
+def test_rays_own_variables_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    with ray_token_file(tmp_path / "ours"):
+        assert os.environ["RAY_AUTH_TOKEN_PATH"] == str(tmp_path / "ours")
+    assert "RAY_AUTH_TOKEN_PATH" not in os.environ
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "theirs")
+    with ray_token_file(tmp_path / "ours"):
+        assert os.environ["RAY_AUTH_TOKEN_PATH"] == "theirs"
+    assert os.environ["RAY_AUTH_TOKEN_PATH"] == "theirs"
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "theirs")
+    with ray_token_file(tmp_path / "ours"):
+        assert "RAY_AUTH_TOKEN_PATH" not in os.environ
+
+
+def test_rays_folder_is_closed_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder that all may write to, another user may have been there first."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = make_ray_folder()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert make_ray_folder() == folder
+    folder.chmod(0o701)
+    with pytest.raises(RatoonError, match=r"ray\.temp_folder"):
+        make_ray_folder()
+    folder.rmdir()
+    folder.symlink_to(tmp_path)
+    with pytest.raises(RatoonError, match=r"ray\.temp_folder"):
+        make_ray_folder()

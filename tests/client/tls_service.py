@@ -1,0 +1,109 @@
+"""The real wires with TLS over a fake engine, on a thread with its own event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from ratoon.api.convert.policy import SpecDefaults
+from ratoon.api.grpc.credentials import server_credentials
+from ratoon.api.grpc.server import start_server
+from ratoon.api.grpc.servicer import PolicyServicer
+from ratoon.api.http.app import create_app
+from ratoon.api.http.tls import server_context
+from ratoon.api.service import PolicyService
+from ratoon.auth.certificates import CertificateFiles, CertificateStore
+from ratoon.config import LimitsConfig
+from tests.api.fake_engine import FakeEngine
+from tests.api.open_gate import OPEN_GATE
+
+MESSAGE_BYTES = 4 * 2**20
+LIMITS = LimitsConfig()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TlsService:
+    """`ports` by wire: http and grpc."""
+
+    ports: dict[str, int]
+    engine: FakeEngine
+    loop: asyncio.AbstractEventLoop
+
+    def url(self, wire: str, host: str = "127.0.0.1") -> str:
+        scheme = {"http": "https", "grpc": "grpcs"}[wire]
+        return f"{scheme}://{host}:{self.ports[wire]}"
+
+    def release(self) -> None:
+        """Let held operations end."""
+        asyncio.run_coroutine_threadsafe(self.engine.release(), self.loop).result(10)
+
+
+@contextmanager
+def serving_tls(folder: Path, files: CertificateFiles) -> Iterator[TlsService]:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    ready: Future[TlsService] = Future()
+    over = asyncio.Event()
+    served = asyncio.run_coroutine_threadsafe(_serve(folder, files, ready, over), loop)
+    try:
+        yield ready.result(20)
+    finally:
+        loop.call_soon_threadsafe(over.set)
+        served.result(20)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+async def _serve(
+    folder: Path, files: CertificateFiles, ready: Future[TlsService], over: asyncio.Event
+) -> None:
+    engine = FakeEngine(folder=folder, gap_wait_s=0.1)
+    service = PolicyService(
+        engine=engine,
+        limits=LIMITS,
+        defaults=SpecDefaults(models_root=folder, micro_batch_tokens=4096),
+        device="cpu",
+    )
+    store = CertificateStore(files)
+    servicer = PolicyServicer(
+        service, max_body_bytes=MESSAGE_BYTES, status_needs_message=False, gate=OPEN_GATE
+    )
+    gateway = await start_server(
+        servicer,
+        host="127.0.0.1",
+        port=0,
+        max_message_bytes=MESSAGE_BYTES,
+        credentials=server_credentials(store),
+    )
+
+    def context(*_: Any) -> Any:
+        return server_context(store)
+
+    config = uvicorn.Config(
+        create_app(service, LIMITS, gate=OPEN_GATE),
+        port=0,
+        log_level="critical",
+        lifespan="off",
+        ssl_context_factory=context,
+    )
+    server = uvicorn.Server(config)
+    serving = asyncio.create_task(server.serve())
+    async with asyncio.timeout(20):
+        while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
+            await asyncio.sleep(0.01)
+    ports = {"http": server.servers[0].sockets[0].getsockname()[1], "grpc": gateway.port}
+    ready.set_result(TlsService(ports=ports, engine=engine, loop=asyncio.get_running_loop()))
+    await over.wait()
+    server.should_exit = True
+    await serving
+    await gateway.server.stop(None)

@@ -1,0 +1,339 @@
+"""A service in a process of its own with TLS, client certificates and keys: who gets in where."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import httpx
+import psutil
+import pytest
+from cryptography import x509
+
+from ratoon.auth.certificates import CertificateFiles
+from ratoon.config import is_loopback
+from ratoon_client import (
+    Loss,
+    OperationHandle,
+    Optim,
+    RatoonClient,
+    StepResult,
+    TransportError,
+    group,
+    rollout,
+)
+from tests.certificates import Authority, make_authority
+
+RATOON = Path(sys.executable).with_name("ratoon")
+START_S = 120.0
+WIRES = ("https", "grpcs")
+# Bytes that the preset has as tokens, in an order that nothing else has.
+MARKER = [201, 17, 203, 99, 205, 33, 207]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """`targets` by scheme."""
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+    targets: dict[str, str]
+    servers: Authority
+    files: CertificateFiles
+    key: str
+
+    def client(self, scheme: str, **changes: Path | None) -> RatoonClient:
+        files: dict[str, Path | None] = {
+            "cert_file": self.folder / "client.pem",
+            "key_file": self.folder / "client-key.pem",
+        }
+        files |= changes
+        return RatoonClient(
+            self.targets[scheme],
+            api_key=self.key,
+            ca_file=self.folder / "servers.pem",
+            cert_file=files["cert_file"],
+            key_file=files["key_file"],
+            timeout_s=20,
+        )
+
+    def serial(self, scheme: str) -> int:
+        """Of the certificate that a new connection is shown."""
+        context = ssl.create_default_context(cafile=self.folder / "servers.pem")
+        context.set_alpn_protocols(["h2", "http/1.1"])
+        context.load_cert_chain(self.folder / "client.pem", self.folder / "client-key.pem")
+        port = int(self.targets[scheme].rpartition(":")[2])
+        with (
+            socket.create_connection(("127.0.0.1", port), 5) as raw,
+            context.wrap_socket(raw, server_hostname="127.0.0.1") as connection,
+        ):
+            shown = connection.getpeercert(binary_form=True)
+        assert shown is not None
+        return x509.load_der_x509_certificate(shown).serial_number
+
+    def listening(self) -> dict[int, tuple[str, str]]:
+        """(address, process name) of every port that this service listens on."""
+        root = psutil.Process(self.process.pid)
+        names = {one.pid: one.name() for one in (root, *root.children(recursive=True))}
+        return {
+            one.laddr.port: (one.laddr.ip, names[one.pid])
+            for one in psutil.net_connections("tcp")
+            if one.status == psutil.CONN_LISTEN and one.laddr and one.pid in names
+        }
+
+
+def _environment(folder: Path, ports: dict[str, int]) -> dict[str, str]:
+    environment = os.environ | {
+        "HOME": str(folder),
+        "RATOON_DATA_ROOT": str(folder / "data"),
+        "RATOON_MODELS_ROOT": str(folder / "models"),
+        "RATOON_HTTP__PORT": str(ports["https"]),
+        "RATOON_GRPC__GATEWAY_PORT": str(ports["grpcs"]),
+        "RATOON_GRPC__SERVE_PORT": str(ports["serve"]),
+        "RATOON_AUTH__REQUIRED": "true",
+        "RATOON_TLS__CERT_FILE": str(folder / "cert.pem"),
+        "RATOON_TLS__KEY_FILE": str(folder / "key.pem"),
+        "RATOON_TLS__CLIENT_CA_FILE": str(folder / "clients.pem"),
+        "RATOON_WORKER__DEVICE": "cpu",
+        "RATOON_WORKER__NUM_THREADS": "1",
+        "RATOON_RAY__OBJECT_STORE_BYTES": str(100 * 2**20),
+        "RATOON_RAY__TEMP_FOLDER": str(folder / "r"),
+        "RATOON_LOG_LEVEL": "DEBUG",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        environment.pop(name, None)
+    return environment
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("t")
+    ports = {name: _free_port() for name in (*WIRES, "serve")}
+    environment = _environment(folder, ports)
+    servers, clients = make_authority("servers"), make_authority("clients")
+    (folder / "servers.pem").write_bytes(servers.pem)
+    (folder / "clients.pem").write_bytes(clients.pem)
+    files = CertificateFiles(
+        cert=folder / "cert.pem", key=folder / "key.pem", client_ca=folder / "clients.pem"
+    )
+    servers.issue(files.cert, files.key)
+    clients.issue(folder / "client.pem", folder / "client-key.pem", "trainer")
+    made = subprocess.run(
+        [RATOON, "keys", "create", "--scope", "admin"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(
+            [RATOON, "serve"], env=environment, stdout=log, stderr=log, cwd=folder
+        )
+        try:
+            _wait(process, folder / "log")
+            yield Running(
+                process=process,
+                folder=folder,
+                targets={name: f"{name}://127.0.0.1:{ports[name]}" for name in WIRES},
+                servers=servers,
+                files=files,
+                key=made.stdout.strip(),
+            )
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait(process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_S
+    while "grpc  127" not in log.read_text():
+        assert process.poll() is None, log.read_text()[-4000:]
+        assert time.monotonic() < deadline, log.read_text()[-4000:]
+        time.sleep(0.2)
+
+
+@pytest.mark.e2e
+def test_both_wires_verify_both_ends(running: Running) -> None:
+    for scheme in WIRES:
+        with running.client(scheme) as client:
+            assert client.list_policies() == []
+        with (
+            running.client(scheme, cert_file=None, key_file=None) as client,
+            pytest.raises(TransportError),
+        ):
+            client.health()
+
+
+@pytest.fixture(scope="module")
+def updated(running: Running) -> str:
+    """A policy that has had one update, of the marker."""
+    with running.client("https") as client:
+        client.create_policy("marked", preset="tiny").result()
+        _update(client, 1).result()
+    return "marked"
+
+
+def _update(client: RatoonClient, seq: int) -> OperationHandle[StepResult]:
+    rollouts = [
+        rollout(response=MARKER, sampler_logprobs=[-5.5] * len(MARKER), reward=r, policy_version=0)
+        for r in (0.0, 1.0)
+    ]
+    groups = [group("g", MARKER, rollouts)]
+    return client.update(
+        "marked", groups, loss=Loss("grpo"), optim=Optim(learning_rate=1e-4), seq=seq
+    )
+
+
+@pytest.mark.e2e
+def test_a_certificate_changes_under_waiting_callers(running: Running, updated: str) -> None:
+    """Callers of both wires wait through it for one operation; new connections see the new one."""
+    with (
+        running.client("https") as http,
+        running.client("grpcs") as grpc,
+        ThreadPoolExecutor() as threads,
+    ):
+        handles = [_update(client, 3) for client in (http, grpc)]
+        waiting = [threads.submit(handle.result) for handle in handles]
+        before = [running.serial(scheme) for scheme in WIRES]
+        fresh = running.folder / "fresh.pem", running.folder / "fresh-key.pem"
+        serial = running.servers.issue(*fresh)
+        fresh[0].replace(running.files.cert)
+        fresh[1].replace(running.files.key)
+        after = [running.serial(scheme) for scheme in WIRES]
+        assert after == [serial, serial] != before
+        assert not any(one.done() for one in waiting)
+        grpc.discard_gradients(updated, seq=2).result()
+        assert [one.result(60).version for one in waiting] == [2, 2]
+
+
+@pytest.mark.e2e
+def test_every_port_is_of_this_machine_alone(running: Running) -> None:
+    """Ray's are remote code execution: its own, Serve's, and those between their processes."""
+    ports = running.listening()
+    names = {name for _, name in ports.values()}
+    assert {"gcs_server", "raylet"} < names
+    assert len(ports) > 12
+    open_to_others = {port: at for port, at in ports.items() if not is_loopback(at[0])}
+    assert open_to_others == {}
+    other = _other_address()
+    if other is None:
+        pytest.skip("this machine has no address but loopback")
+    for port in ports:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((other, port), 5)
+
+
+def _other_address() -> str | None:
+    addresses = (one.address for all_of in psutil.net_if_addrs().values() for one in all_of)
+    return next(
+        (text for text in addresses if re.fullmatch(r"[\d.]+", text) and not is_loopback(text)),
+        None,
+    )
+
+
+# What runs code, or gives away what code is run with, at each kind of Ray's processes.
+RAY_CALLS = (
+    "ray.rpc.InternalKVGcsService/InternalKVPut",
+    "ray.rpc.ActorInfoGcsService/RegisterActor",
+    "ray.rpc.NodeManagerService/RequestWorkerLease",
+    "ray.rpc.ObjectManagerService/Pull",
+    "ray.rpc.CoreWorkerService/PushTask",
+    "ray.rpc.ReporterService/GetTraceback",
+    "ray.serve.ASGIService/HandleRequest",
+)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("token", ["", "0" * 64])
+def test_rays_ports_ask_for_its_token(running: Running, token: str) -> None:
+    """Whoever has it may run code; it is in a file that this user alone can read."""
+    file = running.folder / "data/access/ray-token"
+    assert (file.stat().st_mode & 0o777, file.stat().st_uid) == (0o600, os.getuid())
+    assert not (running.folder / ".ray").exists()
+    answers: dict[str, set[str]] = {}
+    for port, (_, name) in running.listening().items():
+        answers.setdefault(name, set()).update(_grpc_answers(port, token), _job(port, token))
+    replica = "ray::ServeReplica:ratoon:Ingress"
+    for process in ("gcs_server", "raylet", "ratoon", replica, "ray::CoordinatorActor"):
+        assert "UNAUTHENTICATED" in answers[process], answers
+    assert "401" in answers["ray::RuntimeEnvAgent"]
+    # INTERNAL, UNKNOWN: a handler had the call.
+    assert not {"OK", "200", "500", "INTERNAL", "UNKNOWN"} & set().union(*answers.values()), answers
+
+
+def _grpc_answers(port: int, token: str) -> set[str]:
+    metadata = (("authorization", f"Bearer {token}"),) if token else ()
+    options = (("grpc.enable_http_proxy", 0),)
+    statuses = set[str]()
+    with grpc.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
+        for call in RAY_CALLS:
+            try:
+                channel.unary_unary(f"/{call}")(b"", timeout=5, metadata=metadata)
+                statuses.add("OK")
+            except grpc.RpcError as error:
+                code = error.code()  # pyright: ignore[reportAttributeAccessIssue]
+                if code is grpc.StatusCode.UNAVAILABLE:
+                    # Not gRPC.
+                    break
+                statuses.add(code.name)
+    return statuses
+
+
+def _job(port: int, token: str) -> set[str]:
+    """What is answered to a job, which is a command line, over HTTP; nothing where it is not."""
+    url = f"http://127.0.0.1:{port}/api/job_agent/jobs/"
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    try:
+        answer = httpx.post(
+            url, json={"entrypoint": "true"}, headers=headers, trust_env=False, timeout=5
+        )
+    except httpx.HTTPError:
+        return set()
+    return {str(answer.status_code)}
+
+
+@pytest.mark.e2e
+def test_logs_have_neither_prompts_nor_secrets(running: Running, updated: str) -> None:
+    """After an update: ours, Ray's, Serve's, the audit log."""
+    folder = running.folder
+    token = (folder / "data/access/ray-token").read_text()
+    secret = running.key.rpartition("_")[2]
+    private = running.files.key.read_text().splitlines()[1]
+    tokens = r"\D{1,3}".join(str(token) for token in MARKER)
+    logs = [folder / "log", folder / "data/access/audit.jsonl"]
+    logs += [path for path in (folder / "r").rglob("*") if path.is_file() and "/logs/" in str(path)]
+    assert len(logs) > 10
+    for path in logs:
+        text = path.read_text(errors="replace")
+        found = [
+            name
+            for name, pattern in {
+                "key": secret,
+                "token": token,
+                "private key": re.escape(private),
+                "prompt": tokens,
+                "bytes of the prompt": re.escape(repr(bytes(MARKER))[2:-1]),
+            }.items()
+            if re.search(pattern, text)
+        ]
+        assert found == [], path
+    audit = (folder / "data/access/audit.jsonl").read_text()
+    assert f'"call": "update", "policy_id": "{updated}"' in audit
