@@ -216,6 +216,21 @@ def test_snapshot_stays_while_training_goes_on(base: FolderBase, tmp_path: Path)
     assert trainer.state_digest() == snapshot.digest != later
 
 
+@pytest.mark.parametrize("name", [WEIGHTS_NAME, MOMENTS_NAME, MANIFEST_NAME])
+def test_written_snapshot_is_read_back(base: FolderBase, tmp_path: Path, name: str) -> None:
+    trainer = make_trainer(base, dtype=ModelDtype.FLOAT32)
+    before = trainer.snapshot()
+    _update(trainer, 0)
+    snapshot = trainer.snapshot()
+    snapshot.write(tmp_path / "one")
+    snapshot.verify(tmp_path / "one")
+    with pytest.raises(RatoonError, match=before.digest):
+        before.verify(tmp_path / "one")
+    _flip_byte(tmp_path / "one" / name)
+    with pytest.raises(RatoonError, match=name):
+        snapshot.verify(tmp_path / "one")
+
+
 def test_missing_checkpoint_is_not_found(base: FolderBase, tmp_path: Path) -> None:
     with pytest.raises(RatoonError) as caught:
         make_trainer(base, dtype=ModelDtype.FLOAT32).load_checkpoint(tmp_path / "none")

@@ -61,6 +61,13 @@ class Snapshot:
         """`write_snapshot`."""
         return write_snapshot(folder, self)
 
+    def verify(self, folder: Path) -> None:
+        """Read back what `write` wrote. Raises INTERNAL naming the file that is damaged."""
+        manifest = _read_manifest(folder)
+        if (got := manifest.get(_STATE_DIGEST)) != self.digest:
+            raise _damaged(folder / _STATE_DIGEST, str(got), self.digest)
+        _verify_files(folder, manifest)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedCheckpoint:
@@ -121,8 +128,7 @@ def load_checkpoint(
         raise invalid("checkpoint.model", manifest["model"], f"the policy's own: {_plain(model)}")
     if (kind := manifest.get(_KIND, OptimizerStates.FP32.value)) != like.kind.value:
         raise invalid(f"checkpoint.{_KIND}", kind, f"the trainer's own: {like.kind.value}")
-    for entry in cast("list[dict[str, object]]", manifest["files"]):
-        _verify(folder, entry)
+    _verify_files(folder, manifest)
     weights = _load(folder / WEIGHTS_NAME)
     moments = _load(folder / MOMENTS_NAME)
     _match(WEIGHTS_NAME, weights, like.weights)
@@ -196,6 +202,11 @@ def _is_manifest(manifest: dict[str, object]) -> bool:
         and {entry.get("name") for entry in cast("list[dict[str, object]]", files)}
         == {WEIGHTS_NAME, MOMENTS_NAME}
     )
+
+
+def _verify_files(folder: Path, manifest: Mapping[str, object]) -> None:
+    for entry in cast("list[dict[str, object]]", manifest["files"]):
+        _verify(folder, entry)
 
 
 def _verify(folder: Path, entry: dict[str, object]) -> None:
