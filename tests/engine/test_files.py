@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ratoon.engine import files
 from ratoon.engine.files import (
     BodyFiles,
     PolicyPaths,
@@ -103,6 +104,31 @@ def test_the_sum_of_parts_is_bounded(uploads: UploadFiles) -> None:
         uploads.put("u", 1, b"12345")
     assert caught.value.code is ErrorCode.BODY_TOO_LARGE
     uploads.put("u", 1, b"1234")
+
+
+@pytest.mark.parametrize("damage", [b"", b"123", b"\0" * 22])
+def test_a_damaged_part_is_not_there_until_it_is_sent_again(
+    uploads: UploadFiles, paths: PolicyPaths, damage: bytes
+) -> None:
+    """Without a digest in the file a batch was built from whatever the disk gave back."""
+    uploads.put("u", 0, b"123456")
+    (paths.uploads / "u" / "000000").write_bytes(damage)
+    with pytest.raises(RatoonError) as caught:
+        uploads.get("u", 1)
+    assert caught.value.code is ErrorCode.UPLOAD_NOT_FOUND
+    uploads.put("u", 0, b"1234567890")
+    assert uploads.get("u", 1) == [b"1234567890"]
+
+
+def test_a_part_that_is_there_is_synced_before_it_is_promised(
+    uploads: UploadFiles, paths: PolicyPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process killed between the rename and the fsync left a part that a power cut took."""
+    uploads.put("u", 0, b"123456")
+    synced: list[Path] = []
+    monkeypatch.setattr(files, "fsync_folder", synced.append)
+    uploads.put("u", 0, b"123456")
+    assert synced == [paths.uploads / "u", paths.uploads]
 
 
 def test_an_upload_expires_after_its_newest_part(paths: PolicyPaths) -> None:

@@ -84,6 +84,21 @@ def test_rename_folder_refuses_a_taken_name(tmp_path: Path) -> None:
     assert (tmp_path / "taken" / "file").read_text() == "taken"
 
 
+def test_remove_folder_forgets_the_name_before_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut between the two left half of a folder under its own name."""
+    (tmp_path / "version").mkdir()
+    (tmp_path / "version" / "x").write_bytes(b"x")
+    seen: list[tuple[Path, int]] = []
+    monkeypatch.setattr(
+        files, "fsync_folder", lambda folder: seen.append((folder, len([*folder.rglob("x")])))
+    )
+    files.remove_folder(tmp_path / "version")
+    assert seen == [(tmp_path, 1)]
+    assert not [*tmp_path.iterdir()]
+
+
 def test_remove_leftovers_spares_other_names(tmp_path: Path) -> None:
     (tmp_path / ".tmp-00000001-ab").mkdir()
     (tmp_path / ".tmp-00000001-ab" / "part").write_bytes(b"x")
@@ -99,3 +114,27 @@ def test_digest_file_equals_digest_of_its_bytes(tmp_path: Path, size: int) -> No
     (tmp_path / "f").write_bytes(data)
     assert files.digest_file(tmp_path / "f") == xxhash.xxh3_128(data).hexdigest()
     assert files.digest_bytes(data) == files.digest_file(tmp_path / "f")
+
+
+@pytest.mark.parametrize("data", [b"", b"x", b"some bytes"])
+def test_sealed_bytes_are_read_whole_or_refused(data: bytes) -> None:
+    sealed = files.seal_bytes(data)
+    assert files.unseal_bytes(sealed) == data
+    for place in range(len(sealed)):
+        flipped = bytearray(sealed)
+        flipped[place] ^= 4
+        for damaged in (bytes(flipped), sealed[:place]):
+            with pytest.raises(files.DamagedFileError):
+                files.unseal_bytes(damaged)
+
+
+def test_a_sealed_document_is_read_whole_or_refused() -> None:
+    fields = {"number": 1.5, "names": ["a", "é"], "none": None}
+    sealed = files.seal_document(fields)
+    assert files.unseal_document(sealed) == fields
+    for place in range(len(sealed)):
+        flipped = bytearray(sealed)
+        flipped[place] ^= 1
+        for damaged in (bytes(flipped), sealed[:place]):
+            with pytest.raises(files.DamagedFileError):
+                files.unseal_document(damaged)

@@ -104,7 +104,7 @@ versions.publish_version(pathlib.Path({root!r}), "p", 4, WeightKind.FULL, write,
 """
 
 
-@pytest.mark.parametrize("point", ["write", "fsync_tree", "write_atomic", "rename_folder"])
+@pytest.mark.parametrize("point", ["write", "seal_document", "fsync_tree", "rename_folder"])
 def test_publish_killed_anywhere_shows_nothing_and_can_be_repeated(
     tmp_path: Path, point: str
 ) -> None:
@@ -119,20 +119,22 @@ def test_publish_killed_anywhere_shows_nothing_and_can_be_repeated(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["00000003", "00000004"]
 
 
-def test_publish_syncs_files_then_manifest_then_name(
+def test_publish_syncs_files_and_manifest_before_it_gives_the_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    order: list[str] = []
-    for step in ("fsync_tree", "write_atomic", "rename_folder"):
+    order: list[tuple[str, int]] = []
+    for step in ("fsync_tree", "rename_folder"):
         real = getattr(versions, step)
 
-        def record(*args: object, _step: str = step, _real: Callable[..., None] = real) -> None:
-            order.append(_step)
-            _real(*args)
+        def record(
+            folder: Path, *args: Path, _step: str = step, _real: Callable[..., None] = real
+        ) -> None:
+            order.append((_step, len([*folder.iterdir()])))
+            _real(folder, *args)
 
         monkeypatch.setattr(versions, step, record)
     publish(tmp_path, 1, {"a": b"x"})
-    assert order == ["fsync_tree", "write_atomic", "rename_folder"]
+    assert order == [("fsync_tree", 2), ("rename_folder", 2)]
 
 
 def test_list_versions_is_ascending_and_ignores_the_rest(tmp_path: Path) -> None:
@@ -208,7 +210,7 @@ def test_chunk_is_found_in_an_older_version_until_it_is_pruned(tmp_path: Path) -
     assert code_of(lambda: open_chunk(tmp_path, digest, 0, 3)) is ErrorCode.WEIGHTS_NOT_FOUND
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"format": 2}', "[]"])
+@pytest.mark.parametrize("text", ["", "{}", '{"format": 1}', '{"format": 2}', "[]"])
 def test_damaged_manifest_is_an_error_not_a_version(tmp_path: Path, text: str) -> None:
     publish(tmp_path, 1, {"a": b"x"})
     (version_folder(tmp_path, 1) / "manifest.json").write_text(text)
@@ -218,5 +220,35 @@ def test_damaged_manifest_is_an_error_not_a_version(tmp_path: Path, text: str) -
 def test_manifest_is_json_of_a_stated_format(tmp_path: Path) -> None:
     publish(tmp_path, 1, {"a": b"x"})
     document = json.loads((version_folder(tmp_path, 1) / "manifest.json").read_text())
-    assert document["format"] == 1
+    assert document["format"] == 2
     assert [file["name"] for file in document["files"]] == ["a"]
+
+
+def test_manifest_of_another_digest_is_an_error(tmp_path: Path) -> None:
+    """Without a digest of its own a manifest with another version or time was believed."""
+    publish(tmp_path, 1, {"a": b"x"})
+    path = version_folder(tmp_path, 1) / "manifest.json"
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1
+        path.write_bytes(damaged)
+        assert code_of(lambda: read_manifest(tmp_path, 1)) is ErrorCode.INTERNAL, place
+
+
+def test_manifest_from_before_it_had_a_digest_is_read(tmp_path: Path) -> None:
+    manifest = publish(tmp_path, 1, {"a": b"x"})
+    path = version_folder(tmp_path, 1) / "manifest.json"
+    document = json.loads(path.read_text())
+    del document["digest"]
+    path.write_text(json.dumps({**document, "format": 1}))
+    assert read_manifest(tmp_path, 1) == manifest
+
+
+def test_publishing_again_syncs_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process killed between the rename and the fsync left a version that a power cut took."""
+    publish(tmp_path, 1, {"a": b"x"})
+    synced: list[Path] = []
+    monkeypatch.setattr(versions, "fsync_folder", synced.append)
+    publish(tmp_path, 1, {"a": b"x"})
+    assert synced == [tmp_path]

@@ -12,14 +12,26 @@ import asyncio
 import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ratoon.engine.room import check_room
 from ratoon.errors import ErrorCode, RatoonError, invalid
-from ratoon.stream.files import make_folder, remove_folder, remove_leftovers, write_atomic
+from ratoon.log import get_logger
+from ratoon.stream.files import (
+    SEAL_BYTES,
+    DamagedFileError,
+    fsync_folder,
+    make_folder,
+    remove_folder,
+    remove_leftovers,
+    seal_bytes,
+    unseal_bytes,
+    write_atomic,
+)
 
+_LOG = get_logger("files")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _NAME = re.compile(r"[a-zA-Z0-9_-][a-zA-Z0-9._-]{0,127}")
 
@@ -80,6 +92,9 @@ def make_policy_folders(paths: PolicyPaths) -> None:
     for folder in (*kept, paths.open_operations):
         make_folder(folder)
         remove_leftovers(folder)
+    # A process that was killed may have made them, and not have come to sync their names.
+    for folder in (paths.root, paths.root.parent, paths.root.parent.parent):
+        fsync_folder(folder)
 
 
 def remove_policy_files(paths: PolicyPaths) -> None:
@@ -140,7 +155,8 @@ class BodyFiles:
 class UploadFiles:
     """Parts of batches that were sent ahead of their operation. Synchronous: call it in a thread.
 
-    Invariant: a part's bytes never change; an upload is dropped `ttl_s` after its newest part.
+    Invariant: a part's bytes never change, unless a disk changed them: then there is no such part.
+    An upload is dropped `ttl_s` after its newest part.
     """
 
     def __init__(
@@ -160,9 +176,13 @@ class UploadFiles:
         folder = self._folder / safe_name("upload_id", upload_id)
         path = folder / _part_name(part_index)
         make_folder(folder)
-        if path.exists():
-            if path.read_bytes() == body:
-                return
+        stored = _read_part(path)
+        if stored == body:
+            # By a process that may have been killed before it synced the names.
+            fsync_folder(folder)
+            fsync_folder(self._folder)
+            return
+        if stored is not None:
             raise RatoonError(
                 ErrorCode.KEY_REUSED,
                 f"part_index: part {part_index} of upload {upload_id} was sent with other bytes",
@@ -170,7 +190,8 @@ class UploadFiles:
                 got=str(part_index),
                 expected="the same bytes, or a part not sent yet",
             )
-        size_bytes = len(body) + sum(part.stat().st_size for part in folder.iterdir())
+        path.unlink(missing_ok=True)  # Damaged.
+        size_bytes = len(body) + _total_bytes(folder.iterdir())
         if size_bytes > self._max_upload_bytes:
             raise RatoonError(
                 ErrorCode.BODY_TOO_LARGE,
@@ -180,18 +201,18 @@ class UploadFiles:
                 got=str(size_bytes),
                 expected=f"at most {self._max_upload_bytes} bytes",
             )
-        used = sum(part.stat().st_size for part in self._folder.glob("*/*"))
+        used = _total_bytes(self._folder.glob("*/*"))
         check_room("bytes of uploads", "upload_bytes", used, len(body), self._max_total_bytes)
-        write_atomic(path, body)
+        write_atomic(path, seal_bytes(body))
+        fsync_folder(self._folder)
 
     def get(self, upload_id: str, num_parts: int) -> list[bytes]:
         """Parts 0 to num_parts - 1. Raises UPLOAD_NOT_FOUND naming the first missing one."""
         folder = self._folder / safe_name("upload_id", upload_id)
         parts: list[bytes] = []
         for part_index in range(num_parts):
-            try:
-                parts.append((folder / _part_name(part_index)).read_bytes())
-            except FileNotFoundError as err:
+            part = _read_part(folder / _part_name(part_index))
+            if part is None:
                 raise RatoonError(
                     ErrorCode.UPLOAD_NOT_FOUND,
                     f"upload {upload_id} has no part {part_index}, or has expired",
@@ -199,7 +220,8 @@ class UploadFiles:
                     got=upload_id,
                     expected=f"{num_parts} parts, each sent",
                     details={"missing_part": str(part_index)},
-                ) from err
+                )
+            parts.append(part)
         return parts
 
     def drop_expired(self) -> None:
@@ -257,3 +279,18 @@ def _part_name(part_index: int) -> str:
     if part_index < 0:
         raise invalid("part_index", part_index, "at least 0")
     return f"{part_index:06d}"
+
+
+def _read_part(path: Path) -> bytes | None:
+    """A stored part; None where there is none, or one that is damaged, which is sent again."""
+    try:
+        return unseal_bytes(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except DamagedFileError as err:
+        _LOG.error("upload part is damaged", path=str(path), reason=str(err))
+        return None
+
+
+def _total_bytes(parts: Iterable[Path]) -> int:
+    return sum(part.stat().st_size - SEAL_BYTES for part in parts)

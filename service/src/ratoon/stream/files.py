@@ -3,19 +3,30 @@
 Enters bytes or a finished folder, leaves a name that either is whole or does not exist. Invariant:
 a name is given (renamed to) only after its content is on disk, and the folder that holds the name
 is synced before the call returns. A crash leaves at most names that start with `TEMPORARY_PREFIX`.
+What a disk changed later is found by digests: `seal_bytes`, `seal_document`.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, cast
 
 import xxhash
 
 TEMPORARY_PREFIX = ".tmp-"
+# What `seal_bytes` adds.
+SEAL_BYTES = 16
 _READ_BYTES = 2**20
+_DIGEST_FIELD = "digest"
+
+
+class DamagedFileError(ValueError):
+    """Bytes that are not what was written."""
 
 
 def temporary_name(path: Path) -> Path:
@@ -85,11 +96,14 @@ def rename_folder(source: Path, target: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder so that no reader ever sees half of it under its own name."""
+    """Remove a folder so that no reader ever sees half of it under its own name.
+
+    Not after a power cut either: the name is gone from the disk before the first file is.
+    """
     doomed = temporary_name(folder)
     folder.rename(doomed)
-    shutil.rmtree(doomed)
     fsync_folder(folder.parent)
+    shutil.rmtree(doomed)
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -113,3 +127,41 @@ def digest_file(path: Path) -> str:
         while block := file.read(_READ_BYTES):
             state.update(block)
     return state.hexdigest()
+
+
+def seal_bytes(data: bytes) -> bytes:
+    """`data` and its xxh3-128."""
+    return data + xxhash.xxh3_128_digest(data)
+
+
+def unseal_bytes(sealed: bytes) -> bytes:
+    """What was sealed. Raises `DamagedFileError`."""
+    data, digest = sealed[:-SEAL_BYTES], sealed[-SEAL_BYTES:]
+    if xxhash.xxh3_128_digest(data) != digest:
+        raise DamagedFileError(f"{len(data)} bytes of another digest")
+    return data
+
+
+def seal_document(fields: Mapping[str, Any]) -> bytes:
+    """The one way to write these fields as JSON, with a digest of them as a field more."""
+    digest = digest_bytes(_json(fields))
+    return _json({**fields, _DIGEST_FIELD: digest})
+
+
+def unseal_document(data: bytes) -> dict[str, Any]:
+    """The fields that were sealed. Raises `DamagedFileError` for any other bytes."""
+    try:
+        document: object = json.loads(data)
+    except (ValueError, RecursionError) as err:
+        raise DamagedFileError("no JSON") from err
+    if not isinstance(document, dict):
+        raise DamagedFileError("no JSON object")
+    fields = cast("dict[str, Any]", document)
+    digest = fields.pop(_DIGEST_FIELD, None)
+    if data != seal_document(fields):
+        raise DamagedFileError(f"other fields than those of the digest {digest!r}")
+    return fields
+
+
+def _json(fields: Mapping[str, Any]) -> bytes:
+    return (json.dumps(fields, indent=1, sort_keys=True) + "\n").encode()

@@ -1,7 +1,7 @@
 """Versions of a policy's weights as folders: publish, read, prune.
 
 Enters a writer that fills a folder, leaves `WeightManifest`s and chunks of files. Invariant: a
-version folder is there only when it is whole: files on disk, then their digests in `manifest.json`,
+version folder is there only when it is whole: files and their digests in `manifest.json` on disk,
 then the name. A version number never names two contents. A root has one writer, many readers.
 
     root/00000007/{manifest.json, config.json, model.safetensors, ...}
@@ -19,18 +19,22 @@ from typing import Any, cast
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.stream.files import (
     digest_file,
+    fsync_folder,
     fsync_tree,
     make_folder,
     remove_folder,
     remove_leftovers,
     rename_folder,
+    seal_document,
     temporary_name,
-    write_atomic,
+    unseal_document,
 )
 from ratoon.stream.manifest import WeightFile, WeightKind, WeightManifest
 
 MANIFEST_NAME = "manifest.json"
-MANIFEST_FORMAT = 1
+MANIFEST_FORMAT = 2
+# Without a digest of the manifest itself.
+_OLD_FORMAT = 1
 # Of one chunk; the wire's own bound.
 MAX_CHUNK_BYTES = 16 * 2**20
 
@@ -62,6 +66,8 @@ def publish_version(
     make_folder(root)
     target = version_folder(root, version)
     if (target / MANIFEST_NAME).exists():
+        # By a process that may have been killed before it synced the name.
+        fsync_folder(root)
         return _same_version(read_manifest(root, version), policy_id, kind)
     remove_leftovers(root)
     temporary = temporary_name(target)
@@ -75,8 +81,8 @@ def publish_version(
             files=_digest_files(temporary),
             created_at=created_at,
         )
+        (temporary / MANIFEST_NAME).write_bytes(_encode(manifest))
         fsync_tree(temporary)
-        write_atomic(temporary / MANIFEST_NAME, _encode(manifest))
         rename_folder(temporary, target)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -231,13 +237,15 @@ def _encode(manifest: WeightManifest) -> bytes:
             for file in manifest.files
         ],
     }
-    return (json.dumps(document, indent=2) + "\n").encode()
+    return seal_document(document)
 
 
 def _decode(data: bytes) -> WeightManifest:
     document = cast("dict[str, Any]", json.loads(data))
-    if document["format"] != MANIFEST_FORMAT:
-        raise ValueError(f"format {document['format']}, expected {MANIFEST_FORMAT}")
+    if document["format"] != _OLD_FORMAT or "digest" in document:
+        document = unseal_document(data)
+        if document["format"] != MANIFEST_FORMAT:
+            raise ValueError(f"format {document['format']}, expected {MANIFEST_FORMAT}")
     return WeightManifest(
         policy_id=str(document["policy_id"]),
         version=int(document["version"]),
