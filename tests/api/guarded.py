@@ -15,7 +15,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from ratoon.api.gate import build_gate
+from ratoon.api.gate import Gate, build_gate
 from ratoon.api.grpc.access import EarlyRefusal
 from ratoon.api.grpc.server import start_server
 from ratoon.api.grpc.servicer import PolicyServicer
@@ -39,6 +39,7 @@ class Guarded:
     channel: grpc.aio.Channel
     client: httpx.AsyncClient
     app: FastAPI
+    gate: Gate
 
     def key(self, scope: Scope, policies: tuple[str, ...] | None = None, **changes: Any) -> str:
         values = {"note": "", "created_at": time.time(), "expires_at": None} | changes
@@ -102,7 +103,9 @@ async def guarded_service(
         grpc.aio.insecure_channel(address) as channel,
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client,
     ):
-        yield Guarded(root=root, address=address, channel=channel, client=client, app=app)
+        yield Guarded(
+            root=root, address=address, channel=channel, client=client, app=app, gate=gate
+        )
     await running.server.stop(None)
 
 

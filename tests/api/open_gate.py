@@ -5,6 +5,7 @@ from __future__ import annotations
 from ratoon.api.gate import Gate
 from ratoon.auth.access import OpenAccess
 from ratoon.auth.audit import AuditEntry
+from ratoon.auth.rates import InFlight
 
 
 class NoAudit:
@@ -14,4 +15,9 @@ class NoAudit:
         """Nothing."""
 
 
-OPEN_GATE = Gate(OpenAccess(), NoAudit())
+def open_gate(most: int = 1000) -> Gate:
+    in_flight = InFlight(most=most, most_of_caller=most)
+    return Gate(OpenAccess(), NoAudit(), in_flight, lambda _reason, _key_id: None)
+
+
+OPEN_GATE = open_gate()

@@ -12,6 +12,7 @@ from ratoon.auth.key_file import KeyFile
 from ratoon.auth.keys import is_secret_of, split_key
 from ratoon.auth.scopes import Scope
 from ratoon.cli import cli
+from ratoon.config import KeyLimits
 
 
 @pytest.fixture(autouse=True)
@@ -60,9 +61,18 @@ def test_a_revoked_key_is_listed_as_such(tmp_path: Path) -> None:
         ["create"],
         ["create", "--scope", "root"],
         ["create", "--scope", "read", "--policy", "../x"],
+        ["create", "--scope", "read", "--rate", "0"],
         ["revoke", "absent"],
     ],
 )
 def test_wrong_arguments_exit_2_and_make_nothing(tmp_path: Path, arguments: list[str]) -> None:
     assert _run(*arguments).exit_code == 2
     assert KeyFile(tmp_path).keys() == {}
+
+
+def test_limits_are_kept_and_listed(tmp_path: Path) -> None:
+    options = ("--rate", "2.5", "--burst", "9", "--tokens-per-day", "1000")
+    assert _run("create", "--scope", "train", *options).exit_code == 0
+    (key,) = KeyFile(tmp_path).keys().values()
+    assert key.limits == KeyLimits(requests_per_second=2.5, burst=9, tokens_per_day=1000)
+    assert "requests_per_second 2.5, burst 9, tokens_per_day 1000" in _run("list").stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import stat
 import threading
 import time
@@ -126,3 +127,13 @@ def test_looking_a_key_up_takes_no_reading(tmp_path: Path) -> None:
     start = time.perf_counter()
     assert all(file.keys() is first for _ in range(1000))
     assert time.perf_counter() - start < 1.0
+
+
+def test_a_file_of_before_there_were_limits_is_read(tmp_path: Path) -> None:
+    file, key = KeyFile(tmp_path), _key()[0]
+    file.add(key)
+    path = tmp_path / "access" / "keys.json"
+    table = json.loads(path.read_text())
+    del table["keys"][0]["limits"]
+    path.write_text(json.dumps(table))
+    assert KeyFile(tmp_path).keys() == {key.key_id: key}

@@ -62,11 +62,12 @@ class Ingress(PolicyServicer):
         configure_logging(config.log_level)
         in_replica()
         self._limits = config.limits
+        service = await build_service(config)
         super().__init__(
-            await build_service(config),
+            service,
             max_body_bytes=config.limits.max_body_bytes,
             status_needs_message=True,
-            gate=build_gate(config),
+            gate=build_gate(config, service.record_refusal),
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:

@@ -24,7 +24,7 @@ from ratoon.auth.audit import AuditEntry, AuditLog
 from ratoon.auth.key_file import KeyFile
 from ratoon.auth.keys import new_key
 from ratoon.auth.scopes import Scope
-from ratoon.config import RatoonConfig, load_config
+from ratoon.config import KeyLimits, RatoonConfig, load_config
 from ratoon.errors import RatoonError
 
 cli = typer.Typer(
@@ -44,6 +44,8 @@ ConfigOption = Annotated[
 ]
 console = Console()
 DAY_S = 86_400.0
+LIST_COLUMNS = 240
+QUOTA_HELP = "Tokens of accepted work, each rollout alone; all policies and processes."
 
 
 def _read_config(path: Path | None) -> RatoonConfig:
@@ -119,6 +121,19 @@ def create_key(
         float | None, typer.Option(help="Days until the key ends. Default: never.", min=0.0)
     ] = None,
     note: Annotated[str, typer.Option(help="What the key is for; `list` shows it.")] = "",
+    rate: Annotated[
+        float | None, typer.Option(help="Requests a second, of each process of the service.")
+    ] = None,
+    burst: Annotated[int | None, typer.Option(help="Requests at once, after a pause.")] = None,
+    tokens_per_minute: Annotated[int | None, typer.Option(help=QUOTA_HELP)] = None,
+    tokens_per_hour: Annotated[int | None, typer.Option(help=QUOTA_HELP)] = None,
+    tokens_per_day: Annotated[int | None, typer.Option(help=QUOTA_HELP)] = None,
+    max_open_operations: Annotated[
+        int | None, typer.Option(help="Operations that are queued or running, of all policies.")
+    ] = None,
+    max_queued_bytes: Annotated[
+        int | None, typer.Option(help="Bytes of their bodies, of all policies.")
+    ] = None,
     config: ConfigOption = None,
 ) -> None:
     """Make a key and show it: this once, and on standard output alone."""
@@ -126,16 +141,26 @@ def create_key(
     now = time.time()
     try:
         names = tuple(sorted({matched("policy", name, POLICY_ID) for name in policy or ()}))
+        limits = KeyLimits(
+            requests_per_second=rate,
+            burst=burst,
+            tokens_per_minute=tokens_per_minute,
+            tokens_per_hour=tokens_per_hour,
+            tokens_per_day=tokens_per_day,
+            max_open_operations=max_open_operations,
+            max_queued_bytes=max_queued_bytes,
+        )
         key, text = new_key(
             scope=scope,
             policies=names or None,
             note=note,
             created_at=now,
             expires_at=None if expires_days is None else now + expires_days * DAY_S,
+            limits=limits,
         )
         KeyFile(settings.data_root.absolute()).add(key)
-    except RatoonError as err:
-        typer.echo(err.message, err=True)
+    except (RatoonError, ValidationError) as err:
+        typer.echo(str(err), err=True)
         raise typer.Exit(2) from err
     _audit(settings, "keys.create", key.key_id)
     typer.echo(f"key {key.key_id}; what follows is shown this once", err=True)
@@ -146,14 +171,19 @@ def create_key(
 def list_keys(config: ConfigOption = None) -> None:
     """Every key that was made, without its secret."""
     found = KeyFile(_read_config(config).data_root.absolute()).keys().values()
-    table = Table("id", "scope", "policies", "state", "created", "expires", "note", box=None)
+    table = Table(
+        "id", "scope", "policies", "state", "created", "expires", "limits", "note", box=None
+    )
     now = time.time()
     for key in sorted(found, key=lambda key: key.created_at):
         state = "valid" if key.is_valid(now) else "expired" if key.revoked_at is None else "revoked"
         policies = "all" if key.policies is None else ", ".join(key.policies)
         times = (_day(key.created_at), "never" if key.expires_at is None else _day(key.expires_at))
-        table.add_row(key.key_id, key.scope, policies, state, *times, escape(key.note))
-    Console(soft_wrap=True).print(table)
+        own = key.limits.model_dump(exclude_none=True)
+        limits = ", ".join(f"{name} {value:g}" for name, value in own.items())
+        table.add_row(key.key_id, key.scope, policies, state, *times, limits, escape(key.note))
+    # An id is never cut, however narrow the terminal is.
+    Console(soft_wrap=True, width=LIST_COLUMNS).print(table)
 
 
 @keys.command("revoke")
@@ -174,7 +204,12 @@ def revoke_key(
 
 def _audit(config: RatoonConfig, call: str, key_id: str) -> None:
     entry = AuditEntry(key_id=key_id, peer="cli", call=call, policy_id="", seq=0, outcome="OK")
-    AuditLog(config.data_root.absolute()).write(entry)
+    audit = AuditLog(
+        config.data_root.absolute(),
+        max_file_bytes=config.auth.audit_file_bytes,
+        max_files=config.auth.audit_files,
+    )
+    audit.write(entry)
 
 
 def _day(at: float) -> str:

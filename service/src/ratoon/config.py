@@ -59,6 +59,9 @@ class AuthConfig(_Section):
 
     required: bool | None = None
     metrics: Literal["read", "free"] = "read"
+    # The audit log: a file that is larger is put aside, of which so many are kept. 0: never.
+    audit_file_bytes: int = Field(default=64 * MIB, ge=0)
+    audit_files: int = Field(default=16, ge=1)
 
 
 class TlsConfig(_Section):
@@ -98,6 +101,9 @@ class LimitsConfig(_Section):
     # Bodies of open operations, and uploads that wait for theirs: of a policy, of all together.
     max_queued_bytes: int = Field(default=8 * GIB, ge=1024)
     max_total_queued_bytes: int = Field(default=32 * GIB, ge=1024)
+    # Calls that are not answered yet, of one process: in all, and of a key (or host without one).
+    max_requests_in_flight: int = Field(default=4096, ge=1)
+    max_requests_in_flight_of_caller: int = Field(default=1024, ge=1)
     # Left of the disk for what was accepted already; new work is refused before. 0: no such bound.
     min_free_disk_bytes: int = Field(default=GIB, ge=0)
     upload_ttl_s: float = Field(default=3600.0, gt=0)

@@ -82,6 +82,12 @@ DROPPED_SEQUENCES = _counter(
 SKIPPED_STEPS = _counter(
     "ratoon_skipped_steps_total", "Optimizer steps skipped for non-finite values."
 )
+REFUSALS = _counter(
+    "ratoon_refusals_total",
+    "Calls refused for their key, or for want of what is bounded.",
+    "reason",
+    "key_id",
+)
 REQUESTS = _counter("ratoon_requests_total", "Requests answered.", "transport", "method", "code")
 PHASE_SECONDS = Metric(
     "ratoon_phase_seconds", MetricKind.HISTOGRAM, "Seconds of an operation by phase.", ("phase",)
@@ -148,6 +154,7 @@ METRICS: tuple[Metric, ...] = (
     MICRO_BATCHES,
     DROPPED_SEQUENCES,
     SKIPPED_STEPS,
+    REFUSALS,
     REQUESTS,
     PHASE_SECONDS,
     REQUEST_SECONDS,

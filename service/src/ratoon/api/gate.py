@@ -2,84 +2,105 @@
 
 Enters a call's name with what its caller presented, then its request; leaves the service's answer.
 Invariant: a request reaches the service only after `enter` and `check`; every call that changes
-something or is refused has one line in the audit log.
+something or is refused is in the audit log; a call that goes on is looked at again, so that a key
+that is revoked sees nothing more after `RECHECK_S` seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar, cast
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, NoReturn, TypeVar, cast
 
 from google.protobuf.message import Message
 
 from ratoon.api.convert.checks import POLICY_ID
-from ratoon.auth.access import Access, Caller, Presented, access_of, denied
+from ratoon.api.holding import acting_for
+from ratoon.auth.access import Access, Caller, Presented, access_of, denied, nobody
 from ratoon.auth.audit import Audit, AuditEntry, AuditLog
-from ratoon.auth.scopes import Scope, is_changing
+from ratoon.auth.rates import InFlight, Rates
+from ratoon.auth.scopes import is_changing
 from ratoon.config import RatoonConfig
+from ratoon.engine.types import Holder
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon_proto.v1 import service_pb2
 
 RequestT = TypeVar("RequestT", bound=Message)
 ResponseT = TypeVar("ResponseT", bound=Message)
+# (reason, id of the key) of a refusal.
+OnRefusal = Callable[[str, str], None]
 # Calls about no policy. ListPolicies answers those that its caller may see.
 OF_NO_POLICY = frozenset({"list_policies", "get_server_info", "health", "api_document"})
+# Calls that wait for something to happen; they change nothing.
+WAITING = frozenset({"get_operation"})
+RECHECK_S = 5.0
 ANSWERED = "OK"
 # The caller left before there was an answer; what was begun goes on.
 NO_ANSWER = "CANCELLED"
 
 
 class Visit:
-    """One call that was let in: entered, then recorded where it has its line in the audit log."""
+    """One call that was let in, up to `leave`; recorded where it has its line in the audit log."""
 
-    def __init__(self, caller: Caller, call: str) -> None:
+    def __init__(self, caller: Caller, call: str, presented: Presented) -> None:
         self.caller = caller
         self.call = call
+        self.presented = presented
         self.is_recorded = False
 
 
 class Gate:
-    """One a process. A wire calls `enter`, then `run` (or `check`), and in any case `leave`."""
+    """One a process. A wire calls `enter`, then `run`, `stream` or `check`, and always `leave`."""
 
-    def __init__(self, access: Access, audit: Audit) -> None:
+    def __init__(
+        self, access: Access, audit: Audit, in_flight: InFlight, on_refusal: OnRefusal
+    ) -> None:
         self._access = access
         self._audit = audit
+        self._in_flight = in_flight
+        self._on_refusal = on_refusal
+        self._rates = Rates()
 
     def enter(self, call: str, presented: Presented) -> Visit:
-        """Before the request is read. Raises UNAUTHENTICATED, PERMISSION_DENIED, UNAVAILABLE."""
+        """Before the request is read.
+
+        Raises UNAUTHENTICATED, PERMISSION_DENIED, UNAVAILABLE, and RESOURCE_EXHAUSTED for too many
+        requests.
+        """
         caller, error = self._judged(call, presented)
-        visit = Visit(caller, call)
+        visit = Visit(caller, call, presented)
+        if error is None:
+            error = self._in_flight.refusal(caller.name)
+        if error is None:
+            error = self._rates.take(caller.key_id, caller.limits)
         if error is not None:
-            self._write(visit, "", 0, str(error.code))
-            raise error
+            self._refuse(visit, "", 0, error)
+        self._in_flight.begin(caller.name)
         return visit
 
     def refusal(self, call: str, presented: Presented) -> RatoonError | None:
-        """What `enter` would raise; nothing is recorded."""
-        return self._judged(call, presented)[1]
+        """What `enter` would raise of the key alone; nothing is recorded or counted."""
+        caller, error = self._judged(call, presented)
+        return error or self._rates.refusal(caller.key_id, caller.limits)
 
     def _judged(self, call: str, presented: Presented) -> tuple[Caller, RatoonError | None]:
         """Who calls, as far as that is proven, and why not."""
         try:
             caller = self._access.enter(call, presented)
         except RatoonError as error:
-            nobody = Caller(key_id="", peer=presented.peer, scope=Scope.READ, policies=())
-            return nobody, error
+            return nobody(presented), error
         return caller, None if caller.may_call(call) else denied()
 
     def check(self, visit: Visit, request: Message) -> None:
         """Raises PERMISSION_DENIED where `request` is about a policy that the key is not for."""
         if visit.call not in OF_NO_POLICY and not visit.caller.may_see(policy_of(request)):
-            error = denied()
-            self._write(visit, policy_of(request), seq_of(request), str(error.code))
-            raise error
+            self._refuse(visit, policy_of(request), seq_of(request), denied())
 
     def check_all(self, visit: Visit) -> None:
         """Of a call about all policies at once. Raises PERMISSION_DENIED for a key of some."""
         if visit.caller.policies is not None:
-            error = denied()
-            self._write(visit, "", 0, str(error.code))
-            raise error
+            self._refuse(visit, "", 0, denied())
 
     async def run(
         self,
@@ -91,22 +112,78 @@ class Gate:
         self.check(visit, request)
         seq, outcome = seq_of(request), NO_ANSWER
         try:
-            answer = await call(request)
+            with acting_for(Holder(key_id=visit.caller.key_id, limits=visit.caller.limits)):
+                answer = await self._called(visit, call, request)
             # Under server sequencing the service has given it.
             seq, outcome = seq_of(answer) or seq, ANSWERED
-        except Exception as error:
-            code = error.code if isinstance(error, RatoonError) else ErrorCode.INTERNAL
-            outcome = str(code)
+        except RatoonError as error:
+            outcome = str(error.code)
+            if error.code in (ErrorCode.RESOURCE_EXHAUSTED, ErrorCode.BODY_TOO_LARGE):
+                self._on_refusal(_reason(error), visit.caller.key_id)
+            raise
+        except Exception:
+            outcome = str(ErrorCode.INTERNAL)
             raise
         finally:
             if is_changing(visit.call):
                 self._write(visit, policy_of(request), seq, outcome)
         return visible(visit.caller, answer)
 
+    async def stream(
+        self,
+        visit: Visit,
+        call: Callable[[RequestT], AsyncGenerator[ResponseT, None]],
+        request: RequestT,
+    ) -> AsyncGenerator[ResponseT, None]:
+        """The service's messages, for as long as the caller may see them."""
+        self.check(visit, request)
+        async with aclosing(call(request)) as messages:
+            while True:
+                try:
+                    message = await self._watched(visit, request, anext(messages))
+                except StopAsyncIteration:
+                    return
+                yield message
+
     def leave(self, visit: Visit, policy_id: str, outcome: str) -> None:
-        """Record a changing call that was refused before it was a request: a malformed body."""
+        """The call has ended, once; one that changes something is recorded where it is not yet."""
+        self._in_flight.end(visit.caller.name)
         if is_changing(visit.call) and not visit.is_recorded:
             self._write(visit, policy_id, 0, outcome)
+
+    async def _called(
+        self,
+        visit: Visit,
+        call: Callable[[RequestT], Awaitable[ResponseT]],
+        request: RequestT,
+    ) -> ResponseT:
+        if visit.call not in WAITING:
+            return await call(request)
+        return await self._watched(visit, request, call(request))
+
+    async def _watched(
+        self, visit: Visit, request: Message, waiting: Awaitable[ResponseT]
+    ) -> ResponseT:
+        """What `waiting` brings, unless the caller's key ends before."""
+        task = asyncio.ensure_future(waiting)
+        try:
+            while not (await asyncio.wait({task}, timeout=RECHECK_S))[0]:
+                self._check_again(visit, request)
+            self._check_again(visit, request)
+            return task.result()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def _check_again(self, visit: Visit, request: Message) -> None:
+        _, error = self._judged(visit.call, visit.presented)
+        if error is not None:
+            self._refuse(visit, policy_of(request), 0, error)
+
+    def _refuse(self, visit: Visit, policy_id: str, seq: int, error: RatoonError) -> NoReturn:
+        self._on_refusal(_reason(error), visit.caller.key_id)
+        self._write(visit, policy_id, seq, str(error.code))
+        raise error
 
     def _write(self, visit: Visit, policy_id: str, seq: int, outcome: str) -> None:
         visit.is_recorded = True
@@ -123,9 +200,18 @@ class Gate:
         )
 
 
-def build_gate(config: RatoonConfig) -> Gate:
+def build_gate(config: RatoonConfig, on_refusal: OnRefusal = lambda _reason, _key_id: None) -> Gate:
     """What the config asks for; the audit log is kept whoever is let in."""
-    return Gate(access_of(config), AuditLog(config.data_root.absolute()))
+    audit = AuditLog(
+        config.data_root.absolute(),
+        max_file_bytes=config.auth.audit_file_bytes,
+        max_files=config.auth.audit_files,
+    )
+    in_flight = InFlight(
+        most=config.limits.max_requests_in_flight,
+        most_of_caller=config.limits.max_requests_in_flight_of_caller,
+    )
+    return Gate(access_of(config), audit, in_flight, on_refusal)
 
 
 def policy_of(request: Message) -> str:
@@ -158,3 +244,8 @@ def visible(caller: Caller, answer: ResponseT) -> ResponseT:
         return answer
     seen = [policy for policy in answer.policies if caller.may_see(policy.spec.policy_id)]
     return cast("ResponseT", service_pb2.ListPoliciesResponse(policies=seen))
+
+
+def _reason(error: RatoonError) -> str:
+    """What was short, or the code: few, and known beforehand."""
+    return error.details.get("resource") or str(error.code).lower()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,12 +34,13 @@ from ratoon.api.convert.operation import checkpoint_message, operation_message
 from ratoon.api.convert.policy import SpecDefaults, policy_message, policy_spec
 from ratoon.api.convert.server import server_info
 from ratoon.api.convert.weights import manifest_message
+from ratoon.api.holding import current_holder
 from ratoon.api.ports import Engine
 from ratoon.api.watch import throttled
 from ratoon.config import LimitsConfig
 from ratoon.engine.types import ForwardResult, Operation, Policy, Submission
 from ratoon.errors import ErrorCode, RatoonError, invalid
-from ratoon.metrics import REQUEST_SECONDS, REQUESTS
+from ratoon.metrics import REFUSALS, REQUEST_SECONDS, REQUESTS
 from ratoon.stream.manifest import WeightFile
 from ratoon_proto.v1 import operation_pb2, policy_pb2, rollout_pb2, service_pb2, weights_pb2
 
@@ -229,6 +231,10 @@ class PolicyService:
             ]
         )
 
+    def record_refusal(self, reason: str, key_id: str) -> None:
+        """Count a call that was refused at the gate, or for want of what is bounded."""
+        self._engine.record_metrics([REFUSALS.sample(1, reason, key_id)])
+
     async def _policy(self, policy_id: str) -> Policy:
         """The policy as it is now: a cached one may have been deleted and made anew elsewhere."""
         return await self._engine.get_policy(matched("policy_id", policy_id, POLICY_ID))
@@ -247,6 +253,7 @@ class PolicyService:
         )
 
     async def _submit(self, submission: Submission) -> operation_pb2.Operation:
+        submission = replace(submission, holder=current_holder())
         return await self._message(await self._finish(self._engine.submit(submission)))
 
     async def _groups(self, request: BatchRequest) -> Sequence[rollout_pb2.RolloutGroup]:

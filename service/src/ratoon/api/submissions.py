@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+import numpy as np
+
 from ratoon.api.convert.checks import CHECKPOINT_ID, REQUEST_ID, at_least, matched, required
 from ratoon.api.convert.groups import raw_groups
 from ratoon.api.convert.loss import loss_request, optim_request
@@ -66,7 +68,7 @@ def update(
         expected_version=_expected_version(request),
         body_digest=batch_digest(body),
     )
-    return Submission(policy_id=request.policy_id, key=key, command=command, body=body)
+    return _with_batch(request.policy_id, key, command, body, batch)
 
 
 def forward_backward(
@@ -83,7 +85,7 @@ def forward_backward(
     command = ForwardBackwardCommand(
         loss=loss, expected_version=_expected_version(request), body_digest=batch_digest(body)
     )
-    return Submission(policy_id=request.policy_id, key=key, command=command, body=body)
+    return _with_batch(request.policy_id, key, command, body, batch)
 
 
 def forward(
@@ -92,14 +94,15 @@ def forward(
     key = operation_key(request, policy) if request.HasField("key") else NoKey()
     if request.use_reference and not _has_reference(policy):
         raise invalid("use_reference", "true", "a policy created with a reference")
-    body = batch_to_bytes(_batch(groups, policy, limits))
+    batch = _batch(groups, policy, limits)
+    body = batch_to_bytes(batch)
     command = ForwardCommand(
         with_entropy=request.with_entropy,
         use_reference=request.use_reference,
         expected_version=_expected_version(request),
         body_digest=batch_digest(body),
     )
-    return Submission(policy_id=request.policy_id, key=key, command=command, body=body)
+    return _with_batch(request.policy_id, key, command, body, batch)
 
 
 def optim_step(request: service_pb2.OptimStepRequest, policy: Policy) -> Submission:
@@ -129,6 +132,12 @@ def load_checkpoint(request: service_pb2.LoadCheckpointRequest, policy: Policy) 
     checkpoint_id = matched("checkpoint_id", request.checkpoint_id, CHECKPOINT_ID)
     command = LoadCheckpointCommand(checkpoint_id=checkpoint_id)
     return _without_body(request.policy_id, operation_key(request, policy), command)
+
+
+def replicated_tokens(batch: RolloutBatch) -> int:
+    """Prompt and response of every sequence, each alone."""
+    sequences_G, prompts_G = np.diff(batch.group_offsets), np.diff(batch.prompt_offsets)
+    return int(sequences_G @ prompts_G) + len(batch.response_tokens)
 
 
 def operation_key(request: _Keyed, policy: Policy) -> OperationKey:
@@ -172,6 +181,22 @@ def _include_seqs(seqs: Sequence[int]) -> tuple[int, ...]:
             raise invalid(f"include_seqs[{index}]", seq, "each seq once")
         seen.add(at_least(f"include_seqs[{index}]", seq, 1))
     return tuple(sorted(seen))
+
+
+def _with_batch(
+    policy_id: str,
+    key: OperationKey,
+    command: UpdateCommand | ForwardBackwardCommand | ForwardCommand,
+    body: bytes,
+    batch: RolloutBatch,
+) -> Submission:
+    return Submission(
+        policy_id=policy_id,
+        key=key,
+        command=command,
+        body=body,
+        num_tokens=replicated_tokens(batch),
+    )
 
 
 def _without_body(

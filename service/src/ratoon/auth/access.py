@@ -14,7 +14,7 @@ from typing import Protocol
 from ratoon.auth.key_file import KeyFile
 from ratoon.auth.keys import is_secret_of, split_key
 from ratoon.auth.scopes import CALL_SCOPES, Scope
-from ratoon.config import RatoonConfig, is_loopback, public_hosts
+from ratoon.config import KeyLimits, RatoonConfig, is_loopback, public_hosts
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.log import get_logger
 
@@ -40,6 +40,12 @@ class Caller:
     peer: str
     scope: Scope
     policies: tuple[str, ...] | None
+    limits: KeyLimits
+
+    @property
+    def name(self) -> str:
+        """By which requests in flight are counted."""
+        return f"key {self.key_id}" if self.key_id else f"host {self.peer}"
 
     def may_call(self, call: str) -> bool:
         scope = CALL_SCOPES[call]
@@ -78,13 +84,19 @@ class LocalAccess:
 
 
 class KeyAccess:
-    """Holders of a valid key. `free` calls need none."""
+    """Holders of a valid key. `free` calls need none; `quotas` are for keys without their own."""
 
     def __init__(
-        self, keys: KeyFile, *, free: frozenset[str], now: Callable[[], float] = time.time
+        self,
+        keys: KeyFile,
+        *,
+        free: frozenset[str],
+        quotas: KeyLimits,
+        now: Callable[[], float] = time.time,
     ) -> None:
         self._keys = keys
         self._free = free
+        self._quotas = quotas
         self._now = now
 
     def enter(self, call: str, presented: Presented) -> Caller:
@@ -106,12 +118,29 @@ class KeyAccess:
                 "the API key is unknown, revoked or expired",
                 field="authorization",
             )
-        return Caller(key_id=key_id, peer=presented.peer, scope=key.scope, policies=key.policies)
+        return Caller(
+            key_id=key_id,
+            peer=presented.peer,
+            scope=key.scope,
+            policies=key.policies,
+            limits=key.limits.or_else(self._quotas),
+        )
 
 
 def anybody(presented: Presented) -> Caller:
     """A caller of which no key is asked."""
-    return Caller(key_id="", peer=presented.peer, scope=Scope.ADMIN, policies=None)
+    return _without_key(presented, Scope.ADMIN, None)
+
+
+def nobody(presented: Presented) -> Caller:
+    """A caller that has proven nothing."""
+    return _without_key(presented, Scope.READ, ())
+
+
+def _without_key(presented: Presented, scope: Scope, policies: tuple[str, ...] | None) -> Caller:
+    return Caller(
+        key_id="", peer=presented.peer, scope=scope, policies=policies, limits=KeyLimits()
+    )
 
 
 def denied() -> RatoonError:
@@ -132,7 +161,7 @@ def access_of(config: RatoonConfig) -> Access:
     if not needs_keys(config):
         return LocalAccess()
     free = frozenset({"metrics"}) if config.auth.metrics == "free" else frozenset[str]()
-    return KeyAccess(KeyFile(config.data_root.absolute()), free=free)
+    return KeyAccess(KeyFile(config.data_root.absolute()), free=free, quotas=config.quotas)
 
 
 def check_start(config: RatoonConfig) -> None:

@@ -3,19 +3,36 @@
 Enters one entry a call, leaves one JSON line. Invariant: lines are only ever added, by one write
 each, so that processes do not mix theirs; the file is opened anew for each, so that it may be moved
 away at any time. A line is not synced, and where it cannot be written the call goes on.
+
+Refusals of a host beyond `REFUSALS_A_MINUTE` are counted instead, and so are those of all hosts
+together beyond ten times as many; a line SUPPRESSED says how many once the minute is over.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import time
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from ratoon.auth.key_file import access_folder, make_access_folder
+from ratoon.errors import ErrorCode
 from ratoon.log import get_logger
+
+REFUSALS_A_MINUTE = 60
+_REFUSALS_OF_ALL = 10 * REFUSALS_A_MINUTE
+_MINUTE_S = 60.0
+SUPPRESSED = "SUPPRESSED"
+# What anybody can cause as often as it likes.
+_REFUSALS = frozenset(
+    {ErrorCode.UNAUTHENTICATED, ErrorCode.PERMISSION_DENIED, ErrorCode.RESOURCE_EXHAUSTED}
+)
 
 _log = get_logger("audit")
 
@@ -42,22 +59,73 @@ class Audit(Protocol):
 
 
 class AuditLog:
-    """The file. Any number of processes may hold one."""
+    """The file. Any number of processes may hold one; each counts refusals by itself."""
 
-    def __init__(self, data_root: Path) -> None:
+    def __init__(
+        self,
+        data_root: Path,
+        *,
+        max_file_bytes: int,
+        max_files: int,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._data_root = data_root
         self._path = access_folder(data_root) / "audit.jsonl"
+        self._max_file_bytes = max_file_bytes
+        self._max_files = max_files
+        self._now = now
+        self._minute_ends = 0.0
+        # Of this minute, by host; those that are not told apart have the name "".
+        self._written: Counter[str] = Counter()
+        self._suppressed: Counter[str] = Counter()
 
     def write(self, entry: AuditEntry) -> None:
         """Never raises."""
+        if self._now() >= self._minute_ends:
+            self._end_minute()
+        if entry.outcome in _REFUSALS and not self._may_write(entry.peer):
+            return
+        self._add(asdict(entry))
+
+    def _may_write(self, peer: str) -> bool:
+        """Whether one more refusal of a host gets a line; else it is counted."""
+        own = self._written[peer]
+        if own < REFUSALS_A_MINUTE and self._written.total() < _REFUSALS_OF_ALL:
+            self._written[peer] += 1
+            return True
+        # Only hosts that have a line are told apart: there may be any number of others.
+        self._suppressed[peer if own else ""] += 1
+        return False
+
+    def _end_minute(self) -> None:
+        suppressed, self._suppressed = self._suppressed, Counter()
+        self._written.clear()
+        self._minute_ends = self._now() + _MINUTE_S
+        for peer, count in suppressed.items():
+            self._add({"peer": peer, "outcome": SUPPRESSED, "num_suppressed": count})
+
+    def _add(self, fields: dict[str, Any]) -> None:
         at = datetime.now(UTC).isoformat(timespec="microseconds")
-        line = f"{json.dumps({'at': at, **asdict(entry)})}\n".encode()
+        line = f"{json.dumps({'at': at, **fields})}\n".encode()
         try:
             make_access_folder(self._data_root)
             descriptor = os.open(self._path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
             try:
                 os.write(descriptor, line)
+                if 0 < self._max_file_bytes <= os.fstat(descriptor).st_size:
+                    self._put_aside(descriptor, at)
             finally:
                 os.close(descriptor)
         except OSError as err:
-            _log.error("audit line lost", error=str(err), call=entry.call, outcome=entry.outcome)
+            outcome = fields["outcome"]
+            _log.error("audit line lost", error=str(err), outcome=outcome)
+
+    def _put_aside(self, descriptor: int, at: str) -> None:
+        """Begin a new file, and drop the oldest; of processes that meet, one does it."""
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_ino != self._path.stat().st_ino:
+            return
+        self._path.rename(self._path.with_name(f"audit-{at.replace(':', '')}.jsonl"))
+        aside = sorted(self._path.parent.glob("audit-*.jsonl"))
+        for path in aside[: -self._max_files]:
+            path.unlink(missing_ok=True)

@@ -8,11 +8,10 @@ refused by all processes at once.
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
@@ -118,5 +117,4 @@ def _parsed(data: bytes) -> Keys:
 
 
 def _written(keys: Iterable[ApiKey]) -> bytes:
-    table = {"format": 1, "keys": [asdict(key) for key in keys]}
-    return json.dumps(table, indent=1).encode()
+    return TypeAdapter(_Table).dump_json(_Table(format=1, keys=tuple(keys)), indent=1)

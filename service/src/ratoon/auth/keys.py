@@ -16,12 +16,14 @@ import secrets
 from dataclasses import dataclass
 
 from ratoon.auth.scopes import Scope
+from ratoon.config import KeyLimits
 
 _KEY = re.compile(r"ratoon_([0-9a-f]{12})_([0-9a-f]{64})")
 _ID_BYTES = 6
 _SECRET_BYTES = 32
 # Compared with where there is no record, so that it takes as long.
 _NO_HASH = "0" * 64
+NO_LIMITS = KeyLimits()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +38,8 @@ class ApiKey:
     created_at: float
     expires_at: float | None
     revoked_at: float | None
+    # What the key has of its own; files of before there were limits have none.
+    limits: KeyLimits = NO_LIMITS
 
     def is_valid(self, now: float) -> bool:
         return self.revoked_at is None and (self.expires_at is None or now < self.expires_at)
@@ -48,6 +52,7 @@ def new_key(
     note: str,
     created_at: float,
     expires_at: float | None,
+    limits: KeyLimits = NO_LIMITS,
 ) -> tuple[ApiKey, str]:
     """A record, and the text that its owner sends: it is nowhere else."""
     key_id, secret = secrets.token_hex(_ID_BYTES), secrets.token_hex(_SECRET_BYTES)
@@ -60,6 +65,7 @@ def new_key(
         created_at=created_at,
         expires_at=expires_at,
         revoked_at=None,
+        limits=limits,
     )
     return key, f"ratoon_{key_id}_{secret}"
 

@@ -78,9 +78,10 @@ def _leave_to_thread(signal_number: int, frame: FrameType | None) -> None:
 
 
 async def _start(config: RatoonConfig) -> RunningServer:
-    gate = build_gate(config)
+    service = await build_service(config)
+    gate = build_gate(config, service.record_refusal)
     servicer = PolicyServicer(
-        await build_service(config),
+        service,
         max_body_bytes=config.limits.max_body_bytes,
         status_needs_message=False,
         gate=gate,

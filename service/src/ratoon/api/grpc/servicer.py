@@ -18,12 +18,12 @@ from typing import TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from ratoon.api.gate import Gate, Visit
+from ratoon.api.gate import ANSWERED, NO_ANSWER, Gate, Visit
 from ratoon.api.grpc.access import presented_of
 from ratoon.api.grpc.status import CallContext, as_ratoon_error, set_status
 from ratoon.api.grpc.wiring import Malformed, sized
 from ratoon.api.service import PolicyService
-from ratoon.errors import RatoonError
+from ratoon.errors import ErrorCode, RatoonError
 from ratoon_proto.v1 import operation_pb2, policy_pb2, service_pb2, weights_pb2
 
 RequestT = TypeVar("RequestT", bound=Message)
@@ -220,8 +220,9 @@ class PolicyServicer:
         """The response, or an empty one that gRPC drops for the status of `context`."""
         with self._measured(call.__name__) as outcome:
             try:
-                visit = self._gate.enter(call.__name__, presented_of(context))
-                answer = await self._gate.run(visit, call, self._judged(visit, request))
+                with self._visit(call.__name__, context) as visit:
+                    request = sized(request, self._max_body_bytes)
+                    answer = await self._gate.run(visit, call, request)
             except Exception as error:  # noqa: BLE001 - the border of the process
                 outcome.code = set_status(context, as_ratoon_error(error, call.__name__))
                 return response()
@@ -237,12 +238,11 @@ class PolicyServicer:
     ) -> AsyncGenerator[ResponseT, None]:
         with self._measured(call.__name__) as outcome:
             try:
-                visit = self._gate.enter(call.__name__, presented_of(context))
-                judged = self._judged(visit, request)
-                self._gate.check(visit, judged)
-                async with aclosing(call(judged)) as messages:
-                    async for message in messages:
-                        yield message
+                with self._visit(call.__name__, context) as visit:
+                    request = sized(request, self._max_body_bytes)
+                    async with aclosing(self._gate.stream(visit, call, request)) as messages:
+                        async for message in messages:
+                            yield message
                 outcome.code = grpc.StatusCode.OK
             except Exception as error:  # noqa: BLE001 - the border of the process
                 outcome.code = set_status(context, as_ratoon_error(error, call.__name__))
@@ -253,7 +253,8 @@ class PolicyServicer:
         """Answer a call that was refused before its request was read (`access.EarlyRefusal`)."""
         with self._measured(call) as outcome:
             try:
-                self._gate.enter(call, presented_of(context))
+                with self._visit(call, context):
+                    pass
             except RatoonError as now:
                 # Almost always the same: a key may have been made or revoked in between.
                 error = now
@@ -261,7 +262,8 @@ class PolicyServicer:
 
     def _refuse_unbuilt(self, rpc: str, call: str, context: CallContext) -> None:
         try:
-            self._gate.enter(call, presented_of(context))
+            with self._visit(call, context):
+                pass
         except RatoonError as error:
             set_status(context, error)
             return
@@ -282,9 +284,19 @@ class PolicyServicer:
                 seconds=time.perf_counter() - start,
             )
 
-    def _judged(self, visit: Visit, request: RequestT | Malformed) -> RequestT:
+    @contextmanager
+    def _visit(self, call: str, context: CallContext) -> Generator[Visit, None, None]:
+        """Enter the gate and leave it. Raises what `Gate.enter` raises."""
+        visit = self._gate.enter(call, presented_of(context))
+        outcome = NO_ANSWER
         try:
-            return sized(request, self._max_body_bytes)
+            yield visit
+            outcome = ANSWERED
         except RatoonError as error:
-            self._gate.leave(visit, "", str(error.code))
+            outcome = str(error.code)
             raise
+        except Exception:
+            outcome = str(ErrorCode.INTERNAL)
+            raise
+        finally:
+            self._gate.leave(visit, "", outcome)

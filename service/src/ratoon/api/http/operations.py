@@ -46,8 +46,7 @@ def router(service: PolicyService, gate: Gate) -> APIRouter:
     async def watch_operation(visit: VisitOf, operation_id: OperationId) -> StreamingResponse:
         """The operation now and as it changes, up to its end; leaving does not cancel it."""
         request = wire.WatchOperationRequest(operation_id=operation_id)
-        gate.check(visit, request)
-        return await event_stream(service.watch_operation(request))
+        return await event_stream(gate.stream(visit, service.watch_operation, request))
 
     @routes.post(
         "/{operation_id}/cancel",
