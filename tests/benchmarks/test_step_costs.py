@@ -195,7 +195,7 @@ def test_costs_show_rates_that_fit_and_rates_in_use() -> None:
     assert "linear 500, attention 300, head 200 TFLOP/s" in fitted
     assert "2.00 ms a layer" in fitted
     assert any("linear, to within 0.0%" in note for note in table.notes)
-    assert any(note.startswith("rates in use: linear 644,") for note in table.notes)
+    assert any(note.startswith("rates in use: linear 653,") for note in table.notes)
 
 
 def test_crossover_has_the_cost_models_word_beside_the_clocks() -> None:

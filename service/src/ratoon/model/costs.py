@@ -37,12 +37,14 @@ class DeviceRates:
     layer_call_s: float
 
 
-# Fitted to 15 shapes of eight layers of Qwen3-8B, packed, streamed and replicated; section `costs`
-# of benchmarks/step.py reports what they predict. Bandwidth: data sheet, less what is not reached.
+# Fitted to shapes of eight layers of Qwen3-8B, packed, streamed and replicated, between what a
+# cooler and a warmer device gave; section `costs` of benchmarks/step.py reports what they predict.
+# The head's is that of losses of single tokens, whose logits are computed once; others take a
+# quarter more. Bandwidth: data sheet, less what is not reached.
 H200_RATES = DeviceRates(
-    linear_flops=644e12,
-    attention_flops=604e12,
-    head_flops=433e12,
+    linear_flops=653e12,
+    attention_flops=611e12,
+    head_flops=572e12,
     memory_bytes=4.5e12,
     layer_call_s=1.05e-3,
 )
