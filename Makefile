@@ -20,7 +20,7 @@ NVIDIA = $(wildcard /dev/nvidiactl)$(shell command -v nvidia-smi 2>/dev/null)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint type fmt proto proto-check bench bench-cpu bench-gpu bench-step-gpu \
+.PHONY: help demo test lint type audit fmt proto proto-check bench bench-cpu bench-gpu bench-step-gpu \
 	bench-states-gpu test-gpu up down clean env env-dev env-proto
 
 help:
@@ -35,13 +35,18 @@ test: env-dev ## run the tests, without slow and GPU ones
 test-gpu: env-dev ## run the tests that need NVIDIA GPUs, and write their report
 	@$(BIN)/pytest -m "gpu or multigpu" --gpu-report benchmarks/results/h200/tests.json $(ARGS)
 
-lint: env-dev env-proto ## check format, lint, imports between layers, generated code
+lint: env-dev env-proto ## check format, lint, imports between layers, insecure calls, generated code
 	@$(BIN)/pre-commit run --all-files
+	@$(BIN)/bandit --quiet --recursive --configfile pyproject.toml $(DISTRIBUTIONS:%=%/src)
 	@$(BIN)/lint-imports --no-cache
 	@scripts/proto.sh --check
 
 type: env-dev ## check types
 	@$(BIN)/basedpyright $(ARGS)
+
+audit: env-dev ## look up known vulnerabilities of what is installed; asks a service on the network
+	@$(BIN)/python -m pip freeze --exclude-editable | sed 's/+[^ ]*$$//' >$(STAMPS)/installed.txt
+	@$(BIN)/pip-audit --strict --no-deps --disable-pip --progress-spinner off -r $(STAMPS)/installed.txt $(ARGS)
 
 fmt: env-dev ## format and fix what can be fixed
 	@$(BIN)/ruff check --fix-only .

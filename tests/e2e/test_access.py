@@ -146,3 +146,11 @@ async def test_without_keys_another_address_is_refused(service: Service) -> None
     port = int(service.addresses.serve_grpc.rpartition(":")[2])
     assert await _status(port, "") == "OK"
     assert await _status(port, "", address) == "UNAUTHENTICATED"
+
+
+@pytest.mark.e2e
+def test_without_keys_a_rebound_name_is_refused(service: Service) -> None:
+    headers = {"Host": "evil.example"}
+    url = f"{service.addresses.http}/v1/policies"
+    assert httpx.get(url, headers=headers, trust_env=False, timeout=30).status_code == 403
+    assert httpx.get(url, trust_env=False, timeout=30).status_code == 200

@@ -25,9 +25,11 @@ from ratoon.api.gate import build_gate
 from ratoon.api.grpc.gateway import DRAIN_S, Gateway
 from ratoon.api.grpc.servicer import PolicyServicer
 from ratoon.api.http.app import create_app
+from ratoon.api.http.local_names import LocalNames
+from ratoon.api.http.tls import lets_strangers_in
 from ratoon.auth.access import check_start
 from ratoon.auth.certificates import files_of, load_certificates
-from ratoon.config import RatoonConfig, public_hosts
+from ratoon.config import RatoonConfig, is_for_this_machine, public_hosts
 from ratoon.engine.bootstrap import start_engine, stop_engine
 from ratoon.errors import invalid
 from ratoon.log import configure_logging, get_logger
@@ -62,6 +64,7 @@ class Ingress(PolicyServicer):
         configure_logging(config.log_level)
         in_replica()
         self._limits = config.limits
+        self._is_for_this_machine = is_for_this_machine(config)
         service = await build_service(config)
         super().__init__(
             service,
@@ -71,7 +74,10 @@ class Ingress(PolicyServicer):
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return create_app(self._service, self._limits, gate=self._gate)
+        app = create_app(self._service, self._limits, gate=self._gate)
+        if self._is_for_this_machine:
+            app.add_middleware(LocalNames)
+        return app
 
 
 def build_app(config: RatoonConfig) -> serve.Application:
@@ -119,6 +125,7 @@ def start(config: RatoonConfig, *, show_logs: bool = False) -> ServiceAddresses:
         # It comes up while Serve does.
         gateway = _start_gateway(config)
         _start_serve(config, show_logs=show_logs)
+        _check_clients(config)
         address = str(ray.get(gateway.address.remote()))
     except BaseException:
         stop(config)
@@ -207,6 +214,16 @@ def check_tls(config: RatoonConfig) -> None:
         load_certificates(files)
     elif public:
         _log.warning("served without TLS", hosts=public)
+
+
+def _check_clients(config: RatoonConfig) -> None:
+    """A Serve that another program has started would let clients in without a certificate."""
+    files = files_of(config)
+    if files is None or files.client_ca is None:
+        return
+    if lets_strangers_in(config.http.host, config.http.port):
+        got = f"{files.client_ca}, and a Serve that asks for no certificate"
+        raise invalid("tls.client_ca_file", got, f"a Serve with {IN_PROXY_VARIABLE}={IN_PROXY}")
 
 
 def _logging(config: RatoonConfig) -> LoggingConfig:

@@ -214,6 +214,11 @@ def public_hosts(config: RatoonConfig) -> list[str]:
     return [host for host in (config.http.host, config.grpc.host) if not is_loopback(host)]
 
 
+def is_for_this_machine(config: RatoonConfig) -> bool:
+    """Whether it asks for no keys because others are refused."""
+    return config.auth.required is None and not public_hosts(config)
+
+
 def is_loopback(host: str) -> bool:
     try:
         address = ip_address(host)

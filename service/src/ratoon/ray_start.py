@@ -57,7 +57,9 @@ def connect_ray(config: RatoonConfig, *, show_logs: bool) -> None:
             **options,
         )
     address = ray.util.get_node_ip_address()
-    assert is_loopback(address), f"Ray listens on {address}"
+    if not is_loopback(address):
+        leave_ray()
+        raise RuntimeError(f"Ray listens on {address}, expected loopback")
 
 
 def leave_ray() -> None:

@@ -136,7 +136,8 @@ class Loop:
         self._sampler = Sampler(
             preamble=self._task.preamble, max_new_tokens=RESPONSE_TOKENS, seed=seed
         )
-        self._shuffle = random.Random(seed + 1) if shuffle_rewards else None
+        # Repeatable, not secret.
+        self._shuffle = random.Random(seed + 1) if shuffle_rewards else None  # nosec B311
 
     def run(self, start: float) -> Verdict:
         """Evaluate, train, evaluate again; `start` is the demo's monotonic start in seconds."""

@@ -42,7 +42,8 @@ class CopyTask:
 
     @classmethod
     def create(cls, seed: int) -> CopyTask:
-        queries = _queries(random.Random(seed))
+        # Repeatable, not secret.
+        queries = _queries(random.Random(seed))  # nosec B311
         shots = list(itertools.islice(queries, NUM_SHOTS))
         evaluation: dict[str, Query] = {}
         while len(evaluation) < NUM_EVALUATION:

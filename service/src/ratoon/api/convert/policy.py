@@ -106,7 +106,8 @@ def policy_spec(message: wire.PolicySpec, defaults: SpecDefaults) -> PolicySpec:
 
 
 def model_folder(field: str, given: str, models_root: Path) -> Path:
-    """The folder that a caller names, absolute, below `models_root` after following links.
+    """The folder that a caller names, absolute, with its files below `models_root` after following
+    links.
 
     Raises INVALID_ARGUMENT; the message says nothing of folders outside the root.
     """
@@ -119,10 +120,14 @@ def model_folder(field: str, given: str, models_root: Path) -> Path:
         is_folder = folder.is_relative_to(root) and folder != root and folder.is_dir()
     except (OSError, RuntimeError) as err:
         raise invalid(field, shown(given), expected) from err
-    if not is_folder:
+    if not is_inside:
         raise invalid(field, shown(given), expected)
     return folder
 
+        # Its files may be links too, as in a cache of Hugging Face.
+        is_inside = is_folder and all(
+            file.resolve().is_relative_to(root) for file in folder.iterdir()
+        )
 
 def _base(message: wire.PolicySpec, models_root: Path) -> PresetBase | FolderBase:
     match message.WhichOneof("base"):
