@@ -235,6 +235,15 @@ NESTED_SPECS = {
     "spec.parallel.num_workers": policy_pb2.PolicySpec(
         parallel=policy_pb2.ParallelLayout(num_workers=-1)
     ),
+    "spec.numerics_guard.max_grad_norm_to_step": policy_pb2.PolicySpec(
+        numerics_guard=policy_pb2.NumericsGuard(max_grad_norm_to_step=0.0)
+    ),
+    "spec.numerics_guard.max_reference_kl_to_step": policy_pb2.PolicySpec(
+        numerics_guard=policy_pb2.NumericsGuard(max_reference_kl_to_step=-1.0)
+    ),
+    "spec.numerics_guard.max_skipped_in_row": policy_pb2.PolicySpec(
+        numerics_guard=policy_pb2.NumericsGuard(max_skipped_in_row=-1)
+    ),
 }
 
 

@@ -48,6 +48,7 @@ async def test_create_policy_answers_the_spec_with_every_default(api: Api, wire_
     assert (spec.keep_versions, spec.micro_batch_tokens) == (2, 4096)
     assert spec.reference == policy_pb2.REFERENCE_POLICY_NONE
     assert spec.parallel.num_workers == 1
+    assert spec.numerics_guard == policy_pb2.NumericsGuard(max_skipped_in_row=5)
     policy = await wire.call("GetPolicy", service_pb2.GetPolicyRequest(policy_id=requests.POLICY))
     assert policy == operation.policy
     assert (policy.num_parameters, policy.vocab_size, policy.max_sequence_tokens) == (1000, 256, 64)
@@ -75,6 +76,12 @@ async def test_create_policy_keeps_what_is_said(api: Api, wire_name: str) -> Non
         reference=policy_pb2.REFERENCE_POLICY_BASE,
         parallel=policy_pb2.ParallelLayout(num_workers=1),
         attention_backend="reference",
+        numerics_guard=policy_pb2.NumericsGuard(
+            max_grad_norm_to_step=1e3,
+            max_reference_kl_to_step=2.0,
+            max_sampler_kl_to_step=0.5,
+            max_skipped_in_row=0,
+        ),
     )
     request = service_pb2.CreatePolicyRequest(spec=spec)
     operation = await api.wire(wire_name).call("CreatePolicy", request)

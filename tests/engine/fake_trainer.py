@@ -25,7 +25,7 @@ from ratoon.rollout.serial import batch_to_bytes
 from ratoon.stream.files import digest_bytes
 from ratoon.train.config import DivideBy, TokenWeight
 from ratoon.train.loss_spec import Loss, Normalisation, OptimStep
-from ratoon.train.report import StepReport
+from ratoon.train.report import SkipReason, StepReport
 from ratoon.train.spec import TrainerSpec
 
 INFO = ModelInfo(
@@ -180,7 +180,8 @@ class FakeTrainer:
             self.weights.append((self.gradients, step.learning_rate))
             self.version += 1
         self.gradients = []
-        return StepReport(grad_norm=1.5, skipped=skipped)
+        reason = SkipReason.NON_FINITE_LOSS if skipped else None
+        return StepReport(grad_norm=1.5, skipped=skipped, skip_reason=reason)
 
     def update(
         self,
@@ -215,6 +216,7 @@ class FakeTrainer:
             packed_tokens=report.packed_tokens,
             grad_norm=stepped.grad_norm,
             skipped=stepped.skipped,
+            skip_reason=stepped.skip_reason,
         )
 
     def discard_gradients(self) -> None:

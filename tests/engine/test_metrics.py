@@ -16,7 +16,7 @@ from ratoon.engine import telemetry
 from ratoon.engine.types import OperationKind, StepResult
 from ratoon.log import configure_logging, get_logger
 from ratoon.metrics import METRICS, MetricKind, MetricsTotals, PolicyGone
-from ratoon.train.report import CanaryReport, PhaseSeconds, StepReport
+from ratoon.train.report import CanaryReport, PhaseSeconds, SkipReason, StepReport
 
 
 def series(totals: MetricsTotals) -> dict[str, float]:
@@ -74,6 +74,7 @@ def test_a_report_becomes_the_samples_of_its_numbers() -> None:
         num_micro_batches=4,
         dropped_stale=2,
         skipped=True,
+        skip_reason=SkipReason.NON_FINITE_GRADIENT,
         seconds=PhaseSeconds(forward=1.5),
     )
     totals = MetricsTotals()
@@ -85,7 +86,7 @@ def test_a_report_becomes_the_samples_of_its_numbers() -> None:
     assert shown['ratoon_tokens_total{count="trained"}'] == 10
     assert shown['ratoon_token_reduction_ratio{policy_id="p"}'] == 3
     assert shown['ratoon_grad_norm{policy_id="p"}'] == math.inf
-    assert shown["ratoon_skipped_steps_total"] == 1
+    assert shown['ratoon_skipped_steps_total{reason="non_finite_gradient"}'] == 1
     assert shown['ratoon_dropped_sequences_total{reason="stale"}'] == 2
     assert 'ratoon_kl{policy_id="p"}' not in shown
     assert shown['ratoon_phase_seconds_sum{phase="forward"}'] == 1.5

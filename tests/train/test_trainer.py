@@ -22,6 +22,7 @@ from ratoon.train.config import (
     StalenessAction,
     TokenWeight,
 )
+from ratoon.train.report import SkipReason
 from ratoon.train.window import WindowState
 from tests import builders
 from tests.train.trainer_runs import (
@@ -219,7 +220,7 @@ def test_progress_counts_replicated_tokens(base: FolderBase) -> None:
     assert seen[-1][2] == report.replicated_tokens > report.packed_tokens > 0
 
 
-def test_non_finite_gradient_skips_the_step(base: FolderBase) -> None:
+def test_non_finite_numbers_skip_the_step(base: FolderBase) -> None:
     """exp(log p + 900) overflows for a negative advantage: nothing is applied, and it says so."""
     trainer = make_trainer(base)
     rollout = builders.rollout(
@@ -234,6 +235,7 @@ def test_non_finite_gradient_skips_the_step(base: FolderBase) -> None:
         batch, loss, make_step(trainer, loss), trainer.prepare(batch, loss).plan
     )
     assert report.skipped
+    assert report.skip_reason is SkipReason.NON_FINITE_LOSS
     assert any("not finite" in warning for warning in report.warnings)
     assert trainer.version == 0
     assert trainer.window_state is WindowState.EMPTY
@@ -263,6 +265,7 @@ def test_an_update_of_which_nothing_remains_is_a_skipped_step(
     assert plan.micro_batches == ()
     report = trainer.update(batch, loss, make_step(trainer, loss, divide_constant=constant), plan)
     assert report.skipped
+    assert report.skip_reason is SkipReason.NO_TOKENS
     assert report.grad_norm is None
     assert (report.trained_tokens, report.num_groups, report.loss) == (0, 0, 0.0)
     assert report.dropped_truncated == 3

@@ -79,9 +79,7 @@ MICRO_BATCHES = _counter("ratoon_micro_batches_total", "Micro-batches of forward
 DROPPED_SEQUENCES = _counter(
     "ratoon_dropped_sequences_total", "Rollouts left out of the loss.", "reason"
 )
-SKIPPED_STEPS = _counter(
-    "ratoon_skipped_steps_total", "Optimizer steps skipped for non-finite values."
-)
+SKIPPED_STEPS = _counter("ratoon_skipped_steps_total", "Optimizer steps skipped, by why.", "reason")
 REFUSALS = _counter(
     "ratoon_refusals_total",
     "Calls refused for their key, or for want of what is bounded.",

@@ -24,7 +24,7 @@ from ratoon_client.loss import (
     Staleness,
 )
 from ratoon_client.operation import AsyncOperationHandle
-from ratoon_client.policy_options import AdamW, Lora, PolicyOptions, Publish
+from ratoon_client.policy_options import AdamW, Lora, NumericsGuard, PolicyOptions, Publish
 from ratoon_client.results import (
     Checkpoint,
     ForwardResult,
@@ -61,6 +61,7 @@ __all__ = [
     "Kl",
     "Lora",
     "Loss",
+    "NumericsGuard",
     "Operation",
     "OperationHandle",
     "Optim",

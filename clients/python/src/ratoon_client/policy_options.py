@@ -45,6 +45,20 @@ class Publish:
     every_n: int | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumericsGuard:
+    """Limits above which a step is skipped; absent: none. KLs in nats a token.
+
+    `max_skipped_in_row` steps skipped for their numbers, one after the other, fail the policy;
+    absent: 5, 0: never.
+    """
+
+    max_grad_norm_to_step: float | None = None
+    max_reference_kl_to_step: float | None = None
+    max_sampler_kl_to_step: float | None = None
+    max_skipped_in_row: int | None = None
+
+
 class PolicyOptions(TypedDict, total=False):
     """One of `preset` and `model_folder` is needed; `lora` absent trains every parameter."""
 
@@ -65,3 +79,4 @@ class PolicyOptions(TypedDict, total=False):
     reference: ReferencePolicy
     num_workers: int
     attention_backend: str
+    numerics_guard: NumericsGuard

@@ -13,6 +13,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ratoon_client.policy_options import NumericsGuard
+
 PolicyState = Literal["unspecified", "creating", "ready", "failed", "deleting"]
 OperationState = Literal["unspecified", "queued", "running", "done", "failed", "cancelled"]
 OperationKind = Literal[
@@ -78,6 +80,7 @@ class PolicySpec:
     reference: Literal["unspecified", "none", "base"]
     parallel: ParallelLayout
     attention_backend: str | None = None
+    numerics_guard: NumericsGuard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +155,16 @@ class CanaryReport:
     seconds: float
 
 
+SkipReason = Literal[
+    "no_tokens",
+    "non_finite_loss",
+    "non_finite_gradient",
+    "gradient_norm",
+    "reference_kl",
+    "sampler_kl",
+]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """What one ForwardBackward, Update or OptimStep did; training.proto says what each field is."""
@@ -188,6 +201,8 @@ class StepReport:
     skipped: bool
     warnings: tuple[str, ...]
     canary: CanaryReport | None = None
+    # Why the step was skipped, where it was.
+    skip_reason: SkipReason | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -285,6 +285,56 @@ class ParallelLayout(_message.Message):
 Global___ParallelLayout: _TypeAlias = ParallelLayout  # noqa: Y015
 
 @_typing.final
+class NumericsGuard(_message.Message):
+    """When a step is skipped though its numbers are finite, and when the policy is given up. A limit
+    left out is none; each is > 0.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_GRAD_NORM_TO_STEP_FIELD_NUMBER: _builtins.int
+    MAX_REFERENCE_KL_TO_STEP_FIELD_NUMBER: _builtins.int
+    MAX_SAMPLER_KL_TO_STEP_FIELD_NUMBER: _builtins.int
+    MAX_SKIPPED_IN_ROW_FIELD_NUMBER: _builtins.int
+    max_grad_norm_to_step: _builtins.float
+    """Of the gradient norm before clipping."""
+    max_reference_kl_to_step: _builtins.float
+    """Of StepReport.kl and StepReport.sampler_kl, where the step has them."""
+    max_sampler_kl_to_step: _builtins.float
+    max_skipped_in_row: _builtins.int
+    """Steps skipped for their numbers, one after the other, that fail the policy. Default 5; 0: never."""
+    def __init__(
+        self,
+        *,
+        max_grad_norm_to_step: _builtins.float | None = ...,
+        max_reference_kl_to_step: _builtins.float | None = ...,
+        max_sampler_kl_to_step: _builtins.float | None = ...,
+        max_skipped_in_row: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_grad_norm_to_step", b"_max_grad_norm_to_step", "_max_reference_kl_to_step", b"_max_reference_kl_to_step", "_max_sampler_kl_to_step", b"_max_sampler_kl_to_step", "_max_skipped_in_row", b"_max_skipped_in_row", "max_grad_norm_to_step", b"max_grad_norm_to_step", "max_reference_kl_to_step", b"max_reference_kl_to_step", "max_sampler_kl_to_step", b"max_sampler_kl_to_step", "max_skipped_in_row", b"max_skipped_in_row"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_grad_norm_to_step", b"_max_grad_norm_to_step", "_max_reference_kl_to_step", b"_max_reference_kl_to_step", "_max_sampler_kl_to_step", b"_max_sampler_kl_to_step", "_max_skipped_in_row", b"_max_skipped_in_row", "max_grad_norm_to_step", b"max_grad_norm_to_step", "max_reference_kl_to_step", b"max_reference_kl_to_step", "max_sampler_kl_to_step", b"max_sampler_kl_to_step", "max_skipped_in_row", b"max_skipped_in_row"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_grad_norm_to_step: _TypeAlias = _typing.Literal["max_grad_norm_to_step"]  # noqa: Y015
+    _WhichOneofArgType__max_grad_norm_to_step: _TypeAlias = _typing.Literal["_max_grad_norm_to_step", b"_max_grad_norm_to_step"]  # noqa: Y015
+    _WhichOneofReturnType__max_reference_kl_to_step: _TypeAlias = _typing.Literal["max_reference_kl_to_step"]  # noqa: Y015
+    _WhichOneofArgType__max_reference_kl_to_step: _TypeAlias = _typing.Literal["_max_reference_kl_to_step", b"_max_reference_kl_to_step"]  # noqa: Y015
+    _WhichOneofReturnType__max_sampler_kl_to_step: _TypeAlias = _typing.Literal["max_sampler_kl_to_step"]  # noqa: Y015
+    _WhichOneofArgType__max_sampler_kl_to_step: _TypeAlias = _typing.Literal["_max_sampler_kl_to_step", b"_max_sampler_kl_to_step"]  # noqa: Y015
+    _WhichOneofReturnType__max_skipped_in_row: _TypeAlias = _typing.Literal["max_skipped_in_row"]  # noqa: Y015
+    _WhichOneofArgType__max_skipped_in_row: _TypeAlias = _typing.Literal["_max_skipped_in_row", b"_max_skipped_in_row"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_grad_norm_to_step) -> _WhichOneofReturnType__max_grad_norm_to_step | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_reference_kl_to_step) -> _WhichOneofReturnType__max_reference_kl_to_step | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_sampler_kl_to_step) -> _WhichOneofReturnType__max_sampler_kl_to_step | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_skipped_in_row) -> _WhichOneofReturnType__max_skipped_in_row | None: ...
+
+Global___NumericsGuard: _TypeAlias = NumericsGuard  # noqa: Y015
+
+@_typing.final
 class PolicySpec(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -306,6 +356,7 @@ class PolicySpec(_message.Message):
     REFERENCE_FIELD_NUMBER: _builtins.int
     PARALLEL_FIELD_NUMBER: _builtins.int
     ATTENTION_BACKEND_FIELD_NUMBER: _builtins.int
+    NUMERICS_GUARD_FIELD_NUMBER: _builtins.int
     policy_id: _builtins.str
     """[a-z0-9][a-z0-9_-]{0,63}."""
     preset: _builtins.str
@@ -337,6 +388,8 @@ class PolicySpec(_message.Message):
     def publish(self) -> Global___PublishConfig: ...
     @_builtins.property
     def parallel(self) -> Global___ParallelLayout: ...
+    @_builtins.property
+    def numerics_guard(self) -> Global___NumericsGuard: ...
     def __init__(
         self,
         *,
@@ -358,10 +411,11 @@ class PolicySpec(_message.Message):
         reference: Global___ReferencePolicy.ValueType = ...,
         parallel: Global___ParallelLayout | None = ...,
         attention_backend: _builtins.str | None = ...,
+        numerics_guard: Global___NumericsGuard | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_attention_backend", b"_attention_backend", "_deterministic", b"_deterministic", "_keep_versions", b"_keep_versions", "_micro_batch_tokens", b"_micro_batch_tokens", "attention_backend", b"attention_backend", "base", b"base", "deterministic", b"deterministic", "full", b"full", "keep_versions", b"keep_versions", "lora", b"lora", "micro_batch_tokens", b"micro_batch_tokens", "model_folder", b"model_folder", "optimizer", b"optimizer", "parallel", b"parallel", "preset", b"preset", "publish", b"publish", "tuning", b"tuning"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_attention_backend", b"_attention_backend", "_deterministic", b"_deterministic", "_keep_versions", b"_keep_versions", "_micro_batch_tokens", b"_micro_batch_tokens", "attention_backend", b"attention_backend", "base", b"base", "deterministic", b"deterministic", "full", b"full", "keep_versions", b"keep_versions", "lora", b"lora", "micro_batch_tokens", b"micro_batch_tokens", "model_folder", b"model_folder", "numerics_guard", b"numerics_guard", "optimizer", b"optimizer", "parallel", b"parallel", "preset", b"preset", "publish", b"publish", "tuning", b"tuning"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attention_backend", b"_attention_backend", "_deterministic", b"_deterministic", "_keep_versions", b"_keep_versions", "_micro_batch_tokens", b"_micro_batch_tokens", "attention_backend", b"attention_backend", "base", b"base", "deterministic", b"deterministic", "dtype", b"dtype", "full", b"full", "keep_versions", b"keep_versions", "lora", b"lora", "micro_batch_tokens", b"micro_batch_tokens", "model_folder", b"model_folder", "on_changed_numerics", b"on_changed_numerics", "optimizer", b"optimizer", "parallel", b"parallel", "policy_id", b"policy_id", "preset", b"preset", "publish", b"publish", "recovery", b"recovery", "reference", b"reference", "seed", b"seed", "sequencing", b"sequencing", "tuning", b"tuning"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attention_backend", b"_attention_backend", "_deterministic", b"_deterministic", "_keep_versions", b"_keep_versions", "_micro_batch_tokens", b"_micro_batch_tokens", "attention_backend", b"attention_backend", "base", b"base", "deterministic", b"deterministic", "dtype", b"dtype", "full", b"full", "keep_versions", b"keep_versions", "lora", b"lora", "micro_batch_tokens", b"micro_batch_tokens", "model_folder", b"model_folder", "numerics_guard", b"numerics_guard", "on_changed_numerics", b"on_changed_numerics", "optimizer", b"optimizer", "parallel", b"parallel", "policy_id", b"policy_id", "preset", b"preset", "publish", b"publish", "recovery", b"recovery", "reference", b"reference", "seed", b"seed", "sequencing", b"sequencing", "tuning", b"tuning"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__attention_backend: _TypeAlias = _typing.Literal["attention_backend"]  # noqa: Y015
     _WhichOneofArgType__attention_backend: _TypeAlias = _typing.Literal["_attention_backend", b"_attention_backend"]  # noqa: Y015

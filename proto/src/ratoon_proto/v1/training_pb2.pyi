@@ -276,6 +276,38 @@ STALENESS_ACTION_REFUSE: StalenessAction.ValueType  # 1
 STALENESS_ACTION_DROP: StalenessAction.ValueType  # 2
 Global___StalenessAction: _TypeAlias = StalenessAction  # noqa: Y015
 
+class _SkipReason:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SkipReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SkipReason.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SKIP_REASON_UNSPECIFIED: _SkipReason.ValueType  # 0
+    SKIP_REASON_NO_TOKENS: _SkipReason.ValueType  # 1
+    """Every rollout of the window was dropped."""
+    SKIP_REASON_NON_FINITE_LOSS: _SkipReason.ValueType  # 2
+    SKIP_REASON_NON_FINITE_GRADIENT: _SkipReason.ValueType  # 3
+    SKIP_REASON_GRADIENT_NORM: _SkipReason.ValueType  # 4
+    """Above a limit of the policy's NumericsGuard."""
+    SKIP_REASON_REFERENCE_KL: _SkipReason.ValueType  # 5
+    SKIP_REASON_SAMPLER_KL: _SkipReason.ValueType  # 6
+
+class SkipReason(_SkipReason, metaclass=_SkipReasonEnumTypeWrapper):
+    """What one ForwardBackward, Update or OptimStep did. Means are over what the loss counts.
+    Why an optimizer step was skipped. All but NO_TOKENS count for max_skipped_in_row.
+    """
+
+SKIP_REASON_UNSPECIFIED: SkipReason.ValueType  # 0
+SKIP_REASON_NO_TOKENS: SkipReason.ValueType  # 1
+"""Every rollout of the window was dropped."""
+SKIP_REASON_NON_FINITE_LOSS: SkipReason.ValueType  # 2
+SKIP_REASON_NON_FINITE_GRADIENT: SkipReason.ValueType  # 3
+SKIP_REASON_GRADIENT_NORM: SkipReason.ValueType  # 4
+"""Above a limit of the policy's NumericsGuard."""
+SKIP_REASON_REFERENCE_KL: SkipReason.ValueType  # 5
+SKIP_REASON_SAMPLER_KL: SkipReason.ValueType  # 6
+Global___SkipReason: _TypeAlias = SkipReason  # noqa: Y015
+
 @_typing.final
 class OldLogprobs(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -656,8 +688,6 @@ Global___CanaryReport: _TypeAlias = CanaryReport  # noqa: Y015
 
 @_typing.final
 class StepReport(_message.Message):
-    """What one ForwardBackward, Update or OptimStep did. Means are over what the loss counts."""
-
     DESCRIPTOR: _descriptor.Descriptor
 
     LOSS_FIELD_NUMBER: _builtins.int
@@ -692,6 +722,7 @@ class StepReport(_message.Message):
     SKIPPED_FIELD_NUMBER: _builtins.int
     WARNINGS_FIELD_NUMBER: _builtins.int
     CANARY_FIELD_NUMBER: _builtins.int
+    SKIP_REASON_FIELD_NUMBER: _builtins.int
     loss: _builtins.float
     policy_gradient_loss: _builtins.float
     kl: _builtins.float
@@ -729,7 +760,9 @@ class StepReport(_message.Message):
     dropped_truncated: _builtins.int
     dropped_zero_variance: _builtins.int
     skipped: _builtins.bool
-    """Non-finite gradients: the window was discarded and the version kept."""
+    """Of an optimizer step: the window was discarded, weights and version are as before."""
+    skip_reason: Global___SkipReason.ValueType
+    """Absent unless skipped."""
     @_builtins.property
     def seconds(self) -> Global___PhaseSeconds: ...
     @_builtins.property
@@ -773,10 +806,11 @@ class StepReport(_message.Message):
         skipped: _builtins.bool = ...,
         warnings: _abc.Iterable[_builtins.str] | None = ...,
         canary: Global___CanaryReport | None = ...,
+        skip_reason: Global___SkipReason.ValueType | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_grad_norm", b"_grad_norm", "_hardware_mfu", b"_hardware_mfu", "_kl", b"_kl", "_logical_mfu", b"_logical_mfu", "_reward_mean", b"_reward_mean", "_sampler_gap_max", b"_sampler_gap_max", "_sampler_kl", b"_sampler_kl", "_staleness_max", b"_staleness_max", "_staleness_mean", b"_staleness_mean", "canary", b"canary", "grad_norm", b"grad_norm", "hardware_mfu", b"hardware_mfu", "kl", b"kl", "logical_mfu", b"logical_mfu", "reward_mean", b"reward_mean", "sampler_gap_max", b"sampler_gap_max", "sampler_kl", b"sampler_kl", "seconds", b"seconds", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_grad_norm", b"_grad_norm", "_hardware_mfu", b"_hardware_mfu", "_kl", b"_kl", "_logical_mfu", b"_logical_mfu", "_reward_mean", b"_reward_mean", "_sampler_gap_max", b"_sampler_gap_max", "_sampler_kl", b"_sampler_kl", "_skip_reason", b"_skip_reason", "_staleness_max", b"_staleness_max", "_staleness_mean", b"_staleness_mean", "canary", b"canary", "grad_norm", b"grad_norm", "hardware_mfu", b"hardware_mfu", "kl", b"kl", "logical_mfu", b"logical_mfu", "reward_mean", b"reward_mean", "sampler_gap_max", b"sampler_gap_max", "sampler_kl", b"sampler_kl", "seconds", b"seconds", "skip_reason", b"skip_reason", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grad_norm", b"_grad_norm", "_hardware_mfu", b"_hardware_mfu", "_kl", b"_kl", "_logical_mfu", b"_logical_mfu", "_reward_mean", b"_reward_mean", "_sampler_gap_max", b"_sampler_gap_max", "_sampler_kl", b"_sampler_kl", "_staleness_max", b"_staleness_max", "_staleness_mean", b"_staleness_mean", "attention_pair_reduction", b"attention_pair_reduction", "canary", b"canary", "clip_fraction_high", b"clip_fraction_high", "clip_fraction_low", b"clip_fraction_low", "dropped_stale", b"dropped_stale", "dropped_truncated", b"dropped_truncated", "dropped_zero_variance", b"dropped_zero_variance", "entropy", b"entropy", "grad_norm", b"grad_norm", "hardware_mfu", b"hardware_mfu", "kl", b"kl", "logical_mfu", b"logical_mfu", "loss", b"loss", "num_groups", b"num_groups", "num_micro_batches", b"num_micro_batches", "num_sequences", b"num_sequences", "packed_tokens", b"packed_tokens", "peak_memory_bytes", b"peak_memory_bytes", "policy_gradient_loss", b"policy_gradient_loss", "ratio_max", b"ratio_max", "replicated_tokens", b"replicated_tokens", "reward_mean", b"reward_mean", "sampler_gap_max", b"sampler_gap_max", "sampler_kl", b"sampler_kl", "seconds", b"seconds", "skipped", b"skipped", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "token_reduction", b"token_reduction", "tokens_per_second", b"tokens_per_second", "trained_tokens", b"trained_tokens", "warnings", b"warnings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grad_norm", b"_grad_norm", "_hardware_mfu", b"_hardware_mfu", "_kl", b"_kl", "_logical_mfu", b"_logical_mfu", "_reward_mean", b"_reward_mean", "_sampler_gap_max", b"_sampler_gap_max", "_sampler_kl", b"_sampler_kl", "_skip_reason", b"_skip_reason", "_staleness_max", b"_staleness_max", "_staleness_mean", b"_staleness_mean", "attention_pair_reduction", b"attention_pair_reduction", "canary", b"canary", "clip_fraction_high", b"clip_fraction_high", "clip_fraction_low", b"clip_fraction_low", "dropped_stale", b"dropped_stale", "dropped_truncated", b"dropped_truncated", "dropped_zero_variance", b"dropped_zero_variance", "entropy", b"entropy", "grad_norm", b"grad_norm", "hardware_mfu", b"hardware_mfu", "kl", b"kl", "logical_mfu", b"logical_mfu", "loss", b"loss", "num_groups", b"num_groups", "num_micro_batches", b"num_micro_batches", "num_sequences", b"num_sequences", "packed_tokens", b"packed_tokens", "peak_memory_bytes", b"peak_memory_bytes", "policy_gradient_loss", b"policy_gradient_loss", "ratio_max", b"ratio_max", "replicated_tokens", b"replicated_tokens", "reward_mean", b"reward_mean", "sampler_gap_max", b"sampler_gap_max", "sampler_kl", b"sampler_kl", "seconds", b"seconds", "skip_reason", b"skip_reason", "skipped", b"skipped", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "token_reduction", b"token_reduction", "tokens_per_second", b"tokens_per_second", "trained_tokens", b"trained_tokens", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__grad_norm: _TypeAlias = _typing.Literal["grad_norm"]  # noqa: Y015
     _WhichOneofArgType__grad_norm: _TypeAlias = _typing.Literal["_grad_norm", b"_grad_norm"]  # noqa: Y015
@@ -792,6 +826,8 @@ class StepReport(_message.Message):
     _WhichOneofArgType__sampler_gap_max: _TypeAlias = _typing.Literal["_sampler_gap_max", b"_sampler_gap_max"]  # noqa: Y015
     _WhichOneofReturnType__sampler_kl: _TypeAlias = _typing.Literal["sampler_kl"]  # noqa: Y015
     _WhichOneofArgType__sampler_kl: _TypeAlias = _typing.Literal["_sampler_kl", b"_sampler_kl"]  # noqa: Y015
+    _WhichOneofReturnType__skip_reason: _TypeAlias = _typing.Literal["skip_reason"]  # noqa: Y015
+    _WhichOneofArgType__skip_reason: _TypeAlias = _typing.Literal["_skip_reason", b"_skip_reason"]  # noqa: Y015
     _WhichOneofReturnType__staleness_max: _TypeAlias = _typing.Literal["staleness_max"]  # noqa: Y015
     _WhichOneofArgType__staleness_max: _TypeAlias = _typing.Literal["_staleness_max", b"_staleness_max"]  # noqa: Y015
     _WhichOneofReturnType__staleness_mean: _TypeAlias = _typing.Literal["staleness_mean"]  # noqa: Y015
@@ -810,6 +846,8 @@ class StepReport(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__sampler_gap_max) -> _WhichOneofReturnType__sampler_gap_max | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__sampler_kl) -> _WhichOneofReturnType__sampler_kl | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__skip_reason) -> _WhichOneofReturnType__skip_reason | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__staleness_max) -> _WhichOneofReturnType__staleness_max | None: ...
     @_typing.overload

@@ -135,6 +135,7 @@ class RayFleet:
             optimizer_states=self._settings.optimizer_states if is_bf16 else OptimizerStates.FP32,
             host_activation_bytes=self._settings.host_activation_bytes,
             canary_every=self._settings.canary_every,
+            guard=spec.numerics_guard,
         )
 
 

@@ -115,7 +115,8 @@ def _canary(policy_id: str, canary: CanaryReport | None) -> list[Change]:
 
 
 def _step(policy_id: str, report: StepReport) -> list[Change]:
-    skipped = [metrics.SKIPPED_STEPS.sample(1)] if report.skipped else []
+    reason = report.skip_reason
+    skipped = [] if reason is None else [metrics.SKIPPED_STEPS.sample(1, reason)]
     return [*skipped, *_gauges(policy_id, (metrics.GRAD_NORM, report.grad_norm))]
 
 

@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from ratoon.config import KeyLimits
 from ratoon.model.spec import ModelInfo, ModelSpec
-from ratoon.train.config import AdamWConfig, LossRequest, OptimRequest
+from ratoon.train.config import DEFAULT_GUARD, AdamWConfig, LossRequest, NumericsGuard, OptimRequest
 from ratoon.train.report import StepReport
 
 
@@ -73,6 +73,8 @@ class PolicySpec:
     num_workers: int
     # "": the best available.
     attention_backend: str
+    # A default: specs journaled before there was a guard are read too.
+    numerics_guard: NumericsGuard = DEFAULT_GUARD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

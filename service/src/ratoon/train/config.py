@@ -171,6 +171,25 @@ class OptimRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NumericsGuard:
+    """When a step is skipped though its numbers are finite, and when a policy is given up.
+
+    A quantity above its limit skips the step; None: no limit. The gradient norm is that before
+    clipping, the KLs are those of the report, in nats a token; one that a loss does not have is not
+    looked at. `max_skipped_in_row` steps skipped for their numbers, one after the other, fail the
+    policy; 0: never.
+    """
+
+    max_grad_norm_to_step: float | None = None
+    max_reference_kl_to_step: float | None = None
+    max_sampler_kl_to_step: float | None = None
+    max_skipped_in_row: int = 5
+
+
+DEFAULT_GUARD = NumericsGuard()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AdamWConfig:
     """AdamW (Loshchilov and Hutter, 2019) of one policy."""
 

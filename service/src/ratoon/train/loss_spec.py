@@ -7,6 +7,7 @@ in its type.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ratoon.train.config import (
@@ -114,12 +115,16 @@ class ConstantDivisor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimStep:
-    """One optimizer step. `max_grad_norm` infinity: no clipping."""
+    """One optimizer step. `max_grad_norm` infinity: no clipping.
+
+    A gradient of a norm above `max_norm_to_step` before clipping is not stepped on.
+    """
 
     learning_rate: float
     weight_decay: float
     max_grad_norm: float
     divisor: CounterDivisor | ConstantDivisor
+    max_norm_to_step: float = math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

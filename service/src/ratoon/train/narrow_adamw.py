@@ -98,6 +98,8 @@ class NarrowAdamW:
         norm = global_norm(sums.values()) / divisor
         if not norm <= MAX_FLOAT32:
             return StepOutcome(grad_norm=norm if math.isnan(norm) else math.inf, skipped=True)
+        if norm > step.max_norm_to_step:
+            return StepOutcome(grad_norm=norm, skipped=True)
         clip = min(1.0, step.max_grad_norm / (norm + CLIP_EPSILON))
         number = self._live.num_steps + 1
         numbers = _numbers(self._config, step, clip / divisor, number)

@@ -1,8 +1,8 @@
 """AdamW over float32 master weights, one step at a time, and the state that any kind of it has.
 
 Enters gradient sums and an `OptimStep`, changes the parameters, leaves the gradient norm.
-Invariant: either the whole step is applied or, where the gradient is not finite, no weight and no
-moment is touched.
+Invariant: either the whole step is applied or, where the gradient is not finite or above the step's
+limit, no weight and no moment is touched.
 """
 
 from __future__ import annotations
@@ -72,7 +72,10 @@ class OptimizerState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
-    """`grad_norm` is after division, before clipping; not finite where the step was skipped."""
+    """`grad_norm` is after division, before clipping.
+
+    Skipped: it is not finite, or above the step's `max_norm_to_step`.
+    """
 
     grad_norm: float
     skipped: bool
@@ -128,7 +131,7 @@ class MasterAdamW:
             norm = global_norm(gradients) / divisor
             # A quotient that float32 does not hold is no gradient either.
             norm = math.inf if norm > MAX_FLOAT32 else norm
-        if not math.isfinite(norm):
+        if not (math.isfinite(norm) and norm <= step.max_norm_to_step):
             return StepOutcome(grad_norm=norm, skipped=True)
         self._scale(gradients, divisor, min(1.0, step.max_grad_norm / (norm + CLIP_EPSILON)))
         for group in self._adamw.param_groups:

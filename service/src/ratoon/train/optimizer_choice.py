@@ -1,7 +1,7 @@
 """The optimizer of a trainer, by what it keeps.
 
 Enters the trained parameters and the choice, leaves an `Optimizer`. Invariant: whatever is chosen,
-a step is applied whole or, where the gradient is not finite, touches nothing.
+a step is applied whole or, where the gradient is not finite or too large, touches nothing.
 """
 
 from __future__ import annotations

@@ -6,6 +6,18 @@ Invariant: means are over what the loss counts; `None` stands for a quantity tha
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
+
+
+class SkipReason(StrEnum):
+    """Why an optimizer step was skipped; which of the limits is in `NumericsGuard`."""
+
+    NO_TOKENS = "no_tokens"
+    NON_FINITE_LOSS = "non_finite_loss"
+    NON_FINITE_GRADIENT = "non_finite_gradient"
+    GRADIENT_NORM = "gradient_norm"
+    REFERENCE_KL = "reference_kl"
+    SAMPLER_KL = "sampler_kl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,3 +83,4 @@ class StepReport:
     skipped: bool = False
     warnings: tuple[str, ...] = ()
     canary: CanaryReport | None = None
+    skip_reason: SkipReason | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ratoon.model.spec import ModelSpec
-from ratoon.train.config import AdamWConfig, OptimizerStates
+from ratoon.train.config import DEFAULT_GUARD, AdamWConfig, NumericsGuard, OptimizerStates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,3 +31,4 @@ class TrainerSpec:
     host_activation_bytes: int = 0
     # A canary (`train.canary`) at every version that this divides; 0: never.
     canary_every: int = 0
+    guard: NumericsGuard = DEFAULT_GUARD

@@ -46,6 +46,7 @@ from ratoon.train.planning import cpu_planner, device_planner
 from ratoon.train.prepare import Prepared
 from ratoon.train.report import PhaseSeconds, StepReport
 from ratoon.train.spec import TrainerSpec
+from ratoon.train.step_guard import WARNINGS, guarded_step
 from ratoon.train.usage import UsageMeter
 from ratoon.train.window import GradientWindow, WindowState
 
@@ -180,9 +181,9 @@ class Trainer:
     def optim_step(self, step: OptimStep) -> StepReport:
         """Divide the window's gradient, clip, step; the window is empty afterwards.
 
-        The report's means are over the window. Where the gradient is not finite, or no token
-        counts, the step is skipped: the window is discarded, weights and version stay. Raises
-        `RatoonError` WINDOW_EMPTY or WINDOW_POISONED.
+        The report's means are over the window. Where no token counts, a number is not finite or
+        one of the spec's guard is above its limit, the step is skipped: the window is discarded,
+        weights and version stay. Raises `RatoonError` WINDOW_EMPTY or WINDOW_POISONED.
         """
         return self._step(step, StepReport())
 
@@ -290,24 +291,23 @@ class Trainer:
         clock = DeviceClock(self.model.device)
         divisor = self._window.divisor(step.divisor)
         sums, has_kl = self._window.sums, self._has_kl
-        skipped, grad_norm, warnings = True, None, base.warnings
-        if divisor > 0:
-            outcome = self._optimizer.step(self._gradients.sums(), divisor, step)
-            skipped, grad_norm = outcome.skipped, outcome.grad_norm
-            if skipped:
-                warnings = (*warnings, "the gradient is not finite: the step was skipped")
-        else:
-            warnings = (*warnings, "no token counts in this window: the step was skipped")
-        self.discard_gradients()
-        if not skipped:
+        outcome = guarded_step(
+            self._optimizer, self._gradients, sums, divisor, step, self.spec.guard
+        )
+        reason, warnings = outcome.skip_reason, base.warnings
+        if reason is None:
             self.version += 1
+        else:
+            warnings = (*warnings, f"{WARNINGS[reason]}: the step was skipped")
+        self.discard_gradients()
         clock.lap("optimizer")
         seconds = clock.seconds()["optimizer"]
         report = report_builder.step_report(base, sums, divisor, has_kl=has_kl, seconds=seconds)
         return replace(
             report,
-            grad_norm=grad_norm,
-            skipped=skipped,
+            grad_norm=outcome.grad_norm,
+            skipped=reason is not None,
+            skip_reason=reason,
             warnings=warnings,
             peak_memory_bytes=peak_memory_bytes(self.model.device),
         )

@@ -96,7 +96,7 @@ def _show_step(context: typer.Context, handle: OperationHandle[StepResult]) -> N
         "operation": handle.operation_id,
         "seq": handle.seq,
         "version": step.version,
-        "skipped": report.skipped,
+        "skipped": report.skip_reason or report.skipped,
         "loss": report.loss,
         "reward": report.reward_mean,
         "gradient norm": report.grad_norm,

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from ratoon_client import results
 from ratoon_client.errors import IntegrityError, RatoonApiError
+from ratoon_client.policy_options import NumericsGuard
 from ratoon_client.wire.enums import enum_name
 from ratoon_proto.codec import CodecError, decode_tensor
 from ratoon_proto.v1 import operation_pb2, policy_pb2, service_pb2, training_pb2, weights_pb2
@@ -37,6 +38,7 @@ _TYPES: Mapping[str, type[Any]] = MappingProxyType(
             (policy_pb2.AdamWConfig, results.AdamWConfig),
             (policy_pb2.PublishConfig, results.PublishConfig),
             (policy_pb2.ParallelLayout, results.ParallelLayout),
+            (policy_pb2.NumericsGuard, NumericsGuard),
             (policy_pb2.PolicySpec, results.PolicySpec),
             (policy_pb2.Policy, results.Policy),
             (operation_pb2.Progress, results.Progress),

@@ -102,7 +102,7 @@ def policy_spec_message(policy_id: str, options: PolicyOptions) -> policy_pb2.Po
         match name:
             case "num_workers":
                 _set(message.parallel, name, value, name)
-            case "lora" | "optimizer" | "publish":
+            case "lora" | "optimizer" | "publish" | "numerics_guard":
                 getattr(message, name).SetInParent()
                 _copy(getattr(message, name), value, name)
             case _:

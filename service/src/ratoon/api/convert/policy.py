@@ -42,11 +42,16 @@ from ratoon.model.spec import (
     ModelSpec,
     PresetBase,
 )
-from ratoon.train.config import AdamWConfig
+from ratoon.train.config import DEFAULT_GUARD, AdamWConfig, NumericsGuard
 from ratoon_proto.v1 import policy_pb2 as wire
 
 KEEP_VERSIONS = 2
 NUM_WORKERS = 1
+_GUARD_LIMITS = (
+    "max_grad_norm_to_step",
+    "max_reference_kl_to_step",
+    "max_sampler_kl_to_step",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +107,7 @@ def policy_spec(message: wire.PolicySpec, defaults: SpecDefaults) -> PolicySpec:
             "spec.parallel.num_workers", message.parallel.num_workers or NUM_WORKERS, 1
         ),
         attention_backend=message.attention_backend,
+        numerics_guard=_guard(message.numerics_guard),
     )
 
 
@@ -118,16 +124,16 @@ def model_folder(field: str, given: str, models_root: Path) -> Path:
     try:
         folder = (root / given).resolve()
         is_folder = folder.is_relative_to(root) and folder != root and folder.is_dir()
+        # Its files may be links too, as in a cache of Hugging Face.
+        is_inside = is_folder and all(
+            file.resolve().is_relative_to(root) for file in folder.iterdir()
+        )
     except (OSError, RuntimeError) as err:
         raise invalid(field, shown(given), expected) from err
     if not is_inside:
         raise invalid(field, shown(given), expected)
     return folder
 
-        # Its files may be links too, as in a cache of Hugging Face.
-        is_inside = is_folder and all(
-            file.resolve().is_relative_to(root) for file in folder.iterdir()
-        )
 
 def _base(message: wire.PolicySpec, models_root: Path) -> PresetBase | FolderBase:
     match message.WhichOneof("base"):
@@ -181,6 +187,20 @@ def _publish(message: wire.PublishConfig) -> PublishConfig:
     return PublishConfig(kind=kind, every_n=1)
 
 
+def _guard(message: wire.NumericsGuard) -> NumericsGuard:
+    run = DEFAULT_GUARD.max_skipped_in_row
+    if message.HasField("max_skipped_in_row"):
+        run = message.max_skipped_in_row
+    limits = {
+        name: positive(f"spec.numerics_guard.{name}", getattr(message, name))
+        for name in _GUARD_LIMITS
+        if message.HasField(name)
+    }
+    return NumericsGuard(
+        max_skipped_in_row=at_least("spec.numerics_guard.max_skipped_in_row", run, 0), **limits
+    )
+
+
 def spec_message(spec: PolicySpec, models_root: Path) -> wire.PolicySpec:
     """The wire form, every default written out; a model folder is relative to the models root."""
     message = wire.PolicySpec(
@@ -205,6 +225,12 @@ def spec_message(spec: PolicySpec, models_root: Path) -> wire.PolicySpec:
         reference=to_wire(wire.ReferencePolicy, spec.reference),
         parallel=wire.ParallelLayout(num_workers=spec.num_workers),
         attention_backend=spec.attention_backend,
+        numerics_guard=wire.NumericsGuard(
+            max_grad_norm_to_step=spec.numerics_guard.max_grad_norm_to_step,
+            max_reference_kl_to_step=spec.numerics_guard.max_reference_kl_to_step,
+            max_sampler_kl_to_step=spec.numerics_guard.max_sampler_kl_to_step,
+            max_skipped_in_row=spec.numerics_guard.max_skipped_in_row,
+        ),
     )
     match spec.model.base:
         case PresetBase(name=name):

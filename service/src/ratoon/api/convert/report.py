@@ -10,7 +10,8 @@ from dataclasses import fields
 
 from google.protobuf.message import Message
 
-from ratoon.train.report import CanaryReport, PhaseSeconds, StepReport
+from ratoon.api.convert.enums import to_wire
+from ratoon.train.report import CanaryReport, PhaseSeconds, SkipReason, StepReport
 from ratoon_proto.v1 import training_pb2 as wire
 
 
@@ -20,6 +21,8 @@ def report_message(report: StepReport) -> wire.StepReport:
         value = getattr(report, field.name)
         if isinstance(value, PhaseSeconds | CanaryReport):
             _set_fields(getattr(message, field.name), value)
+        elif isinstance(value, SkipReason):
+            message.skip_reason = to_wire(wire.SkipReason, value)
         elif isinstance(value, tuple):
             message.warnings.extend(report.warnings)
         elif value is not None:

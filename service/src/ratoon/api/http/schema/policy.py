@@ -52,6 +52,13 @@ class ParallelLayout(WireModel):
     num_workers: Int32 | None = None
 
 
+class NumericsGuard(WireModel):
+    max_grad_norm_to_step: Float | None = None
+    max_reference_kl_to_step: Float | None = None
+    max_sampler_kl_to_step: Float | None = None
+    max_skipped_in_row: Int32 | None = None
+
+
 class PolicySpec(WireModel):
     """Exactly one of `preset` and `model_folder`; `full` (the default) or `lora`."""
 
@@ -75,6 +82,7 @@ class PolicySpec(WireModel):
     reference: ReferencePolicy | None = None
     parallel: ParallelLayout | None = None
     attention_backend: Text | None = None
+    numerics_guard: NumericsGuard | None = None
 
 
 class Policy(WireModel):

@@ -19,6 +19,7 @@ from ratoon.train.config import (
     StalenessAction,
     TokenWeight,
 )
+from ratoon.train.report import SkipReason
 
 
 class OldLogprobs(WireModel):
@@ -136,6 +137,7 @@ class StepReport(WireModel):
     skipped: bool
     warnings: list[str]
     canary: CanaryReport | None
+    skip_reason: SkipReason | None
 
 
 class ForwardOutput(WireModel):
