@@ -119,6 +119,21 @@ def test_a_damaged_file_is_refused_until_it_is_whole(tmp_path: Path, damage: str
     assert len(file.keys()) == 1
 
 
+def test_a_changed_byte_lets_nobody_in(tmp_path: Path) -> None:
+    """Without a digest in the file a scope, an expiry or a revocation changed in silence."""
+    file = KeyFile(tmp_path)
+    file.add(_key()[0])
+    path = tmp_path / "access" / "keys.json"
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1
+        path.write_bytes(damaged)
+        with pytest.raises(RatoonError) as caught:
+            KeyFile(tmp_path).keys()
+        assert caught.value.code is ErrorCode.UNAVAILABLE
+
+
 def test_looking_a_key_up_takes_no_reading(tmp_path: Path) -> None:
     """A million keys would make every call slow if the file were read for it."""
     file = KeyFile(tmp_path)
@@ -129,11 +144,11 @@ def test_looking_a_key_up_takes_no_reading(tmp_path: Path) -> None:
     assert time.perf_counter() - start < 1.0
 
 
-def test_a_file_of_before_there_were_limits_is_read(tmp_path: Path) -> None:
+def test_a_file_of_before_there_were_limits_and_digests_is_read(tmp_path: Path) -> None:
     file, key = KeyFile(tmp_path), _key()[0]
     file.add(key)
     path = tmp_path / "access" / "keys.json"
     table = json.loads(path.read_text())
-    del table["keys"][0]["limits"]
-    path.write_text(json.dumps(table))
+    del table["keys"][0]["limits"], table["digest"]
+    path.write_text(json.dumps({**table, "format": 1}))
     assert KeyFile(tmp_path).keys() == {key.key_id: key}

@@ -2,7 +2,7 @@
 
 Enters records, leaves the records as they are now. Invariant: the file is replaced whole and only
 under the lock beside it; a reader looks at every call whether it was, so that a revoked key is
-refused by all processes at once.
+refused by all processes at once; a file that is not as it was written lets nobody in.
 """
 
 from __future__ import annotations
@@ -22,9 +22,17 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from ratoon.auth.keys import ApiKey
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.log import get_logger
-from ratoon.stream.files import make_folder, write_atomic
+from ratoon.stream.files import (
+    DamagedFileError,
+    make_folder,
+    seal_document,
+    unseal_document,
+    write_atomic,
+)
 
 Keys = Mapping[str, ApiKey]
+# Without a digest of the file itself.
+_BARE_FORMAT = 1
 _NO_KEYS: Keys = MappingProxyType({})
 _log = get_logger("auth")
 
@@ -33,7 +41,7 @@ _log = get_logger("auth")
 class _Table:
     """The file's content."""
 
-    format: Literal[1]
+    format: Literal[1, 2]
     keys: tuple[ApiKey, ...]
 
 
@@ -74,7 +82,7 @@ class KeyFile:
                 self._signature = signature
         except FileNotFoundError:
             self._signature, self._keys = None, _NO_KEYS
-        except (OSError, ValidationError) as err:
+        except (OSError, DamagedFileError, ValidationError) as err:
             self._signature = None
             _log.error("keys cannot be read", path=str(self._path), error=type(err).__name__)
             raise RatoonError(ErrorCode.UNAVAILABLE, "the API keys cannot be read") from None
@@ -112,9 +120,10 @@ class KeyFile:
 
 
 def _parsed(data: bytes) -> Keys:
-    table = TypeAdapter(_Table).validate_json(data)
+    table = TypeAdapter(_Table).validate_python(unseal_document(data, bare_format=_BARE_FORMAT))
     return MappingProxyType({key.key_id: key for key in table.keys})
 
 
 def _written(keys: Iterable[ApiKey]) -> bytes:
-    return TypeAdapter(_Table).dump_json(_Table(format=1, keys=tuple(keys)), indent=1)
+    table = _Table(format=2, keys=tuple(keys))
+    return seal_document(TypeAdapter(_Table).dump_python(table, mode="json"))

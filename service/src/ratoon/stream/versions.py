@@ -9,12 +9,10 @@ then the name. A version number never names two contents. A root has one writer,
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, cast
 
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.stream.files import (
@@ -34,7 +32,7 @@ from ratoon.stream.manifest import WeightFile, WeightKind, WeightManifest
 MANIFEST_NAME = "manifest.json"
 MANIFEST_FORMAT = 2
 # Without a digest of the manifest itself.
-_OLD_FORMAT = 1
+_BARE_FORMAT = 1
 # Of one chunk; the wire's own bound.
 MAX_CHUNK_BYTES = 16 * 2**20
 
@@ -241,11 +239,9 @@ def _encode(manifest: WeightManifest) -> bytes:
 
 
 def _decode(data: bytes) -> WeightManifest:
-    document = cast("dict[str, Any]", json.loads(data))
-    if document["format"] != _OLD_FORMAT or "digest" in document:
-        document = unseal_document(data)
-        if document["format"] != MANIFEST_FORMAT:
-            raise ValueError(f"format {document['format']}, expected {MANIFEST_FORMAT}")
+    document = unseal_document(data, bare_format=_BARE_FORMAT)
+    if document["format"] not in (MANIFEST_FORMAT, _BARE_FORMAT):
+        raise ValueError(f"format {document['format']}, expected {MANIFEST_FORMAT}")
     return WeightManifest(
         policy_id=str(document["policy_id"]),
         version=int(document["version"]),
