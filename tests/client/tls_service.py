@@ -43,7 +43,7 @@ class TlsService:
 
     def release(self) -> None:
         """Let held operations end."""
-        asyncio.run_coroutine_threadsafe(self.engine.release(), self.loop).result(10)
+        asyncio.run_coroutine_threadsafe(self.engine.release(), self.loop).result(60)
 
 
 @contextmanager
@@ -55,10 +55,10 @@ def serving_tls(folder: Path, files: CertificateFiles) -> Iterator[TlsService]:
     over = asyncio.Event()
     served = asyncio.run_coroutine_threadsafe(_serve(folder, files, ready, over), loop)
     try:
-        yield ready.result(20)
+        yield ready.result(60)
     finally:
         loop.call_soon_threadsafe(over.set)
-        served.result(20)
+        served.result(60)
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
@@ -83,6 +83,7 @@ async def _serve(
         host="127.0.0.1",
         port=0,
         max_message_bytes=MESSAGE_BYTES,
+        limits=LIMITS,
         credentials=server_credentials(store),
     )
 
@@ -98,7 +99,7 @@ async def _serve(
     )
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve())
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
             await asyncio.sleep(0.01)
     ports = {"http": server.servers[0].sockets[0].getsockname()[1], "grpc": gateway.port}

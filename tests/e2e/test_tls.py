@@ -65,7 +65,7 @@ class Running:
             ca_file=self.folder / "servers.pem",
             cert_file=files["cert_file"],
             key_file=files["key_file"],
-            timeout_s=20,
+            timeout_s=60,
         )
 
     def serial(self, scheme: str) -> int:
