@@ -1,0 +1,122 @@
+"""The process that is recorded: one policy's life, and what it promised to whom, as marks.
+
+    python -m tests.durability.driver FOLDER BASE RECOVERY
+
+Enters a folder for the data root, a model folder and the policy's recovery, leaves files and marks:
+JSON objects that `promises.py` reads. Invariant: a mark comes after what it promises was answered,
+and before anything else is asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+
+from ratoon.auth.key_file import KeyFile
+from ratoon.auth.keys import new_key
+from ratoon.auth.scopes import Scope
+from ratoon.engine.types import ForwardResult, Operation, Recovery
+from ratoon.stream.files import digest_bytes
+from tests.durability.machine import DurableMachine, commands, digests_of, spec_of
+from tests.durability.recorder import mark
+
+
+def promise(kind: str, **fields: object) -> None:
+    mark(json.dumps({"kind": kind, **fields}))
+
+
+class Caller:
+    """All the callers of one service."""
+
+    def __init__(self, root: Path, base: Path, recovery: Recovery) -> None:
+        self._root, self._spec = root, spec_of(base, recovery)
+        self._commands = commands()
+        self._abandoned: list[DurableMachine] = []
+        self.machine = DurableMachine(root, self._spec, creates=True)
+        promise("created")
+
+    async def start(self) -> None:
+        await self.machine.start()
+        promise("started", digests=digests_of(self.machine.training.real[-1]))
+        await self.published()
+
+    async def restart(self, *, closes: bool) -> None:
+        """Lose the processes, as a crash would, and start them again."""
+        promise("lost")
+        await self.machine.abandon(closes=closes)
+        # What is not closed is not to be closed by the collector at some other moment.
+        self._abandoned.append(self.machine)
+        self.machine = DurableMachine(self._root, self._spec, creates=False)
+        await self.start()
+
+    async def run(self, *seqs: int) -> None:
+        """Ask for all of them, then wait for each."""
+        accepted: list[Operation] = []
+        for seq in seqs:
+            command, number = self._commands[seq]
+            operation = await self.machine.submit(seq, command, number)
+            promise(
+                "accepted",
+                seq=seq,
+                operation_id=operation.operation_id,
+                body=getattr(command, "body_digest", ""),
+            )
+            accepted.append(operation)
+        for operation in accepted:
+            await self.ended(operation)
+
+    async def ended(self, operation: Operation) -> None:
+        ended = await self.machine.end(operation)
+        promise(
+            "ended",
+            seq=ended.seq,
+            state=ended.state,
+            version=getattr(ended.result, "version", None),
+            digests=self.machine.training.digests.get(ended.seq),
+        )
+        if isinstance(ended.result, ForwardResult):
+            operation_id = ended.operation_id
+            promise("result", digest=ended.result.digest, operation_id=operation_id, seq=ended.seq)
+        await self.published()
+
+    async def published(self) -> None:
+        manifest = await self.machine.controller.weight_manifest(None)
+        files = {file.name: file.digest for file in manifest.files}
+        promise("published", version=manifest.version, files=files)
+
+    async def upload(self, upload_id: str, part_index: int, body: bytes) -> None:
+        await self.machine.controller.put_upload_part(upload_id, part_index, body)
+        promise("uploaded", upload=upload_id, part=part_index, digest=digest_bytes(body))
+
+
+async def live(root: Path, base: Path, recovery: Recovery) -> None:
+    caller = Caller(root, base, recovery)
+    await caller.start()
+    await caller.run(1)
+    await caller.run(2, 3, 4, 5, 6, 7)
+    keys = KeyFile(root)
+    first, _ = new_key(scope=Scope.TRAIN, policies=None, note="", created_at=1.0, expires_at=None)
+    keys.add(first)
+    promise("key", key_id=first.key_id)
+    await caller.upload("u1", 0, b"part 0" * 1000)
+    await caller.run(8, 9)
+    keys.revoke(first.key_id, 1.0)
+    promise("revoked", key_id=first.key_id)
+    await caller.upload("u1", 1, b"part 1" * 1000)
+    await caller.restart(closes=False)
+    await caller.run(10, 11)
+    await caller.run(12, 13, 14, 15)
+    await caller.run(16, 17, 18)
+    await caller.restart(closes=True)
+    await caller.run(19, 20)
+    await caller.run(21)
+
+
+if __name__ == "__main__":
+    folder, base_folder, mode = sys.argv[1:]
+    asyncio.run(live(Path(folder) / "data", Path(base_folder), Recovery(mode)))
+    # Nothing is closed: the end is one more crash.
+    os._exit(0)

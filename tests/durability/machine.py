@@ -1,0 +1,164 @@
+"""One policy over real files: journal in SQLite, controller and worker here, a real CPU trainer.
+
+Enters a data root, which may be what a crash left, leaves operations and digests of weights.
+Invariant: everything that is to survive is below the data root.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from ratoon.config import LimitsConfig
+from ratoon.engine.tasks import Outcome, WorkerTask
+from ratoon.engine.trainer_port import TrainerPort
+from ratoon.engine.types import (
+    OnChangedNumerics,
+    PolicySpec,
+    PublishConfig,
+    PublishKind,
+    Recovery,
+    SaveCheckpointCommand,
+)
+from ratoon.model.export import export_weights
+from ratoon.model.spec import FolderBase, FullTuning, ModelDtype, ModelSpec
+from ratoon.stream.files import make_folder
+from ratoon.train.spec import TrainerSpec
+from ratoon.train.trainer import Trainer
+from tests.engine.fake_trainer import Faults
+from tests.engine.harness import (
+    DISCARD,
+    LocalJournal,
+    LocalWorker,
+    Machine,
+    forward,
+    forward_backward,
+    load,
+    optim_step,
+    policy_spec,
+    save,
+    update,
+)
+
+DATABASE_NAME = "ratoon.sqlite"
+
+
+def spec_of(base: Path, recovery: Recovery) -> PolicySpec:
+    """A policy of the model folder `base`, of which two versions are published."""
+    model = ModelSpec(
+        base=FolderBase(folder=str(base)), tuning=FullTuning(), dtype=ModelDtype.FLOAT32, seed=1
+    )
+    return policy_spec(
+        model=model,
+        recovery=recovery,
+        on_changed_numerics=OnChangedNumerics.STOP,
+        publish=PublishConfig(kind=PublishKind.EVERY, every_n=1),
+        keep_versions=2,
+    )
+
+
+class PolicyGoneError(Exception):
+    """The journal does not know the policy."""
+
+
+class TrainingWorker(LocalWorker):
+    """`LocalWorker` with a real trainer; `digests` are those after each seq."""
+
+    def __init__(self, faults: Faults) -> None:
+        self.digests: dict[int, tuple[str, str]] = {}
+        self.real: list[Trainer] = []
+        super().__init__(faults)
+
+    def _start(self) -> None:
+        super()._start()
+        self.core._export = _export
+
+    def _create(self, spec: TrainerSpec) -> Any:
+        self.real.append(Trainer.create(spec))
+        return self.real[-1]
+
+    async def apply(self, token: int, task: WorkerTask) -> Outcome:
+        def apply() -> Outcome:
+            outcome = self.core.apply(token, task)
+            self.digests[task.seq] = digests_of(self.real[-1])
+            return outcome
+
+        return await self._run(apply)
+
+
+class DurableMachine(Machine):
+    """A `Machine` that is lost and started again as often as one likes."""
+
+    def __init__(self, root: Path, spec: PolicySpec, *, creates: bool) -> None:
+        """Raises `PolicyGoneError` where the policy is not there and this does not create it."""
+        make_folder(root)
+        url = f"sqlite:///{root / DATABASE_NAME}"
+        if not creates:
+            _require_policy(url, spec.policy_id)
+        super().__init__(root, spec, LimitsConfig(), url, TrainingWorker)
+
+    @property
+    def training(self) -> TrainingWorker:
+        return cast("TrainingWorker", self.worker)
+
+    async def abandon(self, *, closes: bool) -> None:
+        """Stop without a word, as a crash would; the database is closed or left as it is."""
+        await self.controller._turns.stop(0.0)
+        self.worker._compute.shutdown()
+        if closes:
+            self.journal.store._engine.dispose()
+
+
+def commands() -> Mapping[int, tuple[Any, float]]:
+    """What is asked of the policy, by seq: (command, number of its batch)."""
+    calls: tuple[tuple[Callable[[float], Any] | object, float], ...] = (
+        (update, 1),
+        (update, 2),
+        (forward_backward, 3),
+        (forward_backward, 4),
+        (save("first"), 0),
+        (forward_backward, 6),
+        (optim_step(), 0),
+        (forward, 8),
+        (update, 9),
+        (forward_backward, 10),
+        (DISCARD, 0),
+        (SaveCheckpointCommand(checkpoint_id=""), 0),
+        (update, 13),
+        (forward_backward, 14),
+        (load("first"), 0),
+        (update, 16),
+        (forward_backward, 17),
+        (update, 18),
+        (optim_step(), 0),
+        (update, 20),
+        (update, 21),
+    )
+    return {
+        seq: (call(number) if callable(call) else call, number)
+        for seq, (call, number) in enumerate(calls, start=1)
+    }
+
+
+def digests_of(trainer: Trainer) -> tuple[str, str]:
+    """Of weights, moments and the counter; of the gradients of the open window."""
+    hasher = hashlib.sha256()
+    for name, tensor in sorted(trainer._gradients.sums().items()):
+        hasher.update(name.encode())
+        hasher.update(tensor.detach().numpy().tobytes())
+    return trainer.state_digest(), hasher.hexdigest()
+
+
+def _require_policy(url: str, policy_id: str) -> None:
+    journal = LocalJournal(url)
+    is_there = journal.store.policy(policy_id) is not None
+    journal.store._engine.dispose()
+    if not is_there:
+        raise PolicyGoneError(policy_id)
+
+
+def _export(trainer: TrainerPort, folder: Path) -> None:
+    real = cast("Trainer", trainer)
+    export_weights(real.model, folder, real.export_state())

@@ -1,0 +1,105 @@
+"""A power cut at any promise, or at any moment, loses nothing that was promised.
+
+The page cache survives a kill and not this: what a real process wrote, synced and promised is
+recorded, and the service recovers from each disk that its files may be on afterwards.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ratoon.engine.types import Recovery
+from tests.durability.cuts import (
+    Recording,
+    cuts_at_promises,
+    distinct,
+    first_loss,
+    ram_folder,
+    record_life,
+    recover,
+    torn_cuts,
+)
+from tests.durability.disk import Disk, read_image
+from tests.durability.promises import parse_marks
+from tests.durability.recorder import SHARED_MEMORY, Event, Kind, build_shim
+from tests.durability.sites import SITES, site_of
+from tests.tiny_models import write_folder
+
+NUM_TORN = 40
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    made = ram_folder()
+    yield made
+    shutil.rmtree(made)
+
+
+@pytest.fixture(scope="module")
+def recording(folder: Path) -> Recording:
+    base = write_folder(folder / "base", "qwen3")
+    return record_life(folder, build_shim(folder), base, Recovery.FAIL)
+
+
+def test_the_record_is_all_that_the_process_did(recording: Recording) -> None:
+    """Without this a write that the shim does not see would pass for one that was never needed."""
+    disk = Disk()
+    for event in recording.events:
+        disk.apply(event)
+    assert disk.now() == read_image(recording.root, SHARED_MEMORY)
+
+
+def test_the_recorded_life_has_everything_in_it(recording: Recording) -> None:
+    kinds = {mark["kind"] for mark in parse_marks(recording.events)}
+    assert kinds == {
+        *("created", "started", "published", "accepted", "ended", "result"),
+        *("key", "revoked", "uploaded", "lost"),
+    }
+    assert {site_of(event) for event in recording.events} >= set(SITES)
+    first = next(index for index, event in enumerate(recording.events) if event.kind is Kind.MARK)
+    wal = [event for event in recording.events[first:] if event.path.endswith("-wal")]
+    # The log was begun anew after it had been folded back into the journal.
+    assert any(event.offset == 0 for event in wal if event.kind is Kind.WRITE)
+
+
+def test_a_power_cut_at_any_promise_loses_none(recording: Recording, folder: Path) -> None:
+    cuts = distinct(cuts_at_promises(recording))
+    assert len(cuts) > 40
+    for cut in cuts:
+        recover(recording, cut, folder)
+
+
+def test_a_power_cut_at_any_moment_loses_no_promise(recording: Recording, folder: Path) -> None:
+    """Of what was not synced any page, sector or name may be on the disk."""
+    places = random.Random(3).sample(range(len(recording.events)), NUM_TORN)
+    num_cuts = 0
+    for cut in torn_cuts(recording, places):
+        recover(recording, cut, folder)
+        num_cuts += 1
+    assert num_cuts == NUM_TORN
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_a_power_cut_without_an_fsync_is_noticed(
+    recording: Recording, folder: Path, site: str
+) -> None:
+    loss = first_loss(recording, lambda event: site_of(event) != site, folder)
+    assert loss is not None, f"nothing notices that {site} is not synced: is it needed?"
+
+
+def test_a_power_cut_after_a_log_was_folded_back_unsynced_is_noticed(
+    recording: Recording, folder: Path
+) -> None:
+    """The journal itself is synced once more when its log begins anew."""
+    first = next(event for event in recording.events if event.kind is Kind.MARK)
+    early = {id(event) for event in recording.events[: recording.events.index(first)]}
+
+    def is_done(event: Event) -> bool:
+        return site_of(event) != "journal" or id(event) in early
+
+    assert first_loss(recording, is_done, folder) is not None
