@@ -89,6 +89,7 @@ async def api(tmp_path: Path) -> AsyncIterator[Api]:
         host="127.0.0.1",
         port=0,
         max_message_bytes=MAX_MESSAGE_BYTES,
+        limits=limits,
         credentials=None,
     )
     async with grpc.aio.insecure_channel(f"127.0.0.1:{running.port}") as channel:

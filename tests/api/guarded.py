@@ -94,6 +94,7 @@ async def guarded_service(
         host="127.0.0.1",
         port=0,
         max_message_bytes=MESSAGE_BYTES,
+        limits=limits,
         credentials=None,
         interceptors=[EarlyRefusal(gate, servicer.refuse)],
     )

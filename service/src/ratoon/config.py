@@ -88,6 +88,9 @@ class LimitsConfig(_Section):
     """Bounds that are checked before anything is allocated. Sizes in bytes, times in seconds."""
 
     max_body_bytes: int = Field(default=256 * MIB, ge=1024)
+    # For a request to come: all of it, and the longest pause in it (gRPC knows the first alone).
+    max_body_s: float = Field(default=600.0, gt=0)
+    max_body_pause_s: float = Field(default=30.0, gt=0)
     max_fetch_bytes: int = Field(default=16 * MIB, ge=1024, le=16 * MIB)
     max_groups: int = Field(default=65_536, ge=1)
     max_sequences: int = Field(default=1_048_576, ge=1)

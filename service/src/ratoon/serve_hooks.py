@@ -4,6 +4,7 @@ Enters by import path: Serve's proxy calls `in_proxy` before it opens its ports;
 `in_replica` itself. Leaves Serve's ports with our TLS, and on loopback where Ray is. Invariant: the
 names that are replaced belong to the one minor release of Ray that we allow.
 
+Neither uvicorn nor Serve bounds how long a caller may take to send or read.
 Serve asks no client for the certificate that `ssl_ca_certs` is for, and reads its own once; its
 gRPC port and the port between replicas, which takes pickles, listen on all interfaces.
 """
@@ -16,7 +17,7 @@ from typing import Any
 
 import ray
 import uvicorn.config
-from ray.serve._private import default_impl, replica
+from ray.serve._private import constants, default_impl, replica
 from starlette.middleware import Middleware
 
 from ratoon.api.http.tls import server_context
@@ -32,6 +33,9 @@ _ALL_INTERFACES = "[::]:"
 def in_proxy() -> list[Middleware]:
     """No middleware: it is called for what it does to the process."""
     uvicorn.config.create_ssl_context = _context
+    uvicorn.config.HTTP_PROTOCOLS["auto"] = "ratoon.api.http.connections:BoundedConnection"
+    # gRPC inflates a message whole before it looks at its size.
+    constants.DEFAULT_GRPC_SERVER_OPTIONS.append(("grpc.compression_enabled_algorithms_bitset", 1))
     if _is_ray_local():
         add_address = default_impl.add_grpc_address
         default_impl.add_grpc_address = lambda server, address: add_address(server, _local(address))

@@ -92,6 +92,7 @@ async def _start(config: RatoonConfig) -> RunningServer:
         host=config.grpc.host,
         port=config.grpc.gateway_port,
         max_message_bytes=config.grpc.max_message_bytes,
+        limits=config.limits,
         credentials=None if files is None else server_credentials(CertificateStore(files)),
         interceptors=[EarlyRefusal(gate, servicer.refuse)] if needs_keys(config) else [],
     )

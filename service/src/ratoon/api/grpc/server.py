@@ -1,7 +1,8 @@
-"""A plain grpc.aio server around a servicer.
+"""A grpc.aio server around a servicer.
 
 Enters a servicer and where to listen, leaves a running server and its port. Invariant: both
-directions take messages of `max_message_bytes`, and a port that is taken is an error, never shared.
+directions take messages of `max_message_bytes`, a port that is taken is an error, never shared, and
+no connection is held for nothing.
 """
 
 from __future__ import annotations
@@ -12,8 +13,30 @@ from dataclasses import dataclass
 import grpc
 import grpc.aio
 
+from ratoon.api.grpc.deadlines import CallDeadlines
 from ratoon.api.grpc.servicer import PolicyServicer
 from ratoon.api.grpc.wiring import add_policy_service
+from ratoon.config import LimitsConfig
+
+# For an answer to be taken by its reader, and what may wait for all of them together.
+_SEND_S = 60.0
+_MAX_UNSENT_BYTES = 256 * 2**20
+# A peer that is gone is noticed within 40 s; one that does nothing is let go after ten minutes, any
+# after an hour, with another for what is under way.
+_CONNECTION_OPTIONS = (
+    # gRPC inflates a message whole before it looks at its size: a few KiB could be many GiB.
+    ("grpc.compression_enabled_algorithms_bitset", 1),
+    ("grpc.max_concurrent_streams", 1024),
+    ("grpc.max_metadata_size", 16 * 1024),
+    ("grpc.server_handshake_timeout_ms", 20_000),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.max_connection_idle_ms", 600_000),
+    ("grpc.max_connection_age_ms", 3_600_000),
+    ("grpc.max_connection_age_grace_ms", 3_600_000),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +53,7 @@ async def start_server(
     host: str,
     port: int,
     max_message_bytes: int,
+    limits: LimitsConfig,
     credentials: grpc.ServerCredentials | None,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> RunningServer:
@@ -37,12 +61,19 @@ async def start_server(
 
     Raises RuntimeError where the port is taken.
     """
+    deadlines = CallDeadlines(
+        receive_s=limits.max_body_s,
+        send_s=_SEND_S,
+        max_unsent_fetches=max(_MAX_UNSENT_BYTES // limits.max_fetch_bytes, 1),
+    )
     server = grpc.aio.server(
-        interceptors=interceptors,
+        interceptors=[*interceptors, deadlines],
+        maximum_concurrent_rpcs=limits.max_requests_in_flight,
         options=[
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", max_message_bytes),
             ("grpc.so_reuseport", 0),
+            *_CONNECTION_OPTIONS,
         ],
     )
     add_policy_service(servicer, server)

@@ -38,7 +38,7 @@ def create_app(service: PolicyService, limits: LimitsConfig, *, gate: Gate) -> F
     )
     routes = (*app.routes, *(route for router in routers for route in router.routes))
     # The last one added is the outermost.
-    app.add_middleware(BodyLimit, max_body_bytes=limits.max_body_bytes)
+    app.add_middleware(BodyLimit, limits=limits)
     app.add_middleware(AccessGate, gate=gate, routes=routes)
     app.add_middleware(errors.ErrorBoundary)
     app.add_middleware(RequestMeter, service=service)

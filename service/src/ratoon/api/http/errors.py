@@ -34,6 +34,7 @@ _COMMON = (
     ErrorCode.INVALID_ARGUMENT,
     ErrorCode.UNAUTHENTICATED,
     ErrorCode.PERMISSION_DENIED,
+    ErrorCode.REQUEST_TIMEOUT,
     ErrorCode.BODY_TOO_LARGE,
     ErrorCode.INTERNAL,
     ErrorCode.UNAVAILABLE,

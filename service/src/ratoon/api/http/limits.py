@@ -1,51 +1,130 @@
-"""The size of a body, bounded before it is read.
+"""The size of a body, and the time that it may take, bounded while it is read.
 
-Enters an HTTP request, leaves it unchanged or refused with BODY_TOO_LARGE. Invariant: no more than
-`max_body_bytes` of a body are ever held, whatever Content-Length said.
+Enters an HTTP request, leaves it with a plain body, or refused. Invariant: no more than
+`max_body_bytes` of a body are ever held, whatever Content-Length said and however it is compressed;
+a compressed one is inflated piece by piece, and given up where it grows as no batch does.
 """
 
 from __future__ import annotations
 
-from starlette.datastructures import Headers
+import asyncio
+from collections.abc import Iterator
+from typing import cast
+
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ratoon.api.http.errors import error_response
+from ratoon.api.http.inflate import CODINGS, Inflater, too_large
+from ratoon.config import LimitsConfig
 from ratoon.errors import ErrorCode, RatoonError
 
 
 class BodyLimit:
     """ASGI middleware; a body that lies about its length, or says none, is counted as it comes."""
 
-    def __init__(self, app: ASGIApp, *, max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, *, limits: LimitsConfig) -> None:
         self._app = app
-        self._max_body_bytes = max_body_bytes
+        self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        length = Headers(scope=scope).get("content-length", "0")
-        if length.isdecimal() and int(length) > self._max_body_bytes:
-            await error_response(self._too_large(int(length)))(scope, receive, send)
+        try:
+            body = self._body(scope, receive)
+        except RatoonError as error:
+            await error_response(error)(scope, receive, send)
             return
-        num_bytes = 0
+        await self._app(scope, body.receive, send)
 
-        async def counted() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            if message["type"] == "http.request":
-                num_bytes += len(message.get("body", b""))
-                if num_bytes > self._max_body_bytes:
-                    raise self._too_large(num_bytes)
+    def _body(self, scope: Scope, receive: Receive) -> _Body:
+        headers = MutableHeaders(scope=scope)
+        length, coding = headers.get("content-length", "0"), _coding(headers)
+        if length.isdecimal() and int(length) > self._limits.max_body_bytes:
+            raise too_large(int(length), self._limits.max_body_bytes)
+        inflater = None
+        if coding != "identity":
+            inflater = Inflater(coding, max_bytes=self._limits.max_body_bytes)
+            del headers["content-encoding"]
+            if "content-length" in headers:
+                del headers["content-length"]
+        return _Body(receive, self._limits, inflater)
+
+
+class _Body:
+    """One request's body as it comes."""
+
+    def __init__(self, receive: Receive, limits: LimitsConfig, inflater: Inflater | None) -> None:
+        self._receive = receive
+        self._limits = limits
+        self._inflater = inflater
+        self._num_bytes = 0
+        self._ends_at = asyncio.get_running_loop().time() + limits.max_body_s
+        # All of it has come; all of it was passed on.
+        self._is_whole = False
+        self._is_done = False
+        self._pieces: Iterator[bytes] = iter(())
+
+    async def receive(self) -> Message:
+        """ASGI's `receive`. Raises BODY_TOO_LARGE, MALFORMED_BODY, REQUEST_TIMEOUT."""
+        if self._is_done:
+            # Nothing but the end of the connection, however late.
+            return await self._receive()
+        if self._inflater is None:
+            message = await self._next()
+            self._is_done = self._is_whole
             return message
+        return await self._next_inflated(self._inflater)
 
-        await self._app(scope, counted, send)
+    async def _next_inflated(self, inflater: Inflater) -> Message:
+        while True:
+            piece = next(self._pieces, None)
+            if piece is not None:
+                return {"type": "http.request", "body": piece, "more_body": True}
+            if self._is_whole:
+                inflater.check_end()
+                self._is_done = True
+                return {"type": "http.request", "body": b"", "more_body": False}
+            message = await self._next()
+            if message["type"] != "http.request":
+                return message
+            self._pieces = inflater.pieces(cast("bytes", message.get("body", b"")))
 
-    def _too_large(self, num_bytes: int) -> RatoonError:
-        return RatoonError(
-            ErrorCode.BODY_TOO_LARGE,
-            f"the body has at least {num_bytes} bytes, the limit is {self._max_body_bytes}: "
-            "send the batch in parts",
-            got=f"{num_bytes} bytes",
-            expected=f"at most {self._max_body_bytes} bytes",
+    async def _next(self) -> Message:
+        left_s = self._ends_at - asyncio.get_running_loop().time()
+        within_s = max(min(self._limits.max_body_pause_s, left_s), 0.0)
+        try:
+            message = await asyncio.wait_for(self._receive(), within_s)
+        except TimeoutError as err:
+            raise _too_slow(self._num_bytes) from err
+        if message["type"] != "http.request":
+            return message
+        self._num_bytes += len(message.get("body", b""))
+        if self._num_bytes > self._limits.max_body_bytes:
+            raise too_large(self._num_bytes, self._limits.max_body_bytes)
+        self._is_whole = not message.get("more_body", False)
+        return message
+
+
+def _coding(headers: Headers) -> str:
+    """Raises UNSUPPORTED for one that is not known, and for several at once."""
+    coding = headers.get("content-encoding", "identity").strip().lower()
+    if coding != "identity" and coding not in CODINGS:
+        raise RatoonError(
+            ErrorCode.UNSUPPORTED,
+            f"Content-Encoding: got {coding[:64]}, expected one of {', '.join(CODINGS)}",
+            field="Content-Encoding",
+            got=coding[:64],
+            expected=f"one of {', '.join(CODINGS)}",
         )
+    return coding
+
+
+def _too_slow(num_bytes: int) -> RatoonError:
+    return RatoonError(
+        ErrorCode.REQUEST_TIMEOUT,
+        f"the rest of the body did not come; it has {num_bytes} bytes so far",
+        got=f"{num_bytes} bytes",
+        expected="the whole body, without a long pause",
+    )

@@ -1,0 +1,131 @@
+"""Compressed bodies, inflated piece by piece.
+
+Enters bytes as they come, leaves pieces of at most some MiB. Invariant: what is held beyond the
+decoder's window is one piece; a body that is over `max_bytes` inflated, or grows more than
+`MAX_RATIO` times after `FREE_BYTES`, is refused before more of it is made.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
+
+import zstandard
+
+from ratoon.errors import ErrorCode, RatoonError
+
+# JSON of tokens and log-probs shrinks to a third; nothing that means anything to a hundredth.
+MAX_RATIO = 100
+FREE_BYTES = 2**20
+_PIECE_BYTES = 256 * 1024
+# zstd's decoder has no bound on what one call makes. The smallest block, 4 bytes, makes 128 KiB.
+_ZSTD_SLICE_BYTES = 256
+_ZSTD_WINDOW_BYTES = 8 * 2**20
+
+
+class _Decoder(Protocol):
+    @property
+    def is_at_end(self) -> bool: ...
+    def decode(self, data: bytes) -> Iterator[bytes]: ...
+
+
+class Inflater:
+    """One body. `coding` is one of `CODINGS`."""
+
+    def __init__(self, coding: str, *, max_bytes: int) -> None:
+        self._coding = coding
+        self._max_bytes = max_bytes
+        self._decoder = CODINGS[coding]()
+        self._num_in = 0
+        self._num_out = 0
+
+    def pieces(self, data: bytes) -> Iterator[bytes]:
+        """What `data` adds. Raises BODY_TOO_LARGE, MALFORMED_BODY."""
+        self._num_in += len(data)
+        try:
+            for piece in self._decoder.decode(data):
+                self._num_out += len(piece)
+                self._check_size()
+                if piece:
+                    yield piece
+        except (zlib.error, zstandard.ZstdError, ValueError) as err:
+            raise self._malformed() from err
+
+    def check_end(self) -> None:
+        """Raises MALFORMED_BODY for a body that was cut."""
+        if not self._decoder.is_at_end:
+            raise self._malformed()
+
+    def _check_size(self) -> None:
+        if self._num_out > self._max_bytes:
+            raise too_large(self._num_out, self._max_bytes)
+        if self._num_out > max(FREE_BYTES, MAX_RATIO * self._num_in):
+            raise RatoonError(
+                ErrorCode.BODY_TOO_LARGE,
+                f"the body grows more than {MAX_RATIO} times when it is inflated",
+                field="Content-Encoding",
+                got=f"{self._num_out} bytes from {self._num_in}",
+                expected=f"at most {MAX_RATIO} times as many",
+            )
+
+    def _malformed(self) -> RatoonError:
+        return RatoonError(
+            ErrorCode.MALFORMED_BODY,
+            f"the body is not one whole {self._coding} stream",
+            field="Content-Encoding",
+            got=f"{self._num_in} bytes",
+            expected=self._coding,
+        )
+
+
+class _Gzip:
+    """One member; what follows it is malformed."""
+
+    def __init__(self) -> None:
+        self._decoder = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+
+    @property
+    def is_at_end(self) -> bool:
+        return self._decoder.eof and not self._decoder.unused_data
+
+    def decode(self, data: bytes) -> Iterator[bytes]:
+        while True:
+            if data and self._decoder.eof:
+                raise ValueError("bytes after the end")
+            piece = self._decoder.decompress(data, _PIECE_BYTES)
+            yield piece
+            data = self._decoder.unconsumed_tail
+            if not data and len(piece) < _PIECE_BYTES:
+                return
+
+
+class _Zstd:
+    """One frame; what follows it is malformed."""
+
+    def __init__(self) -> None:
+        decompressor = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES)
+        self._decoder = decompressor.decompressobj()
+
+    @property
+    def is_at_end(self) -> bool:
+        return self._decoder.eof and not self._decoder.unused_data
+
+    def decode(self, data: bytes) -> Iterator[bytes]:
+        for start in range(0, len(data), _ZSTD_SLICE_BYTES):
+            if self._decoder.eof:
+                raise ValueError("bytes after the end")
+            yield self._decoder.decompress(data[start : start + _ZSTD_SLICE_BYTES])
+
+
+CODINGS: Mapping[str, Callable[[], _Decoder]] = {"gzip": _Gzip, "zstd": _Zstd}
+
+
+def too_large(num_bytes: int, max_bytes: int) -> RatoonError:
+    return RatoonError(
+        ErrorCode.BODY_TOO_LARGE,
+        f"the body has at least {num_bytes} bytes, the limit is {max_bytes}: "
+        "send the batch in parts",
+        got=f"{num_bytes} bytes",
+        expected=f"at most {max_bytes} bytes",
+    )

@@ -1,0 +1,128 @@
+"""Compressed bodies: the same requests, and bombs that cost nothing."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import httpx
+import pytest
+import zstandard
+
+from ratoon.api.http.inflate import Inflater
+from ratoon.errors import ErrorCode, RatoonError
+from tests.api import requests
+from tests.api.conftest import MAX_BODY_BYTES, Api
+from tests.api.wires import request_json
+
+MIB = 2**20
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    "gzip": gzip.compress,
+    "zstd": zstandard.ZstdCompressor(write_checksum=True).compress,
+}
+coding = pytest.fixture(params=list(COMPRESS))(lambda request: request.param)
+
+
+def _body(count: int = 2) -> bytes:
+    message = requests.update(batch=requests.groups(count))
+    message.ClearField("policy_id")
+    return json.dumps(request_json(message)).encode()
+
+
+async def _post(api: Api, content: object, **headers: str) -> httpx.Response:
+    url = f"/v1/policies/{requests.POLICY}/update"
+    headers = {"Content-Type": "application/json", **headers}
+    return await api.http.client.post(url, content=content, headers=headers)  # pyright: ignore[reportArgumentType]
+
+
+async def test_a_compressed_body_is_the_same_request(api: Api, coding: str) -> None:
+    await api.create_policy()
+    plain = await _post(api, _body())
+    packed = COMPRESS[coding](_body())
+
+    async def dribble() -> AsyncIterator[bytes]:
+        for start in range(0, len(packed), 7):
+            yield packed[start : start + 7]
+
+    for content in (packed, dribble()):
+        answer = await _post(api, content, **{"Content-Encoding": coding})
+        assert (answer.status_code, answer.json()) == (202, plain.json())
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-3], lambda data: data + b"more"])
+async def test_a_cut_or_longer_stream_is_malformed(
+    api: Api, coding: str, damage: Callable[[bytes], bytes]
+) -> None:
+    await api.create_policy()
+    packed = damage(COMPRESS[coding](_body()))
+    answer = await _post(api, packed, **{"Content-Encoding": coding})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "MALFORMED_BODY"
+    assert api.engine.submissions == {}
+
+
+async def test_bytes_that_are_not_compressed_are_malformed(api: Api, coding: str) -> None:
+    answer = await _post(api, _body(), **{"Content-Encoding": coding})
+    assert answer.json()["error"]["code"] == "MALFORMED_BODY"
+
+
+async def test_a_body_is_bounded_by_what_it_inflates_to(api: Api, coding: str) -> None:
+    packed = COMPRESS[coding](_body(500))
+    assert len(packed) < MAX_BODY_BYTES < len(_body(500))
+    answer = await _post(api, packed, **{"Content-Encoding": coding})
+    assert answer.status_code == 413
+    assert answer.json()["error"]["code"] == "BODY_TOO_LARGE"
+
+
+@pytest.mark.parametrize("name", ["br", "gzip, gzip", "x" * 1000])
+async def test_other_codings_are_refused_by_name(api: Api, name: str) -> None:
+    answer = await _post(api, _body(), **{"Content-Encoding": name})
+    assert answer.status_code == 422
+    assert answer.json()["error"]["field"] == "Content-Encoding"
+
+
+def _bomb(coding: str, num_bytes: int) -> bytes:
+    """Zeros, made without holding them."""
+    block = bytes(MIB)
+    if coding == "gzip":
+        packer = zlib.compressobj(6, wbits=31)
+    else:
+        packer = zstandard.ZstdCompressor(level=3).compressobj()
+    parts = [packer.compress(block) for _ in range(num_bytes // MIB)]
+    return b"".join([*parts, packer.flush()])
+
+
+def _peak_bytes() -> int:
+    """Most memory of this process since it was last asked for."""
+    status = Path("/proc/self/status").read_text()
+    line = next(line for line in status.splitlines() if line.startswith("VmHWM"))
+    Path("/proc/self/clear_refs").write_text("5")
+    return int(line.split()[1]) * 1024
+
+
+def test_a_bomb_is_given_up_without_memory(coding: str) -> None:
+    """Zeros that are within the bound on bodies, and a hundred times as many as are sent."""
+    bomb = _bomb(coding, 128 * MIB)
+    _peak_bytes()
+    before = _peak_bytes()
+    pieces = Inflater(coding, max_bytes=256 * MIB).pieces(bomb)
+    with pytest.raises(RatoonError) as caught:
+        deque(pieces, maxlen=0)
+    assert caught.value.code is ErrorCode.BODY_TOO_LARGE
+    assert "times" in caught.value.message
+    assert _peak_bytes() - before < 24 * MIB
+
+
+def test_what_shrinks_as_batches_do_is_inflated_whole(coding: str) -> None:
+    data = json.dumps(list(range(400_000))).encode()
+    inflater = Inflater(coding, max_bytes=16 * MIB)
+    packed = COMPRESS[coding](data)
+    pieces = [
+        p for i in range(0, len(packed), 65_536) for p in inflater.pieces(packed[i : i + 65_536])
+    ]
+    inflater.check_end()
+    assert b"".join(pieces) == data

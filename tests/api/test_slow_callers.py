@@ -1,0 +1,254 @@
+"""Callers that send or read slowly, or not at all, cost a bounded time and a bounded memory."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc.aio
+import pytest
+import uvicorn
+from starlette.types import Receive, Scope, Send
+
+from ratoon.api.grpc import server as grpc_server
+from ratoon.api.grpc.server import start_server
+from ratoon.api.grpc.servicer import PolicyServicer
+from ratoon.api.http import connections
+from ratoon.api.http.app import create_app
+from ratoon.api.http.connections import BoundedConnection
+from ratoon_proto.v1 import operation_pb2, service_pb2
+from ratoon_proto.v1.service_pb2_grpc import PolicyServiceStub
+from tests.api import requests
+from tests.api.conftest import MAX_BODY_BYTES, MAX_MESSAGE_BYTES, Api
+from tests.api.open_gate import OPEN_GATE
+
+MIB = 2**20
+PATH = f"/v1/policies/{requests.POLICY}/update"
+HEADERS = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+@asynccontextmanager
+async def served(app: Any) -> AsyncIterator[int]:
+    """The port of `app` behind the connections of Serve's proxy."""
+    config = uvicorn.Config(
+        app, port=0, log_level="critical", lifespan="off", http=BoundedConnection
+    )
+    server = uvicorn.Server(config)
+    task = asyncio.create_task(server.serve())
+    while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
+        await asyncio.sleep(0.01)
+    try:
+        yield server.servers[0].sockets[0].getsockname()[1]
+    finally:
+        server.should_exit = server.force_exit = True
+        await task
+
+
+async def _answer(port: int, *parts: bytes, pause_s: float = 0.0) -> bytes:
+    """What comes back for `parts`, up to the end of the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    for part in parts:
+        writer.write(part)
+        await asyncio.sleep(pause_s)
+    answer = b""
+    try:
+        while data := await asyncio.wait_for(reader.read(MIB), 5.0):
+            answer += data
+            if b"\r\n\r\n" in answer and answer.endswith(b"}"):
+                break
+    except ConnectionError:
+        pass
+    writer.close()
+    return answer
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /v1/heal", b"GET / HTTP/1.1\r\nHost: x\r\nA: b\r\n"])
+async def test_headers_that_do_not_come_end_the_connection(
+    api: Api, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    monkeypatch.setattr(connections, "HEADERS_S", 0.2)
+    async with served(api.app) as port:
+        begin = time.monotonic()
+        assert await _answer(port, sent) == b""
+        assert 0.2 <= time.monotonic() - begin < 4.0
+
+
+async def test_a_second_request_has_as_long_and_no_longer(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "HEADERS_S", 0.3)
+    ask = b"GET /v1/health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    async with served(api.app) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for _ in range(2):
+            writer.write(ask)
+            assert (await asyncio.wait_for(reader.read(MIB), 5.0)).startswith(b"HTTP/1.1 200")
+        await asyncio.sleep(0.4)
+        writer.write(ask[:20])
+        assert await asyncio.wait_for(reader.read(MIB), 5.0) == b""
+        writer.close()
+
+
+async def test_headers_without_end_are_refused(api: Api) -> None:
+    async with served(api.app) as port:
+        line = b"X-Long: " + b"x" * 8000 + b"\r\n"
+        answer = await _answer(port, HEADERS.encode(), *[line] * 20)
+        assert answer.startswith(b"HTTP/1.1 400") or answer == b""
+
+
+async def test_a_body_that_pauses_too_long_is_refused(api: Api) -> None:
+    limits = api.limits.model_copy(update={"max_body_pause_s": 0.2})
+    async with served(create_app(api.service, limits, gate=OPEN_GATE)) as port:
+        answer = await _answer(port, f'{HEADERS}Content-Length: 99\r\n\r\n{{"seq": '.encode())
+    assert b"408" in answer.splitlines()[0]
+    assert b"REQUEST_TIMEOUT" in answer
+
+
+async def test_a_body_that_dribbles_has_an_end_too(api: Api) -> None:
+    limits = api.limits.model_copy(update={"max_body_s": 0.5})
+    async with served(create_app(api.service, limits, gate=OPEN_GATE)) as port:
+        head = f"{HEADERS}Content-Length: 9999\r\n\r\n".encode()
+        begin = time.monotonic()
+        answer = await _answer(port, head, *[b" "] * 12, pause_s=0.1)
+    assert b"REQUEST_TIMEOUT" in answer
+    assert time.monotonic() - begin < 5.0
+
+
+async def test_a_reader_that_takes_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And others are refused meanwhile, rather than held in memory."""
+    monkeypatch.setattr(connections, "STALLED_S", 1.0)
+    monkeypatch.setattr(connections, "MAX_UNSENT_BYTES", 20 * MIB)
+    ended = asyncio.Event()
+
+    async def large(scope: Scope, _: Receive, send: Send) -> None:
+        assert scope["type"] == "http"
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": bytes(16 * MIB)})
+        ended.set()
+
+    async with served(large) as port:
+        stalled = [await asyncio.open_connection("127.0.0.1", port, limit=1024) for _ in range(2)]
+        for _, writer in stalled:
+            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        await asyncio.wait_for(ended.wait(), 5.0)
+        await asyncio.sleep(0.2)
+        answer = await _answer(port, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 429")
+        assert b"retry-after: 1" in answer
+        await asyncio.sleep(1.2)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        writer.close()
+        for _, other in stalled:
+            other.close()
+
+
+# HTTP/2 by hand: a gRPC client has no means to send half of a message.
+
+
+def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    return (
+        struct.pack(">I", len(payload))[1:]
+        + bytes([kind, flags])
+        + struct.pack(">I", stream)
+        + payload
+    )
+
+
+def _literal(name: str, value: str) -> bytes:
+    parts = [name.encode(), value.encode()]
+    return b"\x00" + b"".join(bytes([len(part)]) + part for part in parts)
+
+
+def _half_a_call(rpc: str) -> bytes:
+    """Headers, and the first byte of a message of a thousand."""
+    headers = {
+        ":method": "POST", ":scheme": "http", ":path": f"/ratoon.v1.PolicyService/{rpc}",
+        ":authority": "localhost", "content-type": "application/grpc", "te": "trailers",
+    }  # fmt: skip
+    block = b"".join(_literal(name, value) for name, value in headers.items())
+    return (
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+        + _frame(4, 0, 0, b"")
+        + _frame(1, 4, 1, block)
+        + _frame(0, 0, 1, struct.pack(">BI", 0, 1000) + b"x")
+    )
+
+
+@asynccontextmanager
+async def gateway(api: Api, **changes: float) -> AsyncIterator[int]:
+    servicer = PolicyServicer(
+        api.service, max_body_bytes=MAX_BODY_BYTES, status_needs_message=False, gate=OPEN_GATE
+    )
+    running = await start_server(
+        servicer,
+        host="127.0.0.1",
+        port=0,
+        max_message_bytes=MAX_MESSAGE_BYTES,
+        limits=api.limits.model_copy(update=changes),
+        credentials=None,
+    )
+    yield running.port
+    await running.server.stop(None)
+
+
+async def test_half_a_message_is_waited_for_only_so_long(api: Api) -> None:
+    """The call ends: headers with END_STREAM, from gRPC's side."""
+    async with gateway(api, max_body_s=0.3) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        begin = time.monotonic()
+        writer.write(_half_a_call("Update"))
+        kind = flags = 0
+        while (kind, flags & 1) != (1, 1):
+            head = await asyncio.wait_for(reader.readexactly(9), 5.0)
+            kind, flags = head[3], head[4]
+            await reader.readexactly(int.from_bytes(head[:3], "big"))
+        assert 0.3 <= time.monotonic() - begin < 5.0
+        writer.close()
+
+
+async def test_only_so_many_chunks_wait_for_their_readers(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grpc_server, "_MAX_UNSENT_BYTES", 1)
+    started, release = asyncio.Event(), asyncio.Event()
+
+    async def fetch(*_: object) -> bytes:
+        started.set()
+        await release.wait()
+        return b"data"
+
+    monkeypatch.setattr(api.engine, "fetch_chunk", fetch)
+    request = service_pb2.FetchWeightsRequest(
+        policy_id=requests.POLICY, digest="0" * 32, offset=0, length=4
+    )
+    async with gateway(api) as port, grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        stub = PolicyServiceStub(channel)
+        first = asyncio.ensure_future(stub.FetchWeights(request))
+        await started.wait()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.FetchWeights(request)
+        trailers = dict(caught.value.trailing_metadata() or ())
+        detail = operation_pb2.ErrorDetail.FromString(trailers["ratoon-error-bin"])  # pyright: ignore[reportArgumentType]
+        assert detail.details["resource"] == "unsent_fetches"
+        release.set()
+        assert (await first).data == b"data"
+        assert (await stub.FetchWeights(request)).data == b"data"
+
+
+async def test_a_compressed_message_is_not_inflated(api: Api) -> None:
+    """gRPC inflates before it looks at the size: a bomb would be memory of the process."""
+    async with gateway(api) as port:
+        options = [("grpc.max_send_message_length", -1)]
+        async with grpc.aio.insecure_channel(
+            f"127.0.0.1:{port}", compression=grpc.Compression.Gzip, options=options
+        ) as packed:
+            request = service_pb2.GetPolicyRequest(policy_id="p" * 8 * MIB)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await PolicyServiceStub(packed).GetPolicy(request)
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
