@@ -102,3 +102,17 @@ def test_an_expired_forward_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RatoonError) as caught:
         read_old_logprobs(path, BATCH)
     assert "expired" in caught.value.message
+
+
+def test_a_damaged_result_is_refused(tmp_path: Path) -> None:
+    """Without a look at its digest a changed bit was an old log-prob like any other."""
+    path = written(tmp_path)
+    output = path.with_suffix("")
+    whole = output.read_bytes()
+    for place in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1
+        output.write_bytes(damaged)
+        with pytest.raises(RatoonError) as caught:
+            read_old_logprobs(path, BATCH)
+        assert "damaged" in caught.value.message

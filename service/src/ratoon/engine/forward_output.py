@@ -51,14 +51,16 @@ def write_forward_output(
 def read_old_logprobs(keys_path: Path, batch: RolloutBatch) -> NDArray[np.floating]:
     """Old log-probs of `batch`, [J] in the dtype they were taken in, from the Forward's files.
 
-    Raises INVALID_ARGUMENT where the files have expired, are of the reference, or do not hold a
-    rollout of the batch.
+    Raises INVALID_ARGUMENT where the files have expired, are damaged, are of the reference, or do
+    not hold a rollout of the batch.
     """
+    data_path = keys_path.with_suffix("")
     try:
-        keys = keys_path.read_bytes()
-        data = keys_path.with_suffix("").read_bytes()
+        keys, data = keys_path.read_bytes(), data_path.read_bytes()
     except FileNotFoundError as err:
         raise _refused("a Forward whose result has expired", "a Forward that is kept") from err
+    if digest_bytes(data) != data_path.name:
+        raise _refused("a Forward whose result is damaged", "the bytes that were written")
     output = ForwardOutput.FromString(data)
     logprobs = cast("NDArray[np.floating]", decode_tensor(output.logprobs, max_bytes=len(data)))
     offsets = decode_tensor(output.offsets, max_bytes=len(data)).astype(np.int64)
