@@ -1,0 +1,153 @@
+"""Bytes and folders by key, wherever they are kept: what an object store and a disk have in common.
+
+Enters bytes or a finished folder, leaves a key that is whole or does not exist. Invariant: a folder
+exists once its manifest, written last, does; a key has one content for ever; no key leads out of
+the place that a `Blobs` was made for. Bytes are read back only as what their digest says.
+
+All calls block, and come from any thread; a key has one writer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Protocol
+
+from ratoon.errors import ErrorCode, RatoonError, invalid
+from ratoon.stream.files import (
+    DamagedFileError,
+    digest_bytes,
+    digest_file,
+    seal_bytes,
+    unseal_bytes,
+)
+from ratoon.stream.manifest import WeightFile
+
+# No key has it: components do not start with a dot.
+FOLDER_MANIFEST = ".files"
+_FORMAT = 1
+_COMPONENT = re.compile(r"[a-zA-Z0-9_-][a-zA-Z0-9._-]{0,127}")
+_SHA256_DIGITS = 64
+
+
+class Blobs(Protocol):
+    """Keys are plain names joined by `/`; any other is refused with INVALID_ARGUMENT.
+
+    What is not there is a FileNotFoundError; what has other bytes than it was given, INTERNAL; a
+    store that does not answer within its bounds, UNAVAILABLE, and then the call may be made again.
+    """
+
+    def put(self, key: str, data: bytes) -> None:
+        """Durable when it returns; readers see nothing or all of it."""
+        ...
+
+    def get(self, key: str, digest: str) -> bytes:
+        """The bytes, which have this digest: SHA-256 (64 digits) or xxh3-128 (32 digits)."""
+        ...
+
+    def get_range(self, key: str, offset: int, length: int) -> bytes:
+        """Bytes [offset, offset + length), fewer at the end."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """The key may be gone already."""
+        ...
+
+    def names(self, key: str) -> tuple[str, ...]:
+        """Names of bytes directly below `key`, ascending."""
+        ...
+
+    def put_folder(self, key: str, source: Path) -> None:
+        """Take over the flat folder `source`, which is gone afterwards. Raises FileExistsError."""
+        ...
+
+    def get_folder(self, key: str, target: Path) -> None:
+        """A verified copy at `target`, which may not exist and is whole once it does."""
+        ...
+
+    def delete_folder(self, key: str) -> None:
+        """It is gone from the first moment on; it may be gone already."""
+        ...
+
+    def folder_names(self, key: str) -> tuple[str, ...]:
+        """Names of the whole folders directly below `key`, ascending."""
+        ...
+
+    def remove_leftovers(self, key: str) -> None:
+        """Remove what writers that were cut off left below `key`."""
+        ...
+
+
+def checked_key(key: str) -> str:
+    """`key`, if it is plain names joined by `/`. Raises INVALID_ARGUMENT."""
+    if not all(map(_COMPONENT.fullmatch, key.split("/"))):
+        raise invalid("key", repr(key), "plain names joined by '/'")
+    return key
+
+
+def check_digest(key: str, data: bytes, digest: str) -> None:
+    """Raises INTERNAL where `data` has another digest."""
+    is_sha256 = len(digest) == _SHA256_DIGITS
+    got = hashlib.sha256(data).hexdigest() if is_sha256 else digest_bytes(data)
+    if got != digest:
+        raise damaged(key, f"digest {got}", f"digest {digest}")
+
+
+def check_file(key: str, path: Path, file: WeightFile) -> None:
+    """Raises INTERNAL where `path` is not the file that a manifest names."""
+    size_bytes = path.stat().st_size
+    if size_bytes != file.size_bytes:
+        raise damaged(f"{key}/{file.name}", f"{size_bytes} bytes", f"{file.size_bytes} bytes")
+    digest = digest_file(path)
+    if digest != file.digest:
+        raise damaged(f"{key}/{file.name}", f"digest {digest}", f"digest {file.digest}")
+
+
+def describe_folder(folder: Path) -> tuple[WeightFile, ...]:
+    """The files of a flat folder, by name."""
+    paths = sorted(path for path in folder.iterdir() if path.name != FOLDER_MANIFEST)
+    assert paths, "a folder without files"
+    assert all(path.is_file() and not path.is_symlink() for path in paths), "a folder is flat"
+    return tuple(
+        WeightFile(
+            name=checked_key(path.name), size_bytes=path.stat().st_size, digest=digest_file(path)
+        )
+        for path in paths
+    )
+
+
+def encode_manifest(files: Sequence[WeightFile]) -> bytes:
+    """JSON, sealed."""
+    return seal_bytes(json.dumps({"format": _FORMAT, "files": [asdict(f) for f in files]}).encode())
+
+
+def decode_manifest(key: str, data: bytes) -> tuple[WeightFile, ...]:
+    """Raises INTERNAL for bytes that `encode_manifest` would not write."""
+    try:
+        document = json.loads(unseal_bytes(data))
+    except DamagedFileError as err:
+        raise damaged(f"{key}/{FOLDER_MANIFEST}", str(err), "a manifest") from err
+    if document["format"] != _FORMAT:
+        raise damaged(f"{key}/{FOLDER_MANIFEST}", f"format {document['format']}", f"{_FORMAT}")
+    return tuple(
+        WeightFile(
+            name=checked_key(str(file["name"])),
+            size_bytes=int(file["size_bytes"]),
+            digest=str(file["digest"]),
+        )
+        for file in document["files"]
+    )
+
+
+def damaged(what: str, got: str, expected: str) -> RatoonError:
+    return RatoonError(
+        ErrorCode.INTERNAL,
+        f"{what} is damaged: got {got}, expected {expected}",
+        field=what,
+        got=got,
+        expected=expected,
+    )

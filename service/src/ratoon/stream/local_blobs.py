@@ -1,0 +1,108 @@
+"""`Blobs` on a local file system.
+
+Enters a root folder, leaves keys as paths below it. Invariant: as `stream.files` has it, a name is
+given only to what is on disk; a path that links lead out of the root is refused.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from ratoon.errors import invalid
+from ratoon.stream import blobs
+from ratoon.stream.files import (
+    fsync_folder,
+    fsync_tree,
+    make_folder,
+    remove_folder,
+    remove_leftovers,
+    rename_folder,
+    temporary_name,
+    write_atomic,
+)
+
+
+class LocalBlobs:
+    """See `Blobs`. The root is made where it is missing."""
+
+    def __init__(self, root: Path) -> None:
+        make_folder(root)
+        self._root = root.resolve()
+
+    def put(self, key: str, data: bytes) -> None:
+        path = self._path(key)
+        make_folder(path.parent)
+        write_atomic(path, data)
+
+    def get(self, key: str, digest: str) -> bytes:
+        data = self._path(key).read_bytes()
+        blobs.check_digest(key, data, digest)
+        return data
+
+    def get_range(self, key: str, offset: int, length: int) -> bytes:
+        with self._path(key).open("rb") as file:
+            file.seek(offset)
+            return file.read(length)
+
+    def delete(self, key: str) -> None:
+        path = self._path(key)
+        try:
+            path.unlink()
+        except FileNotFoundError:
+            return
+        fsync_folder(path.parent)
+
+    def names(self, key: str) -> tuple[str, ...]:
+        return tuple(path.name for path in self._below(key) if path.is_file())
+
+    def put_folder(self, key: str, source: Path) -> None:
+        target = self._path(key)
+        make_folder(target.parent)
+        manifest = blobs.encode_manifest(blobs.describe_folder(source))
+        fsync_tree(source)
+        write_atomic(source / blobs.FOLDER_MANIFEST, manifest)
+        rename_folder(source, target)
+
+    def get_folder(self, key: str, target: Path) -> None:
+        source = self._path(key)
+        files = blobs.decode_manifest(key, (source / blobs.FOLDER_MANIFEST).read_bytes())
+        make_folder(target.parent)
+        temporary = temporary_name(target)
+        temporary.mkdir()
+        try:
+            for file in files:
+                shutil.copyfile(source / file.name, temporary / file.name)
+                blobs.check_file(key, temporary / file.name, file)
+            fsync_tree(temporary)
+            rename_folder(temporary, target)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+    def delete_folder(self, key: str) -> None:
+        path = self._path(key)
+        if path.exists():
+            remove_folder(path)
+
+    def folder_names(self, key: str) -> tuple[str, ...]:
+        return tuple(
+            path.name for path in self._below(key) if (path / blobs.FOLDER_MANIFEST).is_file()
+        )
+
+    def remove_leftovers(self, key: str) -> None:
+        folder = self._path(key)
+        if folder.is_dir():
+            remove_leftovers(folder)
+
+    def _below(self, key: str) -> list[Path]:
+        folder = self._path(key)
+        if not folder.is_dir():
+            return []
+        return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+
+    def _path(self, key: str) -> Path:
+        path = self._root / blobs.checked_key(key)
+        if not path.resolve().is_relative_to(self._root):
+            raise invalid("key", repr(key), "a path that stays below the root")
+        return path
