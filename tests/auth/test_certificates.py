@@ -18,13 +18,20 @@ from ratoon.auth.certificates import (
     load_certificates,
 )
 from ratoon.config import GrpcConfig, RatoonConfig, TlsConfig
+from ratoon.doctor import Status, run_checks
 from ratoon.errors import RatoonError
+from ratoon.log import configure_logging
 from tests.certificates import Authority, make_authority
 
 
 @pytest.fixture(scope="module")
 def authority() -> Authority:
     return make_authority("ours")
+
+
+@pytest.fixture(autouse=True)
+def _log() -> None:
+    configure_logging("INFO")
 
 
 @pytest.fixture
@@ -152,6 +159,13 @@ def test_the_service_does_not_start_with_a_bad_file(
     with pytest.raises(RatoonError) as refused:
         app.start(config)
     assert refused.value.field == "tls.key_file"
+    assert _doctor(config) == Status.FAIL
+    files.key.chmod(0o600)
+    assert _doctor(config) == Status.OK
+
+
+def _doctor(config: RatoonConfig) -> Status:
+    return next(check.status for check in run_checks(config) if check.name == "tls")
 
 
 @pytest.mark.parametrize("given", [{"cert_file": "a"}, {"key_file": "a"}, {"client_ca_file": "a"}])

@@ -12,6 +12,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
@@ -19,6 +20,7 @@ from pathlib import Path
 import psutil
 
 from ratoon.config import RatoonConfig
+from ratoon.errors import RatoonError
 
 MIN_PYTHON = (3, 11)
 TORCH_VERSIONS = ((2, 11), (2, 13))
@@ -49,6 +51,7 @@ def run_checks(config: RatoonConfig) -> tuple[Check, ...]:
         ("gpu", _check_gpu),
         ("kernels", _check_kernels),
         ("ports", lambda: _check_ports(config)),
+        ("tls", lambda: _check_tls(config)),
         ("disk", lambda: _check_disk(config)),
         ("memory", _check_memory),
         ("ray", _check_ray),
@@ -127,6 +130,23 @@ def _check_ports(config: RatoonConfig) -> Iterator[Check]:
                 yield Check(name=f"port {name}", status=Status.FAIL, detail=detail)
             else:
                 yield Check(name=f"port {name}", status=Status.OK, detail=f"{host}:{port} is free")
+
+
+def _check_tls(config: RatoonConfig) -> Iterator[Check]:
+    from ratoon.auth.certificates import ENDS_SOON, files_of, load_certificates
+
+    files = files_of(config)
+    if files is None:
+        yield Check(name="tls", status=Status.OK, detail="off: plain text")
+        return
+    try:
+        ends_at = load_certificates(files).ends_at
+    except RatoonError as err:
+        yield Check(name="tls", status=Status.FAIL, detail=err.message)
+        return
+    ends_soon = ends_at - datetime.now(UTC) < ENDS_SOON
+    detail = f"certificates until {ends_at:%Y-%m-%d %H:%M} UTC"
+    yield Check(name="tls", status=Status.WARN if ends_soon else Status.OK, detail=detail)
 
 
 def _existing_parent(path: Path) -> Path:
