@@ -9,6 +9,7 @@ written by this process alone, from one thread. No torch is imported here.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -67,6 +68,7 @@ class CoordinatorActor:
         )
         self._is_recovered = False
         self._backends: tuple[BackendInfo, ...] | None = None
+        self._backends_lock = asyncio.Lock()
         ray.get_runtime_context().current_actor.recover.remote()
 
     @ray.method
@@ -112,11 +114,12 @@ class CoordinatorActor:
     @ray.method
     async def backends(self) -> tuple[BackendInfo, ...]:
         """Of the workers' device, asked for in a process that ends afterwards."""
-        if self._backends is None:
-            num_gpus = 0 if self._fleet.device == "cpu" else 0.01
-            task = ray.remote(num_cpus=0, num_gpus=num_gpus, max_calls=1)(list_backends)
-            self._backends = await ask(task.remote())
-        return self._backends
+        async with self._backends_lock:  # A process for all who ask at once, not one for each.
+            if self._backends is None:
+                num_gpus = 0 if self._fleet.device == "cpu" else 0.01
+                task = ray.remote(num_cpus=0, num_gpus=num_gpus, max_calls=1)(list_backends)
+                self._backends = await ask(task.remote())
+            return self._backends
 
     @ray.method
     async def stop_policies(self) -> None:
