@@ -23,6 +23,16 @@ def test_the_token_is_made_once_and_for_its_owner(tmp_path: Path) -> None:
     assert make_token_file(tmp_path).read_text() == token
 
 
+def test_a_data_root_is_made_for_its_owner(tmp_path: Path) -> None:
+    """It will hold rollouts and weights; one that an operator has opened stays open."""
+    make_token_file(tmp_path / "new" / "root")
+    assert (tmp_path / "new/root").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o755)
+    make_token_file(tmp_path / "shared")
+    assert (tmp_path / "shared").stat().st_mode & 0o777 == 0o755
+
+
 def test_rays_own_variables_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)

@@ -27,6 +27,7 @@ from ratoon_client import (
     Loss,
     OperationHandle,
     Optim,
+    RatoonApiError,
     RatoonClient,
     StepResult,
     TransportError,
@@ -184,17 +185,22 @@ def test_both_wires_verify_both_ends(running: Running) -> None:
 
 @pytest.fixture(scope="module")
 def updated(running: Running) -> str:
-    """A policy that has had one update, of the marker."""
+    """A policy that has had one update, of the marker, and refused another."""
     with running.client("https") as client:
         client.create_policy("marked", preset="tiny").result()
         _update(client, 1).result()
+        with pytest.raises(RatoonApiError):
+            _update(client, 2, sampler_logprob=float("nan"))
     return "marked"
 
 
-def _update(client: RatoonClient, seq: int) -> OperationHandle[StepResult]:
+def _update(
+    client: RatoonClient, seq: int, sampler_logprob: float = -5.5
+) -> OperationHandle[StepResult]:
+    logprobs = [sampler_logprob] * len(MARKER)
     rollouts = [
-        rollout(response=MARKER, sampler_logprobs=[-5.5] * len(MARKER), reward=r, policy_version=0)
-        for r in (0.0, 1.0)
+        rollout(response=MARKER, sampler_logprobs=logprobs, reward=reward, policy_version=0)
+        for reward in (0.0, 1.0)
     ]
     groups = [group("g", MARKER, rollouts)]
     return client.update(
