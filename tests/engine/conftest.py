@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ratoon.config import LimitsConfig
-from tests.engine.harness import Machine, policy_spec
+from ratoon.config import CheckpointConfig, LimitsConfig
+from tests.engine.harness import NO_CHECKPOINTS, Machine, policy_spec
 from tests.engine.postgres import PostgresServer, running_postgres
 
 MakeMachine = Callable[..., Machine]
@@ -20,11 +20,16 @@ async def make_machine(tmp_path: Path) -> AsyncIterator[MakeMachine]:
     """Machines that are stopped after the test; keywords are fields of spec and limits."""
     machines: list[Machine] = []
 
-    def make(*, limits: Mapping[str, float] | None = None, **spec: Any) -> Machine:
+    def make(
+        *,
+        limits: Mapping[str, float] | None = None,
+        checkpoints: CheckpointConfig = NO_CHECKPOINTS,
+        **spec: Any,
+    ) -> Machine:
         folder = tmp_path / str(len(machines))
         folder.mkdir()
         bounds = LimitsConfig.model_validate(limits or {})
-        machine = Machine(folder, policy_spec(**spec), bounds)
+        machine = Machine(folder, policy_spec(**spec), bounds, checkpoints=checkpoints)
         machines.append(machine)
         return machine
 

@@ -7,7 +7,9 @@ was applied once and in the same order.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -86,20 +88,36 @@ class FakeSnapshot:
     version: int
     digest: str
     text: str
+    faults: Faults
 
     def write(self, folder: Path) -> int:
+        if self.faults.full_disk:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if self.faults.writes is not None:
+            self.faults.writes.wait()
         folder.mkdir()
         return (folder / "state.json").write_text(self.text)
+
+    def verify(self, folder: Path) -> None:
+        if (folder / "state.json").read_text() != self.text:
+            raise RatoonError(ErrorCode.INTERNAL, f"checkpoint {folder.name} is damaged")
 
 
 @dataclass
 class Faults:
-    """What goes wrong, by the number of the batch. `holds` run until let go or cancelled."""
+    """What goes wrong, by the number of the batch. `holds` run until let go or cancelled.
+
+    `noise` is added to each gradient; snapshots are written once `writes` is set.
+    """
 
     breaks: set[float] = field(default_factory=set[float])
     refuses: set[float] = field(default_factory=set[float])
     skips: set[float] = field(default_factory=set[float])
     holds: dict[float, threading.Event] = field(default_factory=dict[float, threading.Event])
+    device: str = "fake"
+    noise: float = 0.0
+    full_disk: bool = False
+    writes: threading.Event | None = None
 
 
 class FakeTrainer:
@@ -121,7 +139,7 @@ class FakeTrainer:
         return INFO
 
     def fingerprint(self) -> dict[str, str]:
-        return {"device": "fake"}
+        return {"device": self.faults.device}
 
     def state_digest(self) -> str:
         return digest_bytes(json.dumps(self.weights).encode())
@@ -162,6 +180,7 @@ class FakeTrainer:
         if number in self.faults.breaks:
             raise RuntimeError("broken on purpose")
         self.gradients[-1] = number if old_logprobs_J is None else float(old_logprobs_J.sum())
+        self.gradients[-1] += self.faults.noise
         on_progress(2, 2, 6)
         return StepReport(
             loss=number,
@@ -238,13 +257,13 @@ class FakeTrainer:
 
     def snapshot(self) -> FakeSnapshot:
         text = json.dumps({"weights": self.weights, "version": self.version})
-        return FakeSnapshot(self.version, self.state_digest(), text)
-
-    def save_checkpoint(self, folder: Path) -> int:
-        return self.snapshot().write(folder)
+        return FakeSnapshot(self.version, self.state_digest(), text, self.faults)
 
     def load_checkpoint(self, folder: Path) -> None:
-        state = json.loads((folder / "state.json").read_text())
+        try:
+            state = json.loads((folder / "state.json").read_text())
+        except (OSError, ValueError) as err:
+            raise RatoonError(ErrorCode.INTERNAL, f"checkpoint {folder.name} is damaged") from err
         self.weights = [(list(numbers), rate) for numbers, rate in state["weights"]]
         self.version, self.gradients = state["version"], []
 

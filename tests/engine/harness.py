@@ -6,43 +6,22 @@ process loses: everything but the database and the files.
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
 
-from ratoon.config import LimitsConfig
+from ratoon.config import CheckpointConfig, LimitsConfig
 from ratoon.engine.controller import Controller
-from ratoon.engine.crash_points import never
-from ratoon.engine.fenced import FencedStore
 from ratoon.engine.files import BodyFiles, policy_paths
 from ratoon.engine.journal import (
     JournalState,
-    OperationEnd,
     OperationRecord,
-    PolicyHistory,
-    RollBack,
 )
 from ratoon.engine.policy_run import PolicyRun, Ports
-from ratoon.engine.store import SqlStore
-from ratoon.engine.tables import open_database
-from ratoon.engine.tasks import (
-    BatchCommand,
-    ForwardBackwardTask,
-    ForwardTask,
-    LoadRequest,
-    OldLogprobsSource,
-    Outcome,
-    WorkerLostError,
-    WorkerStatus,
-    WorkerTask,
-)
 from ratoon.engine.types import (
-    CheckpointInfo,
     Command,
     DiscardGradientsCommand,
     ForwardBackwardCommand,
@@ -53,11 +32,8 @@ from ratoon.engine.types import (
     Operation,
     OperationKey,
     OperationKind,
-    OperationResult,
     OptimStepCommand,
     PolicySpec,
-    PolicyState,
-    Progress,
     PublishConfig,
     PublishKind,
     Recovery,
@@ -69,10 +45,8 @@ from ratoon.engine.types import (
     Submission,
     UpdateCommand,
 )
-from ratoon.engine.worker import WorkerCore
 from ratoon.metrics import Change
-from ratoon.model.spec import FullTuning, ModelDtype, ModelInfo, ModelSpec, PresetBase
-from ratoon.stream.manifest import WeightManifest
+from ratoon.model.spec import FullTuning, ModelDtype, ModelSpec, PresetBase
 from ratoon.train.config import (
     AdamWConfig,
     LossKind,
@@ -82,10 +56,8 @@ from ratoon.train.config import (
     OptimRequest,
 )
 from ratoon.train.spec import TrainerSpec
-from tests.engine.fake_trainer import FakeTrainer, Faults, export_fake, number_body
-
-T = TypeVar("T")
-POLICY = "p"
+from tests.engine.fake_trainer import Faults, number_body
+from tests.engine.local_ports import POLICY, Crash, Crashes, LocalJournal, LocalWorker
 
 
 def policy_spec(policy_id: str = POLICY, **changes: object) -> PolicySpec:
@@ -139,151 +111,11 @@ def life_record(
         result=None,
         version=None,
         weights_digest="",
+        numerics="",
         created_at=1.0,
         started_at=None,
         finished_at=None,
     )
-
-
-class LocalJournal:
-    """`Journal` over the real store. `lost` writes happen and are not answered, once each."""
-
-    def __init__(self, url: str) -> None:
-        engine = open_database(url)
-        self.store, self.fenced = SqlStore(engine), FencedStore(engine)
-        self.lost: set[str] = set()
-
-    async def acquire(self, policy_id: str) -> int:
-        return self.fenced.acquire(policy_id)
-
-    async def history(self, policy_id: str) -> PolicyHistory:
-        return self.store.history(policy_id)
-
-    async def find_key(self, policy_id: str, key: OperationKey) -> OperationRecord | None:
-        return self.store.find_key(policy_id, key)
-
-    async def find_operation(self, operation_id: str) -> OperationRecord | None:
-        return self.store.find_operation(operation_id)
-
-    async def accept(self, token: int, record: OperationRecord, next_seq: int) -> None:
-        self.fenced.accept(token, record, next_seq)
-        self._answer("accept")
-
-    async def begin(
-        self, token: int, operation_id: str, started_at: float, plan: dict[str, object] | None
-    ) -> None:
-        self.fenced.begin(token, operation_id, started_at, plan)
-        self._answer("begin")
-
-    async def end(self, token: int, policy_id: str, end: OperationEnd) -> None:
-        if "before end" in self.lost:
-            self._answer("before end")
-        self.fenced.end(token, policy_id, end)
-        self._answer("end")
-
-    async def amend(self, token: int, operation_id: str, result: OperationResult) -> None:
-        self.fenced.amend(token, operation_id, result)
-        self._answer("amend")
-
-    async def set_published(self, token: int, policy_id: str, published: tuple[int, ...]) -> None:
-        self.fenced.set_published(token, policy_id, published)
-
-    async def set_policy(
-        self, token: int, policy_id: str, state: PolicyState, info: ModelInfo | None
-    ) -> None:
-        self.fenced.set_policy(token, policy_id, state, info)
-
-    async def roll_back(
-        self, token: int, policy_id: str, roll_back: RollBack
-    ) -> tuple[OperationRecord, ...]:
-        return self.fenced.roll_back(token, policy_id, roll_back)
-
-    async def checkpoints(self, policy_id: str) -> tuple[CheckpointInfo, ...]:
-        return self.store.checkpoints(policy_id)
-
-    def _answer(self, name: str) -> None:
-        if name in self.lost:
-            self.lost.remove(name)
-            raise ConnectionError(f"the answer to {name} was lost")
-
-
-class LocalWorker:
-    """`WorkerPort` over the real core on one thread, and what a kill does to it.
-
-    `loses_restore`: the next call of `restore` never arrives.
-    """
-
-    def __init__(self, faults: Faults) -> None:
-        self._faults = faults
-        self.trainers: list[FakeTrainer] = []
-        self.is_dead = False
-        self.loses_restore = False
-        self._start()
-
-    @property
-    def trainer(self) -> FakeTrainer:
-        return self.trainers[-1]
-
-    def _start(self) -> None:
-        self._compute = ThreadPoolExecutor(1)
-        self.core = WorkerCore(self._create, export_fake, never)  # pyright: ignore[reportArgumentType]
-
-    def _create(self, _spec: TrainerSpec) -> FakeTrainer:
-        self.trainers.append(FakeTrainer(self._faults))
-        return self.trainer
-
-    async def _run(self, call: Callable[[], T]) -> T:
-        if self.is_dead:
-            raise WorkerLostError("dead")
-        result = await asyncio.get_running_loop().run_in_executor(self._compute, call)
-        if self.is_dead:
-            raise WorkerLostError("died meanwhile")
-        return result
-
-    async def replace(self) -> None:
-        self._start()
-        self.is_dead = False
-
-    async def fence(self, token: int) -> WorkerStatus:
-        if not self.is_dead:
-            self.core.fence(token)
-        return await self._run(self.core.status)
-
-    async def load(self, token: int, request: LoadRequest) -> ModelInfo:
-        return await self._run(lambda: self.core.load(token, POLICY, request))
-
-    async def prepare(
-        self, token: int, command: BatchCommand, body_path: str, old_logprobs: OldLogprobsSource
-    ) -> dict[str, object]:
-        return await self._run(lambda: self.core.prepare(token, command, body_path, old_logprobs))
-
-    async def apply(self, token: int, task: WorkerTask) -> Outcome:
-        return await self._run(lambda: self.core.apply(token, task))
-
-    async def skip(self, token: int, seq: int, outcome: Outcome) -> None:
-        await self._run(lambda: self.core.skip(token, seq, outcome))
-
-    async def forward(self, token: int, task: ForwardTask) -> Outcome:
-        return await self._run(lambda: self.core.forward(token, task))
-
-    async def restore(self, token: int, tasks: tuple[ForwardBackwardTask, ...]) -> None:
-        if self.loses_restore:
-            self.loses_restore = False
-            raise ConnectionError("the call was lost")
-        await self._run(lambda: self.core.restore(token, tasks))
-
-    async def publish(
-        self, token: int, version: int, weights_root: str, created_at: float
-    ) -> WeightManifest:
-        return await self._run(lambda: self.core.publish(token, version, weights_root, created_at))
-
-    async def progress(self) -> Progress:
-        if self.is_dead:
-            raise WorkerLostError("dead")
-        return self.core.progress()
-
-    async def cancel(self, operation_id: str) -> None:
-        self.core.cancel(operation_id)
 
 
 @dataclass
@@ -292,6 +124,10 @@ class ListSink:
 
     def send(self, changes: Sequence[Change]) -> None:
         self.changes.extend(changes)
+
+
+# Automatic checkpoints would come in between.
+NO_CHECKPOINTS = CheckpointConfig(every_operations=0, every_s=0, every_bytes=0)
 
 
 class Machine:
@@ -304,13 +140,16 @@ class Machine:
         limits: LimitsConfig,
         url: str = "sqlite://",
         make_worker: Callable[[Faults], LocalWorker] = LocalWorker,
+        checkpoints: CheckpointConfig = NO_CHECKPOINTS,
     ) -> None:
         self.spec, self.limits, self.root = spec, limits, root
-        self.faults = Faults()
-        self.journal = LocalJournal(url)
+        self.checkpoints = checkpoints
+        self.faults, self.crashes = Faults(), Crashes()
+        self.journal = LocalJournal(url, self.crashes.reach)
         if self.journal.store.policy(spec.policy_id) is None:
             self.journal.store.insert_policy(spec, life_record(spec.policy_id, "p.create"))
         self.worker = make_worker(self.faults)
+        self.worker.reach = self.crashes.reach
         self.metrics = ListSink()
         self.paths = policy_paths(root, spec.policy_id)
         self.controller = self._controller()
@@ -323,9 +162,10 @@ class Machine:
                 journal=self.journal, worker=self.worker, metrics=self.metrics, now=time.time
             ),
             limits=self.limits,
+            checkpoints=self.checkpoints,
             paths=self.paths,
             bodies=BodyFiles(self.paths),
-            reach=never,
+            reach=self.crashes.reach,
         )
         return Controller(self.run)
 
@@ -335,7 +175,10 @@ class Machine:
 
     async def restart_controller(self) -> None:
         """A new controller over the same journal and worker, as after a kill of the old one."""
-        await self.controller._turns.stop(0.0)
+        with contextlib.suppress(Crash):
+            await self.controller._turns.stop(0.0)
+        with contextlib.suppress(Crash):
+            await self.controller._turns._checkpointer.stop()
         self.controller = self._controller()
         await self.controller.start()
 

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ratoon.engine.checkpoints import Checkpoint
 from ratoon.engine.fenced import FencedStore
 from ratoon.engine.journal import JournalState, OperationEnd, OperationRecord
+from ratoon.engine.numerics import Numerics
 from ratoon.engine.store import SqlStore
 from ratoon.engine.tables import open_database
-from ratoon.engine.types import OperationKind, StepResult
+from ratoon.engine.types import CheckpointInfo, OperationKind, StepResult
 from ratoon.train.report import StepReport
 from tests.engine.harness import forward_backward, life_record, optim_step, policy_spec, update
+
+NUMERICS = Numerics.of({"device": "fake", "threads": "1"})
+
+
+def journaled(info: CheckpointInfo) -> Checkpoint:
+    return Checkpoint(info=info, weights_digest=f"digest{info.seq}")
 
 
 class Stores:
@@ -35,7 +43,7 @@ class Stores:
 
     def applied(self, seq: int, version: int, kind: OperationKind = OperationKind.UPDATE) -> None:
         self.accept(seq, kind)
-        self.end(seq, version, closes_window=kind is not OperationKind.FORWARD_BACKWARD)
+        self.end(seq, version, frees_window=kind is not OperationKind.FORWARD_BACKWARD)
 
 
 def record_of(seq: int, kind: OperationKind = OperationKind.UPDATE) -> OperationRecord:
@@ -60,7 +68,7 @@ def end_of(seq: int, version: int, **changes: object) -> OperationEnd:
         finished_at=9.0,
         version=version,
         weights_digest="",
-        closes_window=True,
+        frees_window=True,
         checkpoint=None,
     )
     return replace(end, **changes)

@@ -142,6 +142,7 @@ def test_a_policy_inside_a_result_comes_back_equal() -> None:
         token=1,
         created_at=0.5,
         info=None,
+        failure="",
         published=(1, 2),
     )
     result = PolicyResult(policy=row.to_policy())

@@ -298,7 +298,7 @@ async def test_a_checkpoint_in_a_window_says_where_to_replay_from(machine: Machi
     assert (saved.seq, saved.version, saved.replay_from_seq) == (3, 1, 2)
     assert (closed.result.version, closed.result.replay_from_seq) == (2, 6)
     known = machine.journal.store.checkpoints("p")
-    assert [checkpoint.checkpoint_id for checkpoint in known] == ["seq3-v1", "mine"]
+    assert [checkpoint.info.checkpoint_id for checkpoint in known] == ["seq3-v1", "mine"]
     twice = await machine.end(await machine.submit(6, save("mine"), 0))
     assert code_of(twice) == ErrorCode.INVALID_ARGUMENT
 

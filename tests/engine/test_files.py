@@ -169,10 +169,13 @@ def test_a_result_is_read_in_chunks(paths: PolicyPaths) -> None:
 
 
 def test_checkpoints_that_no_record_names_are_dropped(paths: PolicyPaths) -> None:
-    for name in ("known", "torn"):
+    for name in ("known", "t-known", "t-torn", "torn"):
         paths.checkpoint(name).mkdir()
-    drop_unknown_checkpoints(paths, frozenset({"known"}))
-    assert [path.name for path in paths.checkpoints.iterdir()] == ["known"]
+    known = frozenset({"known", "t-known"})
+    drop_unknown_checkpoints(paths, known, "t-")
+    assert sorted(path.name for path in paths.checkpoints.iterdir()) == ["known", "t-known", "torn"]
+    drop_unknown_checkpoints(paths, known, "")
+    assert sorted(path.name for path in paths.checkpoints.iterdir()) == ["known", "t-known"]
 
 
 def test_a_removed_policy_leaves_nothing(paths: PolicyPaths, tmp_path: Path) -> None:

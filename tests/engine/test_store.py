@@ -26,7 +26,7 @@ from ratoon.engine.types import (
 from ratoon.errors import ErrorCode, RatoonError
 from tests.engine.fake_trainer import INFO
 from tests.engine.harness import life_record, policy_spec, update
-from tests.engine.stores import Stores, end_of, record_of
+from tests.engine.stores import NUMERICS, Stores, end_of, journaled, record_of
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_an_older_token_writes_nothing(stores: Stores) -> None:
     fenced, old = stores.fenced, stores.token
     for write in (
         lambda: fenced.accept(old, record_of(2), 3),
-        lambda: fenced.begin(old, "p.1", 1.0, None),
+        lambda: fenced.begin(old, "p.1", 1.0, None, NUMERICS),
         lambda: fenced.end(old, "p", end_of(1, 1)),
         lambda: fenced.amend(old, "p.1", EmptyResult()),
         lambda: fenced.set_published(old, "p", (1,)),
@@ -81,7 +81,7 @@ def test_a_repeated_write_changes_nothing(stores: Stores) -> None:
     stores.fenced.accept(stores.token, record, 2)
     stores.end(1, 1)
     with pytest.raises(JournalConflictError):
-        stores.fenced.begin(stores.token, "p.1", 5.0, {"plan": {}})
+        stores.fenced.begin(stores.token, "p.1", 5.0, {"plan": {}}, NUMERICS)
     stores.end(1, 7, state=JournalState.FAILED)
     found, policy = stores.store.find_operation("p.1"), stores.store.policy("p")
     assert found is not None
@@ -106,12 +106,14 @@ def test_history_begins_after_the_last_closed_window(stores: Stores) -> None:
     stores.applied(1, 1)
     stores.applied(2, 1, OperationKind.FORWARD_BACKWARD)
     stores.accept(3, OperationKind.FORWARD_BACKWARD)
-    stores.end(3, 1, state=JournalState.FAILED, closes_window=False)
+    stores.end(3, 1, state=JournalState.FAILED, frees_window=False)
     stores.accept(5)
     history = stores.store.history("p")
     assert [record.seq for record in history.records] == [2, 3, 5]
     assert history.policy.version == 1
-    assert history.checkpoint is None
+    assert history.checkpoints == ()
+    assert history.closed is not None
+    assert (history.closed.seq, history.kept_from_seq) == (1, 2)
 
 
 def roll_back_to(seq: int, replay_from_seq: int | None = None) -> RollBack:
@@ -133,12 +135,12 @@ def test_a_roll_back_fails_what_is_past_the_checkpoint_and_retires_versions(
         checkpoint_id="c", version=1, seq=3, replay_from_seq=2, created_at=3.0, size_bytes=8
     )
     stores.accept(3, OperationKind.SAVE_CHECKPOINT)
-    stores.end(3, 1, result=checkpoint, checkpoint=checkpoint, closes_window=False)
+    stores.end(3, 1, result=checkpoint, checkpoint=journaled(checkpoint), frees_window=False)
     stores.applied(4, 2, OperationKind.OPTIM_STEP)
     stores.applied(5, 2, OperationKind.FORWARD)
     stores.accept(6)
     stores.accept(9)
-    assert stores.store.history("p").checkpoint == checkpoint
+    assert stores.store.history("p").checkpoints == (journaled(checkpoint),)
     changed = stores.fenced.roll_back(stores.token, "p", roll_back_to(3, 2))
     assert [record.seq for record in changed] == [2, 4, 6, 9]
     states = {
@@ -212,7 +214,7 @@ def test_a_policy_being_deleted_stays_so(stores: Stores) -> None:
     """A controller or a failed start that wrote its state last made a restart forget the delete."""
     deletion = life_record("p", "p.delete", OperationKind.DELETE_POLICY)
     stores.store.mark_deleting("p", deletion)
-    stores.store.set_state("p", PolicyState.FAILED)
+    stores.store.fail_policy("p", "gone")
     stores.fenced.set_policy(stores.token, "p", PolicyState.READY, INFO)
     policy = stores.store.policy("p")
     assert policy is not None
@@ -238,7 +240,7 @@ def test_numbers_of_64_bits_fit(stores: Stores) -> None:
         size_bytes=2**45,
     )
     stores.fenced.accept(stores.token, record_of(large - 1), large)
-    stores.end(large - 1, 2**40, result=checkpoint, checkpoint=checkpoint)
-    assert stores.store.checkpoints("p") == (checkpoint,)
+    stores.end(large - 1, 2**40, result=checkpoint, checkpoint=journaled(checkpoint))
+    assert stores.store.checkpoints("p") == (journaled(checkpoint),)
     history = stores.store.history("p")
     assert (history.policy.next_seq, history.policy.version) == (large, 2**40)

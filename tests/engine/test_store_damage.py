@@ -14,7 +14,7 @@ from ratoon.engine.sealed import DamagedRowError
 from ratoon.engine.tables import open_database
 from ratoon.engine.types import CheckpointInfo, SeqKey
 from ratoon.errors import RatoonError
-from tests.engine.stores import Stores
+from tests.engine.stores import Stores, journaled
 
 PAGE_BYTES = 4096
 NUM_FLIPS = 100
@@ -26,7 +26,7 @@ def fill(stores: Stores) -> None:
         checkpoint_id="c", version=1, seq=1, replay_from_seq=2, created_at=3.0, size_bytes=8
     )
     stores.accept(1)
-    stores.end(1, 1, checkpoint=checkpoint)
+    stores.end(1, 1, checkpoint=journaled(checkpoint))
     for seq in range(2, 40):
         stores.applied(seq, seq)
     stores.accept(40)
@@ -73,7 +73,7 @@ def test_a_write_to_a_damaged_row_does_not_make_it_whole(stores: Stores) -> None
     with stores.engine.begin() as connection:
         connection.execute(text("UPDATE policies SET version = 7"))
     with pytest.raises(DamagedRowError):
-        stores.store.set_state("p", stores.store.policies()[0].state)
+        stores.store.fail_policy("p", "gone")
     with pytest.raises(DamagedRowError):
         stores.fenced.set_published(stores.token, "p", (1,))
     with stores.engine.begin() as connection:

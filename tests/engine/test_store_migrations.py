@@ -76,11 +76,11 @@ def test_a_database_from_before_revisions_is_upgraded_and_keeps_everything(
         assert compare_metadata(MigrationContext.configure(connection), METADATA) == []
     assert revision(stores.engine) == newest_revision()
     history = stores.store.history("p")
-    policy, checkpoint = history.policy, history.checkpoint
+    policy, (checkpoint,) = history.policy, history.checkpoints
     assert (policy.state, policy.version, policy.next_seq) == (PolicyState.READY, 1, 5)
     assert (policy.info, policy.published, policy.token) == (INFO, (0, 1), 1)
-    assert checkpoint is not None
-    assert (checkpoint.checkpoint_id, checkpoint.size_bytes) == ("c", 8)
+    assert (checkpoint.info.checkpoint_id, checkpoint.info.size_bytes) == ("c", 8)
+    assert (checkpoint.weights_digest, history.records[0].numerics) == ("", "")
     assert [record.seq for record in history.records] == [2, 3, 4]
     assert history.records[2].state is JournalState.APPLYING
     assert history.records[2].plan == {"plan": {"micro_batches": [1]}}

@@ -22,7 +22,7 @@ from ratoon.engine.tables import open_database
 from ratoon.engine.types import EmptyResult, OperationKind, PolicyState
 from ratoon.errors import ErrorCode, RatoonError
 from tests.engine.harness import life_record, policy_spec
-from tests.engine.stores import Stores, end_of, record_of
+from tests.engine.stores import NUMERICS, Stores, end_of, record_of
 
 # Long enough for a thread to reach the lock that it will wait for.
 BLOCKED_S = 0.2
@@ -131,7 +131,7 @@ def test_an_operation_that_ended_meanwhile_is_not_begun(pair: tuple[Stores, Stor
     first.accept(1)
     begun = while_locked(
         second,
-        lambda: first.fenced.begin(first.token, "p.1", 1.0, None),
+        lambda: first.fenced.begin(first.token, "p.1", 1.0, None, NUMERICS),
         state=JournalState.APPLIED,
     )
     assert isinstance(begun.exception(30), JournalConflictError)

@@ -86,10 +86,13 @@ def load_request(last_seq: int = 0, version: int = 0) -> LoadRequest:
         source=InitialWeights(),
         version=version,
         last_seq=last_seq,
+        digests=True,
     )
 
 
-SKIPPED = Outcome(state=OperationState.CANCELLED, result=EmptyResult(), must_restore=False)
+SKIPPED = Outcome(
+    state=OperationState.CANCELLED, result=EmptyResult(), must_restore=False, weights_digest=""
+)
 
 
 @pytest.fixture

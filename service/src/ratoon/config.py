@@ -154,6 +154,21 @@ class WorkerConfig(_Section):
     canary_every: int = Field(default=100, ge=0)
 
 
+class CheckpointConfig(_Section):
+    """Automatic checkpoints of policies with `recovery: replay`: when one of the measures is full.
+
+    0: not by this measure. A checkpoint frees request bodies and shortens a recovery.
+    """
+
+    # That change weights or gradients.
+    every_operations: int = Field(default=50, ge=0)
+    every_s: float = Field(default=600.0, ge=0)
+    # Of request bodies.
+    every_bytes: int = Field(default=1024 * MIB, ge=0)
+    # Checkpoints, callers' own among them, that a recovery can begin at.
+    keep: int = Field(default=2, ge=1)
+
+
 class RayConfig(_Section):
     """`address` "" starts a local Ray; sizes in bytes."""
 
@@ -186,6 +201,7 @@ class RatoonConfig(BaseSettings):
     limits: LimitsConfig = LimitsConfig()
     quotas: KeyLimits = KeyLimits()
     worker: WorkerConfig = WorkerConfig()
+    checkpoints: CheckpointConfig = CheckpointConfig()
     ray: RayConfig = RayConfig()
 
     @classmethod

@@ -141,6 +141,19 @@ CANARY_WORST_PARAMETER = _gauge(
     "The same of the parameter where it is largest.",
     POLICY_LABEL,
 )
+CHECKPOINTS = _counter(
+    "ratoon_checkpoints_total",
+    "Automatic checkpoints written or failed, and any that were unusable.",
+    "outcome",
+)
+RECOVERIES = _counter(
+    "ratoon_recoveries_total",
+    "Lost workers: replayed, rebased on other numerics, rolled back, or stopped.",
+    "outcome",
+)
+REPLAYED_OPERATIONS = _counter(
+    "ratoon_replayed_operations_total", "Operations that a recovery has run again."
+)
 BACKEND = _gauge(
     "ratoon_backend_info", "The kernel backend in use: 1.", POLICY_LABEL, "op", "backend"
 )
@@ -173,6 +186,9 @@ METRICS: tuple[Metric, ...] = (
     CANARY_LOGPROB_MEAN,
     CANARY_GRADIENT,
     CANARY_WORST_PARAMETER,
+    CHECKPOINTS,
+    RECOVERIES,
+    REPLAYED_OPERATIONS,
     BACKEND,
 )
 

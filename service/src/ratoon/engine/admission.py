@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 from ratoon.engine import telemetry
+from ratoon.engine.checkpoints import check_own_id
 from ratoon.engine.claims import Claim
 from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.files import safe_name
@@ -74,7 +75,7 @@ class Admission:
             case SaveCheckpointCommand(checkpoint_id=""):
                 pass  # Named by seq and version when it runs.
             case SaveCheckpointCommand() | LoadCheckpointCommand():
-                safe_name("checkpoint_id", command.checkpoint_id)
+                check_own_id(safe_name("checkpoint_id", command.checkpoint_id))
             case _:
                 pass
         digest = body_digest(command)
@@ -218,6 +219,7 @@ class Admission:
             result=None,
             version=None,
             weights_digest="",
+            numerics="",
             created_at=run.ports.now(),
             started_at=None,
             finished_at=None,

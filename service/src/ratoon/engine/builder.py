@@ -6,10 +6,8 @@ Invariant: nothing has been touched when it raises, so a refused operation needs
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import cast
-
 from ratoon.engine.admission import named_forward
+from ratoon.engine.decisions import NO_FORWARD, forward_source, recorded_task
 from ratoon.engine.journal import JournalState, OperationRecord
 from ratoon.engine.policy_run import PolicyRun
 from ratoon.engine.tasks import (
@@ -17,10 +15,7 @@ from ratoon.engine.tasks import (
     DiscardTask,
     ForwardBackwardTask,
     ForwardTask,
-    FromForwardFile,
-    FromGiven,
     LoadTask,
-    OldLogprobsSource,
     OptimStepTask,
     SaveTask,
     UpdateTask,
@@ -39,8 +34,6 @@ from ratoon.engine.types import (
 )
 from ratoon.errors import ErrorCode, RatoonError, invalid
 
-_NO_FORWARD = ""
-
 
 class TaskBuilder:
     """Reads the run, the journal and the worker; changes none of them."""
@@ -49,13 +42,15 @@ class TaskBuilder:
         self._run = run
 
     async def build(self, record: OperationRecord) -> WorkerTask:
-        """The task of an operation whose turn it is.
+        """The task of an operation whose turn it is; one that began before makes the same choices.
 
         Raises VERSION_MISMATCH, WINDOW_OPEN, WINDOW_EMPTY, WINDOW_POISONED, CHECKPOINT_NOT_FOUND,
         or what the worker says of the batch.
         """
         command = record.command
         assert command is not None, "an open record keeps its command"
+        if record.plan is not None and not isinstance(command, SaveCheckpointCommand):
+            return recorded_task(record, self._run.paths)
         self._check_version(command)
         match command:
             case UpdateCommand() | ForwardBackwardCommand() | ForwardCommand():
@@ -75,27 +70,11 @@ class TaskBuilder:
             case LoadCheckpointCommand():
                 return await self._load_task(record, command)
 
-    def rebuild(self, record: OperationRecord) -> ForwardBackwardTask:
-        """The task of an applied ForwardBackward of the open window, from its record alone."""
-        command, decisions = record.command, record.plan
-        assert isinstance(command, ForwardBackwardCommand)
-        assert decisions is not None
-        plan, forward = decisions["plan"], str(decisions["old_logprobs"])
-        assert isinstance(plan, dict), "what `decisions` wrote"
-        return ForwardBackwardTask(
-            operation_id=record.operation_id,
-            seq=record.seq,
-            command=command,
-            body_path=self._body_path(command),
-            old_logprobs=self._source(forward),
-            plan=cast("dict[str, object]", plan),
-        )
-
     async def _batch_task(self, record: OperationRecord, command: BatchCommand) -> WorkerTask:
         if isinstance(command, UpdateCommand):
             self._run.window.check_update()
         body_path = self._body_path(command)
-        source = self._source(await self._forward_file(command))
+        source = forward_source(await self._forward_file(command), self._run.paths)
         token, worker = self._run.token, self._run.ports.worker
         plan = await worker.prepare(token, command, body_path, source)
         match command:
@@ -131,7 +110,8 @@ class TaskBuilder:
     async def _save_task(self, record: OperationRecord, command: SaveCheckpointCommand) -> SaveTask:
         run = self._run
         checkpoint_id = command.checkpoint_id or f"seq{record.seq}-v{run.version}"
-        known = {c.checkpoint_id for c in await run.ports.journal.checkpoints(run.policy_id)}
+        checkpoints = await run.ports.journal.checkpoints(run.policy_id)
+        known = {checkpoint.info.checkpoint_id for checkpoint in checkpoints}
         if checkpoint_id in known:
             raise invalid("checkpoint_id", checkpoint_id, "a name that no checkpoint has yet")
         return SaveTask(
@@ -146,12 +126,13 @@ class TaskBuilder:
     async def _load_task(self, record: OperationRecord, command: LoadCheckpointCommand) -> LoadTask:
         run = self._run
         for checkpoint in await run.ports.journal.checkpoints(run.policy_id):
-            if checkpoint.checkpoint_id == command.checkpoint_id:
+            info = checkpoint.info
+            if info.checkpoint_id == command.checkpoint_id and not checkpoint.is_automatic:
                 return LoadTask(
                     operation_id=record.operation_id,
                     seq=record.seq,
-                    folder=str(run.paths.checkpoint(checkpoint.checkpoint_id)),
-                    checkpoint=checkpoint,
+                    folder=str(run.paths.checkpoint(info.checkpoint_id)),
+                    checkpoint=info,
                 )
         raise RatoonError(
             ErrorCode.CHECKPOINT_NOT_FOUND,
@@ -186,7 +167,7 @@ class TaskBuilder:
         """Name of the file with the old log-probs that the command asks for; "": none asked for."""
         operation_id = named_forward(command)
         if not operation_id:
-            return _NO_FORWARD
+            return NO_FORWARD
         run = self._run
         live = run.ledger.find(operation_id)
         record = live.record if live else await run.ports.journal.find_operation(operation_id)
@@ -202,36 +183,10 @@ class TaskBuilder:
             raise invalid(field, "a Forward whose result has expired", expected)
         return name
 
-    def _source(self, forward: str) -> OldLogprobsSource:
-        if forward == _NO_FORWARD:
-            return FromGiven()
-        return FromForwardFile(path=str(self._run.paths.results / forward))
-
     def _body_path(self, command: BatchCommand) -> str:
         return str(self._run.paths.body(command.body_digest))
-
-
-def decisions(task: WorkerTask) -> dict[str, object] | None:
-    """What the journal keeps of a task, so that running it again makes the same choices."""
-    match task:
-        case ForwardBackwardTask(plan=plan, old_logprobs=source):
-            return {"plan": plan, "old_logprobs": _forward_of(source)}
-        case UpdateTask(plan=plan, old_logprobs=source, next_version=version):
-            return {"plan": plan, "old_logprobs": _forward_of(source), "next_version": version}
-        case ForwardTask(plan=plan):
-            return {"plan": plan}
-        case OptimStepTask(next_version=version):
-            return {"next_version": version}
-        case SaveTask(checkpoint_id=checkpoint_id):
-            return {"checkpoint_id": checkpoint_id}
-        case DiscardTask() | LoadTask():
-            return None
 
 
 def forward_file_name(operation_id: str, digest: str) -> str:
     """The file beside a Forward's output that says whose log-probs are in it."""
     return f"{digest}.{operation_id.rpartition('.')[2]}"
-
-
-def _forward_of(source: OldLogprobsSource) -> str:
-    return Path(source.path).name if isinstance(source, FromForwardFile) else _NO_FORWARD

@@ -150,9 +150,10 @@ class EngineClient:
         )
 
     async def list_checkpoints(self, policy_id: str) -> tuple[CheckpointInfo, ...]:
-        """By seq. Raises POLICY_NOT_FOUND."""
+        """Callers' own, by seq. Raises POLICY_NOT_FOUND."""
         await self.get_policy(policy_id)
-        return await _answer(self._coordinator.checkpoints.remote(policy_id))
+        known = await _answer(self._coordinator.checkpoints.remote(policy_id))
+        return tuple(checkpoint.info for checkpoint in known if not checkpoint.is_automatic)
 
     async def weight_manifest(self, policy_id: str, version: int | None) -> WeightManifest:
         """Of a published version, None: the newest. Raises WEIGHTS_NOT_FOUND."""

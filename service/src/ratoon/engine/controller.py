@@ -15,6 +15,7 @@ import contextlib
 
 from ratoon.engine import telemetry
 from ratoon.engine.admission import Admission, JournalUnknownError, named_forward, new_operation_id
+from ratoon.engine.checkpointer import Checkpointer
 from ratoon.engine.codec import payload_hash
 from ratoon.engine.executor import Executor
 from ratoon.engine.faults import cancelled, operation_not_found, policy_not_ready, seq_gap
@@ -57,7 +58,9 @@ class Controller:
         self._admission = Admission(run)
         # Held by whoever changes the queue: submissions, cancellations, a restart.
         self._lock = asyncio.Lock()
-        self._turns = TurnLoop(run, Executor(run, self._publisher), self._publisher, self._lock)
+        checkpointer = Checkpointer(run)
+        executor = Executor(run, self._publisher, checkpointer)
+        self._turns = TurnLoop(run, executor, self._publisher, checkpointer, self._lock)
         self._uploads = UploadFiles(
             run.paths,
             ttl_s=run.limits.upload_ttl_s,
@@ -223,11 +226,10 @@ class Controller:
         return record
 
     async def _named_results(self) -> frozenset[str]:
-        """Digests of Forward results that open operations, or the open window, will read."""
+        """Digests of Forward results that open operations, or a recovery, will read."""
         run = self._run
         commands = [live.record.command for live in run.ledger.open_operations()]
-        commands += [record.command for record in run.window_records.values()]
-        digests: set[str] = set()
+        digests = set(await run.ports.journal.results_in_use(run.policy_id))
         for operation_id in filter(None, map(named_forward, commands)):
             live = run.ledger.find(operation_id)
             record = live.record if live else await run.ports.journal.find_operation(operation_id)
@@ -247,7 +249,7 @@ class Controller:
                 finished_at=now,
                 version=run.version,
                 weights_digest="",
-                closes_window=False,
+                frees_window=False,
                 checkpoint=None,
             )
             try:
@@ -260,7 +262,7 @@ class Controller:
         live.end(JournalState.CANCELLED, result, now)
         run.ledger.settle(live)
         run.send(telemetry.entered(live.record, JournalState.CANCELLED))
-        if record.body_digest:
+        if record.body_digest and not (record.seq and run.replays):
             await run.bodies.release(record.operation_id, record.body_digest)
 
     def _unknown(self) -> RatoonError:
@@ -300,7 +302,8 @@ class Controller:
 
     def _check_ready(self) -> None:
         if self._run.state is not PolicyState.READY:
-            raise policy_not_ready(self._run.policy_id, self._run.state)
+            run = self._run
+            raise policy_not_ready(run.policy_id, run.state, run.failure)
 
 
 def _ended(record: OperationRecord) -> Operation:

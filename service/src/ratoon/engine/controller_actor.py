@@ -54,6 +54,7 @@ class ControllerActor:
                 now=time.time,
             ),
             limits=settings.limits,
+            checkpoints=settings.checkpoints,
             paths=paths,
             bodies=BodyFiles(paths),
             reach=make_reach(settings.crash_points),

@@ -246,10 +246,10 @@ class Coordinator:
     async def _bring_back(self, spec: PolicySpec) -> None:
         try:
             await self._fleet.start(spec)
-        except Exception:  # noqa: BLE001 - one policy must not keep the others from coming back
+        except Exception as err:  # noqa: BLE001 - one must not keep the others from coming back
             _LOG.exception("policy did not come back", policy_id=spec.policy_id)
-            failed = PolicyState.FAILED
-            await self.on_store(lambda: self._store.set_state(spec.policy_id, failed))
+            failure = _typed(err).message
+            await self.on_store(lambda: self._store.fail_policy(spec.policy_id, failure))
 
     async def _resume(self, policy_id: str, kind: OperationKind) -> LiveOperation:
         record = await self.on_store(lambda: self._store.find_life(policy_id, kind))
@@ -287,6 +287,7 @@ class Coordinator:
             result=None,
             version=None,
             weights_digest="",
+            numerics="",
             created_at=self._now(),
             started_at=None,
             finished_at=None,

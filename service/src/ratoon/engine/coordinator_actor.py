@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
@@ -20,18 +20,19 @@ import ray
 
 from ratoon.engine import telemetry
 from ratoon.engine.backends import BackendInfo, list_backends
+from ratoon.engine.checkpoints import Checkpoint, Covered
 from ratoon.engine.coordinator import Coordinator
 from ratoon.engine.crash_points import CrashPoint, make_reach
 from ratoon.engine.fenced import FencedStore
 from ratoon.engine.fleet import RayFleet
 from ratoon.engine.journal import OperationEnd, OperationRecord, PolicyHistory, RollBack
 from ratoon.engine.metrics_actor import RayMetricsSink, find_metrics
+from ratoon.engine.numerics import Numerics
 from ratoon.engine.ray_calls import ask, kill_actor
 from ratoon.engine.settings import METRICS_NAME, EngineSettings
 from ratoon.engine.store import SqlStore
 from ratoon.engine.tables import open_database
 from ratoon.engine.types import (
-    CheckpointInfo,
     Operation,
     OperationKey,
     OperationResult,
@@ -139,6 +140,22 @@ class CoordinatorActor:
         return await self._on_store(partial(self._store.history, policy_id))
 
     @ray.method
+    async def records_from(self, policy_id: str, seq: int) -> tuple[OperationRecord, ...]:
+        return await self._on_store(partial(self._store.records_from, policy_id, seq))
+
+    @ray.method
+    async def bodies_in_use(self, policy_id: str) -> Mapping[str, str]:
+        return await self._on_store(partial(self._store.bodies_in_use, policy_id))
+
+    @ray.method
+    async def results_in_use(self, policy_id: str) -> frozenset[str]:
+        return await self._on_store(partial(self._store.results_in_use, policy_id))
+
+    @ray.method
+    async def numerics(self, digest: str) -> Mapping[str, str]:
+        return await self._on_store(partial(self._store.numerics, digest))
+
+    @ray.method
     async def find_key(self, policy_id: str, key: OperationKey) -> OperationRecord | None:
         return await self._on_store(partial(self._store.find_key, policy_id, key))
 
@@ -154,10 +171,16 @@ class CoordinatorActor:
 
     @ray.method
     async def begin(
-        self, token: int, operation_id: str, started_at: float, plan: dict[str, object] | None
+        self,
+        token: int,
+        operation_id: str,
+        started_at: float,
+        plan: dict[str, object] | None,
+        numerics: Numerics,
     ) -> None:
         self._reach(CrashPoint.COORDINATOR_BEFORE_BEGIN)
-        await self._on_store(partial(self._fenced.begin, token, operation_id, started_at, plan))
+        write = partial(self._fenced.begin, token, operation_id, started_at, plan, numerics)
+        await self._on_store(write)
         self._reach(CrashPoint.COORDINATOR_AFTER_BEGIN)
 
     @ray.method
@@ -169,6 +192,26 @@ class CoordinatorActor:
     @ray.method
     async def amend(self, token: int, operation_id: str, result: OperationResult) -> None:
         await self._on_store(partial(self._fenced.amend, token, operation_id, result))
+
+    @ray.method
+    async def cover(
+        self, token: int, policy_id: str, automatic: Checkpoint | None, keep: int
+    ) -> Covered:
+        self._reach(CrashPoint.COORDINATOR_BEFORE_COVER)
+        write = partial(self._fenced.cover, token, policy_id, automatic, keep)
+        covered = await self._on_store(write)
+        self._reach(CrashPoint.COORDINATOR_AFTER_COVER)
+        return covered
+
+    @ray.method
+    async def rebase(
+        self, token: int, policy_id: str, digests: Mapping[int, str], numerics: Numerics
+    ) -> None:
+        await self._on_store(partial(self._fenced.rebase, token, policy_id, digests, numerics))
+
+    @ray.method
+    async def fail(self, token: int, policy_id: str, failure: str) -> None:
+        await self._on_store(partial(self._fenced.fail, token, policy_id, failure))
 
     @ray.method
     async def set_published(self, token: int, policy_id: str, published: tuple[int, ...]) -> None:
@@ -187,7 +230,7 @@ class CoordinatorActor:
         return await self._on_store(partial(self._fenced.roll_back, token, policy_id, roll_back))
 
     @ray.method
-    async def checkpoints(self, policy_id: str) -> tuple[CheckpointInfo, ...]:
+    async def checkpoints(self, policy_id: str) -> tuple[Checkpoint, ...]:
         return await self._on_store(partial(self._store.checkpoints, policy_id))
 
     async def _on_store(self, call: Callable[[], T]) -> T:

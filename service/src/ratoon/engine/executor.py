@@ -12,8 +12,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ratoon.engine import telemetry
-from ratoon.engine.builder import TaskBuilder, decisions
+from ratoon.engine.builder import TaskBuilder
+from ratoon.engine.checkpointer import Checkpointer
+from ratoon.engine.checkpoints import Checkpoint
 from ratoon.engine.crash_points import CrashPoint
+from ratoon.engine.decisions import decisions, recorded_forward_backward
 from ratoon.engine.faults import cancelled
 from ratoon.engine.journal import CLOSING_KINDS, JournalState, OperationEnd, OperationRecord
 from ratoon.engine.ledger import LiveOperation
@@ -45,8 +48,9 @@ _JOURNAL_STATE = {
 class Executor:
     """Used by one coroutine at a time. Lets `WorkerLostError` and `FencedError` through."""
 
-    def __init__(self, run: PolicyRun, publisher: Publisher) -> None:
+    def __init__(self, run: PolicyRun, publisher: Publisher, checkpointer: Checkpointer) -> None:
         self._run = run
+        self._checkpointer = checkpointer
         self._builder = TaskBuilder(run)
         self._publisher = publisher
 
@@ -94,7 +98,7 @@ class Executor:
             return await self._skip(live, OperationState.FAILED, error)
         plan, started_at = decisions(task), run.ports.now()
         run.reach(CrashPoint.CONTROLLER_BEFORE_BEGIN)
-        await run.ports.journal.begin(run.token, live.operation_id, started_at, plan)
+        await run.ports.journal.begin(run.token, live.operation_id, started_at, plan, run.numerics)
         run.reach(CrashPoint.CONTROLLER_AFTER_BEGIN)
         live.set_record(replace(live.record, plan=plan))
         live.start(started_at)
@@ -126,15 +130,16 @@ class Executor:
         saved = None
         if done and record.kind is OperationKind.SAVE_CHECKPOINT:
             assert isinstance(result, CheckpointInfo)
-            result = saved = replace(result, created_at=run.ports.now())
+            result = replace(result, created_at=run.ports.now())
+            saved = Checkpoint(info=result, weights_digest=outcome.weights_digest)
         end = OperationEnd(
             operation_id=record.operation_id,
             state=state,
             result=result,
             finished_at=run.ports.now(),
             version=version,
-            weights_digest="",
-            closes_window=closes,
+            weights_digest=outcome.weights_digest,
+            frees_window=closes and not run.replays,
             checkpoint=saved,
         )
         run.reach(CrashPoint.CONTROLLER_BEFORE_END)
@@ -146,13 +151,16 @@ class Executor:
         if stepped:
             result = await self._publish(record.operation_id, result)
         self._settle(live, state, result, version=version if done else None)
+        self._checkpointer.note(live.record)
+        if saved is not None and run.replays:
+            await self._checkpointer.cover_saved()
         if outcome.must_restore or (not done and _has_subset(record)):
             await self.restore_window()
 
     async def _follow_window(
         self, live: LiveOperation, state: JournalState, *, closes: bool
     ) -> None:
-        """The window after the operation, and which bodies are still needed."""
+        """The window after the operation; bodies go unless a checkpoint must cover them first."""
         run, record = self._run, live.record
         if record.kind is OperationKind.FORWARD_BACKWARD:
             if state is JournalState.APPLIED:
@@ -161,14 +169,14 @@ class Executor:
                 return
             if state is JournalState.FAILED:
                 run.window = run.window.with_failed(record.seq)
-        if record.body_digest:
-            await run.bodies.release(record.operation_id, record.body_digest)
+        doomed = [record] if record.body_digest else []
         if closes:
-            doomed = tuple(run.window_records.values())
+            doomed += run.window_records.values()
             run.window = Window()
             run.window_records.clear()
-            for closed in doomed:
-                await run.bodies.release(closed.operation_id, closed.body_digest)
+        if not run.replays:
+            for ended in doomed:
+                await run.bodies.release(ended.operation_id, ended.body_digest)
 
     async def _publish(self, operation_id: str, result: OperationResult) -> OperationResult:
         """Publish the new version where it is due; the report says how long that took."""
@@ -187,7 +195,7 @@ class Executor:
 
     async def _restore(self, seqs: tuple[int, ...]) -> None:
         run = self._run
-        tasks = tuple(self._builder.rebuild(run.window_records[seq]) for seq in seqs)
+        tasks = tuple(recorded_forward_backward(run.window_records[seq], run.paths) for seq in seqs)
         await run.ports.worker.restore(run.token, tasks)
 
     def _settle(
@@ -208,7 +216,8 @@ class Executor:
 
 
 def _ended(state: OperationState, error: RatoonError) -> Outcome:
-    return Outcome(state=state, result=FailedResult(error=error.to_dict()), must_restore=False)
+    result = FailedResult(error=error.to_dict())
+    return Outcome(state=state, result=result, must_restore=False, weights_digest="")
 
 
 def _has_subset(record: OperationRecord) -> bool:

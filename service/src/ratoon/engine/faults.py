@@ -5,6 +5,8 @@ Enter names, leave `RatoonError`s. Invariant: one failure has one wording.
 
 from __future__ import annotations
 
+import errno
+
 from ratoon.engine.types import PolicyState
 from ratoon.errors import ErrorCode, RatoonError
 
@@ -24,14 +26,23 @@ def operation_not_found(operation_id: str) -> RatoonError:
     )
 
 
-def policy_not_ready(policy_id: str, state: PolicyState) -> RatoonError:
+def policy_not_ready(policy_id: str, state: PolicyState, failure: str = "") -> RatoonError:
+    """`failure`: why it is failed."""
     return RatoonError(
         ErrorCode.POLICY_NOT_READY,
-        f"policy {policy_id} is {state}",
+        f"policy {policy_id} is {state}" + (f": {failure}" if failure else ""),
         field="policy_id",
         got=str(state),
         expected="ready",
     )
+
+
+def disk_fault(what: str, error: OSError) -> RatoonError:
+    """Files could not be written: RESOURCE_EXHAUSTED where there is no room, else UNAVAILABLE."""
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    code = ErrorCode.RESOURCE_EXHAUSTED if is_full else ErrorCode.UNAVAILABLE
+    details = {"resource": "disk"} if is_full else {}
+    return RatoonError(code, f"the {what} was not written: {error.strerror}", details=details)
 
 
 def cancelled(operation_id: str) -> RatoonError:

@@ -9,11 +9,19 @@ changes nothing.
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import json
+from collections.abc import Mapping
 
-from sqlalchemy import Connection, Engine, and_, or_, select
+from sqlalchemy import Connection, Engine, and_, delete, or_, select
+from sqlalchemy.exc import IntegrityError
 
+from ratoon.engine.checkpoints import (
+    Checkpoint,
+    Covered,
+    first_uncovered_seq,
+    kept_checkpoints,
+)
 from ratoon.engine.codec import to_text
 from ratoon.engine.journal import (
     LIFE_KINDS,
@@ -25,19 +33,22 @@ from ratoon.engine.journal import (
     PolicyRow,
     RollBack,
 )
+from ratoon.engine.numerics import Numerics
 from ratoon.engine.rollback import rolled_back
 from ratoon.engine.rows import (
+    insert_checkpoint,
     require_operation,
     require_policy,
+    select_checkpoints,
     select_operation,
+    select_operations,
     select_policy,
     set_operation,
     set_policy,
     to_columns,
-    to_record,
 )
 from ratoon.engine.sealed import insert_row, update_rows
-from ratoon.engine.tables import CHECKPOINTS, OPERATIONS
+from ratoon.engine.tables import CHECKPOINTS, NUMERICS, OPERATIONS
 from ratoon.engine.types import OperationResult, PolicyState
 from ratoon.model.spec import ModelInfo
 
@@ -62,9 +73,15 @@ class FencedStore:
         """The state, but of one being deleted; what the model said of itself (None: as it was)."""
         with self._engine.begin() as connection:
             if _fence(connection, policy_id, token).state is not PolicyState.DELETING:
-                set_policy(connection, policy_id, state=state)
+                set_policy(connection, policy_id, state=state, failure=None)
             if info is not None:
                 set_policy(connection, policy_id, info=to_text(info))
+
+    def fail(self, token: int, policy_id: str, failure: str) -> None:
+        """The policy is failed, and why; one being deleted stays so."""
+        with self._engine.begin() as connection:
+            if _fence(connection, policy_id, token).state is not PolicyState.DELETING:
+                set_policy(connection, policy_id, state=PolicyState.FAILED, failure=failure)
 
     def set_published(self, token: int, policy_id: str, published: tuple[int, ...]) -> None:
         with self._engine.begin() as connection:
@@ -81,7 +98,12 @@ class FencedStore:
             set_policy(connection, record.policy_id, next_seq=next_seq)
 
     def begin(
-        self, token: int, operation_id: str, started_at: float, plan: dict[str, object] | None
+        self,
+        token: int,
+        operation_id: str,
+        started_at: float,
+        plan: dict[str, object] | None,
+        numerics: Numerics,
     ) -> None:
         """What was decided is durable before any of it is applied; an ended one is not begun."""
         with self._engine.begin() as connection:
@@ -94,7 +116,9 @@ class FencedStore:
                 state=JournalState.APPLYING,
                 started_at=started_at,
                 plan=None if plan is None else json.dumps(plan, separators=(",", ":")),
+                numerics=numerics.digest,
             )
+            _know_numerics(connection, numerics)
 
     def end(self, token: int, policy_id: str, end: OperationEnd) -> None:
         """An operation's end, and with it the policy's version, checkpoint and closed window."""
@@ -119,15 +143,49 @@ class FencedStore:
                 max_version=max(policy.max_version, end.version),
             )
             if end.checkpoint is not None:
-                values = {"policy_id": policy_id, **dataclasses.asdict(end.checkpoint)}
-                insert_row(connection, CHECKPOINTS, values)
-            if end.closes_window:
-                _compact(connection, policy_id, record.seq)
+                insert_checkpoint(connection, policy_id, end.checkpoint)
+            if end.frees_window:
+                _free(connection, policy_id, record.seq + 1)
 
     def amend(self, token: int, operation_id: str, result: OperationResult) -> None:
         with self._engine.begin() as connection:
             _fence_operation(connection, operation_id, token)
             set_operation(connection, operation_id, result=to_text(result))
+
+    def cover(self, token: int, policy_id: str, automatic: Checkpoint | None, keep: int) -> Covered:
+        """Add an automatic checkpoint, and free what the newest `keep` of all make superfluous."""
+        with self._engine.begin() as connection:
+            _fence(connection, policy_id, token)
+            known = select_checkpoints(connection, policy_id)
+            names = {checkpoint.info.checkpoint_id for checkpoint in known}
+            if automatic is not None and automatic.info.checkpoint_id not in names:
+                insert_checkpoint(connection, policy_id, automatic)
+                known = select_checkpoints(connection, policy_id)
+            kept = kept_checkpoints(known, keep)
+            doomed = tuple(
+                checkpoint.info.checkpoint_id
+                for checkpoint in known
+                if checkpoint.is_automatic and checkpoint not in kept
+            )
+            mine = CHECKPOINTS.c.policy_id == policy_id
+            connection.execute(
+                delete(CHECKPOINTS).where(mine, CHECKPOINTS.c.checkpoint_id.in_(doomed))
+            )
+            freed = _free(connection, policy_id, first_uncovered_seq(known, keep))
+            bodies = tuple((r.operation_id, r.body_digest) for r in freed if r.body_digest)
+            return Covered(bodies=bodies, checkpoint_ids=doomed)
+
+    def rebase(
+        self, token: int, policy_id: str, digests: Mapping[int, str], numerics: Numerics
+    ) -> None:
+        """Replace weights digests by seq: the operations were run again under other numerics."""
+        with self._engine.begin() as connection:
+            _fence(connection, policy_id, token)
+            _know_numerics(connection, numerics)
+            for seq, digest in digests.items():
+                condition = and_(OPERATIONS.c.policy_id == policy_id, OPERATIONS.c.seq == seq)
+                columns = {"weights_digest": digest, "numerics": numerics.digest}
+                update_rows(connection, OPERATIONS, condition, columns)
 
     def roll_back(
         self, token: int, policy_id: str, roll_back: RollBack
@@ -135,25 +193,19 @@ class FencedStore:
         """Fail what is open and what was applied past the checkpoint; returns what changed."""
         with self._engine.begin() as connection:
             policy = _fence(connection, policy_id, token)
-            rows = connection.execute(
-                select(OPERATIONS)
-                .where(
-                    OPERATIONS.c.policy_id == policy_id,
-                    OPERATIONS.c.kind.not_in(LIFE_KINDS),
-                    or_(
-                        OPERATIONS.c.state.not_in(_FINAL),
-                        and_(
-                            OPERATIONS.c.seq >= roll_back.replay_from_seq,
-                            OPERATIONS.c.state == JournalState.APPLIED,
-                        ),
-                    ),
-                )
-                .order_by(OPERATIONS.c.seq)
-            ).mappings()
+            is_sequenced = OPERATIONS.c.kind.not_in(LIFE_KINDS)
+            is_concerned = or_(
+                OPERATIONS.c.state.not_in(_FINAL),
+                and_(
+                    OPERATIONS.c.seq >= roll_back.replay_from_seq,
+                    OPERATIONS.c.state == JournalState.APPLIED,
+                ),
+            )
+            records = select_operations(connection, policy_id, is_sequenced, is_concerned)
             changed = tuple(
-                record
-                for record in (rolled_back(to_record(row), roll_back) for row in rows)
-                if record is not None
+                changed
+                for changed in (rolled_back(record, roll_back) for record in records)
+                if changed is not None
             )
             for record in changed:
                 columns = to_columns(record)
@@ -182,12 +234,23 @@ def _fence_operation(connection: Connection, operation_id: str, token: int) -> O
     return require_operation(connection, operation_id)
 
 
-def _compact(connection: Connection, policy_id: str, through_seq: int) -> None:
+def _free(connection: Connection, policy_id: str, before_seq: int) -> tuple[OperationRecord, ...]:
     """Drop commands and plans that nothing re-runs: idempotency needs only the hash."""
     condition = and_(
         OPERATIONS.c.policy_id == policy_id,
-        OPERATIONS.c.seq <= through_seq,
+        OPERATIONS.c.seq < before_seq,
         OPERATIONS.c.command.is_not(None),
         OPERATIONS.c.state.in_(_FINAL),
     )
+    freed = select_operations(connection, policy_id, condition)
     update_rows(connection, OPERATIONS, condition, {"command": None, "plan": None})
+    return freed
+
+
+def _know_numerics(connection: Connection, numerics: Numerics) -> None:
+    """Keep the fields, once; the lock on a policy does not keep another's from being first."""
+    query = select(NUMERICS.c.numerics).where(NUMERICS.c.numerics == numerics.digest)
+    if connection.execute(query).first() is not None:
+        return
+    with contextlib.suppress(IntegrityError), connection.begin_nested():
+        insert_row(connection, NUMERICS, {"numerics": numerics.digest, "fields": numerics.text})

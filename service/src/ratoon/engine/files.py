@@ -232,10 +232,17 @@ class UploadFiles:
                 shutil.rmtree(folder)
 
 
-def drop_unknown_checkpoints(paths: PolicyPaths, known: frozenset[str]) -> None:
-    """Delete checkpoints whose SaveCheckpoint never ended: their names are free."""
+def drop_checkpoint(paths: PolicyPaths, checkpoint_id: str) -> None:
+    """Delete a checkpoint, which may be gone already."""
+    folder = paths.checkpoint(checkpoint_id)
+    if folder.exists():
+        remove_folder(folder)
+
+
+def drop_unknown_checkpoints(paths: PolicyPaths, known: frozenset[str], prefix: str) -> None:
+    """Delete checkpoints named `prefix`... that were never journaled: their names are free."""
     for folder in paths.checkpoints.iterdir():
-        if folder.name not in known:
+        if folder.name.startswith(prefix) and folder.name not in known:
             remove_folder(folder)
 
 

@@ -7,12 +7,14 @@ accepted -> applying -> applied | failed, or to cancelled before it is applied, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from ratoon.engine.checkpoints import Checkpoint, Covered
+from ratoon.engine.numerics import Numerics
 from ratoon.engine.types import (
-    CheckpointInfo,
     Command,
     ForwardResult,
     Operation,
@@ -46,6 +48,10 @@ class FencedError(Exception):
 
 class JournalConflictError(Exception):
     """The operation ended already, in another way than the caller believes."""
+
+
+class JournalAwayError(Exception):
+    """The database does not answer; whether a write took effect is not known."""
 
 
 class JournalState(StrEnum):
@@ -87,7 +93,7 @@ class OperationRecord:
     seq: int
     request_id: str
     payload_hash: str
-    # None: CreatePolicy and DeletePolicy, and records whose window has closed.
+    # None: CreatePolicy and DeletePolicy, and records that nothing will run again.
     command: Command | None
     body_digest: str
     state: JournalState
@@ -96,7 +102,10 @@ class OperationRecord:
     result: OperationResult | None
     # The policy's version once applied.
     version: int | None
+    # Of weights, moments and counters, after the operation.
     weights_digest: str
+    # Digest of the `Numerics` that it ran under.
+    numerics: str
     created_at: float
     started_at: float | None
     finished_at: float | None
@@ -135,6 +144,8 @@ class PolicyRow:
     info: ModelInfo | None
     # Versions whose weights can be fetched, in the order in which they were published.
     published: tuple[int, ...]
+    # Why it is failed; "": it is not, or nobody could say.
+    failure: str
 
     def to_policy(self) -> Policy:
         return Policy(
@@ -150,7 +161,10 @@ class PolicyRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperationEnd:
-    """How an operation ended. `version`: the policy's afterwards; `closes_window` frees plans."""
+    """How an operation ended. `version`: the policy's afterwards.
+
+    `frees_window`: nothing will run it, or what was before it, again (`recovery: fail`).
+    """
 
     operation_id: str
     state: JournalState
@@ -158,8 +172,8 @@ class OperationEnd:
     finished_at: float
     version: int
     weights_digest: str
-    closes_window: bool
-    checkpoint: CheckpointInfo | None
+    frees_window: bool
+    checkpoint: Checkpoint | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,11 +192,17 @@ class RollBack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyHistory:
-    """What a starting controller reads: the policy and its records since the last closed window."""
+    """What a starting controller reads: the policy and its records since the last closed window.
+
+    `closed`: the operation that closed it. Commands and plans are there of `kept_from_seq` and all
+    after it. Checkpoints are by seq.
+    """
 
     policy: PolicyRow
+    closed: OperationRecord | None
     records: tuple[OperationRecord, ...]
-    checkpoint: CheckpointInfo | None
+    checkpoints: tuple[Checkpoint, ...]
+    kept_from_seq: int
 
 
 class Journal(Protocol):
@@ -198,6 +218,22 @@ class Journal(Protocol):
 
     async def history(self, policy_id: str) -> PolicyHistory: ...
 
+    async def records_from(self, policy_id: str, seq: int) -> tuple[OperationRecord, ...]:
+        """Those of `seq` and after it, by seq."""
+        ...
+
+    async def bodies_in_use(self, policy_id: str) -> Mapping[str, str]:
+        """Digests by operation, of all whose commands are kept."""
+        ...
+
+    async def results_in_use(self, policy_id: str) -> frozenset[str]:
+        """Digests of the Forward results that kept plans name."""
+        ...
+
+    async def numerics(self, digest: str) -> Mapping[str, str]:
+        """The fields of a record's `numerics`; none where they are not known."""
+        ...
+
     async def find_key(self, policy_id: str, key: OperationKey) -> OperationRecord | None: ...
 
     async def find_operation(self, operation_id: str) -> OperationRecord | None: ...
@@ -205,7 +241,12 @@ class Journal(Protocol):
     async def accept(self, token: int, record: OperationRecord, next_seq: int) -> None: ...
 
     async def begin(
-        self, token: int, operation_id: str, started_at: float, plan: dict[str, object] | None
+        self,
+        token: int,
+        operation_id: str,
+        started_at: float,
+        plan: dict[str, object] | None,
+        numerics: Numerics,
     ) -> None:
         """Raises `JournalConflictError` where the operation has ended."""
         ...
@@ -216,13 +257,31 @@ class Journal(Protocol):
         """Replace the result of an applied operation (its publish time)."""
         ...
 
+    async def cover(
+        self, token: int, policy_id: str, automatic: Checkpoint | None, keep: int
+    ) -> Covered:
+        """Add an automatic checkpoint, and free what the newest `keep` of all make superfluous."""
+        ...
+
+    async def rebase(
+        self, token: int, policy_id: str, digests: Mapping[int, str], numerics: Numerics
+    ) -> None:
+        """Replace weights digests by seq: the operations were run again under other numerics."""
+        ...
+
     async def set_published(
         self, token: int, policy_id: str, published: tuple[int, ...]
     ) -> None: ...
 
     async def set_policy(
         self, token: int, policy_id: str, state: PolicyState, info: ModelInfo | None
-    ) -> None: ...
+    ) -> None:
+        """The state, and that nothing is wrong with the policy any more."""
+        ...
+
+    async def fail(self, token: int, policy_id: str, failure: str) -> None:
+        """The policy is failed, and why."""
+        ...
 
     async def roll_back(
         self, token: int, policy_id: str, roll_back: RollBack
@@ -230,7 +289,7 @@ class Journal(Protocol):
         """Fail what is past the checkpoint; returns the records that changed."""
         ...
 
-    async def checkpoints(self, policy_id: str) -> tuple[CheckpointInfo, ...]: ...
+    async def checkpoints(self, policy_id: str) -> tuple[Checkpoint, ...]: ...
 
 
 def ended_progress(result: OperationResult | None) -> Progress:

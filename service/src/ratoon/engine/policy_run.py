@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ratoon.config import LimitsConfig
+from ratoon.config import CheckpointConfig, LimitsConfig
 from ratoon.engine.claims import Claims
 from ratoon.engine.crash_points import Reach
 from ratoon.engine.files import BodyFiles, PolicyPaths
 from ratoon.engine.journal import Journal, OperationRecord
 from ratoon.engine.ledger import Ledger
+from ratoon.engine.numerics import Numerics
 from ratoon.engine.sequencer import Sequencer
 from ratoon.engine.tasks import Outcome, WorkerPort
-from ratoon.engine.types import PolicySpec, PolicyState
+from ratoon.engine.types import PolicySpec, PolicyState, Recovery
 from ratoon.engine.window import Window
 from ratoon.metrics import Change, MetricsSink
 from ratoon.train.spec import TrainerSpec
@@ -49,16 +50,21 @@ class PolicyRun:
     trainer: TrainerSpec
     ports: Ports
     limits: LimitsConfig
+    checkpoints: CheckpointConfig
     paths: PolicyPaths
     bodies: BodyFiles
     reach: Reach
     state: PolicyState = PolicyState.CREATING
+    # Why it is failed.
+    failure: str = ""
     token: int = 0
     version: int = 0
     max_version: int = 0
     published: tuple[int, ...] = ()
+    # Where the worker runs.
+    numerics: Numerics = field(default_factory=lambda: Numerics.of({}))
     window: Window = field(default_factory=Window)
-    # The applied ForwardBackwards of the open window, by seq: their bodies are held.
+    # The applied ForwardBackwards of the open window, by seq.
     window_records: dict[int, OperationRecord] = field(default_factory=dict[int, OperationRecord])
     sequencer: Sequencer = field(default_factory=lambda: Sequencer(turn=1))
     stored_outcome: StoredOutcome | None = None
@@ -72,6 +78,11 @@ class PolicyRun:
     @property
     def policy_id(self) -> str:
         return self.spec.policy_id
+
+    @property
+    def replays(self) -> bool:
+        """What is lost is run again: bodies are kept until a checkpoint covers them."""
+        return self.spec.recovery is Recovery.REPLAY
 
     def send(self, changes: Sequence[Change]) -> None:
         self.ports.metrics.send(changes)

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 
 from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.policy_run import PolicyRun
 from ratoon.engine.types import PublishKind
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon.log import get_logger
+from ratoon.stream.files import remove_folder
 from ratoon.stream.manifest import WeightManifest
-from ratoon.stream.versions import prune_versions, read_manifest
+from ratoon.stream.versions import prune_versions, read_manifest, version_folder
+
+_LOG = get_logger("publisher")
 
 
 class Publisher:
@@ -39,6 +44,22 @@ class Publisher:
         run = self._run
         on_request = run.spec.publish.kind is PublishKind.ON_REQUEST
         return on_request and version in (None, run.version) and run.version not in run.published
+
+    async def catch_up(self) -> None:
+        """After a crash: publish the current version where that is due and it cannot be read.
+
+        Of the others those that cannot be read are published no more. Raises as `publish`.
+        """
+        run = self._run
+        there = await asyncio.to_thread(_keep_readable, run.paths.weights, run.published)
+        if there != run.published:
+            _LOG.warning("versions lost", policy_id=run.policy_id, published=run.published)
+            await run.ports.journal.set_published(run.token, run.policy_id, there)
+            was_published, run.published = run.version in run.published, there
+        else:
+            was_published = False
+        if run.version not in there and (was_published or self.is_due()):
+            await self.publish()
 
     async def publish(self) -> float:
         """Publish the current version; the seconds it took. Raises what the export raises."""
@@ -69,3 +90,22 @@ class Publisher:
                 expected=f"one of {list(run.published)}",
             )
         return await asyncio.to_thread(read_manifest, run.paths.weights, version)
+
+
+def _keep_readable(root: Path, versions: tuple[int, ...]) -> tuple[int, ...]:
+    """Those whose files are there; what is left of the others is removed."""
+    kept = tuple(version for version in versions if _is_readable(root, version))
+    for version in set(versions) - set(kept):
+        folder = version_folder(root, version)
+        if folder.exists():
+            remove_folder(folder)
+    return kept
+
+
+def _is_readable(root: Path, version: int) -> bool:
+    folder = version_folder(root, version)
+    try:
+        files = read_manifest(root, version).files
+        return all((folder / file.name).stat().st_size == file.size_bytes for file in files)
+    except (RatoonError, OSError):
+        return False

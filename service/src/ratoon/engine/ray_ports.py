@@ -10,6 +10,7 @@ repeated).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import ray
@@ -17,13 +18,16 @@ from ray import ObjectRef
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from ratoon.engine.checkpoints import Checkpoint, Covered
 from ratoon.engine.journal import OperationEnd, OperationRecord, PolicyHistory, RollBack
+from ratoon.engine.numerics import Numerics
 from ratoon.engine.ray_calls import ActorLostError, ask, find_actor, kill_actor
 from ratoon.engine.settings import COORDINATOR_NAME, EngineSettings, worker_name
 from ratoon.engine.tasks import (
     BatchCommand,
     ForwardBackwardTask,
     ForwardTask,
+    Loaded,
     LoadRequest,
     OldLogprobsSource,
     Outcome,
@@ -32,7 +36,6 @@ from ratoon.engine.tasks import (
     WorkerTask,
 )
 from ratoon.engine.types import (
-    CheckpointInfo,
     OperationKey,
     OperationResult,
     PolicyState,
@@ -73,6 +76,18 @@ class RayJournal:
     async def history(self, policy_id: str) -> PolicyHistory:
         return await ask(self._coordinator.history.remote(policy_id))
 
+    async def records_from(self, policy_id: str, seq: int) -> tuple[OperationRecord, ...]:
+        return await ask(self._coordinator.records_from.remote(policy_id, seq))
+
+    async def bodies_in_use(self, policy_id: str) -> Mapping[str, str]:
+        return await ask(self._coordinator.bodies_in_use.remote(policy_id))
+
+    async def results_in_use(self, policy_id: str) -> frozenset[str]:
+        return await ask(self._coordinator.results_in_use.remote(policy_id))
+
+    async def numerics(self, digest: str) -> Mapping[str, str]:
+        return await ask(self._coordinator.numerics.remote(digest))
+
     async def find_key(self, policy_id: str, key: OperationKey) -> OperationRecord | None:
         return await ask(self._coordinator.find_key.remote(policy_id, key))
 
@@ -83,15 +98,33 @@ class RayJournal:
         await ask(self._coordinator.accept.remote(token, record, next_seq))
 
     async def begin(
-        self, token: int, operation_id: str, started_at: float, plan: dict[str, object] | None
+        self,
+        token: int,
+        operation_id: str,
+        started_at: float,
+        plan: dict[str, object] | None,
+        numerics: Numerics,
     ) -> None:
-        await ask(self._coordinator.begin.remote(token, operation_id, started_at, plan))
+        await ask(self._coordinator.begin.remote(token, operation_id, started_at, plan, numerics))
 
     async def end(self, token: int, policy_id: str, end: OperationEnd) -> None:
         await ask(self._coordinator.end.remote(token, policy_id, end))
 
     async def amend(self, token: int, operation_id: str, result: OperationResult) -> None:
         await ask(self._coordinator.amend.remote(token, operation_id, result))
+
+    async def cover(
+        self, token: int, policy_id: str, automatic: Checkpoint | None, keep: int
+    ) -> Covered:
+        return await ask(self._coordinator.cover.remote(token, policy_id, automatic, keep))
+
+    async def rebase(
+        self, token: int, policy_id: str, digests: Mapping[int, str], numerics: Numerics
+    ) -> None:
+        await ask(self._coordinator.rebase.remote(token, policy_id, digests, numerics))
+
+    async def fail(self, token: int, policy_id: str, failure: str) -> None:
+        await ask(self._coordinator.fail.remote(token, policy_id, failure))
 
     async def set_published(self, token: int, policy_id: str, published: tuple[int, ...]) -> None:
         await ask(self._coordinator.set_published.remote(token, policy_id, published))
@@ -106,7 +139,7 @@ class RayJournal:
     ) -> tuple[OperationRecord, ...]:
         return await ask(self._coordinator.roll_back.remote(token, policy_id, roll_back))
 
-    async def checkpoints(self, policy_id: str) -> tuple[CheckpointInfo, ...]:
+    async def checkpoints(self, policy_id: str) -> tuple[Checkpoint, ...]:
         return await ask(self._coordinator.checkpoints.remote(policy_id))
 
 
@@ -129,7 +162,7 @@ class RayWorker:
         await _ask_worker(worker.fence.remote(token))
         return await _ask_worker(worker.status.remote())
 
-    async def load(self, token: int, request: LoadRequest) -> ModelInfo:
+    async def load(self, token: int, request: LoadRequest) -> Loaded:
         return await _ask_worker(self._worker().load.remote(token, request))
 
     async def replace(self) -> None:
@@ -160,6 +193,12 @@ class RayWorker:
     ) -> WeightManifest:
         reference = self._worker().publish.remote(token, version, weights_root, created_at)
         return await _ask_worker(reference)
+
+    async def snapshot(self, token: int) -> str:
+        return await _ask_worker(self._worker().snapshot.remote(token))
+
+    async def write_snapshot(self, token: int, folder: str) -> int:
+        return await _ask_worker(self._worker().write_snapshot.remote(token, folder))
 
     async def progress(self) -> Progress:
         return await _ask_worker(self._worker().progress.remote())

@@ -12,10 +12,11 @@ from typing import Any, cast
 
 from sqlalchemy import ColumnElement, Connection, RowMapping, select
 
+from ratoon.engine.checkpoints import Checkpoint
 from ratoon.engine.codec import from_text, to_text
 from ratoon.engine.faults import operation_not_found, policy_not_found
 from ratoon.engine.journal import JournalState, OperationRecord, PolicyRow
-from ratoon.engine.sealed import update_rows, verified
+from ratoon.engine.sealed import insert_row, update_rows, verified
 from ratoon.engine.tables import CHECKPOINTS, OPERATIONS, POLICIES
 from ratoon.engine.types import (
     CheckpointInfo,
@@ -55,12 +56,30 @@ def require_operation(connection: Connection, operation_id: str) -> OperationRec
     return record
 
 
-def select_checkpoints(connection: Connection, policy_id: str) -> tuple[CheckpointInfo, ...]:
+def select_operations(
+    connection: Connection, policy_id: str, *conditions: ColumnElement[bool]
+) -> tuple[OperationRecord, ...]:
+    """By seq."""
+    query = select(OPERATIONS).where(OPERATIONS.c.policy_id == policy_id, *conditions)
+    rows = connection.execute(query.order_by(OPERATIONS.c.seq)).mappings()
+    return tuple(to_record(row) for row in rows)
+
+
+def select_checkpoints(connection: Connection, policy_id: str) -> tuple[Checkpoint, ...]:
+    """By seq."""
     query = select(CHECKPOINTS).where(CHECKPOINTS.c.policy_id == policy_id)
-    rows = connection.execute(query.order_by(CHECKPOINTS.c.seq)).mappings()
-    names = [field.name for field in dataclasses.fields(CheckpointInfo)]
-    sealed = (verified(CHECKPOINTS, row) for row in rows)
-    return tuple(CheckpointInfo(**{name: values[name] for name in names}) for values in sealed)
+    order = (CHECKPOINTS.c.seq, CHECKPOINTS.c.created_at)
+    rows = connection.execute(query.order_by(*order)).mappings()
+    return tuple(_to_checkpoint(row) for row in rows)
+
+
+def insert_checkpoint(connection: Connection, policy_id: str, checkpoint: Checkpoint) -> None:
+    values = {
+        "policy_id": policy_id,
+        "weights_digest": checkpoint.weights_digest or None,
+        **dataclasses.asdict(checkpoint.info),
+    }
+    insert_row(connection, CHECKPOINTS, values)
 
 
 def set_policy(connection: Connection, policy_id: str, **columns: object) -> None:
@@ -76,6 +95,7 @@ def to_columns(record: OperationRecord) -> dict[str, Any]:
     return values | {
         "seq": record.seq or None,
         "request_id": record.request_id or None,
+        "numerics": record.numerics or None,
         "command": None if record.command is None else to_text(record.command),
         "plan": None if record.plan is None else json.dumps(record.plan, separators=(",", ":")),
         "result": None if record.result is None else to_text(record.result),
@@ -90,6 +110,7 @@ def to_record(row: RowMapping) -> OperationRecord:
         "state": JournalState(values["state"]),
         "seq": values["seq"] or 0,
         "request_id": values["request_id"] or "",
+        "numerics": values["numerics"] or "",
         "command": None if command is None else cast("Command", from_text(command)),
         "plan": None if plan is None else json.loads(plan),
         "result": None if result is None else cast("OperationResult", from_text(result)),
@@ -109,4 +130,12 @@ def to_policy(row: RowMapping) -> PolicyRow:
         created_at=values["created_at"],
         info=None if values["info"] is None else cast("ModelInfo", from_text(values["info"])),
         published=tuple(json.loads(values["published"])),
+        failure=values["failure"] or "",
     )
+
+
+def _to_checkpoint(row: RowMapping) -> Checkpoint:
+    values = verified(CHECKPOINTS, row)
+    names = [field.name for field in dataclasses.fields(CheckpointInfo)]
+    info = CheckpointInfo(**{name: values[name] for name in names})
+    return Checkpoint(info=info, weights_digest=values["weights_digest"] or "")

@@ -6,12 +6,14 @@ refused is refused before the trainer is touched.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ratoon.engine.faults import disk_fault
 from ratoon.engine.forward_output import read_old_logprobs, write_forward_output
 from ratoon.engine.tasks import (
     BatchCommand,
@@ -28,7 +30,7 @@ from ratoon.engine.tasks import (
     UpdateTask,
     WorkerTask,
 )
-from ratoon.engine.trainer_port import IsCancelled, OnProgress, TrainerPort
+from ratoon.engine.trainer_port import IsCancelled, OnProgress, SnapshotPort, TrainerPort
 from ratoon.engine.types import (
     CheckpointInfo,
     EmptyResult,
@@ -38,10 +40,12 @@ from ratoon.engine.types import (
     OperationState,
     StepResult,
 )
+from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.spec import LoraTuning
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.plan import plan_from_dict, plan_to_dict
 from ratoon.rollout.serial import batch_from_bytes
+from ratoon.stream.files import remove_folder
 from ratoon.stream.manifest import WeightKind
 from ratoon.train.config import LossRequest, OptimRequest
 from ratoon.train.loss_spec import Loss, Normalisation, OptimStep
@@ -95,7 +99,9 @@ class TaskRunner:
             result = self._result(task, on_progress, is_cancelled)
         finally:
             self.forget_inputs()
-        return Outcome(state=OperationState.DONE, result=result, must_restore=False)
+        return Outcome(
+            state=OperationState.DONE, result=result, must_restore=False, weights_digest=""
+        )
 
     def restore(self, tasks: tuple[ForwardBackwardTask, ...]) -> None:
         """The window holds the gradients of `tasks` alone."""
@@ -190,14 +196,13 @@ class TaskRunner:
 
     def _save(self, task: SaveTask) -> OperationResult:
         assert task.version == self.version
-        folder = Path(task.folder)
         return CheckpointInfo(
             checkpoint_id=task.checkpoint_id,
             version=self.version,
             seq=task.seq,
             replay_from_seq=task.replay_from_seq,
             created_at=0.0,
-            size_bytes=self.trainer.save_checkpoint(folder),
+            size_bytes=write_checkpoint(self.trainer.snapshot(), Path(task.folder)),
         )
 
     def _stepped(self, report: StepReport, next_version: int) -> StepResult:
@@ -215,13 +220,53 @@ class TaskRunner:
     def _read(self, body_path: Path, source: OldLogprobsSource) -> _Inputs:
         if self._inputs is not None and self._inputs[:2] == (body_path, source):
             return self._inputs[2]
-        batch = batch_from_bytes(body_path.read_bytes())
+        batch = batch_from_bytes(_read_body(body_path))
         old = None
         if isinstance(source, FromForwardFile):
             old = read_old_logprobs(Path(source.path), batch)
         inputs = _Inputs(batch=batch, old_logprobs_J=old)
         self._inputs = (body_path, source, inputs)
         return inputs
+
+
+def write_checkpoint(snapshot: SnapshotPort, folder: Path) -> int:
+    """Write a folder, which may not exist, and read it back; its size in bytes.
+
+    Raises RESOURCE_EXHAUSTED where the disk is full, UNAVAILABLE for its other faults, INTERNAL for
+    what reads as damaged; the folder does not exist then.
+    """
+    try:
+        size_bytes = snapshot.write(folder)
+    except OSError as err:
+        raise disk_fault("checkpoint", err) from err
+    try:
+        snapshot.verify(folder)
+    except (RatoonError, OSError):
+        remove_folder(folder)
+        raise
+    return size_bytes
+
+
+def _read_body(path: Path) -> bytes:
+    """A body, which is named by its SHA-256. Raises INTERNAL where it is another by now."""
+    try:
+        body = path.read_bytes()
+    except FileNotFoundError as err:
+        raise _damaged_body(path, "no file") from err
+    digest = hashlib.sha256(body).hexdigest()
+    if digest != path.name:
+        raise _damaged_body(path, f"{len(body)} bytes of SHA-256 {digest}")
+    return body
+
+
+def _damaged_body(path: Path, got: str) -> RatoonError:
+    return RatoonError(
+        ErrorCode.INTERNAL,
+        f"the body {path.name} is damaged: got {got}",
+        field="body_digest",
+        got=got,
+        expected=f"bytes of SHA-256 {path.name}",
+    )
 
 
 def _no_progress(_done: int, _planned: int, _tokens: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ratoon.config import LimitsConfig, RatoonConfig
+from ratoon.config import CheckpointConfig, LimitsConfig, RatoonConfig
 from ratoon.engine.crash_points import FOLDER_NAME
 from ratoon.train.config import OptimizerStates
 
@@ -35,6 +35,7 @@ class EngineSettings:
     database_url: str = field(repr=False)
     log_level: str
     limits: LimitsConfig
+    checkpoints: CheckpointConfig
     device: str
     num_threads: int
     # Of bfloat16 policies.
@@ -53,6 +54,7 @@ class EngineSettings:
             database_url=config.database_url or f"sqlite:///{data_root / 'ratoon.sqlite'}",
             log_level=config.log_level,
             limits=config.limits,
+            checkpoints=config.checkpoints,
             device=config.worker.device,
             num_threads=config.worker.num_threads,
             optimizer_states=OptimizerStates(config.worker.optimizer_states),

@@ -4,91 +4,157 @@ Enters the journal's history and the worker's status, leaves a run that goes on 
 ends. Invariant: the token is raised on the journal and the worker before either is read.
 
 A worker that agrees with the journal is kept; the outcome that it holds and the journal does not
-completes the record. Otherwise the policy goes back to its newest checkpoint, or its initial
-weights, and everything past it fails explicitly.
+completes the record. Otherwise what is lost is run again (`replay`), or, with `recovery: fail`, the
+policy goes back to its newest checkpoint, or its initial weights, and everything past it fails
+explicitly.
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from ratoon import metrics
 from ratoon.engine import telemetry
+from ratoon.engine.adoption import adopt, agrees, fail_unsequenced, settle_ended
+from ratoon.engine.checkpointer import Checkpointer
 from ratoon.engine.executor import Executor
 from ratoon.engine.files import drop_unknown_checkpoints, make_policy_folders
-from ratoon.engine.journal import JournalState, OperationRecord, PolicyHistory, RollBack
-from ratoon.engine.policy_run import PolicyRun, StoredOutcome
+from ratoon.engine.journal import JournalState, PolicyHistory, RollBack
+from ratoon.engine.numerics import Numerics
+from ratoon.engine.policy_run import PolicyRun
 from ratoon.engine.publisher import Publisher
-from ratoon.engine.sequencer import Sequencer
+from ratoon.engine.replay import (
+    Base,
+    RecoveryStoppedError,
+    bases,
+    replay_policy,
+    unusable,
+)
 from ratoon.engine.tasks import (
-    CheckpointWeights,
-    InitialWeights,
+    Loaded,
     LoadRequest,
+    UnusableCheckpointError,
     WorkerLostError,
     WorkerStatus,
 )
-from ratoon.engine.types import OperationKind, PolicyState
-from ratoon.engine.window import Window
-from ratoon.errors import ErrorCode, RatoonError
+from ratoon.engine.types import PolicyState
 from ratoon.log import get_logger
 from ratoon.model.spec import ModelInfo
 
 _LOG = get_logger("startup")
 
 
-async def start_policy(run: PolicyRun, executor: Executor, publisher: Publisher) -> None:
-    """Make `run` ready to take turns. Raises `RatoonError` where the model cannot be loaded."""
-    await asyncio.to_thread(make_policy_folders, run.paths)
-    journal, worker = run.ports.journal, run.ports.worker
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Standing:
+    """A worker that may take the next turn. `info` None: it was kept."""
+
+    status: WorkerStatus
+    info: ModelInfo | None
+    is_rebased: bool
+
+
+async def start_policy(
+    run: PolicyRun, executor: Executor, publisher: Publisher, checkpointer: Checkpointer
+) -> None:
+    """Make `run` ready to take turns.
+
+    Raises `RatoonError` where the model cannot be loaded, `RecoveryStoppedError`.
+    """
+    journal = run.ports.journal
     run.token = await journal.acquire(run.policy_id)
-    try:
-        status = await worker.fence(run.token)
-    except WorkerLostError:
-        await worker.replace()
-        status = await worker.fence(run.token)
+    status = await _fence(run)
+    # Not before the worker has stopped writing for an earlier controller.
+    await asyncio.to_thread(make_policy_folders, run.paths)
     history = await journal.history(run.policy_id)
-    info: ModelInfo | None = None
-    keeps_worker = status.is_loaded and agrees(history, status)
-    if not keeps_worker:
-        info = await _reload(run, history)
+    if status.is_loaded and agrees(history, status):
+        standing = _Standing(status=status, info=None, is_rebased=False)
+    else:
+        standing = await _recover(run, history, status)
         history = await journal.history(run.policy_id)
-        status = replace(status, last_seq=history.policy.next_seq - 1, last_outcome=None)
-    _adopt(run, history, status)
-    await _settle_ended(run)
-    _fail_unsequenced(run)
-    await run.bodies.reconcile(_needed_bodies(run))
+    run.numerics = Numerics.of(standing.status.numerics)
+    adopt(run, history, standing.status)
+    await settle_ended(run)
+    fail_unsequenced(run)
+    await run.bodies.reconcile(await _needed_bodies(run))
     open_ids = [live.operation_id for live in run.ledger.open_operations()]
     await asyncio.to_thread(run.claims.sweep, open_ids)
-    if keeps_worker and run.stored_outcome is None and run.window.is_open:
+    is_kept = standing.info is None
+    if is_kept and run.stored_outcome is None and run.window.is_open:
         await executor.restore_window()
-    if publisher.is_due() and run.version not in run.published and run.stored_outcome is None:
-        await publisher.publish()
-    await journal.set_policy(run.token, run.policy_id, PolicyState.READY, info)
-    run.state = PolicyState.READY
+    if run.stored_outcome is None:
+        await publisher.catch_up()
+    await checkpointer.start()
+    if standing.is_rebased:
+        await checkpointer.take_now()
+    await journal.set_policy(run.token, run.policy_id, PolicyState.READY, standing.info)
+    run.state, run.failure = PolicyState.READY, ""
     run.send(telemetry.versions(run.policy_id, run.version, run.published))
-    if info is not None:
-        run.send(telemetry.model(run.policy_id, info))
+    if standing.info is not None:
+        run.send(telemetry.model(run.policy_id, standing.info))
 
 
-def agrees(history: PolicyHistory, status: WorkerStatus) -> bool:
-    """Whether a worker's state is what the journal says, but for the end of its last seq. Pure."""
-    for record in history.records:
-        is_last = record.seq == status.last_seq and status.last_outcome is not None
-        if record.seq <= status.last_seq and not record.state.is_final and not is_last:
-            return False
-        if record.seq > status.last_seq and record.state is JournalState.APPLIED:
-            return False
-    return status.last_seq < history.policy.next_seq
+async def _fence(run: PolicyRun) -> WorkerStatus:
+    worker = run.ports.worker
+    try:
+        return await worker.fence(run.token)
+    except WorkerLostError:
+        await worker.replace()
+        return await worker.fence(run.token)
 
 
-async def _reload(run: PolicyRun, history: PolicyHistory) -> ModelInfo:
-    """Bring the worker to the newest checkpoint and fail everything past it."""
-    checkpoint = history.checkpoint
+async def _recover(run: PolicyRun, history: PolicyHistory, status: WorkerStatus) -> _Standing:
+    """Bring a worker that was lost, or is not where the journal is, to a state that is known."""
+    names = frozenset(checkpoint.info.checkpoint_id for checkpoint in history.checkpoints)
+    await asyncio.to_thread(drop_unknown_checkpoints, run.paths, names, "")
+    is_new = history.policy.next_seq == 1
+    if not run.replays:
+        loaded, last_seq, outcome = *await _roll_back(run, history), "rolled_back"
+        is_rebased = False
+    else:
+        try:
+            replayed = await replay_policy(run, history)
+        except RecoveryStoppedError:
+            run.send([metrics.RECOVERIES.sample(1, "stopped")])
+            raise
+        loaded, last_seq = replayed.loaded, replayed.last_seq
+        is_rebased = bool(replayed.rebased)
+        outcome = "rebased" if is_rebased else "replayed"
+        if is_rebased:
+            numerics = Numerics.of(loaded.numerics)
+            await run.ports.journal.rebase(run.token, run.policy_id, replayed.rebased, numerics)
+    if not is_new:
+        run.send([metrics.RECOVERIES.sample(1, outcome)])
+    status = replace(status, last_seq=last_seq, last_outcome=None, numerics=loaded.numerics)
+    return _Standing(status=status, info=loaded.info, is_rebased=is_rebased)
+
+
+async def _roll_back(run: PolicyRun, history: PolicyHistory) -> tuple[Loaded, int]:
+    """Fail everything past the newest checkpoint that can be used, and load that."""
+    last_seq = history.policy.next_seq - 1
+    # Nothing is run again: whether bodies are still there does not matter.
+    for base in bases(run, history, 1):
+        await _fail_past(run, history, base)
+        request = LoadRequest(
+            trainer=run.trainer,
+            source=base.source,
+            version=base.version,
+            last_seq=last_seq,
+            digests=False,
+        )
+        try:
+            return await run.ports.worker.load(run.token, request), last_seq
+        except UnusableCheckpointError as error:
+            unusable(run, error)
+    raise AssertionError("initial weights can be used")
+
+
+async def _fail_past(run: PolicyRun, history: PolicyHistory, base: Base) -> None:
     roll_back = RollBack(
-        seq=checkpoint.seq if checkpoint else 0,
-        replay_from_seq=checkpoint.replay_from_seq if checkpoint else 1,
-        version=checkpoint.version if checkpoint else 0,
-        checkpoint_id=checkpoint.checkpoint_id if checkpoint else "",
+        seq=base.seq,
+        replay_from_seq=base.replay_from_seq,
+        version=base.version,
+        checkpoint_id=base.checkpoint_id,
         finished_at=run.ports.now(),
     )
     changed = await run.ports.journal.roll_back(run.token, run.policy_id, roll_back)
@@ -105,86 +171,15 @@ async def _reload(run: PolicyRun, history: PolicyHistory) -> ModelInfo:
             version=roll_back.version,
             num_failed=len(changed),
         )
-    known = await run.ports.journal.checkpoints(run.policy_id)
-    names = frozenset(checkpoint.checkpoint_id for checkpoint in known)
-    await asyncio.to_thread(drop_unknown_checkpoints, run.paths, names)
     kept = tuple(v for v in history.policy.published if v <= roll_back.version)
     if kept != history.policy.published:
         await run.ports.journal.set_published(run.token, run.policy_id, kept)
-    request = LoadRequest(
-        trainer=run.trainer,
-        source=CheckpointWeights(folder=str(run.paths.checkpoint(checkpoint.checkpoint_id)))
-        if checkpoint
-        else InitialWeights(),
-        version=roll_back.version,
-        last_seq=history.policy.next_seq - 1,
-    )
-    return await run.ports.worker.load(run.token, request)
 
 
-def _adopt(run: PolicyRun, history: PolicyHistory, status: WorkerStatus) -> None:
-    """Take over what the journal says: versions, window, queue, bodies."""
-    policy = history.policy
-    run.version, run.max_version = policy.version, policy.max_version
-    run.published = policy.published
-    by_seq = {record.seq: record for record in history.records}
-    last = by_seq.get(status.last_seq)
-    run.stored_outcome, turn = None, status.last_seq + 1
-    if last is not None and not last.state.is_final:
-        assert status.last_outcome is not None
-        run.stored_outcome = StoredOutcome(seq=last.seq, outcome=status.last_outcome)
-        turn = last.seq
-    run.window, run.window_records = Window(), {}
-    run.sequencer = Sequencer(turn=turn)
-    for record in history.records:
-        if record.seq < turn:
-            _adopt_past(run, record)
-        else:
-            _adopt_open(run, record)
-
-
-def _adopt_past(run: PolicyRun, record: OperationRecord) -> None:
-    if record.kind is not OperationKind.FORWARD_BACKWARD:
-        return
-    if record.state is JournalState.APPLIED:
-        run.window = run.window.with_applied(record.seq)
-        run.window_records[record.seq] = record
-    elif record.state is JournalState.FAILED:
-        run.window = run.window.with_failed(record.seq)
-
-
-def _adopt_open(run: PolicyRun, record: OperationRecord) -> None:
-    run.sequencer.accept(record.seq, record.operation_id)
-    if record.state.is_final:
-        run.sequencer.consume(record.seq)
-        return
-    live = run.ledger.find(record.operation_id) or run.ledger.add(record)
-    live.is_started = False
-    live.set_record(record)
-
-
-def _needed_bodies(run: PolicyRun) -> dict[str, str]:
-    """Digests by operation, of the open window and the queue."""
+async def _needed_bodies(run: PolicyRun) -> dict[str, str]:
+    """Digests by operation: of what a recovery may run again, or of open window and queue."""
+    if run.replays:
+        return dict(await run.ports.journal.bodies_in_use(run.policy_id))
     records = [live.record for live in run.ledger.open_operations()]
     records += run.window_records.values()
     return {record.operation_id: record.body_digest for record in records if record.body_digest}
-
-
-async def _settle_ended(run: PolicyRun) -> None:
-    """What the journal knows to have ended, and memory does not: an answer was lost."""
-    for live in run.ledger.open_operations():
-        record = await run.ports.journal.find_operation(live.operation_id)
-        if record is not None and record.state.is_final:
-            live.set_record(record)
-            run.ledger.settle(live)
-            run.send(telemetry.entered(record, record.state))
-
-
-def _fail_unsequenced(run: PolicyRun) -> None:
-    """Forwards without a key are not journaled: those in flight are lost, and say so."""
-    for live in run.ledger.open_operations():
-        if live.record.seq == 0:
-            error = RatoonError(ErrorCode.WORKER_LOST, "the worker was lost; submit it again")
-            live.fail(error, run.ports.now())
-            run.ledger.settle(live)
-            run.send(telemetry.entered(live.record, JournalState.FAILED))

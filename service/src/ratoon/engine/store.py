@@ -7,11 +7,13 @@ before or whole after.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 
-from sqlalchemy import ColumnElement, Engine, and_, delete, func, or_, select
+from sqlalchemy import ColumnElement, Connection, Engine, and_, delete, func, or_, select
 from sqlalchemy.exc import IntegrityError
 
+from ratoon.engine.checkpoints import Checkpoint
 from ratoon.engine.codec import to_text
 from ratoon.engine.faults import policy_not_ready
 from ratoon.engine.journal import (
@@ -26,17 +28,16 @@ from ratoon.engine.rows import (
     require_policy,
     select_checkpoints,
     select_operation,
+    select_operations,
     select_policy,
     set_operation,
     set_policy,
     to_columns,
     to_policy,
-    to_record,
 )
-from ratoon.engine.sealed import insert_row
-from ratoon.engine.tables import CHECKPOINTS, OPERATIONS, POLICIES
+from ratoon.engine.sealed import insert_row, verified
+from ratoon.engine.tables import CHECKPOINTS, NUMERICS, OPERATIONS, POLICIES
 from ratoon.engine.types import (
-    CheckpointInfo,
     NoKey,
     OperationKey,
     OperationKind,
@@ -71,6 +72,7 @@ class SqlStore:
                 "created_at": record.created_at,
                 "info": None,
                 "published": "[]",
+                "failure": None,
             }
             try:
                 insert_row(connection, POLICIES, row)
@@ -91,12 +93,12 @@ class SqlStore:
             rows = connection.execute(select(POLICIES).order_by(*order)).mappings()
             return tuple(to_policy(row) for row in rows)
 
-    def set_state(self, policy_id: str, state: PolicyState) -> None:
+    def fail_policy(self, policy_id: str, failure: str) -> None:
         """For what no controller can say: that there is none. One being deleted stays so."""
         with self._engine.begin() as connection:
             policy = select_policy(connection, policy_id)
             if policy is not None and policy.state is not PolicyState.DELETING:
-                set_policy(connection, policy_id, state=state)
+                set_policy(connection, policy_id, state=PolicyState.FAILED, failure=failure)
 
     def mark_deleting(self, policy_id: str, record: OperationRecord) -> None:
         """The policy takes no more work; `record` is its DeletePolicy.
@@ -147,28 +149,47 @@ class SqlStore:
             )
 
     def history(self, policy_id: str) -> PolicyHistory:
-        """Records since the last closed window, by seq, and the newest checkpoint."""
+        """Records since the last closed window, and the checkpoints, by seq."""
         with self._engine.begin() as connection:
             policy = require_policy(connection, policy_id)
-            closed = connection.execute(
-                select(func.max(OPERATIONS.c.seq)).where(
-                    OPERATIONS.c.policy_id == policy_id,
-                    OPERATIONS.c.kind.in_(CLOSING_KINDS),
-                    OPERATIONS.c.state == JournalState.APPLIED,
-                )
-            ).scalar_one()
-            rows = connection.execute(
-                select(OPERATIONS)
-                .where(OPERATIONS.c.policy_id == policy_id, OPERATIONS.c.seq > (closed or 0))
-                .order_by(OPERATIONS.c.seq)
-            ).mappings()
-            records = tuple(to_record(row) for row in rows)
-            checkpoints = select_checkpoints(connection, policy_id)
+            closes = and_(
+                OPERATIONS.c.kind.in_(CLOSING_KINDS), OPERATIONS.c.state == JournalState.APPLIED
+            )
+            closed_seq = _max_seq(connection, policy_id, closes)
+            closed = select_operations(connection, policy_id, OPERATIONS.c.seq == closed_seq)
+            freed_seq = _max_seq(connection, policy_id, OPERATIONS.c.command.is_(None))
             return PolicyHistory(
                 policy=policy,
-                records=records,
-                checkpoint=checkpoints[-1] if checkpoints else None,
+                closed=closed[0] if closed else None,
+                records=select_operations(connection, policy_id, OPERATIONS.c.seq > closed_seq),
+                checkpoints=select_checkpoints(connection, policy_id),
+                kept_from_seq=freed_seq + 1,
             )
+
+    def records_from(self, policy_id: str, seq: int) -> tuple[OperationRecord, ...]:
+        """Those of `seq` and after it, by seq."""
+        with self._engine.begin() as connection:
+            return select_operations(connection, policy_id, OPERATIONS.c.seq >= seq)
+
+    def bodies_in_use(self, policy_id: str) -> Mapping[str, str]:
+        """Digests by operation, of all whose commands are kept."""
+        with self._engine.begin() as connection:
+            kept = select_operations(connection, policy_id, OPERATIONS.c.command.is_not(None))
+            return {r.operation_id: r.body_digest for r in kept if r.body_digest}
+
+    def results_in_use(self, policy_id: str) -> frozenset[str]:
+        """Digests of the Forward results that kept plans name."""
+        with self._engine.begin() as connection:
+            kept = select_operations(connection, policy_id, OPERATIONS.c.plan.is_not(None))
+            names = {str((r.plan or {}).get("old_logprobs", "")) for r in kept}
+            return frozenset(name.partition(".")[0] for name in names if name)
+
+    def numerics(self, digest: str) -> Mapping[str, str]:
+        """The fields of a record's numerics; none where they are not known."""
+        with self._engine.begin() as connection:
+            query = select(NUMERICS).where(NUMERICS.c.numerics == digest)
+            row = connection.execute(query).mappings().first()
+            return {} if row is None else json.loads(verified(NUMERICS, row)["fields"])
 
     def find_key(self, policy_id: str, key: OperationKey) -> OperationRecord | None:
         match key:
@@ -192,7 +213,7 @@ class SqlStore:
         with self._engine.begin() as connection:
             return select_operation(connection, _life(policy_id, kind))
 
-    def checkpoints(self, policy_id: str) -> tuple[CheckpointInfo, ...]:
+    def checkpoints(self, policy_id: str) -> tuple[Checkpoint, ...]:
         """By seq."""
         with self._engine.begin() as connection:
             return select_checkpoints(connection, policy_id)
@@ -203,6 +224,12 @@ class SqlStore:
         with self._engine.begin() as connection:
             rows = connection.execute(select(*columns, func.count()).group_by(*columns))
             return {(str(kind), str(state)): int(count) for kind, state, count in rows}
+
+
+def _max_seq(connection: Connection, policy_id: str, condition: ColumnElement[bool]) -> int:
+    """Of a policy's sequenced operations that meet a condition; 0: there is none."""
+    query = select(func.max(OPERATIONS.c.seq)).where(OPERATIONS.c.policy_id == policy_id, condition)
+    return connection.execute(query).scalar_one() or 0
 
 
 def _life(policy_id: str, kind: OperationKind) -> ColumnElement[bool]:

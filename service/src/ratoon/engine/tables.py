@@ -49,6 +49,8 @@ POLICIES = Table(
     Column("info", Text),
     # JSON list of versions, in the order in which they were published.
     Column("published", Text, nullable=False),
+    # Why it is failed.
+    Column("failure", Text),
     _digest(),
 )
 
@@ -73,6 +75,8 @@ OPERATIONS = Table(
     Column("created_at", Float, nullable=False),
     Column("started_at", Float),
     Column("finished_at", Float),
+    # A row of NUMERICS: where it ran.
+    Column("numerics", String(32)),
     _digest(),
     UniqueConstraint("policy_id", "seq"),
     UniqueConstraint("policy_id", "request_id"),
@@ -89,6 +93,17 @@ CHECKPOINTS = Table(
     Column("replay_from_seq", _WIDE, nullable=False),
     Column("created_at", Float, nullable=False),
     Column("size_bytes", _WIDE, nullable=False),
+    Column("weights_digest", String(64)),
+    _digest(),
+)
+
+# What the bits of operations depend on besides journal and plan, by its digest.
+NUMERICS = Table(
+    "numerics",
+    METADATA,
+    Column("numerics", String(32), primary_key=True),
+    # JSON object of texts.
+    Column("fields", Text, nullable=False),
     _digest(),
 )
 
@@ -101,5 +116,5 @@ def open_database(url: str) -> Engine:
     engine = connect(url)
     upgrade(engine)
     with engine.begin() as connection:
-        check_all(connection, POLICIES, OPERATIONS, CHECKPOINTS)
+        check_all(connection, POLICIES, OPERATIONS, CHECKPOINTS, NUMERICS)
     return engine

@@ -7,6 +7,7 @@ same task. Paths are absolute, on storage that both sides see.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,6 +28,10 @@ from ratoon.train.spec import TrainerSpec
 
 class WorkerLostError(Exception):
     """The worker is gone, or its state is no longer known; nothing on it can be relied on."""
+
+
+class UnusableCheckpointError(Exception):
+    """A checkpoint is damaged, gone or another trainer's; the message names it and says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,11 +133,14 @@ class Outcome:
     """How a task ended: done, failed or cancelled.
 
     `must_restore`: the open window's gradients are gone or mixed with a part of this task's.
+    `weights_digest`: of weights, moments and counters afterwards, of a task that is done; "" where
+    the worker was not asked to take digests.
     """
 
     state: OperationState
     result: OperationResult
     must_restore: bool
+    weights_digest: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,28 +150,43 @@ class InitialWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointWeights:
+    """`weights_digest` "": not known."""
+
     folder: str
+    weights_digest: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRequest:
-    """How a worker becomes the policy as of `last_seq`."""
+    """How a worker becomes the policy as of `last_seq`. `digests`: it takes them from then on."""
 
     trainer: TrainerSpec
     source: InitialWeights | CheckpointWeights
     version: int
     last_seq: int
+    digests: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """What a trainer that was built says of itself; `numerics` as it names the fields."""
+
+    info: ModelInfo
+    numerics: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatus:
     """What a new controller must know of a worker that outlived the old one.
 
-    `last_outcome` None: nothing was applied since the worker was loaded.
+    `last_outcome` None: nothing was applied since the worker was loaded. `numerics` is empty where
+    nothing is loaded, `weights_digest` where none was taken.
     """
 
     is_loaded: bool
     version: int
+    numerics: Mapping[str, str]
+    weights_digest: str
     last_seq: int
     last_outcome: Outcome | None
 
@@ -179,8 +202,11 @@ class WorkerPort(Protocol):
         """Raise the token, let what runs come to its end, and say where the worker stands."""
         ...
 
-    async def load(self, token: int, request: LoadRequest) -> ModelInfo:
-        """Build the trainer. Raises `RatoonError` where the spec cannot be served."""
+    async def load(self, token: int, request: LoadRequest) -> Loaded:
+        """Build the trainer.
+
+        Raises `RatoonError` where the spec cannot be served, `UnusableCheckpointError`.
+        """
         ...
 
     async def replace(self) -> None:
@@ -212,6 +238,20 @@ class WorkerPort(Protocol):
     async def publish(
         self, token: int, version: int, weights_root: str, created_at: float
     ) -> WeightManifest: ...
+
+    async def snapshot(self, token: int) -> str:
+        """Copy the state at the last step boundary; its digest. Raises `RatoonError`.
+
+        The copy is held, instead of an earlier one, until it is written.
+        """
+        ...
+
+    async def write_snapshot(self, token: int, folder: str) -> int:
+        """Write the copy as a checkpoint and read it back; its size in bytes.
+
+        Other calls go on meanwhile. Raises `RatoonError`; there is no folder then.
+        """
+        ...
 
     async def progress(self) -> Progress: ...
 

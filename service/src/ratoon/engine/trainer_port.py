@@ -49,6 +49,10 @@ class SnapshotPort(Protocol):
         """A checkpoint; its size in bytes. From any thread. Raises `FileExistsError`."""
         ...
 
+    def verify(self, folder: Path) -> None:
+        """Read it back. From any thread. Raises `RatoonError` where it is damaged."""
+        ...
+
 
 class TrainerPort(Protocol):
     version: int
@@ -105,8 +109,6 @@ class TrainerPort(Protocol):
     ) -> ForwardArraysPort: ...
 
     def snapshot(self) -> SnapshotPort: ...
-
-    def save_checkpoint(self, folder: Path) -> int: ...
 
     def load_checkpoint(self, folder: Path) -> None: ...
 

@@ -13,12 +13,14 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from ratoon.engine import telemetry
+from ratoon.engine.checkpointer import Checkpointer
 from ratoon.engine.executor import Executor
 from ratoon.engine.faults import operation_not_found, policy_not_ready
-from ratoon.engine.journal import FencedError
+from ratoon.engine.journal import FencedError, JournalAwayError
 from ratoon.engine.ledger import LiveOperation
 from ratoon.engine.policy_run import PolicyRun
 from ratoon.engine.publisher import Publisher
+from ratoon.engine.replay import RecoveryStoppedError
 from ratoon.engine.room import is_disk_full
 from ratoon.engine.startup import start_policy
 from ratoon.engine.types import PolicyState
@@ -28,6 +30,7 @@ from ratoon.log import get_logger
 _LOG = get_logger("turns")
 _MAX_FAILURES = 5
 _BACKOFF_S = 0.2
+_AWAY_S = 1.0
 _DISK_FULL_S = 2.0
 
 Step = Callable[[], Awaitable[None]]
@@ -37,11 +40,17 @@ class TurnLoop:
     """Owns the task that runs the loop."""
 
     def __init__(
-        self, run: PolicyRun, executor: Executor, publisher: Publisher, lock: asyncio.Lock
+        self,
+        run: PolicyRun,
+        executor: Executor,
+        publisher: Publisher,
+        checkpointer: Checkpointer,
+        lock: asyncio.Lock,
     ) -> None:
         self._run = run
         self._executor = executor
         self._publisher = publisher
+        self._checkpointer = checkpointer
         self._lock = lock
         self._wake = asyncio.Event()
         self._must_restart = False
@@ -52,9 +61,16 @@ class TurnLoop:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Own the policy, then run in the background. Raises `RatoonError`."""
+        """Own the policy, then run in the background. Raises `RatoonError`.
+
+        A policy whose recovery was stopped is failed, and runs nothing.
+        """
         assert self._task is None
-        await self._own()
+        try:
+            await self._own()
+        except RecoveryStoppedError as err:
+            await self._give_up(str(err))
+            return
         self._task = asyncio.get_running_loop().create_task(self._loop())
 
     async def stop(self, grace_s: float) -> None:
@@ -68,6 +84,7 @@ class TurnLoop:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
+        await self._checkpointer.stop()
         self._end_publications(policy_not_ready(self._run.policy_id, self._run.state))
 
     def wake(self) -> None:
@@ -88,7 +105,7 @@ class TurnLoop:
         await future
 
     async def _loop(self) -> None:
-        failures = 0
+        failures, failure = 0, ""
         while failures < _MAX_FAILURES:
             try:
                 if self._must_restart:
@@ -97,7 +114,16 @@ class TurnLoop:
                     failures = 0
             except FencedError as err:
                 _LOG.warning("fenced", policy_id=self._run.policy_id, reason=str(err))
+                failure = "another controller took over"
                 break
+            except RecoveryStoppedError as err:
+                failure = str(err)
+                break
+            except JournalAwayError as err:
+                # Nothing is wrong with the policy: it goes on where the journal does.
+                _LOG.warning("journal away", policy_id=self._run.policy_id, reason=str(err))
+                self._must_restart = True
+                await asyncio.sleep(_AWAY_S)
             except Exception as err:  # noqa: BLE001 - the journal and the worker decide what is true
                 if is_disk_full(err):
                     # Nothing is wrong with the policy: it goes on once there is room.
@@ -108,21 +134,24 @@ class TurnLoop:
                 _LOG.exception("turn failed", policy_id=self._run.policy_id, failures=failures)
                 self._must_restart, failures = True, failures + 1
                 await asyncio.sleep(_BACKOFF_S * 2**failures)
-        await self._give_up()
+        await self._give_up(failure or f"its controller failed {failures} times in a row")
 
-    async def _give_up(self) -> None:
+    async def _give_up(self, failure: str) -> None:
         """The policy runs nothing more until its controller is started again."""
         run = self._run
-        run.state = PolicyState.FAILED
+        _LOG.error("policy stopped", policy_id=run.policy_id, reason=failure)
+        await self._checkpointer.stop()
+        run.state, run.failure = PolicyState.FAILED, failure
         try:
-            await run.ports.journal.set_policy(run.token, run.policy_id, run.state, None)
+            await run.ports.journal.fail(run.token, run.policy_id, failure)
         except Exception:  # noqa: BLE001 - a fence, or a journal that does not answer
             _LOG.warning("failure not journaled", policy_id=run.policy_id)
-        self._end_publications(policy_not_ready(self._run.policy_id, self._run.state))
+        self._end_publications(policy_not_ready(run.policy_id, run.state, failure))
 
     async def _own(self) -> None:
         async with self._lock:
-            await start_policy(self._run, self._executor, self._publisher)
+            await self._checkpointer.stop()
+            await start_policy(self._run, self._executor, self._publisher, self._checkpointer)
             self._must_restart = False
 
     async def _take_one(self) -> bool:
@@ -141,7 +170,8 @@ class TurnLoop:
                     live.is_started = True
         self._report()
         if step is None:
-            await self._wake.wait()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), self._checkpointer.wait_s())
             return False
         await step[1]()
         return True
@@ -160,6 +190,8 @@ class TurnLoop:
     def _pick_between(self) -> tuple[LiveOperation | None, Step] | None:
         if self._publications:
             return None, self._publish
+        if self._checkpointer.wait_s() == 0.0:
+            return None, self._checkpointer.take
         for live in self._run.ledger.open_operations():
             if live.record.seq == 0:
                 return live, partial(self._executor.run_forward, live)

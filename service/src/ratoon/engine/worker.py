@@ -13,35 +13,39 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ratoon.engine.crash_points import CrashPoint, Reach
 from ratoon.engine.journal import FencedError
-from ratoon.engine.runner import TaskRunner
+from ratoon.engine.runner import TaskRunner, write_checkpoint
 from ratoon.engine.tasks import (
     BatchCommand,
     CheckpointWeights,
     ForwardBackwardTask,
     ForwardTask,
+    Loaded,
     LoadRequest,
+    LoadTask,
     OldLogprobsSource,
     OptimStepTask,
     Outcome,
+    UnusableCheckpointError,
+    UpdateTask,
     WorkerLostError,
     WorkerStatus,
     WorkerTask,
 )
-from ratoon.engine.trainer_port import CreateTrainer, ExportWeights
+from ratoon.engine.trainer_port import CreateTrainer, ExportWeights, SnapshotPort, TrainerPort
 from ratoon.engine.types import FailedResult, OperationState, Progress
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import get_logger
-from ratoon.model.spec import ModelInfo
 from ratoon.stream.manifest import WeightManifest
 from ratoon.stream.versions import publish_version
 
 _LOG = get_logger("worker")
 _NO_OPERATION = ""
+_NO_DIGEST = ""
 
 
 class WorkerOrderError(Exception):
@@ -70,7 +74,10 @@ class Meter:
 
 
 class WorkerCore:
-    """`fence`, `progress` and `cancel` may be called from any thread, all else from one thread."""
+    """`fence`, `progress` and `cancel` may be called from any thread, all else from one thread.
+
+    `write_snapshot` has a thread of its own.
+    """
 
     def __init__(self, create_trainer: CreateTrainer, export: ExportWeights, reach: Reach) -> None:
         self._create_trainer = create_trainer
@@ -82,6 +89,10 @@ class WorkerCore:
         self._policy_id = ""
         self._last_seq = 0
         self._last_outcome: Outcome | None = None
+        self._takes_digests = False
+        self._digest = _NO_DIGEST
+        # Waits to be written.
+        self._snapshot: SnapshotPort | None = None
         self._meter = Meter()
         self._cancelled_id = _NO_OPERATION
 
@@ -108,22 +119,29 @@ class WorkerCore:
         return WorkerStatus(
             is_loaded=self._runner is not None,
             version=self._runner.version if self._runner else 0,
+            numerics=self._runner.trainer.fingerprint() if self._runner else {},
+            weights_digest=self._digest,
             last_seq=self._last_seq,
             last_outcome=self._last_outcome,
         )
 
-    def load(self, token: int, policy_id: str, request: LoadRequest) -> ModelInfo:
-        """Become the policy as of a checkpoint or its start. Raises what the trainer raises."""
+    def load(self, token: int, policy_id: str, request: LoadRequest) -> Loaded:
+        """Become the policy as of a checkpoint or its start.
+
+        Raises what making the trainer raises, and `UnusableCheckpointError`.
+        """
         self.fence(token)
-        self._runner = None
+        self._runner = self._snapshot = None
         trainer = self._create_trainer(request.trainer)
         if isinstance(request.source, CheckpointWeights):
-            trainer.load_checkpoint(Path(request.source.folder))
+            _load_checkpoint(trainer, request.source)
         trainer.version = request.version
+        self._takes_digests = request.digests
+        self._digest = trainer.state_digest() if request.digests else _NO_DIGEST
         self._runner = TaskRunner(request.trainer, trainer)
         self._policy_id = policy_id
         self._last_seq, self._last_outcome = request.last_seq, None
-        return trainer.info()
+        return Loaded(info=trainer.info(), numerics=trainer.fingerprint())
 
     def prepare(
         self, token: int, command: BatchCommand, body_path: str, old_logprobs: OldLogprobsSource
@@ -148,7 +166,7 @@ class WorkerCore:
             return self._last_outcome
         self._check_next(task.seq)
         self._reach(CrashPoint.WORKER_BEFORE_APPLY)
-        outcome = self._run(runner, task)
+        outcome = self._with_digest(runner, task, self._run(runner, task))
         self._last_seq, self._last_outcome = task.seq, outcome
         self._reach(CrashPoint.WORKER_AFTER_APPLY)
         return outcome
@@ -195,6 +213,42 @@ class WorkerCore:
         except OSError as err:
             raise RatoonError(ErrorCode.INTERNAL, f"weights were not written: {err}") from err
 
+    def snapshot(self, token: int) -> str:
+        """Hold a copy of the state at the last step boundary; its digest. Raises `RatoonError`."""
+        self.fence(token)
+        runner = self._loaded()
+        self._snapshot = None
+        try:
+            self._snapshot = snapshot = runner.trainer.snapshot()
+        except MemoryError as err:
+            raise RatoonError(
+                ErrorCode.RESOURCE_EXHAUSTED,
+                "no memory for a copy of the state",
+                details={"resource": "memory"},
+            ) from err
+        self._reach(CrashPoint.WORKER_BEFORE_CHECKPOINT)
+        return snapshot.digest
+
+    # From a thread of its own.
+
+    def write_snapshot(self, token: int, folder: str) -> int:
+        """Write the copy that is held, read it back, and let it go; its size in bytes."""
+        self.fence(token)
+        snapshot, self._snapshot = self._snapshot, None
+        if snapshot is None:
+            raise RatoonError(ErrorCode.INTERNAL, "no copy of the state is held")
+        size_bytes = write_checkpoint(snapshot, Path(folder))
+        self._reach(CrashPoint.WORKER_AFTER_CHECKPOINT)
+        return size_bytes
+
+    def _with_digest(self, runner: TaskRunner, task: WorkerTask, outcome: Outcome) -> Outcome:
+        """The outcome with the digest of the state that it left."""
+        if outcome.state is not OperationState.DONE or not self._takes_digests:
+            return outcome
+        if isinstance(task, UpdateTask | OptimStepTask | LoadTask):
+            self._digest = runner.trainer.state_digest()
+        return replace(outcome, weights_digest=self._digest)
+
     def _run(self, runner: TaskRunner, task: WorkerTask) -> Outcome:
         self._meter = Meter(started=time.perf_counter())
         try:
@@ -229,5 +283,22 @@ class WorkerCore:
 
 def _ended(state: OperationState, error: RatoonError, *, must_restore: bool) -> Outcome:
     return Outcome(
-        state=state, result=FailedResult(error=error.to_dict()), must_restore=must_restore
+        state=state,
+        result=FailedResult(error=error.to_dict()),
+        must_restore=must_restore,
+        weights_digest=_NO_DIGEST,
     )
+
+
+def _load_checkpoint(trainer: TrainerPort, source: CheckpointWeights) -> None:
+    """Raises `UnusableCheckpointError` naming the folder."""
+    name = Path(source.folder).name
+    try:
+        trainer.load_checkpoint(Path(source.folder))
+    except (RatoonError, OSError) as err:
+        raise UnusableCheckpointError(f"checkpoint {name}: {err}") from err
+    if source.weights_digest and (digest := trainer.state_digest()) != source.weights_digest:
+        raise UnusableCheckpointError(
+            f"checkpoint {name}: its state has the digest {digest}, in the journal it is "
+            f"{source.weights_digest}"
+        )

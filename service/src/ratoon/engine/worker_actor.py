@@ -1,7 +1,8 @@
 """The worker's process: a detached actor around `worker.WorkerCore`.
 
 Enters calls from the policy's controller, leaves outcomes. Invariant: trainer calls run on one
-thread, always the same; `fence`, `progress` and `cancel` never wait for them. Torch is imported by
+thread, always the same, but for the writing of copies of its state; `fence`, `progress` and
+`cancel` never wait for them. Torch is imported by
 the constructor: whoever looks the actor up imports this module.
 """
 
@@ -20,6 +21,7 @@ from ratoon.engine.tasks import (
     BatchCommand,
     ForwardBackwardTask,
     ForwardTask,
+    Loaded,
     LoadRequest,
     OldLogprobsSource,
     Outcome,
@@ -28,13 +30,12 @@ from ratoon.engine.tasks import (
 )
 from ratoon.engine.types import Progress
 from ratoon.log import configure_logging
-from ratoon.model.spec import ModelInfo
 from ratoon.stream.manifest import WeightManifest
 
 if TYPE_CHECKING:
     from ratoon.engine.trainer_port import TrainerPort
 
-CONCURRENCY_GROUPS = {"compute": 1, "control": 4}
+CONCURRENCY_GROUPS = {"compute": 1, "control": 4, "files": 1}
 
 
 class WorkerActor:
@@ -65,7 +66,7 @@ class WorkerActor:
         return self._core.status()
 
     @ray.method(concurrency_group="compute")
-    def load(self, token: int, request: LoadRequest) -> ModelInfo:
+    def load(self, token: int, request: LoadRequest) -> Loaded:
         return self._core.load(token, self._policy_id, request)
 
     @ray.method(concurrency_group="compute")
@@ -95,6 +96,14 @@ class WorkerActor:
         self, token: int, version: int, weights_root: str, created_at: float
     ) -> WeightManifest:
         return self._core.publish(token, version, weights_root, created_at)
+
+    @ray.method(concurrency_group="compute")
+    def snapshot(self, token: int) -> str:
+        return self._core.snapshot(token)
+
+    @ray.method(concurrency_group="files")
+    def write_snapshot(self, token: int, folder: str) -> int:
+        return self._core.write_snapshot(token, folder)
 
 
 def _export(trainer: TrainerPort, folder: Path) -> None:

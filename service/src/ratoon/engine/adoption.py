@@ -1,0 +1,103 @@
+"""What a starting controller takes over from the journal: versions, window, queue.
+
+Enters a history and where the worker stands, leaves a run that says the same. Invariant: records
+below the turn are past, those from it on are queued; memory and journal agree on what has ended.
+"""
+
+from __future__ import annotations
+
+from ratoon.engine import telemetry
+from ratoon.engine.journal import JournalState, OperationRecord, PolicyHistory
+from ratoon.engine.policy_run import PolicyRun, StoredOutcome
+from ratoon.engine.sequencer import Sequencer
+from ratoon.engine.tasks import WorkerStatus
+from ratoon.engine.types import OperationKind
+from ratoon.engine.window import Window
+from ratoon.errors import ErrorCode, RatoonError
+
+
+def agrees(history: PolicyHistory, status: WorkerStatus) -> bool:
+    """Whether a worker's state is what the journal says, but for the end of its last seq. Pure."""
+    closed, is_pending = history.closed, False
+    if closed is not None and closed.seq > status.last_seq:
+        return False  # A recovery was not finished.
+    for record in history.records:
+        is_last = record.seq == status.last_seq and status.last_outcome is not None
+        if record.seq <= status.last_seq and not record.state.is_final:
+            if not is_last:
+                return False
+            is_pending = True
+        if record.seq > status.last_seq and record.state is JournalState.APPLIED:
+            return False
+    if status.last_seq >= history.policy.next_seq:
+        return False
+    return is_pending or _has_journaled_state(history, status)
+
+
+def adopt(run: PolicyRun, history: PolicyHistory, status: WorkerStatus) -> None:
+    """Take over what the journal says: versions, window, queue."""
+    policy = history.policy
+    run.version, run.max_version = policy.version, policy.max_version
+    run.published = policy.published
+    by_seq = {record.seq: record for record in history.records}
+    last = by_seq.get(status.last_seq)
+    run.stored_outcome, turn = None, status.last_seq + 1
+    if last is not None and not last.state.is_final:
+        assert status.last_outcome is not None
+        run.stored_outcome = StoredOutcome(seq=last.seq, outcome=status.last_outcome)
+        turn = last.seq
+    run.window, run.window_records = Window(), {}
+    run.sequencer = Sequencer(turn=turn)
+    for record in history.records:
+        if record.seq < turn:
+            _adopt_past(run, record)
+        else:
+            _adopt_open(run, record)
+
+
+async def settle_ended(run: PolicyRun) -> None:
+    """What the journal knows to have ended, and memory does not: an answer was lost."""
+    for live in run.ledger.open_operations():
+        record = await run.ports.journal.find_operation(live.operation_id)
+        if record is not None and record.state.is_final:
+            live.set_record(record)
+            run.ledger.settle(live)
+            run.send(telemetry.entered(record, record.state))
+
+
+def fail_unsequenced(run: PolicyRun) -> None:
+    """Forwards without a key are not journaled: those in flight are lost, and say so."""
+    for live in run.ledger.open_operations():
+        if live.record.seq == 0:
+            error = RatoonError(ErrorCode.WORKER_LOST, "the worker was lost; submit it again")
+            live.fail(error, run.ports.now())
+            run.ledger.settle(live)
+            run.send(telemetry.entered(live.record, JournalState.FAILED))
+
+
+def _has_journaled_state(history: PolicyHistory, status: WorkerStatus) -> bool:
+    """The version, and the digest where both sides have one."""
+    journaled = history.closed.weights_digest if history.closed else ""
+    has_digests = bool(journaled and status.weights_digest)
+    is_same = not has_digests or journaled == status.weights_digest
+    return is_same and status.version == history.policy.version
+
+
+def _adopt_past(run: PolicyRun, record: OperationRecord) -> None:
+    if record.kind is not OperationKind.FORWARD_BACKWARD:
+        return
+    if record.state is JournalState.APPLIED:
+        run.window = run.window.with_applied(record.seq)
+        run.window_records[record.seq] = record
+    elif record.state is JournalState.FAILED:
+        run.window = run.window.with_failed(record.seq)
+
+
+def _adopt_open(run: PolicyRun, record: OperationRecord) -> None:
+    run.sequencer.accept(record.seq, record.operation_id)
+    if record.state.is_final:
+        run.sequencer.consume(record.seq)
+        return
+    live = run.ledger.find(record.operation_id) or run.ledger.add(record)
+    live.is_started = False
+    live.set_record(record)

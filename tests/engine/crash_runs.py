@@ -1,0 +1,158 @@
+"""One history of every kind of operation, run on a machine whose processes are killed meanwhile.
+
+Enters a machine with crash points armed, leaves what every caller was told and where the policy
+stands, to be compared with the same history undisturbed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+
+from ratoon.engine.crash_points import CrashPoint
+from ratoon.engine.types import Command, Operation, OperationResult, OperationState, StepResult
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon.train.report import PhaseSeconds
+from tests.engine.harness import (
+    DISCARD,
+    SAVE,
+    Crash,
+    Machine,
+    forward,
+    forward_backward,
+    load,
+    optim_step,
+    save,
+    update,
+)
+
+BROKEN, SKIPPED = 30.0, 8.0
+_RETRYABLE = (ErrorCode.UNAVAILABLE, ErrorCode.POLICY_NOT_READY)
+_PATIENCE_S = 20.0
+
+# Windows with a failed, a saved-in-between, a discarded and a replaced part; (command, its batch).
+HISTORY: tuple[tuple[Command, float], ...] = (
+    (update(1), 1),
+    (forward_backward(10), 10),
+    (forward_backward(20), 20),
+    (forward_backward(BROKEN), BROKEN),
+    (save("mine"), 0),
+    (forward_backward(40), 40),
+    (optim_step(2, 3, 6), 0),
+    (update(SKIPPED), SKIPPED),
+    (forward_backward(50), 50),
+    (DISCARD, 0),
+    (update(2), 2),
+    (forward_backward(60), 60),
+    (load("mine"), 0),
+    (forward(3), 3),
+    (forward_backward(70), 70),
+    (forward_backward(80), 80),
+    (SAVE, 0),
+    (forward_backward(90), 90),
+    (optim_step(), 0),
+    (update(4), 4),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """What can be seen of a policy; without times."""
+
+    states: tuple[OperationState, ...]
+    results: tuple[OperationResult | None, ...]
+    weights: list[tuple[list[float], float]]
+    gradients: list[float]
+    versions: tuple[int, int, tuple[int, ...]]
+
+
+class Survivor:
+    """Submits the history to a machine and starts anew what was killed."""
+
+    def __init__(self, machine: Machine, *, loses_worker: bool = False) -> None:
+        self.machine = machine
+        machine.faults.breaks.add(BROKEN)
+        machine.faults.skips.add(SKIPPED)
+        # A kill of the controller takes the worker with it.
+        self.loses_worker = loses_worker
+        self._num_seen = 0
+
+    async def run(self) -> Told:
+        await self._revive(is_first=True)
+        for seq, (command, number) in enumerate(HISTORY, 1):
+            await self._submit(seq, command, number)
+        ended = [
+            await self._end(seq, command, number)
+            for seq, (command, number) in enumerate(HISTORY, 1)
+        ]
+        machine = self.machine
+        await asyncio.wait_for(self._rest(), _PATIENCE_S)
+        policy = machine.journal.store.history("p").policy
+        return Told(
+            states=tuple(operation.state for operation in ended),
+            results=tuple(_timeless(operation.result) for operation in ended),
+            weights=machine.weights,
+            gradients=machine.worker.trainer.gradients,
+            versions=(policy.version, policy.max_version, policy.published),
+        )
+
+    async def _rest(self) -> None:
+        """Until no checkpoint is under way."""
+        while True:
+            await self._revive()
+            landing = self.machine.controller._turns._checkpointer._landing
+            if landing is None or landing.done():
+                return
+            await asyncio.sleep(0.002)
+
+    async def _submit(self, seq: int, command: Command, number: float) -> Operation:
+        deadline = asyncio.get_running_loop().time() + _PATIENCE_S
+        while asyncio.get_running_loop().time() < deadline:
+            await self._revive()
+            try:
+                return await self.machine.submit(seq, command, number)
+            except Crash:
+                continue
+            except RatoonError as error:
+                if error.code not in _RETRYABLE:
+                    raise
+            await asyncio.sleep(0.005)
+        raise AssertionError(f"seq {seq} is not accepted: {self.machine.run.failure}")
+
+    async def _end(self, seq: int, command: Command, number: float) -> Operation:
+        deadline = asyncio.get_running_loop().time() + _PATIENCE_S
+        while asyncio.get_running_loop().time() < deadline:
+            operation = await self._submit(seq, command, number)
+            if operation.state.is_final:
+                return operation
+            await self.machine.controller.get_operation(operation.operation_id, 0.02)
+        raise AssertionError(f"seq {seq} does not end: {self.machine.run.failure}")
+
+    async def _revive(self, *, is_first: bool = False) -> None:
+        """A new controller for one that was killed."""
+        hits = self.machine.crashes.hits
+        while is_first or self._is_dead(hits):
+            self._num_seen = len(hits)
+            if not is_first and self.loses_worker:
+                self.machine.worker.is_dead = True
+            try:
+                if is_first:
+                    await self.machine.start()
+                else:
+                    await self.machine.restart_controller()
+            except Crash:
+                pass
+            is_first = False
+
+    def _is_dead(self, hits: list[CrashPoint]) -> bool:
+        return any(point.startswith("controller-") for point in hits[self._num_seen :])
+
+
+def _timeless(result: OperationResult | None) -> OperationResult | None:
+    match result:
+        case StepResult(report=report):
+            return replace(result, report=replace(report, seconds=PhaseSeconds()))
+        case _:
+            if hasattr(result, "created_at"):
+                return replace(result, created_at=0.0)  # pyright: ignore[reportCallIssue, reportArgumentType]
+            return result

@@ -1,0 +1,82 @@
+"""A kill at every crash point: what callers were told and the weights are those without it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
+from ratoon.config import CheckpointConfig, LimitsConfig
+from ratoon.engine.crash_points import CrashPoint
+from ratoon.engine.types import Recovery
+from tests.engine.conftest import MakeMachine
+from tests.engine.crash_runs import HISTORY, Survivor, Told
+from tests.engine.harness import Machine, policy_spec
+
+# Often, and collected at the earliest moment.
+OFTEN = CheckpointConfig(every_operations=3, every_s=0, every_bytes=0, keep=1)
+POINTS = [point for point in CrashPoint if not point.startswith("ingress-")]
+
+
+def assert_nothing_superfluous(machine: Machine) -> None:
+    """Files are those that the journal names."""
+    store = machine.journal.store
+    assert machine.bodies == set(store.bodies_in_use("p").values())
+    names = {checkpoint.info.checkpoint_id for checkpoint in store.checkpoints("p")}
+    assert {path.name for path in machine.paths.checkpoints.iterdir()} == names
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet() -> Iterator[None]:
+    """Hundreds of failures are logged on purpose."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    yield
+    structlog.reset_defaults()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    async def run() -> Told:
+        folder, spec = tmp_path_factory.mktemp("undisturbed"), policy_spec(recovery=Recovery.REPLAY)
+        machine = Machine(folder, spec, LimitsConfig(), checkpoints=OFTEN)
+        told = await Survivor(machine).run()
+        assert len(machine.worker.trainers) == 1
+        assert_nothing_superfluous(machine)
+        await machine.controller.close(1.0)
+        return told
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("point", "count", "loses_worker"),
+    [
+        *((point, 1, False) for point in POINTS),
+        *((point, 2, True) for point in POINTS if point.startswith("controller-")),
+    ],
+)
+async def test_a_kill_changes_nothing_that_can_be_seen(
+    make_machine: MakeMachine,
+    undisturbed: Told,
+    monkeypatch: pytest.MonkeyPatch,
+    point: CrashPoint,
+    count: int,
+    loses_worker: bool,
+) -> None:
+    """`loses_worker`: a kill of the controller takes the worker with it, as that of a machine."""
+    # Not what is tested here, and most of the time.
+    monkeypatch.setattr(os, "fsync", lambda _descriptor: None)
+    machine = make_machine(recovery=Recovery.REPLAY, checkpoints=OFTEN)
+    machine.crashes.armed[point] = count
+    if point is CrashPoint.CONTROLLER_IN_REPLAY:
+        machine.crashes.armed[CrashPoint.WORKER_AFTER_APPLY] = 15
+    told = await Survivor(machine, loses_worker=loses_worker).run()
+    assert told == undisturbed
+    assert point in machine.crashes.hits
+    assert machine.journal.store.history("p").policy.next_seq == len(HISTORY) + 1
+    await machine.restart_controller()
+    assert_nothing_superfluous(machine)
