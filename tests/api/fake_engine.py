@@ -91,6 +91,7 @@ class FakeEngine:
         self.policies: dict[str, Policy] = {}
         self.files: dict[str, bytes] = {}
         self.submissions: dict[str, Submission] = {}
+        self.is_draining = False
         self._folder = folder
         self._gap_wait_s = gap_wait_s
         self._changed = asyncio.Condition()
@@ -131,6 +132,10 @@ class FakeEngine:
 
     async def list_policies(self) -> Sequence[Policy]:
         return list(self.policies.values())
+
+    async def check_taking(self) -> None:
+        if self.is_draining:
+            raise RatoonError(ErrorCode.UNAVAILABLE, "the service is draining")
 
     async def submit(self, submission: Submission) -> Operation:
         self.has_submission.set()

@@ -36,6 +36,7 @@ class FakeFleet:
         self.running: set[str] = set()
         self.hold: asyncio.Event | None = None
         self.fails = False
+        self.drained: list[tuple[str, float]] = []
 
     async def check(self, spec: PolicySpec) -> None:
         if spec.num_workers != 1:
@@ -52,6 +53,9 @@ class FakeFleet:
 
     async def stop(self, policy_id: str) -> None:
         self.running.discard(policy_id)
+
+    async def drain(self, policy_id: str, grace_s: float) -> None:
+        self.drained.append((policy_id, grace_s))
 
 
 class Town:
@@ -195,3 +199,19 @@ async def test_an_unknown_operation_is_not_found(town: Town) -> None:
     with pytest.raises(RatoonError) as caught:
         await town.coordinator.get_operation("a.0", 0.0)
     assert caught.value.code is ErrorCode.OPERATION_NOT_FOUND
+
+
+async def test_a_coordinator_that_drains_takes_no_policy(town: Town) -> None:
+    await town.end(await town.coordinator.create_policy(policy_spec("a")))
+    town.coordinator.check_taking()
+    await town.coordinator.drain(2.5)
+    assert town.fleet.drained == [("a", 2.5)]
+    for call in (
+        town.coordinator.create_policy(policy_spec("b")),
+        town.coordinator.delete_policy("a"),
+    ):
+        with pytest.raises(RatoonError, match="draining"):
+            await call
+    with pytest.raises(RatoonError):
+        town.coordinator.check_taking()
+    assert (await town.coordinator.policy("a")).state is PolicyState.READY

@@ -30,7 +30,7 @@ from ratoon.api.http.tls import lets_strangers_in
 from ratoon.auth.access import check_start
 from ratoon.auth.certificates import files_of, load_certificates
 from ratoon.config import RatoonConfig, is_for_this_machine, public_hosts
-from ratoon.engine.bootstrap import start_engine, stop_engine
+from ratoon.engine.bootstrap import drain_engine, start_engine, stop_engine
 from ratoon.errors import invalid
 from ratoon.log import configure_logging, get_logger
 from ratoon.ray_start import connect_ray, leave_ray
@@ -141,7 +141,11 @@ def start(config: RatoonConfig, *, show_logs: bool = False) -> ServiceAddresses:
 
 
 def stop(config: RatoonConfig) -> None:
-    """Drain and stop the service; Ray itself is left to who connected to it."""
+    """Drain and stop the service; Ray itself is left to who connected to it.
+
+    New work is refused at once, by every wire, and what runs may end; then the wires go.
+    """
+    drain_engine(config)
     _stop_gateway(config)
     serve.shutdown()
     stop_engine(config)

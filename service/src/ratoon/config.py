@@ -109,6 +109,8 @@ class LimitsConfig(_Section):
     max_requests_in_flight_of_caller: int = Field(default=1024, ge=1)
     # Left of the disk for what was accepted already; new work is refused before. 0: no such bound.
     min_free_disk_bytes: int = Field(default=GIB, ge=0)
+    # At SIGTERM: for what runs to end. What is queued waits for the next start.
+    drain_s: float = Field(default=30.0, ge=0)
     upload_ttl_s: float = Field(default=3600.0, gt=0)
     result_ttl_s: float = Field(default=3600.0, gt=0)
     inline_result_bytes: int = Field(default=4 * MIB, ge=0)

@@ -214,6 +214,7 @@ class PolicyService:
         """Whether the engine answers; what is wrong is text, not an error."""
         try:
             await self._engine.list_policies()
+            await self._engine.check_taking()
         except RatoonError as error:
             return service_pb2.HealthResponse(status=f"engine: {error.message}")
         return service_pb2.HealthResponse(status="ok")

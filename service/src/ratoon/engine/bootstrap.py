@@ -11,6 +11,7 @@ once.
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import TYPE_CHECKING, cast
 
 import ray
@@ -18,8 +19,9 @@ import ray
 from ratoon.config import RatoonConfig
 from ratoon.engine.coordinator_actor import CoordinatorActor
 from ratoon.engine.metrics_actor import MetricsActor
-from ratoon.engine.ray_calls import ask, find_actor, kill_actor
+from ratoon.engine.ray_calls import ActorLostError, ask, find_actor, kill_actor
 from ratoon.engine.settings import COORDINATOR_NAME, METRICS_NAME, EngineSettings
+from ratoon.errors import RatoonError
 
 if TYPE_CHECKING:
     from ray.actor import ActorProxy
@@ -48,9 +50,24 @@ def start_engine(config: RatoonConfig) -> None:
     ray.get(coordinator.recover.remote())
 
 
+def drain_engine(config: RatoonConfig) -> None:
+    """Take nothing new, and wait until what runs has ended, `limits.drain_s` at most."""
+    asyncio.run(_drain(config.ray.namespace, config.limits.drain_s))
+
+
 def stop_engine(config: RatoonConfig) -> None:
     """End all processes of the engine; what is in the store stays, a running operation does not."""
     asyncio.run(_stop(config.ray.namespace))
+
+
+async def _drain(namespace: str, grace_s: float) -> None:
+    found = find_actor(COORDINATOR_NAME, namespace)
+    if found is None:
+        return
+    coordinator = cast("ActorProxy[CoordinatorActor]", found)
+    # One that is lost, or cannot read its database, has nothing that runs under it.
+    with suppress(ActorLostError, RatoonError):
+        await ask(coordinator.drain.remote(grace_s))
 
 
 async def _stop(namespace: str) -> None:

@@ -187,6 +187,10 @@ class EngineClient:
 
         return await self._read(policy_id, read)
 
+    async def check_taking(self) -> None:
+        """Raises UNAVAILABLE where the engine is draining, or does not answer."""
+        await _answer(self._coordinator.check_taking.remote())
+
     async def backends(self) -> tuple[BackendInfo, ...]:
         """Kernel backends on the workers' device."""
         return await _answer(self._coordinator.backends.remote())

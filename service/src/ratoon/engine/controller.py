@@ -18,7 +18,13 @@ from ratoon.engine.admission import Admission, JournalUnknownError, named_forwar
 from ratoon.engine.checkpointer import Checkpointer
 from ratoon.engine.codec import payload_hash
 from ratoon.engine.executor import Executor
-from ratoon.engine.faults import cancelled, operation_not_found, policy_not_ready, seq_gap
+from ratoon.engine.faults import (
+    cancelled,
+    draining,
+    operation_not_found,
+    policy_not_ready,
+    seq_gap,
+)
 from ratoon.engine.files import UploadFiles, drop_expired_results
 from ratoon.engine.journal import (
     LIFE_KINDS,
@@ -68,6 +74,7 @@ class Controller:
             max_total_bytes=run.limits.max_queued_bytes,
         )
         self._progress_until = 0.0
+        self._is_draining = self._is_drained = False
 
     @property
     def state(self) -> PolicyState:
@@ -88,6 +95,18 @@ class Controller:
             live.fail(cancelled(live.operation_id), self._run.ports.now())
             self._run.ledger.settle(live)
 
+    async def drain(self, grace_s: float) -> None:
+        """Take nothing more and let what runs end within `grace_s` seconds.
+
+        What is queued is in the journal; the next start goes on with it.
+        """
+        self._is_draining = True
+        self._turns.pause()
+        await self._turns.stop(grace_s)
+        self._is_drained = True
+        for live in self._run.ledger.open_operations():
+            live.wake()
+
     async def submit(self, submission: Submission) -> Operation:
         """Accept an operation durably, or return the first one's handle for a retry.
 
@@ -95,13 +114,13 @@ class Controller:
         accepted then, and no seq is taken), and UNAVAILABLE where the journal does not answer: the
         operation may have been accepted, and a retry finds out.
         """
-        self._check_ready()
+        self._check_taking()
         await self._admission.check(submission)
         operation_id = new_operation_id(self._run.policy_id)
         refusal = await self._admission.hold(operation_id, submission)
         try:
             async with self._lock:
-                self._check_ready()
+                self._check_taking()
                 first = await self._first(submission)
                 if first is None and refusal is not None:
                     raise refusal
@@ -122,7 +141,8 @@ class Controller:
     async def get_operation(self, operation_id: str, wait_s: float) -> Operation:
         """The operation, after at most `wait_s` seconds or once it has ended.
 
-        Raises OPERATION_NOT_FOUND, and SEQ_GAP where the wait ends behind a missing seq.
+        Raises OPERATION_NOT_FOUND, SEQ_GAP where the wait ends behind a missing seq, and
+        UNAVAILABLE where it would not end before the service does.
         """
         live = self._run.ledger.find(operation_id)
         if live is None:
@@ -132,6 +152,8 @@ class Controller:
         wait_s = min(wait_s, limits.max_wait_s)
         deadline, gap_deadline = begin + wait_s, begin + min(wait_s, limits.gap_wait_s)
         while not live.is_final and clock() < deadline:
+            if self._is_drained:
+                raise draining()
             missing = self._missing(live)
             if missing and clock() >= gap_deadline:
                 raise seq_gap(live.record.seq, missing)
@@ -190,7 +212,7 @@ class Controller:
 
         Raises KEY_REUSED, BODY_TOO_LARGE, POLICY_NOT_READY, RESOURCE_EXHAUSTED.
         """
-        self._check_ready()
+        self._check_taking()
         refusal = await self._admission.disk_refusal(len(body))
         if refusal is not None:
             raise refusal
@@ -299,6 +321,11 @@ class Controller:
         if live.is_final or live.record.seq == 0:
             return 0
         return self._run.sequencer.blocked_by(live.record.seq)
+
+    def _check_taking(self) -> None:
+        if self._is_draining:
+            raise draining()
+        self._check_ready()
 
     def _check_ready(self) -> None:
         if self._run.state is not PolicyState.READY:

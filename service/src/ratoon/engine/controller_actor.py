@@ -77,6 +77,10 @@ class ControllerActor:
         await self._controller.close(grace_s)
 
     @ray.method
+    async def drain(self, grace_s: float) -> None:
+        await self._controller.drain(grace_s)
+
+    @ray.method
     async def submit(self, submission: Submission) -> Operation:
         await self._start()
         return await self._controller.submit(submission)

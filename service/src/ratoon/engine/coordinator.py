@@ -18,7 +18,7 @@ from ratoon.config import LimitsConfig
 from ratoon.engine import telemetry
 from ratoon.engine.admission import new_operation_id
 from ratoon.engine.codec import hash_text, to_text
-from ratoon.engine.faults import operation_not_found, policy_not_found, policy_not_ready
+from ratoon.engine.faults import draining, operation_not_found, policy_not_found, policy_not_ready
 from ratoon.engine.files import policy_paths, remove_policy_files
 from ratoon.engine.journal import NO_PROGRESS, JournalState, OperationRecord, PolicyRow
 from ratoon.engine.ledger import Ledger, LiveOperation
@@ -62,6 +62,10 @@ class Fleet(Protocol):
         """End the policy's processes, those that are there."""
         ...
 
+    async def drain(self, policy_id: str, grace_s: float) -> None:
+        """Let what the policy runs end within `grace_s` seconds, and begin nothing more."""
+        ...
+
 
 class Coordinator:
     """Its methods run on one event loop; the store on `store_thread`, one call at a time."""
@@ -87,6 +91,7 @@ class Coordinator:
         self._ledger = Ledger(on_settled=lambda _: None)
         self._lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._is_draining = False
 
     async def on_store(self, call: Callable[[], T]) -> T:
         """Run a call of the store on its thread."""
@@ -106,11 +111,23 @@ class Coordinator:
                 case PolicyState.READY | PolicyState.FAILED:
                     self._spawn(self._bring_back(row.spec))
 
+    async def drain(self, grace_s: float) -> None:
+        """Take nothing more, and let what runs end within `grace_s` seconds."""
+        self._is_draining = True
+        ids = [row.spec.policy_id for row in await self.on_store(self._store.policies)]
+        await asyncio.gather(*(self._fleet.drain(policy_id, grace_s) for policy_id in ids))
+
+    def check_taking(self) -> None:
+        """Raises UNAVAILABLE where this process takes nothing more."""
+        if self._is_draining:
+            raise draining()
+
     async def create_policy(self, spec: PolicySpec) -> Operation:
         """Begin to create a policy; the same spec again is the first operation's handle.
 
         Raises POLICY_EXISTS, RESOURCE_EXHAUSTED, UNSUPPORTED.
         """
+        self.check_taking()
         async with self._lock:
             row = await self.on_store(lambda: self._store.policy(spec.policy_id))
             if row is not None:
@@ -127,6 +144,7 @@ class Coordinator:
 
     async def delete_policy(self, policy_id: str) -> Operation:
         """Begin to delete a policy and all its files. Raises POLICY_NOT_FOUND, POLICY_NOT_READY."""
+        self.check_taking()
         async with self._lock:
             row = await self.on_store(lambda: self._store.policy(policy_id))
             if row is None:

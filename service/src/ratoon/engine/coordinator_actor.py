@@ -123,6 +123,14 @@ class CoordinatorActor:
             return self._backends
 
     @ray.method
+    async def drain(self, grace_s: float) -> None:
+        await self._coordinator.drain(grace_s)
+
+    @ray.method
+    async def check_taking(self) -> None:
+        self._coordinator.check_taking()
+
+    @ray.method
     async def stop_policies(self) -> None:
         """End the processes of all policies; the store keeps what it knows of them."""
         for row in await self._on_store(self._store.policies):

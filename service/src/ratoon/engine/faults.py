@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 
 from ratoon.engine.types import PolicyState
-from ratoon.errors import ErrorCode, RatoonError
+from ratoon.errors import RETRY_AFTER_DETAIL, ErrorCode, RatoonError
 
 
 def policy_not_found(policy_id: str) -> RatoonError:
@@ -43,6 +43,14 @@ def disk_fault(what: str, error: OSError) -> RatoonError:
     code = ErrorCode.RESOURCE_EXHAUSTED if is_full else ErrorCode.UNAVAILABLE
     details = {"resource": "disk"} if is_full else {}
     return RatoonError(code, f"the {what} was not written: {error.strerror}", details=details)
+
+
+def draining() -> RatoonError:
+    return RatoonError(
+        ErrorCode.UNAVAILABLE,
+        "the service is draining: it takes nothing new, what is queued waits for its next start",
+        details={RETRY_AFTER_DETAIL: "5"},
+    )
 
 
 def cancelled(operation_id: str) -> RatoonError:

@@ -98,6 +98,16 @@ class RayFleet:
                 _LOG.warning("controller did not close", policy_id=policy_id, reason=str(err))
         await self.end(policy_id)
 
+    async def drain(self, policy_id: str, grace_s: float) -> None:
+        found = find_actor(controller_name(policy_id), self._settings.namespace)
+        if found is None:
+            return
+        controller = cast("ActorProxy[ControllerActor]", found)
+        try:
+            await asyncio.wait_for(ask(controller.drain.remote(grace_s)), grace_s + _GRACE_S)
+        except (ActorLostError, TimeoutError) as err:
+            _LOG.warning("controller did not drain", policy_id=policy_id, reason=str(err))
+
     async def end(self, policy_id: str) -> None:
         """End the processes without a word, as a crash would."""
         namespace = self._settings.namespace

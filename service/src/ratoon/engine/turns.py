@@ -54,6 +54,7 @@ class TurnLoop:
         self._lock = lock
         self._wake = asyncio.Event()
         self._must_restart = False
+        self._is_paused = False
         self._prefers_between = False
         self._publications: list[asyncio.Future[None]] = []
         # Queued and running, as last sent to the metrics.
@@ -91,6 +92,10 @@ class TurnLoop:
         """There may be something to do."""
         self._report()
         self._wake.set()
+
+    def pause(self) -> None:
+        """Begin nothing more; what runs goes on to its end, what is queued stays queued."""
+        self._is_paused = True
 
     def restart(self) -> None:
         """Memory may differ from the journal: read it again before the next turn."""
@@ -160,7 +165,8 @@ class TurnLoop:
         async with self._lock:
             if self._must_restart:
                 return False
-            between, turn = self._pick_between(), self._pick_turn()
+            between = None if self._is_paused else self._pick_between()
+            turn = None if self._is_paused else self._pick_turn()
             steps = [between, turn] if self._prefers_between else [turn, between]
             step = next((step for step in steps if step is not None), None)
             if step is not None:

@@ -200,7 +200,7 @@ Command = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """Whose an operation is. `key_id` "": nobody's that is known, and `limits` count for nothing."""
+    """Whose an operation is. `key_id` "": nobody's that is known; `limits` count for nothing."""
 
     key_id: str
     limits: KeyLimits
