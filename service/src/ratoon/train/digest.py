@@ -31,6 +31,9 @@ _ALIKE = (("weights", "exp_avg", "exp_avg_sq"), ("exp_avg_scale", "exp_avg_sq_sc
 # lies on the host may take there while it is hashed.
 _HOST_CHUNK = 1 << 14
 _DEVICE_CHUNK = 1 << 28
+# A GPU adds up rows of so many side by side, and then their sums; a single row takes one of its
+# many processors.
+_DEVICE_ROW = 1 << 12
 _BITS_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _Sums = Callable[[tuple[Tensor, ...], Tensor], Tensor]
@@ -54,16 +57,26 @@ class StateDigest:
         found: list[Tensor] = []
         for names, tensors in _rows(state):
             flat = [tensor.detach().reshape(-1) for tensor in tensors]
-            for start in range(0, flat[0].numel(), self._chunk):
-                parts = tuple(_bits(tensor[start : start + self._chunk]) for tensor in flat)
+            for start, stop in self._spans(flat[0].numel()):
+                parts = tuple(_bits(tensor[start:stop]) for tensor in flat)
                 found.append(self._sums(self._moved(parts), self._key(start, names)))
         sums = torch.cat(found).sum(dim=0).tolist() if found else [0, 0]
         counter = part_sums((torch.tensor([state.num_steps]),), part_key(0, (_NUM_STEPS,)))
         return digest_text(s + c for s, c in zip(sums, counter[0].tolist(), strict=True))
 
+    def _spans(self, count: int) -> Iterator[tuple[int, int]]:
+        """Chunks of `count` elements; on a GPU one is of whole rows, or shorter than a row."""
+        whole = count - count % _DEVICE_ROW if self._device.type == "cuda" else count
+        for first, last in ((0, whole), (whole, count)):
+            for start in range(first, last, self._chunk):
+                yield start, min(start + self._chunk, last)
+
     def _moved(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         # `.data` is no view: of a view, the compiler would look at the shape of the whole too.
-        return tuple(part.to(self._device).data for part in parts)
+        moved = (part.to(self._device).data for part in parts)
+        if self._device.type != "cuda":
+            return tuple(moved)
+        return tuple(part.view(-1, min(_DEVICE_ROW, len(part))).data for part in moved)
 
     def _key(self, start: int, names: tuple[str, ...]) -> Tensor:
         if (start, names) not in self._keys:
@@ -80,10 +93,11 @@ def part_key(start: int, names: Sequence[str]) -> Tensor:
 def part_sums(parts: tuple[Tensor, ...], key: Tensor) -> Tensor:
     """Sums of two hashes over the elements of each of k parts, int64 [k, 2], modulo 2**64.
 
-    `parts`: integers of one length [n], the bits of the elements; `key`: int64 [1 + k]. The sums of
-    a tensor are those of its parts added up.
+    `parts`: integers of one shape, [n] or rows [r, w] of it, the bits of the elements; `key`: int64
+    [1 + k]. The sums of a tensor are those of its parts added up.
     """
     index = torch.arange(parts[0].numel(), dtype=torch.int64, device=key.device)
+    index = index.view(parts[0].shape)
     # A sum with a tensor first: a compiler must not count a product of indices in 32 bits.
     places = (index + key[0]) * _STRIDE
     sums: list[Tensor] = []
@@ -93,9 +107,9 @@ def part_sums(parts: tuple[Tensor, ...], key: Tensor) -> Tensor:
         word = _fold(word, 30).mul_(_FIRST)
         word = _fold(word, 27).mul_(_SECOND)
         word = _fold(word, 31)
-        sums.append(word.sum())
+        sums.append(word.sum(dim=-1).sum())
         word = _fold(word, 29).mul_(_THIRD)
-        sums.append(_fold(word, 32).sum())
+        sums.append(_fold(word, 32).sum(dim=-1).sum())
     return torch.stack(sums).view(-1, 2)
 
 
