@@ -102,7 +102,7 @@ def ports(tmp_path: Path) -> Iterator[Ports]:
             yield Ports(http=http, gateway=gateway, serve=serve, environment=environment)
         finally:
             process.send_signal(signal.SIGTERM)
-            process.wait(60)
+            assert process.wait(60) == 0, (tmp_path / "log").read_text()[-4000:]
 
 
 def _wait_until_well(process: subprocess.Popen[bytes], port: int, log: Path) -> None:

@@ -22,6 +22,7 @@ from ray import serve
 from safetensors import safe_open
 
 from ratoon import app
+from ratoon_client import RatoonClient
 from ratoon_proto.v1 import operation_pb2, service_pb2
 from ratoon_proto.v1.service_pb2_grpc import PolicyServiceStub
 from tests.api import requests
@@ -219,6 +220,8 @@ async def test_a_caller_that_leaves_does_not_take_its_update_along(
 
 
 REPLICA = "ServeReplica:ratoon:Ingress"
+# What a redeploy leaves alone: policies are in the memory of the last two.
+KEPT = ("ray::Gateway", "ray::Coordinator", "ray::Controller", "ray::Worker")
 
 
 def _ours(title: str) -> list[psutil.Process]:
@@ -338,22 +341,32 @@ def test_answers_are_as_documented(service: Service, policy: str, method: str, p
     check()
 
 
-async def test_the_gateway_outlives_a_redeploy_from_a_serve_config(
+async def test_a_redeploy_from_a_serve_config_keeps_policies_and_loses_no_operation(
     service: Service, wires: Wires, policy: str
 ) -> None:
     """`app_builder` is what deploy/serve.yaml names; it finds engine and gateway running."""
-    before = {process.pid for process in _ours("ray::Gateway")}
+    kept = {process.pid for name in KEPT for process in _ours(name)}
+    assert len(kept) >= len(KEPT)
     replicas = {process.pid for process in _ours(REPLICA)}
+    seq = await _next_seq(wires)
+    late = await wires.http.call("Update", requests.update(seq=seq + 1, policy_id=policy))
+    client = RatoonClient(service.addresses.http)
+    waiting = asyncio.create_task(
+        asyncio.to_thread(client.operation(late.operation_id).result, timeout_s=120.0)
+    )
     args = service.config.model_dump(mode="json")
     await asyncio.to_thread(
         lambda: serve.run(app.app_builder(args), name=app.APP_NAME, route_prefix="/")
     )
-    assert {process.pid for process in _ours("ray::Gateway")} == before
+    assert {process.pid for name in KEPT for process in _ours(name)} == kept
     assert replicas.isdisjoint(process.pid for process in _ours(REPLICA))
-    seq = await _next_seq(wires)
+    assert not waiting.done()
     request = requests.update(seq=seq, policy_id=policy)
     operation = await finished(wires.http, await wires.http.call("Update", request))
     assert operation.seq == seq
+    # The client that waits all the while sees a longer operation, and nothing else.
+    assert (await waiting).version == operation.step.version + 1
+    client.close()
 
 
 async def test_unknown_routes_have_the_one_shape_behind_serve(wires: Wires) -> None:

@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 
 from ratoon.api.gate import Gate
 from ratoon.api.http.access import VisitOf
+from ratoon.api.http.bodies import BodyRoute
 from ratoon.api.http.errors import error_responses
 from ratoon.api.http.responses import ACCEPTED, PolicyId, UploadId, json_of
 from ratoon.api.http.schema.base import WireModel
@@ -42,7 +43,7 @@ _BATCH = (*_KEYED, ErrorCode.UPLOAD_NOT_FOUND, ErrorCode.OPERATION_NOT_FOUND)
 
 
 def router(service: PolicyService, gate: Gate) -> APIRouter:
-    routes = APIRouter(prefix="/v1/policies/{policy_id}", tags=["training"])
+    routes = APIRouter(prefix="/v1/policies/{policy_id}", tags=["training"], route_class=BodyRoute)
 
     def accepted(path: str, *codes: ErrorCode) -> dict[str, Any]:
         return {

@@ -1,0 +1,62 @@
+"""JSON is read off the event loop, and refused as FastAPI would refuse it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+
+import pytest
+from pydantic import BaseModel
+
+from ratoon.api.http import bodies
+from tests.api import requests
+from tests.api.conftest import Api
+
+PATH = f"/v1/policies/{requests.POLICY}/update"
+
+
+async def test_other_calls_go_on_while_a_body_is_read(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await api.create_policy()
+    read, threads = bodies._parsed, list[threading.Thread]()
+
+    def slow(model: type[BaseModel], body: bytes) -> BaseModel:
+        threads.append(threading.current_thread())
+        time.sleep(0.5)
+        return read(model, body)
+
+    monkeypatch.setattr(bodies, "_parsed", slow)
+    posting = asyncio.create_task(api.http.call("Update", requests.update()))
+    await asyncio.sleep(0.05)
+    begin = time.monotonic()
+    assert (await api.http.client.get("/v1/health")).status_code == 200
+    assert time.monotonic() - begin < 0.4
+    assert not posting.done()
+    assert (await posting).seq == 1
+    assert threads
+    assert threads[0] is not threading.main_thread()
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "field"),
+    [
+        (b"{", 400, ""),
+        (b"\xff", 400, ""),
+        (b"[]", 422, ""),
+        (json.dumps({"seq": "1"}).encode(), 422, "seq"),
+        (
+            b'{"batch": {"groups": [{"group_id": "a", "prompt": [1, "2"]}]}}',
+            422,
+            "groups[0].prompt[1]",
+        ),
+    ],
+)
+async def test_a_body_is_refused_by_its_field(
+    api: Api, body: bytes, status: int, field: str
+) -> None:
+    headers = {"Content-Type": "application/json"}
+    answer = await api.http.client.post(PATH, content=body, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["field"]) == (status, field)
