@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from ratoon.config import LimitsConfig
+from ratoon.config import CheckpointConfig, LimitsConfig
+from ratoon.engine.store import SqlStore
+from ratoon.engine.tables import open_database
 from ratoon.engine.tasks import Outcome, WorkerTask
 from ratoon.engine.trainer_port import TrainerPort
 from ratoon.engine.types import (
@@ -30,8 +32,6 @@ from ratoon.train.trainer import Trainer
 from tests.engine.fake_trainer import Faults
 from tests.engine.harness import (
     DISCARD,
-    LocalJournal,
-    LocalWorker,
     Machine,
     forward,
     forward_backward,
@@ -41,8 +41,11 @@ from tests.engine.harness import (
     save,
     update,
 )
+from tests.engine.local_ports import LocalWorker
 
 DATABASE_NAME = "ratoon.sqlite"
+# Some of their own between those that are asked for; bodies go as soon as they may.
+CHECKPOINTS = CheckpointConfig(every_operations=4, every_s=0, every_bytes=0, keep=1)
 
 
 def spec_of(base: Path, recovery: Recovery) -> PolicySpec:
@@ -97,7 +100,7 @@ class DurableMachine(Machine):
         url = f"sqlite:///{root / DATABASE_NAME}"
         if not creates:
             _require_policy(url, spec.policy_id)
-        super().__init__(root, spec, LimitsConfig(), url, TrainingWorker)
+        super().__init__(root, spec, LimitsConfig(), url, TrainingWorker, CHECKPOINTS)
 
     @property
     def training(self) -> TrainingWorker:
@@ -152,9 +155,9 @@ def digests_of(trainer: Trainer) -> tuple[str, str]:
 
 
 def _require_policy(url: str, policy_id: str) -> None:
-    journal = LocalJournal(url)
-    is_there = journal.store.policy(policy_id) is not None
-    journal.store._engine.dispose()
+    engine = open_database(url)
+    is_there = SqlStore(engine).policy(policy_id) is not None
+    engine.dispose()
     if not is_there:
         raise PolicyGoneError(policy_id)
 

@@ -84,14 +84,15 @@ async def check(root: Path, spec: PolicySpec, promises: Promises) -> None:
     try:
         _check_journal(machine, promises, is_recovered=False)
         _check_results(machine, promises)
-        _check_versions(machine, promises)
+        _check_versions(machine)
+        _check_published(machine, promises)
         await machine.start()
         if machine.run.state is not PolicyState.READY:
             raise LostError(f"the policy is {machine.run.state} after recovery")
         await _check_weights(machine, promises)
         await _check_uploads(machine, promises)
         _check_journal(machine, promises, is_recovered=True)
-        _check_versions(machine, promises)
+        _check_versions(machine)
         await _check_goes_on(machine)
         _check_checkpoints(machine, promises)
     finally:
@@ -165,30 +166,36 @@ def _check_results(machine: DurableMachine, promises: Promises) -> None:
         read_old_logprobs(machine.paths.results / f"{digest}.{suffix}", number_batch(number))
 
 
-def _check_versions(machine: DurableMachine, promises: Promises) -> None:
-    """What readers may fetch is whole, and the version they were told of is among it."""
-    row, root = machine.journal.store.policy(POLICY), machine.paths.weights
-    if row is None:
-        raise LostError("the policy")
-    for version in {*list_versions(root), *row.published}:
+def _check_versions(machine: DurableMachine) -> None:
+    """What readers may fetch is whole."""
+    root = machine.paths.weights
+    for version in {*list_versions(root), *_published(machine)}:
         for file in read_manifest(root, version).files:
             path = version_folder(root, version) / file.name
             if not path.exists() or digest_file(path) != file.digest:
                 raise LostError(f"{file.name} of version {version}")
+
+
+def _check_published(machine: DurableMachine, promises: Promises) -> None:
+    """The version that readers were told of; a policy that fails what was lost takes it back."""
+    may_fail = machine.spec.recovery is Recovery.FAIL and promises.was_lost
     told = promises.of("published")
-    # A policy that fails what was lost takes back its versions.
-    if (
-        told
-        and machine.spec.recovery is Recovery.REPLAY
-        and told[-1]["version"] not in row.published
-    ):
+    if told and not may_fail and told[-1]["version"] not in _published(machine):
         raise LostError(f"the published version {told[-1]['version']}")
+
+
+def _published(machine: DurableMachine) -> tuple[int, ...]:
+    policy = machine.journal.store.policy(POLICY)
+    if policy is None:
+        raise LostError("the policy")
+    return policy.published
 
 
 def _check_checkpoints(machine: DurableMachine, promises: Promises) -> None:
     """Those of the journal can be loaded, and hold the weights that they were made of."""
     trainer = machine.training.real[-1]
-    for info in machine.journal.store.checkpoints(POLICY):
+    for checkpoint in machine.journal.store.checkpoints(POLICY):
+        info = checkpoint.info
         trainer.load_checkpoint(machine.paths.checkpoint(info.checkpoint_id))
         if trainer.state_digest() != promises.after(info.seq)[0]:
             raise LostError(f"the weights of checkpoint {info.checkpoint_id}")
@@ -199,7 +206,7 @@ async def _check_weights(machine: DurableMachine, promises: Promises) -> None:
     trainer = machine.training.real[-1]
     if machine.spec.recovery is Recovery.FAIL:
         known = machine.journal.store.checkpoints(POLICY)
-        if trainer.state_digest() != promises.after(known[-1].seq if known else 0)[0]:
+        if trainer.state_digest() != promises.after(known[-1].info.seq if known else 0)[0]:
             raise LostError("the weights are those of no checkpoint")
         return
     for live in machine.run.ledger.open_operations():

@@ -4,33 +4,19 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.durability import recorder
-from tests.durability.cuts import ram_folder
 from tests.durability.disk import Disk, Image, read_image
-from tests.durability.recorder import Event, Kind, build_shim, record, require_compiler
+from tests.durability.recorder import Event, Kind, record, require_compiler
 
 CALLS = "tests.durability.calls"
 
 
-@pytest.fixture(scope="module")
-def folder() -> Iterator[Path]:
-    made = ram_folder()
-    yield made
-    shutil.rmtree(made)
-
-
-@pytest.fixture(scope="module")
-def shim(folder: Path) -> Path:
-    return build_shim(folder)
-
-
-def recorded(shim: Path, folder: Path, case: str) -> tuple[Event, ...]:
-    root = folder / case
+def recorded(shim: Path, ram: Path, case: str) -> tuple[Event, ...]:
+    root = ram / case
     root.mkdir()
     return record(shim, CALLS, root, (str(root), case))
 
@@ -42,29 +28,29 @@ def after(events: tuple[Event, ...]) -> Disk:
     return disk
 
 
-def test_every_call_that_writes_is_recorded(shim: Path, folder: Path) -> None:
-    disk = after(recorded(shim, folder, "writes"))
+def test_every_call_that_writes_is_recorded(shim: Path, ram: Path) -> None:
+    disk = after(recorded(shim, ram, "writes"))
     now = disk.now()
-    assert now == read_image(folder / "writes", recorder.SHARED_MEMORY)
+    assert now == read_image(ram / "writes", recorder.SHARED_MEMORY)
     assert len(now) == 11
     assert disk.strict() == {}
 
 
-def test_a_copy_inside_the_kernel_is_made_by_writes(shim: Path, folder: Path) -> None:
-    disk = after(recorded(shim, folder, "copies"))
+def test_a_copy_inside_the_kernel_is_made_by_writes(shim: Path, ram: Path) -> None:
+    disk = after(recorded(shim, ram, "copies"))
     now = disk.now()
-    assert now == read_image(folder / "copies", recorder.SHARED_MEMORY)
+    assert now == read_image(ram / "copies", recorder.SHARED_MEMORY)
     assert {now["copied"], now["sent"]} == {b"content"}
 
 
-def test_a_write_through_a_mapping_is_refused(shim: Path, folder: Path) -> None:
+def test_a_write_through_a_mapping_is_refused(shim: Path, ram: Path) -> None:
     with pytest.raises(AssertionError, match=r"cannot be rebuilt.*MAPPED"):
-        recorded(shim, folder, "mapping")
+        recorded(shim, ram, "mapping")
 
 
-def test_calls_of_threads_are_recorded_in_their_order(shim: Path, folder: Path) -> None:
-    events = recorded(shim, folder, "threads")
-    assert after(events).now() == read_image(folder / "threads", recorder.SHARED_MEMORY)
+def test_calls_of_threads_are_recorded_in_their_order(shim: Path, ram: Path) -> None:
+    events = recorded(shim, ram, "threads")
+    assert after(events).now() == read_image(ram / "threads", recorder.SHARED_MEMORY)
     assert sum(event.kind is Kind.SYNC for event in events) == 400
 
 
@@ -88,13 +74,13 @@ def test_calls_of_threads_are_recorded_in_their_order(shim: Path, folder: Path) 
     ],
 )
 def test_a_strict_disk_has_what_was_synced(
-    shim: Path, folder: Path, case: str, expected: Image
+    shim: Path, ram: Path, case: str, expected: Image
 ) -> None:
-    assert after(recorded(shim, folder, case)).strict() == expected
+    assert after(recorded(shim, ram, case)).strict() == expected
 
 
-def test_a_torn_disk_has_old_or_new_in_every_part(shim: Path, folder: Path) -> None:
-    disk = after(recorded(shim, folder, "torn"))
+def test_a_torn_disk_has_old_or_new_in_every_part(shim: Path, ram: Path) -> None:
+    disk = after(recorded(shim, ram, "torn"))
     images = [disk.torn(seed) for seed in range(200)]
     assert {frozenset(image) for image in images} == {frozenset("ab"), frozenset("bc")}
     contents = [image["b"] or b"" for image in images]

@@ -1,0 +1,48 @@
+"""One recorded life of a service, for all who take its files apart."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ratoon.engine.types import Recovery
+from tests.durability.cuts import Recording, ram_folder, record_life
+from tests.durability.recorder import build_shim
+from tests.tiny_models import write_folder
+from tests.torch_settings import kept_torch_settings
+
+
+@pytest.fixture(scope="session")
+def ram() -> Iterator[Path]:
+    """A folder that is gone after the session."""
+    made = ram_folder()
+    yield made
+    shutil.rmtree(made)
+
+
+@pytest.fixture(scope="session")
+def shim(ram: Path) -> Path:
+    """The library that records."""
+    return build_shim(ram)
+
+
+@pytest.fixture(scope="session")
+def base(ram: Path) -> Path:
+    """A very small model."""
+    return write_folder(ram / "base", "qwen3")
+
+
+@pytest.fixture(scope="session")
+def recording(ram: Path, shim: Path, base: Path) -> Recording:
+    """Of a policy that recovers by running its journal again."""
+    with kept_torch_settings():
+        return record_life(ram, shim, base, Recovery.REPLAY)
+
+
+@pytest.fixture(autouse=True)
+def torch_settings() -> Iterator[None]:
+    with kept_torch_settings():
+        yield
