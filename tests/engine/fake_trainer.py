@@ -113,6 +113,7 @@ class Faults:
     breaks: set[float] = field(default_factory=set[float])
     refuses: set[float] = field(default_factory=set[float])
     skips: set[float] = field(default_factory=set[float])
+    empties: set[float] = field(default_factory=set[float])
     holds: dict[float, threading.Event] = field(default_factory=dict[float, threading.Event])
     device: str = "fake"
     noise: float = 0.0
@@ -194,12 +195,16 @@ class FakeTrainer:
     def optim_step(self, step: OptimStep) -> StepReport:
         if not self.gradients:
             raise RatoonError(ErrorCode.WINDOW_EMPTY, "empty")
-        skipped = bool(self.faults.skips.intersection(self.gradients))
+        reason = None
+        if self.faults.skips.intersection(self.gradients):
+            reason = SkipReason.NON_FINITE_LOSS
+        elif self.faults.empties.issuperset(self.gradients):
+            reason = SkipReason.NO_TOKENS
+        skipped = reason is not None
         if not skipped:
             self.weights.append((self.gradients, step.learning_rate))
             self.version += 1
         self.gradients = []
-        reason = SkipReason.NON_FINITE_LOSS if skipped else None
         return StepReport(grad_norm=1.5, skipped=skipped, skip_reason=reason)
 
     def update(

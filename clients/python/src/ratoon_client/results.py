@@ -98,6 +98,8 @@ class Policy:
     max_sequence_tokens: int
     attention_backend: str
     published_version: int | None = None
+    # Why it is failed; empty where it is not.
+    failure: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

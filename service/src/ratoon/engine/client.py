@@ -249,7 +249,7 @@ class EngineClient:
         found = find_actor(controller_name(policy_id), self._settings.namespace)
         if found is None:
             policy = await self.get_policy(policy_id)
-            raise policy_not_ready(policy_id, policy.state)
+            raise policy_not_ready(policy_id, policy.state, policy.failure)
         controller = self._controllers[policy_id] = cast("Controller", found)
         return await _answer(call(controller))
 

@@ -156,6 +156,7 @@ class PolicyRow:
             created_at=self.created_at,
             info=self.info,
             published_version=self.published[-1] if self.published else None,
+            failure=self.failure,
         )
 
 

@@ -61,6 +61,8 @@ class PolicyRun:
     version: int = 0
     max_version: int = 0
     published: tuple[int, ...] = ()
+    # Optimizer steps skipped for their numbers since the last that was taken.
+    skipped_in_row: int = 0
     # Where the worker runs.
     numerics: Numerics = field(default_factory=lambda: Numerics.of({}))
     window: Window = field(default_factory=Window)

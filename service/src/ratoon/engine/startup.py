@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from ratoon import metrics
 from ratoon.engine import telemetry
 from ratoon.engine.adoption import adopt, agrees, fail_unsequenced, settle_ended
+from ratoon.engine.breakers import read_run
 from ratoon.engine.checkpointer import Checkpointer
 from ratoon.engine.executor import Executor
 from ratoon.engine.files import drop_unknown_checkpoints, make_policy_folders
@@ -59,7 +60,8 @@ async def start_policy(
 ) -> None:
     """Make `run` ready to take turns.
 
-    Raises `RatoonError` where the model cannot be loaded, `RecoveryStoppedError`.
+    Raises `RatoonError` where the model cannot be loaded, `RecoveryStoppedError`, and
+    `NumbersFailedError` where the policy was given up.
     """
     journal = run.ports.journal
     run.token = await journal.acquire(run.policy_id)
@@ -67,11 +69,13 @@ async def start_policy(
     # Not before the worker has stopped writing for an earlier controller.
     await asyncio.to_thread(make_policy_folders, run.paths)
     history = await journal.history(run.policy_id)
+    await read_run(run, history.policy.next_seq)
     if status.is_loaded and agrees(history, status):
         standing = _Standing(status=status, info=None, is_rebased=False)
     else:
         standing = await _recover(run, history, status)
         history = await journal.history(run.policy_id)
+        await read_run(run, history.policy.next_seq)
     run.numerics = Numerics.of(standing.status.numerics)
     adopt(run, history, standing.status)
     await settle_ended(run)

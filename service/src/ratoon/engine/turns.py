@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from ratoon.engine import telemetry
+from ratoon.engine.breakers import NumbersFailedError, note_end
 from ratoon.engine.checkpointer import Checkpointer
 from ratoon.engine.executor import Executor
 from ratoon.engine.faults import operation_not_found, policy_not_ready
@@ -64,12 +65,12 @@ class TurnLoop:
     async def start(self) -> None:
         """Own the policy, then run in the background. Raises `RatoonError`.
 
-        A policy whose recovery was stopped is failed, and runs nothing.
+        A policy whose recovery was stopped, or that was given up, is failed and runs nothing.
         """
         assert self._task is None
         try:
             await self._own()
-        except RecoveryStoppedError as err:
+        except (RecoveryStoppedError, NumbersFailedError) as err:
             await self._give_up(str(err))
             return
         self._task = asyncio.get_running_loop().create_task(self._loop())
@@ -121,7 +122,7 @@ class TurnLoop:
                 _LOG.warning("fenced", policy_id=self._run.policy_id, reason=str(err))
                 failure = "another controller took over"
                 break
-            except RecoveryStoppedError as err:
+            except (RecoveryStoppedError, NumbersFailedError) as err:
                 failure = str(err)
                 break
             except JournalAwayError as err:
@@ -206,6 +207,8 @@ class TurnLoop:
     async def _run_sequenced(self, live: LiveOperation) -> None:
         await self._executor.run_sequenced(live)
         self._run.sequencer.advance()
+        async with self._lock:
+            await note_end(self._run, live.record)
 
     async def _pass_over(self, operation_id: str) -> None:
         record = await self._run.ports.journal.find_operation(operation_id)

@@ -88,6 +88,8 @@ class Policy:
     created_at: float
     info: ModelInfo | None
     published_version: int | None
+    # Why it is failed; "": it is not, or nobody could say. Results journaled earlier have none.
+    failure: str = ""
 
 
 class OperationKind(StrEnum):

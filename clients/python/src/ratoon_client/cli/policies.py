@@ -89,6 +89,7 @@ def _fields(policy: Policy) -> dict[str, object]:
     return dict(zip(_COLUMNS, _row(policy), strict=True)) | {
         "sequencing": policy.spec.sequencing,
         "published version": policy.published_version,
+        "failure": policy.failure or None,
         "attention backend": policy.attention_backend,
         "created": policy.created_at,
     }

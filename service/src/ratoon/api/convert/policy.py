@@ -258,6 +258,7 @@ def policy_message(policy: Policy, models_root: Path) -> wire.Policy:
         state=to_wire(wire.PolicyState, policy.state),
         version=policy.version,
         next_seq=policy.next_seq,
+        failure=policy.failure,
     )
     set_time(message.created_at, policy.created_at)
     if policy.info is not None:

@@ -97,6 +97,7 @@ class Policy(WireModel):
     max_sequence_tokens: int
     attention_backend: str
     published_version: int | None
+    failure: str
 
 
 class CreatePolicyRequest(WireModel):

@@ -1,0 +1,202 @@
+"""A run of steps that were skipped for their numbers: it fails the policy, and for good."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ratoon.engine.breakers import skipped_in_row
+from ratoon.engine.journal import JournalState, OperationRecord
+from ratoon.engine.types import (
+    CheckpointInfo,
+    EmptyResult,
+    OperationKind,
+    OperationResult,
+    OperationState,
+    PolicyState,
+    Recovery,
+    StepResult,
+)
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon.train.config import NumericsGuard
+from ratoon.train.report import SkipReason, StepReport
+from tests.engine.conftest import MakeMachine
+from tests.engine.harness import Machine, life_record
+from tests.engine.test_controller import code_of
+
+THREE = NumericsGuard(max_skipped_in_row=3)
+BAD, EMPTY, GOOD = 13.0, 7.0, 1.0
+RECOVERIES = list(Recovery)
+
+
+async def _started(make_machine: MakeMachine, **spec: object) -> Machine:
+    machine = make_machine(**{"numerics_guard": THREE} | spec)
+    machine.faults.skips.add(BAD)
+    machine.faults.empties.add(EMPTY)
+    return await machine.start()
+
+
+async def _run(machine: Machine, *numbers: float, first_seq: int = 1) -> None:
+    for seq, number in enumerate(numbers, first_seq):
+        ended = await machine.end(await machine.update(seq, number))
+        assert ended.state is OperationState.DONE
+        assert isinstance(ended.result, StepResult)
+        assert ended.result.report.skipped == (number != GOOD)
+
+
+async def _refused(machine: Machine, seq: int) -> RatoonError:
+    with pytest.raises(RatoonError) as caught:
+        await machine.update(seq, GOOD)
+    assert caught.value.code is ErrorCode.POLICY_NOT_READY
+    return caught.value
+
+
+def _policy_state(machine: Machine) -> tuple[PolicyState, str]:
+    row = machine.journal.store.policy("p")
+    assert row is not None
+    return row.state, row.to_policy().failure
+
+
+async def test_a_run_of_skipped_steps_fails_the_policy(make_machine: MakeMachine) -> None:
+    machine = await _started(make_machine)
+    await _run(machine, GOOD, BAD, BAD)
+    assert machine.controller.state is PolicyState.READY
+    behind = await machine.update(5, GOOD)
+    # Behind a gap: it would wait for ever.
+    far = await machine.update(7, GOOD)
+    last = await machine.update(4, BAD)
+    assert (await machine.end(last)).state is OperationState.DONE
+    for operation in (behind, far):
+        ended = await machine.end(operation)
+        assert ended.state is OperationState.FAILED
+        assert code_of(ended) == ErrorCode.POLICY_NOT_READY
+    error = await _refused(machine, 6)
+    reason = "3 optimizer steps in a row were skipped for their numbers, the last at seq 4: "
+    assert reason + SkipReason.NON_FINITE_LOSS in error.message
+    assert _policy_state(machine) == (PolicyState.FAILED, reason + SkipReason.NON_FINITE_LOSS)
+    assert len(machine.weights) == 1
+
+
+@pytest.mark.parametrize("recovery", RECOVERIES)
+@pytest.mark.parametrize("loses_worker", [False, True])
+async def test_a_failed_policy_is_not_brought_back(
+    make_machine: MakeMachine, recovery: Recovery, loses_worker: bool
+) -> None:
+    machine = await _started(make_machine, recovery=recovery)
+    await _run(machine, GOOD, BAD, BAD, BAD)
+    before = await _refused(machine, 5)
+    trainers = len(machine.worker.trainers)
+    for _ in range(2):
+        machine.worker.is_dead = loses_worker
+        await machine.restart_controller()
+        assert machine.controller.state is PolicyState.FAILED
+        assert (await _refused(machine, 5)).message == before.message
+    assert _policy_state(machine)[0] is PolicyState.FAILED
+    assert len(machine.worker.trainers) == trainers
+
+
+@pytest.mark.parametrize("recovery", RECOVERIES)
+async def test_the_run_goes_on_where_a_controller_ended(
+    make_machine: MakeMachine, recovery: Recovery
+) -> None:
+    machine = await _started(make_machine, recovery=recovery)
+    await _run(machine, BAD, BAD)
+    await machine.restart_controller()
+    assert machine.controller.state is PolicyState.READY
+    assert machine.run.skipped_in_row == 2
+    await _run(machine, BAD, first_seq=3)
+    await _refused(machine, 4)
+
+
+async def test_a_crash_between_the_step_and_the_failure_changes_nothing(
+    make_machine: MakeMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is queued behind the run fails after a restart as it would have before."""
+    machine = await _started(make_machine)
+    await _run(machine, BAD, BAD)
+
+    async def killed(*_arguments: object) -> None:
+        raise RuntimeError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ratoon.engine.turns.note_end", killed)
+        behind = await machine.update(4, GOOD)
+        last = await machine.update(3, BAD)
+        assert (await machine.end(last)).state is OperationState.DONE
+        await machine.restart_controller()
+    assert machine.controller.state is PolicyState.FAILED
+    assert code_of(await machine.end(behind)) == ErrorCode.POLICY_NOT_READY
+    await _refused(machine, 5)
+
+
+async def test_a_step_that_is_taken_ends_the_run_and_one_without_tokens_does_not(
+    make_machine: MakeMachine,
+) -> None:
+    machine = await _started(make_machine)
+    await _run(machine, BAD, BAD, GOOD, EMPTY, EMPTY, EMPTY, BAD, EMPTY, BAD)
+    assert machine.controller.state is PolicyState.READY
+    await machine.restart_controller()
+    assert machine.run.skipped_in_row == 2
+    await _run(machine, BAD, first_seq=10)
+    await _refused(machine, 11)
+
+
+async def test_no_run_fails_a_policy_whose_limit_is_zero(make_machine: MakeMachine) -> None:
+    machine = await _started(make_machine, numerics_guard=NumericsGuard(max_skipped_in_row=0))
+    await _run(machine, *[BAD] * 8, GOOD)
+    assert machine.controller.state is PolicyState.READY
+
+
+async def test_the_default_is_five(make_machine: MakeMachine) -> None:
+    machine = await _started(make_machine, numerics_guard=NumericsGuard())
+    await _run(machine, *[BAD] * 4)
+    assert machine.controller.state is PolicyState.READY
+    await _run(machine, BAD, first_seq=5)
+    await _refused(machine, 6)
+
+
+async def test_a_long_journal_is_read_as_far_as_the_run_goes(make_machine: MakeMachine) -> None:
+    """More records than are read at first lie between the skipped steps and the end."""
+    machine = await _started(make_machine, numerics_guard=NumericsGuard(max_skipped_in_row=4))
+    await _run(machine, GOOD, BAD, BAD, BAD)
+    for seq in range(5, 80):
+        await machine.end(await machine.forward_backward(seq, GOOD))
+    await machine.restart_controller()
+    assert machine.run.skipped_in_row == 3
+
+
+def _record(kind: OperationKind, state: JournalState, result: OperationResult) -> OperationRecord:
+    return replace(life_record("p", "o", kind), state=state, result=result)
+
+
+def _step(reason: SkipReason | None, *, skipped: bool = True) -> OperationRecord:
+    report = StepReport(skipped=skipped, skip_reason=reason)
+    result = StepResult(version=0, report=report)
+    return _record(OperationKind.OPTIM_STEP, JournalState.APPLIED, result)
+
+
+_CHECKPOINT = CheckpointInfo(
+    checkpoint_id="c", version=0, seq=1, replay_from_seq=1, created_at=0.0, size_bytes=1
+)
+
+
+def test_every_reason_but_a_lack_of_tokens_counts() -> None:
+    for reason in SkipReason:
+        expected = 0 if reason is SkipReason.NO_TOKENS else 1
+        assert skipped_in_row([_step(reason)]) == expected, reason
+    # As they were journaled before there were reasons.
+    assert skipped_in_row([_step(None)]) == 0
+
+
+def test_what_leaves_the_weights_leaves_the_run() -> None:
+    bad = _step(SkipReason.GRADIENT_NORM)
+    discard = _record(OperationKind.DISCARD_GRADIENTS, JournalState.APPLIED, EmptyResult())
+    save = _record(OperationKind.SAVE_CHECKPOINT, JournalState.APPLIED, _CHECKPOINT)
+    load = replace(save, kind=OperationKind.LOAD_CHECKPOINT)
+    lost = replace(_step(None, skipped=False), state=JournalState.FAILED)
+    gradient = replace(_step(None, skipped=False), kind=OperationKind.FORWARD_BACKWARD)
+    assert skipped_in_row([bad, discard, save, lost, gradient, bad]) == 2
+    assert skipped_in_row([bad, replace(load, state=JournalState.CANCELLED), bad]) == 2
+    assert skipped_in_row([bad, load, bad]) == 1
+    assert skipped_in_row([bad, _step(None, skipped=False)]) == 0
