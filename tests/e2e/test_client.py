@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 import xxhash
@@ -18,6 +20,7 @@ from ratoon_client import (
     Group,
     Kl,
     Loss,
+    NumericsGuard,
     Operation,
     Optim,
     RatoonApiError,
@@ -164,6 +167,61 @@ def test_a_retry_over_another_wire_or_in_parts_is_the_same_operation(
     with pytest.raises(RatoonApiError) as caught:
         clients[name].update(policy_id, batch()[:1], loss=Loss("grpo"), optim=OPTIM, seq=seq)
     assert caught.value.code == "KEY_REUSED"
+
+
+def overflowing() -> list[Group]:
+    """Valid numbers whose ratio exp(log p + 900) is no float32."""
+    rollouts = [
+        rollout(response=[1, 2], sampler_logprobs=[-900.0, -5.0], reward=reward)
+        for reward in (-1.0, 1.0)
+    ]
+    return [group("g", [1, 2, 3], rollouts)]
+
+
+def test_steps_of_wrong_numbers_are_skipped_and_a_run_of_them_fails_the_policy(
+    clients: dict[str, RatoonClient], service: Service, tmp_path: Path
+):
+    client, policy_id = clients["gateway"], "overflows"
+    guard = NumericsGuard(max_grad_norm_to_step=1e6, max_skipped_in_row=2)
+    created = client.create_policy(
+        policy_id, preset="tiny", sequencing="server", numerics_guard=guard
+    )
+    assert created.result(120).spec.numerics_guard == guard
+    by_name = {name: clients[name].policy(policy_id) for name in ("gateway", "http")}
+
+    def update(name: str, groups: list[Group]) -> tuple[int, str | None]:
+        step = by_name[name].update(groups, loss=Loss("grpo"), optim=OPTIM).result()
+        assert step.report.skipped == (step.report.skip_reason is not None)
+        return step.version, step.report.skip_reason
+
+    assert update("gateway", batch()) == (1, None)
+    weights = client.pull_weights(policy_id, tmp_path).manifest.files
+    assert update("http", overflowing()) == (1, "non_finite_loss")
+    assert client.pull_weights(policy_id, tmp_path).manifest.files == weights
+    assert update("gateway", batch()) == (2, None)
+    assert update("gateway", overflowing()) == (2, "non_finite_loss")
+    by_name["http"].forward_backward(overflowing(), loss=Loss("grpo")).result()
+    last = by_name["http"].optim_step(optim=OPTIM).result()
+    assert (last.version, last.report.skip_reason) == (2, "non_finite_loss")
+    # The step's result comes first.
+    deadline = time.monotonic() + 20
+    while (policy := client.get_policy(policy_id)).state == "ready":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert (policy.state, policy.version) == ("failed", 2)
+    assert policy.failure.startswith("2 optimizer steps in a row were skipped for their numbers")
+    hasty = ClientConfig(timeout_s=1.0)
+    with (
+        RatoonClient(service.addresses.http, config=hasty) as short,
+        pytest.raises(RatoonApiError) as caught,
+    ):
+        short.policy(policy_id).update(batch(), loss=Loss("grpo"), optim=OPTIM)
+    assert caught.value.code == "POLICY_NOT_READY"
+    assert policy.failure in caught.value.message
+    metrics = httpx.get(f"{service.addresses.http}/metrics").text
+    (count,) = re.findall(r'skipped_steps_total\{reason="non_finite_loss"\} (\S+)', metrics)
+    assert float(count) >= 3
+    client.delete_policy(policy_id).result(60)
 
 
 def misuse(client: RatoonClient, policy_id: str, fault: str) -> object:
