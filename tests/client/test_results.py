@@ -89,3 +89,25 @@ def test_offsets_that_do_not_cut_the_values_are_refused(offsets: list[int]):
     )
     with pytest.raises(IntegrityError, match="do not cut 5 values"):
         decode_forward(output, training_pb2.StepReport())
+
+
+@pytest.mark.parametrize("shape", [(), (5, 1)])
+def test_values_of_another_shape_are_refused(shape: tuple[int, ...]):
+    """Such arrays ended in a TypeError of numpy."""
+    output = training_pb2.ForwardOutput(
+        logprobs=encode_array(np.ones(shape, np.float32)),
+        offsets=encode_array(np.array([0, 5])),
+    )
+    with pytest.raises(IntegrityError):
+        decode_forward(output, training_pb2.StepReport())
+    output.logprobs.CopyFrom(encode_array(np.ones(5, np.float32)))
+    output.offsets.CopyFrom(encode_array(np.array([[0], [5]])))
+    with pytest.raises(IntegrityError):
+        decode_forward(output, training_pb2.StepReport())
+
+
+def test_a_time_that_is_none_is_refused():
+    message = operation_pb2.Operation()
+    message.created_at.seconds = 2**62
+    with pytest.raises(IntegrityError, match="no Operation"):
+        decode(message, Operation)

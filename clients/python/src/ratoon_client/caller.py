@@ -23,6 +23,7 @@ from ratoon_proto.v1 import service_pb2
 T = TypeVar("T")
 _FIRST_WAIT_S = 0.05
 _MAX_WAIT_S = 2.0
+_LEAST_ATTEMPT_S = 0.5
 
 
 def may_pass(error: BaseException) -> bool:
@@ -94,7 +95,8 @@ async def retried(attempt: Callable[[float], Awaitable[T]], *, timeout_s: float)
     retrying = tenacity.AsyncRetrying(
         retry=tenacity.retry_if_exception(may_pass),
         wait=_Wait(multiplier=_FIRST_WAIT_S, max=_MAX_WAIT_S),
-        stop=tenacity.stop_before_delay(timeout_s),
+        # An attempt with no time for an answer would hide what the service said before.
+        stop=tenacity.stop_before_delay(timeout_s - min(_LEAST_ATTEMPT_S, timeout_s / 4)),
         reraise=True,
     )
     return await retrying(attempt_now)

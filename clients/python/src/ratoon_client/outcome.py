@@ -10,7 +10,14 @@ from google.protobuf.message import DecodeError
 
 from ratoon_client.caller import Caller
 from ratoon_client.errors import IntegrityError, RatoonApiError
-from ratoon_client.results import Checkpoint, ForwardResult, OperationResult, Policy, StepResult
+from ratoon_client.results import (
+    Checkpoint,
+    ForwardResult,
+    Operation,
+    OperationResult,
+    Policy,
+    StepResult,
+)
 from ratoon_client.weights.fetch import fetch_result_file
 from ratoon_client.wire.decode import decode, decode_forward, error_of
 from ratoon_proto.v1 import operation_pb2, training_pb2
@@ -31,10 +38,10 @@ async def outcome(caller: Caller, message: operation_pb2.Operation) -> Operation
             return await _forward(caller, message)
         case _:
             pass
-    if message.state == operation_pb2.OPERATION_STATE_DONE:
+    state = decode(message, Operation).state
+    if state == "done":
         return None
-    code = operation_pb2.OperationState.Name(message.state).removeprefix("OPERATION_STATE_")
-    raise RatoonApiError(code, f"operation {message.operation_id} is {code.lower()}")
+    raise RatoonApiError(state.upper(), f"operation {message.operation_id} is {state}")
 
 
 async def _forward(caller: Caller, message: operation_pb2.Operation) -> ForwardResult:

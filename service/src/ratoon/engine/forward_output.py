@@ -64,6 +64,8 @@ def read_old_logprobs(keys_path: Path, batch: RolloutBatch) -> NDArray[np.floati
     output = ForwardOutput.FromString(data)
     logprobs = cast("NDArray[np.floating]", decode_tensor(output.logprobs, max_bytes=len(data)))
     offsets = decode_tensor(output.offsets, max_bytes=len(data)).astype(np.int64)
+    if len(keys) != _KEY_BYTES * (len(offsets) - 1):
+        raise _refused("a Forward whose rollouts are damaged", "the bytes that were written")
     place = {
         keys[start : start + _KEY_BYTES]: index
         for index, start in enumerate(range(0, len(keys), _KEY_BYTES))

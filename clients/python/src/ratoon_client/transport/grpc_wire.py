@@ -1,11 +1,12 @@
 """The service over gRPC.
 
 Enters requests, leaves responses. Invariant: the channel takes messages as large as the service's,
-and notices a peer that is gone by keepalive.
+and a connection on which an answer is overdue carries no new call.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -22,6 +23,11 @@ from ratoon_client.wire.rpcs import FETCH_WEIGHTS, RequestT, ResponseT, Rpc
 from ratoon_proto.v1 import operation_pb2, service_pb2
 
 ERROR_TRAILER = "ratoon-error-bin"
+# A watch that has nothing new to say for so long is asked for again.
+STREAM_TIMEOUT_S = 45.0
+_CONNECT_TIMEOUT_S = 10.0
+# Of calls on a connection that others have left.
+_GRACE_S = 60.0
 _SERVICE = service_pb2.DESCRIPTOR.services_by_name["PolicyService"].full_name
 # Statuses that a proxy or a dying process makes without the service having said anything.
 _NO_ANSWER = frozenset(
@@ -47,17 +53,16 @@ class GrpcTransport:
     ) -> None:
         self._address = address
         self._metadata = _metadata(config)
-        options = _options(config)
-        self._channel = (
-            grpc.aio.insecure_channel(address, options=options)
-            if credentials is None
-            else grpc.aio.secure_channel(address, credentials, options=options)
-        )
+        self._config = config
+        self._credentials = credentials
+        self._channel = self._open()
+        self._left: dict[grpc.aio.Channel, asyncio.Task[None]] = {}
 
     async def call(
         self, rpc: Rpc[RequestT, ResponseT], request: RequestT, *, timeout_s: float
     ) -> ResponseT:
-        method = self._channel.unary_unary(
+        channel = self._channel
+        method = channel.unary_unary(
             f"/{_SERVICE}/{rpc.name}",
             request_serializer=rpc.request.SerializeToString,
             response_deserializer=rpc.response.FromString,
@@ -65,22 +70,34 @@ class GrpcTransport:
         try:
             return await method(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.aio.AioRpcError as err:
+            if err.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                self._leave(channel)
             raise self._error(rpc.name, err) from err
 
     async def stream(
         self, rpc: Rpc[RequestT, ResponseT], request: RequestT
     ) -> AsyncGenerator[ResponseT, None]:
-        method = self._channel.unary_stream(
+        channel = self._channel
+        method = channel.unary_stream(
             f"/{_SERVICE}/{rpc.name}",
             request_serializer=rpc.request.SerializeToString,
             response_deserializer=rpc.response.FromString,
         )
         call = method(request, metadata=self._metadata)
         try:
-            async for message in call:
+            messages = aiter(call)
+            while True:
+                async with asyncio.timeout(STREAM_TIMEOUT_S):
+                    message = await anext(messages, None)
+                if message is None:
+                    return
                 yield message
         except grpc.aio.AioRpcError as err:
             raise self._error(rpc.name, err) from err
+        except TimeoutError as err:
+            self._leave(channel)
+            text = f"no message for {STREAM_TIMEOUT_S} s"
+            raise TransportError(f"{rpc.name} at {self._address}: {text}") from err
         finally:
             call.cancel()
 
@@ -102,7 +119,25 @@ class GrpcTransport:
         return chunk.data
 
     async def close(self) -> None:
-        await self._channel.close()
+        await asyncio.gather(*(channel.close() for channel in (self._channel, *self._left)))
+
+    def _open(self) -> grpc.aio.Channel:
+        options = _options(self._config)
+        if self._credentials is None:
+            return grpc.aio.insecure_channel(self._address, options=options)
+        return grpc.aio.secure_channel(self._address, self._credentials, options=options)
+
+    def _leave(self, channel: grpc.aio.Channel) -> None:
+        """Open another connection: one that a network has forgotten looks like a slow service.
+
+        Calls under way on the old one go on; keepalive alone does not always notice.
+        """
+        if channel is not self._channel:
+            return
+        self._channel = self._open()
+        closing = asyncio.create_task(channel.close(_GRACE_S))
+        self._left[channel] = closing
+        closing.add_done_callback(lambda _: self._left.pop(channel, None))
 
     def _error(self, name: str, err: grpc.aio.AioRpcError) -> RatoonClientError:
         detail = _detail(err)
@@ -135,6 +170,8 @@ def _options(config: ClientConfig) -> list[tuple[str, Any]]:
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.initial_reconnect_backoff_ms", 100),
+        # Also how long one attempt to connect may take.
+        ("grpc.min_reconnect_backoff_ms", int(_CONNECT_TIMEOUT_S * 1000)),
         ("grpc.max_reconnect_backoff_ms", 2_000),
         # Clients of one process do not share a connection, and so not its fate.
         ("grpc.use_local_subchannel_pool", 1),

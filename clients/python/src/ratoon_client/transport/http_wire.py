@@ -30,7 +30,7 @@ from ratoon_proto.v1 import operation_pb2, service_pb2
 
 CHUNK_DIGEST = "Ratoon-Chunk-Digest"
 # Of the server-sent events' keep-alive comments, two may be late.
-_EVENT_TIMEOUT_S = 45.0
+EVENT_TIMEOUT_S = 45.0
 _CONNECT_TIMEOUT_S = 10.0
 _WHOLE_FILE = 200
 # Statuses that proxies make when nothing of ours answers.
@@ -75,7 +75,7 @@ class HttpTransport:
         self, rpc: Rpc[RequestT, ResponseT], request: RequestT
     ) -> AsyncGenerator[ResponseT, None]:
         route = _route(rpc.name, request)
-        timeout = httpx.Timeout(_EVENT_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
+        timeout = httpx.Timeout(EVENT_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
         async with (
             self._transport_errors(route.url(request)),
             self._client.stream(route.method, route.url(request), timeout=timeout) as response,
@@ -125,7 +125,8 @@ class HttpTransport:
         self, method: str, url: str, *, timeout_s: float, **options: Any
     ) -> httpx.Response:
         timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, _CONNECT_TIMEOUT_S))
-        async with self._transport_errors(url):
+        # httpx bounds each read: an answer that trickles in would have no end.
+        async with self._transport_errors(url), asyncio.timeout(timeout_s):
             response = await self._client.request(method, url, timeout=timeout, **options)
         if not response.is_success:
             raise _error(response)
@@ -135,7 +136,7 @@ class HttpTransport:
     async def _transport_errors(self, url: str) -> AsyncGenerator[None, None]:
         try:
             yield
-        except httpx.RequestError as err:
+        except (httpx.RequestError, TimeoutError) as err:
             text = str(err) or type(err).__name__
             raise TransportError(f"{url} at {self._base_url}: {text}") from err
 

@@ -61,8 +61,15 @@ _TYPES: Mapping[str, type[Any]] = MappingProxyType(
 
 
 def decode(message: Message, value_type: type[T]) -> T:
-    """The value of `value_type`, which is the one that belongs to the message."""
-    value = _decode(message)
+    """The value of `value_type`, which is the one that belongs to the message.
+
+    Raises IntegrityError for what no service of this version says: an unknown enum value, a time
+    that is none.
+    """
+    try:
+        value = _decode(message)
+    except (ValueError, OverflowError, OSError) as err:
+        raise IntegrityError(f"the answer is no {value_type.__name__}: {err}") from err
     assert isinstance(value, value_type)
     return value
 
@@ -101,9 +108,14 @@ def _array(tensor: Tensor, name: str) -> NDArray[Any]:
 
 
 def _split(array: NDArray[Any], offsets: NDArray[np.int64]) -> tuple[NDArray[np.float32], ...]:
-    ordered = len(offsets) > 0 and offsets[0] == 0 and bool((np.diff(offsets) >= 0).all())
-    if not ordered or offsets[-1] != len(array):
-        raise IntegrityError(f"forward output: offsets do not cut {len(array)} values")
+    are_flat = array.ndim == offsets.ndim == 1 and len(offsets) > 0
+    if (
+        not are_flat
+        or offsets[0] != 0
+        or offsets[-1] != len(array)
+        or (np.diff(offsets) < 0).any()
+    ):
+        raise IntegrityError(f"forward output: offsets do not cut {array.size} values")
     bounds = offsets.tolist()
     return tuple(array[start:stop].astype(np.float32) for start, stop in pairwise(bounds))
 

@@ -59,6 +59,9 @@ def error_response(error: RatoonError, headers: dict[str, str] | None = None) ->
         all_headers["Retry-After"] = str(error.retry_after_s)
     if error.code is ErrorCode.UNAUTHENTICATED:
         all_headers["WWW-Authenticate"] = "Bearer"
+    if error.code is ErrorCode.REQUEST_TIMEOUT:
+        # Whoever did not send the rest of it will send no other request.
+        all_headers["Connection"] = "close"
     return JSONResponse(
         {"error": to_json(detail_of(error))}, status_code=row.http, headers=all_headers
     )

@@ -1,0 +1,156 @@
+"""Inputs that are right: what honest peers send, for all wires and files.
+
+In: nothing, and recorded rollouts where they are. Out: messages, JSON and bytes. Invariant: every
+target takes its corpus without an error.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ratoon.rollout.serial import batch_to_bytes
+from ratoon_client.wire.encode import group_messages
+from ratoon_proto.codec import encode_array
+from ratoon_proto.v1 import operation_pb2, policy_pb2, rollout_pb2, service_pb2, training_pb2
+from ratoon_proto.v1.tensor_pb2 import Tensor
+from tests import builders
+from tests.api import requests
+from tests.api.wires import request_json
+from tests.network.samples import batch
+from tests.recorded import DATA, read_groups
+
+_RECORDED = DATA / "gsm8k_rollouts.jsonl"
+_MOST_TOKENS = 400
+
+
+def tensors() -> list[Tensor]:
+    arrays: list[Any] = [
+        np.arange(6, dtype=np.int32),
+        np.ones((2, 3), np.float32),
+        np.array([True, False]),
+        np.zeros((0, 4), np.int64),
+        np.array(1.5),
+        np.arange(3, dtype=np.uint8),
+        np.ones(2, np.float16),
+    ]
+    return [encode_array(array) for array in arrays]
+
+
+def updates() -> list[service_pb2.UpdateRequest]:
+    """Plain, with something in most fields, from the client, and recorded."""
+    return [requests.update(), _rich(), _from_client(), *_recorded()]
+
+
+def _rich() -> service_pb2.UpdateRequest:
+    segments = [
+        rollout_pb2.Segment(tokens=requests.tokens([1, 2]), trained=True),
+        rollout_pb2.Segment(tokens=requests.tokens([3]), trained=False),
+    ]
+    rollout = rollout_pb2.Rollout(
+        segments=rollout_pb2.SegmentList(segments=segments),
+        advantages=requests.floats([1.0, -1.0, 0.5]),
+        loss_mask=encode_array(np.array([True, True, False])),
+        sampler_logprobs=requests.floats([-1.0, -2.0, -0.5]),
+        reference_logprobs=requests.floats([-1.0, -2.0, -0.5]),
+        temperature=0.7,
+        sampler_logprobs_kind=rollout_pb2.SAMPLER_LOGPROBS_KIND_PROCESSED,
+        top_p=0.9,
+        top_k=3,
+        policy_version=1,
+    )
+    request = requests.update(batch=[requests.group("rich", rollout, rollout)])
+    loss = request.loss
+    loss.kind = training_pb2.LOSS_KIND_DAPO
+    loss.kl.kind = training_pb2.KL_KIND_K3
+    loss.kl.coefficient = 0.1
+    loss.kl.reference = training_pb2.REFERENCE_KIND_GIVEN
+    loss.correction.mode = training_pb2.CORRECTION_MODE_TRUNCATE
+    loss.correction.level = training_pb2.CORRECTION_LEVEL_TOKEN
+    loss.correction.high = 2.0
+    loss.old_logprobs.kind = training_pb2.OLD_LOGPROBS_KIND_ON_POLICY
+    loss.overlong_filter.SetInParent()
+    return request
+
+
+def _from_client() -> service_pb2.UpdateRequest:
+    return requests.update(batch=group_messages(batch(2, 4)))
+
+
+def _recorded() -> list[service_pb2.UpdateRequest]:
+    if not _RECORDED.is_file():
+        return []
+    groups = builders.groups_from_jsonl(read_groups(_RECORDED)[:1], limit_tokens=_MOST_TOKENS)
+    messages = [
+        rollout_pb2.RolloutGroup(
+            group_id=group.group_id,
+            prompt=encode_array(group.prompt),
+            rollouts=[
+                rollout_pb2.Rollout(
+                    response=encode_array(np.concatenate([part.tokens for part in raw.segments])),
+                    reward=raw.reward or 0.0,
+                )
+                for raw in group.rollouts
+            ],
+        )
+        for group in groups
+    ]
+    request = requests.update(batch=messages)
+    request.loss.old_logprobs.kind = training_pb2.OLD_LOGPROBS_KIND_ON_POLICY
+    return [request]
+
+
+def update_documents() -> list[dict[str, Any]]:
+    """Bodies; the policy stands in the address."""
+    documents = [request_json(request) for request in updates()]
+    return [
+        {name: value for name, value in document.items() if name != "policy_id"}
+        for document in documents
+    ]
+
+
+def specs() -> list[service_pb2.CreatePolicyRequest]:
+    rich = requests.spec("fuzz-spec", seed=3, dtype=policy_pb2.MODEL_DTYPE_FLOAT32)
+    rich.lora.rank = 4
+    rich.lora.alpha = 8.0
+    rich.optimizer.beta1 = 0.8
+    rich.publish.kind = policy_pb2.PUBLISH_KIND_EVERY_N
+    rich.publish.every_n = 3
+    return [
+        service_pb2.CreatePolicyRequest(spec=spec) for spec in (requests.spec("fuzz-spec"), rich)
+    ]
+
+
+def batches() -> list[bytes]:
+    return [
+        batch_to_bytes(builders.random_batch(np.random.default_rng(seed), num_groups=2))
+        for seed in range(3)
+    ]
+
+
+def operations() -> list[operation_pb2.Operation]:
+    """What a client is answered."""
+    done = operation_pb2.Operation(operation_id="p.1", policy_id="p", seq=1)
+    done.state = operation_pb2.OPERATION_STATE_DONE
+    done.kind = operation_pb2.OPERATION_KIND_UPDATE
+    done.created_at.seconds = 1_700_000_000
+    done.step.version = 3
+    done.step.report.loss = 0.5
+    done.step.report.warnings.append("sampled with top_p")
+    failed = operation_pb2.Operation(operation_id="p.2", policy_id="p")
+    failed.state = operation_pb2.OPERATION_STATE_FAILED
+    failed.error.code = "INTERNAL"
+    failed.error.details["a"] = "b"
+    forward = operation_pb2.Operation(operation_id="p.3", policy_id="p")
+    forward.state = operation_pb2.OPERATION_STATE_DONE
+    forward.forward.inline.CopyFrom(forward_output())
+    return [done, failed, forward]
+
+
+def forward_output() -> training_pb2.ForwardOutput:
+    return training_pb2.ForwardOutput(
+        logprobs=encode_array(np.full(5, -0.5, np.float32)),
+        offsets=encode_array(np.array([0, 2, 5], np.int64)),
+        entropy=encode_array(np.ones(5, np.float32)),
+    )

@@ -1,0 +1,74 @@
+"""The short form of the fuzz; `make faults` runs the long one."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+from google.protobuf.message import DecodeError
+
+from ratoon.api.convert.policy import policy_spec
+from ratoon.rollout.serial import batch_from_bytes
+from ratoon_client.results import Operation
+from ratoon_client.wire.decode import decode
+from ratoon_proto.codec import decode_tensor
+from tests.hostile import corpus
+from tests.hostile.fuzz import FuzzCounts, fuzz, run
+from tests.hostile.targets import DEFAULTS, Target, all_targets, judge, judge_json
+
+NUM_INPUTS = 20_000
+# What allocators keep; a leak of a kilobyte an input would be as much again.
+GROWTH_BYTES = 16 * 2**20
+
+
+def test_the_corpus_is_taken():
+    for tensor in corpus.tensors():
+        decode_tensor(tensor, max_bytes=1000)
+    for request in corpus.updates():
+        judge(request)
+    for document in corpus.update_documents():
+        judge_json(document)
+    for request in corpus.specs():
+        policy_spec(request.spec, DEFAULTS)
+    for body in corpus.batches():
+        batch_from_bytes(body)
+    for operation in corpus.operations():
+        decode(operation, Operation)
+
+
+def test_hostile_inputs_are_refused_by_name_and_nothing_else():
+    counts = fuzz(seed=0, num_inputs=NUM_INPUTS)
+    assert (counts.crashes, counts.server_errors) == (0, 0), counts.findings
+    assert counts.inputs == NUM_INPUTS
+    assert 0.01 * NUM_INPUTS < counts.accepted < 0.5 * NUM_INPUTS
+    assert counts.peak_rss_growth_bytes < GROWTH_BYTES
+    assert counts.slowest_s < 10.0
+
+
+def test_the_same_seed_makes_the_same_inputs():
+    seen: list[list[float]] = [[], []]
+
+    def outcome(numbers: list[float]) -> FuzzCounts:
+        def take(dice: random.Random) -> None:
+            numbers.append(dice.random())
+
+        return run([Target(name="dice", weight=1, take=take, may_raise=())], 5, 20)
+
+    assert outcome(seen[0]).accepted == outcome(seen[1]).accepted == 20
+    assert seen[0] == seen[1]
+    assert len(set(seen[0])) == 20
+
+
+def test_an_error_that_is_not_typed_is_found(tmp_path: Path):
+    (codec, *_) = all_targets(tmp_path)
+    untyped = replace(codec, may_raise=(DecodeError,))
+    counts = run([untyped], 0, 200)
+    assert counts.crashes > 0
+    assert counts.findings[0].startswith("codec 0.")
+
+
+def test_memory_that_is_kept_is_found():
+    kept: list[bytes] = []
+    leak = Target(name="leak", weight=1, take=lambda _: kept.append(bytes(10_000)), may_raise=())
+    assert run([leak], 0, 6000).peak_rss_growth_bytes > GROWTH_BYTES
