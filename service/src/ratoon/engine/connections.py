@@ -9,6 +9,7 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -26,6 +27,7 @@ from sqlalchemy import (
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.pool import QueuePool
 
+from ratoon.engine.log_check import check_log
 from ratoon.engine.room import disk_full
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.log import get_logger
@@ -58,8 +60,8 @@ def connect(url: str) -> Engine:
     """An engine; nothing is in the database yet.
 
     Raises INVALID_ARGUMENT for a URL of another kind, UNSUPPORTED for a PostgreSQL server that does
-    not sync its log, `sqlalchemy.exc.OperationalError` where the database cannot be reached. The
-    first use of a damaged SQLite file raises INTERNAL.
+    not sync its log, `sqlalchemy.exc.OperationalError` where the database cannot be reached, and
+    INTERNAL for a damaged log of SQLite; the first use of a damaged SQLite file raises it too.
     """
     try:
         parsed = make_url(url)
@@ -77,6 +79,8 @@ def connect(url: str) -> Engine:
 
 def _sqlite(url: URL) -> Engine:
     """One connection, which threads take in turn; other processes may have theirs."""
+    if url.database and url.database != ":memory:":
+        check_log(Path(url.database))
     engine = create_engine(
         url,
         poolclass=QueuePool,
