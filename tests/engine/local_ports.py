@@ -114,7 +114,11 @@ class LocalJournal:
     async def cover(
         self, token: int, policy_id: str, automatic: Checkpoint | None, keep: int
     ) -> Covered:
-        return self._write("cover", lambda: self.fenced.cover(token, policy_id, automatic, keep))
+        cover = partial(self.fenced.cover, token, policy_id, automatic, keep)
+        covered = self._write("cover", cover)
+        if automatic is not None:
+            self._answer("cover")
+        return covered
 
     async def rebase(
         self, token: int, policy_id: str, digests: Mapping[int, str], numerics: Numerics

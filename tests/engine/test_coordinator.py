@@ -8,16 +8,20 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from sqlalchemy.exc import OperationalError
 
 from ratoon.config import LimitsConfig
+from ratoon.engine import coordinator
 from ratoon.engine.coordinator import Coordinator
 from ratoon.engine.fenced import FencedStore
 from ratoon.engine.files import make_policy_folders, policy_paths
+from ratoon.engine.journal import JournalAwayError, PolicyRow
 from ratoon.engine.store import SqlStore
 from ratoon.engine.tables import open_database
 from ratoon.engine.types import (
     EmptyResult,
     Operation,
+    OperationKind,
     OperationState,
     PolicyResult,
     PolicySpec,
@@ -25,11 +29,14 @@ from ratoon.engine.types import (
 )
 from ratoon.errors import ErrorCode, RatoonError
 from tests.engine.fake_trainer import INFO
-from tests.engine.harness import ListSink, policy_spec
+from tests.engine.harness import ListSink, life_record, policy_spec
 
 
 class FakeFleet:
-    """Processes by policy id; `hold` keeps starts waiting, `fails` makes them fail."""
+    """Processes by policy id; `hold` keeps starts waiting, `fails` makes them fail.
+
+    While it `is_stuck` nothing ends.
+    """
 
     def __init__(self, fenced: FencedStore) -> None:
         self.fenced = fenced
@@ -37,6 +44,7 @@ class FakeFleet:
         self.hold: asyncio.Event | None = None
         self.fails = False
         self.drained: list[tuple[str, float]] = []
+        self.is_stuck = False
 
     async def check(self, spec: PolicySpec) -> None:
         if spec.num_workers != 1:
@@ -52,6 +60,8 @@ class FakeFleet:
         self.running.add(spec.policy_id)
 
     async def stop(self, policy_id: str) -> None:
+        if self.is_stuck:
+            raise RatoonError(ErrorCode.UNAVAILABLE, "the processes do not end")
         self.running.discard(policy_id)
 
     async def drain(self, policy_id: str, grace_s: float) -> None:
@@ -193,6 +203,69 @@ async def test_a_policy_that_does_not_come_back_is_failed(town: Town) -> None:
             return
         await asyncio.sleep(0.01)
     raise AssertionError("still ready")
+
+
+async def stuck_delete(town: Town) -> None:
+    await town.end(await town.coordinator.create_policy(policy_spec("a")))
+    town.fleet.is_stuck = True
+    failed = await town.end(await town.coordinator.delete_policy("a"))
+    assert failed.state is OperationState.FAILED
+    assert (await town.coordinator.policy("a")).state is PolicyState.DELETING
+    town.fleet.is_stuck = False
+
+
+async def test_a_delete_that_failed_may_be_asked_for_again(town: Town) -> None:
+    await stuck_delete(town)
+    again = await town.end(await town.coordinator.delete_policy("a"))
+    assert again.state is OperationState.DONE
+    assert (town.fleet.running, town.store.policies()) == (set(), ())
+
+
+async def test_a_delete_that_failed_is_tried_again_at_start(town: Town) -> None:
+    """A policy being deleted whose DeletePolicy had ended kept the coordinator from starting."""
+    await stuck_delete(town)
+    town.coordinator = town.new()
+    await town.coordinator.recover()
+    for _ in range(200):
+        if not town.store.policies():
+            break
+        await asyncio.sleep(0.01)
+    assert (town.fleet.running, town.store.policies()) == (set(), ())
+
+
+async def test_a_delete_whose_end_was_not_journaled_ends_at_start(town: Town) -> None:
+    await town.end(await town.coordinator.create_policy(policy_spec("a")))
+    record = life_record("a", "a.delete", OperationKind.DELETE_POLICY)
+    town.store.mark_deleting("a", record)
+    town.store.remove_policy("a", keep_operation_id="a.delete")
+    town.coordinator = town.new()
+    await town.coordinator.recover()
+    ended = await town.coordinator.get_operation("a.delete", 5.0)
+    assert ended.state is OperationState.DONE
+
+
+async def test_a_database_that_is_away_is_waited_for(
+    town: Town, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator, "_AWAY_S", 0.01)
+    policies, num_calls = town.store.policies, 0
+
+    def away() -> tuple[PolicyRow, ...]:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls < 3:
+            raise OperationalError("SELECT", {}, Exception("the server closed the connection"))
+        return policies()
+
+    await town.end(await town.coordinator.create_policy(policy_spec("a")))
+    monkeypatch.setattr(town.store, "policies", away)
+    with pytest.raises(JournalAwayError):
+        await town.coordinator.create_policy(policy_spec("b"))
+    town.fleet.running.clear()
+    town.coordinator = town.new()
+    await town.coordinator.recover()
+    await asyncio.sleep(0.05)
+    assert town.fleet.running == {"a"}
 
 
 async def test_an_unknown_operation_is_not_found(town: Town) -> None:

@@ -6,8 +6,10 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import psycopg
 import pytest
 import ray
+from sqlalchemy.exc import OperationalError
 
 from ratoon.engine import coordinator_actor
 from ratoon.engine.coordinator_actor import CoordinatorActor
@@ -37,3 +39,32 @@ async def test_callers_that_ask_for_backends_at_once_share_one_process(
     answers = await asyncio.gather(*(actor.backends() for _ in range(20)))
     assert set(answers) == {("reference",)}
     assert len(started) == 1
+
+
+@pytest.mark.parametrize(
+    ("reason", "is_waited_for"),
+    [
+        ("connection refused", True),
+        ("FATAL: the database system is starting up", True),
+        ('FATAL: password authentication failed for user "r"', False),
+    ],
+)
+def test_a_database_server_that_is_away_at_start_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, reason: str, is_waited_for: bool
+) -> None:
+    """The coordinator ended after a minute, and nothing started it again."""
+    away = OperationalError("connect", {}, psycopg.OperationalError(reason))
+    answers: list[object] = [away, away, "engine"]
+
+    def open_database(_url: str) -> object:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(coordinator_actor, "open_database", open_database)
+    if is_waited_for:
+        assert coordinator_actor._open_database("postgresql://h/d") == "engine"
+    else:
+        with pytest.raises(OperationalError):
+            coordinator_actor._open_database("postgresql://h/d")

@@ -171,6 +171,11 @@ class TaskBuilder:
         run = self._run
         live = run.ledger.find(operation_id)
         record = live.record if live else await run.ports.journal.find_operation(operation_id)
+        if record is None:
+            # One without a key is in no journal; its files are there while they are kept.
+            for path in run.paths.results.iterdir():
+                if path.suffix and operation_id == run.policy_id + path.suffix:
+                    return path.name
         field, expected = "loss.old_logprobs.forward_operation_id", "a finished Forward"
         if record is None or record.policy_id != run.policy_id:
             raise invalid(field, operation_id, f"{expected} of this policy")

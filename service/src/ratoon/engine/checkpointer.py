@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -103,10 +104,10 @@ class Checkpointer:
             due_at = 0.0
         return None if due_at is None else max(0.0, max(due_at, self._retry_at) - _clock())
 
-    async def take(self) -> None:
+    async def take(self, on_landed: Callable[[], None]) -> None:
         """Copy the state as of the last turn; it is written and journaled in the background.
 
-        Raises `WorkerLostError`.
+        Raises `WorkerLostError`. `on_landed`: another one may be due.
         """
         run, seq = self._run, self._run.sequencer.turn - 1
         info = CheckpointInfo(
@@ -118,18 +119,19 @@ class Checkpointer:
             size_bytes=0,
         )
         run.reach(CrashPoint.CONTROLLER_BEFORE_CHECKPOINT)
-        taken, self._since = self._since, _Since()
         try:
             digest = await run.ports.worker.snapshot(run.token)
         except RatoonError as error:
-            self._failed(info, taken, error)
+            self._failed(info, error)
             return
+        taken, self._since = self._since, _Since()
         landing = self._land(Checkpoint(info=info, weights_digest=digest), taken)
         self._landing = asyncio.get_running_loop().create_task(landing)
+        self._landing.add_done_callback(lambda _: on_landed())
 
     async def take_now(self) -> None:
         """The same, to its end."""
-        await self.take()
+        await self.take(lambda: None)
         if self._landing is not None:
             await self._landing
 
@@ -145,7 +147,13 @@ class Checkpointer:
         except FencedError as err:
             _LOG.warning("fenced", policy_id=run.policy_id, reason=str(err))
         except Exception as err:  # noqa: BLE001 - nothing is lost: the older checkpoint stays
-            self._failed(info, taken, err)
+            since = self._since
+            self._since = _Since(
+                num_operations=taken.num_operations + since.num_operations,
+                size_bytes=taken.size_bytes + since.size_bytes,
+                first_at=taken.first_at,
+            )
+            self._failed(info, err)
         else:
             _LOG.info("checkpoint", policy_id=run.policy_id, checkpoint_id=info.checkpoint_id)
             run.send([metrics.CHECKPOINTS.sample(1, "written")])
@@ -177,8 +185,8 @@ class Checkpointer:
         for checkpoint_id in covered.checkpoint_ids:
             await asyncio.to_thread(drop_checkpoint, run.paths, checkpoint_id)
 
-    def _failed(self, info: CheckpointInfo, taken: _Since, error: Exception) -> None:
-        run, since = self._run, self._since
+    def _failed(self, info: CheckpointInfo, error: Exception) -> None:
+        run = self._run
         _LOG.error(
             "checkpoint failed",
             policy_id=run.policy_id,
@@ -186,11 +194,6 @@ class Checkpointer:
             reason=f"{type(error).__name__}: {error}",
         )
         run.send([metrics.CHECKPOINTS.sample(1, "failed")])
-        self._since = _Since(
-            num_operations=taken.num_operations + since.num_operations,
-            size_bytes=taken.size_bytes + since.size_bytes,
-            first_at=taken.first_at,
-        )
         self._retry_at = _clock() + _RETRY_S
 
 

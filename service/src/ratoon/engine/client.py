@@ -20,7 +20,7 @@ from ratoon.engine.backends import BackendInfo
 from ratoon.engine.crash_points import CrashPoint, make_reach
 from ratoon.engine.faults import operation_not_found, policy_not_ready
 from ratoon.engine.files import PolicyPaths, policy_paths, read_result
-from ratoon.engine.journal import LIFE_KINDS
+from ratoon.engine.journal import LIFE_KINDS, JournalAwayError
 from ratoon.engine.metrics_actor import RayMetricsSink, find_metrics
 from ratoon.engine.ray_calls import ActorLostError, ask, find_actor
 from ratoon.engine.settings import COORDINATOR_NAME, EngineSettings, controller_name
@@ -284,6 +284,8 @@ async def _typed(reference: ObjectRef[T]) -> T:
         return await ask(reference)
     except (RatoonError, ActorLostError):
         raise
+    except JournalAwayError as err:
+        raise RatoonError(ErrorCode.UNAVAILABLE, f"{err}; try again") from err
     except Exception as err:
         _LOG.exception("unexpected failure of the engine")
         raise RatoonError(ErrorCode.INTERNAL, f"{type(err).__name__}: {err}") from err

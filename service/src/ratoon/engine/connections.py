@@ -24,7 +24,7 @@ from sqlalchemy import (
     make_url,
     text,
 )
-from sqlalchemy.exc import ArgumentError
+from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.pool import QueuePool
 
 from ratoon.engine.log_check import check_log
@@ -181,10 +181,18 @@ def _wait_for_server(
         try:
             return psycopg.connect(**parameters)
         except psycopg.OperationalError as err:
-            reason = str(err)
-            # A server that goes down or comes up says: the database system is ...
-            is_refused = "FATAL" in reason and "database system is" not in reason
-            if is_refused or time.monotonic() > deadline:
+            if _is_refused(err) or time.monotonic() > deadline:
                 raise
-            _LOG.warning("database does not answer", reason=reason)
+            _LOG.warning("database does not answer", reason=str(err))
             time.sleep(_RETRY_S)
+
+
+def is_server_away(error: DBAPIError) -> bool:
+    """Whether a PostgreSQL server could not be reached, or is starting or going down."""
+    return isinstance(error.orig, psycopg.OperationalError) and not _is_refused(error.orig)
+
+
+def _is_refused(error: psycopg.OperationalError) -> bool:
+    """A server that goes down or comes up says: the database system is ..."""
+    reason = str(error)
+    return "FATAL" in reason and "database system is" not in reason

@@ -8,11 +8,14 @@ deleted is deleted.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, TypeVar
+
+from sqlalchemy.exc import InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from ratoon.config import LimitsConfig
 from ratoon.engine import telemetry
@@ -20,7 +23,13 @@ from ratoon.engine.admission import new_operation_id
 from ratoon.engine.codec import hash_text, to_text
 from ratoon.engine.faults import draining, operation_not_found, policy_not_found, policy_not_ready
 from ratoon.engine.files import policy_paths, remove_policy_files
-from ratoon.engine.journal import NO_PROGRESS, JournalState, OperationRecord, PolicyRow
+from ratoon.engine.journal import (
+    NO_PROGRESS,
+    JournalAwayError,
+    JournalState,
+    OperationRecord,
+    PolicyRow,
+)
 from ratoon.engine.ledger import Ledger, LiveOperation
 from ratoon.engine.room import disk_refusal
 from ratoon.engine.store import SqlStore
@@ -94,19 +103,29 @@ class Coordinator:
         self._is_draining = False
 
     async def on_store(self, call: Callable[[], T]) -> T:
-        """Run a call of the store on its thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._store_thread, call)
+        """Run a call of the store on its thread. Raises `JournalAwayError`."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._store_thread, call)
+        except (OperationalError, InterfaceError, PoolTimeoutError) as err:
+            _LOG.warning("database does not answer", reason=str(err))
+            raise JournalAwayError("the database does not answer") from err
+
+    async def insist(self, call: Callable[[], T]) -> T:
+        """The same, for what nobody would ask for again: until the database answers."""
+        return await _until_there(lambda: self.on_store(call))
 
     async def recover(self) -> None:
         """Take up what an earlier coordinator left; returns before policies are loaded."""
-        for row in await self.on_store(self._store.policies):
+        for record in await self.insist(self._store.lives_without_policy):
+            self._spawn(self._end_without_policy(self._ledger.add(record)))
+        for row in await self.insist(self._store.policies):
             policy_id = row.spec.policy_id
             match row.state:
                 case PolicyState.CREATING:
-                    live = await self._resume(policy_id, OperationKind.CREATE_POLICY)
+                    live = await self._resume_create(policy_id)
                     self._spawn(self._create(row.spec, live))
                 case PolicyState.DELETING:
-                    live = await self._resume(policy_id, OperationKind.DELETE_POLICY)
+                    live = await self._resume_delete(policy_id)
                     self._spawn(self._delete(policy_id, live))
                 case PolicyState.READY | PolicyState.FAILED:
                     self._spawn(self._bring_back(row.spec))
@@ -231,14 +250,15 @@ class Coordinator:
         policy_id = spec.policy_id
         self._running(live)
         try:
-            await self._fleet.start(spec)
+            await _until_there(lambda: self._fleet.start(spec))
         except Exception as err:  # noqa: BLE001 - whatever it is, the caller must hear of it
             error = _typed(err)
             _LOG.error("create failed", policy_id=policy_id, error=error.message)
             await self._forget(policy_id, keep_operation_id=live.operation_id)
             await self._end(live, JournalState.FAILED, FailedResult(error=error.to_dict()))
             return
-        row = await self.policy(policy_id)
+        row = await self.insist(lambda: self._store.policy(policy_id))
+        assert row is not None, "it is not deleted while it is created"
         await self._end(live, JournalState.APPLIED, PolicyResult(policy=row.to_policy()))
 
     async def _delete(self, policy_id: str, live: LiveOperation) -> None:
@@ -256,29 +276,46 @@ class Coordinator:
         """End a policy's processes, files and rows, but for the operation that ends it."""
         await self._fleet.stop(policy_id)
         await asyncio.to_thread(remove_policy_files, policy_paths(self._data_root, policy_id))
-        await self.on_store(
+        await self.insist(
             lambda: self._store.remove_policy(policy_id, keep_operation_id=keep_operation_id)
         )
         self._metrics.send([PolicyGone(policy_id=policy_id)])
 
     async def _bring_back(self, spec: PolicySpec) -> None:
         try:
-            await self._fleet.start(spec)
+            await _until_there(lambda: self._fleet.start(spec))
         except Exception as err:  # noqa: BLE001 - one must not keep the others from coming back
             _LOG.exception("policy did not come back", policy_id=spec.policy_id)
             failure = _typed(err).message
-            await self.on_store(lambda: self._store.fail_policy(spec.policy_id, failure))
+            await self.insist(lambda: self._store.fail_policy(spec.policy_id, failure))
 
-    async def _resume(self, policy_id: str, kind: OperationKind) -> LiveOperation:
-        record = await self.on_store(lambda: self._store.find_life(policy_id, kind))
-        assert record is not None, "a policy's life begins and ends with a record"
+    async def _resume_create(self, policy_id: str) -> LiveOperation:
+        kind = OperationKind.CREATE_POLICY
+        record = await self.insist(lambda: self._store.find_life(policy_id, kind))
+        assert record is not None, "a policy's life begins with a record"
         return self._ledger.add(record)
+
+    async def _resume_delete(self, policy_id: str) -> LiveOperation:
+        """The DeletePolicy that is open; where the last one failed, another one."""
+        kind = OperationKind.DELETE_POLICY
+        record = await self.insist(lambda: self._store.find_life(policy_id, kind))
+        if record is not None:
+            return self._ledger.add(record)
+        again = self._record(policy_id, kind, policy_id)
+        await self.insist(lambda: self._store.mark_deleting(policy_id, again))
+        return self._accepted(again)
+
+    async def _end_without_policy(self, live: LiveOperation) -> None:
+        """The policy went, and the coordinator before it could say so."""
+        if live.record.kind is OperationKind.DELETE_POLICY:
+            await self._end(live, JournalState.APPLIED, EmptyResult())
+            return
+        error = RatoonError(ErrorCode.UNAVAILABLE, "the policy could not be created; try again")
+        await self._end(live, JournalState.FAILED, FailedResult(error=error.to_dict()))
 
     async def _end(self, live: LiveOperation, state: JournalState, result: OperationResult) -> None:
         operation_id, now = live.operation_id, self._now()
-        await self.on_store(
-            lambda: self._store.end_life_operation(operation_id, state, result, now)
-        )
+        await self.insist(lambda: self._store.end_life_operation(operation_id, state, result, now))
         live.end(state, result, now)
         self._ledger.settle(live)
         self._metrics.send(telemetry.entered(live.record, state))
@@ -317,6 +354,16 @@ class Coordinator:
         task.add_done_callback(self._tasks.discard)
 
 
+async def _until_there(call: Callable[[], Awaitable[T]]) -> T:
+    """Call until the database answers. Raises what else the call raises."""
+    while True:
+        try:
+            return await call()
+        except JournalAwayError as err:
+            _LOG.warning("waiting for the database", reason=str(err))
+            await asyncio.sleep(_AWAY_S)
+
+
 def _view(record: OperationRecord) -> Operation:
     return record.to_operation(progress=NO_PROGRESS, blocked_by_seq=0)
 
@@ -324,4 +371,6 @@ def _view(record: OperationRecord) -> Operation:
 def _typed(error: Exception) -> RatoonError:
     if isinstance(error, RatoonError):
         return error
+    if isinstance(error, JournalAwayError):
+        return RatoonError(ErrorCode.UNAVAILABLE, str(error))
     return RatoonError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")

@@ -17,10 +17,13 @@ from functools import partial
 from typing import TypeVar
 
 import ray
+from sqlalchemy import Engine
+from sqlalchemy.exc import OperationalError
 
 from ratoon.engine import telemetry
 from ratoon.engine.backends import BackendInfo, list_backends
 from ratoon.engine.checkpoints import Checkpoint, Covered
+from ratoon.engine.connections import is_server_away
 from ratoon.engine.coordinator import Coordinator
 from ratoon.engine.crash_points import CrashPoint, make_reach
 from ratoon.engine.fenced import FencedStore
@@ -40,11 +43,12 @@ from ratoon.engine.types import (
     PolicySpec,
     PolicyState,
 )
-from ratoon.log import configure_logging
+from ratoon.log import configure_logging, get_logger
 from ratoon.model.spec import ModelInfo
 from ratoon.stream.files import make_folder
 
 T = TypeVar("T")
+_LOG = get_logger("coordinator")
 
 
 class CoordinatorActor:
@@ -55,7 +59,7 @@ class CoordinatorActor:
         make_folder(settings.data_root)
         self._settings = settings
         self._reach = make_reach(settings.crash_points)
-        engine = open_database(settings.database_url)
+        engine = _open_database(settings.database_url)
         self._store, self._fenced = SqlStore(engine), FencedStore(engine)
         self._fleet = RayFleet(settings)
         self._coordinator = Coordinator(
@@ -80,7 +84,7 @@ class CoordinatorActor:
         self._is_recovered = True
         hub = find_metrics(self._settings.namespace)
         if hub is not None:
-            counts = await self._on_store(self._store.count_operations)
+            counts = await self._coordinator.insist(self._store.count_operations)
             await ask(hub.seed.remote(telemetry.journal_counts(counts)))
         await self._coordinator.recover()
 
@@ -243,3 +247,14 @@ class CoordinatorActor:
 
     async def _on_store(self, call: Callable[[], T]) -> T:
         return await self._coordinator.on_store(call)
+
+
+def _open_database(url: str) -> Engine:
+    """Wait for a server that is away, however long: without it there is nothing to do."""
+    while True:
+        try:
+            return open_database(url)
+        except OperationalError as err:
+            if not is_server_away(err):
+                raise
+            _LOG.warning("still waiting for the database", reason=str(err.orig))

@@ -150,8 +150,8 @@ class Executor:
         await self._follow_window(live, state, closes=closes)
         if stepped:
             result = await self._publish(record.operation_id, result)
+        self._checkpointer.note(replace(record, state=state))
         self._settle(live, state, result, version=version if done else None)
-        self._checkpointer.note(live.record)
         if saved is not None and run.replays:
             await self._checkpointer.cover_saved()
         if outcome.must_restore or (not done and _has_subset(record)):

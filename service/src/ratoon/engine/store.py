@@ -34,6 +34,7 @@ from ratoon.engine.rows import (
     set_policy,
     to_columns,
     to_policy,
+    to_record,
 )
 from ratoon.engine.sealed import insert_row, verified
 from ratoon.engine.tables import CHECKPOINTS, NUMERICS, OPERATIONS, POLICIES
@@ -212,6 +213,18 @@ class SqlStore:
         """The CreatePolicy or DeletePolicy of a policy that is there."""
         with self._engine.begin() as connection:
             return select_operation(connection, _life(policy_id, kind))
+
+    def lives_without_policy(self) -> tuple[OperationRecord, ...]:
+        """CreatePolicys and DeletePolicys that did not end, of policies that are gone."""
+        with self._engine.begin() as connection:
+            rows = connection.execute(
+                select(OPERATIONS).where(
+                    OPERATIONS.c.kind.in_(LIFE_KINDS),
+                    OPERATIONS.c.state.not_in(_FINAL),
+                    OPERATIONS.c.policy_id.not_in(select(POLICIES.c.policy_id)),
+                )
+            ).mappings()
+            return tuple(to_record(row) for row in rows)
 
     def checkpoints(self, policy_id: str) -> tuple[Checkpoint, ...]:
         """By seq."""

@@ -198,7 +198,7 @@ class TurnLoop:
         if self._publications:
             return None, self._publish
         if self._checkpointer.wait_s() == 0.0:
-            return None, self._checkpointer.take
+            return None, partial(self._checkpointer.take, self.wake)
         for live in self._run.ledger.open_operations():
             if live.record.seq == 0:
                 return live, partial(self._executor.run_forward, live)

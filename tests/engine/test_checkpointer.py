@@ -1,0 +1,170 @@
+"""Automatic checkpoints: when they are taken, what they free, and what a failure leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from ratoon.config import CheckpointConfig
+from ratoon.engine import checkpointer
+from ratoon.engine.types import OperationState, Recovery
+from ratoon.metrics import CHECKPOINTS
+from tests.engine.conftest import MakeMachine
+from tests.engine.harness import DISCARD, RATE, Machine, digest_of, forward, save
+from tests.engine.test_recovery import checkpoint_ids, counted, lose_worker, settled
+
+
+def config(**changes: float) -> CheckpointConfig:
+    off: dict[str, float] = {"every_operations": 0, "every_s": 0, "every_bytes": 0, "keep": 1}
+    return CheckpointConfig.model_validate(off | changes)
+
+
+async def machine_of(make_machine: MakeMachine, **changes: float) -> Machine:
+    return await make_machine(recovery=Recovery.REPLAY, checkpoints=config(**changes)).start()
+
+
+async def test_each_so_many_operations(make_machine: MakeMachine) -> None:
+    machine = await machine_of(make_machine, every_operations=3)
+    for seq in (1, 2):
+        await machine.end(await machine.update(seq, seq))
+    await machine.end(await machine.submit(3, forward(3), 3))
+    await settled(machine)
+    assert checkpoint_ids(machine) == [], "a Forward is nothing to run again"
+    await machine.end(await machine.forward_backward(4, 4))
+    await settled(machine)
+    (known,) = machine.journal.store.checkpoints("p")
+    assert (known.info.checkpoint_id, known.info.replay_from_seq) == ("auto-4", 4)
+    assert known.weights_digest == machine.worker.trainer.state_digest()
+    assert machine.bodies == {digest_of(4)}
+    for seq in (5, 6):
+        await machine.end(await machine.submit(seq, DISCARD, 0))
+    await machine.end(await machine.update(7, 7))
+    await settled(machine)
+    assert checkpoint_ids(machine) == ["auto-7"]
+    assert [path.name for path in machine.paths.checkpoints.iterdir()] == ["auto-7"]
+    assert machine.bodies == set()
+
+
+async def test_after_so_many_seconds_though_nothing_else_happens(
+    make_machine: MakeMachine,
+) -> None:
+    machine = await machine_of(make_machine, every_s=0.05)
+    await asyncio.sleep(0.1)
+    assert checkpoint_ids(machine) == []
+    await machine.end(await machine.update(1, 1))
+    for _ in range(200):
+        if checkpoint_ids(machine):
+            break
+        await asyncio.sleep(0.01)
+    assert checkpoint_ids(machine) == ["auto-1"]
+
+
+async def test_each_so_many_bytes_of_bodies(make_machine: MakeMachine) -> None:
+    machine = await machine_of(make_machine)
+    await machine.end(await machine.update(1, 1))
+    size_bytes = machine.paths.body(digest_of(1)).stat().st_size
+    await machine.controller.close(1.0)
+    machine = await machine_of(make_machine, every_bytes=size_bytes + 1)
+    await machine.end(await machine.update(1, 1))
+    await settled(machine)
+    assert checkpoint_ids(machine) == []
+    await machine.restart_controller()
+    await machine.end(await machine.submit(2, forward(2), 2))
+    await settled(machine)
+    assert checkpoint_ids(machine) == ["auto-2"], "a restart counts what is there"
+
+
+async def test_a_policy_that_does_not_replay_has_none(make_machine: MakeMachine) -> None:
+    machine = await make_machine(checkpoints=config(every_operations=1)).start()
+    await machine.end(await machine.update(1, 1))
+    await settled(machine)
+    assert checkpoint_ids(machine) == []
+    record = machine.journal.store.records_from("p", 1)[0]
+    assert record.weights_digest == "", "nothing is compared"
+    assert machine.bodies == set()
+
+
+async def test_operations_run_while_one_is_written(make_machine: MakeMachine) -> None:
+    machine = await machine_of(make_machine, every_operations=1)
+    machine.faults.writes = threading.Event()
+    await machine.end(await machine.update(1, 1))
+    await machine.end(await machine.update(2, 2))
+    assert checkpoint_ids(machine) == []
+    assert machine.bodies == {digest_of(1), digest_of(2)}
+    machine.faults.writes.set()
+    await settled(machine)
+    assert checkpoint_ids(machine) == ["auto-2"]
+    await lose_worker(machine)
+    assert machine.weights == [([1.0], RATE), ([2.0], RATE)]
+
+
+async def test_a_callers_checkpoint_covers_and_stays(make_machine: MakeMachine) -> None:
+    machine = await machine_of(make_machine, every_operations=2)
+    await machine.end(await machine.update(1, 1))
+    await machine.end(await machine.submit(2, save("mine"), 0))
+    assert machine.bodies == set()
+    await machine.end(await machine.update(3, 3))
+    await settled(machine)
+    assert checkpoint_ids(machine) == ["mine"], "it counts as one"
+    await machine.end(await machine.update(4, 4))
+    await settled(machine)
+    assert checkpoint_ids(machine) == ["mine", "auto-4"]
+    assert machine.paths.checkpoint("mine").is_dir()
+
+
+async def test_bodies_since_the_oldest_that_is_kept_are_kept(make_machine: MakeMachine) -> None:
+    machine = await machine_of(make_machine, every_operations=1, keep=3)
+    for seq in (1, 2, 3):
+        await machine.end(await machine.update(seq, seq))
+        await settled(machine)
+    assert machine.bodies == {digest_of(2), digest_of(3)}
+    records = machine.journal.store.records_from("p", 1)
+    assert [record.command is None for record in records] == [True, False, False]
+    assert [record.plan is None for record in records] == [True, False, False]
+    again = await machine.end(await machine.update(1, 1))
+    assert again.operation_id == records[0].operation_id
+
+
+async def test_a_full_disk_fails_a_checkpoint_and_nothing_else(
+    make_machine: MakeMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpointer, "_RETRY_S", 0.05)
+    machine = await machine_of(make_machine, every_operations=1)
+    machine.faults.full_disk = True
+    for seq in (1, 2):
+        assert (await machine.end(await machine.update(seq, seq))).state is OperationState.DONE
+    for _ in range(100):
+        if "failed" in counted(machine, CHECKPOINTS):
+            break
+        await asyncio.sleep(0.01)
+    assert machine.bodies == {digest_of(1), digest_of(2)}
+    assert checkpoint_ids(machine) == []
+    machine.faults.full_disk = False
+    for _ in range(200):
+        if checkpoint_ids(machine):
+            break
+        await asyncio.sleep(0.01)
+    await settled(machine)
+    assert checkpoint_ids(machine) == ["auto-2"]
+    assert machine.bodies == set()
+    assert set(counted(machine, CHECKPOINTS)) == {"failed", "written"}
+
+
+async def test_an_answer_that_was_lost_deletes_nothing_that_is_journaled(
+    make_machine: MakeMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The row is there: to write the folder anew would first remove what the row means."""
+    monkeypatch.setattr(checkpointer, "_RETRY_S", 0.05)
+    machine = await machine_of(make_machine, every_operations=1)
+    machine.journal.lost.add("cover")
+    await machine.end(await machine.update(1, 1))
+    for _ in range(200):
+        if counted(machine, CHECKPOINTS) == ["failed", "written"]:
+            break
+        await asyncio.sleep(0.01)
+    assert counted(machine, CHECKPOINTS) == ["failed", "written"]
+    await lose_worker(machine)
+    assert machine.weights == [([1.0], RATE)]
+    assert machine.bodies == set()

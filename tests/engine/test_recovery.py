@@ -1,0 +1,295 @@
+"""What a recovery compares, refuses and names; weights are the history of the steps that ran."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+
+from ratoon.config import CheckpointConfig
+from ratoon.engine.types import (
+    FailedResult,
+    OnChangedNumerics,
+    OperationState,
+    PolicyState,
+    Recovery,
+)
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon.metrics import CHECKPOINTS, RECOVERIES, Metric, Sample
+from tests.engine.conftest import MakeMachine
+from tests.engine.harness import (
+    NO_CHECKPOINTS,
+    RATE,
+    Machine,
+    digest_of,
+    forward,
+    from_forward,
+    load,
+    save,
+)
+from tests.engine.test_controller import code_of, started
+
+EACH = CheckpointConfig(every_operations=1, every_s=0, every_bytes=0, keep=2)
+
+
+async def replaying(make_machine: MakeMachine, **changes: object) -> Machine:
+    return await make_machine(recovery=Recovery.REPLAY, **changes).start()
+
+
+async def lose_worker(machine: Machine) -> None:
+    machine.worker.is_dead = True
+    await machine.restart_controller()
+
+
+async def settled(machine: Machine) -> None:
+    """Until no checkpoint is due or under way."""
+    checkpointer = machine.controller._turns._checkpointer
+    for _ in range(500):
+        landing = checkpointer._landing
+        if checkpointer.wait_s() != 0.0 and (landing is None or landing.done()):
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("checkpoints do not come to rest")
+
+
+def counted(machine: Machine, metric: Metric) -> list[str]:
+    samples = [change for change in machine.metrics.changes if isinstance(change, Sample)]
+    return [sample.labels[0] for sample in samples if sample.metric == metric.name]
+
+
+def checkpoint_ids(machine: Machine) -> list[str]:
+    return [known.info.checkpoint_id for known in machine.journal.store.checkpoints("p")]
+
+
+def damage(machine: Machine, checkpoint_id: str) -> None:
+    path = machine.paths.checkpoint(checkpoint_id) / "state.json"
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+def snapshot_of(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+async def test_what_was_applied_is_run_again_and_keeps_its_numbers(
+    make_machine: MakeMachine,
+) -> None:
+    machine = await replaying(make_machine)
+    results = [(await machine.end(await machine.update(seq, seq))).result for seq in (1, 2, 3)]
+    await lose_worker(machine)
+    again = [(await machine.end(await machine.update(seq, seq))).result for seq in (1, 2, 3)]
+    assert again == results
+    assert machine.weights == [([1.0], RATE), ([2.0], RATE), ([3.0], RATE)]
+    assert (await machine.controller.weight_manifest(None)).version == 3
+    assert counted(machine, RECOVERIES) == ["replayed"]
+
+
+async def test_another_digest_stops_the_policy_with_both(make_machine: MakeMachine) -> None:
+    """Going on would train weights that no caller has seen."""
+    machine = await replaying(make_machine)
+    for seq in (1, 2):
+        await machine.end(await machine.update(seq, seq))
+    journaled = [record.weights_digest for record in machine.journal.store.records_from("p", 1)]
+    files, machine.faults.noise = snapshot_of(machine.paths.root), 1.0
+    await lose_worker(machine)
+    for _ in range(2):  # Nor does the worker that has these weights serve the next controller.
+        policy = machine.journal.store.history("p").policy
+        assert policy.state is PolicyState.FAILED
+        assert "update 1" in policy.failure
+        assert journaled[0] in policy.failure
+        assert machine.worker.trainer.state_digest() in policy.failure
+        with pytest.raises(RatoonError, match=journaled[0]) as caught:
+            await machine.update(3, 3)
+        assert caught.value.code is ErrorCode.POLICY_NOT_READY
+        assert snapshot_of(machine.paths.root) == files
+        await machine.restart_controller()
+    assert set(counted(machine, RECOVERIES)) == {"stopped"}
+    machine.faults.noise = 0.0
+    await machine.restart_controller()
+    policy = machine.journal.store.history("p").policy
+    assert (policy.state, policy.failure) == (PolicyState.READY, "")
+    await machine.end(await machine.update(3, 3))
+    assert machine.weights == [([1.0], RATE), ([2.0], RATE), ([3.0], RATE)]
+
+
+async def test_other_numerics_stop_the_policy_naming_what_differs(
+    make_machine: MakeMachine,
+) -> None:
+    machine = await replaying(make_machine)
+    await machine.end(await machine.update(1, 1))
+    machine.faults.device = "other"
+    await lose_worker(machine)
+    policy = machine.journal.store.history("p").policy
+    assert policy.state is PolicyState.FAILED
+    assert "device: fake -> other" in policy.failure
+    assert machine.weights == [], "nothing was run"
+
+
+async def test_other_numerics_may_be_a_new_base(make_machine: MakeMachine) -> None:
+    rebase = OnChangedNumerics.REBASE
+    machine = await replaying(make_machine, on_changed_numerics=rebase)
+    for seq in (1, 2):
+        await machine.end(await machine.update(seq, seq))
+    machine.faults.device, machine.faults.noise = "other", 0.5
+    await lose_worker(machine)
+    assert machine.weights == [([1.5], RATE), ([2.5], RATE)]
+    assert machine.run.state is PolicyState.READY
+    assert machine.journal.store.history("p").policy.version == 2
+    assert checkpoint_ids(machine) == ["auto-2"]
+    assert counted(machine, RECOVERIES) == ["rebased"]
+    records = machine.journal.store.records_from("p", 1)
+    assert records[1].weights_digest == machine.worker.trainer.state_digest()
+    assert machine.journal.store.numerics(records[0].numerics) == {"device": "other"}
+    await machine.end(await machine.update(3, 3))
+    await lose_worker(machine)
+    assert machine.weights == [([1.5], RATE), ([2.5], RATE), ([3.5], RATE)]
+    assert counted(machine, RECOVERIES) == ["rebased", "replayed"]
+
+
+async def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
+    make_machine: MakeMachine,
+) -> None:
+    machine = await replaying(make_machine, checkpoints=EACH)
+    for seq in (1, 2, 3):
+        await machine.end(await machine.update(seq, seq))
+        await settled(machine)
+    assert checkpoint_ids(machine) == ["auto-2", "auto-3"]
+    assert machine.bodies == {digest_of(3)}
+    damage(machine, "auto-3")
+    await lose_worker(machine)
+    assert machine.weights == [([1.0], RATE), ([2.0], RATE), ([3.0], RATE)]
+    assert counted(machine, CHECKPOINTS).count("unusable") == 1
+    damage(machine, "auto-2")
+    await lose_worker(machine)
+    policy = machine.journal.store.history("p").policy
+    assert policy.state is PolicyState.FAILED
+    assert "auto-2" in policy.failure
+    assert "auto-3" in policy.failure
+    assert {path.name for path in machine.paths.checkpoints.iterdir()} == {"auto-2", "auto-3"}
+
+
+async def test_a_checkpoint_of_another_state_is_unusable(make_machine: MakeMachine) -> None:
+    """Whole files that are not those that the journal means: a restored backup."""
+    machine = await replaying(make_machine, checkpoints=EACH)
+    for seq in (1, 2, 3):
+        await machine.end(await machine.update(seq, seq))
+        await settled(machine)
+    newest, before = (
+        machine.paths.checkpoint(name) / "state.json" for name in ("auto-3", "auto-2")
+    )
+    newest.write_bytes(before.read_bytes())
+    await lose_worker(machine)
+    assert machine.weights == [([1.0], RATE), ([2.0], RATE), ([3.0], RATE)]
+    assert counted(machine, CHECKPOINTS).count("unusable") == 1
+
+
+async def test_a_roll_back_passes_over_a_damaged_checkpoint(make_machine: MakeMachine) -> None:
+    machine = await make_machine().start()
+    await machine.update(1, 1)
+    await machine.submit(2, save("older"), 0)
+    await machine.update(3, 3)
+    await machine.end(await machine.submit(4, save("newer"), 0))
+    damage(machine, "newer")
+    await lose_worker(machine)
+    assert machine.weights == [([1.0], RATE)]
+    assert code_of(await machine.end(await machine.update(3, 3))) == ErrorCode.WORKER_LOST
+    assert counted(machine, RECOVERIES) == ["rolled_back"]
+
+
+async def test_a_damaged_body_fails_its_operation_by_name(make_machine: MakeMachine) -> None:
+    machine = await replaying(make_machine)
+    machine.faults.holds[1.0] = threading.Event()
+    running = await machine.update(1, 1)
+    await started(machine, running)
+    doomed = await machine.update(2, 2)
+    path = machine.paths.body(digest_of(2))
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    machine.faults.holds[1.0].set()
+    ended = await machine.end(doomed)
+    assert isinstance(ended.result, FailedResult)
+    assert digest_of(2) in str(ended.result.error["message"])
+    await machine.end(await machine.update(3, 3))
+    assert machine.weights == [([1.0], RATE), ([3.0], RATE)]
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+async def test_a_damaged_body_stops_a_recovery(make_machine: MakeMachine, is_there: bool) -> None:
+    """To pass over the operation would be a step that silently never was."""
+    machine = await replaying(make_machine)
+    for seq in (1, 2):
+        await machine.end(await machine.update(seq, seq))
+    path = machine.paths.body(digest_of(1))
+    whole = path.read_bytes()
+    path.unlink()
+    if is_there:
+        path.write_bytes(whole[:-1] + b"?")
+    await lose_worker(machine)
+    policy = machine.journal.store.history("p").policy
+    assert policy.state is PolicyState.FAILED
+    assert digest_of(1) in policy.failure
+    path.write_bytes(whole)
+    await machine.restart_controller()
+    assert machine.weights == [([1.0], RATE), ([2.0], RATE)]
+
+
+async def test_the_old_logprobs_of_what_may_run_again_are_kept(make_machine: MakeMachine) -> None:
+    limits = {"result_ttl_s": 0.001}
+    keep_one = CheckpointConfig(every_operations=0, every_s=0, every_bytes=0, keep=1)
+    machine = await replaying(make_machine, limits=limits, checkpoints=keep_one)
+    read = await machine.end(await machine.submit(None, forward(1), 1))
+    await machine.end(await machine.update(1, 1, loss=from_forward(read)))
+    await asyncio.sleep(0.01)
+    await machine.controller.sweep()
+    await lose_worker(machine)
+    assert machine.run.state is PolicyState.READY, machine.run.failure
+    assert len(machine.weights) == 1
+    await machine.end(await machine.submit(2, save("covers"), 0))
+    await machine.controller.sweep()
+    assert list(machine.paths.results.iterdir()) == []
+
+
+async def test_a_forward_without_a_key_is_found_by_a_new_controller(
+    make_machine: MakeMachine,
+) -> None:
+    """It is in no journal, and the Update that names it was accepted before the kill."""
+    machine = await replaying(make_machine)
+    read = await machine.end(await machine.submit(None, forward(1), 1))
+    machine.faults.holds[1.0] = threading.Event()
+    running = await machine.update(1, 1)
+    await started(machine, running)
+    named = await machine.update(2, 1, loss=from_forward(read))
+    restart = asyncio.create_task(machine.restart_controller())
+    await asyncio.sleep(0.02)
+    machine.faults.holds[1.0].set()
+    await restart
+    assert (await machine.end(named)).state is OperationState.DONE
+
+
+async def test_an_automatic_checkpoint_is_no_callers(make_machine: MakeMachine) -> None:
+    machine = await replaying(make_machine, checkpoints=EACH)
+    await machine.end(await machine.update(1, 1))
+    await settled(machine)
+    for command in (load("auto-1"), save("auto-9")):
+        with pytest.raises(RatoonError) as caught:
+            await machine.submit(2, command, 0)
+        assert caught.value.code is ErrorCode.INVALID_ARGUMENT
+    assert (await machine.update(2, 2)).seq == 2
+
+
+async def test_a_journal_that_is_away_loses_nothing(make_machine: MakeMachine) -> None:
+    machine = await replaying(make_machine, checkpoints=NO_CHECKPOINTS)
+    machine.faults.holds[1.0] = threading.Event()
+    running = await machine.update(1, 1)
+    await started(machine, running)
+    machine.journal.is_away = True
+    machine.faults.holds[1.0].set()
+    with pytest.raises(RatoonError) as caught:
+        await machine.update(2, 2)
+    assert caught.value.code is ErrorCode.UNAVAILABLE
+    await asyncio.sleep(0.05)
+    machine.journal.is_away = False
+    assert (await machine.end(running)).state is OperationState.DONE
+    await machine.end(await machine.update(2, 2))
+    assert machine.weights == [([1.0], RATE), ([2.0], RATE)]
+    assert len(machine.worker.trainers) == 1
