@@ -1,35 +1,81 @@
-"""Time limits of unary calls on the gateway: to send the request, and to take the answer.
+"""Bounds on unary calls of the gateway: time to send the request, places for what waits to be read.
 
 Enters the handler of a unary call, leaves one that reads and writes the same bytes as a stream of
-one message, for there the waiting is ours. Invariant: what a caller that sends or reads slowly, or
-not at all, costs is bounded in time, and what is answered to all of them together in bytes: a
-chunk of a file is read only where its answer has a place among the unsent.
+one message, for there the waiting is ours. Invariant: a request comes within its time or is
+refused, and a chunk of a file is read only once its answer has a place among the unsent, which it
+keeps until gRPC has sent it or the connection ends (`server`: it has an age).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
 import grpc.aio
-from google.protobuf.message import Message
 
+from ratoon.api.grpc.access import host_of
 from ratoon.api.grpc.status import set_status
 from ratoon.errors import ErrorCode, RatoonError, exhausted
 
 _FETCHES = ("FetchWeights", "FetchGradients")
+# How long a fetch waits for its place, and when to ask again where there was none.
+_PLACE_S = 10.0
 _RETRY_S = 1.0
 
 
-class CallDeadlines(grpc.aio.ServerInterceptor):
-    """Times in seconds. `max_unsent_fetches` of files are answered at once."""
+class Places:
+    """For answers that wait for their readers: so many in all, and half of them for one host."""
 
-    def __init__(self, *, receive_s: float, send_s: float, max_unsent_fetches: int) -> None:
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._most_of_host = max(most // 2, 1)
+        self._taken: Counter[str] = Counter()
+        self._changed = asyncio.Condition()
+
+    @asynccontextmanager
+    async def one(self, host: str) -> AsyncGenerator[None, None]:
+        """A place for the length of the block. Raises RESOURCE_EXHAUSTED after `_PLACE_S`."""
+        try:
+            await asyncio.wait_for(self._take(host), _PLACE_S)
+        except TimeoutError as err:
+            raise self._none() from err
+        try:
+            yield
+        finally:
+            self._taken[host] -= 1
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def _take(self, host: str) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._has_one(host))
+            self._taken[host] += 1
+
+    def _has_one(self, host: str) -> bool:
+        self._taken += Counter()  # Hosts without any are forgotten.
+        return self._taken.total() < self._most and self._taken[host] < self._most_of_host
+
+    def _none(self) -> RatoonError:
+        return exhausted(
+            f"{self._taken.total()} chunks of files are on their way to their readers",
+            resource="unsent_fetches",
+            wanted=1,
+            free=0,
+            limit=self._most,
+            retry_after_s=_RETRY_S,
+        )
+
+
+class CallDeadlines(grpc.aio.ServerInterceptor):
+    """`receive_s` seconds for a request to come; `max_unsent_fetches` chunks at once."""
+
+    def __init__(self, *, receive_s: float, max_unsent_fetches: int) -> None:
         self._receive_s = receive_s
-        self._send_s = send_s
-        self._free_fetches = self._max_fetches = max_unsent_fetches
+        self._places = Places(max_unsent_fetches)
 
     async def intercept_service(
         self,
@@ -44,56 +90,37 @@ class CallDeadlines(grpc.aio.ServerInterceptor):
         is_fetch = str(handler_call_details.method).endswith(_FETCHES)
 
         async def bounded(requests: AsyncIterator[Any], context: Any) -> None:
-            if is_fetch and not self._free_fetches:
-                set_status(context, self._no_place())
-                return
-            self._free_fetches -= is_fetch
             try:
-                await self._answer(handler.unary_unary, requests, context)
-            finally:
-                self._free_fetches += is_fetch
+                if not is_fetch:
+                    await self._answer(handler, requests, context)
+                    return
+                async with self._places.one(host_of(str(context.peer()))):
+                    await self._answer(handler, requests, context)
+            except RatoonError as error:
+                set_status(context, error)
 
+        # The answer is bytes by then: while it waits for its reader there is one copy less of it.
         return grpc.stream_stream_rpc_method_handler(
-            bounded,
-            request_deserializer=handler.request_deserializer,
-            response_serializer=handler.response_serializer,
+            bounded, request_deserializer=handler.request_deserializer
         )
 
-    async def _answer(
-        self,
-        call: Callable[[Any, Any], Awaitable[Message]],
-        requests: AsyncIterator[Any],
-        context: Any,
-    ) -> None:
+    async def _answer(self, handler: Any, requests: AsyncIterator[Any], context: Any) -> None:
+        """Raises MALFORMED_BODY, REQUEST_TIMEOUT."""
         try:
             request = await asyncio.wait_for(anext(requests), self._receive_s)
-        except StopAsyncIteration:
-            set_status(context, RatoonError(ErrorCode.MALFORMED_BODY, "no request came"))
-            return
-        except TimeoutError:
-            set_status(context, too_slow(self._receive_s))
-            return
-        answer = await call(request, context)
+        except StopAsyncIteration as err:
+            raise RatoonError(ErrorCode.MALFORMED_BODY, "no request came") from err
+        except TimeoutError as err:
+            raise self._too_slow() from err
+        answer = handler.response_serializer(await handler.unary_unary(request, context))
         if context.code() in (None, 0, grpc.StatusCode.OK):
-            # A reader that takes no more is let go: the call ends with an error.
-            await asyncio.wait_for(context.write(answer), self._send_s)
+            # Not to be given up: what gRPC has begun to send it cannot take back.
+            await context.write(answer)
 
-    def _no_place(self) -> RatoonError:
-        return exhausted(
-            f"{self._max_fetches} chunks of files are on their way",
-            resource="unsent_fetches",
-            wanted=1,
-            free=0,
-            limit=self._max_fetches,
-            retry_after_s=_RETRY_S,
+    def _too_slow(self) -> RatoonError:
+        return RatoonError(
+            ErrorCode.REQUEST_TIMEOUT,
+            f"the request did not come within {self._receive_s:g} s",
+            got="a part of it",
+            expected=f"all of it within {self._receive_s:g} s",
         )
-
-
-def too_slow(within_s: float) -> RatoonError:
-    """A request that takes longer to come than it may."""
-    return RatoonError(
-        ErrorCode.REQUEST_TIMEOUT,
-        f"the request did not come within {within_s:g} s",
-        got="a part of it",
-        expected=f"all of it within {within_s:g} s",
-    )

@@ -18,11 +18,10 @@ from ratoon.api.grpc.servicer import PolicyServicer
 from ratoon.api.grpc.wiring import add_policy_service
 from ratoon.config import LimitsConfig
 
-# For an answer to be taken by its reader, and what may wait for all of them together.
-_SEND_S = 60.0
-_MAX_UNSENT_BYTES = 256 * 2**20
-# A peer that is gone is noticed within 40 s; one that does nothing is let go after ten minutes, any
-# after an hour, with another for what is under way.
+# Chunks of files that may wait for their readers; gRPC has them twice.
+_MAX_UNSENT_BYTES = 128 * 2**20
+# A peer that is gone is noticed within 40 s; every connection ends after ten minutes, and two more
+# for what is under way. Clients open another by themselves; a reader that stalls is rid of so.
 _CONNECTION_OPTIONS = (
     # gRPC inflates a message whole before it looks at its size: a few KiB could be many GiB.
     ("grpc.compression_enabled_algorithms_bitset", 1),
@@ -33,9 +32,9 @@ _CONNECTION_OPTIONS = (
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    ("grpc.max_connection_idle_ms", 600_000),
-    ("grpc.max_connection_age_ms", 3_600_000),
-    ("grpc.max_connection_age_grace_ms", 3_600_000),
+    ("grpc.max_connection_idle_ms", 300_000),
+    ("grpc.max_connection_age_ms", 600_000),
+    ("grpc.max_connection_age_grace_ms", 120_000),
 )
 
 
@@ -63,7 +62,6 @@ async def start_server(
     """
     deadlines = CallDeadlines(
         receive_s=limits.max_body_s,
-        send_s=_SEND_S,
         max_unsent_fetches=max(_MAX_UNSENT_BYTES // limits.max_fetch_bytes, 1),
     )
     server = grpc.aio.server(

@@ -2,7 +2,8 @@
 
 Enters bytes, leaves requests for uvicorn's own protocol. Invariant: headers come whole within
 `HEADERS_S` seconds and `MAX_HEADER_BYTES`, an answer is taken on at least every `STALLED_S`
-seconds, and no request is begun while more than `MAX_UNSENT_BYTES` wait for readers.
+seconds, and no request is begun while more than `MAX_UNSENT_BYTES` wait for readers; a chunk of a
+file counts in full from its request on.
 
 uvicorn bounds neither; behind it Serve keeps each answer whole until its reader has taken it.
 """
@@ -23,7 +24,10 @@ HEADERS_S = 20.0
 STALLED_S = 60.0
 MAX_HEADER_BYTES = 64 * 1024
 MAX_CONNECTIONS = 8192
-MAX_UNSENT_BYTES = 256 * 2**20
+MAX_UNSENT_BYTES = 128 * 2**20
+# The most that a route of files answers at once.
+_CHUNK_BYTES = 16 * 2**20
+_FILES = b"/files/"
 _RETRY_S = 1.0
 
 
@@ -60,7 +64,8 @@ class BoundedConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._end_never()
         app = self.app
-        if self._unsent_bytes() > MAX_UNSENT_BYTES:
+        asked = _CHUNK_BYTES if _is_fetch(self.url) else 0
+        if self._unsent_bytes() + asked > MAX_UNSENT_BYTES:
             self.app = _answer_full
         try:
             super().on_headers_complete()
@@ -77,7 +82,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def _unsent_bytes(self) -> int:
         connections: set[Any] = self.connections
-        return sum(each.transport.get_write_buffer_size() for each in connections)
+        return sum(_unsent_bytes_of(each) for each in connections)
 
     def _count(self, data: bytes) -> None:
         self._header_bytes += len(data)
@@ -93,6 +98,17 @@ class BoundedConnection(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _unsent_bytes_of(connection: Any) -> int:
+    """What is in its buffer, or will be."""
+    cycle = connection.cycle
+    is_asked = cycle is not None and not cycle.response_complete and _is_fetch(connection.url)
+    return connection.transport.get_write_buffer_size() + _CHUNK_BYTES * is_asked
+
+
+def _is_fetch(url: bytes) -> bool:
+    return _FILES in url
 
 
 async def _answer_full(scope: Scope, receive: Receive, send: Send) -> None:
