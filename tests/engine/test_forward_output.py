@@ -96,14 +96,13 @@ def test_log_probs_of_the_reference_are_no_old_log_probs(tmp_path: Path) -> None
     np.testing.assert_array_equal(read_old_logprobs(written(policy), BATCH), LOGPROBS)
 
 
-@pytest.mark.parametrize("damage", ["longer", "shorter", "shifted"])
-def test_rollouts_of_another_number_are_refused(tmp_path: Path, damage: str) -> None:
-    """A shift by one key gave each rollout the log-probs of its neighbour."""
+@pytest.mark.parametrize("damage", ["longer", "shorter", "swapped"])
+def test_damaged_rollouts_are_refused(tmp_path: Path, damage: str) -> None:
+    """Keys that changed places gave each rollout the log-probs of another."""
     path = written(tmp_path)
     keys = path.read_bytes()
-    path.write_bytes(
-        {"longer": keys + b"x", "shorter": keys[:-16], "shifted": keys[:16] + keys}[damage]
-    )
+    swapped = keys[16:32] + keys[:16] + keys[32:]
+    path.write_bytes({"longer": keys + b"x", "shorter": keys[:-16], "swapped": swapped}[damage])
     with pytest.raises(RatoonError) as caught:
         read_old_logprobs(path, BATCH)
     assert "damaged" in caught.value.message

@@ -1,8 +1,8 @@
 """A Forward's output as files: the log-probs that callers fetch, and whose they are.
 
 Enters a batch and its log-probs, leaves `<digest>` (a serialized `ForwardOutput`) and
-`<digest>.<operation>` (16 bytes a rollout that name it); and back, for a loss with `from_forward`.
-Invariant: old log-probs are found by the rollout's tokens, mask and temperature, never by position
+`<digest>.<operation>` (16 bytes a rollout that name it, sealed); and back, for a loss with
+`from_forward`. Invariant: old log-probs are found by the rollout's tokens, mask and temperature, never by position
 alone: they cannot belong to other tokens, and a mini-batch of the Forward's batch finds its own.
 """
 
@@ -17,7 +17,13 @@ from numpy.typing import NDArray
 
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.stream.files import digest_bytes, write_atomic
+from ratoon.stream.files import (
+    DamagedFileError,
+    digest_bytes,
+    seal_bytes,
+    unseal_bytes,
+    write_atomic,
+)
 from ratoon_proto.codec import decode_tensor, encode_array
 from ratoon_proto.v1.training_pb2 import ForwardOutput
 
@@ -43,7 +49,7 @@ def write_forward_output(
     data = output.SerializeToString(deterministic=True)
     digest = digest_bytes(data)
     keys = b"".join(_rollout_keys(batch, is_reference=is_reference))
-    write_atomic(folder / f"{digest}.{operation_id.rpartition('.')[2]}", keys)
+    write_atomic(folder / f"{digest}.{operation_id.rpartition('.')[2]}", seal_bytes(keys))
     write_atomic(folder / digest, data)
     return digest, len(data)
 
@@ -56,16 +62,17 @@ def read_old_logprobs(keys_path: Path, batch: RolloutBatch) -> NDArray[np.floati
     """
     data_path = keys_path.with_suffix("")
     try:
-        keys, data = keys_path.read_bytes(), data_path.read_bytes()
+        keys, data = unseal_bytes(keys_path.read_bytes()), data_path.read_bytes()
     except FileNotFoundError as err:
         raise _refused("a Forward whose result has expired", "a Forward that is kept") from err
+    except DamagedFileError as err:
+        what = "a Forward whose rollouts are damaged"
+        raise _refused(what, "the bytes that were written") from err
     if digest_bytes(data) != data_path.name:
         raise _refused("a Forward whose result is damaged", "the bytes that were written")
     output = ForwardOutput.FromString(data)
     logprobs = cast("NDArray[np.floating]", decode_tensor(output.logprobs, max_bytes=len(data)))
     offsets = decode_tensor(output.offsets, max_bytes=len(data)).astype(np.int64)
-    if len(keys) != _KEY_BYTES * (len(offsets) - 1):
-        raise _refused("a Forward whose rollouts are damaged", "the bytes that were written")
     place = {
         keys[start : start + _KEY_BYTES]: index
         for index, start in enumerate(range(0, len(keys), _KEY_BYTES))
