@@ -2,8 +2,9 @@
 
 Enters a batch and its log-probs, leaves `<digest>` (a serialized `ForwardOutput`) and
 `<digest>.<operation>` (16 bytes a rollout that name it, sealed); and back, for a loss with
-`from_forward`. Invariant: old log-probs are found by the rollout's tokens, mask and temperature, never by position
-alone: they cannot belong to other tokens, and a mini-batch of the Forward's batch finds its own.
+`from_forward`. Invariant: old log-probs are found by the rollout's tokens, mask and temperature,
+never by position alone: they cannot belong to other tokens, and a mini-batch of the Forward's batch
+finds its own.
 """
 
 from __future__ import annotations
