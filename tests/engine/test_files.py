@@ -8,17 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from ratoon.engine import files
 from ratoon.engine.files import (
     BodyFiles,
     PolicyPaths,
-    UploadFiles,
     drop_expired_results,
     drop_unknown_checkpoints,
     make_policy_folders,
     policy_paths,
     read_result,
     remove_policy_files,
+    require_known,
 )
 from ratoon.errors import ErrorCode, RatoonError
 
@@ -28,11 +27,6 @@ def paths(tmp_path: Path) -> PolicyPaths:
     paths = policy_paths(tmp_path, "p")
     make_policy_folders(paths)
     return paths
-
-
-@pytest.fixture
-def uploads(paths: PolicyPaths) -> UploadFiles:
-    return UploadFiles(paths, ttl_s=60.0, max_upload_bytes=10, max_total_bytes=25)
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../q", "a/b", ".hidden", "a" * 129, "a\0b"])
@@ -77,71 +71,6 @@ async def test_reconciling_keeps_what_is_needed_and_what_is_in_flight(paths: Pol
     assert list(paths.bodies.iterdir()) == []
 
 
-def test_a_part_may_be_sent_again_with_the_same_bytes_only(uploads: UploadFiles) -> None:
-    uploads.put("u", 0, b"abc")
-    uploads.put("u", 0, b"abc")
-    with pytest.raises(RatoonError) as caught:
-        uploads.put("u", 0, b"abd")
-    assert caught.value.code is ErrorCode.KEY_REUSED
-    assert uploads.get("u", 1) == [b"abc"]
-
-
-def test_parts_come_back_in_order_or_name_the_missing_one(uploads: UploadFiles) -> None:
-    uploads.put("u", 1, b"b")
-    with pytest.raises(RatoonError) as caught:
-        uploads.get("u", 2)
-    assert caught.value.code is ErrorCode.UPLOAD_NOT_FOUND
-    assert caught.value.details == {"missing_part": "0"}
-    uploads.put("u", 0, b"a")
-    assert uploads.get("u", 2) == [b"a", b"b"]
-    with pytest.raises(RatoonError):
-        uploads.get("other", 1)
-
-
-def test_the_sum_of_parts_is_bounded(uploads: UploadFiles) -> None:
-    uploads.put("u", 0, b"123456")
-    with pytest.raises(RatoonError) as caught:
-        uploads.put("u", 1, b"12345")
-    assert caught.value.code is ErrorCode.BODY_TOO_LARGE
-    uploads.put("u", 1, b"1234")
-
-
-@pytest.mark.parametrize("damage", [b"", b"123", b"\0" * 22])
-def test_a_damaged_part_is_not_there_until_it_is_sent_again(
-    uploads: UploadFiles, paths: PolicyPaths, damage: bytes
-) -> None:
-    """Without a digest in the file a batch was built from whatever the disk gave back."""
-    uploads.put("u", 0, b"123456")
-    (paths.uploads / "u" / "000000").write_bytes(damage)
-    with pytest.raises(RatoonError) as caught:
-        uploads.get("u", 1)
-    assert caught.value.code is ErrorCode.UPLOAD_NOT_FOUND
-    uploads.put("u", 0, b"1234567890")
-    assert uploads.get("u", 1) == [b"1234567890"]
-
-
-def test_a_part_that_is_there_is_synced_before_it_is_promised(
-    uploads: UploadFiles, paths: PolicyPaths, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A process killed between the rename and the fsync left a part that a power cut took."""
-    uploads.put("u", 0, b"123456")
-    synced: list[Path] = []
-    monkeypatch.setattr(files, "fsync_folder", synced.append)
-    uploads.put("u", 0, b"123456")
-    assert synced == [paths.uploads / "u", paths.uploads]
-
-
-def test_an_upload_expires_after_its_newest_part(paths: PolicyPaths) -> None:
-    uploads = UploadFiles(paths, ttl_s=60.0, max_upload_bytes=10, max_total_bytes=25)
-    for upload_id in ("old", "fresh"):
-        uploads.put(upload_id, 0, b"a")
-    old = paths.uploads / "old"
-    for path in (old / "000000", old):
-        os.utime(path, (time.time() - 61, time.time() - 61))
-    uploads.drop_expired()
-    assert [path.name for path in paths.uploads.iterdir()] == ["fresh"]
-
-
 def test_results_expire_unless_something_open_names_them(paths: PolicyPaths) -> None:
     old, named, fresh = "0" * 32, "1" * 32, "2" * 32
     for digest in (old, named, fresh):
@@ -183,3 +112,16 @@ def test_a_removed_policy_leaves_nothing(paths: PolicyPaths, tmp_path: Path) -> 
     remove_policy_files(paths)
     remove_policy_files(paths)
     assert list((tmp_path / "policies").iterdir()) == []
+
+
+def test_files_of_a_policy_that_the_journal_does_not_know_are_refused(
+    paths: PolicyPaths, tmp_path: Path
+) -> None:
+    """A journal cut to nothing is a new one to SQLite: every policy was gone without a word."""
+    require_known(tmp_path / "none", [])
+    require_known(tmp_path, [paths.root.name])
+    (tmp_path / "policies" / ".tmp-removed-1").mkdir()
+    require_known(tmp_path, [paths.root.name])
+    with pytest.raises(RatoonError, match=f"does not know {paths.root.name}") as caught:
+        require_known(tmp_path, ["other"])
+    assert caught.value.field == "database_url"

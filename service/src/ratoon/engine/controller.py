@@ -25,7 +25,7 @@ from ratoon.engine.faults import (
     policy_not_ready,
     seq_gap,
 )
-from ratoon.engine.files import UploadFiles, drop_expired_results
+from ratoon.engine.files import drop_expired_results
 from ratoon.engine.journal import (
     LIFE_KINDS,
     FencedError,
@@ -48,6 +48,7 @@ from ratoon.engine.types import (
     PolicyState,
     Submission,
 )
+from ratoon.engine.uploads import UploadFiles
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.stream.manifest import WeightManifest
 

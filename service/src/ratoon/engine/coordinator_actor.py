@@ -27,6 +27,7 @@ from ratoon.engine.connections import is_server_away
 from ratoon.engine.coordinator import Coordinator
 from ratoon.engine.crash_points import CrashPoint, make_reach
 from ratoon.engine.fenced import FencedStore
+from ratoon.engine.files import require_known
 from ratoon.engine.fleet import RayFleet
 from ratoon.engine.journal import OperationEnd, OperationRecord, PolicyHistory, RollBack
 from ratoon.engine.metrics_actor import RayMetricsSink, find_metrics
@@ -61,6 +62,8 @@ class CoordinatorActor:
         self._reach = make_reach(settings.crash_points)
         engine = _open_database(settings.database_url)
         self._store, self._fenced = SqlStore(engine), FencedStore(engine)
+        known = [row.spec.policy_id for row in self._store.policies()]
+        require_known(settings.data_root, known)
         self._fleet = RayFleet(settings)
         self._coordinator = Coordinator(
             store=self._store,

@@ -10,28 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import re
-import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ratoon.engine.room import check_room
 from ratoon.errors import ErrorCode, RatoonError, invalid
-from ratoon.log import get_logger
 from ratoon.stream.files import (
-    SEAL_BYTES,
-    DamagedFileError,
     fsync_folder,
     make_folder,
     remove_folder,
     remove_leftovers,
-    seal_bytes,
-    unseal_bytes,
     write_atomic,
 )
 
-_LOG = get_logger("files")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _NAME = re.compile(r"[a-zA-Z0-9_-][a-zA-Z0-9._-]{0,127}")
 
@@ -103,6 +95,26 @@ def remove_policy_files(paths: PolicyPaths) -> None:
         remove_folder(paths.root)
 
 
+def require_known(data_root: Path, policy_ids: Collection[str]) -> None:
+    """Raises INTERNAL where there are files of a policy that the journal does not know.
+
+    A row comes before the first file and goes after the last: such a journal is not the one that
+    the files were written with, but an empty or an older one in its place.
+    """
+    folder = data_root / "policies"
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set[str]()
+    unknown = sorted(name for name in names - {*policy_ids} if not name.startswith("."))
+    if unknown:
+        raise RatoonError(
+            ErrorCode.INTERNAL,
+            f"database_url: the journal does not know {', '.join(unknown[:3])}, of which there are "
+            f"files in {folder}: restore the journal from a backup, or move them away",
+            field="database_url",
+            got=f"{len(policy_ids)} policies",
+            expected=f"{len(unknown)} more",
+        )
+
+
 class BodyFiles:
     """Request bodies by digest, each kept while some operation holds it.
 
@@ -150,86 +162,6 @@ class BodyFiles:
             for path in self._paths.bodies.iterdir():
                 if path.name not in self._holders:
                     await asyncio.to_thread(path.unlink, missing_ok=True)
-
-
-class UploadFiles:
-    """Parts of batches that were sent ahead of their operation. Synchronous: call it in a thread.
-
-    Invariant: a part's bytes never change, unless a disk changed them: then there is no such part.
-    An upload is dropped `ttl_s` after its newest part.
-    """
-
-    def __init__(
-        self, paths: PolicyPaths, *, ttl_s: float, max_upload_bytes: int, max_total_bytes: int
-    ) -> None:
-        self._folder = paths.uploads
-        self._ttl_s = ttl_s
-        self._max_upload_bytes = max_upload_bytes
-        self._max_total_bytes = max_total_bytes
-
-    def put(self, upload_id: str, part_index: int, body: bytes) -> None:
-        """Store a part.
-
-        Raises KEY_REUSED for other bytes of a part, BODY_TOO_LARGE for the sum of one upload,
-        RESOURCE_EXHAUSTED for the sum of all.
-        """
-        folder = self._folder / safe_name("upload_id", upload_id)
-        path = folder / _part_name(part_index)
-        make_folder(folder)
-        stored = _read_part(path)
-        if stored == body:
-            # By a process that may have been killed before it synced the names.
-            fsync_folder(folder)
-            fsync_folder(self._folder)
-            return
-        if stored is not None:
-            raise RatoonError(
-                ErrorCode.KEY_REUSED,
-                f"part_index: part {part_index} of upload {upload_id} was sent with other bytes",
-                field="part_index",
-                got=str(part_index),
-                expected="the same bytes, or a part not sent yet",
-            )
-        path.unlink(missing_ok=True)  # Damaged.
-        size_bytes = len(body) + _total_bytes(folder.iterdir())
-        if size_bytes > self._max_upload_bytes:
-            raise RatoonError(
-                ErrorCode.BODY_TOO_LARGE,
-                f"groups: the parts of upload {upload_id} are {size_bytes} bytes together, "
-                f"expected at most {self._max_upload_bytes}",
-                field="groups",
-                got=str(size_bytes),
-                expected=f"at most {self._max_upload_bytes} bytes",
-            )
-        used = _total_bytes(self._folder.glob("*/*"))
-        check_room("bytes of uploads", "upload_bytes", used, len(body), self._max_total_bytes)
-        write_atomic(path, seal_bytes(body))
-        fsync_folder(self._folder)
-
-    def get(self, upload_id: str, num_parts: int) -> list[bytes]:
-        """Parts 0 to num_parts - 1. Raises UPLOAD_NOT_FOUND naming the first missing one."""
-        folder = self._folder / safe_name("upload_id", upload_id)
-        parts: list[bytes] = []
-        for part_index in range(num_parts):
-            part = _read_part(folder / _part_name(part_index))
-            if part is None:
-                raise RatoonError(
-                    ErrorCode.UPLOAD_NOT_FOUND,
-                    f"upload {upload_id} has no part {part_index}, or has expired",
-                    field="upload.upload_id",
-                    got=upload_id,
-                    expected=f"{num_parts} parts, each sent",
-                    details={"missing_part": str(part_index)},
-                )
-            parts.append(part)
-        return parts
-
-    def drop_expired(self) -> None:
-        horizon = time.time() - self._ttl_s
-        for folder in self._folder.iterdir():
-            newest = max((part.stat().st_mtime for part in folder.iterdir()), default=0.0)
-            if max(newest, folder.stat().st_mtime) < horizon:
-                shutil.rmtree(folder)
 
 
 def drop_checkpoint(paths: PolicyPaths, checkpoint_id: str) -> None:
@@ -280,24 +212,3 @@ def read_result(paths: PolicyPaths, digest: str, offset: int, length: int) -> by
             return file.read(length)
     except FileNotFoundError:
         return None
-
-
-def _part_name(part_index: int) -> str:
-    if part_index < 0:
-        raise invalid("part_index", part_index, "at least 0")
-    return f"{part_index:06d}"
-
-
-def _read_part(path: Path) -> bytes | None:
-    """A stored part; None where there is none, or one that is damaged, which is sent again."""
-    try:
-        return unseal_bytes(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except DamagedFileError as err:
-        _LOG.error("upload part is damaged", path=str(path), reason=str(err))
-        return None
-
-
-def _total_bytes(parts: Iterable[Path]) -> int:
-    return sum(part.stat().st_size - SEAL_BYTES for part in parts)

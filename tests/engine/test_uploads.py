@@ -1,0 +1,91 @@
+"""Parts of an upload: never other bytes, never more than there is room for, never damaged ones."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from ratoon.engine import uploads as uploads_module
+from ratoon.engine.files import PolicyPaths, make_policy_folders, policy_paths
+from ratoon.engine.uploads import UploadFiles
+from ratoon.errors import ErrorCode, RatoonError
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> PolicyPaths:
+    paths = policy_paths(tmp_path, "p")
+    make_policy_folders(paths)
+    return paths
+
+
+@pytest.fixture
+def uploads(paths: PolicyPaths) -> UploadFiles:
+    return UploadFiles(paths, ttl_s=60.0, max_upload_bytes=10, max_total_bytes=25)
+
+
+def test_a_part_may_be_sent_again_with_the_same_bytes_only(uploads: UploadFiles) -> None:
+    uploads.put("u", 0, b"abc")
+    uploads.put("u", 0, b"abc")
+    with pytest.raises(RatoonError) as caught:
+        uploads.put("u", 0, b"abd")
+    assert caught.value.code is ErrorCode.KEY_REUSED
+    assert uploads.get("u", 1) == [b"abc"]
+
+
+def test_parts_come_back_in_order_or_name_the_missing_one(uploads: UploadFiles) -> None:
+    uploads.put("u", 1, b"b")
+    with pytest.raises(RatoonError) as caught:
+        uploads.get("u", 2)
+    assert caught.value.code is ErrorCode.UPLOAD_NOT_FOUND
+    assert caught.value.details == {"missing_part": "0"}
+    uploads.put("u", 0, b"a")
+    assert uploads.get("u", 2) == [b"a", b"b"]
+    with pytest.raises(RatoonError):
+        uploads.get("other", 1)
+
+
+def test_the_sum_of_parts_is_bounded(uploads: UploadFiles) -> None:
+    uploads.put("u", 0, b"123456")
+    with pytest.raises(RatoonError) as caught:
+        uploads.put("u", 1, b"12345")
+    assert caught.value.code is ErrorCode.BODY_TOO_LARGE
+    uploads.put("u", 1, b"1234")
+
+
+@pytest.mark.parametrize("damage", [b"", b"123", b"\0" * 22])
+def test_a_damaged_part_is_not_there_until_it_is_sent_again(
+    uploads: UploadFiles, paths: PolicyPaths, damage: bytes
+) -> None:
+    """Without a digest in the file a batch was built from whatever the disk gave back."""
+    uploads.put("u", 0, b"123456")
+    (paths.uploads / "u" / "000000").write_bytes(damage)
+    with pytest.raises(RatoonError) as caught:
+        uploads.get("u", 1)
+    assert caught.value.code is ErrorCode.UPLOAD_NOT_FOUND
+    uploads.put("u", 0, b"1234567890")
+    assert uploads.get("u", 1) == [b"1234567890"]
+
+
+def test_a_part_that_is_there_is_synced_before_it_is_promised(
+    uploads: UploadFiles, paths: PolicyPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process killed between the rename and the fsync left a part that a power cut took."""
+    uploads.put("u", 0, b"123456")
+    synced: list[Path] = []
+    monkeypatch.setattr(uploads_module, "fsync_folder", synced.append)
+    uploads.put("u", 0, b"123456")
+    assert synced == [paths.uploads / "u", paths.uploads]
+
+
+def test_an_upload_expires_after_its_newest_part(paths: PolicyPaths) -> None:
+    uploads = UploadFiles(paths, ttl_s=60.0, max_upload_bytes=10, max_total_bytes=25)
+    for upload_id in ("old", "fresh"):
+        uploads.put(upload_id, 0, b"a")
+    old = paths.uploads / "old"
+    for path in (old / "000000", old):
+        os.utime(path, (time.time() - 61, time.time() - 61))
+    uploads.drop_expired()
+    assert [path.name for path in paths.uploads.iterdir()] == ["fresh"]
