@@ -17,7 +17,7 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from ratoon.config import LimitsConfig
-from ratoon.engine import files
+from ratoon.engine import files, uploads
 from ratoon.engine.room import disk_full, disk_refusal
 from ratoon.engine.types import OperationState
 from ratoon.errors import ErrorCode, RatoonError
@@ -159,8 +159,10 @@ async def test_a_write_without_room_is_a_refusal_wherever_it_is(
     machine = await make_machine(limits={"min_free_disk_bytes": 0}).start()
     with monkeypatch.context() as full:
         match point:
-            case "body" | "part":
+            case "body":
                 full.setattr(files, "write_atomic", _enospc)
+            case "part":
+                full.setattr(uploads, "write_atomic", _enospc)
             case "claim":
                 full.setattr(Path, "touch", _enospc)
             case _:
