@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -288,3 +289,15 @@ async def test_a_coordinator_that_drains_takes_no_policy(town: Town) -> None:
     with pytest.raises(RatoonError):
         town.coordinator.check_taking()
     assert (await town.coordinator.policy("a")).state is PolicyState.READY
+
+
+async def test_no_policy_is_begun_on_a_disk_that_is_nearly_full(
+    town: Town, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(town.root)._replace(free=town.limits.min_free_disk_bytes - 1)
+    with monkeypatch.context() as full:
+        full.setattr(shutil, "disk_usage", lambda _: usage)
+        with pytest.raises(RatoonError) as caught:
+            await town.coordinator.create_policy(policy_spec("a"))
+    assert caught.value.details["resource"] == "disk"
+    await town.end(await town.coordinator.create_policy(policy_spec("a")))

@@ -21,7 +21,7 @@ from ray.serve.config import ControllerOptions, HTTPOptions, gRPCOptions
 from ray.serve.schema import LoggingConfig
 
 from ratoon.api.build import build_service
-from ratoon.api.gate import build_gate
+from ratoon.api.gate import ROOM_TO_REFUSE, build_gate
 from ratoon.api.grpc.gateway import DRAIN_S, Gateway
 from ratoon.api.grpc.servicer import PolicyServicer
 from ratoon.api.http.app import create_app
@@ -39,8 +39,6 @@ from ratoon.serve_hooks import IN_PROXY, IN_PROXY_VARIABLE, in_replica
 APP_NAME = "ratoon"
 GATEWAY_NAME = "ratoon-gateway"
 SERVICER_FUNCTION = "ratoon.api.grpc.wiring.add_policy_service"
-# A long poll holds its place for up to `max_wait_s`.
-MAX_ONGOING_REQUESTS = 4096
 
 _log = get_logger("app")
 
@@ -86,7 +84,8 @@ def build_app(config: RatoonConfig) -> serve.Application:
     deployment = serve.deployment(
         name="Ingress",
         num_replicas=config.http.num_replicas,
-        max_ongoing_requests=MAX_ONGOING_REQUESTS,
+        max_ongoing_requests=config.limits.max_requests_in_flight + ROOM_TO_REFUSE,
+        max_queued_requests=ROOM_TO_REFUSE,
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=DRAIN_S,

@@ -35,6 +35,8 @@ OF_NO_POLICY = frozenset({"list_policies", "get_server_info", "health", "api_doc
 # Calls that wait for something to happen; they change nothing.
 WAITING = frozenset({"get_operation"})
 RECHECK_S = 5.0
+# Calls that a process takes beyond those that the gate lets in: they are refused in the one shape.
+ROOM_TO_REFUSE = 256
 ANSWERED = "OK"
 # The caller left before there was an answer; what was begun goes on.
 NO_ANSWER = "CANCELLED"

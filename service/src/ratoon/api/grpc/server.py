@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import grpc
 import grpc.aio
 
+from ratoon.api.gate import ROOM_TO_REFUSE
 from ratoon.api.grpc.deadlines import CallDeadlines
 from ratoon.api.grpc.servicer import PolicyServicer
 from ratoon.api.grpc.wiring import add_policy_service
@@ -66,7 +67,7 @@ async def start_server(
     )
     server = grpc.aio.server(
         interceptors=[*interceptors, deadlines],
-        maximum_concurrent_rpcs=limits.max_requests_in_flight,
+        maximum_concurrent_rpcs=limits.max_requests_in_flight + ROOM_TO_REFUSE,
         options=[
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", max_message_bytes),
