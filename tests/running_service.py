@@ -44,7 +44,10 @@ def running_service(namespace: str, root: Path) -> Iterator[Service]:
         http=HttpConfig(port=0, num_replicas=2),
         grpc=GrpcConfig(gateway_port=0, serve_port=0, max_message_bytes=MAX_MESSAGE_BYTES),
         limits=LimitsConfig(
-            max_body_bytes=MAX_BODY_BYTES, gap_wait_s=GAP_WAIT_S, max_fetch_bytes=MIB
+            max_body_bytes=MAX_BODY_BYTES,
+            max_body_pause_s=5.0,
+            gap_wait_s=GAP_WAIT_S,
+            max_fetch_bytes=MIB,
         ),
         worker=WorkerConfig(device="cpu", num_threads=1),
         ray=RayConfig(namespace=namespace),
