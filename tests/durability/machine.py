@@ -44,8 +44,6 @@ from tests.engine.harness import (
 from tests.engine.local_ports import LocalWorker
 
 DATABASE_NAME = "ratoon.sqlite"
-# Some of their own between those that are asked for; bodies go as soon as they may.
-CHECKPOINTS = CheckpointConfig(every_operations=4, every_s=0, every_bytes=0, keep=1)
 
 
 def spec_of(base: Path, recovery: Recovery) -> PolicySpec:
@@ -94,13 +92,16 @@ class TrainingWorker(LocalWorker):
 class DurableMachine(Machine):
     """A `Machine` that is lost and started again as often as one likes."""
 
-    def __init__(self, root: Path, spec: PolicySpec, *, creates: bool) -> None:
-        """Raises `PolicyGoneError` where the policy is not there and this does not create it."""
+    def __init__(self, root: Path, spec: PolicySpec, *, creates: bool, keep: int = 1) -> None:
+        """With automatic checkpoints between those that are asked for, of which `keep` are kept.
+
+        Raises `PolicyGoneError` where the policy is not there and this does not create it."""
         make_folder(root)
         url = f"sqlite:///{root / DATABASE_NAME}"
         if not creates:
             _require_policy(url, spec.policy_id)
-        super().__init__(root, spec, LimitsConfig(), url, TrainingWorker, CHECKPOINTS)
+        checkpoints = CheckpointConfig(every_operations=4, every_s=0, every_bytes=0, keep=keep)
+        super().__init__(root, spec, LimitsConfig(), url, TrainingWorker, checkpoints)
 
     @property
     def training(self) -> TrainingWorker:
