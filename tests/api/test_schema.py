@@ -24,7 +24,7 @@ from ratoon.errors import RatoonError
 from ratoon.model import spec
 from ratoon.rollout import raw
 from ratoon.stream import manifest
-from ratoon.train import config
+from ratoon.train import config, report
 from ratoon.train.report import CanaryReport, PhaseSeconds, StepReport
 from ratoon_proto.v1 import (
     operation_pb2,
@@ -103,7 +103,7 @@ def test_models_are_frozen_and_closed(name: str) -> None:
 
 
 def _internal_enums() -> dict[str, type[StrEnum]]:
-    modules = (types, spec, raw, manifest, config)
+    modules = (types, spec, raw, manifest, config, report)
     return {
         name: value
         for module in modules
