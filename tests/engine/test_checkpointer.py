@@ -13,6 +13,7 @@ from ratoon.engine.types import OperationState, Recovery
 from ratoon.metrics import CHECKPOINTS
 from tests.engine.conftest import MakeMachine
 from tests.engine.harness import DISCARD, RATE, Machine, digest_of, forward, save
+from tests.engine.test_controller import started
 from tests.engine.test_recovery import checkpoint_ids, counted, lose_worker, settled
 
 
@@ -125,6 +126,23 @@ async def test_bodies_since_the_oldest_that_is_kept_are_kept(make_machine: MakeM
     assert [record.plan is None for record in records] == [True, False, False]
     again = await machine.end(await machine.update(1, 1))
     assert again.operation_id == records[0].operation_id
+
+
+async def test_what_was_cancelled_keeps_no_body(make_machine: MakeMachine) -> None:
+    """Submitted and cancelled again and again, bodies would fill the disk before a checkpoint."""
+    machine = await machine_of(make_machine)
+    machine.faults.holds[1.0] = threading.Event()
+    running = await machine.update(1, 1)
+    await started(machine, running)
+    queued = await machine.update(2, 2)
+    for operation in (queued, running):
+        await machine.controller.cancel_operation(operation.operation_id)
+    assert (await machine.end(running)).state is OperationState.CANCELLED
+    await machine.end(await machine.update(3, 3))
+    assert machine.bodies == {digest_of(3)}
+    await lose_worker(machine)
+    assert machine.weights == [([3.0], RATE)]
+    assert machine.bodies == {digest_of(3)}
 
 
 async def test_a_full_disk_fails_a_checkpoint_and_nothing_else(

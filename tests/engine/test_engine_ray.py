@@ -22,9 +22,10 @@ import ray
 from ray.exceptions import WorkerCrashedError
 from sqlalchemy import create_engine, text
 
-from ratoon.config import RatoonConfig, RayConfig, WorkerConfig
+from ratoon.config import CheckpointConfig, RatoonConfig, RayConfig, WorkerConfig
 from ratoon.engine.bootstrap import start_engine, stop_engine
 from ratoon.engine.client import EngineClient
+from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.settings import controller_name, worker_name
 from ratoon.engine.types import (
     CheckpointInfo,
@@ -36,6 +37,7 @@ from ratoon.engine.types import (
     OperationState,
     PolicyResult,
     PolicyState,
+    Recovery,
     SeqKey,
     StepResult,
     Submission,
@@ -89,6 +91,8 @@ def engine(ray_cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) ->
         data_root=tmp_path_factory.mktemp("engine"),
         ray=RayConfig(namespace=f"engine-{uuid.uuid4().hex[:8]}"),
         worker=WorkerConfig(device="cpu", num_threads=1),
+        checkpoints=CheckpointConfig(every_operations=3, keep=1),
+        crash_points=True,
     )
     start_engine(config)
     start_engine(config)
@@ -96,14 +100,16 @@ def engine(ray_cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) ->
     stop_engine(config)
 
 
-def submission(seq: int | None, command: Command, batch: RolloutBatch | None) -> Submission:
+def submission(
+    seq: int | None, command: Command, batch: RolloutBatch | None, policy_id: str = POLICY
+) -> Submission:
     """The command on `batch`, whose digest it gets."""
     body = b"" if batch is None else batch_to_bytes(batch)
     if batch is not None:
         assert hasattr(command, "body_digest")
         command = replace(command, body_digest=hashlib.sha256(body).hexdigest())
     key = NoKey() if seq is None else SeqKey(seq=seq)
-    return Submission(policy_id=POLICY, key=key, command=command, body=body)
+    return Submission(policy_id=policy_id, key=key, command=command, body=body)
 
 
 async def done(client: EngineClient, operation: Operation) -> Operation:
@@ -328,6 +334,51 @@ def test_killed_processes_come_back_at_the_checkpoint(engine: Engine) -> None:
     engine.run(main)
 
 
+def test_kills_at_crash_points_change_nothing_of_a_policy_that_replays(engine: Engine) -> None:
+    """Every process but the ingress, whose caller this is; beside a policy that nothing happens to.
+
+    At the fourth update a checkpoint has freed the bodies of the first three.
+    """
+    folder = engine.config.data_root / "crash-points"
+    points = {
+        2: CrashPoint.CONTROLLER_AFTER_END,
+        3: CrashPoint.COORDINATOR_BEFORE_END,
+        4: CrashPoint.WORKER_IN_APPLY,
+    }
+
+    async def ended(client: EngineClient, operation: Operation) -> Operation:
+        for _ in range(600):
+            now = await client.get_operation(operation.operation_id, 10.0)
+            if now.state.is_final:
+                return now
+            await asyncio.sleep(0.05)
+        raise AssertionError(f"{operation} does not end")
+
+    async def run(client: EngineClient, policy_id: str, kills: bool) -> tuple[list[object], str]:
+        spec = replace(SPEC, policy_id=policy_id, recovery=Recovery.REPLAY)
+        await ended(client, await client.create_policy(spec))
+        told: list[object] = []
+        for seq in range(1, 5):
+            if kills and seq in points:
+                (folder / points[seq]).write_text("1")
+            submitted = submission(seq, update(0), random_batch(seq), policy_id)
+            result = (await ended(client, await client.submit(submitted))).result
+            assert isinstance(result, StepResult), result
+            told.append((result.version, result.report.loss, result.report.grad_norm))
+        assert list(folder.iterdir()) == [], "a point was not reached"
+        manifest = await client.weight_manifest(policy_id, 4)
+        files = {file.name: file.digest for file in manifest.files}
+        await ended(client, await client.delete_policy(policy_id))
+        return told, files["model.safetensors"]
+
+    async def main(client: EngineClient) -> None:
+        folder.mkdir()
+        whole = await run(client, "whole", kills=False)
+        assert await run(client, "killed", kills=True) == whole
+
+    engine.run(main)
+
+
 def test_a_restarted_engine_brings_its_policies_back(engine: Engine) -> None:
     stop_engine(engine.config)
     start_engine(engine.config)
@@ -356,7 +407,8 @@ def test_a_deleted_policy_leaves_nothing(engine: Engine) -> None:
         assert caught.value.code is ErrorCode.POLICY_NOT_FOUND
         assert (await client.get_operation(deletion.operation_id, 0.0)).state.is_final
         assert POLICY not in (await client.metrics_text()).decode()
-        assert list((engine.config.data_root / "policies").iterdir()) == []
+        folder = engine.config.data_root / "policies"
+        assert [path for path in folder.iterdir() if path.is_dir()] == []
 
     engine.run(main)
 

@@ -285,7 +285,7 @@ class Controller:
         live.end(JournalState.CANCELLED, result, now)
         run.ledger.settle(live)
         run.send(telemetry.entered(live.record, JournalState.CANCELLED))
-        if record.body_digest and not (record.seq and run.replays):
+        if record.body_digest:
             await run.bodies.release(record.operation_id, record.body_digest)
 
     def _unknown(self) -> RatoonError:

@@ -151,16 +151,19 @@ class Executor:
         if stepped:
             result = await self._publish(record.operation_id, result)
         self._checkpointer.note(replace(record, state=state))
-        self._settle(live, state, result, version=version if done else None)
         if saved is not None and run.replays:
             await self._checkpointer.cover_saved()
+        self._settle(live, state, result, version=version if done else None)
         if outcome.must_restore or (not done and _has_subset(record)):
             await self.restore_window()
 
     async def _follow_window(
         self, live: LiveOperation, state: JournalState, *, closes: bool
     ) -> None:
-        """The window after the operation; bodies go unless a checkpoint must cover them first."""
+        """The window after the operation; bodies go unless a checkpoint must cover them first.
+
+        What was cancelled is never run again.
+        """
         run, record = self._run, live.record
         if record.kind is OperationKind.FORWARD_BACKWARD:
             if state is JournalState.APPLIED:
@@ -174,9 +177,10 @@ class Executor:
             doomed += run.window_records.values()
             run.window = Window()
             run.window_records.clear()
-        if not run.replays:
-            for ended in doomed:
-                await run.bodies.release(ended.operation_id, ended.body_digest)
+        if run.replays and state is not JournalState.CANCELLED:
+            return
+        for ended in doomed:
+            await run.bodies.release(ended.operation_id, ended.body_digest)
 
     async def _publish(self, operation_id: str, result: OperationResult) -> OperationResult:
         """Publish the new version where it is due; the report says how long that took."""

@@ -224,7 +224,7 @@ class Journal(Protocol):
         ...
 
     async def bodies_in_use(self, policy_id: str) -> Mapping[str, str]:
-        """Digests by operation, of all whose commands are kept."""
+        """Digests by operation, of all that may run, or run again."""
         ...
 
     async def results_in_use(self, policy_id: str) -> frozenset[str]:

@@ -173,9 +173,12 @@ class SqlStore:
             return select_operations(connection, policy_id, OPERATIONS.c.seq >= seq)
 
     def bodies_in_use(self, policy_id: str) -> Mapping[str, str]:
-        """Digests by operation, of all whose commands are kept."""
+        """Digests by operation, of all that may run, or run again."""
+        may_run = and_(
+            OPERATIONS.c.command.is_not(None), OPERATIONS.c.state != JournalState.CANCELLED
+        )
         with self._engine.begin() as connection:
-            kept = select_operations(connection, policy_id, OPERATIONS.c.command.is_not(None))
+            kept = select_operations(connection, policy_id, may_run)
             return {r.operation_id: r.body_digest for r in kept if r.body_digest}
 
     def results_in_use(self, policy_id: str) -> frozenset[str]:
