@@ -54,6 +54,8 @@ from ratoon.stream.manifest import WeightManifest
 
 # How often a waiting caller's view of a running operation is refreshed.
 _PROGRESS_S = 0.25
+# How long an answer is held back from who waits for what memory does not know of yet.
+_AWAY_S = 0.5
 
 
 class Controller:
@@ -75,6 +77,8 @@ class Controller:
             max_total_bytes=run.limits.max_queued_bytes,
         )
         self._progress_until = 0.0
+        # The journal may have a seq that memory has not, which would be given or counted again.
+        self._lacks_seq = False
         self._is_draining = self._is_drained = False
 
     @property
@@ -125,8 +129,12 @@ class Controller:
                 first = await self._first(submission)
                 if first is None and refusal is not None:
                     raise refusal
+                self._lacks_seq = self._lacks_seq and not self._turns.is_known
+                if first is None and self._lacks_seq:
+                    raise RatoonError(ErrorCode.UNAVAILABLE, "the journal is read again; ask again")
                 record = first or await self._accept(operation_id, submission)
         except JournalUnknownError as err:
+            self._lacks_seq = True
             raise self._unknown() from err
         except FencedError as err:
             self._run.state = PolicyState.FAILED
@@ -147,7 +155,7 @@ class Controller:
         """
         live = self._run.ledger.find(operation_id)
         if live is None:
-            return _ended(await self._past(operation_id))
+            return await self._ended_or_later(operation_id, wait_s)
         clock, limits = asyncio.get_running_loop().time, self._run.limits
         begin = clock()
         wait_s = min(wait_s, limits.max_wait_s)
@@ -169,7 +177,7 @@ class Controller:
         """The operation once it differs from `seen`, or after `wait_s` seconds."""
         live = self._run.ledger.find(seen.operation_id)
         if live is None:
-            return _ended(await self._past(seen.operation_id))
+            return await self._ended_or_later(seen.operation_id, wait_s)
         clock = asyncio.get_running_loop().time
         deadline = clock() + min(wait_s, self._run.limits.max_wait_s)
         while True:
@@ -292,6 +300,13 @@ class Controller:
         """A write was not answered: no turn is taken before the journal has been read again."""
         self._turns.restart()
         return RatoonError(ErrorCode.UNAVAILABLE, "the journal does not answer; ask again")
+
+    async def _ended_or_later(self, operation_id: str, wait_s: float) -> Operation:
+        """What the journal says; memory hears of an open one when the journal is read again."""
+        record = await self._past(operation_id)
+        if not record.state.is_final:
+            await asyncio.sleep(min(wait_s, _AWAY_S))
+        return _ended(record)
 
     async def _past(self, operation_id: str) -> OperationRecord:
         """A journaled operation that is no longer in memory. Raises OPERATION_NOT_FOUND."""

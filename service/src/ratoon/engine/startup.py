@@ -63,11 +63,13 @@ async def start_policy(
     Raises `RatoonError` where the model cannot be loaded, `RecoveryStoppedError`, and
     `NumbersFailedError` where the policy was given up.
     """
-    journal = run.ports.journal
+    journal, is_first = run.ports.journal, run.token == 0
     run.token = await journal.acquire(run.policy_id)
     status = await _fence(run)
-    # Not before the worker has stopped writing for an earlier controller.
-    await asyncio.to_thread(make_policy_folders, run.paths)
+    if is_first:
+        # Not before the worker has stopped writing for an earlier controller, and not where this
+        # process is writing bodies meanwhile.
+        await asyncio.to_thread(make_policy_folders, run.paths)
     history = await journal.history(run.policy_id)
     await read_run(run, history.policy.next_seq)
     if status.is_loaded and agrees(history, status):

@@ -98,6 +98,11 @@ class TurnLoop:
         """Begin nothing more; what runs goes on to its end, what is queued stays queued."""
         self._is_paused = True
 
+    @property
+    def is_known(self) -> bool:
+        """Whether memory is what the journal says, but for what runs."""
+        return not self._must_restart
+
     def restart(self) -> None:
         """Memory may differ from the journal: read it again before the next turn."""
         self._must_restart = True
