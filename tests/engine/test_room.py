@@ -10,7 +10,6 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psycopg
 import pytest
@@ -121,17 +120,11 @@ async def test_what_was_accepted_ends_once_a_full_disk_has_room(
     """The end of an operation cannot be journaled for longer than five tries take."""
     machine = on_small_disk
     monkeypatch.setattr("ratoon.engine.turns._DISK_FULL_S", 0.02)
-    num_refused, end = 0, machine.journal.fenced.end
-
-    def counted(*arguments: Any) -> None:
-        nonlocal num_refused
-        try:
-            end(*arguments)
-        except RatoonError:
-            num_refused += 1
-            raise
-
-    monkeypatch.setattr(machine.journal.fenced, "end", counted)
+    monkeypatch.setattr("ratoon.engine.turns._BACKOFF_S", 0.001)
+    refused: list[str] = []
+    for name in ("end", "acquire"):
+        write = _counted(getattr(machine.journal.fenced, name), name, refused)
+        monkeypatch.setattr(machine.journal.fenced, name, write)
     hold = machine.faults.holds[1.0] = threading.Event()
     running = await machine.update(1, 1.0)
     await machine.controller.watch_operation(running, 5.0)
@@ -140,12 +133,24 @@ async def test_what_was_accepted_ends_once_a_full_disk_has_room(
     hold.set()
     still = await machine.controller.get_operation(running.operation_id, 0.5)
     assert not still.state.is_final
+    assert refused[0] == "end"
+    assert len(refused) > 6
     small_disk.clear()
     assert (await machine.end(still)).state is OperationState.DONE
     assert (await machine.end(await machine.update(2, 2.0))).state is OperationState.DONE
-    assert num_refused > 0
     assert len(machine.worker.trainers) == 1
     assert machine.run.version == 2
+
+
+def _counted(write: Callable[..., object], name: str, refused: list[str]) -> Callable[..., object]:
+    def counted(*arguments: object) -> object:
+        try:
+            return write(*arguments)
+        except RatoonError:
+            refused.append(name)
+            raise
+
+    return counted
 
 
 def _enospc(*_: object, **__: object) -> None:
