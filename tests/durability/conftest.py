@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from ratoon.engine.types import Recovery
 from tests.durability.cuts import Recording, ram_folder, record_life
 from tests.durability.recorder import build_shim
 from tests.tiny_models import write_folder
@@ -39,7 +38,7 @@ def base(ram: Path) -> Path:
 def recording(ram: Path, shim: Path, base: Path) -> Recording:
     """Of a policy that recovers by running its journal again."""
     with kept_torch_settings():
-        return record_life(ram, shim, base, Recovery.REPLAY)
+        return record_life(ram, shim, base)
 
 
 @pytest.fixture(autouse=True)

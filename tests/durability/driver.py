@@ -1,8 +1,8 @@
 """The process that is recorded: one policy's life, and what it promised to whom, as marks.
 
-    python -m tests.durability.driver FOLDER BASE RECOVERY
+    python -m tests.durability.driver FOLDER BASE
 
-Enters a folder for the data root, a model folder and the policy's recovery, leaves files and marks:
+Enters a folder for the data root and a model folder, leaves files and marks:
 JSON objects that `promises.py` reads. Invariant: a mark comes after what it promises was answered,
 and before anything else is asked for.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 from ratoon.auth.key_file import KeyFile
 from ratoon.auth.keys import new_key
 from ratoon.auth.scopes import Scope
-from ratoon.engine.types import ForwardResult, Operation, Recovery
+from ratoon.engine.types import ForwardResult, Operation
 from ratoon.stream.files import digest_bytes
 from tests.durability.machine import DurableMachine, commands, digests_of, spec_of
 from tests.durability.recorder import mark
@@ -31,8 +31,8 @@ def promise(kind: str, **fields: object) -> None:
 class Caller:
     """All the callers of one service."""
 
-    def __init__(self, root: Path, base: Path, recovery: Recovery) -> None:
-        self._root, self._spec = root, spec_of(base, recovery)
+    def __init__(self, root: Path, base: Path) -> None:
+        self._root, self._spec = root, spec_of(base)
         self._commands = commands()
         self._abandoned: list[DurableMachine] = []
         self.machine = DurableMachine(root, self._spec, creates=True)
@@ -92,8 +92,8 @@ class Caller:
         promise("uploaded", upload=upload_id, part=part_index, digest=digest_bytes(body))
 
 
-async def live(root: Path, base: Path, recovery: Recovery) -> None:
-    caller = Caller(root, base, recovery)
+async def live(root: Path, base: Path) -> None:
+    caller = Caller(root, base)
     await caller.start()
     await caller.run(1)
     await caller.run(2, 3, 4, 5, 6, 7)
@@ -116,7 +116,7 @@ async def live(root: Path, base: Path, recovery: Recovery) -> None:
 
 
 if __name__ == "__main__":
-    folder, base_folder, mode = sys.argv[1:]
-    asyncio.run(live(Path(folder) / "data", Path(base_folder), Recovery(mode)))
+    folder, base_folder = sys.argv[1:]
+    asyncio.run(live(Path(folder) / "data", Path(base_folder)))
     # Nothing is closed: the end is one more crash.
     os._exit(0)

@@ -46,14 +46,14 @@ from tests.engine.local_ports import LocalWorker
 DATABASE_NAME = "ratoon.sqlite"
 
 
-def spec_of(base: Path, recovery: Recovery) -> PolicySpec:
+def spec_of(base: Path) -> PolicySpec:
     """A policy of the model folder `base`, of which two versions are published."""
     model = ModelSpec(
         base=FolderBase(folder=str(base)), tuning=FullTuning(), dtype=ModelDtype.FLOAT32, seed=1
     )
     return policy_spec(
         model=model,
-        recovery=recovery,
+        recovery=Recovery.REPLAY,
         on_changed_numerics=OnChangedNumerics.STOP,
         publish=PublishConfig(kind=PublishKind.EVERY, every_n=1),
         keep_versions=2,

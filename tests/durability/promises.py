@@ -58,21 +58,9 @@ class Promises:
         """A seq that was not run changed nothing."""
         return self.oracle[max(ran for ran in self.oracle if ran <= seq)]
 
-    @property
-    def was_lost(self) -> bool:
-        """Whether the service's processes were ever lost before this moment."""
-        return bool(self.of("lost"))
-
 
 def parse_marks(events: Sequence[Event]) -> list[Mark]:
     return [json.loads(event.data) for event in events if event.kind is Kind.MARK]
-
-
-def oracle_of(marks: Sequence[Mark]) -> Mapping[int, Digests]:
-    """By seq; 0: the start. The last word on a seq that ran more than once."""
-    start = next(mark["digests"] for mark in marks if mark["kind"] == "started")
-    ended = {mark["seq"]: mark["digests"] for mark in marks if mark["kind"] == "ended"}
-    return {seq: tuple(both) for seq, both in {0: start, **ended}.items() if both}
 
 
 async def check(root: Path, spec: PolicySpec, promises: Promises) -> None:
@@ -115,7 +103,7 @@ def _check_journal(machine: DurableMachine, promises: Promises, *, is_recovered:
     A policy that recovers by failing what was lost may say so of what it had done.
     """
     store = machine.journal.store
-    may_fail = machine.spec.recovery is Recovery.FAIL and (is_recovered or promises.was_lost)
+    may_fail = machine.spec.recovery is Recovery.FAIL and is_recovered
     records: dict[int, OperationRecord] = {}
     for mark in promises.of("accepted"):
         record = store.find_key(POLICY, SeqKey(seq=mark["seq"]))
@@ -177,10 +165,9 @@ def _check_versions(machine: DurableMachine) -> None:
 
 
 def _check_published(machine: DurableMachine, promises: Promises) -> None:
-    """The version that readers were told of; a policy that fails what was lost takes it back."""
-    may_fail = machine.spec.recovery is Recovery.FAIL and promises.was_lost
+    """The version that readers were told of."""
     told = promises.of("published")
-    if told and not may_fail and told[-1]["version"] not in _published(machine):
+    if told and told[-1]["version"] not in _published(machine):
         raise LostError(f"the published version {told[-1]['version']}")
 
 
