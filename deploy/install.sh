@@ -47,7 +47,7 @@ for part in proto kernels clients/python service; do
   cp -R "$root/$part/pyproject.toml" "$root/$part/README.md" "$root/$part/src" "$build/$part/"
   find "$build/$part/src" \( -name '*.egg-info' -o -name cubins \) -prune -exec rm -rf {} +
 done
-"${pip[@]}" "$build/proto" "$build/kernels" "$build/clients/python" "$build/service"
+"${pip[@]}" "$build/proto" "$build/kernels" "$build/clients/python" "$build/service[s3]"
 if [ "$device" = cuda ]; then
   "$venv/bin/python" -m ratoon_kernels.jit.prebuild
 fi

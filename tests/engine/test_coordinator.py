@@ -13,6 +13,7 @@ from sqlalchemy.exc import OperationalError
 
 from ratoon.config import LimitsConfig
 from ratoon.engine import coordinator
+from ratoon.engine.archive import NoArchive
 from ratoon.engine.coordinator import Coordinator
 from ratoon.engine.fenced import FencedStore
 from ratoon.engine.files import make_policy_folders, policy_paths
@@ -86,6 +87,7 @@ class Town:
             metrics=ListSink(),
             limits=self.limits,
             data_root=self.root,
+            archive_of=lambda _: NoArchive(),
             now=time.time,
         )
 

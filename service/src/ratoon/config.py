@@ -193,6 +193,9 @@ class RatoonConfig(BaseSettings):
     models_root: Path = Path("ratoon-data/models")
     # "": SQLite below data_root; or postgresql://USER:PASSWORD@HOST:PORT/NAME.
     database_url: str = Field(default="", repr=False)
+    # "": data_root is all there is; or s3://BUCKET/PREFIX, which has a copy of what recovery needs.
+    # Credentials, region and endpoint: the usual variables of AWS.
+    storage_url: str = ""
     log_level: str = "INFO"
     # For tests: processes end at the points named in data_root/crash-points (docs/operations.md).
     crash_points: bool = False

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, cast
 import ray
 
 from ratoon.config import RatoonConfig
+from ratoon.engine.archive import check_store
 from ratoon.engine.coordinator_actor import CoordinatorActor
 from ratoon.engine.metrics_actor import MetricsActor
 from ratoon.engine.ray_calls import ActorLostError, ask, find_actor, kill_actor
@@ -30,8 +31,9 @@ _MAX_CONCURRENCY = 10_000
 
 
 def start_engine(config: RatoonConfig) -> None:
-    """Start what is not running. Raises what opening the database raises."""
+    """Start what is not running. Raises what opening the database and the object store raises."""
     settings = EngineSettings.from_config(config)
+    check_store(settings.storage_url)
     shared: dict[str, object] = {
         "namespace": settings.namespace,
         "lifetime": "detached",

@@ -128,6 +128,7 @@ class TaskBuilder:
         for checkpoint in await run.ports.journal.checkpoints(run.policy_id):
             info = checkpoint.info
             if info.checkpoint_id == command.checkpoint_id and not checkpoint.is_automatic:
+                await run.archive.restore_checkpoint(info.checkpoint_id)
                 return LoadTask(
                     operation_id=record.operation_id,
                     seq=record.seq,

@@ -64,6 +64,7 @@ class Checkpointer:
         names = frozenset(checkpoint.info.checkpoint_id for checkpoint in known)
         drop = partial(drop_unknown_checkpoints, run.paths, names, AUTOMATIC_PREFIX)
         await asyncio.to_thread(drop)
+        await run.archive.drop_unknown_checkpoints(names, AUTOMATIC_PREFIX)
         newest_seq = known[-1].info.seq if known else 0
         for record in await run.ports.journal.records_from(run.policy_id, newest_seq + 1):
             if record.state.is_final:
@@ -165,7 +166,9 @@ class Checkpointer:
             folder = run.paths.checkpoint(info.checkpoint_id)
             # Of a controller that was killed before it could journal it.
             await asyncio.to_thread(drop_checkpoint, run.paths, info.checkpoint_id)
+            await run.archive.drop_checkpoint(info.checkpoint_id)
             size_bytes = await run.ports.worker.write_snapshot(run.token, str(folder))
+            await run.archive.keep_checkpoint(info.checkpoint_id)
             checkpoint = replace(checkpoint, info=replace(info, size_bytes=size_bytes))
         run.reach(CrashPoint.CONTROLLER_BEFORE_COVER)
         await self._cover(checkpoint)
@@ -184,6 +187,7 @@ class Checkpointer:
             await run.bodies.release(operation_id, digest)
         for checkpoint_id in covered.checkpoint_ids:
             await asyncio.to_thread(drop_checkpoint, run.paths, checkpoint_id)
+            await run.archive.drop_checkpoint(checkpoint_id)
 
     def _failed(self, info: CheckpointInfo, error: Exception) -> None:
         run = self._run

@@ -15,6 +15,7 @@ import time
 import ray
 from ray.util.placement_group import PlacementGroup
 
+from ratoon.engine.archive import ArchivedBodyFiles, open_archive
 from ratoon.engine.controller import Controller
 from ratoon.engine.crash_points import make_reach
 from ratoon.engine.faults import policy_not_ready
@@ -44,6 +45,7 @@ class ControllerActor:
     ) -> None:
         configure_logging(settings.log_level)
         paths = policy_paths(settings.data_root, spec.policy_id)
+        archive = open_archive(settings.storage_url, paths)
         run = PolicyRun(
             spec=spec,
             trainer=trainer,
@@ -56,7 +58,8 @@ class ControllerActor:
             limits=settings.limits,
             checkpoints=settings.checkpoints,
             paths=paths,
-            bodies=BodyFiles(paths),
+            bodies=ArchivedBodyFiles(paths, archive) if settings.storage_url else BodyFiles(paths),
+            archive=archive,
             reach=make_reach(settings.crash_points),
         )
         self._policy_id = spec.policy_id

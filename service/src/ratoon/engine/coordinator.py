@@ -20,9 +20,10 @@ from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from ratoon.config import LimitsConfig
 from ratoon.engine import telemetry
 from ratoon.engine.admission import new_operation_id
+from ratoon.engine.archive import Archive
 from ratoon.engine.codec import hash_text, to_text
 from ratoon.engine.faults import draining, operation_not_found, policy_not_found, policy_not_ready
-from ratoon.engine.files import policy_paths, remove_policy_files
+from ratoon.engine.files import PolicyPaths, policy_paths, remove_policy_files
 from ratoon.engine.journal import (
     NO_PROGRESS,
     JournalAwayError,
@@ -88,6 +89,7 @@ class Coordinator:
         metrics: MetricsSink,
         limits: LimitsConfig,
         data_root: Path,
+        archive_of: Callable[[PolicyPaths], Archive],
         now: Callable[[], float],
     ) -> None:
         self._store = store
@@ -96,6 +98,7 @@ class Coordinator:
         self._metrics = metrics
         self._limits = limits
         self._data_root = data_root
+        self._archive_of = archive_of
         self._now = now
         self._ledger = Ledger(on_settled=lambda _: None)
         self._lock = asyncio.Lock()
@@ -275,7 +278,9 @@ class Coordinator:
     async def _forget(self, policy_id: str, *, keep_operation_id: str) -> None:
         """End a policy's processes, files and rows, but for the operation that ends it."""
         await self._fleet.stop(policy_id)
-        await asyncio.to_thread(remove_policy_files, policy_paths(self._data_root, policy_id))
+        paths = policy_paths(self._data_root, policy_id)
+        await self._archive_of(paths).forget()
+        await asyncio.to_thread(remove_policy_files, paths)
         await self.insist(
             lambda: self._store.remove_policy(policy_id, keep_operation_id=keep_operation_id)
         )

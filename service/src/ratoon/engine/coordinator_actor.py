@@ -21,6 +21,7 @@ from sqlalchemy import Engine
 from sqlalchemy.exc import OperationalError
 
 from ratoon.engine import telemetry
+from ratoon.engine.archive import open_archive
 from ratoon.engine.backends import BackendInfo, list_backends
 from ratoon.engine.checkpoints import Checkpoint, Covered
 from ratoon.engine.connections import is_server_away
@@ -72,6 +73,7 @@ class CoordinatorActor:
             metrics=RayMetricsSink(settings.namespace),
             limits=settings.limits,
             data_root=settings.data_root,
+            archive_of=lambda paths: open_archive(settings.storage_url, paths),
             now=time.time,
         )
         self._is_recovered = False

@@ -62,7 +62,17 @@ class Executor:
             outcome = stored.outcome
         else:
             outcome = await self._apply(live)
-        await self._conclude(live, outcome)
+        await self._conclude(live, await self._archived(outcome))
+
+    async def _archived(self, outcome: Outcome) -> Outcome:
+        """A checkpoint that has no copy, where it should have, is not saved."""
+        result = outcome.result
+        if outcome.state is OperationState.DONE and isinstance(result, CheckpointInfo):
+            try:
+                await self._run.archive.keep_checkpoint(result.checkpoint_id)
+            except RatoonError as error:
+                return _ended(OperationState.FAILED, error)
+        return outcome
 
     async def pass_over(self, record: OperationRecord) -> None:
         """An operation that ended before its turn: the worker counts its seq."""

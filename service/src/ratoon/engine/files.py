@@ -138,6 +138,13 @@ class BodyFiles:
             self._holders.setdefault(digest, set()).add(holder)
             self._in_flight.add(holder)
 
+    def held(self) -> frozenset[str]:
+        """Digests of all that somebody holds."""
+        return frozenset(self._holders)
+
+    def is_held(self, digest: str) -> bool:
+        return digest in self._holders
+
     def land(self, holder: str) -> None:
         """The journal has the operation, or will say that it has not."""
         self._in_flight.discard(holder)

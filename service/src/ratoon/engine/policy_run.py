@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ratoon.config import CheckpointConfig, LimitsConfig
+from ratoon.engine.archive import Archive, NoArchive
 from ratoon.engine.claims import Claims
 from ratoon.engine.crash_points import Reach
 from ratoon.engine.files import BodyFiles, PolicyPaths
@@ -54,6 +55,7 @@ class PolicyRun:
     paths: PolicyPaths
     bodies: BodyFiles
     reach: Reach
+    archive: Archive = field(default_factory=NoArchive)
     state: PolicyState = PolicyState.CREATING
     # Why it is failed.
     failure: str = ""

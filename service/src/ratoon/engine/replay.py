@@ -32,6 +32,7 @@ from ratoon.engine.types import (
     CheckpointInfo,
     EmptyResult,
     FailedResult,
+    LoadCheckpointCommand,
     OnChangedNumerics,
     OperationKind,
     OperationResult,
@@ -153,6 +154,7 @@ async def _load(run: PolicyRun, history: PolicyHistory) -> tuple[Base, Loaded]:
             last_seq=base.seq,
             digests=True,
         )
+        await run.archive.restore_checkpoint(base.checkpoint_id)
         try:
             return base, await run.ports.worker.load(run.token, request)
         except UnusableCheckpointError as error:
@@ -209,6 +211,8 @@ class _Again:
             await run.ports.worker.skip(run.token, record.seq, _journaled_outcome(record))
             return
         await self._select(record)
+        if isinstance(record.command, LoadCheckpointCommand):
+            await run.archive.restore_checkpoint(record.command.checkpoint_id)
         outcome = await run.ports.worker.apply(run.token, recorded_task(record, run.paths))
         self.num_run += 1
         self._check(record, outcome)

@@ -33,6 +33,8 @@ class EngineSettings:
     data_root: Path
     # May hold a password.
     database_url: str = field(repr=False)
+    # "": the local disk is all there is.
+    storage_url: str
     log_level: str
     limits: LimitsConfig
     checkpoints: CheckpointConfig
@@ -52,6 +54,7 @@ class EngineSettings:
             namespace=config.ray.namespace,
             data_root=data_root,
             database_url=config.database_url or f"sqlite:///{data_root / 'ratoon.sqlite'}",
+            storage_url=config.storage_url,
             log_level=config.log_level,
             limits=config.limits,
             checkpoints=config.checkpoints,

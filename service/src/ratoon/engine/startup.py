@@ -70,6 +70,9 @@ async def start_policy(
         # Not before the worker has stopped writing for an earlier controller, and not where this
         # process is writing bodies meanwhile.
         await asyncio.to_thread(make_policy_folders, run.paths)
+        await run.archive.start()
+    if run.replays:
+        await run.archive.restore_bodies((await _needed_bodies(run)).values())
     history = await journal.history(run.policy_id)
     await read_run(run, history.policy.next_seq)
     if status.is_loaded and agrees(history, status):
@@ -113,6 +116,7 @@ async def _recover(run: PolicyRun, history: PolicyHistory, status: WorkerStatus)
     """Bring a worker that was lost, or is not where the journal is, to a state that is known."""
     names = frozenset(checkpoint.info.checkpoint_id for checkpoint in history.checkpoints)
     await asyncio.to_thread(drop_unknown_checkpoints, run.paths, names, "")
+    await run.archive.drop_unknown_checkpoints(names, "")
     is_new = history.policy.next_seq == 1
     if not run.replays:
         loaded, last_seq, outcome = *await _roll_back(run, history), "rolled_back"
@@ -148,6 +152,7 @@ async def _roll_back(run: PolicyRun, history: PolicyHistory) -> tuple[Loaded, in
             last_seq=last_seq,
             digests=False,
         )
+        await run.archive.restore_checkpoint(base.checkpoint_id)
         try:
             return await run.ports.worker.load(run.token, request), last_seq
         except UnusableCheckpointError as error:

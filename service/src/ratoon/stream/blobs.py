@@ -12,7 +12,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+import shutil
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Protocol
@@ -22,7 +24,11 @@ from ratoon.stream.files import (
     DamagedFileError,
     digest_bytes,
     digest_file,
+    fsync_tree,
+    make_folder,
+    rename_folder,
     seal_bytes,
+    temporary_name,
     unseal_bytes,
 )
 from ratoon.stream.manifest import WeightFile
@@ -62,7 +68,7 @@ class Blobs(Protocol):
         ...
 
     def put_folder(self, key: str, source: Path) -> None:
-        """Take over the flat folder `source`, which is gone afterwards. Raises FileExistsError."""
+        """A copy of the flat folder `source`. Raises FileExistsError."""
         ...
 
     def get_folder(self, key: str, target: Path) -> None:
@@ -141,6 +147,21 @@ def decode_manifest(key: str, data: bytes) -> tuple[WeightFile, ...]:
         )
         for file in document["files"]
     )
+
+
+@contextmanager
+def made_folder(target: Path) -> Generator[Path, None, None]:
+    """A folder to fill: on disk and named `target` after the block, gone where that fails."""
+    make_folder(target.parent)
+    temporary = temporary_name(target)
+    temporary.mkdir()
+    try:
+        yield temporary
+        fsync_tree(temporary)
+        rename_folder(temporary, target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 def damaged(what: str, got: str, expected: str) -> RatoonError:

@@ -13,12 +13,9 @@ from ratoon.errors import invalid
 from ratoon.stream import blobs
 from ratoon.stream.files import (
     fsync_folder,
-    fsync_tree,
     make_folder,
     remove_folder,
     remove_leftovers,
-    rename_folder,
-    temporary_name,
     write_atomic,
 )
 
@@ -58,27 +55,19 @@ class LocalBlobs:
 
     def put_folder(self, key: str, source: Path) -> None:
         target = self._path(key)
-        make_folder(target.parent)
-        manifest = blobs.encode_manifest(blobs.describe_folder(source))
-        fsync_tree(source)
-        write_atomic(source / blobs.FOLDER_MANIFEST, manifest)
-        rename_folder(source, target)
+        files = blobs.describe_folder(source)
+        with blobs.made_folder(target) as folder:
+            for file in files:
+                shutil.copyfile(source / file.name, folder / file.name)
+            (folder / blobs.FOLDER_MANIFEST).write_bytes(blobs.encode_manifest(files))
 
     def get_folder(self, key: str, target: Path) -> None:
         source = self._path(key)
         files = blobs.decode_manifest(key, (source / blobs.FOLDER_MANIFEST).read_bytes())
-        make_folder(target.parent)
-        temporary = temporary_name(target)
-        temporary.mkdir()
-        try:
+        with blobs.made_folder(target) as folder:
             for file in files:
-                shutil.copyfile(source / file.name, temporary / file.name)
-                blobs.check_file(key, temporary / file.name, file)
-            fsync_tree(temporary)
-            rename_folder(temporary, target)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
+                shutil.copyfile(source / file.name, folder / file.name)
+                blobs.check_file(key, folder / file.name, file)
 
     def delete_folder(self, key: str) -> None:
         path = self._path(key)

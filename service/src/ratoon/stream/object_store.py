@@ -8,7 +8,6 @@ most `timeout_s` seconds and one attempt, then it is UNAVAILABLE.
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +24,6 @@ from s3fs import S3FileSystem  # pyright: ignore[reportMissingTypeStubs]
 
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.stream import blobs
-from ratoon.stream.files import fsync_tree, make_folder, rename_folder, temporary_name
 
 SCHEME = "s3://"
 _CONNECT_TIMEOUT_S = 5.0
@@ -101,26 +99,17 @@ class ObjectStore:
             self._call(lambda local=local, remote=remote: self._store.put_file(local, remote))
         manifest = blobs.encode_manifest(files)
         self._call(lambda: self._store.pipe_file(f"{path}/{blobs.FOLDER_MANIFEST}", manifest))
-        shutil.rmtree(source)
 
     def get_folder(self, key: str, target: Path) -> None:
         path = self._path(key)
         files = blobs.decode_manifest(key, self._read(f"{path}/{blobs.FOLDER_MANIFEST}"))
-        make_folder(target.parent)
-        temporary = temporary_name(target)
-        temporary.mkdir()
-        try:
+        with blobs.made_folder(target) as folder:
             for file in files:
-                remote, local = f"{path}/{file.name}", temporary / file.name
+                remote, local = f"{path}/{file.name}", folder / file.name
                 self._call(
                     lambda remote=remote, local=local: self._store.get_file(remote, str(local))
                 )
                 blobs.check_file(key, local, file)
-            fsync_tree(temporary)
-            rename_folder(temporary, target)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
 
     def delete_folder(self, key: str) -> None:
         path = self._path(key)

@@ -1,0 +1,192 @@
+"""Bodies and checkpoints in a second place: acknowledged only with a copy, restored from it."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ratoon.config import CheckpointConfig, LimitsConfig
+from ratoon.engine.archive import ArchivedBodyFiles, BlobArchive, open_archive
+from ratoon.engine.controller import Controller
+from ratoon.engine.files import make_policy_folders, policy_paths
+from ratoon.engine.types import LoadCheckpointCommand, OperationState, Recovery
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon.stream.blobs import FOLDER_MANIFEST
+from ratoon.stream.local_blobs import LocalBlobs
+from tests.engine.fake_trainer import Faults
+from tests.engine.fake_trainer import number_body as body_of
+from tests.engine.harness import Machine, digest_of, policy_spec, save
+from tests.engine.local_ports import LocalWorker
+from tests.stream.s3 import running_s3
+
+POLICY = "p"
+
+
+class Store(LocalBlobs):
+    """That may be away."""
+
+    is_away = False
+
+    def put(self, key: str, data: bytes) -> None:
+        self._ask()
+        super().put(key, data)
+
+    def delete(self, key: str) -> None:
+        self._ask()
+        super().delete(key)
+
+    def put_folder(self, key: str, source: Path) -> None:
+        self._ask()
+        super().put_folder(key, source)
+
+    def _ask(self) -> None:
+        if self.is_away:
+            raise RatoonError(ErrorCode.UNAVAILABLE, "the object store is away")
+
+
+class ArchivedMachine(Machine):
+    """A machine whose disk may be lost, and a store that is not."""
+
+    def __init__(self, root: Path, store: Store, url: str, **changes: object) -> None:
+        self.store = store
+        spec = policy_spec(**{"recovery": Recovery.REPLAY, **changes})
+        super().__init__(
+            root,
+            spec,
+            LimitsConfig(),
+            url,
+            checkpoints=CheckpointConfig(every_operations=3, every_s=0, every_bytes=0),
+        )
+
+    def _controller(self) -> Controller:
+        super()._controller()
+        archive = BlobArchive(self.store, self.paths)
+        self.run.archive, self.run.bodies = archive, ArchivedBodyFiles(self.paths, archive)
+        return Controller(self.run)
+
+    async def lose_disk(self) -> None:
+        """Another machine takes over, with the journal and the store, and nothing else."""
+        shutil.rmtree(self.paths.root)
+        self.worker = LocalWorker(Faults())
+        self.worker.reach = self.crashes.reach
+        await self.restart_controller()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "store")
+
+
+@pytest.fixture
+async def machine(tmp_path: Path, store: Store) -> ArchivedMachine:
+    url = f"sqlite:///{tmp_path / 'journal.sqlite'}"
+    machine = ArchivedMachine(tmp_path / "disk", store, url)
+    await machine.start()
+    return machine
+
+
+async def settled(machine: ArchivedMachine) -> None:
+    """No checkpoint is on its way."""
+    await asyncio.sleep(0)
+    landing = machine.controller._turns._checkpointer._landing
+    if landing is not None:
+        await landing
+
+
+async def test_a_lost_disk_is_filled_from_the_archive(machine: ArchivedMachine, store: Store):
+    for seq in range(1, 6):
+        await machine.end(await machine.update(seq, float(seq)))
+    await settled(machine)
+    before = list(machine.weights)
+    assert store.folder_names(f"policies/{machine.spec.policy_id}/checkpoints")
+    await machine.lose_disk()
+    assert list(machine.weights) == before
+    ended = await machine.end(await machine.update(6, 6.0))
+    assert ended.state is OperationState.DONE
+
+
+async def test_a_callers_checkpoint_is_loaded_from_the_archive(machine: ArchivedMachine):
+    await machine.end(await machine.update(1, 1.0))
+    await machine.end(await machine.submit(2, save("mine"), 0))
+    saved = list(machine.weights)
+    await machine.end(await machine.update(3, 3.0))
+    shutil.rmtree(machine.paths.checkpoint("mine"))
+    command = LoadCheckpointCommand(checkpoint_id="mine")
+    ended = await machine.end(await machine.submit(4, command, 0))
+    assert ended.state is OperationState.DONE, ended
+    assert list(machine.weights) == saved
+
+
+async def test_without_its_copy_nothing_is_acknowledged(machine: ArchivedMachine, store: Store):
+    store.is_away = True
+    with pytest.raises(RatoonError) as caught:
+        await machine.update(1, 1.0)
+    assert caught.value.code is ErrorCode.UNAVAILABLE
+    assert machine.bodies == set()
+    ended = await machine.end(await machine.submit(1, save("mine"), 0))
+    assert ended.state is OperationState.FAILED
+    store.is_away = False
+    assert (await machine.end(await machine.update(2, 1.0))).state is OperationState.DONE
+
+
+async def test_what_is_needed_no_more_leaves_the_archive(tmp_path: Path, store: Store):
+    """At the next start where the store was away when it should have gone."""
+    paths = policy_paths(tmp_path / "disk", POLICY)
+    make_policy_folders(paths)
+    archive = BlobArchive(store, paths)
+    bodies = ArchivedBodyFiles(paths, archive)
+    for number in (1.0, 2.0):
+        await bodies.hold(f"p.{number}", digest_of(number), body_of(number))
+        bodies.land(f"p.{number}")
+    await bodies.release("p.1.0", digest_of(1.0))
+    assert store.names("policies/p/bodies") == (digest_of(2.0),)
+    store.is_away = True
+    await bodies.release("p.2.0", digest_of(2.0))
+    store.is_away = False
+    await ArchivedBodyFiles(paths, archive).reconcile({})
+    assert store.names("policies/p/bodies") == ()
+
+
+async def test_a_damaged_copy_of_a_checkpoint_is_not_there(tmp_path: Path, store: Store):
+    paths = policy_paths(tmp_path / "disk", POLICY)
+    make_policy_folders(paths)
+    archive = BlobArchive(store, paths)
+    paths.checkpoint("c").mkdir()
+    (paths.checkpoint("c") / "weights").write_bytes(b"weights")
+    await archive.keep_checkpoint("c")
+    await archive.keep_checkpoint("c")
+    shutil.rmtree(paths.checkpoint("c"))
+    (tmp_path / "store/policies/p/checkpoints/c/weights").write_bytes(b"weightz")
+    await archive.restore_checkpoint("c")
+    assert not paths.checkpoint("c").exists()
+    (tmp_path / "store/policies/p/checkpoints/c" / FOLDER_MANIFEST).unlink()
+    await archive.restore_checkpoint("c")
+    assert not paths.checkpoint("c").exists()
+
+
+async def test_the_same_in_an_object_store(tmp_path: Path):
+    paths = policy_paths(tmp_path / "disk", POLICY)
+    make_policy_folders(paths)
+    with running_s3() as server:
+        archive = open_archive(server.url(), paths)
+        await archive.start()
+        await archive.keep_body(digest_of(1.0), body_of(1.0))
+        paths.checkpoint("c").mkdir()
+        (paths.checkpoint("c") / "weights").write_bytes(b"weights")
+        await archive.keep_checkpoint("c")
+        shutil.rmtree(paths.root)
+        make_policy_folders(paths)
+        await archive.restore_bodies([digest_of(1.0)])
+        await archive.restore_checkpoint("c")
+        assert paths.body(digest_of(1.0)).read_bytes() == body_of(1.0)
+        assert (paths.checkpoint("c") / "weights").read_bytes() == b"weights"
+        await archive.forget()
+        shutil.rmtree(paths.root)
+        make_policy_folders(paths)
+        await archive.restore_bodies([digest_of(1.0)])
+        await archive.restore_checkpoint("c")
+        assert not list(paths.bodies.iterdir())
+        assert not list(paths.checkpoints.iterdir())
