@@ -50,6 +50,14 @@ def test_the_recorded_life_has_everything_in_it(recording: Recording) -> None:
     assert any(event.offset == 0 for event in wal if event.kind is Kind.WRITE)
 
 
+def test_the_recorded_life_has_the_weights_of_an_undisturbed_one(recording: Recording) -> None:
+    """It lost its processes twice."""
+    marks = parse_marks(recording.events)
+    ran = {mark["seq"]: tuple(mark["digests"]) for mark in marks if mark.get("digests")}
+    assert len(ran) > 15
+    assert ran == {seq: recording.oracle[seq] for seq in ran}
+
+
 def test_a_power_cut_at_any_promise_loses_none(recording: Recording, ram: Path) -> None:
     cuts = distinct(cuts_at_promises(recording))
     assert len(cuts) > 40
