@@ -116,6 +116,8 @@ class Faults:
     empties: set[float] = field(default_factory=set[float])
     holds: dict[float, threading.Event] = field(default_factory=dict[float, threading.Event])
     device: str = "fake"
+    # Of plans that are made from now on.
+    plan_tokens: int = 64
     noise: float = 0.0
     full_disk: bool = False
     writes: threading.Event | None = None
@@ -128,6 +130,8 @@ class FakeTrainer:
         self.version = 0
         self.weights: list[tuple[list[float], float]] = []
         self.gradients: list[float] = []
+        # Those that were run.
+        self.plans: list[UpdatePlan] = []
         self.faults = faults
 
     @property
@@ -153,7 +157,7 @@ class FakeTrainer:
     def plan_forward(self, batch: RolloutBatch) -> UpdatePlan:
         return UpdatePlan(
             micro_batches=(MicroBatch(sequences=(0,), packed_tokens=3),),
-            micro_batch_tokens=64,
+            micro_batch_tokens=self.faults.plan_tokens,
             replicated_tokens=6,
             packed_tokens=3,
             replicated_pairs=6,
@@ -171,6 +175,7 @@ class FakeTrainer:
         is_cancelled: Callable[[], bool],
     ) -> StepReport:
         number = number_of(batch)
+        self.plans.append(plan)
         on_progress(0, 2, 0)
         self.gradients.append(_TORN)
         on_progress(1, 2, 3)

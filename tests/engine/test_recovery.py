@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ratoon.config import CheckpointConfig
+from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.types import (
     FailedResult,
     OnChangedNumerics,
@@ -85,10 +86,13 @@ async def test_what_was_applied_is_run_again_and_keeps_its_numbers(
     assert counted(machine, RECOVERIES) == ["replayed"]
 
 
-async def test_another_digest_stops_the_policy_with_both(make_machine: MakeMachine) -> None:
+@pytest.mark.parametrize("num_updates", [1, 2])
+async def test_another_digest_stops_the_policy_with_both(
+    make_machine: MakeMachine, num_updates: int
+) -> None:
     """Going on would train weights that no caller has seen."""
     machine = await replaying(make_machine)
-    for seq in (1, 2):
+    for seq in range(1, num_updates + 1):
         await machine.end(await machine.update(seq, seq))
     journaled = [record.weights_digest for record in machine.journal.store.records_from("p", 1)]
     files, machine.faults.noise = snapshot_of(machine.paths.root), 1.0
@@ -100,7 +104,7 @@ async def test_another_digest_stops_the_policy_with_both(make_machine: MakeMachi
         assert journaled[0] in policy.failure
         assert machine.worker.trainer.state_digest() in policy.failure
         with pytest.raises(RatoonError, match=journaled[0]) as caught:
-            await machine.update(3, 3)
+            await machine.update(num_updates + 1, 3)
         assert caught.value.code is ErrorCode.POLICY_NOT_READY
         assert snapshot_of(machine.paths.root) == files
         await machine.restart_controller()
@@ -109,8 +113,25 @@ async def test_another_digest_stops_the_policy_with_both(make_machine: MakeMachi
     await machine.restart_controller()
     policy = machine.journal.store.history("p").policy
     assert (policy.state, policy.failure) == (PolicyState.READY, "")
+    expected = [([float(seq)], RATE) for seq in range(1, num_updates + 1)]
+    assert machine.weights == expected
+
+
+async def test_choices_that_were_journaled_are_not_made_anew(make_machine: MakeMachine) -> None:
+    """Another cut, on a worker with other memory, would be other sums of the same gradients."""
+    machine = await replaying(make_machine)
+    await machine.end(await machine.update(1, 1))
+    machine.crashes.armed[CrashPoint.CONTROLLER_AFTER_BEGIN] = 1
+    begun = await machine.update(2, 2)
+    for _ in range(500):
+        if machine.crashes.hits:
+            break
+        await asyncio.sleep(0.005)
+    machine.faults.plan_tokens = 32
+    await lose_worker(machine)
+    await machine.end(begun)
     await machine.end(await machine.update(3, 3))
-    assert machine.weights == [([1.0], RATE), ([2.0], RATE), ([3.0], RATE)]
+    assert [plan.micro_batch_tokens for plan in machine.worker.trainer.plans] == [64, 64, 32]
 
 
 async def test_other_numerics_stop_the_policy_naming_what_differs(
