@@ -1,0 +1,117 @@
+"""Builds of the engine that are broken on purpose, to see that a fault run finds each of them.
+
+Enters a build's name in a process of its own, leaves its classes patched. Invariant: nothing of
+this is in the service's code, and no process but those of a fault run calls it.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+from ratoon.engine import fenced
+from ratoon.engine.admission import Admission
+from ratoon.engine.executor import Executor
+from ratoon.engine.journal import JournalState, OperationEnd, OperationRecord
+from ratoon.engine.rows import select_policy
+from ratoon.engine.runner import TaskRunner
+from ratoon.engine.tasks import UpdateTask, WorkerTask
+from ratoon.engine.types import StepResult
+from ratoon.engine.worker import WorkerCore
+from ratoon.train.report import StepReport
+
+
+def break_build(name: str) -> None:
+    """Patch this process; "": leave it as it is."""
+    if name:
+        BUILDS[name]()
+
+
+def no_dedupe() -> None:
+    """A retry is a new operation, under a request id of its own."""
+
+    async def find(_self: Admission, _key: object, _payload: str) -> OperationRecord | None:
+        return None
+
+    record = Admission._record
+
+    def renamed(self: Admission, *args: Any) -> OperationRecord:
+        made = record(self, *args)
+        return replace(made, request_id=f"{made.request_id}-{uuid.uuid4().hex}")
+
+    _patch(Admission, "find", find)
+    _patch(Admission, "_record", renamed)
+
+
+def no_fencing() -> None:
+    """Tokens are given and not looked at."""
+
+    def fence(connection: Any, policy_id: str, _token: int) -> Any:
+        return select_policy(connection, policy_id)
+
+    def let_in(self: WorkerCore, token: int) -> None:
+        self._token = max(token, self._token)
+
+    _patch(fenced, "_fence", fence)
+    _patch(WorkerCore, "fence", let_in)
+
+
+def commit_before_apply() -> None:
+    """The journal has an Update as applied before the worker is asked to run it."""
+    init = Executor.__init__
+
+    def with_hasty_worker(self: Executor, run: Any, *args: Any) -> None:
+        init(self, run, *args)
+        apply = run.ports.worker.apply
+
+        async def hasty(token: int, task: WorkerTask) -> Any:
+            if isinstance(task, UpdateTask):
+                result = StepResult(version=task.next_version, report=StepReport())
+                end = OperationEnd(
+                    operation_id=task.operation_id,
+                    state=JournalState.APPLIED,
+                    result=result,
+                    finished_at=run.ports.now(),
+                    version=task.next_version,
+                    weights_digest="",
+                    frees_window=False,
+                    checkpoint=None,
+                )
+                await run.ports.journal.end(token, run.policy_id, end)
+            return await apply(token, task)
+
+        run.ports.worker.apply = hasty
+
+    _patch(Executor, "__init__", with_hasty_worker)
+
+
+def no_fsync() -> None:
+    """What is written is on its way to the disk, and nobody waits for it."""
+    _patch(os, "fsync", lambda _descriptor: None)
+
+
+def window_not_rerun() -> None:
+    """A window that must be restored stays empty."""
+
+    def restore(self: TaskRunner, _tasks: object) -> None:
+        self.trainer.discard_gradients()
+
+    _patch(TaskRunner, "restore", restore)
+
+
+def _patch(target: object, name: str, value: object) -> None:
+    """For as long as the process lives."""
+    mock.patch.object(target, name, value).start()
+
+
+BUILDS: dict[str, Callable[[], None]] = {
+    "no dedupe": no_dedupe,
+    "no fencing": no_fencing,
+    "commit before apply": commit_before_apply,
+    "no fsync": no_fsync,
+    "window not re-run": window_not_rerun,
+}

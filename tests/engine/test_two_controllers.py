@@ -1,0 +1,147 @@
+"""Two controllers on one journal and one worker: whatever they do, one of them applies.
+
+The older one is refused at the worker, before anything is touched, and at the journal, so that what
+it had the worker do is completed by the newer one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from ratoon.engine.controller import Controller
+from ratoon.engine.journal import FencedError, OperationEnd
+from ratoon.engine.policy_run import PolicyRun
+from ratoon.engine.tasks import Outcome, WorkerTask
+from ratoon.engine.types import Operation, OperationState, PolicyState, SeqKey, Submission
+from ratoon.errors import ErrorCode, RatoonError
+from tests.engine.conftest import MakeMachine
+from tests.engine.fake_trainer import number_body
+from tests.engine.harness import RATE, Machine, update
+from tests.engine.test_controller import started
+
+Apply = Callable[[int, WorkerTask], Awaitable[Outcome]]
+REFUSED = (ErrorCode.UNAVAILABLE, ErrorCode.POLICY_NOT_READY)
+
+
+def an_update(seq: int) -> Submission:
+    return Submission(
+        policy_id="p", key=SeqKey(seq=seq), command=update(seq), body=number_body(seq)
+    )
+
+
+async def second_controller(machine: Machine) -> tuple[Controller, PolicyRun]:
+    """The first one, left running; the machine's is now a second, not started."""
+    first = machine.controller, machine.run
+    machine.controller = machine._controller()
+    return first
+
+
+async def fenced(run: PolicyRun) -> None:
+    """Until the controller of `run` has heard that it is replaced."""
+    for _ in range(1000):
+        if run.state is PolicyState.FAILED:
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError(f"still {run.state}")
+
+
+async def at_any(controllers: tuple[Controller, ...], seq: int) -> Operation:
+    """A caller that asks one controller after the other until the update has ended."""
+    submission = an_update(seq)
+    for attempt in range(1000):
+        controller = controllers[(seq + attempt) % len(controllers)]
+        try:
+            operation = await controller.submit(submission)
+            ended = await controller.get_operation(operation.operation_id, 0.2)
+        except RatoonError as error:
+            assert error.code in (*REFUSED, ErrorCode.SEQ_GAP), error
+        else:
+            if ended.state.is_final:
+                return ended
+        await asyncio.sleep(0.002)
+    raise AssertionError(f"update {seq} has no end")
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.002, 0.01, 0.05])
+async def test_two_that_are_started_at_once_apply_each_update_once(
+    make_machine: MakeMachine, pause_s: float
+) -> None:
+    machine = make_machine()
+    first, _ = await second_controller(machine)
+    controllers = (first, machine.controller)
+    callers = [asyncio.create_task(at_any(controllers, seq)) for seq in (3, 1, 2, 4, 6, 5)]
+
+    async def start(controller: Controller, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        await controller.start()
+
+    starts = await asyncio.gather(
+        start(first, 0.0), start(machine.controller, pause_s), return_exceptions=True
+    )
+    assert None in starts, starts
+    ended = await asyncio.gather(*callers)
+    assert {operation.state for operation in ended} == {OperationState.DONE}
+    assert machine.weights == [([float(seq)], RATE) for seq in range(1, 7)]
+    row = machine.journal.store.history("p").policy
+    assert (row.version, row.max_version, row.next_seq) == (6, 6, 7)
+    await first._turns.stop(0.0)
+
+
+async def test_what_the_older_one_had_applied_is_refused_at_its_commit(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fenced_end, committed = machine.journal.fenced.end, list[int]()
+
+    def end(token: int, policy_id: str, end: OperationEnd) -> None:
+        fenced_end(token, policy_id, end)
+        committed.append(token)
+
+    monkeypatch.setattr(machine.journal.fenced, "end", end)
+    machine.faults.holds[1.0] = threading.Event()
+    running = await machine.update(1, 1)
+    await started(machine, running)
+    older, older_run = await second_controller(machine)
+    starting = asyncio.create_task(machine.controller.start())
+    await asyncio.sleep(0.02)
+    machine.faults.holds[1.0].set()
+    await starting
+    await fenced(older_run)
+    ended = await machine.end(running)
+    assert ended.state is OperationState.DONE
+    assert machine.weights == [([1.0], RATE)]
+    assert machine.journal.store.history("p").policy.version == 1
+    assert older_run.token < machine.run.token
+    assert committed == [machine.run.token]
+    await older._turns.stop(0.0)
+
+
+async def test_the_older_one_is_refused_at_the_worker(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has journaled that it begins when the newer one takes over; then it asks the worker."""
+    apply, refused = machine.worker.apply, asyncio.Event()
+
+    async def late_apply(token: int, task: WorkerTask) -> Outcome:
+        if token != older_run.token:
+            return await apply(token, task)
+        await machine.controller.start()
+        ended = await machine.controller.get_operation(task.operation_id, 10.0)
+        assert ended.state is OperationState.DONE
+        with pytest.raises(FencedError):
+            await apply(token, task)
+        refused.set()
+        raise FencedError("as the worker said")
+
+    monkeypatch.setattr(machine.worker, "apply", late_apply)
+    older, older_run = await second_controller(machine)
+    operation = await older.submit(an_update(1))
+    await asyncio.wait_for(refused.wait(), 10)
+    assert (await machine.end(operation)).state is OperationState.DONE
+    await machine.end(await machine.update(2, 2))
+    assert machine.weights == [([1.0], RATE), ([2.0], RATE)]
+    await fenced(older_run)
+    await older._turns.stop(0.0)
