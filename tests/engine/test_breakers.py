@@ -48,7 +48,7 @@ async def _run(machine: Machine, *numbers: float, first_seq: int = 1) -> None:
 async def _refused(machine: Machine, seq: int) -> RatoonError:
     with pytest.raises(RatoonError) as caught:
         await machine.update(seq, GOOD)
-    assert caught.value.code is ErrorCode.POLICY_NOT_READY
+    assert caught.value.code is ErrorCode.POLICY_FAILED
     return caught.value
 
 
@@ -70,7 +70,7 @@ async def test_a_run_of_skipped_steps_fails_the_policy(make_machine: MakeMachine
     for operation in (behind, far):
         ended = await machine.end(operation)
         assert ended.state is OperationState.FAILED
-        assert code_of(ended) == ErrorCode.POLICY_NOT_READY
+        assert code_of(ended) == ErrorCode.POLICY_FAILED
     error = await _refused(machine, 6)
     reason = "3 optimizer steps in a row were skipped for their numbers, the last at seq 4: "
     assert reason + SkipReason.NON_FINITE_LOSS in error.message
@@ -126,7 +126,7 @@ async def test_a_crash_between_the_step_and_the_failure_changes_nothing(
         assert (await machine.end(last)).state is OperationState.DONE
         await machine.restart_controller()
     assert machine.controller.state is PolicyState.FAILED
-    assert code_of(await machine.end(behind)) == ErrorCode.POLICY_NOT_READY
+    assert code_of(await machine.end(behind)) == ErrorCode.POLICY_FAILED
     await _refused(machine, 5)
 
 

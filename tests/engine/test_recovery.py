@@ -105,7 +105,7 @@ async def test_another_digest_stops_the_policy_with_both(
         assert machine.worker.trainer.state_digest() in policy.failure
         with pytest.raises(RatoonError, match=journaled[0]) as caught:
             await machine.update(num_updates + 1, 3)
-        assert caught.value.code is ErrorCode.POLICY_NOT_READY
+        assert caught.value.code is ErrorCode.POLICY_FAILED
         assert snapshot_of(machine.paths.root) == files
         await machine.restart_controller()
     assert set(counted(machine, RECOVERIES)) == {"stopped"}

@@ -75,7 +75,7 @@ class EngineClient:
         return await _answer(self._coordinator.create_policy.remote(spec))
 
     async def delete_policy(self, policy_id: str) -> Operation:
-        """Raises POLICY_NOT_FOUND, POLICY_NOT_READY while it is being created."""
+        """Raises POLICY_NOT_FOUND, POLICY_NOT_READY while it is being created, POLICY_FAILED."""
         return await _answer(self._coordinator.delete_policy.remote(policy_id))
 
     async def get_policy(self, policy_id: str) -> Policy:
@@ -259,6 +259,7 @@ _NOT_HERE = (
     ErrorCode.OPERATION_NOT_FOUND,
     ErrorCode.POLICY_NOT_FOUND,
     ErrorCode.POLICY_NOT_READY,
+    ErrorCode.POLICY_FAILED,
     ErrorCode.UNAVAILABLE,
 )
 

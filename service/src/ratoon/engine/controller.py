@@ -54,6 +54,7 @@ from ratoon.stream.manifest import WeightManifest
 
 # How often a waiting caller's view of a running operation is refreshed.
 _PROGRESS_S = 0.25
+_PROGRESS_WAIT_S = 1.0
 # How long an answer is held back from who waits for what memory does not know of yet.
 _AWAY_S = 0.5
 
@@ -329,8 +330,10 @@ class Controller:
         if now < self._progress_until:
             return
         self._progress_until = now + _PROGRESS_S
-        with contextlib.suppress(WorkerLostError):
-            live.progress = await self._run.ports.worker.progress()
+        with contextlib.suppress(WorkerLostError, TimeoutError):
+            # A worker that hangs must not make those hang who only look.
+            async with asyncio.timeout(_PROGRESS_WAIT_S):
+                live.progress = await self._run.ports.worker.progress()
 
     def _missing(self, live: LiveOperation) -> int:
         """The seq that a queued operation waits for and that never arrived; 0: none."""

@@ -27,9 +27,9 @@ def operation_not_found(operation_id: str) -> RatoonError:
 
 
 def policy_not_ready(policy_id: str, state: PolicyState, failure: str = "") -> RatoonError:
-    """`failure`: why it is failed."""
+    """`failure`: why it is failed, which no retry changes; "": of a policy that is not."""
     return RatoonError(
-        ErrorCode.POLICY_NOT_READY,
+        ErrorCode.POLICY_FAILED if failure else ErrorCode.POLICY_NOT_READY,
         f"policy {policy_id} is {state}" + (f": {failure}" if failure else ""),
         field="policy_id",
         got=str(state),

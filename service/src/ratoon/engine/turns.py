@@ -124,9 +124,10 @@ class TurnLoop:
                 if await self._take_one():
                     failures = 0
             except FencedError as err:
+                # The policy is another controller's: nothing is wrong with it.
                 _LOG.warning("fenced", policy_id=self._run.policy_id, reason=str(err))
-                failure = "another controller took over"
-                break
+                await self._give_up("")
+                return
             except (RecoveryStoppedError, NumbersFailedError) as err:
                 failure = str(err)
                 break
@@ -148,7 +149,7 @@ class TurnLoop:
         await self._give_up(failure or f"its controller failed {failures} times in a row")
 
     async def _give_up(self, failure: str) -> None:
-        """The policy runs nothing more until its controller is started again."""
+        """The policy runs nothing more here until its controller is started again."""
         run = self._run
         _LOG.error("policy stopped", policy_id=run.policy_id, reason=failure)
         await self._checkpointer.stop()

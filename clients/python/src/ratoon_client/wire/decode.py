@@ -109,12 +109,7 @@ def _array(tensor: Tensor, name: str) -> NDArray[Any]:
 
 def _split(array: NDArray[Any], offsets: NDArray[np.int64]) -> tuple[NDArray[np.float32], ...]:
     are_flat = array.ndim == offsets.ndim == 1 and len(offsets) > 0
-    if (
-        not are_flat
-        or offsets[0] != 0
-        or offsets[-1] != len(array)
-        or (np.diff(offsets) < 0).any()
-    ):
+    if not are_flat or offsets[0] != 0 or offsets[-1] != len(array) or (np.diff(offsets) < 0).any():
         raise IntegrityError(f"forward output: offsets do not cut {array.size} values")
     bounds = offsets.tolist()
     return tuple(array[start:stop].astype(np.float32) for start, stop in pairwise(bounds))

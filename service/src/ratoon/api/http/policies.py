@@ -21,6 +21,7 @@ from ratoon_proto.v1 import service_pb2 as wire
 _SEQUENCED = (
     ErrorCode.POLICY_NOT_FOUND,
     ErrorCode.POLICY_NOT_READY,
+    ErrorCode.POLICY_FAILED,
     ErrorCode.KEY_REUSED,
     ErrorCode.SEQ_GAP,
     ErrorCode.RESOURCE_EXHAUSTED,

@@ -35,6 +35,7 @@ PartIndex = Annotated[int, Path(ge=0, lt=2**31)]
 _KEYED = (
     ErrorCode.POLICY_NOT_FOUND,
     ErrorCode.POLICY_NOT_READY,
+    ErrorCode.POLICY_FAILED,
     ErrorCode.KEY_REUSED,
     ErrorCode.SEQ_GAP,
     ErrorCode.RESOURCE_EXHAUSTED,
