@@ -1,0 +1,54 @@
+"""Kills of journal, controller and worker processes: the short form of `make faults`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.faults_crashes import Kills, crash_at, crash_in_windows
+from benchmarks.faults_history import judge_acks, read_journal
+from benchmarks.faults_light import POLICY, LightOptions, light_run
+from benchmarks.faults_reference import TOLERANCE, worst_difference
+from benchmarks.faults_selftest import find_build
+from ratoon.engine.crash_points import CrashPoint
+from ratoon.engine.types import Sequencing
+
+POINTS = (
+    CrashPoint.CONTROLLER_AFTER_ACCEPT,
+    CrashPoint.CONTROLLER_BEFORE_END,
+    CrashPoint.COORDINATOR_AFTER_END,
+    CrashPoint.WORKER_IN_APPLY,
+    CrashPoint.WORKER_AFTER_APPLY,
+    CrashPoint.CONTROLLER_IN_REPLAY,
+)
+
+
+@pytest.mark.parametrize("sequencing", Sequencing)
+def test_kills_lose_and_double_nothing(model_folder: Path, sequencing: Sequencing) -> None:
+    """Bit for bit the undisturbed run; and that run in float64 is a plain torch loop's."""
+    options = LightOptions(seed=11, model_folder=model_folder, sequencing=sequencing)
+    kills = Kills()
+    with light_run(options) as run:
+        for point in POINTS:
+            crash_at(run, kills, point)
+        if sequencing is Sequencing.CLIENT:
+            crash_in_windows(run, kills)
+        verdict = run.finish()
+        assert (verdict.lost, verdict.doubled) == ([], [])
+        assert kills.missed == set()
+        assert run.trio.num_kills >= len(POINTS)
+        records = read_journal(run.settings.database, POLICY)
+        _, entries = judge_acks(run.notes.acks(), run.notes.told, records)
+        folder = run.root / "fp64"
+        assert worst_difference(entries, run.trainer, model_folder, 11, folder) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "build",
+    ["no dedupe", "no fencing", "commit before apply", "no fsync", "window not re-run"],
+)
+def test_a_build_that_is_broken_on_purpose_is_found_out(model_folder: Path, build: str) -> None:
+    finding = find_build(build, model_folder, seed=5)
+    assert (finding.whole.lost, finding.whole.doubled) == ([], [])
+    assert finding.broken.lost or finding.broken.doubled
