@@ -196,13 +196,13 @@ def test_gradients_are_there_from_the_start_or_from_their_backward_on(
     batches = load_packed(ways, SMALL.ours, make_batch((SMALL.paper,), TINY.vocab_size, 0))
     expected = _gradients_after(policy, batches)
     held: list[int] = []
-    forward = step_subjects.run_model
+    forward = step_subjects.train_rows
 
     def watched(*arguments: Any) -> Any:
         held.append(sum(p.grad is not None for p in parameters.values()))
         return forward(*arguments)
 
-    monkeypatch.setattr(step_subjects, "run_model", watched)
+    monkeypatch.setattr(step_subjects, "train_rows", watched)
     for _ in range(2):
         run_step(policy, batches, gradients_stay=stay)
     assert held == [len(parameters) if stay else 0] * 2

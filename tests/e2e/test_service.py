@@ -22,7 +22,7 @@ from ray import serve
 from safetensors import safe_open
 
 from ratoon import app
-from ratoon_client import RatoonClient
+from ratoon_client import RatoonClient, StepResult
 from ratoon_proto.v1 import operation_pb2, service_pb2
 from ratoon_proto.v1.service_pb2_grpc import PolicyServiceStub
 from tests.api import requests
@@ -365,7 +365,9 @@ async def test_a_redeploy_from_a_serve_config_keeps_policies_and_loses_no_operat
     operation = await finished(wires.http, await wires.http.call("Update", request))
     assert operation.seq == seq
     # The client that waits all the while sees a longer operation, and nothing else.
-    assert (await waiting).version == operation.step.version + 1
+    ended = await waiting
+    assert isinstance(ended, StepResult)
+    assert ended.version == operation.step.version + 1
     client.close()
 
 
