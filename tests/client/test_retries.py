@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
+from typing import Any
 
 import pytest
 
@@ -104,6 +107,30 @@ def test_nobody_there_is_a_transport_error_after_the_timeout(wire: str):
     ):
         client.list_policies()
     assert time.monotonic() - start < 2.0
+
+
+def test_a_proxy_without_routes_is_asked_again():
+    """Serve's, while the service comes back: its 404 is not in our form."""
+    asked: list[str] = []
+
+    class Proxy(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            body = b"Path '/v1/policies' not found." if len(asked) < 3 else b'{"policies": []}'
+            self.send_response(404 if len(asked) < 3 else 200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Proxy) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        with RatoonClient(f"http://127.0.0.1:{server.server_port}", timeout_s=20.0) as client:
+            assert client.list_policies() == []
+        server.shutdown()
+    assert len(asked) == 3
 
 
 def test_a_hung_service_is_left_after_the_attempts_timeout(service: FakeService, url: str):

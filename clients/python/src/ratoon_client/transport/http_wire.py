@@ -33,8 +33,9 @@ CHUNK_DIGEST = "Ratoon-Chunk-Digest"
 EVENT_TIMEOUT_S = 45.0
 _CONNECT_TIMEOUT_S = 10.0
 _WHOLE_FILE = 200
-# Statuses that proxies make when nothing of ours answers.
-_NO_ANSWER = frozenset({408, 500, 502, 503, 504})
+# Statuses that proxies make when nothing of ours answers. 404 in another form than ours: Serve's,
+# which knows of no route while the service comes back.
+_NO_ANSWER = frozenset({404, 408, 500, 502, 503, 504})
 
 
 class HttpTransport:
