@@ -145,3 +145,17 @@ async def test_the_older_one_is_refused_at_the_worker(
     assert machine.weights == [([1.0], RATE), ([2.0], RATE)]
     await fenced(older_run)
     await older._turns.stop(0.0)
+
+
+async def test_a_retry_at_the_older_one_leaves_the_body_that_the_newer_one_accepted(
+    machine: Machine,
+) -> None:
+    older, _ = await second_controller(machine)
+    await machine.controller.start()
+    machine.faults.holds[1.0] = threading.Event()
+    first = await machine.update(1, 1)
+    await started(machine, first)
+    second = await machine.update(2, 2)
+    assert (await older.submit(an_update(2))).operation_id == second.operation_id
+    machine.faults.holds[1.0].set()
+    assert (await machine.end(second)).state is OperationState.DONE

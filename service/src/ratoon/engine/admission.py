@@ -109,10 +109,17 @@ class Admission:
         reserve = run.limits.min_free_disk_bytes
         return await asyncio.to_thread(disk_refusal, run.paths.root, wanted_bytes, reserve)
 
-    async def drop(self, operation_id: str, submission: Submission) -> None:
-        """Let go of the body: the submission is not accepted, or it is a retry."""
+    async def drop(
+        self, operation_id: str, submission: Submission, first: OperationRecord | None
+    ) -> None:
+        """Let go of the body: the submission is not accepted, or it is a retry of `first`."""
         digest = body_digest(submission.command)
-        if digest:
+        if not digest:
+            return
+        # A record has its command for as long as its body is needed.
+        if first is not None and first.command is not None:
+            await self._run.bodies.forget(operation_id, digest)
+        else:
             await self._run.bodies.release(operation_id, digest)
 
     async def find(self, key: OperationKey, payload: str) -> OperationRecord | None:

@@ -141,10 +141,10 @@ class Controller:
             self._run.state = PolicyState.FAILED
             raise RatoonError(ErrorCode.UNAVAILABLE, "another controller took over") from err
         except Exception:
-            await self._admission.drop(operation_id, submission)
+            await self._admission.drop(operation_id, submission, None)
             raise
         if first is not None:
-            await self._admission.drop(operation_id, submission)
+            await self._admission.drop(operation_id, submission, first)
         live = self._run.ledger.find(record.operation_id)
         return _ended(record) if live is None else await self._view(live)
 

@@ -159,6 +159,18 @@ class BodyFiles:
                 self._holders.pop(digest, None)
                 await asyncio.to_thread(self._paths.body(digest).unlink, missing_ok=True)
 
+    async def forget(self, holder: str, digest: str) -> None:
+        """The holder needs the body no more, and the journal has somebody who does.
+
+        That one may be another controller's, which has taken over: the file stays.
+        """
+        async with self._lock:
+            self._in_flight.discard(holder)
+            holders = self._holders.get(digest, set())
+            holders.discard(holder)
+            if not holders:
+                self._holders.pop(digest, None)
+
     async def reconcile(self, digests: Mapping[str, str]) -> None:
         """Hold what the journal's operations need (digest by holder) and what is in flight only."""
         async with self._lock:
