@@ -146,7 +146,10 @@ async def test_what_is_needed_no_more_leaves_the_archive(tmp_path: Path, store: 
     store.is_away = True
     await bodies.release("p.2.0", digest_of(2.0))
     store.is_away = False
-    await ArchivedBodyFiles(paths, archive).reconcile({})
+    again = ArchivedBodyFiles(paths, archive)
+    await again.reconcile({}, ())
+    assert store.names("policies/p/bodies") == (digest_of(2.0),)
+    await again.reconcile({}, await again.names())
     assert store.names("policies/p/bodies") == ()
 
 

@@ -62,7 +62,10 @@ async def test_reconciling_keeps_what_is_needed_and_what_is_in_flight(paths: Pol
     await bodies.hold("arriving", "d3", b"three")
     await bodies.hold("retry", "d1", b"one")
     paths.body("orphan").write_bytes(b"x")
-    await bodies.reconcile({"queued": "d1"})
+    listed = await bodies.names()
+    paths.body("anothers").write_bytes(b"y")
+    await bodies.reconcile({"queued": "d1"}, listed)
+    paths.body("anothers").unlink()
     assert {path.name for path in paths.bodies.iterdir()} == {"d1", "d3"}
     await bodies.release("retry", "d1")
     assert paths.body("d1").exists()

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from ratoon.engine import startup
 from ratoon.engine.controller import Controller
 from ratoon.engine.journal import FencedError, OperationEnd
 from ratoon.engine.policy_run import PolicyRun
@@ -159,3 +160,28 @@ async def test_a_retry_at_the_older_one_leaves_the_body_that_the_newer_one_accep
     assert (await older.submit(an_update(2))).operation_id == second.operation_id
     machine.faults.holds[1.0].set()
     assert (await machine.end(second)).state is OperationState.DONE
+
+
+async def test_a_start_that_is_overtaken_takes_no_body_away(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has read which bodies are needed when the newer one accepts another."""
+    await second_controller(machine)
+    overtaken, machine.controller = machine.controller, machine._controller()
+    needed_bodies = startup._needed_bodies
+    operations: list[Operation] = []
+
+    async def overtake(run: PolicyRun) -> dict[str, str]:
+        needed = await needed_bodies(run)
+        monkeypatch.undo()
+        machine.faults.holds[1.0] = threading.Event()
+        await machine.controller.start()
+        operations.extend([await machine.update(1, 1), await machine.update(2, 2)])
+        return needed
+
+    monkeypatch.setattr(startup, "_needed_bodies", overtake)
+    with pytest.raises(FencedError):
+        await overtaken.start()
+    machine.faults.holds[1.0].set()
+    for operation in operations:
+        assert (await machine.end(operation)).state is OperationState.DONE

@@ -43,9 +43,7 @@ class Archive(Protocol):
         """Put those on the disk that it lacks and the archive has."""
         ...
 
-    async def keep_bodies_only(self, digests: Collection[str]) -> None:
-        """Delete all others."""
-        ...
+    async def body_names(self) -> frozenset[str]: ...
 
     async def keep_checkpoint(self, checkpoint_id: str) -> None:
         """It is on the disk."""
@@ -81,8 +79,8 @@ class NoArchive:
     async def restore_bodies(self, digests: Collection[str]) -> None:
         """Nothing."""
 
-    async def keep_bodies_only(self, digests: Collection[str]) -> None:
-        """Nothing."""
+    async def body_names(self) -> frozenset[str]:
+        return frozenset()
 
     async def keep_checkpoint(self, checkpoint_id: str) -> None:
         """Nothing."""
@@ -133,9 +131,8 @@ class BlobArchive:
             write_atomic(self._paths.body(digest), body)
             _LOG.info("body restored", policy_id=self._paths.root.name, digest=digest)
 
-    async def keep_bodies_only(self, digests: Collection[str]) -> None:
-        for digest in set(await asyncio.to_thread(self._blobs.names, self._bodies)) - set(digests):
-            await self.drop_body(digest)
+    async def body_names(self) -> frozenset[str]:
+        return frozenset(await asyncio.to_thread(self._blobs.names, self._bodies))
 
     async def keep_checkpoint(self, checkpoint_id: str) -> None:
         folder, key = self._paths.checkpoint(checkpoint_id), self._key(checkpoint_id)
@@ -216,12 +213,16 @@ class ArchivedBodyFiles(BodyFiles):
                 self._archived.discard(digest)
                 await self._archive.drop_body(digest)
 
-    async def reconcile(self, digests: Mapping[str, str]) -> None:
+    async def names(self) -> frozenset[str]:
+        return await super().names() | await self._archive.body_names()
+
+    async def reconcile(self, digests: Mapping[str, str], listed: Collection[str]) -> None:
         async with self._both:
             await self._archive.restore_bodies(digests.values())
-            await super().reconcile(digests)
+            await super().reconcile(digests, listed)
             self._archived = {digest for digest in self._archived if self.is_held(digest)}
-            await self._archive.keep_bodies_only(self.held())
+            for digest in await self._archive.body_names() & frozenset(listed) - self.held():
+                await self._archive.drop_body(digest)
 
 
 def open_archive(storage_url: str, paths: PolicyPaths) -> Archive:

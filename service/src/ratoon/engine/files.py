@@ -171,16 +171,27 @@ class BodyFiles:
             if not holders:
                 self._holders.pop(digest, None)
 
-    async def reconcile(self, digests: Mapping[str, str]) -> None:
-        """Hold what the journal's operations need (digest by holder) and what is in flight only."""
+    async def names(self) -> frozenset[str]:
+        """Digests of all that is there, whoever wrote it."""
+        return frozenset(await asyncio.to_thread(_names, self._paths.bodies))
+
+    async def reconcile(self, digests: Mapping[str, str], listed: Collection[str]) -> None:
+        """Hold what the journal's operations need (digest by holder) and what is in flight only.
+
+        Of the rest that goes which was `listed` before the journal was asked: what has come since
+        may be a controller's that takes over.
+        """
         async with self._lock:
             kept = {digest: holders & self._in_flight for digest, holders in self._holders.items()}
             for holder, digest in digests.items():
                 kept.setdefault(digest, set()).add(holder)
             self._holders = {digest: holders for digest, holders in kept.items() if holders}
-            for path in self._paths.bodies.iterdir():
-                if path.name not in self._holders:
-                    await asyncio.to_thread(path.unlink, missing_ok=True)
+            for name in set(listed) - set(self._holders):
+                await asyncio.to_thread((self._paths.bodies / name).unlink, missing_ok=True)
+
+
+def _names(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir()]
 
 
 def drop_checkpoint(paths: PolicyPaths, checkpoint_id: str) -> None:

@@ -85,7 +85,10 @@ async def start_policy(
     adopt(run, history, standing.status)
     await settle_ended(run)
     fail_unsequenced(run)
-    await run.bodies.reconcile(await _needed_bodies(run))
+    listed, needed = await run.bodies.names(), await _needed_bodies(run)
+    # Changes nothing, but is refused where another has taken over: its bodies are not in `needed`.
+    await journal.set_published(run.token, run.policy_id, run.published)
+    await run.bodies.reconcile(needed, listed)
     open_ids = [live.operation_id for live in run.ledger.open_operations()]
     await asyncio.to_thread(run.claims.sweep, open_ids)
     is_kept = standing.info is None
