@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from ray._common.utils import try_make_directory_shared
 
 from ratoon.config import ray_token_file
 from ratoon.errors import RatoonError
@@ -52,12 +53,16 @@ def test_rays_own_variables_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_rays_folder_is_closed_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a folder that all may write to, another user may have been there first."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    folder = make_ray_folder()
+    inner = make_ray_folder()
+    folder = inner.parent
+    assert folder.parent == tmp_path
     assert folder.stat().st_mode & 0o777 == 0o700
-    assert make_ray_folder() == folder
+    try_make_directory_shared(str(inner))
+    assert make_ray_folder() == inner
     folder.chmod(0o701)
     with pytest.raises(RatoonError, match=r"ray\.temp_folder"):
         make_ray_folder()
+    inner.rmdir()
     folder.rmdir()
     folder.symlink_to(tmp_path)
     with pytest.raises(RatoonError, match=r"ray\.temp_folder"):

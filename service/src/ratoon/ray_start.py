@@ -106,4 +106,7 @@ def make_ray_folder() -> Path:
     if not is_ours or status.st_mode & 0o077:
         got = f"none, and {folder} is open to other users"
         raise invalid("ray.temp_folder", got, "a folder of this user alone (chmod 700)")
-    return folder
+    # Ray opens the folder that it is given, so that one is within.
+    inner = folder / "ray"
+    inner.mkdir(exist_ok=True)
+    return inner
