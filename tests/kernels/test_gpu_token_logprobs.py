@@ -4,7 +4,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from ratoon_kernels import select_backend, token_logprobs
 from ratoon_kernels.token_logprobs import fused
 from ratoon_kernels.token_logprobs.operands import Operands, Upstream
 from tests.kernels import one_pass
+from tests.kernels.one_pass import Case
 
 pytestmark = pytest.mark.gpu
 
@@ -25,21 +26,6 @@ SHAPES = ((1, 7, 1, 8), (5, 37, 60, 24), (133, 5003, 211, 20), (200, 4096, 150, 
 LARGE = (301, 151_941, 333, 128)
 # Log-probs and entropies are fp32 whatever the inputs: a 16-bit logit would be 1e-3 off.
 EXACT = 5e-6
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    hidden_RD: Tensor
-    lm_head_VD: Tensor
-    targets_M: Tensor
-    row_of_target_M: Tensor
-    temperature_R: Tensor
-    dlogprob_M: Tensor
-    dentropy_R: Tensor
-
-    @property
-    def rest(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.targets_M, self.row_of_target_M, self.temperature_R
 
 
 def make_case(shape: tuple[int, int, int, int], dtype: torch.dtype, seed: int = 0) -> Case:

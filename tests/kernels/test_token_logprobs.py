@@ -1,7 +1,7 @@
 """Token log-probs of the reference backend: values, gradients and refusals."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,19 +14,9 @@ from ratoon_kernels import KernelArgumentError, token_logprobs
 from ratoon_kernels.token_logprobs import reference
 from ratoon_kernels.token_logprobs.operands import Operands
 from tests.kernels.forests import relative_error
+from tests.kernels.one_pass import Case
 
 Function = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    hidden_RD: Tensor
-    lm_head_VD: Tensor
-    targets_M: Tensor
-    row_of_target_M: Tensor
-    temperature_R: Tensor
-    dlogprob_M: Tensor
-    dentropy_R: Tensor
 
 
 def _case(
