@@ -32,6 +32,8 @@ CHUNK_DIGEST = "Ratoon-Chunk-Digest"
 # Of the server-sent events' keep-alive comments, two may be late.
 EVENT_TIMEOUT_S = 45.0
 _CONNECT_TIMEOUT_S = 10.0
+# Calls at once, besides fetches of weights; watches are not counted.
+_MORE_IN_FLIGHT = 16
 _WHOLE_FILE = 200
 # Statuses that proxies make when nothing of ours answers. 404 in another form than ours: Serve's,
 # which knows of no route while the service comes back.
@@ -46,12 +48,17 @@ class HttpTransport:
 
     def __init__(self, base_url: str, config: ClientConfig, context: ssl.SSLContext | None) -> None:
         self._base_url = base_url
+        # Not a bound of the pool: one call there that ends of its timeout while it waits keeps the
+        # connection that it is just given, for ever and in vain.
+        self._slots = asyncio.Semaphore(config.fetches_in_flight + _MORE_IN_FLIGHT)
         self._client = httpx.AsyncClient(
             base_url=base_url,
             trust_env=False,
             verify=True if context is None else context,
             headers={"Authorization": config.authorization} if config.authorization else None,
-            limits=httpx.Limits(max_connections=config.fetches_in_flight + 16),
+            limits=httpx.Limits(
+                max_keepalive_connections=config.fetches_in_flight + _MORE_IN_FLIGHT
+            ),
         )
 
     async def call(
@@ -127,7 +134,7 @@ class HttpTransport:
     ) -> httpx.Response:
         timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, _CONNECT_TIMEOUT_S))
         # httpx bounds each read: an answer that trickles in would have no end.
-        async with self._transport_errors(url), asyncio.timeout(timeout_s):
+        async with self._transport_errors(url), asyncio.timeout(timeout_s), self._slots:
             response = await self._client.request(method, url, timeout=timeout, **options)
         if not response.is_success:
             raise _error(response)
