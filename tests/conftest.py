@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.recorded import DATA, RecordedGroup, read_groups
+from tests.torch_settings import TorchSettings
 
 if TYPE_CHECKING:
     from tests.running_service import Service
@@ -40,6 +41,19 @@ class RayCluster:
 
     namespace: str
     address: str
+
+
+@pytest.fixture(scope="session", autouse=True)
+def first_torch_settings() -> TorchSettings:
+    """As this process starts with them."""
+    return TorchSettings.of_this_process()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def torch_settings(first_torch_settings: TorchSettings) -> Iterator[None]:
+    """A trainer configures its whole process; the next module finds torch as it was."""
+    yield
+    first_torch_settings.restore()
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,6 @@ import pytest
 from tests.durability.cuts import Recording, ram_folder, record_life
 from tests.durability.recorder import build_shim
 from tests.tiny_models import write_folder
-from tests.torch_settings import kept_torch_settings
 
 
 @pytest.fixture(scope="session")
@@ -37,11 +36,4 @@ def base(ram: Path) -> Path:
 @pytest.fixture(scope="session")
 def recording(ram: Path, shim: Path, base: Path) -> Recording:
     """Of a policy that recovers by running its journal again."""
-    with kept_torch_settings():
-        return record_life(ram, shim, base)
-
-
-@pytest.fixture(autouse=True)
-def torch_settings() -> Iterator[None]:
-    with kept_torch_settings():
-        yield
+    return record_life(ram, shim, base)

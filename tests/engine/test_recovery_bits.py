@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from ratoon.config import CheckpointConfig, LimitsConfig
 from ratoon.engine.types import (
@@ -29,16 +27,9 @@ from ratoon.train.trainer import Trainer
 from tests import builders
 from tests.engine.harness import Machine, forward_backward, optim_step, policy_spec, save, update
 from tests.engine.local_ports import LocalWorker
-from tests.torch_settings import kept_torch_settings
 
 # Collected at the earliest moment.
 KEEP_ONE = CheckpointConfig(every_operations=0, every_s=0, every_bytes=0, keep=1)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def torch_settings() -> Iterator[None]:
-    with kept_torch_settings():
-        yield
 
 
 class TrainingWorker(LocalWorker):

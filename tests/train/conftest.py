@@ -1,20 +1,11 @@
-"""Fixtures of the trainer's tests: one small model folder, and torch left as it was found."""
+"""Fixtures of the trainer's tests: one small model folder."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import pytest
 
 from ratoon.model.spec import FolderBase
 from tests.tiny_models import write_folder
-from tests.torch_settings import kept_torch_settings
-
-
-@pytest.fixture(scope="module", autouse=True)
-def torch_settings() -> Iterator[None]:
-    with kept_torch_settings():
-        yield
 
 
 @pytest.fixture(scope="session")
