@@ -6,10 +6,12 @@ policy's lock until the other has asked for it.
 
 from __future__ import annotations
 
+import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from threading import Barrier
 
 import pytest
@@ -175,6 +177,19 @@ def test_a_removed_policy_leaves_no_records_of_a_late_controller(
     assert ends[1] is None
     assert ends[0] is None or isinstance(ends[0], FencedError)
     assert first.store.count_operations() == {("create_policy", "accepted"): 1}
+
+
+def test_a_start_waits_for_another_that_switches_a_new_file_to_wal(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(lambda: open_database(f"sqlite:///{path}").dispose())
+        time.sleep(BLOCKED_S)
+        assert not starting.done()
+        other.execute("ROLLBACK")
+        starting.result(10)
+    other.close()
 
 
 def test_processes_that_start_at_once_upgrade_once(database_url: str) -> None:

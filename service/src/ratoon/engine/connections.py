@@ -36,6 +36,7 @@ _LOG = get_logger("connections")
 _EXPECTED = "sqlite:///PATH or postgresql://USER:PASSWORD@HOST:PORT/NAME"
 # How long a writer of SQLite waits for another process's transaction.
 _BUSY_S = 30
+_SWITCH_S = 0.01
 # Of each PostgreSQL session, whatever the server's defaults are. The time limits end what a lost
 # host would otherwise hold for ever: a lock, or our wait for one.
 _SESSION = {
@@ -103,7 +104,8 @@ def _make_durable(connection: sqlite3.Connection, _record: object) -> None:
     # Text that is none any more is to be found by its row's digest, which needs to see it.
     connection.text_factory = _decode
     try:
-        for pragma in ("journal_mode=WAL", "synchronous=FULL", "wal_autocheckpoint=256"):
+        _log_ahead(connection)
+        for pragma in ("synchronous=FULL", "wal_autocheckpoint=256"):
             connection.execute(f"PRAGMA {pragma}")
         fault = str(connection.execute("PRAGMA integrity_check(1)").fetchone()[0])
     except sqlite3.DatabaseError as err:
@@ -123,6 +125,20 @@ def _make_durable(connection: sqlite3.Connection, _record: object) -> None:
             got=fault,
             expected="a whole SQLite file",
         )
+
+
+def _log_ahead(connection: sqlite3.Connection) -> None:
+    """WAL mode. Others that switch a new file at the same moment are not waited for by SQLite."""
+    deadline = time.monotonic() + _BUSY_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+        except sqlite3.OperationalError as err:
+            if err.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                raise
+            time.sleep(_SWITCH_S)
+        else:
+            return
 
 
 def _decode(data: bytes) -> str:
