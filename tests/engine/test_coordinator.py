@@ -29,7 +29,7 @@ from ratoon.engine.types import (
     PolicySpec,
     PolicyState,
 )
-from ratoon.errors import ErrorCode, RatoonError
+from ratoon.errors import ErrorCode, RatoonError, exhausted
 from tests.engine.fake_trainer import INFO
 from tests.engine.harness import ListSink, life_record, policy_spec
 
@@ -290,6 +290,73 @@ async def test_a_coordinator_that_drains_takes_no_policy(town: Town) -> None:
             await call
     with pytest.raises(RatoonError):
         town.coordinator.check_taking()
+    assert (await town.coordinator.policy("a")).state is PolicyState.READY
+
+
+async def test_who_waits_for_a_policy_is_let_go_at_the_end_of_a_drain(town: Town) -> None:
+    town.fleet.hold = asyncio.Event()
+    created = await town.coordinator.create_policy(policy_spec("a"))
+    await asyncio.sleep(0.01)
+    seen = await town.coordinator.get_operation(created.operation_id, 0.0)
+    waits = [
+        asyncio.create_task(town.coordinator.get_operation(created.operation_id, 30.0)),
+        asyncio.create_task(_watched_to_the_end(town.coordinator, seen)),
+    ]
+    await asyncio.sleep(0.01)
+    await town.coordinator.drain(0.1)
+    for wait in waits:
+        with pytest.raises(RatoonError, match="draining"):
+            await asyncio.wait_for(wait, 5.0)
+    # What is there is read; and the controller of an operation may be away already.
+    assert await town.coordinator.get_operation(created.operation_id, 0.0) == seen
+    town.store.insert_policy(policy_spec("b"), life_record("b", "b.create"))
+    with pytest.raises(RatoonError, match="draining"):
+        await town.coordinator.get_operation("b.create", 30.0)
+
+
+async def _watched_to_the_end(coordinator: Coordinator, seen: Operation) -> None:
+    while not seen.state.is_final:
+        seen = await coordinator.watch_operation(seen, 30.0)
+
+
+async def test_a_drain_needs_no_database(town: Town, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It took minutes, and ended with the database's error before anything was stopped."""
+
+    def away() -> tuple[PolicyRow, ...]:
+        raise OperationalError("SELECT", {}, Exception("the server closed the connection"))
+
+    await town.end(await town.coordinator.create_policy(policy_spec("a")))
+    await town.end(await town.coordinator.create_policy(policy_spec("b")))
+    await town.end(await town.coordinator.delete_policy("b"))
+    town.coordinator = town.new()
+    await town.coordinator.recover()
+    monkeypatch.setattr(town.store, "policies", away)
+    await town.coordinator.drain(2.5)
+    assert town.fleet.drained == [("a", 2.5)]
+    assert town.coordinator.policy_ids == {"a"}
+
+
+async def test_a_policy_comes_back_once_a_full_disk_has_room(
+    town: Town, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was left alone until somebody submitted to it, and who had waited waited on."""
+    monkeypatch.setattr(coordinator, "_DISK_FULL_S", 0.01)
+    await town.end(await town.coordinator.create_policy(policy_spec("a")))
+    town.fleet.running.clear()
+    acquire, refused = town.fleet.fenced.acquire, 0
+
+    def acquire_with_room(policy_id: str) -> int:
+        nonlocal refused
+        if refused < 3:
+            refused += 1
+            raise exhausted("full", resource="disk", wanted=1, free=0, limit=0, retry_after_s=1)
+        return acquire(policy_id)
+
+    monkeypatch.setattr(town.fleet.fenced, "acquire", acquire_with_room)
+    town.coordinator = town.new()
+    await town.coordinator.recover()
+    await asyncio.sleep(0.2)
+    assert (refused, town.fleet.running) == (3, {"a"})
     assert (await town.coordinator.policy("a")).state is PolicyState.READY
 
 

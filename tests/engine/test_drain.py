@@ -57,6 +57,25 @@ async def test_a_wait_that_would_outlast_the_service_ends(machine: Machine) -> N
         await asyncio.wait_for(waiting, 5.0)
 
 
+async def test_a_watch_that_would_outlast_the_service_ends(machine: Machine) -> None:
+    """It was held until the wires gave up on it, 25 s each."""
+    hold, running = await _running(machine, 1.0)
+    queued = await machine.update(2, 2.0)
+    first = await machine.controller.get_operation(running, 0.0)
+    draining = asyncio.create_task(machine.controller.drain(10.0))
+    waiting = asyncio.create_task(machine.controller.watch_operation(queued, 30.0))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    hold.set()
+    assert (await machine.controller.watch_operation(first, 5.0)).state is OperationState.DONE
+    await draining
+    with pytest.raises(RatoonError, match="draining"):
+        await asyncio.wait_for(waiting, 5.0)
+    with pytest.raises(RatoonError, match="draining"):
+        await machine.controller.watch_operation(queued, 30.0)
+    assert not (await machine.controller.get_operation(queued.operation_id, 0.0)).state.is_final
+
+
 async def test_a_drain_ends_with_its_grace(machine: Machine) -> None:
     hold, running = await _running(machine, 1.0)
     begin = time.monotonic()

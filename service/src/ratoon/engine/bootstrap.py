@@ -22,12 +22,14 @@ from ratoon.engine.coordinator_actor import CoordinatorActor
 from ratoon.engine.metrics_actor import MetricsActor
 from ratoon.engine.ray_calls import ActorLostError, ask, find_actor, kill_actor
 from ratoon.engine.settings import COORDINATOR_NAME, METRICS_NAME, EngineSettings
-from ratoon.errors import RatoonError
 
 if TYPE_CHECKING:
     from ray.actor import ActorProxy
 
 _MAX_CONCURRENCY = 10_000
+# For the coordinator's answers, beyond what it was given. One that waits for its database at its
+# start gives none.
+_LATE_S = 15.0
 
 
 def start_engine(config: RatoonConfig) -> None:
@@ -67,15 +69,15 @@ async def _drain(namespace: str, grace_s: float) -> None:
     if found is None:
         return
     coordinator = cast("ActorProxy[CoordinatorActor]", found)
-    # One that is lost, or cannot read its database, has nothing that runs under it.
-    with suppress(ActorLostError, RatoonError):
-        await ask(coordinator.drain.remote(grace_s))
+    with suppress(ActorLostError, TimeoutError):
+        await asyncio.wait_for(ask(coordinator.drain.remote(grace_s)), grace_s + _LATE_S)
 
 
 async def _stop(namespace: str) -> None:
     found = find_actor(COORDINATOR_NAME, namespace)
     if found is not None:
         coordinator = cast("ActorProxy[CoordinatorActor]", found)
-        await ask(coordinator.stop_policies.remote())
+        with suppress(ActorLostError, TimeoutError):
+            await asyncio.wait_for(ask(coordinator.stop_policies.remote()), _LATE_S)
     await kill_actor(COORDINATOR_NAME, namespace)
     await kill_actor(METRICS_NAME, namespace)

@@ -175,7 +175,10 @@ class Controller:
         return await self._view(live)
 
     async def watch_operation(self, seen: Operation, wait_s: float) -> Operation:
-        """The operation once it differs from `seen`, or after `wait_s` seconds."""
+        """The operation once it differs from `seen`, or after `wait_s` seconds.
+
+        Raises UNAVAILABLE where the watch would not end before the service does.
+        """
         live = self._run.ledger.find(seen.operation_id)
         if live is None:
             return await self._ended_or_later(seen.operation_id, wait_s)
@@ -186,6 +189,8 @@ class Controller:
             remaining = deadline - clock()
             if view != seen or remaining <= 0:
                 return view
+            if self._is_drained:
+                raise draining()
             await live.wait_change(min(remaining, _PROGRESS_S) if live.is_started else remaining)
 
     async def cancel_operation(self, operation_id: str) -> Operation:

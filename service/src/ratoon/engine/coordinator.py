@@ -32,7 +32,7 @@ from ratoon.engine.journal import (
     PolicyRow,
 )
 from ratoon.engine.ledger import Ledger, LiveOperation
-from ratoon.engine.room import disk_refusal
+from ratoon.engine.room import disk_refusal, is_disk_full
 from ratoon.engine.store import SqlStore
 from ratoon.engine.types import (
     EmptyResult,
@@ -52,6 +52,7 @@ _LOG = get_logger("coordinator")
 T = TypeVar("T")
 # How long an answer is held back from those who wait while a controller is away.
 _AWAY_S = 0.5
+_DISK_FULL_S = 2.0
 
 
 class Fleet(Protocol):
@@ -103,7 +104,9 @@ class Coordinator:
         self._ledger = Ledger(on_settled=lambda _: None)
         self._lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._is_draining = False
+        self._is_draining = self._is_drained = False
+        # Those that may have processes; the database need not answer to end them.
+        self._policy_ids: set[str] = set()
 
     async def on_store(self, call: Callable[[], T]) -> T:
         """Run a call of the store on its thread. Raises `JournalAwayError`."""
@@ -114,8 +117,8 @@ class Coordinator:
             raise JournalAwayError("the database does not answer") from err
 
     async def insist(self, call: Callable[[], T]) -> T:
-        """The same, for what nobody would ask for again: until the database answers."""
-        return await _until_there(lambda: self.on_store(call))
+        """The same, for what nobody would ask for again: until it answers, and has room."""
+        return await _until_room(lambda: self.on_store(call))
 
     async def recover(self) -> None:
         """Take up what an earlier coordinator left; returns before policies are loaded."""
@@ -123,6 +126,7 @@ class Coordinator:
             self._spawn(self._end_without_policy(self._ledger.add(record)))
         for row in await self.insist(self._store.policies):
             policy_id = row.spec.policy_id
+            self._policy_ids.add(policy_id)
             match row.state:
                 case PolicyState.CREATING:
                     live = await self._resume_create(policy_id)
@@ -136,8 +140,15 @@ class Coordinator:
     async def drain(self, grace_s: float) -> None:
         """Take nothing more, and let what runs end within `grace_s` seconds."""
         self._is_draining = True
-        ids = [row.spec.policy_id for row in await self.on_store(self._store.policies)]
-        await asyncio.gather(*(self._fleet.drain(policy_id, grace_s) for policy_id in ids))
+        await asyncio.gather(*(self._fleet.drain(name, grace_s) for name in self._policy_ids))
+        self._is_drained = True
+        for live in self._ledger.open_operations():
+            live.wake()
+
+    @property
+    def policy_ids(self) -> frozenset[str]:
+        """Of the policies that may have processes, by what this process has begun."""
+        return frozenset(self._policy_ids)
 
     def check_taking(self) -> None:
         """Raises UNAVAILABLE where this process takes nothing more."""
@@ -160,6 +171,7 @@ class Coordinator:
             horizon = self._now() - self._limits.result_ttl_s
             await self.on_store(lambda: self._store.forget_ended_lives(horizon))
             await self.on_store(lambda: self._store.insert_policy(spec, record))
+            self._policy_ids.add(spec.policy_id)
             live = self._accepted(record)
         self._spawn(self._create(spec, live))
         return _view(live.record)
@@ -186,7 +198,7 @@ class Coordinator:
     async def get_operation(self, operation_id: str, wait_s: float) -> Operation:
         """A CreatePolicy or DeletePolicy, after `wait_s` seconds or once it has ended.
 
-        Raises OPERATION_NOT_FOUND.
+        Raises OPERATION_NOT_FOUND, and UNAVAILABLE where it would not end before the service does.
         """
         live = self._ledger.find(operation_id)
         if live is None:
@@ -194,6 +206,7 @@ class Coordinator:
         clock = asyncio.get_running_loop().time
         deadline = clock() + min(wait_s, self._limits.max_wait_s)
         while not live.is_final and clock() < deadline:
+            self._check_goes_on()
             await live.wait_change(deadline - clock())
         return _view(live.record)
 
@@ -203,6 +216,7 @@ class Coordinator:
         if live is None:
             return await self._past(seen.operation_id, wait_s)
         if _view(live.record) == seen:
+            self._check_goes_on()
             await live.wait_change(min(wait_s, self._limits.max_wait_s))
         return _view(live.record)
 
@@ -215,12 +229,19 @@ class Coordinator:
 
     async def _past(self, operation_id: str, wait_s: float) -> Operation:
         """An operation that is only in the store; if it is open, its controller is coming back."""
+        if wait_s > 0:
+            self._check_goes_on()
         record = await self.on_store(lambda: self._store.find_operation(operation_id))
         if record is None:
             raise operation_not_found(operation_id)
         if not record.state.is_final:
             await asyncio.sleep(min(wait_s, _AWAY_S))
         return _view(record)
+
+    def _check_goes_on(self) -> None:
+        """Nothing ends here any more: who waits is to ask the next process."""
+        if self._is_drained:
+            raise draining()
 
     async def _existing(self, row: PolicyRow, spec: PolicySpec) -> Operation:
         """A retry of the same spec is the same operation."""
@@ -278,6 +299,7 @@ class Coordinator:
     async def _forget(self, policy_id: str, *, keep_operation_id: str) -> None:
         """End a policy's processes, files and rows, but for the operation that ends it."""
         await self._fleet.stop(policy_id)
+        self._policy_ids.discard(policy_id)
         paths = policy_paths(self._data_root, policy_id)
         await self._archive_of(paths).forget()
         await asyncio.to_thread(remove_policy_files, paths)
@@ -288,7 +310,7 @@ class Coordinator:
 
     async def _bring_back(self, spec: PolicySpec) -> None:
         try:
-            await _until_there(lambda: self._fleet.start(spec))
+            await _until_room(lambda: self._fleet.start(spec))
         except Exception as err:  # noqa: BLE001 - one must not keep the others from coming back
             _LOG.exception("policy did not come back", policy_id=spec.policy_id)
             failure = _typed(err).message
@@ -367,6 +389,18 @@ async def _until_there(call: Callable[[], Awaitable[T]]) -> T:
         except JournalAwayError as err:
             _LOG.warning("waiting for the database", reason=str(err))
             await asyncio.sleep(_AWAY_S)
+
+
+async def _until_room(call: Callable[[], Awaitable[T]]) -> T:
+    """The same, and until no disk is full: what was accepted waits for room."""
+    while True:
+        try:
+            return await _until_there(call)
+        except RatoonError as error:
+            if not is_disk_full(error):
+                raise
+            _LOG.error("disk full", reason=error.message)
+            await asyncio.sleep(_DISK_FULL_S)
 
 
 def _view(record: OperationRecord) -> Operation:

@@ -142,8 +142,8 @@ class CoordinatorActor:
     @ray.method
     async def stop_policies(self) -> None:
         """End the processes of all policies; the store keeps what it knows of them."""
-        for row in await self._on_store(self._store.policies):
-            await self._fleet.end(row.spec.policy_id)
+        for policy_id in self._coordinator.policy_ids:
+            await self._fleet.end(policy_id)
         await kill_actor(METRICS_NAME, self._settings.namespace)
 
     # The journal.
