@@ -10,7 +10,7 @@ import pytest
 from ratoon.api.gate import Gate, Visit
 from ratoon.auth.access import OpenAccess, Presented, anybody
 from ratoon.auth.audit import AuditLog
-from ratoon.auth.rates import InFlight
+from ratoon.auth.rates import InFlight, Rates
 from ratoon.auth.scopes import Scope
 from ratoon.log import configure_logging
 from ratoon_proto.v1 import operation_pb2, service_pb2
@@ -93,7 +93,8 @@ async def test_secrets_are_in_no_file_log_or_error(
 async def test_an_operation_keeps_the_seq_that_the_service_gave(tmp_path: Path) -> None:
     audit = AuditLog(tmp_path, max_file_bytes=0, max_files=1)
     in_flight = InFlight(most=1, most_of_caller=1)
-    gate = Gate(OpenAccess(), audit, in_flight, lambda _reason, _key_id: None)
+    rates = Rates(tmp_path)
+    gate = Gate(OpenAccess(), audit, in_flight, rates, lambda _reason, _key_id: None)
 
     async def update(_: service_pb2.UpdateRequest) -> operation_pb2.Operation:
         return operation_pb2.Operation(seq=7)

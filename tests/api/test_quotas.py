@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,7 @@ from ratoon.api import gate as gate_module
 from ratoon.api.gate import Gate
 from ratoon.auth.access import OpenAccess, Presented
 from ratoon.auth.key_file import KeyFile
-from ratoon.auth.rates import InFlight
+from ratoon.auth.rates import InFlight, Rates
 from ratoon.auth.scopes import Scope
 from ratoon.config import KeyLimits
 from ratoon.engine.types import NOBODY
@@ -132,10 +133,11 @@ async def test_a_wire_lets_its_requests_go(guarded: Guarded, wire_name: str) -> 
     assert guarded.gate._in_flight._of_caller == {}
 
 
-async def test_refusals_are_counted_by_reason_and_key(api: Api) -> None:
+async def test_refusals_are_counted_by_reason_and_key(api: Api, tmp_path: Path) -> None:
     seen: list[tuple[str, str]] = []
     in_flight = InFlight(most=0, most_of_caller=1)
-    gate = Gate(OpenAccess(), NoAudit(), in_flight, lambda *refused: seen.append(refused))
+    rates = Rates(tmp_path)
+    gate = Gate(OpenAccess(), NoAudit(), in_flight, rates, lambda *refused: seen.append(refused))
     with pytest.raises(RatoonError):
         gate.enter("get_policy", Presented(authorization="", peer="p"))
     assert seen == [("requests_in_flight", "")]

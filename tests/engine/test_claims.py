@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -149,6 +150,24 @@ def test_a_torn_count_begins_anew(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     quotas.use("k1", limits, 9, NOW)
     assert json.loads(path.read_text())["day"]["tokens"] == 9
+
+
+def test_a_count_is_durable_before_its_operation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut that left a torn file gave a key its tokens of the whole day again."""
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def record(descriptor: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{descriptor}").readlink().name.partition("-")[0])
+        fsync(descriptor)
+
+    quotas, limits = QuotaFiles(tmp_path), KeyLimits(tokens_per_day=10)
+    quotas.use("k1", limits, 1, NOW)
+    monkeypatch.setattr(os, "fsync", record)
+    quotas.use("k1", limits, 1, NOW)
+    assert synced == [".tmp", "usage"]
 
 
 async def _update(machine: Machine, seq: int, mine: Holder, tokens: int = 4) -> None:

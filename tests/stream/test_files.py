@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,22 @@ def test_make_folder_syncs_every_new_name(tmp_path: Path, monkeypatch: pytest.Mo
     files.make_folder(tmp_path / "a" / "b")
     assert (tmp_path / "a" / "b").is_dir()
     assert synced == [tmp_path, tmp_path / "a"]
+
+
+def test_a_closed_folder_is_closed_before_its_name_is_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closed afterwards, a power cut in between left it open for good."""
+    modes: list[int] = []
+    folder = tmp_path / "a" / "closed"
+
+    def record(_: Path) -> None:
+        modes.extend(stat.S_IMODE(path.stat().st_mode) for path in [folder] if path.exists())
+
+    monkeypatch.setattr(files, "fsync_folder", record)
+    files.make_folder(folder, 0o700)
+    assert modes == [0o700]
+    assert stat.S_IMODE(folder.parent.stat().st_mode) != 0o700
 
 
 def test_fsync_tree_syncs_children_before_their_folder(

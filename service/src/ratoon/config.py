@@ -120,8 +120,8 @@ class KeyLimits(_Section):
     """What one API key may use; None: as much as there is.
 
     As the section `quotas` of the config these are for keys that were made without their own.
-    Requests are counted by each process, the rest exactly, over all of them. Tokens are replicated
-    ones (each rollout alone) of the work that is accepted, in minutes, hours and days of UTC.
+    All is counted over all processes. Tokens are replicated ones (each rollout alone) of the work
+    that is accepted, in minutes, hours and days of UTC.
     """
 
     requests_per_second: float | None = Field(default=None, gt=0)

@@ -56,13 +56,18 @@ class Gate:
     """One a process. A wire calls `enter`, then `run`, `stream` or `check`, and always `leave`."""
 
     def __init__(
-        self, access: Access, audit: Audit, in_flight: InFlight, on_refusal: OnRefusal
+        self,
+        access: Access,
+        audit: Audit,
+        in_flight: InFlight,
+        rates: Rates,
+        on_refusal: OnRefusal,
     ) -> None:
         self._access = access
         self._audit = audit
         self._in_flight = in_flight
+        self._rates = rates
         self._on_refusal = on_refusal
-        self._rates = Rates()
 
     def enter(self, call: str, presented: Presented) -> Visit:
         """Before the request is read.
@@ -204,8 +209,9 @@ class Gate:
 
 def build_gate(config: RatoonConfig, on_refusal: OnRefusal = lambda _reason, _key_id: None) -> Gate:
     """What the config asks for; the audit log is kept whoever is let in."""
+    data_root = config.data_root.absolute()
     audit = AuditLog(
-        config.data_root.absolute(),
+        data_root,
         max_file_bytes=config.auth.audit_file_bytes,
         max_files=config.auth.audit_files,
     )
@@ -213,7 +219,7 @@ def build_gate(config: RatoonConfig, on_refusal: OnRefusal = lambda _reason, _ke
         most=config.limits.max_requests_in_flight,
         most_of_caller=config.limits.max_requests_in_flight_of_caller,
     )
-    return Gate(access_of(config), audit, in_flight, on_refusal)
+    return Gate(access_of(config), audit, in_flight, Rates(data_root), on_refusal)
 
 
 def policy_of(request: Message) -> str:

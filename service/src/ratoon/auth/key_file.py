@@ -53,13 +53,9 @@ def access_folder(data_root: Path) -> Path:
 def make_access_folder(data_root: Path) -> Path:
     """The same, made for its owner alone; a data root that is not there is made so too."""
     folder = access_folder(data_root)
-    if not data_root.is_dir():
-        # Rollouts and weights are to be here. One that an operator has made stays as it is.
-        make_folder(data_root)
-        data_root.chmod(0o700)
-    if not folder.is_dir():
-        make_folder(folder)
-        folder.chmod(0o700)
+    # Rollouts and weights are to be here. One that an operator has made stays as it is.
+    make_folder(data_root, 0o700)
+    make_folder(folder, 0o700)
     return folder
 
 

@@ -1,24 +1,37 @@
 """How often and how much at once: requests a second of a key, requests in flight of a caller.
 
-Enters calls as they come and go, leaves refusals that say when to come again. Invariant: what is
-counted is this process's alone; a caller that meets N processes has N times as much.
+Enters calls as they come and go, leaves refusals that say when to come again. Invariant: a key's
+rate is that of all processes together, which share a file for each key, `access/rates/<key_id>`
+below the data root; what is in flight is this process's alone.
 """
 
 from __future__ import annotations
 
+import fcntl
 import math
+import os
+import struct
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
+from ratoon.auth.key_file import access_folder
 from ratoon.config import KeyLimits
 from ratoon.errors import RatoonError, exhausted
+from ratoon.log import get_logger
+from ratoon.stream.files import make_folder
 
 _IN_FLIGHT_RETRY_S = 1.0
+# A count from further ahead than clocks of two machines differ is of a clock that was wrong.
+_SKEW_S = 60.0
+_BUCKET = struct.Struct("<dd")
+
+_log = get_logger("rates")
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Bucket:
     """`level` requests could be made at once at `at`."""
 
@@ -27,18 +40,34 @@ class _Bucket:
 
 
 class Rates:
-    """A token bucket for each key that has a rate. `now`: seconds that never go back."""
+    """A token bucket for each key that has a rate. `now`: seconds since the epoch.
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+    A file is not synced: what a power cut takes is a full bucket again. Where it cannot be written
+    the call goes on.
+    """
+
+    def __init__(self, data_root: Path, now: Callable[[], float] = time.time) -> None:
+        self._folder = access_folder(data_root) / "rates"
         self._now = now
-        self._buckets: dict[str, _Bucket] = {}
 
     def refusal(self, key_id: str, limits: KeyLimits) -> RatoonError | None:
         """Why a request of the key would be refused now; nothing is counted."""
+        return self._judged(key_id, limits, 0.0)
+
+    def take(self, key_id: str, limits: KeyLimits) -> RatoonError | None:
+        """Count a request of the key, unless it is refused."""
+        return self._judged(key_id, limits, 1.0)
+
+    def _judged(self, key_id: str, limits: KeyLimits, used: float) -> RatoonError | None:
         rate = limits.requests_per_second
         if not key_id or rate is None:
             return None
-        missing = 1.0 - self._filled(key_id, rate, _burst(rate, limits)).level
+        burst = limits.burst if limits.burst is not None else max(math.ceil(rate), 1)
+        try:
+            missing = 1.0 - self._level(key_id, rate, burst, used)
+        except OSError as err:
+            _log.error("rate not counted", key_id=key_id, error=str(err))
+            return None
         if missing <= 0:
             return None
         return exhausted(
@@ -50,19 +79,36 @@ class Rates:
             retry_after_s=missing / rate,
         )
 
-    def take(self, key_id: str, limits: KeyLimits) -> RatoonError | None:
-        """Count a request of the key, unless it is refused."""
-        error = self.refusal(key_id, limits)
-        if error is None and key_id in self._buckets:
-            self._buckets[key_id].level -= 1.0
-        return error
+    def _level(self, key_id: str, rate: float, burst: int, used: float) -> float:
+        """Of the bucket now, before `used` are taken from it, if it has one. Raises `OSError`."""
+        descriptor = self._open(key_id)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            bucket = _filled(os.pread(descriptor, _BUCKET.size, 0), self._now(), rate, burst)
+            if used and bucket.level >= 1.0:
+                os.pwrite(descriptor, _BUCKET.pack(bucket.level - used, bucket.at), 0)
+            return bucket.level
+        finally:
+            os.close(descriptor)
 
-    def _filled(self, key_id: str, rate: float, burst: int) -> _Bucket:
-        now = self._now()
-        bucket = self._buckets.setdefault(key_id, _Bucket(level=burst, at=now))
-        bucket.level = min(bucket.level + (now - bucket.at) * rate, float(burst))
-        bucket.at = now
-        return bucket
+    def _open(self, key_id: str) -> int:
+        flags, path = os.O_CREAT | os.O_RDWR, self._folder / key_id
+        try:
+            return os.open(path, flags, 0o600)
+        except FileNotFoundError:
+            make_folder(self._folder)
+            return os.open(path, flags, 0o600)
+
+
+def _filled(data: bytes, now: float, rate: float, burst: int) -> _Bucket:
+    """A bucket as it is now; what cannot be one is full."""
+    if len(data) == _BUCKET.size:
+        level, at = _BUCKET.unpack(data)
+        if 0.0 <= level <= burst and at <= now + _SKEW_S:
+            # The fastest clock's time counts, so that clocks that differ add nothing.
+            filled = level + max(now - at, 0.0) * rate
+            return _Bucket(level=min(filled, float(burst)), at=max(now, at))
+    return _Bucket(level=float(burst), at=now)
 
 
 class InFlight:
@@ -97,7 +143,3 @@ class InFlight:
         self._of_caller[caller] -= 1
         if not self._of_caller[caller]:
             del self._of_caller[caller]
-
-
-def _burst(rate: float, limits: KeyLimits) -> int:
-    return limits.burst if limits.burst is not None else max(math.ceil(rate), 1)

@@ -2,8 +2,8 @@
 
 Enters tokens of operations as they are accepted, leaves refusals that say when there are more.
 Windows are minutes, hours and days of UTC. Invariant: whoever writes holds the lock of
-`engine.claims`, so that the count is exact over all processes. It is not synced: a power cut may
-forget the newest tokens, and a controller killed between the count and the journal counts twice.
+`engine.claims`, so that the count is exact over all processes. It is durable before the operation
+is; a controller killed between the count and the journal counts twice.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from ratoon.config import KeyLimits
 from ratoon.errors import ErrorCode, RatoonError, exhausted
 from ratoon.log import get_logger
-from ratoon.stream.files import make_folder, temporary_name
+from ratoon.stream.files import make_folder, write_atomic
 
 _LOG = get_logger("quotas")
 _WINDOWS_S = {"minute": 60, "hour": 3_600, "day": 86_400}
@@ -79,13 +79,7 @@ class QuotaFiles:
             window: {"start": _start(window, now), "tokens": tokens}
             for window, tokens in used.items()
         }
-        temporary = temporary_name(path)
-        try:
-            temporary.write_text(json.dumps(data))
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        write_atomic(path, json.dumps(data).encode())
 
     def _path(self, key_id: str) -> Path:
         return self._folder / f"{key_id}.json"

@@ -52,12 +52,15 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def make_folder(folder: Path) -> None:
-    """Make a folder, and its parents, that a crash does not take away; it may be there."""
+def make_folder(folder: Path, mode: int = 0o777) -> None:
+    """Make a folder, and its parents, that a crash does not take away; it may be there.
+
+    `mode`: of the folder itself, less the umask, from its first moment on.
+    """
     if folder.is_dir():
         return
     make_folder(folder.parent)
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(mode, exist_ok=True)
     fsync_folder(folder.parent)
 
 
