@@ -7,14 +7,12 @@ import threading
 
 import pytest
 
-from ratoon.engine import controller
 from ratoon.engine.types import (
     CheckpointInfo,
     FailedResult,
     ForwardResult,
     Operation,
     OperationState,
-    Progress,
     PublishConfig,
     PublishKind,
     Sequencing,
@@ -36,7 +34,6 @@ from tests.engine.harness import (
     save,
     update,
 )
-from tests.engine.local_ports import LocalWorker
 
 
 def code_of(operation: Operation) -> str:
@@ -409,39 +406,6 @@ async def test_bodies_live_as_long_as_their_window(machine: Machine) -> None:
     )
     assert first is not None
     assert (first.command, first.plan) == (None, None)
-
-
-async def test_watching_shows_progress_and_the_end(machine: Machine) -> None:
-    machine.faults.holds[1.0] = threading.Event()
-    seen = await machine.update(1, 1)
-    await started(machine, seen)
-    running = await machine.controller.watch_operation(seen, 5.0)
-    assert (running.state, running.progress.micro_batches_planned) == (OperationState.RUNNING, 2)
-    waiting = asyncio.create_task(machine.controller.watch_operation(running, 5.0))
-    machine.faults.holds[1.0].set()
-    while not (now := await waiting).state.is_final:
-        waiting = asyncio.create_task(machine.controller.watch_operation(now, 5.0))
-    assert now.progress.micro_batches_done == 2
-
-
-async def test_a_worker_that_hangs_does_not_hold_those_who_look(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine.faults.holds[1.0] = threading.Event()
-    seen = await machine.update(1, 1)
-    await started(machine, seen)
-
-    async def hang(_worker: LocalWorker) -> Progress:
-        await asyncio.sleep(60)
-        raise AssertionError
-
-    monkeypatch.setattr(controller, "_PROGRESS_WAIT_S", 0.05)
-    monkeypatch.setattr(controller, "_PROGRESS_S", 0.0)
-    monkeypatch.setattr(LocalWorker, "progress", hang)
-    now = await asyncio.wait_for(machine.controller.get_operation(seen.operation_id, 0.0), 5.0)
-    assert (now.state, now.progress.micro_batches_done) == (OperationState.RUNNING, 1)
-    machine.faults.holds[1.0].set()
-    await machine.end(seen)
 
 
 async def test_watching_a_blocked_operation_shows_which_seq_it_waits_for(machine: Machine) -> None:

@@ -54,7 +54,8 @@ from ratoon.stream.manifest import WeightManifest
 
 # How often a waiting caller's view of a running operation is refreshed.
 _PROGRESS_S = 0.25
-_PROGRESS_WAIT_S = 1.0
+# How long who looks is held for it.
+_PROGRESS_WAIT_S = 0.05
 # How long an answer is held back from who waits for what memory does not know of yet.
 _AWAY_S = 0.5
 
@@ -78,6 +79,7 @@ class Controller:
             max_total_bytes=run.limits.max_queued_bytes,
         )
         self._progress_until = 0.0
+        self._asking: asyncio.Task[None] | None = None
         # The journal may have a seq that memory has not, which would be given or counted again.
         self._lacks_seq = False
         self._is_draining = self._is_drained = False
@@ -330,15 +332,22 @@ class Controller:
         return live.record.to_operation(progress=progress, blocked_by_seq=self._missing(live))
 
     async def _refresh(self, live: LiveOperation) -> None:
-        """Ask the worker how far it is, at most once in `_PROGRESS_S` for all who ask."""
+        """Ask the worker how far it is, at most once in `_PROGRESS_S` for all who ask.
+
+        A worker that computes, or hangs, does not hold those who only look: an answer that is late
+        is for whoever looks next.
+        """
         now = asyncio.get_running_loop().time()
-        if now < self._progress_until:
+        is_asked = self._asking is not None and not self._asking.done()
+        if is_asked or now < self._progress_until:
             return
         self._progress_until = now + _PROGRESS_S
-        with contextlib.suppress(WorkerLostError, TimeoutError):
-            # A worker that hangs must not make those hang who only look.
-            async with asyncio.timeout(_PROGRESS_WAIT_S):
-                live.progress = await self._run.ports.worker.progress()
+        self._asking = asyncio.create_task(self._ask_progress(live))
+        await asyncio.wait({self._asking}, timeout=_PROGRESS_WAIT_S)
+
+    async def _ask_progress(self, live: LiveOperation) -> None:
+        with contextlib.suppress(WorkerLostError):
+            live.progress = await self._run.ports.worker.progress()
 
     def _missing(self, live: LiveOperation) -> int:
         """The seq that a queued operation waits for and that never arrived; 0: none."""
