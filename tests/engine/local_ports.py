@@ -191,7 +191,8 @@ class LocalJournal:
 class LocalWorker:
     """`WorkerPort` over the real core on one thread, and what a kill does to it.
 
-    `loses_restore`: the next call of `restore` never arrives.
+    `loses_restore`: the next call of `restore` never arrives. `is_released`: its controller gave it
+    up, and has asked for no other.
     """
 
     def __init__(self, faults: Faults) -> None:
@@ -200,6 +201,7 @@ class LocalWorker:
         self.trainers: list[FakeTrainer] = []
         self.is_dead = False
         self.loses_restore = False
+        self.is_released = False
         self._start()
 
     @property
@@ -233,7 +235,10 @@ class LocalWorker:
 
     async def replace(self) -> None:
         self._start()
-        self.is_dead = False
+        self.is_dead = self.is_released = False
+
+    async def release(self) -> None:
+        self.is_dead = self.is_released = True
 
     async def fence(self, token: int) -> WorkerStatus:
         if not self.is_dead:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -22,7 +23,7 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.train.config import NumericsGuard
 from ratoon.train.report import SkipReason, StepReport
 from tests.engine.conftest import MakeMachine
-from tests.engine.harness import Machine, life_record
+from tests.engine.harness import Machine, life_record, save
 from tests.engine.test_controller import code_of
 
 THREE = NumericsGuard(max_skipped_in_row=3)
@@ -78,6 +79,34 @@ async def test_a_run_of_skipped_steps_fails_the_policy(make_machine: MakeMachine
     assert len(machine.weights) == 1
 
 
+async def test_a_failed_policy_has_no_worker_and_can_be_read(make_machine: MakeMachine) -> None:
+    """It kept its GPU until it was deleted, while others were refused for want of one."""
+    machine = await _started(make_machine)
+    await _run(machine, GOOD, BAD, BAD)
+    saved = await machine.submit(4, save("mine"), 0)
+    last = await machine.update(5, BAD)
+    await machine.end(last)
+    for _ in range(500):
+        if machine.worker.is_released:
+            break
+        await asyncio.sleep(0.01)
+    core = machine.worker.core
+    for _ in range(2):
+        assert machine.worker.is_released
+        assert machine.worker.core is core, "no start makes another"
+        assert (await machine.controller.weight_manifest(None)).version == 1
+        with pytest.raises(RatoonError) as caught:
+            await machine.controller.weight_manifest(7)
+        assert caught.value.code is ErrorCode.WEIGHTS_NOT_FOUND
+        for operation in (saved, last):
+            assert (await machine.end(operation)).state is OperationState.DONE
+            cancelled = await machine.controller.cancel_operation(operation.operation_id)
+            assert cancelled.state is OperationState.DONE
+        await _refused(machine, 6)
+        await machine.restart_controller()
+    assert machine.paths.checkpoint("mine").is_dir()
+
+
 @pytest.mark.parametrize("recovery", RECOVERIES)
 @pytest.mark.parametrize("loses_worker", [False, True])
 async def test_a_failed_policy_is_not_brought_back(
@@ -88,7 +117,7 @@ async def test_a_failed_policy_is_not_brought_back(
     before = await _refused(machine, 5)
     trainers = len(machine.worker.trainers)
     for _ in range(2):
-        machine.worker.is_dead = loses_worker
+        machine.worker.is_dead |= loses_worker
         await machine.restart_controller()
         assert machine.controller.state is PolicyState.FAILED
         assert (await _refused(machine, 5)).message == before.message

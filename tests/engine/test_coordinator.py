@@ -43,6 +43,7 @@ class FakeFleet:
     def __init__(self, fenced: FencedStore) -> None:
         self.fenced = fenced
         self.running: set[str] = set()
+        self.released: set[str] = set()
         self.hold: asyncio.Event | None = None
         self.fails = False
         self.drained: list[tuple[str, float]] = []
@@ -65,6 +66,9 @@ class FakeFleet:
         if self.is_stuck:
             raise RatoonError(ErrorCode.UNAVAILABLE, "the processes do not end")
         self.running.discard(policy_id)
+
+    async def release(self, policy_id: str) -> None:
+        self.released.add(policy_id)
 
     async def drain(self, policy_id: str, grace_s: float) -> None:
         self.drained.append((policy_id, grace_s))
@@ -196,16 +200,17 @@ async def test_a_new_coordinator_finishes_what_the_old_one_acknowledged(town: To
     assert town.fleet.running == {"a", "b"}
 
 
-async def test_a_policy_that_does_not_come_back_is_failed(town: Town) -> None:
+async def test_a_policy_that_does_not_come_back_is_failed_and_has_no_worker(town: Town) -> None:
     await town.end(await town.coordinator.create_policy(policy_spec("a")))
     town.fleet.fails = True
     town.coordinator = town.new()
     await town.coordinator.recover()
     for _ in range(100):
-        if (await town.coordinator.policy("a")).state is PolicyState.FAILED:
-            return
+        if town.fleet.released:
+            break
         await asyncio.sleep(0.01)
-    raise AssertionError("still ready")
+    assert (await town.coordinator.policy("a")).state is PolicyState.FAILED
+    assert town.fleet.released == {"a"}
 
 
 async def stuck_delete(town: Town) -> None:

@@ -107,6 +107,7 @@ async def test_another_digest_stops_the_policy_with_both(
             await machine.update(num_updates + 1, 3)
         assert caught.value.code is ErrorCode.POLICY_FAILED
         assert snapshot_of(machine.paths.root) == files
+        assert machine.worker.is_released
         await machine.restart_controller()
     assert set(counted(machine, RECOVERIES)) == {"stopped"}
     machine.faults.noise = 0.0

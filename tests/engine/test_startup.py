@@ -7,11 +7,14 @@ import threading
 
 import pytest
 
+from ratoon.engine import turns
 from ratoon.engine.journal import FencedError
+from ratoon.engine.tasks import WorkerStatus
 from ratoon.engine.types import (
     FailedResult,
     OperationState,
     PolicyState,
+    Recovery,
     StepResult,
 )
 from ratoon.errors import ErrorCode, RatoonError
@@ -35,6 +38,31 @@ async def test_a_lost_answer_of_the_journal_neither_loses_nor_doubles_a_step(
     assert machine.journal.lost == set()
     assert machine.journal.store.history("p").policy.version == 2
     assert (await machine.controller.weight_manifest(None)).version == 2
+
+
+async def test_a_lost_worker_for_which_there_is_no_gpu_is_waited_for(
+    make_machine: MakeMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until a node comes back: more often than a controller that fails would try."""
+    monkeypatch.setattr(turns, "_NO_ROOM_S", 0.001)
+    machine = await make_machine(recovery=Recovery.REPLAY).start()
+    refusals = [
+        RatoonError(ErrorCode.RESOURCE_EXHAUSTED, "no GPU", details={"resource": "GPU"})
+        for _ in range(2 * turns._MAX_FAILURES)
+    ]
+    fence = machine.worker.fence
+
+    async def fence_once_there_is_room(token: int) -> WorkerStatus:
+        if refusals:
+            raise refusals.pop()
+        return await fence(token)
+
+    await machine.end(await machine.update(1, 1))
+    machine.worker.is_dead = True
+    monkeypatch.setattr(machine.worker, "fence", fence_once_there_is_room)
+    assert (await machine.end(await machine.update(2, 2))).state is OperationState.DONE
+    assert refusals == []
+    assert machine.weights == [([1.0], RATE), ([2.0], RATE)]
 
 
 async def test_an_operation_whose_acceptance_was_lost_runs_once(machine: Machine) -> None:

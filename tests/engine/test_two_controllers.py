@@ -118,6 +118,7 @@ async def test_what_the_older_one_had_applied_is_refused_at_its_commit(
     assert older_run.token < machine.run.token
     assert committed == [machine.run.token]
     await older._turns.stop(0.0)
+    assert not machine.worker.is_released, "it is the newer one's"
 
 
 async def test_the_older_one_is_refused_at_the_worker(

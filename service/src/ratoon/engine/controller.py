@@ -216,11 +216,13 @@ class Controller:
     async def weight_manifest(self, version: int | None) -> WeightManifest:
         """Of a published version, None: the newest; published now where that is on request.
 
-        Raises WEIGHTS_NOT_FOUND, POLICY_NOT_READY.
+        What a failed policy has published can be read still. Raises WEIGHTS_NOT_FOUND,
+        POLICY_NOT_READY.
         """
-        self._check_ready()
-        if self._publisher.is_wanted(version):
-            await self._turns.publish()
+        if not self._run.failure:
+            self._check_ready()
+            if self._publisher.is_wanted(version):
+                await self._turns.publish()
         async with self._lock:  # Not while versions are rolled back.
             return await self._publisher.manifest(version)
 

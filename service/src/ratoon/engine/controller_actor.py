@@ -13,7 +13,6 @@ import asyncio
 import time
 
 import ray
-from ray.util.placement_group import PlacementGroup
 
 from ratoon.engine.archive import ArchivedBodyFiles, open_archive
 from ratoon.engine.controller import Controller
@@ -36,13 +35,7 @@ _SWEEP_S = 60.0
 class ControllerActor:
     """Shell of `Controller`. It calls its own `start`, so that it goes on after a restart."""
 
-    def __init__(
-        self,
-        settings: EngineSettings,
-        spec: PolicySpec,
-        trainer: TrainerSpec,
-        group: PlacementGroup | None,
-    ) -> None:
+    def __init__(self, settings: EngineSettings, spec: PolicySpec, trainer: TrainerSpec) -> None:
         configure_logging(settings.log_level)
         paths = policy_paths(settings.data_root, spec.policy_id)
         archive = open_archive(settings.storage_url, paths)
@@ -51,7 +44,7 @@ class ControllerActor:
             trainer=trainer,
             ports=Ports(
                 journal=RayJournal(settings.namespace),
-                worker=RayWorker(spec.policy_id, settings, group),
+                worker=RayWorker(spec.policy_id, settings, on_gpu=trainer.device != "cpu"),
                 metrics=RayMetricsSink(settings.namespace),
                 now=time.time,
             ),

@@ -73,6 +73,10 @@ class Fleet(Protocol):
         """End the policy's processes, those that are there."""
         ...
 
+    async def release(self, policy_id: str) -> None:
+        """End the policy's worker, if there is one, and give back what it holds."""
+        ...
+
     async def drain(self, policy_id: str, grace_s: float) -> None:
         """Let what the policy runs end within `grace_s` seconds, and begin nothing more."""
         ...
@@ -315,6 +319,7 @@ class Coordinator:
             _LOG.exception("policy did not come back", policy_id=spec.policy_id)
             failure = _typed(err).message
             await self.insist(lambda: self._store.fail_policy(spec.policy_id, failure))
+            await self._fleet.release(spec.policy_id)
 
     async def _resume_create(self, policy_id: str) -> LiveOperation:
         kind = OperationKind.CREATE_POLICY

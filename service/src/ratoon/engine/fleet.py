@@ -1,7 +1,7 @@
 """The processes of policies on a Ray cluster.
 
-Enters specs, leaves running controllers and workers. Invariant: what a policy needs is counted
-before it is asked for, and nothing waits for a resource for longer than `_PLACEMENT_S`.
+Enters specs, leaves running controllers, which make their workers. Invariant: what a policy needs
+is counted before it is asked for.
 """
 
 # Ray's decorators are only partly typed.
@@ -14,16 +14,11 @@ import os
 from typing import TYPE_CHECKING, cast
 
 import ray
-from ray.util.placement_group import (
-    PlacementGroup,
-    get_placement_group,
-    placement_group,
-    remove_placement_group,
-)
 
 from ratoon.engine.controller_actor import ControllerActor
+from ratoon.engine.placement import check_free_gpu, end_worker
 from ratoon.engine.ray_calls import ActorLostError, ask, find_actor, kill_actor
-from ratoon.engine.settings import EngineSettings, controller_name, worker_name
+from ratoon.engine.settings import EngineSettings, controller_name
 from ratoon.engine.types import PolicySpec, ReferencePolicy
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import get_logger
@@ -35,10 +30,7 @@ if TYPE_CHECKING:
     from ray.actor import ActorProxy
 
 _LOG = get_logger("fleet")
-_PLACEMENT_S = 8.0
 _GRACE_S = 10.0
-_RELEASE_S = 1.0
-_POLL_S = 0.1
 # Long polls wait inside a controller.
 _MAX_CONCURRENCY = 10_000
 
@@ -66,11 +58,10 @@ class RayFleet:
                 got=str(spec.num_workers),
                 expected="1",
             )
-        if self.device != "cpu" and (free := await _free_gpus()) < 1:
-            raise _no_gpu(free)
+        if self.device != "cpu":
+            await check_free_gpu()
 
     async def start(self, spec: PolicySpec) -> None:
-        group = None if self.device == "cpu" else await self._place(spec.policy_id)
         controller = (
             ray.remote(ControllerActor)
             .options(
@@ -83,7 +74,7 @@ class RayFleet:
                 lifetime="detached",
                 get_if_exists=True,
             )
-            .remote(self._settings, spec, self._trainer(spec), group)
+            .remote(self._settings, spec, self._trainer(spec))
         )
         await ask(controller.start.remote())
 
@@ -112,24 +103,10 @@ class RayFleet:
         """End the processes without a word, as a crash would."""
         namespace = self._settings.namespace
         await kill_actor(controller_name(policy_id), namespace)
-        await kill_actor(worker_name(policy_id), namespace)
-        self._release(policy_id)
+        await end_worker(policy_id, namespace)
 
-    async def _place(self, policy_id: str) -> PlacementGroup:
-        """Reserve a GPU under the policy's name. Raises RESOURCE_EXHAUSTED."""
-        group = _find_group(policy_id)
-        if group is None:
-            name = _group_name(policy_id)
-            group = placement_group([{"GPU": 1}], name=name, lifetime="detached")
-        if not await asyncio.to_thread(group.wait, _PLACEMENT_S):
-            remove_placement_group(group)
-            raise _no_gpu(0.0)
-        return group
-
-    def _release(self, policy_id: str) -> None:
-        group = _find_group(policy_id)
-        if group is not None:
-            remove_placement_group(group)
+    async def release(self, policy_id: str) -> None:
+        await end_worker(policy_id, self._settings.namespace)
 
     def _trainer(self, spec: PolicySpec) -> TrainerSpec:
         is_bf16 = spec.model.dtype is ModelDtype.BFLOAT16
@@ -149,34 +126,5 @@ class RayFleet:
         )
 
 
-def _group_name(policy_id: str) -> str:
-    return f"ratoon-gpu-{policy_id}"
-
-
-def _find_group(policy_id: str) -> PlacementGroup | None:
-    try:
-        return get_placement_group(_group_name(policy_id))
-    except ValueError:
-        return None
-
-
 def _total_gpus() -> float:
     return float(ray.cluster_resources().get("GPU", 0.0))
-
-
-async def _free_gpus() -> float:
-    """GPUs that nobody has; a policy that has just ended may take a moment to give its own back."""
-    deadline = asyncio.get_running_loop().time() + _RELEASE_S
-    while True:
-        free = float(ray.available_resources().get("GPU", 0.0))
-        if free >= 1 or asyncio.get_running_loop().time() >= deadline:
-            return free
-        await asyncio.sleep(_POLL_S)
-
-
-def _no_gpu(free: float) -> RatoonError:
-    return RatoonError(
-        ErrorCode.RESOURCE_EXHAUSTED,
-        f"the policy wants 1 GPU, {free:g} are free",
-        details={"resource": "GPU", "wanted": "1", "free": f"{free:g}"},
-    )

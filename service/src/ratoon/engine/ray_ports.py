@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 import ray
 from ray import ObjectRef
-from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ratoon.engine.checkpoints import Checkpoint, Covered
 from ratoon.engine.journal import OperationEnd, OperationRecord, PolicyHistory, RollBack
 from ratoon.engine.numerics import Numerics
+from ratoon.engine.placement import end_worker, place
 from ratoon.engine.ray_calls import ActorLostError, ask, find_actor, kill_actor
 from ratoon.engine.settings import COORDINATOR_NAME, EngineSettings, worker_name
 from ratoon.engine.tasks import (
@@ -144,21 +144,16 @@ class RayJournal:
 
 
 class RayWorker:
-    """`WorkerPort` over the policy's worker actor, which it makes where there is none.
+    """`WorkerPort` over the policy's worker actor, which `fence` makes where there is none."""
 
-    `group` has the policy's GPU; None: a CPU worker.
-    """
-
-    def __init__(
-        self, policy_id: str, settings: EngineSettings, group: PlacementGroup | None
-    ) -> None:
+    def __init__(self, policy_id: str, settings: EngineSettings, *, on_gpu: bool) -> None:
         self._policy_id = policy_id
         self._settings = settings
-        self._group = group
+        self._on_gpu = on_gpu
         self._handle: ActorProxy[WorkerActor] | None = None
 
     async def fence(self, token: int) -> WorkerStatus:
-        worker = self._worker()
+        worker = self._handle = self._handle or await self._find_or_make()
         await _ask_worker(worker.fence.remote(token))
         return await _ask_worker(worker.status.remote())
 
@@ -168,7 +163,10 @@ class RayWorker:
     async def replace(self) -> None:
         self._handle = None
         await kill_actor(worker_name(self._policy_id), self._settings.namespace)
-        self._worker()
+
+    async def release(self) -> None:
+        self._handle = None
+        await end_worker(self._policy_id, self._settings.namespace)
 
     async def prepare(
         self, token: int, command: BatchCommand, body_path: str, old_logprobs: OldLogprobsSource
@@ -207,17 +205,22 @@ class RayWorker:
         await _ask_worker(self._worker().cancel.remote(operation_id))
 
     def _worker(self) -> ActorProxy[WorkerActor]:
+        """What is asked of a worker that was released makes no other."""
         if self._handle is None:
-            name, namespace = worker_name(self._policy_id), self._settings.namespace
-            found = cast("ActorProxy[WorkerActor] | None", find_actor(name, namespace))
-            self._handle = found or self._make(name, namespace)
+            raise WorkerLostError(f"policy {self._policy_id} has no worker")
         return self._handle
 
-    def _make(self, name: str, namespace: str) -> ActorProxy[WorkerActor]:
+    async def _find_or_make(self) -> ActorProxy[WorkerActor]:
+        """Raises RESOURCE_EXHAUSTED."""
+        name, namespace = worker_name(self._policy_id), self._settings.namespace
+        found = cast("ActorProxy[WorkerActor] | None", find_actor(name, namespace))
+        if found is not None:
+            return found
         options: dict[str, object] = {}
-        if self._group is not None:
+        if self._on_gpu:
+            group = await place(self._policy_id)
             options["num_gpus"] = 1
-            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self._group)
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group)
             options["runtime_env"] = {"env_vars": GPU_ENVIRONMENT}
         # Ray takes concurrency groups here, and its types do not know it.
         remote = cast(

@@ -84,6 +84,11 @@ def is_disk_full(error: Exception) -> bool:
     return isinstance(error, RatoonError) and error.details.get("resource") == _DISK
 
 
+def is_room_awaited(error: Exception) -> bool:
+    """Whether `error` is a refusal for want of what others give back: room on a disk, a GPU."""
+    return isinstance(error, RatoonError) and error.details.get("resource") in (_DISK, "GPU")
+
+
 @contextmanager
 def full_disk_refused() -> Generator[None, None, None]:
     """A full disk leaves the block as RESOURCE_EXHAUSTED, everything else as it is."""

@@ -1,7 +1,7 @@
 """How a controller comes to own its policy, at first and after any crash.
 
 Enters the journal's history and the worker's status, leaves a run that goes on where the journal
-ends. Invariant: the token is raised on the journal and the worker before either is read.
+ends. Invariant: the token is raised on the journal, and on the worker, before that is read.
 
 A worker that agrees with the journal is kept; the outcome that it holds and the journal does not
 completes the record. Otherwise what is lost is run again (`replay`), or, with `recovery: fail`, the
@@ -65,6 +65,10 @@ async def start_policy(
     """
     journal, is_first = run.ports.journal, run.token == 0
     run.token = await journal.acquire(run.policy_id)
+    history = await journal.history(run.policy_id)
+    run.published = history.policy.published
+    # A policy that was given up gets no worker.
+    await read_run(run, history.policy.next_seq)
     status = await _fence(run)
     if is_first:
         # Not before the worker has stopped writing for an earlier controller, and not where this
@@ -73,8 +77,6 @@ async def start_policy(
         await run.archive.start()
     if run.replays:
         await run.archive.restore_bodies((await _needed_bodies(run)).values())
-    history = await journal.history(run.policy_id)
-    await read_run(run, history.policy.next_seq)
     if status.is_loaded and agrees(history, status):
         standing = _Standing(status=status, info=None, is_rebased=False)
     else:

@@ -199,7 +199,10 @@ class WorkerPort(Protocol):
     """
 
     async def fence(self, token: int) -> WorkerStatus:
-        """Raise the token, let what runs come to its end, and say where the worker stands."""
+        """Raise the token, let what runs come to its end, and say where the worker stands.
+
+        Makes a worker where there is none. Raises RESOURCE_EXHAUSTED where there is no room for it.
+        """
         ...
 
     async def load(self, token: int, request: LoadRequest) -> Loaded:
@@ -210,7 +213,11 @@ class WorkerPort(Protocol):
         ...
 
     async def replace(self) -> None:
-        """Drop the worker and start a bare one."""
+        """Drop the worker; the next `fence` has a bare one."""
+        ...
+
+    async def release(self) -> None:
+        """End the worker and give back what it holds; until the next `fence` there is none."""
         ...
 
     async def prepare(

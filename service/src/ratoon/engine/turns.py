@@ -22,7 +22,7 @@ from ratoon.engine.ledger import LiveOperation
 from ratoon.engine.policy_run import PolicyRun
 from ratoon.engine.publisher import Publisher
 from ratoon.engine.replay import RecoveryStoppedError
-from ratoon.engine.room import is_disk_full
+from ratoon.engine.room import is_room_awaited
 from ratoon.engine.startup import start_policy
 from ratoon.engine.types import PolicyState
 from ratoon.errors import ErrorCode, RatoonError
@@ -32,7 +32,7 @@ _LOG = get_logger("turns")
 _MAX_FAILURES = 5
 _BACKOFF_S = 0.2
 _AWAY_S = 1.0
-_DISK_FULL_S = 2.0
+_NO_ROOM_S = 2.0
 
 Step = Callable[[], Awaitable[None]]
 
@@ -137,11 +137,11 @@ class TurnLoop:
                 self._must_restart = True
                 await asyncio.sleep(_AWAY_S)
             except Exception as err:  # noqa: BLE001 - the journal and the worker decide what is true
-                if is_disk_full(err):
+                if is_room_awaited(err):
                     # Nothing is wrong with the policy: it goes on once there is room.
-                    _LOG.error("disk full", policy_id=self._run.policy_id)
+                    _LOG.error("no room", policy_id=self._run.policy_id, reason=str(err))
                     self._must_restart = True
-                    await asyncio.sleep(_DISK_FULL_S)
+                    await asyncio.sleep(_NO_ROOM_S)
                     continue
                 _LOG.exception("turn failed", policy_id=self._run.policy_id, failures=failures)
                 self._must_restart, failures = True, failures + 1
@@ -149,16 +149,25 @@ class TurnLoop:
         await self._give_up(failure or f"its controller failed {failures} times in a row")
 
     async def _give_up(self, failure: str) -> None:
-        """The policy runs nothing more here until its controller is started again."""
+        """The policy runs nothing more here until its controller is started again, in a new worker.
+
+        What the old one held is for others: the journal and a checkpoint have what they need of it.
+        """
         run = self._run
         _LOG.error("policy stopped", policy_id=run.policy_id, reason=failure)
         await self._checkpointer.stop()
         run.state, run.failure = PolicyState.FAILED, failure
+        self._end_publications(policy_not_ready(run.policy_id, run.state, failure))
         try:
             await run.ports.journal.fail(run.token, run.policy_id, failure)
-        except Exception:  # noqa: BLE001 - a fence, or a journal that does not answer
-            _LOG.warning("failure not journaled", policy_id=run.policy_id)
-        self._end_publications(policy_not_ready(run.policy_id, run.state, failure))
+        except FencedError:
+            return  # The worker is the other controller's.
+        except Exception as err:  # noqa: BLE001 - the journal does not answer
+            _LOG.warning("failure not journaled", policy_id=run.policy_id, reason=str(err))
+        try:
+            await run.ports.worker.release()
+        except Exception as err:  # noqa: BLE001 - Ray does not end it; deleting the policy does
+            _LOG.error("worker not released", policy_id=run.policy_id, reason=str(err))
 
     async def _own(self) -> None:
         async with self._lock:
