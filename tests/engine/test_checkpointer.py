@@ -36,15 +36,15 @@ async def test_each_so_many_operations(make_machine: MakeMachine) -> None:
     await machine.end(await machine.forward_backward(4, 4))
     await settled(machine)
     (known,) = machine.journal.store.checkpoints("p")
-    assert (known.info.checkpoint_id, known.info.replay_from_seq) == ("auto-4", 4)
+    assert (known.info.checkpoint_id, known.info.replay_from_seq) == ("auto-4-1", 4)
     assert known.weights_digest == machine.worker.trainer.state_digest()
     assert machine.bodies == {digest_of(4)}
     for seq in (5, 6):
         await machine.end(await machine.submit(seq, DISCARD, 0))
     await machine.end(await machine.update(7, 7))
     await settled(machine)
-    assert checkpoint_ids(machine) == ["auto-7"]
-    assert [path.name for path in machine.paths.checkpoints.iterdir()] == ["auto-7"]
+    assert checkpoint_ids(machine) == ["auto-7-1"]
+    assert [path.name for path in machine.paths.checkpoints.iterdir()] == ["auto-7-1"]
     assert machine.bodies == set()
 
 
@@ -59,7 +59,7 @@ async def test_after_so_many_seconds_though_nothing_else_happens(
         if checkpoint_ids(machine):
             break
         await asyncio.sleep(0.01)
-    assert checkpoint_ids(machine) == ["auto-1"]
+    assert checkpoint_ids(machine) == ["auto-1-1"]
 
 
 async def test_each_so_many_bytes_of_bodies(make_machine: MakeMachine) -> None:
@@ -74,7 +74,23 @@ async def test_each_so_many_bytes_of_bodies(make_machine: MakeMachine) -> None:
     await machine.restart_controller()
     await machine.end(await machine.submit(2, forward(2), 2))
     await settled(machine)
-    assert checkpoint_ids(machine) == ["auto-2"], "a restart counts what is there"
+    assert checkpoint_ids(machine) == ["auto-2-2"], "a restart counts what is there"
+
+
+async def test_checkpoints_that_no_record_names_are_dropped(make_machine: MakeMachine) -> None:
+    """A caller's name is free again once the worker that may have written it is lost."""
+    machine = await machine_of(make_machine, every_operations=1)
+    await machine.end(await machine.submit(1, save("mine"), 0))
+    await machine.end(await machine.update(2, 2))
+    await settled(machine)
+    for name in ("auto-9-1", "torn", ".tmp-torn"):
+        (machine.paths.checkpoints / name).mkdir()
+    known = ["auto-2-1", "mine"]
+    await machine.restart_controller()
+    names = sorted(path.name for path in machine.paths.checkpoints.iterdir())
+    assert names == [*known, "torn"], "what a writer left of one goes at every start"
+    await lose_worker(machine)
+    assert sorted(path.name for path in machine.paths.checkpoints.iterdir()) == known
 
 
 async def test_a_policy_that_does_not_replay_has_none(make_machine: MakeMachine) -> None:
@@ -96,7 +112,7 @@ async def test_operations_run_while_one_is_written(make_machine: MakeMachine) ->
     assert machine.bodies == {digest_of(1), digest_of(2)}
     machine.faults.writes.set()
     await settled(machine)
-    assert checkpoint_ids(machine) == ["auto-2"]
+    assert checkpoint_ids(machine) == ["auto-2-1"]
     await lose_worker(machine)
     assert machine.weights == [([1.0], RATE), ([2.0], RATE)]
 
@@ -111,7 +127,7 @@ async def test_a_callers_checkpoint_covers_and_stays(make_machine: MakeMachine) 
     assert checkpoint_ids(machine) == ["mine"], "it counts as one"
     await machine.end(await machine.update(4, 4))
     await settled(machine)
-    assert checkpoint_ids(machine) == ["mine", "auto-4"]
+    assert checkpoint_ids(machine) == ["mine", "auto-4-1"]
     assert machine.paths.checkpoint("mine").is_dir()
 
 
@@ -165,7 +181,7 @@ async def test_a_full_disk_fails_a_checkpoint_and_nothing_else(
             break
         await asyncio.sleep(0.01)
     await settled(machine)
-    assert checkpoint_ids(machine) == ["auto-2"]
+    assert checkpoint_ids(machine) == ["auto-2-1"]
     assert machine.bodies == set()
     assert set(counted(machine, CHECKPOINTS)) == {"failed", "written"}
 

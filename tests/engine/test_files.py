@@ -12,7 +12,6 @@ from ratoon.engine.files import (
     BodyFiles,
     PolicyPaths,
     drop_expired_results,
-    drop_unknown_checkpoints,
     make_policy_folders,
     policy_paths,
     read_result,
@@ -98,16 +97,6 @@ def test_a_result_is_read_in_chunks(paths: PolicyPaths) -> None:
     with pytest.raises(RatoonError) as caught:
         read_result(paths, f"{digest}.abc", 0, 4)
     assert caught.value.field == "digest"
-
-
-def test_checkpoints_that_no_record_names_are_dropped(paths: PolicyPaths) -> None:
-    for name in ("known", "t-known", "t-torn", "torn"):
-        paths.checkpoint(name).mkdir()
-    known = frozenset({"known", "t-known"})
-    drop_unknown_checkpoints(paths, known, "t-")
-    assert sorted(path.name for path in paths.checkpoints.iterdir()) == ["known", "t-known", "torn"]
-    drop_unknown_checkpoints(paths, known, "")
-    assert sorted(path.name for path in paths.checkpoints.iterdir()) == ["known", "t-known"]
 
 
 def test_a_removed_policy_leaves_nothing(paths: PolicyPaths, tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ async def test_other_numerics_may_be_a_new_base(make_machine: MakeMachine) -> No
     assert machine.weights == [([1.5], RATE), ([2.5], RATE)]
     assert machine.run.state is PolicyState.READY
     assert machine.journal.store.history("p").policy.version == 2
-    assert checkpoint_ids(machine) == ["auto-2"]
+    assert checkpoint_ids(machine) == ["auto-2-2"]
     assert counted(machine, RECOVERIES) == ["rebased"]
     records = machine.journal.store.records_from("p", 1)
     assert records[1].weights_digest == machine.worker.trainer.state_digest()
@@ -176,19 +176,19 @@ async def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     for seq in (1, 2, 3):
         await machine.end(await machine.update(seq, seq))
         await settled(machine)
-    assert checkpoint_ids(machine) == ["auto-2", "auto-3"]
+    assert checkpoint_ids(machine) == ["auto-2-1", "auto-3-1"]
     assert machine.bodies == {digest_of(3)}
-    damage(machine, "auto-3")
+    damage(machine, "auto-3-1")
     await lose_worker(machine)
     assert machine.weights == [([1.0], RATE), ([2.0], RATE), ([3.0], RATE)]
     assert counted(machine, CHECKPOINTS).count("unusable") == 1
-    damage(machine, "auto-2")
+    damage(machine, "auto-2-1")
     await lose_worker(machine)
     policy = machine.journal.store.history("p").policy
     assert policy.state is PolicyState.FAILED
-    assert "auto-2" in policy.failure
-    assert "auto-3" in policy.failure
-    assert {path.name for path in machine.paths.checkpoints.iterdir()} == {"auto-2", "auto-3"}
+    assert "auto-2-1" in policy.failure
+    assert "auto-3-1" in policy.failure
+    assert {path.name for path in machine.paths.checkpoints.iterdir()} == {"auto-2-1", "auto-3-1"}
 
 
 async def test_a_checkpoint_of_another_state_is_unusable(make_machine: MakeMachine) -> None:
@@ -198,7 +198,7 @@ async def test_a_checkpoint_of_another_state_is_unusable(make_machine: MakeMachi
         await machine.end(await machine.update(seq, seq))
         await settled(machine)
     newest, before = (
-        machine.paths.checkpoint(name) / "state.json" for name in ("auto-3", "auto-2")
+        machine.paths.checkpoint(name) / "state.json" for name in ("auto-3-1", "auto-2-1")
     )
     newest.write_bytes(before.read_bytes())
     await lose_worker(machine)

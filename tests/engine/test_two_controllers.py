@@ -12,17 +12,27 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from ratoon.config import CheckpointConfig
 from ratoon.engine import startup
+from ratoon.engine.checkpoints import Checkpoint
 from ratoon.engine.controller import Controller
 from ratoon.engine.journal import FencedError, OperationEnd
 from ratoon.engine.policy_run import PolicyRun
 from ratoon.engine.tasks import Outcome, WorkerTask
-from ratoon.engine.types import Operation, OperationState, PolicyState, SeqKey, Submission
+from ratoon.engine.types import (
+    Operation,
+    OperationState,
+    PolicyState,
+    Recovery,
+    SeqKey,
+    Submission,
+)
 from ratoon.errors import ErrorCode, RatoonError
 from tests.engine.conftest import MakeMachine
 from tests.engine.fake_trainer import number_body
 from tests.engine.harness import RATE, Machine, update
 from tests.engine.test_controller import started
+from tests.engine.test_recovery import settled
 
 Apply = Callable[[int, WorkerTask], Awaitable[Outcome]]
 REFUSED = (ErrorCode.UNAVAILABLE, ErrorCode.POLICY_NOT_READY)
@@ -186,3 +196,62 @@ async def test_a_start_that_is_overtaken_takes_no_body_away(
     machine.faults.holds[1.0].set()
     for operation in operations:
         assert (await machine.end(operation)).state is OperationState.DONE
+
+
+def with_checkpoints(make_machine: MakeMachine) -> Machine:
+    """One after each update, and the newest is kept."""
+    each = CheckpointConfig(every_operations=1, every_s=0, every_bytes=0, keep=1)
+    return make_machine(recovery=Recovery.REPLAY, checkpoints=each)
+
+
+def only_checkpoint(machine: Machine) -> str:
+    (known,) = machine.journal.store.checkpoints("p")
+    return known.info.checkpoint_id
+
+
+async def test_a_start_that_is_overtaken_takes_no_checkpoint_away(
+    make_machine: MakeMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has read which checkpoints there are when the newer one takes another."""
+    machine = with_checkpoints(make_machine)
+    overtaken, machine.controller = machine.controller, machine._controller()
+    checkpoints = machine.journal.checkpoints
+
+    async def overtake(policy_id: str) -> tuple[Checkpoint, ...]:
+        known = await checkpoints(policy_id)
+        monkeypatch.undo()
+        await machine.controller.start()
+        await machine.end(await machine.update(1, 1))
+        await settled(machine)
+        return known
+
+    monkeypatch.setattr(machine.journal, "checkpoints", overtake)
+    with pytest.raises(FencedError):
+        await overtaken.start()
+    assert machine.paths.checkpoint(only_checkpoint(machine)).is_dir()
+
+
+async def test_the_older_one_takes_no_checkpoint_of_the_newer_one_for_its_own(
+    make_machine: MakeMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both take one at the same seq, and the older one clears the way for its own."""
+    machine = await with_checkpoints(make_machine).start()
+    older, _ = await second_controller(machine)
+    checkpoints, overtaken = machine.journal.checkpoints, asyncio.Event()
+
+    async def overtake(policy_id: str) -> tuple[Checkpoint, ...]:
+        known = await checkpoints(policy_id)
+        monkeypatch.undo()
+        await machine.controller.start()
+        await settled(machine)
+        overtaken.set()
+        return known
+
+    monkeypatch.setattr(machine.journal, "checkpoints", overtake)
+    await older.submit(an_update(1))
+    await asyncio.wait_for(overtaken.wait(), 10)
+    landing = older._turns._checkpointer._landing
+    assert landing is not None
+    await landing
+    assert machine.paths.checkpoint(only_checkpoint(machine)).is_dir()
+    await older._turns.stop(0.0)

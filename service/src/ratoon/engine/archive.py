@@ -55,9 +55,7 @@ class Archive(Protocol):
         """Put it on the disk where it is not, if the archive has it whole; "": there is none."""
         ...
 
-    async def drop_unknown_checkpoints(self, known: frozenset[str], prefix: str) -> None:
-        """Delete those named `prefix`... that are not known."""
-        ...
+    async def checkpoint_names(self) -> frozenset[str]: ...
 
     async def forget(self) -> None:
         """Delete everything of the policy. Raises UNAVAILABLE."""
@@ -91,8 +89,8 @@ class NoArchive:
     async def restore_checkpoint(self, checkpoint_id: str) -> None:
         """Nothing."""
 
-    async def drop_unknown_checkpoints(self, known: frozenset[str], prefix: str) -> None:
-        """Nothing."""
+    async def checkpoint_names(self) -> frozenset[str]:
+        return frozenset()
 
     async def forget(self) -> None:
         """Nothing."""
@@ -165,10 +163,8 @@ class BlobArchive:
             policy_id = self._paths.root.name
             _LOG.info("checkpoint restored", policy_id=policy_id, checkpoint_id=checkpoint_id)
 
-    async def drop_unknown_checkpoints(self, known: frozenset[str], prefix: str) -> None:
-        for name in await asyncio.to_thread(self._blobs.folder_names, self._checkpoints):
-            if name.startswith(prefix) and name not in known:
-                await self.drop_checkpoint(name)
+    async def checkpoint_names(self) -> frozenset[str]:
+        return frozenset(await asyncio.to_thread(self._blobs.folder_names, self._checkpoints))
 
     async def forget(self) -> None:
         await asyncio.to_thread(self._forget)

@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import partial
 
 from ratoon import metrics
 from ratoon.config import CheckpointConfig
 from ratoon.engine.checkpoints import AUTOMATIC_PREFIX, Checkpoint, Covered, automatic_id
 from ratoon.engine.crash_points import CrashPoint
-from ratoon.engine.files import drop_checkpoint, drop_unknown_checkpoints
+from ratoon.engine.files import drop_checkpoint, names_in
 from ratoon.engine.journal import FencedError, JournalState, OperationRecord
 from ratoon.engine.policy_run import PolicyRun
 from ratoon.engine.replay import RUN_KINDS
@@ -61,10 +60,7 @@ class Checkpointer:
         if not run.replays:
             return
         known = await run.ports.journal.checkpoints(run.policy_id)
-        names = frozenset(checkpoint.info.checkpoint_id for checkpoint in known)
-        drop = partial(drop_unknown_checkpoints, run.paths, names, AUTOMATIC_PREFIX)
-        await asyncio.to_thread(drop)
-        await run.archive.drop_unknown_checkpoints(names, AUTOMATIC_PREFIX)
+        await drop_unknown_checkpoints(run, known, AUTOMATIC_PREFIX)
         newest_seq = known[-1].info.seq if known else 0
         for record in await run.ports.journal.records_from(run.policy_id, newest_seq + 1):
             if record.state.is_final:
@@ -112,7 +108,7 @@ class Checkpointer:
         """
         run, seq = self._run, self._run.sequencer.turn - 1
         info = CheckpointInfo(
-            checkpoint_id=automatic_id(seq),
+            checkpoint_id=automatic_id(seq, run.token),
             version=run.version,
             seq=seq,
             replay_from_seq=run.window.replay_from(seq),
@@ -164,9 +160,8 @@ class Checkpointer:
         known = await run.ports.journal.checkpoints(run.policy_id)
         if info.checkpoint_id not in {earlier.info.checkpoint_id for earlier in known}:
             folder = run.paths.checkpoint(info.checkpoint_id)
-            # Of a controller that was killed before it could journal it.
-            await asyncio.to_thread(drop_checkpoint, run.paths, info.checkpoint_id)
-            await run.archive.drop_checkpoint(info.checkpoint_id)
+            # Of a try that failed before it could be journaled.
+            await _drop(run, info.checkpoint_id)
             size_bytes = await run.ports.worker.write_snapshot(run.token, str(folder))
             await run.archive.keep_checkpoint(info.checkpoint_id)
             checkpoint = replace(checkpoint, info=replace(info, size_bytes=size_bytes))
@@ -186,8 +181,7 @@ class Checkpointer:
         for operation_id, digest in covered.bodies:
             await run.bodies.release(operation_id, digest)
         for checkpoint_id in covered.checkpoint_ids:
-            await asyncio.to_thread(drop_checkpoint, run.paths, checkpoint_id)
-            await run.archive.drop_checkpoint(checkpoint_id)
+            await _drop(run, checkpoint_id)
 
     def _failed(self, info: CheckpointInfo, error: Exception) -> None:
         run = self._run
@@ -199,6 +193,31 @@ class Checkpointer:
         )
         run.send([metrics.CHECKPOINTS.sample(1, "failed")])
         self._retry_at = _clock() + _RETRY_S
+
+
+async def drop_unknown_checkpoints(
+    run: PolicyRun, known: Iterable[Checkpoint], prefix: str
+) -> None:
+    """Delete checkpoints named `prefix`... that were never journaled: their names are free.
+
+    `known`: what the journal has for this controller. Raises `FencedError` where another has taken
+    over: what is not known may be its own. What it makes later is not in the list.
+    """
+    here = await asyncio.to_thread(names_in, run.paths.checkpoints)
+    archived = await run.archive.checkpoint_names()
+    await run.check_newest()
+    names = {checkpoint.info.checkpoint_id for checkpoint in known}
+    for name in {*here} - names:
+        if name.startswith(prefix):
+            await asyncio.to_thread(drop_checkpoint, run.paths, name)
+    for name in archived - names:
+        if name.startswith(prefix):
+            await run.archive.drop_checkpoint(name)
+
+
+async def _drop(run: PolicyRun, checkpoint_id: str) -> None:
+    await asyncio.to_thread(drop_checkpoint, run.paths, checkpoint_id)
+    await run.archive.drop_checkpoint(checkpoint_id)
 
 
 def _clock() -> float:

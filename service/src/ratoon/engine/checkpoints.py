@@ -35,9 +35,12 @@ class Covered:
     checkpoint_ids: tuple[str, ...]
 
 
-def automatic_id(seq: int) -> str:
-    """Of the automatic checkpoint at `seq`."""
-    return f"{AUTOMATIC_PREFIX}{seq}"
+def automatic_id(seq: int, token: int) -> str:
+    """Of the automatic checkpoint at `seq` that the controller of a fencing token takes.
+
+    No two controllers make one of the same name, so that none takes away another's.
+    """
+    return f"{AUTOMATIC_PREFIX}{seq}-{token}"
 
 
 def check_own_id(checkpoint_id: str) -> None:

@@ -173,7 +173,7 @@ class BodyFiles:
 
     async def names(self) -> frozenset[str]:
         """Digests of all that is there, whoever wrote it."""
-        return frozenset(await asyncio.to_thread(_names, self._paths.bodies))
+        return frozenset(await asyncio.to_thread(names_in, self._paths.bodies))
 
     async def reconcile(self, digests: Mapping[str, str], listed: Collection[str]) -> None:
         """Hold what the journal's operations need (digest by holder) and what is in flight only.
@@ -190,22 +190,15 @@ class BodyFiles:
                 await asyncio.to_thread((self._paths.bodies / name).unlink, missing_ok=True)
 
 
-def _names(folder: Path) -> list[str]:
+def names_in(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir()]
 
 
-def drop_checkpoint(paths: PolicyPaths, checkpoint_id: str) -> None:
-    """Delete a checkpoint, which may be gone already."""
-    folder = paths.checkpoint(checkpoint_id)
+def drop_checkpoint(paths: PolicyPaths, name: str) -> None:
+    """Delete a checkpoint, or what a writer left of one; it may be gone already."""
+    folder = paths.checkpoints / name
     if folder.exists():
         remove_folder(folder)
-
-
-def drop_unknown_checkpoints(paths: PolicyPaths, known: frozenset[str], prefix: str) -> None:
-    """Delete checkpoints named `prefix`... that were never journaled: their names are free."""
-    for folder in paths.checkpoints.iterdir():
-        if folder.name.startswith(prefix) and folder.name not in known:
-            remove_folder(folder)
 
 
 def drop_expired_results(paths: PolicyPaths, ttl_s: float, protected: frozenset[str]) -> None:

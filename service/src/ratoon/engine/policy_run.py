@@ -88,5 +88,11 @@ class PolicyRun:
         """What is lost is run again: bodies are kept until a checkpoint covers them."""
         return self.spec.recovery is Recovery.REPLAY
 
+    async def check_newest(self) -> None:
+        """Raises `FencedError` where another controller has taken over. Not before `published` is
+        what the journal has.
+        """
+        await self.ports.journal.set_published(self.token, self.policy_id, self.published)
+
     def send(self, changes: Sequence[Change]) -> None:
         self.ports.metrics.send(changes)

@@ -18,9 +18,9 @@ from ratoon import metrics
 from ratoon.engine import telemetry
 from ratoon.engine.adoption import adopt, agrees, fail_unsequenced, settle_ended
 from ratoon.engine.breakers import read_run
-from ratoon.engine.checkpointer import Checkpointer
+from ratoon.engine.checkpointer import Checkpointer, drop_unknown_checkpoints
 from ratoon.engine.executor import Executor
-from ratoon.engine.files import drop_unknown_checkpoints, make_policy_folders
+from ratoon.engine.files import make_policy_folders
 from ratoon.engine.journal import JournalState, PolicyHistory, RollBack
 from ratoon.engine.numerics import Numerics
 from ratoon.engine.policy_run import PolicyRun
@@ -88,8 +88,7 @@ async def start_policy(
     await settle_ended(run)
     fail_unsequenced(run)
     listed, needed = await run.bodies.names(), await _needed_bodies(run)
-    # Changes nothing, but is refused where another has taken over: its bodies are not in `needed`.
-    await journal.set_published(run.token, run.policy_id, run.published)
+    await run.check_newest()  # Another's bodies are not in `needed`.
     await run.bodies.reconcile(needed, listed)
     open_ids = [live.operation_id for live in run.ledger.open_operations()]
     await asyncio.to_thread(run.claims.sweep, open_ids)
@@ -119,9 +118,7 @@ async def _fence(run: PolicyRun) -> WorkerStatus:
 
 async def _recover(run: PolicyRun, history: PolicyHistory, status: WorkerStatus) -> _Standing:
     """Bring a worker that was lost, or is not where the journal is, to a state that is known."""
-    names = frozenset(checkpoint.info.checkpoint_id for checkpoint in history.checkpoints)
-    await asyncio.to_thread(drop_unknown_checkpoints, run.paths, names, "")
-    await run.archive.drop_unknown_checkpoints(names, "")
+    await drop_unknown_checkpoints(run, history.checkpoints, "")
     is_new = history.policy.next_seq == 1
     if not run.replays:
         loaded, last_seq, outcome = *await _roll_back(run, history), "rolled_back"
