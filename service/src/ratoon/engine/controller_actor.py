@@ -24,6 +24,7 @@ from ratoon.engine.policy_run import PolicyRun, Ports
 from ratoon.engine.ray_ports import RayJournal, RayWorker
 from ratoon.engine.settings import EngineSettings
 from ratoon.engine.types import Operation, PolicySpec, Submission
+from ratoon.garbage import freeze_garbage
 from ratoon.log import configure_logging, get_logger
 from ratoon.stream.manifest import WeightManifest
 from ratoon.train.spec import TrainerSpec
@@ -59,6 +60,7 @@ class ControllerActor:
         self._controller = Controller(run)
         self._started: asyncio.Task[None] | None = None
         self._sweeper: asyncio.Task[None] | None = None
+        freeze_garbage()
         ray.get_runtime_context().current_actor.start.remote()
 
     @ray.method

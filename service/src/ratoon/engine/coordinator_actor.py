@@ -45,6 +45,7 @@ from ratoon.engine.types import (
     PolicySpec,
     PolicyState,
 )
+from ratoon.garbage import freeze_garbage
 from ratoon.log import configure_logging, get_logger
 from ratoon.model.spec import ModelInfo
 from ratoon.stream.files import make_folder
@@ -79,6 +80,7 @@ class CoordinatorActor:
         self._is_recovered = False
         self._backends: tuple[BackendInfo, ...] | None = None
         self._backends_lock = asyncio.Lock()
+        freeze_garbage()
         ray.get_runtime_context().current_actor.recover.remote()
 
     @ray.method

@@ -28,6 +28,7 @@ from ratoon.api.grpc.servicer import PolicyServicer
 from ratoon.auth.access import needs_keys
 from ratoon.auth.certificates import CertificateStore, files_of
 from ratoon.config import RatoonConfig
+from ratoon.garbage import freeze_garbage
 from ratoon.log import configure_logging, get_logger
 
 DRAIN_S = 25.0
@@ -44,6 +45,7 @@ class Gateway:
         threading.Thread(target=self._loop.run_forever, name="grpc", daemon=True).start()
         self._running: RunningServer = self._call(_start(config)).result()
         self._address = f"{config.grpc.host}:{self._running.port}"
+        freeze_garbage()
         self._drain_on_sigterm()
         _log.info("gateway listens", address=self._address)
 
