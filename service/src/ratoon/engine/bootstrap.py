@@ -52,6 +52,8 @@ def start_engine(config: RatoonConfig) -> None:
         .remote(settings)
     )
     ray.get(coordinator.recover.remote())
+    # Loads torch, which the first caller of GetServerInfo would wait for; nobody waits here.
+    coordinator.backends.remote()
 
 
 def drain_engine(config: RatoonConfig) -> None:

@@ -33,6 +33,7 @@ from ratoon.engine.fleet import RayFleet
 from ratoon.engine.journal import OperationEnd, OperationRecord, PolicyHistory, RollBack
 from ratoon.engine.metrics_actor import RayMetricsSink, find_metrics
 from ratoon.engine.numerics import Numerics
+from ratoon.engine.placement import on_gpu_node
 from ratoon.engine.ray_calls import ask, kill_actor
 from ratoon.engine.settings import METRICS_NAME, EngineSettings
 from ratoon.engine.store import SqlStore
@@ -128,8 +129,8 @@ class CoordinatorActor:
         """Of the workers' device, asked for in a process that ends afterwards."""
         async with self._backends_lock:  # A process for all who ask at once, not one for each.
             if self._backends is None:
-                num_gpus = 0 if self._fleet.device == "cpu" else 0.01
-                task = ray.remote(num_cpus=0, num_gpus=num_gpus, max_calls=1)(list_backends)
+                where = "DEFAULT" if self._fleet.device == "cpu" else on_gpu_node()
+                task = ray.remote(num_cpus=0, max_calls=1, scheduling_strategy=where)(list_backends)
                 self._backends = await ask(task.remote())
             return self._backends
 

@@ -1,0 +1,34 @@
+"""What the start of the engine's processes waits for, without Ray."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import ray
+
+from ratoon.config import RatoonConfig
+from ratoon.engine.bootstrap import start_engine
+
+
+def test_a_start_asks_for_the_backends_and_does_not_wait(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The first GetServerInfo waited for seconds, while a process imported torch."""
+    asked: list[str] = []
+    waited: list[str] = []
+
+    class Actor:
+        def __getattr__(self, name: str) -> object:
+            return SimpleNamespace(remote=lambda: asked.append(name) or name)
+
+    def remote(_actor_class: object) -> object:
+        made = SimpleNamespace(remote=lambda *_arguments: Actor())
+        return SimpleNamespace(options=lambda **_options: made)
+
+    monkeypatch.setattr(ray, "remote", remote)
+    monkeypatch.setattr(ray, "get", waited.append)
+    start_engine(RatoonConfig(data_root=tmp_path))
+    assert asked == ["render", "recover", "backends"]
+    assert waited == ["render", "recover"]
