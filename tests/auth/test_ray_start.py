@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 from ray._common.utils import try_make_directory_shared
+from ray._private import worker as ray_worker
 
 from ratoon.config import ray_token_file
 from ratoon.errors import RatoonError
-from ratoon.ray_start import make_ray_folder, make_token_file
+from ratoon.ray_start import ended_processes, make_ray_folder, make_token_file
 
 
 def test_the_token_is_made_once_and_for_its_owner(tmp_path: Path) -> None:
@@ -67,3 +68,25 @@ def test_rays_folder_is_closed_to_others(tmp_path: Path, monkeypatch: pytest.Mon
     folder.symlink_to(tmp_path)
     with pytest.raises(RatoonError, match=r"ray\.temp_folder"):
         make_ray_folder()
+
+
+class Node:
+    """What Ray has of the processes that it has started."""
+
+    def __init__(self, *ended: str) -> None:
+        self._ended = ended
+
+    def dead_processes(self) -> list[tuple[str, object]]:
+        return [(name, None) for name in self._ended]
+
+
+def test_of_rays_processes_those_that_it_cannot_do_without_are_missed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A service whose raylet had gone answered nobody and was never started again."""
+    monkeypatch.setattr(ray_worker, "_global_node", Node("log_monitor"))
+    assert ended_processes() == []
+    monkeypatch.setattr(ray_worker, "_global_node", Node("raylet", "log_monitor", "gcs_server"))
+    assert ended_processes() == ["raylet", "gcs_server"]
+    monkeypatch.setattr(ray_worker, "_global_node", None)
+    assert ended_processes() == []

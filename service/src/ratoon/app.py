@@ -41,6 +41,9 @@ GATEWAY_NAME = "ratoon-gateway"
 SERVICER_FUNCTION = "ratoon.api.grpc.wiring.add_policy_service"
 
 _log = get_logger("app")
+# Serve gives a proxy three times that long to import what it needs, and ends the start otherwise;
+# its own 5 s are too few where the machine is busy, as when many policies are coming back.
+_PROXY_START_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +177,7 @@ def _start_serve(config: RatoonConfig, *, show_logs: bool) -> None:
     variables = {
         "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(config.grpc.max_message_bytes),
         IN_PROXY_VARIABLE: IN_PROXY,
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(_PROXY_START_S),
     }
     serve.start(
         http_options=_serve_http(config),

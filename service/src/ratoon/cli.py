@@ -44,6 +44,7 @@ ConfigOption = Annotated[
 ]
 console = Console()
 DAY_S = 86_400.0
+RAY_POLL_S = 1.0
 LIST_COLUMNS = 240
 QUOTA_HELP = "Tokens of accepted work, each rollout alone; all policies and processes."
 
@@ -58,9 +59,10 @@ def _read_config(path: Path | None) -> RatoonConfig:
 
 @cli.command()
 def serve(config: ConfigOption = None) -> None:
-    """Run the service on this machine until SIGTERM or Ctrl-C."""
+    """Run the service on this machine until SIGTERM or Ctrl-C; exit 1 where its Ray has ended."""
     settings = _read_config(config)
     from ratoon import app
+    from ratoon.ray_start import ended_processes, exit_without_ray
 
     stop = threading.Event()
     try:
@@ -70,7 +72,10 @@ def serve(config: ConfigOption = None) -> None:
                 signal.signal(number, lambda *_: stop.set())
             typer.echo(f"http  {addresses.http}")
             typer.echo(f"grpc  {addresses.grpc}")
-            stop.wait()
+            while not stop.wait(RAY_POLL_S):
+                if ended := ended_processes():
+                    typer.echo(f"{ended[0]} of Ray has ended: start the service again", err=True)
+                    exit_without_ray()
             typer.echo("stopping")
     except RatoonError as err:
         typer.echo(err.message, err=True)

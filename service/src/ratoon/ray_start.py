@@ -14,10 +14,11 @@ import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
 from ray._private import ray_constants
+from ray._private import worker as ray_worker
 from ray._raylet import AuthenticationTokenLoader  # pyright: ignore[reportAttributeAccessIssue]
 
 from ratoon.auth.key_file import access_folder, make_access_folder
@@ -26,6 +27,8 @@ from ratoon.errors import invalid
 from ratoon.log import get_logger
 
 _log = get_logger("ray")
+# Without them nothing that is lost comes back. Ray starts neither again on one machine.
+_ESSENTIAL = (ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SERVER)
 
 
 def connect_ray(config: RatoonConfig, *, show_logs: bool) -> None:
@@ -60,6 +63,25 @@ def connect_ray(config: RatoonConfig, *, show_logs: bool) -> None:
     if not is_loopback(address):
         leave_ray()
         raise RuntimeError(f"Ray listens on {address}, expected loopback")
+
+
+def ended_processes() -> list[str]:
+    """Names of those processes of our own Ray that have ended and that it cannot do without.
+
+    Of a cluster there are none: that one is somebody else's to watch.
+    """
+    ended = [] if ray_worker._global_node is None else ray_worker._global_node.dead_processes()
+    return [str(name) for name, _ in ended if name in _ESSENTIAL]
+
+
+def exit_without_ray() -> NoReturn:
+    """End this process with status 1, and what is left of our own Ray; its workers follow it.
+
+    Nothing is drained: an orderly end would ask the processes that are gone, for a minute.
+    """
+    assert ray_worker._global_node is not None
+    ray_worker._global_node.kill_all_processes(check_alive=False)
+    os._exit(1)
 
 
 def leave_ray() -> None:
