@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
 _LOG = get_logger("client")
 _WATCH_S = 10.0
+_RECORD_S = 0.25
 T = TypeVar("T")
 
 
@@ -59,6 +60,8 @@ class EngineClient:
         self._settings = settings
         self._controllers: dict[str, Controller] = {}
         self._metrics = RayMetricsSink(settings.namespace)
+        # Of requests, there are more than of anything else: they wait to be sent together.
+        self._changes: list[Change] = []
         self._reach = make_reach(settings.crash_points)
 
     @classmethod
@@ -203,7 +206,13 @@ class EngineClient:
         return await _answer(hub.render.remote())
 
     def record_metrics(self, changes: Sequence[Change]) -> None:
-        """Send changes without waiting."""
+        """Send changes without waiting, those of `_RECORD_S` seconds together."""
+        if not self._changes:
+            asyncio.get_running_loop().call_later(_RECORD_S, self._send_metrics)
+        self._changes += changes
+
+    def _send_metrics(self) -> None:
+        changes, self._changes = self._changes, []
         self._metrics.send(changes)
 
     async def _read(self, policy_id: str, read: Callable[[PolicyPaths], T]) -> T:
