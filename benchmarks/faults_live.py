@@ -26,7 +26,11 @@ from ratoon.train.spec import TrainerSpec
 from ratoon_client import AsyncRatoonClient
 
 POINTS = tuple(point for point in CrashPoint if point.startswith("ingress-"))
-ROLES = ("worker", "controller", "coordinator", "replica", "gateway")
+# Processes that come back by themselves.
+ROLES = ("worker", "controller", "coordinator", "replica", "proxy", "gateway", "metrics")
+# Ray's own: the service ends with each of them, and whoever watches over it starts it anew.
+RAY_ROLES = ("raylet", "head")
+EVENTS = (*ROLES, *POINTS, "outage", "service", *RAY_ROLES)
 OUTAGE_S = 12.0
 MODEL = "tiny-model"
 
@@ -56,23 +60,25 @@ class LiveRun:
         playing = [asyncio.create_task(player.play_until(stop)) for player in self.players]
         try:
             await self._segment()
-            for _ in range(rounds):
-                for name, event in self._events(only):
-                    await asyncio.sleep(self._rng.uniform(0.0, 0.5))
-                    begin = time.monotonic()
-                    await event()
-                    await self._segment()
-                    self.result.seconds[name] = round(time.monotonic() - begin, 2)
+            for name in [name for name in EVENTS if not only or name in only] * rounds:
+                await asyncio.sleep(self._rng.uniform(0.0, 0.5))
+                begin = time.monotonic()
+                await self._event(name)()
+                await self._segment()
+                self.result.seconds[name] = round(time.monotonic() - begin, 2)
         finally:
             stop.set()
             await asyncio.gather(*playing)
-        self.result.kills += self.service.num_kills
+            self.result.kills += self.service.num_kills
 
-    def _events(self, only: Collection[str]) -> list[tuple[str, Callable[[], Awaitable[None]]]]:
-        events = [(role, self._kill(role)) for role in ROLES]
-        events += [(point, self._crash(point)) for point in POINTS]
-        events += [("outage", self._pause), ("service", self._kill_all), ("head", self._kill_head)]
-        return [(name, event) for name, event in events if not only or name in only]
+    def _event(self, name: str) -> Callable[[], Awaitable[None]]:
+        if name in POINTS:
+            return self._crash(CrashPoint(name))
+        if name in ROLES:
+            return self._kill(name)
+        if name in RAY_ROLES:
+            return self._kill_ray(name)
+        return {"outage": self._pause, "service": self._kill_all}[name]
 
     def _kill(self, role: str) -> Callable[[], Awaitable[None]]:
         async def kill() -> None:
@@ -98,20 +104,26 @@ class LiveRun:
         await asyncio.to_thread(self.service.kill_all)
         await asyncio.to_thread(self.service.start)
 
-    async def _kill_head(self) -> None:
-        """The head node's own process: what is left of the service ends, and is started anew."""
-        await asyncio.to_thread(self.service.kill, "head")
-        await asyncio.sleep(1.0)
-        await self._kill_all()
-        self.service.num_kills -= 1
+    def _kill_ray(self, role: str) -> Callable[[], Awaitable[None]]:
+        """A process of Ray's own. The service is to end by itself; then it is started anew."""
+
+        async def kill() -> None:
+            await asyncio.to_thread(self.service.kill, role)
+            await asyncio.to_thread(self.service.restart_once_it_ends)
+
+        return kill
 
     async def _segment(self) -> None:
         """Until every player has ended a segment that began after this moment."""
         wanted = [player.num_segments + 2 for player in self.players]
         deadline = time.monotonic() + 2 * PATIENCE_S
-        while any(p.num_segments < n for p, n in zip(self.players, wanted, strict=True)):
+        while behind := [
+            player.policy_id
+            for player, num in zip(self.players, wanted, strict=True)
+            if player.num_segments < num
+        ]:
             if time.monotonic() > deadline:
-                raise TimeoutError("the policies do not go on")
+                raise TimeoutError(f"{behind} do not go on; before: {self.result.seconds}")
             await asyncio.sleep(0.05)
 
 

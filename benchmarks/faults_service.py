@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import httpx
@@ -21,6 +20,8 @@ import psutil
 import yaml
 
 START_S = 120.0
+# Until `ratoon serve` is to have noticed that its Ray is gone, whose head is waited for a minute.
+END_S = 90.0
 _POLL_S = 0.1
 # What the title of a role's processes begins with or contains.
 TITLES = {
@@ -39,7 +40,7 @@ TITLES = {
 class Service:
     """Use it as a context manager: nothing of it runs afterwards."""
 
-    def __init__(self, root: Path, **settings: Mapping[str, object]) -> None:
+    def __init__(self, root: Path, **settings: object) -> None:
         self.root = root
         self.num_kills = 0
         self.http_port, self.grpc_port = _free_port(), _free_port()
@@ -129,6 +130,24 @@ class Service:
         """SIGKILL to every process of the service at once."""
         self._end()
         self.num_kills += 1
+
+    def restart_once_it_ends(self) -> None:
+        """As a supervisor does. Raises `RuntimeError` where it goes on, or ends with status 0."""
+        assert self._process is not None
+        try:
+            status = self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"the service goes on: {self._log.read_text()[-4000:]}") from None
+        if status == 0:
+            raise RuntimeError("the service ended with status 0")
+        self._end()
+        self.start()
+
+    def terminate(self, timeout_s: float) -> int:
+        """SIGTERM to `ratoon serve`; its exit status. Raises `subprocess.TimeoutExpired`."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGTERM)
+        return self._process.wait(timeout_s)
 
     def pause(self, seconds: float) -> None:
         """Every process stands still for that long."""

@@ -1,0 +1,224 @@
+"""When a whole fault run is good: each reason for which it is not, and what is written then."""
+
+from __future__ import annotations
+
+import json
+import re
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.faults import document
+from benchmarks.faults_crashes import Kills
+from benchmarks.faults_history import Verdict
+from benchmarks.faults_live import EVENTS, POINTS, LiveResult
+from benchmarks.faults_load import LoadResult
+from benchmarks.faults_reference import TOLERANCE
+from benchmarks.faults_selftest import SCHEDULES, Finding
+from benchmarks.faults_summary import MAX_GROWTH_BYTES, Summary
+from ratoon.engine.crash_points import CrashPoint
+from tests.durability.torn import TornCounts
+from tests.hostile.fuzz import FuzzCounts
+
+HOSTILE = FuzzCounts(
+    inputs=10,
+    crashes=0,
+    server_errors=0,
+    peak_rss_growth_bytes=0,
+    slowest_s=0.1,
+    accepted=1,
+    findings=(),
+)
+LOST = Verdict(lost=["call 1"])
+
+
+def findings() -> list[Finding]:
+    return [Finding(build=build, broken=LOST, whole=Verdict()) for build in SCHEDULES]
+
+
+def good() -> Summary:
+    """A run just as it has to be."""
+    summary = Summary(findings=findings(), hostile=HOSTILE, fp64_difference=TOLERANCE)
+    light = [point for point in CrashPoint if point not in POINTS]
+    torn = TornCounts(counts=Counter({("body", "refused"): 3}), faults=())
+    summary.add_light(Kills(points=set(light), in_window=5), 9, 100, torn)
+    seconds = {str(event): 2.0 for event in EVENTS}
+    summary.add_live(LiveResult(kills=11, points=set(POINTS), seconds=seconds, operations=10))
+    summary.add_load(LoadResult(operations=1, p99_s=0.49, pss_growth=0.05, more_descriptors=5.0))
+    return summary
+
+
+def test_a_good_run_is_good() -> None:
+    summary = good()
+    assert list(summary.problems()) == []
+    assert summary.is_good
+    assert summary.self_test_line() == "self-test: 5/5 faults found"
+    assert summary.last_line() == (
+        "faults: 20 kills, 0 lost, 0 doubled, 3 torn files, 0 loaded, 10 hostile inputs, 0 crashes"
+    )
+
+
+def lose(summary: Summary) -> None:
+    summary.verdict.add(LOST)
+
+
+def double(summary: Summary) -> None:
+    summary.add_live(LiveResult(verdict=Verdict(doubled=["call 2 is two operations"])))
+
+
+def lose_under_load(summary: Summary) -> None:
+    summary.add_load(LoadResult(verdict=LOST))
+
+
+def kill_too_few(summary: Summary) -> None:
+    summary.kills = 19
+
+
+def kill_too_few_in_windows(summary: Summary) -> None:
+    summary.in_window = 4
+
+
+def miss_a_point(summary: Summary) -> None:
+    summary.points.remove(CrashPoint.WORKER_IN_APPLY)
+
+
+def miss_an_event(summary: Summary) -> None:
+    del summary.back_s["raylet"]
+
+
+def differ(summary: Summary) -> None:
+    summary.fp64_difference = 2 * TOLERANCE
+
+
+def differ_by_nan(summary: Summary) -> None:
+    summary.fp64_difference = float("nan")
+
+
+def tear_nothing(summary: Summary) -> None:
+    summary.torn.clear()
+
+
+def load_a_torn_file(summary: Summary) -> None:
+    summary.torn_faults.append("a body was loaded")
+
+
+def miss_a_build(summary: Summary) -> None:
+    summary.findings[0] = replace(summary.findings[0], broken=Verdict())
+
+
+def lose_in_the_whole_build(summary: Summary) -> None:
+    summary.findings[0] = replace(summary.findings[0], whole=LOST)
+
+
+def skip_a_build(summary: Summary) -> None:
+    del summary.findings[-1]
+
+
+def skip_the_load(summary: Summary) -> None:
+    summary.load = None
+
+
+def be_slow(summary: Summary) -> None:
+    summary.load = LoadResult(p99_s=0.5)
+
+
+def keep_memory(summary: Summary) -> None:
+    summary.load = LoadResult(pss_growth=0.051)
+
+
+def keep_descriptors(summary: Summary) -> None:
+    summary.load = LoadResult(more_descriptors=5.1)
+
+
+def skip_the_hostile(summary: Summary) -> None:
+    summary.hostile = None
+
+
+def crash(summary: Summary) -> None:
+    summary.hostile = replace(HOSTILE, crashes=1)
+
+
+def answer_500(summary: Summary) -> None:
+    summary.hostile = replace(HOSTILE, server_errors=1, findings=("codec 0.1: 500",))
+
+
+def leak(summary: Summary) -> None:
+    summary.hostile = replace(HOSTILE, peak_rss_growth_bytes=MAX_GROWTH_BYTES + 1)
+
+
+def break_off(summary: Summary) -> None:
+    def part() -> None:
+        raise TimeoutError("stands still")
+
+    assert summary.part("kills, service", part) is None
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        *(lose, double, lose_under_load, kill_too_few, kill_too_few_in_windows, miss_a_point),
+        *(miss_an_event, differ, differ_by_nan, tear_nothing, load_a_torn_file, miss_a_build),
+        *(lose_in_the_whole_build, skip_a_build, skip_the_load, be_slow, keep_memory),
+        *(keep_descriptors, skip_the_hostile, crash, answer_500, leak, break_off),
+    ],
+)
+def test_each_fault_alone_makes_a_run_bad(spoil: Callable[[Summary], None]) -> None:
+    """And says why: one reason, in the result file too."""
+    summary = good()
+    spoil(summary)
+    assert not summary.is_good
+    problems = summary.result()["problems"]
+    assert isinstance(problems, list)
+    assert len(problems) == 1, problems
+
+
+def test_a_part_that_breaks_off_is_named_and_timed() -> None:
+    summary = good()
+    break_off(summary)
+    (problem,) = summary.problems()
+    assert problem == "did not end: kills, service: TimeoutError: stands still"
+    assert "kills, service" in summary.seconds
+
+
+def test_the_longest_time_of_all_rounds_counts() -> None:
+    summary = good()
+    for seconds in (3.0, 1.0):
+        summary.add_live(LiveResult(seconds={"worker": seconds}))
+    assert summary.back_s["worker"] == 3.0
+
+
+@pytest.mark.parametrize("summary", [Summary(), good()])
+def test_a_result_is_json_whatever_ended(summary: Summary) -> None:
+    result = json.loads(json.dumps(summary.result()))
+    assert result["is_good"] is summary.is_good
+    assert result["kills"] == summary.kills
+    assert len(result["crash_points"]) + len(result["missed_crash_points"]) == len(CrashPoint)
+    assert result["torn_files"] == sum(result["torn"].values())
+    assert result["self_test"] == {finding.build: True for finding in summary.findings}
+
+
+def test_the_operations_page_lists_the_fields_of_a_result_and_no_others() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    table = text.partition("| field | what |")[2].splitlines()[2:]
+    names = [row.split("|")[1] for row in table if row.startswith("|")]
+    written = document(good(), Namespace(seed=3, out=None, kills=20))
+    assert sorted(re.findall(r"`(\w+)`", " ".join(names))) == sorted(written)
+    assert (written["seed"], written["options"]) == (3, {"kills": 20})
+
+
+def test_what_was_acknowledged_under_load_is_counted_once() -> None:
+    result = good().result()
+    assert result["operations"] == 111
+    assert isinstance(result["load"], dict)
+    assert "verdict" not in result["load"]
+
+
+def test_at_most_a_screen_of_what_was_lost_is_shown() -> None:
+    summary = good()
+    summary.verdict.lost += [f"call {number}" for number in range(1000)]
+    assert len(list(summary.problems())) == 20
+    assert summary.result()["lost"] == 1000
