@@ -119,7 +119,7 @@ async def test_what_was_accepted_ends_once_a_full_disk_has_room(
 ) -> None:
     """The end of an operation cannot be journaled for longer than five tries take."""
     machine = on_small_disk
-    monkeypatch.setattr("ratoon.engine.turns._DISK_FULL_S", 0.02)
+    monkeypatch.setattr("ratoon.engine.turns._NO_ROOM_S", 0.02)
     monkeypatch.setattr("ratoon.engine.turns._BACKOFF_S", 0.001)
     refused: list[str] = []
     for name in ("end", "acquire"):
