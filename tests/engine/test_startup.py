@@ -9,7 +9,7 @@ import pytest
 
 from ratoon.engine import turns
 from ratoon.engine.journal import FencedError
-from ratoon.engine.tasks import WorkerStatus
+from ratoon.engine.tasks import WorkerLostError, WorkerStatus
 from ratoon.engine.types import (
     FailedResult,
     OperationState,
@@ -231,3 +231,22 @@ async def test_a_new_process_over_the_same_files_comes_back_at_the_checkpoint(
     assert code_of(again) == ErrorCode.WORKER_LOST
     await machine.end(await machine.update(4, 4))
     assert machine.weights == [([1.0], RATE), ([4.0], RATE)]
+
+
+async def test_a_worker_that_dies_while_a_policy_starts_is_replaced_at_the_next_call(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who submitted or cancelled meanwhile was told of an internal error, and did not ask again."""
+
+    async def die(*_: object) -> None:
+        machine.worker.is_dead = True
+        raise WorkerLostError("killed")
+
+    machine.worker.is_dead = True
+    monkeypatch.setattr(machine.worker, "load", die)
+    with pytest.raises(RatoonError) as raised:
+        await machine.restart_controller()
+    assert (raised.value.code, raised.value.retryable) == (ErrorCode.POLICY_NOT_READY, True)
+    monkeypatch.undo()
+    await machine.controller.start()
+    assert machine.controller.state is PolicyState.READY

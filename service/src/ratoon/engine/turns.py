@@ -24,6 +24,7 @@ from ratoon.engine.publisher import Publisher
 from ratoon.engine.replay import RecoveryStoppedError
 from ratoon.engine.room import is_room_awaited
 from ratoon.engine.startup import start_policy
+from ratoon.engine.tasks import WorkerLostError
 from ratoon.engine.types import PolicyState
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import get_logger
@@ -73,6 +74,9 @@ class TurnLoop:
         except (RecoveryStoppedError, NumbersFailedError) as err:
             await self._give_up(str(err))
             return
+        except WorkerLostError as err:
+            # Whoever asks next starts again, with another worker.
+            raise policy_not_ready(self._run.policy_id, self._run.state) from err
         self._task = asyncio.get_running_loop().create_task(self._loop())
 
     async def stop(self, grace_s: float) -> None:
