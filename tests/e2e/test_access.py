@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import json
 import os
 import signal
 import socket
@@ -16,6 +18,7 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import httpx
+import psutil
 import pytest
 import ray
 
@@ -99,10 +102,20 @@ def ports(tmp_path: Path) -> Iterator[Ports]:
         )
         try:
             _wait_until_well(process, http, tmp_path / "log")
+            _check_reports(process.pid)
             yield Ports(http=http, gateway=gateway, serve=serve, environment=environment)
         finally:
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 0, (tmp_path / "log").read_text()[-4000:]
+
+
+def _check_reports(pid: int) -> None:
+    """Ray keeps no record of each call: without a dashboard nobody would see it."""
+    commands = [child.cmdline() for child in psutil.Process(pid).children(recursive=True)]
+    (head,) = (command for command in commands if "gcs_server" in command[0])
+    (config,) = (word for word in head if word.startswith("--config_list="))
+    settings = json.loads(base64.b64decode(config.partition("=")[2]))
+    assert settings["task_events_report_interval_ms"] == 0
 
 
 def _wait_until_well(process: subprocess.Popen[bytes], port: int, log: Path) -> None:

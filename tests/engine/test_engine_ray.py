@@ -15,7 +15,7 @@ import sys
 import uuid
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -175,7 +175,8 @@ def test_what_answers_looks_at_old_garbage_no_more(engine: Engine) -> None:
     """A full collection of the modules held all calls for 0.2 s, again and again."""
     for name in (COORDINATOR_NAME, controller_name(POLICY)):
         actor = ray.get_actor(name, engine.config.ray.namespace)
-        assert ray.get(actor.__ray_call__.remote(lambda _: gc.get_freeze_count())) > 50_000
+        num_frozen = ray.get(actor.__ray_call__.remote(lambda _: gc.get_freeze_count()))
+        assert cast(int, num_frozen) > 50_000
 
 
 def test_parts_equal_the_update_bit_for_bit(engine: Engine) -> None:

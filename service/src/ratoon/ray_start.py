@@ -56,6 +56,7 @@ def connect_ray(config: RatoonConfig, *, show_logs: bool) -> None:
             num_cpus=config.ray.num_cpus,
             object_store_memory=config.ray.object_store_bytes,
             include_dashboard=False,
+            _system_config=_NO_REPORTS,
             _temp_dir=config.ray.temp_folder or str(make_ray_folder()),
             **options,
         )
@@ -88,6 +89,10 @@ def leave_ray() -> None:
     """End what `connect_ray` began; the next Ray of this process has a token of its own."""
     ray.shutdown()
     AuthenticationTokenLoader.instance().reset_cache()
+
+
+# Every call would be reported to a dashboard that is not there, and kept in the head's memory.
+_NO_REPORTS = {"task_events_report_interval_ms": 0, "enable_metrics_collection": False}
 
 
 @contextmanager
