@@ -1,7 +1,8 @@
 """Two hundred callers at once: how fast control calls are, what memory and descriptors do.
 
 Enter seconds and a seed, leaves percentiles, growth and a verdict. Invariant: every call is judged
-as in a fault run; memory is the summed PSS of all processes of the service.
+as in a fault run; memory is the summed PSS of all processes of the service; latencies are those
+that callers see, what their own event loop was late included, which is measured and reported.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from benchmarks.faults_clients import PATIENCE_S, Player
 from benchmarks.faults_history import Notes, Verdict
 from benchmarks.faults_live import MODEL, judge_player
 from benchmarks.faults_service import Service
+from ratoon.garbage import freeze_garbage
 from ratoon_client import AsyncRatoonClient
 
 NUM_CLIENTS = 200
@@ -35,6 +37,7 @@ MAX_MORE_DESCRIPTORS = 5
 PAUSE_S = (15.0, 35.0)
 _WARM_S = 20.0
 _SAMPLE_S = 5.0
+_LOOK_S = 0.02
 _POLICY = "load"
 
 
@@ -47,6 +50,9 @@ class LoadResult:
     control_calls: int = 0
     p50_s: float = 0.0
     p99_s: float = 0.0
+    # How late the callers' own event loop was.
+    callers_late_p99_s: float = 0.0
+    callers_late_max_s: float = 0.0
     pss_growth: float = 0.0
     more_descriptors: float = 0.0
     verdict: Verdict = field(default_factory=Verdict)
@@ -67,6 +73,7 @@ class _Load:
         self.notes = Notes()
         self.numbers: Iterator[int] = itertools.count(1)
         self.latencies: list[float] = []
+        self.late: list[float] = []
         # Time, PSS in bytes, descriptors.
         self.samples: list[tuple[float, int, int]] = []
         self.rng = random.Random(seed)
@@ -83,6 +90,7 @@ def run_load(model_folder: Path, seed: int, seconds: float) -> LoadResult:
 
 async def _run(service: Service, seed: int, seconds: float) -> LoadResult:
     load = _Load(seed)
+    freeze_garbage()  # The callers' own pauses are not the service's.
     clients = [
         AsyncRatoonClient(
             service.http if index % 4 == 0 else service.grpc,
@@ -100,7 +108,7 @@ async def _run(service: Service, seed: int, seconds: float) -> LoadResult:
         await creation.result()
         players = [Player(c, _POLICY, seed, has_seqs=False, notes=load.notes) for c in clients]
         deadline = time.monotonic() + _WARM_S + seconds
-        watching = asyncio.create_task(_watch(service, load, deadline))
+        watching = asyncio.gather(_watch(service, load, deadline), _look_at_loop(load, deadline))
         callers = [_calls(load, p, c, deadline) for p, c in zip(players, clients, strict=True)]
         await asyncio.gather(*callers)
         await watching
@@ -121,14 +129,20 @@ async def _calls(load: _Load, player: Player, client: AsyncRatoonClient, deadlin
         )
         playing = asyncio.create_task(player.play([call]))
         while not playing.done():
-            for name in load.notes.operations.get(call.number, ()):
-                begin = time.monotonic()
-                await client.get_operation(name)
-                if load.samples:
-                    load.latencies.append(time.monotonic() - begin)
+            await _ask(load, call, client)
             await asyncio.wait([playing], timeout=1.0)
+        await _ask(load, call, client)
         pause_s = load.rng.uniform(*PAUSE_S)
         await asyncio.sleep(min(pause_s, max(deadline - time.monotonic(), 0.0)))
+
+
+async def _ask(load: _Load, call: Call, client: AsyncRatoonClient) -> None:
+    """How the call's operation stands, without waiting for it to end."""
+    for name in load.notes.operations.get(call.number, ()):
+        begin = time.monotonic()
+        await client.get_operation(name)
+        if load.samples:
+            load.latencies.append(time.monotonic() - begin)
 
 
 async def _watch(service: Service, load: _Load, deadline: float) -> None:
@@ -138,6 +152,15 @@ async def _watch(service: Service, load: _Load, deadline: float) -> None:
         pss_bytes, descriptors = await asyncio.to_thread(_usage, service)
         load.samples.append((time.monotonic(), pss_bytes, descriptors))
         await asyncio.sleep(_SAMPLE_S)
+
+
+async def _look_at_loop(load: _Load, deadline: float) -> None:
+    """How much later than it asked for this coroutine goes on."""
+    while time.monotonic() < deadline:
+        begin = time.monotonic()
+        await asyncio.sleep(_LOOK_S)
+        if load.samples:
+            load.late.append(time.monotonic() - begin - _LOOK_S)
 
 
 def _usage(service: Service) -> tuple[int, int]:
@@ -159,6 +182,8 @@ def _summary(load: _Load, seconds: float) -> LoadResult:
         control_calls=len(load.latencies),
         p50_s=round(float(np.percentile(load.latencies, 50)), 4),
         p99_s=round(float(np.percentile(load.latencies, 99)), 4),
+        callers_late_p99_s=round(float(np.percentile(load.late, 99)), 4),
+        callers_late_max_s=round(max(load.late), 4),
         pss_growth=round(float(last[1] / middle[1] - 1), 4),
         more_descriptors=round(float(last[2] - middle[2]), 2),
     )
