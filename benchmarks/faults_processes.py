@@ -187,6 +187,10 @@ class RpcWorker:
     async def replace(self) -> None:
         await _in_pool(self._supervisor, "replace_worker")
 
+    async def release(self) -> None:
+        """A bare one in its place holds as good as nothing."""
+        await self.replace()
+
     async def fence(self, token: int) -> Any:
         await self._ask("fence", token)
         return await self._ask("status")
