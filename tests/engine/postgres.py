@@ -13,10 +13,11 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import psycopg
 import pytest
 from psycopg import sql
@@ -38,11 +39,17 @@ class PostgresServer:
     def url(self, database: str) -> str:
         return f"postgresql://{USER}:{self.password}@127.0.0.1:{self.port}/{database}"
 
-    def create_database(self) -> str:
+    def create_database(self, tablespace: str = "pg_default") -> str:
         """The URL of a new, empty database."""
         name = f"journal_{secrets.token_hex(4)}"
-        self.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
+        create = sql.SQL("CREATE DATABASE {} TABLESPACE {}")
+        self.execute(create.format(sql.Identifier(name), sql.Identifier(tablespace)))
         return self.url(name)
+
+    def drop_database(self, url: str) -> None:
+        """Whoever uses it."""
+        name = sql.Identifier(url.rpartition("/")[2])
+        self.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(name))
 
     def execute(self, statement: sql.Composed | sql.SQL) -> None:
         """Run a statement as the superuser, outside a transaction."""
@@ -76,6 +83,16 @@ class PostgresServer:
         """`mode` "fast" ends it; "immediate" is a crash: it recovers at its next start."""
         self._control("stop", "--wait", f"--mode={mode}")
 
+    def kill(self) -> None:
+        """SIGKILL to all of its processes at once; the next start recovers."""
+        leader = psutil.Process(int((self._data / "postmaster.pid").read_text().split()[0]))
+        leader.suspend()  # It begins no other.
+        processes = [leader, *leader.children(recursive=True)]
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(processes, timeout=10)
+
     @property
     def _data(self) -> Path:
         return self.folder / "data"
@@ -84,14 +101,17 @@ class PostgresServer:
         self._run("pg_ctl", f"--pgdata={self._data}", *arguments)
 
     def _run(self, command: str, *arguments: str) -> None:
-        user = SERVICE_USER if os.getuid() == 0 else None
+        # Not `subprocess.run(user=...)`: it forks, and gRPC aborts a fork of a thread of its.
+        as_user = [
+            "setpriv",
+            f"--reuid={SERVICE_USER}",
+            f"--regid={SERVICE_USER}",
+            "--clear-groups",
+        ]
         # A file, not a pipe: the server inherits it and would keep a pipe open.
         with (self.folder / "commands.log").open("a") as log:
             subprocess.run(
-                [self.commands / command, *arguments],
-                user=user,
-                group=user,
-                extra_groups=[] if user else None,
+                [*(as_user if os.getuid() == 0 else []), self.commands / command, *arguments],
                 cwd=self.folder,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

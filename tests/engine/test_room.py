@@ -5,10 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import subprocess
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import psycopg
@@ -22,52 +20,18 @@ from ratoon.engine.types import OperationState
 from ratoon.errors import ErrorCode, RatoonError
 from tests.engine.conftest import MakeMachine
 from tests.engine.harness import Machine, forward, policy_spec
+from tests.small_disk import MIB, NoMountError, SmallDisk, mounted
 
-MIB = 2**20
 DISK_BYTES = 6 * MIB
-
-
-@dataclass
-class SmallDisk:
-    """A file system of `DISK_BYTES`, and how to leave nothing of it."""
-
-    root: Path
-    ballast: list[Path] = field(default_factory=list[Path])
-
-    def fill(self) -> None:
-        """To the last byte, and the last file where there is a bound on files."""
-        for size_bytes in (MIB, 4096, 1):
-            while True:
-                path = self.root / f"ballast-{len(self.ballast)}"
-                self.ballast.append(path)
-                try:
-                    path.write_bytes(b"x" * size_bytes)
-                except OSError as err:
-                    assert err.errno == errno.ENOSPC
-                    path.unlink(missing_ok=True)
-                    break
-        assert shutil.disk_usage(self.root).free == 0
-
-    def clear(self) -> None:
-        for path in self.ballast:
-            path.unlink(missing_ok=True)
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
-    root = tmp_path / "disk"
-    root.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(root)]
     try:
-        mounted = subprocess.run(command, capture_output=True, check=False)
-    except FileNotFoundError:
-        pytest.skip("there is no mount command")
-    if mounted.returncode != 0:
-        pytest.skip(f"a tmpfs cannot be mounted here: {mounted.stderr.decode().strip()}")
-    try:
-        yield SmallDisk(root=root)
-    finally:
-        subprocess.run(["umount", "--lazy", str(root)], check=True)
+        with mounted(tmp_path / "disk", DISK_BYTES) as disk:
+            yield disk
+    except NoMountError as err:
+        pytest.skip(str(err))
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from psycopg import sql
@@ -15,8 +16,10 @@ from ratoon.config import RatoonConfig
 from ratoon.engine.settings import EngineSettings
 from ratoon.engine.tables import open_database
 from ratoon.errors import ErrorCode, RatoonError
+from tests.engine import postgres_room
 from tests.engine.postgres import PostgresServer
 from tests.engine.stores import Stores
+from tests.small_disk import NoMountError
 
 
 def test_every_commit_to_sqlite_is_synced(tmp_path: Path) -> None:
@@ -81,6 +84,41 @@ def test_a_postgresql_server_that_crashed_has_what_was_committed(postgres: Postg
     assert policy is not None
     assert policy.version == 2
     stores.engine.dispose()
+
+
+@pytest.mark.parametrize("has_disk", [True, False])
+def test_a_postgresql_server_without_room_refuses_and_keeps_what_it_has(
+    postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch, has_disk: bool
+) -> None:
+    """On a disk that is full, and as tests do it where none can be mounted."""
+    if not has_disk:
+        monkeypatch.setattr(postgres_room, "mounted", _no_mount)
+    with postgres_room.small_database(postgres) as database:
+        stores = Stores(database.url).with_policy()
+        stores.accept(1)
+        database.fill()
+        seq, error = _first_refused(stores, 2)
+        assert error.code is ErrorCode.RESOURCE_EXHAUSTED
+        assert error.details["resource"] == "disk"
+        assert [record.seq for record in stores.store.records_from("p", 1)] == [*range(1, seq)]
+        database.clear()
+        stores.accept(seq)
+        assert [record.seq for record in stores.store.records_from("p", 1)] == [*range(1, seq + 1)]
+        stores.engine.dispose()
+
+
+def _first_refused(stores: Stores, seq: int) -> tuple[int, RatoonError]:
+    """The last pages have some room still."""
+    while True:
+        try:
+            stores.accept(seq)
+        except RatoonError as error:
+            return seq, error
+        seq += 1
+
+
+def _no_mount(_root: Path, _size_bytes: int) -> NoReturn:
+    raise NoMountError("not here")
 
 
 def test_a_postgresql_server_that_refuses_is_not_waited_for(postgres: PostgresServer) -> None:
