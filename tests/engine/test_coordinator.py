@@ -5,20 +5,20 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from sqlalchemy.exc import OperationalError
 
 from ratoon.config import LimitsConfig
-from ratoon.engine import coordinator
+from ratoon.engine import store_calls
 from ratoon.engine.archive import NoArchive
 from ratoon.engine.coordinator import Coordinator
 from ratoon.engine.fenced import FencedStore
 from ratoon.engine.files import make_policy_folders, policy_paths
 from ratoon.engine.journal import JournalAwayError, PolicyRow
 from ratoon.engine.store import SqlStore
+from ratoon.engine.store_calls import StoreCalls
 from ratoon.engine.tables import open_database
 from ratoon.engine.types import (
     EmptyResult,
@@ -86,7 +86,7 @@ class Town:
     def new(self) -> Coordinator:
         return Coordinator(
             store=self.store,
-            store_thread=ThreadPoolExecutor(1),
+            calls=StoreCalls(),
             fleet=self.fleet,
             metrics=ListSink(),
             limits=self.limits,
@@ -255,7 +255,7 @@ async def test_a_delete_whose_end_was_not_journaled_ends_at_start(town: Town) ->
 async def test_a_database_that_is_away_is_waited_for(
     town: Town, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coordinator, "_AWAY_S", 0.01)
+    monkeypatch.setattr(store_calls, "_AWAY_S", 0.01)
     policies, num_calls = town.store.policies, 0
 
     def away() -> tuple[PolicyRow, ...]:
@@ -345,7 +345,7 @@ async def test_a_policy_comes_back_once_a_full_disk_has_room(
     town: Town, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was left alone until somebody submitted to it, and who had waited waited on."""
-    monkeypatch.setattr(coordinator, "_DISK_FULL_S", 0.01)
+    monkeypatch.setattr(store_calls, "_DISK_FULL_S", 0.01)
     await town.end(await town.coordinator.create_policy(policy_spec("a")))
     town.fleet.running.clear()
     acquire, refused = town.fleet.fenced.acquire, 0

@@ -8,14 +8,10 @@ deleted is deleted.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol, TypeVar
-
-from sqlalchemy.exc import InterfaceError, OperationalError
-from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+from typing import Protocol
 
 from ratoon.config import LimitsConfig
 from ratoon.engine import telemetry
@@ -32,8 +28,9 @@ from ratoon.engine.journal import (
     PolicyRow,
 )
 from ratoon.engine.ledger import Ledger, LiveOperation
-from ratoon.engine.room import disk_refusal, is_disk_full
+from ratoon.engine.room import disk_refusal
 from ratoon.engine.store import SqlStore
+from ratoon.engine.store_calls import StoreCalls, until_room, until_there
 from ratoon.engine.types import (
     EmptyResult,
     FailedResult,
@@ -49,10 +46,8 @@ from ratoon.log import get_logger
 from ratoon.metrics import MetricsSink, PolicyGone
 
 _LOG = get_logger("coordinator")
-T = TypeVar("T")
 # How long an answer is held back from those who wait while a controller is away.
 _AWAY_S = 0.5
-_DISK_FULL_S = 2.0
 
 
 class Fleet(Protocol):
@@ -83,13 +78,13 @@ class Fleet(Protocol):
 
 
 class Coordinator:
-    """Its methods run on one event loop; the store on `store_thread`, one call at a time."""
+    """Its methods run on one event loop; the store is called by `calls` alone."""
 
     def __init__(
         self,
         *,
         store: SqlStore,
-        store_thread: ThreadPoolExecutor,
+        calls: StoreCalls,
         fleet: Fleet,
         metrics: MetricsSink,
         limits: LimitsConfig,
@@ -98,7 +93,7 @@ class Coordinator:
         now: Callable[[], float],
     ) -> None:
         self._store = store
-        self._store_thread = store_thread
+        self._calls = calls
         self._fleet = fleet
         self._metrics = metrics
         self._limits = limits
@@ -112,23 +107,11 @@ class Coordinator:
         # Those that may have processes; the database need not answer to end them.
         self._policy_ids: set[str] = set()
 
-    async def on_store(self, call: Callable[[], T]) -> T:
-        """Run a call of the store on its thread. Raises `JournalAwayError`."""
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._store_thread, call)
-        except (OperationalError, InterfaceError, PoolTimeoutError) as err:
-            _LOG.warning("database does not answer", reason=str(err))
-            raise JournalAwayError("the database does not answer") from err
-
-    async def insist(self, call: Callable[[], T]) -> T:
-        """The same, for what nobody would ask for again: until it answers, and has room."""
-        return await _until_room(lambda: self.on_store(call))
-
     async def recover(self) -> None:
         """Take up what an earlier coordinator left; returns before policies are loaded."""
-        for record in await self.insist(self._store.lives_without_policy):
+        for record in await self._calls.insist(self._store.lives_without_policy):
             self._spawn(self._end_without_policy(self._ledger.add(record)))
-        for row in await self.insist(self._store.policies):
+        for row in await self._calls.insist(self._store.policies):
             policy_id = row.spec.policy_id
             self._policy_ids.add(policy_id)
             match row.state:
@@ -166,15 +149,15 @@ class Coordinator:
         """
         self.check_taking()
         async with self._lock:
-            row = await self.on_store(lambda: self._store.policy(spec.policy_id))
+            row = await self._calls.once(lambda: self._store.policy(spec.policy_id))
             if row is not None:
                 return await self._existing(row, spec)
             await self._check_room()
             await self._fleet.check(spec)
             record = self._record(spec.policy_id, OperationKind.CREATE_POLICY, to_text(spec))
             horizon = self._now() - self._limits.result_ttl_s
-            await self.on_store(lambda: self._store.forget_ended_lives(horizon))
-            await self.on_store(lambda: self._store.insert_policy(spec, record))
+            await self._calls.once(lambda: self._store.forget_ended_lives(horizon))
+            await self._calls.once(lambda: self._store.insert_policy(spec, record))
             self._policy_ids.add(spec.policy_id)
             live = self._accepted(record)
         self._spawn(self._create(spec, live))
@@ -184,17 +167,17 @@ class Coordinator:
         """Begin to delete a policy and all its files. Raises POLICY_NOT_FOUND, POLICY_NOT_READY."""
         self.check_taking()
         async with self._lock:
-            row = await self.on_store(lambda: self._store.policy(policy_id))
+            row = await self._calls.once(lambda: self._store.policy(policy_id))
             if row is None:
                 raise policy_not_found(policy_id)
             if row.state is PolicyState.CREATING:
                 raise policy_not_ready(policy_id, row.state)
             kind = OperationKind.DELETE_POLICY
-            first = await self.on_store(lambda: self._store.find_life(policy_id, kind))
+            first = await self._calls.once(lambda: self._store.find_life(policy_id, kind))
             if first is not None:
                 return _view(first)
             record = self._record(policy_id, OperationKind.DELETE_POLICY, policy_id)
-            await self.on_store(lambda: self._store.mark_deleting(policy_id, record))
+            await self._calls.once(lambda: self._store.mark_deleting(policy_id, record))
             live = self._accepted(record)
         self._spawn(self._delete(policy_id, live))
         return _view(live.record)
@@ -226,7 +209,7 @@ class Coordinator:
 
     async def policy(self, policy_id: str) -> PolicyRow:
         """Raises POLICY_NOT_FOUND."""
-        row = await self.on_store(lambda: self._store.policy(policy_id))
+        row = await self._calls.once(lambda: self._store.policy(policy_id))
         if row is None:
             raise policy_not_found(policy_id)
         return row
@@ -235,7 +218,7 @@ class Coordinator:
         """An operation that is only in the store; if it is open, its controller is coming back."""
         if wait_s > 0:
             self._check_goes_on()
-        record = await self.on_store(lambda: self._store.find_operation(operation_id))
+        record = await self._calls.once(lambda: self._store.find_operation(operation_id))
         if record is None:
             raise operation_not_found(operation_id)
         if not record.state.is_final:
@@ -250,7 +233,7 @@ class Coordinator:
     async def _existing(self, row: PolicyRow, spec: PolicySpec) -> Operation:
         """A retry of the same spec is the same operation."""
         kind, policy_id = OperationKind.CREATE_POLICY, spec.policy_id
-        first = await self.on_store(lambda: self._store.find_life(policy_id, kind))
+        first = await self._calls.once(lambda: self._store.find_life(policy_id, kind))
         if first is None or row.spec != spec or row.state is PolicyState.DELETING:
             raise RatoonError(
                 ErrorCode.POLICY_EXISTS,
@@ -262,7 +245,7 @@ class Coordinator:
         return _view(first)
 
     async def _check_room(self) -> None:
-        used, limit = len(await self.on_store(self._store.policies)), self._limits.max_policies
+        used, limit = len(await self._calls.once(self._store.policies)), self._limits.max_policies
         if used >= limit:
             raise RatoonError(
                 ErrorCode.RESOURCE_EXHAUSTED,
@@ -278,14 +261,14 @@ class Coordinator:
         policy_id = spec.policy_id
         self._running(live)
         try:
-            await _until_there(lambda: self._fleet.start(spec))
+            await until_there(lambda: self._fleet.start(spec))
         except Exception as err:  # noqa: BLE001 - whatever it is, the caller must hear of it
             error = _typed(err)
             _LOG.error("create failed", policy_id=policy_id, error=error.message)
             await self._forget(policy_id, keep_operation_id=live.operation_id)
             await self._end(live, JournalState.FAILED, FailedResult(error=error.to_dict()))
             return
-        row = await self.insist(lambda: self._store.policy(policy_id))
+        row = await self._calls.insist(lambda: self._store.policy(policy_id))
         assert row is not None, "it is not deleted while it is created"
         await self._end(live, JournalState.APPLIED, PolicyResult(policy=row.to_policy()))
 
@@ -307,34 +290,34 @@ class Coordinator:
         paths = policy_paths(self._data_root, policy_id)
         await self._archive_of(paths).forget()
         await asyncio.to_thread(remove_policy_files, paths)
-        await self.insist(
+        await self._calls.insist(
             lambda: self._store.remove_policy(policy_id, keep_operation_id=keep_operation_id)
         )
         self._metrics.send([PolicyGone(policy_id=policy_id)])
 
     async def _bring_back(self, spec: PolicySpec) -> None:
         try:
-            await _until_room(lambda: self._fleet.start(spec))
+            await until_room(lambda: self._fleet.start(spec))
         except Exception as err:  # noqa: BLE001 - one must not keep the others from coming back
             _LOG.exception("policy did not come back", policy_id=spec.policy_id)
             failure = _typed(err).message
-            await self.insist(lambda: self._store.fail_policy(spec.policy_id, failure))
+            await self._calls.insist(lambda: self._store.fail_policy(spec.policy_id, failure))
             await self._fleet.release(spec.policy_id)
 
     async def _resume_create(self, policy_id: str) -> LiveOperation:
         kind = OperationKind.CREATE_POLICY
-        record = await self.insist(lambda: self._store.find_life(policy_id, kind))
+        record = await self._calls.insist(lambda: self._store.find_life(policy_id, kind))
         assert record is not None, "a policy's life begins with a record"
         return self._ledger.add(record)
 
     async def _resume_delete(self, policy_id: str) -> LiveOperation:
         """The DeletePolicy that is open; where the last one failed, another one."""
         kind = OperationKind.DELETE_POLICY
-        record = await self.insist(lambda: self._store.find_life(policy_id, kind))
+        record = await self._calls.insist(lambda: self._store.find_life(policy_id, kind))
         if record is not None:
             return self._ledger.add(record)
         again = self._record(policy_id, kind, policy_id)
-        await self.insist(lambda: self._store.mark_deleting(policy_id, again))
+        await self._calls.insist(lambda: self._store.mark_deleting(policy_id, again))
         return self._accepted(again)
 
     async def _end_without_policy(self, live: LiveOperation) -> None:
@@ -347,7 +330,9 @@ class Coordinator:
 
     async def _end(self, live: LiveOperation, state: JournalState, result: OperationResult) -> None:
         operation_id, now = live.operation_id, self._now()
-        await self.insist(lambda: self._store.end_life_operation(operation_id, state, result, now))
+        await self._calls.insist(
+            lambda: self._store.end_life_operation(operation_id, state, result, now)
+        )
         live.end(state, result, now)
         self._ledger.settle(live)
         self._metrics.send(telemetry.entered(live.record, state))
@@ -384,28 +369,6 @@ class Coordinator:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-async def _until_there(call: Callable[[], Awaitable[T]]) -> T:
-    """Call until the database answers. Raises what else the call raises."""
-    while True:
-        try:
-            return await call()
-        except JournalAwayError as err:
-            _LOG.warning("waiting for the database", reason=str(err))
-            await asyncio.sleep(_AWAY_S)
-
-
-async def _until_room(call: Callable[[], Awaitable[T]]) -> T:
-    """The same, and until no disk is full: what was accepted waits for room."""
-    while True:
-        try:
-            return await _until_there(call)
-        except RatoonError as error:
-            if not is_disk_full(error):
-                raise
-            _LOG.error("disk full", reason=error.message)
-            await asyncio.sleep(_DISK_FULL_S)
 
 
 def _view(record: OperationRecord) -> Operation:

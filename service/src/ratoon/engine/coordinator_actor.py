@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
@@ -37,6 +36,7 @@ from ratoon.engine.placement import on_gpu_node
 from ratoon.engine.ray_calls import ask, kill_actor
 from ratoon.engine.settings import METRICS_NAME, EngineSettings
 from ratoon.engine.store import SqlStore
+from ratoon.engine.store_calls import StoreCalls
 from ratoon.engine.tables import open_database
 from ratoon.engine.types import (
     Operation,
@@ -68,9 +68,10 @@ class CoordinatorActor:
         known = [row.spec.policy_id for row in self._store.policies()]
         require_known(settings.data_root, known)
         self._fleet = RayFleet(settings)
+        self._calls = StoreCalls()
         self._coordinator = Coordinator(
             store=self._store,
-            store_thread=ThreadPoolExecutor(1, thread_name_prefix="store"),
+            calls=self._calls,
             fleet=self._fleet,
             metrics=RayMetricsSink(settings.namespace),
             limits=settings.limits,
@@ -92,7 +93,7 @@ class CoordinatorActor:
         self._is_recovered = True
         hub = find_metrics(self._settings.namespace)
         if hub is not None:
-            counts = await self._coordinator.insist(self._store.count_operations)
+            counts = await self._calls.insist(self._store.count_operations)
             await ask(hub.seed.remote(telemetry.journal_counts(counts)))
         await self._coordinator.recover()
 
@@ -254,7 +255,7 @@ class CoordinatorActor:
         return await self._on_store(partial(self._store.checkpoints, policy_id))
 
     async def _on_store(self, call: Callable[[], T]) -> T:
-        return await self._coordinator.on_store(call)
+        return await self._calls.once(call)
 
 
 def _open_database(url: str) -> Engine:
