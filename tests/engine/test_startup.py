@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import threading
 
 import pytest
 
-from ratoon.engine import turns
-from ratoon.engine.journal import FencedError
+from ratoon.config import CheckpointConfig
+from ratoon.engine import startup, turns
+from ratoon.engine.crash_points import CrashPoint
+from ratoon.engine.files import PolicyPaths
+from ratoon.engine.journal import FencedError, PolicyHistory
 from ratoon.engine.tasks import WorkerLostError, WorkerStatus
 from ratoon.engine.types import (
     FailedResult,
+    Operation,
     OperationState,
     PolicyState,
     Recovery,
@@ -19,7 +24,9 @@ from ratoon.engine.types import (
 )
 from ratoon.errors import ErrorCode, RatoonError
 from tests.engine.conftest import MakeMachine
+from tests.engine.fake_trainer import INFO
 from tests.engine.harness import DISCARD, RATE, Machine, forward, save
+from tests.engine.local_ports import Crash
 from tests.engine.test_controller import code_of, started
 
 
@@ -114,6 +121,70 @@ async def test_a_cancel_whose_answer_was_lost_is_not_run_all_the_same(machine: M
     assert code_of(await machine.end(doomed)) == ErrorCode.CANCELLED
     await machine.end(await machine.update(3, 3))
     assert machine.weights == [([1.0], RATE), ([3.0], RATE)]
+
+
+async def test_a_cancel_that_comes_while_the_journal_is_read_does_not_undo_a_step(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker had run it: the record said cancelled, and the weights had it."""
+    history, cancels = machine.journal.history, list[asyncio.Task[Operation]]()
+
+    async def cancelled_meanwhile(policy_id: str) -> PolicyHistory:
+        cancel = machine.controller.cancel_operation(first.operation_id)
+        cancels.append(asyncio.create_task(cancel))
+        await asyncio.sleep(0.01)
+        return await history(policy_id)
+
+    machine.journal.lost.add("before end")
+    monkeypatch.setattr(machine.journal, "history", cancelled_meanwhile)
+    first = await machine.update(1, 1)
+    assert (await machine.end(first)).state is OperationState.DONE
+    await asyncio.gather(*cancels)
+    assert len(cancels) == 1
+    assert (await machine.end(await machine.update(2, 2))).state is OperationState.DONE
+    assert machine.weights == [([1.0], RATE), ([2.0], RATE)]
+    assert machine.journal.store.history("p").policy.version == 2
+
+
+async def test_a_stop_that_comes_with_a_wake_up_stops(make_machine: MakeMachine) -> None:
+    later = CheckpointConfig(every_operations=0, every_s=60, every_bytes=0)
+    machine = await make_machine(recovery=Recovery.REPLAY, checkpoints=later).start()
+    await machine.end(await machine.update(1, 1))
+    await asyncio.sleep(0.02)
+    turns = machine.controller._turns
+    turns.wake()
+    await asyncio.sleep(0)
+    stopping = asyncio.create_task(turns.stop(0.0))
+    assert await asyncio.wait([stopping], timeout=5) == ({stopping}, set())
+
+
+async def test_a_first_start_that_failed_is_made_up_for(
+    make_machine: MakeMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one found no folders."""
+    machine = make_machine()
+
+    def full(_paths: PolicyPaths) -> None:
+        monkeypatch.undo()
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(startup, "make_policy_folders", full)
+    with pytest.raises(OSError, match="full"):
+        await machine.start()
+    await machine.start()
+    assert (await machine.end(await machine.update(1, 1))).state is OperationState.DONE
+
+
+async def test_a_first_start_that_was_killed_after_the_load_says_what_the_model_is(
+    make_machine: MakeMachine,
+) -> None:
+    """A policy that was ready and had none took no operation, for as long as its worker lived."""
+    machine = make_machine()
+    machine.crashes.armed[CrashPoint.CONTROLLER_BEFORE_PUBLISH] = 1
+    with pytest.raises(Crash):
+        await machine.start()
+    await machine.restart_controller()
+    assert machine.journal.store.history("p").policy.info == INFO
 
 
 async def test_a_restarted_controller_goes_on_with_its_queue_and_window(machine: Machine) -> None:

@@ -19,6 +19,8 @@ from ratoon.errors import ErrorCode, RatoonError
 def agrees(history: PolicyHistory, status: WorkerStatus) -> bool:
     """Whether a worker's state is what the journal says, but for the end of its last seq. Pure."""
     closed, is_pending = history.closed, False
+    if history.policy.info is None:
+        return False  # Its first load was not finished, and what the model says of itself is lost.
     if closed is not None and closed.seq > status.last_seq:
         return False  # A recovery was not finished.
     for record in history.records:
@@ -99,5 +101,6 @@ def _adopt_open(run: PolicyRun, record: OperationRecord) -> None:
         run.sequencer.consume(record.seq)
         return
     live = run.ledger.find(record.operation_id) or run.ledger.add(record)
-    live.is_started = False
+    # The worker has run it: it is too late to cancel it as a queued one.
+    live.is_started = run.stored_outcome is not None and run.stored_outcome.seq == record.seq
     live.set_record(record)

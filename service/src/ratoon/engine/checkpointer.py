@@ -72,8 +72,7 @@ class Checkpointer:
         landing, self._landing = self._landing, None
         if landing is not None:
             landing.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await landing
+            await asyncio.wait([landing])  # A cancel of who stops it is not taken for its own.
 
     def note(self, record: OperationRecord) -> None:
         """A sequenced operation has ended."""

@@ -7,6 +7,7 @@ operation that is not here is in the journal, or was a Forward without a key tha
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -58,10 +59,9 @@ class LiveOperation:
 
     async def wait_change(self, timeout_s: float) -> None:
         """Until something changes, or the time is up."""
-        try:
-            await asyncio.wait_for(self._changed.wait(), max(timeout_s, 0.0))
-        except TimeoutError:
-            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
 
 
 class Ledger:

@@ -63,7 +63,7 @@ async def start_policy(
     Raises `RatoonError` where the model cannot be loaded, `RecoveryStoppedError`, and
     `NumbersFailedError` where the policy was given up.
     """
-    journal, is_first = run.ports.journal, run.token == 0
+    journal, is_first = run.ports.journal, run.state is PolicyState.CREATING
     run.token = await journal.acquire(run.policy_id)
     history = await journal.history(run.policy_id)
     run.published = history.policy.published

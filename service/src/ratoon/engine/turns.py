@@ -197,7 +197,9 @@ class TurnLoop:
         self._report()
         if step is None:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), self._checkpointer.wait_s())
+                # `asyncio.wait_for` of Python 3.11 loses a cancel that comes with the wake-up.
+                async with asyncio.timeout(self._checkpointer.wait_s()):
+                    await self._wake.wait()
             return False
         await step[1]()
         return True
