@@ -126,6 +126,8 @@ class ListSink:
         self.changes.extend(changes)
 
 
+# Far more than any operation takes, on a busy machine too.
+PATIENCE_S = 60.0
 # Automatic checkpoints would come in between.
 NO_CHECKPOINTS = CheckpointConfig(every_operations=0, every_s=0, every_bytes=0)
 
@@ -203,7 +205,7 @@ class Machine:
 
     async def end(self, operation: Operation) -> Operation:
         """The operation once it has ended."""
-        ended = await self.controller.get_operation(operation.operation_id, 10.0)
+        ended = await self.controller.get_operation(operation.operation_id, PATIENCE_S)
         assert ended.state.is_final, ended
         return ended
 

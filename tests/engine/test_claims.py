@@ -93,6 +93,16 @@ def test_what_a_crash_left_is_swept(tmp_path: Path) -> None:
     again.take(claim(4, mine), NOW, is_awaited=False)
 
 
+def test_a_sweep_minds_nobody_who_drops_claims_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A controller that was replaced, and has not heard of it."""
+    claims = claims_of(tmp_path, "a")
+    gone = tmp_path / "policies" / "a" / "open" / f"{1:032x}~~0"
+    monkeypatch.setattr(Path, "iterdir", lambda _folder: iter([gone]))
+    claims.sweep([])
+
+
 def test_a_quota_is_exact_where_controllers_meet(tmp_path: Path) -> None:
     """Four controllers of as many policies, one key: no token more than its quota."""
     mine, taken = holder(tokens_per_day=100), []

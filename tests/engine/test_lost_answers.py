@@ -66,6 +66,18 @@ async def test_who_waits_for_it_is_not_answered_at_once(machine: Machine) -> Non
     machine.faults.holds[1.0].set()
 
 
+async def test_a_cancel_of_it_is_refused_and_not_forgotten(machine: Machine) -> None:
+    """It was answered with the queued operation, which ran."""
+    third = await _lose_the_third(machine)
+    with pytest.raises(RatoonError) as caught:
+        await machine.controller.cancel_operation(third.operation_id)
+    assert (caught.value.code, caught.value.retryable) == (ErrorCode.UNAVAILABLE, True)
+    machine.faults.holds[1.0].set()
+    await _read_again(machine)
+    cancelled = await machine.controller.cancel_operation(third.operation_id)
+    assert cancelled.state is OperationState.CANCELLED
+
+
 async def test_a_body_that_is_being_written_outlives_a_restart(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

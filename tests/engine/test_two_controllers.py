@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 
@@ -30,7 +31,7 @@ from ratoon.engine.types import (
 from ratoon.errors import ErrorCode, RatoonError
 from tests.engine.conftest import MakeMachine
 from tests.engine.fake_trainer import number_body
-from tests.engine.harness import RATE, Machine, update
+from tests.engine.harness import DISCARD, PATIENCE_S, RATE, Machine, update
 from tests.engine.test_controller import started
 from tests.engine.test_recovery import settled
 
@@ -62,9 +63,10 @@ async def fenced(run: PolicyRun) -> None:
 
 async def at_any(controllers: tuple[Controller, ...], seq: int) -> Operation:
     """A caller that asks one controller after the other until the update has ended."""
-    submission = an_update(seq)
-    for attempt in range(1000):
-        controller = controllers[(seq + attempt) % len(controllers)]
+    submission, clock = an_update(seq), asyncio.get_running_loop().time
+    deadline, turn = clock() + PATIENCE_S, seq
+    while clock() < deadline:
+        controller, turn = controllers[turn % len(controllers)], turn + 1
         try:
             operation = await controller.submit(submission)
             ended = await controller.get_operation(operation.operation_id, 0.2)
@@ -94,6 +96,7 @@ async def test_two_that_are_started_at_once_apply_each_update_once(
         start(first, 0.0), start(machine.controller, pause_s), return_exceptions=True
     )
     assert None in starts, starts
+    assert {type(start) for start in starts} <= {type(None), FencedError}, starts
     ended = await asyncio.gather(*callers)
     assert {operation.state for operation in ended} == {OperationState.DONE}
     assert machine.weights == [([float(seq)], RATE) for seq in range(1, 7)]
@@ -171,6 +174,60 @@ async def test_a_retry_at_the_older_one_leaves_the_body_that_the_newer_one_accep
     assert (await older.submit(an_update(2))).operation_id == second.operation_id
     machine.faults.holds[1.0].set()
     assert (await machine.end(second)).state is OperationState.DONE
+
+
+async def test_a_refusal_of_the_older_one_leaves_the_body_that_the_newer_one_accepted(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its caller was away before it was refused, and has asked the newer one."""
+    older, older_run = await second_controller(machine)
+    hold, is_held, may_go = older_run.bodies.hold, asyncio.Event(), asyncio.Event()
+
+    async def slow_hold(holder: str, digest: str, body: bytes) -> None:
+        await hold(holder, digest, body)
+        is_held.set()
+        await may_go.wait()
+
+    monkeypatch.setattr(older_run.bodies, "hold", slow_hold)
+    submitting = asyncio.create_task(older.submit(an_update(2)))
+    await is_held.wait()
+    await machine.controller.start()
+    machine.faults.holds[1.0] = threading.Event()
+    await started(machine, await machine.update(1, 1))
+    second = await machine.update(2, 2)
+    with pytest.raises(RatoonError, match="took over"):
+        await older.submit(Submission(policy_id="p", key=SeqKey(seq=9), command=DISCARD, body=b""))
+    may_go.set()
+    with pytest.raises(RatoonError, match="failed"):
+        await submitting
+    machine.faults.holds[1.0].set()
+    assert (await machine.end(second)).state is OperationState.DONE
+    await older._turns.stop(0.0)
+
+
+async def test_a_body_that_the_newer_one_clears_away_is_to_be_sent_again(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is being written by the older one, and looks as if that had crashed."""
+    replace, is_written, may_go = Path.replace, threading.Event(), threading.Event()
+
+    def slow_replace(path: Path, target: Path) -> Path:
+        if path.parent == machine.paths.bodies:
+            is_written.set()
+            may_go.wait(10)
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", slow_replace)
+    older, _ = await second_controller(machine)
+    submitting = asyncio.create_task(older.submit(an_update(1)))
+    await asyncio.to_thread(is_written.wait, 10)
+    await machine.controller.start()
+    may_go.set()
+    with pytest.raises(RatoonError) as caught:
+        await submitting
+    assert (caught.value.code, caught.value.retryable) == (ErrorCode.UNAVAILABLE, True)
+    assert (await machine.end(await machine.update(1, 1))).state is OperationState.DONE
+    await older._turns.stop(0.0)
 
 
 async def test_a_start_that_is_overtaken_takes_no_body_away(

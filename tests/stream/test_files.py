@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xxhash
@@ -123,6 +125,32 @@ def test_remove_leftovers_spares_other_names(tmp_path: Path) -> None:
     (tmp_path / "00000001").mkdir()
     files.remove_leftovers(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["00000001"]
+
+
+def test_remove_folder_minds_nobody_who_removes_it_too(tmp_path: Path) -> None:
+    files.remove_folder(tmp_path / "gone")
+
+
+def test_remove_leftovers_minds_nobody_who_removes_them_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A writer that was replaced, and has not heard of it."""
+    (tmp_path / ".tmp-folder").mkdir()
+    (tmp_path / ".tmp-folder" / "part").write_bytes(b"x")
+    (tmp_path / ".tmp-file").write_bytes(b"x")
+    glob, rmtree = Path.glob, shutil.rmtree
+
+    def raced_glob(folder: Path, pattern: str) -> list[Path]:
+        return [*glob(folder, pattern), folder / ".tmp-gone"]
+
+    def raced_rmtree(path: Path, *args: Any, **options: Any) -> None:
+        rmtree(path)
+        rmtree(path, *args, **options)
+
+    monkeypatch.setattr(Path, "glob", raced_glob)
+    monkeypatch.setattr(shutil, "rmtree", raced_rmtree)
+    files.remove_leftovers(tmp_path)
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("size", [0, 1, 2**20, 2**20 + 1])

@@ -17,6 +17,7 @@ from ratoon.engine import telemetry
 from ratoon.engine.checkpoints import check_own_id
 from ratoon.engine.claims import Claim
 from ratoon.engine.crash_points import CrashPoint
+from ratoon.engine.faults import overtaken
 from ratoon.engine.files import safe_name
 from ratoon.engine.journal import FencedError, JournalState, OperationRecord
 from ratoon.engine.policy_run import PolicyRun
@@ -32,6 +33,7 @@ from ratoon.engine.types import (
     OperationKey,
     OperationKind,
     OptimStepCommand,
+    PolicyState,
     RequestKey,
     SaveCheckpointCommand,
     SeqKey,
@@ -95,6 +97,9 @@ class Admission:
         if digest:
             try:
                 await self._run.bodies.hold(operation_id, digest, submission.body)
+            except FileNotFoundError as err:
+                # The temporary file: a controller that starts takes it for a crashed one's.
+                raise overtaken() from err
             except OSError as err:
                 refusal = disk_full(err)
                 if refusal is None:
@@ -116,8 +121,10 @@ class Admission:
         digest = body_digest(submission.command)
         if not digest:
             return
-        # A record has its command for as long as its body is needed.
-        if first is not None and first.command is not None:
+        # A record has its command for as long as its body is needed. Where this controller was
+        # replaced, the newer one may have accepted the same meanwhile.
+        is_needed = first is not None and first.command is not None
+        if is_needed or self._run.state is PolicyState.FAILED:
             await self._run.bodies.forget(operation_id, digest)
         else:
             await self._run.bodies.release(operation_id, digest)

@@ -55,7 +55,7 @@ class Claims:
         for path in self._folder.iterdir():
             operation_id = known.get(path.name.partition("~")[0])
             if operation_id is None:
-                path.unlink()
+                path.unlink(missing_ok=True)  # A controller that was replaced may be at it too.
             else:
                 self._own[operation_id] = path
 

@@ -22,6 +22,7 @@ from ratoon.engine.faults import (
     cancelled,
     draining,
     operation_not_found,
+    overtaken,
     policy_not_ready,
     seq_gap,
 )
@@ -134,14 +135,14 @@ class Controller:
                     raise refusal
                 self._lacks_seq = self._lacks_seq and not self._turns.is_known
                 if first is None and self._lacks_seq:
-                    raise RatoonError(ErrorCode.UNAVAILABLE, "the journal is read again; ask again")
+                    raise _read_again()
                 record = first or await self._accept(operation_id, submission)
         except JournalUnknownError as err:
             self._lacks_seq = True
             raise self._unknown() from err
         except FencedError as err:
             self._run.state = PolicyState.FAILED
-            raise RatoonError(ErrorCode.UNAVAILABLE, "another controller took over") from err
+            raise overtaken() from err
         except Exception:
             await self._admission.drop(operation_id, submission, None)
             raise
@@ -198,11 +199,16 @@ class Controller:
     async def cancel_operation(self, operation_id: str) -> Operation:
         """End a queued operation, ask a running one to stop; an ended one stays as it is.
 
-        Raises OPERATION_NOT_FOUND, UNAVAILABLE where the journal does not answer.
+        Raises OPERATION_NOT_FOUND, UNAVAILABLE where the journal does not answer or must be read
+        again, POLICY_NOT_READY where it is not read again.
         """
         live = self._run.ledger.find(operation_id)
         if live is None:
-            return _ended(await self._past(operation_id))
+            record = await self._past(operation_id)
+            if not record.state.is_final:
+                self._check_ready()
+                raise _read_again()
+            return _ended(record)
         async with self._lock:
             if not live.is_started and not live.is_final:
                 await self._cancel_queued(live)
@@ -366,6 +372,10 @@ class Controller:
         if self._run.state is not PolicyState.READY:
             run = self._run
             raise policy_not_ready(run.policy_id, run.state, run.failure)
+
+
+def _read_again() -> RatoonError:
+    return RatoonError(ErrorCode.UNAVAILABLE, "the journal is read again; ask again")
 
 
 def _ended(record: OperationRecord) -> Operation:

@@ -45,6 +45,11 @@ def disk_fault(what: str, error: OSError) -> RatoonError:
     return RatoonError(code, f"the {what} was not written: {error.strerror}", details=details)
 
 
+def overtaken() -> RatoonError:
+    """Of a controller that was replaced, to who still asks it."""
+    return RatoonError(ErrorCode.UNAVAILABLE, "another controller took over; ask again")
+
+
 def draining() -> RatoonError:
     return RatoonError(
         ErrorCode.UNAVAILABLE,

@@ -91,8 +91,7 @@ def make_policy_folders(paths: PolicyPaths) -> None:
 
 def remove_policy_files(paths: PolicyPaths) -> None:
     """Forget everything; the folder may be gone already."""
-    if paths.root.exists():
-        remove_folder(paths.root)
+    remove_folder(paths.root)
 
 
 def require_known(data_root: Path, policy_ids: Collection[str]) -> None:

@@ -96,9 +96,7 @@ def _keep_readable(root: Path, versions: tuple[int, ...]) -> tuple[int, ...]:
     """Those whose files are there; what is left of the others is removed."""
     kept = tuple(version for version in versions if _is_readable(root, version))
     for version in set(versions) - set(kept):
-        folder = version_folder(root, version)
-        if folder.exists():
-            remove_folder(folder)
+        remove_folder(version_folder(root, version))
     return kept
 
 

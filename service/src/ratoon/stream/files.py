@@ -8,6 +8,7 @@ What a disk changed later is found by digests: `seal_bytes`, `seal_document`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -99,23 +100,28 @@ def rename_folder(source: Path, target: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder so that no reader ever sees half of it under its own name.
+    """Remove a folder so that no reader ever sees half of it under its own name; it may be gone.
 
     Not after a power cut either: the name is gone from the disk before the first file is.
     """
     doomed = temporary_name(folder)
-    folder.rename(doomed)
-    fsync_folder(folder.parent)
-    shutil.rmtree(doomed)
+    with contextlib.suppress(FileNotFoundError):  # Somebody else removes it, or its leftovers.
+        folder.rename(doomed)
+        fsync_folder(folder.parent)
+        shutil.rmtree(doomed)
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what crashed writers left in `folder`, of which the caller is the one writer."""
+    """Remove what crashed writers left in `folder`, of which the caller is the one writer.
+
+    One that was replaced, and has not heard of it, may still write or remove here: what it takes
+    away first is gone, and what it adds to meanwhile is left to the next call.
+    """
     for path in folder.glob(f"{TEMPORARY_PREFIX}*"):
         if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)
         else:
-            path.unlink()
+            path.unlink(missing_ok=True)
 
 
 def digest_bytes(data: bytes) -> str:

@@ -70,9 +70,7 @@ class LocalBlobs:
                 blobs.check_file(key, folder / file.name, file)
 
     def delete_folder(self, key: str) -> None:
-        path = self._path(key)
-        if path.exists():
-            remove_folder(path)
+        remove_folder(self._path(key))
 
     def folder_names(self, key: str) -> tuple[str, ...]:
         return tuple(
