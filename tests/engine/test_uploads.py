@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -89,3 +90,10 @@ def test_an_upload_expires_after_its_newest_part(paths: PolicyPaths) -> None:
         os.utime(path, (time.time() - 61, time.time() - 61))
     uploads.drop_expired()
     assert [path.name for path in paths.uploads.iterdir()] == ["fresh"]
+
+
+def test_parts_that_are_sent_at_once_do_not_disturb_each_other(paths: PolicyPaths) -> None:
+    uploads = UploadFiles(paths, ttl_s=60.0, max_upload_bytes=10**6, max_total_bytes=10**6)
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda index: uploads.put("u", index, b"x"), range(200)))
+    assert uploads.get("u", 200) == [b"x"] * 200

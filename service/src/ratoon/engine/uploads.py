@@ -122,4 +122,11 @@ def _read_part(path: Path) -> bytes | None:
 
 
 def _total_bytes(parts: Iterable[Path]) -> int:
-    return sum(part.stat().st_size - SEAL_BYTES for part in parts)
+    return sum(map(_size_bytes, parts))
+
+
+def _size_bytes(part: Path) -> int:
+    try:
+        return part.stat().st_size - SEAL_BYTES
+    except FileNotFoundError:
+        return 0  # Another part's temporary name, which it has no more.
