@@ -214,6 +214,7 @@ def test_steps_of_wrong_numbers_are_skipped_and_a_run_of_them_fails_the_policy(
         client.policy(policy_id).update(batch(), loss=Loss("grpo"), optim=OPTIM)
     assert caught.value.code == "POLICY_FAILED"
     assert policy.failure in caught.value.message
+    assert client.pull_weights(policy_id, tmp_path).manifest.version == 2, "it has no worker"
     metrics = httpx.get(f"{service.addresses.http}/metrics").text
     (count,) = re.findall(r'skipped_steps_total\{reason="non_finite_loss"\} (\S+)', metrics)
     assert float(count) >= 3
