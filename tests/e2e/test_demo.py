@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,37 +17,67 @@ LAST_LINE = re.compile(
 )
 
 
-def _demo(*options: str) -> tuple[int, re.Match[str]]:
-    done = subprocess.run(
-        [Path(sys.executable).with_name("ratoon"), "demo", *options],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
-    lines = done.stdout.strip().splitlines()
-    assert lines, done.stderr[-4000:]
+@dataclass(frozen=True, slots=True)
+class Demo:
+    """How one ended: its status, and its last line."""
+
+    status: int
+    line: re.Match[str]
+
+    @property
+    def last_reward(self) -> float:
+        return float(self.line["last"])
+
+
+@pytest.fixture(scope="module")
+def demos() -> tuple[Demo, Demo]:
+    """One as it is, one that shuffles its rewards; side by side, each on cores of its own."""
+    cores = sorted(os.sched_getaffinity(0))
+    half = max(len(cores) // 2, 1)
+    true = _start(cores[:half], "--seed", "0")
+    shuffled = _start(cores[-half:], "--seed", "0", "--shuffle-rewards")
+    return _end(true), _end(shuffled)
+
+
+def _start(cores: list[int], *options: str) -> subprocess.Popen[str]:
+    own = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)  # What is started has them too.
+    try:
+        return subprocess.Popen(
+            [Path(sys.executable).with_name("ratoon"), "demo", *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    finally:
+        os.sched_setaffinity(0, own)
+
+
+def _end(demo: subprocess.Popen[str]) -> Demo:
+    output, errors = demo.communicate(timeout=600)
+    lines = output.strip().splitlines()
+    assert lines, errors[-4000:]
     found = LAST_LINE.fullmatch(lines[-1])
-    assert found, done.stdout[-4000:] + done.stderr[-4000:]
-    return done.returncode, found
+    assert found, output[-4000:] + errors[-4000:]
+    return Demo(demo.returncode, found)
 
 
 @pytest.mark.e2e
 @pytest.mark.timeout(660)
-def test_demo_learns() -> None:
-    status, line = _demo("--seed", "0")
-    assert status == 0
-    first, last = float(line["first"]), float(line["last"])
+def test_demo_learns(demos: tuple[Demo, Demo]) -> None:
+    demo, _ = demos
+    assert demo.status == 0
+    first = float(demo.line["first"])
     assert first <= 0.3
-    assert last >= max(0.6, 2 * first)
-    assert float(line["rho"]) >= 2
+    assert demo.last_reward >= max(0.6, 2 * first)
+    assert float(demo.line["rho"]) >= 2
     # Every update but the skipped ones made a version, and the newest was the one evaluated.
-    assert 0 < int(line["version"]) <= int(line["updates"])
+    assert 0 < int(demo.line["version"]) <= int(demo.line["updates"])
 
 
 @pytest.mark.e2e
 @pytest.mark.timeout(660)
-def test_demo_with_shuffled_rewards_fails() -> None:
-    status, line = _demo("--seed", "0", "--shuffle-rewards")
-    assert status == 1
-    assert float(line["last"]) < 0.6
+def test_demo_with_shuffled_rewards_fails(demos: tuple[Demo, Demo]) -> None:
+    _, demo = demos
+    assert demo.status == 1
+    assert demo.last_reward < 0.6
