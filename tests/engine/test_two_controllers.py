@@ -17,6 +17,7 @@ from ratoon.config import CheckpointConfig
 from ratoon.engine import startup
 from ratoon.engine.checkpoints import Checkpoint
 from ratoon.engine.controller import Controller
+from ratoon.engine.files import PolicyPaths, policy_leftovers
 from ratoon.engine.journal import FencedError, OperationEnd
 from ratoon.engine.policy_run import PolicyRun
 from ratoon.engine.tasks import Outcome, WorkerTask
@@ -29,6 +30,7 @@ from ratoon.engine.types import (
     Submission,
 )
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon.stream.files import TEMPORARY_PREFIX
 from tests.engine.conftest import MakeMachine
 from tests.engine.fake_trainer import number_body
 from tests.engine.harness import DISCARD, PATIENCE_S, RATE, Machine, update
@@ -228,6 +230,29 @@ async def test_a_body_that_the_newer_one_clears_away_is_to_be_sent_again(
     assert (caught.value.code, caught.value.retryable) == (ErrorCode.UNAVAILABLE, True)
     assert (await machine.end(await machine.update(1, 1))).state is OperationState.DONE
     await older._turns.stop(0.0)
+
+
+@pytest.mark.parametrize("is_overtaken", [False, True])
+async def test_a_start_removes_leftovers_unless_it_is_overtaken(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, is_overtaken: bool
+) -> None:
+    """A newer one may be writing what looks like one."""
+    await second_controller(machine)
+    temporary = machine.paths.weights / f"{TEMPORARY_PREFIX}1"
+    temporary.mkdir()
+
+    def list_late(paths: PolicyPaths) -> list[Path]:
+        if is_overtaken:
+            machine.journal.fenced.acquire("p")
+        return policy_leftovers(paths)
+
+    monkeypatch.setattr(startup, "policy_leftovers", list_late)
+    if is_overtaken:
+        with pytest.raises(FencedError):
+            await machine.controller.start()
+    else:
+        await machine.controller.start()
+    assert temporary.exists() is is_overtaken
 
 
 async def test_a_start_that_is_overtaken_takes_no_body_away(

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.stream.files import (
+    find_leftovers,
     fsync_folder,
     make_folder,
     remove_folder,
-    remove_leftovers,
     write_atomic,
 )
 
@@ -59,6 +59,11 @@ class PolicyPaths:
     def weights(self) -> Path:
         return self.root / "weights"
 
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        kept = (self.bodies, self.uploads, self.results, self.checkpoints, self.weights)
+        return (*kept, self.open_operations)
+
     def body(self, digest: str) -> Path:
         return self.bodies / safe_name("body_digest", digest)
 
@@ -79,14 +84,17 @@ def safe_name(field: str, name: str) -> str:
 
 
 def make_policy_folders(paths: PolicyPaths) -> None:
-    """Make the folders and remove what crashed writers left in them."""
-    kept = (paths.bodies, paths.uploads, paths.results, paths.checkpoints, paths.weights)
-    for folder in (*kept, paths.open_operations):
+    """Make the folders."""
+    for folder in paths.folders:
         make_folder(folder)
-        remove_leftovers(folder)
     # A process that was killed may have made them, and not have come to sync their names.
     for folder in (paths.root, paths.root.parent, paths.root.parent.parent):
         fsync_folder(folder)
+
+
+def policy_leftovers(paths: PolicyPaths) -> list[Path]:
+    """What crashed writers left in the folders."""
+    return [path for folder in paths.folders for path in find_leftovers(folder)]
 
 
 def remove_policy_files(paths: PolicyPaths) -> None:

@@ -20,7 +20,7 @@ from ratoon.engine.adoption import adopt, agrees, fail_unsequenced, settle_ended
 from ratoon.engine.breakers import read_run
 from ratoon.engine.checkpointer import Checkpointer, drop_unknown_checkpoints
 from ratoon.engine.executor import Executor
-from ratoon.engine.files import make_policy_folders
+from ratoon.engine.files import make_policy_folders, policy_leftovers
 from ratoon.engine.journal import JournalState, PolicyHistory, RollBack
 from ratoon.engine.numerics import Numerics
 from ratoon.engine.policy_run import PolicyRun
@@ -42,6 +42,7 @@ from ratoon.engine.tasks import (
 from ratoon.engine.types import PolicyState
 from ratoon.log import get_logger
 from ratoon.model.spec import ModelInfo
+from ratoon.stream.files import remove_paths
 
 _LOG = get_logger("startup")
 
@@ -74,6 +75,9 @@ async def start_policy(
         # Not before the worker has stopped writing for an earlier controller, and not where this
         # process is writing bodies meanwhile.
         await asyncio.to_thread(make_policy_folders, run.paths)
+        leftovers = await asyncio.to_thread(policy_leftovers, run.paths)
+        await run.check_newest()  # What another writes by now is not among them.
+        await asyncio.to_thread(remove_paths, leftovers)
         await run.archive.start()
     if run.replays:
         await run.archive.restore_bodies((await _needed_bodies(run)).values())

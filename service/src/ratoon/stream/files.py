@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -117,7 +117,17 @@ def remove_leftovers(folder: Path) -> None:
     One that was replaced, and has not heard of it, may still write or remove here: what it takes
     away first is gone, and what it adds to meanwhile is left to the next call.
     """
-    for path in folder.glob(f"{TEMPORARY_PREFIX}*"):
+    remove_paths(find_leftovers(folder))
+
+
+def find_leftovers(folder: Path) -> list[Path]:
+    """What `remove_leftovers` would remove now."""
+    return list(folder.glob(f"{TEMPORARY_PREFIX}*"))
+
+
+def remove_paths(paths: Iterable[Path]) -> None:
+    """Remove files and folders, of which any may be gone."""
+    for path in paths:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
