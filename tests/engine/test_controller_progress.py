@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from ratoon.engine import controller
+from ratoon.engine import views
 from ratoon.engine.journal import NO_PROGRESS
 from ratoon.engine.types import OperationState, Progress
 from tests.engine.harness import Machine
@@ -34,7 +34,7 @@ async def test_a_worker_that_hangs_does_not_hold_those_who_look(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that computes answered those who asked how far it is after most of a second."""
-    monkeypatch.setattr(controller, "_PROGRESS_S", 0.0)
+    monkeypatch.setattr(views, "_PROGRESS_S", 0.0)
     machine.faults.holds[1.0] = threading.Event()
     seen = await machine.update(1, 1)
     await started(machine, seen)

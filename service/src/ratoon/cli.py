@@ -65,11 +65,11 @@ def serve(config: ConfigOption = None) -> None:
     from ratoon.ray_start import ended_processes, exit_without_ray
 
     stop = threading.Event()
+    # Before the start, which answers callers before it is over: what they have begun is drained.
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
     try:
         with app.running(settings, show_logs=True) as addresses:
-            # After the start: Ray sets handlers of its own when it is initialised.
-            for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, lambda *_: stop.set())
+            signal.signal(signal.SIGINT, lambda *_: stop.set())
             typer.echo(f"http  {addresses.http}")
             typer.echo(f"grpc  {addresses.grpc}")
             while not stop.wait(RAY_POLL_S):

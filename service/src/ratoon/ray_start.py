@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import signal
 import stat
 import tempfile
 from collections.abc import Generator
@@ -27,6 +28,8 @@ from ratoon.errors import invalid
 from ratoon.log import get_logger
 
 _log = get_logger("ray")
+# Every call would be reported to a dashboard that is not there, and kept in the head's memory.
+_NO_REPORTS = {"task_events_report_interval_ms": 0, "enable_metrics_collection": False}
 # Without them nothing that is lost comes back. Ray starts neither again on one machine.
 _ESSENTIAL = (ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SERVER)
 
@@ -41,9 +44,14 @@ def connect_ray(config: RatoonConfig, *, show_logs: bool) -> None:
         "log_to_driver": show_logs,
         "logging_level": config.log_level,
     }
-    if config.ray.address:
-        ray.init(address=config.ray.address, **options)
-        return
+    with _own_sigterm():
+        if config.ray.address:
+            ray.init(address=config.ray.address, **options)
+        else:
+            _start_ray(config, options)
+
+
+def _start_ray(config: RatoonConfig, options: dict[str, Any]) -> None:
     token_file = make_token_file(config.data_root.absolute())
     if is_ray_open():
         _log.warning("Ray asks for no token: every user of this machine can run code in it")
@@ -91,8 +99,13 @@ def leave_ray() -> None:
     AuthenticationTokenLoader.instance().reset_cache()
 
 
-# Every call would be reported to a dashboard that is not there, and kept in the head's memory.
-_NO_REPORTS = {"task_events_report_interval_ms": 0, "enable_metrics_collection": False}
+@contextmanager
+def _own_sigterm() -> Generator[None, None, None]:
+    """Ray sets a handler that ends the process where it stands; who has one keeps it."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    if callable(handler):
+        signal.signal(signal.SIGTERM, handler)
 
 
 @contextmanager

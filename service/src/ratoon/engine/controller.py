@@ -18,23 +18,9 @@ from ratoon.engine.admission import Admission, JournalUnknownError, named_forwar
 from ratoon.engine.checkpointer import Checkpointer
 from ratoon.engine.codec import payload_hash
 from ratoon.engine.executor import Executor
-from ratoon.engine.faults import (
-    cancelled,
-    draining,
-    operation_not_found,
-    overtaken,
-    policy_not_ready,
-    seq_gap,
-)
+from ratoon.engine.faults import cancelled, draining, overtaken, policy_not_ready
 from ratoon.engine.files import drop_expired_results
-from ratoon.engine.journal import (
-    LIFE_KINDS,
-    FencedError,
-    JournalState,
-    OperationEnd,
-    OperationRecord,
-    ended_progress,
-)
+from ratoon.engine.journal import FencedError, JournalState, OperationEnd, OperationRecord
 from ratoon.engine.ledger import LiveOperation
 from ratoon.engine.policy_run import PolicyRun
 from ratoon.engine.publisher import Publisher
@@ -50,15 +36,9 @@ from ratoon.engine.types import (
     Submission,
 )
 from ratoon.engine.uploads import UploadFiles
+from ratoon.engine.views import OperationViews, view_of
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.stream.manifest import WeightManifest
-
-# How often a waiting caller's view of a running operation is refreshed.
-_PROGRESS_S = 0.25
-# How long who looks is held for it.
-_PROGRESS_WAIT_S = 0.05
-# How long an answer is held back from who waits for what memory does not know of yet.
-_AWAY_S = 0.5
 
 
 class Controller:
@@ -66,6 +46,7 @@ class Controller:
 
     def __init__(self, run: PolicyRun) -> None:
         self._run = run
+        self._views = OperationViews(run)
         self._publisher = Publisher(run)
         self._admission = Admission(run)
         # Held by whoever changes the queue: submissions, cancellations, a restart.
@@ -79,11 +60,9 @@ class Controller:
             max_upload_bytes=run.limits.max_body_bytes,
             max_total_bytes=run.limits.max_queued_bytes,
         )
-        self._progress_until = 0.0
-        self._asking: asyncio.Task[None] | None = None
         # The journal may have a seq that memory has not, which would be given or counted again.
         self._lacks_seq = False
-        self._is_draining = self._is_drained = False
+        self._is_draining = False
 
     @property
     def state(self) -> PolicyState:
@@ -112,9 +91,7 @@ class Controller:
         self._is_draining = True
         self._turns.pause()
         await self._turns.stop(grace_s)
-        self._is_drained = True
-        for live in self._run.ledger.open_operations():
-            live.wake()
+        self._views.let_go()
 
     async def submit(self, submission: Submission) -> Operation:
         """Accept an operation durably, or return the first one's handle for a retry.
@@ -149,52 +126,15 @@ class Controller:
         if first is not None:
             await self._admission.drop(operation_id, submission, first)
         live = self._run.ledger.find(record.operation_id)
-        return _ended(record) if live is None else await self._view(live)
+        return view_of(record) if live is None else await self._views.of(live)
 
     async def get_operation(self, operation_id: str, wait_s: float) -> Operation:
-        """The operation, after at most `wait_s` seconds or once it has ended.
-
-        Raises OPERATION_NOT_FOUND, SEQ_GAP where the wait ends behind a missing seq, and
-        UNAVAILABLE where it would not end before the service does.
-        """
-        live = self._run.ledger.find(operation_id)
-        if live is None:
-            return await self._ended_or_later(operation_id, wait_s)
-        clock, limits = asyncio.get_running_loop().time, self._run.limits
-        begin = clock()
-        wait_s = min(wait_s, limits.max_wait_s)
-        deadline, gap_deadline = begin + wait_s, begin + min(wait_s, limits.gap_wait_s)
-        while not live.is_final and clock() < deadline:
-            if self._is_drained:
-                raise draining()
-            missing = self._missing(live)
-            if missing and clock() >= gap_deadline:
-                raise seq_gap(live.record.seq, missing)
-            until = gap_deadline if missing else deadline
-            await live.wait_change(until - clock())
-        missing = self._missing(live)
-        if missing and wait_s > 0:
-            raise seq_gap(live.record.seq, missing)
-        return await self._view(live)
+        """See `OperationViews.get`."""
+        return await self._views.get(operation_id, wait_s)
 
     async def watch_operation(self, seen: Operation, wait_s: float) -> Operation:
-        """The operation once it differs from `seen`, or after `wait_s` seconds.
-
-        Raises UNAVAILABLE where the watch would not end before the service does.
-        """
-        live = self._run.ledger.find(seen.operation_id)
-        if live is None:
-            return await self._ended_or_later(seen.operation_id, wait_s)
-        clock = asyncio.get_running_loop().time
-        deadline = clock() + min(wait_s, self._run.limits.max_wait_s)
-        while True:
-            view = await self._view(live)
-            remaining = deadline - clock()
-            if view != seen or remaining <= 0:
-                return view
-            if self._is_drained:
-                raise draining()
-            await live.wait_change(min(remaining, _PROGRESS_S) if live.is_started else remaining)
+        """See `OperationViews.watch`."""
+        return await self._views.watch(seen, wait_s)
 
     async def cancel_operation(self, operation_id: str) -> Operation:
         """End a queued operation, ask a running one to stop; an ended one stays as it is.
@@ -204,11 +144,11 @@ class Controller:
         """
         live = self._run.ledger.find(operation_id)
         if live is None:
-            record = await self._past(operation_id)
+            record = await self._views.past(operation_id)
             if not record.state.is_final:
                 self._check_ready()
                 raise _read_again()
-            return _ended(record)
+            return view_of(record)
         async with self._lock:
             if not live.is_started and not live.is_final:
                 await self._cancel_queued(live)
@@ -217,7 +157,7 @@ class Controller:
             live.cancel_requested = True
             with contextlib.suppress(WorkerLostError):  # The loop sees it too, and acts on it.
                 await self._run.ports.worker.cancel(operation_id)
-        return await self._view(live)
+        return await self._views.of(live)
 
     async def weight_manifest(self, version: int | None) -> WeightManifest:
         """Of a published version, None: the newest; published now where that is on request.
@@ -317,52 +257,6 @@ class Controller:
         self._turns.restart()
         return RatoonError(ErrorCode.UNAVAILABLE, "the journal does not answer; ask again")
 
-    async def _ended_or_later(self, operation_id: str, wait_s: float) -> Operation:
-        """What the journal says; memory hears of an open one when the journal is read again."""
-        record = await self._past(operation_id)
-        if not record.state.is_final:
-            await asyncio.sleep(min(wait_s, _AWAY_S))
-        return _ended(record)
-
-    async def _past(self, operation_id: str) -> OperationRecord:
-        """A journaled operation that is no longer in memory. Raises OPERATION_NOT_FOUND."""
-        record = await self._run.ports.journal.find_operation(operation_id)
-        if record is None or record.policy_id != self._run.policy_id:
-            raise operation_not_found(operation_id)
-        if record.kind in LIFE_KINDS:
-            raise operation_not_found(operation_id)  # The coordinator's: it knows when they end.
-        return record
-
-    async def _view(self, live: LiveOperation) -> Operation:
-        if live.is_started and not live.is_final:
-            await self._refresh(live)
-        progress = ended_progress(live.record.result) if live.is_final else live.progress
-        return live.record.to_operation(progress=progress, blocked_by_seq=self._missing(live))
-
-    async def _refresh(self, live: LiveOperation) -> None:
-        """Ask the worker how far it is, at most once in `_PROGRESS_S` for all who ask.
-
-        A worker that computes, or hangs, does not hold those who only look: an answer that is late
-        is for whoever looks next.
-        """
-        now = asyncio.get_running_loop().time()
-        is_asked = self._asking is not None and not self._asking.done()
-        if is_asked or now < self._progress_until:
-            return
-        self._progress_until = now + _PROGRESS_S
-        self._asking = asyncio.create_task(self._ask_progress(live))
-        await asyncio.wait({self._asking}, timeout=_PROGRESS_WAIT_S)
-
-    async def _ask_progress(self, live: LiveOperation) -> None:
-        with contextlib.suppress(WorkerLostError):
-            live.progress = await self._run.ports.worker.progress()
-
-    def _missing(self, live: LiveOperation) -> int:
-        """The seq that a queued operation waits for and that never arrived; 0: none."""
-        if live.is_final or live.record.seq == 0:
-            return 0
-        return self._run.sequencer.blocked_by(live.record.seq)
-
     def _check_taking(self) -> None:
         if self._is_draining:
             raise draining()
@@ -376,8 +270,3 @@ class Controller:
 
 def _read_again() -> RatoonError:
     return RatoonError(ErrorCode.UNAVAILABLE, "the journal is read again; ask again")
-
-
-def _ended(record: OperationRecord) -> Operation:
-    progress = ended_progress(record.result)
-    return record.to_operation(progress=progress, blocked_by_seq=0)

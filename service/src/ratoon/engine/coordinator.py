@@ -11,7 +11,6 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from ratoon.config import LimitsConfig
 from ratoon.engine import telemetry
@@ -20,6 +19,7 @@ from ratoon.engine.archive import Archive
 from ratoon.engine.codec import hash_text, to_text
 from ratoon.engine.faults import draining, operation_not_found, policy_not_found, policy_not_ready
 from ratoon.engine.files import PolicyPaths, policy_paths, remove_policy_files
+from ratoon.engine.fleet_port import Fleet
 from ratoon.engine.journal import (
     NO_PROGRESS,
     JournalAwayError,
@@ -48,33 +48,6 @@ from ratoon.metrics import MetricsSink, PolicyGone
 _LOG = get_logger("coordinator")
 # How long an answer is held back from those who wait while a controller is away.
 _AWAY_S = 0.5
-
-
-class Fleet(Protocol):
-    """The processes of policies."""
-
-    async def check(self, spec: PolicySpec) -> None:
-        """Raises UNSUPPORTED, and RESOURCE_EXHAUSTED with what is wanted and free."""
-        ...
-
-    async def start(self, spec: PolicySpec) -> None:
-        """Bring the policy's controller and worker up, where they are not; it is ready then.
-
-        Raises `RatoonError` where the model cannot be loaded.
-        """
-        ...
-
-    async def stop(self, policy_id: str) -> None:
-        """End the policy's processes, those that are there."""
-        ...
-
-    async def release(self, policy_id: str) -> None:
-        """End the policy's worker, if there is one, and give back what it holds."""
-        ...
-
-    async def drain(self, policy_id: str, grace_s: float) -> None:
-        """Let what the policy runs end within `grace_s` seconds, and begin nothing more."""
-        ...
 
 
 class Coordinator:
