@@ -118,12 +118,19 @@ class RayFleet:
             keep_reference=spec.reference is not ReferencePolicy.NONE,
             attention_backend=spec.attention_backend,
             device=self.device,
-            num_threads=self._settings.num_threads or len(os.sched_getaffinity(0)),
+            num_threads=self._settings.num_threads or _cores(),
             optimizer_states=self._settings.optimizer_states if is_bf16 else OptimizerStates.FP32,
             host_activation_bytes=self._settings.host_activation_bytes,
             canary_every=self._settings.canary_every,
             guard=spec.numerics_guard,
         )
+
+
+def _cores() -> int:
+    """Those that this process may use; where the system does not say (macOS), those it has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _total_gpus() -> float:
