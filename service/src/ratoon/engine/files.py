@@ -159,11 +159,7 @@ class BodyFiles:
     async def release(self, holder: str, digest: str) -> None:
         """The holder needs the body no more; the last one's release deletes the file."""
         async with self._lock:
-            self._in_flight.discard(holder)
-            holders = self._holders.get(digest, set())
-            holders.discard(holder)
-            if not holders:
-                self._holders.pop(digest, None)
+            if self._take_off(holder, digest):
                 await asyncio.to_thread(self._paths.body(digest).unlink, missing_ok=True)
 
     async def forget(self, holder: str, digest: str) -> None:
@@ -172,11 +168,16 @@ class BodyFiles:
         That one may be another controller's, which has taken over: the file stays.
         """
         async with self._lock:
-            self._in_flight.discard(holder)
-            holders = self._holders.get(digest, set())
-            holders.discard(holder)
-            if not holders:
-                self._holders.pop(digest, None)
+            self._take_off(holder, digest)
+
+    def _take_off(self, holder: str, digest: str) -> bool:
+        """Whether nobody holds the body any more, now that this holder does not."""
+        self._in_flight.discard(holder)
+        holders = self._holders.get(digest, set())
+        holders.discard(holder)
+        if not holders:
+            self._holders.pop(digest, None)
+        return not holders
 
     async def names(self) -> frozenset[str]:
         """Digests of all that is there, whoever wrote it."""
