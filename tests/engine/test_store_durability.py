@@ -86,6 +86,22 @@ def test_a_postgresql_server_that_crashed_has_what_was_committed(postgres: Postg
     stores.engine.dispose()
 
 
+def test_a_postgresql_server_that_takes_no_writes_is_waited_for(postgres: PostgresServer) -> None:
+    """As a standby until it is promoted."""
+    url = postgres.create_database()
+    change = sql.SQL("ALTER DATABASE {} SET default_transaction_read_only = {}")
+    name = sql.Identifier(url.rpartition("/")[2])
+    postgres.execute(change.format(name, sql.SQL("on")))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(open_database, url)
+        time.sleep(1.0)
+        assert not waiting.done()
+        postgres.execute(change.format(name, sql.SQL("off")))
+        engine = waiting.result(30)
+    Stores(url).with_policy().engine.dispose()
+    engine.dispose()
+
+
 @pytest.mark.parametrize("has_disk", [True, False])
 def test_a_postgresql_server_without_room_refuses_and_keeps_what_it_has(
     postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch, has_disk: bool

@@ -49,6 +49,8 @@ _SESSION = {
 _PATIENCE_S = 60.0
 _RETRY_S = 0.5
 _CONNECT = {
+    # A standby is no database to write to: it is waited for, or passed over where the URL has more.
+    "target_session_attrs": "read-write",
     "connect_timeout": 10,
     "keepalives_idle": 10,
     "keepalives_interval": 5,
