@@ -190,7 +190,7 @@ def _name_full_disk(context: ExceptionContext) -> None:
 def _wait_for_server(
     _dialect: Dialect, _record: object, _arguments: object, parameters: dict[str, Any]
 ) -> psycopg.Connection:
-    """A session; a server that is down or starting, at our start or later, is waited for.
+    """A session that writes; a server that is down, starting or a standby is waited for.
 
     Raises `psycopg.OperationalError` after `_PATIENCE_S`, and at once where the server refuses.
     """
@@ -206,7 +206,7 @@ def _wait_for_server(
 
 
 def is_server_away(error: DBAPIError) -> bool:
-    """Whether a PostgreSQL server could not be reached, or is starting or going down."""
+    """Whether no PostgreSQL server that takes writes could be reached, or it starts or stops."""
     return isinstance(error.orig, psycopg.OperationalError) and not _is_refused(error.orig)
 
 
