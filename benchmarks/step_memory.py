@@ -20,17 +20,17 @@ from benchmarks.step_subjects import Way, run_step
 from benchmarks.step_timing import held_gib, require_time
 from benchmarks.step_timing import measure as measure_samples
 from benchmarks.step_ways import Plan, Ways, compare_ways, load_packed, memory_figures
-from ratoon.model.attention import HeldTokens
+from ratoon.model.stage_plan import HeldTokens
 
 # Of an estimate of seconds, for the budget alone; longer steps are run once, unwarmed.
 EXPECTED_MFU = 0.45
 LONG_STEP_S = 20.0
-# Pinned memory of the sweep.
+# Pinned memory of the sweep, and of prompts that wait for their waves.
 HOST_BYTES = 80 * 2**30
 # The groups that compile whatever the long ones run, of two lengths.
 WARM_UP_PROMPTS = (96, 160)
 # What is predicted of a step that only compiles.
-NO_TOKENS = HeldTokens(tokens=0, stack_tokens=0)
+NO_TOKENS = [HeldTokens(tokens=0, above=0, waits=False, stream=None)]
 # Of the comparison: responses in a wave, rollouts in a replicated micro-batch.
 WAVE = CUT = 4
 # Of the sweep, measured first.
@@ -62,7 +62,7 @@ def measure(run: Run, wanted: list[str]) -> Iterator[tuple[str, list[Row]]]:
     ways = Ways(run, scale.model)
     if set(wanted) & set(sweep):
         keep_each_kind(ways.policy(scale.ours))
-        _compile(ways, scale.ours, length)
+        _compile(ways, scale.ours, length, WARM_UP_PROMPTS)
     first = [case for case in jobs if case == f"{FIRST_PROMPT}x{count}"]
     for case in [*first, *(case for case in jobs if case not in first)]:
         if case in wanted:
@@ -77,36 +77,45 @@ def _sweep(ways: Ways, group: Group) -> list[Row]:
 
 
 def _compare_activations(ways: Ways) -> list[Row]:
-    """Packed, streamed and replicated, all with everything but attention run again."""
+    """Packed, streamed and replicated, all with everything but attention run again.
+
+    What waits of the streamed one does so on the host.
+    """
     scale = ways.run.scale
     batch = make_batch((scale.activations,), scale.model.vocab_size, ways.run.seed)
     streamed = Way(backend=scale.ours.backend, is_packed=True, wave=WAVE)
     order = [scale.ours, streamed, scale.baseline]
-    return compare_ways(ways, batch, order, Plan(cuts=(CUT,), keeps_the_least=True))
+    plan = Plan(cuts=(CUT,), keeps_the_least=True, host_bytes=HOST_BYTES)
+    return compare_ways(ways, batch, order, plan)
 
 
 def _many_beside_few(ways: Ways) -> list[Row]:
-    """All responses in waves, and as many as one wave has, packed; all but attention run again."""
+    """All responses in waves, their prompt on the host, and as many as one wave has, packed.
+
+    All but attention runs again.
+    """
     scale = ways.run.scale
     few = Group(prompt=scale.many.prompt, responses=scale.many.responses[: scale.many_wave])
     streamed = Way(backend=scale.ours.backend, is_packed=True, wave=scale.many_wave)
-    plan = Plan(cuts=(), keeps_the_least=True)
+    plan = Plan(cuts=(), keeps_the_least=True, host_bytes=HOST_BYTES)
     rows: list[Row] = []
     for way, group in ((scale.ours, few), (streamed, scale.many)):
-        keep_the_least(ways.policy(way), NO_TOKENS)
-        _compile(ways, way, group.responses[0])
+        keep_the_least(ways.policy(way), NO_TOKENS, host_bytes=HOST_BYTES)
+        # Memory of the host is allocated at its first use, which takes seconds.
+        prompts = (*WARM_UP_PROMPTS, *([group.prompt] if way.wave else []))
+        _compile(ways, way, group.responses[0], prompts)
         row = _try_step(ways, way, group, plan)
         rows.append({"responses": len(group.responses), **row})
         ways.clear()
     return rows
 
 
-def _compile(ways: Ways, way: Way, response_tokens: int) -> None:
+def _compile(ways: Ways, way: Way, response_tokens: int, prompts: tuple[int, ...]) -> None:
     """What a long step runs, on short ones: for any number of tokens."""
     policy = ways.policy(way)
     if policy.device.type != "cuda":
         return
-    for prompt in WARM_UP_PROMPTS:
+    for prompt in prompts:
         group = Group(prompt=prompt, responses=(response_tokens,) * 2 * max(1, way.wave))
         batch = make_batch((group,), ways.size.vocab_size, ways.run.seed)
         run_step(policy, load_packed(ways, way, batch))

@@ -16,15 +16,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.step_sizes import StepWork
-from ratoon.model.attention import HeldTokens
+from ratoon.model.stage_plan import HeldTokens
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.forest import build_forest
 from ratoon.rollout.pack import pack
 from ratoon.rollout.packed import Forest, PackedBatch, Stage
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.ragged import sequence_lengths
-from ratoon.rollout.waves import peak_tokens
+from ratoon.rollout.waves import resident_tokens
 from ratoon.train.device import DeviceBatch, to_device
+from ratoon.train.streaming import stream_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,10 +77,16 @@ class SeededBatch:
     weight_L: Tensor
 
     @property
-    def held(self) -> HeldTokens:
-        """By which the service plans what layers keep."""
-        streamed = peak_tokens(self.stages)
-        return HeldTokens(tokens=streamed or self.packed_tokens, stack_tokens=streamed)
+    def held(self) -> list[HeldTokens]:
+        """By which the service plans what the layers of each of its forwards keep."""
+        if not self.stages:
+            return [HeldTokens(tokens=self.packed_tokens, above=0, waits=False, stream=None)]
+        stream, parents = stream_tokens(self.stages), {stage.parent for stage in self.stages}
+        resident = resident_tokens(self.stages)
+        return [
+            HeldTokens(tokens=stage.num_tokens, above=above, waits=index in parents, stream=stream)
+            for index, (stage, above) in enumerate(zip(self.stages, resident, strict=True))
+        ]
 
     @property
     def packed_tokens(self) -> int:

@@ -140,8 +140,11 @@ def agreement(rows: list[Row]) -> Iterator[str]:
 
 
 def layers_kept(row: Row) -> str:
-    """Layers of each kind of the activation plan."""
-    return " ".join(f"{n} {kind}" for kind, n in row.get("layers_kept", {}).items()) or NOTHING
+    """Layers of each kind of the activation plan; of stages that wait, where theirs differ."""
+    kept, waiting = row.get("layers_kept", {}), row.get("layers_waiting", {})
+    parts = [" ".join(f"{n} {kind}" for kind, n in layers.items()) for layers in (kept, waiting)]
+    is_alike = not waiting or waiting == kept
+    return (parts[0] if is_alike else f"{parts[0]}, waiting {parts[1]}") or NOTHING
 
 
 def update_over_step(row: Row) -> str:

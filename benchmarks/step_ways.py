@@ -83,7 +83,8 @@ class Plan:
         cuts: Sequences in a replicated micro-batch, of which the fastest is taken.
         keeps_the_least: All but attention runs again, and gradients are there from the start, so
             that peaks compare; else what fits is kept.
-        host_bytes: Of the host, for what does not fit the device.
+        host_bytes: Of the host, for what does not fit the device; of the least, for the stages
+            that wait for others.
     """
 
     cuts: tuple[int, ...]
@@ -92,9 +93,9 @@ class Plan:
 
     def limit(self, policy: PolicyModel, batches: Sequence[SeededBatch]) -> MemoryPlan | None:
         """Limits the policy for these micro-batches."""
-        held = max((seeded.held for seeded in batches), key=lambda held: held.tokens)
+        held = [one for seeded in batches for one in seeded.held]
         if self.keeps_the_least:
-            return keep_the_least(policy, held)
+            return keep_the_least(policy, held, host_bytes=self.host_bytes)
         gradients_stay = len(batches) > 1 or bool(batches[0].stages)
         return keep_what_fits(
             policy, held, gradients_stay=gradients_stay, host_bytes=self.host_bytes
@@ -183,6 +184,7 @@ def memory_figures(
         "beyond_weights_gib": peak - resident,
         "predicted_gib": plan.predicted_bytes / 2**30,
         "layers_kept": plan.layers,
+        **({"layers_waiting": plan.waiting} if plan.waiting else {}),
     }
 
 

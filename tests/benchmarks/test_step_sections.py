@@ -22,19 +22,21 @@ from benchmarks.step_memory_plan import MemoryPlan, keep_each_kind, keep_the_lea
 from benchmarks.step_result import SECTIONS
 from benchmarks.step_rollouts import (
     Group,
+    SeededBatch,
     make_batch,
     packed_batch,
     packed_work,
     upload,
     waves,
 )
+from benchmarks.step_rows import layers_kept
 from benchmarks.step_run import FULL, SMALL, Run
 from benchmarks.step_sizes import TINY, StepWork, mfu, step_flops
 from benchmarks.step_subjects import Way, run_step
 from benchmarks.step_ways import Plan, Ways, compare_ways, load_packed, memory_figures
 from ratoon.errors import RatoonError
 from ratoon.model.activation_plan import Kept, peak_bytes
-from ratoon.model.attention import HeldTokens
+from ratoon.model.stage_plan import HeldTokens, StreamTokens
 from ratoon.rollout.waves import fits_forest
 
 CPU = torch.device("cpu")
@@ -113,13 +115,32 @@ def test_waves_stream_a_group_to_the_same_gradients() -> None:
     assert fits_forest(stages, packed.forest)
     seeded = upload(batch, packed, CPU, stages)
     # The prompt and the longest two responses, whose keys and values are in one stack.
-    assert seeded.held == HeldTokens(tokens=9 + 11, stack_tokens=9 + 11)
+    assert seeded.held == _stages(9, 11, 7, 2)
     assert upload(batch, packed, CPU).held == _held(29)
+    assert _asked(seeded) == seeded.held
     order = [Way(backend="reference", is_packed=True, wave=2), SMALL.baseline]
     streamed, replicated = compare_ways(Ways(_run(), TINY), batch, order, Plan(cuts=(1,)))
     assert streamed["how"] == "reference-waves-of-2"
     assert max(streamed["errors"].values()) < 1e-5
     assert streamed["packed_tokens"] == replicated["packed_tokens"] == 29
+
+
+def _asked(seeded: SeededBatch) -> list[HeldTokens]:
+    """What the service is told of each forward."""
+    asked: list[HeldTokens] = []
+    policy = Ways(_run(), TINY).policy(SMALL.ours)
+    vars(policy)["_plan_activations"] = asked.append
+    run_step(policy, [seeded])
+    return asked
+
+
+def _stages(prompt: int, *sizes: int) -> list[HeldTokens]:
+    """A prompt and its waves."""
+    stream = StreamTokens(held=prompt + max(sizes), waiting=prompt)
+    return [
+        HeldTokens(tokens=prompt, above=0, waits=True, stream=stream),
+        *(HeldTokens(tokens=n, above=prompt, waits=False, stream=stream) for n in sizes),
+    ]
 
 
 def test_memory_has_a_row_for_each_prompt_and_the_comparisons() -> None:
@@ -140,8 +161,8 @@ def test_the_prompt_that_was_asked_for_comes_first(monkeypatch: pytest.MonkeyPat
     assert first == "16x2"
 
 
-def _held(tokens: int) -> HeldTokens:
-    return HeldTokens(tokens=tokens, stack_tokens=0)
+def _held(tokens: int) -> list[HeldTokens]:
+    return [HeldTokens(tokens=tokens, above=0, waits=False, stream=None)]
 
 
 def test_what_is_kept_follows_from_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,24 +186,37 @@ def test_what_is_kept_follows_from_the_free_memory(monkeypatch: pytest.MonkeyPat
 
 def test_the_least_is_predicted_with_what_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = Ways(_run(), TINY).policy(SMALL.ours)
-    assert keep_the_least(policy, _held(100)) is None, "a CPU has no limits"
+    assert keep_the_least(policy, _held(100), host_bytes=0) is None, "a CPU has no limits"
     monkeypatch.setattr(type(policy), "device", torch.device("cuda"))
-    plain = keep_the_least(policy, _held(100))
+    plain = keep_the_least(policy, _held(100), host_bytes=0)
     assert plain is not None
-    assert plain.layers == {"attention": TINY.num_layers}
     least = (Kept.ATTENTION,) * TINY.num_layers
+    assert (plain.layers, plain.waiting) == ({"attention": TINY.num_layers}, {})
     planned: Any = policy
-    assert planned._plan_activations(_held(10)) == least, "in small stages too"
-    held = HeldTokens(tokens=100, stack_tokens=100)
-    streamed = keep_the_least(policy, held)
+    prompt, wave, small = _stages(60, 40, 10)
+    assert [planned._plan_activations(one) for one in (prompt, wave, small)] == [least] * 3
+    streamed = keep_the_least(policy, [prompt, wave, small], host_bytes=0)
     assert streamed is not None
+    assert streamed.waiting == streamed.layers == plain.layers
     gradients = sum(p.numel() * 4 for p in policy.named_trainable().values())
     # Keys and values of 2 heads of 8 in 2 layers, and gradients of them, in float32.
     stacks = 100 * 2 * 2 * (2 * 8) * (4 + 4)
+    sizes = policy.sizes
+    prompt_bytes = 60 * (4 * sizes.hidden_size * 4 + 2 * sizes.kept_bytes(Kept.ATTENTION))
     # Gradients of layers that stay are not there a second time.
-    peak = peak_bytes(policy.sizes, least, 100, 100)
-    assert plain.predicted_bytes == peak + gradients
-    assert streamed.predicted_bytes == peak + gradients + stacks
+    assert plain.predicted_bytes == peak_bytes(sizes, least, 100, 100) + gradients
+    wave_bytes = prompt_bytes + peak_bytes(sizes, least, 40, 40)
+    assert streamed.predicted_bytes == wave_bytes + gradients + stacks
+    # The prompt on the host: more than it has in the backward, the wave has beside it.
+    lent = 60 * 2 * sizes.kept_bytes(Kept.HOST)
+    on_host = keep_the_least(policy, [prompt, wave, small], host_bytes=lent)
+    assert on_host is not None
+    assert (on_host.layers, on_host.waiting) == ({"attention": 2}, {"host": 2})
+    assert planned._plan_activations(prompt) == (Kept.HOST,) * 2
+    assert planned._plan_activations(wave) == planned._plan_activations(small) == least
+    wave_bytes -= 60 * 2 * sizes.kept_bytes(Kept.ATTENTION)
+    own_bytes = peak_bytes(sizes, (Kept.HOST,) * 2, 60, 60)
+    assert on_host.predicted_bytes == max(wave_bytes, own_bytes) + gradients + stacks
 
 
 @pytest.mark.parametrize("stay", [False, True])
@@ -220,13 +254,20 @@ def _gradients_after(policy: Any, batches: Any, **how: Any) -> dict[str, torch.T
 def test_what_is_beyond_gradients_is_said_where_all_are_there() -> None:
     policy = Ways(_run(), TINY).policy(SMALL.ours)
     gradients = sum(p.numel() * 4 for p in policy.named_trainable().values()) / 2**30
-    plan = MemoryPlan(layers={"attention": 2}, predicted_bytes=2**31, gradients_stay=True)
+    plan = MemoryPlan(
+        layers={"attention": 2}, waiting={}, predicted_bytes=2**31, gradients_stay=True
+    )
     found = memory_figures(policy, plan, 5.0, 1.0)
     assert found["activation_gib"] == pytest.approx(4.0 - gradients)
     assert (found["beyond_weights_gib"], found["predicted_gib"]) == (4.0, 2.0)
     absent = memory_figures(policy, replace(plan, gradients_stay=False), 5.0, 1.0)
     assert "activation_gib" not in absent
     assert absent["beyond_weights_gib"] == 4.0
+    assert "layers_waiting" not in found
+    waiting = memory_figures(policy, replace(plan, waiting={"host": 2}), 5.0, 1.0)
+    assert layers_kept(waiting) == "2 attention, waiting 2 host"
+    alike = memory_figures(policy, replace(plan, waiting={"attention": 2}), 5.0, 1.0)
+    assert layers_kept(alike) == layers_kept(found) == "2 attention"
 
 
 def test_a_warm_up_has_layers_of_every_kind() -> None:

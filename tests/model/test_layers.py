@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ratoon.errors import ErrorCode
-from ratoon.model import layers
 from ratoon.model.activation_plan import Kept, max_tokens, peak_bytes, plan_activations
+from ratoon.model.offload import HostOffload
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import ModelDtype
 from tests.model.builders import (
@@ -25,6 +24,7 @@ from tests.model.builders import (
     load,
     randomize,
 )
+from tests.model.compiled import eager_graphs
 from tests.model.packing import Packed, branching_sequences, pack
 from tests.tiny_models import write_folder
 
@@ -40,6 +40,8 @@ def _keep(model: PolicyModel, packed: Packed, kept: Kept) -> tuple[Kept, ...]:
     budget = peak_bytes(sizes, (kept,) * sizes.num_layers, tokens, tokens)
     on_host = tokens * sizes.num_layers * sizes.kept_bytes(Kept.HOST) if kept is Kept.HOST else 0
     model.limit_activations(budget, host_bytes=on_host)
+    # What these tests run is too small to be worth a copy.
+    model._layers._offload = HostOffload(model.device, min_bytes=1)
     plan = plan_activations(sizes, tokens, tokens, budget, on_host)
     # Of two layers on the host, both are on the device while one runs backward.
     assert plan[0] is kept or kept is Kept.HOST
@@ -71,6 +73,28 @@ def test_what_is_kept_changes_no_bit(
     assert got.keys() == expected.keys()
     for name, grad in expected.items():
         assert torch.equal(got[name], grad), name
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_what_is_on_the_host_is_there_until_its_backward(
+    is_compiled: bool, graphs: list[int]
+) -> None:
+    """Compiled, all that a layer keeps; else its input alone."""
+    model = load(TINY, dtype=ModelDtype.FLOAT32, compile_layers=is_compiled)
+    packed = pack(branching_sequences(0))
+    on_host = _keep(model, packed, Kept.HOST).count(Kept.HOST)
+    offload = model._layers._offload
+    assert on_host > 0
+    assert offload is not None
+    for _ in range(2):
+        hidden_TD = hidden_of(model, packed)
+        sizes, tokens = model.sizes, len(packed.tokens_T)
+        of_token = sizes.kept_bytes(Kept.HOST) if is_compiled else 4 * sizes.hidden_size
+        # And tables of the layout, which are small beside what is worth a copy.
+        assert 0 <= offload.held_bytes - on_host * tokens * of_token < 40 * on_host * tokens
+        hidden_TD.sum().backward()
+        assert offload.held_bytes == 0
+    assert bool(graphs) == is_compiled
 
 
 def test_what_is_kept_changes_no_bit_of_an_adapter(tmp_path: Path) -> None:
@@ -141,23 +165,9 @@ def test_a_forward_that_does_not_fit_is_refused() -> None:
 
 
 @pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Layers are compiled, without code generation; holds the number of graphs afterwards."""
-    compiled: list[int] = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        from torch._dynamo.backends.registry import lookup_backend
-
-        compiled.append(1)
-        return lookup_backend("aot_eager_decomp_partition")(graph, inputs)
-
-    torch.compiler.reset()
-    layers.configure_compiler()
-    for name, run in (("_compiled_plain", "_run_plain"), ("_compiled_again", "_run_again")):
-        function = torch.compile(getattr(layers, run), fullgraph=True, backend=backend)
-        monkeypatch.setattr(layers, name, partial(lambda f: f, function))
-    yield compiled
-    torch.compiler.reset()
+def graphs() -> Iterator[list[int]]:
+    with eager_graphs() as compiled:
+        yield compiled
 
 
 def test_compiled_layers_share_one_graph_a_kind(graphs: list[int]) -> None:

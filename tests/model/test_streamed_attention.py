@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from ratoon.model.attention import HeldTokens
+from ratoon.model.stage_plan import StreamTokens
 from ratoon.model.streamed_attention import (
     AttentionStream,
     LayerStage,
@@ -26,7 +26,7 @@ NODES = ((0, 7, 24, -1), (7, 11, 20, 0), (11, 15, 15, 1), (15, 18, 18, 1), (18, 
 NODES = (*NODES, (20, 24, 24, 0))
 # Start, stop, parent: two prefixes, two waves below the inner one, one below the outer one.
 STAGES = ((0, 7, -1), (7, 11, 0), (11, 15, 1), (15, 20, 1), (20, 24, 0))
-HELD = HeldTokens(tokens=16, stack_tokens=11)
+MOST = StreamTokens(held=16, waiting=11)
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 SCALE = 0.5
 
@@ -48,8 +48,10 @@ def make_layout() -> TreeLayout:
     )
 
 
-def _stream(held: HeldTokens = HELD) -> AttentionStream:
-    return AttentionStream(layout=make_layout(), backend="reference", deterministic=True, held=held)
+def _stream(most: StreamTokens = MOST) -> AttentionStream:
+    return AttentionStream(
+        layout=make_layout(), backend="reference", deterministic=True, tokens=most
+    )
 
 
 def _inputs(dtype: torch.dtype, seed: int = 0) -> _Inputs:
@@ -145,7 +147,7 @@ def test_a_layer_that_is_run_again_adds_its_gradients_once() -> None:
 def test_layers_hold_keys_of_their_own() -> None:
     """Two layers of one stage, forwarded one after the other, do not see each other's keys."""
     first, second = _inputs(torch.float64), _inputs(torch.float64, seed=1)
-    stream = _stream(HeldTokens(tokens=24, stack_tokens=7))
+    stream = _stream(StreamTokens(held=24, waiting=7))
     prefix = stream.stage(Span(0, 7), (), is_kept=True)
     wave = stream.stage(Span(7, 24), (prefix,), is_kept=False)
     for inputs, layer in ((first, _Layer(0)), (second, _Layer(1))):
@@ -183,7 +185,7 @@ def test_a_stage_names_kept_ancestors_only() -> None:
 
 
 def test_stages_hold_no_more_than_was_said() -> None:
-    stream = _stream(HeldTokens(tokens=15, stack_tokens=11))
+    stream = _stream(StreamTokens(held=15, waiting=11))
     outer = stream.stage(Span(0, 7), (), is_kept=True)
     inner = stream.stage(Span(7, 11), (outer,), is_kept=True)
     stream.stage(Span(11, 15), (outer, inner), is_kept=False)

@@ -12,15 +12,16 @@ from hypothesis import strategies as st
 from ratoon.errors import RatoonError
 from ratoon.model.activation_plan import DecoderSizes, Kept, peak_bytes, plan_activations
 from ratoon.model.costs import H200_RATES, device_costs, with_recompute
+from ratoon.model.stage_plan import HeldTokens, plan_forward
 from ratoon.model.token_limits import candidate_tokens, token_limits
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import MicroBatch
 from ratoon.rollout.plan import cheapest_plan
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.ragged import sequence_lengths
-from ratoon.rollout.waves import peak_tokens
 from tests.builders import random_batch
 from tests.model.test_activation_plan import QWEN3_8B
+from tests.rollout.stages import held_tokens
 
 GIB = 2**30
 # Of a size at which the head's buffers fill up within a few hundred tokens.
@@ -40,17 +41,10 @@ CHECKED = settings(max_examples=200, deadline=None)
 
 def _refuses(sizes: DecoderSizes, part: MicroBatch, device_bytes: int, host_bytes: int) -> bool:
     """Whether the model does, asked as `PolicyModel` asks for a forward with gradients."""
-    tokens, stacked = part.packed_tokens, 0
-    if part.stages:
-        tokens = stacked = peak_tokens(part.stages)
+    at_once = HeldTokens(tokens=part.packed_tokens, above=0, waits=False, stream=None)
     try:
-        plan_activations(
-            sizes,
-            tokens,
-            tokens,
-            device_bytes - stacked * sizes.stack_bytes,
-            0 if stacked else host_bytes,
-        )
+        for held in held_tokens(part.stages) if part.stages else [at_once]:
+            plan_forward(sizes, held, device_bytes, host_bytes)
     except RatoonError:
         return True
     return False

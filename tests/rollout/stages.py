@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ratoon.model.stage_plan import HeldTokens, StreamTokens
 from ratoon.rollout.packed import Stage
+from ratoon.rollout.waves import peak_tokens, resident_tokens
 
 
 def num_ancestors(stages: Sequence[Stage]) -> list[int]:
@@ -13,3 +15,13 @@ def num_ancestors(stages: Sequence[Stage]) -> list[int]:
     for stage in stages:
         depths.append(0 if stage.parent < 0 else depths[stage.parent] + 1)
     return depths
+
+
+def held_tokens(stages: Sequence[Stage]) -> list[HeldTokens]:
+    """What each stage says of itself."""
+    resident, parents = resident_tokens(stages), {stage.parent for stage in stages}
+    stream = StreamTokens(held=peak_tokens(stages), waiting=max(resident))
+    return [
+        HeldTokens(tokens=stage.num_tokens, above=above, waits=index in parents, stream=stream)
+        for index, (stage, above) in enumerate(zip(stages, resident, strict=True))
+    ]

@@ -158,7 +158,7 @@ def test_costs_by_hand() -> None:
 
 
 def test_running_again_is_between_what_was_told() -> None:
-    again = Recompute(held=(10, 20, 40), cost=(0.0, 1.0, 5.0), stack_share=0.01)
+    again = Recompute(held=(10, 20, 40), cost=(0.0, 1.0, 5.0), stack_share=0.01, host_tokens=0)
     prices = [again.of(tokens, is_streamed=False) for tokens in (1, 10, 15, 20, 30, 40, 99)]
     assert prices == [0, 0, 0.5, 1, 3, 5, 5]
     # Of 20 held in stages, a fifth of the memory is their stacks', as if 25 were held.
@@ -167,10 +167,31 @@ def test_running_again_is_between_what_was_told() -> None:
     assert NOTHING_AGAIN.of(10**9, is_streamed=True) == 0
 
 
+def test_what_waits_on_the_host_runs_again_and_what_runs_has_the_room() -> None:
+    again = Recompute(held=(10, 20, 40), cost=(0.0, 1.0, 5.0), stack_share=0.0, host_tokens=0)
+    stages = (
+        Stage(start=0, stop=10, parent=-1),
+        Stage(start=10, stop=15, parent=0),
+        Stage(start=15, stop=30, parent=1),
+        Stage(start=30, stop=40, parent=0),
+    )
+    # 30 are held at a time, of which 15 wait.
+    assert [replace(again, host_tokens=n).of_stages(stages) for n in (0, 14)] == [3.0, 3.0]
+    # The 15 keep the least; waves of 15 and 10 what the larger one can.
+    expected = (15 * 5.0 + 25 * 0.5) / 40
+    assert replace(again, host_tokens=15).of_stages(stages) == pytest.approx(expected)
+    # As much of the memory as 25 more tokens is the stacks' of the 30.
+    share = replace(again, host_tokens=15, stack_share=1 / 60)
+    assert share.of_stages(stages) == pytest.approx((15 * 5.0 + 25 * 3.0) / 40)
+    # Nothing goes where all is kept.
+    assert replace(again, held=(30, 31, 32), host_tokens=15).of_stages(stages) == 0
+    assert replace(again, host_tokens=99).of_stages(stages[:1]) == again.of(10, is_streamed=False)
+
+
 def test_what_runs_again_decides_between_holding_and_streaming() -> None:
     """At once 30 tokens are held and each costs one more; streamed, 20, and two calls of two."""
     batch = _fan(10, 4, 5)
-    again = Recompute(held=(20, 30), cost=(0.0, 1.0), stack_share=0.0)
+    again = Recompute(held=(20, 30), cost=(0.0, 1.0), stack_share=0.0, host_tokens=0)
     kept_S, prefixes = np.ones(4, np.bool_), sort_sequences(batch)
     for costs, tokens in ((CHEAP, 30), (replace(CHEAP, recompute=again), 20)):
         plan = cheapest_plan(batch, prefixes, kept_S, (20, 30, 50), costs, NO_LIMITS)

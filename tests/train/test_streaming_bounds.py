@@ -19,10 +19,14 @@ import torch
 from torch import Tensor
 
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.model.attention import HeldTokens, PathAttention
+from ratoon.model.activation_plan import Kept, peak_bytes
+from ratoon.model.attention import PathAttention
+from ratoon.model.loader import load_model
+from ratoon.model.offload import HostOffload
 from ratoon.model.path_stacks import PathStacks
 from ratoon.model.policy_model import PolicyModel
-from ratoon.model.spec import FolderBase
+from ratoon.model.spec import FolderBase, ModelDtype
+from ratoon.model.stage_plan import HeldTokens, least_plan
 from ratoon.model.streamed_attention import LayerStage
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.costs import CostModel
@@ -36,7 +40,8 @@ from ratoon.train.stage_heads import RowHead, StageRun
 from ratoon.train.trainer import Trainer
 from ratoon.train.window import WindowState
 from tests.builders import group, limits, rollout
-from tests.rollout.stages import num_ancestors
+from tests.model.compiled import eager_graphs
+from tests.rollout.stages import held_tokens, num_ancestors
 from tests.theorem import relative_errors
 from tests.tiny_models import write_folder
 from tests.train.trainer_runs import make_loss, make_step, make_trainer
@@ -156,7 +161,11 @@ def test_each_packed_token_is_computed_once(
     plan = _plan(batch, 100)
     _gradients(trainer, batch, 100)
     assert counts == [60, 40, 40, 40, 40]
-    assert held == [HeldTokens(tokens=100, stack_tokens=100)] * 5
+    (part,) = plan.micro_batches
+    assert held == held_tokens(part.stages)
+    assert [(one.tokens, one.above, one.waits) for one in held] == [
+        *((60, 0, True), *[(40, 60, False)] * 4),
+    ]
     counts.clear()
     trainer.forward(batch, plan, with_entropy=False, use_reference=False)
     assert sum(counts) == plan.packed_tokens == 220
@@ -200,6 +209,110 @@ def test_stacks_go_with_the_stages_and_wait_for_no_collector(
         assert all(stacks() is None for stacks in made)
     finally:
         gc.enable()
+
+
+@contextmanager
+def _lent(
+    trainer: Trainer, batch: RolloutBatch, budget: int, share: float
+) -> Iterator[HostOffload]:
+    """The least of the device in which a plan fits that has its prefixes on the host.
+
+    `share` of what these need of the host is lent; where that is nothing, all stages are alike.
+    """
+    model, (part,) = trainer.model, _plan(batch, budget).micro_batches
+    sizes, held, tokens = model.sizes, held_tokens(part.stages), peak_tokens(part.stages)
+    waiting = max(one.above for one in held)
+    lent = int(share * waiting * sizes.num_layers * sizes.kept_bytes(Kept.HOST))
+    least = max(least_plan(sizes, one, lent).peak_bytes for one in held)
+    if not lent:
+        alike = peak_bytes(sizes, (Kept.ATTENTION,) * sizes.num_layers, tokens, tokens)
+        least = alike + tokens * sizes.stack_bytes
+    model.limit_activations(least, host_bytes=lent)
+    # What is run here is too small to be worth a copy.
+    model._layers._offload = offload = HostOffload(model.device, min_bytes=1, chunk_bytes=999)
+    yield offload
+    model.limit_activations(None)
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_prefixes_wait_on_the_host_and_change_no_bit(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    """Of two levels: what of the layers' inputs is there while a wave is run, and after."""
+    batch, sizes = _batch(is_deep=True), trainer.model.sizes
+    expected = _gradients(trainer, batch, 92)
+    layers_there = int(share * sizes.num_layers)
+    held: list[int] = []
+    with _lent(trainer, batch, 92, share) as offload:
+        close = RowHead.close
+
+        def watched(head: RowHead, run: StageRun) -> None:
+            held.append(offload.held_bytes)
+            close(head, run)
+
+        monkeypatch.setattr(RowHead, "close", watched)
+        found = _gradients(trainer, batch, 92)
+        assert offload.held_bytes == 0
+    of_token = layers_there * sizes.hidden_size * sizes.element_bytes
+    # Four waves below each turn, which then is closed itself; and the prompt.
+    assert held == [72 * of_token] * 10 + [60 * of_token]
+    for name, grad in expected.items():
+        assert torch.equal(found[name], grad), name
+
+
+def test_compiled_layers_leave_all_that_waits_on_the_host(tmp_path: Path) -> None:
+    """And nothing of a wave; the same bits as where the host has no room and all is kept alike."""
+    base = FolderBase(folder=str(write_folder(tmp_path / "base", "qwen3")))
+    plain, batch = make_trainer(base, dtype=ModelDtype.FLOAT32), _batch(is_deep=True)
+    held: list[int] = []
+    with eager_graphs() as graphs, pytest.MonkeyPatch.context() as patch:
+        model = load_model(
+            plain.spec.model, device=plain.model.device, attention_backend="", deterministic=True,
+            keep_reference=False, compile_layers=True,
+        )  # fmt: skip
+        trainer, sizes = Trainer(plain.spec, model), model.sizes
+        with _lent(trainer, batch, 92, 0.0) as offload:
+            expected = _gradients(trainer, batch, 92)
+            assert offload.room_bytes == 0
+        with _lent(trainer, batch, 92, 1.0) as offload:
+            close = RowHead.close
+
+            def watched(head: RowHead, run: StageRun) -> None:
+                held.append(offload.held_bytes)
+                close(head, run)
+
+            patch.setattr(RowHead, "close", watched)
+            found = _gradients(trainer, batch, 92)
+            assert offload.held_bytes == 0
+        assert graphs
+    of_token = sizes.num_layers * sizes.kept_bytes(Kept.HOST)
+    # And tables of the layout.
+    assert all(0 <= bytes_ / of_token - 72 < 3 for bytes_ in held[:10])
+    for name, grad in expected.items():
+        assert torch.equal(found[name], grad), name
+    errors = relative_errors(found, _gradients(plain, batch, WHOLE))
+    assert max(errors.values()) < 1e-5
+
+
+def test_what_an_abandoned_stream_left_on_the_host_is_let_go(trainer: Trainer) -> None:
+    batch, asked = _batch(is_deep=True), list[int]()
+    expected = _gradients(trainer, batch, 92)
+    with _lent(trainer, batch, 92, 1.0) as offload:
+
+        def is_cancelled() -> bool:
+            asked.append(offload.held_bytes)
+            return len(asked) > 4
+
+        with pytest.raises(RatoonError):
+            trainer.forward_backward(
+                batch, make_loss(batch), _plan(batch, 92), is_cancelled=is_cancelled
+            )
+        assert max(asked) > 0
+        trainer.discard_gradients()
+        assert offload.held_bytes == 0
+        found = _gradients(trainer, batch, 92)
+        for name, grad in expected.items():
+            assert torch.equal(found[name], grad), name
 
 
 def test_streamed_updates_repeat_their_bits(tmp_path: Path) -> None:

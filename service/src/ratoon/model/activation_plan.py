@@ -75,6 +75,14 @@ class DecoderSizes:
         return (wide * self.mlp_size + 4 * self.hidden_size) * self.element_bytes
 
     @property
+    def stay_bytes(self) -> int:
+        """Of one token until its backward, beside what layers keep; as of one that predicts.
+
+        The last layer's output, its norm, their gradient; the row.
+        """
+        return 4 * self.hidden_size * self.element_bytes
+
+    @property
     def stack_bytes(self) -> int:
         """Of one token of a streamed prefix: keys, values, and their gradients in fp32 or wider."""
         pair = 2 * self.num_kv_heads * self.head_dim
@@ -162,6 +170,31 @@ def most_tokens(
     return _most(sizes, device_bytes, is_too_much)
 
 
+def streamed_tokens(sizes: DecoderSizes, device_bytes: int, host_bytes: int) -> int:
+    """The most tokens held at a time in stages, of any tree and waves, stacks beside them.
+
+    They are as many as fit where each of them keeps HOST in the first h of the L layers and
+    ATTENTION in the others: h = L where the host has room for L layers of all of them, else
+    max(0, H - 1) where it has room for H. What `stage_plan` has for them takes no more: stages that
+    wait have H layers there at least; the one that runs has what they leave, and unless that is
+    enough for all of it, less than one layer of it is without use.
+    """
+
+    def is_too_much(tokens: int) -> bool:
+        room = _on_host(sizes, tokens, host_bytes)
+        on_host = room if room == sizes.num_layers else max(0, room - 1)
+        plan = _after_steps(sizes.num_layers, sizes.num_layers - on_host)
+        peak = peak_bytes(sizes, plan, tokens, tokens)
+        return peak + tokens * sizes.stack_bytes > device_bytes
+
+    return _most(sizes, device_bytes, is_too_much)
+
+
+def waiting_plan(sizes: DecoderSizes, tokens: int, host_bytes: int) -> tuple[Kept, ...]:
+    """As many layers of so many tokens on the host as it has room for, the others ATTENTION."""
+    return _after_steps(sizes.num_layers, sizes.num_layers - _on_host(sizes, tokens, host_bytes))
+
+
 def largest_plan(
     sizes: DecoderSizes, tokens: int, device_bytes: int, host_bytes: int
 ) -> tuple[Kept, ...] | None:
@@ -178,9 +211,8 @@ def _largest_plan(
     sizes: DecoderSizes, tokens: int, rows: int, device_bytes: int, host_bytes: int
 ) -> tuple[Kept, ...] | None:
     num_layers = sizes.num_layers
-    # So many layers go to the host at most; from there on each step takes more of the device.
-    layer_bytes = max(1, tokens * sizes.kept_bytes(Kept.HOST))
-    on_host = min(num_layers, host_bytes // layer_bytes)
+    # From as many layers on the host as it has room for on, each step takes more of the device.
+    on_host = _on_host(sizes, tokens, host_bytes)
     steps = range(num_layers - on_host, 3 * num_layers + 1)
 
     def is_too_much(step: int) -> bool:
@@ -189,6 +221,11 @@ def _largest_plan(
 
     found = bisect_left(steps, True, key=is_too_much) - 1
     return None if found < 0 else _after_steps(num_layers, steps[found])
+
+
+def _on_host(sizes: DecoderSizes, tokens: int, host_bytes: int) -> int:
+    layer_bytes = max(1, tokens * sizes.kept_bytes(Kept.HOST))
+    return min(sizes.num_layers, host_bytes // layer_bytes)
 
 
 def _after_steps(num_layers: int, step: int) -> tuple[Kept, ...]:

@@ -14,22 +14,10 @@ from typing import Protocol
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from ratoon.model.stage_plan import HeldTokens
 from ratoon_kernels import TreeLayout, tree_attention
 
 ATTENTION_NAME = "ratoon_tree"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldTokens:
-    """What shares the device's memory with a forward until its backward, itself included.
-
-    `tokens`: most whose activations are held at a time. `stack_tokens`: most of them for whose
-    keys and values there are stacks too, in the model's dtype, and for their gradients in at least
-    float32; 0 where no stages are run.
-    """
-
-    tokens: int
-    stack_tokens: int
 
 
 class LayerAttention(Protocol):
@@ -81,7 +69,7 @@ class TreeAttention:
     @property
     def held(self) -> HeldTokens:
         """All tokens at once."""
-        return HeldTokens(tokens=self.layout.num_tokens, stack_tokens=0)
+        return HeldTokens(tokens=self.layout.num_tokens, above=0, waits=False, stream=None)
 
     def at_layer(self, _index: int) -> TreeAttention:
         """See `PathAttention.at_layer`."""

@@ -93,7 +93,7 @@ def recompute_s(sizes: DecoderSizes, rates: DeviceRates, kept: tuple[Kept, ...])
 def with_recompute(
     costs: CostModel, sizes: DecoderSizes, rates: DeviceRates, device_bytes: int, host_bytes: int
 ) -> CostModel:
-    """`costs` where so many bytes are lent to activations, as to `plan_activations`."""
+    """`costs` where so many bytes are lent to activations, as to `plan_forward`."""
     least = max(1, most_tokens(sizes, device_bytes, Kept.PRODUCTS))
     growth = max(1.0, max_tokens(sizes, device_bytes, host_bytes) / least)
     held = sorted({int(least * growth ** (i / _NUM_STEPS)) for i in range(_NUM_STEPS + 1)})
@@ -103,6 +103,7 @@ def with_recompute(
         held=tuple(held),
         cost=tuple(recompute_s(sizes, rates, plan or least_kept) for plan in plans),
         stack_share=sizes.stack_bytes / max(1, device_bytes),
+        host_tokens=host_bytes // (sizes.num_layers * sizes.kept_bytes(Kept.HOST)),
     )
     return replace(costs, recompute=recompute)
 

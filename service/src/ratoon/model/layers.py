@@ -63,23 +63,25 @@ class DecoderLayers:
             run = _compiled_plain() if self._is_compiled else _run_plain
             return run(layer, hidden_states, kwargs)
         contexts = self._contexts[kept[index]]
-        if not self._is_compiled:
-            return _run_again(layer, hidden_states, partial(self._in_precision, contexts), kwargs)
-        with self._where(kept[index], index, layer, kwargs):
-            return _compiled_again()(layer, hidden_states, contexts, kwargs)
+        with self._where(kept, index, layer, kwargs):
+            if self._is_compiled:
+                return _compiled_again()(layer, hidden_states, contexts, kwargs)
+            # Autograd saves the input alone here; the rest is in the cache of what runs again.
+            contexts = partial(self._in_precision, contexts)
+            return _run_again(layer, hidden_states, contexts, kwargs)
 
     def _where(
-        self, kept: Kept, index: int, layer: nn.Module, kwargs: dict[str, Any]
+        self, kept: Sequence[Kept], index: int, layer: nn.Module, kwargs: dict[str, Any]
     ) -> AbstractContextManager[Any]:
         """Inside, what autograd saves goes where it is to wait."""
-        if kept is not Kept.HOST:
+        if kept[index] is not Kept.HOST:
             return nullcontext()
         parameters = list(layer.parameters())
         if self._offload is None:
             self._offload = HostOffload(parameters[0].device)
-        if index == 0:
-            self._offload.begin()
-        return self._offload.layer(index, (*parameters, *kwargs["position_embeddings"]))
+        resident = (*parameters, *kwargs["position_embeddings"])
+        is_last = Kept.HOST not in kept[index + 1 :]
+        return self._offload.layer(index, resident, is_last=is_last)
 
     def _in_precision(
         self, contexts: Contexts

@@ -1,16 +1,22 @@
 """Activations that wait in pinned host memory between forward and backward.
 
-Enters what autograd saves of a layer, leaves it again when the backward asks. Invariant: the values
-are the same bits, and compute never waits for a copy that could have been under way: a tensor
-leaves as soon as it is made, and comes back while the layer above runs backward.
+Enters what autograd saves of a layer, leaves it again when the backward asks. Any number of
+forwards may be open, as the stages of a stream are: what is held goes with the graph that saved it,
+whether that ran backward or was given up. Invariants: the values are the same bits; the host waits
+for no copy, and compute only for those that it needs; of each forward that runs, either way, no
+more than two layers are on the device.
+
+Memory of the device is made, and given back, in the order of the compute stream: where a copy is
+the last to use some, compute is made to wait for it. (Handed to the copies' stream it would be free
+again only once the host saw them done, and the host is a whole forward ahead.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -18,23 +24,40 @@ from torch.autograd.graph import saved_tensors_hooks
 
 # Smaller ones are not worth a copy.
 MIN_BYTES = 2**20
+# Of the host's memory; a layer's last one may be partly empty.
+CHUNK_BYTES = 4 * 2**20
+# Allocated at a time, a power of two, to which torch would round other sizes up.
+_SLAB_CHUNKS = 16
 
 
 @dataclass(slots=True, kw_only=True)
-class _Held:
-    """Bytes on the host, and once they are fetched, on the device."""
+class _Saved:
+    """The bytes of one tensor; on the device until they have left, and once they are fetched."""
 
-    host: Tensor
-    layer: int
-    fetched: Tensor | None = None
-    is_there: torch.cuda.Event | None = None
+    # Of the host's chunks, in order.
+    pieces: list[Tensor]
+    on_device: Tensor | None
+    # After the last copy, to the host or from there.
+    copied: torch.cuda.Event | None
+
+
+@dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
+class _Layer:
+    """What one layer of one forward has on the host. `below`: the one that runs backward next."""
+
+    below: _Layer | None
+    saved: list[_Saved] = field(default_factory=list[_Saved])
+    chunks: list[Tensor] = field(default_factory=list[Tensor])
+    # What is left of the last chunk.
+    rest: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Packed:
-    """A saved tensor, as a view of bytes."""
+    """A saved tensor, as a view of bytes. Autograd's: nothing else keeps a layer alive."""
 
-    held: _Held
+    layer: _Layer
+    saved: _Saved
     dtype: torch.dtype
     shape: torch.Size
 
@@ -42,31 +65,37 @@ class _Packed:
 class HostOffload:
     """Owns the copies of one decoder's activations and the host memory for them.
 
-    One forward and its backward at a time. On a CPU the copies are plain ones, for tests.
+    That is as large as what was held at one time, up to a chunk a layer and a slab; what has come
+    back leaves its room to what goes next. On a CPU the copies are plain ones, for tests.
     """
 
-    def __init__(self, device: torch.device, min_bytes: int = MIN_BYTES) -> None:
+    def __init__(
+        self, device: torch.device, min_bytes: int = MIN_BYTES, chunk_bytes: int = CHUNK_BYTES
+    ) -> None:
+        # On the host, for backwards to come; and all that was ever allocated there.
+        self.held_bytes = 0
+        self.room_bytes = 0
         self._device = device
         self._min_bytes = min_bytes
-        # One stream for both directions: a buffer is filled anew after what was in it has left.
+        self._chunk_bytes = chunk_bytes
+        # One stream for both directions: a chunk is filled anew after what was in it has left.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._held: dict[int, list[_Held]] = {}
-        self._spare: dict[int, list[Tensor]] = {}
+        self._spare: list[Tensor] = []
+        self._last: weakref.ref[_Layer] | None = None
+        # Of the layer before, which has had the time of one layer to leave.
+        self._leaving: list[_Saved] = []
 
-    @property
-    def held_bytes(self) -> int:
-        """On the host, for a backward to come."""
-        return sum(one.host.numel() for held in self._held.values() for one in held)
+    @contextmanager
+    def layer(self, index: int, resident: Iterable[Tensor], *, is_last: bool) -> Iterator[None]:
+        """Inside, what is saved goes to the host, but for `resident`: it is there anyway.
 
-    def begin(self) -> None:
-        """A new forward: what an earlier one left, whose backward never ran, is let go."""
-        self._let_go(above=-1)
-
-    def layer(self, index: int, resident: Iterable[Tensor]) -> AbstractContextManager[Any]:
-        """Inside, what is saved goes to the host, but for `resident`: it is there anyway."""
+        Layers of a forward come one after the other, from 0 on; `is_last`: no other follows.
+        """
         stays = {tensor.untyped_storage().data_ptr() for tensor in resident}
-        known: dict[tuple[int, int], _Held] = {}
-        self._held[index] = []
+        known: dict[tuple[int, int], _Saved] = {}
+        layer = _Layer(below=self._last() if self._last is not None and index > 0 else None)
+        weakref.finalize(layer, self._let_go, layer.saved, layer.chunks).atexit = False
+        self._last = None if is_last else weakref.ref(layer)
 
         def pack(tensor: Tensor) -> Tensor | _Packed:
             size = tensor.numel() * tensor.element_size()
@@ -74,64 +103,101 @@ class HostOffload:
             is_other = is_other or tensor.untyped_storage().data_ptr() in stays
             if is_other or size < self._min_bytes or not tensor.is_contiguous():
                 return tensor
+            # No other is there meanwhile: each stays on the device for longer than this layer.
             key = (tensor.data_ptr(), size)
             if key not in known:
-                known[key] = self._send(tensor, index, size)
-            return _Packed(held=known[key], dtype=tensor.dtype, shape=tensor.shape)
+                known[key] = self._send(tensor, layer)
+            return _Packed(layer=layer, saved=known[key], dtype=tensor.dtype, shape=tensor.shape)
 
         def unpack(packed: Tensor | _Packed) -> Tensor:
             return packed if isinstance(packed, Tensor) else self._receive(packed)
 
-        return saved_tensors_hooks(pack, unpack)
+        with saved_tensors_hooks(pack, unpack):
+            yield
+        self._leave(self._leaving)
+        self._leaving = layer.saved
+        if is_last:
+            self._leave(self._leaving)
+            self._leaving = []
 
-    def _send(self, tensor: Tensor, index: int, size: int) -> _Held:
-        spare = self._spare.get(size)
-        host = spare.pop() if spare else self._allocate(size)
-        num_bytes = tensor.detach().view(-1).view(torch.uint8)
-        if self._stream is None:
-            host.copy_(num_bytes)
-        else:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(self._stream):
-                host.copy_(num_bytes, non_blocking=True)
-            tensor.record_stream(self._stream)
-        held = _Held(host=host, layer=index)
-        self._held[index].append(held)
-        return held
+    def _send(self, tensor: Tensor, layer: _Layer) -> _Saved:
+        whole = tensor.detach().view(-1).view(torch.uint8)
+        pieces = self._take(layer, len(whole))
+        parts = whole.split([len(piece) for piece in pieces])
+        copied = self._copy(pieces, parts)
+        saved = _Saved(pieces=pieces, on_device=whole, copied=copied)
+        layer.saved.append(saved)
+        self.held_bytes += len(whole)
+        return saved
 
     def _receive(self, packed: _Packed) -> Tensor:
-        """The tensor on the device; the layer below starts to come, those above are let go."""
-        held = packed.held
-        self._let_go(above=held.layer)
-        self._fetch(held)
-        below = max((index for index in self._held if index < held.layer), default=None)
-        if below is not None:
-            for one in self._held[below]:
-                self._fetch(one)
-        fetched = held.fetched
-        assert fetched is not None
-        if held.is_there is not None:
-            compute = torch.cuda.current_stream(self._device)
-            compute.wait_event(held.is_there)
-            fetched.record_stream(compute)
-        return fetched.view(packed.dtype).view(packed.shape)
+        """The tensor on the device; the layer below starts to come."""
+        for layer in (packed.layer, packed.layer.below):
+            for saved in () if layer is None else layer.saved:
+                self._fetch(saved)
+        self._wait(packed.saved)
+        on_device = packed.saved.on_device
+        assert on_device is not None
+        return on_device.view(packed.dtype).view(packed.shape)
 
-    def _fetch(self, held: _Held) -> None:
-        if held.fetched is not None:
+    def _fetch(self, saved: _Saved) -> None:
+        if saved.on_device is not None:
             return
+        sizes = [len(piece) for piece in saved.pieces]
+        whole = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
+        saved.copied = self._copy(whole.split(sizes), saved.pieces)
+        saved.on_device = whole
+
+    def _leave(self, layer: list[_Saved]) -> None:
+        """Give their memory of the device back, which what compute does next may overwrite."""
+        for saved in layer:
+            if saved.on_device is not None:
+                self._wait(saved)
+                saved.on_device = None
+
+    def _let_go(self, layer: list[_Saved], chunks: list[Tensor]) -> None:
+        """The graph is gone."""
+        self._leave(layer)
+        self.held_bytes -= sum(len(piece) for saved in layer for piece in saved.pieces)
+        self._spare += chunks
+
+    def _copy(
+        self, targets: Iterable[Tensor], sources: Iterable[Tensor]
+    ) -> torch.cuda.Event | None:
+        """From what compute has made, or to what it has room for by now."""
+        pairs = zip(targets, sources, strict=True)
         if self._stream is None:
-            held.fetched = held.host.clone()
-            return
+            for target, source in pairs:
+                target.copy_(source)
+            return None
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            held.fetched = held.host.to(self._device, non_blocking=True)
-            held.is_there = torch.cuda.Event()
-            held.is_there.record(self._stream)
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record(self._stream)
+            return copied
 
-    def _let_go(self, *, above: int) -> None:
-        for index in [index for index in self._held if index > above]:
-            for held in self._held.pop(index):
-                held.fetched = None
-                self._spare.setdefault(held.host.numel(), []).append(held.host)
+    def _wait(self, saved: _Saved) -> None:
+        if saved.copied is not None:
+            torch.cuda.current_stream(self._device).wait_event(saved.copied)
 
-    def _allocate(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
+    def _take(self, layer: _Layer, size: int) -> list[Tensor]:
+        """Room for so many bytes, from where the layer's last ones end."""
+        pieces: list[Tensor] = []
+        while size > 0:
+            if not len(layer.rest):
+                layer.rest = self._chunk()
+                layer.chunks.append(layer.rest)
+            pieces.append(layer.rest[:size])
+            layer.rest = layer.rest[size:]
+            size -= len(pieces[-1])
+        return pieces
+
+    def _chunk(self) -> Tensor:
+        if not self._spare:
+            size = _SLAB_CHUNKS * self._chunk_bytes
+            slab = torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
+            self._spare += slab.split(self._chunk_bytes)
+            self.room_bytes += size
+        return self._spare.pop()

@@ -19,12 +19,13 @@ from torch.nn import Parameter
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ratoon.errors import invalid
-from ratoon.model.activation_plan import Kept, max_tokens, plan_activations
-from ratoon.model.attention import HeldTokens, PathAttention, TreeAttention
+from ratoon.model.activation_plan import Kept, max_tokens
+from ratoon.model.attention import PathAttention, TreeAttention
 from ratoon.model.float64 import Float64Math
 from ratoon.model.layers import DecoderLayers
 from ratoon.model.sizes import decoder_sizes, wide_features
 from ratoon.model.spec import ModelDtype, ModelInfo, ModelSpec
+from ratoon.model.stage_plan import HeldTokens, StreamTokens, plan_forward
 from ratoon.model.streamed_attention import AttentionStream
 from ratoon_kernels import TreeLayout
 
@@ -116,8 +117,9 @@ class PolicyModel:
         """Keep no more for a backward than fits so many bytes; None: whatever autograd keeps.
 
         What does not fit the device and is not run again waits in pinned memory of the host, up to
-        `host_bytes`. `layer_gradient_bytes` as in `DecoderSizes`. A forward with gradients raises
-        `RatoonError` RESOURCE_EXHAUSTED where its tokens are more than `max_tokens`.
+        `host_bytes`, that of stages that wait for others first. `layer_gradient_bytes` as in
+        `DecoderSizes`. A forward with gradients raises `RatoonError` RESOURCE_EXHAUSTED where its
+        tokens are more than `max_tokens`.
         """
         self._device_bytes, self._host_bytes = device_bytes, host_bytes
         self.sizes = replace(self.sizes, layer_gradient_bytes=layer_gradient_bytes)
@@ -128,13 +130,13 @@ class PolicyModel:
             return None
         return max_tokens(self.sizes, self._device_bytes, self._host_bytes)
 
-    def open_stream(self, layout: TreeLayout, held: HeldTokens) -> AttentionStream:
+    def open_stream(self, layout: TreeLayout, tokens: StreamTokens) -> AttentionStream:
         """Attention over a forest of which one stage after the other is run."""
         return AttentionStream(
             layout=layout,
             backend=self._attention_backend,
             deterministic=self._deterministic,
-            held=held,
+            tokens=tokens,
         )
 
     def named_trainable(self) -> dict[str, Parameter]:
@@ -177,10 +179,7 @@ class PolicyModel:
     def _plan_activations(self, held: HeldTokens) -> tuple[Kept, ...] | None:
         if self._device_bytes is None or not torch.is_grad_enabled():
             return None
-        device_bytes = self._device_bytes - held.stack_tokens * self.sizes.stack_bytes
-        # Stages are run in another order than they are run backward: theirs stay on the device.
-        host_bytes = 0 if held.stack_tokens else self._host_bytes
-        return plan_activations(self.sizes, held.tokens, held.tokens, device_bytes, host_bytes)
+        return plan_forward(self.sizes, held, self._device_bytes, self._host_bytes).kept
 
     def _take_layers(self, module: PreTrainedModel, *, is_compiled: bool) -> DecoderLayers:
         return DecoderLayers(

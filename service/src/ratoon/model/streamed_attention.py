@@ -23,8 +23,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from ratoon.model.attention import HeldTokens
 from ratoon.model.path_stacks import KeyPair, PathStacks, accumulation_dtype, path_layout
+from ratoon.model.stage_plan import HeldTokens, StreamTokens
 from ratoon_kernels import (
     Span,
     TreeLayout,
@@ -37,13 +37,13 @@ from ratoon_kernels import (
 class AttentionStream:
     """What all stages of one forest share; `backend` is a name of the kernels' registry.
 
-    `held`: of all stages, so that they fit together; a layer's stacks have room for its tokens.
+    `tokens`: of all stages, so that they fit together; a layer's stacks have room for those held.
     """
 
     layout: TreeLayout
     backend: str
     deterministic: bool
-    held: HeldTokens
+    tokens: StreamTokens
     _paths: dict[int, PathStacks] = field(
         init=False, default_factory=dict[int, "PathStacks"], repr=False
     )
@@ -60,7 +60,7 @@ class AttentionStream:
     def path(self, layer: int) -> PathStacks:
         """The stacks of one layer."""
         if layer not in self._paths:
-            self._paths[layer] = PathStacks(self.held.tokens)
+            self._paths[layer] = PathStacks(self.tokens.held)
         return self._paths[layer]
 
 
@@ -89,14 +89,19 @@ class StageAttention:
             backend=stream.backend,
             deterministic=stream.deterministic,
         )
-        assert self._place.own.stop <= stream.held.tokens, "stages fit together"
+        assert self._place.own.stop <= stream.tokens.held, "stages fit together"
         self._ancestors = ancestors
         self._layers: dict[int, LayerStage] = {}
 
     @property
     def held(self) -> HeldTokens:
         """See `PathAttention.held`."""
-        return self.stream.held
+        return HeldTokens(
+            tokens=len(self.span),
+            above=self._place.own.start,
+            waits=self.is_kept,
+            stream=self.stream.tokens,
+        )
 
     def at_layer(self, index: int) -> LayerStage:
         """See `PathAttention.at_layer`."""

@@ -2,12 +2,18 @@
 
 Enter a decoder's sizes and the bytes that are lent to activations, leave `TokenLimits` and sizes of
 micro-batches worth trying. Invariant: what is within the limits, `plan_activations` has a plan for,
-with the bytes that the stacks of a stream leave. No torch here.
+and `stage_plan` beside the stacks of a stream. No torch here.
 """
 
 from __future__ import annotations
 
-from ratoon.model.activation_plan import DecoderSizes, Kept, max_tokens, most_tokens
+from ratoon.model.activation_plan import (
+    DecoderSizes,
+    Kept,
+    max_tokens,
+    most_tokens,
+    streamed_tokens,
+)
 from ratoon.rollout.limits import TokenLimits
 
 # Steps from what keeps everything to what keeps the least.
@@ -15,10 +21,10 @@ _NUM_STEPS = 4
 
 
 def token_limits(sizes: DecoderSizes, device_bytes: int, host_bytes: int) -> TokenLimits:
-    """Stages are run in another order than backward: theirs never wait on the host."""
+    """Of a whole forest, and of stages, whatever waits of them on the host."""
     return TokenLimits(
         at_once=max_tokens(sizes, device_bytes, host_bytes),
-        streamed=most_tokens(sizes, device_bytes, Kept.ATTENTION, is_streamed=True),
+        streamed=streamed_tokens(sizes, device_bytes, host_bytes),
     )
 
 

@@ -41,10 +41,31 @@ class Recompute:
     cost: tuple[float, ...]
     # Share of the memory for activations that a token takes in a stream's stacks of keys.
     stack_share: float
+    # Tokens of stages that wait for others for which there is room on the host.
+    host_tokens: int
 
     def of(self, tokens: int, *, is_streamed: bool) -> float:
         """Of each token, while so many are held."""
-        free = 1.0 - self.stack_share * tokens * is_streamed
+        return self._beside(tokens, stack_tokens=tokens * is_streamed)
+
+    def of_stages(self, stages: Sequence[Stage]) -> float:
+        """Of each token, on average, that is run in `stages`.
+
+        Where not everything can be kept, those that wait on the host keep the least, and the
+        largest of the others has the memory to itself.
+        """
+        held, waiting = peak_tokens(stages), max(resident_tokens(stages))
+        alike = self.of(held, is_streamed=len(stages) > 1)
+        if alike == 0.0 or not 0 < waiting <= self.host_tokens:
+            return alike
+        parents = {stage.parent for stage in stages}
+        tokens = [stage.num_tokens for stage in stages]
+        running = [count for index, count in enumerate(tokens) if index not in parents]
+        again = self._beside(max(running), stack_tokens=held) * sum(running)
+        return (again + self.cost[-1] * (sum(tokens) - sum(running))) / sum(tokens)
+
+    def _beside(self, tokens: int, *, stack_tokens: int) -> float:
+        free = 1.0 - self.stack_share * stack_tokens
         # As if all the memory were there, and more tokens held.
         alike = tokens / free if free > 0 else math.inf
         above = bisect_left(self.held, alike)
@@ -56,7 +77,7 @@ class Recompute:
 
 
 # Where everything is kept, or nothing ever is.
-NOTHING_AGAIN = Recompute(held=(0,), cost=(0.0,), stack_share=0.0)
+NOTHING_AGAIN = Recompute(held=(0,), cost=(0.0,), stack_share=0.0, host_tokens=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +103,7 @@ class CostModel:
     def streamed(self, work: Work, stages: Sequence[Stage]) -> float:
         """Cost of running it in `stages`, of which there is one at least."""
         resident = sum(resident_tokens(stages))
-        again = self.recompute.of(peak_tokens(stages), is_streamed=len(stages) > 1)
+        again = self.recompute.of_stages(stages)
         return self._run(work, again) + self.call * (len(stages) - 1) + self.resident * resident
 
     @property

@@ -15,8 +15,8 @@ class TokenLimits:
 
     # Of a micro-batch that is run at once.
     at_once: int
-    # Of one in stages: beside its activations, each token has room in stacks of keys, values and
-    # the gradients of these, and nothing waits on the host.
+    # Of one in stages: beside its activations, on the device or the host, each token has room in
+    # stacks of keys, values and the gradients of these.
     streamed: int
 
 

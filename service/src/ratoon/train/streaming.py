@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ratoon.model.attention import HeldTokens
 from ratoon.model.policy_model import PolicyModel
+from ratoon.model.stage_plan import StreamTokens
 from ratoon.model.streamed_attention import AttentionStream, StageAttention
 from ratoon.rollout.packed import PackedBatch, Stage
-from ratoon.rollout.waves import fits_forest, peak_tokens
+from ratoon.rollout.waves import fits_forest, peak_tokens, resident_tokens
 from ratoon.train.clock import DeviceClock
 from ratoon.train.device import DeviceBatch, TokenOutputs
 from ratoon.train.row_loss import LossOfTerms
@@ -47,8 +47,7 @@ class StagedBatch:
         self._stages = stages
         self._between_stages = between_stages
         self._parents = {stage.parent for stage in stages}
-        peak = peak_tokens(stages)
-        self._held = HeldTokens(tokens=peak, stack_tokens=peak)
+        self._tokens = stream_tokens(stages)
         self._parts = cut_outputs(packed, stages, model.device)
 
     def forward(self) -> TokenOutputs:
@@ -76,7 +75,7 @@ class StagedBatch:
 
     def _run_all(self, head: StageHead) -> None:
         """Forward every stage; close it once nothing that is still to come descends from it."""
-        stream = self._model.open_stream(self._batch.layout, self._held)
+        stream = self._model.open_stream(self._batch.layout, self._tokens)
         still_open: list[StageRun] = []
         for index, stage in enumerate(self._stages):
             while still_open and still_open[-1].index != stage.parent:
@@ -107,3 +106,8 @@ class StagedBatch:
             attention=attention,
             hidden_TD=hidden_TD,
         )
+
+
+def stream_tokens(stages: Sequence[Stage]) -> StreamTokens:
+    """What is held of so many stages, and waits, at a time."""
+    return StreamTokens(held=peak_tokens(stages), waiting=max(resident_tokens(stages), default=0))
