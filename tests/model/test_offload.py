@@ -203,6 +203,13 @@ def test_a_forward_that_was_given_up_leaves_nothing() -> None:
     assert offload.held_bytes == 0
 
 
+def test_tensors_of_a_layer_share_chunks() -> None:
+    layers, offload = _layers(), HostOffload(CPU, min_bytes=1, chunk_bytes=LAYER_BYTES)
+    out = _run(layers, _input(), offload)
+    assert offload.room_bytes // LAYER_BYTES - len(offload._spare) == NUM_LAYERS
+    assert out.requires_grad
+
+
 def test_room_on_the_host_is_that_of_the_most_held_at_a_time() -> None:
     """Whatever the sizes of what comes and goes."""
     layers, offload = _layers(), _offload()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import suppress
 from itertools import pairwise
 
 import pytest
@@ -116,6 +117,9 @@ def test_stages_within_the_limit_fit_both_memories(
             low = middle + 1
     _check(sizes, stages, least, host_bytes)
     _check(sizes, stages, least + int(room * (most - least)), host_bytes)
+    # With less there may be room all the same, for this tree; what there is none for is refused.
+    with suppress(RatoonError):
+        _check(sizes, stages, int(least * (1 - room / 3)), host_bytes)
 
 
 @pytest.mark.parametrize("host_gib", [0, 4, 30, 200])

@@ -5,13 +5,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 
+from ratoon.model.offload import HostOffload
 from ratoon.model.spec import FullTuning, ModelDtype, ModelSpec, PresetBase
+from ratoon.model.stage_plan import least_plan
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.forest import build_forest
 from ratoon.rollout.packed import MicroBatch, Stage, UpdatePlan
@@ -64,10 +67,25 @@ def _one_a_wave(batch: RolloutBatch, plan: UpdatePlan) -> UpdatePlan:
     return replace(plan, micro_batches=(replace(whole, stages=(prefix, *waves)),))
 
 
+def _keep_on_host(trainer: Trainer, patch: pytest.MonkeyPatch) -> HostOffload:
+    """All of what waits, however small."""
+    model = trainer.model
+    kept = partial(least_plan, model.sizes, host_bytes=2**40)
+    patch.setitem(vars(model), "_plan_activations", lambda held: kept(held).kept)
+    offload = HostOffload(model.device, min_bytes=1)
+    patch.setattr(model._layers, "_offload", offload)
+    return offload
+
+
 @pytest.mark.parametrize("cut", [_one_by_one, _one_a_wave])
+@pytest.mark.parametrize("has_host", [False, True])
 def test_a_pass_waits_once_for_its_sums(
-    trainer: Trainer, cut: Callable[[RolloutBatch, UpdatePlan], UpdatePlan]
+    trainer: Trainer,
+    monkeypatch: pytest.MonkeyPatch,
+    cut: Callable[[RolloutBatch, UpdatePlan], UpdatePlan],
+    has_host: bool,
 ) -> None:
+    offload = _keep_on_host(trainer, monkeypatch) if has_host else None
     batch = validate_groups(one_prompt(np.random.default_rng(3)), builders.limits())
     loss = make_loss(batch, LossKind.GRPO)
     plan = cut(batch, trainer.prepare(batch, loss).plan)
@@ -88,6 +106,8 @@ def test_a_pass_waits_once_for_its_sums(
         waits.append([text for text in texts if text.startswith("called a synchronizing")])
     # Of the loss sums, and of the log-probs.
     assert len(waits[1]) == 2, waits[1]
+    if offload is not None:
+        assert bool(offload.room_bytes) == (cut is _one_a_wave)
 
 
 def test_the_host_is_one_micro_batch_ahead(trainer: Trainer) -> None:
