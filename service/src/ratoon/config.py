@@ -150,7 +150,8 @@ class WorkerConfig(_Section):
     micro_batch_tokens: int | None = Field(default=None, ge=1)
     # What is kept of bfloat16 policies beside their gradients; wider ones always keep fp32.
     optimizer_states: Literal["fp32", "bf16_stochastic", "bf16_8bit"] = "fp32"
-    # Pinned memory of the host, a policy, for activations of GPU policies that do not fit the GPU.
+    # Pinned memory of the host, a policy, for activations of GPU policies that do not fit the GPU,
+    # those of streamed prefixes first. Allocated as it is needed, and kept.
     host_activation_bytes: int = Field(default=0, ge=0)
     # Every how many versions one rollout is also run alone and compared; 0: never.
     canary_every: int = Field(default=100, ge=0)
