@@ -228,6 +228,7 @@ def test_fingerprint_names_what_the_bits_depend_on(base: FolderBase) -> None:
     assert fingerprint["threads"] == "1"
     assert fingerprint["torch"] == torch.__version__
     assert fingerprint["attention_backend"] == "reference"
+    assert fingerprint["host_activation_bytes"] == "0"
     assert all(fingerprint.values())
 
 

@@ -48,6 +48,8 @@ def numerics_fingerprint(spec: TrainerSpec, attention_backend: str) -> dict[str,
         "attention_backend": attention_backend,
         "threads": str(torch.get_num_threads()),
         "optimizer_states": spec.optimizer_states.value,
+        # By it stages keep more or less, and what they keep decides how operations are fused.
+        "host_activation_bytes": str(spec.host_activation_bytes * (device.type == "cuda")),
         "deterministic": str(spec.deterministic).lower(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
