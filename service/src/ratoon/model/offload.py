@@ -75,7 +75,8 @@ class HostOffload:
         # On the host, for backwards to come; and all that was ever allocated there.
         self.held_bytes = 0
         self.room_bytes = 0
-        self._device = device
+        # As tensors name it: a `cuda` without its number equals none of theirs.
+        self._device = torch.empty(0, device=device).device
         self._min_bytes = min_bytes
         self._chunk_bytes = chunk_bytes
         # One stream for both directions: a chunk is filled anew after what was in it has left.
