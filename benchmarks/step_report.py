@@ -100,6 +100,6 @@ def _provenance(result: dict[str, Any]) -> str:
 def _target_lines(result: dict[str, Any]) -> list[str]:
     found = targets(result)
     missed = [
-        f"missed: {t.name}: {t.reached:.2f}, not {t.bound:.2f}" for t in found if not t.is_met
+        f"missed: {t.name}: {t.reached:.3f}, not {t.bound:.2f}" for t in found if not t.is_met
     ]
     return [f"{len(found) - len(missed)} of {len(found)} targets met", *missed] if found else []

@@ -222,7 +222,7 @@ def test_report_says_what_it_was_measured_on() -> None:
     assert "STALE" not in text
     assert "STALE: kernel changed" in format_tables({**_result(), "stale": "kernel changed"})
     assert "8 of 14 targets met" in text
-    assert "missed: paper 5059x32: seconds: 4.00, not 3.90" in text
+    assert "missed: paper 5059x32: seconds: 4.000, not 3.90" in text
 
 
 def test_markdown_replaces_its_own_section_alone(tmp_path: Path) -> None:
