@@ -6,6 +6,7 @@ process loses: everything but the database and the files.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import time
@@ -24,6 +25,7 @@ from ratoon.engine.policy_run import PolicyRun, Ports
 from ratoon.engine.types import (
     Command,
     DiscardGradientsCommand,
+    FailedResult,
     ForwardBackwardCommand,
     ForwardCommand,
     LoadCheckpointCommand,
@@ -32,6 +34,7 @@ from ratoon.engine.types import (
     Operation,
     OperationKey,
     OperationKind,
+    OperationState,
     OptimStepCommand,
     PolicySpec,
     PublishConfig,
@@ -283,3 +286,18 @@ def _key(key: int | str | None) -> OperationKey:
             return RequestKey(request_id=key)
         case None:
             return NoKey()
+
+
+def code_of(operation: Operation) -> str:
+    assert isinstance(operation.result, FailedResult), operation
+    return str(operation.result.error["code"])
+
+
+async def started(machine: Machine, operation: Operation) -> None:
+    """Until the operation's forward-backward has begun."""
+    for _ in range(500):
+        now = await machine.controller.get_operation(operation.operation_id, 0.0)
+        if now.state is OperationState.RUNNING and now.progress.micro_batches_done == 1:
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError(f"{operation} did not begin")

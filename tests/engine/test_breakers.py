@@ -23,8 +23,7 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.train.config import NumericsGuard
 from ratoon.train.report import SkipReason, StepReport
 from tests.engine.conftest import MakeMachine
-from tests.engine.harness import Machine, life_record, save
-from tests.engine.test_controller import code_of
+from tests.engine.harness import Machine, code_of, life_record, save
 
 THREE = NumericsGuard(max_skipped_in_row=3)
 BAD, EMPTY, GOOD = 13.0, 7.0, 1.0

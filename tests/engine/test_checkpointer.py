@@ -12,8 +12,7 @@ from ratoon.engine import checkpointer
 from ratoon.engine.types import OperationState, Recovery
 from ratoon.metrics import CHECKPOINTS
 from tests.engine.conftest import MakeMachine
-from tests.engine.harness import DISCARD, RATE, Machine, digest_of, forward, save
-from tests.engine.test_controller import started
+from tests.engine.harness import DISCARD, RATE, Machine, digest_of, forward, save, started
 from tests.engine.test_recovery import checkpoint_ids, counted, lose_worker, settled
 
 

@@ -1,4 +1,4 @@
-"""Order, retries, windows and cancels of a policy, whose weights are the history of its steps."""
+"""Order, retries, checkpoints and versions of a policy: its weights are its steps' history."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import pytest
 
 from ratoon.engine.types import (
     CheckpointInfo,
-    FailedResult,
     ForwardResult,
-    Operation,
     OperationState,
     PublishConfig,
     PublishKind,
@@ -22,33 +20,18 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.metrics import OPERATIONS, Sample
 from tests.engine.conftest import MakeMachine
 from tests.engine.harness import (
-    DISCARD,
     RATE,
-    SAVE,
     Machine,
+    code_of,
     forward,
     forward_backward,
     from_forward,
     load,
     optim_step,
     save,
+    started,
     update,
 )
-
-
-def code_of(operation: Operation) -> str:
-    assert isinstance(operation.result, FailedResult), operation
-    return str(operation.result.error["code"])
-
-
-async def started(machine: Machine, operation: Operation) -> None:
-    """Until the operation's forward-backward has begun."""
-    for _ in range(500):
-        now = await machine.controller.get_operation(operation.operation_id, 0.0)
-        if now.state is OperationState.RUNNING and now.progress.micro_batches_done == 1:
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError(f"{operation} did not begin")
 
 
 async def test_arrival_order_2_3_4_1_gives_the_weights_of_1_2_3_4(machine: Machine) -> None:
@@ -164,109 +147,6 @@ async def test_server_sequencing_assigns_seqs_on_arrival(make_machine: MakeMachi
     assert machine.weights == [([1.0], RATE), ([2.0], RATE)]
 
 
-async def test_gradients_of_a_window_add_up_until_the_step(machine: Machine) -> None:
-    for seq, number in ((1, 10), (2, 20)):
-        await machine.forward_backward(seq, number)
-    stepped = await machine.end(await machine.step(3))
-    assert isinstance(stepped.result, StepResult)
-    assert stepped.result.version == 1
-    assert machine.weights == [([10.0, 20.0], RATE)]
-    assert code_of(await machine.end(await machine.step(4))) == ErrorCode.WINDOW_EMPTY
-
-
-async def test_an_update_with_an_open_window_fails_and_leaves_it(machine: Machine) -> None:
-    await machine.forward_backward(1, 10)
-    assert code_of(await machine.end(await machine.update(2, 2))) == ErrorCode.WINDOW_OPEN
-    await machine.end(await machine.step(3))
-    assert machine.weights == [([10.0], RATE)]
-
-
-async def test_a_failed_forward_backward_poisons_the_window_until_discard(machine: Machine) -> None:
-    machine.faults.breaks.add(20.0)
-    await machine.forward_backward(1, 10)
-    broken = await machine.forward_backward(2, 20)
-    step = await machine.end(await machine.step(3))
-    assert code_of(await machine.end(broken)) == ErrorCode.INTERNAL
-    assert code_of(step) == ErrorCode.WINDOW_POISONED
-    assert isinstance(step.result, FailedResult)
-    assert step.result.error["details"] == {"failed_seq": "2", "window_seqs": "1,2"}
-    assert machine.worker.trainer.gradients == [10.0], "the window was not restored"
-    await machine.submit(4, DISCARD, 0)
-    await machine.forward_backward(5, 50)
-    await machine.end(await machine.step(6))
-    assert machine.weights == [([50.0], RATE)]
-
-
-async def test_a_step_may_list_the_operations_to_include(machine: Machine) -> None:
-    machine.faults.breaks.add(20.0)
-    for seq, number in ((1, 10), (2, 20), (3, 30)):
-        await machine.forward_backward(seq, number)
-    refused = await machine.end(await machine.step(4, 1, 2))
-    assert code_of(refused) == ErrorCode.WINDOW_POISONED
-    assert code_of(await machine.end(await machine.step(5, 1, 9))) == ErrorCode.INVALID_ARGUMENT
-    await machine.end(await machine.step(6, 3))
-    assert machine.weights == [([30.0], RATE)]
-
-
-async def test_a_batch_refused_at_its_turn_poisons_the_window_too(machine: Machine) -> None:
-    machine.faults.refuses.add(20.0)
-    await machine.forward_backward(1, 10)
-    refused = await machine.end(await machine.forward_backward(2, 20))
-    assert code_of(refused) == ErrorCode.STALE_ROLLOUTS
-    assert code_of(await machine.end(await machine.step(3))) == ErrorCode.WINDOW_POISONED
-
-
-async def test_a_cancelled_queued_operation_consumes_its_seq(machine: Machine) -> None:
-    machine.faults.holds[1.0] = threading.Event()
-    first = await machine.update(1, 1)
-    queued = await machine.update(2, 2)
-    last = await machine.update(3, 3)
-    await started(machine, first)
-    cancelled = await machine.controller.cancel_operation(queued.operation_id)
-    assert cancelled.state is OperationState.CANCELLED
-    assert code_of(cancelled) == ErrorCode.CANCELLED
-    machine.faults.holds[1.0].set()
-    await machine.end(last)
-    assert machine.weights == [([1.0], RATE), ([3.0], RATE)]
-    again = await machine.update(2, 2)
-    assert (again.operation_id, again.state) == (queued.operation_id, OperationState.CANCELLED)
-
-
-async def test_a_cancelled_operation_behind_a_gap_still_waits_its_turn(machine: Machine) -> None:
-    blocked = await machine.update(2, 2)
-    last = await machine.update(3, 3)
-    await machine.controller.cancel_operation(blocked.operation_id)
-    await machine.update(1, 1)
-    await machine.end(last)
-    assert machine.weights == [([1.0], RATE), ([3.0], RATE)]
-
-
-async def test_a_cancelled_running_update_leaves_the_weights(machine: Machine) -> None:
-    machine.faults.holds[1.0] = threading.Event()
-    running = await machine.update(1, 1)
-    await started(machine, running)
-    await machine.controller.cancel_operation(running.operation_id)
-    assert code_of(await machine.end(running)) == ErrorCode.CANCELLED
-    await machine.end(await machine.update(2, 2))
-    assert machine.weights == [([2.0], RATE)]
-
-
-async def test_a_cancelled_forward_backward_counts_as_absent(machine: Machine) -> None:
-    machine.faults.holds[20.0] = threading.Event()
-    await machine.forward_backward(1, 10)
-    running = await machine.forward_backward(2, 20)
-    await started(machine, running)
-    await machine.controller.cancel_operation(running.operation_id)
-    assert (await machine.end(running)).state is OperationState.CANCELLED
-    await machine.end(await machine.step(3))
-    assert machine.weights == [([10.0], RATE)]
-
-
-async def test_a_cancel_of_an_ended_operation_changes_nothing(machine: Machine) -> None:
-    ended = await machine.end(await machine.update(1, 1))
-    assert await machine.controller.cancel_operation(ended.operation_id) == ended
-
-
 async def test_expected_version_is_checked_at_the_turn(machine: Machine) -> None:
     await machine.update(1, 1)
     right = await machine.update(2, 2, expected_version=1)
@@ -284,23 +164,6 @@ async def test_a_skipped_step_is_done_and_keeps_the_version(machine: Machine) ->
     assert (skipped.result.version, skipped.result.report.skipped) == (0, True)
     await machine.end(await machine.update(2, 2))
     assert machine.weights == [([2.0], RATE)]
-
-
-async def test_a_checkpoint_in_a_window_says_where_to_replay_from(machine: Machine) -> None:
-    await machine.end(await machine.update(1, 1))
-    await machine.forward_backward(2, 20)
-    in_window = await machine.end(await machine.submit(3, SAVE, 0))
-    await machine.step(4)
-    closed = await machine.end(await machine.submit(5, save("mine"), 0))
-    assert isinstance(in_window.result, CheckpointInfo)
-    assert isinstance(closed.result, CheckpointInfo)
-    saved = in_window.result
-    assert (saved.seq, saved.version, saved.replay_from_seq) == (3, 1, 2)
-    assert (closed.result.version, closed.result.replay_from_seq) == (2, 6)
-    known = machine.journal.store.checkpoints("p")
-    assert [checkpoint.info.checkpoint_id for checkpoint in known] == ["seq3-v1", "mine"]
-    twice = await machine.end(await machine.submit(6, save("mine"), 0))
-    assert code_of(twice) == ErrorCode.INVALID_ARGUMENT
 
 
 async def test_a_loaded_checkpoint_never_gives_a_version_number_twice(machine: Machine) -> None:
@@ -393,19 +256,6 @@ async def test_a_full_queue_still_takes_the_seq_that_all_wait_for(
     for operation in waiting:
         await machine.end(operation)
     assert machine.weights == [([1.0], RATE), ([2.0], RATE), ([3.0], RATE)]
-
-
-async def test_bodies_live_as_long_as_their_window(machine: Machine) -> None:
-    await machine.end(await machine.forward_backward(1, 10))
-    await machine.end(await machine.forward_backward(2, 10))
-    assert len(machine.bodies) == 1
-    await machine.end(await machine.step(3))
-    assert machine.bodies == set()
-    first = machine.journal.store.find_operation(
-        (await machine.forward_backward(1, 10)).operation_id
-    )
-    assert first is not None
-    assert (first.command, first.plan) == (None, None)
 
 
 async def test_watching_a_blocked_operation_shows_which_seq_it_waits_for(machine: Machine) -> None:

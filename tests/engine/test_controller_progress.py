@@ -12,9 +12,8 @@ import pytest
 from ratoon.engine import views
 from ratoon.engine.journal import NO_PROGRESS
 from ratoon.engine.types import OperationState, Progress
-from tests.engine.harness import Machine
+from tests.engine.harness import Machine, started
 from tests.engine.local_ports import LocalWorker
-from tests.engine.test_controller import started
 
 
 async def test_watching_shows_progress_and_the_end(machine: Machine) -> None:

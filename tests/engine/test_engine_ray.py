@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import hashlib
 import os
 import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -30,25 +29,19 @@ from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.settings import COORDINATOR_NAME, controller_name, worker_name
 from ratoon.engine.types import (
     CheckpointInfo,
-    Command,
     FailedResult,
     ForwardResult,
-    NoKey,
     Operation,
     OperationState,
     PolicyResult,
     PolicyState,
     Recovery,
-    SeqKey,
     StepResult,
     Submission,
 )
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.serial import batch_to_bytes
 from ratoon_proto.codec import decode_tensor
 from ratoon_proto.v1.training_pb2 import ForwardOutput
-from tests import builders
 from tests.conftest import RayCluster
 from tests.engine.harness import (
     DISCARD,
@@ -57,32 +50,18 @@ from tests.engine.harness import (
     from_forward,
     load,
     optim_step,
-    policy_spec,
     save,
     update,
 )
-
-POLICY = "tiny-policy"
-SPEC = policy_spec(POLICY, micro_batch_tokens=256)
-
-
-def random_batch(seed: int, num_groups: int = 2) -> RolloutBatch:
-    rng = np.random.default_rng(seed)
-    groups = builders.random_groups(rng, num_groups=num_groups, kinds=("flat",))
-    return builders.validate_groups(groups, builders.limits())
-
-
-@dataclass(frozen=True)
-class Engine:
-    """A running engine; `run` gives a coroutine its own loop and a client."""
-
-    config: RatoonConfig
-
-    def run(self, main: Callable[[EngineClient], Coroutine[Any, Any, Any]]) -> Any:
-        async def connected() -> Any:
-            return await main(await EngineClient.connect(self.config.ray.namespace))
-
-        return asyncio.run(connected())
+from tests.engine.ray_engine import (
+    POLICY,
+    SPEC,
+    Engine,
+    done,
+    manifest_digest,
+    random_batch,
+    submission,
+)
 
 
 @pytest.fixture(scope="module")
@@ -99,31 +78,6 @@ def engine(ray_cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) ->
     start_engine(config)
     yield Engine(config)
     stop_engine(config)
-
-
-def submission(
-    seq: int | None, command: Command, batch: RolloutBatch | None, policy_id: str = POLICY
-) -> Submission:
-    """The command on `batch`, whose digest it gets."""
-    body = b"" if batch is None else batch_to_bytes(batch)
-    if batch is not None:
-        assert hasattr(command, "body_digest")
-        command = replace(command, body_digest=hashlib.sha256(body).hexdigest())
-    key = NoKey() if seq is None else SeqKey(seq=seq)
-    return Submission(policy_id=policy_id, key=key, command=command, body=body)
-
-
-async def done(client: EngineClient, operation: Operation) -> Operation:
-    ended = await client.get_operation(operation.operation_id, 60.0)
-    assert ended.state is OperationState.DONE, ended
-    return ended
-
-
-async def manifest_digest(client: EngineClient) -> tuple[int, str]:
-    """Number and digest of the newest published weights."""
-    manifest = await client.weight_manifest(POLICY, None)
-    files = {file.name: file.digest for file in manifest.files}
-    return manifest.version, files["model.safetensors"]
 
 
 def test_a_policy_is_created_once(engine: Engine) -> None:

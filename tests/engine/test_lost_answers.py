@@ -13,8 +13,7 @@ import pytest
 
 from ratoon.engine.types import Operation, OperationState
 from ratoon.errors import ErrorCode, RatoonError
-from tests.engine.harness import RATE, Machine
-from tests.engine.test_controller import started
+from tests.engine.harness import RATE, Machine, started
 
 
 async def _lose_the_third(machine: Machine) -> Operation:

@@ -24,13 +24,14 @@ from tests.engine.harness import (
     NO_CHECKPOINTS,
     RATE,
     Machine,
+    code_of,
     digest_of,
     forward,
     from_forward,
     load,
     save,
+    started,
 )
-from tests.engine.test_controller import code_of, started
 
 EACH = CheckpointConfig(every_operations=1, every_s=0, every_bytes=0, keep=2)
 

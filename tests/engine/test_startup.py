@@ -25,9 +25,8 @@ from ratoon.engine.types import (
 from ratoon.errors import ErrorCode, RatoonError
 from tests.engine.conftest import MakeMachine
 from tests.engine.fake_trainer import INFO
-from tests.engine.harness import DISCARD, RATE, Machine, forward, save
+from tests.engine.harness import DISCARD, RATE, Machine, code_of, forward, save, started
 from tests.engine.local_ports import Crash
-from tests.engine.test_controller import code_of, started
 
 
 @pytest.mark.parametrize("lost", ["begin", "before end", "end", "amend"])

@@ -33,8 +33,7 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.stream.files import TEMPORARY_PREFIX
 from tests.engine.conftest import MakeMachine
 from tests.engine.fake_trainer import number_body
-from tests.engine.harness import DISCARD, PATIENCE_S, RATE, Machine, update
-from tests.engine.test_controller import started
+from tests.engine.harness import DISCARD, PATIENCE_S, RATE, Machine, started, update
 from tests.engine.test_recovery import settled
 
 Apply = Callable[[int, WorkerTask], Awaitable[Outcome]]

@@ -1,9 +1,8 @@
-"""Every loss against oracles written from the papers, and three tokens worked out by hand."""
+"""Every loss against oracles written from the papers, and what may not be lost on the way."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,38 +10,25 @@ import torch
 from torch import Tensor
 
 from ratoon.train.config import (
-    AdvantageKind,
     CorrectionLevel,
     CorrectionMode,
-    DivideBy,
     KlConfig,
     KlKind,
     LossKind,
-    OldLogprobs,
-    OldLogprobsKind,
     ReferenceKind,
     RolloutCorrection,
-    SharedTokens,
     TokenWeight,
 )
 from ratoon.train.loss.compute import LossOutput, compute_loss
 from ratoon.train.loss.sums import LossSums
 from ratoon.train.loss.terms import TermColumns
-from ratoon.train.loss_spec import (
-    LOSS_DEFAULTS,
-    CispoObjective,
-    ClipObjective,
-    LinearObjective,
-    Loss,
-    Objective,
-    SequenceClipObjective,
-)
+from ratoon.train.loss_spec import LOSS_DEFAULTS, CispoObjective, ClipObjective, Loss
 from tests.oracle.advantages import Counted
 from tests.oracle.losses import path_loss
 from tests.oracle.losses_numpy import path_value
 from tests.oracle.paths import Correction, OracleLoss, Path, default_loss
+from tests.train.loss_cases import make_loss, make_objective, summed
 
-_NO_RATIO = (LossKind.REINFORCE, LossKind.CROSS_ENTROPY)
 _CORRECTIONS = (
     None,
     RolloutCorrection(mode=CorrectionMode.TRUNCATE, level=CorrectionLevel.TOKEN, low=0.0, high=1.1),
@@ -52,37 +38,6 @@ _CORRECTIONS = (
     ),
     RolloutCorrection(mode=CorrectionMode.MASK, level=CorrectionLevel.SEQUENCE, low=0.3, high=3.0),
 )
-
-
-def _objective(kind: LossKind, *, dual_clip: float = math.inf) -> Objective:
-    clip = LOSS_DEFAULTS[kind].clip
-    if clip is None:
-        return LinearObjective()
-    if kind is LossKind.GSPO:
-        return SequenceClipObjective(clip_low=clip[0], clip_high=clip[1])
-    if kind is LossKind.CISPO:
-        # Tighter than the default, so that both bounds are met.
-        return CispoObjective(ratio_low=0.8, ratio_high=1.2)
-    return ClipObjective(clip_low=clip[0], clip_high=clip[1], dual_clip=dual_clip)
-
-
-def _loss(kind: LossKind, **changes: Any) -> Loss:
-    fields: dict[str, Any] = {
-        "kind": kind,
-        "objective": _objective(kind),
-        "advantage": AdvantageKind.GIVEN,
-        "old_logprobs": OldLogprobs(kind=OldLogprobsKind.GIVEN),
-        "kl": None,
-        "entropy_coefficient": 0.0,
-        "correction": None,
-        "token_weight": TokenWeight.PER_TOKEN,
-        "default_divide_by": DivideBy.TOKENS,
-        "shared_tokens": SharedTokens.SUM,
-        "overlong": None,
-        "drop_zero_variance_groups": False,
-        "staleness": None,
-    }
-    return Loss(**(fields | changes))
 
 
 def _oracle_loss(loss: Loss) -> OracleLoss:
@@ -167,10 +122,6 @@ def _columns(loss: Loss, counted: list[Counted]) -> TermColumns:
     )
 
 
-def _sums(output: LossOutput) -> LossSums:
-    return LossSums.total([output.sums_F])
-
-
 def _run(
     loss: Loss, counted: list[Counted], logprobs: list[Tensor], entropies: list[Tensor]
 ) -> LossOutput:
@@ -195,9 +146,9 @@ def test_loss_equals_oracle_with_every_option(kind: LossKind, correction: int) -
     rng = np.random.default_rng([correction, list(LossKind).index(kind)])
     for seed in range(6):
         has_dual = LOSS_DEFAULTS[kind].has_dual_clip and seed % 2 == 1
-        loss = _loss(
+        loss = make_loss(
             kind,
-            objective=_objective(kind, dual_clip=1.3 if has_dual else math.inf),
+            objective=make_objective(kind, dual_clip=1.3 if has_dual else math.inf),
             correction=_CORRECTIONS[correction],
             token_weight=list(TokenWeight)[seed % 2],
             kl=KlConfig(
@@ -219,8 +170,10 @@ def test_loss_equals_oracle_with_every_option(kind: LossKind, correction: int) -
             value += path_value(one, oracle, leaf.detach().numpy(), bonus_leaf.detach().numpy())
             policy_gradient += sums.policy_gradient.item()
         masks = [torch.tensor(one.path.mask) for one in counted]
-        assert _sums(output).loss == pytest.approx(value, rel=1e-12, abs=1e-12)
-        assert _sums(output).policy_gradient == pytest.approx(policy_gradient, rel=1e-12, abs=1e-12)
+        assert summed(output).loss == pytest.approx(value, rel=1e-12, abs=1e-12)
+        assert summed(output).policy_gradient == pytest.approx(
+            policy_gradient, rel=1e-12, abs=1e-12
+        )
         for got, expected in (
             (output.grad_logprob_L, leaves),
             (output.grad_entropy_L, bonus_leaves),
@@ -229,118 +182,6 @@ def test_loss_equals_oracle_with_every_option(kind: LossKind, correction: int) -
             grads = [leaf.grad[mask] for leaf, mask in zip(expected, masks, strict=True)]  # type: ignore[index]
             assert torch.cat(grads).norm() > 0
             torch.testing.assert_close(got, torch.cat(grads), rtol=1e-12, atol=1e-13)
-
-
-def _three(
-    kind: LossKind, advantages: list[float], ratios: list[float], **changes: Any
-) -> LossOutput:
-    """One path of log-probs -1, -2, -3 with the given ratios to the old policy."""
-    logprob_L = torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64)
-    columns = TermColumns(
-        sequence_L=torch.zeros(3, dtype=torch.int64),
-        num_sequences=1,
-        counted_C=torch.arange(3),
-        weight_L=torch.ones(3, dtype=torch.float64),
-        advantage_L=torch.tensor(advantages, dtype=torch.float64),
-        old_L=logprob_L - torch.tensor(ratios, dtype=torch.float64).log(),
-        sampler_L=None,
-        sampler_usable_L=torch.zeros(3, dtype=torch.bool),
-        reference_L=None,
-    )
-    return compute_loss(
-        _loss(kind, **changes), columns, logprob_L, torch.zeros(3, dtype=torch.float64)
-    )
-
-
-@pytest.mark.parametrize("kind", [LossKind.GRPO, LossKind.PPO_CLIP, LossKind.DR_GRPO])
-def test_clip_holds_three_tokens_by_hand(kind: LossKind) -> None:
-    """r 1.5, 1, 0.5. A = 2: held at 1.2, free, free. A = -2: free, free, held at 0.8."""
-    output = _three(kind, [2.0, 2.0, 2.0], [1.5, 1.0, 0.5])
-    assert _sums(output).loss == pytest.approx(-(2.4 + 2.0 + 1.0))
-    assert output.grad_logprob_L.tolist() == pytest.approx([0.0, -2.0, -1.0])
-    assert (_sums(output).clipped_low, _sums(output).clipped_high) == (0, 1)
-    output = _three(kind, [-2.0, -2.0, -2.0], [1.5, 1.0, 0.5])
-    assert _sums(output).loss == pytest.approx(3.0 + 2.0 + 1.6)
-    assert output.grad_logprob_L.tolist() == pytest.approx([3.0, 2.0, 0.0])
-    assert (_sums(output).clipped_low, _sums(output).clipped_high) == (1, 0)
-    assert _sums(output).ratio_max == pytest.approx(1.5)
-
-
-def test_clip_higher_of_dapo_by_hand() -> None:
-    """A = 1: 1.25 is free under 1.28, 1.5 is held there, 0.9 is free."""
-    output = _three(LossKind.DAPO, [1.0, 1.0, 1.0], [1.25, 1.5, 0.9])
-    assert _sums(output).loss == pytest.approx(-(1.25 + 1.28 + 0.9))
-    assert output.grad_logprob_L.tolist() == pytest.approx([-1.25, 0.0, -0.9])
-
-
-def test_dual_clip_bounds_negative_advantages_by_hand() -> None:
-    """c = 3: r = 4 is held at 3 for A = -1 and at 1.2 for A = 1; r = 2 is free for A = -1."""
-    objective = ClipObjective(clip_low=0.2, clip_high=0.2, dual_clip=3.0)
-    output = _three(LossKind.PPO_CLIP, [-1.0, 1.0, -1.0], [4.0, 4.0, 2.0], objective=objective)
-    assert _sums(output).loss == pytest.approx(3.0 - 1.2 + 2.0)
-    assert output.grad_logprob_L.tolist() == pytest.approx([0.0, 0.0, 2.0])
-    assert _sums(output).clipped_high == 2
-
-
-def test_gspo_holds_the_whole_sequence_by_hand() -> None:
-    """s is the geometric mean of the ratios: 8, 1, 1/8 give 1, so that each token's term is -A."""
-    output = _three(LossKind.GSPO, [1.0, 2.0, 3.0], [8.0, 1.0, 0.125])
-    assert _sums(output).loss == pytest.approx(-6.0)
-    assert output.grad_logprob_L.tolist() == pytest.approx([-1.0, -2.0, -3.0])
-    # s = 2: held at 1.0004 where A > 0, free where A < 0.
-    output = _three(LossKind.GSPO, [1.0, -1.0, 1.0], [8.0, 1.0, 1.0])
-    assert _sums(output).loss == pytest.approx(-1.0004 + 2.0 - 1.0004)
-    assert output.grad_logprob_L.tolist() == pytest.approx([0.0, 2.0, 0.0])
-    assert _sums(output).ratio_max == pytest.approx(2.0)
-
-
-def test_cispo_keeps_every_gradient_by_hand() -> None:
-    """-sg(min(r, 5)) A log p: weights 5, 1, 0.5 on log-probs -1, -2, -3."""
-    objective = CispoObjective(ratio_low=0.0, ratio_high=5.0)
-    output = _three(LossKind.CISPO, [1.0, -1.0, 2.0], [8.0, 1.0, 0.5], objective=objective)
-    assert _sums(output).loss == pytest.approx(5.0 - 2.0 + 3.0)
-    assert output.grad_logprob_L.tolist() == pytest.approx([-5.0, 1.0, -1.0])
-    assert (_sums(output).clipped_low, _sums(output).clipped_high) == (0, 1)
-
-
-def test_linear_losses_by_hand() -> None:
-    advantages, ratios = [1.0, -1.0, 2.0], [8.0, 1.0, 0.5]
-    output = _three(LossKind.IMPORTANCE_SAMPLING, advantages, ratios)
-    assert _sums(output).loss == pytest.approx(-8.0 + 1.0 - 1.0)
-    assert output.grad_logprob_L.tolist() == pytest.approx([-8.0, 1.0, -1.0])
-    for kind in _NO_RATIO:
-        output = _three(kind, advantages, ratios)
-        assert _sums(output).loss == pytest.approx(1.0 - 2.0 + 6.0)
-        assert output.grad_logprob_L.tolist() == pytest.approx([-1.0, 1.0, -2.0])
-        assert _sums(output).ratio_max == 0.0
-
-
-@pytest.mark.parametrize(
-    ("kind", "value", "gradient"),
-    [(KlKind.K1, 0.5, 1.0), (KlKind.K2, 0.125, 0.5), (KlKind.K3, math.exp(-0.5) - 0.5, 0.39347)],
-)
-def test_kl_estimates_by_hand(kind: KlKind, value: float, gradient: float) -> None:
-    """log p - log q = 0.5. k3 = q/p - log(q/p) - 1, whose derivative in log p is 1 - q/p."""
-    columns = TermColumns(
-        sequence_L=torch.zeros(1, dtype=torch.int64),
-        num_sequences=1,
-        counted_C=torch.arange(1),
-        weight_L=torch.ones(1, dtype=torch.float64),
-        advantage_L=torch.zeros(1, dtype=torch.float64),
-        old_L=None,
-        sampler_L=None,
-        sampler_usable_L=torch.zeros(1, dtype=torch.bool),
-        reference_L=torch.tensor([-1.5], dtype=torch.float64),
-    )
-    config = KlConfig(kind=kind, coefficient=2.0, reference=ReferenceKind.GIVEN)
-    logprob_L = torch.tensor([-1.0], dtype=torch.float64)
-    output = compute_loss(
-        _loss(LossKind.REINFORCE, kl=config), columns, logprob_L, torch.zeros_like(logprob_L)
-    )
-    assert _sums(output).kl == pytest.approx(value)
-    assert _sums(output).loss == pytest.approx(2.0 * value)
-    assert _sums(output).policy_gradient == 0.0
-    assert output.grad_logprob_L.item() == pytest.approx(2.0 * gradient, rel=1e-4)
 
 
 def test_sampler_mismatch_is_reported_over_usable_terms() -> None:
@@ -357,8 +198,8 @@ def test_sampler_mismatch_is_reported_over_usable_terms() -> None:
         sampler_usable_L=torch.tensor([True, False, True]),
         reference_L=None,
     )
-    sums = _sums(
-        compute_loss(_loss(LossKind.REINFORCE), columns, logprob_L, torch.zeros_like(logprob_L))
+    sums = summed(
+        compute_loss(make_loss(LossKind.REINFORCE), columns, logprob_L, torch.zeros_like(logprob_L))
     )
     expected = (math.exp(0.2) - 1.2) + (math.exp(-0.1) - 0.9)
     assert sums.sampler_kl == pytest.approx(expected)
@@ -379,9 +220,11 @@ def test_clipped_overflow_leaves_a_finite_gradient() -> None:
         sampler_usable_L=torch.zeros(2, dtype=torch.bool),
         reference_L=None,
     )
-    output = compute_loss(_loss(LossKind.GRPO), columns, torch.tensor([-1.0, -2.0]), torch.zeros(2))
+    output = compute_loss(
+        make_loss(LossKind.GRPO), columns, torch.tensor([-1.0, -2.0]), torch.zeros(2)
+    )
     assert output.grad_logprob_L.tolist() == [0.0, -1.0]
-    assert _sums(output).loss == pytest.approx(-2.2)
+    assert summed(output).loss == pytest.approx(-2.2)
 
 
 def test_uncounted_terms_reach_sequence_ratios_and_nothing_else() -> None:
@@ -398,10 +241,10 @@ def test_uncounted_terms_reach_sequence_ratios_and_nothing_else() -> None:
         sampler_usable_L=torch.zeros(2, dtype=torch.bool),
         reference_L=None,
     )
-    output = compute_loss(_loss(LossKind.GSPO), columns, logprob_L, torch.zeros_like(logprob_L))
-    assert _sums(output).loss == pytest.approx(4.0)
+    output = compute_loss(make_loss(LossKind.GSPO), columns, logprob_L, torch.zeros_like(logprob_L))
+    assert summed(output).loss == pytest.approx(4.0)
     assert output.grad_logprob_L.tolist() == pytest.approx([4.0, 0.0])
-    assert _sums(output).terms == 1
+    assert summed(output).terms == 1
 
 
 def test_float32_log_ratio_survives_where_bfloat16_would_not() -> None:
@@ -420,8 +263,8 @@ def test_float32_log_ratio_survives_where_bfloat16_would_not() -> None:
         sampler_usable_L=torch.zeros(1, dtype=torch.bool),
         reference_L=None,
     )
-    output = compute_loss(_loss(LossKind.GRPO), columns, old.clone(), torch.zeros(1))
-    assert _sums(output).ratio_max == 1.0
+    output = compute_loss(make_loss(LossKind.GRPO), columns, old.clone(), torch.zeros(1))
+    assert summed(output).ratio_max == 1.0
     assert output.grad_logprob_L.dtype is torch.float32
     assert output.grad_logprob_L.item() == -1.0
 

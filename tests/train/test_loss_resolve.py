@@ -14,7 +14,6 @@ from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.raw import SamplerLogprobsKind
 from ratoon.rollout.validate import validate_groups
 from ratoon.train.config import (
-    AdamWConfig,
     AdvantageKind,
     CorrectionLevel,
     CorrectionMode,
@@ -25,7 +24,6 @@ from ratoon.train.config import (
     LossRequest,
     OldLogprobs,
     OldLogprobsKind,
-    OptimRequest,
     OverlongFilter,
     OverlongPenalty,
     ReferenceKind,
@@ -37,15 +35,12 @@ from ratoon.train.config import (
 from ratoon.train.loss_spec import (
     CispoObjective,
     ClipObjective,
-    ConstantDivisor,
-    CounterDivisor,
     LinearObjective,
     Loss,
-    Normalisation,
     Objective,
     SequenceClipObjective,
 )
-from ratoon.train.resolve import resolve_loss, resolve_optim
+from ratoon.train.resolve import resolve_loss
 from tests import builders
 
 _MASK = RolloutCorrection(mode=CorrectionMode.MASK, level=CorrectionLevel.TOKEN, low=0.5, high=2.0)
@@ -350,79 +345,3 @@ def test_frozen_reference_and_raw_sampler_are_taken_where_they_hold() -> None:
     assert _resolve(LossKind.GRPO, _batch(), has_frozen=True, kl=_FROZEN_KL).kl == _FROZEN_KL
     loss = _resolve(LossKind.GRPO, _batch(**_RAW), old_logprobs=_GIVEN_OLD)
     assert loss.old_logprobs == _GIVEN_OLD
-
-
-_ADAMW = AdamWConfig(weight_decay=0.03)
-_TOKENS = Normalisation(token_weight=TokenWeight.PER_TOKEN, default_divide_by=DivideBy.TOKENS)
-_SEQUENCES = Normalisation(
-    token_weight=TokenWeight.PER_SEQUENCE, default_divide_by=DivideBy.SEQUENCES
-)
-_CONSTANT = replace(_TOKENS, default_divide_by=DivideBy.CONSTANT)
-_MIXED = replace(_TOKENS, default_divide_by=None)
-
-
-def test_step_takes_the_policys_and_the_losss_defaults() -> None:
-    step = resolve_optim(OptimRequest(learning_rate=1e-3), _TOKENS, _ADAMW)
-    assert step.learning_rate == 1e-3
-    assert step.weight_decay == 0.03
-    assert step.max_grad_norm == math.inf
-    assert step.divisor == CounterDivisor(counter=DivideBy.TOKENS)
-    step = resolve_optim(
-        OptimRequest(learning_rate=0.0, weight_decay=0.0, max_grad_norm=1.0, divide_constant=8.0),
-        _CONSTANT,
-        _ADAMW,
-    )
-    assert step.weight_decay == 0.0
-    assert step.max_grad_norm == 1.0
-    assert step.divisor == ConstantDivisor(value=8.0)
-
-
-@pytest.mark.parametrize(
-    ("divide_by", "normalisation", "divisor"),
-    [
-        (DivideBy.SEQUENCES, _SEQUENCES, CounterDivisor(counter=DivideBy.SEQUENCES)),
-        (DivideBy.GROUPS, _SEQUENCES, CounterDivisor(counter=DivideBy.GROUPS)),
-        (DivideBy.GROUPS, _TOKENS, CounterDivisor(counter=DivideBy.GROUPS)),
-        (DivideBy.NONE, _TOKENS, ConstantDivisor(value=1.0)),
-        (DivideBy.TOKENS, _MIXED, CounterDivisor(counter=DivideBy.TOKENS)),
-    ],
-)
-def test_step_divides_as_it_is_told(
-    divide_by: DivideBy, normalisation: Normalisation, divisor: CounterDivisor | ConstantDivisor
-) -> None:
-    request = OptimRequest(learning_rate=1e-3, divide_by=divide_by)
-    assert resolve_optim(request, normalisation, _ADAMW).divisor == divisor
-
-
-@pytest.mark.parametrize(
-    ("changes", "normalisation", "field"),
-    [
-        ({"divide_by": DivideBy.SEQUENCES}, _TOKENS, "optim.divide_by"),
-        ({"divide_by": DivideBy.TOKENS}, _SEQUENCES, "optim.divide_by"),
-        ({}, _MIXED, "optim.divide_by"),
-        ({}, _CONSTANT, "optim.divide_constant"),
-        ({"divide_by": DivideBy.TOKENS}, _CONSTANT, "optim.divide_by"),
-        ({"divide_constant": 3.0}, _TOKENS, "optim.divide_constant"),
-        (
-            {"divide_constant": 3.0, "divide_by": DivideBy.TOKENS},
-            _TOKENS,
-            "optim.divide_constant",
-        ),
-        ({"divide_constant": 0.0}, _CONSTANT, "optim.divide_constant"),
-        ({"divide_constant": math.inf}, _CONSTANT, "optim.divide_constant"),
-        ({"learning_rate": -1e-3}, _TOKENS, "optim.learning_rate"),
-        ({"learning_rate": math.nan}, _TOKENS, "optim.learning_rate"),
-        ({"weight_decay": -0.1}, _TOKENS, "optim.weight_decay"),
-        ({"max_grad_norm": 0.0}, _TOKENS, "optim.max_grad_norm"),
-        ({"max_grad_norm": math.inf}, _TOKENS, "optim.max_grad_norm"),
-    ],
-)
-def test_step_refuses_by_field(
-    changes: dict[str, Any], normalisation: Normalisation, field: str
-) -> None:
-    fields: dict[str, Any] = {"learning_rate": 1e-3} | changes
-    request = OptimRequest(**fields)
-    with pytest.raises(RatoonError) as caught:
-        resolve_optim(request, normalisation, _ADAMW)
-    assert caught.value.code is ErrorCode.INVALID_ARGUMENT
-    assert caught.value.field == field

@@ -1,0 +1,73 @@
+"""An engine on Ray for tests, and what they submit to it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ratoon.config import RatoonConfig
+from ratoon.engine.client import EngineClient
+from ratoon.engine.types import (
+    Command,
+    NoKey,
+    Operation,
+    OperationState,
+    SeqKey,
+    Submission,
+)
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.serial import batch_to_bytes
+from tests import builders
+from tests.engine.harness import policy_spec
+
+POLICY = "tiny-policy"
+SPEC = policy_spec(POLICY, micro_batch_tokens=256)
+
+
+def random_batch(seed: int, num_groups: int = 2) -> RolloutBatch:
+    rng = np.random.default_rng(seed)
+    groups = builders.random_groups(rng, num_groups=num_groups, kinds=("flat",))
+    return builders.validate_groups(groups, builders.limits())
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A running engine; `run` gives a coroutine its own loop and a client."""
+
+    config: RatoonConfig
+
+    def run(self, main: Callable[[EngineClient], Coroutine[Any, Any, Any]]) -> Any:
+        async def connected() -> Any:
+            return await main(await EngineClient.connect(self.config.ray.namespace))
+
+        return asyncio.run(connected())
+
+
+def submission(
+    seq: int | None, command: Command, batch: RolloutBatch | None, policy_id: str = POLICY
+) -> Submission:
+    """The command on `batch`, whose digest it gets."""
+    body = b"" if batch is None else batch_to_bytes(batch)
+    if batch is not None:
+        assert hasattr(command, "body_digest")
+        command = replace(command, body_digest=hashlib.sha256(body).hexdigest())
+    key = NoKey() if seq is None else SeqKey(seq=seq)
+    return Submission(policy_id=policy_id, key=key, command=command, body=body)
+
+
+async def done(client: EngineClient, operation: Operation) -> Operation:
+    ended = await client.get_operation(operation.operation_id, 60.0)
+    assert ended.state is OperationState.DONE, ended
+    return ended
+
+
+async def manifest_digest(client: EngineClient) -> tuple[int, str]:
+    """Number and digest of the newest published weights."""
+    manifest = await client.weight_manifest(POLICY, None)
+    files = {file.name: file.digest for file in manifest.files}
+    return manifest.version, files["model.safetensors"]

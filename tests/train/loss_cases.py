@@ -1,0 +1,62 @@
+"""Losses for tests: given advantages and old log-probs, clips that both sides of a ratio meet."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ratoon.train.config import (
+    AdvantageKind,
+    DivideBy,
+    LossKind,
+    OldLogprobs,
+    OldLogprobsKind,
+    SharedTokens,
+    TokenWeight,
+)
+from ratoon.train.loss.compute import LossOutput
+from ratoon.train.loss.sums import LossSums
+from ratoon.train.loss_spec import (
+    LOSS_DEFAULTS,
+    CispoObjective,
+    ClipObjective,
+    LinearObjective,
+    Loss,
+    Objective,
+    SequenceClipObjective,
+)
+
+
+def make_objective(kind: LossKind, *, dual_clip: float = math.inf) -> Objective:
+    clip = LOSS_DEFAULTS[kind].clip
+    if clip is None:
+        return LinearObjective()
+    if kind is LossKind.GSPO:
+        return SequenceClipObjective(clip_low=clip[0], clip_high=clip[1])
+    if kind is LossKind.CISPO:
+        # Tighter than the default, so that both bounds are met.
+        return CispoObjective(ratio_low=0.8, ratio_high=1.2)
+    return ClipObjective(clip_low=clip[0], clip_high=clip[1], dual_clip=dual_clip)
+
+
+def make_loss(kind: LossKind, **changes: Any) -> Loss:
+    fields: dict[str, Any] = {
+        "kind": kind,
+        "objective": make_objective(kind),
+        "advantage": AdvantageKind.GIVEN,
+        "old_logprobs": OldLogprobs(kind=OldLogprobsKind.GIVEN),
+        "kl": None,
+        "entropy_coefficient": 0.0,
+        "correction": None,
+        "token_weight": TokenWeight.PER_TOKEN,
+        "default_divide_by": DivideBy.TOKENS,
+        "shared_tokens": SharedTokens.SUM,
+        "overlong": None,
+        "drop_zero_variance_groups": False,
+        "staleness": None,
+    }
+    return Loss(**(fields | changes))
+
+
+def summed(output: LossOutput) -> LossSums:
+    return LossSums.total([output.sums_F])

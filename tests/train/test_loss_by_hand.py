@@ -1,0 +1,127 @@
+"""Every loss on three tokens whose values and gradients are worked out by hand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from ratoon.train.config import KlConfig, KlKind, LossKind, ReferenceKind
+from ratoon.train.loss.compute import LossOutput, compute_loss
+from ratoon.train.loss.terms import TermColumns
+from ratoon.train.loss_spec import CispoObjective, ClipObjective
+from tests.train.loss_cases import make_loss, summed
+
+
+def _three(
+    kind: LossKind, advantages: list[float], ratios: list[float], **changes: Any
+) -> LossOutput:
+    """One path of log-probs -1, -2, -3 with the given ratios to the old policy."""
+    logprob_L = torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64)
+    columns = TermColumns(
+        sequence_L=torch.zeros(3, dtype=torch.int64),
+        num_sequences=1,
+        counted_C=torch.arange(3),
+        weight_L=torch.ones(3, dtype=torch.float64),
+        advantage_L=torch.tensor(advantages, dtype=torch.float64),
+        old_L=logprob_L - torch.tensor(ratios, dtype=torch.float64).log(),
+        sampler_L=None,
+        sampler_usable_L=torch.zeros(3, dtype=torch.bool),
+        reference_L=None,
+    )
+    return compute_loss(
+        make_loss(kind, **changes), columns, logprob_L, torch.zeros(3, dtype=torch.float64)
+    )
+
+
+@pytest.mark.parametrize("kind", [LossKind.GRPO, LossKind.PPO_CLIP, LossKind.DR_GRPO])
+def test_clip_holds_three_tokens_by_hand(kind: LossKind) -> None:
+    """r 1.5, 1, 0.5. A = 2: held at 1.2, free, free. A = -2: free, free, held at 0.8."""
+    output = _three(kind, [2.0, 2.0, 2.0], [1.5, 1.0, 0.5])
+    assert summed(output).loss == pytest.approx(-(2.4 + 2.0 + 1.0))
+    assert output.grad_logprob_L.tolist() == pytest.approx([0.0, -2.0, -1.0])
+    assert (summed(output).clipped_low, summed(output).clipped_high) == (0, 1)
+    output = _three(kind, [-2.0, -2.0, -2.0], [1.5, 1.0, 0.5])
+    assert summed(output).loss == pytest.approx(3.0 + 2.0 + 1.6)
+    assert output.grad_logprob_L.tolist() == pytest.approx([3.0, 2.0, 0.0])
+    assert (summed(output).clipped_low, summed(output).clipped_high) == (1, 0)
+    assert summed(output).ratio_max == pytest.approx(1.5)
+
+
+def test_clip_higher_of_dapo_by_hand() -> None:
+    """A = 1: 1.25 is free under 1.28, 1.5 is held there, 0.9 is free."""
+    output = _three(LossKind.DAPO, [1.0, 1.0, 1.0], [1.25, 1.5, 0.9])
+    assert summed(output).loss == pytest.approx(-(1.25 + 1.28 + 0.9))
+    assert output.grad_logprob_L.tolist() == pytest.approx([-1.25, 0.0, -0.9])
+
+
+def test_dual_clip_bounds_negative_advantages_by_hand() -> None:
+    """c = 3: r = 4 is held at 3 for A = -1 and at 1.2 for A = 1; r = 2 is free for A = -1."""
+    objective = ClipObjective(clip_low=0.2, clip_high=0.2, dual_clip=3.0)
+    output = _three(LossKind.PPO_CLIP, [-1.0, 1.0, -1.0], [4.0, 4.0, 2.0], objective=objective)
+    assert summed(output).loss == pytest.approx(3.0 - 1.2 + 2.0)
+    assert output.grad_logprob_L.tolist() == pytest.approx([0.0, 0.0, 2.0])
+    assert summed(output).clipped_high == 2
+
+
+def test_gspo_holds_the_whole_sequence_by_hand() -> None:
+    """s is the geometric mean of the ratios: 8, 1, 1/8 give 1, so that each token's term is -A."""
+    output = _three(LossKind.GSPO, [1.0, 2.0, 3.0], [8.0, 1.0, 0.125])
+    assert summed(output).loss == pytest.approx(-6.0)
+    assert output.grad_logprob_L.tolist() == pytest.approx([-1.0, -2.0, -3.0])
+    # s = 2: held at 1.0004 where A > 0, free where A < 0.
+    output = _three(LossKind.GSPO, [1.0, -1.0, 1.0], [8.0, 1.0, 1.0])
+    assert summed(output).loss == pytest.approx(-1.0004 + 2.0 - 1.0004)
+    assert output.grad_logprob_L.tolist() == pytest.approx([0.0, 2.0, 0.0])
+    assert summed(output).ratio_max == pytest.approx(2.0)
+
+
+def test_cispo_keeps_every_gradient_by_hand() -> None:
+    """-sg(min(r, 5)) A log p: weights 5, 1, 0.5 on log-probs -1, -2, -3."""
+    objective = CispoObjective(ratio_low=0.0, ratio_high=5.0)
+    output = _three(LossKind.CISPO, [1.0, -1.0, 2.0], [8.0, 1.0, 0.5], objective=objective)
+    assert summed(output).loss == pytest.approx(5.0 - 2.0 + 3.0)
+    assert output.grad_logprob_L.tolist() == pytest.approx([-5.0, 1.0, -1.0])
+    assert (summed(output).clipped_low, summed(output).clipped_high) == (0, 1)
+
+
+def test_linear_losses_by_hand() -> None:
+    advantages, ratios = [1.0, -1.0, 2.0], [8.0, 1.0, 0.5]
+    output = _three(LossKind.IMPORTANCE_SAMPLING, advantages, ratios)
+    assert summed(output).loss == pytest.approx(-8.0 + 1.0 - 1.0)
+    assert output.grad_logprob_L.tolist() == pytest.approx([-8.0, 1.0, -1.0])
+    for kind in (LossKind.REINFORCE, LossKind.CROSS_ENTROPY):
+        output = _three(kind, advantages, ratios)
+        assert summed(output).loss == pytest.approx(1.0 - 2.0 + 6.0)
+        assert output.grad_logprob_L.tolist() == pytest.approx([-1.0, 1.0, -2.0])
+        assert summed(output).ratio_max == 0.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "gradient"),
+    [(KlKind.K1, 0.5, 1.0), (KlKind.K2, 0.125, 0.5), (KlKind.K3, math.exp(-0.5) - 0.5, 0.39347)],
+)
+def test_kl_estimates_by_hand(kind: KlKind, value: float, gradient: float) -> None:
+    """log p - log q = 0.5. k3 = q/p - log(q/p) - 1, whose derivative in log p is 1 - q/p."""
+    columns = TermColumns(
+        sequence_L=torch.zeros(1, dtype=torch.int64),
+        num_sequences=1,
+        counted_C=torch.arange(1),
+        weight_L=torch.ones(1, dtype=torch.float64),
+        advantage_L=torch.zeros(1, dtype=torch.float64),
+        old_L=None,
+        sampler_L=None,
+        sampler_usable_L=torch.zeros(1, dtype=torch.bool),
+        reference_L=torch.tensor([-1.5], dtype=torch.float64),
+    )
+    config = KlConfig(kind=kind, coefficient=2.0, reference=ReferenceKind.GIVEN)
+    logprob_L = torch.tensor([-1.0], dtype=torch.float64)
+    output = compute_loss(
+        make_loss(LossKind.REINFORCE, kl=config), columns, logprob_L, torch.zeros_like(logprob_L)
+    )
+    assert summed(output).kl == pytest.approx(value)
+    assert summed(output).loss == pytest.approx(2.0 * value)
+    assert summed(output).policy_gradient == 0.0
+    assert output.grad_logprob_L.item() == pytest.approx(2.0 * gradient, rel=1e-4)
