@@ -29,8 +29,9 @@ help:
 demo: env ## train a tiny policy on this machine through the public client
 	@$(BIN)/ratoon demo $(ARGS)
 
+# Two workers, see tests/two_workers.py; a single test is quicker with .venv/bin/pytest itself.
 test: env-dev ## run the tests, without slow and GPU ones
-	@$(BIN)/pytest $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --no-loadscope-reorder $(ARGS)
 
 test-gpu: env-dev ## run the tests that need NVIDIA GPUs, and write their report
 	@$(BIN)/pytest -m "gpu or multigpu" --gpu-report benchmarks/results/h200/tests.json $(ARGS)

@@ -19,7 +19,10 @@ from tests.recorded import DATA, RecordedGroup, read_groups
 from tests.torch_settings import TorchSettings
 
 if TYPE_CHECKING:
+    from xdist.remote import Producer
+
     from tests.running_service import Service
+    from tests.two_workers import TwoWorkers
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,6 +36,20 @@ def pytest_configure(config: pytest.Config) -> None:
         from tests.gpu_report import GpuReport
 
         config.pluginmanager.register(GpuReport(path))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        from tests.two_workers import services_first
+
+        services_first(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> TwoWorkers:
+    from tests.two_workers import TwoWorkers
+
+    return TwoWorkers(config, log)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
