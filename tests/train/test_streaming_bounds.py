@@ -234,6 +234,19 @@ def _lent(
     model.limit_activations(None)
 
 
+def _watch(offload: HostOffload, patch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes on the host at the end of each stage, as they come."""
+    held: list[int] = []
+    close = RowHead.close
+
+    def watched(head: RowHead, run: StageRun) -> None:
+        held.append(offload.held_bytes)
+        close(head, run)
+
+    patch.setattr(RowHead, "close", watched)
+    return held
+
+
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_prefixes_wait_on_the_host_and_change_no_bit(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch, share: float
@@ -242,15 +255,8 @@ def test_prefixes_wait_on_the_host_and_change_no_bit(
     batch, sizes = _batch(is_deep=True), trainer.model.sizes
     expected = _gradients(trainer, batch, 92)
     layers_there = int(share * sizes.num_layers)
-    held: list[int] = []
     with _lent(trainer, batch, 92, share) as offload:
-        close = RowHead.close
-
-        def watched(head: RowHead, run: StageRun) -> None:
-            held.append(offload.held_bytes)
-            close(head, run)
-
-        monkeypatch.setattr(RowHead, "close", watched)
+        held = _watch(offload, monkeypatch)
         found = _gradients(trainer, batch, 92)
         assert offload.held_bytes == 0
     of_token = layers_there * sizes.hidden_size * sizes.element_bytes
@@ -264,7 +270,6 @@ def test_compiled_layers_leave_all_that_waits_on_the_host(tmp_path: Path) -> Non
     """And nothing of a wave; the same bits as where the host has no room and all is kept alike."""
     base = FolderBase(folder=str(write_folder(tmp_path / "base", "qwen3")))
     plain, batch = make_trainer(base, dtype=ModelDtype.FLOAT32), _batch(is_deep=True)
-    held: list[int] = []
     with eager_graphs() as graphs, pytest.MonkeyPatch.context() as patch:
         model = load_model(
             plain.spec.model, device=plain.model.device, attention_backend="", deterministic=True,
@@ -275,13 +280,7 @@ def test_compiled_layers_leave_all_that_waits_on_the_host(tmp_path: Path) -> Non
             expected = _gradients(trainer, batch, 92)
             assert offload.room_bytes == 0
         with _lent(trainer, batch, 92, 1.0) as offload:
-            close = RowHead.close
-
-            def watched(head: RowHead, run: StageRun) -> None:
-                held.append(offload.held_bytes)
-                close(head, run)
-
-            patch.setattr(RowHead, "close", watched)
+            held = _watch(offload, patch)
             found = _gradients(trainer, batch, 92)
             assert offload.held_bytes == 0
         assert graphs
