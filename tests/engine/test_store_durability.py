@@ -102,6 +102,32 @@ def test_a_postgresql_server_that_takes_no_writes_is_waited_for(postgres: Postgr
     engine.dispose()
 
 
+def test_a_session_whose_server_takes_no_writes_any_more_is_given_up(
+    postgres: PostgresServer,
+) -> None:
+    """Its first write is refused as where there is no server; the next waits for one."""
+    stores = Stores(postgres.create_database()).with_policy()
+    stores.applied(1, 1)
+    postgres.execute(sql.SQL("ALTER SYSTEM SET default_transaction_read_only = on"))
+    try:
+        postgres.execute(sql.SQL("SELECT pg_reload_conf()"))
+        time.sleep(0.5)
+        with pytest.raises(OperationalError, match="read-only"):
+            stores.accept(2)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(stores.accept, 2)
+            time.sleep(1.0)
+            assert not waiting.done()
+            postgres.execute(sql.SQL("ALTER SYSTEM RESET default_transaction_read_only"))
+            postgres.execute(sql.SQL("SELECT pg_reload_conf()"))
+            waiting.result(30)
+    finally:
+        postgres.execute(sql.SQL("ALTER SYSTEM RESET default_transaction_read_only"))
+        postgres.execute(sql.SQL("SELECT pg_reload_conf()"))
+    assert [record.seq for record in stores.store.records_from("p", 1)] == [1, 2]
+    stores.engine.dispose()
+
+
 @pytest.mark.parametrize("has_disk", [True, False])
 def test_a_postgresql_server_without_room_refuses_and_keeps_what_it_has(
     postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch, has_disk: bool

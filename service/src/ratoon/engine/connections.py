@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
+from psycopg.errors import ReadOnlySqlTransaction
 from sqlalchemy import (
     URL,
     Connection,
@@ -24,7 +25,7 @@ from sqlalchemy import (
     make_url,
     text,
 )
-from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError
 from sqlalchemy.pool import QueuePool
 
 from ratoon.engine.log_check import check_log
@@ -166,6 +167,7 @@ def _postgresql(url: URL) -> Engine:
     listen: Callable[..., None] = event.listen
     listen(engine, "do_connect", _wait_for_server)
     listen(engine, "handle_error", _name_full_disk)
+    listen(engine, "handle_error", _end_read_only_session)
     with engine.begin() as connection:
         for name in ("fsync", "full_page_writes"):
             if connection.execute(text(f"SHOW {name}")).scalar_one() != "on":
@@ -185,6 +187,15 @@ def _name_full_disk(context: ExceptionContext) -> None:
     refusal = disk_full(context.original_exception)
     if refusal is not None:
         raise refusal from context.original_exception
+
+
+def _end_read_only_session(context: ExceptionContext) -> None:
+    """A server that takes writes no more is away, and its sessions with it; nothing was written."""
+    if isinstance(context.original_exception, ReadOnlySqlTransaction):
+        context.is_disconnect = True
+        raise OperationalError(
+            context.statement, context.parameters, context.original_exception
+        ) from context.original_exception
 
 
 def _wait_for_server(
