@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,8 @@ from pathlib import Path
 import httpx
 import psutil
 import yaml
+
+from ratoon.ports import free_port
 
 START_S = 120.0
 # Until `ratoon serve` is to have noticed that its Ray is gone, whose head is waited for a minute.
@@ -43,7 +44,7 @@ class Service:
     def __init__(self, root: Path, **settings: object) -> None:
         self.root = root
         self.num_kills = 0
-        self.http_port, self.grpc_port = _free_port(), _free_port()
+        self.http_port, self.grpc_port = free_port(), free_port()
         self._config = root / "config.yaml"
         self._log = root / "service.log"
         self._process: subprocess.Popen[bytes] | None = None
@@ -184,9 +185,3 @@ class Service:
         if self._process is not None:
             self._process.wait()
         psutil.wait_procs(processes, timeout=10)
-
-
-def _free_port() -> int:
-    with contextlib.closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+
+from ratoon.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 INSTALL = ROOT / "deploy" / "install.sh"
@@ -68,15 +69,9 @@ def test_install_compiles_kernels_ahead_for_cuda_alone(installed: Path) -> None:
     assert re.search(ahead, INSTALL.read_text())
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture
 def served(installed: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    http, gateway = _free_port(), _free_port()
+    http, gateway = free_port(), free_port()
     # The image's own settings, moved off the container's addresses and folders.
     environment = {
         "RATOON_DATA_ROOT": str(tmp_path / "data"),

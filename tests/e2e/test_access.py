@@ -7,7 +7,6 @@ import base64
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ import psutil
 import pytest
 import ray
 
+from ratoon.ports import free_port
 from ratoon_proto.v1 import service_pb2
 from ratoon_proto.v1.service_pb2_grpc import PolicyServiceStub
 from tests.api.wires import grpc_error
@@ -76,15 +76,9 @@ async def _status(port: int, key: str, host: str = "127.0.0.1") -> str:
     return "OK"
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture
 def ports(tmp_path: Path) -> Iterator[Ports]:
-    http, gateway, serve = _free_port(), _free_port(), _free_port()
+    http, gateway, serve = free_port(), free_port(), free_port()
     environment = os.environ | {
         "RATOON_DATA_ROOT": str(tmp_path / "data"),
         "RATOON_MODELS_ROOT": str(tmp_path / "models"),

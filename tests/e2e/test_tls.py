@@ -23,6 +23,7 @@ from cryptography import x509
 
 from ratoon.auth.certificates import CertificateFiles
 from ratoon.config import is_loopback
+from ratoon.ports import free_port
 from ratoon_client import (
     Loss,
     OperationHandle,
@@ -121,7 +122,7 @@ def _environment(folder: Path, ports: dict[str, int]) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("t")
-    ports = {name: _free_port() for name in (*WIRES, "serve")}
+    ports = {name: free_port() for name in (*WIRES, "serve")}
     environment = _environment(folder, ports)
     servers, clients = make_authority("servers"), make_authority("clients")
     (folder / "servers.pem").write_bytes(servers.pem)
@@ -155,12 +156,6 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(60)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _wait(process: subprocess.Popen[bytes], log: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -21,6 +20,8 @@ import psutil
 import psycopg
 import pytest
 from psycopg import sql
+
+from ratoon.ports import free_port
 
 USER = "ratoon"
 # PostgreSQL refuses to run as root; Debian's package makes this account.
@@ -133,7 +134,7 @@ def running_postgres() -> Iterator[PostgresServer]:
         server = PostgresServer(
             folder=Path(folder),
             commands=commands,
-            port=_free_port(),
+            port=free_port(),
             password=secrets.token_urlsafe(16),
         )
         server.initialise()
@@ -151,9 +152,3 @@ def _find_commands() -> Path | None:
     )
     found = str(debian[-1]) if debian else shutil.which("initdb")
     return None if found is None else Path(found).parent
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

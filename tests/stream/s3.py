@@ -22,6 +22,7 @@ from unittest import mock
 
 from s3fs import S3FileSystem
 
+from ratoon.ports import free_port
 from tests.network.proxy import Fault, Proxy
 
 BUCKET = "ratoon-tests"
@@ -71,7 +72,7 @@ class S3Server:
 @contextmanager
 def running_s3() -> Iterator[S3Server]:
     """The server, its proxy, and an environment that leads to it."""
-    port = _free_port()
+    port = free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ | _KEYS
@@ -133,9 +134,3 @@ def _wait_for(process: subprocess.Popen[bytes], port: int) -> None:
                 return
         time.sleep(0.1)
     raise AssertionError("the S3 server does not listen")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -7,9 +7,8 @@ Enters the config, leaves a running service and its addresses. Invariant: nothin
 from __future__ import annotations
 
 import logging
-import socket
 from collections.abc import Generator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -33,6 +32,7 @@ from ratoon.config import RatoonConfig, is_for_this_machine, public_hosts
 from ratoon.engine.bootstrap import drain_engine, start_engine, stop_engine
 from ratoon.errors import invalid
 from ratoon.log import configure_logging, get_logger
+from ratoon.ports import free_port
 from ratoon.ray_start import connect_ray, leave_ray
 from ratoon.serve_hooks import IN_PROXY, IN_PROXY_VARIABLE, in_replica
 
@@ -267,17 +267,11 @@ def _stop_gateway(config: RatoonConfig) -> None:
 
 def _with_ports(config: RatoonConfig) -> RatoonConfig:
     """Every port of 0 replaced by a free one: a process that restarts must find its own again."""
-    http = config.http.model_copy(update={"port": config.http.port or _free_port(config.http.host)})
+    http = config.http.model_copy(update={"port": config.http.port or free_port(config.http.host)})
     grpc = config.grpc.model_copy(
         update={
-            "gateway_port": config.grpc.gateway_port or _free_port(config.grpc.host),
-            "serve_port": config.grpc.serve_port or _free_port("127.0.0.1"),
+            "gateway_port": config.grpc.gateway_port or free_port(config.grpc.host),
+            "serve_port": config.grpc.serve_port or free_port("127.0.0.1"),
         }
     )
     return config.model_copy(update={"http": http, "grpc": grpc})
-
-
-def _free_port(host: str) -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
