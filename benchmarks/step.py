@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -44,6 +45,7 @@ from benchmarks.step_result import (
 )
 from benchmarks.step_run import FULL, SMALL, Run
 from benchmarks.step_timing import release
+from ratoon.engine.gpu_environment import GPU_ENVIRONMENT
 
 MEASURES = {
     "paper": step_paper,
@@ -101,6 +103,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def _measure(args: argparse.Namespace) -> None:
     is_gpu = is_for_gpu(args)
+    # As a worker of the service has it.
+    for name, value in GPU_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     start = time.monotonic()
     run = Run(
         device=torch.device(args.device),

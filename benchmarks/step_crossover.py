@@ -1,12 +1,14 @@
 """Section `crossover`: from which prompt on sharing pays, and what the planner says of it.
 
-Enters a run, leaves the rows of each (P, N) with responses of one length. Invariant: the replicated
-group is run whole, by the same kernel and by FlashAttention-2: the best that it can be.
+Enters a run, leaves the rows of each (P, N) with responses of one length. Invariants: the
+replicated group is run whole, by the same kernel and by FlashAttention-2: the best that it can be;
+ways are timed in turns, as they differ by less than clocks do from one minute to the next.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -20,7 +22,7 @@ from benchmarks.step_rollouts import (
 from benchmarks.step_run import Row, Run, Scale
 from benchmarks.step_sizes import ModelSize
 from benchmarks.step_subjects import Way
-from benchmarks.step_ways import Plan, Ways, compare_ways
+from benchmarks.step_ways import Plan, Ways, compare_ways, sample_in_turns
 from ratoon.model.activation_plan import DecoderSizes
 from ratoon.model.costs import H200_RATES, device_costs
 from ratoon.rollout.batch import RolloutBatch
@@ -38,7 +40,8 @@ def measure(run: Run, wanted: list[str]) -> Iterator[tuple[str, list[Row]]]:
     """Yields each case and its rows: packed, and replicated by the same and by another kernel."""
     scale = run.scale
     counts, prompts, length = scale.crossover
-    ways = Ways(run, scale.crossover_model)
+    # Each way alone is only checked, and its memory measured.
+    ways = Ways(replace(run, num_samples=1), scale.crossover_model)
     unshared = Way(backend=scale.ours.backend, is_packed=False)
     order = list(dict.fromkeys([scale.ours, unshared, scale.baseline]))
     costs = costs_of(scale.crossover_model)
@@ -55,7 +58,9 @@ def measure(run: Run, wanted: list[str]) -> Iterator[tuple[str, list[Row]]]:
                 "response_tokens": length,
                 **predicted(costs, batch),
             }
-            rows = compare_ways(ways, batch, order, Plan(cuts=(count,)))
+            plan = Plan(cuts=(count,))
+            rows = compare_ways(ways, batch, order, plan)
+            rows = sample_in_turns(ways, batch, order, plan, rows, run.num_samples)
             yield case, [{**shape, **row} for row in rows]
 
 

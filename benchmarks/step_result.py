@@ -6,6 +6,7 @@ that ratios between them are, and all runs of a file are of the same sources, ma
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import metadata
@@ -15,6 +16,7 @@ from benchmarks.attention_timing import CudaClock, HostClock, measure_gemm
 from benchmarks.gpu_results import describe_gpu
 from benchmarks.step_run import Row, Run, Scale
 from benchmarks.step_sizes import PEAK_FLOPS
+from ratoon.engine.gpu_environment import GPU_ENVIRONMENT
 
 SECTIONS = ("paper", "profile", "table2", "memory", "crossover", "costs", "updates")
 SAME_ON_MERGE = ("source_sha256", "gpu", "versions", "seed", "models", "gradient_dtype")
@@ -93,6 +95,7 @@ def _new_run(run: Run) -> dict[str, Any]:
     return {
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": describe_gpu(run.seed)["commit"],
+        "environment": {name: os.environ.get(name, "") for name in GPU_ENVIRONMENT},
         "gemm": measure_gemm(run.device, clock),
         "cases": {section: [] for section in SECTIONS},
         "seconds": 0.0,

@@ -7,6 +7,7 @@ figures.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,6 +44,9 @@ from ratoon.errors import RatoonError
 from ratoon.model.policy_model import PolicyModel
 from ratoon.rollout.batch import RolloutBatch
 
+# Of ways timed in turns: rounds go on for so long, and for so many at most.
+TURNS_S = 10.0
+MAX_ROUNDS = 25
 # Relative L2 errors between two 16-bit runs; a wrong mask gives errors of order 1.
 MAX_ERROR = 0.1
 LOGPROB = "logprob"
@@ -164,6 +168,54 @@ def measure_way(
         "packed_pairs": work.pairs,
         "samples": measured.samples,
     }, values
+
+
+def sample_in_turns(
+    ways: Ways,
+    batch: RolloutBatch,
+    order: Sequence[Way],
+    plan: Plan,
+    rows: Sequence[Row],
+    min_rounds: int,
+) -> list[Row]:
+    """The rows of `order`, timed anew in rounds: each way once, another one first in each.
+
+    Args:
+        ways: As `compare_ways` left it: all is compiled, and little memory in use.
+        batch: All of it has room on the device, in every way's form at once.
+        order: Ways of one cut.
+        plan: Of that cut.
+        rows: Of `compare_ways`; those without figures stay as they are.
+        min_rounds: However long they take, unless the budget is spent.
+    """
+    run = ways.run
+    (cut,) = plan.cuts
+    loaded = {
+        i: load_packed(ways, way, batch) if way.is_packed else replicas(batch, cut, run)
+        for i, way in enumerate(order)
+        if "error" not in rows[i]
+    }
+    samples: dict[int, list[float]] = {i: [] for i in loaded}
+    turns = list(loaded)
+    stop_at = time.monotonic() + TURNS_S
+    for done in range(MAX_ROUNDS):
+        has_enough = done >= min_rounds and time.monotonic() > stop_at
+        if has_enough or (done and run.is_out_of_time):
+            break
+        for i in turns:
+            policy = ways.policy(order[i])
+            plan.limit(policy, loaded[i])
+            samples[i].append(timed(partial(run_step, policy, loaded[i]), run.device))
+        turns = turns[1:] + turns[:1]
+    del loaded
+    ways.clear()
+    return [_retimed(row, samples[i]) if i in samples else dict(row) for i, row in enumerate(rows)]
+
+
+def _retimed(row: Row, samples: list[float]) -> Row:
+    seconds = statistics.median(samples)
+    rates = {name: row[name] * row["seconds"] / seconds for name in ("hardware_mfu", "logical_mfu")}
+    return {**row, "seconds": seconds, **rates, "samples": samples}
 
 
 def memory_figures(

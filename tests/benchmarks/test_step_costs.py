@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import step_costs, step_crossover
+from benchmarks import step_costs, step_crossover, step_ways
 from benchmarks.step_cost_tables import costs as costs_table
 from benchmarks.step_cost_tables import crossover as crossover_table
 from benchmarks.step_costs import parts_of, plan_of
@@ -205,7 +205,9 @@ def test_crossover_has_the_cost_models_word_beside_the_clocks() -> None:
     for rows in found.values():
         assert [row["how"] for row in rows] == ["reference", "reference-replicated"]
         assert [row["micro_batch_sequences"] for row in rows[1:]] == [4]
-        assert rows[0]["seconds"] == statistics.median(rows[0]["samples"])
+        for row in rows:
+            assert row["seconds"] == statistics.median(row["samples"])
+        assert len(rows[0]["samples"]) == len(rows[1]["samples"]) >= 2
     # One response is right behind the prompt of 32, the three others pay for the fork.
     costs = step_crossover.costs_of(TINY)
     packed = Work(tokens=32 + 4 * 8, pairs=33 * 16 + 4 * (8 * 32 + 36), rows=29)
@@ -214,6 +216,25 @@ def test_crossover_has_the_cost_models_word_beside_the_clocks() -> None:
     alone = Work(tokens=4 * 40, pairs=4 * 40 * 41 // 2, rows=32)
     assert many["predicted_replicated_s"] == pytest.approx(costs.packed(alone))
     assert many["is_shared"]
+
+
+def test_ways_are_timed_in_turns_each_first_as_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns: list[int] = []
+
+    def timed(work: Any, _device: torch.device) -> float:
+        work()
+        turns.append(sum(seeded.packed_tokens for seeded in work.args[1]))
+        return float(len(turns))
+
+    monkeypatch.setattr(step_ways, "timed", timed)
+    monkeypatch.setattr(step_ways, "MAX_ROUNDS", 4)
+    (rows,) = _rows(step_crossover, "32x4").values()
+    shared, alone = 32 + 4 * 8, 4 * 40
+    assert turns == [shared, alone, alone, shared] * 2
+    assert [row["samples"] for row in rows] == [[1, 4, 5, 8], [2, 3, 6, 7]]
+    assert [row["seconds"] for row in rows] == [4.5, 4.5]
+    flops = [row["hardware_mfu"] * row["seconds"] for row in rows]
+    assert flops[0] == pytest.approx(flops[1]), "a rate is not of the seconds beside it"
 
 
 def test_crossover_says_where_the_planner_shares_no_more() -> None:

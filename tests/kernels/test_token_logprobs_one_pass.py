@@ -27,8 +27,12 @@ def test_bits_are_those_of_two_passes(
         assert torch.equal(getattr(found, name), value), name
 
 
-def test_each_run_of_rows_is_asked_for_once_and_its_results_are_there() -> None:
+def test_each_run_of_rows_is_asked_for_once_and_its_results_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     case = make_case(13, 37, 29, torch.float32, "cpu")
+    # For both: how many rows a product has may change its bits.
+    monkeypatch.setattr(reference, "LOGIT_BYTES", 5 * 37 * 4)
     truth = in_two_passes(case)
     seen: list[slice] = []
 
@@ -39,9 +43,7 @@ def test_each_run_of_rows_is_asked_for_once_and_its_results_are_there() -> None:
         assert torch.equal(entropy_R[rows], truth["entropy_R"][rows])
         return None, None
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reference, "LOGIT_BYTES", 5 * 37 * 4)
-        found = case.in_one_pass(seeds_of)
+    found = case.in_one_pass(seeds_of)
     assert [(rows.start, rows.stop) for rows in seen] == [(0, 5), (5, 10), (10, 13)]
     assert not found.dhidden_RD.any()
     assert not found.dlm_head_VD.any()

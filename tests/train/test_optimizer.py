@@ -45,7 +45,11 @@ def _gradients(seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_steps_equal_torch_adamw_with_a_schedule(dtype: torch.dtype) -> None:
-    """Each step has its own learning rate and weight decay; bits equal torch's AdamW."""
+    """Each step has its own learning rate and weight decay; torch's AdamW, but for rounding.
+
+    Of each number a few times, and once a step of the largest: small ones are left by cancellation.
+    """
+    epsilon = torch.finfo(dtype).eps
     mine, theirs = _parameters(dtype), _parameters(dtype)
     optimizer = MasterAdamW(mine, _CONFIG)
     adamw = torch.optim.AdamW(theirs.values(), lr=0.0, betas=(0.8, 0.95), eps=1e-7)
@@ -64,7 +68,8 @@ def test_steps_equal_torch_adamw_with_a_schedule(dtype: torch.dtype) -> None:
         assert outcome.grad_norm == pytest.approx(norm.item(), rel=1e-6)
         assert not outcome.skipped
         for name, parameter in mine.items():
-            torch.testing.assert_close(parameter, theirs[name], rtol=1e-6, atol=0)
+            close = {"rtol": 8 * epsilon, "atol": epsilon * parameter.abs().max().item()}
+            torch.testing.assert_close(parameter, theirs[name], **close)
     assert optimizer.state().num_steps == 4
 
 

@@ -18,6 +18,7 @@ from ray import ObjectRef
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ratoon.engine.checkpoints import Checkpoint, Covered
+from ratoon.engine.gpu_environment import GPU_ENVIRONMENT
 from ratoon.engine.journal import OperationEnd, OperationRecord, PolicyHistory, RollBack
 from ratoon.engine.numerics import Numerics
 from ratoon.engine.placement import end_worker, place
@@ -53,13 +54,6 @@ if TYPE_CHECKING:
     from ratoon.engine.coordinator_actor import CoordinatorActor
 
 T = TypeVar("T")
-
-# Before CUDA starts: cuBLAS repeats its bits with workspaces of this size, and deterministic torch
-# refuses to go without; segments that grow leave fewer fragments where most memory is in use.
-GPU_ENVIRONMENT = {
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-}
 
 
 class RayJournal:
