@@ -7,12 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
 from ratoon.config import CheckpointConfig, LimitsConfig
+from ratoon.log import configure_logging
 from tests.engine.harness import NO_CHECKPOINTS, Machine, policy_spec
 from tests.engine.postgres import PostgresServer, running_postgres
 
 MakeMachine = Callable[..., Machine]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def service_logs() -> Iterator[None]:
+    """As the service writes them: structlog's default draws all variables of a failure."""
+    configure_logging("INFO")
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.fixture

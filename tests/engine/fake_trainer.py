@@ -107,6 +107,8 @@ class FakeSnapshot:
 class Faults:
     """What goes wrong, by the number of the batch. `holds` run until let go or cancelled.
 
+    `tears` are stepped on half way, so many times; after one of `kills_device`, as many times,
+    nothing works but a new trainer.
     `noise` is added to each gradient; snapshots are written once `writes` is set.
     """
 
@@ -114,6 +116,9 @@ class Faults:
     refuses: set[float] = field(default_factory=set[float])
     skips: set[float] = field(default_factory=set[float])
     empties: set[float] = field(default_factory=set[float])
+    tears: dict[float, int] = field(default_factory=dict[float, int])
+    kills_device: dict[float, int] = field(default_factory=dict[float, int])
+    no_memory: set[float] = field(default_factory=set[float])
     holds: dict[float, threading.Event] = field(default_factory=dict[float, threading.Event])
     device: str = "fake"
     # Of plans that are made from now on.
@@ -133,6 +138,15 @@ class FakeTrainer:
         # Those that were run.
         self.plans: list[UpdatePlan] = []
         self.faults = faults
+        self.is_device_dead = False
+
+    def _use_device(self, number: float) -> None:
+        self.is_device_dead = self.is_device_dead or _happens(self.faults.kills_device, number)
+        self.check_device()
+
+    def check_device(self) -> None:
+        if self.is_device_dead:
+            raise RuntimeError("an illegal memory access was encountered")
 
     @property
     def normalisation(self) -> Normalisation:
@@ -147,6 +161,7 @@ class FakeTrainer:
         return {"device": self.faults.device}
 
     def state_digest(self) -> str:
+        self.check_device()
         return digest_bytes(json.dumps(self.weights).encode())
 
     def prepare(self, batch: RolloutBatch, loss: Loss) -> FakePrepared:
@@ -174,6 +189,7 @@ class FakeTrainer:
         on_progress: Callable[[int, int, int], None],
         is_cancelled: Callable[[], bool],
     ) -> StepReport:
+        self.check_device()
         number = number_of(batch)
         self.plans.append(plan)
         on_progress(0, 2, 0)
@@ -185,6 +201,9 @@ class FakeTrainer:
             time.sleep(0.002)
         if number in self.faults.breaks:
             raise RuntimeError("broken on purpose")
+        if number in self.faults.no_memory:
+            raise MemoryError("tried to allocate 2.32 GiB")
+        self._use_device(number)
         self.gradients[-1] = number if old_logprobs_J is None else float(old_logprobs_J.sum())
         self.gradients[-1] += self.faults.noise
         on_progress(2, 2, 6)
@@ -206,6 +225,9 @@ class FakeTrainer:
         elif self.faults.empties.issuperset(self.gradients):
             reason = SkipReason.NO_TOKENS
         skipped = reason is not None
+        if any(_happens(self.faults.tears, number) for number in self.gradients):
+            self.weights.append((self.gradients, -step.learning_rate))
+            raise RuntimeError("torn on purpose")
         if not skipped:
             self.weights.append((self.gradients, step.learning_rate))
             self.version += 1
@@ -262,10 +284,12 @@ class FakeTrainer:
         is_cancelled: Callable[[], bool],
     ) -> FakeForward:
         """Every token's log-prob is the version, negated."""
+        self._use_device(number_of(batch))
         logprobs = np.full(len(batch.loss_mask), -float(self.version), np.float32)
         return FakeForward(logprobs, None, StepReport(num_micro_batches=1))
 
     def snapshot(self) -> FakeSnapshot:
+        self.check_device()
         text = json.dumps({"weights": self.weights, "version": self.version})
         return FakeSnapshot(self.version, self.state_digest(), text, self.faults)
 
@@ -278,12 +302,19 @@ class FakeTrainer:
         self.version, self.gradients = state["version"], []
 
 
+def _happens(times: dict[float, int], number: float) -> bool:
+    """Whether what is left of so many times is one more."""
+    times[number] = times.get(number, 0) - 1
+    return times[number] >= 0
+
+
 def number_of(batch: RolloutBatch) -> float:
     assert batch.rewards is not None
     return float(batch.rewards[0])
 
 
 def export_fake(trainer: FakeTrainer, folder: Path) -> None:
+    trainer.check_device()
     (folder / "model.json").write_text(json.dumps([trainer.weights, trainer.version]))
 
 

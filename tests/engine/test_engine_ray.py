@@ -80,6 +80,10 @@ def engine(ray_cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) ->
     stop_engine(config)
 
 
+def journal_url(engine: Engine) -> str:
+    return f"sqlite:///{engine.config.data_root / 'ratoon.sqlite'}"
+
+
 def test_a_policy_is_created_once(engine: Engine) -> None:
     async def main(client: EngineClient) -> None:
         with pytest.raises(RatoonError) as caught:
@@ -236,8 +240,7 @@ def test_uploaded_parts_are_kept_for_retries(engine: Engine) -> None:
 
 
 def test_counters_equal_the_journal(engine: Engine) -> None:
-    url = f"sqlite:///{engine.config.data_root / 'ratoon.sqlite'}"
-    with create_engine(url).connect() as connection:
+    with create_engine(journal_url(engine)).connect() as connection:
         rows = connection.execute(
             text("SELECT kind, state, count(*) FROM operations GROUP BY kind, state")
         ).all()
@@ -317,19 +320,30 @@ def test_kills_at_crash_points_change_nothing_of_a_policy_that_replays(engine: E
             await asyncio.sleep(0.05)
         raise AssertionError(f"{operation} does not end")
 
+    def lose_worker(policy_id: str) -> None:
+        """What it is asked fails in a way of its own, after which it refuses everything."""
+        query = text("SELECT token FROM policies WHERE policy_id = :policy_id")
+        with create_engine(journal_url(engine)).connect() as connection:
+            token = connection.execute(query, {"policy_id": policy_id}).scalar_one()
+        worker = ray.get_actor(worker_name(policy_id), engine.config.ray.namespace)
+        with pytest.raises(AttributeError):
+            ray.get(worker.load.remote(token, None))
+
     async def run(client: EngineClient, policy_id: str, kills: bool) -> tuple[list[object], str]:
         spec = replace(SPEC, policy_id=policy_id, recovery=Recovery.REPLAY)
         await ended(client, await client.create_policy(spec))
         told: list[object] = []
-        for seq in range(1, 5):
+        for seq in range(1, 6):
             if kills and seq in points:
                 (folder / points[seq]).write_text("1")
+            if kills and seq == 5:
+                lose_worker(policy_id)
             submitted = submission(seq, update(0), random_batch(seq), policy_id)
             result = (await ended(client, await client.submit(submitted))).result
             assert isinstance(result, StepResult), result
             told.append((result.version, result.report.loss, result.report.grad_norm))
         assert list(folder.iterdir()) == [], "a point was not reached"
-        manifest = await client.weight_manifest(policy_id, 4)
+        manifest = await client.weight_manifest(policy_id, 5)
         files = {file.name: file.digest for file in manifest.files}
         await ended(client, await client.delete_policy(policy_id))
         return told, files["model.safetensors"]

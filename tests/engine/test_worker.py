@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -193,10 +194,117 @@ def test_a_window_that_cannot_be_restored_is_a_lost_worker(bench: Bench) -> None
     bench.faults.breaks.add(1.0)
     with pytest.raises(WorkerLostError):
         bench.core.restore(1, (task,))
-    assert not bench.core.status().is_loaded
+    assert_lost(bench)
+
+
+def test_a_loaded_worker_begins_where_it_is_told(bench: Bench) -> None:
     bench.core.load(1, "p", load_request(last_seq=5, version=3))
     status = bench.core.status()
     assert (status.last_seq, status.version, status.last_outcome) == (5, 3, None)
+
+
+def assert_lost(bench: Bench) -> None:
+    """The worker refuses everything, a load too: what is wrong may be its process's."""
+    assert not bench.core.status().is_loaded
+    for call in (
+        lambda: bench.core.fence(9),
+        lambda: bench.core.load(9, "p", load_request()),
+        lambda: bench.core.apply(9, DiscardTask(operation_id="p.9", seq=9)),
+        lambda: bench.core.snapshot(9),
+    ):
+        with pytest.raises(WorkerLostError):
+            call()
+
+
+def test_a_step_that_stops_half_way_is_a_lost_worker(bench: Bench) -> None:
+    """Its weights are neither those before nor those after."""
+    bench.core.apply(1, bench.update(1, 1))
+    bench.faults.tears[2.0] = 1
+    task = bench.update(2, 2)
+    with pytest.raises(WorkerLostError, match="middle of a step"):
+        bench.core.apply(1, task)
+    assert_lost(bench)
+
+
+def test_so_is_one_of_a_window(bench: Bench) -> None:
+    bench.core.apply(1, bench.forward_backward(1, 1))
+    bench.faults.tears[1.0] = 1
+    step = OptimStepTask(
+        operation_id="p.2", seq=2, optim=OptimRequest(learning_rate=RATE), next_version=1
+    )
+    with pytest.raises(WorkerLostError, match="middle of a step"):
+        bench.core.apply(1, step)
+    assert_lost(bench)
+
+
+def test_a_device_that_fails_is_a_lost_worker(bench: Bench) -> None:
+    bench.faults.kills_device[1.0] = 1
+    task = bench.update(1, 1)
+    with pytest.raises(WorkerLostError, match="cannot be read"):
+        bench.core.apply(1, task)
+    assert_lost(bench)
+
+
+def test_whatever_finds_a_device_dead_loses_the_worker(bench: Bench) -> None:
+    bench.trainer.is_device_dead = True
+    with pytest.raises(WorkerLostError, match="cannot be read"):
+        bench.core.publish(1, 0, str(bench.folder / "weights"), 1.0)
+    assert_lost(bench)
+
+
+def test_a_copy_of_a_dead_devices_state_loses_the_worker(bench: Bench) -> None:
+    bench.trainer.is_device_dead = True
+    with pytest.raises(WorkerLostError, match="cannot be read"):
+        bench.core.snapshot(1)
+    assert_lost(bench)
+
+
+def test_a_step_whose_digest_cannot_be_taken_is_not_taken_twice(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker would say that it is where it was before."""
+
+    def broken(_trainer: FakeTrainer) -> str:
+        raise MemoryError("no room for a digest")
+
+    task = bench.update(1, 1)
+    monkeypatch.setattr(FakeTrainer, "state_digest", broken)
+    with pytest.raises(WorkerLostError):
+        bench.core.apply(1, task)
+    assert bench.trainer.weights == [([1.0], RATE)]
+    assert_lost(bench)
+
+
+def test_a_state_that_a_failure_has_changed_is_a_lost_worker(bench: Bench) -> None:
+    bench.faults.breaks.add(1.0)
+    task = bench.update(1, 1)
+    bench.trainer.weights.append(([9.0], RATE))
+    with pytest.raises(WorkerLostError, match="has changed"):
+        bench.core.apply(1, task)
+    assert_lost(bench)
+
+
+def test_without_digests_a_failure_before_the_step_loses_nothing(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.core.load(1, "p", replace(load_request(), digests=False))
+    bench.faults.breaks.add(1.0)
+    assert bench.core.apply(1, bench.update(1, 1)).state is OperationState.FAILED
+    assert bench.core.apply(1, bench.update(2, 2)).state is OperationState.DONE
+    bench.faults.tears[3.0] = 1
+    task = bench.update(3, 3)
+    with pytest.raises(WorkerLostError):
+        bench.core.apply(1, task)
+
+
+def test_what_the_memory_has_no_room_for_is_refused_by_that_name(bench: Bench) -> None:
+    bench.faults.no_memory.add(1.0)
+    outcome = bench.core.apply(1, bench.update(1, 1))
+    assert (outcome.state, outcome.must_restore) == (OperationState.FAILED, False)
+    assert isinstance(outcome.result, FailedResult)
+    assert outcome.result.error["code"] == ErrorCode.RESOURCE_EXHAUSTED
+    assert "2.32 GiB" in str(outcome.result.error["message"])
+    assert bench.core.apply(1, bench.update(2, 2)).state is OperationState.DONE
+    assert bench.trainer.weights == [([2.0], RATE)]
 
 
 def test_a_cancel_that_comes_first_stops_the_task(bench: Bench) -> None:

@@ -9,7 +9,9 @@ how it ended, so that after a crash the worker's last outcome completes the reco
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from dataclasses import replace
+from typing import TypeVar
 
 from ratoon.engine import telemetry
 from ratoon.engine.builder import TaskBuilder
@@ -22,10 +24,9 @@ from ratoon.engine.journal import CLOSING_KINDS, JournalState, OperationEnd, Ope
 from ratoon.engine.ledger import LiveOperation
 from ratoon.engine.policy_run import PolicyRun
 from ratoon.engine.publisher import Publisher
-from ratoon.engine.tasks import ForwardTask, Outcome
+from ratoon.engine.tasks import ForwardTask, Outcome, WorkerLostError
 from ratoon.engine.types import (
     CheckpointInfo,
-    FailedResult,
     OperationKind,
     OperationResult,
     OperationState,
@@ -33,10 +34,14 @@ from ratoon.engine.types import (
     StepResult,
 )
 from ratoon.engine.window import Window
-from ratoon.errors import RatoonError
+from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import get_logger
 
+T = TypeVar("T")
+
 _LOG = get_logger("executor")
+# Workers that may be lost to one operation, one after the other.
+MAX_LOSSES = 4
 
 _JOURNAL_STATE = {
     OperationState.DONE: JournalState.APPLIED,
@@ -46,10 +51,15 @@ _JOURNAL_STATE = {
 
 
 class Executor:
-    """Used by one coroutine at a time. Lets `WorkerLostError` and `FencedError` through."""
+    """Used by one coroutine at a time. Lets `WorkerLostError` and `FencedError` through.
+
+    An operation to which worker after worker is lost ends failed: the policy goes on without it.
+    """
 
     def __init__(self, run: PolicyRun, publisher: Publisher, checkpointer: Checkpointer) -> None:
         self._run = run
+        # The operation that a worker was last lost to, and why each was.
+        self._losses: tuple[str, tuple[str, ...]] = ("", ())
         self._checkpointer = checkpointer
         self._builder = TaskBuilder(run)
         self._publisher = publisher
@@ -71,13 +81,13 @@ class Executor:
             try:
                 await self._run.archive.keep_checkpoint(result.checkpoint_id)
             except RatoonError as error:
-                return _ended(OperationState.FAILED, error)
+                return Outcome.of_error(OperationState.FAILED, error)
         return outcome
 
     async def pass_over(self, record: OperationRecord) -> None:
         """An operation that ended before its turn: the worker counts its seq."""
         run = self._run
-        outcome = _ended(OperationState.CANCELLED, cancelled(record.operation_id))
+        outcome = Outcome.of_error(OperationState.CANCELLED, cancelled(record.operation_id))
         await run.ports.worker.skip(run.token, record.seq, outcome)
         has_failed = record.state is JournalState.FAILED
         if has_failed and record.kind is OperationKind.FORWARD_BACKWARD:
@@ -88,11 +98,12 @@ class Executor:
         run = self._run
         live.start(run.ports.now())
         try:
-            task = await self._builder.build(live.record)
+            self._check_losses(live)
+            task = await self._counted(live, self._builder.build(live.record))
             assert isinstance(task, ForwardTask)
-            outcome = await run.ports.worker.forward(run.token, task)
+            outcome = await self._counted(live, run.ports.worker.forward(run.token, task))
         except RatoonError as error:
-            outcome = _ended(OperationState.FAILED, error)
+            outcome = Outcome.of_error(OperationState.FAILED, error)
         await run.bodies.release(live.operation_id, live.record.body_digest)
         self._settle(live, _JOURNAL_STATE[outcome.state], outcome.result)
 
@@ -103,7 +114,8 @@ class Executor:
     async def _apply(self, live: LiveOperation) -> Outcome:
         run, worker = self._run, self._run.ports.worker
         try:
-            task = await self._builder.build(live.record)
+            self._check_losses(live)
+            task = await self._counted(live, self._builder.build(live.record))
         except RatoonError as error:
             return await self._skip(live, OperationState.FAILED, error)
         plan, started_at = decisions(task), run.ports.now()
@@ -121,12 +133,29 @@ class Executor:
             selected = run.window.select(command.include_seqs)
             if selected != run.window.applied:
                 await self._restore(selected)
-        return await worker.apply(run.token, task)
+        return await self._counted(live, worker.apply(run.token, task))
+
+    async def _counted(self, live: LiveOperation, call: Awaitable[T]) -> T:
+        """What the worker answers; a worker that is lost meanwhile is lost to the operation."""
+        try:
+            return await call
+        except WorkerLostError as err:
+            losing_id, reasons = self._losses
+            reasons = reasons if losing_id == live.operation_id else ()
+            self._losses = live.operation_id, (*reasons, str(err))
+            raise
+
+    def _check_losses(self, live: LiveOperation) -> None:
+        """Raises WORKER_LOST where too many workers were lost to the operation."""
+        losing_id, reasons = self._losses
+        if losing_id == live.operation_id and len(reasons) >= MAX_LOSSES:
+            message = f"{len(reasons)} workers in a row were lost to it, the last: {reasons[-1]}"
+            raise RatoonError(ErrorCode.WORKER_LOST, message)
 
     async def _skip(
         self, live: LiveOperation, state: OperationState, error: RatoonError
     ) -> Outcome:
-        outcome = _ended(state, error)
+        outcome = Outcome.of_error(state, error)
         await self._run.ports.worker.skip(self._run.token, live.record.seq, outcome)
         return outcome
 
@@ -227,11 +256,6 @@ class Executor:
         run.send(telemetry.entered(live.record, state))
         run.send(telemetry.result(run.policy_id, live.record.kind, result))
         run.send(telemetry.versions(run.policy_id, run.version, run.published))
-
-
-def _ended(state: OperationState, error: RatoonError) -> Outcome:
-    result = FailedResult(error=error.to_dict())
-    return Outcome(state=state, result=result, must_restore=False, weights_digest="")
 
 
 def _has_subset(record: OperationRecord) -> bool:

@@ -45,6 +45,18 @@ def disk_fault(what: str, error: OSError) -> RatoonError:
     return RatoonError(code, f"the {what} was not written: {error.strerror}", details=details)
 
 
+def unexpected(error: Exception) -> RatoonError:
+    """What a caller is told of an exception that was not meant for one."""
+    # Of torch's own no more than the name is known here.
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return RatoonError(
+            ErrorCode.RESOURCE_EXHAUSTED,
+            f"the worker has not enough memory: {error}",
+            details={"resource": "memory"},
+        )
+    return RatoonError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
+
+
 def overtaken() -> RatoonError:
     """Of a controller that was replaced, to who still asks it."""
     return RatoonError(ErrorCode.UNAVAILABLE, "another controller took over; ask again")

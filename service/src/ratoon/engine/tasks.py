@@ -13,6 +13,7 @@ from typing import Protocol
 
 from ratoon.engine.types import (
     CheckpointInfo,
+    FailedResult,
     ForwardBackwardCommand,
     ForwardCommand,
     OperationResult,
@@ -20,6 +21,7 @@ from ratoon.engine.types import (
     Progress,
     UpdateCommand,
 )
+from ratoon.errors import RatoonError
 from ratoon.model.spec import ModelInfo
 from ratoon.stream.manifest import WeightManifest
 from ratoon.train.config import OptimRequest
@@ -141,6 +143,14 @@ class Outcome:
     result: OperationResult
     must_restore: bool
     weights_digest: str
+
+    @classmethod
+    def of_error(
+        cls, state: OperationState, error: RatoonError, *, must_restore: bool = False
+    ) -> Outcome:
+        """Of a task that has failed or was cancelled."""
+        result = FailedResult(error=error.to_dict())
+        return cls(state=state, result=result, must_restore=must_restore, weights_digest="")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

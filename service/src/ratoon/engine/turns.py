@@ -15,7 +15,7 @@ from functools import partial
 from ratoon.engine import telemetry
 from ratoon.engine.breakers import NumbersFailedError, note_end
 from ratoon.engine.checkpointer import Checkpointer
-from ratoon.engine.executor import Executor
+from ratoon.engine.executor import MAX_LOSSES, Executor
 from ratoon.engine.faults import operation_not_found, policy_not_ready
 from ratoon.engine.journal import FencedError, JournalAwayError
 from ratoon.engine.ledger import LiveOperation
@@ -30,7 +30,8 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import get_logger
 
 _LOG = get_logger("turns")
-_MAX_FAILURES = 5
+# More than there may be of workers that one operation takes.
+_MAX_FAILURES = MAX_LOSSES + 1
 _BACKOFF_S = 0.2
 _AWAY_S = 1.0
 _NO_ROOM_S = 2.0
@@ -120,7 +121,7 @@ class TurnLoop:
         await future
 
     async def _loop(self) -> None:
-        failures, failure = 0, ""
+        failures, failure, last = 0, "", ""
         while failures < _MAX_FAILURES:
             try:
                 if self._must_restart:
@@ -149,8 +150,10 @@ class TurnLoop:
                     continue
                 _LOG.exception("turn failed", policy_id=self._run.policy_id, failures=failures)
                 self._must_restart, failures = True, failures + 1
+                last = f"{type(err).__name__}: {err}"
                 await asyncio.sleep(_BACKOFF_S * 2**failures)
-        await self._give_up(failure or f"its controller failed {failures} times in a row")
+        in_a_row = f"its controller failed {failures} times in a row, the last time with {last}"
+        await self._give_up(failure or in_a_row)
 
     async def _give_up(self, failure: str) -> None:
         """The policy runs nothing more here until its controller is started again, in a new worker.

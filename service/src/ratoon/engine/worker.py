@@ -4,20 +4,26 @@ Enters tasks with a fencing token and a seq, leaves outcomes. Invariant: an olde
 other than the last one plus one, is refused before any state is touched; the last seq is answered
 with its stored outcome.
 
-States: bare -> loaded; a failure that leaves the trainer in doubt makes it bare again. No torch is
-imported here: the trainer comes in as an argument.
+States: bare -> loaded -> lost. A failure that leaves the trainer in doubt, or a device that fails,
+is not survived: a lost worker refuses every call, and its controller goes on with another process.
+No torch is imported here: the trainer comes in as an argument.
 """
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from ratoon.engine.crash_points import CrashPoint, Reach
+from ratoon.engine.faults import disk_fault, unexpected
 from ratoon.engine.journal import FencedError
+from ratoon.engine.meter import Meter
 from ratoon.engine.runner import TaskRunner, write_checkpoint
 from ratoon.engine.tasks import (
     BatchCommand,
@@ -37,40 +43,20 @@ from ratoon.engine.tasks import (
     WorkerTask,
 )
 from ratoon.engine.trainer_port import CreateTrainer, ExportWeights, SnapshotPort, TrainerPort
-from ratoon.engine.types import FailedResult, OperationState, Progress
+from ratoon.engine.types import OperationState, Progress
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import get_logger
 from ratoon.stream.manifest import WeightManifest
 from ratoon.stream.versions import publish_version
 
+T = TypeVar("T")
+
 _LOG = get_logger("worker")
 _NO_OPERATION = ""
-_NO_DIGEST = ""
 
 
 class WorkerOrderError(Exception):
     """A seq that is neither the last one nor the next: controller and worker do not agree."""
-
-
-@dataclass(slots=True)
-class Meter:
-    """How far the running task is; written by the compute thread, read by any."""
-
-    done: int = 0
-    planned: int = 0
-    tokens: int = 0
-    started: float = 0.0
-
-    def progress(self) -> Progress:
-        seconds = time.perf_counter() - self.started
-        rate = self.tokens / seconds if self.tokens and seconds > 0 else 0.0
-        remaining = seconds * (self.planned - self.done) / self.done if self.done else None
-        return Progress(
-            micro_batches_done=self.done,
-            micro_batches_planned=self.planned,
-            tokens_per_second=rate,
-            eta_s=remaining,
-        )
 
 
 class WorkerCore:
@@ -86,11 +72,12 @@ class WorkerCore:
         self._runner: TaskRunner | None = None
         self._token = 0
         self._token_lock = threading.Lock()
+        self._is_lost = False
         self._policy_id = ""
         self._last_seq = 0
         self._last_outcome: Outcome | None = None
         self._takes_digests = False
-        self._digest = _NO_DIGEST
+        self._digest = ""
         # Waits to be written.
         self._snapshot: SnapshotPort | None = None
         self._meter = Meter()
@@ -99,11 +86,16 @@ class WorkerCore:
     # From any thread.
 
     def fence(self, token: int) -> None:
-        """Refuse all older tokens from now on. Raises `FencedError` where this one is older."""
+        """Refuse all older tokens from now on. Raises `FencedError` where this one is older.
+
+        Raises `WorkerLostError` where the worker is lost, as all that has a token does.
+        """
         with self._token_lock:
             if token < self._token:
                 raise FencedError(f"token {token} is older than {self._token}")
             self._token = token
+        if self._is_lost:
+            raise WorkerLostError("the trainer failed, and what it held is not known")
 
     def progress(self) -> Progress:
         return self._meter.progress()
@@ -132,12 +124,18 @@ class WorkerCore:
         """
         self.fence(token)
         self._runner = self._snapshot = None
-        trainer = self._create_trainer(request.trainer)
-        if isinstance(request.source, CheckpointWeights):
-            _load_checkpoint(trainer, request.source)
-        trainer.version = request.version
-        self._takes_digests = request.digests
-        self._digest = trainer.state_digest() if request.digests else _NO_DIGEST
+        try:
+            trainer = self._create_trainer(request.trainer)
+            if isinstance(request.source, CheckpointWeights):
+                _load_checkpoint(trainer, request.source)
+            trainer.version = request.version
+            self._takes_digests = request.digests
+            self._digest = trainer.state_digest() if request.digests else ""
+        except (RatoonError, UnusableCheckpointError):
+            raise
+        except Exception:
+            self._is_lost = True
+            raise
         self._runner = TaskRunner(request.trainer, trainer)
         self._policy_id = policy_id
         self._last_seq, self._last_outcome = request.last_seq, None
@@ -150,13 +148,8 @@ class WorkerCore:
         self.fence(token)
         runner = self._loaded()
         self._meter = Meter(started=time.perf_counter())
-        try:
-            return runner.prepare(command, Path(body_path), old_logprobs)
-        except RatoonError:
-            raise
-        except Exception as err:
-            _LOG.exception("prepare failed")
-            raise RatoonError(ErrorCode.INTERNAL, f"{type(err).__name__}: {err}") from err
+        prepare = partial(runner.prepare, command, Path(body_path), old_logprobs)
+        return self._guarded(runner, "prepare", prepare)
 
     def apply(self, token: int, task: WorkerTask) -> Outcome:
         """Run the task whose seq is next, or say again how the last one ended."""
@@ -166,7 +159,12 @@ class WorkerCore:
             return self._last_outcome
         self._check_next(task.seq)
         self._reach(CrashPoint.WORKER_BEFORE_APPLY)
-        outcome = self._with_digest(runner, task, self._run(runner, task))
+        outcome = self._run(runner, task)
+        try:
+            outcome = self._with_digest(runner, task, outcome)
+        except Exception as err:
+            # The step was taken, and its outcome is nowhere.
+            raise self._lost("the trainer's state cannot be read") from err
         self._last_seq, self._last_outcome = task.seq, outcome
         self._reach(CrashPoint.WORKER_AFTER_APPLY)
         return outcome
@@ -191,41 +189,35 @@ class WorkerCore:
         try:
             self._loaded().restore(tasks)
         except Exception as err:
-            self._runner = None
-            raise WorkerLostError("the open window could not be restored") from err
+            raise self._lost("the open window could not be restored") from err
 
     def publish(
         self, token: int, version: int, weights_root: str, created_at: float
     ) -> WeightManifest:
-        """Write the current weights for readers. Raises `RatoonError`."""
+        """Write the current weights for readers. Raises `RatoonError` and `WorkerLostError`."""
         self.fence(token)
         runner = self._loaded()
         assert version == runner.version, "weights stand still while they are published"
-        try:
-            return publish_version(
-                Path(weights_root),
-                self._policy_id,
-                version,
-                runner.weight_kind,
-                lambda folder: self._export(runner.trainer, folder),
-                created_at,
-            )
-        except OSError as err:
-            raise RatoonError(ErrorCode.INTERNAL, f"weights were not written: {err}") from err
+        export = partial(self._export, runner.trainer)
+        args = Path(weights_root), self._policy_id, version, runner.weight_kind, export, created_at
+
+        def publish() -> WeightManifest:
+            try:
+                return publish_version(*args)
+            except OSError as err:
+                raise disk_fault(f"version {version}", err) from err
+
+        return self._guarded(runner, "publish", publish)
 
     def snapshot(self, token: int) -> str:
-        """Hold a copy of the state at the last step boundary; its digest. Raises `RatoonError`."""
+        """Hold a copy of the state at the last step boundary; its digest.
+
+        Raises `RatoonError` and `WorkerLostError`.
+        """
         self.fence(token)
         runner = self._loaded()
         self._snapshot = None
-        try:
-            self._snapshot = snapshot = runner.trainer.snapshot()
-        except MemoryError as err:
-            raise RatoonError(
-                ErrorCode.RESOURCE_EXHAUSTED,
-                "no memory for a copy of the state",
-                details={"resource": "memory"},
-            ) from err
+        self._snapshot = snapshot = self._guarded(runner, "snapshot", runner.trainer.snapshot)
         self._reach(CrashPoint.WORKER_BEFORE_CHECKPOINT)
         return snapshot.digest
 
@@ -251,17 +243,58 @@ class WorkerCore:
 
     def _run(self, runner: TaskRunner, task: WorkerTask) -> Outcome:
         self._meter = Meter(started=time.perf_counter())
+        is_cancelled = self._is_cancelled(task.operation_id)
+        run = partial(runner.run, task, self._on_progress, is_cancelled)
+        may_have_stepped = partial(self._may_have_stepped, task)
         try:
-            return runner.run(task, self._on_progress, self._is_cancelled(task.operation_id))
+            return self._guarded(runner, task.operation_id, run, may_have_stepped)
         except RatoonError as error:
             cancelled = error.code is ErrorCode.CANCELLED
             state = OperationState.CANCELLED if cancelled else OperationState.FAILED
-            return _ended(state, error, must_restore=isinstance(task, ForwardBackwardTask))
+            must_restore = isinstance(task, ForwardBackwardTask)
+            return Outcome.of_error(state, error, must_restore=must_restore)
+
+    def _may_have_stepped(self, task: WorkerTask) -> bool:
+        """Whether a task that failed in a way of its own may have changed weights or moments."""
+        if isinstance(task, UpdateTask):
+            return 0 < self._meter.planned <= self._meter.done
+        return isinstance(task, OptimStepTask | LoadTask)
+
+    def _guarded(
+        self,
+        runner: TaskRunner,
+        what: str,
+        call: Callable[[], T],
+        may_have_stepped: Callable[[], bool] = lambda: False,
+    ) -> T:
+        """What the call returns. Raises `RatoonError` after which the trainer is as it was before.
+
+        But for gradients of the window. Raises `WorkerLostError` where it may be otherwise.
+        """
+        try:
+            return call()
+        except RatoonError:
+            raise
         except Exception as err:  # noqa: BLE001 - whatever it is, the caller must hear of it
-            _LOG.exception("task failed", operation_id=task.operation_id)
-            error = RatoonError(ErrorCode.INTERNAL, f"{type(err).__name__}: {err}")
-            touched = isinstance(task, ForwardBackwardTask | OptimStepTask)
-            return _ended(OperationState.FAILED, error, must_restore=touched)
+            _LOG.exception("failed", what=what)
+            failure = unexpected(err)
+        # The handler is over, whose traceback held what the call had on the device.
+        gc.collect()
+        if may_have_stepped():
+            raise self._lost("the trainer was stopped in the middle of a step")
+        try:
+            digest = runner.trainer.state_digest()
+        except Exception as err:
+            raise self._lost("the trainer's state cannot be read") from err
+        if self._takes_digests and digest != self._digest:
+            raise self._lost("the trainer's state has changed")
+        raise failure
+
+    def _lost(self, reason: str) -> WorkerLostError:
+        """The worker is lost; to be raised."""
+        self._is_lost, self._runner = True, None
+        _LOG.error("worker lost", reason=reason)
+        return WorkerLostError(reason)
 
     def _on_progress(self, done: int, planned: int, tokens: int) -> None:
         self._meter.done, self._meter.planned, self._meter.tokens = done, planned, tokens
@@ -279,15 +312,6 @@ class WorkerCore:
     def _check_next(self, seq: int) -> None:
         if seq != self._last_seq + 1:
             raise WorkerOrderError(f"seq {seq} after {self._last_seq}")
-
-
-def _ended(state: OperationState, error: RatoonError, *, must_restore: bool) -> Outcome:
-    return Outcome(
-        state=state,
-        result=FailedResult(error=error.to_dict()),
-        must_restore=must_restore,
-        weights_digest=_NO_DIGEST,
-    )
 
 
 def _load_checkpoint(trainer: TrainerPort, source: CheckpointWeights) -> None:

@@ -1,0 +1,97 @@
+"""Workers that are lost to what they run: a step that stops half way, a device that fails."""
+
+from __future__ import annotations
+
+import pytest
+
+from ratoon.engine import turns
+from ratoon.engine.executor import MAX_LOSSES
+from ratoon.engine.types import OperationState, PolicyState, Recovery
+from ratoon.errors import ErrorCode
+from tests.engine.conftest import MakeMachine
+from tests.engine.harness import RATE, Machine, code_of, forward
+
+ALWAYS = 1000
+
+
+@pytest.fixture(autouse=True)
+def no_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "_BACKOFF_S", 0.0)
+
+
+async def replaying(make_machine: MakeMachine) -> Machine:
+    return await make_machine(recovery=Recovery.REPLAY).start()
+
+
+async def test_a_step_that_stops_half_way_is_taken_once(make_machine: MakeMachine) -> None:
+    machine = await replaying(make_machine)
+    await machine.end(await machine.update(1, 1))
+    machine.faults.tears[2.0] = 1
+    ended = await machine.end(await machine.update(2, 2))
+    assert ended.state is OperationState.DONE
+    await machine.end(await machine.update(3, 3))
+    assert machine.weights == [([1.0], RATE), ([2.0], RATE), ([3.0], RATE)]
+    assert len(machine.worker.trainers) == 2
+
+
+async def test_a_window_is_whole_after_its_step_stopped_half_way(
+    make_machine: MakeMachine,
+) -> None:
+    machine = await replaying(make_machine)
+    for seq in (1, 2):
+        await machine.end(await machine.forward_backward(seq, seq))
+    machine.faults.tears[2.0] = 1
+    ended = await machine.end(await machine.step(3))
+    assert ended.state is OperationState.DONE
+    assert machine.weights == [([1.0, 2.0], RATE)]
+
+
+async def test_a_device_that_fails_costs_nothing_but_time(make_machine: MakeMachine) -> None:
+    """The worker's process lives on, and would fail at everything."""
+    machine = await replaying(make_machine)
+    await machine.end(await machine.update(1, 1))
+    machine.faults.kills_device[2.0] = MAX_LOSSES - 1
+    ended = [await machine.end(await machine.update(seq, seq)) for seq in (2, 3)]
+    assert [operation.state for operation in ended] == [OperationState.DONE] * 2
+    assert machine.weights == [([1.0], RATE), ([2.0], RATE), ([3.0], RATE)]
+    assert len(machine.worker.trainers) == MAX_LOSSES
+
+
+async def test_what_takes_every_worker_fails_and_the_policy_goes_on(
+    make_machine: MakeMachine,
+) -> None:
+    machine = await replaying(make_machine)
+    await machine.end(await machine.update(1, 1))
+    machine.faults.kills_device[2.0] = ALWAYS
+    poison = await machine.update(2, 2)
+    after = await machine.update(3, 3)
+    ended = await machine.end(poison)
+    assert ended.state is OperationState.FAILED
+    assert code_of(ended) == ErrorCode.WORKER_LOST
+    assert (await machine.end(after)).state is OperationState.DONE
+    assert machine.weights == [([1.0], RATE), ([3.0], RATE)]
+    assert machine.journal.store.history("p").policy.state is PolicyState.READY
+    # Nor does a recovery run it again.
+    machine.worker.is_dead = True
+    await machine.restart_controller()
+    assert machine.weights == [([1.0], RATE), ([3.0], RATE)]
+    assert (await machine.end(await machine.update(4, 4))).state is OperationState.DONE
+
+
+async def test_so_does_a_forward_without_a_key(make_machine: MakeMachine) -> None:
+    machine = await replaying(make_machine)
+    await machine.end(await machine.update(1, 1))
+    machine.faults.kills_device[7.0] = ALWAYS
+    ended = await machine.end(await machine.submit(None, forward(7), 7))
+    assert code_of(ended) == ErrorCode.WORKER_LOST
+    assert (await machine.end(await machine.update(2, 2))).state is OperationState.DONE
+    assert machine.weights == [([1.0], RATE), ([2.0], RATE)]
+
+
+async def test_without_replay_what_was_lost_is_named(make_machine: MakeMachine) -> None:
+    machine = await make_machine(recovery=Recovery.FAIL).start()
+    machine.faults.kills_device[1.0] = 1
+    ended = await machine.end(await machine.update(1, 1))
+    assert code_of(ended) == ErrorCode.WORKER_LOST
+    assert (await machine.end(await machine.update(2, 2))).state is OperationState.DONE
+    assert machine.weights == [([2.0], RATE)]
