@@ -21,7 +21,7 @@ NVIDIA = $(wildcard /dev/nvidiactl)$(shell command -v nvidia-smi 2>/dev/null)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test lint type audit fmt proto proto-check bench bench-cpu bench-gpu bench-step-gpu \
-	bench-states-gpu faults test-gpu up down clean env env-dev env-proto
+	bench-states-gpu bench-service-gpu faults test-gpu up down clean env env-dev env-proto
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "%-16s %s\n", $$1, $$2 }'
@@ -74,6 +74,9 @@ bench-step-gpu: env-dev ## whole steps on an H200, a section at a time; after te
 
 bench-states-gpu: env-dev ## loss curves of the optimizer states on an H200; after test-gpu
 	@$(BIN)/python -m benchmarks.optimizer_states --out benchmarks/results/h200/optimizer_states.json $(ARGS)
+
+bench-service-gpu: env-dev ## updates through the whole service on an H200, and a killed worker; after test-gpu
+	@$(BIN)/python -m benchmarks.service --out benchmarks/results/h200/service.json $(ARGS)
 
 faults: env-dev ## kill, tear and load everything, in ten minutes: nothing acknowledged is lost or doubled
 	@$(BIN)/python -m benchmarks.faults $(ARGS)

@@ -1,0 +1,139 @@
+"""Updates through the whole service on one device: their seconds by part, and a kill in the midst.
+
+Enters a device, leaves a result file; or enters a result file, leaves its table or its section of a
+document. Invariant: no file is written where the GPU tests are not green for these sources.
+
+    python benchmarks/service.py --out benchmarks/results/h200/service.json
+    python benchmarks/service.py --report benchmarks/results/h200/service.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+# Run as a file, its own folder is on the path in the place of the repository's root.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.command import is_for_gpu, make_parser
+from benchmarks.document import link, replace_section
+from benchmarks.gpu_results import describe_gpu, write_result
+from benchmarks.service_run import FULL, KILLED, SMALL, STEADY, measure
+
+BEGIN = "<!-- service: written by benchmarks/service.py -->"
+END = "<!-- end of service -->"
+COLUMNS = (
+    *("policy", "update s", "trained s", "publish s", "beyond s", "killed update s"),
+    *("created s", "pull GiB/s", "peak GiB"),
+)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = _parse(arguments)
+    if args.report is None:
+        _measure(args)
+        return
+    result = json.loads(args.report.read_text(encoding="utf-8"))
+    print(format_table(result))
+    if args.markdown is not None:
+        write_markdown(result, args.markdown, link(args.report, args.markdown))
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = make_parser(__doc__)
+    parser.add_argument("--markdown", type=Path, help="with --report: fill in this document")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args(arguments)
+
+
+def _measure(args: argparse.Namespace) -> None:
+    plan = FULL if is_for_gpu(args) else SMALL
+    with tempfile.TemporaryDirectory(prefix="rt-") as folder:
+        payload = measure(plan, args.device, Path(folder), args.seed)
+    if args.out is not None:
+        write_result(args.out, payload, seed=args.seed)
+    print(format_table({**describe_gpu(args.seed), **payload}))
+
+
+def is_same_after_kill(result: dict[str, Any]) -> bool:
+    """Whether the killed policy was told, and has, what the other was and has: bit for bit."""
+    steady, killed = (
+        next(row for row in result["rows"] if row["policy"] == name) for name in (STEADY, KILLED)
+    )
+    told = ("version", "loss", "grad_norm")
+    return steady["digests"] == killed["digests"] and all(
+        mine[name] == others[name]
+        for mine, others in zip(steady["updates"], killed["updates"], strict=True)
+        for name in told
+    )
+
+
+def format_table(result: dict[str, Any]) -> str:
+    """For a terminal."""
+    cells = [list(COLUMNS), *map(_cells, result["rows"])]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(COLUMNS))]
+    table = [
+        "  ".join(
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in cells
+    ]
+    return "\n".join([_provenance(result), *table, *_notes(result)])
+
+
+def write_markdown(result: dict[str, Any], path: Path, result_link: str) -> None:
+    """Replaces what stands between the two markers of a document. Raises `ValueError`."""
+    lines = [
+        f"\n{_provenance(result)} [Raw samples]({result_link}).\n",
+        "| " + " | ".join(COLUMNS) + " |",
+        "|---|" + "---:|" * (len(COLUMNS) - 1),
+        *("| " + " | ".join(_cells(row)) + " |" for row in result["rows"]),
+        "",
+        *(f"- {note}" for note in _notes(result)),
+    ]
+    text = path.read_text(encoding="utf-8")
+    path.write_text(replace_section(text, BEGIN, END, lines), encoding="utf-8")
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    """Medians over the updates that nothing happened to, the first, which compiles, left out."""
+    whole = [update for update in row["updates"][1:] if not update["is_killed"]]
+    killed = [update["seconds"] for update in row["updates"] if update["is_killed"]]
+    names = ("seconds", "trained_s", "publish_s", "beyond_s")
+    medians = [statistics.median(update[name] for update in whole) for name in names]
+    return [
+        row["policy"],
+        *(f"{median:.2f}" for median in medians),
+        f"{killed[0]:.1f}" if killed else "–",
+        f"{row['created_s']:.1f}",
+        f"{row['pulled_gib'] / row['pull_s']:.2f}",
+        f"{max(update['peak_gib'] for update in row['updates']):.1f}",
+    ]
+
+
+def _notes(result: dict[str, Any]) -> Iterator[str]:
+    found = "met" if is_same_after_kill(result) else "missed"
+    yield f"{found}: what the killed policy was told, and its weights, are the steady one's bits"
+    yield f"the service was well {result['start_s']:.1f} s after its start"
+
+
+def _provenance(result: dict[str, Any]) -> str:
+    plan, versions = result["plan"], result["versions"]
+    group, stale = plan["group"], result.get("stale")
+    return (
+        f"{result['gpu']}, torch {versions['torch']}, commit {result['commit'][:12]}, "
+        f"{plan['model']['name']} in {plan['dtype']}, {plan['num_updates']} updates of "
+        f"{len(group['responses'])} responses to a prompt of {group['prompt']}."
+        + (f" STALE: {stale}." if stale else "")
+    )
+
+
+if __name__ == "__main__":
+    main()

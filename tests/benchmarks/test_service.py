@@ -1,0 +1,116 @@
+"""Updates through the service: what its result says, and a run of it with a tiny model."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import service
+from benchmarks.service import format_table, is_same_after_kill, write_markdown
+from benchmarks.service_run import FULL, KILLED, SMALL, Plan
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMITTED = [path for path in [ROOT / "benchmarks/results/h200/service.json"] if path.is_file()]
+
+
+def _update(seconds: float, *, is_killed: bool = False, loss: float = 0.25) -> dict[str, Any]:
+    return {
+        "seconds": seconds,
+        "trained_s": 1.0,
+        "publish_s": 0.5,
+        "beyond_s": seconds - 1.5,
+        "is_killed": is_killed,
+        "version": 1,
+        "loss": loss,
+        "grad_norm": 2.0,
+        "peak_gib": 3.0,
+    }
+
+
+def _row(policy: str, updates: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "policy": policy,
+        "created_s": 9.0,
+        "updates": updates,
+        "pull_s": 2.0,
+        "pulled_gib": 3.0,
+        "digests": {"model.safetensors": "abc"},
+    }
+
+
+def _result() -> dict[str, Any]:
+    whole = [_update(30.0), _update(2.0), _update(2.0), _update(1.8)]
+    killed = [_update(9.0), _update(2.0), _update(40.0, is_killed=True), _update(2.0)]
+    return {
+        "gpu": "NVIDIA H200",
+        "commit": "0" * 40,
+        "versions": {"torch": "2.11.0"},
+        "plan": {
+            "model": {"name": "Qwen3-1.7B"},
+            "dtype": "bfloat16",
+            "group": {"prompt": 10, "responses": [1, 2]},
+            "num_updates": 4,
+        },
+        "start_s": 7.0,
+        "rows": [_row("steady", whole), _row("killed", killed), _row("fast", whole)],
+    }
+
+
+def test_medians_leave_out_the_first_update_and_the_killed_one() -> None:
+    lines = format_table(_result()).splitlines()
+    assert lines[0].endswith("Qwen3-1.7B in bfloat16, 4 updates of 2 responses to a prompt of 10.")
+    assert lines[2].split() == ["steady", "2.00", "1.00", "0.50", "0.50", "–", "9.0", "1.50", "3.0"]
+    assert lines[3].split()[:6] == ["killed", "2.00", "1.00", "0.50", "0.50", "40.0"]
+    assert lines[5].startswith("met: ")
+
+
+@pytest.mark.parametrize("what", ["loss", "grad_norm", "version", "digest"])
+def test_a_bit_that_differs_after_the_kill_is_a_miss(what: str) -> None:
+    result = deepcopy(_result())
+    assert is_same_after_kill(result)
+    killed = result["rows"][1]
+    if what == "digest":
+        killed["digests"]["model.safetensors"] = "abd"
+    else:
+        killed["updates"][-1][what] += 1
+    assert not is_same_after_kill(result)
+    assert "missed: " in format_table(result)
+
+
+def test_a_document_gets_the_table(tmp_path: Path) -> None:
+    document = tmp_path / "d.md"
+    document.write_text(f"before\n{service.BEGIN}\nof before\n{service.END}\nafter\n")
+    write_markdown(_result(), document, "r.json")
+    text = document.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "| steady | 2.00 |" in text
+    assert "(r.json)" in text
+    assert "of before" not in text
+
+
+@pytest.mark.parametrize("plan", [FULL, SMALL])
+def test_a_plan_has_whole_updates_before_and_after_the_kill(plan: Plan) -> None:
+    assert 1 < plan.killed_in < plan.num_updates
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=str)
+def test_document_shows_the_committed_figures(path: Path, tmp_path: Path) -> None:
+    document, written = ROOT / "docs" / "performance.md", tmp_path / "performance.md"
+    written.write_text(document.read_text(encoding="utf-8"), encoding="utf-8")
+    result = json.loads(path.read_text(encoding="utf-8"))
+    write_markdown(result, written, (Path("..") / path.relative_to(ROOT)).as_posix())
+    assert document.read_text(encoding="utf-8") == written.read_text(encoding="utf-8")
+    assert is_same_after_kill(result)
+
+
+@pytest.mark.slow
+def test_a_tiny_model_is_trained_and_killed(capsys: pytest.CaptureFixture[str]) -> None:
+    service.main(["--draft", "--device", "cpu"])
+    text = capsys.readouterr().out
+    assert "met: " in text
+    assert [line.split()[0] for line in text.splitlines() if line.startswith(KILLED)] == [KILLED]
