@@ -36,6 +36,8 @@ DRAIN_S = 8.0
 # Beyond it: what docs/api.md promises.
 END_S = 60.0
 DOWN_S = 2.0
+# For what a caller waits for over restarts, on a machine that does much else.
+PATIENCE_S = 240.0
 # Groups and tokens of updates: a short one, and one that takes a second or two.
 SMALL, LONG = (2, 8), (48, 256)
 Handle = AsyncOperationHandle[StepResult]
@@ -98,7 +100,7 @@ def outages() -> Iterator[Outages]:
 
 async def _create(target: str, policy_id: str) -> None:
     async with AsyncRatoonClient(target) as client:
-        await (await client.create_policy(policy_id, preset="tiny", seed=3)).result(120)
+        await (await client.create_policy(policy_id, preset="tiny", seed=3)).result(PATIENCE_S)
 
 
 @asynccontextmanager
@@ -118,7 +120,9 @@ async def _running(handle: Handle) -> None:
 
 
 async def _versions(handles: Sequence[AsyncOperationHandle[Any]]) -> list[int]:
-    return [result.version for result in await asyncio.gather(*(h.result(120) for h in handles))]
+    return [
+        result.version for result in await asyncio.gather(*(h.result(PATIENCE_S) for h in handles))
+    ]
 
 
 async def _asked(wire: Wire, operation_id: str, codes: set[str]) -> None:
@@ -189,7 +193,7 @@ async def test_a_full_disk_of_the_database_refuses_new_work_and_loses_none(
             outages.database.clear()
         last = await outages.send(rpc)
         assert await waiting == list(range(first, first + len(handles)))
-        assert (await last.result(60)).version == first + len(handles)
+        assert (await last.result(PATIENCE_S)).version == first + len(handles)
         await outages.check(http)
 
 
@@ -209,7 +213,7 @@ async def _refusal(
 async def test_sigterm_ends_what_runs_and_keeps_what_is_queued(outages: Outages) -> None:
     """Callers wait over both wires for what runs and what is queued, and watch the last."""
     first = len(outages.sent) + 1
-    async with clients(outages.service, timeout_s=180.0) as (http, rpc):
+    async with clients(outages.service, timeout_s=PATIENCE_S) as (http, rpc):
         handles = [await outages.send(http, LONG)]
         handles += [await outages.send(client) for client in (http, rpc, http)]
         by_rpc = [await rpc.operation(handle.operation_id) for handle in handles]
