@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.document import replace_section
+from benchmarks.document import aligned, replace_section
 
 Row = dict[str, Any]
 
@@ -83,15 +83,7 @@ def targets(rows: list[Row]) -> list[Target]:
 
 def format_table(result: dict[str, Any]) -> str:
     """The table for a terminal, with what it was measured on."""
-    cells = [list(COLUMNS), *_cells(Table(result["rows"]))]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(COLUMNS))]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if column < NUM_TEXT_COLUMNS else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in cells
-    ]
+    lines = aligned([list(COLUMNS), *_cells(Table(result["rows"]))], NUM_TEXT_COLUMNS)
     lines.insert(1, "-" * max(map(len, lines)))
     notes = [_provenance(result), *_errors(result["rows"]), *_target_lines(result["rows"])]
     return "\n".join([*lines, "", *notes])

@@ -1,14 +1,26 @@
-"""The sections of documents that benchmarks write.
+"""The tables that benchmarks print, and the sections of documents that they write.
 
-Enters lines, leaves them in a document between two markers of their own. Invariant: nothing else of
-the document changes.
+Enters cells or lines, leaves the one as columns, the other in a document between two markers of
+their own. Invariant: nothing else of the document changes.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+
+def aligned(cells: Sequence[Sequence[str]], num_text_columns: int = 1) -> list[str]:
+    """Lines of equal columns: text, which comes first, to the left and numbers to the right."""
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if column < num_text_columns else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    ]
 
 
 def link(path: Path, document: Path) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.document import replace_section
+from benchmarks.document import aligned, replace_section
 from benchmarks.optimizer_states_judge import LAST, WINDOW, Verdict, judge, targets
 from benchmarks.optimizer_states_run import BASELINE, NEAREST
 
@@ -36,15 +36,7 @@ _COLUMNS = (
 
 def format_table(result: dict[str, Any]) -> str:
     """The table for a terminal, and what it was measured on."""
-    cells = [list(_COLUMNS), *(_row(verdict) for verdict in judge(result["runs"]))]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(_COLUMNS))]
-    table = [
-        "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in cells
-    ]
+    table = aligned([list(_COLUMNS), *(_row(verdict) for verdict in judge(result["runs"]))])
     return "\n".join([_provenance(result), *table, *_notes(result)])
 
 

@@ -22,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.command import is_for_gpu, make_parser
-from benchmarks.document import link, replace_section
+from benchmarks.document import aligned, link, replace_section
 from benchmarks.gpu_results import describe_gpu, write_result
 from benchmarks.service_run import FULL, KILLED, SMALL, STEADY, measure
 
@@ -76,15 +76,7 @@ def is_same_after_kill(result: dict[str, Any]) -> bool:
 
 def format_table(result: dict[str, Any]) -> str:
     """For a terminal."""
-    cells = [list(COLUMNS), *map(_cells, result["rows"])]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(COLUMNS))]
-    table = [
-        "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in cells
-    ]
+    table = aligned([list(COLUMNS), *map(_cells, result["rows"])])
     return "\n".join([_provenance(result), *table, *_notes(result)])
 
 

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.document import replace_section
-from benchmarks.step_rows import Table
+from benchmarks.document import aligned, replace_section
 from benchmarks.step_tables import tables
 from benchmarks.step_targets import targets
 
@@ -23,7 +22,12 @@ def format_tables(result: dict[str, Any]) -> str:
     """Every table for a terminal, and what they were measured on."""
     lines = [_provenance(result)]
     for table in tables(result):
-        lines += ["", table.title, *_terminal(table), *table.notes]
+        lines += [
+            "",
+            table.title,
+            *aligned([table.columns, *table.rows], table.num_text_columns),
+            *table.notes,
+        ]
     found = _target_lines(result)
     return "\n".join([*lines, "", *found] if found else lines)
 
@@ -68,18 +72,6 @@ def _markdown(
             yield from (f"- {note}".replace("*", r"\*") for note in table.notes)
             yield ""
     yield from (f"- {line}" for line in _target_lines(result))
-
-
-def _terminal(table: Table) -> list[str]:
-    cells = [table.columns, *table.rows]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(table.columns))]
-    return [
-        "  ".join(
-            cell.ljust(width) if column < table.num_text_columns else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in cells
-    ]
 
 
 def _provenance(result: dict[str, Any]) -> str:
