@@ -25,6 +25,7 @@ from benchmarks.step_timing import release
 from ratoon.engine.crash_points import CrashPoint
 from ratoon_client import Group as Rollouts
 from ratoon_client import Loss, Optim, RatoonClient, group, rollout
+from ratoon_client.policy_options import ModelDtype
 from ratoon_client.results import StepResult
 
 Row = dict[str, Any]
@@ -51,7 +52,7 @@ class Plan:
     """
 
     model: ModelSize
-    dtype: str
+    dtype: ModelDtype
     group: Group
     num_updates: int
     killed_in: int
@@ -108,7 +109,7 @@ def _play(plan: Plan, service: Service, client: RatoonClient, name: str, seed: i
     client.create_policy(
         name,
         model_folder=MODEL,
-        dtype="bfloat16" if plan.dtype == "bfloat16" else "float32",
+        dtype=plan.dtype,
         seed=seed,
         deterministic=name != FAST,
         recovery="replay" if name != FAST else "fail",

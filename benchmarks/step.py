@@ -103,9 +103,10 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def _measure(args: argparse.Namespace) -> None:
     is_gpu = is_for_gpu(args)
-    # As a worker of the service has it.
-    for name, value in GPU_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    if is_gpu:
+        # As a worker of the service has it.
+        for name, value in GPU_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
     start = time.monotonic()
     run = Run(
         device=torch.device(args.device),

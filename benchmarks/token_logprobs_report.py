@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.document import aligned
+
 Row = dict[str, Any]
 MODES = ("fwd", "fwd_bwd", "frozen")
 
@@ -68,8 +70,4 @@ def _rate(row: Row) -> tuple[str, str]:
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
     cells = [[str(cell) for cell in row] for row in (columns, *rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
-    return [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in cells
-    ]
+    return aligned(cells, num_text_columns=0)

@@ -28,6 +28,7 @@ from benchmarks.step_rollouts import (
 from benchmarks.step_run import FULL, SMALL, Run
 from benchmarks.step_sizes import QWEN3_1_7B, QWEN3_8B, TINY, StepWork, mfu, step_flops
 from benchmarks.step_subjects import Way, build_module, compared_values, open_policy
+from ratoon.engine.gpu_environment import GPU_ENVIRONMENT
 from ratoon.train import flops
 from ratoon_kernels import BackendUnavailableError, registry, select_backend
 from ratoon_kernels.tree_attention import op
@@ -233,6 +234,15 @@ def test_parts_of_another_kind_are_not_merged(name: str) -> None:
     assert merged_payload(result, run)["runs"][0] == result["runs"][0]
     with pytest.raises(SystemExit, match=name):
         merged_payload({**result, name: "another"}, run)
+
+
+def test_a_run_says_what_environment_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a worker's, in which an update that fills the device has room."""
+    for name, value in GPU_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    assert empty_payload(_run())["runs"][0]["environment"] == GPU_ENVIRONMENT
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+    assert empty_payload(_run())["runs"][0]["environment"]["PYTORCH_CUDA_ALLOC_CONF"] == ""
 
 
 def test_nothing_runs_on_a_gpu_where_its_tests_are_not_green(

@@ -216,17 +216,22 @@ def assert_lost(bench: Bench) -> None:
             call()
 
 
-def test_a_step_that_stops_half_way_is_a_lost_worker(bench: Bench) -> None:
-    """Its weights are neither those before nor those after."""
+@pytest.mark.parametrize(
+    ("fault", "reason"), [("tears", "middle of a step"), ("kills_device", "cannot be read")]
+)
+def test_what_leaves_the_trainer_in_doubt_loses_the_worker(
+    bench: Bench, fault: str, reason: str
+) -> None:
+    """A step that stopped half way has neither the weights before nor those after."""
     bench.core.apply(1, bench.update(1, 1))
-    bench.faults.tears[2.0] = 1
+    getattr(bench.faults, fault)[2.0] = 1
     task = bench.update(2, 2)
-    with pytest.raises(WorkerLostError, match="middle of a step"):
+    with pytest.raises(WorkerLostError, match=reason):
         bench.core.apply(1, task)
     assert_lost(bench)
 
 
-def test_so_is_one_of_a_window(bench: Bench) -> None:
+def test_so_does_a_step_of_a_window(bench: Bench) -> None:
     bench.core.apply(1, bench.forward_backward(1, 1))
     bench.faults.tears[1.0] = 1
     step = OptimStepTask(
@@ -234,14 +239,6 @@ def test_so_is_one_of_a_window(bench: Bench) -> None:
     )
     with pytest.raises(WorkerLostError, match="middle of a step"):
         bench.core.apply(1, step)
-    assert_lost(bench)
-
-
-def test_a_device_that_fails_is_a_lost_worker(bench: Bench) -> None:
-    bench.faults.kills_device[1.0] = 1
-    task = bench.update(1, 1)
-    with pytest.raises(WorkerLostError, match="cannot be read"):
-        bench.core.apply(1, task)
     assert_lost(bench)
 
 
