@@ -73,6 +73,24 @@ async def test_reconciling_keeps_what_is_needed_and_what_is_in_flight(paths: Pol
     assert list(paths.bodies.iterdir()) == []
 
 
+async def test_a_controller_that_was_replaced_deletes_no_body_of_its_successor(
+    paths: PolicyPaths,
+) -> None:
+    """It may stand still between what the journal said and the deletion of what that left over."""
+    old, new = BodyFiles(paths), BodyFiles(paths)
+    await old.hold("first", "d1", b"one")
+    paths.body("d2").write_bytes(b"two")
+    listed = await old.names()
+    for holder, digest, body in (("second", "d1", b"one"), ("third", "d2", b"two")):
+        await new.hold(holder, digest, body)
+    await old.release("first", "d1")
+    await old.reconcile({}, listed)
+    assert {path.name for path in paths.bodies.iterdir()} == {"d1", "d2"}
+    await new.release("second", "d1")
+    await new.release("third", "d2")
+    assert list(paths.bodies.iterdir()) == []
+
+
 def test_results_expire_unless_something_open_names_them(paths: PolicyPaths) -> None:
     old, named, fresh = "0" * 32, "1" * 32, "2" * 32
     for digest in (old, named, fresh):

@@ -122,16 +122,26 @@ def require_known(data_root: Path, policy_ids: Collection[str]) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FileId:
+    inode: int
+    modified_ns: int
+
+
 class BodyFiles:
     """Request bodies by digest, each kept while some operation holds it.
 
     A holder is an operation's id. It is *in flight* until its fate is the journal's (`land`): only
-    then may `reconcile` take its body away. Invariant: `hold` returns after the file is durable.
+    then may `reconcile` take its body away. Invariants: `hold` returns after the file is durable;
+    only a file that this process has written or listed is deleted, not one that a controller which
+    has taken over wrote in its place.
     """
 
     def __init__(self, paths: PolicyPaths) -> None:
         self._paths = paths
         self._holders: dict[str, set[str]] = {}
+        # Which file a digest's was when it was last written or listed here.
+        self._known: dict[str, _FileId | None] = {}
         self._in_flight: set[str] = set()
         # Serialises writing and deleting, so that no holder sees another's deletion.
         self._lock = asyncio.Lock()
@@ -141,7 +151,7 @@ class BodyFiles:
         async with self._lock:
             path = self._paths.body(digest)
             if digest not in self._holders or not path.exists():
-                await asyncio.to_thread(write_atomic, path, body)
+                self._known[digest] = await asyncio.to_thread(_write_body, path, body)
             self._holders.setdefault(digest, set()).add(holder)
             self._in_flight.add(holder)
 
@@ -160,7 +170,7 @@ class BodyFiles:
         """The holder needs the body no more; the last one's release deletes the file."""
         async with self._lock:
             if self._take_off(holder, digest):
-                await asyncio.to_thread(self._paths.body(digest).unlink, missing_ok=True)
+                await self._delete(digest)
 
     async def forget(self, holder: str, digest: str) -> None:
         """The holder needs the body no more, and the journal has somebody who does.
@@ -181,7 +191,10 @@ class BodyFiles:
 
     async def names(self) -> frozenset[str]:
         """Digests of all that is there, whoever wrote it."""
-        return frozenset(await asyncio.to_thread(names_in, self._paths.bodies))
+        async with self._lock:
+            known = await asyncio.to_thread(_file_ids, self._paths.bodies)
+            self._known = {**known}
+            return frozenset(known)
 
     async def reconcile(self, digests: Mapping[str, str], listed: Collection[str]) -> None:
         """Hold what the journal's operations need (digest by holder) and what is in flight only.
@@ -195,7 +208,35 @@ class BodyFiles:
                 kept.setdefault(digest, set()).add(holder)
             self._holders = {digest: holders for digest, holders in kept.items() if holders}
             for name in set(listed) - set(self._holders):
-                await asyncio.to_thread((self._paths.bodies / name).unlink, missing_ok=True)
+                await self._delete(name)
+
+    async def _delete(self, digest: str) -> None:
+        known = self._known.pop(digest, None)
+        await asyncio.to_thread(_unlink_same, self._paths.bodies / digest, known)
+
+
+def _write_body(path: Path, body: bytes) -> _FileId | None:
+    write_atomic(path, body)
+    return _file_id(path)
+
+
+def _unlink_same(path: Path, known: _FileId | None) -> None:
+    if known is not None and _file_id(path) == known:
+        path.unlink(missing_ok=True)
+
+
+def _file_ids(folder: Path) -> dict[str, _FileId]:
+    found = {path.name: _file_id(path) for path in folder.iterdir()}
+    return {name: file_id for name, file_id in found.items() if file_id is not None}
+
+
+def _file_id(path: Path) -> _FileId | None:
+    """Another after each write: the old file is there until the new one has its name."""
+    try:
+        stat = path.stat()
+    except FileNotFoundError:
+        return None
+    return _FileId(inode=stat.st_ino, modified_ns=stat.st_mtime_ns)
 
 
 def names_in(folder: Path) -> list[str]:
