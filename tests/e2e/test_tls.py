@@ -84,15 +84,28 @@ class Running:
         assert shown is not None
         return x509.load_der_x509_certificate(shown).serial_number
 
-    def listening(self) -> dict[int, tuple[str, str]]:
-        """(address, process name) of every port that this service listens on."""
+    def listening(self) -> dict[tuple[str, int], str]:
+        """The process name at every address and port that this service listens on."""
+        names = {one.pid: one.name() for one in self._processes()}
+        return {at: names[pid] for at, pid in _listeners() if pid in names}
+
+    def others_ports(self) -> set[int]:
+        """Those that a process of another program listens on."""
+        pids = {one.pid for one in self._processes()}
+        return {port for (_, port), pid in _listeners() if pid not in pids}
+
+    def _processes(self) -> list[psutil.Process]:
         root = psutil.Process(self.process.pid)
-        names = {one.pid: one.name() for one in (root, *root.children(recursive=True))}
-        return {
-            one.laddr.port: (one.laddr.ip, names[one.pid])
-            for one in psutil.net_connections("tcp")
-            if one.status == psutil.CONN_LISTEN and one.laddr and one.pid in names
-        }
+        return [root, *root.children(recursive=True)]
+
+
+def _listeners() -> list[tuple[tuple[str, int], int | None]]:
+    """Address, port and process of all that is listened on at this machine."""
+    return [
+        ((one.laddr.ip, one.laddr.port), one.pid)
+        for one in psutil.net_connections("tcp")
+        if one.status == psutil.CONN_LISTEN and one.laddr
+    ]
 
 
 def _environment(folder: Path, ports: dict[str, int]) -> dict[str, str]:
@@ -228,18 +241,17 @@ def test_a_certificate_changes_under_waiting_callers(running: Running, updated: 
 @pytest.mark.e2e
 def test_every_port_is_of_this_machine_alone(running: Running) -> None:
     """Ray's are remote code execution: its own, Serve's, and those between their processes."""
-    ports = running.listening()
-    names = {name for _, name in ports.values()}
-    assert {"gcs_server", "raylet"} < names
-    assert len(ports) > 12
-    open_to_others = {port: at for port, at in ports.items() if not is_loopback(at[0])}
-    assert open_to_others == {}
+    listening = running.listening()
+    assert {"gcs_server", "raylet"} < set(listening.values())
+    assert len(listening) > 12
+    assert {at: name for at, name in listening.items() if not is_loopback(at[0])} == {}
     other = _other_address()
     if other is None:
         pytest.skip("this machine has no address but loopback")
-    for port in ports:
+    for port in {port for _, port in listening} - running.others_ports():
+        # A caller that the system gave the very port that it calls would reach itself.
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection((other, port), 5)
+            socket.create_connection((other, port), 5, ("0.0.0.0", 0))
 
 
 def _other_address() -> str | None:
@@ -270,7 +282,7 @@ def test_rays_ports_ask_for_its_token(running: Running, token: str) -> None:
     assert (file.stat().st_mode & 0o777, file.stat().st_uid) == (0o600, os.getuid())
     assert not (running.folder / ".ray").exists()
     answers: dict[str, set[str]] = {}
-    for port, (_, name) in running.listening().items():
+    for (_, port), name in running.listening().items():
         answers.setdefault(name, set()).update(_grpc_answers(port, token), _job(port, token))
     replica = "ray::ServeReplica:ratoon:Ingress"
     for process in ("gcs_server", "raylet", "ratoon", replica, "ray::CoordinatorActor"):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import random
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
@@ -40,9 +42,7 @@ def test_the_corpus_is_taken():
 
 
 def test_hostile_inputs_are_refused_by_name_and_nothing_else():
-    # In a process of its own: in one that ran a thousand tests, memory is measured of those too.
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-        counts = process.submit(fuzz, seed=0, num_inputs=NUM_INPUTS).result()
+    counts = _alone(partial(fuzz, seed=0, num_inputs=NUM_INPUTS))
     assert (counts.crashes, counts.server_errors) == (0, 0), counts.findings
     assert counts.inputs == NUM_INPUTS
     assert 0.01 * NUM_INPUTS < counts.accepted < 0.5 * NUM_INPUTS
@@ -73,6 +73,16 @@ def test_an_error_that_is_not_typed_is_found(tmp_path: Path):
 
 
 def test_memory_that_is_kept_is_found():
+    assert _alone(_run_leak).peak_rss_growth_bytes > GROWTH_BYTES
+
+
+def _run_leak() -> FuzzCounts:
     kept: list[bytes] = []
     leak = Target(name="leak", weight=1, take=lambda _: kept.append(bytes(10_000)), may_raise=())
-    assert run([leak], 0, 6000).peak_rss_growth_bytes > GROWTH_BYTES
+    return run([leak], 0, 6000)
+
+
+def _alone(job: Callable[[], FuzzCounts]) -> FuzzCounts:
+    """In a process of its own: the memory of one that ran other tests is theirs too."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+        return process.submit(job).result()
