@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -201,6 +202,47 @@ def test_a_loaded_worker_begins_where_it_is_told(bench: Bench) -> None:
     bench.core.load(1, "p", load_request(last_seq=5, version=3))
     status = bench.core.status()
     assert (status.last_seq, status.version, status.last_outcome) == (5, 3, None)
+
+
+def test_a_trainer_of_before_is_gone_when_the_next_is_made() -> None:
+    """What it still held of a device would be missing in the plans of the next one."""
+    made: list[weakref.ref[CyclicTrainer]] = []
+
+    def create(_spec: object) -> CyclicTrainer:
+        assert [one() for one in made] == [None] * len(made)
+        trainer = CyclicTrainer()
+        made.append(weakref.ref(trainer))
+        return trainer
+
+    core = WorkerCore(create, export_fake, never)  # pyright: ignore[reportArgumentType]
+    for _ in range(3):
+        core.load(1, "p", load_request())
+    assert len(made) == 3
+
+
+class CyclicTrainer(FakeTrainer):
+    """Refers to itself, as the layers of a model do whose calls are taken over."""
+
+    def __init__(self) -> None:
+        super().__init__(Faults())
+        self.itself = self
+
+
+class OutOfMemoryError(RuntimeError):
+    """Torch's has the same name."""
+
+
+def test_a_model_that_does_not_fit_is_refused_by_name() -> None:
+    def create(_spec: object) -> FakeTrainer:
+        raise OutOfMemoryError("tried to allocate 9 GiB")
+
+    core = WorkerCore(create, export_fake, never)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(RatoonError, match="9 GiB") as caught:
+        core.load(1, "p", load_request())
+    assert caught.value.code is ErrorCode.RESOURCE_EXHAUSTED
+    assert caught.value.details == {"resource": "memory"}
+    with pytest.raises(WorkerLostError):
+        core.fence(1)
 
 
 def assert_lost(bench: Bench) -> None:

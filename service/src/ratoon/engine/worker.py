@@ -120,10 +120,13 @@ class WorkerCore:
     def load(self, token: int, policy_id: str, request: LoadRequest) -> Loaded:
         """Become the policy as of a checkpoint or its start.
 
-        Raises what making the trainer raises, and `UnusableCheckpointError`.
+        Raises `RatoonError`, and `UnusableCheckpointError`.
         """
         self.fence(token)
         self._runner = self._snapshot = None
+        # Layers refer to themselves: without it a trainer of before would still be on the device,
+        # and what that has left decides what is kept for a backward.
+        gc.collect()
         try:
             trainer = self._create_trainer(request.trainer)
             if isinstance(request.source, CheckpointWeights):
@@ -133,9 +136,9 @@ class WorkerCore:
             self._digest = trainer.state_digest() if request.digests else ""
         except (RatoonError, UnusableCheckpointError):
             raise
-        except Exception:
+        except Exception as err:
             self._is_lost = True
-            raise
+            raise unexpected(err) from err
         self._runner = TaskRunner(request.trainer, trainer)
         self._policy_id = policy_id
         self._last_seq, self._last_outcome = request.last_seq, None
