@@ -1,6 +1,7 @@
 # syntax=docker/dockerfile:1
-# One image for CPU and CUDA: torch's default wheels bring their own CUDA libraries, so a CUDA build
-# needs nothing of the base but the driver that the container runtime mounts.
+# One image for CPU and CUDA. torch's default wheels bring their own CUDA libraries; what they need
+# besides is the driver, which the container runtime mounts, and a C compiler with libc's headers:
+# Triton builds a small C module when it first runs.
 #
 #   docker build --build-arg DEVICE=cpu --build-arg TORCH_INDEX=... -t ratoon .
 #   docker build --build-arg DEVICE=cuda -t ratoon:cuda .
@@ -20,6 +21,12 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     TORCH_INDEX="${TORCH_INDEX}" deploy/install.sh /opt/ratoon "${DEVICE}"
 
 FROM ${PYTHON_IMAGE}
+ARG DEVICE=cpu
+RUN if [ "${DEVICE}" = cuda ]; then \
+      apt-get update \
+      && apt-get install --yes --no-install-recommends gcc libc6-dev \
+      && rm -rf /var/lib/apt/lists/*; \
+    fi
 RUN useradd --create-home --uid 10001 ratoon \
  && install -d -o ratoon -g ratoon /var/lib/ratoon
 COPY --from=build /opt/ratoon /opt/ratoon

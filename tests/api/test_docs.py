@@ -7,8 +7,13 @@ from pathlib import Path
 
 from ratoon.api.convert.checks import CHECKPOINT_ID, POLICY_ID, REQUEST_ID, UPLOAD_ID
 from ratoon.api.convert.enums import DEFAULTS
+from ratoon.api.http.files import CHUNK_DIGEST
+from ratoon.api.http.schema.policy import CreatePolicyRequest
+from ratoon.api.http.schema.requests import UpdateRequest
+from ratoon.config import LimitsConfig
 from ratoon.errors import ERROR_TABLE
 from ratoon.rollout.raw import SamplerLogprobsKind
+from ratoon.train.loss_spec import LOSS_DEFAULTS
 from tests.api.wires import HTTP_ALONE, NOT_BUILT, OTHER_ROUTES, ROUTES
 
 TEXT = (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
@@ -55,3 +60,34 @@ def test_defaults_and_ids_are_those_of_the_code() -> None:
         # A pattern's exceptions are told in words.
         allowed = re.sub(r"^\(\?!.*?\)", "", pattern.pattern)
         assert f"`{allowed}`" in " ".join(TEXT.split())
+
+
+def test_defaults_of_losses_are_those_of_the_code() -> None:
+    def clip(bounds: tuple[float, float] | None) -> str:
+        return "none" if bounds is None else ", ".join(f"{bound:g}" for bound in bounds)
+
+    documented = [[cell.strip("`") for cell in row] for row in _rows("| loss | `clip_low`")]
+    assert documented == [
+        [
+            str(kind),
+            clip(row.clip),
+            str(row.token_weight),
+            str(row.divide_by),
+            "none" if row.advantage is None else str(row.advantage),
+        ]
+        for kind, row in LOSS_DEFAULTS.items()
+    ]
+    duals = [str(kind) for kind, row in LOSS_DEFAULTS.items() if row.has_dual_clip]
+    assert f"`dual_clip`\n  ({', '.join(f'`{kind}`' for kind in duals)})" in TEXT
+    ratios = [kind for kind, row in LOSS_DEFAULTS.items() if row.has_ratio]
+    assert ratios == list(LOSS_DEFAULTS)[:-2]
+    assert [str(k) for k, row in LOSS_DEFAULTS.items() if row.drop_zero_variance_groups] == ["dapo"]
+
+
+def test_bodies_of_the_shell_example_are_taken() -> None:
+    (example,) = re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL)
+    create, update = re.findall(r"-d '(.*?)'\n", example, re.DOTALL)
+    assert CreatePolicyRequest.model_validate_json(create).spec.policy_id == "copy"
+    assert UpdateRequest.model_validate_json(update).seq == 1
+    assert f"`{CHUNK_DIGEST}`" in TEXT
+    assert f"length={LimitsConfig().max_fetch_bytes}" in example

@@ -204,3 +204,18 @@ def test_the_url_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch):
     assert default_url() == DEFAULT_URL
     monkeypatch.setenv("RATOON_URL", "http://example.test:1")
     assert default_url() == "http://example.test:1"
+
+
+def test_help_shows_the_pattern_of_an_id(ctl: Ctl, monkeypatch: pytest.MonkeyPatch):
+    """Of `[a-z0-9][a-z0-9_-]{0,63}` the second pair of brackets alone was there."""
+    monkeypatch.setenv("COLUMNS", "200")
+    status, out, _ = ctl("policies", "get", "--help")
+    assert status == 0
+    assert "[a-z0-9][a-z0-9_-]{0,63}" in out
+
+
+def test_brackets_of_an_answer_are_no_markup(ctl: Ctl):
+    """rich took `[cuda]` of a message for a style and left it out."""
+    status, out, _ = ctl("checkpoints", "load", "p", "[red]x[cuda]")
+    assert status == 0
+    assert "[red]x[cuda]" in out

@@ -123,6 +123,25 @@ def test_image_runs_as_a_user_with_a_healthcheck() -> None:
     assert "deploy/install.sh /opt/ratoon" in dockerfile
 
 
+def test_an_image_for_gpus_has_a_c_compiler() -> None:
+    """Triton builds a C module at run time: without gcc nothing that it compiles could run."""
+    _, final = (ROOT / "Dockerfile").read_text().split("FROM ${PYTHON_IMAGE}\n")
+    assert "ARG DEVICE=cpu\n" in final
+    only_cuda = r'RUN if \[ "\$\{DEVICE\}" = cuda \]; then.*?\bgcc libc6-dev\b.*?fi\n'
+    assert re.search(only_cuda, final, re.DOTALL)
+    # Before the user changes to one who may not install.
+    assert final.index("apt-get install") < final.index("USER ratoon")
+
+
+def test_compose_gives_the_service_time_to_drain() -> None:
+    """It was killed after 30 s, which is what it has for operations alone."""
+    from ratoon.config import LimitsConfig
+
+    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+    grace = compose["services"]["ratoon"]["stop_grace_period"]
+    assert int(grace.removesuffix("s")) >= LimitsConfig().drain_s + 60
+
+
 def test_image_context_holds_all_that_the_dockerfile_copies() -> None:
     """A file missing from .dockerignore would break a build that no test here can run."""
     allowed = {

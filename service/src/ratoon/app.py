@@ -208,7 +208,7 @@ def _serve_grpc(config: RatoonConfig) -> gRPCOptions | None:
 
 
 def _check_bind(config: RatoonConfig) -> None:
-    """Serve's gRPC port listens on all interfaces in plain text, whatever the other two do."""
+    """Serve's gRPC port has plain text and no bind address, whatever the other two have."""
     public = public_hosts(config)
     if public and config.grpc.serve_proxy:
         raise invalid("grpc.serve_proxy", "true", f"false, beside a bind to {public[0]}")

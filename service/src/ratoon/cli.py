@@ -92,7 +92,9 @@ def doctor(config: ConfigOption = None) -> None:
     table = Table(box=None, show_header=False)
     for check in checks:
         table.add_row(
-            f"[{colors[check.status]}]{check.status}[/]", check.name, check.detail, style=None
+            f"[{colors[check.status]}]{check.status}[/]",
+            escape(check.name),
+            escape(check.detail),
         )
     console.print(table)
     raise typer.Exit(1 if any(check.status is Status.FAIL for check in checks) else 0)
@@ -106,6 +108,8 @@ def demo(
     ] = False,
 ) -> None:
     """Start the service here and watch a tiny policy learn; exit 1 where it does not."""
+    # It reads the environment too, and is to be refused as the others are.
+    _read_config(None)
     from ratoon.demo.run import run_demo
 
     raise typer.Exit(
@@ -127,7 +131,7 @@ def create_key(
     ] = None,
     note: Annotated[str, typer.Option(help="What the key is for; `list` shows it.")] = "",
     rate: Annotated[
-        float | None, typer.Option(help="Requests a second, of each process of the service.")
+        float | None, typer.Option(help="Requests a second, over all processes and wires.")
     ] = None,
     burst: Annotated[int | None, typer.Option(help="Requests at once, after a pause.")] = None,
     tokens_per_minute: Annotated[int | None, typer.Option(help=QUOTA_HELP)] = None,

@@ -1,13 +1,15 @@
 """The server's settings: one YAML file and `RATOON_*` environment variables, read only here.
 
 Enters from `ratoon serve --config FILE` and the environment (which wins), leaves as frozen values.
-Nested names take two underscores: `RATOON_HTTP__PORT=8000`. Unknown names are refused.
+Nested names take two underscores: `RATOON_HTTP__PORT=8000`. Unknown names are refused, those of
+variables too. docs/settings.md lists all settings.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+import re
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from ipaddress import ip_address
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -23,6 +26,28 @@ from pydantic_settings import (
 
 MIB = 2**20
 GIB = 2**30
+_PREFIX = "RATOON_"
+_DELIMITER = "__"
+# Variables of the project that are no settings: the client's, the kernels', the benchmarks'.
+OTHER_VARIABLES = frozenset(
+    {
+        "RATOON_URL",
+        "RATOON_API_KEY",
+        "RATOON_CA_FILE",
+        "RATOON_CERT_FILE",
+        "RATOON_KEY_FILE",
+        "RATOON_KERNELS_CACHE",
+        "RATOON_COMMIT",
+    }
+)
+# What Kubernetes sets in every pod for a Service named `ratoon` or `ratoon-...`: names that nothing
+# else has, and `..._PORT`, which is told from a setting by its value.
+_OF_KUBERNETES = re.compile(
+    r"RATOON(_\w+)?_(SERVICE_HOST|SERVICE_PORT(_\w+)?"
+    r"|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
+)
+_PORT_OF_KUBERNETES = re.compile(r"RATOON(_\w+)?_PORT")
+_ADDRESS_OF_KUBERNETES = re.compile(r"(tcp|udp|sctp)://.*")
 
 
 class _Section(BaseModel):
@@ -38,8 +63,9 @@ class HttpConfig(_Section):
 class GrpcConfig(_Section):
     """The gateway is the public endpoint.
 
-    Serve's own gRPC port has no TLS and listens on all interfaces: it is for loopback development
-    and closed in-cluster use, and refused beside a bind to another address.
+    Serve's own gRPC port has no TLS and no bind address: it is on loopback where Ray is, and on all
+    interfaces of a cluster of your own. It is for development and closed in-cluster use, and
+    refused beside a bind to another address.
     """
 
     host: str = "127.0.0.1"
@@ -186,7 +212,7 @@ class RatoonConfig(BaseSettings):
     """Everything `ratoon serve` can be told."""
 
     model_config = SettingsConfigDict(
-        env_prefix="RATOON_", env_nested_delimiter="__", frozen=True, extra="forbid"
+        env_prefix=_PREFIX, env_nested_delimiter=_DELIMITER, frozen=True, extra="forbid"
     )
 
     data_root: Path = Path("ratoon-data")
@@ -220,7 +246,42 @@ class RatoonConfig(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """The environment wins over the YAML file, which comes in by the constructor."""
-        return (env_settings, init_settings)
+        return (env_settings, init_settings, _UnknownVariables(settings_cls))
+
+
+class _UnknownVariables(PydanticBaseSettingsSource):
+    """Variables that say nothing to anybody, as fields that do not exist, so that they are refused.
+
+    pydantic-settings passes over them: a misspelt RATOON_AUTH__REQUIRED would leave keys off.
+    """
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        return None, field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        # Values may be secrets.
+        return dict.fromkeys(unknown_variables(os.environ), "not shown")
+
+
+def unknown_variables(environment: Mapping[str, str]) -> list[str]:
+    """Names that begin with RATOON_, in either case, and are neither settings nor known others."""
+    found: list[str] = []
+    for name, value in environment.items():
+        upper = name.upper()
+        if not upper.startswith(_PREFIX) or upper in OTHER_VARIABLES:
+            continue
+        first, _, rest = upper.removeprefix(_PREFIX).lower().partition(_DELIMITER)
+        field = RatoonConfig.model_fields.get(first)
+        # Names inside of a section are pydantic's to judge.
+        is_setting = field is not None and (not rest or isinstance(field.default, BaseModel))
+        if not is_setting and not _is_of_kubernetes(upper, value):
+            found.append(name)
+    return found
+
+
+def _is_of_kubernetes(name: str, value: str) -> bool:
+    is_port = _PORT_OF_KUBERNETES.fullmatch(name) and _ADDRESS_OF_KUBERNETES.fullmatch(value)
+    return bool(is_port or _OF_KUBERNETES.fullmatch(name))
 
 
 def load_config(path: Path | None) -> RatoonConfig:

@@ -105,14 +105,14 @@ class _ModelDtypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ModelDtype
     MODEL_DTYPE_UNSPECIFIED: _ModelDtype.ValueType  # 0
     MODEL_DTYPE_FLOAT32: _ModelDtype.ValueType  # 1
     MODEL_DTYPE_BFLOAT16: _ModelDtype.ValueType  # 2
-    """Master weights and gradients stay float32."""
+    """Gradients are summed in float32; what else is kept is the server's worker.optimizer_states."""
 
 class ModelDtype(_ModelDtype, metaclass=_ModelDtypeEnumTypeWrapper): ...
 
 MODEL_DTYPE_UNSPECIFIED: ModelDtype.ValueType  # 0
 MODEL_DTYPE_FLOAT32: ModelDtype.ValueType  # 1
 MODEL_DTYPE_BFLOAT16: ModelDtype.ValueType  # 2
-"""Master weights and gradients stay float32."""
+"""Gradients are summed in float32; what else is kept is the server's worker.optimizer_states."""
 Global___ModelDtype: _TypeAlias = ModelDtype  # noqa: Y015
 
 class _ReferencePolicy:

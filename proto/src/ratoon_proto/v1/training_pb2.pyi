@@ -293,9 +293,7 @@ class _SkipReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SkipReason
     SKIP_REASON_SAMPLER_KL: _SkipReason.ValueType  # 6
 
 class SkipReason(_SkipReason, metaclass=_SkipReasonEnumTypeWrapper):
-    """What one ForwardBackward, Update or OptimStep did. Means are over what the loss counts.
-    Why an optimizer step was skipped. All but NO_TOKENS count for max_skipped_in_row.
-    """
+    """Why an optimizer step was skipped. All but NO_TOKENS count for max_skipped_in_row."""
 
 SKIP_REASON_UNSPECIFIED: SkipReason.ValueType  # 0
 SKIP_REASON_NO_TOKENS: SkipReason.ValueType  # 1
@@ -688,6 +686,8 @@ Global___CanaryReport: _TypeAlias = CanaryReport  # noqa: Y015
 
 @_typing.final
 class StepReport(_message.Message):
+    """What one ForwardBackward, Update or OptimStep did. Means are over what the loss counts."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     LOSS_FIELD_NUMBER: _builtins.int

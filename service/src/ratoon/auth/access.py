@@ -71,7 +71,7 @@ class OpenAccess:
 class LocalAccess:
     """This machine: the default where only loopback addresses are bound.
 
-    Serve's gRPC port listens on all interfaces even then.
+    On a cluster of your own Serve's gRPC port listens on all interfaces even then.
     """
 
     def enter(self, call: str, presented: Presented) -> Caller:

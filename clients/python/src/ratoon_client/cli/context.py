@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ratoon_client.blocking.client import RatoonClient
@@ -90,7 +91,8 @@ def _text(value: object) -> str:
         return f"{value:.6g}"
     if isinstance(value, datetime):
         return value.isoformat(timespec="seconds")
-    return str(value)
+    # Messages and names may have brackets, which are no markup.
+    return escape(str(value))
 
 
 def _plain(value: object) -> Any:

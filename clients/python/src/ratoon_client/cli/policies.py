@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, cast
 
 import typer
+from rich.markup import escape
 
 from ratoon_client.cli.context import open_client, show, show_rows
 from ratoon_client.policy_options import Lora, ModelDtype, PolicyOptions, Sequencing
@@ -12,7 +13,7 @@ from ratoon_client.results import Policy
 
 cli = typer.Typer(no_args_is_help=True)
 
-PolicyId = Annotated[str, typer.Argument(help="[a-z0-9][a-z0-9_-]{0,63}")]
+PolicyId = Annotated[str, typer.Argument(help=escape("[a-z0-9][a-z0-9_-]{0,63}"))]
 _COLUMNS = ("policy", "state", "version", "next seq", "base", "parameters", "trainable")
 
 

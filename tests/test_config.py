@@ -1,0 +1,103 @@
+"""Variables of the environment: settings, known others, what Kubernetes sets, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+from typer.testing import CliRunner
+
+from ratoon.cli import cli
+from ratoon.config import OTHER_VARIABLES, RatoonConfig, load_config, unknown_variables
+from ratoon_client import config as client_config
+
+# Of a Service named `ratoon`, and of the one that KubeRay makes for a cluster of that name.
+OF_KUBERNETES = {
+    "RATOON_SERVICE_HOST": "10.0.0.11",
+    "RATOON_SERVICE_PORT": "8000",
+    "RATOON_SERVICE_PORT_HTTP": "8000",
+    "RATOON_PORT": "tcp://10.0.0.11:8000",
+    "RATOON_PORT_8000_TCP": "tcp://10.0.0.11:8000",
+    "RATOON_PORT_8000_TCP_PROTO": "tcp",
+    "RATOON_PORT_8000_TCP_PORT": "8000",
+    "RATOON_PORT_8000_TCP_ADDR": "10.0.0.11",
+    "RATOON_HEAD_SVC_SERVICE_HOST": "10.0.0.12",
+    "RATOON_HEAD_SVC_SERVICE_PORT_GCS_SERVER": "6379",
+    "RATOON_HEAD_SVC_PORT": "tcp://10.0.0.12:10001",
+    "RATOON_HEAD_SVC_PORT_6379_TCP_ADDR": "10.0.0.12",
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "RATOON_AUHT__REQUIRED",
+        "RATOON_AUTH_REQUIRED",
+        "RATOON_FOO",
+        "RATOON_HTTP_PORT",
+        "RATOON_DATA_ROOT__X",
+        "ratoon_auht__required",
+    ],
+)
+def test_a_variable_that_is_no_setting_is_refused_by_name(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RATOON_AUHT__REQUIRED=true was passed over, and keys were not asked for."""
+    monkeypatch.setenv(name, "s3cret")
+    with pytest.raises(ValidationError) as refused:
+        load_config(None)
+    (error,) = refused.value.errors()
+    assert (error["type"], error["loc"]) == ("extra_forbidden", (name,))
+    assert "s3cret" not in str(refused.value)
+    with pytest.raises(ValidationError, match=name):
+        RatoonConfig()
+
+
+def test_an_unknown_name_inside_of_a_section_is_refused_likewise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RATOON_AUTH__REQUIERD", "true")
+    with pytest.raises(ValidationError) as refused:
+        load_config(None)
+    (error,) = refused.value.errors()
+    assert (error["type"], error["loc"]) == ("extra_forbidden", ("auth", "requierd"))
+
+
+@pytest.mark.parametrize("command", [("doctor",), ("demo",), ("serve",)])
+def test_commands_end_with_the_name_of_the_variable(
+    command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RATOON_AUHT__REQUIRED", "true")
+    done = CliRunner().invoke(cli, command)
+    assert done.exit_code == 2
+    assert "RATOON_AUHT__REQUIRED" in done.stderr
+
+
+def test_variables_of_the_projects_other_parts_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {value for name, value in vars(client_config).items() if name.endswith("_VARIABLE")}
+    assert own <= OTHER_VARIABLES
+    for name in OTHER_VARIABLES:
+        monkeypatch.setenv(name, "x")
+    load_config(None)
+
+
+def test_what_kubernetes_sets_for_services_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in OF_KUBERNETES.items():
+        monkeypatch.setenv(name, value)
+    config = load_config(None)
+    assert config == RatoonConfig()
+    assert config.http.port == 8000
+
+
+def test_the_port_of_a_service_is_told_from_a_setting_by_its_value() -> None:
+    """RATOON_HTTP_PORT is what becomes of RATOON_HTTP__PORT, and of a Service `ratoon-http`."""
+    assert unknown_variables({"RATOON_HTTP_PORT": "8000"}) == ["RATOON_HTTP_PORT"]
+    assert unknown_variables({"RATOON_HTTP_PORT": "tcp://10.0.0.11:8000"}) == []
+
+
+def test_settings_of_the_environment_pass_and_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RATOON_HTTP__PORT", "1234")
+    monkeypatch.setenv("RATOON_GRPC", '{"gateway_port": 4321}')
+    monkeypatch.setenv("ratoon_log_level", "DEBUG")
+    config = RatoonConfig(log_level="ERROR")
+    assert (config.http.port, config.grpc.gateway_port) == (1234, 4321)
+    assert config.log_level == "DEBUG"
