@@ -1,7 +1,8 @@
-"""Updates through the whole service on one device: their seconds by part, and a kill in the midst.
+"""Updates through the whole service on one device: their seconds by part, and kills in the midst.
 
-Enters a device, leaves a result file; or enters a result file, leaves its table or its section of a
-document. Invariant: no file is written where the GPU tests are not green for these sources.
+Enters a device, leaves a result file, written anew after each policy; or enters a result file,
+leaves its table or its section of a document. Invariant: no file is written where the GPU tests are
+not green for these sources.
 
     python benchmarks/service.py --out benchmarks/results/h200/service.json
     python benchmarks/service.py --report benchmarks/results/h200/service.json
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import statistics
 import sys
 import tempfile
@@ -24,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.command import is_for_gpu, make_parser
 from benchmarks.document import aligned, link, replace_section
 from benchmarks.gpu_results import describe_gpu, write_result
-from benchmarks.service_run import FULL, KILLED, SMALL, STEADY, measure
+from benchmarks.service_run import FULL, KILLED, POLICIES, RESUMED, SMALL, STEADY, measure
 
 BEGIN = "<!-- service: written by benchmarks/service.py -->"
 END = "<!-- end of service -->"
@@ -49,27 +51,35 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument("--markdown", type=Path, help="with --report: fill in this document")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES)
     return parser.parse_args(arguments)
 
 
 def _measure(args: argparse.Namespace) -> None:
+    # The service ends with this process, and its worker leaves the device.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+    def keep(payload: dict[str, Any]) -> None:
+        print(json.dumps(payload["rows"][-1]), file=sys.stderr, flush=True)
+        if args.out is not None:
+            write_result(args.out, payload, seed=args.seed)
+
     plan = FULL if is_for_gpu(args) else SMALL
     with tempfile.TemporaryDirectory(prefix="rt-") as folder:
-        payload = measure(plan, args.device, Path(folder), args.seed)
-    if args.out is not None:
-        write_result(args.out, payload, seed=args.seed)
+        payload = measure(plan, args.device, Path(folder), args.seed, args.policies, keep)
     print(format_table({**describe_gpu(args.seed), **payload}))
 
 
-def is_same_after_kill(result: dict[str, Any]) -> bool:
-    """Whether the killed policy was told, and has, what the other was and has: bit for bit."""
-    steady, killed = (
-        next(row for row in result["rows"] if row["policy"] == name) for name in (STEADY, KILLED)
-    )
+def is_same_as_steady(result: dict[str, Any], policy: str) -> bool:
+    """Whether a policy was told, and has, what the steady one was and has: bit for bit."""
+    rows = {row["policy"]: row for row in result["rows"]}
+    steady, other = rows[STEADY], rows[policy]
+    if steady["failure"] or other["failure"]:
+        return False
     told = ("version", "loss", "grad_norm")
-    return steady["digests"] == killed["digests"] and all(
+    return steady["digests"] == other["digests"] and all(
         mine[name] == others[name]
-        for mine, others in zip(steady["updates"], killed["updates"], strict=True)
+        for mine, others in zip(steady["updates"], other["updates"], strict=True)
         for name in told
     )
 
@@ -96,6 +106,8 @@ def write_markdown(result: dict[str, Any], path: Path, result_link: str) -> None
 
 def _cells(row: dict[str, Any]) -> list[str]:
     """Medians over the updates that nothing happened to, the first, which compiles, left out."""
+    if row["failure"]:
+        return [row["policy"], *("–" for _ in COLUMNS[1:])]
     whole = [update for update in row["updates"][1:] if not update["is_killed"]]
     killed = [update["seconds"] for update in row["updates"] if update["is_killed"]]
     names = ("seconds", "trained_s", "publish_s", "beyond_s")
@@ -111,8 +123,12 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _notes(result: dict[str, Any]) -> Iterator[str]:
-    found = "met" if is_same_after_kill(result) else "missed"
-    yield f"{found}: what the killed policy was told, and its weights, are the steady one's bits"
+    rows = {row["policy"]: row for row in result["rows"]}
+    for policy in (RESUMED, KILLED):
+        if {STEADY, policy} <= rows.keys():
+            found = "met" if is_same_as_steady(result, policy) else "missed"
+            yield f"{found}: what {policy} was told, and its weights, are the bits of {STEADY}"
+    yield from (f"{name}: {row['failure']}" for name, row in rows.items() if row["failure"])
     yield f"the service was well {result['start_s']:.1f} s after its start"
 
 
@@ -122,8 +138,8 @@ def _provenance(result: dict[str, Any]) -> str:
     return (
         f"{result['gpu']}, torch {versions['torch']}, commit {result['commit'][:12]}, "
         f"{plan['model']['name']} in {plan['dtype']}, {plan['num_updates']} updates of "
-        f"{len(group['responses'])} responses to a prompt of {group['prompt']}."
-        + (f" STALE: {stale}." if stale else "")
+        f"{len(group['responses'])} responses to a prompt of {group['prompt']}, "
+        f"longer by {plan['longer_by']} each time." + (f" STALE: {stale}." if stale else "")
     )
 
 

@@ -1,14 +1,17 @@
 """Updates through the whole service: what callers wait beyond the trainer, and through a kill.
 
 Enters a plan and a device, leaves one row a policy. Invariant: all policies begin at the same
-weights and are sent the same updates, one at a time, over gRPC; two of them repeat their bits, and
-nothing differs between these but that the worker of one is killed in the middle of an update.
+weights and are sent the same updates, one at a time, over gRPC, of numbers of tokens that differ;
+those that repeat their bits differ in nothing but where the worker of one is killed in the middle
+of an update, and what is run again then.
 """
 
 from __future__ import annotations
 
 import math
+import shutil
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,15 +27,17 @@ from benchmarks.step_subjects import build_module
 from benchmarks.step_timing import release
 from ratoon.engine.crash_points import CrashPoint
 from ratoon_client import Group as Rollouts
-from ratoon_client import Loss, Optim, RatoonClient, group, rollout
+from ratoon_client import Loss, Optim, RatoonClient, RatoonClientError, group, rollout
 from ratoon_client.policy_options import ModelDtype
 from ratoon_client.results import StepResult
 
 Row = dict[str, Any]
 
 MODEL = "model"
-# Policies in their order; the first two are compared bit for bit.
-STEADY, KILLED, FAST = "steady", "killed", "fast"
+# Nothing happens to `steady`. The worker of `resumed` is killed after a checkpoint, from which it
+# goes on, that of `killed` without one: all is run again. `fast` does not repeat its bits.
+STEADY, RESUMED, KILLED, FAST = "steady", "resumed", "killed", "fast"
+POLICIES = (STEADY, RESUMED, KILLED, FAST)
 LEARNING_RATE = 1e-6
 PATIENCE_S = 300.0
 GIB = 2**30
@@ -45,7 +50,8 @@ class Plan:
     Attributes:
         model: Of random weights, in a folder as Hugging Face writes it.
         dtype: Of its weights.
-        group: Rollouts of one update; tokens are drawn anew for each.
+        group: Rollouts of the first update; tokens are drawn anew for each.
+        longer_by: Tokens that the prompt of each update has more than that of the one before.
         num_updates: Of each policy.
         killed_in: The update, from 1 on, in the middle of which the worker is killed.
         num_threads: Of torch, and processors of Ray.
@@ -54,6 +60,7 @@ class Plan:
     model: ModelSize
     dtype: ModelDtype
     group: Group
+    longer_by: int
     num_updates: int
     killed_in: int
     num_threads: int
@@ -63,6 +70,7 @@ FULL = Plan(
     model=QWEN3_1_7B,
     dtype="bfloat16",
     group=Group(prompt=5059, responses=PAPER_LENGTHS),
+    longer_by=97,
     num_updates=6,
     killed_in=4,
     num_threads=8,
@@ -71,17 +79,24 @@ SMALL = Plan(
     model=TINY,
     dtype="float32",
     group=Group(prompt=24, responses=(5, 3, 7, 2)),
+    longer_by=1,
     num_updates=3,
     killed_in=2,
     num_threads=1,
 )
 
 
-def measure(plan: Plan, device: str, root: Path, seed: int) -> dict[str, Any]:
-    """Seconds until the service was well, and the rows of its policies.
+def measure(
+    plan: Plan,
+    device: str,
+    root: Path,
+    seed: int,
+    policies: Sequence[str],
+    on_payload: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
+    """Seconds until the service was well, and the rows of its policies, also after each of them.
 
-    Raises `RuntimeError` where it does not start or a kill did not happen, and what the client
-    raises.
+    Raises `RuntimeError` where it does not start or a kill did not happen.
     """
     _write_model(plan, device, root / "models" / MODEL, seed)
     worker = {
@@ -97,14 +112,29 @@ def measure(plan: Plan, device: str, root: Path, seed: int) -> dict[str, Any]:
     }
     start = time.monotonic()
     with Service(root, worker=worker, ray=ray) as service:
-        start_s = time.monotonic() - start
+        rows: list[Row] = []
+        payload = {"plan": asdict(plan), "start_s": time.monotonic() - start, "rows": rows}
         with RatoonClient(service.grpc, timeout_s=PATIENCE_S) as client:
-            rows = [_play(plan, service, client, name, seed) for name in (STEADY, KILLED, FAST)]
-    return {"plan": asdict(plan), "start_s": start_s, "rows": rows}
+            for name in policies:
+                rows.append(_play(plan, service, client, name, seed))
+                on_payload(payload)
+    return payload
 
 
 def _play(plan: Plan, service: Service, client: RatoonClient, name: str, seed: int) -> Row:
     """One policy from its creation to its end, which frees its worker's device."""
+    row: Row = {"policy": name, "updates": [], "failure": ""}
+    try:
+        _train(plan, service, client, row, seed)
+    except RatoonClientError as error:
+        row["failure"] = f"{error.code}: {error}"
+    client.delete_policy(name).result(PATIENCE_S)
+    return row
+
+
+def _train(plan: Plan, service: Service, client: RatoonClient, row: Row, seed: int) -> None:
+    """Adds to `row` what it measures, as it does."""
+    name = row["policy"]
     begin = time.monotonic()
     client.create_policy(
         name,
@@ -114,12 +144,13 @@ def _play(plan: Plan, service: Service, client: RatoonClient, name: str, seed: i
         deterministic=name != FAST,
         recovery="replay" if name != FAST else "fail",
     ).result(PATIENCE_S)
-    created_s = time.monotonic() - begin
+    row["created_s"] = time.monotonic() - begin
     session = client.policy(name)
-    updates: list[Row] = []
     for number in range(1, plan.num_updates + 1):
-        rollouts = _rollouts(plan, seed + number)
-        is_killed = name == KILLED and number == plan.killed_in
+        rollouts = _rollouts(plan, number, seed + number)
+        is_killed = name in (RESUMED, KILLED) and number == plan.killed_in
+        if is_killed and name == RESUMED:
+            session.save_checkpoint().result(PATIENCE_S)
         if is_killed:
             service.arm(CrashPoint.WORKER_IN_APPLY, 1)
         begin = time.monotonic()
@@ -127,22 +158,18 @@ def _play(plan: Plan, service: Service, client: RatoonClient, name: str, seed: i
             [rollouts], loss=Loss("grpo"), optim=Optim(learning_rate=LEARNING_RATE)
         )
         result = update.result(PATIENCE_S)
-        updates.append(_update_row(result, time.monotonic() - begin, is_killed=is_killed))
+        seconds = time.monotonic() - begin
+        row["updates"].append(_update_row(result, seconds, is_killed=is_killed))
         if is_killed and not service.wait_for_crash(CrashPoint.WORKER_IN_APPLY, 0.0):
             raise RuntimeError("the worker was not killed")
+    folder = service.root / "pulled" / name
     begin = time.monotonic()
-    pulled = client.pull_weights(name, service.root / "pulled" / name)
-    pull_s = time.monotonic() - begin
-    client.delete_policy(name).result(PATIENCE_S)
-    return {
-        "policy": name,
-        "created_s": created_s,
-        "updates": updates,
-        "pull_s": pull_s,
-        "pulled_gib": pulled.fetched_bytes / GIB,
-        "digests": {file.name: file.digest for file in pulled.manifest.files},
-        "samples": [row["seconds"] for row in updates],
-    }
+    pulled = client.pull_weights(name, folder)
+    row["pull_s"] = time.monotonic() - begin
+    row["pulled_gib"] = pulled.fetched_bytes / GIB
+    row["digests"] = {file.name: file.digest for file in pulled.manifest.files}
+    row["samples"] = [update["seconds"] for update in row["updates"]]
+    shutil.rmtree(folder)
 
 
 def _update_row(result: StepResult, seconds: float, *, is_killed: bool) -> Row:
@@ -164,11 +191,12 @@ def _update_row(result: StepResult, seconds: float, *, is_killed: bool) -> Row:
     }
 
 
-def _rollouts(plan: Plan, seed: int) -> Rollouts:
+def _rollouts(plan: Plan, number: int, seed: int) -> Rollouts:
+    """Of update `number`, from 1 on."""
     rng, vocab_size = np.random.default_rng(seed), plan.model.vocab_size
     return group(
         f"group-{seed}",
-        rng.integers(0, vocab_size, plan.group.prompt),
+        rng.integers(0, vocab_size, plan.group.prompt + (number - 1) * plan.longer_by),
         [
             rollout(
                 response=rng.integers(0, vocab_size, length),

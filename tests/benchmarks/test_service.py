@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from benchmarks import service
-from benchmarks.service import format_table, is_same_after_kill, write_markdown
-from benchmarks.service_run import FULL, KILLED, SMALL, Plan
+from benchmarks.service import format_table, is_same_as_steady, write_markdown
+from benchmarks.service_run import FULL, KILLED, RESUMED, SMALL, Plan
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMITTED = [path for path in [ROOT / "benchmarks/results/h200/service.json"] if path.is_file()]
@@ -34,6 +34,7 @@ def _update(seconds: float, *, is_killed: bool = False, loss: float = 0.25) -> d
 def _row(policy: str, updates: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "policy": policy,
+        "failure": "",
         "created_s": 9.0,
         "updates": updates,
         "pull_s": 2.0,
@@ -53,32 +54,53 @@ def _result() -> dict[str, Any]:
             "model": {"name": "Qwen3-1.7B"},
             "dtype": "bfloat16",
             "group": {"prompt": 10, "responses": [1, 2]},
+            "longer_by": 3,
             "num_updates": 4,
         },
         "start_s": 7.0,
-        "rows": [_row("steady", whole), _row("killed", killed), _row("fast", whole)],
+        "rows": [
+            _row("steady", whole),
+            _row("resumed", killed),
+            _row("killed", killed),
+            _row("fast", whole),
+        ],
     }
 
 
 def test_medians_leave_out_the_first_update_and_the_killed_one() -> None:
     lines = format_table(_result()).splitlines()
-    assert lines[0].endswith("Qwen3-1.7B in bfloat16, 4 updates of 2 responses to a prompt of 10.")
+    assert lines[0].endswith("4 updates of 2 responses to a prompt of 10, longer by 3 each time.")
     assert lines[2].split() == ["steady", "2.00", "1.00", "0.50", "0.50", "–", "9.0", "1.50", "3.0"]
-    assert lines[3].split()[:6] == ["killed", "2.00", "1.00", "0.50", "0.50", "40.0"]
-    assert lines[5].startswith("met: ")
+    assert lines[3].split()[:6] == ["resumed", "2.00", "1.00", "0.50", "0.50", "40.0"]
+    assert [line.split()[:3] for line in lines[6:8]] == [
+        ["met:", "what", "resumed"],
+        ["met:", "what", "killed"],
+    ]
 
 
-@pytest.mark.parametrize("what", ["loss", "grad_norm", "version", "digest"])
-def test_a_bit_that_differs_after_the_kill_is_a_miss(what: str) -> None:
+@pytest.mark.parametrize("policy", [RESUMED, KILLED])
+@pytest.mark.parametrize("what", ["loss", "grad_norm", "version", "digest", "failure"])
+def test_a_bit_that_differs_after_the_kill_is_a_miss(what: str, policy: str) -> None:
     result = deepcopy(_result())
-    assert is_same_after_kill(result)
-    killed = result["rows"][1]
+    assert is_same_as_steady(result, policy)
+    row = next(row for row in result["rows"] if row["policy"] == policy)
     if what == "digest":
-        killed["digests"]["model.safetensors"] = "abd"
+        row["digests"]["model.safetensors"] = "abd"
+    elif what == "failure":
+        row["failure"] = "POLICY_FAILED: other bits"
     else:
-        killed["updates"][-1][what] += 1
-    assert not is_same_after_kill(result)
-    assert "missed: " in format_table(result)
+        row["updates"][-1][what] += 1
+    assert not is_same_as_steady(result, policy)
+    text = format_table(result)
+    assert f"missed: what {policy} was told" in text
+    assert ("other bits" in text) == (what == "failure")
+
+
+def test_policies_that_were_not_run_are_not_judged() -> None:
+    result = _result()
+    del result["rows"][1:]
+    assert "met: " not in format_table(result)
+    assert "missed: " not in format_table(result)
 
 
 def test_a_document_gets_the_table(tmp_path: Path) -> None:
@@ -105,12 +127,13 @@ def test_document_shows_the_committed_figures(path: Path, tmp_path: Path) -> Non
     result = json.loads(path.read_text(encoding="utf-8"))
     write_markdown(result, written, (Path("..") / path.relative_to(ROOT)).as_posix())
     assert document.read_text(encoding="utf-8") == written.read_text(encoding="utf-8")
-    assert is_same_after_kill(result)
+    assert is_same_as_steady(result, RESUMED)
+    assert is_same_as_steady(result, KILLED)
 
 
 @pytest.mark.slow
 def test_a_tiny_model_is_trained_and_killed(capsys: pytest.CaptureFixture[str]) -> None:
     service.main(["--draft", "--device", "cpu"])
     text = capsys.readouterr().out
-    assert "met: " in text
+    assert text.count("met: ") == 2
     assert [line.split()[0] for line in text.splitlines() if line.startswith(KILLED)] == [KILLED]
