@@ -127,7 +127,7 @@ def _play(plan: Plan, service: Service, client: RatoonClient, name: str, seed: i
     try:
         _train(plan, service, client, row, seed)
     except RatoonClientError as error:
-        row["failure"] = f"{error.code}: {error}"
+        row["failure"] = f"{type(error).__name__}: {error}"
     client.delete_policy(name).result(PATIENCE_S)
     return row
 

@@ -101,3 +101,13 @@ def test_settings_of_the_environment_pass_and_win(monkeypatch: pytest.MonkeyPatc
     config = RatoonConfig(log_level="ERROR")
     assert (config.http.port, config.grpc.gateway_port) == (1234, 4321)
     assert config.log_level == "DEBUG"
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:1", "CPU"])
+def test_a_device_that_no_worker_could_use_is_refused_at_start(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was taken, and failed each policy when its worker had started."""
+    monkeypatch.setenv("RATOON_WORKER__DEVICE", device)
+    with pytest.raises(ValidationError, match="'auto', 'cpu' or 'cuda'"):
+        load_config(None)

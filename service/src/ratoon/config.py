@@ -169,7 +169,7 @@ class KeyLimits(_Section):
 class WorkerConfig(_Section):
     """`device` "auto": a GPU where there is one, else the CPU."""
 
-    device: str = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     # Threads of torch in a CPU worker; 0: the machine's cores.
     num_threads: int = Field(default=0, ge=0)
     # Of policies that ask for none. None: 16384 on a CPU; on a GPU each plan takes what is fastest.
