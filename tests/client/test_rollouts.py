@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
+from typing import Any
+
 import numpy as np
 import pytest
 
-from ratoon_client import InvalidArgumentError, Segment, group, rollout
-from ratoon_client.wire.encode import group_message
+from ratoon_client import InvalidArgumentError, Loss, RatoonApiError, Segment, group, rollout
+from ratoon_client.arrays import value_array
+from ratoon_client.wire.encode import group_message, loss_message
 from ratoon_proto.codec import decode_tensor
 
 
@@ -93,3 +97,47 @@ def test_what_has_no_form_on_the_wire_is_refused_by_field(arguments, field: str)
         rollout(**arguments)
     assert caught.value.field == field
     assert str(caught.value).startswith(f"{field}: got ")
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_floats_of_16_bits_are_refused(dtype: type[np.floating[Any]]):
+    """Trap 2: a log-prob of -4.1 was sent as -4.1015625."""
+    values = np.array([-4.1, -0.1], dtype)
+    if dtype is not np.float16:
+        assert value_array("x", values).tolist() == values.astype(np.float32).tolist()
+        return
+    with pytest.raises(InvalidArgumentError, match="float16, expected floats of at least 32 bits"):
+        rollout(response=[1, 2], sampler_logprobs=values)
+
+
+@pytest.mark.parametrize("error", [TypeError, RuntimeError])
+def test_a_tensor_that_numpy_cannot_read_is_named(error: type[Exception]):
+    """torch's in bfloat16 raises the one, one that needs a gradient the other."""
+
+    class Tensor:
+        def __array__(self, *_: object, **__: object) -> object:
+            raise error("not to numpy")
+
+    with pytest.raises(InvalidArgumentError, match="sampler_logprobs: got Tensor"):
+        rollout(response=[1, 2], sampler_logprobs=Tensor())  # pyright: ignore[reportArgumentType]
+
+
+def test_an_overlong_rule_of_another_type_is_refused():
+    """It was passed over, and truncated rollouts were trained."""
+    with pytest.raises(InvalidArgumentError, match="overlong: got 'filter'"):
+        loss_message(Loss("grpo", overlong="filter"))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RatoonApiError(
+            "SEQ_GAP", "m", field="f", got="g", expected="e", retryable=True, details={"a": "b"}
+        ),
+        InvalidArgumentError("f", 5, "e"),
+    ],
+)
+def test_errors_reach_other_processes_whole(error: Exception):
+    """A pool of processes broke at one."""
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -86,6 +87,30 @@ def test_under_server_sequencing_each_call_has_its_own_request_id(
     assert len(set(keys)) == 3
     assert all(isinstance(key, str) and len(key) == 32 for key in keys)
     assert session.next_seq() == 0
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_under_server_sequencing_too_a_call_again_is_the_same_operation(
+    service: FakeService, url: str, is_large: bool
+):
+    """It had a new request_id, and was a second step."""
+    config = replace(CONFIG, timeout_s=0.5, upload_above_bytes=1 if is_large else 2**20)
+    service.policies["p"].sequencing = policy_pb2.SEQUENCING_SERVER
+    with RatoonClient(url, config=config) as client:
+        session = client.policy("p")
+        session.next_seq()
+        lost = [Fault(name="Update", error=LostAnswerError(), is_after=True) for _ in range(1000)]
+        service.faults = list(lost)
+        with pytest.raises(TransportError):
+            session.update(one_group("a"), loss=LOSS, optim=OPTIM)
+        service.faults = []
+        assert session.update(one_group("a"), loss=LOSS, optim=OPTIM).seq == 1
+        assert service.steps == 1
+        # It was answered: the same once more is another step, as a caller may want.
+        assert session.update(one_group("a"), loss=LOSS, optim=OPTIM).seq == 2
+        with pytest.raises(RatoonApiError):
+            session.update(bad_group(), loss=LOSS, optim=OPTIM)
+        assert session.update(one_group("b"), loss=LOSS, optim=OPTIM).seq == 3
 
 
 async def test_tasks_of_one_loop_share_a_session(url: str):

@@ -37,10 +37,16 @@ def token_array(field: str, tokens: IntsLike) -> TokenArray:
 
 
 def value_array(field: str, values: FloatsLike) -> ValueArray:
-    """float32 [length]; values that are not finite pass, the service names them."""
+    """float32 [length]; values that are not finite pass, the service names them.
+
+    Raises InvalidArgumentError for floats of 16 bits: what they have rounded away is missing in
+    every ratio.
+    """
     array = _vector(field, values)
     if array.dtype.kind not in "fiu":
         raise InvalidArgumentError(field, f"dtype {array.dtype}", "numbers")
+    if array.dtype.kind == "f" and array.dtype.itemsize < np.dtype(np.float32).itemsize:
+        raise InvalidArgumentError(field, f"dtype {array.dtype}", "floats of at least 32 bits")
     return array.astype(np.float32)
 
 
@@ -58,7 +64,8 @@ def flag_array(field: str, flags: FlagsLike) -> FlagArray:
 def _vector(field: str, values: object) -> NDArray[Any]:
     try:
         array = np.asarray(values)
-    except (ValueError, OverflowError) as err:
+    except (ValueError, OverflowError, TypeError, RuntimeError) as err:
+        # The last two: tensors of other libraries that numpy has no dtype for, or may not read.
         raise InvalidArgumentError(field, type(values).__name__, "a list of numbers") from err
     if array.ndim != 1:
         raise InvalidArgumentError(field, f"{array.ndim} dimensions", "one dimension")

@@ -7,7 +7,9 @@ the client raises on purpose is a `RatoonClientError`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
+from typing import Self
 
 _NO_DETAILS: Mapping[str, str] = MappingProxyType({})
 
@@ -43,6 +45,20 @@ class RatoonApiError(RatoonClientError):
         self.retryable = retryable
         self.details: dict[str, str] = dict(details)
 
+    def __reduce__(self) -> tuple[partial[Self], tuple[()]]:
+        """To other processes with all its fields; an exception's own way knows its text alone."""
+        again = partial(
+            type(self),
+            self.code,
+            self.message,
+            field=self.field,
+            got=self.got,
+            expected=self.expected,
+            retryable=self.retryable,
+            details=self.details,
+        )
+        return again, ()
+
     @property
     def retry_after_s(self) -> float:
         """Seconds that the service asks to wait before the next try; 0: it does not say."""
@@ -70,3 +86,6 @@ class InvalidArgumentError(RatoonClientError, ValueError):
         self.field = field
         self.got = str(got)
         self.expected = expected
+
+    def __reduce__(self) -> tuple[partial[Self], tuple[()]]:
+        return partial(type(self), self.field, self.got, self.expected), ()

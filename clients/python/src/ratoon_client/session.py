@@ -12,8 +12,11 @@ import uuid
 from collections.abc import Sequence
 from typing import TypeVar
 
+import xxhash
+
 from ratoon_client import calls
 from ratoon_client.caller import Caller
+from ratoon_client.errors import RatoonApiError
 from ratoon_client.loss import Loss, Optim
 from ratoon_client.operation import AsyncOperationHandle
 from ratoon_client.results import Checkpoint, ForwardResult, StepResult
@@ -27,9 +30,9 @@ ResultT = TypeVar("ResultT")
 class AsyncPolicySession:
     """Under client sequencing it counts seqs, under server sequencing it makes a request_id a call.
 
-    After a TransportError it is unknown whether the call was accepted. The session keeps its seq:
-    the same call again is the same operation, another one is refused with KEY_REUSED; `resync` asks
-    the service for the next free seq.
+    After a TransportError it is unknown whether the call was accepted. The session keeps its key:
+    the same call again is the same operation. Under client sequencing another call is refused with
+    KEY_REUSED then; `resync` forgets keys, and asks the service for the next free seq.
     """
 
     def __init__(self, caller: Caller, policy_id: str) -> None:
@@ -38,6 +41,8 @@ class AsyncPolicySession:
         self._lock = asyncio.Lock()
         self._next_seq: int | None = None
         self._is_server_sequenced = False
+        # By what they said, of calls that may have been accepted without an answer.
+        self._unanswered: dict[bytes, str] = {}
 
     @property
     def policy_id(self) -> str:
@@ -52,6 +57,7 @@ class AsyncPolicySession:
         """Forget what was counted and ask the service. Gives the next seq."""
         async with self._lock:
             self._next_seq = None
+            self._unanswered.clear()
             return await self._known_seq()
 
     async def update(
@@ -146,11 +152,25 @@ class AsyncPolicySession:
         async with self._lock:
             next_seq = await self._known_seq()
             if self._is_server_sequenced and seq is None:
-                return await call.send(self._caller, calls.Key(request_id=uuid.uuid4().hex))
+                return await self._send_by_request_id(call)
             taken = next_seq if seq is None else seq
             handle = await call.send(self._caller, calls.Key(seq=taken))
             self._next_seq = max(next_seq, taken + 1)
             return handle
+
+    async def _send_by_request_id(self, call: calls.Call[ResultT]) -> AsyncOperationHandle[ResultT]:
+        said = call.rpc.name.encode() + call.request.SerializeToString(deterministic=True)
+        digest = xxhash.xxh3_128_digest(said)
+        request_id = self._unanswered.setdefault(digest, uuid.uuid4().hex)
+        try:
+            handle = await call.send(self._caller, calls.Key(request_id=request_id))
+        except RatoonApiError as error:
+            # A try before the last may have been taken, unless it is refused whenever it comes.
+            if not error.retryable:
+                del self._unanswered[digest]
+            raise
+        del self._unanswered[digest]
+        return handle
 
     async def _known_seq(self) -> int:
         if self._next_seq is None:

@@ -1,13 +1,15 @@
 """Where a call's groups go: in the request, or in parts ahead of it.
 
 Enters encoded groups, leaves the request's source. Invariant: parts hold whole groups in their
-order, so the batch is the same however it was cut.
+order, so the batch is the same however it was cut. An upload is named by what is in it: the same
+groups again are the same parts.
 """
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterable, Iterator
+
+import xxhash
 
 from ratoon_client.caller import Caller
 from ratoon_client.wire.rpcs import UPLOAD_PART
@@ -26,15 +28,25 @@ async def batch_source(
     size_bytes = sum(group.ByteSize() for group in groups)
     if size_bytes <= min(config.upload_above_bytes, most_bytes):
         return rollout_pb2.RolloutBatch(groups=groups)
-    upload_id = uuid.uuid4().hex
+    part_bytes = min(config.part_bytes, most_bytes)
+    upload_id = _name(groups, part_bytes)
     num_parts = 0
-    for part in split_parts(groups, min(config.part_bytes, most_bytes)):
+    for part in split_parts(groups, part_bytes):
         request = service_pb2.UploadPartRequest(
             policy_id=policy_id, upload_id=upload_id, part_index=num_parts, groups=part
         )
         await caller.call(UPLOAD_PART, request)
         num_parts += 1
     return rollout_pb2.UploadedBatch(upload_id=upload_id, num_parts=num_parts)
+
+
+def _name(groups: Iterable[rollout_pb2.RolloutGroup], part_bytes: int) -> str:
+    """32 hexadecimal digits; other parts of the same groups have another."""
+    state = xxhash.xxh3_128(part_bytes.to_bytes(8, "little"))
+    for group in groups:
+        state.update(group.ByteSize().to_bytes(8, "little"))
+        state.update(group.SerializeToString(deterministic=True))
+    return state.hexdigest()
 
 
 def split_parts(

@@ -85,6 +85,10 @@ def loss_message(loss: Loss) -> training_pb2.LossConfig:
             message.overlong_filter.SetInParent()
         case OverlongPenalty() as penalty:
             _copy(message.overlong_penalty, penalty, "loss.overlong")
+        case other:  # pyright: ignore[reportUnnecessaryComparison] - callers need not check types
+            raise InvalidArgumentError(
+                "loss.overlong", repr(other), "an OverlongFilter, an OverlongPenalty or None"
+            )
     return message
 
 
