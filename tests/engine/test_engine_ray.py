@@ -326,7 +326,7 @@ def test_kills_at_crash_points_change_nothing_of_a_policy_that_replays(engine: E
         with create_engine(journal_url(engine)).connect() as connection:
             token = connection.execute(query, {"policy_id": policy_id}).scalar_one()
         worker = ray.get_actor(worker_name(policy_id), engine.config.ray.namespace)
-        with pytest.raises(AttributeError):
+        with pytest.raises(RatoonError, match="AttributeError"):
             ray.get(worker.load.remote(token, None))
 
     async def run(client: EngineClient, policy_id: str, kills: bool) -> tuple[list[object], str]:
