@@ -51,7 +51,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument("--markdown", type=Path, help="with --report: fill in this document")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES)
+    parser.add_argument(
+        "--policies", nargs="+", choices=POLICIES, default=POLICIES, help="which of them, in order"
+    )
     return parser.parse_args(arguments)
 
 

@@ -128,7 +128,8 @@ def _play(plan: Plan, service: Service, client: RatoonClient, name: str, seed: i
         _train(plan, service, client, row, seed)
     except RatoonClientError as error:
         row["failure"] = f"{type(error).__name__}: {error}"
-    client.delete_policy(name).result(PATIENCE_S)
+    if "created_s" in row:
+        client.delete_policy(name).result(PATIENCE_S)
     return row
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import pickle
-from typing import Any
 
 import numpy as np
 import pytest
 
 from ratoon_client import InvalidArgumentError, Loss, RatoonApiError, Segment, group, rollout
-from ratoon_client.arrays import value_array
 from ratoon_client.wire.encode import group_message, loss_message
 from ratoon_proto.codec import decode_tensor
 
@@ -99,13 +97,9 @@ def test_what_has_no_form_on_the_wire_is_refused_by_field(arguments, field: str)
     assert str(caught.value).startswith(f"{field}: got ")
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-def test_floats_of_16_bits_are_refused(dtype: type[np.floating[Any]]):
+def test_floats_of_16_bits_are_refused():
     """Trap 2: a log-prob of -4.1 was sent as -4.1015625."""
-    values = np.array([-4.1, -0.1], dtype)
-    if dtype is not np.float16:
-        assert value_array("x", values).tolist() == values.astype(np.float32).tolist()
-        return
+    values = np.array([-4.1, -0.1], np.float16)
     with pytest.raises(InvalidArgumentError, match="float16, expected floats of at least 32 bits"):
         rollout(response=[1, 2], sampler_logprobs=values)
 

@@ -8,7 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from ratoon_client import AsyncRatoonClient, RatoonApiError, RatoonClient, TransportError
+from ratoon_client import (
+    AsyncRatoonClient,
+    PolicySession,
+    RatoonApiError,
+    RatoonClient,
+    TransportError,
+)
 from ratoon_proto.v1 import policy_pb2
 from tests.client.conftest import CONFIG
 from tests.client.fake_service import FakeService, Fault, LostAnswerError
@@ -58,15 +64,20 @@ def test_after_a_lost_answer_the_same_call_is_the_same_operation(
 ):
     session = hasty_client.policy("p")
     session.next_seq()
+    _update_without_an_answer(service, session)
+    with pytest.raises(RatoonApiError, match="KEY_REUSED"):
+        session.update(one_group("b"), loss=LOSS, optim=OPTIM)
+    assert session.update(one_group("a"), loss=LOSS, optim=OPTIM).seq == 1
+    assert (service.steps, session.next_seq()) == (1, 2)
+
+
+def _update_without_an_answer(service: FakeService, session: PolicySession) -> None:
+    """Group `a`; the service has taken it."""
     lost = [Fault(name="Update", error=LostAnswerError(), is_after=True) for _ in range(1000)]
     service.faults = list(lost)
     with pytest.raises(TransportError):
         session.update(one_group("a"), loss=LOSS, optim=OPTIM)
     service.faults = []
-    with pytest.raises(RatoonApiError, match="KEY_REUSED"):
-        session.update(one_group("b"), loss=LOSS, optim=OPTIM)
-    assert session.update(one_group("a"), loss=LOSS, optim=OPTIM).seq == 1
-    assert (service.steps, session.next_seq()) == (1, 2)
 
 
 def test_resync_asks_the_service(client: RatoonClient):
@@ -99,11 +110,7 @@ def test_under_server_sequencing_too_a_call_again_is_the_same_operation(
     with RatoonClient(url, config=config) as client:
         session = client.policy("p")
         session.next_seq()
-        lost = [Fault(name="Update", error=LostAnswerError(), is_after=True) for _ in range(1000)]
-        service.faults = list(lost)
-        with pytest.raises(TransportError):
-            session.update(one_group("a"), loss=LOSS, optim=OPTIM)
-        service.faults = []
+        _update_without_an_answer(service, session)
         assert session.update(one_group("a"), loss=LOSS, optim=OPTIM).seq == 1
         assert service.steps == 1
         # It was answered: the same once more is another step, as a caller may want.

@@ -91,6 +91,18 @@ async def test_a_controller_that_was_replaced_deletes_no_body_of_its_successor(
     assert list(paths.bodies.iterdir()) == []
 
 
+async def test_a_body_that_came_back_after_the_listing_goes_with_its_holder(
+    paths: PolicyPaths,
+) -> None:
+    """As one from an archive does, which fills a disk that was empty when it was listed."""
+    bodies = BodyFiles(paths)
+    listed = await bodies.names()
+    paths.body("d1").write_bytes(b"one")
+    await bodies.reconcile({"queued": "d1"}, listed)
+    await bodies.release("queued", "d1")
+    assert list(paths.bodies.iterdir()) == []
+
+
 def test_results_expire_unless_something_open_names_them(paths: PolicyPaths) -> None:
     old, named, fresh = "0" * 32, "1" * 32, "2" * 32
     for digest in (old, named, fresh):

@@ -207,6 +207,10 @@ class BodyFiles:
             for holder, digest in digests.items():
                 kept.setdefault(digest, set()).add(holder)
             self._holders = {digest: holders for digest, holders in kept.items() if holders}
+            # What an archive has put back since is this process's too.
+            for digest in self._holders.keys() - self._known.keys():
+                path = self._paths.body(digest)
+                self._known[digest] = await asyncio.to_thread(_file_id, path)
             for name in set(listed) - set(self._holders):
                 await self._delete(name)
 
