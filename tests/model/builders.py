@@ -37,6 +37,7 @@ def load(
     attention_backend: str = "",
     keep_reference: bool = False,
     compile_layers: bool = False,
+    deterministic: bool = True,
 ) -> PolicyModel:
     spec = ModelSpec(
         base=FolderBase(folder=str(base)) if isinstance(base, Path) else base,
@@ -48,7 +49,7 @@ def load(
         spec,
         device=torch.device("cpu"),
         attention_backend=attention_backend,
-        deterministic=True,
+        deterministic=deterministic,
         keep_reference=keep_reference,
         compile_layers=compile_layers,
     )

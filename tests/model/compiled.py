@@ -1,7 +1,7 @@
 """Layers that are compiled on a machine without a compiler: traced, and run operation by operation.
 
 Leaves a context; inside, models made with `compile_layers` have their graphs, and these are
-counted. Invariant: what was compiled before is forgotten, and so is what was in it.
+listed. Invariant: what was compiled before is forgotten, and so is what was in it.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx import GraphModule
 
 from ratoon.model import layers
 
 
 @contextmanager
-def eager_graphs() -> Iterator[list[int]]:
-    """Has one element for each graph so far."""
-    compiled: list[int] = []
+def eager_graphs() -> Iterator[list[GraphModule]]:
+    """Those that there are so far."""
+    compiled: list[GraphModule] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
         from torch._dynamo.backends.registry import lookup_backend
 
-        compiled.append(1)
+        compiled.append(graph)
         return lookup_backend("aot_eager_decomp_partition")(graph, inputs)
 
     torch.compiler.reset()

@@ -1,7 +1,7 @@
-"""Decoders of a real model's shape, small, with random weights on the GPU.
+"""Decoders of a real model's shape, small, with random weights on the GPU; and steps of them.
 
-Enter sizes, leaves a `PolicyModel` around a fresh module. Invariant: the same sizes give the same
-weights, rounded to bfloat16, in any dtype.
+Enter sizes, leaves a `PolicyModel` around a fresh module, or enters a forest, leaves gradients.
+Invariant: the same sizes give the same weights, rounded to bfloat16, in any dtype.
 """
 
 from __future__ import annotations
@@ -9,11 +9,14 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from ratoon.model.attention import ATTENTION_NAME, register_tree_attention
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import FullTuning, ModelDtype, ModelSpec, PresetBase
+from ratoon_kernels import token_logprobs
+from tests.kernels.forests import Forest
 
 DEVICE = torch.device("cuda")
 VOCAB_SIZE = 32768
@@ -53,3 +56,33 @@ def make_policy(
         spec=spec, module=module.to(dtype), adapter=None, frozen=None, attention_backend=backend,
         deterministic=is_deterministic, compile_layers=is_compiled,
     )  # fmt: skip
+
+
+class Step:
+    """A forward and backward over a forest, each token but the last of it predicting."""
+
+    def __init__(self, forest: Forest) -> None:
+        count = forest.num_tokens
+        generator = torch.Generator(DEVICE).manual_seed(1)
+        self.tokens_T = torch.randint(0, VOCAB_SIZE, (count,), generator=generator, device=DEVICE)
+        self.position_T = torch.arange(count, device=DEVICE) % 4096
+        self.layout = forest.layout("cuda")
+        self.rows_R = torch.arange(count - 1, device=DEVICE)
+        self.weight_R = torch.randn(count - 1, generator=generator, device=DEVICE)
+        self.temperature_R = torch.ones(count - 1, device=DEVICE)
+
+    def run(self, policy: PolicyModel) -> None:
+        """Leaves gradients in the parameters."""
+        hidden_TD = policy.forward_hidden(self.tokens_T, self.position_T, self.layout)
+        logprob_R, _ = token_logprobs(
+            hidden_TD[:-1], policy.lm_head_VD, self.tokens_T[1:], self.rows_R, self.temperature_R
+        )
+        logprob_R.backward(self.weight_R)
+
+    def gradients(self, policy: PolicyModel) -> dict[str, Tensor]:
+        """Of one run; they are taken out of the parameters."""
+        policy.module.zero_grad(set_to_none=True)
+        self.run(policy)
+        found = {name: cast("Tensor", p.grad) for name, p in policy.named_trainable().items()}
+        policy.module.zero_grad(set_to_none=True)
+        return found

@@ -2,52 +2,18 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import pytest
 import torch
-from torch import Tensor
 
 from ratoon.model.activation_plan import Kept, peak_bytes
 from ratoon.model.policy_model import PolicyModel
-from ratoon_kernels import token_logprobs
-from tests.kernels.forests import Forest, star
-from tests.model.gpu_policies import DEVICE, VOCAB_SIZE, make_policy
+from tests.kernels.forests import star
+from tests.model.gpu_policies import DEVICE, Step, make_policy
 
 pytestmark = pytest.mark.gpu
 
 SMALL = star(300, 5, 90)
 LARGE = star(2048, 15, 960)
-
-
-class _Step:
-    """A forward and backward over a forest, each token but the last of it predicting."""
-
-    def __init__(self, forest: Forest) -> None:
-        count = forest.num_tokens
-        generator = torch.Generator(DEVICE).manual_seed(1)
-        self.tokens_T = torch.randint(0, VOCAB_SIZE, (count,), generator=generator, device=DEVICE)
-        self.position_T = torch.arange(count, device=DEVICE) % 4096
-        self.layout = forest.layout("cuda")
-        self.rows_R = torch.arange(count - 1, device=DEVICE)
-        self.weight_R = torch.randn(count - 1, generator=generator, device=DEVICE)
-        self.temperature_R = torch.ones(count - 1, device=DEVICE)
-
-    def run(self, policy: PolicyModel) -> None:
-        """Leaves gradients in the parameters."""
-        hidden_TD = policy.forward_hidden(self.tokens_T, self.position_T, self.layout)
-        logprob_R, _ = token_logprobs(
-            hidden_TD[:-1], policy.lm_head_VD, self.tokens_T[1:], self.rows_R, self.temperature_R
-        )
-        logprob_R.backward(self.weight_R)
-
-    def gradients(self, policy: PolicyModel) -> dict[str, Tensor]:
-        """Of one run; they are taken out of the parameters."""
-        policy.module.zero_grad(set_to_none=True)
-        self.run(policy)
-        found = {name: cast("Tensor", p.grad) for name, p in policy.named_trainable().items()}
-        policy.module.zero_grad(set_to_none=True)
-        return found
 
 
 def _keep(policy: PolicyModel, kept: Kept, tokens: int) -> int:
@@ -67,7 +33,7 @@ def _keep(policy: PolicyModel, kept: Kept, tokens: int) -> int:
 
 def test_compiled_gradients_are_those_of_the_modules() -> None:
     """To rounding: the error against fp32 is no more than twice that of the modules themselves."""
-    step = _Step(SMALL)
+    step = Step(SMALL)
     exact = step.gradients(make_policy(is_compiled=False, dtype=torch.float32, backend="reference"))
     modules = step.gradients(make_policy(is_compiled=False))
     policy = make_policy(is_compiled=True)
@@ -81,7 +47,7 @@ def test_compiled_gradients_are_those_of_the_modules() -> None:
 
 @pytest.mark.parametrize("kept", Kept)
 def test_the_predicted_peak_is_within_a_tenth(kept: Kept) -> None:
-    policy, step = make_policy(is_compiled=True, layers=12, hidden=1024), _Step(LARGE)
+    policy, step = make_policy(is_compiled=True, layers=12, hidden=1024), Step(LARGE)
     predicted = _keep(policy, kept, LARGE.num_tokens)
     step.gradients(policy)
     torch.cuda.empty_cache()
@@ -106,13 +72,13 @@ def test_the_largest_micro_batch_by_formula_fits() -> None:
         # A share for fragments and for the gradients, which the formula leaves out here.
         limit = held + int(1.03 * budget) + gradients + 2**28
         torch.cuda.set_per_process_memory_fraction(limit / total)
-        _Step(star(tokens // 4, 3, tokens // 4)).run(policy)
+        Step(star(tokens // 4, 3, tokens // 4)).run(policy)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def test_a_step_does_not_wait_for_the_device() -> None:
-    policy, step = make_policy(is_compiled=True), _Step(SMALL)
+    policy, step = make_policy(is_compiled=True), Step(SMALL)
     _keep(policy, Kept.NARROW, SMALL.num_tokens)
     step.run(policy)
     torch.cuda.synchronize()

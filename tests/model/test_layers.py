@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ratoon.errors import ErrorCode
 from ratoon.model.activation_plan import Kept, max_tokens, peak_bytes, plan_activations
+from ratoon.model.layers import token_range
 from ratoon.model.offload import HostOffload
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import ModelDtype
@@ -77,7 +79,7 @@ def test_what_is_kept_changes_no_bit(
 
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_what_is_on_the_host_is_there_until_its_backward(
-    is_compiled: bool, graphs: list[int]
+    is_compiled: bool, graphs: list[GraphModule]
 ) -> None:
     """Compiled, all that a layer keeps; else its input alone."""
     model = load(TINY, dtype=ModelDtype.FLOAT32, compile_layers=is_compiled)
@@ -165,12 +167,12 @@ def test_a_forward_that_does_not_fit_is_refused() -> None:
 
 
 @pytest.fixture
-def graphs() -> Iterator[list[int]]:
+def graphs() -> Iterator[list[GraphModule]]:
     with eager_graphs() as compiled:
         yield compiled
 
 
-def test_compiled_layers_share_one_graph_a_kind(graphs: list[int]) -> None:
+def test_compiled_layers_share_one_graph_a_kind(graphs: list[GraphModule]) -> None:
     """Each of the layers runs through the same one, and gradients are right to rounding."""
     packed = pack(branching_sequences(0))
     expected = _gradients(load(TINY, dtype=ModelDtype.FLOAT32), packed)
@@ -191,7 +193,40 @@ def test_compiled_layers_share_one_graph_a_kind(graphs: list[int]) -> None:
             assert error < 1e-5, (kept, name)
 
 
-def test_models_of_other_sizes_compile_in_one_process(tmp_path: Path, graphs: list[int]) -> None:
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_deterministic_graph_is_of_a_range_of_tokens_from_the_first_on(
+    deterministic: bool, graphs: list[GraphModule]
+) -> None:
+    """Else what a process meets first, and then second, would decide how all others are summed."""
+    model = load(TINY, dtype=ModelDtype.FLOAT32, compile_layers=True, deterministic=deterministic)
+    with torch.no_grad():
+        for count in (5, 9):
+            hidden_of(model, pack([[1, *range(2, count)], [1, 0]]))
+    assert list(map(_is_of_a_range, graphs)) == [deterministic, True]
+
+
+def _is_of_a_range(graph: GraphModule) -> bool:
+    """Whether its hidden states are of any number of tokens."""
+    (node,) = (n for n in graph.graph.find_nodes(op="placeholder") if "hidden_states" in n.name)
+    return not isinstance(node.meta["example_value"].shape[1], int)
+
+
+def test_ranges_of_tokens_follow_one_another() -> None:
+    assert token_range(1) is None
+    least, num_ranges = 2, 0
+    while least < 2**24:
+        bounds = token_range(least)
+        assert bounds is not None
+        assert bounds[0] == least
+        assert token_range(bounds[1]) == bounds
+        least = bounds[1] + 1
+        num_ranges += 1
+    assert num_ranges == 8
+
+
+def test_models_of_other_sizes_compile_in_one_process(
+    tmp_path: Path, graphs: list[GraphModule]
+) -> None:
     """Their attention has another scale."""
     packed = pack(branching_sequences(0))
     bases = (TINY, write_folder(tmp_path / "base", "llama"))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,89 +13,13 @@ from ratoon.model.activation_plan import Kept, peak_bytes
 from ratoon.model.offload import CHUNK_BYTES, HostOffload
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.stage_plan import least_plan, plan_forward
-from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.forest import build_forest
-from ratoon.rollout.pack import pack
 from ratoon.rollout.packed import PackedBatch, Stage
-from ratoon.rollout.prefixes import sort_sequences
-from ratoon.rollout.validate import validate_groups
 from ratoon.rollout.waves import peak_tokens
-from ratoon.train.clock import DeviceClock
-from ratoon.train.device import put, run_model, to_device
-from ratoon.train.loss.compute import LossOutput
-from ratoon.train.loss.sums import SUM_NAMES
-from ratoon.train.streaming import StagedBatch
-from tests.builders import group, limits, rollout
-from tests.model.gpu_policies import DEVICE, VOCAB_SIZE, make_policy
+from tests.model.gpu_policies import DEVICE, make_policy
 from tests.rollout.stages import held_tokens
+from tests.train.gpu_streams import cut_stages, make_batch, pack_batch, stream_gradients
 
 pytestmark = pytest.mark.gpu
-
-
-def _batch(prompt: int, num_responses: int, response: int) -> RolloutBatch:
-    """Each half of the responses begins with a turn of its own, and no two go on alike."""
-    rng = np.random.default_rng(0)
-    turns = [rng.integers(0, VOCAB_SIZE, 150) for _ in range(2)]
-    raws = []
-    for n in range(num_responses):
-        tokens = [turns[2 * n // num_responses], [n], rng.integers(0, VOCAB_SIZE, response - n % 7)]
-        raws.append(rollout(np.concatenate(tokens).astype(np.int32)))
-    head = rng.integers(0, VOCAB_SIZE, prompt)
-    return validate_groups(
-        [group(head, raws)], limits(vocab_size=VOCAB_SIZE, max_sequence_tokens=1 << 17)
-    )
-
-
-def _packed(batch: RolloutBatch) -> PackedBatch:
-    forest = build_forest(batch, sort_sequences(batch), np.arange(batch.num_sequences))
-    return pack(batch, forest, batch.loss_mask)
-
-
-def _stages(packed: PackedBatch, wave: int) -> tuple[Stage, ...]:
-    """The prompt; each turn below it; below a turn its responses, `wave` at a time."""
-    forest = packed.forest
-    starts, stops = forest.node_start.tolist(), forest.node_stop.tolist()
-    ends, parents = forest.node_end.tolist(), forest.node_parent.tolist()
-    stages = [Stage(start=0, stop=stops[0], parent=-1)]
-    for turn in (node for node, parent in enumerate(parents) if parent == 0):
-        index = len(stages)
-        stages.append(Stage(start=starts[turn], stop=stops[turn], parent=0))
-        below = [starts[node] for node, parent in enumerate(parents) if parent == turn][::wave]
-        bounds = pairwise([*below, ends[turn]])
-        stages += [Stage(start=start, stop=stop, parent=index) for start, stop in bounds]
-    return tuple(stages)
-
-
-def _gradients(
-    policy: PolicyModel, packed: PackedBatch, stages: tuple[Stage, ...], *, is_of_rows: bool = True
-) -> dict[str, Tensor]:
-    """Of a random weight of each term; at once, and in two phases, where there are no stages."""
-    generator = torch.Generator().manual_seed(1)
-    weight_L = torch.randn(len(packed.term_target), generator=generator).to(DEVICE)
-    policy.module.zero_grad(set_to_none=True)
-    batch = to_device(packed, DEVICE)
-    if stages:
-
-        def loss_of(terms: np.ndarray, *_: Tensor) -> LossOutput:
-            return LossOutput(
-                grad_logprob_L=weight_L[put(terms, DEVICE)],
-                grad_entropy_L=None,
-                sums_F=torch.zeros(len(SUM_NAMES), dtype=torch.float64),
-            )
-
-        staged = StagedBatch(policy, packed, batch, stages, lambda: None)
-        staged.forward_backward(loss_of, DeviceClock(DEVICE), is_of_rows=is_of_rows)
-    else:
-        logprob_M = run_model(policy, batch).logprob_M
-        seed_M = torch.zeros_like(logprob_M).index_add_(0, batch.term_target_L, weight_L)
-        logprob_M.backward(seed_M)
-    found = {
-        name: parameter.grad
-        for name, parameter in policy.named_trainable().items()
-        if parameter.grad is not None
-    }
-    policy.module.zero_grad(set_to_none=True)
-    return found
 
 
 def _budget(policy: PolicyModel, kept: Kept, tokens: int) -> int:
@@ -115,16 +37,16 @@ def _error(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
 
 def test_streamed_gradients_are_as_near_to_float32_as_packed_ones() -> None:
     """Through two prefixes, one below the other, and compiled layers that keep what fits."""
-    packed = _packed(_batch(700, 8, 150))
-    stages = _stages(packed, wave=2)
+    packed = pack_batch(make_batch(700, 8, 150))
+    stages = cut_stages(packed, wave=2)
     exact = make_policy(is_compiled=False, dtype=torch.float32, backend="reference")
-    truth = _gradients(exact, packed, ())
+    truth = stream_gradients(exact, packed, ())
     policy = make_policy(is_compiled=True)
-    at_once = _error(_gradients(policy, packed, ()), truth)
+    at_once = _error(stream_gradients(policy, packed, ()), truth)
     for kept in (Kept.PRODUCTS, Kept.NARROW, Kept.ATTENTION):
         policy.limit_activations(_budget(policy, kept, peak_tokens(stages)))
         for is_of_rows in (True, False):
-            found = _gradients(policy, packed, stages, is_of_rows=is_of_rows)
+            found = stream_gradients(policy, packed, stages, is_of_rows=is_of_rows)
             error = _error(found, truth)
             assert 0 < error <= 1.25 * at_once, (kept, is_of_rows, error, at_once)
 
@@ -132,8 +54,8 @@ def test_streamed_gradients_are_as_near_to_float32_as_packed_ones() -> None:
 def test_a_streamed_peak_is_as_predicted_and_leaves_nothing() -> None:
     """Within a tenth: activations and stacks of the widest moment, on top of the gradients."""
     policy = make_policy(is_compiled=True, layers=12, hidden=1024)
-    packed = _packed(_batch(400, 16, 700))
-    stages = _stages(packed, wave=8)
+    packed = pack_batch(make_batch(400, 16, 700))
+    stages = cut_stages(packed, wave=8)
     budget = _budget(policy, Kept.ATTENTION, peak_tokens(stages))
     policy.limit_activations(budget)
     # Those of all layers stay from one stage to the next.
@@ -144,11 +66,11 @@ def test_a_streamed_peak_is_as_predicted_and_leaves_nothing() -> None:
 
 def _measured(policy: PolicyModel, packed: PackedBatch, stages: tuple[Stage, ...]) -> int:
     """Most bytes of the device in a step, beyond weights; nothing is to be left."""
-    _gradients(policy, packed, stages)
+    stream_gradients(policy, packed, stages)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    _gradients(policy, packed, stages)
+    stream_gradients(policy, packed, stages)
     assert torch.cuda.memory_allocated() - before < 2**20
     return torch.cuda.max_memory_allocated() - before
 
@@ -157,8 +79,8 @@ def test_prefixes_on_the_host_leave_the_device_to_the_waves() -> None:
     """The peak is as predicted, up to the share that the service does not plan; and lower than
     without the host by what waits while the widest wave runs."""
     policy = make_policy(is_compiled=True, layers=12, hidden=1024)
-    sizes, packed = policy.sizes, _packed(_batch(8000, 16, 850))
-    stages = _stages(packed, wave=8)
+    sizes, packed = policy.sizes, pack_batch(make_batch(8000, 16, 850))
+    stages = cut_stages(packed, wave=8)
     held = held_tokens(stages)
     waiting = max(one.above for one in held)
     lent = waiting * sizes.num_layers * sizes.kept_bytes(Kept.HOST)
@@ -189,13 +111,13 @@ def _keep_the_least(policy: PolicyModel, lent: int) -> None:
 def test_where_prefixes_wait_changes_no_bit() -> None:
     policy = make_policy(is_compiled=True, is_deterministic=True)
     policy._layers._offload = offload = HostOffload(DEVICE, min_bytes=1)
-    packed = _packed(_batch(3000, 8, 300))
-    stages = _stages(packed, wave=2)
+    packed = pack_batch(make_batch(3000, 8, 300))
+    stages = cut_stages(packed, wave=2)
     runs: list[dict[str, Tensor]] = []
     with _deterministic():
         for lent in (0, 2**40, 2**40):
             _keep_the_least(policy, lent)
-            runs.append(_gradients(policy, packed, stages))
+            runs.append(stream_gradients(policy, packed, stages))
             assert bool(offload.room_bytes) == bool(lent)
             assert offload.held_bytes == 0
     for name, grad in runs[0].items():
@@ -217,9 +139,9 @@ def _deterministic() -> Iterator[None]:
 
 def test_streams_repeat_their_bits_in_deterministic_mode() -> None:
     policy = make_policy(is_compiled=True, is_deterministic=True)
-    packed = _packed(_batch(300, 6, 90))
-    stages = _stages(packed, wave=1)
+    packed = pack_batch(make_batch(300, 6, 90))
+    stages = cut_stages(packed, wave=1)
     with _deterministic():
-        runs = [_gradients(policy, packed, stages) for _ in range(2)]
+        runs = [stream_gradients(policy, packed, stages) for _ in range(2)]
     for name, grad in runs[0].items():
         assert torch.equal(grad, runs[1][name]), name

@@ -117,10 +117,13 @@ def peak_bytes(sizes: DecoderSizes, kept: tuple[Kept, ...], tokens: int, rows: i
     resident = (3 * tokens + rows) * sizes.hidden_size * sizes.element_bytes
     resident += sum(tokens * sizes.kept_bytes(layer) for layer in kept if layer is not Kept.HOST)
     peak = resident + sizes.head_bytes(rows)
+    resident += sizes.head_gradient_bytes
+    # Of the layers on the host, which come from there when the first of them runs backward.
     under_way = min(kept.count(Kept.HOST), _LAYERS_UNDER_WAY)
-    resident += sizes.head_gradient_bytes + under_way * tokens * sizes.kept_bytes(Kept.HOST)
+    fetched = under_way * tokens * sizes.kept_bytes(Kept.HOST)
     for layer in reversed(kept):
-        peak = max(peak, resident + tokens * sizes.working_bytes(layer))
+        beside = fetched if layer is Kept.HOST else 0
+        peak = max(peak, resident + beside + tokens * sizes.working_bytes(layer))
         resident += sizes.layer_gradient_bytes
         if layer is not Kept.HOST:
             resident -= tokens * sizes.kept_bytes(layer)
@@ -143,6 +146,7 @@ def plan_activations(
             field="micro_batch_tokens",
             got=str(tokens),
             expected=f"at most {max_tokens(sizes, device_bytes, host_bytes)}",
+            details={"resource": "memory"},
         )
     return plan
 

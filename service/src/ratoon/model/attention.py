@@ -38,6 +38,11 @@ class PathAttention(LayerAttention, Protocol):
         """By which what layers keep is planned."""
         ...
 
+    @property
+    def per_token(self) -> tuple[Tensor, ...]:
+        """What compiled code sees of it that has T elements, one a token of the forward."""
+        ...
+
     def at_layer(self, index: int, /) -> LayerAttention:
         """Of one layer, for code compiled once for all: it does not ask for the index."""
         ...
@@ -65,6 +70,11 @@ class TreeAttention:
             deterministic=self.deterministic,
         )
         return out_TNH
+
+    @property
+    def per_token(self) -> tuple[Tensor]:
+        """See `PathAttention.per_token`."""
+        return (self.layout.end_T,)
 
     @property
     def held(self) -> HeldTokens:

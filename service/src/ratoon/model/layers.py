@@ -2,7 +2,8 @@
 
 Enters the layers of a transformers decoder, whose calls go through here from then on. Invariant:
 what is kept, and whether a layer is compiled, changes no result beyond the rounding of fused
-elementwise operations; without either, the bits are those of the layer itself.
+elementwise operations; without either, the bits are those of the layer itself. In deterministic
+mode the bits of compiled layers do not depend on what the process ran before.
 
 What runs again is chosen by operation (torch's selective activation checkpointing): attention never
 does, a matrix product unless it is kept. Compiled, each kind is one graph for all layers, and what
@@ -28,6 +29,9 @@ from ratoon.model.activation_plan import Kept
 from ratoon.model.offload import HostOffload
 
 _MAX_GRAPHS = 64
+# In deterministic mode a graph is of up to so many tokens, the next of up to the next number; past
+# the last, of up to four times as many each. Primes: no other size of a model equals one.
+_MOST_TOKENS = (4093, 16_381, 65_521, 262_139)
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
@@ -41,6 +45,7 @@ class DecoderLayers:
         *,
         wide_features: int,
         is_compiled: bool,
+        is_deterministic: bool,
         precision: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         """`wide_features`: outputs of the products that NARROW leaves out; `precision`: a context
@@ -48,6 +53,7 @@ class DecoderLayers:
         # None: everything that autograd keeps, where nothing is compiled.
         self.kept: tuple[Kept, ...] | None = None
         self._is_compiled = is_compiled
+        self._is_deterministic = is_deterministic
         self._contexts = {kept: _selective(kept, wide_features) for kept in Kept}
         self._contexts[Kept.HOST] = self._contexts[Kept.ATTENTION]
         self._offload: HostOffload | None = None
@@ -57,6 +63,9 @@ class DecoderLayers:
 
     def _run(self, index: int, layer: nn.Module, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         kept = self.kept if torch.is_grad_enabled() else None
+        if self._is_compiled and self._is_deterministic:
+            rows = ((x, 1) for x in (hidden_states, *kwargs["position_embeddings"]))
+            _mark_tokens(*rows, *((x, 0) for x in kwargs["ratoon_tree"].per_token))
         # What differs from layer to layer is picked before anything is compiled.
         kwargs["ratoon_tree"] = kwargs["ratoon_tree"].at_layer(index)
         if kept is None:
@@ -130,6 +139,39 @@ def _run_again(
             context_fn=contexts,
         ),
     )
+
+
+def token_range(num_tokens: int) -> tuple[int, int] | None:
+    """The least and the most tokens of the graph that runs so many in deterministic mode.
+
+    None: one token, which the compiler makes a graph of its own in any case.
+    """
+    if num_tokens < 2:
+        return None
+    least, most = 2, _MOST_TOKENS[0]
+    for most in _MOST_TOKENS:
+        if num_tokens <= most:
+            break
+        least = most + 1
+    while most < num_tokens:
+        least, most = most + 1, 4 * most
+    return least, most
+
+
+def _mark_tokens(*dims: tuple[Tensor, int]) -> None:
+    """Have the next graph compiled for a whole range of T, the size of these, whatever it is now.
+
+    The compiler takes sizes for hints of how to cut sums, and the first ones that it meets for all
+    that come after. A process that replays from a checkpoint meets others first than the one whose
+    bits it has to find again: so the hint is the range's. It is the most of it, so that what the
+    compiler finds of the hint, such as that an offset fits 32 bits, is so of the whole range.
+    """
+    found = token_range(dims[0][0].shape[dims[0][1]])
+    if found is None:
+        return
+    least, most = found
+    for tensor, dim in dims:
+        torch._dynamo.mark_dynamic(tensor, dim, hint_override=most, min=least, max=most)
 
 
 def configure_compiler() -> None:

@@ -186,5 +186,6 @@ class PolicyModel:
             cast("Any", module).get_decoder().layers,
             wide_features=wide_features(self.config),
             is_compiled=is_compiled,
+            is_deterministic=self._deterministic,
             precision=self._precision,
         )

@@ -89,6 +89,7 @@ def plan_forward(
             field="micro_batch_tokens",
             got=str(stream.held),
             expected=f"at most {streamed_tokens(sizes, device_bytes, host_bytes)}",
+            details={"resource": "memory"},
         )
     return plan
 

@@ -103,6 +103,11 @@ class StageAttention:
             stream=self.stream.tokens,
         )
 
+    @property
+    def per_token(self) -> tuple[()]:
+        """See `PathAttention.per_token`."""
+        return ()
+
     def at_layer(self, index: int) -> LayerStage:
         """See `PathAttention.at_layer`."""
         if index not in self._layers:

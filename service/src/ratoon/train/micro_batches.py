@@ -115,7 +115,6 @@ def _check_cancelled(hooks: PassHooks, done: int, planned: int) -> None:
     if hooks.is_cancelled():
         raise RatoonError(
             ErrorCode.CANCELLED,
-            f"cancelled after {done} of {planned} micro-batches; gradients of those already in the "
-            "window must be discarded or restored",
+            f"cancelled after {done} of {planned} micro-batches",
             details={"micro_batches_done": str(done), "micro_batches_planned": str(planned)},
         )
