@@ -1,6 +1,6 @@
 """Updates through the whole service on one device: their seconds by part, and kills in the midst.
 
-Enters a device, leaves a result file, written anew after each policy; or enters a result file,
+Enters a device, leaves a result file, written anew after each update; or enters a result file,
 leaves its table or its section of a document. Invariant: no file is written where the GPU tests are
 not green for these sources.
 
@@ -62,7 +62,9 @@ def _measure(args: argparse.Namespace) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
     def keep(payload: dict[str, Any]) -> None:
-        print(json.dumps(payload["rows"][-1]), file=sys.stderr, flush=True)
+        row = payload["rows"][-1]
+        last = {**row, "updates": row["updates"][-1:]}
+        print(len(row["updates"]), json.dumps(last), file=sys.stderr, flush=True)
         if args.out is not None:
             write_result(args.out, payload, seed=args.seed)
 

@@ -94,7 +94,7 @@ def measure(
     policies: Sequence[str],
     on_payload: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """Seconds until the service was well, and the rows of its policies, also after each of them.
+    """Seconds until the service was well, and the rows of its policies, also after each update.
 
     Raises `RuntimeError` where it does not start or a kill did not happen.
     """
@@ -116,25 +116,40 @@ def measure(
         payload = {"plan": asdict(plan), "start_s": time.monotonic() - start, "rows": rows}
         with RatoonClient(service.grpc, timeout_s=PATIENCE_S) as client:
             for name in policies:
-                rows.append(_play(plan, service, client, name, seed))
-                on_payload(payload)
+                rows.append({"policy": name, "updates": []})
+                _play(plan, service, client, rows[-1], seed, lambda: on_payload(payload))
     return payload
 
 
-def _play(plan: Plan, service: Service, client: RatoonClient, name: str, seed: int) -> Row:
+def _play(
+    plan: Plan,
+    service: Service,
+    client: RatoonClient,
+    row: Row,
+    seed: int,
+    on_row: Callable[[], None],
+) -> None:
     """One policy from its creation to its end, which frees its worker's device."""
-    row: Row = {"policy": name, "updates": [], "failure": ""}
+    row["failure"] = "was not finished"
     try:
-        _train(plan, service, client, row, seed)
+        _train(plan, service, client, row, seed, on_row)
+        row["failure"] = ""
     except RatoonClientError as error:
         row["failure"] = f"{type(error).__name__}: {error}"
+    on_row()
     if "created_s" in row:
-        client.delete_policy(name).result(PATIENCE_S)
-    return row
+        client.delete_policy(row["policy"]).result(PATIENCE_S)
 
 
-def _train(plan: Plan, service: Service, client: RatoonClient, row: Row, seed: int) -> None:
-    """Adds to `row` what it measures, as it does."""
+def _train(
+    plan: Plan,
+    service: Service,
+    client: RatoonClient,
+    row: Row,
+    seed: int,
+    on_row: Callable[[], None],
+) -> None:
+    """Adds to `row` what it measures, and says so each time."""
     name = row["policy"]
     begin = time.monotonic()
     client.create_policy(
@@ -146,6 +161,7 @@ def _train(plan: Plan, service: Service, client: RatoonClient, row: Row, seed: i
         recovery="replay" if name != FAST else "fail",
     ).result(PATIENCE_S)
     row["created_s"] = time.monotonic() - begin
+    on_row()
     session = client.policy(name)
     for number in range(1, plan.num_updates + 1):
         rollouts = _rollouts(plan, number, seed + number)
@@ -161,6 +177,7 @@ def _train(plan: Plan, service: Service, client: RatoonClient, row: Row, seed: i
         result = update.result(PATIENCE_S)
         seconds = time.monotonic() - begin
         row["updates"].append(_update_row(result, seconds, is_killed=is_killed))
+        on_row()
         if is_killed and not service.wait_for_crash(CrashPoint.WORKER_IN_APPLY, 0.0):
             raise RuntimeError("the worker was not killed")
     folder = service.root / "pulled" / name

@@ -72,7 +72,7 @@ def _config(architecture: str, vocab_size: int, num_heads: int) -> PretrainedCon
         "head_dim": 8,
         "num_experts": 4,
         "num_experts_per_tok": 2,
-        "moe_intermediate_size": 12,
+        "moe_intermediate_size": 16,
         "decoder_sparse_step": 1,
         "norm_topk_prob": True,
     }

@@ -38,6 +38,7 @@ def load(
     keep_reference: bool = False,
     compile_layers: bool = False,
     deterministic: bool = True,
+    device: str = "cpu",
 ) -> PolicyModel:
     spec = ModelSpec(
         base=FolderBase(folder=str(base)) if isinstance(base, Path) else base,
@@ -47,7 +48,7 @@ def load(
     )
     return load_model(
         spec,
-        device=torch.device("cpu"),
+        device=torch.device(device),
         attention_backend=attention_backend,
         deterministic=deterministic,
         keep_reference=keep_reference,

@@ -24,7 +24,7 @@ class Packed:
     paths: list[list[int]]
 
 
-def pack(sequences: list[list[int]]) -> Packed:
+def pack(sequences: list[list[int]], device: str = "cpu") -> Packed:
     """One node a token: the finest forest there is, depth-first, children by first appearance."""
     tokens, positions, parents, ends = [], [], [], []
     paths: list[list[int]] = [[] for _ in sequences]
@@ -52,11 +52,11 @@ def pack(sequences: list[list[int]]) -> Packed:
         node_stop=start + 1,
         node_end=np.array(ends, dtype=np.int64),
         node_parent=np.array(parents, dtype=np.int32),
-        device=torch.device("cpu"),
+        device=torch.device(device),
     )
     return Packed(
-        tokens_T=torch.tensor(tokens),
-        position_T=torch.tensor(positions),
+        tokens_T=torch.tensor(tokens, device=device),
+        position_T=torch.tensor(positions, device=device),
         layout=layout,
         paths=paths,
     )

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -222,6 +222,47 @@ def test_ranges_of_tokens_follow_one_another() -> None:
         least = bounds[1] + 1
         num_ranges += 1
     assert num_ranges == 8
+
+
+def test_adapters_are_part_of_the_graphs(tmp_path: Path, graphs: list[GraphModule]) -> None:
+    base = write_folder(tmp_path / "base", "qwen3")
+    models = [
+        load(base, tuning=LORA, dtype=ModelDtype.FLOAT32, compile_layers=is_compiled)
+        for is_compiled in (False, True)
+    ]
+    for model in models:
+        randomize(model, seed=3)
+        vars(model)["_plan_activations"] = lambda _: (Kept.ATTENTION,) * 2
+    packed = pack(branching_sequences(1))
+    modules, compiled = (_gradients(model, packed) for model in models)
+    assert modules.keys() == compiled.keys() != set()
+    for name, grad in modules.items():
+        assert (compiled[name] - grad).norm() <= 1e-5 * grad.norm(), name
+    # Gone, an adapter is another graph; the gradients are of the first.
+    with models[1].reference():
+        reference_TD = hidden_of(models[1], packed)
+    assert not torch.equal(reference_TD, hidden_of(models[1], packed))
+    assert len(graphs) == 3
+
+
+def test_experts_in_groups_are_part_of_the_graphs(
+    tmp_path: Path, graphs: list[GraphModule]
+) -> None:
+    """As on a GPU; a graph of any number of tokens, of which each goes to experts of its own."""
+    base = write_folder(tmp_path / "base", "qwen3_moe")
+    models = [load(base, dtype=ModelDtype.BFLOAT16, compile_layers=True) for _ in range(2)]
+    for model, is_compiled in zip(models, (False, True), strict=True):
+        cast("Any", model.module).set_experts_implementation("grouped_mm")
+        model._layers._is_compiled = is_compiled
+        vars(model)["_plan_activations"] = lambda _: (Kept.NARROW,) * 2
+    for count in (5, 9, 14):
+        packed = pack([[1, *range(2, count)], [1, 0]])
+        modules, compiled = (_gradients(model, packed) for model in models)
+        assert sum(int(grad.count_nonzero()) for grad in compiled.values()) > 1000
+        for name, grad in modules.items():
+            assert (compiled[name] - grad).norm() <= 0.02 * grad.norm(), name
+    # The second as the first had as many nodes as its tokens.
+    assert len(graphs) <= 2
 
 
 def test_models_of_other_sizes_compile_in_one_process(

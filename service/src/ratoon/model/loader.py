@@ -46,7 +46,8 @@ def load_model(
 
     `attention_backend` is a name of the kernels' registry, "" for the best one. `keep_reference`
     copies the initial weights for `PolicyModel.reference` (LoRA needs no copy: its reference is the
-    base). `compile_layers` fuses their elementwise operations (by torch.compile, on GPUs).
+    base). `compile_layers` fuses their elementwise operations (by torch.compile, on GPUs), but for
+    experts that run one after the other.
 
     Raises INVALID_ARGUMENT (no such preset, unreadable folder, wrong adapter settings) and
     UNSUPPORTED (a model feature, an adapter target or an attention backend that is not served).
@@ -74,14 +75,17 @@ def load_model(
         frozen=frozen,
         attention_backend=backend,
         deterministic=deterministic,
-        compile_layers=compile_layers,
+        # What asks the device cannot be one graph.
+        compile_layers=compile_layers
+        and experts_implementation(module.config, device, dtype) != "eager",
     )
 
 
 def _load_folder(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     config = read_config(folder)
-    # Grouped matrix products know neither float64 nor, everywhere, the CPU.
-    can_group_experts = device.type == "cuda" and dtype is torch.bfloat16
+    experts = experts_implementation(config, device, dtype)
+    # Models without experts refuse to be told.
+    settings = {} if experts is None else {"experts_implementation": experts}
     try:
         with torch.random.fork_rng(devices=[]), quiet_transformers():
             loaded = cast("Any", AutoModelForCausalLM).from_pretrained(
@@ -89,7 +93,7 @@ def _load_folder(folder: Path, dtype: torch.dtype, device: torch.device) -> PreT
                 config=config,
                 dtype=dtype,
                 attn_implementation=ATTENTION_NAME,
-                experts_implementation="grouped_mm" if can_group_experts else "eager",
+                **settings,
                 use_safetensors=True,
                 trust_remote_code=False,
                 local_files_only=True,
@@ -106,6 +110,21 @@ def _load_folder(folder: Path, dtype: torch.dtype, device: torch.device) -> PreT
     # Generation settings are the sampler's: export copies the folder's own file.
     module.generation_config = GenerationConfig.from_model_config(module.config)
     return module
+
+
+def experts_implementation(
+    config: PreTrainedConfig, device: torch.device, dtype: torch.dtype
+) -> str | None:
+    """How a model runs its experts, by transformers' names; None: it has none.
+
+    Grouped matrix products know neither float64 nor, everywhere, the CPU, and want rows of whole 16
+    bytes. One expert after the other (eager) asks the device which of them have tokens.
+    """
+    if not getattr(config, "num_experts", 0):
+        return None
+    widths: tuple[int, ...] = (config.hidden_size, config.moe_intermediate_size)
+    can_group = device.type == "cuda" and dtype is torch.bfloat16
+    return "grouped_mm" if can_group and all(width % 8 == 0 for width in widths) else "eager"
 
 
 def _check_tie(module: PreTrainedModel) -> None:

@@ -1,0 +1,67 @@
+"""Model folders on a GPU, as the service loads them: what it compiles, and what it cannot."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from ratoon.model.activation_plan import Kept
+from ratoon.model.policy_model import PolicyModel
+from ratoon.model.spec import FullTuning, LoraTuning, ModelDtype
+from tests.model.builders import FULL, LORA, hidden_of, load, randomize
+from tests.model.packing import branching_sequences, pack
+from tests.tiny_models import write_folder
+
+pytestmark = pytest.mark.gpu
+
+
+def _gradients(model: PolicyModel) -> dict[str, Tensor]:
+    """Of all that a layer keeps at the least, in float32 on the host."""
+    vars(model)["_plan_activations"] = lambda _: (Kept.ATTENTION,) * model.sizes.num_layers
+    hidden_TD = hidden_of(model, pack(branching_sequences(0), str(model.device)))
+    generator = torch.Generator().manual_seed(5)
+    weight_TD = torch.randn(hidden_TD.shape, generator=generator).to(hidden_TD)
+    hidden_TD.backward(weight_TD)
+    grads = {
+        n: p.grad.float().cpu() for n, p in model.named_trainable().items() if p.grad is not None
+    }
+    cast("Any", model.module).zero_grad()
+    return grads
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "tuning", "bound"),
+    [
+        ("qwen3", ModelDtype.BFLOAT16, FULL, 0.1),
+        ("llama", ModelDtype.BFLOAT16, LORA, 0.1),
+        # In bfloat16 a token may go to other experts: no bound.
+        ("qwen3_moe", ModelDtype.BFLOAT16, FULL, math.inf),
+        ("qwen3_moe", ModelDtype.FLOAT32, FULL, 1e-4),
+    ],
+)
+def test_a_folder_is_trained_as_the_service_loads_it(
+    tmp_path: Path,
+    architecture: str,
+    dtype: ModelDtype,
+    tuning: FullTuning | LoraTuning,
+    bound: float,
+) -> None:
+    """Gradients are those of float32 on a CPU to rounding, and the same bits each time."""
+    folder = write_folder(tmp_path / "base", architecture)
+    model = load(folder, dtype=dtype, tuning=tuning, compile_layers=True, device="cuda")
+    truth = load(folder, dtype=ModelDtype.FLOAT32, tuning=tuning)
+    if tuning is LORA:
+        for each in (model, truth):
+            randomize(each, seed=3)
+    found, expected = _gradients(model), _gradients(truth)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(grad, found[name]) for name, grad in _gradients(model).items())
+    norm = sum(float(grad.square().sum()) for grad in expected.values()) ** 0.5
+    errors = [float((found[name] - grad).square().sum()) for name, grad in expected.items()]
+    assert norm > 0
+    assert sum(errors) ** 0.5 <= norm * bound
