@@ -15,9 +15,10 @@ import json
 import signal
 import statistics
 import sys
-import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 # Run as a file, its own folder is on the path in the place of the repository's root.
@@ -52,6 +53,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--markdown", type=Path, help="with --report: fill in this document")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
+        "--weights-root", type=Path, help="versions go below it, /dev/shm say, and not to the disk"
+    )
+    parser.add_argument(
         "--policies", nargs="+", choices=POLICIES, default=POLICIES, help="which of them, in order"
     )
     return parser.parse_args(arguments)
@@ -69,8 +73,13 @@ def _measure(args: argparse.Namespace) -> None:
             write_result(args.out, payload, seed=args.seed)
 
     plan = FULL if is_for_gpu(args) else SMALL
-    with tempfile.TemporaryDirectory(prefix="rt-") as folder:
-        payload = measure(plan, args.device, Path(folder), args.seed, args.policies, keep)
+    with ExitStack() as folders:
+        root = Path(folders.enter_context(TemporaryDirectory(prefix="rt-")))
+        weights_root: Path | None = None
+        if args.weights_root is not None:
+            name = folders.enter_context(TemporaryDirectory(prefix="rt-", dir=args.weights_root))
+            weights_root = Path(name)
+        payload = measure(plan, args.device, root, args.seed, args.policies, weights_root, keep)
     print(format_table({**describe_gpu(args.seed), **payload}))
 
 
@@ -143,7 +152,9 @@ def _provenance(result: dict[str, Any]) -> str:
         f"{result['gpu']}, torch {versions['torch']}, commit {result['commit'][:12]}, "
         f"{plan['model']['name']} in {plan['dtype']}, {plan['num_updates']} updates of "
         f"{len(group['responses'])} responses to a prompt of {group['prompt']}, "
-        f"longer by {plan['longer_by']} each time." + (f" STALE: {stale}." if stale else "")
+        f"longer by {plan['longer_by']} each time, versions "
+        f"{'in memory' if result['weights_root'].startswith('/dev/shm') else 'on the disk'}."
+        + (f" STALE: {stale}." if stale else "")
     )
 
 

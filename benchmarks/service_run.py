@@ -92,6 +92,7 @@ def measure(
     root: Path,
     seed: int,
     policies: Sequence[str],
+    weights_root: Path | None,
     on_payload: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
     """Seconds until the service was well, and the rows of its policies, also after each update.
@@ -111,9 +112,15 @@ def measure(
         "temp_folder": str(root / "ray"),
     }
     start = time.monotonic()
-    with Service(root, worker=worker, ray=ray) as service:
+    elsewhere = {} if weights_root is None else {"weights_root": str(weights_root)}
+    with Service(root, worker=worker, ray=ray, **elsewhere) as service:
         rows: list[Row] = []
-        payload = {"plan": asdict(plan), "start_s": time.monotonic() - start, "rows": rows}
+        payload = {
+            "plan": asdict(plan),
+            "weights_root": str(weights_root or ""),
+            "start_s": time.monotonic() - start,
+            "rows": rows,
+        }
         with RatoonClient(service.grpc, timeout_s=PATIENCE_S) as client:
             for name in policies:
                 rows.append({"policy": name, "updates": []})

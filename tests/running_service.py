@@ -41,6 +41,7 @@ def running_service(namespace: str, root: Path) -> Iterator[Service]:
     config = RatoonConfig(
         data_root=root / "data",
         models_root=root / "models",
+        weights_root=root / "weights",
         http=HttpConfig(port=0, num_replicas=2),
         grpc=GrpcConfig(gateway_port=0, serve_port=0, max_message_bytes=MAX_MESSAGE_BYTES),
         limits=LimitsConfig(

@@ -57,6 +57,7 @@ def _result() -> dict[str, Any]:
             "longer_by": 3,
             "num_updates": 4,
         },
+        "weights_root": "/dev/shm/versions",
         "start_s": 7.0,
         "rows": [
             _row("steady", whole),
@@ -69,7 +70,8 @@ def _result() -> dict[str, Any]:
 
 def test_medians_leave_out_the_first_update_and_the_killed_one() -> None:
     lines = format_table(_result()).splitlines()
-    assert lines[0].endswith("4 updates of 2 responses to a prompt of 10, longer by 3 each time.")
+    assert "4 updates of 2 responses to a prompt of 10, longer by 3 each time" in lines[0]
+    assert lines[0].endswith("versions in memory.")
     assert lines[2].split() == ["steady", "2.00", "1.00", "0.50", "0.50", "–", "9.0", "1.50", "3.0"]
     assert lines[3].split()[:6] == ["resumed", "2.00", "1.00", "0.50", "0.50", "40.0"]
     assert [line.split()[:3] for line in lines[6:8]] == [
@@ -132,8 +134,10 @@ def test_document_shows_the_committed_figures(path: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_tiny_model_is_trained_and_killed(capsys: pytest.CaptureFixture[str]) -> None:
-    service.main(["--draft", "--device", "cpu"])
+def test_a_tiny_model_is_trained_and_killed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service.main(["--draft", "--device", "cpu", "--weights-root", str(tmp_path)])
     text = capsys.readouterr().out
     assert text.count("met: ") == 2
     assert [line.split()[0] for line in text.splitlines() if line.startswith(KILLED)] == [KILLED]

@@ -18,6 +18,8 @@ from ratoon.engine.types import (
 )
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.metrics import OPERATIONS, Sample
+from ratoon.stream.manifest import WeightKind
+from ratoon.stream.versions import publish_version
 from tests.engine.conftest import MakeMachine
 from tests.engine.harness import (
     RATE,
@@ -193,6 +195,25 @@ async def test_versions_are_published_and_pruned(machine: Machine) -> None:
             await machine.controller.weight_manifest(version)
         assert caught.value.code is ErrorCode.WEIGHTS_NOT_FOUND
     assert sorted(path.name for path in machine.paths.weights.iterdir()) == ["00000002", "00000003"]
+
+
+async def test_a_version_that_the_journal_does_not_know_is_published_anew(
+    make_machine: MakeMachine,
+) -> None:
+    """A folder of weights may outlive the journal that it was beside."""
+    machine = make_machine()
+    old = publish_version(
+        machine.paths.weights,
+        "p",
+        0,
+        WeightKind.FULL,
+        lambda folder: (folder / "old").touch(),
+        0.0,
+    )
+    await machine.start()
+    new = await machine.controller.weight_manifest(0)
+    assert {file.name for file in new.files}.isdisjoint({file.name for file in old.files})
+    assert sorted(path.name for path in machine.paths.weights.iterdir()) == ["00000000"]
 
 
 async def test_publish_on_request_happens_between_two_operations(make_machine: MakeMachine) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,7 @@ class Town:
             metrics=ListSink(),
             limits=self.limits,
             data_root=self.root,
+            paths_of=partial(policy_paths, self.root),
             archive_of=lambda _: NoArchive(),
             now=time.time,
         )

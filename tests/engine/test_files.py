@@ -28,6 +28,20 @@ def paths(tmp_path: Path) -> PolicyPaths:
     return paths
 
 
+def test_weights_may_be_elsewhere(tmp_path: Path) -> None:
+    paths = policy_paths(tmp_path / "data", "p", tmp_path / "memory")
+    make_policy_folders(paths)
+    assert paths.weights == tmp_path / "memory" / "p"
+    assert paths.weights.is_dir()
+    assert not (paths.root / "weights").exists()
+    neighbour = policy_paths(tmp_path / "data", "q", tmp_path / "memory")
+    make_policy_folders(neighbour)
+    for _ in range(2):
+        remove_policy_files(paths)
+        assert [path.name for path in (tmp_path / "memory").iterdir()] == ["q"]
+        assert [path.name for path in (tmp_path / "data" / "policies").iterdir()] == ["q"]
+
+
 @pytest.mark.parametrize("name", ["", ".", "..", "../q", "a/b", ".hidden", "a" * 129, "a\0b"])
 def test_a_name_that_is_no_plain_name_is_refused(tmp_path: Path, name: str) -> None:
     for call in (

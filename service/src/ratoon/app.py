@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -35,6 +35,7 @@ from ratoon.log import configure_logging, get_logger
 from ratoon.ports import free_port
 from ratoon.ray_start import connect_ray, leave_ray
 from ratoon.serve_hooks import IN_PROXY, IN_PROXY_VARIABLE, in_replica
+from ratoon.sole_service import sole_service
 
 APP_NAME = "ratoon"
 GATEWAY_NAME = "ratoon-gateway"
@@ -157,17 +158,23 @@ def stop(config: RatoonConfig) -> None:
 def running(
     config: RatoonConfig, *, show_logs: bool = False
 ) -> Generator[ServiceAddresses, None, None]:
-    """The service for as long as the block lasts; a Ray that was started for it ends with it."""
+    """The service for as long as the block lasts; a Ray that was started for it ends with it.
+
+    Raises as `start`, and INVALID_ARGUMENT where another service has its folder or a port, before
+    anything is started. On a cluster that was there, a service that is started twice is one.
+    """
     has_ray = ray.is_initialized()
-    try:
-        addresses = start(config, show_logs=show_logs)
+    is_sole = not has_ray and not config.ray.address
+    with sole_service(config) if is_sole else nullcontext():
         try:
-            yield addresses
+            addresses = start(config, show_logs=show_logs)
+            try:
+                yield addresses
+            finally:
+                stop(config)
         finally:
-            stop(config)
-    finally:
-        if not has_ray:
-            leave_ray()
+            if not has_ray:
+                leave_ray()
 
 
 def _start_serve(config: RatoonConfig, *, show_logs: bool) -> None:

@@ -218,6 +218,8 @@ class RatoonConfig(BaseSettings):
     data_root: Path = Path("ratoon-data")
     # Folders that CreatePolicy may name live below here.
     models_root: Path = Path("ratoon-data/models")
+    # None: below data_root. Published weights; may be a file system in memory.
+    weights_root: Path | None = None
     # "": SQLite below data_root; or postgresql://USER:PASSWORD@HOST:PORT/NAME.
     database_url: str = Field(default="", repr=False)
     # "": data_root is all there is; or s3://BUCKET/PREFIX, which has a copy of what recovery needs.

@@ -163,6 +163,9 @@ def _check_disk(config: RatoonConfig) -> Iterator[Check]:
     detail = f"{free_bytes / 2**30:.1f} GiB free for {config.data_root.absolute()}"
     if not ok:
         detail += f"; wants {MIN_FREE_DISK_BYTES / 2**30:.0f} GiB"
+    if config.weights_root is not None:
+        free_bytes = shutil.disk_usage(_existing_parent(config.weights_root)).free
+        detail += f", {free_bytes / 2**30:.1f} GiB for {config.weights_root.absolute()}"
     yield Check(name="disk", status=Status.OK if ok else Status.FAIL, detail=detail)
 
 

@@ -7,6 +7,7 @@ and its use, which may be a start of the whole service later, the system gives i
 
 from __future__ import annotations
 
+import errno
 import random
 import socket
 from contextlib import suppress
@@ -27,8 +28,28 @@ def free_port(host: str = "127.0.0.1") -> int:
     return _bound(host, last)
 
 
+def is_free(host: str, port: int) -> bool:
+    """Whether nobody listens there, not even one that would share the port.
+
+    Raises `OSError` where the address is none of this machine, or the port not for this user.
+    """
+    with socket.socket(_family(host, port)) as probe:
+        # What is left of connections that are over does not matter to one who listens.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as err:
+            if err.errno == errno.EADDRINUSE:
+                return False
+            raise
+    return True
+
+
 def _bound(host: str, port: int) -> int:
-    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-    with socket.socket(family) as probe:
+    with socket.socket(_family(host, port)) as probe:
         probe.bind((host, port))
     return port
+
+
+def _family(host: str, port: int) -> int:
+    return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]

@@ -19,7 +19,7 @@ from ray import ObjectRef
 from ratoon.engine.backends import BackendInfo
 from ratoon.engine.crash_points import CrashPoint, make_reach
 from ratoon.engine.faults import operation_not_found, policy_not_ready
-from ratoon.engine.files import PolicyPaths, policy_paths, read_result
+from ratoon.engine.files import PolicyPaths, read_result
 from ratoon.engine.journal import LIFE_KINDS, JournalAwayError
 from ratoon.engine.metrics_actor import RayMetricsSink, find_metrics
 from ratoon.engine.ray_calls import ActorLostError, ask, find_actor
@@ -218,7 +218,7 @@ class EngineClient:
     async def _read(self, policy_id: str, read: Callable[[PolicyPaths], T]) -> T:
         """Read files in a thread; where they are not, say whether the policy is."""
         try:
-            paths = policy_paths(self._settings.data_root, policy_id)
+            paths = self._settings.paths(policy_id)
             return await asyncio.to_thread(read, paths)
         except RatoonError as error:
             if error.code is ErrorCode.WEIGHTS_NOT_FOUND:

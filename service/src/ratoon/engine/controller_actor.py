@@ -18,7 +18,7 @@ from ratoon.engine.archive import ArchivedBodyFiles, open_archive
 from ratoon.engine.controller import Controller
 from ratoon.engine.crash_points import make_reach
 from ratoon.engine.faults import policy_not_ready
-from ratoon.engine.files import BodyFiles, policy_paths
+from ratoon.engine.files import BodyFiles
 from ratoon.engine.metrics_actor import RayMetricsSink
 from ratoon.engine.policy_run import PolicyRun, Ports
 from ratoon.engine.ray_ports import RayJournal, RayWorker
@@ -38,7 +38,7 @@ class ControllerActor:
 
     def __init__(self, settings: EngineSettings, spec: PolicySpec, trainer: TrainerSpec) -> None:
         configure_logging(settings.log_level)
-        paths = policy_paths(settings.data_root, spec.policy_id)
+        paths = settings.paths(spec.policy_id)
         archive = open_archive(settings.storage_url, paths)
         run = PolicyRun(
             spec=spec,

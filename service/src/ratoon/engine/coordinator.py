@@ -18,7 +18,7 @@ from ratoon.engine.admission import new_operation_id
 from ratoon.engine.archive import Archive
 from ratoon.engine.codec import hash_text, to_text
 from ratoon.engine.faults import draining, operation_not_found, policy_not_found, policy_not_ready
-from ratoon.engine.files import PolicyPaths, policy_paths, remove_policy_files
+from ratoon.engine.files import PolicyPaths, remove_policy_files
 from ratoon.engine.fleet_port import Fleet
 from ratoon.engine.journal import (
     NO_PROGRESS,
@@ -62,6 +62,7 @@ class Coordinator:
         metrics: MetricsSink,
         limits: LimitsConfig,
         data_root: Path,
+        paths_of: Callable[[str], PolicyPaths],
         archive_of: Callable[[PolicyPaths], Archive],
         now: Callable[[], float],
     ) -> None:
@@ -71,6 +72,7 @@ class Coordinator:
         self._metrics = metrics
         self._limits = limits
         self._data_root = data_root
+        self._paths_of = paths_of
         self._archive_of = archive_of
         self._now = now
         self._ledger = Ledger(on_settled=lambda _: None)
@@ -260,7 +262,7 @@ class Coordinator:
         """End a policy's processes, files and rows, but for the operation that ends it."""
         await self._fleet.stop(policy_id)
         self._policy_ids.discard(policy_id)
-        paths = policy_paths(self._data_root, policy_id)
+        paths = self._paths_of(policy_id)
         await self._archive_of(paths).forget()
         await asyncio.to_thread(remove_policy_files, paths)
         await self._calls.insist(

@@ -49,7 +49,7 @@ from ratoon.engine.types import (
 from ratoon.garbage import freeze_garbage
 from ratoon.log import configure_logging, get_logger
 from ratoon.model.spec import ModelInfo
-from ratoon.stream.files import make_folder
+from ratoon.stream.files import make_folder, remove_leftovers
 
 T = TypeVar("T")
 _LOG = get_logger("coordinator")
@@ -61,6 +61,9 @@ class CoordinatorActor:
     def __init__(self, settings: EngineSettings) -> None:
         configure_logging(settings.log_level)
         make_folder(settings.data_root)
+        if settings.weights_root is not None:
+            make_folder(settings.weights_root, 0o700)
+            remove_leftovers(settings.weights_root)
         self._settings = settings
         self._reach = make_reach(settings.crash_points)
         engine = _open_database(settings.database_url)
@@ -76,6 +79,7 @@ class CoordinatorActor:
             metrics=RayMetricsSink(settings.namespace),
             limits=settings.limits,
             data_root=settings.data_root,
+            paths_of=settings.paths,
             archive_of=lambda paths: open_archive(settings.storage_url, paths),
             now=time.time,
         )

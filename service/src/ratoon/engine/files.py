@@ -33,6 +33,7 @@ class PolicyPaths:
     """Where a policy's files are; nothing is touched."""
 
     root: Path
+    weights: Path
 
     @property
     def bodies(self) -> Path:
@@ -56,10 +57,6 @@ class PolicyPaths:
         return self.root / "checkpoints"
 
     @property
-    def weights(self) -> Path:
-        return self.root / "weights"
-
-    @property
     def folders(self) -> tuple[Path, ...]:
         kept = (self.bodies, self.uploads, self.results, self.checkpoints, self.weights)
         return (*kept, self.open_operations)
@@ -71,9 +68,12 @@ class PolicyPaths:
         return self.checkpoints / safe_name("checkpoint_id", checkpoint_id)
 
 
-def policy_paths(data_root: Path, policy_id: str) -> PolicyPaths:
+def policy_paths(data_root: Path, policy_id: str, weights_root: Path | None = None) -> PolicyPaths:
     """Raises INVALID_ARGUMENT for an id that is no plain name."""
-    return PolicyPaths(root=data_root / "policies" / safe_name("policy_id", policy_id))
+    name = safe_name("policy_id", policy_id)
+    root = data_root / "policies" / name
+    weights = root / "weights" if weights_root is None else weights_root / name
+    return PolicyPaths(root=root, weights=weights)
 
 
 def safe_name(field: str, name: str) -> str:
@@ -98,8 +98,9 @@ def policy_leftovers(paths: PolicyPaths) -> list[Path]:
 
 
 def remove_policy_files(paths: PolicyPaths) -> None:
-    """Forget everything; the folder may be gone already."""
-    remove_folder(paths.root)
+    """Forget everything; the folders may be gone already."""
+    for folder in (paths.weights, paths.root):
+        remove_folder(folder)
 
 
 def require_known(data_root: Path, policy_ids: Collection[str]) -> None:

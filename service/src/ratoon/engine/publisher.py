@@ -17,7 +17,7 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import get_logger
 from ratoon.stream.files import remove_folder
 from ratoon.stream.manifest import WeightManifest
-from ratoon.stream.versions import prune_versions, read_manifest, version_folder
+from ratoon.stream.versions import list_versions, prune_versions, read_manifest, version_folder
 
 _LOG = get_logger("publisher")
 
@@ -48,7 +48,8 @@ class Publisher:
     async def catch_up(self) -> None:
         """After a crash: publish the current version where that is due and it cannot be read.
 
-        Of the others those that cannot be read are published no more. Raises as `publish`.
+        Of the others those that cannot be read are published no more; what the journal does not
+        know is removed. Raises as `publish`.
         """
         run = self._run
         there = await asyncio.to_thread(_keep_readable, run.paths.weights, run.published)
@@ -93,9 +94,13 @@ class Publisher:
 
 
 def _keep_readable(root: Path, versions: tuple[int, ...]) -> tuple[int, ...]:
-    """Those whose files are there; what is left of the others is removed."""
+    """Those whose files are there; what is left of the others is removed.
+
+    So is any other version: a folder of weights may be older than the journal beside it, and would
+    pass for the version that is published next.
+    """
     kept = tuple(version for version in versions if _is_readable(root, version))
-    for version in set(versions) - set(kept):
+    for version in {*versions, *list_versions(root)} - set(kept):
         remove_folder(version_folder(root, version))
     return kept
 

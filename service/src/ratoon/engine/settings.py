@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ratoon.config import CheckpointConfig, LimitsConfig, RatoonConfig
 from ratoon.engine.crash_points import FOLDER_NAME
+from ratoon.engine.files import PolicyPaths, policy_paths
 from ratoon.train.config import OptimizerStates
 
 COORDINATOR_NAME = "ratoon-coordinator"
@@ -31,6 +32,8 @@ class EngineSettings:
 
     namespace: str
     data_root: Path
+    # Of published weights; None: they are with the policy's other files.
+    weights_root: Path | None
     # May hold a password.
     database_url: str = field(repr=False)
     # "": the local disk is all there is.
@@ -53,6 +56,7 @@ class EngineSettings:
         return cls(
             namespace=config.ray.namespace,
             data_root=data_root,
+            weights_root=config.weights_root and config.weights_root.absolute(),
             database_url=config.database_url or f"sqlite:///{data_root / 'ratoon.sqlite'}",
             storage_url=config.storage_url,
             log_level=config.log_level,
@@ -65,3 +69,7 @@ class EngineSettings:
             canary_every=config.worker.canary_every,
             crash_points=data_root / FOLDER_NAME if config.crash_points else None,
         )
+
+    def paths(self, policy_id: str) -> PolicyPaths:
+        """Raises INVALID_ARGUMENT for an id that is no plain name."""
+        return policy_paths(self.data_root, policy_id, self.weights_root)

@@ -1,0 +1,87 @@
+"""One service a `data_root`, on ports of its own: looked at before anything of it starts.
+
+Enters the config, leaves a context. Invariant: inside, no other service that looks holds the same
+folders. The kernel ends the hold with the process, however that ends.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from ratoon.config import RatoonConfig
+from ratoon.errors import invalid
+from ratoon.log import get_logger
+from ratoon.ports import is_free
+from ratoon.stream.files import make_folder
+
+LOCK_NAME = "service.lock"
+# Those of a service that was killed a moment ago may be there still.
+PORT_PATIENCE_S = 10.0
+_POLL_S = 0.1
+_WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS)
+
+_log = get_logger("sole_service")
+
+
+@contextmanager
+def sole_service(config: RatoonConfig) -> Iterator[None]:
+    """Raises INVALID_ARGUMENT for a folder or a port that another process has."""
+    with ExitStack() as held:
+        for field in ("data_root", "weights_root"):
+            folder: Path | None = getattr(config, field)
+            if folder is not None:
+                held.enter_context(_held(field, folder.absolute()))
+        deadline = time.monotonic() + PORT_PATIENCE_S
+        for field, host, port in _ports(config):
+            _wait_for_port(field, host, port, deadline)
+        yield
+
+
+def _ports(config: RatoonConfig) -> Iterator[tuple[str, str, int]]:
+    """Setting, address and port of each wire; 0 takes a free one anyway."""
+    yield "http.port", config.http.host, config.http.port
+    yield "grpc.gateway_port", config.grpc.host, config.grpc.gateway_port
+    if config.grpc.serve_proxy:
+        yield "grpc.serve_port", "127.0.0.1", config.grpc.serve_port
+
+
+def _wait_for_port(field: str, host: str, port: int, deadline: float) -> None:
+    while port and not _is_free(field, host, port):
+        if time.monotonic() >= deadline:
+            raise invalid(field, port, f"a port of {host} that no other process listens on")
+        time.sleep(_POLL_S)
+
+
+def _is_free(field: str, host: str, port: int) -> bool:
+    try:
+        return is_free(host, port)
+    except (OSError, socket.gaierror) as err:
+        raise invalid(field, f"{host}:{port} ({err})", "an address of this machine") from err
+
+
+@contextmanager
+def _held(field: str, folder: Path) -> Iterator[None]:
+    make_folder(folder, 0o700)
+    descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        got = f"{folder}, which another service uses"
+        raise invalid(field, got, "a folder of its own, or that service stopped") from None
+    except OSError as err:
+        if err.errno not in _WITHOUT_LOCKS:
+            os.close(descriptor)
+            raise
+        _log.warning("no locks on this file system", setting=field, folder=str(folder))
+    try:
+        yield
+    finally:
+        os.close(descriptor)
