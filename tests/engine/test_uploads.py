@@ -92,6 +92,29 @@ def test_an_upload_expires_after_its_newest_part(paths: PolicyPaths) -> None:
     assert [path.name for path in paths.uploads.iterdir()] == ["fresh"]
 
 
+def test_what_a_call_has_named_makes_room(uploads: UploadFiles, paths: PolicyPaths) -> None:
+    """It is kept for the call's retries only while nobody wants the room."""
+    for number, upload_id in enumerate(("first", "second", "open")):
+        uploads.put(upload_id, 0, b"12345678")
+        if upload_id != "open":
+            uploads.get(upload_id, 1)
+            moment = time.time() - 10 + number
+            os.utime(paths.uploads / upload_id / "used", (moment, moment))
+    assert uploads.get("first", 1) == [b"12345678"]
+    os.utime(paths.uploads / "first" / "used", (1.0, 1.0))
+    uploads.put("new", 0, b"12")
+    assert sorted(path.name for path in paths.uploads.iterdir()) == ["new", "open", "second"]
+    uploads.put("new", 1, b"12345678")
+    # Sent again, it is one that no call has named yet.
+    uploads.put("second", 1, b"1")
+    with pytest.raises(RatoonError) as caught:
+        uploads.put("more", 0, b"1234567")
+    assert caught.value.code is ErrorCode.RESOURCE_EXHAUSTED
+    assert uploads.get("open", 1) == [b"12345678"]
+    uploads.put("more", 0, b"1234567")
+    assert sorted(path.name for path in paths.uploads.iterdir()) == ["more", "new", "second"]
+
+
 def test_parts_that_are_sent_at_once_do_not_disturb_each_other(paths: PolicyPaths) -> None:
     uploads = UploadFiles(paths, ttl_s=60.0, max_upload_bytes=10**6, max_total_bytes=10**6)
     with ThreadPoolExecutor(8) as threads:

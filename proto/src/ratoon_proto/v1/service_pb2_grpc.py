@@ -228,7 +228,7 @@ class PolicyServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UploadPart(self, request, context):
-        """One part of a large batch, kept until an operation names its upload or it expires.
+        """One part of a large batch, kept until it expires, or a call has named it and its room is wanted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -50,7 +50,7 @@ class PolicyServiceStub:
     Forward: _grpc.UnaryUnaryMultiCallable[_service_pb2.ForwardRequest, _operation_pb2.Operation]
     """Log-probs, and entropy, of given rollouts. No gradient."""
     UploadPart: _grpc.UnaryUnaryMultiCallable[_service_pb2.UploadPartRequest, _service_pb2.UploadPartResponse]
-    """One part of a large batch, kept until an operation names its upload or it expires."""
+    """One part of a large batch, kept until it expires, or a call has named it and its room is wanted."""
     GetOperation: _grpc.UnaryUnaryMultiCallable[_service_pb2.GetOperationRequest, _operation_pb2.Operation]
     WatchOperation: _grpc.UnaryStreamMultiCallable[_service_pb2.WatchOperationRequest, _operation_pb2.Operation]
     CancelOperation: _grpc.UnaryUnaryMultiCallable[_service_pb2.CancelOperationRequest, _operation_pb2.Operation]
@@ -87,7 +87,7 @@ class PolicyServiceAsyncStub(PolicyServiceStub):
     Forward: _aio.UnaryUnaryMultiCallable[_service_pb2.ForwardRequest, _operation_pb2.Operation]  # type: ignore[assignment]
     """Log-probs, and entropy, of given rollouts. No gradient."""
     UploadPart: _aio.UnaryUnaryMultiCallable[_service_pb2.UploadPartRequest, _service_pb2.UploadPartResponse]  # type: ignore[assignment]
-    """One part of a large batch, kept until an operation names its upload or it expires."""
+    """One part of a large batch, kept until it expires, or a call has named it and its room is wanted."""
     GetOperation: _aio.UnaryUnaryMultiCallable[_service_pb2.GetOperationRequest, _operation_pb2.Operation]  # type: ignore[assignment]
     WatchOperation: _aio.UnaryStreamMultiCallable[_service_pb2.WatchOperationRequest, _operation_pb2.Operation]  # type: ignore[assignment]
     CancelOperation: _aio.UnaryUnaryMultiCallable[_service_pb2.CancelOperationRequest, _operation_pb2.Operation]  # type: ignore[assignment]
@@ -181,7 +181,7 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _service_pb2.UploadPartRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_service_pb2.UploadPartResponse, _abc.Awaitable[_service_pb2.UploadPartResponse]]:
-        """One part of a large batch, kept until an operation names its upload or it expires."""
+        """One part of a large batch, kept until it expires, or a call has named it and its room is wanted."""
 
     @_abc_1.abstractmethod
     def GetOperation(

@@ -1,7 +1,8 @@
 """Parts of batches that were sent ahead of their operation, as files of the policy.
 
-Enter parts, leave all of an upload's in order. Synchronous: call it in a thread. Invariant: a
-part's bytes never change, unless a disk changed them: then there is no such part.
+Enter parts, leave all of an upload's in order. Synchronous: call it in a thread. Invariants: a
+part's bytes never change, unless a disk changed them: then there is no such part; one that no call
+has named yet is never taken away for want of room.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from ratoon.engine.files import PolicyPaths, safe_name
@@ -26,10 +28,16 @@ from ratoon.stream.files import (
 )
 
 _LOG = get_logger("uploads")
+_PARTS = "[0-9]*"
+# Beside the parts of an upload that a call has named, since when.
+_USED = "used"
 
 
 class UploadFiles:
-    """All uploads of a policy; one is dropped `ttl_s` after its newest part."""
+    """All uploads of a policy; one is dropped `ttl_s` after its newest part.
+
+    Those that a call has named are there for its retries, until others want their room.
+    """
 
     def __init__(
         self, paths: PolicyPaths, *, ttl_s: float, max_upload_bytes: int, max_total_bytes: int
@@ -63,7 +71,8 @@ class UploadFiles:
                 expected="the same bytes, or a part not sent yet",
             )
         path.unlink(missing_ok=True)  # Damaged.
-        size_bytes = len(body) + _total_bytes(folder.iterdir())
+        (folder / _USED).unlink(missing_ok=True)
+        size_bytes = len(body) + _total_bytes(folder.glob(_PARTS))
         if size_bytes > self._max_upload_bytes:
             raise RatoonError(
                 ErrorCode.BODY_TOO_LARGE,
@@ -73,7 +82,8 @@ class UploadFiles:
                 got=str(size_bytes),
                 expected=f"at most {self._max_upload_bytes} bytes",
             )
-        used = _total_bytes(self._folder.glob("*/*"))
+        used = _total_bytes(self._folder.glob(f"*/{_PARTS}"))
+        used -= self._drop_used(used + len(body) - self._max_total_bytes)
         check_room("bytes of uploads", "upload_bytes", used, len(body), self._max_total_bytes)
         write_atomic(path, seal_bytes(body))
         fsync_folder(self._folder)
@@ -94,7 +104,20 @@ class UploadFiles:
                     details={"missing_part": str(part_index)},
                 )
             parts.append(part)
+        with suppress(FileNotFoundError):  # Dropped meanwhile.
+            (folder / _USED).touch()
         return parts
+
+    def _drop_used(self, wanted_bytes: int) -> int:
+        """Drop uploads that calls have named, the first named first; the bytes that came free."""
+        freed = 0
+        if wanted_bytes > 0:
+            for mark in sorted(self._folder.glob(f"*/{_USED}"), key=_modified):
+                freed += _total_bytes(mark.parent.glob(_PARTS))
+                shutil.rmtree(mark.parent, ignore_errors=True)
+                if freed >= wanted_bytes:
+                    break
+        return freed
 
     def drop_expired(self) -> None:
         horizon = time.time() - self._ttl_s
@@ -119,6 +142,13 @@ def _read_part(path: Path) -> bytes | None:
     except DamagedFileError as err:
         _LOG.error("upload part is damaged", path=str(path), reason=str(err))
         return None
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def _total_bytes(parts: Iterable[Path]) -> int:
