@@ -53,18 +53,19 @@ def _select(
 @CHECKED
 @given(
     batch=batches(),
-    version=st.integers(0, 20),
+    ahead=st.integers(0, 20),
     max_versions=st.none() | st.integers(0, 15),
     drop_truncated=st.booleans(),
     drop_zero_variance=st.booleans(),
 )
 def test_drops_are_counted_once_in_order(
     batch: RolloutBatch,
-    version: int,
+    ahead: int,
     max_versions: int | None,
     drop_truncated: bool,
     drop_zero_variance: bool,
 ) -> None:
+    version = int(batch.policy_version.max()) + ahead
     selection = select_sequences(
         batch,
         version=version,
@@ -136,6 +137,17 @@ def test_stale_rollouts_are_refused_by_number_and_name() -> None:
 @pytest.mark.parametrize("refuse_stale", [True, False])
 def test_a_rollout_that_does_not_say_its_version_cannot_be_judged(refuse_stale: bool) -> None:
     batch = _batch([rollout([1], policy_version=10), rollout([2])])
+    with pytest.raises(RatoonError) as caught:
+        _select(batch, max_versions=2, refuse_stale=refuse_stale)
+    assert caught.value.code == ErrorCode.INVALID_ARGUMENT
+    assert caught.value.field == "groups[0].rollouts[1].policy_version"
+    assert _select(batch).kept_S.all()
+
+
+@pytest.mark.parametrize("refuse_stale", [True, False])
+def test_a_version_that_is_yet_to_come_is_refused(refuse_stale: bool) -> None:
+    """It would count as fresh for as long as it takes the policy to get there."""
+    batch = _batch([rollout([1], policy_version=10), rollout([2], policy_version=11)])
     with pytest.raises(RatoonError) as caught:
         _select(batch, max_versions=2, refuse_stale=refuse_stale)
     assert caught.value.code == ErrorCode.INVALID_ARGUMENT

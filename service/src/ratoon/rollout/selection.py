@@ -56,7 +56,8 @@ def select_sequences(
     A sequence is stale if it was sampled more than `max_versions` versions before `version` (None:
     none is). Variance is that of the rewards of the group as received, before any drop; without
     rewards no group is dropped for it. Raises `RatoonError`: STALE_ROLLOUTS with `refuse_stale`,
-    INVALID_ARGUMENT where staleness is bounded and a sequence does not say its version.
+    INVALID_ARGUMENT where staleness is bounded and a sequence does not say its version, or one that
+    the policy has not had yet.
     """
     kept = np.ones(batch.num_sequences, np.bool_)
     if max_versions is not None:
@@ -89,6 +90,11 @@ def _fresh(
         field = f"{sequence_field(batch.group_offsets, int(is_unknown.argmax()))}.policy_version"
         raise invalid(field, "none", "the version it was sampled from, as staleness is bounded")
     age = version - batch.policy_version
+    if (age < 0).any():
+        first = int((age < 0).argmax())
+        field = f"{sequence_field(batch.group_offsets, first)}.policy_version"
+        got = int(batch.policy_version[first])
+        raise invalid(field, got, f"at most {version}, the policy's, as staleness is bounded")
     is_stale = age > max_versions
     if refuse_stale and is_stale.any():
         first = int(is_stale.argmax())
