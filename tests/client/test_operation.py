@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable
 
 import pytest
 
 from ratoon_client import (
     ClientConfig,
     IntegrityError,
+    InvalidArgumentError,
     RatoonApiError,
     RatoonClient,
     ResultTimeoutError,
@@ -68,18 +71,66 @@ def test_a_wait_that_is_over_says_where_the_operation_is(
     assert time.monotonic() - start < 1.5
 
 
-def test_a_gap_is_waited_out_and_then_named(service: FakeService, client: RatoonClient):
+@pytest.mark.parametrize("is_drawn", [False, True])
+def test_a_gap_is_named_and_not_waited_for_again(
+    service: FakeService, client: RatoonClient, is_drawn: bool
+):
+    """It was, until no time was left, and then it was an answer that did not come; where it was
+    drawn, for ever.
+    """
     service.is_holding = True
     handle = client.policy("p").update(one_group(), loss=LOSS, optim=OPTIM)
     gap = RefusalError("SEQ_GAP", retryable=True, missing_seq="1")
-    service.faults = [Fault(name="GetOperation", error=gap) for _ in range(1000)]
-    with pytest.raises(RatoonApiError, match="SEQ_GAP") as caught:
-        handle.result(0.3)
-    assert caught.value.details["missing_seq"] == "1"
+    waits: list[Callable[[], object]] = [
+        lambda: handle.result(progress=is_drawn),
+        handle.wait,
+        lambda: client.get_operation(handle.operation_id, wait_s=20.0),
+    ]
+    for wait in waits:
+        service.calls.clear()
+        service.faults = [Fault(name="GetOperation", error=gap) for _ in range(1000)]
+        with pytest.raises(RatoonApiError, match="SEQ_GAP") as caught:
+            wait()
+        assert (caught.value.retryable, caught.value.details) == (True, {"missing_seq": "1"})
+        assert service.calls["GetOperation"] == 1
+    service.faults = [Fault(name="WatchOperation", error=gap)]
+    with pytest.raises(RatoonApiError, match="SEQ_GAP"):
+        list(handle.watch())
 
-    service.faults = [Fault(name="GetOperation", error=gap) for _ in range(2)]
+    service.faults = []
     service.is_holding = False
-    assert handle.result(5.0).version == 1
+    assert handle.result(5.0, progress=is_drawn).version == 1
+
+
+@pytest.mark.parametrize("seconds", [math.nan, -0.1, "1", True, [1.0]])
+def test_a_timeout_that_is_none_is_refused(
+    service: FakeService, client: RatoonClient, seconds: float
+):
+    """NaN hung, for no deadline is later than it."""
+    service.is_holding = True
+    handle = client.policy("p").update(one_group(), loss=LOSS, optim=OPTIM)
+    waits: list[tuple[str, Callable[[], object]]] = [
+        ("timeout_s", lambda: handle.result(seconds)),
+        ("timeout_s", lambda: handle.result(seconds, progress=True)),
+        ("timeout_s", lambda: handle.wait(seconds)),
+        ("wait_s", lambda: client.get_operation(handle.operation_id, wait_s=seconds)),
+        ("timeout_s", lambda: RatoonClient("127.0.0.1:1", timeout_s=seconds)),
+        ("attempt_timeout_s", lambda: RatoonClient("127.0.0.1:1", attempt_timeout_s=seconds)),
+        ("timeout_s", lambda: ClientConfig(timeout_s=seconds)),
+    ]
+    for field, wait in waits:
+        with pytest.raises(InvalidArgumentError, match="seconds, 0 or more") as caught:
+            wait()
+        assert caught.value.field == field
+
+
+def test_a_deadline_that_no_wire_can_say_is_refused(service: FakeService, client: RatoonClient):
+    for seconds in (math.inf, 1e10):
+        with pytest.raises(InvalidArgumentError, match="timeout_s"):
+            RatoonClient("127.0.0.1:1", timeout_s=seconds)
+    service.polls_until_done = 1
+    handle = client.policy("p").update(one_group(), loss=LOSS, optim=OPTIM)
+    assert handle.result(math.inf).version == 1
 
 
 def test_a_service_that_stays_away_ends_a_watch(service: FakeService, url: str):

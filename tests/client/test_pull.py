@@ -106,6 +106,24 @@ def test_a_local_file_that_was_changed_is_fetched_again(
     assert (pulled.folder / "config.json").read_bytes() == CONFIG_JSON
 
 
+def test_a_version_that_was_changed_in_place_is_not_taken_for_whole(
+    service: FakeService, client: RatoonClient, root: Path
+):
+    """Its sizes were enough."""
+    client.pull_weights("p", root)
+    service.calls.clear()
+    path = root / "version-1" / "model.safetensors"
+    data = bytearray(model_bytes(1))
+    data[100] ^= 1
+    path.write_bytes(data)
+    pulled = client.pull_weights("p", root)
+    assert pulled.fetched_bytes == len(model_bytes(1))
+    assert service.calls["FetchWeights"] == NUM_CHUNKS
+    assert path.read_bytes() == model_bytes(1)
+    assert {item.name for item in root.iterdir()} == {"version-1", "latest", ".lock"}
+    assert client.pull_weights("p", root).fetched_bytes == 0
+
+
 def test_weight_pull_that_half_applied(service: FakeService, client: RatoonClient, root: Path):
     """Trap 11, 'Weight pull that half-applied': one bad chunk of the next version."""
     client.pull_weights("p", root)

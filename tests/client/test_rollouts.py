@@ -3,12 +3,33 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
-from ratoon_client import InvalidArgumentError, Loss, RatoonApiError, Segment, group, rollout
-from ratoon_client.wire.encode import group_message, loss_message
+from ratoon_client import (
+    FromForward,
+    InvalidArgumentError,
+    Kl,
+    Lora,
+    Loss,
+    Optim,
+    RatoonApiError,
+    Segment,
+    Staleness,
+    group,
+    rollout,
+)
+from ratoon_client.calls import operation_key
+from ratoon_client.wire.encode import (
+    group_message,
+    group_messages,
+    loss_message,
+    optim_message,
+    policy_spec_message,
+)
 from ratoon_proto.codec import decode_tensor
 
 
@@ -88,6 +109,17 @@ def test_segments_keep_their_order_and_what_is_trained():
         ({"response": [1], "loss_mask": [0.5]}, "loss_mask"),
         ({"response": [1], "sampler_logprobs": ["a"]}, "sampler_logprobs"),
         ({"segments": [Segment([1], True), Segment(["x"], True)]}, "segments[1].tokens"),  # pyright: ignore[reportArgumentType]
+        ({"segments": [Segment(None, True)]}, "segments[0].tokens"),  # pyright: ignore[reportArgumentType]
+        ({"segments": [Segment([1], True), [1]]}, "segments[1]"),
+        ({"segments": 1}, "segments"),
+        ({"response": "abc"}, "response"),
+        ({"response": [None]}, "response"),
+        ({"response": [1], "sampler_logprobs": [[0.5], [0.5, 0.5]]}, "sampler_logprobs"),
+        ({"response": [1], "sampler_logprobs": [None]}, "sampler_logprobs"),
+        ({"response": [1], "advantages": "none"}, "advantages"),
+        ({"response": [1], "reward": "1.0"}, "reward"),
+        ({"response": [1], "reward": [1.0]}, "reward"),
+        ({"response": [1], "reward": 10**400}, "reward"),
     ],
 )
 def test_what_has_no_form_on_the_wire_is_refused_by_field(arguments, field: str):
@@ -95,6 +127,68 @@ def test_what_has_no_form_on_the_wire_is_refused_by_field(arguments, field: str)
         rollout(**arguments)
     assert caught.value.field == field
     assert str(caught.value).startswith(f"{field}: got ")
+
+
+@pytest.mark.parametrize(
+    ("build", "field"),
+    [
+        (lambda: group("g", None, []), "prompt"),  # pyright: ignore[reportArgumentType]
+        (lambda: group(7, [1], []), "group_id"),  # pyright: ignore[reportArgumentType]
+        (lambda: group("g", [1], None), "rollouts"),  # pyright: ignore[reportArgumentType]
+        (lambda: group("g", [1], rollout(response=[1])), "rollouts"),  # pyright: ignore[reportArgumentType]
+        (lambda: group("g", [1], [rollout(response=[1]), {}]), "rollouts[1]"),  # pyright: ignore[reportArgumentType]
+        (lambda: group_messages(None), "groups"),  # pyright: ignore[reportArgumentType]
+        (lambda: group_messages(group("g", [1], [])), "groups"),  # pyright: ignore[reportArgumentType]
+        (lambda: group_messages([group("g", [1], []), "g"]), "groups[1]"),  # pyright: ignore[reportArgumentType]
+        (lambda: _sent(truncated="no"), "rollout.truncated"),
+        (lambda: _sent(temperature="hot"), "rollout.temperature"),
+        (lambda: loss_message("grpo"), "loss"),  # pyright: ignore[reportArgumentType]
+        (lambda: loss_message(Loss(None)), "loss.kind"),  # pyright: ignore[reportArgumentType]
+        (lambda: loss_message(Loss("grpo", clip_low="0.2")), "loss.clip_low"),  # pyright: ignore[reportArgumentType]
+        (lambda: loss_message(Loss("grpo", kl="k3")), "loss.kl"),  # pyright: ignore[reportArgumentType]
+        (lambda: loss_message(Loss("grpo", kl=Staleness(1, "drop"))), "loss.kl"),  # pyright: ignore[reportArgumentType]
+        (
+            lambda: loss_message(Loss("grpo", old_logprobs=FromForward(5))),  # pyright: ignore[reportArgumentType]
+            "loss.old_logprobs.operation_id",
+        ),
+        (lambda: optim_message(1e-4), "optim"),  # pyright: ignore[reportArgumentType]
+        (lambda: optim_message(Optim(learning_rate="1e-4")), "optim.learning_rate"),  # pyright: ignore[reportArgumentType]
+        (lambda: policy_spec_message("p", {"lora": {"rank": 8}}), "lora"),  # pyright: ignore[reportArgumentType]
+        (lambda: policy_spec_message("p", {"seeds": 1}), "seeds"),  # pyright: ignore[reportArgumentType]
+        (
+            lambda: policy_spec_message(
+                "p",
+                {"lora": Lora(rank=8, alpha=1.0, target_modules="q_proj")},
+            ),
+            "lora.target_modules",
+        ),
+        (lambda: operation_key("1", None), "seq"),  # pyright: ignore[reportArgumentType]
+        (lambda: operation_key(None, 1), "request_id"),  # pyright: ignore[reportArgumentType]
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_field(build: Callable[[], object], field: str):
+    """It was a TypeError or an AttributeError from deep inside."""
+    with pytest.raises(InvalidArgumentError) as caught:
+        build()
+    assert caught.value.field == field
+
+
+def _sent(**arguments: Any) -> object:
+    return group_message(group("g", [1], [rollout(response=[1], **arguments)]))
+
+
+@pytest.mark.parametrize(
+    ("build", "field"),
+    [
+        (lambda: optim_message(Optim(learning_rate=None)), "optim.learning_rate"),  # pyright: ignore[reportArgumentType]
+        (lambda: loss_message(Loss("grpo", kl=Kl("k3", None, "given"))), "loss.kl.coefficient"),  # pyright: ignore[reportArgumentType]
+    ],
+)
+def test_what_has_no_default_cannot_be_left_out(build: Callable[[], object], field: str):
+    """It was 0 to the service, which trained with it."""
+    with pytest.raises(InvalidArgumentError, match="there is no default") as caught:
+        build()
+    assert caught.value.field == field
 
 
 def test_floats_of_16_bits_are_refused():

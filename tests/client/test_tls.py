@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import ssl
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -15,10 +16,18 @@ from cryptography import x509
 
 from ratoon.api.http.tls import lets_strangers_in
 from ratoon.auth.certificates import CertificateFiles
-from ratoon_client import ClientConfig, InvalidArgumentError, RatoonClient, TransportError
+from ratoon_client import (
+    ClientConfig,
+    InvalidArgumentError,
+    RatoonClient,
+    TlsError,
+    TransportError,
+)
 from ratoon_client.cli.app import main
 from ratoon_client.config import with_tls_files
 from tests.certificates import Authority, make_authority
+from tests.client.conftest import serving
+from tests.client.fake_service import FakeService
 from tests.client.samples import LOSS, OPTIM, one_group
 from tests.client.tls_service import TlsService, serving_tls
 
@@ -126,6 +135,48 @@ def test_whoever_cannot_be_verified_is_refused(setup: Setup, wire: str) -> None:
     setup.servers.issue(setup.files.cert, setup.files.key, "elsewhere", addresses=("10.1.2.3",))
     with setup.refused(wire) as client, pytest.raises(TransportError):
         client.list_policies()
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_certificate_that_does_not_verify_is_told_at_once(
+    setup: Setup, wire: str, tmp_path: Path
+) -> None:
+    """It was tried again until no time was left."""
+    other = setup.folder / "other.pem"
+    other.write_bytes(make_authority("strangers").pem)
+    begin = time.monotonic()
+    for ca_file in (other, None):
+        with setup.client(wire, ca_file=ca_file) as client:
+            with pytest.raises(TlsError, match="certificate does not verify"):
+                client.list_policies()
+            with pytest.raises(TlsError, match="certificate does not verify"):
+                client.pull_weights("p", tmp_path / "weights")
+    setup.servers.issue(setup.files.cert, setup.files.key, "elsewhere", addresses=("10.1.2.3",))
+    with setup.client(wire) as client, pytest.raises(TlsError, match="does not verify"):
+        client.list_policies()
+    assert time.monotonic() - begin < LONG_S / 2
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_service_without_tls_is_told_at_once(wire: str) -> None:
+    with serving(FakeService(), wire) as url:
+        target = url.replace("://", "s://")
+        begin = time.monotonic()
+        with (
+            RatoonClient(target, timeout_s=LONG_S) as client,
+            pytest.raises(TlsError, match="no certificate"),
+        ):
+            client.list_policies()
+        assert time.monotonic() - begin < LONG_S / 2
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_service_with_tls_that_is_down_is_tried_again(setup: Setup, wire: str) -> None:
+    target = setup.service.url(wire).rpartition(":")[0] + ":9"
+    with RatoonClient(target, ca_file=setup.ca, timeout_s=SHORT_S) as client:
+        with pytest.raises(TransportError) as caught:
+            client.list_policies()
+        assert not isinstance(caught.value, TlsError)
 
 
 @pytest.mark.parametrize("wire", WIRES)

@@ -11,7 +11,9 @@ from ratoon_client.errors import (
     RatoonApiError,
     RatoonClientError,
     ResultTimeoutError,
+    TlsError,
     TransportError,
+    UnusableClientError,
 )
 from ratoon_client.loss import (
     Correction,
@@ -83,7 +85,9 @@ __all__ = [
     "Staleness",
     "StepReport",
     "StepResult",
+    "TlsError",
     "TransportError",
+    "UnusableClientError",
     "WeightFile",
     "WeightManifest",
     "group",

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ratoon_client.arguments import shown
 from ratoon_client.errors import InvalidArgumentError
 
 TokenArray = NDArray[np.int32]
@@ -59,6 +60,16 @@ def flag_array(field: str, flags: FlagsLike) -> FlagArray:
     if array.dtype.kind not in "biu":
         raise InvalidArgumentError(field, f"dtype {array.dtype}", "booleans")
     return array.astype(np.bool_)
+
+
+def number(field: str, value: float) -> float:
+    """Of whatever has one; a text that could be read as one has not."""
+    try:
+        if not isinstance(value, str | bytes):  # pyright: ignore[reportUnnecessaryIsInstance]
+            return float(value)
+    except (ValueError, OverflowError, TypeError, RuntimeError) as err:
+        raise InvalidArgumentError(field, shown(value), "a number") from err
+    raise InvalidArgumentError(field, shown(value), "a number")
 
 
 def _vector(field: str, values: object) -> NDArray[Any]:

@@ -7,11 +7,13 @@ Enters typed values, leaves typed values and handles. Invariant: one method a ca
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self, Unpack
 
 from ratoon_client import calls
+from ratoon_client.arguments import check_seconds
 from ratoon_client.caller import Caller
 from ratoon_client.config import ClientConfig, with_api_key, with_timeouts, with_tls_files
 from ratoon_client.errors import RatoonApiError
@@ -67,13 +69,12 @@ class AsyncRatoonClient:
         config: ClientConfig | None = None,
     ) -> None:
         scheme, _ = check_target(target)
-        self._target = target
         timed = with_timeouts(config or ClientConfig(), timeout_s, attempt_timeout_s)
         keyed = with_api_key(timed, api_key)
         self._config = with_tls_files(
             keyed, ca_file, cert_file, key_file, is_tls=scheme in TLS_SCHEMES
         )
-        self._opened: Caller | None = None
+        self._caller = Caller(partial(open_transport, target, self._config), self._config)
 
     async def __aenter__(self) -> Self:
         return self
@@ -87,17 +88,8 @@ class AsyncRatoonClient:
         await self.close()
 
     async def close(self) -> None:
-        """Drop the connection; operations on the service go on."""
-        if self._opened is not None:
-            await self._opened.transport.close()
-            self._opened = None
-
-    @property
-    def _caller(self) -> Caller:
-        """Opened on first use, for a connection belongs to the running event loop."""
-        if self._opened is None:
-            self._opened = Caller(open_transport(self._target, self._config), self._config)
-        return self._opened
+        """Drop the connection, for good; operations on the service go on."""
+        await self._caller.close()
 
     async def create_policy(
         self, policy_id: str, **options: Unpack[PolicyOptions]
@@ -235,6 +227,7 @@ class AsyncRatoonClient:
 
     async def get_operation(self, operation_id: str, *, wait_s: float = 0.0) -> Operation:
         """The operation once it has ended, or as it stands after `wait_s` seconds."""
+        check_seconds("wait_s", wait_s)
         request = service_pb2.GetOperationRequest(operation_id=operation_id, wait_s=wait_s)
         message = await self._caller.call(
             rpcs.GET_OPERATION,

@@ -8,6 +8,7 @@ within the caller's timeout.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -15,7 +16,12 @@ from typing import TypeVar
 import tenacity
 
 from ratoon_client.config import ClientConfig
-from ratoon_client.errors import RatoonApiError, TransportError
+from ratoon_client.errors import (
+    RatoonApiError,
+    TlsError,
+    TransportError,
+    UnusableClientError,
+)
 from ratoon_client.transport.base import Transport
 from ratoon_client.wire.rpcs import GET_SERVER_INFO, RequestT, ResponseT, Rpc
 from ratoon_proto.v1 import service_pb2
@@ -27,10 +33,26 @@ _LEAST_ATTEMPT_S = 0.5
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether the same request may succeed later: the service says so, or it has said nothing."""
+    """Whether the same request may succeed later: the service says so, or it has said nothing.
+
+    Not where a wait ended behind a missing seq: that is for the caller to send.
+    """
     if isinstance(error, RatoonApiError):
-        return error.retryable
-    return isinstance(error, TransportError)
+        return error.retryable and error.code != "SEQ_GAP"
+    return isinstance(error, TransportError) and not isinstance(error, TlsError)
+
+
+def closed() -> UnusableClientError:
+    return UnusableClientError("the client is closed")
+
+
+def check_process(owner: int) -> None:
+    """Raises UnusableClientError in a process other than `owner`: a fork copies no threads."""
+    if os.getpid() != owner:
+        raise UnusableClientError(
+            f"the client is of process {owner}, of which this one was forked;"
+            " make a client in each process"
+        )
 
 
 class _Wait(tenacity.wait_random_exponential):
@@ -44,13 +66,33 @@ class _Wait(tenacity.wait_random_exponential):
 
 
 class Caller:
-    """A transport and the timeouts of a client."""
+    """A transport, opened on first use, and the timeouts of a client."""
 
-    def __init__(self, transport: Transport, config: ClientConfig) -> None:
-        self.transport = transport
+    def __init__(self, open_transport: Callable[[], Transport], config: ClientConfig) -> None:
+        self._open_transport = open_transport
+        self._transport: Transport | None = None
+        self._process = 0
+        self._is_closed = False
         self.config = config
         self._limits: service_pb2.ServerLimits | None = None
         self._limits_lock = asyncio.Lock()
+
+    @property
+    def transport(self) -> Transport:
+        """Of the running event loop. Raises UnusableClientError."""
+        if self._is_closed:
+            raise closed()
+        if self._transport is None:
+            self._process = os.getpid()
+            self._transport = self._open_transport()
+        check_process(self._process)
+        return self._transport
+
+    async def close(self) -> None:
+        """Does nothing in a process that was forked from the client's."""
+        self._is_closed = True
+        if self._transport is not None and self._process == os.getpid():
+            await self._transport.close()
 
     async def limits(self) -> service_pb2.ServerLimits:
         """What the service takes; it is asked once."""

@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Generic, TypeVar
 
+from ratoon_client.arguments import check_type
 from ratoon_client.caller import Caller
 from ratoon_client.errors import InvalidArgumentError
 from ratoon_client.loss import Loss, Optim
@@ -44,8 +46,12 @@ def operation_key(seq: int | None, request_id: str | None) -> Key | None:
     if seq is not None and request_id is not None:
         raise InvalidArgumentError("request_id", "seq and request_id", "one of them")
     if seq is not None:
+        check_type("seq", seq, Integral)
         return Key(seq=seq)
-    return None if request_id is None else Key(request_id=request_id)
+    if request_id is not None:
+        check_type("request_id", request_id, str)
+        return Key(request_id=request_id)
+    return None
 
 
 async def update(

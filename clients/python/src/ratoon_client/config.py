@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ratoon_client.arguments import check_seconds
 from ratoon_client.errors import InvalidArgumentError
 
 MIB = 2**20
@@ -46,6 +47,10 @@ class ClientConfig:
     ca_file: Path | None = None
     cert_file: Path | None = None
     key_file: Path | None = None
+
+    def __post_init__(self) -> None:
+        check_seconds("timeout_s", self.timeout_s)
+        check_seconds("attempt_timeout_s", self.attempt_timeout_s)
 
     @property
     def authorization(self) -> str:

@@ -70,6 +70,14 @@ class TransportError(RatoonClientError):
     """No answer came, or none that the service wrote: whether the call was applied is unknown."""
 
 
+class TlsError(TransportError):
+    """The two ends do not agree on certificates or on TLS at all: trying again is of no use."""
+
+
+class UnusableClientError(RatoonClientError, RuntimeError):
+    """The client was closed, or is another process's. Nothing was sent."""
+
+
 class IntegrityError(RatoonClientError):
     """Bytes are not what their digest, size or name says. Nothing was applied."""
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Generic, TypeVar, cast
 
+from ratoon_client.arguments import check_seconds
 from ratoon_client.caller import Caller, may_pass
 from ratoon_client.errors import RatoonClientError, ResultTimeoutError
 from ratoon_client.outcome import outcome
@@ -48,20 +49,18 @@ class AsyncOperationHandle(Generic[ResultT]):
         return decode(await self._get(0.0, timeout_s=self._caller.config.timeout_s), Operation)
 
     async def wait(self, timeout_s: float | None = None) -> Operation:
-        """The operation once it has ended, however it ended. Raises ResultTimeoutError."""
+        """The operation once it has ended, however it ended. Raises as `result` for the wait."""
         return decode(await self._wait(timeout_s), Operation)
 
     async def result(self, timeout_s: float | None = None, *, progress: bool = False) -> ResultT:
         """What the operation made; None waits for as long as it takes.
 
-        Raises RatoonApiError where it failed or was cancelled, and where a missing seq has held it
-        for longer than the service lets a caller wait (SEQ_GAP names it); ResultTimeoutError where
+        Raises RatoonApiError where it failed or was cancelled, and where a wait ends behind a
+        missing seq, which SEQ_GAP names and which may still be sent; ResultTimeoutError where
         `timeout_s` is over; TransportError where the service has not answered for the client's
         `timeout_s`. `progress` draws a bar on standard error.
         """
-        if progress:
-            await self._follow(timeout_s)
-        final = await self._wait(timeout_s)
+        final = await (self._drawn_wait(timeout_s) if progress else self._wait(timeout_s))
         return cast("ResultT", await outcome(self._caller, final))
 
     async def watch(self) -> AsyncGenerator[Operation, None]:
@@ -95,16 +94,26 @@ class AsyncOperationHandle(Generic[ResultT]):
         self._newest = await self._caller.call(CANCEL_OPERATION, request)
         return decode(self._newest, Operation)
 
-    async def _follow(self, timeout_s: float | None) -> None:
-        try:
-            async with asyncio.timeout(timeout_s), aclosing(self.watch()) as states:
-                with progress_bar() as show:
-                    async for state in states:
-                        show(state)
-        except TimeoutError as err:
-            raise self._timed_out(timeout_s) from err
+    async def _drawn_wait(self, timeout_s: float | None) -> operation_pb2.Operation:
+        """Only drawing depends on the watch, which has no end behind a missing seq."""
+        with progress_bar() as show:
+            drawing = asyncio.create_task(self._draw(show))
+            try:
+                final = await self._wait(timeout_s)
+            finally:
+                drawing.cancel()
+                await asyncio.gather(drawing, return_exceptions=True)
+            show(decode(final, Operation))
+            return final
+
+    async def _draw(self, show: Callable[[Operation], None]) -> None:
+        async with aclosing(self.watch()) as states:
+            async for state in states:
+                show(state)
 
     async def _wait(self, timeout_s: float | None) -> operation_pb2.Operation:
+        if timeout_s is not None:
+            check_seconds("timeout_s", timeout_s, most=math.inf)
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while not decode(self._newest, Operation).is_final:
             left_s = deadline - time.monotonic()

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ratoon_client.arguments import all_of, check_type
 from ratoon_client.arrays import (
     FlagArray,
     FlagsLike,
@@ -18,6 +19,7 @@ from ratoon_client.arrays import (
     TokenArray,
     ValueArray,
     flag_array,
+    number,
     token_array,
     value_array,
 )
@@ -104,7 +106,7 @@ def rollout(
         raise InvalidArgumentError("advantages", "reward and advantages", "one of them")
     return Rollout(
         content=_content(response, segments),
-        outcome=values("advantages", advantages) if reward is None else float(reward),
+        outcome=values("advantages", advantages) if reward is None else number("reward", reward),
         loss_mask=None if loss_mask is None else flag_array("loss_mask", loss_mask),
         sampler_logprobs=values("sampler_logprobs", sampler_logprobs),
         old_logprobs=values("old_logprobs", old_logprobs),
@@ -120,8 +122,13 @@ def rollout(
 
 
 def group(group_id: str, prompt: IntsLike, rollouts: Sequence[Rollout]) -> Group:
-    """A group of rollouts that continue `prompt`."""
-    return Group(group_id=group_id, prompt=token_array("prompt", prompt), rollouts=tuple(rollouts))
+    """A group of rollouts that continue `prompt`. Raises InvalidArgumentError."""
+    check_type("group_id", group_id, str)
+    return Group(
+        group_id=group_id,
+        prompt=token_array("prompt", prompt),
+        rollouts=all_of("rollouts", rollouts, Rollout),
+    )
 
 
 def _content(
@@ -135,7 +142,7 @@ def _content(
                 tokens=token_array(f"segments[{index}].tokens", segment.tokens),
                 trained=segment.trained,
             )
-            for index, segment in enumerate(segments)
+            for index, segment in enumerate(all_of("segments", segments, Segment))
         )
     got = "neither" if response is None else "both"
     raise InvalidArgumentError("response", got, "one of response and segments")

@@ -154,7 +154,7 @@ class AsyncPolicySession:
             if self._is_server_sequenced and seq is None:
                 return await self._send_by_request_id(call)
             taken = next_seq if seq is None else seq
-            handle = await call.send(self._caller, calls.Key(seq=taken))
+            handle = await call.send(self._caller, calls.operation_key(taken, None))
             self._next_seq = max(next_seq, taken + 1)
             return handle
 

@@ -30,7 +30,6 @@ from ratoon_client.results import (
     WeightManifest,
 )
 from ratoon_client.rollouts import Group
-from ratoon_client.session import AsyncPolicySession
 from ratoon_client.weights.pull import KEEP_VERSIONS, PulledWeights
 
 ResultT = TypeVar("ResultT")
@@ -86,8 +85,11 @@ class RatoonClient:
         self.close()
 
     def close(self) -> None:
-        """Drop the connection; operations on the service go on. A second call does nothing."""
-        if not self._loop.is_stopped:
+        """Drop the connection, for good; operations on the service go on.
+
+        Does nothing the second time, and in a process that was forked from the client's.
+        """
+        if self._loop.is_running:
             self._loop.run(self._client.close())
             self._loop.stop()
 
@@ -106,7 +108,7 @@ class RatoonClient:
         return self._loop.run(self._client.list_policies())
 
     def policy(self, policy_id: str) -> PolicySession:
-        return PolicySession(self._loop, self._loop.run(self._session(policy_id)))
+        return PolicySession(self._loop, self._client.policy(policy_id))
 
     def update(
         self,
@@ -267,10 +269,6 @@ class RatoonClient:
 
     def health(self) -> Health:
         return self._loop.run(self._client.health())
-
-    async def _session(self, policy_id: str) -> AsyncPolicySession:
-        """On the loop, to which the connection belongs."""
-        return self._client.policy(policy_id)
 
     def _handle(
         self, call: Coroutine[Any, Any, AsyncOperationHandle[ResultT]]

@@ -1,23 +1,31 @@
 """An event loop on a thread of its own.
 
-Enters coroutines from any thread, leaves their results. Invariant: a caller that is interrupted
-cancels what it waits for.
+Enters coroutines from any thread of one process, leaves their results. Invariant: a caller that is
+interrupted cancels what it waits for.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from typing import Any, TypeVar
+
+from ratoon_client.caller import check_process, closed
+from ratoon_client.errors import UnusableClientError
 
 T = TypeVar("T")
 
 
 class LoopThread:
-    """Running from construction to `stop`."""
+    """Running from construction to `stop`; in a process that is forked meanwhile, not at all."""
 
     def __init__(self) -> None:
+        self._process = os.getpid()
+        # Reentrant: a watch that is collected while it is held is closed by a call of its own.
+        self._stopping = threading.RLock()
+        self._is_stopped = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="ratoon-client", daemon=True
@@ -25,15 +33,20 @@ class LoopThread:
         self._thread.start()
 
     @property
-    def is_stopped(self) -> bool:
-        return self._loop.is_closed()
+    def is_running(self) -> bool:
+        return not self._is_stopped and self._process == os.getpid()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The coroutine's result, in the calling thread. Raises RuntimeError once stopped."""
-        if self.is_stopped:
+        """The coroutine's result, in the calling thread. Raises UnusableClientError."""
+        try:
+            check_process(self._process)
+            with self._stopping:
+                if self._is_stopped:
+                    raise closed()
+                future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        except UnusableClientError:
             coroutine.close()
-            raise RuntimeError("the client is closed")
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+            raise
         try:
             return future.result()
         except BaseException:
@@ -49,12 +62,16 @@ class LoopThread:
                 except StopAsyncIteration:
                     return
         finally:
-            if not self.is_stopped:
+            if self.is_running:
                 self.run(items.aclose())
 
     def stop(self) -> None:
         """Threads that still wait for something get CancelledError."""
-        self.run(_cancel_all())
+        with self._stopping:
+            if self._is_stopped:
+                return
+            self._is_stopped = True
+        asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

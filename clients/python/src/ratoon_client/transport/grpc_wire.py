@@ -7,6 +7,7 @@ and a connection on which an answer is overdue carries no new call.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -15,8 +16,14 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from ratoon_client.config import ClientConfig
-from ratoon_client.errors import RatoonApiError, RatoonClientError, TransportError
+from ratoon_client.errors import (
+    RatoonApiError,
+    RatoonClientError,
+    TransportError,
+    UnusableClientError,
+)
 from ratoon_client.results import WeightFile
+from ratoon_client.transport.tls import no_answer
 from ratoon_client.weights.chunks import check_chunk
 from ratoon_client.wire.decode import error_of
 from ratoon_client.wire.rpcs import FETCH_WEIGHTS, RequestT, ResponseT, Rpc
@@ -40,22 +47,34 @@ _NO_ANSWER = frozenset(
         grpc.StatusCode.ABORTED,
     }
 )
+# Transports that are open, by process and identity: after a fork, gRPC's threads are missing, and
+# one that is opened there waits for them for ever.
+_OPEN: set[tuple[int, int]] = set()
 
 
 class GrpcTransport:
     """One channel, made on first use: grpc.aio binds it to the running event loop.
 
-    `credentials` None: without TLS.
+    `credentials` None: without TLS. Raises UnusableClientError in a process that was forked from
+    one with an open transport.
     """
 
     def __init__(
         self, address: str, config: ClientConfig, credentials: grpc.ChannelCredentials | None
     ) -> None:
+        process = os.getpid()
+        if any(owner != process for owner, _ in tuple(_OPEN)):
+            raise UnusableClientError(
+                "this process was forked while gRPC was in use: start processes with spawn, close"
+                " clients before the fork, or take http://"
+            )
         self._address = address
         self._metadata = _metadata(config)
         self._config = config
         self._credentials = credentials
         self._channel = self._open()
+        self._mark = process, id(self)
+        _OPEN.add(self._mark)
         self._left: dict[grpc.aio.Channel, asyncio.Task[None]] = {}
 
     async def call(
@@ -120,6 +139,7 @@ class GrpcTransport:
 
     async def close(self) -> None:
         await asyncio.gather(*(channel.close() for channel in (self._channel, *self._left)))
+        _OPEN.discard(self._mark)
 
     def _open(self) -> grpc.aio.Channel:
         options = _options(self._config)
@@ -145,7 +165,7 @@ class GrpcTransport:
             return error_of(detail)
         text = err.details() or err.code().name
         if err.code() in _NO_ANSWER:
-            return TransportError(f"{name} at {self._address}: {err.code().name}: {text}")
+            return no_answer(f"{name} at {self._address}: {err.code().name}: {text}")
         return RatoonApiError(err.code().name, text)
 
 

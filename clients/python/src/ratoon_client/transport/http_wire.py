@@ -22,6 +22,7 @@ from ratoon_client.errors import IntegrityError, RatoonApiError, RatoonClientErr
 from ratoon_client.results import WeightFile
 from ratoon_client.transport.events import read_events
 from ratoon_client.transport.routes import LATEST_MANIFEST, ROUTES, Route
+from ratoon_client.transport.tls import no_answer
 from ratoon_client.weights.chunks import check_chunk, check_length
 from ratoon_client.wire.decode import error_of
 from ratoon_client.wire.json_form import from_json, to_json
@@ -146,7 +147,12 @@ class HttpTransport:
             yield
         except (httpx.RequestError, TimeoutError) as err:
             text = str(err) or type(err).__name__
-            raise TransportError(f"{url} at {self._base_url}: {text}") from err
+            raise no_answer(f"{url} at {self._base_url}: {text}") from err
+        except RuntimeError as err:
+            # httpx's, of a call that was about to be sent when the client was closed.
+            if not self._client.is_closed:
+                raise
+            raise TransportError(f"{url} at {self._base_url}: {err}") from err
 
 
 def _route(name: str, request: Message) -> Route:

@@ -13,7 +13,17 @@ import grpc
 import httpx
 
 from ratoon_client.config import ClientConfig
-from ratoon_client.errors import InvalidArgumentError
+from ratoon_client.errors import InvalidArgumentError, TlsError, TransportError
+
+_NOT_VERIFIED = "the service's certificate does not verify"
+_NOT_TLS = "no certificate: the service, or what answers there, speaks no TLS"
+# What OpenSSL, and gRPC with its own build of it, say.
+_FLAWS = (
+    ("CERTIFICATE_VERIFY_FAILED", _NOT_VERIFIED),
+    ("Hostname Verification Check failed", _NOT_VERIFIED),
+    ("WRONG_VERSION_NUMBER", _NOT_TLS),
+    ("record layer failure", _NOT_TLS),
+)
 
 
 def channel_credentials(config: ClientConfig) -> grpc.ChannelCredentials:
@@ -48,6 +58,17 @@ def ssl_context(config: ClientConfig) -> ssl.SSLContext:
                 "cert_file", got, "a certificate and its unencrypted key in PEM"
             ) from err
     return context
+
+
+def no_answer(text: str) -> TransportError:
+    """Of what a library says where no answer came: TlsError where it says that TLS failed for good.
+
+    A service that hangs up looks the same for want of a client's certificate and in a restart.
+    """
+    for sign, flaw in _FLAWS:
+        if sign in text:
+            return TlsError(f"{flaw}: {text}")
+    return TransportError(text)
 
 
 def _read(name: str, path: Path | None) -> bytes | None:

@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -26,6 +26,7 @@ from typing import Any, cast
 
 from ratoon_client.results import WeightFile, WeightManifest
 from ratoon_client.weights.checks import MANIFEST_NAME
+from ratoon_client.weights.partial import digest_file
 
 _VERSION = re.compile(r"version-(\d{1,19})")
 _STAGED = ".staged-"
@@ -61,18 +62,20 @@ class VersionsFolder:
         return folder / digest
 
     def has(self, manifest: WeightManifest) -> bool:
-        """Whether these very files are there under this version."""
+        """Whether these very files are there under this version, with these very bytes."""
         folder = self.version_folder(manifest.version)
         return files_of(folder) == set(manifest.files) and all(
-            _size_of(folder / file.name) == file.size_bytes for file in manifest.files
+            _is_whole(folder / file.name, file) for file in manifest.files
         )
 
-    def find(self, digest: str, size_bytes: int) -> Iterator[Path]:
-        """Files of local versions that were pulled with this digest."""
+    def find(self, file: WeightFile) -> Path | None:
+        """A file of a local version with these bytes."""
         for folder in self._versions():
-            for file in files_of(folder):
-                if file.digest == digest and _size_of(folder / file.name) == size_bytes:
-                    yield folder / file.name
+            for known in files_of(folder):
+                path = folder / known.name
+                if known.digest == file.digest and _is_whole(path, file):
+                    return path
+        return None
 
     def add(self, manifest: WeightManifest, sources: Mapping[str, Path]) -> Path:
         """Make version-N of whole files, by digest; those in `.partial` move, others are linked."""
@@ -166,12 +169,12 @@ def _try_lock(descriptor: int) -> bool:
     return True
 
 
-def _size_of(path: Path) -> int:
-    """-1 where there is no such file."""
+def _is_whole(path: Path, file: WeightFile) -> bool:
+    """Whether what is at `path` can be read and has the size and the digest of `file`."""
     try:
-        return path.stat().st_size
+        return path.stat().st_size == file.size_bytes and digest_file(path) == file.digest
     except OSError:
-        return -1
+        return False
 
 
 def _link(source: Path, target: Path) -> None:

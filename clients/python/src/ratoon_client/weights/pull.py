@@ -17,7 +17,7 @@ from ratoon_client.results import WeightFile, WeightManifest
 from ratoon_client.weights.checks import check_manifest
 from ratoon_client.weights.chunks import ChunkRange, chunk_ranges
 from ratoon_client.weights.folder import VersionsFolder
-from ratoon_client.weights.partial import PartialFile, digest_file
+from ratoon_client.weights.partial import PartialFile
 from ratoon_client.weights.threads import in_thread
 from ratoon_client.wire.decode import decode
 from ratoon_client.wire.rpcs import GET_WEIGHT_MANIFEST
@@ -100,21 +100,13 @@ async def _pull(caller: Caller, folder: VersionsFolder, manifest: WeightManifest
     for file in manifest.files:
         if file.digest in sources:
             continue
-        local = await in_thread(_local_copy, folder, file)
+        local = await in_thread(folder.find, file)
         if local is None:
             local = folder.partial_path(file.digest)
             fetched_bytes += await _fetch_file(caller, manifest, file, local)
         sources[file.digest] = local
     await in_thread(folder.add, manifest, sources)
     return fetched_bytes
-
-
-def _local_copy(folder: VersionsFolder, file: WeightFile) -> Path | None:
-    """A file of an earlier version, if its bytes still have the digest."""
-    for path in folder.find(file.digest, file.size_bytes):
-        if digest_file(path) == file.digest:
-            return path
-    return None
 
 
 async def _fetch_file(

@@ -6,24 +6,31 @@ that a value has and its message has not is our bug and fails loudly.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, fields
+from types import MappingProxyType
 from typing import Any, cast
 
 import numpy as np
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
+from ratoon_client.arguments import all_of, check_type
 from ratoon_client.errors import InvalidArgumentError
 from ratoon_client.loss import FromForward, Loss, Optim, OverlongFilter, OverlongPenalty
-from ratoon_client.policy_options import PolicyOptions
+from ratoon_client.policy_options import AdamW, Lora, NumericsGuard, PolicyOptions, Publish
 from ratoon_client.rollouts import Group, Rollout
 from ratoon_client.wire.enums import enum_number
 from ratoon_proto.codec import encode_array
 from ratoon_proto.v1 import policy_pb2, rollout_pb2, training_pb2
 
+_OPTION_TYPES: Mapping[str, type] = MappingProxyType(
+    {"lora": Lora, "optimizer": AdamW, "publish": Publish, "numerics_guard": NumericsGuard}
+)
+
 
 def group_message(group: Group) -> rollout_pb2.RolloutGroup:
+    check_type("group_id", group.group_id, str)
     return rollout_pb2.RolloutGroup(
         group_id=group.group_id,
         prompt=encode_array(group.prompt),
@@ -32,17 +39,16 @@ def group_message(group: Group) -> rollout_pb2.RolloutGroup:
 
 
 def group_messages(groups: Iterable[Group]) -> list[rollout_pb2.RolloutGroup]:
-    return [group_message(group) for group in groups]
+    return [group_message(group) for group in all_of("groups", groups, Group)]
 
 
 def _rollout(rollout: Rollout) -> rollout_pb2.Rollout:
-    message = rollout_pb2.Rollout(truncated=rollout.truncated)
+    message = rollout_pb2.Rollout()
     if isinstance(rollout.content, tuple):
         message.segments.SetInParent()
         for segment in rollout.content:
-            message.segments.segments.add(
-                tokens=encode_array(segment.tokens), trained=segment.trained
-            )
+            added = message.segments.segments.add(tokens=encode_array(segment.tokens))
+            _set(added, "trained", segment.trained, "rollout.segments.trained")
     else:
         message.response.CopyFrom(encode_array(rollout.content))
     match rollout.outcome:
@@ -62,12 +68,20 @@ def _rollout(rollout: Rollout) -> rollout_pb2.Rollout:
         array = getattr(rollout, name)
         if array is not None:
             getattr(message, name).CopyFrom(encode_array(array))
-    for name in ("temperature", "sampler_logprobs_kind", "top_p", "top_k", "policy_version"):
+    for name in (
+        "temperature",
+        "sampler_logprobs_kind",
+        "top_p",
+        "top_k",
+        "policy_version",
+        "truncated",
+    ):
         _set(message, name, getattr(rollout, name), f"rollout.{name}")
     return message
 
 
 def loss_message(loss: Loss) -> training_pb2.LossConfig:
+    check_type("loss", loss, Loss)
     message = training_pb2.LossConfig()
     _copy(message, loss, "loss", skip=("old_logprobs", "overlong"))
     match loss.old_logprobs:
@@ -75,7 +89,8 @@ def loss_message(loss: Loss) -> training_pb2.LossConfig:
             pass
         case FromForward(operation_id=operation_id):
             _set(message.old_logprobs, "kind", "from_forward", "loss.old_logprobs")
-            message.old_logprobs.forward_operation_id = operation_id
+            path = "loss.old_logprobs.operation_id"
+            _set(message.old_logprobs, "forward_operation_id", operation_id, path)
         case kind:
             _set(message.old_logprobs, "kind", kind, "loss.old_logprobs")
     match loss.overlong:
@@ -93,6 +108,7 @@ def loss_message(loss: Loss) -> training_pb2.LossConfig:
 
 
 def optim_message(optim: Optim) -> training_pb2.OptimStepConfig:
+    check_type("optim", optim, Optim)
     message = training_pb2.OptimStepConfig()
     _copy(message, optim, "optim")
     return message
@@ -103,10 +119,14 @@ def policy_spec_message(policy_id: str, options: PolicyOptions) -> policy_pb2.Po
     if "preset" in options and "model_folder" in options:
         raise InvalidArgumentError("model_folder", "preset and model_folder", "one of them")
     for name, value in options.items():
+        if name not in PolicyOptions.__annotations__:
+            names = ", ".join(PolicyOptions.__annotations__)
+            raise InvalidArgumentError(name, "an unknown option", f"one of {names}")
         match name:
             case "num_workers":
                 _set(message.parallel, name, value, name)
-            case "lora" | "optimizer" | "publish" | "numerics_guard":
+            case name if name in _OPTION_TYPES:
+                check_type(name, value, _OPTION_TYPES[name])
                 getattr(message, name).SetInParent()
                 _copy(getattr(message, name), value, name)
             case _:
@@ -117,8 +137,12 @@ def policy_spec_message(policy_id: str, options: PolicyOptions) -> policy_pb2.Po
 def _copy(message: Message, value: Any, path: str, *, skip: Sequence[str] = ()) -> None:
     """Every field of a dataclass into the field of its name."""
     for field in fields(value):
+        item, place = getattr(value, field.name), f"{path}.{field.name}"
+        # Absent, it would be 0 to the service.
+        if item is None and field.default is MISSING:
+            raise InvalidArgumentError(place, "None", "a value: there is no default")
         if field.name not in skip:
-            _set(message, field.name, getattr(value, field.name), f"{path}.{field.name}")
+            _set(message, field.name, item, place)
 
 
 def _set(message: Message, name: str, value: Any, path: str) -> None:
@@ -129,13 +153,15 @@ def _set(message: Message, name: str, value: Any, path: str) -> None:
         if field.message_type is not None:
             getattr(message, name).SetInParent()
             _copy(getattr(message, name), value, path)
+        elif field.is_repeated and isinstance(value, str):
+            raise InvalidArgumentError(path, repr(value)[:80], "a list")
         elif field.is_repeated:
             getattr(message, name).extend(value)
         elif field.enum_type is not None:
             setattr(message, name, enum_number(field.enum_type, str(value), field=path))
         else:
             setattr(message, name, value)
-    except (TypeError, ValueError) as err:
+    except (TypeError, ValueError, KeyError) as err:
         if isinstance(err, InvalidArgumentError):
             raise
         raise InvalidArgumentError(path, repr(value)[:80], f"a value of {name}'s type") from err
