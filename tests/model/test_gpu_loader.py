@@ -1,4 +1,4 @@
-"""Model folders on a GPU, as the service loads them: what it compiles, and what it cannot."""
+"""Model folders on a GPU, as the service loads and writes them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from typing import Any, cast
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
+from ratoon.model import safetensors_files
 from ratoon.model.activation_plan import Kept
 from ratoon.model.policy_model import PolicyModel
+from ratoon.model.safetensors_files import write_weights
 from ratoon.model.spec import FullTuning, LoraTuning, ModelDtype
 from tests.model.builders import FULL, LORA, hidden_of, load, randomize
 from tests.model.packing import branching_sequences, pack
@@ -32,6 +35,20 @@ def _gradients(model: PolicyModel) -> dict[str, Tensor]:
     }
     cast("Any", model.module).zero_grad()
     return grads
+
+
+def test_what_a_gpu_has_is_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through memory of each thread's own, which is smaller than what goes through it."""
+    monkeypatch.setattr(safetensors_files, "_CHUNK_BYTES", 10_000)
+    generator = torch.Generator("cuda").manual_seed(0)
+    tensors = {
+        str(size): torch.randn(size, 77, generator=generator, device="cuda")
+        for size in range(1, 90)
+    }
+    write_weights(tmp_path, tensors)
+    found = load_file(tmp_path / "model.safetensors")
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensor.cpu()) for name, tensor in tensors.items())
 
 
 @pytest.mark.parametrize(

@@ -17,15 +17,16 @@ from typing import Any, cast
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
 
 from ratoon.errors import invalid
 from ratoon.model.loader import TORCH_DTYPES, quiet_transformers
 from ratoon.model.policy_model import PolicyModel
+from ratoon.model.safetensors_files import write_weights
 from ratoon.model.spec import PresetBase
 from ratoon.model.tokenizer import byte_tokenizer
 
 ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"
-_MAX_SHARD = "2GB"
 # Of a folder base: what is copied beside the weights, where the folder has it.
 _COPIED_FILES = (
     "added_tokens.json",
@@ -74,11 +75,13 @@ def _trained_values(model: PolicyModel, state: Mapping[str, Tensor] | None) -> d
 
 def _export_full(model: PolicyModel, folder: Path, values: dict[str, Tensor]) -> None:
     """Tied weights are written once, fused experts in the one-tensor-an-expert form of the hub."""
-    host = {name: value.to("cpu", copy=False) for name, value in values.items()}
     with quiet_transformers():
-        cast("Any", model.module).save_pretrained(
-            folder, state_dict=host, max_shard_size=_MAX_SHARD
-        )
+        # Configurations alone.
+        cast("Any", model.module).save_pretrained(folder, state_dict={})
+    if getattr(model.config, "num_experts", 0):
+        # To part experts takes as much memory as they do: the host's.
+        values = {name: value.to("cpu", copy=False) for name, value in values.items()}
+    write_weights(folder, revert_weight_conversion(model.module, values))
 
 
 def _export_adapter(adapter: PeftModel, folder: Path, values: dict[str, Tensor]) -> None:

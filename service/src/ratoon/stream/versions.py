@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ratoon.errors import ErrorCode, RatoonError, invalid
@@ -35,6 +36,8 @@ MANIFEST_FORMAT = 2
 _BARE_FORMAT = 1
 # Of one chunk; the wire's own bound.
 MAX_CHUNK_BYTES = 16 * 2**20
+# Files of a version that are read at a time.
+_DIGEST_THREADS = 8
 
 _VERSION_PATTERN = re.compile(r"[0-9]{8,}")
 _DIGEST_PATTERN = re.compile(r"[0-9a-f]{32}")
@@ -217,10 +220,11 @@ def _digest_files(folder: Path) -> tuple[WeightFile, ...]:
     assert paths, "a version without files"
     assert all(path.is_file() and not path.is_symlink() for path in paths), "a version is flat"
     assert all(path.name != MANIFEST_NAME for path in paths), "manifest.json is ours"
-    return tuple(
-        WeightFile(name=path.name, size_bytes=path.stat().st_size, digest=digest_file(path))
-        for path in paths
-    )
+    with ThreadPoolExecutor(_DIGEST_THREADS) as threads:
+        return tuple(
+            WeightFile(name=path.name, size_bytes=path.stat().st_size, digest=digest)
+            for path, digest in zip(paths, threads.map(digest_file, paths), strict=True)
+        )
 
 
 def _encode(manifest: WeightManifest) -> bytes:

@@ -1,0 +1,115 @@
+"""Our writer of safetensors: the library reads the bits that were given, whatever their form."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from ratoon.model import safetensors_files as module
+from ratoon.model.safetensors_files import INDEX_NAME, WEIGHTS_NAME, write_weights
+
+
+def _tensors() -> dict[str, Tensor]:
+    """Of all dtypes and odd sizes, one of no elements, one of no dimensions, one not dense."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        "b.bf16": torch.randn(7, 3, generator=generator).to(torch.bfloat16),
+        "a.f32": torch.randn(5, generator=generator),
+        "c.f64": torch.randn(2, 2, 3, generator=generator, dtype=torch.float64),
+        "none": torch.empty(0, 4),
+        "one": torch.tensor(3.5),
+        "turned": torch.randn(6, 4, generator=generator).T,
+        "leaf": torch.randn(9, generator=generator).requires_grad_(),
+    }
+    tensors["a.f32"][:2] = torch.tensor([float("nan"), float("-inf")])
+    return tensors
+
+
+def _assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        got, want = found[name], tensor.detach().contiguous()
+        assert (got.dtype, got.shape) == (want.dtype, want.shape), name
+        bits = [x.reshape(-1).view(torch.uint8) for x in (got, want)]
+        assert torch.equal(*bits), name
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 5, 2**20])
+def test_the_library_reads_what_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
+) -> None:
+    monkeypatch.setattr(module, "_CHUNK_BYTES", chunk_bytes)
+    tensors = _tensors()
+    write_weights(tmp_path, tensors)
+    assert [path.name for path in tmp_path.iterdir()] == [WEIGHTS_NAME]
+    _assert_same_bits(load_file(tmp_path / WEIGHTS_NAME), tensors)
+    with safe_open(tmp_path / WEIGHTS_NAME, "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+@pytest.mark.parametrize("max_bytes", [1, 90, 200])
+def test_files_are_of_a_size_or_of_one_tensor_and_the_index_names_them(
+    tmp_path: Path, max_bytes: int
+) -> None:
+    tensors = _tensors()
+    write_weights(tmp_path, tensors, max_bytes)
+    index = json.loads((tmp_path / INDEX_NAME).read_text())
+    files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert sorted(set(index["weight_map"].values())) == files
+    found: dict[str, Tensor] = {}
+    for file in files:
+        of_file = load_file(tmp_path / file)
+        assert {
+            name for name, place in index["weight_map"].items() if place == file
+        } == of_file.keys()
+        assert len(of_file) == 1 or sum(x.nbytes for x in of_file.values()) <= max_bytes
+        found |= of_file
+    _assert_same_bits(found, tensors)
+    assert index["metadata"] == {
+        "total_parameters": sum(x.numel() for x in tensors.values()),
+        "total_size": sum(x.nbytes for x in tensors.values()),
+    }
+
+
+def test_equal_tensors_give_equal_files(tmp_path: Path) -> None:
+    for name, order in (("first", 1), ("second", -1)):
+        (tmp_path / name).mkdir()
+        write_weights(tmp_path / name, dict(list(_tensors().items())[::order]), 90)
+    first = {path.name: path.read_bytes() for path in (tmp_path / "first").iterdir()}
+    assert first == {path.name: path.read_bytes() for path in (tmp_path / "second").iterdir()}
+
+
+def test_a_disk_that_is_full_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the thread that met it; all of them are done then, and the files closed."""
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    write, calls = os.pwrite, iter(range(100))
+
+    def full(descriptor: int, content: memoryview, offset: int) -> int:
+        if next(calls) == 4:
+            raise OSError(errno.ENOSPC, "full")
+        # As a disk does that is nearly full: less than it was given.
+        return write(descriptor, content[: max(1, len(content) // 2)], offset)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OSError, match="full"):
+        write_weights(tmp_path, _tensors())
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_what_is_written_in_pieces_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda d, content, offset: write(d, content[:3], offset))
+    tensors = _tensors()
+    write_weights(tmp_path, tensors)
+    _assert_same_bits(load_file(tmp_path / WEIGHTS_NAME), tensors)
