@@ -59,7 +59,6 @@ def test_folders_are_of_one_service_at_a_time(
 
 def test_the_hold_ends_with_its_process(config: RatoonConfig) -> None:
     """Killed, it can clean nothing up."""
-    assert config.data_root is not None
     config.data_root.mkdir()
     lock = config.data_root / LOCK_NAME
     hold = "import fcntl, sys, time; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); "

@@ -115,6 +115,18 @@ def test_what_a_call_has_named_makes_room(uploads: UploadFiles, paths: PolicyPat
     assert sorted(path.name for path in paths.uploads.iterdir()) == ["more", "new", "second"]
 
 
+def test_what_is_sent_again_for_another_call_makes_no_room(uploads: UploadFiles) -> None:
+    """Though all of it is there already."""
+    uploads.put("again", 0, b"1234567890")
+    uploads.get("again", 1)
+    uploads.put("again", 0, b"1234567890")
+    uploads.put("open", 0, b"1234567890")
+    with pytest.raises(RatoonError) as caught:
+        uploads.put("more", 0, b"1234567890")
+    assert caught.value.code is ErrorCode.RESOURCE_EXHAUSTED
+    assert uploads.get("again", 1) == [b"1234567890"]
+
+
 def test_parts_that_are_sent_at_once_do_not_disturb_each_other(paths: PolicyPaths) -> None:
     uploads = UploadFiles(paths, ttl_s=60.0, max_upload_bytes=10**6, max_total_bytes=10**6)
     with ThreadPoolExecutor(8) as threads:

@@ -261,8 +261,8 @@ def test_experts_in_groups_are_part_of_the_graphs(
         assert sum(int(grad.count_nonzero()) for grad in compiled.values()) > 1000
         for name, grad in modules.items():
             assert (compiled[name] - grad).norm() <= 0.02 * grad.norm(), name
-    # The second as the first had as many nodes as its tokens.
-    assert len(graphs) <= 2
+    # The second for any number of nodes, whose table the first took for one of a fixed size.
+    assert 0 < len(graphs) <= 2
 
 
 def test_models_of_other_sizes_compile_in_one_process(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -62,7 +61,7 @@ def _wait_for_port(field: str, host: str, port: int, deadline: float) -> None:
 def _is_free(field: str, host: str, port: int) -> bool:
     try:
         return is_free(host, port)
-    except (OSError, socket.gaierror) as err:
+    except OSError as err:
         raise invalid(field, f"{host}:{port} ({err})", "an address of this machine") from err
 
 

@@ -56,6 +56,8 @@ class UploadFiles:
         folder = self._folder / safe_name("upload_id", upload_id)
         path = folder / _part_name(part_index)
         make_folder(folder)
+        # Of another call that is to come, though all of it may be there already.
+        (folder / _USED).unlink(missing_ok=True)
         stored = _read_part(path)
         if stored == body:
             # By a process that may have been killed before it synced the names.
@@ -71,7 +73,6 @@ class UploadFiles:
                 expected="the same bytes, or a part not sent yet",
             )
         path.unlink(missing_ok=True)  # Damaged.
-        (folder / _USED).unlink(missing_ok=True)
         size_bytes = len(body) + _total_bytes(folder.glob(_PARTS))
         if size_bytes > self._max_upload_bytes:
             raise RatoonError(
