@@ -33,9 +33,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--gpu-report")
     if path is not None:
-        from tests.gpu_report import GpuReport
+        from tests.gpu_report import CollectedInWorker, GpuReport
 
-        config.pluginmanager.register(GpuReport(path))
+        in_worker = hasattr(config, "workerinput")
+        config.pluginmanager.register(CollectedInWorker() if in_worker else GpuReport(path))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -2,20 +2,35 @@
 
 In: the run of pytest that it is registered with. Out: one JSON file, written when the run ends.
 Invariant: a GPU test that was collected is in it, with its outcome or as not run; so is a file that
-could not be collected. Imports nothing of the tests, so that it works wherever pytest does.
+could not be collected. Imports nothing of the tests, so that it works wherever pytest does; with
+several workers (pytest-xdist), which tell the run what they collected, the run alone writes.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from benchmarks.gpu_results import describe_gpu, write_result
 
+if TYPE_CHECKING:
+    from xdist.workermanage import WorkerController
+
 MARKERS = ("gpu", "multigpu")
 MAX_MESSAGE_CHARACTERS = 2000
+_COLLECTED = "gpu_tests"
+
+
+class CollectedInWorker:
+    """In a worker: tells the run which GPU tests there are."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
+        vars(config)["workeroutput"][_COLLECTED] = _gpu_tests(items)
 
 
 class GpuReport:
@@ -23,7 +38,7 @@ class GpuReport:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._expected: list[str] = []
+        self._expected: set[str] = set()
         self._tests: dict[str, dict[str, Any]] = {}
 
     def pytest_sessionstart(self) -> None:
@@ -35,9 +50,12 @@ class GpuReport:
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Before -m and -k deselect: what a full run would have run."""
-        self._expected = [
-            item.nodeid for item in items if any(map(item.get_closest_marker, MARKERS))
-        ]
+        self._expected.update(_gpu_tests(items))
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: WorkerController) -> None:
+        """A worker that died has told nothing; a test was red then, or another worker took over."""
+        self._expected.update(vars(node).get("workeroutput", {}).get(_COLLECTED, ()))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -59,10 +77,14 @@ class GpuReport:
             "arguments": list(session.config.invocation_params.args),
             "num_passed": sum(test["outcome"] == "passed" for test in tests),
             "seconds": sum(test["seconds"] for test in tests),
-            "not_run": sorted(set(self._expected) - self._tests.keys()),
+            "not_run": sorted(self._expected - self._tests.keys()),
             "tests": tests,
         }
         write_result(self._path, payload, seed=0)
+
+
+def _gpu_tests(items: list[pytest.Item]) -> list[str]:
+    return [item.nodeid for item in items if any(map(item.get_closest_marker, MARKERS))]
 
 
 def _entry(test_id: str, outcome: str, message: str) -> dict[str, Any]:

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks.gpu_results import ROOT, red_tests
 
 TESTS = """
@@ -68,9 +70,10 @@ def _report(folder: Path, *arguments: str) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-def test_report_holds_every_outcome_and_what_was_not_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [(), ("-n", "2")])
+def test_report_holds_every_outcome(tmp_path: Path, workers: tuple[str, ...]) -> None:
     (tmp_path / "test_some.py").write_text(TESTS)
-    report = _report(tmp_path, "-m", "gpu or multigpu")
+    report = _report(tmp_path, "-m", "gpu or multigpu", *workers)
     outcomes = {test["id"].split("::")[1]: test["outcome"] for test in report["tests"]}
     assert outcomes == {
         "test_good": "passed",
@@ -86,9 +89,10 @@ def test_report_holds_every_outcome_and_what_was_not_run(tmp_path: Path) -> None
     assert len(red_tests(report)) == 3
 
 
-def test_a_part_of_the_gpu_tests_is_not_green(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [(), ("-n", "2")])
+def test_a_part_of_the_gpu_tests_is_not_green(tmp_path: Path, workers: tuple[str, ...]) -> None:
     (tmp_path / "test_some.py").write_text(TESTS)
-    report = _report(tmp_path, "-m", "gpu or multigpu", "-k", "test_good")
+    report = _report(tmp_path, "-m", "gpu or multigpu", "-k", "test_good", *workers)
     assert [test["outcome"] for test in report["tests"]] == ["passed"]
     assert len(report["not_run"]) == 4
     assert len(red_tests(report)) == 4

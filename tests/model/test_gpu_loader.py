@@ -20,7 +20,7 @@ from tests.model.builders import FULL, LORA, hidden_of, load, randomize
 from tests.model.packing import branching_sequences, pack
 from tests.tiny_models import write_folder
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic_compiler")]
 
 
 def _gradients(model: PolicyModel) -> dict[str, Tensor]:

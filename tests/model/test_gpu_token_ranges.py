@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import pytest
@@ -11,44 +11,17 @@ from torch import Tensor
 
 from ratoon.model.activation_plan import Kept
 from ratoon.model.policy_model import PolicyModel
-from ratoon.model.spec import FullTuning, ModelDtype, ModelSpec, PresetBase
-from ratoon.train.config import AdamWConfig
-from ratoon.train.numerics import configure_torch
-from ratoon.train.spec import TrainerSpec
 from tests.kernels.forests import star
 from tests.model.gpu_policies import Step, make_policy
 from tests.train.gpu_streams import cut_stages, make_batch, pack_batch, stream_gradients
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic_compiler")]
 
 # Of whole forests, and of prompts whose responses are streamed: of two ranges of tokens, or three.
 WHOLE = (700, 3900, 5500)
 STREAMED = (500, 1100, 5000)
 LONG = 70_000
-SPEC = TrainerSpec(
-    model=ModelSpec(
-        base=PresetBase(name="small"), tuning=FullTuning(), dtype=ModelDtype.BFLOAT16, seed=0
-    ),
-    optimizer=AdamWConfig(),
-    deterministic=True,
-    micro_batch_tokens=None,
-    keep_reference=False,
-    attention_backend="cuda",
-    device="cuda:0",
-    num_threads=1,
-)
-
 Run = Callable[[PolicyModel, int], dict[str, Tensor]]
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Deterministic, and with nothing compiled; so again afterwards."""
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    configure_torch(SPEC)
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 def _keep(policy: PolicyModel, kept: Kept) -> None:

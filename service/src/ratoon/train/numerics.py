@@ -32,8 +32,9 @@ def configure_torch(spec: TrainerSpec) -> None:
     # Kernels that the compiler picks by timing could be others, with other sums, in a next process.
     cast("Any", inductor_config).deterministic = spec.deterministic
     if spec.deterministic:
-        # Its kernels are for some numbers of tokens; a graph of `layers` is for a range of them.
+        # Both decide by the number of tokens; a graph of `layers` is for a range of them.
         cast("Any", inductor_config).triton.mix_order_reduction = False
+        cast("Any", inductor_config).shape_padding = False
 
 
 def numerics_fingerprint(spec: TrainerSpec, attention_backend: str) -> dict[str, str]:

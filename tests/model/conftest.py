@@ -1,0 +1,36 @@
+"""Fixtures of the model's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from ratoon.model.spec import FullTuning, ModelDtype, ModelSpec, PresetBase
+from ratoon.train.config import AdamWConfig
+from ratoon.train.numerics import configure_torch
+from ratoon.train.spec import TrainerSpec
+
+_ON_A_GPU = TrainerSpec(
+    model=ModelSpec(
+        base=PresetBase(name="small"), tuning=FullTuning(), dtype=ModelDtype.BFLOAT16, seed=0
+    ),
+    optimizer=AdamWConfig(),
+    deterministic=True,
+    micro_batch_tokens=None,
+    keep_reference=False,
+    attention_backend="cuda",
+    device="cuda:0",
+    num_threads=1,
+)
+
+
+@pytest.fixture
+def deterministic_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Torch as a GPU's worker has it, and nothing compiled; nothing is afterwards either."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    configure_torch(_ON_A_GPU)
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
