@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 def pytest_addoption(parser: pytest.Parser) -> None:
     help_text = "write what became of every GPU test to this result file (JSON)"
     parser.addoption("--gpu-report", type=Path, metavar="PATH", help=help_text)
+    help_text = "keep what --gpu-report's file says of tests that this run leaves out"
+    parser.addoption("--gpu-report-again", action="store_true", help=help_text)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -35,8 +37,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if path is not None:
         from tests.gpu_report import CollectedInWorker, GpuReport
 
-        in_worker = hasattr(config, "workerinput")
-        config.pluginmanager.register(CollectedInWorker() if in_worker else GpuReport(path))
+        if hasattr(config, "workerinput"):
+            config.pluginmanager.register(CollectedInWorker())
+        else:
+            is_again = bool(config.getoption("--gpu-report-again"))
+            config.pluginmanager.register(GpuReport(path, is_again=is_again))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,6 +1,8 @@
 """`--gpu-report PATH`: what became of every GPU test, as a result file.
 
-In: the run of pytest that it is registered with. Out: one JSON file, written when the run ends.
+In: the run of pytest that it is registered with, and with `--gpu-report-again` the report of an
+earlier one on the same sources, whose tests stand where this one does not run them. Out: one JSON
+file, written when the run ends.
 Invariant: a GPU test that was collected is in it, with its outcome or as not run; so is a file that
 could not be collected. Imports nothing of the tests, so that it works wherever pytest does; with
 several workers (pytest-xdist), which tell the run what they collected, the run alone writes.
@@ -8,12 +10,13 @@ several workers (pytest-xdist), which tell the run what they collected, the run 
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from benchmarks.gpu_results import describe_gpu, write_result
+from benchmarks.gpu_results import describe_gpu, source_sha256, write_result
 
 if TYPE_CHECKING:
     from xdist.workermanage import WorkerController
@@ -36,13 +39,17 @@ class CollectedInWorker:
 class GpuReport:
     """Gathers outcomes while pytest runs and writes them at its end."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, is_again: bool) -> None:
         self._path = path
+        self._is_again = is_again
         self._expected: set[str] = set()
         self._tests: dict[str, dict[str, Any]] = {}
+        self._earlier: list[dict[str, Any]] = []
 
     def pytest_sessionstart(self) -> None:
         """A run that dies must not leave the report of the one before it."""
+        if self._is_again:
+            self._earlier = _read_tests(self._path)
         self._path.unlink(missing_ok=True)
         # Raises now, not after the tests, where no report could be written.
         describe_gpu(seed=0)
@@ -72,15 +79,25 @@ class GpuReport:
             test["message"] = report.longreprtext[-MAX_MESSAGE_CHARACTERS:]
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        tests = list(self._tests.values())
+        earlier = [test for test in self._earlier if test["id"] not in self._tests]
+        tests = [*earlier, *self._tests.values()]
         payload = {
             "arguments": list(session.config.invocation_params.args),
+            "num_earlier": len(earlier),
             "num_passed": sum(test["outcome"] == "passed" for test in tests),
             "seconds": sum(test["seconds"] for test in tests),
-            "not_run": sorted(self._expected - self._tests.keys()),
+            "not_run": sorted(self._expected - {test["id"] for test in tests}),
             "tests": tests,
         }
         write_result(self._path, payload, seed=0)
+
+
+def _read_tests(path: Path) -> list[dict[str, Any]]:
+    """Raises `pytest.UsageError`: the report is absent, or of other sources."""
+    report = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if report.get("source_sha256") != source_sha256():
+        raise pytest.UsageError(f"--gpu-report-again: {path} is no report on these sources")
+    return report["tests"]
 
 
 def _gpu_tests(items: list[pytest.Item]) -> list[str]:

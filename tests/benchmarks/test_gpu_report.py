@@ -45,8 +45,9 @@ def test_cpu():
 def _run_pytest(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], Path]:
     """Runs pytest as a machine without this project's environment does."""
     path = folder / "out" / "tests.json"
-    path.parent.mkdir()
-    path.write_text("of the run before")
+    path.parent.mkdir(exist_ok=True)
+    if "--gpu-report-again" not in arguments:
+        path.write_text("of the run before")
     command = [
         *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
         *("-o", "addopts=", "--import-mode=importlib", "--confcutdir", folder),
@@ -70,10 +71,9 @@ def _report(folder: Path, *arguments: str) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "2")])
-def test_report_holds_every_outcome(tmp_path: Path, workers: tuple[str, ...]) -> None:
+def test_report_holds_every_outcome(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(TESTS)
-    report = _report(tmp_path, "-m", "gpu or multigpu", *workers)
+    report = _report(tmp_path, "-m", "gpu or multigpu")
     outcomes = {test["id"].split("::")[1]: test["outcome"] for test in report["tests"]}
     assert outcomes == {
         "test_good": "passed",
@@ -96,6 +96,29 @@ def test_a_part_of_the_gpu_tests_is_not_green(tmp_path: Path, workers: tuple[str
     assert [test["outcome"] for test in report["tests"]] == ["passed"]
     assert len(report["not_run"]) == 4
     assert len(red_tests(report)) == 4
+
+
+def test_red_tests_can_run_again_alone(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(TESTS)
+    _report(tmp_path, "-m", "gpu", "-k", "not set_up")
+    (tmp_path / "test_some.py").write_text(TESTS.replace("assert value % 2", "pass"))
+    again = ("-m", "gpu", "-k", "odd", "--gpu-report-again", "-n", "2")
+    report = _report(tmp_path, *again)
+    outcomes = {test["id"].split("::")[1]: test["outcome"] for test in report["tests"]}
+    assert outcomes == dict.fromkeys(("test_good", "test_odd[1]", "test_odd[2]"), "passed")
+    assert report["num_earlier"] == 1
+    assert len(report["not_run"]) == 2
+
+
+def test_only_a_report_on_the_same_sources_can_be_kept(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(TESTS)
+    (tmp_path / "out").mkdir()
+    kept = json.dumps({"source_sha256": "of others", "tests": []})
+    (tmp_path / "out" / "tests.json").write_text(kept)
+    done, path = _run_pytest(tmp_path, "-m", "gpu", "--gpu-report-again")
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "no report on these sources" in done.stderr
+    assert path.read_text() == kept
 
 
 def test_a_file_that_cannot_be_collected_is_not_green(tmp_path: Path) -> None:

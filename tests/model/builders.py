@@ -67,12 +67,12 @@ def least_bytes(model: PolicyModel, packed: Packed) -> int:
     return peak_bytes(model.sizes, kept, tokens, tokens)
 
 
-def randomize(model: PolicyModel, seed: int) -> None:
+def randomize(model: PolicyModel, seed: int, scale: float = 0.3) -> None:
     """Give every trained parameter new values, zero for none."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.named_trainable().values():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
 
 
 def error_of(call: Callable[[], object]) -> RatoonError:

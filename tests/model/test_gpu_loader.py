@@ -73,8 +73,9 @@ def test_a_folder_is_trained_as_the_service_loads_it(
     model = load(folder, dtype=dtype, tuning=tuning, compile_layers=True, device="cuda")
     truth = load(folder, dtype=ModelDtype.FLOAT32, tuning=tuning)
     if tuning is LORA:
+        # Larger ones make attention so sharp that rounding the weights alone changes a third of it.
         for each in (model, truth):
-            randomize(each, seed=3)
+            randomize(each, seed=3, scale=0.1)
     found, expected = _gradients(model), _gradients(truth)
     assert found.keys() == expected.keys()
     assert all(torch.equal(grad, found[name]) for name, grad in _gradients(model).items())
