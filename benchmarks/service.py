@@ -27,7 +27,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.command import is_for_gpu, make_parser
 from benchmarks.document import aligned, link, replace_section
 from benchmarks.gpu_results import describe_gpu, write_result
-from benchmarks.service_run import FULL, KILLED, POLICIES, RESUMED, SMALL, STEADY, measure
+from benchmarks.service_run import (
+    FULL,
+    KILLED,
+    NOT_FINISHED,
+    POLICIES,
+    RESUMED,
+    SMALL,
+    STEADY,
+    measure,
+)
 
 BEGIN = "<!-- service: written by benchmarks/service.py -->"
 END = "<!-- end of service -->"
@@ -83,6 +92,11 @@ def _measure(args: argparse.Namespace) -> None:
     print(format_table({**describe_gpu(args.seed), **payload}))
 
 
+def measured_rows(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Rows by policy; that of one which a run was cut off in has no figures."""
+    return {row["policy"]: row for row in result["rows"] if row["failure"] != NOT_FINISHED}
+
+
 def is_same_as_steady(result: dict[str, Any], policy: str) -> bool:
     """Whether a policy was told, and has, what the steady one was and has: bit for bit."""
     rows = {row["policy"]: row for row in result["rows"]}
@@ -99,7 +113,7 @@ def is_same_as_steady(result: dict[str, Any], policy: str) -> bool:
 
 def format_table(result: dict[str, Any]) -> str:
     """For a terminal."""
-    table = aligned([list(COLUMNS), *map(_cells, result["rows"])])
+    table = aligned([list(COLUMNS), *map(_cells, measured_rows(result).values())])
     return "\n".join([_provenance(result), *table, *_notes(result)])
 
 
@@ -109,7 +123,7 @@ def write_markdown(result: dict[str, Any], path: Path, result_link: str) -> None
         f"\n{_provenance(result)} [Raw samples]({result_link}).\n",
         "| " + " | ".join(COLUMNS) + " |",
         "|---|" + "---:|" * (len(COLUMNS) - 1),
-        *("| " + " | ".join(_cells(row)) + " |" for row in result["rows"]),
+        *("| " + " | ".join(_cells(row)) + " |" for row in measured_rows(result).values()),
         "",
         *(f"- {note}" for note in _notes(result)),
     ]
@@ -136,11 +150,17 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _notes(result: dict[str, Any]) -> Iterator[str]:
-    rows = {row["policy"]: row for row in result["rows"]}
+    rows = measured_rows(result)
+    if missing := [name for name in POLICIES if name not in rows]:
+        yield f"not measured yet: {', '.join(missing)}"
     for policy in (RESUMED, KILLED):
         if {STEADY, policy} <= rows.keys():
             found = "met" if is_same_as_steady(result, policy) else "missed"
             yield f"{found}: what {policy} was told, and its weights, are the bits of {STEADY}"
+    first = [
+        f"{name} {row['updates'][0]['seconds']:.1f}" for name, row in rows.items() if row["updates"]
+    ]
+    yield f"seconds of the first update, which compiles and runs the canary: {', '.join(first)}"
     yield from (f"{name}: {row['failure']}" for name, row in rows.items() if row["failure"])
     yield f"the service was well {result['start_s']:.1f} s after its start"
 

@@ -40,6 +40,7 @@ STEADY, RESUMED, KILLED, FAST = "steady", "resumed", "killed", "fast"
 POLICIES = (STEADY, RESUMED, KILLED, FAST)
 LEARNING_RATE = 1e-6
 PATIENCE_S = 300.0
+NOT_FINISHED = "was not finished"
 GIB = 2**30
 
 
@@ -137,7 +138,7 @@ def _play(
     on_row: Callable[[], None],
 ) -> None:
     """One policy from its creation to its end, which frees its worker's device."""
-    row["failure"] = "was not finished"
+    row["failure"] = NOT_FINISHED
     try:
         _train(plan, service, client, row, seed, on_row)
         row["failure"] = ""

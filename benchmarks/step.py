@@ -2,7 +2,8 @@
 
 Enters names of sections, leaves a result file; or enters a result file, leaves its tables, its plot
 or its section of a document. Invariant: no file is written where the GPU tests are not green for
-these sources; parts that several calls measured are merged, if they are of the same sources.
+these sources; parts that several calls measured are merged, if they are of the same sources, and
+else joined where the file can say why.
 
     python benchmarks/step.py --out benchmarks/results/h200/step.json --only paper
     python benchmarks/step.py --report benchmarks/results/h200/step.json
@@ -39,6 +40,7 @@ from benchmarks.step_report import format_tables, write_markdown
 from benchmarks.step_result import (
     add_case,
     empty_payload,
+    joined_result,
     measured_cases,
     merged_payload,
     sort_cases,
@@ -62,8 +64,19 @@ def main(arguments: list[str] | None = None) -> None:
     args = _parse(arguments)
     if args.report is None:
         _measure(args)
-    else:
-        write_report(args, format_tables, plot, _write_markdown)
+        return
+    if args.join is not None:
+        _join(args.report, args.join, args.stale)
+    write_report(args, format_tables, plot, _write_markdown)
+
+
+def _join(path: Path, other: Path, stale: str) -> None:
+    old, new = (json.loads(file.read_text(encoding="utf-8")) for file in (path, other))
+    joined = joined_result(old, new, stale)
+    for name, section in MEASURES.items():
+        scale = SMALL if joined["gpu"] == "none" else FULL
+        sort_cases(joined, name, section.cases(scale))
+    path.write_text(json.dumps(joined, indent=1) + "\n", encoding="utf-8")
 
 
 def _write_markdown(result: dict[str, Any], document: Path, file: str, image: str) -> None:
@@ -84,6 +97,8 @@ def missing_cases(result: dict[str, Any]) -> list[str]:
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__)
     add_document_options(parser)
+    parser.add_argument("--join", type=Path, help="with --report: first put this result's cases in")
+    parser.add_argument("--stale", default="", help="with --join: why cases of other sources stay")
     parser.add_argument("--only", nargs="+", choices=MEASURES, default=list(MEASURES))
     parser.add_argument("--cases", nargs="+", help="of the one section of --only; all by default")
     parser.add_argument("--new", action="store_true", help="forget what --out's file holds")

@@ -1,7 +1,8 @@
 """The result file of the step benchmark, filled section by section and case by case.
 
 Enters rows of cases, leaves the payload of a file. Invariant: all rows of a case are of one run, so
-that ratios between them are, and all runs of a file are of the same sources, machine and seed.
+that ratios between them are, and all runs of a file are of the same machine and seed. They are of
+the same sources too, or the file says `stale`, and each run its sources.
 """
 
 from __future__ import annotations
@@ -61,6 +62,39 @@ def merged_payload(old: dict[str, Any], run: Run) -> dict[str, Any]:
     kept = {name: old[name] for name in new}
     kept["runs"] = [*kept["runs"], *new["runs"]]
     return kept
+
+
+def joined_result(old: dict[str, Any], new: dict[str, Any], stale: str) -> dict[str, Any]:
+    """The old result with the new one's cases; `stale` says why those of other sources stay.
+
+    Raises:
+        SystemExit: They are of another machine or seed, or `stale` is empty and should not be.
+    """
+    same = [name for name in SAME_ON_MERGE if name != "source_sha256"]
+    if differing := [name for name in same if old[name] != new[name]]:
+        raise SystemExit(f"cannot join results of another {', '.join(differing)}")
+    cases = {name: {row["case"] for row in new[name]} for name in SECTIONS}
+    joined = {name: value for name, value in new.items() if name != "stale"}
+    runs = [_without(run, cases, old["source_sha256"]) for run in old["runs"]]
+    joined["runs"] = [run for run in runs if any(run["cases"].values())]
+    joined["runs"] += [_without(run, {}, new["source_sha256"]) for run in new["runs"]]
+    for name in SECTIONS:
+        others = [row for row in old[name] if row["case"] not in cases[name]]
+        joined[name] = [*others, *new[name]]
+    if any(run["source_sha256"] != new["source_sha256"] for run in joined["runs"]):
+        if not stale:
+            raise SystemExit("cases of other sources stay: say why with --stale")
+        joined["stale"] = stale
+    return joined
+
+
+def _without(run: dict[str, Any], cases: dict[str, set[str]], source_sha256: str) -> dict[str, Any]:
+    """The run, which names its sources, less these cases."""
+    kept = {
+        section: [name for name in names if name not in cases.get(section, ())]
+        for section, names in run["cases"].items()
+    }
+    return {"source_sha256": source_sha256, **run, "cases": kept}
 
 
 def add_case(payload: dict[str, Any], section: str, case: str, rows: list[Row]) -> None:

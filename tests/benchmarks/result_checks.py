@@ -34,8 +34,14 @@ def staleness_problems(result: Result, source_sha256: str) -> Iterator[str]:
     stale = result.get("stale", "")
     if not isinstance(stale, str) or ("stale" in result and not stale.strip()):
         yield "stale: it is to be a reason in words"
-    elif result.get("source_sha256") != source_sha256 and not stale:
+    elif not stale and any(found != source_sha256 for found in _sources(result)):
         yield "the sources have changed: measure again, or say why not in a top-level `stale`"
+
+
+def _sources(result: Result) -> Iterator[object]:
+    """Of the whole, and of runs that say it themselves."""
+    yield result.get("source_sha256")
+    yield from (run["source_sha256"] for run in result.get("runs", ()) if "source_sha256" in run)
 
 
 def provenance_problems(name: str, result: Result) -> Iterator[str]:

@@ -154,6 +154,7 @@ def _fail(backend: str) -> Callable[[Result], None]:
     ("change", "problem"),
     [
         (_set("source_sha256", to="2" * 64), "the sources have changed"),
+        (_set("runs", 0, "source_sha256", to="2" * 64), "the sources have changed"),
         (_set("stale", to=" "), "stale"),
         (_set("commit", to="abc"), "commit"),
         (_set("gpu", to="none"), "gpu"),

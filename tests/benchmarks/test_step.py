@@ -15,7 +15,7 @@ import torch
 
 from benchmarks import gpu_results, step, step_timing, step_varlen, step_ways
 from benchmarks.forests import build
-from benchmarks.step_result import empty_payload, merged_payload
+from benchmarks.step_result import add_case, empty_payload, joined_result, merged_payload
 from benchmarks.step_rollouts import (
     Group,
     make_batch,
@@ -234,6 +234,29 @@ def test_parts_of_another_kind_are_not_merged(name: str) -> None:
     assert merged_payload(result, run)["runs"][0] == result["runs"][0]
     with pytest.raises(SystemExit, match=name):
         merged_payload({**result, name: "another"}, run)
+
+
+def _result_of(case: str, sources: str) -> dict[str, Any]:
+    run = _run()
+    result: dict[str, Any] = {**gpu_results.describe_gpu(run.seed), **empty_payload(run)}
+    add_case(result, "paper", case, [{"how": sources}])
+    return {**result, "source_sha256": sources}
+
+
+def test_results_of_other_sources_are_joined_where_the_file_says_why() -> None:
+    old, new = _result_of("a", "old"), _result_of("b", "new")
+    with pytest.raises(SystemExit, match="say why"):
+        joined_result(old, new, "")
+    joined = joined_result(old, new, "a comment changed")
+    assert joined["stale"] == "a comment changed"
+    assert joined["source_sha256"] == "new"
+    assert [(row["case"], row["how"]) for row in joined["paper"]] == [("a", "old"), ("b", "new")]
+    assert [run["source_sha256"] for run in joined["runs"]] == ["old", "new"]
+    again = joined_result(joined, _result_of("a", "new"), "")
+    assert "stale" not in again
+    assert [run["cases"]["paper"] for run in again["runs"]] == [["b"], ["a"]]
+    with pytest.raises(SystemExit, match="seed"):
+        joined_result(old, {**new, "seed": 1}, "a comment changed")
 
 
 def test_a_run_says_what_environment_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
