@@ -119,6 +119,9 @@ async def test_what_is_no_key_is_refused(guarded: Guarded, text: str) -> None:
     response = await guarded.client.get("/v1/info", headers=headers)
     assert (response.status_code, http_error(response).detail.code) == (401, "UNAUTHENTICATED")
     assert text.strip() in ("", "x", "Bearer") or text not in response.text
+    said = "unknown, revoked" if text == UNKNOWN_KEY else "what came with the call is no API key"
+    assert said in response.text
+    assert "no API key came" in (await guarded.client.get("/v1/info")).text
 
 
 async def test_the_scheme_must_be_bearer(guarded: Guarded) -> None:

@@ -32,6 +32,33 @@ async def test_malformed_json_is_refused(api: Api, body: bytes) -> None:
     assert api.engine.log == []
 
 
+@pytest.mark.parametrize(
+    "content_type",
+    ["application/x-www-form-urlencoded", "text/json", "json", "application/", "", None],
+)
+@pytest.mark.parametrize("path", ["/v1/policies", f"/v1/policies/{requests.POLICY}/update"])
+async def test_a_body_that_is_not_sent_as_json_is_refused(
+    api: Api, path: str, content_type: str | None
+) -> None:
+    """As curl's `-d` sends it."""
+    headers = {} if content_type is None else {"Content-Type": content_type}
+    response = await api.http.client.post(path, content=b"{}", headers=headers)
+    error = http_error(response)
+    assert (error.detail.code, response.status_code) == ("MALFORMED_BODY", 400)
+    assert error.detail.field == "Content-Type"
+    assert error.detail.got == (f"'{content_type}'" if content_type else "nothing")
+
+
+@pytest.mark.parametrize(
+    "content_type", ["application/json; charset=utf-8", "Application/JSON", "application/x+json"]
+)
+async def test_json_has_several_names(api: Api, content_type: str) -> None:
+    response = await api.http.client.post(
+        "/v1/policies", content=b"{}", headers={"Content-Type": content_type}
+    )
+    assert http_error(response).detail.code == "INVALID_ARGUMENT"
+
+
 @pytest.mark.parametrize("rpc", ["Update", "WatchOperation", "FetchWeights"])
 async def test_malformed_bytes_are_refused(api: Api, rpc: str) -> None:
     """gRPC's own answer would be INTERNAL, without the error's detail."""

@@ -5,11 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import threading
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
 import xxhash
@@ -22,9 +19,7 @@ from ratoon_client import (
     RatoonClient,
     TransportError,
 )
-from ratoon_client.results import WeightFile, WeightManifest
-from ratoon_client.weights.checks import MANIFEST_NAME, check_manifest
-from ratoon_client.weights.threads import in_thread
+from ratoon_client.weights.checks import MANIFEST_NAME
 from tests.client.conftest import serving
 from tests.client.fake_service import CHUNK_BYTES, FakePolicy, FakeService, LostAnswerError
 
@@ -315,35 +310,6 @@ def test_a_name_that_leads_elsewhere_is_refused(
     assert not (root.parent / "evil").exists()
 
 
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"policy_id": "q"}, "asked for p"),
-        ({"version": 4}, "asked for p version 3"),
-        ({"files": ()}, "names no files"),
-        ({"digest": "0" * 31 + "/"}, "no valid digest"),
-        ({"digest": "A" * 32}, "no valid digest"),
-        ({"size_bytes": -1}, "no valid digest or size"),
-        ({"twice": True}, r"names a\.bin twice"),
-    ],
-)
-def test_a_manifest_that_lies_is_refused(changes: dict[str, Any], text: str):
-    file = WeightFile(
-        name="a.bin",
-        size_bytes=changes.get("size_bytes", 1),
-        digest=changes.get("digest", "0" * 32),
-    )
-    manifest = WeightManifest(
-        policy_id=changes.get("policy_id", "p"),
-        version=changes.get("version", 3),
-        kind="full",
-        files=changes.get("files", (file,) * (2 if "twice" in changes else 1)),
-        created_at=datetime.now(UTC),
-    )
-    with pytest.raises(IntegrityError, match=text):
-        check_manifest(manifest, policy_id="p", version=3)
-
-
 def test_a_single_chunk_is_fetched_and_verified(service: FakeService, client: RatoonClient):
     (file,) = [f for f in client.weight_manifest("p").files if f.name == "config.json"]
     assert client.fetch_weights("p", file.digest, offset=2, length=5) == CONFIG_JSON[2:7]
@@ -378,35 +344,6 @@ def test_a_range_of_another_file_is_refused(service: FakeService, root: Path):
     ):
         client.pull_weights("p", root)
     assert versions(root) == set()
-
-
-async def test_disk_work_has_ended_when_its_caller_goes_on():
-    """Otherwise a cancelled pull would close a file that a thread still writes to."""
-    begun, may_end, ended = threading.Event(), threading.Event(), threading.Event()
-
-    def work() -> None:
-        begun.set()
-        may_end.wait(10)
-        ended.set()
-
-    task = asyncio.create_task(in_thread(work))
-    await asyncio.to_thread(begun.wait, 10)
-    for _ in range(2):
-        task.cancel()
-        await asyncio.sleep(0.01)
-    assert not task.done()
-    may_end.set()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert ended.is_set()
-
-
-async def test_disk_work_that_fails_raises_its_error():
-    def work() -> None:
-        raise OSError(5, "broken")
-
-    with pytest.raises(OSError, match="broken"):
-        await in_thread(work)
 
 
 def test_what_a_killed_pull_left_is_removed(client: RatoonClient, root: Path):

@@ -15,6 +15,7 @@ from typing import Any, NoReturn, TypeVar, cast
 
 from google.protobuf.message import Message
 
+from ratoon.api.chunk import FileChunk
 from ratoon.api.convert.checks import POLICY_ID
 from ratoon.api.holding import acting_for
 from ratoon.auth.access import Access, Caller, Presented, access_of, denied, nobody
@@ -27,7 +28,7 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon_proto.v1 import service_pb2
 
 RequestT = TypeVar("RequestT", bound=Message)
-ResponseT = TypeVar("ResponseT", bound=Message)
+ResponseT = TypeVar("ResponseT", bound=Message | FileChunk)
 # (reason, id of the key) of a refusal.
 OnRefusal = Callable[[str, str], None]
 # Calls about no policy. ListPolicies answers those that its caller may see.
@@ -236,7 +237,7 @@ def policy_of(request: Message) -> str:
     return ""
 
 
-def seq_of(message: Message) -> int:
+def seq_of(message: Message | FileChunk) -> int:
     """The seq of a request, in its key, or of an operation; 0 where there is none."""
     fields = message.DESCRIPTOR.fields_by_name
     if "key" in fields:

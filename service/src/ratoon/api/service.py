@@ -14,10 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import xxhash
 from google.protobuf.message import DecodeError
 
 from ratoon.api import submissions
+from ratoon.api.chunk import FileChunk
 from ratoon.api.convert.checks import (
     DIGEST,
     FILE_NAME,
@@ -185,9 +185,7 @@ class PolicyService:
             version = at_least("version", request.version, 0)
         return manifest_message(await self._engine.weight_manifest(policy_id, version))
 
-    async def fetch_weights(
-        self, request: service_pb2.FetchWeightsRequest
-    ) -> service_pb2.FetchWeightsResponse:
+    async def fetch_weights(self, request: service_pb2.FetchWeightsRequest) -> FileChunk:
         policy_id = matched("policy_id", request.policy_id, POLICY_ID)
         digest = matched("digest", request.digest, DIGEST)
         offset = at_least("offset", request.offset, 0)
@@ -195,7 +193,7 @@ class PolicyService:
         if not 1 <= request.length <= most:
             raise invalid("length", request.length, f"at least 1 and at most {most} bytes")
         data = await self._engine.fetch_chunk(policy_id, digest, offset, request.length)
-        return service_pb2.FetchWeightsResponse(data=data, digest=xxhash.xxh3_128_hexdigest(data))
+        return await FileChunk.of(data)
 
     async def weight_file(self, policy_id: str, version: int, name: str) -> tuple[Path, WeightFile]:
         """A file of a published version, for HTTP ranges."""

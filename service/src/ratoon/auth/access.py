@@ -106,7 +106,9 @@ class KeyAccess:
         if pair is None:
             raise RatoonError(
                 ErrorCode.UNAUTHENTICATED,
-                "no API key came with the call",
+                "what came with the call is no API key"
+                if presented.authorization
+                else "no API key came with the call",
                 field="authorization",
                 expected="Bearer and a key that `ratoon keys create` has made",
             )

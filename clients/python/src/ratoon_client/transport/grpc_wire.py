@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator
-from typing import Any
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -25,10 +25,12 @@ from ratoon_client.errors import (
 from ratoon_client.results import WeightFile
 from ratoon_client.transport.tls import no_answer
 from ratoon_client.weights.chunks import check_chunk
+from ratoon_client.weights.threads import in_thread
 from ratoon_client.wire.decode import error_of
 from ratoon_client.wire.rpcs import FETCH_WEIGHTS, RequestT, ResponseT, Rpc
 from ratoon_proto.v1 import operation_pb2, service_pb2
 
+T = TypeVar("T")
 ERROR_TRAILER = "ratoon-error-bin"
 # A watch that has nothing new to say for so long is asked for again.
 STREAM_TIMEOUT_S = 45.0
@@ -80,11 +82,20 @@ class GrpcTransport:
     async def call(
         self, rpc: Rpc[RequestT, ResponseT], request: RequestT, *, timeout_s: float
     ) -> ResponseT:
+        return await self._unary(rpc, request, rpc.response.FromString, timeout_s)
+
+    async def _unary(
+        self,
+        rpc: Rpc[RequestT, Any],
+        request: RequestT,
+        decode: Callable[[bytes], T],
+        timeout_s: float,
+    ) -> T:
         channel = self._channel
         method = channel.unary_unary(
             f"/{_SERVICE}/{rpc.name}",
             request_serializer=rpc.request.SerializeToString,
-            response_deserializer=rpc.response.FromString,
+            response_deserializer=decode,
         )
         try:
             return await method(request, timeout=timeout_s, metadata=self._metadata)
@@ -133,9 +144,19 @@ class GrpcTransport:
         request = service_pb2.FetchWeightsRequest(
             policy_id=policy_id, digest=file.digest, offset=offset, length=length
         )
-        chunk = await self.call(FETCH_WEIGHTS, request, timeout_s=timeout_s)
-        check_chunk(file.name, offset, length, chunk.data, chunk.digest)
-        return chunk.data
+        answer = await self._unary(FETCH_WEIGHTS, request, bytes, timeout_s)
+
+        def verified() -> bytes:
+            try:
+                chunk = service_pb2.FetchWeightsResponse.FromString(answer)
+            except DecodeError as err:
+                text = f"{len(answer)} bytes that are no chunk of a file"
+                raise TransportError(f"{FETCH_WEIGHTS.name} at {self._address}: {text}") from err
+            data = chunk.data
+            check_chunk(file.name, offset, length, data, chunk.digest)
+            return data
+
+        return await in_thread(verified)
 
     async def close(self) -> None:
         await asyncio.gather(*(channel.close() for channel in (self._channel, *self._left)))

@@ -24,6 +24,7 @@ from ratoon_client.transport.events import read_events
 from ratoon_client.transport.routes import LATEST_MANIFEST, ROUTES, Route
 from ratoon_client.transport.tls import no_answer
 from ratoon_client.weights.chunks import check_chunk, check_length
+from ratoon_client.weights.threads import in_thread
 from ratoon_client.wire.decode import error_of
 from ratoon_client.wire.json_form import from_json, to_json
 from ratoon_client.wire.rpcs import RequestT, ResponseT, Rpc
@@ -124,7 +125,7 @@ class HttpTransport:
         check_length(file.name, offset, length, data)
         digest = response.headers.get(CHUNK_DIGEST)
         if digest is not None:
-            check_chunk(file.name, offset, length, data, digest)
+            await in_thread(check_chunk, file.name, offset, length, data, digest)
         return data
 
     async def close(self) -> None:

@@ -18,6 +18,7 @@ from typing import TypeVar
 import grpc
 from google.protobuf.message import Message
 
+from ratoon.api.chunk import FileChunk, Serialized
 from ratoon.api.gate import ANSWERED, NO_ANSWER, Gate, Visit
 from ratoon.api.grpc.access import presented_of
 from ratoon.api.grpc.status import CallContext, as_ratoon_error, set_status
@@ -27,7 +28,8 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon_proto.v1 import operation_pb2, policy_pb2, service_pb2, weights_pb2
 
 RequestT = TypeVar("RequestT", bound=Message)
-ResponseT = TypeVar("ResponseT", bound=Message)
+ResponseT = TypeVar("ResponseT", bound=Message | FileChunk)
+EmptyT = TypeVar("EmptyT", bound=Message)
 
 
 class _Outcome:
@@ -163,9 +165,10 @@ class PolicyServicer:
 
     async def FetchWeights(
         self, request: service_pb2.FetchWeightsRequest, grpc_context: CallContext
-    ) -> service_pb2.FetchWeightsResponse:
+    ) -> Serialized:
         call = self._service.fetch_weights
-        return await self._answer(call, request, grpc_context, service_pb2.FetchWeightsResponse)
+        response = service_pb2.FetchWeightsResponse
+        return await Serialized.of(await self._answer(call, request, grpc_context, response))
 
     async def GetServerInfo(
         self, request: service_pb2.GetServerInfoRequest, grpc_context: CallContext
@@ -215,8 +218,8 @@ class PolicyServicer:
         call: Callable[[RequestT], Awaitable[ResponseT]],
         request: RequestT | Malformed,
         context: CallContext,
-        response: type[ResponseT],
-    ) -> ResponseT:
+        response: type[EmptyT],
+    ) -> ResponseT | EmptyT:
         """The response, or an empty one that gRPC drops for the status of `context`."""
         with self._measured(call.__name__) as outcome:
             try:
@@ -231,11 +234,11 @@ class PolicyServicer:
 
     async def _stream(
         self,
-        call: Callable[[RequestT], AsyncGenerator[ResponseT, None]],
+        call: Callable[[RequestT], AsyncGenerator[EmptyT, None]],
         request: RequestT | Malformed,
         context: CallContext,
-        response: type[ResponseT],
-    ) -> AsyncGenerator[ResponseT, None]:
+        response: type[EmptyT],
+    ) -> AsyncGenerator[EmptyT, None]:
         with self._measured(call.__name__) as outcome:
             try:
                 with self._visit(call.__name__, context) as visit:

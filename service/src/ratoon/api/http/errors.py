@@ -81,8 +81,24 @@ async def _answer_ratoon(_: Request, error: RatoonError) -> JSONResponse:
     return error_response(error)
 
 
-async def _answer_validation(_: Request, error: RequestValidationError) -> JSONResponse:
-    return error_response(validation_error(error.errors()))
+async def _answer_validation(request: Request, error: RequestValidationError) -> JSONResponse:
+    errors = error.errors()
+    # A body that is still bytes was not read as JSON.
+    if isinstance(errors[0].get("input"), bytes):
+        return error_response(_no_json(request.headers.get("Content-Type", "")))
+    return error_response(validation_error(errors))
+
+
+def _no_json(content_type: str) -> RatoonError:
+    """As of what curl's `-d` sends, unless it is told another type."""
+    got = shown(content_type) if content_type else "nothing"
+    return RatoonError(
+        ErrorCode.MALFORMED_BODY,
+        f"Content-Type: got {got}: the body is to be sent as application/json",
+        field="Content-Type",
+        got=got,
+        expected="application/json",
+    )
 
 
 async def _answer_http(request: Request, error: HTTPException) -> JSONResponse:

@@ -1,0 +1,62 @@
+"""A chunk of a file as an answer: a FetchWeightsResponse whose bytes are copied once.
+
+Enters bytes, leaves what either wire sends of them. Invariant: `SerializeToString` gives bytes that
+any reader of `ratoon.v1` takes for a FetchWeightsResponse.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import xxhash
+from google.protobuf.descriptor import Descriptor
+
+from ratoon_proto.v1 import service_pb2
+
+_DATA = service_pb2.FetchWeightsResponse.DESCRIPTOR.fields_by_name["data"]
+# Of the wire format: a field that says its length.
+_LENGTH_DELIMITED = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileChunk:
+    """`data`, and its xxh3-128 in hexadecimal digits. Its names are those of a message."""
+
+    DESCRIPTOR: ClassVar[Descriptor] = service_pb2.FetchWeightsResponse.DESCRIPTOR
+    data: bytes = field(repr=False)
+    digest: str
+
+    @classmethod
+    async def of(cls, data: bytes) -> FileChunk:
+        return cls(data=data, digest=await asyncio.to_thread(xxhash.xxh3_128_hexdigest, data))
+
+    def SerializeToString(self) -> bytes:
+        """Protobuf itself takes four times as long for a field of megabytes."""
+        others = service_pb2.FetchWeightsResponse(digest=self.digest).SerializeToString()
+        head = bytes([_DATA.number << 3 | _LENGTH_DELIMITED]) + _varint(len(self.data))
+        return b"".join((others, head, self.data))
+
+
+@dataclass(frozen=True, slots=True)
+class Serialized:
+    """An answer that is bytes already."""
+
+    _bytes: bytes = field(repr=False)
+
+    @classmethod
+    async def of(cls, answer: FileChunk | service_pb2.FetchWeightsResponse) -> Serialized:
+        """Off the event loop, which megabytes would hold up."""
+        return cls(await asyncio.to_thread(answer.SerializeToString))
+
+    def SerializeToString(self) -> bytes:
+        return self._bytes
+
+
+def _varint(value: int) -> bytes:
+    digits: list[int] = []
+    while value > 0x7F:
+        digits.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*digits, value])
