@@ -123,79 +123,81 @@ def measure(
             "rows": rows,
         }
         with RatoonClient(service.grpc, timeout_s=PATIENCE_S) as client:
+            run = _Run(
+                plan=plan,
+                service=service,
+                client=client,
+                seed=seed,
+                on_row=lambda: on_payload(payload),
+            )
             for name in policies:
                 rows.append({"policy": name, "updates": []})
-                _play(plan, service, client, rows[-1], seed, lambda: on_payload(payload))
+                run.play(rows[-1])
     return payload
 
 
-def _play(
-    plan: Plan,
-    service: Service,
-    client: RatoonClient,
-    row: Row,
-    seed: int,
-    on_row: Callable[[], None],
-) -> None:
-    """One policy from its creation to its end, which frees its worker's device."""
-    row["failure"] = NOT_FINISHED
-    try:
-        _train(plan, service, client, row, seed, on_row)
-        row["failure"] = ""
-    except RatoonClientError as error:
-        row["failure"] = f"{type(error).__name__}: {error}"
-    on_row()
-    if "created_s" in row:
-        client.delete_policy(row["policy"]).result(PATIENCE_S)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """Policies one after the other; `on_row` is called whenever a row has got something."""
 
+    plan: Plan
+    service: Service
+    client: RatoonClient
+    seed: int
+    on_row: Callable[[], None]
 
-def _train(
-    plan: Plan,
-    service: Service,
-    client: RatoonClient,
-    row: Row,
-    seed: int,
-    on_row: Callable[[], None],
-) -> None:
-    """Adds to `row` what it measures, and says so each time."""
-    name = row["policy"]
-    begin = time.monotonic()
-    client.create_policy(
-        name,
-        model_folder=MODEL,
-        dtype=plan.dtype,
-        seed=seed,
-        deterministic=name != FAST,
-        recovery="replay" if name != FAST else "fail",
-    ).result(PATIENCE_S)
-    row["created_s"] = time.monotonic() - begin
-    on_row()
-    session = client.policy(name)
-    for number in range(1, plan.num_updates + 1):
-        rollouts = _rollouts(plan, number, seed + number)
-        is_killed = name in (RESUMED, KILLED) and number == plan.killed_in
-        if is_killed and name == RESUMED:
-            session.save_checkpoint().result(PATIENCE_S)
-        if is_killed:
-            service.arm(CrashPoint.WORKER_IN_APPLY, 1)
+    def play(self, row: Row) -> None:
+        """One policy from its creation to its end, which frees its worker's device."""
+        row["failure"] = NOT_FINISHED
+        try:
+            self._train(row)
+            row["failure"] = ""
+        except RatoonClientError as error:
+            row["failure"] = f"{type(error).__name__}: {error}"
+        self.on_row()
+        if "created_s" in row:
+            self.client.delete_policy(row["policy"]).result(PATIENCE_S)
+
+    def _train(self, row: Row) -> None:
+        """Adds to `row` what it measures, and says so each time."""
+        name = row["policy"]
         begin = time.monotonic()
-        update = session.update(
-            [rollouts], loss=Loss("grpo"), optim=Optim(learning_rate=LEARNING_RATE)
-        )
-        result = update.result(PATIENCE_S)
-        seconds = time.monotonic() - begin
-        row["updates"].append(_update_row(result, seconds, is_killed=is_killed))
-        on_row()
-        if is_killed and not service.wait_for_crash(CrashPoint.WORKER_IN_APPLY, 0.0):
-            raise RuntimeError("the worker was not killed")
-    folder = service.root / "pulled" / name
-    begin = time.monotonic()
-    pulled = client.pull_weights(name, folder)
-    row["pull_s"] = time.monotonic() - begin
-    row["pulled_gib"] = pulled.fetched_bytes / GIB
-    row["digests"] = {file.name: file.digest for file in pulled.manifest.files}
-    row["samples"] = [update["seconds"] for update in row["updates"]]
-    shutil.rmtree(folder)
+        self.client.create_policy(
+            name,
+            model_folder=MODEL,
+            dtype=self.plan.dtype,
+            seed=self.seed,
+            deterministic=name != FAST,
+            recovery="replay" if name != FAST else "fail",
+        ).result(PATIENCE_S)
+        row["created_s"] = time.monotonic() - begin
+        self.on_row()
+        session = self.client.policy(name)
+        for number in range(1, self.plan.num_updates + 1):
+            rollouts = _rollouts(self.plan, number, self.seed + number)
+            is_killed = name in (RESUMED, KILLED) and number == self.plan.killed_in
+            if is_killed and name == RESUMED:
+                session.save_checkpoint().result(PATIENCE_S)
+            if is_killed:
+                self.service.arm(CrashPoint.WORKER_IN_APPLY, 1)
+            begin = time.monotonic()
+            update = session.update(
+                [rollouts], loss=Loss("grpo"), optim=Optim(learning_rate=LEARNING_RATE)
+            )
+            result = update.result(PATIENCE_S)
+            seconds = time.monotonic() - begin
+            row["updates"].append(_update_row(result, seconds, is_killed=is_killed))
+            self.on_row()
+            if is_killed and not self.service.wait_for_crash(CrashPoint.WORKER_IN_APPLY, 0.0):
+                raise RuntimeError("the worker was not killed")
+        folder = self.service.root / "pulled" / name
+        begin = time.monotonic()
+        pulled = self.client.pull_weights(name, folder)
+        row["pull_s"] = time.monotonic() - begin
+        row["pulled_gib"] = pulled.fetched_bytes / GIB
+        row["digests"] = {file.name: file.digest for file in pulled.manifest.files}
+        row["samples"] = [update["seconds"] for update in row["updates"]]
+        shutil.rmtree(folder)
 
 
 def _update_row(result: StepResult, seconds: float, *, is_killed: bool) -> Row:
