@@ -34,7 +34,9 @@ COPY deploy/ratoon.yaml /etc/ratoon/ratoon.yaml
 ENV PATH=/opt/ratoon/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     RATOON_DATA_ROOT=/var/lib/ratoon \
-    RATOON_MODELS_ROOT=/var/lib/ratoon/models
+    RATOON_MODELS_ROOT=/var/lib/ratoon/models \
+    TORCHINDUCTOR_CACHE_DIR=/var/lib/ratoon/compiled/inductor \
+    TRITON_CACHE_DIR=/var/lib/ratoon/compiled/triton
 USER ratoon
 WORKDIR /home/ratoon
 VOLUME /var/lib/ratoon

@@ -162,6 +162,28 @@ CASES: dict[str, tuple[Update, str]] = {
         ),
         "loss.kl.reference",
     ),
+    "no learning rate": (
+        _with(lambda request: request.optim.ClearField("learning_rate")),
+        "optim.learning_rate",
+    ),
+    "a KL without a coefficient": (
+        _with(
+            lambda request: request.loss.kl.CopyFrom(
+                training_pb2.KlConfig(
+                    kind=training_pb2.KL_KIND_K3, reference=training_pb2.REFERENCE_KIND_GIVEN
+                )
+            )
+        ),
+        "loss.kl.coefficient",
+    ),
+    "a penalty without a scale": (
+        _with(
+            lambda request: request.loss.overlong_penalty.CopyFrom(
+                training_pb2.OverlongPenalty(max_tokens=4, buffer_tokens=2)
+            )
+        ),
+        "loss.overlong_penalty.scale",
+    ),
     "negative expected version": (
         _with(lambda request: setattr(request, "expected_version", -1)),
         "expected_version",

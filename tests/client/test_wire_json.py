@@ -12,8 +12,10 @@ from google.protobuf.message_factory import GetMessageClass
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from ratoon.api.http import wire as service_wire
+from ratoon_client import Kl, Loss, Optim, OverlongPenalty
 from ratoon_client.errors import TransportError
 from ratoon_client.transport.routes import ROUTES
+from ratoon_client.wire.encode import loss_message, optim_message
 from ratoon_client.wire.json_form import from_json, to_json
 from ratoon_proto.codec import DTYPES
 from ratoon_proto.v1 import operation_pb2, service_pb2, weights_pb2
@@ -150,3 +152,15 @@ def test_an_answer_of_another_form_is_no_answer(data):
 def test_routes_are_those_of_the_service():
     ours = {name: (route.method, route.path) for name, route in ROUTES.items()}
     assert ours == SERVICE_ROUTES | OTHER_ROUTES
+
+
+def test_a_zero_is_sent() -> None:
+    """The service takes what is left out for forgotten."""
+    message = optim_message(Optim(learning_rate=0.0))
+    assert message.HasField("learning_rate")
+    assert to_json(message) == {"learning_rate": 0.0}
+    kl = Kl("k3", coefficient=0.0, reference="given")
+    penalty = OverlongPenalty(max_tokens=4, buffer_tokens=2, scale=0.0)
+    loss = loss_message(Loss("grpo", kl=kl, overlong=penalty))
+    assert loss.kl.HasField("coefficient")
+    assert loss.overlong_penalty.HasField("scale")

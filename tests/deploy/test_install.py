@@ -133,6 +133,15 @@ def test_an_image_for_gpus_has_a_c_compiler() -> None:
     assert final.index("apt-get install") < final.index("USER ratoon")
 
 
+def test_an_image_keeps_what_is_compiled_on_its_volume() -> None:
+    """A new container would compile for half a minute before a policy goes on."""
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    volume = re.search(r"^VOLUME (\S+)$", dockerfile, re.MULTILINE)
+    assert volume
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        assert re.search(rf"^ +{name}={volume[1]}/\S+", dockerfile, re.MULTILINE), name
+
+
 def test_compose_gives_the_service_time_to_drain() -> None:
     """It was killed after 30 s, which is what it has for operations alone."""
     from ratoon.config import LimitsConfig

@@ -338,19 +338,22 @@ class KlConfig(_message.Message):
     REFERENCE_FIELD_NUMBER: _builtins.int
     kind: Global___KlKind.ValueType
     coefficient: _builtins.float
+    """Required."""
     reference: Global___ReferenceKind.ValueType
     def __init__(
         self,
         *,
         kind: Global___KlKind.ValueType = ...,
-        coefficient: _builtins.float = ...,
+        coefficient: _builtins.float | None = ...,
         reference: Global___ReferenceKind.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_coefficient", b"_coefficient", "coefficient", b"coefficient"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coefficient", b"coefficient", "kind", b"kind", "reference", b"reference"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_coefficient", b"_coefficient", "coefficient", b"coefficient", "kind", b"kind", "reference", b"reference"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__coefficient: _TypeAlias = _typing.Literal["coefficient"]  # noqa: Y015
+    _WhichOneofArgType__coefficient: _TypeAlias = _typing.Literal["_coefficient", b"_coefficient"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__coefficient) -> _WhichOneofReturnType__coefficient | None: ...
 
 Global___KlConfig: _TypeAlias = KlConfig  # noqa: Y015
 
@@ -413,18 +416,21 @@ class OverlongPenalty(_message.Message):
     max_tokens: _builtins.int
     buffer_tokens: _builtins.int
     scale: _builtins.float
+    """Required."""
     def __init__(
         self,
         *,
         max_tokens: _builtins.int = ...,
         buffer_tokens: _builtins.int = ...,
-        scale: _builtins.float = ...,
+        scale: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_scale", b"_scale", "scale", b"scale"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffer_tokens", b"buffer_tokens", "max_tokens", b"max_tokens", "scale", b"scale"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_scale", b"_scale", "buffer_tokens", b"buffer_tokens", "max_tokens", b"max_tokens", "scale", b"scale"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__scale: _TypeAlias = _typing.Literal["scale"]  # noqa: Y015
+    _WhichOneofArgType__scale: _TypeAlias = _typing.Literal["_scale", b"_scale"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__scale) -> _WhichOneofReturnType__scale | None: ...
 
 Global___OverlongPenalty: _TypeAlias = OverlongPenalty  # noqa: Y015
 
@@ -557,6 +563,7 @@ class OptimStepConfig(_message.Message):
     DIVIDE_BY_FIELD_NUMBER: _builtins.int
     DIVIDE_CONSTANT_FIELD_NUMBER: _builtins.int
     learning_rate: _builtins.float
+    """Required, also where it is 0."""
     weight_decay: _builtins.float
     """Default: the policy's."""
     max_grad_norm: _builtins.float
@@ -568,24 +575,28 @@ class OptimStepConfig(_message.Message):
     def __init__(
         self,
         *,
-        learning_rate: _builtins.float = ...,
+        learning_rate: _builtins.float | None = ...,
         weight_decay: _builtins.float | None = ...,
         max_grad_norm: _builtins.float | None = ...,
         divide_by: Global___DivideBy.ValueType = ...,
         divide_constant: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_divide_constant", b"_divide_constant", "_max_grad_norm", b"_max_grad_norm", "_weight_decay", b"_weight_decay", "divide_constant", b"divide_constant", "max_grad_norm", b"max_grad_norm", "weight_decay", b"weight_decay"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_divide_constant", b"_divide_constant", "_learning_rate", b"_learning_rate", "_max_grad_norm", b"_max_grad_norm", "_weight_decay", b"_weight_decay", "divide_constant", b"divide_constant", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "weight_decay", b"weight_decay"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_divide_constant", b"_divide_constant", "_max_grad_norm", b"_max_grad_norm", "_weight_decay", b"_weight_decay", "divide_by", b"divide_by", "divide_constant", b"divide_constant", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "weight_decay", b"weight_decay"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_divide_constant", b"_divide_constant", "_learning_rate", b"_learning_rate", "_max_grad_norm", b"_max_grad_norm", "_weight_decay", b"_weight_decay", "divide_by", b"divide_by", "divide_constant", b"divide_constant", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "weight_decay", b"weight_decay"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__divide_constant: _TypeAlias = _typing.Literal["divide_constant"]  # noqa: Y015
     _WhichOneofArgType__divide_constant: _TypeAlias = _typing.Literal["_divide_constant", b"_divide_constant"]  # noqa: Y015
+    _WhichOneofReturnType__learning_rate: _TypeAlias = _typing.Literal["learning_rate"]  # noqa: Y015
+    _WhichOneofArgType__learning_rate: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate"]  # noqa: Y015
     _WhichOneofReturnType__max_grad_norm: _TypeAlias = _typing.Literal["max_grad_norm"]  # noqa: Y015
     _WhichOneofArgType__max_grad_norm: _TypeAlias = _typing.Literal["_max_grad_norm", b"_max_grad_norm"]  # noqa: Y015
     _WhichOneofReturnType__weight_decay: _TypeAlias = _typing.Literal["weight_decay"]  # noqa: Y015
     _WhichOneofArgType__weight_decay: _TypeAlias = _typing.Literal["_weight_decay", b"_weight_decay"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__divide_constant) -> _WhichOneofReturnType__divide_constant | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__learning_rate) -> _WhichOneofReturnType__learning_rate | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_grad_norm) -> _WhichOneofReturnType__max_grad_norm | None: ...
     @_typing.overload

@@ -31,6 +31,9 @@ from ratoon.train.config import (
 )
 from ratoon_proto.v1 import training_pb2 as wire
 
+# Left out, none of them is 0, which would train without saying that something is missing.
+_NUMBER = "a number"
+
 
 def loss_request(message: wire.LossConfig) -> LossRequest:
     """Raises INVALID_ARGUMENT naming the field below `loss`."""
@@ -65,6 +68,8 @@ def loss_request(message: wire.LossConfig) -> LossRequest:
 
 def optim_request(message: wire.OptimStepConfig) -> OptimRequest:
     """Raises INVALID_ARGUMENT naming the field below `optim`."""
+    if not message.HasField("learning_rate"):
+        raise required("optim.learning_rate", _NUMBER)
     return OptimRequest(
         learning_rate=message.learning_rate,
         weight_decay=message.weight_decay if message.HasField("weight_decay") else None,
@@ -86,6 +91,8 @@ def _old_logprobs(message: wire.OldLogprobs) -> OldLogprobs | None:
 
 
 def _kl(message: wire.KlConfig) -> KlConfig:
+    if not message.HasField("coefficient"):
+        raise required("loss.kl.coefficient", _NUMBER)
     return KlConfig(
         kind=from_wire("loss.kl.kind", message.kind, wire.KlKind, KlKind),
         coefficient=message.coefficient,
@@ -112,6 +119,8 @@ def _overlong(message: wire.LossConfig) -> OverlongFilter | OverlongPenalty | No
             return OverlongFilter()
         case "overlong_penalty":
             penalty = message.overlong_penalty
+            if not penalty.HasField("scale"):
+                raise required("loss.overlong_penalty.scale", _NUMBER)
             return OverlongPenalty(
                 max_tokens=penalty.max_tokens,
                 buffer_tokens=penalty.buffer_tokens,
