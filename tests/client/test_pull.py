@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from ratoon_client import (
     TransportError,
 )
 from ratoon_client.weights.checks import MANIFEST_NAME
+from ratoon_client.weights.partial import PartialFile
 from tests.client.conftest import serving
 from tests.client.fake_service import CHUNK_BYTES, FakePolicy, FakeService, LostAnswerError
 
@@ -72,6 +74,41 @@ def test_a_pulled_version_has_the_files_and_latest_names_it(
     assert service.calls["FetchWeights"] == NUM_CHUNKS + 1
     assert {path.name for path in root.iterdir()} == {"version-1", "latest", ".lock"}
     assert 2 <= service.max_in_flight <= ClientConfig().fetches_in_flight
+
+
+@pytest.mark.parametrize("is_good", [True, False])
+def test_a_file_is_put_on_disk_while_the_next_one_comes(
+    service: FakeService,
+    client: RatoonClient,
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_good: bool,
+):
+    service.publish(2, {"a.bin": model_bytes(1), "b.bin": model_bytes(2)})
+    second_began, finish = threading.Event(), PartialFile.finish
+    first = xxhash.xxh3_128_hexdigest(model_bytes(1))
+    seen: set[str] = set()
+
+    def note(data: bytes, _: int) -> bytes:
+        if data in model_bytes(2):
+            second_began.set()
+        return data
+
+    def slow(self: PartialFile, digest: str) -> None:
+        if digest == first:
+            assert second_began.wait(10)
+        seen.add(digest)
+        finish(self, digest if is_good else "0" * 32)
+
+    service.tamper = note
+    monkeypatch.setattr(PartialFile, "finish", slow)
+    if is_good:
+        assert client.pull_weights("p", root).fetched_bytes == 2 * len(model_bytes(1))
+        assert len(seen) == 2
+        return
+    with pytest.raises(IntegrityError, match=r"a\.bin of version 2"):
+        client.pull_weights("p", root)
+    assert versions(root) == set()
 
 
 def test_what_is_here_already_is_not_fetched(

@@ -8,6 +8,8 @@ the versions and `latest` as they were.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,26 +99,33 @@ async def _pull(caller: Caller, folder: VersionsFolder, manifest: WeightManifest
         return 0
     sources: dict[str, Path] = {}
     fetched_bytes = 0
-    for file in manifest.files:
-        if file.digest in sources:
-            continue
-        local = await in_thread(folder.find, file)
-        if local is None:
-            local = folder.partial_path(file.digest)
-            fetched_bytes += await _fetch_file(caller, manifest, file, local)
-        sources[file.digest] = local
+    with ExitStack() as open_files, _first_error():
+        # A file is verified and written to the disk while the next one comes.
+        async with asyncio.TaskGroup() as finishing:
+            for file in manifest.files:
+                if file.digest in sources:
+                    continue
+                local = await in_thread(folder.find, file)
+                if local is None:
+                    local = folder.partial_path(file.digest)
+                    partial = open_files.enter_context(
+                        PartialFile(local, size_bytes=file.size_bytes)
+                    )
+                    fetched_bytes += await _fetch_missing(caller, manifest, file, partial)
+                    finishing.create_task(_finish(manifest, file, partial))
+                sources[file.digest] = local
     await in_thread(folder.add, manifest, sources)
     return fetched_bytes
 
 
-async def _fetch_file(
-    caller: Caller, manifest: WeightManifest, file: WeightFile, path: Path
+async def _fetch_missing(
+    caller: Caller, manifest: WeightManifest, file: WeightFile, partial: PartialFile
 ) -> int:
-    """Complete the partial file at `path`. Gives the bytes that were missing."""
+    """Gives the bytes that were missing."""
     ranges = list(chunk_ranges(file.size_bytes, await caller.chunk_bytes()))
     in_flight = asyncio.Semaphore(caller.config.fetches_in_flight)
 
-    async def fetch(partial: PartialFile, part: ChunkRange) -> None:
+    async def fetch(part: ChunkRange) -> None:
         async with in_flight:
             data = await retried(
                 lambda left_s: caller.transport.read_file(
@@ -131,16 +140,25 @@ async def _fetch_file(
             )
             await in_thread(partial.write, part.offset, data)
 
-    with PartialFile(path, size_bytes=file.size_bytes) as partial:
-        missing = await in_thread(partial.missing, ranges)
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for part in missing:
-                    tasks.create_task(fetch(partial, part))
-        except ExceptionGroup as group:
-            raise group.exceptions[0] from None
-        try:
-            await in_thread(partial.finish, file.digest)
-        except IntegrityError as err:
-            raise IntegrityError(f"{file.name} of version {manifest.version}: {err}") from err
+    missing = await in_thread(partial.missing, ranges)
+    with _first_error():
+        async with asyncio.TaskGroup() as tasks:
+            for part in missing:
+                tasks.create_task(fetch(part))
     return sum(part.length for part in missing)
+
+
+async def _finish(manifest: WeightManifest, file: WeightFile, partial: PartialFile) -> None:
+    try:
+        await in_thread(partial.finish, file.digest)
+    except IntegrityError as err:
+        raise IntegrityError(f"{file.name} of version {manifest.version}: {err}") from err
+
+
+@contextmanager
+def _first_error() -> Generator[None, None, None]:
+    """The error that ended a group of tasks, in the group's place."""
+    try:
+        yield
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from None
