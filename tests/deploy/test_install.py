@@ -134,7 +134,7 @@ def test_an_image_for_gpus_has_a_c_compiler() -> None:
 
 
 def test_an_image_keeps_what_is_compiled_on_its_volume() -> None:
-    """A new container would compile for half a minute before a policy goes on."""
+    """A new container would compile all of it again before a policy goes on."""
     dockerfile = (ROOT / "Dockerfile").read_text()
     volume = re.search(r"^VOLUME (\S+)$", dockerfile, re.MULTILINE)
     assert volume

@@ -33,7 +33,7 @@ class FileChunk:
         return cls(data=data, digest=await asyncio.to_thread(xxhash.xxh3_128_hexdigest, data))
 
     def SerializeToString(self) -> bytes:
-        """Protobuf itself takes four times as long for a field of megabytes."""
+        """Protobuf itself copies a field of megabytes more than once, into memory that grows."""
         others = service_pb2.FetchWeightsResponse(digest=self.digest).SerializeToString()
         head = bytes([_DATA.number << 3 | _LENGTH_DELIMITED]) + _varint(len(self.data))
         return b"".join((others, head, self.data))
