@@ -1,37 +1,47 @@
 """Step reports to the wire, field by field of the same name.
 
-Enters `StepReport`, leaves its message. Invariant: the two have the same fields (a test compares
-them), so a figure that the trainer adds cannot be lost here.
+The two have the same fields (a test compares them), so a figure that the trainer adds cannot be
+lost here.
 """
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
+from enum import StrEnum
+from typing import Any, cast
 
 from google.protobuf.message import Message
 
 from ratoon.api.convert.enums import to_wire
-from ratoon.train.report import CanaryReport, PhaseSeconds, SkipReason, StepReport
+from ratoon.train.report import StepReport
 from ratoon_proto.v1 import training_pb2 as wire
 
 
 def report_message(report: StepReport) -> wire.StepReport:
     message = wire.StepReport()
-    for field in fields(StepReport):
-        value = getattr(report, field.name)
-        if isinstance(value, PhaseSeconds | CanaryReport):
-            _set_fields(getattr(message, field.name), value)
-        elif isinstance(value, SkipReason):
-            message.skip_reason = to_wire(wire.SkipReason, value)
-        elif isinstance(value, tuple):
-            message.warnings.extend(report.warnings)
-        elif value is not None:
-            setattr(message, field.name, value)
+    _fill(message, report)
     return message
 
 
-def _set_fields(message: Message, part: PhaseSeconds | CanaryReport) -> None:
-    for field in fields(part):
-        value = getattr(part, field.name)
-        if value is not None:
-            setattr(message, field.name, value)
+def _fill(message: Message, value: Any) -> None:
+    """Every field that is there, those of parts too."""
+    for field in fields(value):
+        item = getattr(value, field.name)
+        if is_dataclass(item):
+            part = getattr(message, field.name)
+            part.SetInParent()
+            _fill(part, item)
+        elif isinstance(item, tuple):
+            _extend(getattr(message, field.name), cast("tuple[object, ...]", item))
+        elif isinstance(item, StrEnum):
+            setattr(message, field.name, to_wire(getattr(wire, type(item).__name__), item))
+        elif item is not None:
+            setattr(message, field.name, item)
+
+
+def _extend(items: Any, values: tuple[object, ...]) -> None:
+    for value in values:
+        if is_dataclass(value):
+            _fill(items.add(), value)
+        else:
+            items.append(value)

@@ -5,6 +5,8 @@ Enters log-ratios and advantages, leaves policy terms. Invariant: the weight car
 
 from __future__ import annotations
 
+import torch
+
 from ratoon.train.loss.terms import PolicyInputs, PolicyTerms
 from ratoon.train.loss_spec import CispoObjective
 
@@ -17,7 +19,7 @@ def cispo_terms(inputs: PolicyInputs) -> PolicyTerms:
     weight_L = ratio_L.clamp(objective.ratio_low, objective.ratio_high)
     return PolicyTerms(
         loss_L=-weight_L * inputs.advantage_L * inputs.logprob_L,
-        ratio_L=ratio_L,
         clipped_low_L=ratio_L < objective.ratio_low,
         clipped_high_L=ratio_L > objective.ratio_high,
+        clipped_dual_L=torch.zeros_like(ratio_L, dtype=torch.bool),
     )

@@ -66,7 +66,7 @@ def held_ratio_terms(
     held_L = torch.where(is_held_L, bound_L, free_ratio_L)
     return PolicyTerms(
         loss_L=-held_L * advantage_L,
-        ratio_L=ratio_L,
         clipped_low_L=clipped_low_L,
         clipped_high_L=clipped_high_L | clipped_dual_L,
+        clipped_dual_L=clipped_dual_L,
     )

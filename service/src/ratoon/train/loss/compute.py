@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 
 from ratoon.train.config import CorrectionLevel
-from ratoon.train.loss.correction import correction_weight
+from ratoon.train.loss.correction import CorrectionTerms, correction_terms
 from ratoon.train.loss.kl import kl_estimate
 from ratoon.train.loss.ratio import token_log_ratio
 from ratoon.train.loss.registry import LOSS_FUNCTIONS
-from ratoon.train.loss.sums import SUM_NAMES
-from ratoon.train.loss.terms import PolicyInputs, PolicyTerms, RatioInputs, TermColumns
-from ratoon.train.loss_spec import Loss
+from ratoon.train.loss.term_sums import CountedTerms, sum_terms
+from ratoon.train.loss.terms import PolicyInputs, RatioInputs, TermColumns
+from ratoon.train.loss_spec import LOSS_DEFAULTS, Loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOutput:
     """Gradients of the loss sum, [L] each; `grad_entropy_L` None: no entropy bonus.
 
-    `sums_F`: float64, one for each of `SUM_NAMES`, on the device of the log-probs.
+    `sums_F`: float64, as `LossSums.total` takes them, on the device of the log-probs.
     """
 
     grad_logprob_L: Tensor
@@ -77,12 +77,9 @@ def compute_loss(
         )
     )
     gradient_term_C = policy.loss_L
-    if loss.correction is not None:
-        assert columns.sampler_L is not None
-        correction_L = correction_weight(
-            loss.correction, old_L, columns.sampler_L, columns.sequence_L, columns.num_sequences
-        )
-        gradient_term_C = gradient_term_C * correction_L[counted_C]
+    correction = _correction(loss, columns, old_L)
+    if correction is not None:
+        gradient_term_C = gradient_term_C * correction.weight_L
     term_C = gradient_term_C
     kl_C = torch.zeros_like(weight_C)
     if loss.kl is not None:
@@ -93,17 +90,39 @@ def compute_loss(
         term_C = term_C - loss.entropy_coefficient * entropy_C
 
     grad_logprob_L, grad_entropy_L = _gradients((weight_C * term_C).sum(), logprob_L, entropy_L)
-    sums_F = _sum_terms(
-        weight_C=weight_C,
-        summands=(term_C, gradient_term_C, kl_C, entropy_C),
-        policy=policy,
-        sampler=_sampler_mismatch(columns, logprob_C.detach()),
+    has_ratio = LOSS_DEFAULTS[loss.kind].has_ratio
+    sums_F = sum_terms(
+        CountedTerms(
+            weight_C=weight_C,
+            loss_C=term_C,
+            policy_gradient_C=gradient_term_C,
+            kl_C=kl_C,
+            entropy_C=entropy_C,
+            logprob_C=logprob_C,
+            log_ratio_C=log_ratio_L[counted_C] if has_ratio else None,
+            old_C=None if loss.old_logprobs is None else old_L[counted_C],
+            sampler_C=None if columns.sampler_L is None else columns.sampler_L[counted_C],
+            sampler_usable_C=columns.sampler_usable_L[counted_C],
+            policy=policy,
+            correction=correction,
+        )
     )
     return LossOutput(
         grad_logprob_L=grad_logprob_L,
         grad_entropy_L=grad_entropy_L if loss.entropy_coefficient != 0 else None,
         sums_F=sums_F,
     )
+
+
+def _correction(loss: Loss, columns: TermColumns, old_L: Tensor) -> CorrectionTerms | None:
+    """The correction of the counted terms; None: the loss has none."""
+    if loss.correction is None:
+        return None
+    assert columns.sampler_L is not None
+    found = correction_terms(
+        loss.correction, old_L, columns.sampler_L, columns.sequence_L, columns.num_sequences
+    )
+    return found.at(columns.counted_C)
 
 
 def _gradients(total: Tensor, logprob_L: Tensor, entropy_L: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,48 +133,3 @@ def _gradients(total: Tensor, logprob_L: Tensor, entropy_L: Tensor) -> tuple[Ten
         total, [logprob_L, entropy_L], allow_unused=True, materialize_grads=True
     )
     return grads[0], grads[1]
-
-
-def _sampler_mismatch(columns: TermColumns, logprob_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """k3 estimates of KL(sampler || trainer) and |log p - log p_sampler|, [C], and where they hold.
-
-    The sampler drew the tokens, so with u = log p - log p_sampler the estimate is exp(u) - u - 1.
-    """
-    usable_C = columns.sampler_usable_L[columns.counted_C]
-    if columns.sampler_L is None:
-        return torch.zeros_like(logprob_C), torch.zeros_like(logprob_C), usable_C
-    gap_C = logprob_C - columns.sampler_L[columns.counted_C]
-    gap_C = torch.where(usable_C, gap_C, torch.zeros_like(gap_C))
-    return torch.expm1(gap_C) - gap_C, gap_C.abs(), usable_C
-
-
-def _sum_terms(
-    *,
-    weight_C: Tensor,
-    summands: tuple[Tensor, Tensor, Tensor, Tensor],
-    policy: PolicyTerms,
-    sampler: tuple[Tensor, Tensor, Tensor],
-) -> Tensor:
-    """All sums, float64 [F]; nothing waits for the device."""
-    if len(weight_C) == 0:
-        return weight_C.new_zeros(len(SUM_NAMES), dtype=torch.float64)
-    weight64_C = weight_C.double()
-    sampler_kl_C, sampler_gap_C, sampler_usable_C = sampler
-    loss, policy_gradient, kl, entropy = (
-        (weight64_C * value.detach().double()).sum() for value in summands
-    )
-    values = {
-        "loss": loss,
-        "policy_gradient": policy_gradient,
-        "kl": kl,
-        "entropy": entropy,
-        "weight": weight64_C.sum(),
-        "terms": weight64_C.new_full((), float(len(weight_C))),
-        "clipped_low": policy.clipped_low_L.sum().double(),
-        "clipped_high": policy.clipped_high_L.sum().double(),
-        "ratio_max": policy.ratio_L.max().double(),
-        "sampler_kl": sampler_kl_C.double().sum(),
-        "sampler_terms": sampler_usable_C.sum().double(),
-        "sampler_gap_max": sampler_gap_C.max().double(),
-    }
-    return torch.stack([values[name] for name in SUM_NAMES])

@@ -1,61 +1,90 @@
 """Sums of a loss over its counted terms: what adds up over micro-batches, calls and ranks.
 
-Enters from `compute_loss` as tensors of the device, leaves into the window and the report as
-numbers. Invariant: nothing here is divided by a counter; a sum of sums is the sum of the whole,
-whatever the cut.
+They come from `term_sums` as tensors of the device and go into the window and the report as
+numbers. Nothing here is divided by a counter; a sum of sums is the sum of the whole, whatever the
+cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from ratoon.train.loss.histogram import NUM_BINS
+from ratoon.train.merge import Counts, Merged, largest, merges_of, smallest, total
+
 
 @dataclass(frozen=True, slots=True)
-class LossSums:
+class LossSums(Merged):
     """float64 sums. `loss` to `weight` carry the token weight, the others count each term once."""
 
-    loss: float = 0.0
-    policy_gradient: float = 0.0
-    kl: float = 0.0
-    entropy: float = 0.0
+    loss: float = total()
+    policy_gradient: float = total()
+    kl: float = total()
+    entropy: float = total()
     # Of the token weights themselves.
-    weight: float = 0.0
-    terms: float = 0.0
-    clipped_low: float = 0.0
-    clipped_high: float = 0.0
-    ratio_max: float = 0.0
-    # k3 estimates of KL(sampler || trainer), over terms whose sampler log-probs can be compared.
-    sampler_kl: float = 0.0
-    sampler_terms: float = 0.0
-    sampler_gap_max: float = 0.0
+    weight: float = total()
+    terms: float = total()
+    clipped_low: float = total()
+    clipped_high: float = total()
+    clipped_dual: float = total()
+    # Terms whose policy gradient a mask takes out, whichever mask it is.
+    masked: float = total()
+    # Of the loss's ratio, over terms that have one.
+    ratio_terms: float = total()
+    ratio: float = total()
+    ratio_max: float = largest()
+    ratio_min: float = smallest()
+    # k3 estimates of KL(old || policy), over terms with old log-probs.
+    old_terms: float = total()
+    old_kl: float = total()
+    # Of a rollout correction: terms that have one, its weights as applied, their squares, and the
+    # terms that it masked or truncated.
+    corrected: float = total()
+    correction_weight: float = total()
+    correction_square: float = total()
+    correction_masked: float = total()
+    correction_truncated: float = total()
+    # Over terms whose sampler log-probs can be compared: k3 estimates of KL(sampler || policy), and
+    # log p - log p_sampler, signed and absolute.
+    sampler_terms: float = total()
+    sampler_kl: float = total()
+    sampler_gap: float = total()
+    sampler_gap_abs: float = total()
+    sampler_gap_max: float = largest()
+    log_ratios: Counts = field(default_factory=Counts)
 
     @classmethod
     def total(cls, parts: Sequence[Tensor]) -> LossSums:
-        """Of parts that are float64 [F] each, F the fields here in order; waits for the device."""
+        """Of parts that are float64 [F] each, as `pack_sums` makes them; waits for the device."""
         if not parts:
             return cls()
         rows_PF = torch.stack(list(parts)).cpu().numpy()
-        return sum((cls(*map(float, row_F)) for row_F in rows_PF), cls())
-
-    def __add__(self, other: LossSums) -> LossSums:
-        return LossSums(
-            loss=self.loss + other.loss,
-            policy_gradient=self.policy_gradient + other.policy_gradient,
-            kl=self.kl + other.kl,
-            entropy=self.entropy + other.entropy,
-            weight=self.weight + other.weight,
-            terms=self.terms + other.terms,
-            clipped_low=self.clipped_low + other.clipped_low,
-            clipped_high=self.clipped_high + other.clipped_high,
-            ratio_max=max(self.ratio_max, other.ratio_max),
-            sampler_kl=self.sampler_kl + other.sampler_kl,
-            sampler_terms=self.sampler_terms + other.sampler_terms,
-            sampler_gap_max=max(self.sampler_gap_max, other.sampler_gap_max),
-        )
+        scalars = {
+            name: float(merge.reduce(rows_PF[:, column]))
+            for column, (name, merge) in enumerate(_MERGES.items())
+        }
+        bins = rows_PF[:, len(_MERGES) :].sum(axis=0)
+        return cls(**scalars, log_ratios=Counts(tuple(map(int, bins))))
 
 
-SUM_NAMES = tuple(field.name for field in fields(LossSums))
+_MERGES = merges_of(LossSums)
+
+
+def pack_sums(values: Mapping[str, Tensor], log_ratios: Tensor | None, like: Tensor) -> Tensor:
+    """One float64 [F] tensor of scalars by name and of `count_log_ratios`, on the device of `like`.
+
+    What is left out is as if there were no term of it.
+    """
+    assert values.keys() <= _MERGES.keys()
+    nothing, zero = LossSums(), like.new_zeros((), dtype=torch.float64)
+    filled: list[Tensor] = []
+    for name in _MERGES:
+        default: float = getattr(nothing, name)
+        filled.append(values.get(name, zero + default if default else zero))
+    if log_ratios is None:
+        log_ratios = like.new_zeros(NUM_BINS, dtype=torch.float64)
+    return torch.cat([torch.stack(filled), log_ratios])

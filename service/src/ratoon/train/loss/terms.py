@@ -65,8 +65,7 @@ class PolicyTerms:
     """Policy-gradient terms, [L] each; `loss_L` carries the gradient, the others are detached."""
 
     loss_L: Tensor
-    # 0 where the loss has no ratio.
-    ratio_L: Tensor
-    # bool: held at the lower, at the upper bound.
+    # bool: held at the lower, at the upper bound; of the latter those that the dual clip holds.
     clipped_low_L: Tensor
     clipped_high_L: Tensor
+    clipped_dual_L: Tensor

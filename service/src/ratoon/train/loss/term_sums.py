@@ -1,0 +1,121 @@
+"""What one micro-batch's counted terms add to the sums of the report, all of it on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ratoon.train.loss.correction import CorrectionTerms
+from ratoon.train.loss.histogram import count_log_ratios
+from ratoon.train.loss.sums import pack_sums
+from ratoon.train.loss.terms import PolicyTerms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountedTerms:
+    """Everything that is known of the terms that count, [C] each; gradients are ignored.
+
+    None: the loss has no ratio, no old log-probs, no correction; nobody sent sampler log-probs.
+    """
+
+    weight_C: Tensor
+    # The loss, and those of its summands that are reported by themselves.
+    loss_C: Tensor
+    policy_gradient_C: Tensor
+    kl_C: Tensor
+    entropy_C: Tensor
+    logprob_C: Tensor
+    # Of the ratio that the loss is built on: for gspo the sequence's.
+    log_ratio_C: Tensor | None
+    old_C: Tensor | None
+    sampler_C: Tensor | None
+    # bool: the sampler's log-probs are at the sampling temperature.
+    sampler_usable_C: Tensor
+    policy: PolicyTerms
+    correction: CorrectionTerms | None
+
+
+@torch.no_grad()
+def sum_terms(terms: CountedTerms) -> Tensor:
+    """float64 [F], as `LossSums.total` takes it; nothing waits for the device."""
+    weight_C = terms.weight_C.double()
+    if len(weight_C) == 0:
+        return pack_sums({}, None, weight_C)
+    values = {
+        "loss": (weight_C * terms.loss_C.double()).sum(),
+        "policy_gradient": (weight_C * terms.policy_gradient_C.double()).sum(),
+        "kl": (weight_C * terms.kl_C.double()).sum(),
+        "entropy": (weight_C * terms.entropy_C.double()).sum(),
+        "weight": weight_C.sum(),
+        "terms": _number(weight_C),
+        "clipped_low": _sum(terms.policy.clipped_low_L),
+        "clipped_high": _sum(terms.policy.clipped_high_L),
+        "clipped_dual": _sum(terms.policy.clipped_dual_L),
+        **_ratio(terms),
+        **_correction(terms),
+        **_sampler(terms),
+    }
+    log_ratios = None if terms.log_ratio_C is None else count_log_ratios(terms.log_ratio_C)
+    return pack_sums(values, log_ratios, weight_C)
+
+
+def _ratio(terms: CountedTerms) -> dict[str, Tensor]:
+    """The ratio of the loss, and how far the policy has come from the old one."""
+    values: dict[str, Tensor] = {}
+    if terms.log_ratio_C is not None:
+        ratio_C = terms.log_ratio_C.double().exp()
+        values |= {
+            "ratio_terms": _number(ratio_C),
+            "ratio": ratio_C.sum(),
+            "ratio_max": ratio_C.max(),
+            "ratio_min": ratio_C.min(),
+        }
+    if terms.old_C is not None:
+        values["old_terms"] = _number(terms.old_C)
+        values["old_kl"] = _k3(terms.logprob_C.double() - terms.old_C.double()).sum()
+    return values
+
+
+def _correction(terms: CountedTerms) -> dict[str, Tensor]:
+    if terms.correction is None:
+        return {}
+    weight_C = terms.correction.weight_L.double()
+    masked = _sum(terms.correction.masked_L)
+    return {
+        "masked": masked,
+        "corrected": _number(weight_C),
+        "correction_weight": weight_C.sum(),
+        "correction_square": weight_C.square().sum(),
+        "correction_masked": masked,
+        "correction_truncated": _sum(terms.correction.truncated_L),
+    }
+
+
+def _sampler(terms: CountedTerms) -> dict[str, Tensor]:
+    """How far the sampler's log-probs are from the policy's, where they can be compared."""
+    if terms.sampler_C is None:
+        return {}
+    gap_C = terms.logprob_C.double() - terms.sampler_C.double()
+    gap_C = torch.where(terms.sampler_usable_C, gap_C, torch.zeros_like(gap_C))
+    return {
+        "sampler_terms": _sum(terms.sampler_usable_C),
+        "sampler_kl": _k3(gap_C).sum(),
+        "sampler_gap": gap_C.sum(),
+        "sampler_gap_abs": gap_C.abs().sum(),
+        "sampler_gap_max": gap_C.abs().max(),
+    }
+
+
+def _k3(gap_C: Tensor) -> Tensor:
+    """exp(u) - u - 1 of u = log p - log q: estimates KL(q || p) >= 0 on tokens that q drew."""
+    return torch.expm1(gap_C) - gap_C
+
+
+def _sum(value_C: Tensor) -> Tensor:
+    return value_C.sum(dtype=torch.float64)
+
+
+def _number(value_C: Tensor) -> Tensor:
+    return value_C.new_full((), float(len(value_C)), dtype=torch.float64)
