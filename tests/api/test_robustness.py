@@ -25,6 +25,7 @@ def _rich_update() -> service_pb2.UpdateRequest:
     request = requests.update()
     request.loss.kl.kind = training_pb2.KL_KIND_K3
     request.loss.correction.high = 2.0
+    request.loss.allow_truncated_sampling = True
     request.loss.old_logprobs.kind = training_pb2.OLD_LOGPROBS_KIND_SAMPLER
     request.loss.overlong_penalty.max_tokens = 9
     segments = [rollout_pb2.Segment(tokens=requests.tokens([1, 2]), trained=True)]

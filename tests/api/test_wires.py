@@ -214,6 +214,9 @@ async def test_segments_train_what_they_say(api: Api, wire_name: str) -> None:
         truncated=True,
     )
     request = requests.update(batch=[requests.group("g", rollout)])
+    with pytest.raises(WireError, match=r"rollouts\[0\]\.top_p"):
+        await api.wire(wire_name).call("Update", request)
+    request.loss.allow_truncated_sampling = True
     await api.wire(wire_name).call("Update", request)
     batch = batch_from_bytes(api.engine.log[0].body)
     assert batch.response_tokens.tolist() == [10, 11, 12, 13]

@@ -71,6 +71,7 @@ def _rich() -> service_pb2.UpdateRequest:
     loss.correction.high = 2.0
     loss.old_logprobs.kind = training_pb2.OLD_LOGPROBS_KIND_ON_POLICY
     loss.overlong_filter.SetInParent()
+    loss.allow_truncated_sampling = True
     return request
 
 

@@ -80,11 +80,15 @@ class OracleTrainer:
         )
 
     def divisor(self, divide_by: str, constant: float | None = None) -> float:
-        """What the window's sums are divided by."""
+        """What the window's sums are divided by.
+
+        `constant` is that of Dr. GRPO's equation, which divides a group of G by G times the
+        constant (arXiv 2503.20783, section 3.1 and listing 1).
+        """
+        counters = self._counters
         if divide_by == "constant":
             assert constant is not None
-            return constant
-        counters = self._counters
+            return constant * counters.sequences
         return {
             "none": 1.0,
             "tokens": float(counters.tokens),

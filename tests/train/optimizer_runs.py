@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ratoon.train.config import AdamWConfig, OptimizerStates
-from ratoon.train.loss_spec import ConstantDivisor, OptimStep
+from ratoon.train.loss_spec import NoDivisor, OptimStep
 from ratoon.train.optimizer import OptimizerState
 from ratoon.train.optimizer_choice import make_optimizer
 
@@ -29,7 +29,7 @@ def optim_step(
         learning_rate=learning_rate,
         weight_decay=weight_decay,
         max_grad_norm=max_grad_norm,
-        divisor=ConstantDivisor(value=1.0),
+        divisor=NoDivisor(),
     )
 
 

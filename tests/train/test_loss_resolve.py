@@ -44,6 +44,7 @@ from ratoon.train.resolve import resolve_loss
 from tests import builders
 
 _MASK = RolloutCorrection(mode=CorrectionMode.MASK, level=CorrectionLevel.TOKEN, low=0.5, high=2.0)
+_TRUNCATE = replace(_MASK, mode=CorrectionMode.TRUNCATE, low=0.0)
 _GIVEN_OLD = OldLogprobs(kind=OldLogprobsKind.GIVEN)
 
 
@@ -212,7 +213,14 @@ _PENALTY = OverlongPenalty(max_tokens=10, buffer_tokens=4, scale=1.0)
         (LossKind.GRPO, {}, {"dual_clip": math.inf}, "loss.dual_clip"),
         (LossKind.GRPO, {}, {"clip_low": -0.1}, "loss.clip_low"),
         (LossKind.GRPO, {}, {"clip_high": math.nan}, "loss.clip_high"),
+        # A clip holds 1, or it would hold what is on policy.
         (LossKind.CISPO, {}, {"clip_low": 5.0}, "loss.clip_low"),
+        (LossKind.CISPO, {}, {"clip_low": 1.1}, "loss.clip_low"),
+        (LossKind.CISPO, {}, {"clip_high": 0.9}, "loss.clip_high"),
+        (LossKind.CISPO, {}, {"clip_high": 1.0}, "loss.clip_high"),
+        (LossKind.GRPO, {}, {"clip_low": 1.1}, "loss.clip_low"),
+        (LossKind.GRPO, {}, {"dual_clip": 1.2}, "loss.dual_clip"),
+        (LossKind.DAPO, {}, {"dual_clip": 1.25}, "loss.dual_clip"),
         (LossKind.GRPO, {}, {"entropy_coefficient": math.inf}, "loss.entropy_coefficient"),
         (
             LossKind.GRPO,
@@ -255,8 +263,34 @@ _PENALTY = OverlongPenalty(max_tokens=10, buffer_tokens=4, scale=1.0)
         (
             LossKind.GRPO,
             {},
-            {"old_logprobs": _GIVEN_OLD, "correction": replace(_MASK, high=0.4)},
+            {"old_logprobs": _GIVEN_OLD, "correction": replace(_MASK, high=0.9)},
             "loss.correction.high",
+        ),
+        (
+            LossKind.GRPO,
+            {},
+            {"old_logprobs": _GIVEN_OLD, "correction": replace(_MASK, low=1.1)},
+            "loss.correction.low",
+        ),
+        (
+            LossKind.GRPO,
+            {},
+            {"old_logprobs": _GIVEN_OLD, "correction": replace(_TRUNCATE, high=0.5)},
+            "loss.correction.high",
+        ),
+        (LossKind.GRPO, {"top_p": 0.9}, {}, "groups[0].rollouts[0].top_p"),
+        (LossKind.GRPO, {"top_k": 40}, {}, "groups[0].rollouts[0].top_k"),
+        (
+            LossKind.GRPO,
+            {"top_p": 0.9},
+            {"old_logprobs": _GIVEN_OLD, "correction": _MASK},
+            "groups[0].rollouts[0].top_p",
+        ),
+        (
+            LossKind.REINFORCE,
+            {"top_k": 1},
+            {"correction": _TRUNCATE},
+            "groups[0].rollouts[0].top_k",
         ),
         (
             LossKind.GRPO,
@@ -331,6 +365,19 @@ def test_what_would_not_be_used_is_refused_by_field(
     assert caught.value.code is ErrorCode.INVALID_ARGUMENT
     assert caught.value.field == field
     assert field in caught.value.message
+
+
+@pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 40}])
+def test_truncated_sampling_is_taken_where_acknowledged_or_in_no_ratio(cut: dict[str, Any]) -> None:
+    """The sampler's log-probs are of a distribution cut and renormalised, the trainer's are not: a
+    ratio of the two is off by the mass that was cut, in every token."""
+    batch = _batch(**cut)
+    with pytest.raises(RatoonError, match=r"loss\.allow_truncated_sampling"):
+        _resolve(LossKind.GRPO, batch)
+    loss = _resolve(LossKind.GRPO, batch, allow_truncated_sampling=True)
+    assert loss.old_logprobs == OldLogprobs(kind=OldLogprobsKind.SAMPLER)
+    assert _resolve(LossKind.GRPO, batch, old_logprobs=_GIVEN_OLD).old_logprobs == _GIVEN_OLD
+    assert _resolve(LossKind.REINFORCE, batch).old_logprobs is None
 
 
 def test_router_loss_is_unsupported() -> None:

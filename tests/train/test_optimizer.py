@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ratoon.train.config import AdamWConfig
 from ratoon.train.gradients import GradientSums
-from ratoon.train.loss_spec import ConstantDivisor, OptimStep
+from ratoon.train.loss_spec import NoDivisor, OptimStep
 from ratoon.train.optimizer import MasterAdamW, global_norm
 
 _CONFIG = AdamWConfig(beta1=0.8, beta2=0.95, eps=1e-7, weight_decay=0.02)
@@ -23,7 +23,7 @@ def _step(
         learning_rate=learning_rate,
         weight_decay=weight_decay,
         max_grad_norm=max_grad_norm,
-        divisor=ConstantDivisor(value=1.0),
+        divisor=NoDivisor(),
     )
 
 

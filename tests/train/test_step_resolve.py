@@ -16,8 +16,8 @@ from ratoon.train.config import (
     TokenWeight,
 )
 from ratoon.train.loss_spec import (
-    ConstantDivisor,
     CounterDivisor,
+    NoDivisor,
     Normalisation,
 )
 from ratoon.train.resolve import resolve_optim
@@ -52,21 +52,22 @@ def test_step_takes_the_policys_and_the_losss_defaults() -> None:
     )
     assert step.weight_decay == 0.0
     assert step.max_grad_norm == 1.0
-    assert step.divisor == ConstantDivisor(value=8.0)
+    assert step.divisor == CounterDivisor(counter=DivideBy.SEQUENCES, times=8.0)
 
 
 @pytest.mark.parametrize(
     ("divide_by", "normalisation", "divisor"),
     [
         (DivideBy.SEQUENCES, _SEQUENCES, CounterDivisor(counter=DivideBy.SEQUENCES)),
+        (DivideBy.SEQUENCES, _TOKENS, CounterDivisor(counter=DivideBy.SEQUENCES)),
         (DivideBy.GROUPS, _SEQUENCES, CounterDivisor(counter=DivideBy.GROUPS)),
         (DivideBy.GROUPS, _TOKENS, CounterDivisor(counter=DivideBy.GROUPS)),
-        (DivideBy.NONE, _TOKENS, ConstantDivisor(value=1.0)),
+        (DivideBy.NONE, _TOKENS, NoDivisor()),
         (DivideBy.TOKENS, _MIXED, CounterDivisor(counter=DivideBy.TOKENS)),
     ],
 )
 def test_step_divides_as_it_is_told(
-    divide_by: DivideBy, normalisation: Normalisation, divisor: CounterDivisor | ConstantDivisor
+    divide_by: DivideBy, normalisation: Normalisation, divisor: CounterDivisor | NoDivisor
 ) -> None:
     request = OptimRequest(learning_rate=1e-3, divide_by=divide_by)
     assert resolve_optim(request, normalisation, _ADAMW).divisor == divisor
@@ -75,7 +76,6 @@ def test_step_divides_as_it_is_told(
 @pytest.mark.parametrize(
     ("changes", "normalisation", "field"),
     [
-        ({"divide_by": DivideBy.SEQUENCES}, _TOKENS, "optim.divide_by"),
         ({"divide_by": DivideBy.TOKENS}, _SEQUENCES, "optim.divide_by"),
         ({}, _MIXED, "optim.divide_by"),
         ({}, _CONSTANT, "optim.divide_constant"),

@@ -99,6 +99,8 @@ class Loss:
     drop_zero_variance_groups: bool | None = None
     staleness: Staleness | None = None
     router_aux_loss_coefficient: float = 0.0
+    # Sampler log-probs renormalised by top-p or top-k may enter a ratio.
+    allow_truncated_sampling: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -120,7 +120,9 @@ class Rollout(_message.Message):
     sampler_logprobs_kind: Global___SamplerLogprobsKind.ValueType
     """Required where temperature is not 1 and sampler_logprobs are given."""
     top_p: _builtins.float
-    """Recorded and warned about: the trained distribution is not truncated."""
+    """Warned about: the trained distribution is not truncated. Refused where sampler_logprobs enter a
+    ratio, unless LossConfig.allow_truncated_sampling.
+    """
     top_k: _builtins.int
     policy_version: _builtins.int
     """The policy version that sampled this rollout."""

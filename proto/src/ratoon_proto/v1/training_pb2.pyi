@@ -225,6 +225,7 @@ class _DivideByEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DivideBy.Val
     DIVIDE_BY_SEQUENCES: _DivideBy.ValueType  # 2
     DIVIDE_BY_GROUPS: _DivideBy.ValueType  # 3
     DIVIDE_BY_CONSTANT: _DivideBy.ValueType  # 4
+    """The sequences times divide_constant."""
     DIVIDE_BY_NONE: _DivideBy.ValueType  # 5
 
 class DivideBy(_DivideBy, metaclass=_DivideByEnumTypeWrapper): ...
@@ -234,6 +235,7 @@ DIVIDE_BY_TOKENS: DivideBy.ValueType  # 1
 DIVIDE_BY_SEQUENCES: DivideBy.ValueType  # 2
 DIVIDE_BY_GROUPS: DivideBy.ValueType  # 3
 DIVIDE_BY_CONSTANT: DivideBy.ValueType  # 4
+"""The sequences times divide_constant."""
 DIVIDE_BY_NONE: DivideBy.ValueType  # 5
 Global___DivideBy: _TypeAlias = DivideBy  # noqa: Y015
 
@@ -370,6 +372,7 @@ class RolloutCorrection(_message.Message):
     mode: Global___CorrectionMode.ValueType
     level: Global___CorrectionLevel.ValueType
     low: _builtins.float
+    """low <= 1 <= high."""
     high: _builtins.float
     def __init__(
         self,
@@ -478,13 +481,14 @@ class LossConfig(_message.Message):
     DROP_ZERO_VARIANCE_GROUPS_FIELD_NUMBER: _builtins.int
     STALENESS_FIELD_NUMBER: _builtins.int
     ROUTER_AUX_LOSS_COEFFICIENT_FIELD_NUMBER: _builtins.int
+    ALLOW_TRUNCATED_SAMPLING_FIELD_NUMBER: _builtins.int
     kind: Global___LossKind.ValueType
     advantage: Global___AdvantageKind.ValueType
     clip_low: _builtins.float
-    """Clip widths below and above 1; for cispo the ratio's bounds themselves."""
+    """Clip widths below (at most 1) and above 1; for cispo the ratio's bounds themselves, low <= 1 < high."""
     clip_high: _builtins.float
     dual_clip: _builtins.float
-    """ppo_clip family, negative advantages only; off where absent."""
+    """ppo_clip family, negative advantages only, above 1 + clip_high; off where absent."""
     entropy_coefficient: _builtins.float
     token_weight: Global___TokenWeight.ValueType
     shared_tokens: Global___SharedTokens.ValueType
@@ -492,6 +496,10 @@ class LossConfig(_message.Message):
     """Default: true for dapo, else false."""
     router_aux_loss_coefficient: _builtins.float
     """A router auxiliary loss is no sum over rollouts: other than 0 is refused."""
+    allow_truncated_sampling: _builtins.bool
+    """Sampler log-probs of rollouts with top_p or top_k are renormalised over the tokens that were left:
+    refused where they enter a ratio or a correction, unless this says that it is known.
+    """
     @_builtins.property
     def old_logprobs(self) -> Global___OldLogprobs: ...
     @_builtins.property
@@ -523,10 +531,11 @@ class LossConfig(_message.Message):
         drop_zero_variance_groups: _builtins.bool | None = ...,
         staleness: Global___StalenessConfig | None = ...,
         router_aux_loss_coefficient: _builtins.float = ...,
+        allow_truncated_sampling: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_drop_zero_variance_groups", b"_drop_zero_variance_groups", "_dual_clip", b"_dual_clip", "clip_high", b"clip_high", "clip_low", b"clip_low", "correction", b"correction", "drop_zero_variance_groups", b"drop_zero_variance_groups", "dual_clip", b"dual_clip", "kl", b"kl", "old_logprobs", b"old_logprobs", "overlong", b"overlong", "overlong_filter", b"overlong_filter", "overlong_penalty", b"overlong_penalty", "staleness", b"staleness"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_drop_zero_variance_groups", b"_drop_zero_variance_groups", "_dual_clip", b"_dual_clip", "advantage", b"advantage", "clip_high", b"clip_high", "clip_low", b"clip_low", "correction", b"correction", "drop_zero_variance_groups", b"drop_zero_variance_groups", "dual_clip", b"dual_clip", "entropy_coefficient", b"entropy_coefficient", "kind", b"kind", "kl", b"kl", "old_logprobs", b"old_logprobs", "overlong", b"overlong", "overlong_filter", b"overlong_filter", "overlong_penalty", b"overlong_penalty", "router_aux_loss_coefficient", b"router_aux_loss_coefficient", "shared_tokens", b"shared_tokens", "staleness", b"staleness", "token_weight", b"token_weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_drop_zero_variance_groups", b"_drop_zero_variance_groups", "_dual_clip", b"_dual_clip", "advantage", b"advantage", "allow_truncated_sampling", b"allow_truncated_sampling", "clip_high", b"clip_high", "clip_low", b"clip_low", "correction", b"correction", "drop_zero_variance_groups", b"drop_zero_variance_groups", "dual_clip", b"dual_clip", "entropy_coefficient", b"entropy_coefficient", "kind", b"kind", "kl", b"kl", "old_logprobs", b"old_logprobs", "overlong", b"overlong", "overlong_filter", b"overlong_filter", "overlong_penalty", b"overlong_penalty", "router_aux_loss_coefficient", b"router_aux_loss_coefficient", "shared_tokens", b"shared_tokens", "staleness", b"staleness", "token_weight", b"token_weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__clip_high: _TypeAlias = _typing.Literal["clip_high"]  # noqa: Y015
     _WhichOneofArgType__clip_high: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high"]  # noqa: Y015
@@ -571,7 +580,7 @@ class OptimStepConfig(_message.Message):
     divide_by: Global___DivideBy.ValueType
     """Default: the loss's own."""
     divide_constant: _builtins.float
-    """DIVIDE_BY_CONSTANT only."""
+    """DIVIDE_BY_CONSTANT only, which multiplies it with the sequences: Dr. GRPO's length of a response."""
     def __init__(
         self,
         *,

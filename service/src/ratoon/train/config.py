@@ -64,6 +64,8 @@ class TokenWeight(StrEnum):
 
 
 class DivideBy(StrEnum):
+    """Of a window; CONSTANT: its sequences times the step's `divide_constant`."""
+
     TOKENS = "tokens"
     SEQUENCES = "sequences"
     GROUPS = "groups"
@@ -140,7 +142,10 @@ class Staleness:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossRequest:
-    """A loss as the caller sent it; `None` takes the loss's own default (see `resolve_loss`)."""
+    """A loss as the caller sent it; `None` takes the loss's own default (see `resolve_loss`).
+
+    `allow_truncated_sampling`: log-probs sampled under top-p or top-k may enter a ratio.
+    """
 
     kind: LossKind
     advantage: AdvantageKind | None = None
@@ -157,6 +162,7 @@ class LossRequest:
     drop_zero_variance_groups: bool | None = None
     staleness: Staleness | None = None
     router_aux_loss_coefficient: float = 0.0
+    allow_truncated_sampling: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

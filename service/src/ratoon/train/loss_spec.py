@@ -101,16 +101,18 @@ class Loss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CounterDivisor:
-    """Divide by the window's trained tokens, sequences or groups."""
+    """Divide by the window's trained tokens, sequences or groups, times `times` > 0.
+
+    `divide_by: constant` is the sequences times the constant (Dr. GRPO, arXiv 2503.20783).
+    """
 
     counter: DivideBy
+    times: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConstantDivisor:
-    """Divide by a number, > 0. `divide_by: none` is the constant 1."""
-
-    value: float
+class NoDivisor:
+    """`divide_by: none`: the sums themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +125,7 @@ class OptimStep:
     learning_rate: float
     weight_decay: float
     max_grad_norm: float
-    divisor: CounterDivisor | ConstantDivisor
+    divisor: CounterDivisor | NoDivisor
     max_norm_to_step: float = math.inf
 
 

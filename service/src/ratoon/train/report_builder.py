@@ -15,7 +15,7 @@ from ratoon.rollout.packed import UpdatePlan
 from ratoon.train.canary import CanaryOutcome
 from ratoon.train.config import DivideBy
 from ratoon.train.loss.sums import LossSums
-from ratoon.train.loss_spec import ConstantDivisor, CounterDivisor
+from ratoon.train.loss_spec import CounterDivisor, NoDivisor
 from ratoon.train.passes import ForwardColumns
 from ratoon.train.prepare import Prepared
 from ratoon.train.report import PhaseSeconds, StepReport
@@ -30,11 +30,7 @@ def forward_backward_report(
     that is a constant, which only the step knows."""
     batch, selection, counters = prepared.batch, prepared.selection, prepared.counters
     by = prepared.loss.default_divide_by
-    own = (
-        ConstantDivisor(value=1.0)
-        if by in (DivideBy.CONSTANT, DivideBy.NONE)
-        else CounterDivisor(counter=by)
-    )
+    own = NoDivisor() if by in (DivideBy.CONSTANT, DivideBy.NONE) else CounterDivisor(counter=by)
     report = _with_means(
         StepReport(), sums, divide_number(own, counters), has_kl=prepared.loss.kl is not None
     )

@@ -8,23 +8,15 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.fields import sequence_field
 from ratoon.train.config import (
     AdvantageKind,
-    CorrectionMode,
-    KlConfig,
     LossKind,
     LossRequest,
-    OldLogprobs,
-    OldLogprobsKind,
     OverlongFilter,
     OverlongPenalty,
-    ReferenceKind,
-    RolloutCorrection,
     Staleness,
 )
 from ratoon.train.loss_spec import (
@@ -37,6 +29,8 @@ from ratoon.train.loss_spec import (
     Objective,
     SequenceClipObjective,
 )
+from ratoon.train.resolve_checks import require, require_finite, require_not_negative
+from ratoon.train.resolve_logprobs import resolve_correction, resolve_kl, resolve_old_logprobs
 from ratoon.train.resolve_optim import check_optim, resolve_optim
 
 __all__ = ["check_optim", "resolve_loss", "resolve_optim"]
@@ -65,16 +59,16 @@ def resolve_loss(request: LossRequest, batch: RolloutBatch, *, has_frozen_refere
             got=str(request.router_aux_loss_coefficient),
             expected="0",
         )
-    _require_finite("loss.entropy_coefficient", request.entropy_coefficient)
+    require_finite("loss.entropy_coefficient", request.entropy_coefficient)
     _check_token_weights(request.kind, batch)
     return Loss(
         kind=request.kind,
         objective=_resolve_objective(request, defaults),
         advantage=_resolve_advantage(request, defaults, batch),
-        old_logprobs=_resolve_old_logprobs(request, defaults, batch),
-        kl=_resolve_kl(request.kl, batch, has_frozen_reference=has_frozen_reference),
+        old_logprobs=resolve_old_logprobs(request, batch),
+        kl=resolve_kl(request.kl, batch, has_frozen_reference=has_frozen_reference),
         entropy_coefficient=request.entropy_coefficient,
-        correction=_resolve_correction(request, batch),
+        correction=resolve_correction(request, batch),
         token_weight=request.token_weight or defaults.token_weight,
         default_divide_by=defaults.divide_by,
         shared_tokens=request.shared_tokens,
@@ -93,21 +87,23 @@ def _resolve_objective(request: LossRequest, defaults: LossDefaults) -> Objectiv
         return LinearObjective()
     low = defaults.clip[0] if request.clip_low is None else request.clip_low
     high = defaults.clip[1] if request.clip_high is None else request.clip_high
-    _require_not_negative("loss.clip_low", low)
-    _require_not_negative("loss.clip_high", high)
+    require_not_negative("loss.clip_low", low)
+    require_not_negative("loss.clip_high", high)
     if not defaults.has_dual_clip:
         _refuse_given(
             "loss.dual_clip", request.dual_clip, f"absent: {request.kind} has no dual clip"
         )
+    if request.kind is LossKind.CISPO:
+        # They are the bounds of the ratio: one that leaves out 1 would hold what is on policy.
+        require("loss.clip_low", low, low <= 1, "at most 1, the ratio on policy")
+        require("loss.clip_high", high, high > 1, "above 1, the ratio on policy")
+        return CispoObjective(ratio_low=low, ratio_high=high)
+    require("loss.clip_low", low, low <= 1, "at most 1: a ratio is never negative")
     if request.kind is LossKind.GSPO:
         return SequenceClipObjective(clip_low=low, clip_high=high)
-    if request.kind is LossKind.CISPO:
-        if not low < high:
-            raise invalid("loss.clip_low", low, f"a number below loss.clip_high ({high})")
-        return CispoObjective(ratio_low=low, ratio_high=high)
     dual_clip = request.dual_clip
-    if dual_clip is not None and not (math.isfinite(dual_clip) and dual_clip > 1):
-        raise invalid("loss.dual_clip", dual_clip, "a finite number above 1")
+    if dual_clip is not None and not (math.isfinite(dual_clip) and dual_clip > 1 + high):
+        raise invalid("loss.dual_clip", dual_clip, f"a finite number above {1 + high:g}, the clip")
     return ClipObjective(
         clip_low=low, clip_high=high, dual_clip=math.inf if dual_clip is None else dual_clip
     )
@@ -142,73 +138,6 @@ def _resolve_advantage(
     return kind
 
 
-def _resolve_old_logprobs(
-    request: LossRequest, defaults: LossDefaults, batch: RolloutBatch
-) -> OldLogprobs | None:
-    """Old log-probs enter the ratio and the correction; a loss with neither has none."""
-    if not defaults.has_ratio and request.correction is None:
-        if request.old_logprobs is not None:
-            raise invalid(
-                "loss.old_logprobs",
-                request.old_logprobs.kind,
-                f"absent: {request.kind} has no ratio, and no correction was asked for",
-            )
-        return None
-    default = OldLogprobsKind.SAMPLER if defaults.has_ratio else OldLogprobsKind.ON_POLICY
-    old = request.old_logprobs or OldLogprobs(kind=default)
-    from_forward = old.kind is OldLogprobsKind.FROM_FORWARD
-    if from_forward != bool(old.forward_operation_id):
-        raise invalid(
-            "loss.old_logprobs.forward_operation_id",
-            repr(old.forward_operation_id),
-            "the id of a Forward" if from_forward else f"empty for {old.kind}",
-        )
-    if old.kind is OldLogprobsKind.SAMPLER:
-        _require_sampler("loss.old_logprobs", "sampler", batch)
-    if old.kind is OldLogprobsKind.GIVEN and batch.old_logprobs is None:
-        raise invalid("loss.old_logprobs", "given", "rollouts that carry old_logprobs")
-    return old
-
-
-def _resolve_kl(
-    kl: KlConfig | None, batch: RolloutBatch, *, has_frozen_reference: bool
-) -> KlConfig | None:
-    if kl is None:
-        return None
-    _require_finite("loss.kl.coefficient", kl.coefficient)
-    if kl.reference is ReferenceKind.GIVEN and batch.reference_logprobs is None:
-        raise invalid("loss.kl.reference", "given", "rollouts that carry reference_logprobs")
-    if kl.reference is ReferenceKind.FROZEN and not has_frozen_reference:
-        raise invalid(
-            "loss.kl.reference", "frozen", "a policy created with a reference, or given log-probs"
-        )
-    return kl
-
-
-def _resolve_correction(request: LossRequest, batch: RolloutBatch) -> RolloutCorrection | None:
-    correction = request.correction
-    if correction is None:
-        return None
-    if request.kind is LossKind.CROSS_ENTROPY:
-        raise invalid("loss.correction", correction.mode, "absent: cross_entropy has no sampler")
-    old = request.old_logprobs
-    sampler_is_default = old is None and LOSS_DEFAULTS[request.kind].has_ratio
-    if sampler_is_default or (old is not None and old.kind is OldLogprobsKind.SAMPLER):
-        raise invalid(
-            "loss.correction",
-            "old_logprobs sampler",
-            "old_logprobs given, from_forward or on_policy: exp(old - sampler) would be 1",
-        )
-    _require_sampler("loss.correction", correction.mode, batch)
-    _require_not_negative("loss.correction.low", correction.low)
-    _require_not_negative("loss.correction.high", correction.high)
-    if correction.high <= correction.low:
-        raise invalid("loss.correction.high", correction.high, f"above low ({correction.low})")
-    if correction.mode is CorrectionMode.TRUNCATE and correction.low != 0:
-        raise invalid("loss.correction.low", correction.low, "absent: it belongs to mode mask")
-    return correction
-
-
 def _resolve_overlong(
     request: LossRequest, batch: RolloutBatch
 ) -> OverlongFilter | OverlongPenalty | None:
@@ -227,7 +156,7 @@ def _resolve_overlong(
             overlong.max_tokens,
             f"at least buffer_tokens ({overlong.buffer_tokens})",
         )
-    _require_not_negative("loss.overlong_penalty.scale", overlong.scale)
+    require_not_negative("loss.overlong_penalty.scale", overlong.scale)
     return overlong
 
 
@@ -251,7 +180,7 @@ def _resolve_staleness(request: LossRequest, batch: RolloutBatch) -> Staleness |
     unsaid_S = batch.policy_version < 0
     if unsaid_S.any():
         raise invalid(
-            f"{_first_rollout(batch, unsaid_S)}.policy_version",
+            f"{sequence_field(batch.group_offsets, int(unsaid_S.argmax()))}.policy_version",
             "none",
             "the version that sampled it: loss.staleness was asked for",
         )
@@ -265,35 +194,6 @@ def _check_token_weights(kind: LossKind, batch: RolloutBatch) -> None:
         )
 
 
-def _require_sampler(field: str, got: object, batch: RolloutBatch) -> None:
-    """Sampler log-probs that may enter a ratio: there, and at the sampling temperature."""
-    if batch.sampler_logprobs is None:
-        raise invalid(field, got, "rollouts that carry sampler_logprobs")
-    if batch.sampler_is_raw.any():
-        raise invalid(
-            f"{_first_rollout(batch, batch.sampler_is_raw)}.sampler_logprobs_kind",
-            "raw",
-            f"processed: {field} puts sampler log-probs into a ratio",
-        )
-
-
-def _first_rollout(batch: RolloutBatch, where_S: NDArray[np.bool_]) -> str:
-    """Field path of the first rollout where `where_S` (bool [S]) is true."""
-    sequence = int(np.argmax(where_S))
-    group = int(np.searchsorted(batch.group_offsets, sequence, side="right")) - 1
-    return f"groups[{group}].rollouts[{sequence - int(batch.group_offsets[group])}]"
-
-
 def _refuse_given(field: str, value: object, expected: str) -> None:
     if value is not None:
         raise invalid(field, value, expected)
-
-
-def _require_finite(field: str, value: float) -> None:
-    if not math.isfinite(value):
-        raise invalid(field, value, "a finite number")
-
-
-def _require_not_negative(field: str, value: float) -> None:
-    if not (math.isfinite(value) and value >= 0):
-        raise invalid(field, value, "a finite number, at least 0")

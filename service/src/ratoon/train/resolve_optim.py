@@ -10,14 +10,8 @@ import math
 
 from ratoon.errors import invalid
 from ratoon.train.config import AdamWConfig, DivideBy, OptimRequest, TokenWeight
-from ratoon.train.loss_spec import ConstantDivisor, CounterDivisor, Normalisation, OptimStep
-
-# A mean over tokens of per-sequence weights, or over sequences of per-token weights, is neither of
-# the two means that anybody publishes.
-_DISAGREEING = {
-    (TokenWeight.PER_TOKEN, DivideBy.SEQUENCES),
-    (TokenWeight.PER_SEQUENCE, DivideBy.TOKENS),
-}
+from ratoon.train.loss_spec import CounterDivisor, NoDivisor, Normalisation, OptimStep
+from ratoon.train.resolve_checks import require
 
 
 def check_optim(request: OptimRequest) -> None:
@@ -25,28 +19,28 @@ def check_optim(request: OptimRequest) -> None:
 
     Raises `RatoonError` INVALID_ARGUMENT naming the field.
     """
-    _require(
+    require(
         "optim.learning_rate",
         request.learning_rate,
         request.learning_rate >= 0,
         "a finite number, at least 0",
     )
     if request.weight_decay is not None:
-        _require(
+        require(
             "optim.weight_decay",
             request.weight_decay,
             request.weight_decay >= 0,
             "a finite number, at least 0",
         )
     if request.max_grad_norm is not None:
-        _require(
+        require(
             "optim.max_grad_norm",
             request.max_grad_norm,
             request.max_grad_norm > 0,
             "a finite number above 0",
         )
     if request.divide_constant is not None:
-        _require(
+        require(
             "optim.divide_constant",
             request.divide_constant,
             request.divide_constant > 0,
@@ -86,7 +80,9 @@ def _resolve_divide_by(request: OptimRequest, normalisation: Normalisation) -> D
         raise invalid("optim.divide_by", "none", "one: the losses of this window differ in theirs")
     if default is DivideBy.CONSTANT and divide_by is not DivideBy.CONSTANT:
         raise invalid("optim.divide_by", divide_by, "constant: dr_grpo divides by a constant")
-    if (normalisation.token_weight, divide_by) in _DISAGREEING:
+    # A sequence's weights add up to 1 already: over tokens that is no mean of anything.
+    is_per_sequence = normalisation.token_weight is TokenWeight.PER_SEQUENCE
+    if is_per_sequence and divide_by is DivideBy.TOKENS:
         raise invalid(
             "optim.divide_by",
             divide_by,
@@ -95,13 +91,11 @@ def _resolve_divide_by(request: OptimRequest, normalisation: Normalisation) -> D
     return divide_by
 
 
-def _resolve_divisor(
-    request: OptimRequest, divide_by: DivideBy
-) -> CounterDivisor | ConstantDivisor:
+def _resolve_divisor(request: OptimRequest, divide_by: DivideBy) -> CounterDivisor | NoDivisor:
     if divide_by is DivideBy.CONSTANT:
         if request.divide_constant is None:
             raise invalid("optim.divide_constant", "none", "a finite number above 0")
-        return ConstantDivisor(value=request.divide_constant)
+        return CounterDivisor(counter=DivideBy.SEQUENCES, times=request.divide_constant)
     if request.divide_constant is not None:
         raise invalid(
             "optim.divide_constant",
@@ -109,10 +103,5 @@ def _resolve_divisor(
             f"absent: this window is divided by {divide_by}",
         )
     if divide_by is DivideBy.NONE:
-        return ConstantDivisor(value=1.0)
+        return NoDivisor()
     return CounterDivisor(counter=divide_by)
-
-
-def _require(field: str, value: float, holds: bool, expected: str) -> None:
-    if not (math.isfinite(value) and holds):
-        raise invalid(field, value, expected)

@@ -12,7 +12,7 @@ from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.rollout.selection import Counters
 from ratoon.train.config import DivideBy, TokenWeight
 from ratoon.train.loss.sums import LossSums
-from ratoon.train.loss_spec import ConstantDivisor, CounterDivisor, Loss, Normalisation
+from ratoon.train.loss_spec import CounterDivisor, Loss, NoDivisor, Normalisation
 from ratoon.train.prepare import Prepared
 
 
@@ -90,7 +90,7 @@ class GradientWindow:
         self.sums = self.sums + sums
         self.state = WindowState.OPEN
 
-    def divisor(self, divisor: CounterDivisor | ConstantDivisor) -> float:
+    def divisor(self, divisor: CounterDivisor | NoDivisor) -> float:
         """The number to divide by; 0.0 where no token counts, whatever the divisor.
 
         Raises `RatoonError` WINDOW_EMPTY or WINDOW_POISONED.
@@ -113,16 +113,16 @@ class GradientWindow:
             )
 
 
-def divide_number(divisor: CounterDivisor | ConstantDivisor, counters: Counters) -> float:
+def divide_number(divisor: CounterDivisor | NoDivisor, counters: Counters) -> float:
     """The divisor as a number, given the counters."""
-    if isinstance(divisor, ConstantDivisor):
-        return divisor.value
-    if divisor.counter is DivideBy.TOKENS:
-        return float(counters.tokens)
-    if divisor.counter is DivideBy.SEQUENCES:
-        return float(counters.sequences)
-    assert divisor.counter is DivideBy.GROUPS
-    return float(counters.groups)
+    if isinstance(divisor, NoDivisor):
+        return 1.0
+    counts = {
+        DivideBy.TOKENS: counters.tokens,
+        DivideBy.SEQUENCES: counters.sequences,
+        DivideBy.GROUPS: counters.groups,
+    }
+    return counts[divisor.counter] * divisor.times
 
 
 def _torn() -> RatoonError:

@@ -33,6 +33,9 @@ def update(
     clip_low: Annotated[float | None, typer.Option()] = None,
     clip_high: Annotated[float | None, typer.Option()] = None,
     entropy_coefficient: Annotated[float, typer.Option()] = 0.0,
+    allow_truncated_sampling: Annotated[
+        bool, typer.Option(help="Log-probs sampled under top-p or top-k may enter a ratio.")
+    ] = False,
     weight_decay: Annotated[float | None, typer.Option()] = None,
     max_grad_norm: Annotated[float | None, typer.Option()] = None,
     byte_tokens: Annotated[
@@ -50,6 +53,7 @@ def update(
         clip_low=clip_low,
         clip_high=clip_high,
         entropy_coefficient=entropy_coefficient,
+        allow_truncated_sampling=allow_truncated_sampling,
     )
     optim = Optim(
         learning_rate=learning_rate, weight_decay=weight_decay, max_grad_norm=max_grad_norm

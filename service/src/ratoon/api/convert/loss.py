@@ -63,6 +63,7 @@ def loss_request(message: wire.LossConfig) -> LossRequest:
         ),
         staleness=_staleness(message.staleness) if message.HasField("staleness") else None,
         router_aux_loss_coefficient=message.router_aux_loss_coefficient,
+        allow_truncated_sampling=message.allow_truncated_sampling,
     )
 
 

@@ -74,6 +74,7 @@ class LossConfig(WireModel):
     drop_zero_variance_groups: Bool | None = None
     staleness: StalenessConfig | None = None
     router_aux_loss_coefficient: Float | None = None
+    allow_truncated_sampling: Bool | None = None
 
 
 class OptimStepConfig(WireModel):

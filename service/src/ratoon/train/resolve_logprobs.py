@@ -1,0 +1,113 @@
+"""Which log-probs a loss compares the policy with: old ones, a reference's, the sampler's.
+
+Only sampler log-probs that the trainer's own can be compared with enter a ratio: at the sampling
+temperature, and of the whole vocabulary unless the caller says that it knows.
+"""
+
+from __future__ import annotations
+
+from ratoon.errors import invalid
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.fields import first_true, sequence_field
+from ratoon.train.config import (
+    CorrectionMode,
+    KlConfig,
+    LossKind,
+    LossRequest,
+    OldLogprobs,
+    OldLogprobsKind,
+    ReferenceKind,
+    RolloutCorrection,
+)
+from ratoon.train.loss_spec import LOSS_DEFAULTS
+from ratoon.train.resolve_checks import require, require_finite
+
+
+def resolve_old_logprobs(request: LossRequest, batch: RolloutBatch) -> OldLogprobs | None:
+    """Old log-probs enter the ratio and the correction; a loss with neither has none."""
+    defaults = LOSS_DEFAULTS[request.kind]
+    if not defaults.has_ratio and request.correction is None:
+        if request.old_logprobs is not None:
+            raise invalid(
+                "loss.old_logprobs",
+                request.old_logprobs.kind,
+                f"absent: {request.kind} has no ratio, and no correction was asked for",
+            )
+        return None
+    default = OldLogprobsKind.SAMPLER if defaults.has_ratio else OldLogprobsKind.ON_POLICY
+    old = request.old_logprobs or OldLogprobs(kind=default)
+    from_forward = old.kind is OldLogprobsKind.FROM_FORWARD
+    if from_forward != bool(old.forward_operation_id):
+        raise invalid(
+            "loss.old_logprobs.forward_operation_id",
+            repr(old.forward_operation_id),
+            "the id of a Forward" if from_forward else f"empty for {old.kind}",
+        )
+    if old.kind is OldLogprobsKind.SAMPLER:
+        _require_sampler("loss.old_logprobs", "sampler", request, batch)
+    if old.kind is OldLogprobsKind.GIVEN and batch.old_logprobs is None:
+        raise invalid("loss.old_logprobs", "given", "rollouts that carry old_logprobs")
+    return old
+
+
+def resolve_kl(
+    kl: KlConfig | None, batch: RolloutBatch, *, has_frozen_reference: bool
+) -> KlConfig | None:
+    """A KL term's reference log-probs are there; None: no such term."""
+    if kl is None:
+        return None
+    require_finite("loss.kl.coefficient", kl.coefficient)
+    if kl.reference is ReferenceKind.GIVEN and batch.reference_logprobs is None:
+        raise invalid("loss.kl.reference", "given", "rollouts that carry reference_logprobs")
+    if kl.reference is ReferenceKind.FROZEN and not has_frozen_reference:
+        raise invalid(
+            "loss.kl.reference", "frozen", "a policy created with a reference, or given log-probs"
+        )
+    return kl
+
+
+def resolve_correction(request: LossRequest, batch: RolloutBatch) -> RolloutCorrection | None:
+    """Old and sampler log-probs are there, and differ; None: no correction."""
+    correction = request.correction
+    if correction is None:
+        return None
+    if request.kind is LossKind.CROSS_ENTROPY:
+        raise invalid("loss.correction", correction.mode, "absent: cross_entropy has no sampler")
+    old = request.old_logprobs
+    sampler_is_default = old is None and LOSS_DEFAULTS[request.kind].has_ratio
+    if sampler_is_default or (old is not None and old.kind is OldLogprobsKind.SAMPLER):
+        raise invalid(
+            "loss.correction",
+            "old_logprobs sampler",
+            "old_logprobs given, from_forward or on_policy: exp(old - sampler) would be 1",
+        )
+    _require_sampler("loss.correction", correction.mode, request, batch)
+    # A weight of 1, where sampler and trainer agree, is neither truncated nor masked.
+    low, high = correction.low, correction.high
+    require("loss.correction.low", low, 0 <= low <= 1, "a number from 0 to 1")
+    require("loss.correction.high", high, high >= 1, "a finite number, at least 1")
+    if correction.mode is CorrectionMode.TRUNCATE and correction.low != 0:
+        raise invalid("loss.correction.low", correction.low, "absent: it belongs to mode mask")
+    return correction
+
+
+def _require_sampler(field: str, got: object, request: LossRequest, batch: RolloutBatch) -> None:
+    """Sampler log-probs that may enter a ratio: there, at the sampling temperature, uncut."""
+    if batch.sampler_logprobs is None:
+        raise invalid(field, got, "rollouts that carry sampler_logprobs")
+    raw = first_true(batch.sampler_is_raw)
+    if raw is not None:
+        raise invalid(
+            f"{sequence_field(batch.group_offsets, raw)}.sampler_logprobs_kind",
+            "raw",
+            f"processed: {field} puts sampler log-probs into a ratio",
+        )
+    cut = first_true((batch.top_p < 1) | (batch.top_k > 0))
+    if cut is not None and not request.allow_truncated_sampling:
+        name = "top_p" if batch.top_p[cut] < 1 else "top_k"
+        raise invalid(
+            f"{sequence_field(batch.group_offsets, cut)}.{name}",
+            getattr(batch, name)[cut],
+            f"none: {field} puts log-probs that top-p or top-k renormalised into a ratio with the "
+            "whole distribution; sample without, or set loss.allow_truncated_sampling",
+        )
