@@ -12,19 +12,23 @@ import torch
 from torch import Tensor, nn
 
 from tests.oracle import hf
-from tests.oracle.advantages import NOTHING, Counters, count, select
+from tests.oracle.advantages import NOTHING, Counters, count, has_gradient, select
 from tests.oracle.losses import path_loss
 from tests.oracle.paths import OracleLoss, Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sums:
-    """Sums of a forward-backward over all counted paths, undivided, and its counters."""
+    """Sums of a forward-backward over all counted paths, undivided, and its counters.
+
+    `entropy` and `weight`, that of the terms, are over the paths that have a gradient.
+    """
 
     total: float
     policy_gradient: float
     kl: float
     entropy: float
+    weight: float
     counters: Counters
 
 
@@ -62,20 +66,25 @@ class OracleTrainer:
         """Add the gradient of each path's loss, one forward and one backward a path."""
         remaining = select(paths, loss, self.version)
         counters = count(remaining)
-        totals = [0.0, 0.0, 0.0, 0.0]
+        totals = [0.0, 0.0, 0.0, 0.0, 0.0]
         for counted in remaining:
             if not counted.own.any():
                 continue
             sums = path_loss(counted, loss, *hf.logprobs(self.model, counted.path))
             sums.total.backward()
-            for slot, value in enumerate((sums.total, sums.policy_gradient, sums.kl, sums.entropy)):
+            is_run = has_gradient(counted, loss)
+            weight = 1.0 if loss.token_weight == "per_sequence" else float(counted.own.sum())
+            values = (sums.total, sums.policy_gradient, sums.kl, sums.entropy * is_run)
+            for slot, value in enumerate(values):
                 totals[slot] += value.item()
+            totals[4] += weight * is_run
         self._counters = self._counters + counters
         return Sums(
             total=totals[0],
             policy_gradient=totals[1],
             kl=totals[2],
             entropy=totals[3],
+            weight=totals[4],
             counters=counters,
         )
 

@@ -142,6 +142,17 @@ def select(paths: list[Path], loss: OracleLoss, version: int = 0) -> list[Counte
     return remaining
 
 
+def has_gradient(counted: Counted, loss: OracleLoss) -> bool:
+    """Whether some term of the path is more than zero times something."""
+    if loss.kl is not None or loss.entropy_coefficient != 0:
+        return True
+    factors = counted.advantages
+    if loss.kind == "cross_entropy":
+        weights = counted.path.weights
+        factors = np.ones(len(counted.own)) if weights is None else weights
+    return bool((factors[counted.own] != 0).any())
+
+
 def count(remaining: list[Counted]) -> Counters:
     """Counters over the paths that pay for at least one token."""
     payers = [counted for counted in remaining if counted.own.any()]

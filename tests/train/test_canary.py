@@ -273,21 +273,24 @@ def test_the_same_version_samples_the_same_rollout(base: FolderBase) -> None:
     assert len(set(drawn)) > 4
 
 
-def test_a_rollout_with_an_advantage_is_preferred(base: FolderBase) -> None:
+def test_a_rollout_without_advantage_is_not_drawn(base: FolderBase) -> None:
+    """It is not run: neither it nor what would be packed with it alone is compared."""
     batch = make_batch(2)
     assert batch.advantages is not None
-    start, stop = batch.response_offsets[3:5]
-    only = np.zeros_like(batch.advantages)
-    only[start:stop] = 1.0
+    starts = batch.response_offsets
+    some = np.zeros_like(batch.advantages)
+    for sequence in (0, 3):
+        assert starts[sequence] < starts[sequence + 1]
+        some[starts[sequence] : starts[sequence + 1]] = 1.0
     trainer = watched(base, tokens=1000)
-    for version in range(4):
+    drawn: set[int] = set()
+    for version in range(6):
         trainer.version = version
-        found = canary_of(run(trainer, replace(batch, advantages=only), LossKind.GRPO))
-        assert found.sequence == 3
-    nothing = replace(batch, advantages=np.zeros_like(only))
-    found = canary_of(run(trainer, nothing, LossKind.GRPO))
-    assert found.gradient_difference is None
-    assert found.worst_parameter_difference is None
+        report = run(trainer, replace(batch, advantages=some), LossKind.GRPO)
+        drawn.add(canary_of(report).sequence)
+    assert drawn == {0, 3}
+    nothing = replace(batch, advantages=np.zeros_like(some))
+    assert run(trainer, nothing, LossKind.GRPO).canary is None
 
 
 def test_where_every_rollout_runs_alone_there_is_none(base: FolderBase) -> None:

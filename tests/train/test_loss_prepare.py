@@ -15,12 +15,15 @@ from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.validate import validate_groups
 from ratoon.train.config import (
     AdvantageKind,
+    KlConfig,
+    KlKind,
     LossKind,
     LossRequest,
     OldLogprobs,
     OldLogprobsKind,
     OverlongFilter,
     OverlongPenalty,
+    ReferenceKind,
     SharedTokens,
     Staleness,
     StalenessAction,
@@ -38,7 +41,7 @@ def _prepare(
     batch: RolloutBatch, *, version: int = 0, tokens: int = 64, **changes: Any
 ) -> Prepared:
     fields: dict[str, Any] = {"kind": LossKind.PPO_CLIP, "old_logprobs": _ON_POLICY}
-    loss = resolve_loss(LossRequest(**(fields | changes)), batch, has_frozen_reference=False)
+    loss = resolve_loss(LossRequest(**(fields | changes)), batch, has_frozen_reference=True)
     return prepare(batch, loss, version=version, planner=cpu_planner(tokens))
 
 
@@ -218,3 +221,67 @@ def test_warnings_say_what_was_not_used_and_what_was_cut() -> None:
         [builders.group([5], [builders.rollout([1, 2], reward=1.0)])], builders.limits()
     )
     assert _prepare(plain).warnings == ()
+
+
+def _two_groups(second_rewards: list[float]) -> RolloutBatch:
+    """Rewards 0 and 1 for the first prompt, others for the second; lengths 2 and 3 in each."""
+
+    def group(prompt: int, rewards: list[float], name: str) -> Any:
+        rollouts = [
+            builders.rollout([n + 1] * (n + 2), reward=reward) for n, reward in enumerate(rewards)
+        ]
+        return builders.group([prompt], rollouts, name)
+
+    groups = [group(8, [0.0, 1.0], "mixed"), group(9, second_rewards, "second")]
+    return validate_groups(groups, builders.limits())
+
+
+def test_rollouts_without_advantages_are_counted_but_not_run() -> None:
+    """Their terms and gradients are zero: they were packed and run all the same."""
+    flat, mixed = _prepare(_two_groups([1.0, 1.0])), _prepare(_two_groups([1.0, 0.0]))
+    assert [part.sequences for part in flat.plan.micro_batches] == [(0, 1)]
+    assert [part.sequences for part in mixed.plan.micro_batches] == [(0, 1, 2, 3)]
+    assert flat.counters == mixed.counters
+    assert flat.counters.tokens == 10
+    np.testing.assert_array_equal(flat.columns.counted_J, mixed.columns.counted_J)
+    np.testing.assert_array_equal(flat.columns.weight_J, mixed.columns.weight_J)
+    assert flat.not_run_S.tolist() == [False, False, True, True]
+    assert not mixed.not_run_S.any()
+
+
+@pytest.mark.parametrize(
+    "term",
+    [
+        {"entropy_coefficient": 0.1},
+        {"kl": KlConfig(kind=KlKind.K2, coefficient=0.0, reference=ReferenceKind.FROZEN)},
+    ],
+)
+def test_a_term_without_advantages_runs_every_rollout(term: dict[str, Any]) -> None:
+    """A KL is measured even where its coefficient is 0."""
+    prepared = _prepare(_two_groups([1.0, 1.0]), **term)
+    assert [part.sequences for part in prepared.plan.micro_batches] == [(0, 1, 2, 3)]
+
+
+def test_an_owner_without_advantage_leaves_the_next_path_nothing_to_run() -> None:
+    """Under `once` the first path pays for a shared token, whatever its advantage."""
+
+    def rollout(response: list[int], advantage: float) -> Any:
+        values = np.full(len(response), advantage, np.float32)
+        return builders.rollout(response, advantages=values)
+
+    rollouts = [rollout([1, 2], 0.0), rollout([1, 2], 5.0), rollout([1, 3], 5.0)]
+    batch = validate_groups([builders.group([9], rollouts)], builders.limits())
+    prepared = _prepare(batch, shared_tokens=SharedTokens.ONCE)
+    assert [part.sequences for part in prepared.plan.micro_batches] == [(2,)]
+    assert (prepared.counters.tokens, prepared.counters.sequences) == (3, 2)
+    summed = _prepare(batch)
+    assert [part.sequences for part in summed.plan.micro_batches] == [(1, 2)]
+
+
+def test_nothing_to_learn_is_said() -> None:
+    flat = [builders.rollout([1, 2], reward=1.0), builders.rollout([3], reward=1.0)]
+    batch = validate_groups([builders.group([9], flat)], builders.limits())
+    prepared = _prepare(batch)
+    assert prepared.plan.micro_batches == ()
+    assert prepared.counters.tokens == 3
+    assert any("every advantage is zero" in warning for warning in prepared.warnings)

@@ -219,7 +219,7 @@ def forward_backward(
 def assert_same_report(
     report: StepReport, sums: Sums, divisor: float, *, token_weight: str, tolerance: float
 ) -> None:
-    """Counters, losses over the divisor, and means over the weights of the terms agree."""
+    """Counters, losses over the divisor, and means over the weights of what was run agree."""
     counters = sums.counters
     got = (report.trained_tokens, report.num_sequences, report.num_groups)
     assert got == (counters.tokens, counters.sequences, len(counters.groups))
@@ -228,7 +228,7 @@ def assert_same_report(
     pairs = [
         (report.loss * divisor, sums.total),
         (report.policy_gradient_loss * divisor, sums.policy_gradient),
-        (report.entropy * weight, sums.entropy),
+        (report.entropy * sums.weight, sums.entropy),
         ((report.kl or 0.0) * weight, sums.kl),
     ]
     scale = abs(sums.policy_gradient) + abs(sums.kl) + abs(sums.entropy)

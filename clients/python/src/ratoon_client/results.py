@@ -205,6 +205,7 @@ class StepReport:
     canary: CanaryReport | None = None
     # Why the step was skipped, where it was.
     skip_reason: SkipReason | None = None
+    zero_advantage_sequences: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

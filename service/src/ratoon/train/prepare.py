@@ -74,6 +74,8 @@ class Prepared:
     counters: Counters
     # Of groups that may come in parts, in several calls: told apart by these. Else empty.
     group_keys: frozenset[bytes]
+    # bool [S]: sequences that count, and are in no micro-batch as they have no gradient.
+    not_run_S: NDArray[np.bool_]
     plan: UpdatePlan
     warnings: tuple[str, ...]
 
@@ -82,9 +84,9 @@ def prepare(batch: RolloutBatch, loss: Loss, *, version: int, planner: Planner) 
     """Decide all, cuts included. Raises STALE_ROLLOUTS where the loss refuses stale rollouts."""
     prefixes = sort_sequences(batch)
     selection = select(batch, loss, version)
-    is_run_S = selection.kept_S & has_trained_tokens(batch)
-    plan = planner.plan(batch, prefixes, is_run_S)
-    return _assemble(batch, loss, prefixes, selection, plan)
+    columns = _columns(batch, loss, prefixes, selection)
+    plan = planner.plan(batch, prefixes, _has_gradient(batch, loss, columns))
+    return _assemble(batch, loss, prefixes, selection, columns, plan)
 
 
 def prepare_planned(batch: RolloutBatch, loss: Loss, plan: UpdatePlan, *, version: int) -> Prepared:
@@ -93,7 +95,9 @@ def prepare_planned(batch: RolloutBatch, loss: Loss, plan: UpdatePlan, *, versio
     Raises `RatoonError` INTERNAL where the plan is of another batch.
     """
     prefixes = sort_sequences(batch)
-    return _assemble(batch, loss, prefixes, select(batch, loss, version), plan)
+    selection = select(batch, loss, version)
+    columns = _columns(batch, loss, prefixes, selection)
+    return _assemble(batch, loss, prefixes, selection, columns, plan)
 
 
 def select(batch: RolloutBatch, loss: Loss, version: int) -> Selection:
@@ -110,8 +114,20 @@ def select(batch: RolloutBatch, loss: Loss, version: int) -> Selection:
 
 
 def has_trained_tokens(batch: RolloutBatch) -> NDArray[np.bool_]:
-    """Sequences worth running, bool [S]: a Forward and an update of the same batch run the same."""
+    """Sequences that a Forward runs, bool [S]."""
     return trained_lengths(batch, batch.loss_mask) > 0
+
+
+def _has_gradient(batch: RolloutBatch, loss: Loss, columns: Columns) -> NDArray[np.bool_]:
+    """Sequences that an update runs, bool [S]: the others' terms are zero whatever the model says.
+
+    A term of the policy gradient is a multiple of its advantage; KL and entropy are not, and a KL
+    is measured also where its coefficient is 0.
+    """
+    has_gradient_J = columns.counted_J
+    if loss.kl is None and loss.entropy_coefficient == 0:
+        has_gradient_J = has_gradient_J & (columns.advantage_J != 0)
+    return trained_lengths(batch, has_gradient_J) > 0
 
 
 def _assemble(
@@ -119,22 +135,25 @@ def _assemble(
     loss: Loss,
     prefixes: SortedPrefixes,
     selection: Selection,
+    columns: Columns,
     plan: UpdatePlan,
 ) -> Prepared:
-    # Who owns a token that several sequences train is no question of what pays.
-    columns = _columns(batch, loss, prefixes, selection)
+    planned = planned_prefixes(prefixes, plan)
     counted = counters(columns.counted_J, batch, selection.kept_S)
+    not_run_S = trained_lengths(batch, columns.counted_J) > 0
+    not_run_S[[s for part in plan.micro_batches for s in part.sequences]] = False
     comes_whole = loss.advantage not in (None, AdvantageKind.GIVEN)
     return Prepared(
         batch=batch,
         loss=loss,
-        prefixes=planned_prefixes(prefixes, plan),
+        prefixes=planned,
         selection=selection,
         columns=columns,
         counters=counted,
         group_keys=frozenset() if comes_whole else _group_keys(batch, columns.counted_J),
+        not_run_S=not_run_S,
         plan=plan,
-        warnings=_warnings(batch, loss, counted),
+        warnings=_warnings(batch, loss, counted, plan),
     )
 
 
@@ -144,6 +163,7 @@ def _columns(
     advantage_J = _advantages(batch, loss)
     trained_J = trained_mask(batch, selection.kept_S)
     counted_J = trained_J
+    # Who owns a token that several sequences train is no question of what pays.
     if loss.shared_tokens is SharedTokens.ONCE:
         counted_J = first_owner_mask(batch, prefixes, selection.kept_S)
     weight_J = np.ones(len(trained_J), np.float64)
@@ -191,7 +211,9 @@ def _group_keys(batch: RolloutBatch, counted_J: NDArray[np.bool_]) -> frozenset[
     return frozenset(keys)
 
 
-def _warnings(batch: RolloutBatch, loss: Loss, counted: Counters) -> tuple[str, ...]:
+def _warnings(
+    batch: RolloutBatch, loss: Loss, counted: Counters, plan: UpdatePlan
+) -> tuple[str, ...]:
     """What the caller should know but is no error; one text each."""
     found: list[str] = []
     cut_S = (batch.top_p < 1) | (batch.top_k > 0)
@@ -212,4 +234,6 @@ def _warnings(batch: RolloutBatch, loss: Loss, counted: Counters) -> tuple[str, 
         found.append("reference_logprobs were sent but loss.kl does not use them")
     if counted.tokens == 0:
         found.append("every rollout was dropped: there is nothing to train on")
+    elif not plan.micro_batches:
+        found.append("every advantage is zero: nothing was run, and the gradient is zero")
     return tuple(found)

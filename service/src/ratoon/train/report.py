@@ -84,3 +84,4 @@ class StepReport:
     warnings: tuple[str, ...] = ()
     canary: CanaryReport | None = None
     skip_reason: SkipReason | None = None
+    zero_advantage_sequences: int = 0

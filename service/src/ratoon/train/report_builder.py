@@ -45,6 +45,7 @@ def forward_backward_report(
         dropped_stale=selection.dropped_stale,
         dropped_truncated=selection.dropped_truncated,
         dropped_zero_variance=selection.dropped_zero_variance,
+        zero_advantage_sequences=int(np.count_nonzero(prepared.not_run_S)),
         warnings=prepared.warnings,
     )
 
@@ -93,7 +94,10 @@ def forward_report(
 
 
 def _with_means(report: StepReport, sums: LossSums, divisor: float, *, has_kl: bool) -> StepReport:
-    """Losses over `divisor`; KL and entropy weighted as the loss; the rest over counted terms."""
+    """Losses over `divisor`; KL and entropy weighted as the loss; the rest over counted terms.
+
+    Means other than the losses are over what was run.
+    """
     by_divisor = 1.0 / divisor if divisor else 0.0
     by_weight = 1.0 / sums.weight if sums.weight else 0.0
     by_terms = 1.0 / sums.terms if sums.terms else 0.0

@@ -139,6 +139,7 @@ class StepReport(WireModel):
     warnings: list[str]
     canary: CanaryReport | None
     skip_reason: SkipReason | None
+    zero_advantage_sequences: int
 
 
 class ForwardOutput(WireModel):
