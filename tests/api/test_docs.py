@@ -78,7 +78,7 @@ def test_defaults_of_losses_are_those_of_the_code() -> None:
         for kind, row in LOSS_DEFAULTS.items()
     ]
     duals = [str(kind) for kind, row in LOSS_DEFAULTS.items() if row.has_dual_clip]
-    assert f"`dual_clip`\n  ({', '.join(f'`{kind}`' for kind in duals)})" in TEXT
+    assert f"`dual_clip` ({', '.join(f'`{kind}`' for kind in duals)};" in " ".join(TEXT.split())
     ratios = [kind for kind, row in LOSS_DEFAULTS.items() if row.has_ratio]
     assert ratios == list(LOSS_DEFAULTS)[:-2]
     assert [str(k) for k, row in LOSS_DEFAULTS.items() if row.drop_zero_variance_groups] == ["dapo"]
