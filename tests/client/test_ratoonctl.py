@@ -70,11 +70,12 @@ def test_policies_are_made_listed_and_removed(service: FakeService, ctl: Ctl):
 def test_options_of_create_reach_the_service(service: FakeService, ctl: Ctl):
     ctl.json(
         *("policies", "create", "q", "--model-folder", "llama", "--lora-rank", "8"),
-        *("--dtype", "bfloat16", "--sequencing", "server"),
+        *("--lora-targets", "q_proj,v_proj", "--dtype", "bfloat16", "--sequencing", "server"),
     )
     (request,) = [r for name, r in service.requests if name == "CreatePolicy"]
     spec: Any = request.spec  # pyright: ignore[reportAttributeAccessIssue]
     assert (spec.model_folder, spec.lora.rank, spec.lora.alpha) == ("llama", 8, 16.0)
+    assert list(spec.lora.target_modules) == ["q_proj", "v_proj"]
     assert (spec.dtype, spec.sequencing) == (2, 2)
 
 

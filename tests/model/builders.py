@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from tests.model.packing import Packed
 
 FULL = FullTuning()
 LORA = LoraTuning(rank=3, alpha=6.0)
+LORA_ATTENTION = dataclasses.replace(LORA, target_modules=("q_proj", "k_proj", "v_proj", "o_proj"))
 TINY = PresetBase(name="tiny")
 
 

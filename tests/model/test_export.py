@@ -17,7 +17,16 @@ from ratoon.errors import ErrorCode
 from ratoon.model.export import export_weights
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import ModelDtype, PresetBase
-from tests.model.builders import FULL, LORA, TINY, error_of, hidden_of, load, randomize
+from tests.model.builders import (
+    FULL,
+    LORA,
+    LORA_ATTENTION,
+    TINY,
+    error_of,
+    hidden_of,
+    load,
+    randomize,
+)
 from tests.model.packing import branching_sequences, pack
 from tests.tiny_models import ARCHITECTURES, write_folder
 
@@ -146,7 +155,7 @@ def test_adapter_export_loads_bit_for_bit(tmp_path: Path) -> None:
     from peft import PeftModel
 
     folder = write_folder(tmp_path / "base", "qwen3_moe")
-    model = load(folder, tuning=LORA, dtype=ModelDtype.FLOAT32)
+    model = load(folder, tuning=LORA_ATTENTION, dtype=ModelDtype.FLOAT32)
     randomize(model, seed=6)
     names = export(model, tmp_path / "out")
     assert names == ["adapter_config.json", "adapter_model.safetensors"]

@@ -9,7 +9,7 @@ import torch
 
 from ratoon.errors import ErrorCode
 from ratoon.model.spec import LoraTuning, ModelDtype
-from tests.model.builders import LORA, TINY, error_of, hidden_of, load
+from tests.model.builders import LORA, LORA_ATTENTION, TINY, error_of, hidden_of, load
 from tests.model.packing import branching_sequences, pack
 from tests.tiny_models import write_folder
 
@@ -21,15 +21,28 @@ def targets(names: list[str]) -> set[str]:
     return {name.split(".lora_")[0].rsplit(".", 1)[-1] for name in names}
 
 
-@pytest.mark.parametrize(
-    ("architecture", "expected"), [("qwen3", ATTENTION | MLP), ("qwen3_moe", ATTENTION)]
-)
-def test_default_targets_are_every_linear_map_but_experts(
-    tmp_path: Path, architecture: str, expected: set[str]
+def test_default_targets_are_every_linear_map(tmp_path: Path) -> None:
+    model = load(write_folder(tmp_path / "base", "qwen3"), tuning=LORA)
+    assert targets(list(model.named_trainable())) == ATTENTION | MLP
+    assert len(model.named_trainable()) == 2 * 2 * len(ATTENTION | MLP)
+
+
+def test_lora_without_targets_is_refused_where_experts_would_stay_as_they_are(
+    tmp_path: Path,
 ) -> None:
-    model = load(write_folder(tmp_path / "base", architecture), tuning=LORA)
-    assert targets(list(model.named_trainable())) == expected
-    assert len(model.named_trainable()) == 2 * 2 * len(expected)
+    """Attention alone was adapted, and nothing said that nine tenths of the model were not."""
+    folder = write_folder(tmp_path / "base", "qwen3_moe")
+    error = error_of(lambda: load(folder, tuning=LORA))
+    assert (error.code, error.field) == (ErrorCode.UNSUPPORTED, "tuning.lora.target_modules")
+    assert "experts" in error.message
+    assert "k_proj, o_proj, q_proj, v_proj" in error.expected
+
+
+def test_named_targets_adapt_the_attention_of_a_model_with_experts(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "base", "qwen3_moe")
+    model = load(folder, tuning=LORA_ATTENTION)
+    assert targets(list(model.named_trainable())) == ATTENTION
+    assert len(model.named_trainable()) == 2 * 2 * len(ATTENTION)
 
 
 def test_named_targets_are_the_only_ones() -> None:

@@ -16,7 +16,15 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.export import export_weights
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import ModelDtype
-from tests.model.builders import LORA, TINY, hidden_of, least_bytes, load, randomize
+from tests.model.builders import (
+    LORA,
+    LORA_ATTENTION,
+    TINY,
+    hidden_of,
+    least_bytes,
+    load,
+    randomize,
+)
 from tests.model.packing import Packed, branching_sequences, pack
 from tests.model.stock import load_stock, sequence_outputs
 from tests.tiny_models import ARCHITECTURES, write_folder
@@ -92,7 +100,7 @@ def test_packed_run_equals_each_sequence_alone(
 @pytest.mark.parametrize("architecture", ["qwen3", "llama", "qwen3_moe"])
 def test_packed_lora_run_equals_each_sequence_alone(tmp_path: Path, architecture: str) -> None:
     folder = write_folder(tmp_path / "base", architecture)
-    model = load(folder, tuning=LORA)
+    model = load(folder, tuning=LORA_ATTENTION if architecture == "qwen3_moe" else LORA)
     # B is zero at first, which would hide A's gradient.
     randomize(model, seed=5)
     (tmp_path / "adapter").mkdir()
@@ -123,6 +131,44 @@ def test_packed_run_equals_with_scaled_rope(tmp_path: Path, rope: dict[str, Any]
     (folder / "config.json").write_text(json.dumps(config))
     stock = load_stock(folder, dtype=torch.float64)
     assert_equal_run(load(folder), stock, branching_sequences(0), tolerance=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("maximum", "rope", "expected"),
+    [
+        # Qwen3 as its cards say to lengthen it: rope_scaling in a config of 40960 positions.
+        (
+            40_960,
+            {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768},
+            131_072,
+        ),
+        (
+            32_768,
+            {"rope_type": "yarn", "factor": 1.5, "original_max_position_embeddings": 100},
+            32_768,
+        ),
+        (
+            131_072,
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768},
+            131_072,
+        ),
+        (40_960, {"type": "yarn", "factor": 2.0}, 81_920),
+        # These say what they reach in max_position_embeddings.
+        (16_384, {"rope_type": "linear", "factor": 4.0}, 16_384),
+        (40_960, None, 40_960),
+    ],
+    ids=["longer", "not shorter", "said already", "no original", "linear", "none"],
+)
+def test_longest_sequence_is_that_of_yarn(
+    tmp_path: Path, maximum: int, rope: dict[str, Any] | None, expected: int
+) -> None:
+    """A folder that served 131072 tokens in a sampler was refused above 40960 here."""
+    folder = write_folder(tmp_path / "base", "qwen3")
+    config = json.loads((folder / "config.json").read_text())
+    del config["rope_parameters"]
+    config |= {"max_position_embeddings": maximum, "rope_theta": 1e6, "rope_scaling": rope}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert load(folder).info().max_sequence_tokens == expected
 
 
 def test_packed_run_equals_in_float32(tmp_path: Path) -> None:

@@ -80,6 +80,15 @@ def test_supported_folder_is_read(tmp_path: Path, architecture: str) -> None:
             "rope_parameters.rope_type",
             "dynamic",
         ),
+        *(
+            (
+                "llama",
+                {"rope_parameters": ROPE | {"rope_type": "yarn", "factor": factor}},
+                "rope_parameters.factor",
+                str(factor),
+            )
+            for factor in (0.5, float("inf"), "4")
+        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value)[:20],
 )

@@ -49,6 +49,9 @@ from tests.train.theorem_runs import (
 )
 
 LORA = LoraTuning(rank=3, alpha=6.0)
+LORA_ATTENTION = LoraTuning(
+    rank=3, alpha=6.0, target_modules=("q_proj", "k_proj", "v_proj", "o_proj")
+)
 FROZEN_K3 = KlConfig(kind=KlKind.K3, coefficient=0.2, reference=ReferenceKind.FROZEN)
 GRPO = LossRequest(kind=LossKind.GRPO, kl=FROZEN_K3, entropy_coefficient=0.01)
 # Clipping and weight decay change from step to step.
@@ -84,10 +87,14 @@ def test_three_steps_of_full_tuning(tmp_path: Path, architecture: str) -> None:
     _three_steps(_pair(tmp_path, architecture))
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "llama", "qwen3_moe"])
-def test_three_steps_of_lora(tmp_path: Path, architecture: str) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "tuning"),
+    [("qwen3", LORA), ("llama", LORA), ("qwen3_moe", LORA_ATTENTION)],
+    ids=["qwen3", "llama", "qwen3_moe"],
+)
+def test_three_steps_of_lora(tmp_path: Path, architecture: str, tuning: LoraTuning) -> None:
     """The frozen reference is the adapter off."""
-    _three_steps(_pair(tmp_path, architecture, LORA))
+    _three_steps(_pair(tmp_path, architecture, tuning))
 
 
 def test_three_steps_in_float32(tmp_path: Path) -> None:

@@ -20,7 +20,10 @@ ReferencePolicy = Literal["none", "base"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lora:
-    """Train an adapter; no `target_modules` means every linear projection."""
+    """Train an adapter; no `target_modules` means every linear projection of attention and MLP.
+
+    A model with experts needs them named: its experts are not adapted.
+    """
 
     rank: int
     alpha: float

@@ -181,7 +181,9 @@ class LoraTuning(_message.Message):
     alpha: _builtins.float
     @_builtins.property
     def target_modules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Default: every linear projection of attention and MLP."""
+        """Default: every linear projection of attention and MLP. Required for a model with experts, whose
+        experts are not adapted: q_proj, k_proj, v_proj, o_proj.
+        """
 
     def __init__(
         self,
@@ -468,7 +470,9 @@ class Policy(_message.Message):
     num_trainable_parameters: _builtins.int
     vocab_size: _builtins.int
     max_sequence_tokens: _builtins.int
-    """Longest sequence, in tokens."""
+    """Longest sequence, in tokens: max_position_embeddings of the model, with YaRN its original length
+    times the factor where that is more.
+    """
     attention_backend: _builtins.str
     published_version: _builtins.int
     """Newest version whose weights can be fetched."""

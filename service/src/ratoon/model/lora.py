@@ -28,7 +28,8 @@ def add_adapter(module: PreTrainedModel, tuning: LoraTuning, seed: int, name: st
     """Put a fresh adapter on `module`, in place; `name` is what the adapter says that its base is.
 
     Raises INVALID_ARGUMENT for a rank or alpha out of range, UNSUPPORTED for a target module that
-    is not a linear map of attention or MLP (the LM head, embeddings, fused experts).
+    is not a linear map of attention or MLP (the LM head, embeddings, fused experts), and for none
+    named where the model has experts.
     """
     if tuning.rank < 1:
         raise invalid("tuning.lora.rank", tuning.rank, "at least 1")
@@ -52,8 +53,20 @@ def add_adapter(module: PreTrainedModel, tuning: LoraTuning, seed: int, name: st
 
 
 def resolve_targets(module: PreTrainedModel, requested: tuple[str, ...]) -> list[str]:
-    """Names of the linear maps to adapt, sorted; all that can be where none is requested."""
-    available = _available_targets(module)
+    """Names of the linear maps to adapt, sorted; every one of attention and MLP where none is
+    requested.
+
+    Experts are fused parameters and no linear maps: most of such a model would stay as it is, so
+    attention alone is adapted only by name.
+    """
+    has_experts = any(name.endswith(".experts") for name, _ in module.named_modules())
+    available = _available_targets(module, _ATTENTION if has_experts else _ATTENTION + _MLP)
+    if has_experts and not requested:
+        raise unsupported(
+            "tuning.lora.target_modules",
+            "none for a model with experts, which no adapter reaches",
+            f"the projections of attention by name, of {', '.join(available)}",
+        )
     for index, target in enumerate(requested):
         if target not in available:
             raise unsupported(
@@ -62,10 +75,7 @@ def resolve_targets(module: PreTrainedModel, requested: tuple[str, ...]) -> list
     return sorted(set(requested)) or available
 
 
-def _available_targets(module: PreTrainedModel) -> list[str]:
-    """Experts are fused parameters, no linear maps: with any, the MLP is not adapted at all."""
-    has_experts = any(name.endswith(".experts") for name, _ in module.named_modules())
-    names = _ATTENTION if has_experts else _ATTENTION + _MLP
+def _available_targets(module: PreTrainedModel, names: tuple[str, ...]) -> list[str]:
     linear = {n.rsplit(".", 1)[-1] for n, m in module.named_modules() if isinstance(m, nn.Linear)}
     return sorted(linear.intersection(names))
 

@@ -27,6 +27,7 @@ from ratoon.model.sizes import decoder_sizes, wide_features
 from ratoon.model.spec import ModelDtype, ModelInfo, ModelSpec
 from ratoon.model.stage_plan import HeldTokens, StreamTokens, plan_forward
 from ratoon.model.streamed_attention import AttentionStream
+from ratoon.model.support import longest_sequence
 from ratoon_kernels import TreeLayout
 
 
@@ -169,7 +170,7 @@ class PolicyModel:
             num_parameters=sum(p.numel() for p in self.module.parameters()),
             num_trainable_parameters=sum(p.numel() for p in self.named_trainable().values()),
             vocab_size=self.lm_head_VD.shape[0],
-            max_sequence_tokens=int(self.config.max_position_embeddings),
+            max_sequence_tokens=longest_sequence(self.config),
             attention_backend=self._attention_backend,
         )
 

@@ -40,7 +40,10 @@ class FullTuning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraTuning:
-    """Low-rank adapters (Hu et al., 2021); no target_modules: all of attention and MLP."""
+    """Low-rank adapters (Hu et al., 2021); no target_modules: all of attention and MLP.
+
+    A model with experts needs them named.
+    """
 
     rank: int
     alpha: float

@@ -8,6 +8,7 @@ nothing is silently ignored.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any, cast
 
@@ -94,6 +95,20 @@ def check_config(config: PreTrainedConfig) -> None:
     _check_rope(config)
 
 
+def longest_sequence(config: PreTrainedConfig) -> int:
+    """Tokens that the model is made for: with YaRN its original length times the factor.
+
+    A folder that is lengthened by YaRN keeps its max_position_embeddings, and samplers go by the
+    product, as here. The other kinds of scaling say in max_position_embeddings what they reach.
+    """
+    stated = int(cast("int", config.max_position_embeddings))
+    rope = cast("dict[str, Any]", getattr(config, "rope_parameters", None) or {})
+    if rope.get("rope_type") != "yarn":
+        return stated
+    # A factor of null stands for max_position_embeddings over the original length.
+    return max(stated, int(rope["original_max_position_embeddings"] * (rope["factor"] or 1)))
+
+
 def _read_raw_config(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise invalid("model_folder", folder.name, "a folder that exists")
@@ -146,3 +161,11 @@ def _check_rope(config: PreTrainedConfig) -> None:
         raise unsupported("config.rope_parameters.rope_type", rope_type, expected)
     if any(isinstance(value, dict) for value in rope.values()):
         raise unsupported("config.rope_parameters", "one a layer type", "one for all layers")
+    for name in ("factor", "original_max_position_embeddings"):
+        value = rope.get(name)
+        if value is not None and not _is_length(value):
+            raise unsupported(f"config.rope_parameters.{name}", value, "a finite number >= 1")
+
+
+def _is_length(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value) and value >= 1

@@ -43,6 +43,10 @@ def create(
     ] = None,
     lora_rank: Annotated[int | None, typer.Option(help="Train an adapter of this rank.")] = None,
     lora_alpha: Annotated[float | None, typer.Option(help="Default: twice the rank.")] = None,
+    lora_targets: Annotated[
+        str | None,
+        typer.Option(help="Projections to adapt: q_proj,v_proj; needed for models with experts."),
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
     seed: Annotated[int, typer.Option(help="Of random weights.")] = 0,
     sequencing: Annotated[str | None, typer.Option(help="client or server.")] = None,
@@ -59,7 +63,8 @@ def create(
         options["sequencing"] = cast("Sequencing", sequencing)
     if lora_rank is not None:
         alpha = 2.0 * lora_rank if lora_alpha is None else lora_alpha
-        options["lora"] = Lora(rank=lora_rank, alpha=alpha)
+        targets = lora_targets.split(",") if lora_targets else ()
+        options["lora"] = Lora(rank=lora_rank, alpha=alpha, target_modules=targets)
     with open_client(context) as client:
         policy = client.create_policy(policy_id, **options).result()
     show(context, policy, _fields(policy))
