@@ -165,7 +165,13 @@ class Oracle:
         )
         suffix = entry.record.operation_id.rpartition(".")[2]
         self._results[entry.call.number] = results / f"{digest}.{suffix}"
-        return self._done(ForwardResult(digest=digest, size_bytes=size_bytes, report=arrays.report))
+        result = ForwardResult(
+            version=self.trainer.version,
+            digest=digest,
+            size_bytes=size_bytes,
+            report=arrays.report,
+        )
+        return self._done(result)
 
     def _save(self, entry: Entry) -> Expected:
         call, seq = entry.call, entry.record.seq

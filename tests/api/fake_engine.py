@@ -213,7 +213,9 @@ class FakeEngine:
         if isinstance(submission.command, ForwardCommand):
             output = self.forward_output
             digest = self.add_file(output)
-            result = ForwardResult(digest=digest, size_bytes=len(output), report=REPORT)
+            result = ForwardResult(
+                version=policy.version, digest=digest, size_bytes=len(output), report=REPORT
+            )
         await self.set(
             replace(
                 operation,

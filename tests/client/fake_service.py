@@ -242,13 +242,13 @@ class FakeService:
             case "SaveCheckpoint" | "LoadCheckpoint":
                 return {"checkpoint": operation_pb2.CheckpointInfo(checkpoint_id="c-1", version=3)}
             case "Forward":
-                return {"forward": self._forward_result(groups, report)}
+                return {"forward": self._forward_result(groups, report, policy.version)}
             case _:
                 step = operation_pb2.StepResult(version=policy.version, report=report)
                 return {"step": step}
 
     def _forward_result(
-        self, groups: list[Any], report: training_pb2.StepReport
+        self, groups: list[Any], report: training_pb2.StepReport, version: int
     ) -> operation_pb2.ForwardResult:
         """The log-prob of every token is minus its index in the batch."""
         lengths = [r.response.shape[0] for group in groups for r in group.rollouts]
@@ -258,11 +258,11 @@ class FakeService:
             offsets=encode_array(offsets),
         )
         if not self.forward_in_file:
-            return operation_pb2.ForwardResult(inline=output, report=report)
+            return operation_pb2.ForwardResult(inline=output, report=report, version=version)
         data = output.SerializeToString()
         digest = xxhash.xxh3_128_hexdigest(data)
         self.result_files[digest] = data
-        result = operation_pb2.ForwardResult(report=report)
+        result = operation_pb2.ForwardResult(report=report, version=version)
         result.file.digest, result.file.size_bytes = digest, len(data)
         return result
 

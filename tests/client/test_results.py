@@ -74,11 +74,13 @@ def test_forward_output_is_cut_by_rollout():
         entropy=encode_array(np.arange(5, dtype=np.float32) + 10),
         offsets=encode_array(np.array([0, 2, 2, 5], np.int64)),
     )
-    result = decode_forward(output, training_pb2.StepReport(loss=1.0))
+    result = decode_forward(
+        output, operation_pb2.ForwardResult(version=3, report=training_pb2.StepReport(loss=1.0))
+    )
     assert [array.tolist() for array in result.logprobs] == [[0, 1], [], [2, 3, 4]]
     assert result.entropy is not None
     assert [array.tolist() for array in result.entropy] == [[10, 11], [], [12, 13, 14]]
-    assert result.report.loss == 1.0
+    assert (result.report.loss, result.version) == (1.0, 3)
 
 
 @pytest.mark.parametrize("offsets", [[], [0, 4], [1, 5], [0, 6, 5], [0, 3, 2, 5]])
@@ -88,7 +90,7 @@ def test_offsets_that_do_not_cut_the_values_are_refused(offsets: list[int]):
         offsets=encode_array(np.array(offsets, np.int64)),
     )
     with pytest.raises(IntegrityError, match="do not cut 5 values"):
-        decode_forward(output, training_pb2.StepReport())
+        decode_forward(output, operation_pb2.ForwardResult())
 
 
 @pytest.mark.parametrize("shape", [(), (5, 1)])
@@ -99,11 +101,11 @@ def test_values_of_another_shape_are_refused(shape: tuple[int, ...]):
         offsets=encode_array(np.array([0, 5])),
     )
     with pytest.raises(IntegrityError):
-        decode_forward(output, training_pb2.StepReport())
+        decode_forward(output, operation_pb2.ForwardResult())
     output.logprobs.CopyFrom(encode_array(np.ones(5, np.float32)))
     output.offsets.CopyFrom(encode_array(np.array([[0], [5]])))
     with pytest.raises(IntegrityError):
-        decode_forward(output, training_pb2.StepReport())
+        decode_forward(output, operation_pb2.ForwardResult())
 
 
 def test_a_time_that_is_none_is_refused():

@@ -298,6 +298,50 @@ def test_a_policy_is_removed(clients: dict[str, RatoonClient]):
         client.get_policy("client-short")
 
 
+def test_a_custom_loss_has_the_gradient_of_the_same_loss_in_the_service(
+    clients: dict[str, RatoonClient],
+):
+    """-sum A logp, written by the caller, is `reinforce` with advantages."""
+    advantages = [[0.5, -1.0, 2.0], [1.5, -0.25]]
+    rollouts = [rollout(response=[5, 6, 7], advantages=advantages[0])]
+    rollouts.append(rollout(response=[5, 8], advantages=advantages[1]))
+    groups = [group("a", [1, 2, 3], rollouts)]
+    still = Optim(learning_rate=0.0, divide_by="none")
+
+    def loss_of(logprobs: list[np.ndarray]) -> tuple[float, list[np.ndarray]]:
+        gradients = [-np.array(values) for values in advantages]
+        loss = sum(float(g @ p) for g, p in zip(gradients, logprobs, strict=True))
+        return loss, gradients
+
+    for name in ("gateway", "http"):
+        client = clients[name]
+        client.create_policy("client-custom", preset="tiny", sequencing="server").result(120)
+        session = client.policy("client-custom")
+        loss, handle = session.forward_backward_custom(groups, loss_of=loss_of)
+        own = handle.result().report
+        own_norm = session.optim_step(optim=still).result().report.grad_norm
+        built_in = session.forward_backward(groups, loss=Loss("reinforce")).result().report
+        norm = session.optim_step(optim=still).result().report.grad_norm
+        assert norm is not None
+        assert own_norm == pytest.approx(norm, rel=1e-5)
+        assert norm > 0
+        assert [own.loss, loss] == pytest.approx([built_in.loss, built_in.loss], rel=1e-5)
+        client.delete_policy("client-custom").result(60)
+
+
+def test_the_page_on_custom_losses_runs(service: Service, capsys: pytest.CaptureFixture[str]):
+    """Its loss goes down."""
+    page = Path(__file__).parents[2] / "docs" / "custom-losses.md"
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    exec(code.replace("grpc://127.0.0.1:8443", service.addresses.grpc), {})  # noqa: S102
+    losses = [float(text) for text in re.findall(r"loss (\S+)", capsys.readouterr().out)]
+    assert len(losses) == 5
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0] - 0.01
+    with RatoonClient(service.addresses.grpc) as client:
+        client.delete_policy("preferences").result(60)
+
+
 def test_the_readmes_example_runs(
     service: Service,
     tmp_path: Path,

@@ -88,7 +88,7 @@ REPORT = StepReport(
         SAVE,
         load("x"),
         StepResult(version=3, report=REPORT),
-        ForwardResult(digest="00", size_bytes=3, report=REPORT),
+        ForwardResult(version=4, digest="00", size_bytes=3, report=REPORT),
         CheckpointInfo(
             checkpoint_id="c", version=1, seq=2, replay_from_seq=1, created_at=1.5, size_bytes=9
         ),

@@ -5,6 +5,7 @@ from ratoon_client.blocking.client import RatoonClient
 from ratoon_client.blocking.operation import OperationHandle
 from ratoon_client.blocking.session import PolicySession
 from ratoon_client.config import ClientConfig
+from ratoon_client.custom_loss import CustomLoss, by_autograd
 from ratoon_client.errors import (
     IntegrityError,
     InvalidArgumentError,
@@ -54,6 +55,7 @@ __all__ = [
     "Checkpoint",
     "ClientConfig",
     "Correction",
+    "CustomLoss",
     "ForwardResult",
     "FromForward",
     "Group",
@@ -90,6 +92,7 @@ __all__ = [
     "UnusableClientError",
     "WeightFile",
     "WeightManifest",
+    "by_autograd",
     "group",
     "rollout",
 ]

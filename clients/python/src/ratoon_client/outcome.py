@@ -47,7 +47,7 @@ async def outcome(caller: Caller, message: operation_pb2.Operation) -> Operation
 async def _forward(caller: Caller, message: operation_pb2.Operation) -> ForwardResult:
     forward = message.forward
     if forward.WhichOneof("output") != "file":
-        return decode_forward(forward.inline, forward.report)
+        return decode_forward(forward.inline, forward)
     data = await fetch_result_file(
         caller, message.policy_id, forward.file.digest, forward.file.size_bytes
     )
@@ -55,4 +55,4 @@ async def _forward(caller: Caller, message: operation_pb2.Operation) -> ForwardR
         output = training_pb2.ForwardOutput.FromString(data)
     except DecodeError as err:
         raise IntegrityError(f"result file {forward.file.digest} is no ForwardOutput") from err
-    return decode_forward(output, forward.report)
+    return decode_forward(output, forward)

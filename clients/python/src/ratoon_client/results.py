@@ -218,8 +218,12 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardResult:
-    """One float32 [R] array a rollout, in request order; `entropy` only where asked for."""
+    """One float32 [R] array a rollout, in request order; `entropy` only where asked for.
 
+    `version` is that of the weights that answered.
+    """
+
+    version: int
     logprobs: tuple[NDArray[np.float32], ...]
     entropy: tuple[NDArray[np.float32], ...] | None
     report: StepReport

@@ -16,6 +16,7 @@ import xxhash
 
 from ratoon_client import calls
 from ratoon_client.caller import Caller
+from ratoon_client.custom_loss import WEIGHTED, CustomLoss, weighted
 from ratoon_client.errors import RatoonApiError
 from ratoon_client.loss import Loss, Optim
 from ratoon_client.operation import AsyncOperationHandle
@@ -93,6 +94,22 @@ class AsyncPolicySession:
             self._caller, self._policy_id, groups, loss=loss, expected_version=expected_version
         )
         return await self._send(call, seq)
+
+    async def forward_backward_custom(
+        self, groups: Sequence[Group], *, loss_of: CustomLoss
+    ) -> tuple[float, AsyncOperationHandle[StepResult]]:
+        """Add the gradient of the caller's own loss to the window; the loss, and the handle.
+
+        Two calls, with two keys: a Forward, which is waited for, and a ForwardBackward with
+        `cross_entropy` and the token weights that have the gradient of `loss_of`, which runs in a
+        thread. Its gradient is a sum: an OptimStep divides it by nothing unless told otherwise.
+        Raises InvalidArgumentError where `loss_of` gives no loss and gradients. Where another
+        producer has stepped in between, the handle's operation fails with VERSION_MISMATCH.
+        """
+        forward = await (await self.forward(groups)).result()
+        loss, batch = await asyncio.to_thread(weighted, groups, forward.logprobs, loss_of)
+        handle = await self.forward_backward(batch, loss=WEIGHTED, expected_version=forward.version)
+        return loss, handle
 
     async def optim_step(
         self,

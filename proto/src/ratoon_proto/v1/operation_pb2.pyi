@@ -242,6 +242,9 @@ class ForwardResult(_message.Message):
     INLINE_FIELD_NUMBER: _builtins.int
     FILE_FIELD_NUMBER: _builtins.int
     REPORT_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """Of the weights that answered."""
     @_builtins.property
     def inline(self) -> _training_pb2.ForwardOutput: ...
     @_builtins.property
@@ -256,10 +259,11 @@ class ForwardResult(_message.Message):
         inline: _training_pb2.ForwardOutput | None = ...,
         file: Global___ResultFile | None = ...,
         report: _training_pb2.StepReport | None = ...,
+        version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["file", b"file", "inline", b"inline", "output", b"output", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["file", b"file", "inline", b"inline", "output", b"output", "report", b"report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["file", b"file", "inline", b"inline", "output", b"output", "report", b"report", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_output: _TypeAlias = _typing.Literal["inline", "file"]  # noqa: Y015
     _WhichOneofArgType_output: _TypeAlias = _typing.Literal["output", b"output"]  # noqa: Y015

@@ -188,7 +188,9 @@ class TaskRunner:
             arrays.entropy,
             is_reference=command.use_reference,
         )
-        return ForwardResult(digest=digest, size_bytes=size_bytes, report=arrays.report)
+        return ForwardResult(
+            version=self.version, digest=digest, size_bytes=size_bytes, report=arrays.report
+        )
 
     def _optim_step(self, task: OptimStepTask) -> OperationResult:
         step = self._step(task.optim, self.trainer.normalisation)

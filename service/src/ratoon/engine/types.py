@@ -252,6 +252,7 @@ class StepResult:
 class ForwardResult:
     """The output is a file of the policy's results folder: a serialized `ForwardOutput`."""
 
+    version: int
     digest: str
     size_bytes: int
     report: StepReport

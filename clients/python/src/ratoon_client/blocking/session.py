@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from ratoon_client.blocking.loop import LoopThread
 from ratoon_client.blocking.operation import OperationHandle
+from ratoon_client.custom_loss import CustomLoss
 from ratoon_client.loss import Loss, Optim
 from ratoon_client.operation import AsyncOperationHandle
 from ratoon_client.results import Checkpoint, ForwardResult, StepResult
@@ -65,6 +66,13 @@ class PolicySession:
                 groups, loss=loss, expected_version=expected_version, seq=seq
             )
         )
+
+    def forward_backward_custom(
+        self, groups: Sequence[Group], *, loss_of: CustomLoss
+    ) -> tuple[float, OperationHandle[StepResult]]:
+        call = self._session.forward_backward_custom(groups, loss_of=loss_of)
+        loss, handle = self._loop.run(call)
+        return loss, OperationHandle(self._loop, handle)
 
     def optim_step(
         self,

@@ -87,7 +87,7 @@ def error_of(detail: operation_pb2.ErrorDetail) -> RatoonApiError:
 
 
 def decode_forward(
-    output: training_pb2.ForwardOutput, report: training_pb2.StepReport
+    output: training_pb2.ForwardOutput, forward: operation_pb2.ForwardResult
 ) -> results.ForwardResult:
     """Split the concatenated arrays by rollout. Raises IntegrityError where they do not fit."""
     offsets = _array(output.offsets, "offsets").astype(np.int64)
@@ -96,7 +96,8 @@ def decode_forward(
     return results.ForwardResult(
         logprobs=_split(logprobs, offsets),
         entropy=None if entropy is None else _split(entropy, offsets),
-        report=decode(report, results.StepReport),
+        report=decode(forward.report, results.StepReport),
+        version=forward.version,
     )
 
 

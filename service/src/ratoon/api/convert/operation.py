@@ -81,7 +81,7 @@ def _set_result(
 
 
 def _forward_message(result: ForwardResult, output: bytes | None) -> wire.ForwardResult:
-    message = wire.ForwardResult(report=report_message(result.report))
+    message = wire.ForwardResult(version=result.version, report=report_message(result.report))
     if output is None:
         message.file.digest, message.file.size_bytes = result.digest, result.size_bytes
         return message

@@ -53,6 +53,7 @@ class ForwardResult(WireModel):
     inline: ForwardOutput | None
     file: ResultFile | None
     report: StepReport | None
+    version: int
 
 
 class StepResult(WireModel):

@@ -1,0 +1,102 @@
+"""Losses that the caller writes: a function of log-probs here, gradients of the policy there.
+
+The gradient of any L(logprobs) is the sum over tokens of dL/dlogp times the gradient of logp, which
+is that of `cross_entropy` with token weights -dL/dlogp. So no code goes to the service: a Forward
+brings the log-probs, the function runs in the caller's process, and its gradient goes back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ratoon_client.arrays import FloatsLike, ValueArray, number, value_array
+from ratoon_client.errors import InvalidArgumentError
+from ratoon_client.loss import Loss
+from ratoon_client.rollouts import Group
+
+# float32 [R] a rollout, all groups' one after the other, 0 at tokens that are not trained ->
+# the loss, and its gradient with respect to each of these arrays.
+CustomLoss = Callable[[list[NDArray[np.float32]]], tuple[float, Sequence[FloatsLike]]]
+
+WEIGHTED = Loss("cross_entropy", token_weight="per_token", shared_tokens="sum")
+
+
+def by_autograd(
+    loss_of: Callable[[list[Any]], Any], as_tensor: Callable[[NDArray[np.float32]], Any]
+) -> CustomLoss:
+    """A loss of torch's tensors, differentiated by torch, which is not imported here.
+
+    `as_tensor` makes a tensor of an array: `torch.from_numpy`. `loss_of` gives a scalar tensor;
+    what it does not use has a gradient of zero.
+    """
+
+    def differentiated(
+        logprobs: list[NDArray[np.float32]],
+    ) -> tuple[float, list[NDArray[np.float32]]]:
+        tensors = [as_tensor(array.copy()).requires_grad_() for array in logprobs]
+        loss = loss_of(tensors)
+        if loss.requires_grad:
+            loss.backward()
+        gradients = [
+            np.zeros_like(array) if tensor.grad is None else np.asarray(tensor.grad.cpu())
+            for array, tensor in zip(logprobs, tensors, strict=True)
+        ]
+        return loss.item(), gradients
+
+    return differentiated
+
+
+def weighted(
+    groups: Sequence[Group], logprobs: Sequence[NDArray[np.float32]], loss_of: CustomLoss
+) -> tuple[float, list[Group]]:
+    """The loss, and `groups` with the token weights that have its gradient.
+
+    Raises InvalidArgumentError where `loss_of` gives a gradient of another shape or a number that
+    is not finite.
+    """
+    loss, gradients = loss_of(list(logprobs))
+    loss = number("loss", loss)
+    if not math.isfinite(loss):
+        raise InvalidArgumentError("loss", loss, "a finite number")
+    if len(gradients) != len(logprobs):
+        raise InvalidArgumentError(
+            "gradients", f"{len(gradients)} arrays", f"one a rollout, {len(logprobs)}"
+        )
+    weights = iter(
+        [
+            _weights(f"gradients[{index}]", gradient, len(array))
+            for index, (gradient, array) in enumerate(zip(gradients, logprobs, strict=True))
+        ]
+    )
+    return loss, [
+        replace(
+            group,
+            rollouts=tuple(
+                replace(
+                    rollout,
+                    outcome=None,
+                    old_logprobs=None,
+                    reference_logprobs=None,
+                    token_weights=next(weights),
+                )
+                for rollout in group.rollouts
+            ),
+        )
+        for group in groups
+    ]
+
+
+def _weights(field: str, gradient: FloatsLike, length: int) -> ValueArray:
+    array = value_array(field, gradient)
+    if len(array) != length:
+        raise InvalidArgumentError(field, f"{len(array)} values", f"one a token, {length}")
+    if not np.isfinite(array).all():
+        bad = int(np.argmin(np.isfinite(array)))
+        raise InvalidArgumentError(f"{field}[{bad}]", array[bad], "a finite number")
+    return -array
