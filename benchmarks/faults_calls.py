@@ -41,7 +41,7 @@ class Call:
 
     `from_forward`: number of the Forward whose log-probs the loss takes, and whose batch it has; 0:
     none. `includes`: numbers of the ForwardBackwards that an OptimStep lists. `is_refused`: its
-    expected version is not the policy's. `is_infinite`: its gradient is not finite.
+    expected version is not the policy's. `is_infinite`: its loss is not finite.
     """
 
     number: int
@@ -57,6 +57,11 @@ class Call:
     @property
     def has_batch(self) -> bool:
         return self.kind in (Kind.UPDATE, Kind.FORWARD_BACKWARD, Kind.FORWARD)
+
+    @property
+    def entropy_coefficient(self) -> float:
+        """Times the entropy of 64 tokens, 1e308 is no float64."""
+        return 1e308 if self.is_infinite else 0.0
 
     @property
     def batch_number(self) -> int:
@@ -86,18 +91,15 @@ def groups_of(call: Call, seed: int) -> list[SampledGroup]:
         SampledGroup(
             group_id=f"{call.batch_number}-{index}",
             prompt=rng.integers(0, 64, int(rng.integers(1, 6)), np.int32),
-            rollouts=tuple(_rollout(rng, call) for _ in range(int(rng.integers(2, 5)))),
+            rollouts=tuple(_rollout(rng) for _ in range(int(rng.integers(2, 5)))),
         )
         for index in range(call.num_groups)
     ]
 
 
-def _rollout(rng: np.random.Generator, call: Call) -> Sampled:
+def _rollout(rng: np.random.Generator) -> Sampled:
     length = int(rng.integers(1, 8))
     logprobs = rng.normal(-4.0, 0.3, length).astype(np.float32)
-    if call.is_infinite:
-        # exp(log-prob - this) is infinite, and so is the term wherever the advantage is below 0.
-        logprobs[:] = -1e30
     return Sampled(
         response=rng.integers(0, 64, length, np.int32),
         logprobs=np.minimum(logprobs, -1e-3),

@@ -156,7 +156,7 @@ class Player:
 
     def _loss(self, call: Call) -> Loss:
         if not call.from_forward:
-            return Loss("grpo")
+            return Loss("grpo", entropy_coefficient=call.entropy_coefficient)
         return Loss("grpo", old_logprobs=FromForward(self.notes.first(call.from_forward)))
 
 

@@ -304,7 +304,9 @@ def loss_request(call: Call, operations: dict[int, str]) -> LossRequest:
             kind=OldLogprobsKind.FROM_FORWARD,
             forward_operation_id=operations[call.from_forward],
         )
-    return LossRequest(kind=LossKind.GRPO, old_logprobs=old)
+    return LossRequest(
+        kind=LossKind.GRPO, old_logprobs=old, entropy_coefficient=call.entropy_coefficient
+    )
 
 
 def _step(trainer: Trainer, loss: Loss) -> OptimStep:

@@ -64,12 +64,14 @@ class Reference:
                 self._window = []
 
     def _step(self, calls: Sequence[Call]) -> None:
+        totals: list[float] = []
         for call in calls:
             old = "given" if call.from_forward else "sampler"
             paths = self._forwards.get(call.from_forward) or paths_of(batch_of(call, self._seed))
-            self.trainer.forward_backward(paths, default_loss("grpo", old=old))
-        norms = [gradient.norm().item() for gradient in self.trainer.gradients().values()]
-        if all(map(math.isfinite, norms)):
+            bonus = call.entropy_coefficient
+            loss = default_loss("grpo", old=old, entropy_coefficient=bonus)
+            totals.append(self.trainer.forward_backward(paths, loss).total)
+        if all(map(math.isfinite, totals)):
             self.trainer.optim_step(learning_rate=LEARNING_RATE, divide_by="sequences")
         else:
             self.trainer.discard()

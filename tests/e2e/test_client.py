@@ -169,13 +169,8 @@ def test_a_retry_over_another_wire_or_in_parts_is_the_same_operation(
     assert caught.value.code == "KEY_REUSED"
 
 
-def overflowing() -> list[Group]:
-    """Valid numbers whose ratio exp(log p + 900) is no float32."""
-    rollouts = [
-        rollout(response=[1, 2], sampler_logprobs=[-900.0, -5.0], reward=reward)
-        for reward in (-1.0, 1.0)
-    ]
-    return [group("g", [1, 2, 3], rollouts)]
+# A valid number whose product with an entropy is no float32.
+OVERFLOWING = Loss("grpo", entropy_coefficient=1e300)
 
 
 def test_steps_of_wrong_numbers_are_skipped_and_a_run_of_them_fails_the_policy(
@@ -189,18 +184,18 @@ def test_steps_of_wrong_numbers_are_skipped_and_a_run_of_them_fails_the_policy(
     assert created.result(120).spec.numerics_guard == guard
     by_name = {name: clients[name].policy(policy_id) for name in ("gateway", "http")}
 
-    def update(name: str, groups: list[Group]) -> tuple[int, str | None]:
-        step = by_name[name].update(groups, loss=Loss("grpo"), optim=OPTIM).result()
+    def update(name: str, loss: Loss) -> tuple[int, str | None]:
+        step = by_name[name].update(batch(), loss=loss, optim=OPTIM).result()
         assert step.report.skipped == (step.report.skip_reason is not None)
         return step.version, step.report.skip_reason
 
-    assert update("gateway", batch()) == (1, None)
+    assert update("gateway", Loss("grpo")) == (1, None)
     weights = client.pull_weights(policy_id, tmp_path).manifest.files
-    assert update("http", overflowing()) == (1, "non_finite_loss")
+    assert update("http", OVERFLOWING) == (1, "non_finite_loss")
     assert client.pull_weights(policy_id, tmp_path).manifest.files == weights
-    assert update("gateway", batch()) == (2, None)
-    assert update("gateway", overflowing()) == (2, "non_finite_loss")
-    by_name["http"].forward_backward(overflowing(), loss=Loss("grpo")).result()
+    assert update("gateway", Loss("grpo")) == (2, None)
+    assert update("gateway", OVERFLOWING) == (2, "non_finite_loss")
+    by_name["http"].forward_backward(batch(), loss=OVERFLOWING).result()
     last = by_name["http"].optim_step(optim=OPTIM).result()
     assert (last.version, last.report.skip_reason) == (2, "non_finite_loss")
     # The step's result comes first.

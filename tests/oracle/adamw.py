@@ -114,14 +114,19 @@ class OracleTrainer:
         max_grad_norm: float | None = None,
         weight_decay: float | None = None,
     ) -> float:
-        """Divide, clip, step; the gradient norm after division and before clipping."""
+        """Divide, clip, step; the gradient norm after division and before clipping.
+
+        `max_grad_norm` 0: none; left out: 1, none where nothing divides.
+        """
         divisor = self.divisor(divide_by, constant)
         trained = list(self.parameters().values())
         for parameter in trained:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             parameter.grad /= divisor
-        limit = float("inf") if max_grad_norm is None else max_grad_norm
+        if max_grad_norm is None:
+            max_grad_norm = 0.0 if divide_by == "none" else 1.0
+        limit = max_grad_norm or float("inf")
         norm = float(nn.utils.clip_grad_norm_(trained, limit))
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate

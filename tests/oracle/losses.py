@@ -2,7 +2,8 @@
 
 Written from the papers: PPO (arXiv 1707.06347, eq. 7), dual clip (1912.09729), GRPO (2402.03300),
 DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO-token (2507.18071, eq. 14), CISPO (2506.13585), KL
-estimators k1, k2, k3 (Schulman, 2020). Invariant: what leaves is a plain sum over the path's terms;
+estimators k1, k2, k3 (Schulman, 2020). Clamps are torch's own, with the bounds of verl: 20 for a
+log-ratio and for a KL gap, 10 for k3. Invariant: what leaves is a plain sum over the path's terms;
 nothing is divided by a counter here.
 """
 
@@ -65,11 +66,11 @@ def _policy_gradient(counted: Counted, loss: OracleLoss, logp: Tensor) -> Tensor
     if loss.kind == "reinforce" and loss.correction is None:
         return -advantage * logp
     old = old_logprobs(counted, loss, logp)
-    ratio = (logp - old).exp()
+    ratio = (logp - old).clamp(-20, 20).exp()
     if loss.kind == "gspo":
         mask = torch.as_tensor(counted.path.mask)
         log_sequence = (logp - old)[mask].mean() if mask.any() else torch.zeros(())
-        ratio = log_sequence.exp().detach() * (logp - logp.detach()).exp()
+        ratio = (log_sequence.detach() + logp - logp.detach()).clamp(-20, 20).exp()
         terms = _clipped(ratio, advantage, loss)
     elif loss.kind == "reinforce":
         terms = -advantage * logp
@@ -85,12 +86,12 @@ def _policy_gradient(counted: Counted, loss: OracleLoss, logp: Tensor) -> Tensor
 
 
 def _kl(kind: str, logp: Tensor, reference: Tensor) -> Tensor:
-    difference = logp - reference
+    difference = (logp - reference).clamp(-20, 20)
     if kind == "k1":
         return difference
     if kind == "k2":
         return difference.square() / 2
-    return (-difference).exp() + difference - 1
+    return ((-difference).exp() + difference - 1).clamp(max=10)
 
 
 def path_loss(counted: Counted, loss: OracleLoss, logp: Tensor, entropy: Tensor) -> LossSums:

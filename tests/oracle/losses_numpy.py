@@ -60,7 +60,11 @@ def _ratios(counted: Counted, loss: OracleLoss, logp: Values) -> tuple[dict[int,
     if loss.kind == "gspo":
         mean = sum(logs.values()) / len(logs)
         logs = dict.fromkeys(logs, mean)
-    return {token: math.exp(value) for token, value in logs.items()}, old
+    return {token: math.exp(_within_20(value)) for token, value in logs.items()}, old
+
+
+def _within_20(value: float) -> float:
+    return max(-20.0, min(20.0, value))
 
 
 def path_value(counted: Counted, loss: OracleLoss, logp: Values, entropy: Values) -> float:
@@ -78,8 +82,9 @@ def path_value(counted: Counted, loss: OracleLoss, logp: Values, entropy: Values
         value = _term(counted, loss, token, float(logp[token]), ratios[token], gaps[token])
         if loss.kl is not None:
             assert path.reference is not None
-            d = float(logp[token] - path.reference[token])
-            estimate = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[loss.kl]
+            d = _within_20(float(logp[token] - path.reference[token]))
+            k3 = min(math.exp(-d) - 1 + d, 10.0)
+            estimate = {"k1": d, "k2": d * d / 2, "k3": k3}[loss.kl]
             value += loss.kl_coefficient * estimate
         total += value - loss.entropy_coefficient * float(entropy[token])
     return total / int(counted.own.sum()) if loss.token_weight == "per_sequence" else total

@@ -43,16 +43,34 @@ def test_step_takes_the_policys_and_the_losss_defaults() -> None:
     step = resolve_optim(OptimRequest(learning_rate=1e-3), _TOKENS, _ADAMW)
     assert step.learning_rate == 1e-3
     assert step.weight_decay == 0.03
-    assert step.max_grad_norm == math.inf
+    assert step.max_grad_norm == 1.0
     assert step.divisor == CounterDivisor(counter=DivideBy.TOKENS)
     step = resolve_optim(
-        OptimRequest(learning_rate=0.0, weight_decay=0.0, max_grad_norm=1.0, divide_constant=8.0),
+        OptimRequest(learning_rate=0.0, weight_decay=0.0, max_grad_norm=2.5, divide_constant=8.0),
         _CONSTANT,
         _ADAMW,
     )
     assert step.weight_decay == 0.0
-    assert step.max_grad_norm == 1.0
+    assert step.max_grad_norm == 2.5
     assert step.divisor == CounterDivisor(counter=DivideBy.SEQUENCES, times=8.0)
+
+
+@pytest.mark.parametrize(
+    ("divide_by", "asked", "clip"),
+    [
+        (DivideBy.TOKENS, None, 1.0),
+        (DivideBy.NONE, None, math.inf),
+        (DivideBy.NONE, 3.0, 3.0),
+        (DivideBy.TOKENS, 0.0, math.inf),
+    ],
+)
+def test_gradients_are_clipped_at_1_unless_told_otherwise(
+    divide_by: DivideBy, asked: float | None, clip: float
+) -> None:
+    """Without a default a spike of the gradient was a step of full size. Of sums that nothing
+    divides the norm grows with the batch: there is none."""
+    request = OptimRequest(learning_rate=1e-3, divide_by=divide_by, max_grad_norm=asked)
+    assert resolve_optim(request, _TOKENS, _ADAMW).max_grad_norm == clip
 
 
 @pytest.mark.parametrize(
@@ -91,7 +109,8 @@ def test_step_divides_as_it_is_told(
         ({"learning_rate": -1e-3}, _TOKENS, "optim.learning_rate"),
         ({"learning_rate": math.nan}, _TOKENS, "optim.learning_rate"),
         ({"weight_decay": -0.1}, _TOKENS, "optim.weight_decay"),
-        ({"max_grad_norm": 0.0}, _TOKENS, "optim.max_grad_norm"),
+        ({"max_grad_norm": -1.0}, _TOKENS, "optim.max_grad_norm"),
+        ({"max_grad_norm": math.nan}, _TOKENS, "optim.max_grad_norm"),
         ({"max_grad_norm": math.inf}, _TOKENS, "optim.max_grad_norm"),
     ],
 )

@@ -105,7 +105,7 @@ class Loss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optim:
-    """One optimizer step; schedules are the caller's."""
+    """One optimizer step; schedules are the caller's. `max_grad_norm` 0: no clipping."""
 
     learning_rate: float
     weight_decay: float | None = None

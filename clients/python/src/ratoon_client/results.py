@@ -206,6 +206,11 @@ class StepReport:
     # Why the step was skipped, where it was.
     skip_reason: SkipReason | None = None
     zero_advantage_sequences: int
+    clip_fraction_positive: float | None = None
+    clip_fraction_negative: float | None = None
+    clamped_ratios: int
+    clamped_kls: int
+    clamped_sampler_gaps: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -576,7 +576,7 @@ class OptimStepConfig(_message.Message):
     weight_decay: _builtins.float
     """Default: the policy's."""
     max_grad_norm: _builtins.float
-    """Global gradient-norm clip; off where absent."""
+    """Global gradient-norm clip, after division; 0: off. Default: 1, off where divide_by is NONE."""
     divide_by: Global___DivideBy.ValueType
     """Default: the loss's own."""
     divide_constant: _builtins.float
@@ -743,6 +743,11 @@ class StepReport(_message.Message):
     WARNINGS_FIELD_NUMBER: _builtins.int
     CANARY_FIELD_NUMBER: _builtins.int
     SKIP_REASON_FIELD_NUMBER: _builtins.int
+    CLIP_FRACTION_POSITIVE_FIELD_NUMBER: _builtins.int
+    CLIP_FRACTION_NEGATIVE_FIELD_NUMBER: _builtins.int
+    CLAMPED_RATIOS_FIELD_NUMBER: _builtins.int
+    CLAMPED_KLS_FIELD_NUMBER: _builtins.int
+    CLAMPED_SAMPLER_GAPS_FIELD_NUMBER: _builtins.int
     ZERO_ADVANTAGE_SEQUENCES_FIELD_NUMBER: _builtins.int
     loss: _builtins.float
     policy_gradient_loss: _builtins.float
@@ -784,6 +789,17 @@ class StepReport(_message.Message):
     """Of an optimizer step: the window was discarded, weights and version are as before."""
     skip_reason: Global___SkipReason.ValueType
     """Absent unless skipped."""
+    clip_fraction_positive: _builtins.float
+    """Of the terms with a positive (negative) advantage, the share that the clip holds; absent without
+    such a term, or without a clip.
+    """
+    clip_fraction_negative: _builtins.float
+    clamped_ratios: _builtins.int
+    """Terms that a clamp holds: of the loss's ratio (a log-ratio beyond 20), of the KL term (a gap beyond
+    20, a k3 above 10), of sampler_kl (the same). Their gradient through it is 0.
+    """
+    clamped_kls: _builtins.int
+    clamped_sampler_gaps: _builtins.int
     zero_advantage_sequences: _builtins.int
     """Rollouts that count but were not run: all their advantages are zero, and the loss has no KL or
     entropy term. Token and attention counts, speeds and means (but the losses) are of what was run.
@@ -832,12 +848,21 @@ class StepReport(_message.Message):
         warnings: _abc.Iterable[_builtins.str] | None = ...,
         canary: Global___CanaryReport | None = ...,
         skip_reason: Global___SkipReason.ValueType | None = ...,
+        clip_fraction_positive: _builtins.float | None = ...,
+        clip_fraction_negative: _builtins.float | None = ...,
+        clamped_ratios: _builtins.int = ...,
+        clamped_kls: _builtins.int = ...,
+        clamped_sampler_gaps: _builtins.int = ...,
         zero_advantage_sequences: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_grad_norm", b"_grad_norm", "_hardware_mfu", b"_hardware_mfu", "_kl", b"_kl", "_logical_mfu", b"_logical_mfu", "_reward_mean", b"_reward_mean", "_sampler_gap_max", b"_sampler_gap_max", "_sampler_kl", b"_sampler_kl", "_skip_reason", b"_skip_reason", "_staleness_max", b"_staleness_max", "_staleness_mean", b"_staleness_mean", "canary", b"canary", "grad_norm", b"grad_norm", "hardware_mfu", b"hardware_mfu", "kl", b"kl", "logical_mfu", b"logical_mfu", "reward_mean", b"reward_mean", "sampler_gap_max", b"sampler_gap_max", "sampler_kl", b"sampler_kl", "seconds", b"seconds", "skip_reason", b"skip_reason", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_clip_fraction_negative", b"_clip_fraction_negative", "_clip_fraction_positive", b"_clip_fraction_positive", "_grad_norm", b"_grad_norm", "_hardware_mfu", b"_hardware_mfu", "_kl", b"_kl", "_logical_mfu", b"_logical_mfu", "_reward_mean", b"_reward_mean", "_sampler_gap_max", b"_sampler_gap_max", "_sampler_kl", b"_sampler_kl", "_skip_reason", b"_skip_reason", "_staleness_max", b"_staleness_max", "_staleness_mean", b"_staleness_mean", "canary", b"canary", "clip_fraction_negative", b"clip_fraction_negative", "clip_fraction_positive", b"clip_fraction_positive", "grad_norm", b"grad_norm", "hardware_mfu", b"hardware_mfu", "kl", b"kl", "logical_mfu", b"logical_mfu", "reward_mean", b"reward_mean", "sampler_gap_max", b"sampler_gap_max", "sampler_kl", b"sampler_kl", "seconds", b"seconds", "skip_reason", b"skip_reason", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grad_norm", b"_grad_norm", "_hardware_mfu", b"_hardware_mfu", "_kl", b"_kl", "_logical_mfu", b"_logical_mfu", "_reward_mean", b"_reward_mean", "_sampler_gap_max", b"_sampler_gap_max", "_sampler_kl", b"_sampler_kl", "_skip_reason", b"_skip_reason", "_staleness_max", b"_staleness_max", "_staleness_mean", b"_staleness_mean", "attention_pair_reduction", b"attention_pair_reduction", "canary", b"canary", "clip_fraction_high", b"clip_fraction_high", "clip_fraction_low", b"clip_fraction_low", "dropped_stale", b"dropped_stale", "dropped_truncated", b"dropped_truncated", "dropped_zero_variance", b"dropped_zero_variance", "entropy", b"entropy", "grad_norm", b"grad_norm", "hardware_mfu", b"hardware_mfu", "kl", b"kl", "logical_mfu", b"logical_mfu", "loss", b"loss", "num_groups", b"num_groups", "num_micro_batches", b"num_micro_batches", "num_sequences", b"num_sequences", "packed_tokens", b"packed_tokens", "peak_memory_bytes", b"peak_memory_bytes", "policy_gradient_loss", b"policy_gradient_loss", "ratio_max", b"ratio_max", "replicated_tokens", b"replicated_tokens", "reward_mean", b"reward_mean", "sampler_gap_max", b"sampler_gap_max", "sampler_kl", b"sampler_kl", "seconds", b"seconds", "skip_reason", b"skip_reason", "skipped", b"skipped", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "token_reduction", b"token_reduction", "tokens_per_second", b"tokens_per_second", "trained_tokens", b"trained_tokens", "warnings", b"warnings", "zero_advantage_sequences", b"zero_advantage_sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clip_fraction_negative", b"_clip_fraction_negative", "_clip_fraction_positive", b"_clip_fraction_positive", "_grad_norm", b"_grad_norm", "_hardware_mfu", b"_hardware_mfu", "_kl", b"_kl", "_logical_mfu", b"_logical_mfu", "_reward_mean", b"_reward_mean", "_sampler_gap_max", b"_sampler_gap_max", "_sampler_kl", b"_sampler_kl", "_skip_reason", b"_skip_reason", "_staleness_max", b"_staleness_max", "_staleness_mean", b"_staleness_mean", "attention_pair_reduction", b"attention_pair_reduction", "canary", b"canary", "clamped_kls", b"clamped_kls", "clamped_ratios", b"clamped_ratios", "clamped_sampler_gaps", b"clamped_sampler_gaps", "clip_fraction_high", b"clip_fraction_high", "clip_fraction_low", b"clip_fraction_low", "clip_fraction_negative", b"clip_fraction_negative", "clip_fraction_positive", b"clip_fraction_positive", "dropped_stale", b"dropped_stale", "dropped_truncated", b"dropped_truncated", "dropped_zero_variance", b"dropped_zero_variance", "entropy", b"entropy", "grad_norm", b"grad_norm", "hardware_mfu", b"hardware_mfu", "kl", b"kl", "logical_mfu", b"logical_mfu", "loss", b"loss", "num_groups", b"num_groups", "num_micro_batches", b"num_micro_batches", "num_sequences", b"num_sequences", "packed_tokens", b"packed_tokens", "peak_memory_bytes", b"peak_memory_bytes", "policy_gradient_loss", b"policy_gradient_loss", "ratio_max", b"ratio_max", "replicated_tokens", b"replicated_tokens", "reward_mean", b"reward_mean", "sampler_gap_max", b"sampler_gap_max", "sampler_kl", b"sampler_kl", "seconds", b"seconds", "skip_reason", b"skip_reason", "skipped", b"skipped", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "token_reduction", b"token_reduction", "tokens_per_second", b"tokens_per_second", "trained_tokens", b"trained_tokens", "warnings", b"warnings", "zero_advantage_sequences", b"zero_advantage_sequences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__clip_fraction_negative: _TypeAlias = _typing.Literal["clip_fraction_negative"]  # noqa: Y015
+    _WhichOneofArgType__clip_fraction_negative: _TypeAlias = _typing.Literal["_clip_fraction_negative", b"_clip_fraction_negative"]  # noqa: Y015
+    _WhichOneofReturnType__clip_fraction_positive: _TypeAlias = _typing.Literal["clip_fraction_positive"]  # noqa: Y015
+    _WhichOneofArgType__clip_fraction_positive: _TypeAlias = _typing.Literal["_clip_fraction_positive", b"_clip_fraction_positive"]  # noqa: Y015
     _WhichOneofReturnType__grad_norm: _TypeAlias = _typing.Literal["grad_norm"]  # noqa: Y015
     _WhichOneofArgType__grad_norm: _TypeAlias = _typing.Literal["_grad_norm", b"_grad_norm"]  # noqa: Y015
     _WhichOneofReturnType__hardware_mfu: _TypeAlias = _typing.Literal["hardware_mfu"]  # noqa: Y015
@@ -858,6 +883,10 @@ class StepReport(_message.Message):
     _WhichOneofArgType__staleness_max: _TypeAlias = _typing.Literal["_staleness_max", b"_staleness_max"]  # noqa: Y015
     _WhichOneofReturnType__staleness_mean: _TypeAlias = _typing.Literal["staleness_mean"]  # noqa: Y015
     _WhichOneofArgType__staleness_mean: _TypeAlias = _typing.Literal["_staleness_mean", b"_staleness_mean"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__clip_fraction_negative) -> _WhichOneofReturnType__clip_fraction_negative | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__clip_fraction_positive) -> _WhichOneofReturnType__clip_fraction_positive | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__grad_norm) -> _WhichOneofReturnType__grad_norm | None: ...
     @_typing.overload

@@ -167,7 +167,10 @@ class LossRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimRequest:
-    """One optimizer step as the caller sent it; `None` takes the policy's or the loss's default."""
+    """One optimizer step as the caller sent it; `None` takes the policy's or the loss's default.
+
+    `max_grad_norm` None: 1, or no clipping where nothing divides the sums; 0: no clipping.
+    """
 
     learning_rate: float
     weight_decay: float | None = None

@@ -84,4 +84,9 @@ class StepReport:
     warnings: tuple[str, ...] = ()
     canary: CanaryReport | None = None
     skip_reason: SkipReason | None = None
+    clip_fraction_positive: float | None = None
+    clip_fraction_negative: float | None = None
+    clamped_ratios: int = 0
+    clamped_kls: int = 0
+    clamped_sampler_gaps: int = 0
     zero_advantage_sequences: int = 0

@@ -9,12 +9,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.train.canary import CanaryOutcome
 from ratoon.train.config import DivideBy
+from ratoon.train.loss.clamp import clamp_k3
 from ratoon.train.loss.sums import LossSums
+from ratoon.train.loss.warnings import sum_warnings
 from ratoon.train.loss_spec import CounterDivisor, NoDivisor
 from ratoon.train.passes import ForwardColumns
 from ratoon.train.prepare import Prepared
@@ -46,7 +49,7 @@ def forward_backward_report(
         dropped_truncated=selection.dropped_truncated,
         dropped_zero_variance=selection.dropped_zero_variance,
         zero_advantage_sequences=int(np.count_nonzero(prepared.not_run_S)),
-        warnings=prepared.warnings,
+        warnings=(*prepared.warnings, *sum_warnings(prepared.loss, sums)),
     )
 
 
@@ -86,10 +89,12 @@ def forward_report(
     if batch.sampler_logprobs is None or not usable_J.any():
         return report
     gap = columns.logprob_J[usable_J].astype(np.float64) - batch.sampler_logprobs[usable_J]
+    kl, is_clamped = clamp_k3(torch.from_numpy(gap))
     return replace(
         report,
-        sampler_kl=float((np.expm1(gap) - gap).mean()),
+        sampler_kl=float(kl.mean()),
         sampler_gap_max=float(np.abs(gap).max()),
+        clamped_sampler_gaps=int(is_clamped.sum()),
     )
 
 
@@ -113,7 +118,16 @@ def _with_means(report: StepReport, sums: LossSums, divisor: float, *, has_kl: b
         ratio_max=sums.ratio_max,
         sampler_kl=sums.sampler_kl / sums.sampler_terms if has_sampler else None,
         sampler_gap_max=sums.sampler_gap_max if has_sampler else None,
+        clip_fraction_positive=_share(sums.positive_clipped, sums.positive_terms),
+        clip_fraction_negative=_share(sums.negative_clipped, sums.negative_terms),
+        clamped_ratios=int(sums.clamped_ratios),
+        clamped_kls=int(sums.clamped_kls),
+        clamped_sampler_gaps=int(sums.clamped_sampler_gaps),
     )
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
 
 
 def _with_packing(

@@ -13,6 +13,8 @@ from ratoon.train.config import AdamWConfig, DivideBy, OptimRequest, TokenWeight
 from ratoon.train.loss_spec import CounterDivisor, NoDivisor, Normalisation, OptimStep
 from ratoon.train.resolve_checks import require
 
+DEFAULT_MAX_GRAD_NORM = 1.0
+
 
 def check_optim(request: OptimRequest) -> None:
     """Check the numbers alone, without the window; `resolve_optim` does it too.
@@ -36,8 +38,8 @@ def check_optim(request: OptimRequest) -> None:
         require(
             "optim.max_grad_norm",
             request.max_grad_norm,
-            request.max_grad_norm > 0,
-            "a finite number above 0",
+            request.max_grad_norm >= 0,
+            "a finite number, at least 0 (0: no clipping)",
         )
     if request.divide_constant is not None:
         require(
@@ -68,9 +70,17 @@ def resolve_optim(
     return OptimStep(
         learning_rate=request.learning_rate,
         weight_decay=policy.weight_decay if request.weight_decay is None else request.weight_decay,
-        max_grad_norm=math.inf if request.max_grad_norm is None else request.max_grad_norm,
+        max_grad_norm=_resolve_max_grad_norm(request, divide_by),
         divisor=_resolve_divisor(request, divide_by),
     )
+
+
+def _resolve_max_grad_norm(request: OptimRequest, divide_by: DivideBy) -> float:
+    """Sums that nothing divides have a norm that grows with the batch: they have no default."""
+    norm = request.max_grad_norm
+    if norm is None:
+        return math.inf if divide_by is DivideBy.NONE else DEFAULT_MAX_GRAD_NORM
+    return norm or math.inf
 
 
 def _resolve_divide_by(request: OptimRequest, normalisation: Normalisation) -> DivideBy:

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from ratoon.train.config import CorrectionLevel
+from ratoon.train.loss.clamp import clamp_gap
 from ratoon.train.loss.correction import CorrectionTerms, correction_terms
-from ratoon.train.loss.kl import kl_estimate
+from ratoon.train.loss.kl import kl_terms
 from ratoon.train.loss.ratio import token_log_ratio
 from ratoon.train.loss.registry import LOSS_FUNCTIONS
 from ratoon.train.loss.term_sums import CountedTerms, sum_terms
 from ratoon.train.loss.terms import PolicyInputs, RatioInputs, TermColumns
-from ratoon.train.loss_spec import LOSS_DEFAULTS, Loss
+from ratoon.train.loss_spec import LOSS_DEFAULTS, LinearObjective, Loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,11 +69,14 @@ def compute_loss(
     counted_C = columns.counted_C
     logprob_C, entropy_C = logprob_L[counted_C], entropy_L[counted_C]
     weight_C = columns.weight_L[counted_C]
+    # Clamped here, whatever the loss makes of it: e^99 in one term is an infinite loss.
+    free_log_ratio_C = log_ratio_L[counted_C]
+    log_ratio_C = clamp_gap(free_log_ratio_C)
     policy = functions.terms(
         PolicyInputs(
             objective=loss.objective,
             logprob_L=logprob_C,
-            log_ratio_L=log_ratio_L[counted_C],
+            log_ratio_L=log_ratio_C,
             advantage_L=columns.advantage_L[counted_C],
         )
     )
@@ -81,25 +85,27 @@ def compute_loss(
     if correction is not None:
         gradient_term_C = gradient_term_C * correction.weight_L
     term_C = gradient_term_C
-    kl_C = torch.zeros_like(weight_C)
+    kl = None
     if loss.kl is not None:
         assert columns.reference_L is not None
-        kl_C = kl_estimate(loss.kl.kind, logprob_C, columns.reference_L[counted_C])
-        term_C = term_C + loss.kl.coefficient * kl_C
+        kl = kl_terms(loss.kl.kind, logprob_C, columns.reference_L[counted_C])
+        term_C = term_C + loss.kl.coefficient * kl.value_L
     if loss.entropy_coefficient != 0:
         term_C = term_C - loss.entropy_coefficient * entropy_C
 
     grad_logprob_L, grad_entropy_L = _gradients((weight_C * term_C).sum(), logprob_L, entropy_L)
     has_ratio = LOSS_DEFAULTS[loss.kind].has_ratio
+    has_no_clip = isinstance(loss.objective, LinearObjective)
     sums_F = sum_terms(
         CountedTerms(
             weight_C=weight_C,
             loss_C=term_C,
             policy_gradient_C=gradient_term_C,
-            kl_C=kl_C,
+            kl=kl,
             entropy_C=entropy_C,
             logprob_C=logprob_C,
-            log_ratio_C=log_ratio_L[counted_C] if has_ratio else None,
+            log_ratio_C=free_log_ratio_C if has_ratio else None,
+            advantage_C=None if has_no_clip else columns.advantage_L[counted_C],
             old_C=None if loss.old_logprobs is None else old_L[counted_C],
             sampler_C=None if columns.sampler_L is None else columns.sampler_L[counted_C],
             sampler_usable_C=columns.sampler_usable_L[counted_C],

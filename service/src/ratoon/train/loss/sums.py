@@ -55,6 +55,15 @@ class LossSums(Merged):
     sampler_gap: float = total()
     sampler_gap_abs: float = total()
     sampler_gap_max: float = largest()
+    # Terms that a clamp holds: of the loss's ratio, of the KL term, of `sampler_kl`.
+    clamped_ratios: float = total()
+    clamped_kls: float = total()
+    clamped_sampler_gaps: float = total()
+    # Of a loss with a clip: terms by the sign of their advantage, and those that the clip holds.
+    positive_terms: float = total()
+    positive_clipped: float = total()
+    negative_terms: float = total()
+    negative_clipped: float = total()
     log_ratios: Counts = field(default_factory=Counts)
 
     @classmethod

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ratoon.train.loss.clamp import clamp_gap, clamp_k3, is_beyond
 from ratoon.train.loss.correction import CorrectionTerms
 from ratoon.train.loss.histogram import count_log_ratios
+from ratoon.train.loss.kl import KlTerms
 from ratoon.train.loss.sums import pack_sums
 from ratoon.train.loss.terms import PolicyTerms
 
@@ -17,18 +19,20 @@ from ratoon.train.loss.terms import PolicyTerms
 class CountedTerms:
     """Everything that is known of the terms that count, [C] each; gradients are ignored.
 
-    None: the loss has no ratio, no old log-probs, no correction; nobody sent sampler log-probs.
+    None: the loss has no KL term, ratio, clip, old log-probs or correction; nobody sent sampler
+    log-probs.
     """
 
     weight_C: Tensor
     # The loss, and those of its summands that are reported by themselves.
     loss_C: Tensor
     policy_gradient_C: Tensor
-    kl_C: Tensor
+    kl: KlTerms | None
     entropy_C: Tensor
     logprob_C: Tensor
-    # Of the ratio that the loss is built on: for gspo the sequence's.
+    # Of the ratio that the loss is built on, before its clamp: for gspo the sequence's.
     log_ratio_C: Tensor | None
+    advantage_C: Tensor | None
     old_C: Tensor | None
     sampler_C: Tensor | None
     # bool: the sampler's log-probs are at the sampling temperature.
@@ -46,13 +50,14 @@ def sum_terms(terms: CountedTerms) -> Tensor:
     values = {
         "loss": (weight_C * terms.loss_C.double()).sum(),
         "policy_gradient": (weight_C * terms.policy_gradient_C.double()).sum(),
-        "kl": (weight_C * terms.kl_C.double()).sum(),
         "entropy": (weight_C * terms.entropy_C.double()).sum(),
         "weight": weight_C.sum(),
         "terms": _number(weight_C),
         "clipped_low": _sum(terms.policy.clipped_low_L),
         "clipped_high": _sum(terms.policy.clipped_high_L),
         "clipped_dual": _sum(terms.policy.clipped_dual_L),
+        **_kl(terms, weight_C),
+        **_clip(terms),
         **_ratio(terms),
         **_correction(terms),
         **_sampler(terms),
@@ -61,12 +66,36 @@ def sum_terms(terms: CountedTerms) -> Tensor:
     return pack_sums(values, log_ratios, weight_C)
 
 
+def _kl(terms: CountedTerms, weight_C: Tensor) -> dict[str, Tensor]:
+    if terms.kl is None:
+        return {}
+    return {
+        "kl": (weight_C * terms.kl.value_L.double()).sum(),
+        "clamped_kls": _sum(terms.kl.clamped_L),
+    }
+
+
+def _clip(terms: CountedTerms) -> dict[str, Tensor]:
+    """What the clip holds of each sign: of one sign it may hold most, and of all terms few."""
+    if terms.advantage_C is None:
+        return {}
+    held_C = terms.policy.clipped_low_L | terms.policy.clipped_high_L
+    positive_C, negative_C = terms.advantage_C > 0, terms.advantage_C < 0
+    return {
+        "positive_terms": _sum(positive_C),
+        "positive_clipped": _sum(positive_C & held_C),
+        "negative_terms": _sum(negative_C),
+        "negative_clipped": _sum(negative_C & held_C),
+    }
+
+
 def _ratio(terms: CountedTerms) -> dict[str, Tensor]:
     """The ratio of the loss, and how far the policy has come from the old one."""
     values: dict[str, Tensor] = {}
     if terms.log_ratio_C is not None:
-        ratio_C = terms.log_ratio_C.double().exp()
+        ratio_C = clamp_gap(terms.log_ratio_C.double()).exp()
         values |= {
+            "clamped_ratios": _sum(is_beyond(terms.log_ratio_C)),
             "ratio_terms": _number(ratio_C),
             "ratio": ratio_C.sum(),
             "ratio_max": ratio_C.max(),
@@ -74,7 +103,7 @@ def _ratio(terms: CountedTerms) -> dict[str, Tensor]:
         }
     if terms.old_C is not None:
         values["old_terms"] = _number(terms.old_C)
-        values["old_kl"] = _k3(terms.logprob_C.double() - terms.old_C.double()).sum()
+        values["old_kl"] = clamp_k3(terms.logprob_C.double() - terms.old_C.double())[0].sum()
     return values
 
 
@@ -99,18 +128,15 @@ def _sampler(terms: CountedTerms) -> dict[str, Tensor]:
         return {}
     gap_C = terms.logprob_C.double() - terms.sampler_C.double()
     gap_C = torch.where(terms.sampler_usable_C, gap_C, torch.zeros_like(gap_C))
+    kl_C, clamped_C = clamp_k3(gap_C)
     return {
         "sampler_terms": _sum(terms.sampler_usable_C),
-        "sampler_kl": _k3(gap_C).sum(),
+        "sampler_kl": kl_C.sum(),
+        "clamped_sampler_gaps": _sum(clamped_C),
         "sampler_gap": gap_C.sum(),
         "sampler_gap_abs": gap_C.abs().sum(),
         "sampler_gap_max": gap_C.abs().max(),
     }
-
-
-def _k3(gap_C: Tensor) -> Tensor:
-    """exp(u) - u - 1 of u = log p - log q: estimates KL(q || p) >= 0 on tokens that q drew."""
-    return torch.expm1(gap_C) - gap_C
 
 
 def _sum(value_C: Tensor) -> Tensor:

@@ -139,6 +139,11 @@ class StepReport(WireModel):
     warnings: list[str]
     canary: CanaryReport | None
     skip_reason: SkipReason | None
+    clip_fraction_positive: float | None
+    clip_fraction_negative: float | None
+    clamped_ratios: int
+    clamped_kls: int
+    clamped_sampler_gaps: int
     zero_advantage_sequences: int
 
 
