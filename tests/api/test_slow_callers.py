@@ -7,46 +7,26 @@ import struct
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import grpc.aio
 import pytest
-import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from ratoon.api.grpc import deadlines
 from ratoon.api.grpc import server as grpc_server
 from ratoon.api.grpc.server import start_server
 from ratoon.api.grpc.servicer import PolicyServicer
-from ratoon.api.http import connections
 from ratoon.api.http.app import create_app
-from ratoon.api.http.connections import BoundedConnection
 from ratoon_proto.v1 import operation_pb2, service_pb2
 from ratoon_proto.v1.service_pb2_grpc import PolicyServiceStub
 from tests.api import requests
 from tests.api.conftest import MAX_BODY_BYTES, MAX_MESSAGE_BYTES, Api
 from tests.api.open_gate import OPEN_GATE
+from tests.api.served import served
 
 MIB = 2**20
 PATH = f"/v1/policies/{requests.POLICY}/update"
 HEADERS = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-
-
-@asynccontextmanager
-async def served(app: Any) -> AsyncIterator[int]:
-    """The port of `app` behind the connections of Serve's proxy."""
-    config = uvicorn.Config(
-        app, port=0, log_level="critical", lifespan="off", http=BoundedConnection
-    )
-    server = uvicorn.Server(config)
-    task = asyncio.create_task(server.serve())
-    while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
-        await asyncio.sleep(0.01)
-    try:
-        yield server.servers[0].sockets[0].getsockname()[1]
-    finally:
-        server.should_exit = server.force_exit = True
-        await task
 
 
 async def _answer(port: int, *parts: bytes, pause_s: float = 0.0) -> bytes:
@@ -68,22 +48,16 @@ async def _answer(port: int, *parts: bytes, pause_s: float = 0.0) -> bytes:
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /v1/heal", b"GET / HTTP/1.1\r\nHost: x\r\nA: b\r\n"])
-async def test_headers_that_do_not_come_end_the_connection(
-    api: Api, monkeypatch: pytest.MonkeyPatch, sent: bytes
-) -> None:
-    monkeypatch.setattr(connections, "HEADERS_S", 0.2)
-    async with served(api.app) as port:
+async def test_headers_that_do_not_come_end_the_connection(api: Api, sent: bytes) -> None:
+    async with served(api.app, headers_s=0.2) as port:
         begin = time.monotonic()
         assert await _answer(port, sent) == b""
         assert 0.2 <= time.monotonic() - begin < 4.0
 
 
-async def test_a_second_request_has_as_long_and_no_longer(
-    api: Api, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connections, "HEADERS_S", 0.3)
+async def test_a_second_request_has_as_long_and_no_longer(api: Api) -> None:
     ask = b"GET /v1/health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    async with served(api.app) as port:
+    async with served(api.app, headers_s=0.3) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         for _ in range(2):
             writer.write(ask)
@@ -131,10 +105,8 @@ async def test_a_body_that_dribbles_has_an_end_too(api: Api) -> None:
     assert time.monotonic() - begin < 5.0
 
 
-async def test_a_reader_that_takes_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_reader_that_takes_nothing_is_let_go() -> None:
     """And others are refused meanwhile, rather than held in memory."""
-    monkeypatch.setattr(connections, "STALLED_S", 1.0)
-    monkeypatch.setattr(connections, "MAX_UNSENT_BYTES", 20 * MIB)
     ended = asyncio.Event()
 
     async def large(scope: Scope, _: Receive, send: Send) -> None:
@@ -143,27 +115,25 @@ async def test_a_reader_that_takes_nothing_is_let_go(monkeypatch: pytest.MonkeyP
         await send({"type": "http.response.body", "body": bytes(16 * MIB)})
         ended.set()
 
-    async with served(large) as port:
-        stalled = [await asyncio.open_connection("127.0.0.1", port, limit=1024) for _ in range(2)]
-        for _, writer in stalled:
-            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    ask = b"GET /v1/policies/p/files/d HTTP/1.1\r\nHost: x\r\n\r\n"
+    async with served(large, stalled_s=1.0, max_unsent_bytes=20 * MIB) as port:
+        _, stalled = await asyncio.open_connection("127.0.0.1", port, limit=1024)
+        stalled.write(ask)
         await asyncio.wait_for(ended.wait(), 5.0)
         await asyncio.sleep(0.2)
-        answer = await _answer(port, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        answer = await _answer(port, ask)
         assert answer.startswith(b"HTTP/1.1 429")
         assert b"retry-after: 1" in answer
         await asyncio.sleep(1.2)
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        writer.write(ask)
         assert (await reader.readline()).startswith(b"HTTP/1.1 200")
         writer.close()
-        for _, other in stalled:
-            other.close()
+        stalled.close()
 
 
-async def test_a_chunk_counts_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_chunk_counts_before_it_is_read() -> None:
     """Fifty readers that come at once had fifty chunks in memory."""
-    monkeypatch.setattr(connections, "MAX_UNSENT_BYTES", 48 * MIB)
     release, asked = asyncio.Event(), 0
 
     async def slow(scope: Scope, _: Receive, send: Send) -> None:
@@ -177,8 +147,10 @@ async def test_a_chunk_counts_before_it_is_read(monkeypatch: pytest.MonkeyPatch)
     def ask(path: str) -> bytes:
         return f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode()
 
-    async with served(slow) as port:
-        fetches = [asyncio.create_task(_answer(port, ask("/p/files/d"))) for _ in range(10)]
+    async with served(slow, max_unsent_bytes=48 * MIB) as port:
+        fetches = [
+            asyncio.create_task(_answer(port, ask("/v1/policies/p/files/d"))) for _ in range(10)
+        ]
         assert len((await asyncio.wait(fetches, timeout=1.0))[0]) == 7
         assert (await _answer(port, ask("/v1/health"))).startswith(b"HTTP/1.1 200")
         release.set()

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterable, Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import grpc
 import grpc.aio
@@ -23,6 +24,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from ray import serve
 from safetensors import safe_open
 
+from attacks import http as attacks
+from attacks.http import Target
 from ratoon import app
 from ratoon_client import OperationHandle, RatoonApiError, RatoonClient, StepResult
 from ratoon_proto.v1 import operation_pb2, service_pb2
@@ -388,3 +391,23 @@ async def test_unknown_routes_have_the_one_shape_behind_serve(wires: Wires) -> N
     response = await wires.http.client.get("/v1/nothing")
     assert http_error(response).detail.code == "ROUTE_NOT_FOUND"
     assert response.status_code == 404
+
+
+async def test_serves_proxy_keeps_neither_headers_nor_bodies_that_nobody_reads(
+    service: Service,
+) -> None:
+    """It read a GET's chunked body into its memory for as long as the answer took."""
+    url = urlsplit(service.addresses.http)
+    assert url.hostname is not None
+    assert url.port is not None
+    target = Target(host=url.hostname, port=url.port)
+    body = await target.connect()
+    path = f"/v1/operations/{POLICY}.1/events"
+    await body.send(attacks.head("GET", path, "Transfer-Encoding: chunked") + b"2\r\n{}\r\n")
+    assert await body.answer() == 400
+    headers = await target.connect()
+    await headers.send(attacks.head("GET", "/v1/health", *["a: b"] * 101))
+    assert await headers.answer() == 400
+    assert await attacks.endless_header(target, 16 * MIB) < 8 * MIB
+    for connection in (body, headers):
+        connection.close()

@@ -28,7 +28,7 @@ from ratoon.api.http.local_names import LocalNames
 from ratoon.api.http.tls import lets_strangers_in
 from ratoon.auth.access import check_start
 from ratoon.auth.certificates import files_of, load_certificates
-from ratoon.config import RatoonConfig, is_for_this_machine, public_hosts
+from ratoon.config import MAX_BODY_VARIABLE, RatoonConfig, is_for_this_machine, public_hosts
 from ratoon.engine.bootstrap import drain_engine, start_engine, stop_engine
 from ratoon.errors import invalid
 from ratoon.log import configure_logging, get_logger
@@ -184,6 +184,7 @@ def _start_serve(config: RatoonConfig, *, show_logs: bool) -> None:
     variables = {
         "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(config.grpc.max_message_bytes),
         IN_PROXY_VARIABLE: IN_PROXY,
+        MAX_BODY_VARIABLE: str(config.limits.max_body_bytes),
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(_PROXY_START_S),
     }
     serve.start(

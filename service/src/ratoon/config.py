@@ -28,6 +28,8 @@ MIB = 2**20
 GIB = 2**30
 _PREFIX = "RATOON_"
 _DELIMITER = "__"
+# By which Serve's proxies, which have no config, are told of `limits.max_body_bytes`.
+MAX_BODY_VARIABLE = "RATOON_LIMITS__MAX_BODY_BYTES"
 # Variables of the project that are no settings: the client's, the kernels', the benchmarks'.
 OTHER_VARIABLES = frozenset(
     {
@@ -295,6 +297,13 @@ def load_config(path: Path | None) -> RatoonConfig:
     if path is not None:
         data = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     return RatoonConfig(**data)
+
+
+def max_body_bytes_of_environment() -> int:
+    """`limits.max_body_bytes`, as the variable of that name has it, or the default."""
+    value = os.environ.get(MAX_BODY_VARIABLE)
+    limits = {} if value is None else {"max_body_bytes": value}
+    return LimitsConfig.model_validate(limits).max_body_bytes
 
 
 def public_hosts(config: RatoonConfig) -> list[str]:

@@ -12,17 +12,20 @@ gRPC port and the port between replicas, which takes pickles, listen on all inte
 from __future__ import annotations
 
 import ssl
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ray
 import uvicorn.config
 from ray.serve._private import constants, default_impl, replica
 from starlette.middleware import Middleware
 
+from ratoon.api.http.connections import BoundedConnection
+from ratoon.api.http.edge_budget import EdgeBounds, EdgeBudget
 from ratoon.api.http.tls import server_context
 from ratoon.auth.certificates import CertificateFiles, CertificateStore
-from ratoon.config import is_loopback
+from ratoon.config import is_loopback, max_body_bytes_of_environment
 
 IN_PROXY = "ratoon.serve_hooks:in_proxy"
 # The variable by which Serve's proxy is told what to call.
@@ -33,7 +36,9 @@ _ALL_INTERFACES = "[::]:"
 def in_proxy() -> list[Middleware]:
     """No middleware: it is called for what it does to the process."""
     uvicorn.config.create_ssl_context = _context
-    uvicorn.config.HTTP_PROTOCOLS["auto"] = "ratoon.api.http.connections:BoundedConnection"
+    bounds = EdgeBounds(max_body_bytes=max_body_bytes_of_environment())
+    protocols = cast("dict[str, Any]", uvicorn.config.HTTP_PROTOCOLS)
+    protocols["auto"] = partial(BoundedConnection, budget=EdgeBudget(bounds))
     # gRPC inflates a message whole before it looks at its size.
     constants.DEFAULT_GRPC_SERVER_OPTIONS.append(("grpc.compression_enabled_algorithms_bitset", 1))
     if _is_ray_local():

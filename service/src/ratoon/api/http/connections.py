@@ -1,123 +1,202 @@
-"""A connection of Serve's HTTP proxy that cannot be held open for nothing.
+"""A connection of an HTTP server that is not held open, nor filled, for nothing.
 
-Enters bytes, leaves requests for uvicorn's own protocol. Invariant: headers come whole within
-`HEADERS_S` seconds and `MAX_HEADER_BYTES`, an answer is taken on at least every `STALLED_S`
-seconds, and no request is begun while more than `MAX_UNSENT_BYTES` wait for readers; a chunk of a
-file counts in full from its request on.
-
-uvicorn bounds neither; behind it Serve keeps each answer whole until its reader has taken it.
+For uvicorn's `http` option: `partial(BoundedConnection, budget=EdgeBudget(bounds))`. uvicorn itself
+bounds neither headers, readers, connections nor bodies that no handler reads.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import httptools
 from starlette.types import Receive, Scope, Send
+from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
 
+from ratoon.api.http.edge_budget import EdgeBudget
 from ratoon.api.http.errors import error_response
-from ratoon.errors import exhausted
-
-HEADERS_S = 20.0
-STALLED_S = 60.0
-MAX_HEADER_BYTES = 64 * 1024
-MAX_CONNECTIONS = 8192
-MAX_UNSENT_BYTES = 128 * 2**20
-# The most that a route of files answers at once.
-_CHUNK_BYTES = 16 * 2**20
-_FILES = b"/files/"
-_RETRY_S = 1.0
+from ratoon.errors import RatoonError
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """For uvicorn's `http` option."""
+    """One request at a time. Each state has a timer of its own, which no byte restarts:
 
-    _timer: asyncio.TimerHandle | None = None
-    _header_bytes = 0
+    headers (from the connection, or a request's first byte, to the end of its headers), idle (from
+    an answer to the next request's first byte: uvicorn's `timeout_keep_alive`), and unread (from
+    the first byte that the kernel does not take to the last of those behind it).
+    """
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        budget: EdgeBudget,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        # A WebSocket's protocol would take the connection over, without these bounds.
+        self.ws_protocol_class = None
+        self._handler = self.app
+        self.app = self._answer
+        self._budget = budget
+        self._bounds = budget.bounds
+        self._headers = _Timer(self.loop, self._bounds.headers_s, self._abort)
+        self._idle = _Timer(self.loop, self.timeout_keep_alive, self._close)
+        self._unread = _Timer(self.loop, self._bounds.stalled_s, self._abort)
+        self._is_counted = False
+        # What comes now is not read: it was sent before the answer to what came first.
+        self._is_deaf = False
+        # Whether the parser has done more with the last piece than to keep it, and since when not.
+        self._has_moved = False
+        self._num_kept_bytes = 0
+        self._max_body_bytes = 0
+        self._num_body_bytes = 0
+        self._refusal: RatoonError | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > MAX_CONNECTIONS:
+        # `pause_writing` is then called for every byte that is not sent at once.
+        transport.set_write_buffer_limits(high=1, low=0)
+        self._is_counted = self._budget.enter(self, self.client[0] if self.client else "")
+        if self._is_counted:
+            self._headers.start()
+        else:
             transport.abort()
-            return
-        self._end_in(HEADERS_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._end_never()
+        for timer in (self._headers, self._idle, self._unread):
+            timer.stop()
+        self._budget.leave(self)
+        self._is_counted = False
         super().connection_lost(exc)
 
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._header_bytes = 0
-        self._end_in(HEADERS_S)
+    def data_received(self, data: bytes) -> None:
+        if self._is_deaf:
+            return
+        self._has_moved = False
+        super().data_received(data)
+        # The parser keeps a header, or a trailer, until it is whole.
+        self._num_kept_bytes = 0 if self._has_moved else self._num_kept_bytes + len(data)
+        is_over = self._num_kept_bytes > self._bounds.max_header_bytes
+        if is_over and not self.transport.is_closing():
+            self.send_400_response("Headers too large.")
 
-    def on_url(self, url: bytes) -> None:
-        self._count(url)
-        super().on_url(url)
+    def send_400_response(self, msg: str) -> None:
+        if self._is_answering() and not self.cycle.more_body:
+            # The answer to the request that was well formed goes first, and is the last.
+            self.cycle.keep_alive = False
+            self._is_deaf = True
+        else:
+            super().send_400_response(msg)
+
+    def on_message_begin(self) -> None:
+        if self._is_answering():
+            raise httptools.HttpParserError("one request at a time")
+        super().on_message_begin()
+        self._has_moved = True
+        self._idle.stop()
+        self._headers.start()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count(name + value)
+        if len(self.headers) >= self._bounds.max_headers:
+            raise httptools.HttpParserError("too many headers")
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._end_never()
-        app = self.app
-        asked = _CHUNK_BYTES if _is_fetch(self.url) else 0
-        if self._unsent_bytes() + asked > MAX_UNSENT_BYTES:
-            self.app = _answer_full
-        try:
-            super().on_headers_complete()
-        finally:
-            self.app = app
+        # Its task, which `_answer` is, begins later.
+        super().on_headers_complete()
+        self._has_moved = True
+        self._headers.stop()
+        method, path = self.scope["method"], self.scope["path"]
+        self._num_body_bytes = 0
+        self._max_body_bytes = self._budget.body_bound(method, path)
+        self._refusal = self._budget.begin(self, method, path, self._declared_bytes())
+        if self._refusal is not None:
+            self._max_body_bytes = 0
+
+    def on_body(self, body: bytes) -> None:
+        self._has_moved = True
+        if not self._is_answering() or self._is_over():
+            return
+        # One byte more than it may be says that it is too large.
+        body = body[: self._max_body_bytes + 1 - self._num_body_bytes]
+        self._num_body_bytes += len(body)
+        if not self._budget.hold(self, self._num_body_bytes):
+            self.transport.abort()
+            return
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._has_moved = True
+        # A body of which something was left out is never whole.
+        if not self._is_over():
+            super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._is_counted:
+            self._budget.finish(self)
+            self._idle.start()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._end_in(STALLED_S)
+        self._unread.start()
+        if self._is_counted:
+            self._budget.stall(self)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._end_never()
+        self._unread.stop()
+        if self._is_counted:
+            self._budget.go_on(self)
 
-    def _unsent_bytes(self) -> int:
-        connections: set[Any] = self.connections
-        return sum(_unsent_bytes_of(each) for each in connections)
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The application, but where the budget has refused."""
+        if self._refusal is None:
+            await self._handler(scope, receive, send)  # type: ignore[arg-type]
+            return
+        await error_response(self._refusal)(scope, receive, send)
 
-    def _count(self, data: bytes) -> None:
-        self._header_bytes += len(data)
-        if self._header_bytes > MAX_HEADER_BYTES:
-            # Answered 400 by uvicorn.
-            raise httptools.HttpParserError("headers too large")
+    def _declared_bytes(self) -> int:
+        length = dict(self.headers).get(b"content-length", b"0")
+        return int(length) if length.isdigit() else 0
 
-    def _end_in(self, seconds: float) -> None:
-        self._end_never()
-        self._timer = self.loop.call_later(seconds, self.transport.abort)
+    def _is_answering(self) -> bool:
+        # uvicorn types it as always there.
+        cycle: Any = self.cycle
+        return cycle is not None and not cycle.response_complete
 
-    def _end_never(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    def _is_over(self) -> bool:
+        return self._num_body_bytes > self._max_body_bytes
 
+    def _abort(self) -> None:
+        self.transport.abort()
 
-def _unsent_bytes_of(connection: Any) -> int:
-    """What is in its buffer, or will be."""
-    cycle = connection.cycle
-    is_asked = cycle is not None and not cycle.response_complete and _is_fetch(connection.url)
-    return connection.transport.get_write_buffer_size() + _CHUNK_BYTES * is_asked
-
-
-def _is_fetch(url: bytes) -> bool:
-    return _FILES in url
+    def _close(self) -> None:
+        """Once what is written is taken, for which `unread` is the bound."""
+        self.transport.close()
 
 
-async def _answer_full(scope: Scope, receive: Receive, send: Send) -> None:
-    error = exhausted(
-        f"{MAX_UNSENT_BYTES} bytes of answers wait for their readers",
-        resource="unsent_bytes",
-        wanted=1,
-        free=0,
-        limit=MAX_UNSENT_BYTES,
-        retry_after_s=_RETRY_S,
-    )
-    await error_response(error)(scope, receive, send)
+class _Timer:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, seconds: float, end: Callable[[], None]
+    ) -> None:
+        self._loop = loop
+        self._seconds = seconds
+        self._end = end
+        self._handle: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """From now on, whatever was before."""
+        self.stop()
+        self._handle = self._loop.call_later(self._seconds, self._end)
+
+    def stop(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None

@@ -14,6 +14,7 @@ from typing import cast
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ratoon.api.http.edge_budget import WITHOUT_BODY
 from ratoon.api.http.errors import error_response
 from ratoon.api.http.inflate import CODINGS, Inflater, too_large
 from ratoon.config import LimitsConfig
@@ -40,6 +41,7 @@ class BodyLimit:
 
     def _body(self, scope: Scope, receive: Receive) -> _Body:
         headers = MutableHeaders(scope=scope)
+        _check_place(scope, headers)
         length, coding = headers.get("content-length", "0"), _coding(headers)
         if length.isdecimal() and int(length) > self._limits.max_body_bytes:
             raise too_large(int(length), self._limits.max_body_bytes)
@@ -105,6 +107,18 @@ class _Body:
             raise too_large(self._num_bytes, self._limits.max_body_bytes)
         self._is_whole = not message.get("more_body", False)
         return message
+
+
+def _check_place(scope: Scope, headers: Headers) -> None:
+    """Raises MALFORMED_BODY for a body of a method that takes none: nobody would read it."""
+    has_body = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
+    if has_body and scope["method"] in WITHOUT_BODY:
+        raise RatoonError(
+            ErrorCode.MALFORMED_BODY,
+            f"{scope['method']} takes no body",
+            got=f"{headers.get('content-length', 'some')} bytes",
+            expected="no body",
+        )
 
 
 def _coding(headers: Headers) -> str:
