@@ -176,6 +176,14 @@ CASES: dict[str, tuple[Update, str]] = {
         ),
         "loss.kl.coefficient",
     ),
+    "a mask without a bound": (
+        _with(
+            lambda request: request.loss.correction_mask.CopyFrom(
+                training_pb2.CorrectionMask(level=training_pb2.CORRECTION_LEVEL_GEOMETRIC, high=1.1)
+            )
+        ),
+        "loss.correction_mask.low",
+    ),
     "a penalty without a scale": (
         _with(
             lambda request: request.loss.overlong_penalty.CopyFrom(

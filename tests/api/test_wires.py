@@ -13,6 +13,18 @@ from ratoon.engine.types import (
     UpdateCommand,
 )
 from ratoon.rollout.serial import batch_from_bytes
+from ratoon.train import config
+from ratoon.train.config import (
+    CorrectionLevel,
+    CorrectionMode,
+    LossKind,
+    LossRequest,
+    OldLogprobs,
+    OldLogprobsKind,
+    RolloutCorrection,
+)
+from ratoon_client import Correction, CorrectionMask, Loss
+from ratoon_client.wire.encode import loss_message
 from ratoon_proto.codec import decode_tensor, encode_array
 from ratoon_proto.v1 import (
     operation_pb2,
@@ -122,6 +134,46 @@ async def test_update_reaches_the_engine_complete(api: Api, wire_name: str) -> N
     assert batch.rewards is not None
     assert batch.rewards.tolist() == [1.0, 0.0, 1.0, 0.0]
     assert batch.policy_version.tolist() == [-1] * 4
+
+
+LOSSES = {
+    "masked": (
+        Loss(
+            "grpo",
+            old_logprobs="given",
+            correction=Correction(mode="truncate", level="token", high=2.0),
+            correction_mask=CorrectionMask(level="geometric", low=0.99, high=1.01),
+        ),
+        LossRequest(
+            kind=LossKind.GRPO,
+            old_logprobs=OldLogprobs(kind=OldLogprobsKind.GIVEN),
+            correction=RolloutCorrection(
+                mode=CorrectionMode.TRUNCATE, level=CorrectionLevel.TOKEN, low=0.0, high=2.0
+            ),
+            correction_mask=config.CorrectionMask(
+                level=CorrectionLevel.GEOMETRIC, low=0.99, high=1.01
+            ),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+async def test_what_a_client_says_of_the_loss_reaches_the_engine(
+    api: Api, wire_name: str, name: str
+) -> None:
+    said, expected = LOSSES[name]
+    await api.create_policy()
+    old = requests.floats([-0.5, -0.5])
+    rollouts = [requests.rollout([4, 5], reward) for reward in (0.0, 1.0)]
+    for rollout in rollouts:
+        rollout.old_logprobs.CopyFrom(old)
+    request = requests.update(seq=1, batch=[requests.group("a", *rollouts)])
+    request.loss.CopyFrom(loss_message(said))
+    await api.wire(wire_name).call("Update", request)
+    (submission,) = api.engine.log
+    assert isinstance(submission.command, UpdateCommand)
+    assert submission.command.loss == expected
 
 
 async def test_two_wires_and_an_upload_give_one_digest(api: Api) -> None:

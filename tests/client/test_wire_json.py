@@ -89,9 +89,10 @@ def _completed(message: Any) -> None:
         value = getattr(message, field.name)
         if field.enum_type and not field.is_repeated and not value:
             setattr(message, field.name, 1)
-        if field.name in ("learning_rate", "coefficient", "scale") and not message.HasField(
-            field.name
-        ):
+        required = {"learning_rate", "coefficient", "scale"}
+        if message.DESCRIPTOR.name == "CorrectionMask":
+            required |= {"low", "high"}
+        if field.name in required and not message.HasField(field.name):
             setattr(message, field.name, 0.0)
         if field.name in ("loss", "optim", "spec", "tokens") and field.message_type:
             value.SetInParent()

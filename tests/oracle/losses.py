@@ -37,12 +37,19 @@ def old_logprobs(counted: Counted, loss: OracleLoss, logp: Tensor) -> Tensor:
     return torch.as_tensor(values)
 
 
-def _correction(rule: Correction, counted: Counted, old: Tensor) -> Tensor:
+def _mismatch(rule: Correction, counted: Counted, old: Tensor) -> Tensor:
     assert counted.path.sampler is not None
     gap = (old - torch.as_tensor(counted.path.sampler)).detach()
+    trained = gap[torch.as_tensor(counted.path.mask)]
     if rule.level == "sequence":
-        gap = torch.full_like(gap, float(gap[torch.as_tensor(counted.path.mask)].sum()))
-    weight = gap.exp()
+        gap = torch.full_like(gap, float(trained.sum()))
+    if rule.level == "geometric":
+        gap = torch.full_like(gap, float(trained.mean()))
+    return gap.exp()
+
+
+def _correction(rule: Correction, counted: Counted, old: Tensor) -> Tensor:
+    weight = _mismatch(rule, counted, old)
     if rule.mode == "truncate":
         return weight.clamp(max=rule.high)
     return torch.where((weight >= rule.low) & (weight <= rule.high), weight, 0.0)
@@ -63,7 +70,7 @@ def _policy_gradient(counted: Counted, loss: OracleLoss, logp: Tensor) -> Tensor
     if loss.kind == "cross_entropy":
         weights = counted.path.weights
         return -logp if weights is None else -torch.as_tensor(weights) * logp
-    if loss.kind == "reinforce" and loss.correction is None:
+    if loss.old == "none":
         return -advantage * logp
     old = old_logprobs(counted, loss, logp)
     ratio = (logp - old).clamp(-20, 20).exp()
@@ -82,6 +89,10 @@ def _policy_gradient(counted: Counted, loss: OracleLoss, logp: Tensor) -> Tensor
         terms = _clipped(ratio, advantage, loss)
     if loss.correction is not None:
         terms = terms * _correction(loss.correction, counted, old)
+    if loss.correction_mask is not None:
+        rule = loss.correction_mask
+        weight = _mismatch(rule, counted, old)
+        terms = torch.where((weight >= rule.low) & (weight <= rule.high), terms, 0.0)
     return terms
 
 

@@ -24,24 +24,31 @@ def _surrogate(ratio: float, advantage: float, loss: OracleLoss) -> float:
     return gain
 
 
-def _weight(loss: OracleLoss, gap: float) -> float:
-    rule = loss.correction
-    if rule is None:
-        return 1.0
-    weight = math.exp(gap)
-    if rule.mode == "truncate":
-        return min(weight, rule.high)
-    return weight if rule.low <= weight <= rule.high else 0.0
+def _weight(loss: OracleLoss, gaps: dict[int, float], token: int) -> float:
+    """What the policy-gradient term of the token is multiplied with."""
+    total = {
+        "sequence": math.exp(sum(gaps.values())),
+        "geometric": math.prod(math.exp(gap / len(gaps)) for gap in gaps.values()),
+        "token": math.exp(gaps[token]),
+    }
+    weight = 1.0
+    rule, mask = loss.correction, loss.correction_mask
+    if rule is not None:
+        weight = min(total[rule.level], rule.high)
+        if rule.mode == "mask" and not rule.low <= total[rule.level] <= rule.high:
+            weight = 0.0
+    if mask is not None and not mask.low <= total[mask.level] <= mask.high:
+        weight = 0.0
+    return weight
 
 
 def _term(
-    counted: Counted, loss: OracleLoss, token: int, logp: float, ratio: float, gap: float
+    counted: Counted, loss: OracleLoss, token: int, logp: float, ratio: float, weight: float
 ) -> float:
     advantage = float(counted.advantages[token])
     if loss.kind == "cross_entropy":
         weights = counted.path.weights
         return -logp * (1.0 if weights is None else float(weights[token]))
-    weight = _weight(loss, gap)
     if loss.kind == "reinforce":
         return -weight * advantage * logp
     if loss.kind == "cispo":
@@ -72,14 +79,13 @@ def path_value(counted: Counted, loss: OracleLoss, logp: Values, entropy: Values
     path = counted.path
     ratios, old = _ratios(counted, loss, logp)
     gaps = dict.fromkeys(ratios, 0.0)
-    if loss.correction is not None:
+    if loss.correction is not None or loss.correction_mask is not None:
         assert path.sampler is not None
         gaps = {token: float(old[token] - path.sampler[token]) for token in ratios}
-        if loss.correction.level == "sequence":
-            gaps = dict.fromkeys(ratios, sum(gaps.values()))
     total = 0.0
     for token in np.flatnonzero(counted.own).tolist():
-        value = _term(counted, loss, token, float(logp[token]), ratios[token], gaps[token])
+        weight = _weight(loss, gaps, token)
+        value = _term(counted, loss, token, float(logp[token]), ratios[token], weight)
         if loss.kl is not None:
             assert path.reference is not None
             d = _within_20(float(logp[token] - path.reference[token]))

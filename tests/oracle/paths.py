@@ -45,7 +45,10 @@ class Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """Rollout correction: mode truncate or mask, level token or sequence; bounds of the weight."""
+    """Rollout correction: bounds of the weight of a token, sequence or its geometric mean.
+
+    Mode truncate or mask; of a mask beside a correction, only whether the weight is within them.
+    """
 
     mode: str
     level: str
@@ -79,6 +82,7 @@ class OracleLoss:
     kl_coefficient: float = 0.0
     entropy_coefficient: float = 0.0
     correction: Correction | None = None
+    correction_mask: Correction | None = None
     shared: str = "sum"
     filter_truncated: bool = False
     overlong: Overlong | None = None

@@ -48,6 +48,7 @@ def make_loss(kind: LossKind, **changes: Any) -> Loss:
         "kl": None,
         "entropy_coefficient": 0.0,
         "correction": None,
+        "correction_mask": None,
         "token_weight": TokenWeight.PER_TOKEN,
         "default_divide_by": DivideBy.TOKENS,
         "shared_tokens": SharedTokens.SUM,

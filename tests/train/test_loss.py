@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ratoon.train.config import (
     CorrectionLevel,
+    CorrectionMask,
     CorrectionMode,
     KlConfig,
     KlKind,
@@ -29,7 +30,7 @@ from tests.oracle.losses_numpy import path_value
 from tests.oracle.paths import Correction, OracleLoss, Path, default_loss
 from tests.train.loss_cases import make_loss, make_objective, summed
 
-_CORRECTIONS = (
+_CORRECTIONS: tuple[RolloutCorrection | None, ...] = (
     None,
     RolloutCorrection(mode=CorrectionMode.TRUNCATE, level=CorrectionLevel.TOKEN, low=0.0, high=1.1),
     RolloutCorrection(mode=CorrectionMode.MASK, level=CorrectionLevel.TOKEN, low=0.7, high=1.3),
@@ -37,7 +38,22 @@ _CORRECTIONS = (
         mode=CorrectionMode.TRUNCATE, level=CorrectionLevel.SEQUENCE, low=0.0, high=1.5
     ),
     RolloutCorrection(mode=CorrectionMode.MASK, level=CorrectionLevel.SEQUENCE, low=0.3, high=3.0),
+    RolloutCorrection(mode=CorrectionMode.MASK, level=CorrectionLevel.GEOMETRIC, low=0.9, high=1.1),
+    RolloutCorrection(
+        mode=CorrectionMode.TRUNCATE, level=CorrectionLevel.GEOMETRIC, low=0.0, high=1.05
+    ),
+    None,
+    RolloutCorrection(mode=CorrectionMode.TRUNCATE, level=CorrectionLevel.TOKEN, low=0.0, high=1.1),
+    RolloutCorrection(
+        mode=CorrectionMode.TRUNCATE, level=CorrectionLevel.SEQUENCE, low=0.0, high=1.5
+    ),
 )
+# By index, beside the corrections.
+_MASKS = {
+    7: CorrectionMask(level=CorrectionLevel.GEOMETRIC, low=0.9, high=1.1),
+    8: CorrectionMask(level=CorrectionLevel.SEQUENCE, low=0.5, high=2.0),
+    9: CorrectionMask(level=CorrectionLevel.TOKEN, low=0.7, high=1.3),
+}
 
 
 def _oracle_loss(loss: Loss) -> OracleLoss:
@@ -60,6 +76,11 @@ def _oracle_loss(loss: Loss) -> OracleLoss:
         rule = loss.correction
         overrides["correction"] = Correction(
             mode=str(rule.mode), level=str(rule.level), low=rule.low, high=rule.high
+        )
+    if loss.correction_mask is not None:
+        mask = loss.correction_mask
+        overrides["correction_mask"] = Correction(
+            mode="mask", level=str(mask.level), low=mask.low, high=mask.high
         )
     return default_loss(str(loss.kind), **overrides)
 
@@ -155,6 +176,7 @@ def test_loss_equals_oracle_with_every_option(kind: LossKind, correction: int) -
             kind,
             objective=make_objective(kind, dual_clip=1.3 if has_dual else math.inf),
             correction=_CORRECTIONS[correction],
+            correction_mask=_MASKS.get(correction),
             token_weight=list(TokenWeight)[seed % 2],
             kl=KlConfig(
                 kind=list(KlKind)[seed % 3], coefficient=0.3, reference=ReferenceKind.GIVEN

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from ratoon.train.config import KlConfig, KlKind, LossKind, ReferenceKind
+from ratoon.train.config import (
+    CorrectionLevel,
+    CorrectionMask,
+    CorrectionMode,
+    KlConfig,
+    KlKind,
+    LossKind,
+    ReferenceKind,
+    RolloutCorrection,
+)
 from ratoon.train.loss.compute import LossOutput, compute_loss
 from ratoon.train.loss.terms import TermColumns
 from ratoon.train.loss_spec import CispoObjective, ClipObjective
@@ -97,6 +106,61 @@ def test_linear_losses_by_hand() -> None:
         assert summed(output).loss == pytest.approx(1.0 - 2.0 + 6.0)
         assert output.grad_logprob_L.tolist() == pytest.approx([-1.0, 1.0, -2.0])
         assert summed(output).ratio_max == 0.0
+
+
+def _corrected(gaps: list[float], **changes: Any) -> LossOutput:
+    """REINFORCE with A = 1 on one path of log-probs -1, -2, -3; gaps are log(old / sampler)."""
+    logprob_L = torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64)
+    columns = TermColumns(
+        sequence_L=torch.zeros(3, dtype=torch.int64),
+        num_sequences=1,
+        counted_C=torch.arange(3),
+        weight_L=torch.ones(3, dtype=torch.float64),
+        advantage_L=torch.ones(3, dtype=torch.float64),
+        old_L=logprob_L,
+        sampler_L=logprob_L - torch.tensor(gaps, dtype=torch.float64),
+        sampler_usable_L=torch.ones(3, dtype=torch.bool),
+        reference_L=None,
+    )
+    loss = make_loss(LossKind.REINFORCE, **changes)
+    return compute_loss(loss, columns, logprob_L, torch.zeros(3, dtype=torch.float64))
+
+
+def test_a_geometric_mask_is_blind_to_length_by_hand() -> None:
+    """Gaps log 2, 0, log 4: the product is 8, its geometric mean 2, whatever the tokens are."""
+    gaps = [math.log(2.0), 0.0, math.log(4.0)]
+    mask = CorrectionMask(level=CorrectionLevel.GEOMETRIC, low=0.5, high=2.01)
+    output = _corrected(gaps, correction_mask=mask)
+    assert output.grad_logprob_L.tolist() == pytest.approx([-1.0, -1.0, -1.0])
+    for other in (
+        CorrectionMask(level=CorrectionLevel.GEOMETRIC, low=0.5, high=1.99),
+        CorrectionMask(level=CorrectionLevel.SEQUENCE, low=0.5, high=7.9),
+    ):
+        output = _corrected(gaps, correction_mask=other)
+        assert output.grad_logprob_L.tolist() == [0.0, 0.0, 0.0]
+        assert summed(output).masked == 3
+    weight = RolloutCorrection(
+        mode=CorrectionMode.MASK, level=CorrectionLevel.GEOMETRIC, low=0.5, high=2.01
+    )
+    output = _corrected(gaps, correction=weight)
+    assert output.grad_logprob_L.tolist() == pytest.approx([-2.0, -2.0, -2.0])
+
+
+def test_a_mask_at_one_level_and_truncation_at_another_by_hand() -> None:
+    """Weights 2, 1, 4 truncated at 3; token 0.9 to 3.5 masks the last, the sequence (8) nothing."""
+    gaps = [math.log(2.0), 0.0, math.log(4.0)]
+    truncate = RolloutCorrection(
+        mode=CorrectionMode.TRUNCATE, level=CorrectionLevel.TOKEN, low=0.0, high=3.0
+    )
+    by_token = CorrectionMask(level=CorrectionLevel.TOKEN, low=0.9, high=3.5)
+    output = _corrected(gaps, correction=truncate, correction_mask=by_token)
+    assert output.grad_logprob_L.tolist() == pytest.approx([-2.0, -1.0, 0.0])
+    assert summed(output).loss == pytest.approx(2.0 + 2.0)
+    assert (summed(output).masked, summed(output).correction_truncated) == (1, 0)
+    by_sequence = CorrectionMask(level=CorrectionLevel.SEQUENCE, low=0.1, high=8.1)
+    output = _corrected(gaps, correction=truncate, correction_mask=by_sequence)
+    assert output.grad_logprob_L.tolist() == pytest.approx([-2.0, -1.0, -3.0])
+    assert (summed(output).masked, summed(output).correction_truncated) == (0, 1)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from ratoon.rollout.validate import validate_groups
 from ratoon.train.config import (
     AdvantageKind,
     CorrectionLevel,
+    CorrectionMask,
     CorrectionMode,
     DivideBy,
     KlConfig,
@@ -45,6 +46,7 @@ from tests import builders
 
 _MASK = RolloutCorrection(mode=CorrectionMode.MASK, level=CorrectionLevel.TOKEN, low=0.5, high=2.0)
 _TRUNCATE = replace(_MASK, mode=CorrectionMode.TRUNCATE, low=0.0)
+_GEOMETRIC = CorrectionMask(level=CorrectionLevel.GEOMETRIC, low=0.9, high=1.1)
 _GIVEN_OLD = OldLogprobs(kind=OldLogprobsKind.GIVEN)
 
 
@@ -277,6 +279,26 @@ _PENALTY = OverlongPenalty(max_tokens=10, buffer_tokens=4, scale=1.0)
             {},
             {"old_logprobs": _GIVEN_OLD, "correction": replace(_TRUNCATE, high=0.5)},
             "loss.correction.high",
+        ),
+        (LossKind.GRPO, {}, {"correction_mask": _GEOMETRIC}, "loss.correction_mask"),
+        (LossKind.CROSS_ENTROPY, {}, {"correction_mask": _GEOMETRIC}, "loss.correction_mask"),
+        (
+            LossKind.GRPO,
+            _NO_SAMPLER,
+            {"old_logprobs": _GIVEN_OLD, "correction_mask": _GEOMETRIC},
+            "loss.correction_mask",
+        ),
+        (
+            LossKind.GRPO,
+            {},
+            {"old_logprobs": _GIVEN_OLD, "correction_mask": replace(_GEOMETRIC, low=1.2)},
+            "loss.correction_mask.low",
+        ),
+        (
+            LossKind.REINFORCE,
+            {},
+            {"correction_mask": replace(_GEOMETRIC, high=math.inf)},
+            "loss.correction_mask.high",
         ),
         (LossKind.GRPO, {"top_p": 0.9}, {}, "groups[0].rollouts[0].top_p"),
         (LossKind.GRPO, {"top_k": 40}, {}, "groups[0].rollouts[0].top_k"),

@@ -16,6 +16,7 @@ from ratoon.rollout.batch import RolloutBatch
 from ratoon.train.config import (
     AdvantageKind,
     CorrectionLevel,
+    CorrectionMask,
     CorrectionMode,
     KlConfig,
     KlKind,
@@ -80,6 +81,12 @@ CORRECTIONS = {
     "truncate_token": _correction(CorrectionMode.TRUNCATE, CorrectionLevel.TOKEN, high=1.1),
     "mask_token": _correction(CorrectionMode.MASK, CorrectionLevel.TOKEN, low=0.8, high=1.2),
     "truncate_sequence": _correction(CorrectionMode.TRUNCATE, CorrectionLevel.SEQUENCE, high=1.2),
+    "truncate_geometric": _correction(
+        CorrectionMode.TRUNCATE, CorrectionLevel.GEOMETRIC, high=1.02
+    ),
+    "mask_geometric": _correction(
+        CorrectionMode.MASK, CorrectionLevel.GEOMETRIC, low=0.93, high=1.07
+    ),
     "mask_sequence": _correction(CorrectionMode.MASK, CorrectionLevel.SEQUENCE, low=0.6, high=1.7),
 }
 
@@ -167,6 +174,34 @@ def test_rollout_correction(pair: Pair, kind: LossKind, correction: RolloutCorre
     )
     batch = _batch(pair, 24, kinds=("flat", "tree"))
     check_gradients(pair, batch, request, micro_batch_tokens=50)
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [1, 50, WHOLE])
+@pytest.mark.parametrize("level", CorrectionLevel)
+def test_a_mask_alone_and_beside_a_weight_of_another_level(
+    pair: Pair, level: CorrectionLevel, micro_batch_tokens: int
+) -> None:
+    mask = CorrectionMask(level=level, low=0.9, high=1.1)
+    truncate = CORRECTIONS["truncate_token"]
+    if level is CorrectionLevel.TOKEN:
+        truncate = CORRECTIONS["truncate_sequence"]
+    batch = _batch(pair, 24, kinds=("flat", "tree"))
+    for correction in (None, truncate):
+        request = LossRequest(
+            kind=LossKind.GRPO,
+            old_logprobs=GIVEN_OLD,
+            correction=correction,
+            correction_mask=mask,
+            kl=_kl(KlKind.K3),
+        )
+        check_gradients(pair, batch, request, micro_batch_tokens=micro_batch_tokens)
+
+
+@pytest.mark.parametrize("old", [GIVEN_OLD, ON_POLICY, None])
+def test_reinforce_with_a_mask(pair: Pair, old: OldLogprobs | None) -> None:
+    mask = CorrectionMask(level=CorrectionLevel.GEOMETRIC, low=0.93, high=1.07)
+    request = LossRequest(kind=LossKind.REINFORCE, old_logprobs=old, correction_mask=mask)
+    check_gradients(pair, _batch(pair, 25), request)
 
 
 @pytest.mark.parametrize("old", [GIVEN_OLD, ON_POLICY, None])

@@ -159,7 +159,7 @@ def oracle_loss(request: LossRequest, batch: RolloutBatch) -> OracleLoss:
     if request.old_logprobs is not None:
         kind = str(request.old_logprobs.kind)
         fields["old"] = "given" if kind == "from_forward" else kind
-    elif request.kind == "reinforce" and request.correction is not None:
+    elif request.kind == "reinforce" and (request.correction or request.correction_mask):
         fields["old"] = "on_policy"
     if request.kl is not None:
         fields |= {"kl": str(request.kl.kind), "kl_coefficient": request.kl.coefficient}
@@ -168,6 +168,11 @@ def oracle_loss(request: LossRequest, batch: RolloutBatch) -> OracleLoss:
         is_mask = rule.mode is CorrectionMode.MASK
         fields["correction"] = Correction(
             mode=str(rule.mode), level=str(rule.level), low=rule.low * is_mask, high=rule.high
+        )
+    if request.correction_mask is not None:
+        mask = request.correction_mask
+        fields["correction_mask"] = Correction(
+            mode="mask", level=str(mask.level), low=mask.low, high=mask.high
         )
     if isinstance(request.overlong, OverlongPenalty):
         rule = request.overlong

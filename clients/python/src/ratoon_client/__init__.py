@@ -18,6 +18,7 @@ from ratoon_client.errors import (
 )
 from ratoon_client.loss import (
     Correction,
+    CorrectionMask,
     FromForward,
     Kl,
     Loss,
@@ -55,6 +56,7 @@ __all__ = [
     "Checkpoint",
     "ClientConfig",
     "Correction",
+    "CorrectionMask",
     "CustomLoss",
     "ForwardResult",
     "FromForward",

@@ -24,7 +24,7 @@ AdvantageKind = Literal["group_mean_std", "group_mean", "leave_one_out", "none",
 KlKind = Literal["k1", "k2", "k3"]
 ReferenceKind = Literal["given", "frozen"]
 CorrectionMode = Literal["truncate", "mask"]
-CorrectionLevel = Literal["token", "sequence"]
+CorrectionLevel = Literal["token", "sequence", "geometric"]
 TokenWeight = Literal["per_token", "per_sequence"]
 DivideBy = Literal["tokens", "sequences", "groups", "constant", "none"]
 SharedTokens = Literal["sum", "once"]
@@ -55,6 +55,15 @@ class Correction:
     level: CorrectionLevel
     high: float
     low: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorrectionMask:
+    """No policy gradient where exp(old - sampler), at its level, is outside of the bounds."""
+
+    level: CorrectionLevel
+    low: float
+    high: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +102,7 @@ class Loss:
     kl: Kl | None = None
     entropy_coefficient: float = 0.0
     correction: Correction | None = None
+    correction_mask: CorrectionMask | None = None
     token_weight: TokenWeight | None = None
     shared_tokens: SharedTokens | None = None
     overlong: OverlongFilter | OverlongPenalty | None = None

@@ -186,6 +186,8 @@ class _CorrectionLevelEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Corre
     CORRECTION_LEVEL_TOKEN: _CorrectionLevel.ValueType  # 1
     CORRECTION_LEVEL_SEQUENCE: _CorrectionLevel.ValueType  # 2
     """One weight a rollout: the product over its trained tokens."""
+    CORRECTION_LEVEL_GEOMETRIC: _CorrectionLevel.ValueType  # 3
+    """The geometric mean over its trained tokens, exp(mean(old - sampler)): it does not grow with length."""
 
 class CorrectionLevel(_CorrectionLevel, metaclass=_CorrectionLevelEnumTypeWrapper): ...
 
@@ -193,6 +195,8 @@ CORRECTION_LEVEL_UNSPECIFIED: CorrectionLevel.ValueType  # 0
 CORRECTION_LEVEL_TOKEN: CorrectionLevel.ValueType  # 1
 CORRECTION_LEVEL_SEQUENCE: CorrectionLevel.ValueType  # 2
 """One weight a rollout: the product over its trained tokens."""
+CORRECTION_LEVEL_GEOMETRIC: CorrectionLevel.ValueType  # 3
+"""The geometric mean over its trained tokens, exp(mean(old - sampler)): it does not grow with length."""
 Global___CorrectionLevel: _TypeAlias = CorrectionLevel  # noqa: Y015
 
 class _TokenWeight:
@@ -393,6 +397,43 @@ class RolloutCorrection(_message.Message):
 Global___RolloutCorrection: _TypeAlias = RolloutCorrection  # noqa: Y015
 
 @_typing.final
+class CorrectionMask(_message.Message):
+    """Terms whose weight exp(old - sampler) is outside [low, high] have no policy gradient: a token's
+    own, or all of a rollout's by its product or geometric mean. Others keep what `correction` says.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEVEL_FIELD_NUMBER: _builtins.int
+    LOW_FIELD_NUMBER: _builtins.int
+    HIGH_FIELD_NUMBER: _builtins.int
+    level: Global___CorrectionLevel.ValueType
+    low: _builtins.float
+    """Both required; low <= 1 <= high."""
+    high: _builtins.float
+    def __init__(
+        self,
+        *,
+        level: Global___CorrectionLevel.ValueType = ...,
+        low: _builtins.float | None = ...,
+        high: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_high", b"_high", "_low", b"_low", "high", b"high", "low", b"low"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_high", b"_high", "_low", b"_low", "high", b"high", "level", b"level", "low", b"low"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__high: _TypeAlias = _typing.Literal["high"]  # noqa: Y015
+    _WhichOneofArgType__high: _TypeAlias = _typing.Literal["_high", b"_high"]  # noqa: Y015
+    _WhichOneofReturnType__low: _TypeAlias = _typing.Literal["low"]  # noqa: Y015
+    _WhichOneofArgType__low: _TypeAlias = _typing.Literal["_low", b"_low"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__high) -> _WhichOneofReturnType__high | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__low) -> _WhichOneofReturnType__low | None: ...
+
+Global___CorrectionMask: _TypeAlias = CorrectionMask  # noqa: Y015
+
+@_typing.final
 class OverlongFilter(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -482,6 +523,7 @@ class LossConfig(_message.Message):
     STALENESS_FIELD_NUMBER: _builtins.int
     ROUTER_AUX_LOSS_COEFFICIENT_FIELD_NUMBER: _builtins.int
     ALLOW_TRUNCATED_SAMPLING_FIELD_NUMBER: _builtins.int
+    CORRECTION_MASK_FIELD_NUMBER: _builtins.int
     kind: Global___LossKind.ValueType
     advantage: Global___AdvantageKind.ValueType
     clip_low: _builtins.float
@@ -512,6 +554,10 @@ class LossConfig(_message.Message):
     def overlong_penalty(self) -> Global___OverlongPenalty: ...
     @_builtins.property
     def staleness(self) -> Global___StalenessConfig: ...
+    @_builtins.property
+    def correction_mask(self) -> Global___CorrectionMask:
+        """With or without a correction, at the same level or another."""
+
     def __init__(
         self,
         *,
@@ -532,10 +578,11 @@ class LossConfig(_message.Message):
         staleness: Global___StalenessConfig | None = ...,
         router_aux_loss_coefficient: _builtins.float = ...,
         allow_truncated_sampling: _builtins.bool = ...,
+        correction_mask: Global___CorrectionMask | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_drop_zero_variance_groups", b"_drop_zero_variance_groups", "_dual_clip", b"_dual_clip", "clip_high", b"clip_high", "clip_low", b"clip_low", "correction", b"correction", "drop_zero_variance_groups", b"drop_zero_variance_groups", "dual_clip", b"dual_clip", "kl", b"kl", "old_logprobs", b"old_logprobs", "overlong", b"overlong", "overlong_filter", b"overlong_filter", "overlong_penalty", b"overlong_penalty", "staleness", b"staleness"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_drop_zero_variance_groups", b"_drop_zero_variance_groups", "_dual_clip", b"_dual_clip", "clip_high", b"clip_high", "clip_low", b"clip_low", "correction", b"correction", "correction_mask", b"correction_mask", "drop_zero_variance_groups", b"drop_zero_variance_groups", "dual_clip", b"dual_clip", "kl", b"kl", "old_logprobs", b"old_logprobs", "overlong", b"overlong", "overlong_filter", b"overlong_filter", "overlong_penalty", b"overlong_penalty", "staleness", b"staleness"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_drop_zero_variance_groups", b"_drop_zero_variance_groups", "_dual_clip", b"_dual_clip", "advantage", b"advantage", "allow_truncated_sampling", b"allow_truncated_sampling", "clip_high", b"clip_high", "clip_low", b"clip_low", "correction", b"correction", "drop_zero_variance_groups", b"drop_zero_variance_groups", "dual_clip", b"dual_clip", "entropy_coefficient", b"entropy_coefficient", "kind", b"kind", "kl", b"kl", "old_logprobs", b"old_logprobs", "overlong", b"overlong", "overlong_filter", b"overlong_filter", "overlong_penalty", b"overlong_penalty", "router_aux_loss_coefficient", b"router_aux_loss_coefficient", "shared_tokens", b"shared_tokens", "staleness", b"staleness", "token_weight", b"token_weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_drop_zero_variance_groups", b"_drop_zero_variance_groups", "_dual_clip", b"_dual_clip", "advantage", b"advantage", "allow_truncated_sampling", b"allow_truncated_sampling", "clip_high", b"clip_high", "clip_low", b"clip_low", "correction", b"correction", "correction_mask", b"correction_mask", "drop_zero_variance_groups", b"drop_zero_variance_groups", "dual_clip", b"dual_clip", "entropy_coefficient", b"entropy_coefficient", "kind", b"kind", "kl", b"kl", "old_logprobs", b"old_logprobs", "overlong", b"overlong", "overlong_filter", b"overlong_filter", "overlong_penalty", b"overlong_penalty", "router_aux_loss_coefficient", b"router_aux_loss_coefficient", "shared_tokens", b"shared_tokens", "staleness", b"staleness", "token_weight", b"token_weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__clip_high: _TypeAlias = _typing.Literal["clip_high"]  # noqa: Y015
     _WhichOneofArgType__clip_high: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high"]  # noqa: Y015

@@ -54,8 +54,11 @@ class CorrectionMode(StrEnum):
 
 
 class CorrectionLevel(StrEnum):
+    """Of one weight: a token's, the product over a rollout's trained tokens, its geometric mean."""
+
     TOKEN = "token"
     SEQUENCE = "sequence"
+    GEOMETRIC = "geometric"
 
 
 class TokenWeight(StrEnum):
@@ -121,6 +124,15 @@ class RolloutCorrection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CorrectionMask:
+    """Terms with exp(old - sampler) outside [low, high] have no policy gradient."""
+
+    level: CorrectionLevel
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OverlongFilter:
     """Truncated rollouts are dropped after advantages."""
 
@@ -156,6 +168,7 @@ class LossRequest:
     kl: KlConfig | None = None
     entropy_coefficient: float = 0.0
     correction: RolloutCorrection | None = None
+    correction_mask: CorrectionMask | None = None
     token_weight: TokenWeight | None = None
     shared_tokens: SharedTokens = SharedTokens.SUM
     overlong: OverlongFilter | OverlongPenalty | None = None

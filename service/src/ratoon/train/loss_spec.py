@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from ratoon.train.config import (
     AdvantageKind,
+    CorrectionMask,
     DivideBy,
     KlConfig,
     LossKind,
@@ -85,6 +86,7 @@ class Loss:
     kl: KlConfig | None
     entropy_coefficient: float
     correction: RolloutCorrection | None
+    correction_mask: CorrectionMask | None
     token_weight: TokenWeight
     default_divide_by: DivideBy
     shared_tokens: SharedTokens

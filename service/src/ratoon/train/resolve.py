@@ -30,7 +30,12 @@ from ratoon.train.loss_spec import (
     SequenceClipObjective,
 )
 from ratoon.train.resolve_checks import require, require_finite, require_not_negative
-from ratoon.train.resolve_logprobs import resolve_correction, resolve_kl, resolve_old_logprobs
+from ratoon.train.resolve_logprobs import (
+    resolve_correction,
+    resolve_correction_mask,
+    resolve_kl,
+    resolve_old_logprobs,
+)
 from ratoon.train.resolve_optim import check_optim, resolve_optim
 
 __all__ = ["check_optim", "resolve_loss", "resolve_optim"]
@@ -69,6 +74,7 @@ def resolve_loss(request: LossRequest, batch: RolloutBatch, *, has_frozen_refere
         kl=resolve_kl(request.kl, batch, has_frozen_reference=has_frozen_reference),
         entropy_coefficient=request.entropy_coefficient,
         correction=resolve_correction(request, batch),
+        correction_mask=resolve_correction_mask(request, batch),
         token_weight=request.token_weight or defaults.token_weight,
         default_divide_by=defaults.divide_by,
         shared_tokens=request.shared_tokens,

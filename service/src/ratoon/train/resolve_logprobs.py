@@ -10,6 +10,7 @@ from ratoon.errors import invalid
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.fields import first_true, sequence_field
 from ratoon.train.config import (
+    CorrectionMask,
     CorrectionMode,
     KlConfig,
     LossKind,
@@ -26,7 +27,8 @@ from ratoon.train.resolve_checks import require, require_finite
 def resolve_old_logprobs(request: LossRequest, batch: RolloutBatch) -> OldLogprobs | None:
     """Old log-probs enter the ratio and the correction; a loss with neither has none."""
     defaults = LOSS_DEFAULTS[request.kind]
-    if not defaults.has_ratio and request.correction is None:
+    is_corrected = request.correction is not None or request.correction_mask is not None
+    if not defaults.has_ratio and not is_corrected:
         if request.old_logprobs is not None:
             raise invalid(
                 "loss.old_logprobs",
@@ -71,24 +73,42 @@ def resolve_correction(request: LossRequest, batch: RolloutBatch) -> RolloutCorr
     correction = request.correction
     if correction is None:
         return None
+    _require_mismatch("loss.correction", correction.mode, request, batch)
+    _require_bounds("loss.correction", correction.low, correction.high)
+    if correction.mode is CorrectionMode.TRUNCATE and correction.low != 0:
+        raise invalid("loss.correction.low", correction.low, "absent: it belongs to mode mask")
+    return correction
+
+
+def resolve_correction_mask(request: LossRequest, batch: RolloutBatch) -> CorrectionMask | None:
+    """The same of a mask; None: no mask."""
+    mask = request.correction_mask
+    if mask is None:
+        return None
+    _require_mismatch("loss.correction_mask", mask.level, request, batch)
+    _require_bounds("loss.correction_mask", mask.low, mask.high)
+    return mask
+
+
+def _require_mismatch(field: str, got: object, request: LossRequest, batch: RolloutBatch) -> None:
+    """There are old and sampler log-probs, and they differ."""
     if request.kind is LossKind.CROSS_ENTROPY:
-        raise invalid("loss.correction", correction.mode, "absent: cross_entropy has no sampler")
+        raise invalid(field, got, "absent: cross_entropy has no sampler")
     old = request.old_logprobs
     sampler_is_default = old is None and LOSS_DEFAULTS[request.kind].has_ratio
     if sampler_is_default or (old is not None and old.kind is OldLogprobsKind.SAMPLER):
         raise invalid(
-            "loss.correction",
+            field,
             "old_logprobs sampler",
             "old_logprobs given, from_forward or on_policy: exp(old - sampler) would be 1",
         )
-    _require_sampler("loss.correction", correction.mode, request, batch)
-    # A weight of 1, where sampler and trainer agree, is neither truncated nor masked.
-    low, high = correction.low, correction.high
-    require("loss.correction.low", low, 0 <= low <= 1, "a number from 0 to 1")
-    require("loss.correction.high", high, high >= 1, "a finite number, at least 1")
-    if correction.mode is CorrectionMode.TRUNCATE and correction.low != 0:
-        raise invalid("loss.correction.low", correction.low, "absent: it belongs to mode mask")
-    return correction
+    _require_sampler(field, got, request, batch)
+
+
+def _require_bounds(field: str, low: float, high: float) -> None:
+    """A weight of 1, where sampler and trainer agree, is neither truncated nor masked."""
+    require(f"{field}.low", low, 0 <= low <= 1, "a number from 0 to 1")
+    require(f"{field}.high", high, high >= 1, "a finite number, at least 1")
 
 
 def _require_sampler(field: str, got: object, request: LossRequest, batch: RolloutBatch) -> None:

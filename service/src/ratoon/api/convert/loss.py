@@ -11,6 +11,7 @@ from ratoon.api.convert.enums import from_wire, optional_from_wire
 from ratoon.train.config import (
     AdvantageKind,
     CorrectionLevel,
+    CorrectionMask,
     CorrectionMode,
     DivideBy,
     KlConfig,
@@ -49,6 +50,11 @@ def loss_request(message: wire.LossConfig) -> LossRequest:
         kl=_kl(message.kl) if message.HasField("kl") else None,
         entropy_coefficient=message.entropy_coefficient,
         correction=_correction(message.correction) if message.HasField("correction") else None,
+        correction_mask=(
+            _correction_mask(message.correction_mask)
+            if message.HasField("correction_mask")
+            else None
+        ),
         token_weight=optional_from_wire(
             "loss.token_weight", message.token_weight, wire.TokenWeight, TokenWeight
         ),
@@ -108,6 +114,19 @@ def _correction(message: wire.RolloutCorrection) -> RolloutCorrection:
         mode=from_wire("loss.correction.mode", message.mode, wire.CorrectionMode, CorrectionMode),
         level=from_wire(
             "loss.correction.level", message.level, wire.CorrectionLevel, CorrectionLevel
+        ),
+        low=message.low,
+        high=message.high,
+    )
+
+
+def _correction_mask(message: wire.CorrectionMask) -> CorrectionMask:
+    for name in ("low", "high"):
+        if not message.HasField(name):
+            raise required(f"loss.correction_mask.{name}", _NUMBER)
+    return CorrectionMask(
+        level=from_wire(
+            "loss.correction_mask.level", message.level, wire.CorrectionLevel, CorrectionLevel
         ),
         low=message.low,
         high=message.high,

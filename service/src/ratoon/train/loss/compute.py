@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ratoon.train.config import CorrectionLevel
 from ratoon.train.loss.clamp import clamp_gap
-from ratoon.train.loss.correction import CorrectionTerms, correction_terms
+from ratoon.train.loss.correction import CorrectionTerms, Mismatch, correction_terms
 from ratoon.train.loss.kl import kl_terms
 from ratoon.train.loss.ratio import token_log_ratio
 from ratoon.train.loss.registry import LOSS_FUNCTIONS
@@ -38,10 +38,9 @@ class LossOutput:
 
 def is_of_single_tokens(loss: Loss) -> bool:
     """Whether a term's gradient depends on no other term: no sequence ratio, no such weight."""
-    is_by_sequence = (
-        loss.correction is not None and loss.correction.level is CorrectionLevel.SEQUENCE
-    )
-    return LOSS_FUNCTIONS[loss.kind].ratio is token_log_ratio and not is_by_sequence
+    rules = (loss.correction, loss.correction_mask)
+    is_by_token = all(rule is None or rule.level is CorrectionLevel.TOKEN for rule in rules)
+    return LOSS_FUNCTIONS[loss.kind].ratio is token_log_ratio and is_by_token
 
 
 def compute_loss(
@@ -122,13 +121,15 @@ def compute_loss(
 
 def _correction(loss: Loss, columns: TermColumns, old_L: Tensor) -> CorrectionTerms | None:
     """The correction of the counted terms; None: the loss has none."""
-    if loss.correction is None:
+    if loss.correction is None and loss.correction_mask is None:
         return None
     assert columns.sampler_L is not None
-    found = correction_terms(
-        loss.correction, old_L, columns.sampler_L, columns.sequence_L, columns.num_sequences
+    mismatch = Mismatch(
+        gap_L=old_L - columns.sampler_L,
+        sequence_L=columns.sequence_L,
+        num_sequences=columns.num_sequences,
     )
-    return found.at(columns.counted_C)
+    return correction_terms(loss.correction, loss.correction_mask, mismatch).at(columns.counted_C)
 
 
 def _gradients(total: Tensor, logprob_L: Tensor, entropy_L: Tensor) -> tuple[Tensor, Tensor]:

@@ -40,6 +40,12 @@ class RolloutCorrection(WireModel):
     high: Float
 
 
+class CorrectionMask(WireModel):
+    level: CorrectionLevel
+    low: Float
+    high: Float
+
+
 class OverlongFilter(WireModel):
     """Truncated rollouts are dropped after advantages."""
 
@@ -67,6 +73,7 @@ class LossConfig(WireModel):
     kl: KlConfig | None = None
     entropy_coefficient: Float | None = None
     correction: RolloutCorrection | None = None
+    correction_mask: CorrectionMask | None = None
     token_weight: TokenWeight | None = None
     shared_tokens: SharedTokens | None = None
     overlong_filter: OverlongFilter | None = None
