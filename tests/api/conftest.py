@@ -90,7 +90,7 @@ async def api(tmp_path: Path) -> AsyncIterator[Api]:
         port=0,
         max_message_bytes=MAX_MESSAGE_BYTES,
         limits=limits,
-        credentials=None,
+        context=None,
     )
     async with grpc.aio.insecure_channel(f"127.0.0.1:{running.port}") as channel:
         yield Api(
@@ -101,7 +101,7 @@ async def api(tmp_path: Path) -> AsyncIterator[Api]:
             models_root=models_root,
             weights=weights,
         )
-    await running.server.stop(None)
+    await running.stop(None)
 
 
 @pytest.fixture

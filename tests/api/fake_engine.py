@@ -133,7 +133,7 @@ class FakeEngine:
     async def list_policies(self) -> Sequence[Policy]:
         return list(self.policies.values())
 
-    async def check_taking(self) -> None:
+    async def check_well(self) -> None:
         if self.is_draining:
             raise RatoonError(ErrorCode.UNAVAILABLE, "the service is draining")
 

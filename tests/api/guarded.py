@@ -16,7 +16,6 @@ import pytest
 from fastapi import FastAPI
 
 from ratoon.api.gate import Gate, build_gate
-from ratoon.api.grpc.access import EarlyRefusal
 from ratoon.api.grpc.server import start_server
 from ratoon.api.grpc.servicer import PolicyServicer
 from ratoon.api.http.app import create_app
@@ -95,8 +94,7 @@ async def guarded_service(
         port=0,
         max_message_bytes=MESSAGE_BYTES,
         limits=limits,
-        credentials=None,
-        interceptors=[EarlyRefusal(gate, servicer.refuse)],
+        context=None,
     )
     app = create_app(service, limits, gate=gate)
     address = f"127.0.0.1:{running.port}"
@@ -107,7 +105,7 @@ async def guarded_service(
         yield Guarded(
             root=root, address=address, channel=channel, client=client, app=app, gate=gate
         )
-    await running.server.stop(None)
+    await running.stop(None)
 
 
 async def refusal(wire: Wire, rpc: str, request: Any) -> tuple[str, int | grpc.StatusCode, str]:

@@ -14,7 +14,7 @@ import pytest
 from google.protobuf.message_factory import GetMessageClass
 
 from ratoon.api.gate import OF_NO_POLICY, build_gate, policy_of
-from ratoon.api.grpc.access import call_name, host_of
+from ratoon.api.grpc.access import host_of
 from ratoon.api.http.access import call_of
 from ratoon.api.http.app import create_app
 from ratoon.auth.key_file import KeyFile
@@ -31,6 +31,7 @@ from tests.api.wires import (
     SERVICE,
     grpc_error,
     http_error,
+    rpc_call,
 )
 
 MINE, OTHER, NOWHERE = requests.POLICY, "tiny-2", "tiny-3"
@@ -42,7 +43,7 @@ def _empty(rpc: str) -> Any:
 
 
 def test_every_rpc_has_a_row_and_no_row_is_for_nothing() -> None:
-    rpcs = {call_name(method.name) for method in SERVICE.methods}
+    rpcs = {rpc_call(method.name) for method in SERVICE.methods}
     assert rpcs == set(CALL_SCOPES) - {"metrics", "api_document"}
     assert [call for call, scope in CALL_SCOPES.items() if scope is None] == [
         "health",
@@ -53,7 +54,7 @@ def test_every_rpc_has_a_row_and_no_row_is_for_nothing() -> None:
 def test_every_request_names_its_policy_or_is_of_none() -> None:
     """A new call whose policy the gate cannot find would be closed to every key of some."""
     for method in SERVICE.methods:
-        if call_name(method.name) in OF_NO_POLICY:
+        if rpc_call(method.name) in OF_NO_POLICY:
             continue
         request: Any = _empty(method.name)
         match method.name:

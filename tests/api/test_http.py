@@ -237,7 +237,7 @@ async def test_an_engine_that_is_away_makes_the_server_unwell(
     async def away() -> None:
         raise RatoonError(ErrorCode.UNAVAILABLE, "the engine does not answer")
 
-    monkeypatch.setattr(api.engine, "list_policies", away)
+    monkeypatch.setattr(api.engine, "check_well", away)
     response = await api.http.client.get("/v1/health")
     assert response.status_code == 503
     assert response.headers["retry-after"] == "1"

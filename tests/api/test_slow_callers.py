@@ -12,8 +12,7 @@ import grpc.aio
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from ratoon.api.grpc import deadlines
-from ratoon.api.grpc import server as grpc_server
+from ratoon.api.grpc import intake
 from ratoon.api.grpc.server import start_server
 from ratoon.api.grpc.servicer import PolicyServicer
 from ratoon.api.http.app import create_app
@@ -201,10 +200,10 @@ async def gateway(api: Api, **changes: float) -> AsyncIterator[int]:
         port=0,
         max_message_bytes=MAX_MESSAGE_BYTES,
         limits=api.limits.model_copy(update=changes),
-        credentials=None,
+        context=None,
     )
     yield running.port
-    await running.server.stop(None)
+    await running.stop(None)
 
 
 async def test_half_a_message_is_waited_for_only_so_long(api: Api) -> None:
@@ -225,8 +224,8 @@ async def test_half_a_message_is_waited_for_only_so_long(api: Api) -> None:
 async def test_only_so_many_chunks_wait_for_their_readers(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grpc_server, "_MAX_UNSENT_BYTES", 1)
-    monkeypatch.setattr(deadlines, "_PLACE_S", 0.2)
+    monkeypatch.setattr(intake, "UNSENT_BYTES", 1)
+    monkeypatch.setattr(intake, "_PLACE_S", 0.2)
     started, release = asyncio.Event(), asyncio.Event()
 
     async def fetch(*_: object) -> bytes:

@@ -60,6 +60,11 @@ NOT_BUILT = (
 )  # fmt: skip
 
 
+def rpc_call(rpc: str) -> str:
+    """The service's method of an RPC: `get_policy` of `GetPolicy`."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", rpc).lower()
+
+
 class WireError(Exception):
     """An error as it came over a wire: the detail, and the wire's own status."""
 

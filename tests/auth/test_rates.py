@@ -44,13 +44,6 @@ def test_a_refusal_says_when_there_is_one_more(tmp_path: Path) -> None:
     assert (refusal.details["resource"], refusal.retry_after_s) == ("requests_per_second", 10)
 
 
-def test_looking_takes_nothing(tmp_path: Path) -> None:
-    rates, limits = Rates(tmp_path, Clock()), KeyLimits(requests_per_second=1.0)
-    assert [rates.refusal("k", limits) for _ in range(5)] == [None] * 5
-    assert _taken(rates, limits, 5) == 1
-    assert rates.refusal("k", limits) is not None
-
-
 @pytest.mark.parametrize(
     ("key_id", "limits"), [("", KeyLimits(requests_per_second=1.0)), ("k", KeyLimits())]
 )

@@ -14,7 +14,6 @@ from typing import Any
 import uvicorn
 
 from ratoon.api.convert.policy import SpecDefaults
-from ratoon.api.grpc.credentials import server_credentials
 from ratoon.api.grpc.server import start_server
 from ratoon.api.grpc.servicer import PolicyServicer
 from ratoon.api.http.app import create_app
@@ -84,7 +83,7 @@ async def _serve(
         port=0,
         max_message_bytes=MESSAGE_BYTES,
         limits=LIMITS,
-        credentials=server_credentials(store),
+        context=server_context(CertificateStore(files), protocols=("h2",)),
     )
 
     def context(*_: Any) -> Any:
@@ -107,4 +106,4 @@ async def _serve(
     await over.wait()
     server.should_exit = True
     await serving
-    await gateway.server.stop(None)
+    await gateway.stop(None)

@@ -74,7 +74,7 @@ class GrpcConfig(_Section):
     gateway_port: int = Field(default=8443, ge=0, le=65535)
     serve_proxy: bool = True
     serve_port: int = Field(default=9000, ge=0, le=65535)
-    max_message_bytes: int = Field(default=256 * MIB, ge=MIB)
+    max_message_bytes: int = Field(default=64 * MIB, ge=MIB)
 
 
 class AuthConfig(_Section):
@@ -115,8 +115,8 @@ class TlsConfig(_Section):
 class LimitsConfig(_Section):
     """Bounds that are checked before anything is allocated. Sizes in bytes, times in seconds."""
 
-    max_body_bytes: int = Field(default=256 * MIB, ge=1024)
-    # For a request to come: all of it, and the longest pause in it (gRPC knows the first alone).
+    max_body_bytes: int = Field(default=64 * MIB, ge=1024)
+    # For a request to come: all of it, and the longest pause in it.
     max_body_s: float = Field(default=600.0, gt=0)
     max_body_pause_s: float = Field(default=30.0, gt=0)
     max_fetch_bytes: int = Field(default=16 * MIB, ge=1024, le=16 * MIB)

@@ -21,7 +21,7 @@ from ratoon.api.holding import acting_for
 from ratoon.auth.access import Access, Caller, Presented, access_of, denied, nobody
 from ratoon.auth.audit import Audit, AuditEntry, AuditLog
 from ratoon.auth.rates import InFlight, Rates
-from ratoon.auth.scopes import is_changing
+from ratoon.auth.scopes import CALL_SCOPES, is_changing
 from ratoon.config import RatoonConfig
 from ratoon.engine.types import Holder
 from ratoon.errors import ErrorCode, RatoonError
@@ -82,15 +82,12 @@ class Gate:
             error = self._in_flight.refusal(caller.name)
         if error is None:
             error = self._rates.take(caller.key_id, caller.limits)
+        if error is None and CALL_SCOPES[call] is None:
+            error = self._rates.take_free(caller.peer)
         if error is not None:
             self._refuse(visit, "", 0, error)
         self._in_flight.begin(caller.name)
         return visit
-
-    def refusal(self, call: str, presented: Presented) -> RatoonError | None:
-        """What `enter` would raise of the key alone; nothing is recorded or counted."""
-        caller, error = self._judged(call, presented)
-        return error or self._rates.refusal(caller.key_id, caller.limits)
 
     def _judged(self, call: str, presented: Presented) -> tuple[Caller, RatoonError | None]:
         """Who calls, as far as that is proven, and why not."""

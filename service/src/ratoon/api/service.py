@@ -50,6 +50,9 @@ BatchRequest = (
     service_pb2.UpdateRequest | service_pb2.ForwardBackwardRequest | service_pb2.ForwardRequest
 )
 MAX_UPLOAD_PARTS = 65_536
+# How old an answer of Health may be, and how long the engine's may take.
+HEALTH_S = 1.0
+HEALTH_ANSWER_S = 5.0
 # Seconds between two messages of a watched operation.
 WATCH_INTERVAL_S = 0.25
 
@@ -65,6 +68,8 @@ class PolicyService:
         self._defaults = defaults
         self._device = device
         self._begun: set[asyncio.Task[Any]] = set()
+        self._health: asyncio.Task[str] | None = None
+        self._asked_at = 0.0
 
     async def create_policy(
         self, request: service_pb2.CreatePolicyRequest
@@ -209,13 +214,24 @@ class PolicyService:
         return server_info(self._limits, device=self._device, backends=backends)
 
     async def health(self, request: service_pb2.HealthRequest) -> service_pb2.HealthResponse:
-        """Whether the engine answers; what is wrong is text, not an error."""
+        """Whether the engine answers; what is wrong is text, not an error.
+
+        Asked without a key, so the engine is asked once in `HEALTH_S` seconds, whoever asks.
+        """
+        now = asyncio.get_running_loop().time()
+        if self._health is None or (self._health.done() and now - self._asked_at >= HEALTH_S):
+            self._asked_at = now
+            self._health = asyncio.create_task(self._asked_health())
+        return service_pb2.HealthResponse(status=await asyncio.shield(self._health))
+
+    async def _asked_health(self) -> str:
         try:
-            await self._engine.list_policies()
-            await self._engine.check_taking()
+            await asyncio.wait_for(self._engine.check_well(), HEALTH_ANSWER_S)
+        except TimeoutError:
+            return "engine: it does not answer"
         except RatoonError as error:
-            return service_pb2.HealthResponse(status=f"engine: {error.message}")
-        return service_pb2.HealthResponse(status="ok")
+            return f"engine: {error.message}"
+        return "ok"
 
     async def metrics_text(self) -> bytes:
         """Prometheus text of all processes together."""

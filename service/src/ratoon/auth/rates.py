@@ -31,6 +31,13 @@ _BUCKET = struct.Struct("<dd")
 _log = get_logger("rates")
 
 
+# Calls that need no key: of a host by each process, a second and at once. Hosts beyond so many
+# share what is left.
+FREE_RATE = 50.0
+FREE_BURST = 100
+_MAX_HOSTS = 4096
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bucket:
     """`level` requests could be made at once at `at`."""
@@ -49,22 +56,16 @@ class Rates:
     def __init__(self, data_root: Path, now: Callable[[], float] = time.time) -> None:
         self._folder = access_folder(data_root) / "rates"
         self._now = now
-
-    def refusal(self, key_id: str, limits: KeyLimits) -> RatoonError | None:
-        """Why a request of the key would be refused now; nothing is counted."""
-        return self._judged(key_id, limits, 0.0)
+        self._hosts: dict[str, _Bucket] = {}
 
     def take(self, key_id: str, limits: KeyLimits) -> RatoonError | None:
         """Count a request of the key, unless it is refused."""
-        return self._judged(key_id, limits, 1.0)
-
-    def _judged(self, key_id: str, limits: KeyLimits, used: float) -> RatoonError | None:
         rate = limits.requests_per_second
         if not key_id or rate is None:
             return None
         burst = limits.burst if limits.burst is not None else max(math.ceil(rate), 1)
         try:
-            missing = 1.0 - self._level(key_id, rate, burst, used)
+            missing = 1.0 - self._level(key_id, rate, burst)
         except OSError as err:
             _log.error("rate not counted", key_id=key_id, error=str(err))
             return None
@@ -79,14 +80,36 @@ class Rates:
             retry_after_s=missing / rate,
         )
 
-    def _level(self, key_id: str, rate: float, burst: int, used: float) -> float:
-        """Of the bucket now, before `used` are taken from it, if it has one. Raises `OSError`."""
+    def take_free(self, host: str) -> RatoonError | None:
+        """Count a call that needs no key, unless it is refused."""
+        now = self._now()
+        if len(self._hosts) >= _MAX_HOSTS:
+            full_after = now - FREE_BURST / FREE_RATE
+            self._hosts = {name: b for name, b in self._hosts.items() if b.at > full_after}
+        if host not in self._hosts and len(self._hosts) >= _MAX_HOSTS:
+            host = ""
+        bucket = self._hosts.get(host, _Bucket(level=FREE_BURST, at=now))
+        filled = min(bucket.level + max(now - bucket.at, 0.0) * FREE_RATE, FREE_BURST)
+        if filled < 1.0:
+            return exhausted(
+                f"host {host}: at most {FREE_RATE:g} calls a second without a key",
+                resource="requests_per_second",
+                wanted=1,
+                free=0,
+                limit=math.ceil(FREE_RATE),
+                retry_after_s=(1.0 - filled) / FREE_RATE,
+            )
+        self._hosts[host] = _Bucket(level=filled - 1.0, at=now)
+        return None
+
+    def _level(self, key_id: str, rate: float, burst: int) -> float:
+        """Of the bucket now, before one is taken from it, if it has one. Raises `OSError`."""
         descriptor = self._open(key_id)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             bucket = _filled(os.pread(descriptor, _BUCKET.size, 0), self._now(), rate, burst)
-            if used and bucket.level >= 1.0:
-                os.pwrite(descriptor, _BUCKET.pack(bucket.level - used, bucket.at), 0)
+            if bucket.level >= 1.0:
+                os.pwrite(descriptor, _BUCKET.pack(bucket.level - 1.0, bucket.at), 0)
             return bucket.level
         finally:
             os.close(descriptor)

@@ -190,9 +190,9 @@ class EngineClient:
 
         return await self._read(policy_id, read)
 
-    async def check_taking(self) -> None:
-        """Raises UNAVAILABLE where the engine is draining, or does not answer."""
-        await _answer(self._coordinator.check_taking.remote())
+    async def check_well(self) -> None:
+        """Raises UNAVAILABLE where the engine is draining, or does not answer, or its database."""
+        await _answer(self._coordinator.check_well.remote())
 
     async def backends(self) -> tuple[BackendInfo, ...]:
         """Kernel backends on the workers' device."""

@@ -117,6 +117,11 @@ class Coordinator:
         if self._is_draining:
             raise draining()
 
+    def check_well(self) -> None:
+        """Raises UNAVAILABLE, `JournalAwayError`; by what is known, so it may be asked often."""
+        self.check_taking()
+        self._calls.check(self._store.look)
+
     async def create_policy(self, spec: PolicySpec) -> Operation:
         """Begin to create a policy; the same spec again is the first operation's handle.
 

@@ -144,8 +144,8 @@ class CoordinatorActor:
         await self._coordinator.drain(grace_s)
 
     @ray.method
-    async def check_taking(self) -> None:
-        self._coordinator.check_taking()
+    async def check_well(self) -> None:
+        self._coordinator.check_well()
 
     @ray.method
     async def stop_policies(self) -> None:

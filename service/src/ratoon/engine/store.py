@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import closing
 
 from sqlalchemy import ColumnElement, Connection, Engine, and_, delete, func, or_, select
 from sqlalchemy.exc import IntegrityError
@@ -93,6 +94,14 @@ class SqlStore:
             order = (POLICIES.c.created_at, POLICIES.c.policy_id)
             rows = connection.execute(select(POLICIES).order_by(*order)).mappings()
             return tuple(to_policy(row) for row in rows)
+
+    def look(self) -> None:
+        """Ask the database for nothing, and without the write lock that transactions begin with.
+
+        Raises what its driver raises where it does not answer.
+        """
+        with closing(self._engine.raw_connection()) as connection:
+            connection.cursor().execute("SELECT 1")
 
     def fail_policy(self, policy_id: str, failure: str) -> None:
         """For what no controller can say: that there is none. One being deleted stays so."""

@@ -21,11 +21,9 @@ from typing import Any
 
 from ratoon.api.build import build_service
 from ratoon.api.gate import build_gate
-from ratoon.api.grpc.access import EarlyRefusal
-from ratoon.api.grpc.credentials import server_credentials
 from ratoon.api.grpc.server import RunningServer, start_server
 from ratoon.api.grpc.servicer import PolicyServicer
-from ratoon.auth.access import needs_keys
+from ratoon.api.http.tls import server_context
 from ratoon.auth.certificates import CertificateStore, files_of
 from ratoon.config import RatoonConfig
 from ratoon.garbage import freeze_garbage
@@ -55,7 +53,7 @@ class Gateway:
 
     def drain(self) -> None:
         """Take no new call, answer those under way; returns when it is done."""
-        self._call(self._running.server.stop(DRAIN_S)).result()
+        self._call(self._running.stop(DRAIN_S)).result()
 
     def _call(self, coroutine: Any) -> Future[Any]:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -89,12 +87,12 @@ async def _start(config: RatoonConfig) -> RunningServer:
         gate=gate,
     )
     files = files_of(config)
+    context = None if files is None else server_context(CertificateStore(files), protocols=["h2"])
     return await start_server(
         servicer,
         host=config.grpc.host,
         port=config.grpc.gateway_port,
         max_message_bytes=config.grpc.max_message_bytes,
         limits=config.limits,
-        credentials=None if files is None else server_credentials(CertificateStore(files)),
-        interceptors=[EarlyRefusal(gate, servicer.refuse)] if needs_keys(config) else [],
+        context=context,
     )

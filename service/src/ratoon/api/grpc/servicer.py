@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import aclosing, contextmanager
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import grpc
 from google.protobuf.message import Message
@@ -21,6 +21,7 @@ from google.protobuf.message import Message
 from ratoon.api.chunk import FileChunk, Serialized
 from ratoon.api.gate import ANSWERED, NO_ANSWER, Gate, Visit
 from ratoon.api.grpc.access import presented_of
+from ratoon.api.grpc.intake import Request
 from ratoon.api.grpc.status import CallContext, as_ratoon_error, set_status
 from ratoon.api.grpc.wiring import Malformed, sized
 from ratoon.api.service import PolicyService
@@ -216,7 +217,7 @@ class PolicyServicer:
     async def _answer(
         self,
         call: Callable[[RequestT], Awaitable[ResponseT]],
-        request: RequestT | Malformed,
+        request: RequestT | Malformed | Request,
         context: CallContext,
         response: type[EmptyT],
     ) -> ResponseT | EmptyT:
@@ -224,8 +225,8 @@ class PolicyServicer:
         with self._measured(call.__name__) as outcome:
             try:
                 with self._visit(call.__name__, context) as visit:
-                    request = sized(request, self._max_body_bytes)
-                    answer = await self._gate.run(visit, call, request)
+                    message = await self._message(request, visit)
+                    answer = await self._gate.run(visit, call, message)
             except Exception as error:  # noqa: BLE001 - the border of the process
                 outcome.code = set_status(context, as_ratoon_error(error, call.__name__))
                 return response()
@@ -235,33 +236,22 @@ class PolicyServicer:
     async def _stream(
         self,
         call: Callable[[RequestT], AsyncGenerator[EmptyT, None]],
-        request: RequestT | Malformed,
+        request: RequestT | Malformed | Request,
         context: CallContext,
         response: type[EmptyT],
     ) -> AsyncGenerator[EmptyT, None]:
         with self._measured(call.__name__) as outcome:
             try:
                 with self._visit(call.__name__, context) as visit:
-                    request = sized(request, self._max_body_bytes)
-                    async with aclosing(self._gate.stream(visit, call, request)) as messages:
-                        async for message in messages:
-                            yield message
+                    message = await self._message(request, visit)
+                    async with aclosing(self._gate.stream(visit, call, message)) as answers:
+                        async for answer in answers:
+                            yield answer
                 outcome.code = grpc.StatusCode.OK
             except Exception as error:  # noqa: BLE001 - the border of the process
                 outcome.code = set_status(context, as_ratoon_error(error, call.__name__))
                 if self._status_needs_message:
                     yield response()
-
-    def refuse(self, call: str, error: RatoonError, context: CallContext) -> None:
-        """Answer a call that was refused before its request was read (`access.EarlyRefusal`)."""
-        with self._measured(call) as outcome:
-            try:
-                with self._visit(call, context):
-                    pass
-            except RatoonError as now:
-                # Almost always the same: a key may have been made or revoked in between.
-                error = now
-            outcome.code = set_status(context, error)
 
     def _refuse_unbuilt(self, rpc: str, call: str, context: CallContext) -> None:
         try:
@@ -272,6 +262,12 @@ class PolicyServicer:
             return
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details(f"{rpc} is not built yet")
+
+    async def _message(self, request: RequestT | Malformed | Request, visit: Visit) -> RequestT:
+        """The request itself, which is read here where it has not come yet."""
+        if isinstance(request, Request):
+            request = cast("RequestT | Malformed", await request.read(visit.caller.name))
+        return sized(request, self._max_body_bytes)
 
     @contextmanager
     def _measured(self, method: str) -> Generator[_Outcome, None, None]:

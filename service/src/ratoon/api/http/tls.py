@@ -1,4 +1,4 @@
-"""TLS of HTTP.
+"""TLS of HTTP and of the gateway.
 
 Enters a store of certificates, leaves a context for a server to listen with. Invariant: every
 handshake is made with the certificates as they are then; connections that are open go on.
@@ -8,21 +8,29 @@ from __future__ import annotations
 
 import socket
 import ssl
+from collections.abc import Sequence
 
 from ratoon.auth.certificates import CertificateStore
 
 _PROBE_S = 10.0
 
 
-def server_context(store: CertificateStore) -> ssl.SSLContext:
-    """Clients must have a certificate where the store has authorities for them."""
+def server_context(store: CertificateStore, *, protocols: Sequence[str] = ()) -> ssl.SSLContext:
+    """Clients must have a certificate where the store has authorities for them.
+
+    `protocols`: what is spoken inside, for clients that ask (ALPN).
+    """
     context = store.current().context
+    if protocols:
+        context.set_alpn_protocols(list(protocols))
 
     def take_current(
         connection: ssl.SSLSocket | ssl.SSLObject, _: str | None, first: ssl.SSLContext
     ) -> None:
         now = store.current().context
         if now is not first:
+            if protocols:
+                now.set_alpn_protocols(list(protocols))
             connection.context = now
 
     # OpenSSL asks it in every handshake, with a server name and without.

@@ -1,0 +1,89 @@
+"""Callers of the gateway that would have it keep what they send: its memory stays as it was."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc.aio
+import pytest
+
+from attacks.http2 import withheld_messages
+from ratoon.api.grpc.intake import BATCH_BYTES
+from ratoon_proto.v1 import service_pb2
+from ratoon_proto.v1.service_pb2_grpc import PolicyServiceStub
+from tests.api.served_process import MIB, ServedProcess, served_process
+
+MOST_GROWTH = 64 * MIB
+
+
+@pytest.fixture
+def gateway(tmp_path: Path) -> Iterator[ServedProcess]:
+    """With keys."""
+    with served_process(tmp_path, auth={"required": True}) as process:
+        yield process
+
+
+@pytest.fixture
+def open_gateway(tmp_path: Path) -> Iterator[ServedProcess]:
+    """For every process of this machine."""
+    with served_process(tmp_path) as process:
+        yield process
+
+
+async def _growth(process: ServedProcess, rpcs: list[str], num_streams: int, size: int) -> int:
+    """Of the resident memory, at most, while one connection withholds a byte of each message."""
+    before = most = process.resident_bytes()
+    attack = asyncio.create_task(
+        withheld_messages(
+            process.address, rpcs=rpcs, num_streams=num_streams, message_bytes=size, seconds=5.0
+        )
+    )
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{process.port}") as channel:
+        stub = PolicyServiceStub(channel)
+        while not attack.done():
+            most = max(most, process.resident_bytes())
+            answer = await stub.Health(service_pb2.HealthRequest(), timeout=5.0)
+            assert answer.status == "ok"
+            await asyncio.sleep(0.1)
+    assert (await attack).num_calls >= num_streams
+    return most - before
+
+
+async def test_health_does_not_read_a_message(gateway: ServedProcess) -> None:
+    """64 streams of 16 MiB, each without its last byte, were 500 MiB of the gateway."""
+    assert await _growth(gateway, ["Health"], 64, 16 * MIB) < MOST_GROWTH
+
+
+async def test_a_call_without_a_key_is_not_read(gateway: ServedProcess) -> None:
+    rpcs = ["Update", "UploadPart", "GetOperation", "WatchOperation", "FetchWeights"]
+    assert await _growth(gateway, rpcs, 64, 16 * MIB) < MOST_GROWTH
+
+
+async def test_a_call_without_a_batch_is_not_read_beyond_64_kib(
+    open_gateway: ServedProcess,
+) -> None:
+    rpcs = ["GetOperation", "WatchOperation", "OptimStep", "FetchWeights", "CreatePolicy"]
+    assert await _growth(open_gateway, rpcs, 64, 16 * MIB) < MOST_GROWTH
+
+
+async def test_batches_that_do_not_end_share_a_budget(open_gateway: ServedProcess) -> None:
+    """One caller's half of it, in gRPC's buffers: 64 calls of 16 MiB were a GiB."""
+    growth = await _growth(open_gateway, ["Update", "UploadPart", "Forward"], 64, 16 * MIB)
+    assert growth < BATCH_BYTES // 2 + MOST_GROWTH
+
+
+async def test_a_length_that_no_message_may_have_is_refused_unread(
+    open_gateway: ServedProcess,
+) -> None:
+    """gRPC's own limit is looked at when the message is whole: 3 GiB were awaited."""
+    sent = await withheld_messages(
+        open_gateway.address,
+        rpcs=["Update"],
+        num_streams=4,
+        message_bytes=3 * 1024 * MIB,
+        seconds=1.0,
+    )
+    assert sent.num_ended >= 4
+    assert sent.num_bytes < 4 * MIB + 64 * 1024 * sent.num_calls
