@@ -32,6 +32,7 @@ def old_logprobs(counted: Counted, loss: OracleLoss, logp: Tensor) -> Tensor:
     """Old log-probs of the ratio, float64 [R], detached."""
     if loss.old == "on_policy":
         return logp.detach()
+    assert loss.old in ("given", "sampler")
     values = counted.path.old if loss.old == "given" else counted.path.sampler
     assert values is not None
     return torch.as_tensor(values)

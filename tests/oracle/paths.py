@@ -97,7 +97,7 @@ _DEFAULTS = {
     "ppo_clip": (0.2, 0.2, "per_token", "tokens", "group_mean_std", "sampler"),
     "dapo": (0.2, 0.28, "per_token", "tokens", "group_mean_std", "sampler"),
     "dr_grpo": (0.2, 0.2, "per_token", "constant", "group_mean", "sampler"),
-    "gspo": (3e-4, 4e-4, "per_sequence", "sequences", "group_mean_std", "sampler"),
+    "gspo": (3e-4, 4e-4, "per_sequence", "sequences", "group_mean_std", "required"),
     "cispo": (0.0, 5.0, "per_token", "tokens", "group_mean_std", "sampler"),
     "importance_sampling": (0.0, 0.0, "per_token", "none", "group_mean_std", "sampler"),
     "reinforce": (0.0, 0.0, "per_token", "none", "group_mean_std", "none"),

@@ -144,12 +144,13 @@ def test_defaults_are_those_of_the_table(
     divide_by: DivideBy,
     advantage: AdvantageKind | None,
 ) -> None:
-    loss = _resolve(kind, _batch())
+    old = OldLogprobs(kind=OldLogprobsKind.SAMPLER)
+    loss = _resolve(kind, _batch(), old_logprobs=old if kind is LossKind.GSPO else None)
     assert loss.objective == objective
     assert (loss.token_weight, loss.default_divide_by) == (token_weight, divide_by)
     assert loss.advantage is advantage
     has_ratio = kind not in (LossKind.REINFORCE, LossKind.CROSS_ENTROPY)
-    assert loss.old_logprobs == (OldLogprobs(kind=OldLogprobsKind.SAMPLER) if has_ratio else None)
+    assert loss.old_logprobs == (old if has_ratio else None)
     assert loss.drop_zero_variance_groups == (kind is LossKind.DAPO)
     assert loss.kl is None
     assert loss.correction is None

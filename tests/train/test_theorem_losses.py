@@ -41,6 +41,7 @@ from tests.train.theorem_runs import (
     Pair,
     check_gradients,
     make_pair,
+    make_request,
     oracle_loss,
     random_batch_near,
 )
@@ -104,7 +105,7 @@ def test_loss_and_gradients_of_every_kind(
 ) -> None:
     """Advantages random, non-zero and different for every token of every path."""
     batch = _batch(pair, 20)
-    request = LossRequest(kind=kind)
+    request = make_request(kind)
     check_gradients(pair, batch, request, micro_batch_tokens=micro_batch_tokens)
 
 
@@ -124,8 +125,8 @@ def test_every_kind_with_kl_and_entropy(
     pair: Pair, kind: LossKind, shared_tokens: SharedTokens
 ) -> None:
     kinds = list(KlKind)
-    request = LossRequest(
-        kind=kind,
+    request = make_request(
+        kind,
         kl=_kl(kinds[list(LossKind).index(kind) % len(kinds)]),
         entropy_coefficient=0.05,
         shared_tokens=shared_tokens,
@@ -139,7 +140,7 @@ def test_every_kind_with_kl_and_entropy(
 def test_rollouts_of_two_letters(pair: Pair, kind: LossKind, shared_tokens: SharedTokens) -> None:
     """With two token ids, what one path trains is context or prompt in others, across groups."""
     batch = _batch(pair, 36, vocab_size=2, max_prompt=4, temperatures=(1.0, 1.0, 0.7))
-    request = LossRequest(kind=kind, kl=_kl(KlKind.K3), shared_tokens=shared_tokens)
+    request = make_request(kind, kl=_kl(KlKind.K3), shared_tokens=shared_tokens)
     for micro_batch_tokens in (20, WHOLE):
         check_gradients(pair, batch, request, micro_batch_tokens=micro_batch_tokens)
 
@@ -227,7 +228,7 @@ def test_on_policy(pair: Pair, kind: LossKind) -> None:
 
 @pytest.mark.parametrize("kind", [LossKind.GSPO, LossKind.CISPO, LossKind.GRPO])
 def test_other_clips(pair: Pair, kind: LossKind) -> None:
-    request = LossRequest(kind=kind, clip_low=0.05, clip_high=0.15 + (kind is LossKind.CISPO))
+    request = make_request(kind, clip_low=0.05, clip_high=0.15 + (kind is LossKind.CISPO))
     check_gradients(pair, _batch(pair, 28), request)
 
 

@@ -17,14 +17,20 @@ import torch
 from ratoon.rollout.pack import pack
 from ratoon.rollout.selection import trained_mask
 from ratoon.train import passes, prepare, row_loss
-from ratoon.train.config import KlConfig, KlKind, LossKind, LossRequest, ReferenceKind
+from ratoon.train.config import KlConfig, KlKind, LossKind, ReferenceKind
 from ratoon.train.loss.compute import compute_loss
 from ratoon.train.planning import cpu_planner
 from ratoon.train.resolve import resolve_loss
 from ratoon_kernels import build_layout
 from tests.theorem import assert_close
 from tests.tiny_models import write_folder
-from tests.train.theorem_runs import Pair, forward_backward, make_pair, random_batch_near
+from tests.train.theorem_runs import (
+    Pair,
+    forward_backward,
+    make_pair,
+    make_request,
+    random_batch_near,
+)
 
 Patch = pytest.MonkeyPatch
 KL = KlConfig(kind=KlKind.K3, coefficient=0.3, reference=ReferenceKind.GIVEN)
@@ -129,7 +135,7 @@ def test_mutation_turns_the_comparison_red(
     pair: Pair, monkeypatch: Patch, mutate: Callable[[Patch], None], kind: LossKind
 ) -> None:
     batch = random_batch_near(pair, 50)
-    request = LossRequest(kind=kind, kl=KL)
+    request = make_request(kind, kl=KL)
     forward_backward(pair, batch, request, micro_batch_tokens=40)
     assert_close(pair.gradient_errors(), pair.tolerance)
     pair.trainer.discard_gradients()

@@ -129,7 +129,7 @@ def test_grpo_three_tokens_are_averaged_over_the_path() -> None:
 def test_gspo_three_tokens() -> None:
     """s = (1.5 * 1 * 0.5)^(1/3); unclipped, every token's gradient is -s A / 3."""
     counted, logp = _three(1.0)
-    loss = default_loss("gspo", clip_low=0.5, clip_high=0.5)
+    loss = default_loss("gspo", clip_low=0.5, clip_high=0.5, old="sampler")
     total = path_loss(counted, loss, logp, torch.zeros(3)).total
     total.backward()
     s = 0.75 ** (1 / 3)

@@ -34,6 +34,7 @@ from tests.train.theorem_runs import (
     check_step,
     forward_backward,
     make_pair,
+    make_request,
     oracle_loss,
 )
 
@@ -116,7 +117,7 @@ def test_gsm8k_three_steps(
     requests = [
         LossRequest(kind=LossKind.GRPO, kl=FROZEN),
         LossRequest(kind=LossKind.DAPO, entropy_coefficient=0.01),
-        LossRequest(kind=LossKind.GSPO, shared_tokens=SharedTokens.ONCE),
+        make_request(LossKind.GSPO, shared_tokens=SharedTokens.ONCE),
     ]
     for step, request in enumerate(requests):
         groups = gsm8k_groups[4 * step : 4 * step + 4]
@@ -140,7 +141,7 @@ def test_airline_three_steps(pair: Pair, airline_groups: tuple[RecordedGroup, ..
     for step, kind in ((1, LossKind.GSPO), (2, LossKind.DAPO)):
         task = tasks[step : step + 1]
         batch = _batch(pair, task, seed=step, use_rewards=step == 2, is_cut=True)
-        request = LossRequest(kind=kind, shared_tokens=SharedTokens.ONCE)
+        request = make_request(kind, shared_tokens=SharedTokens.ONCE)
         _step(pair, batch, request, micro_batch_tokens=6000)
 
 

@@ -42,6 +42,7 @@ from tests.train.theorem_runs import (
     check_step,
     forward_backward,
     make_pair,
+    make_request,
     oracle_loss,
     random_batch_near,
     rollouts_of,
@@ -176,7 +177,7 @@ def test_groups_cut_into_calls_do_not_matter(
 def test_sibling_order_does_not_matter(tmp_path: Path, kind: LossKind) -> None:
     """The trainer sees groups and rollouts shuffled, another way at each step."""
     pair = _pair(tmp_path)
-    request = LossRequest(kind=kind, kl=FROZEN_K3)
+    request = make_request(kind, kl=FROZEN_K3)
     for seed in range(3):
         rng = np.random.default_rng(seed)
         groups = random_groups(rng, vocab_size=VOCAB_SIZE, num_groups=5)

@@ -25,7 +25,10 @@ from ratoon.train import prepare
 from ratoon.train.config import (
     AdamWConfig,
     CorrectionMode,
+    LossKind,
     LossRequest,
+    OldLogprobs,
+    OldLogprobsKind,
     OptimRequest,
     OverlongFilter,
     OverlongPenalty,
@@ -141,6 +144,13 @@ def random_batch_near(pair: Pair, seed: int, *, noise: float = 0.2, **knobs: Any
     groups = random_groups(rng, **fields)
     batch = validate_groups(groups, limits(vocab_size=VOCAB_SIZE))
     return near_policy(batch, pair.oracle.model, rng, noise=noise)
+
+
+def make_request(kind: LossKind, **changes: Any) -> LossRequest:
+    """Of a loss with its defaults; gspo, which has none, is told its old log-probs."""
+    if kind is LossKind.GSPO:
+        changes = {"old_logprobs": OldLogprobs(kind=OldLogprobsKind.SAMPLER)} | changes
+    return LossRequest(kind=kind, **changes)
 
 
 def oracle_loss(request: LossRequest, batch: RolloutBatch) -> OracleLoss:

@@ -141,6 +141,8 @@ class LossDefaults:
     advantage: AdvantageKind | None
     has_ratio: bool
     has_dual_clip: bool = False
+    # No default source of old log-probs, where a ratio has one.
+    needs_old_logprobs: bool = False
     drop_zero_variance_groups: bool = False
 
 
@@ -187,6 +189,7 @@ LOSS_DEFAULTS: dict[LossKind, LossDefaults] = {
         divide_by=DivideBy.SEQUENCES,
         advantage=_MEAN_STD,
         has_ratio=True,
+        needs_old_logprobs=True,
     ),
     LossKind.CISPO: LossDefaults(
         clip=(0.0, 5.0),

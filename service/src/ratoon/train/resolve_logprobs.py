@@ -36,6 +36,14 @@ def resolve_old_logprobs(request: LossRequest, batch: RolloutBatch) -> OldLogpro
                 f"absent: {request.kind} has no ratio, and no correction was asked for",
             )
         return None
+    if request.old_logprobs is None and defaults.needs_old_logprobs:
+        raise invalid(
+            "loss.old_logprobs",
+            "none",
+            f"one: the clip of {request.kind} is narrower than the difference between a sampler's "
+            "numerics and the trainer's. Recommended: from_forward, with a correction for that "
+            "difference; sampler, given and on_policy are taken as they are",
+        )
     default = OldLogprobsKind.SAMPLER if defaults.has_ratio else OldLogprobsKind.ON_POLICY
     old = request.old_logprobs or OldLogprobs(kind=default)
     from_forward = old.kind is OldLogprobsKind.FROM_FORWARD
