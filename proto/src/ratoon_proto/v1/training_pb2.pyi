@@ -91,7 +91,9 @@ class _OldLogprobsKind:
 class _OldLogprobsKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OldLogprobsKind.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     OLD_LOGPROBS_KIND_UNSPECIFIED: _OldLogprobsKind.ValueType  # 0
-    """SAMPLER for losses with a ratio."""
+    """SAMPLER for losses with a ratio; refused for gspo, whose clip is narrower than the difference between
+    a sampler's numerics and the trainer's.
+    """
     OLD_LOGPROBS_KIND_SAMPLER: _OldLogprobsKind.ValueType  # 1
     OLD_LOGPROBS_KIND_GIVEN: _OldLogprobsKind.ValueType  # 2
     OLD_LOGPROBS_KIND_FROM_FORWARD: _OldLogprobsKind.ValueType  # 3
@@ -101,7 +103,9 @@ class _OldLogprobsKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OldLo
 class OldLogprobsKind(_OldLogprobsKind, metaclass=_OldLogprobsKindEnumTypeWrapper): ...
 
 OLD_LOGPROBS_KIND_UNSPECIFIED: OldLogprobsKind.ValueType  # 0
-"""SAMPLER for losses with a ratio."""
+"""SAMPLER for losses with a ratio; refused for gspo, whose clip is narrower than the difference between
+a sampler's numerics and the trainer's.
+"""
 OLD_LOGPROBS_KIND_SAMPLER: OldLogprobsKind.ValueType  # 1
 OLD_LOGPROBS_KIND_GIVEN: OldLogprobsKind.ValueType  # 2
 OLD_LOGPROBS_KIND_FROM_FORWARD: OldLogprobsKind.ValueType  # 3
