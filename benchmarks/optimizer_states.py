@@ -1,8 +1,7 @@
-"""Loss curves of optimizer states: narrow ones against float32 masters and moments.
+"""What optimizer states do to training: losses and weights against those of float32 states.
 
-Enters a device, leaves a result file; or enters a result file, leaves its table, its plot or its
-section of a document. Invariant: no file is written where the GPU tests are not green for these
-sources.
+Measures into a result file, or writes a result's table, plot or section of a document. No file is
+written where the GPU tests are not green for these sources.
 
     python benchmarks/optimizer_states.py --out benchmarks/results/h200/optimizer_states.json
     python benchmarks/optimizer_states.py --report benchmarks/results/h200/optimizer_states.json
@@ -11,22 +10,25 @@ sources.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
+from itertools import repeat
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
-
-import torch
 
 # Run as a file, its own folder is on the path in the place of the repository's root.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.command import add_document_options, is_for_gpu, make_parser, write_report
 from benchmarks.gpu_results import describe_gpu, write_result
-from benchmarks.optimizer_states_judge import LAST, MIN_SHARE_WITHIN, WINDOW, judge, targets
+from benchmarks.optimizer_states_judge import LAST, MIN_SHARE_WITHIN, WINDOW, conclusions
 from benchmarks.optimizer_states_report import format_table, plot, write_markdown
-from benchmarks.optimizer_states_run import FULL, SMALL, Plan, Run, train
+from benchmarks.optimizer_states_run import FULL, SMALL, Plan, Run, train_seed
 from benchmarks.optimizer_states_task import best_loss
+from ratoon.engine.gpu_environment import GPU_ENVIRONMENT
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -46,34 +48,40 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 def _measure(args: argparse.Namespace) -> None:
     is_gpu = is_for_gpu(args)
     plan = FULL if is_gpu else SMALL
-    device = torch.device(args.device)
-    runs: list[Run] = []
-    for kind, seed in plan.runs():
-        runs.append(train(plan, kind, seed, device))
-        print(f"{kind}, seed {seed}: {runs[-1]['seconds']:.0f} s", file=sys.stderr, flush=True)
-    payload = _payload(plan, runs)
+    payload = _payload(plan, _run(plan, args.device))
     if args.out is not None:
         write_result(args.out, payload, seed=0)
     print(format_table({**describe_gpu(0), **payload}))
 
 
+def _run(plan: Plan, device: str) -> list[Run]:
+    """By seed; on a GPU, which one of these small models does not fill, seeds share it."""
+    seeds = range(plan.baseline_seeds)
+    if device == "cpu":
+        return [run for seed in seeds for run in train_seed(plan, seed, device)]
+    os.environ.update(GPU_ENVIRONMENT)
+    with ProcessPoolExecutor(len(seeds), mp_context=get_context("spawn")) as pool:
+        found = pool.map(train_seed, repeat(plan), seeds, repeat(device))
+        return [run for runs in found for run in runs]
+
+
 def _payload(plan: Plan, runs: list[Run]) -> dict[str, Any]:
-    verdicts = judge(runs)
     return {
         "plan": asdict(plan),
         "method": {
-            "loss": "cross-entropy of fresh batches, in nats a token, before each update",
+            "loss": "cross-entropy of fresh batches, in nats per token, before each update",
             "seed": "batches, which kinds share, and roundings; initial weights are one for all",
             "shift": "mean over a kind's seeds of its loss minus fp32's of the same seed",
             "band": "2 s sqrt(1/n + 1/n_fp32), s the standard deviation over fp32's seeds",
             "within": f"the last {LAST} updates, and of the windows of {WINDOW} updates a share of "
             f"{MIN_SHARE_WITHIN}",
-            "deterministic": False,
+            "cosine": "of w_T - w_0, masters where there are any, with fp32's of the same seed; "
+            "error: the norm of their difference over that of fp32's",
+            "deterministic": True,
             "compiled_layers": False,
         },
         "best_loss": best_loss(plan.task),
-        "verdicts": [verdict.as_json() for verdict in verdicts],
-        "targets": targets(verdicts),
+        **conclusions(runs),
         "runs": runs,
     }
 

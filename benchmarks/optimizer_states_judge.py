@@ -1,7 +1,6 @@
-"""Whether the loss curves of narrow optimizer states are those of float32 ones, up to seed noise.
+"""Whether optimizer states train as float32 ones do: their losses, up to seed noise, and weights.
 
-Enters runs with their losses, leaves a verdict for each kind of states. Invariant: a verdict
-follows from the losses alone, so that a test can give it again.
+Verdicts follow from the runs in a result file alone, so that a test can give them again.
 
 All runs share their first weights, and those of one seed their batches. So a kind's shift is the
 mean over its seeds of its loss minus that of float32 states with the same seed, and the shift's own
@@ -17,12 +16,21 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.optimizer_states_run import BASELINE, JUDGED, NEAREST
+from benchmarks.optimizer_states_run import (
+    BASELINE,
+    JUDGED,
+    NEAREST,
+    WITH_MASTERS,
+    WITHOUT_MASTERS,
+)
 
 Run = dict[str, Any]
 
 WINDOW = 10
 LAST = 50
+# Of the updates of states with masters; RL's learning rates are up to this one.
+MIN_COSINE = 0.9
+MAX_RL_RATE = 1e-5
 # Two standard errors leave out so much of what is chance alone.
 MIN_SHARE_WITHIN = 0.95
 
@@ -44,8 +52,12 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Of one kind; `last` is of the last updates, errors and spreads are standard deviations."""
+    """Of one kind at one rate; `last` is of the last updates, spreads are standard deviations.
 
+    `cosine` and `error` are means over seeds, of all updates together.
+    """
+
+    learning_rate: float
     states: str
     num_seeds: int
     windows: tuple[Window, ...]
@@ -53,6 +65,8 @@ class Verdict:
     # Of the losses over seeds, and of the mean of the paired differences.
     spread: float
     shift_error: float
+    cosine: float
+    error: float
 
     @property
     def num_within(self) -> int:
@@ -65,6 +79,7 @@ class Verdict:
 
     def as_json(self) -> dict[str, Any]:
         return {
+            "learning_rate": self.learning_rate,
             "states": self.states,
             "seeds": self.num_seeds,
             "last_loss": self.last.loss,
@@ -75,46 +90,68 @@ class Verdict:
             "windows_within": self.num_within,
             "windows": len(self.windows),
             "is_within": self.is_within,
+            "cosine": self.cosine,
+            "error": self.error,
         }
 
 
+def conclusions(runs: list[Run]) -> dict[str, Any]:
+    """The fields of a result that follow from its runs."""
+    verdicts = judge(runs)
+    return {
+        "verdicts": [verdict.as_json() for verdict in verdicts],
+        "targets": targets(verdicts),
+    }
+
+
 def judge(runs: list[Run]) -> list[Verdict]:
-    """One for each kind that was run, float32 first, whose shifts are 0."""
-    kinds = list(dict.fromkeys(run["states"] for run in runs))
-    curves = {kind: _curves(runs, kind) for kind in kinds}
-    baseline = curves[BASELINE]
-    return [
-        _verdict(kind, curves[kind], baseline)
-        for kind in (BASELINE, *JUDGED, NEAREST)
-        if kind in curves
-    ]
+    """One for each rate and kind that was run, float32 first, whose shifts are 0."""
+    verdicts: list[Verdict] = []
+    for rate in dict.fromkeys(run["learning_rate"] for run in runs):
+        of_rate = [run for run in runs if run["learning_rate"] == rate]
+        baseline = _curves(of_rate, BASELINE)
+        for kind in (BASELINE, *JUDGED, NEAREST):
+            of_kind = [run for run in of_rate if run["states"] == kind]
+            if of_kind:
+                verdicts.append(_verdict(of_kind, baseline))
+    return verdicts
 
 
 def targets(verdicts: list[Verdict]) -> list[dict[str, Any]]:
-    """The narrow states stay within the band; the control, if it was run, shows by leaving it that
-    the band is narrow enough to tell."""
-    return [
-        {"states": v.states, "wanted": wanted, "is_met": v.is_within == (wanted == "within")}
-        for v in verdicts
-        for wanted in (
-            [] if v.states == BASELINE else ["outside" if v.states == NEAREST else "within"]
-        )
-    ]
+    """Losses stay within the band: with masters at every rate, without them at the highest, where
+    the control shows by leaving it that the band is narrow enough to tell. At RL's rates the
+    updates of states with masters point where float32's do."""
+    highest = max(verdict.learning_rate for verdict in verdicts)
+    found: list[dict[str, Any]] = []
+    for v in verdicts:
+        wanted: list[tuple[str, bool]] = []
+        if v.states in WITH_MASTERS or (v.states in WITHOUT_MASTERS and v.learning_rate == highest):
+            wanted.append(("within the seed noise of fp32", v.is_within))
+        if v.states == NEAREST and v.learning_rate == highest:
+            wanted.append(("outside the seed noise of fp32", not v.is_within))
+        if v.states in WITH_MASTERS and v.learning_rate <= MAX_RL_RATE:
+            wanted.append((f"cosine at least {MIN_COSINE}", v.cosine >= MIN_COSINE))
+        found += [
+            {"learning_rate": v.learning_rate, "states": v.states, "wanted": what, "is_met": is_met}
+            for what, is_met in wanted
+        ]
+    return found
 
 
 def _curves(runs: list[Run], kind: str) -> dict[int, list[float]]:
     return {run["seed"]: run["samples"] for run in runs if run["states"] == kind}
 
 
-def _verdict(
-    kind: str, curves: dict[int, list[float]], baseline: dict[int, list[float]]
-) -> Verdict:
+def _verdict(runs: list[Run], baseline: dict[int, list[float]]) -> Verdict:
+    kind = runs[0]["states"]
+    curves = _curves(runs, kind)
     num_updates = len(next(iter(baseline.values())))
     last_start = max(0, num_updates - LAST)
     last = _means(curves, last_start, num_updates)
     theirs = _means(baseline, last_start, num_updates)
     differences = [last[seed] - theirs[seed] for seed in last]
     return Verdict(
+        learning_rate=runs[0]["learning_rate"],
         states=kind,
         num_seeds=len(curves),
         windows=tuple(
@@ -124,6 +161,8 @@ def _verdict(
         last=_window(curves, baseline, last_start, num_updates),
         spread=statistics.stdev(last.values()),
         shift_error=statistics.stdev(differences) / math.sqrt(len(differences)),
+        cosine=statistics.mean(run["cosine"] for run in runs),
+        error=statistics.mean(run["error"] for run in runs),
     )
 
 

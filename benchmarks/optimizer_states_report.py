@@ -1,7 +1,6 @@
 """What a result of the benchmark of optimizer states says: a table, a plot, a document's section.
 
-Enters the result file's content, leaves text or a PNG. Invariant: every figure is computed from the
-losses in the file.
+Every figure is computed from the runs in the file.
 """
 
 from __future__ import annotations
@@ -19,11 +18,14 @@ BEGIN = "<!-- optimizer states: written by benchmarks/optimizer_states.py -->"
 END = "<!-- end of optimizer states -->"
 COLORS = {
     BASELINE: "#777777",
+    "bf16_split": "#222222",
+    "bf16_split_8bit": "#c98a1b",
     "bf16_stochastic": "#1b7f5c",
     "bf16_8bit": "#3b6fb6",
     NEAREST: "#a34a4a",
 }
 _COLUMNS = (
+    "rate",
     "states",
     "seeds",
     f"loss of the last {LAST}",
@@ -31,6 +33,8 @@ _COLUMNS = (
     "minus fp32, same seeds",
     "band of seed noise",
     f"windows of {WINDOW} within",
+    "cosine of the updates",
+    "their error",
 )
 
 
@@ -58,16 +62,33 @@ def write_markdown(result: dict[str, Any], path: Path, link: str, image: str) ->
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Writes two panels: loss, and what it is above that of float32 states with the same seeds.
+    """Writes two panels per rate: loss, and what it is above float32 states' with the same seeds.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed (requirements-dev.txt).
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 6.4), layout="constrained")
-    panels = figure.subplots(2, 1, sharex=True)
-    for verdict in judge(result["runs"]):
+    verdicts = judge(result["runs"])
+    rates = list(dict.fromkeys(verdict.learning_rate for verdict in verdicts))
+    figure = Figure(figsize=(5 * len(rates), 6.4), layout="constrained")
+    columns = figure.subplots(2, len(rates), sharex=True, squeeze=False)
+    for column, rate in enumerate(rates):
+        panels = columns[:, column]
+        _plot_rate(panels, [v for v in verdicts if v.learning_rate == rate])
+        panels[0].set_title(f"learning rate {rate:g}", fontsize=10)
+        panels[1].set_xlabel("update")
+    # The lower rates are far from it after so few updates.
+    columns[0, 0].axhline(result["best_loss"], color="#777777", linewidth=0.8, linestyle="--")
+    columns[0, 0].set_ylabel("loss, nats per token")
+    columns[1, 0].set_ylabel("minus fp32")
+    figure.suptitle(f"Optimizer states, preset {result['plan']['preset']}: {result['gpu']}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+
+
+def _plot_rate(panels: Any, verdicts: list[Verdict]) -> None:
+    for verdict in verdicts:
         at = [(window.start + window.stop) / 2 for window in verdict.windows]
         color = COLORS[verdict.states]
         label = f"{verdict.states}, {verdict.num_seeds} seeds"
@@ -78,16 +99,9 @@ def plot(result: dict[str, Any], path: Path) -> None:
         if verdict.states != NEAREST:
             band = [w.band for w in verdict.windows]
             panels[1].fill_between(at, [-b for b in band], band, color="#bbbbbb", alpha=0.3, lw=0)
-    panels[0].axhline(result["best_loss"], color="#777777", linewidth=0.8, linestyle="--")
-    panels[0].set_ylabel("loss, nats a token")
-    panels[1].set_ylabel("minus fp32")
-    panels[1].set_xlabel("update")
     for panel in panels:
         panel.spines[["top", "right"]].set_visible(False)
-        panel.legend(frameon=False, fontsize=8)
-    figure.suptitle(f"Optimizer states, preset {result['plan']['preset']}: {result['gpu']}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    panels[0].legend(frameon=False, fontsize=8)
 
 
 def _markdown(result: dict[str, Any], link: str, image: str) -> Iterator[str]:
@@ -95,7 +109,7 @@ def _markdown(result: dict[str, Any], link: str, image: str) -> Iterator[str]:
     if image:
         yield f"![Loss of each kind of states, and its difference from fp32]({image})\n"
     yield "| " + " | ".join(_COLUMNS) + " |"
-    yield "|---|" + "---:|" * (len(_COLUMNS) - 1)
+    yield "|---:|---|" + "---:|" * (len(_COLUMNS) - 2)
     yield from ("| " + " | ".join(_row(verdict)) + " |" for verdict in judge(result["runs"]))
     yield ""
     yield from (f"- {note}" for note in _notes(result))
@@ -103,18 +117,21 @@ def _markdown(result: dict[str, Any], link: str, image: str) -> Iterator[str]:
 
 def _row(verdict: Verdict) -> list[str]:
     start = [
+        f"{verdict.learning_rate:g}",
         verdict.states,
         str(verdict.num_seeds),
         f"{verdict.last.loss:.4f}",
         f"{verdict.spread:.4f}",
     ]
     if verdict.states == BASELINE:
-        return [*start, "-", "-", "-"]
+        return [*start, "-", "-", "-", "1", "0"]
     return [
         *start,
         f"{verdict.last.shift:+.4f} ± {verdict.shift_error:.4f}",
         f"± {verdict.last.band:.4f}",
         f"{verdict.num_within} of {len(verdict.windows)}",
+        f"{verdict.cosine:.4f}",
+        f"{verdict.error:.4f}",
     ]
 
 
@@ -124,7 +141,8 @@ def _notes(result: dict[str, Any]) -> Iterator[str]:
     yield f"the loss starts at {first:.2f}; the source's own entropy is {result['best_loss']:.2f}"
     for target in targets(verdicts):
         found = "met" if target["is_met"] else "missed"
-        yield f"{found}: {target['states']} is {target['wanted']} the seed noise of {BASELINE}"
+        rate = f"{target['learning_rate']:g}"
+        yield f"{found}: {target['states']} at {rate}: {target['wanted']}"
 
 
 def _provenance(result: dict[str, Any]) -> str:
@@ -132,6 +150,5 @@ def _provenance(result: dict[str, Any]) -> str:
     stale = f" STALE: {result['stale']}." if result.get("stale") else ""
     return (
         f"{result['gpu']}, torch {result['versions']['torch']}, commit "
-        f"{result['commit'][:12]}, preset {plan['preset']}, {plan['num_updates']} updates at a "
-        f"learning rate of {plan['learning_rate']:g}.{stale}"
+        f"{result['commit'][:12]}, preset {plan['preset']}, {plan['num_updates']} updates.{stale}"
     )

@@ -48,6 +48,7 @@ INFO = ModelInfo(
     vocab_size=256,
     max_sequence_tokens=64,
     attention_backend="reference",
+    optimizer_states="bf16_split",
 )
 REPORT = StepReport(
     loss=0.5,

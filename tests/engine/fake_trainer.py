@@ -36,6 +36,7 @@ INFO = ModelInfo(
     vocab_size=256,
     max_sequence_tokens=64,
     attention_backend="fake",
+    optimizer_states="bf16_split_8bit",
 )
 _TORN = -1.0
 

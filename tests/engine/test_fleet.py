@@ -45,6 +45,14 @@ def test_unknown_optimizer_states_are_refused_by_name(monkeypatch: pytest.Monkey
         load_config(None)
 
 
-def test_optimizer_states_are_fp32_by_default() -> None:
+def test_what_fits_is_chosen_where_the_server_says_nothing() -> None:
+    """Of bfloat16 policies, by their trainer."""
     settings = EngineSettings.from_config(load_config(None))
-    assert settings.optimizer_states is OptimizerStates.FP32
+    assert settings.optimizer_states is None
+    fleet, spec = RayFleet(replace(settings, device="cpu")), policy_spec("p")
+    for dtype, expected in (
+        (ModelDtype.BFLOAT16, None),
+        (ModelDtype.FLOAT32, OptimizerStates.FP32),
+    ):
+        trainer = fleet._trainer(replace(spec, model=replace(spec.model, dtype=dtype)))
+        assert trainer.optimizer_states is expected

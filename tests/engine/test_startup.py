@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -13,7 +14,7 @@ from ratoon.engine import startup, turns
 from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.files import PolicyPaths
 from ratoon.engine.journal import FencedError, PolicyHistory
-from ratoon.engine.tasks import WorkerLostError, WorkerStatus
+from ratoon.engine.tasks import Loaded, LoadRequest, WorkerLostError, WorkerStatus
 from ratoon.engine.types import (
     FailedResult,
     Operation,
@@ -23,6 +24,8 @@ from ratoon.engine.types import (
     StepResult,
 )
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon.train.config import OptimizerStates
+from tests.engine import harness
 from tests.engine.conftest import MakeMachine
 from tests.engine.fake_trainer import INFO
 from tests.engine.harness import DISCARD, RATE, Machine, code_of, forward, save, started
@@ -44,6 +47,32 @@ async def test_a_lost_answer_of_the_journal_neither_loses_nor_doubles_a_step(
     assert machine.journal.lost == set()
     assert machine.journal.store.history("p").policy.version == 2
     assert (await machine.controller.weight_manifest(None)).version == 2
+
+
+async def test_states_that_were_chosen_at_first_are_those_of_every_recovery(
+    make_machine: MakeMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a larger GPU others would fit: a checkpoint would be of another kind, replay have other
+    bits."""
+    open_spec = replace(harness.trainer_spec(harness.policy_spec()), optimizer_states=None)
+    monkeypatch.setattr(harness, "trainer_spec", lambda _spec: open_spec)
+    machine = make_machine(recovery=Recovery.REPLAY)
+    asked: list[OptimizerStates | None] = []
+    load = machine.worker.load
+
+    async def noted(token: int, request: LoadRequest) -> Loaded:
+        asked.append(request.trainer.optimizer_states)
+        return await load(token, request)
+
+    monkeypatch.setattr(machine.worker, "load", noted)
+    await machine.start()
+    await machine.end(await machine.update(1, 1))
+    machine.worker.is_dead = True
+    await machine.end(await machine.update(2, 2))
+    machine.worker.is_dead = True
+    await machine.restart_controller()
+    assert asked == [None, *[OptimizerStates(INFO.optimizer_states)] * 2]
+    assert machine.weights == [([1.0], RATE), ([2.0], RATE)]
 
 
 async def test_a_lost_worker_for_which_there_is_no_gpu_is_waited_for(

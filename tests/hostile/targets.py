@@ -323,6 +323,7 @@ def _checkpoint(folder: Path) -> Callable[[random.Random], None]:
     state = OptimizerState(
         kind=OptimizerStates.FP32,
         weights={"a": torch.ones(3, 2)},
+        weight_remainder={},
         exp_avg={"a": torch.zeros(3, 2)},
         exp_avg_sq={"a": torch.zeros(3, 2)},
         exp_avg_scale={},

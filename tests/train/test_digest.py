@@ -42,6 +42,8 @@ def _digest(state: OptimizerState) -> str:
 _KINDS = [
     (OptimizerStates.FP32, torch.bfloat16),
     (OptimizerStates.FP32, torch.float64),
+    (OptimizerStates.BF16_SPLIT, torch.bfloat16),
+    (OptimizerStates.BF16_SPLIT_8BIT, torch.bfloat16),
     (OptimizerStates.BF16_STOCHASTIC, torch.bfloat16),
     (OptimizerStates.BF16_8BIT, torch.bfloat16),
 ]
@@ -169,6 +171,8 @@ def test_trainers_digest_follows_its_steps(base: FolderBase) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("kind", "dtype"), _KINDS)
 def test_compiled_digest_is_that_of_the_cpu(kind: OptimizerStates, dtype: torch.dtype) -> None:
+    # A policy has one kind of states; all of them in one process are more graphs than are kept.
+    torch.compiler.reset()
     device = torch.device("cuda")
     state = _state(kind, dtype)
     on_gpu = _moved(state, lambda tensor: tensor.to(device))
@@ -178,6 +182,7 @@ def test_compiled_digest_is_that_of_the_cpu(kind: OptimizerStates, dtype: torch.
 
 @pytest.mark.gpu
 def test_digest_of_a_large_tensor_is_that_of_its_parts() -> None:
+    torch.compiler.reset()
     part = torch.randint(-(1 << 31), 1 << 31, (3 << 20,), dtype=torch.int32)
     compiled = torch.compile(part_sums, dynamic=True, fullgraph=True)
     key = part_key((1 << 33) + 5, ("a",))

@@ -10,14 +10,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ratoon.train import bf16_state
+from ratoon.train.bf16_adamw import Bf16AdamW
 from ratoon.train.config import OptimizerStates
-from ratoon.train.narrow_adamw import NarrowAdamW
 from ratoon.train.optimizer import global_norm
 from ratoon.train.optimizer_choice import Optimizer, make_optimizer
-from ratoon.train.rounding import decode_positive, decode_signed
+from ratoon.train.rounding import decode_positive, decode_signed, join_float32
 from tests.train.optimizer_runs import (
     CONFIG,
     NARROW,
+    SPLIT,
     copied,
     make_gradients,
     make_parameters,
@@ -29,8 +31,18 @@ pytestmark = pytest.mark.gpu
 _DEVICE = torch.device("cuda")
 
 
-def _optimizer(kind: OptimizerStates, device: torch.device) -> Optimizer:
-    parameters = {n: nn.Parameter(p.detach().to(device)) for n, p in make_parameters().items()}
+@pytest.fixture(autouse=True)
+def _no_compiled_steps() -> None:
+    """A policy has one kind of states; all of them in one process are more graphs than are kept."""
+    torch.compiler.reset()
+
+
+def _optimizer(
+    kind: OptimizerStates, device: torch.device, dtype: torch.dtype = torch.bfloat16
+) -> Optimizer:
+    parameters = {
+        n: nn.Parameter(p.detach().to(device, dtype)) for n, p in make_parameters().items()
+    }
     return make_optimizer(parameters, CONFIG, kind, 0)
 
 
@@ -48,14 +60,40 @@ def test_steps_repeat_their_bits(kind: OptimizerStates) -> None:
         assert torch.equal(tensor, runs[1][name]), name
 
 
-def test_fused_step_of_masters_equals_the_loop_of_the_cpu() -> None:
-    gpu = _run(_optimizer(OptimizerStates.FP32, _DEVICE), _DEVICE, range(4))
-    cpu = _run(_optimizer(OptimizerStates.FP32, torch.device("cpu")), torch.device("cpu"), range(4))
-    for name, tensor in gpu.items():
-        torch.testing.assert_close(tensor.cpu(), cpu[name], rtol=1e-5, atol=1e-7)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_step_of_masters_equals_that_of_the_cpu(dtype: torch.dtype) -> None:
+    """Compiled for bfloat16 parameters, torch's fused one for those that are their own masters."""
+    cpu = torch.device("cpu")
+    one, two = (
+        _run(_optimizer(OptimizerStates.FP32, device, dtype), device, range(4))
+        for device in (_DEVICE, cpu)
+    )
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor.cpu(), two[name], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("kind", NARROW)
+@pytest.mark.parametrize("kind", SPLIT)
+def test_split_masters_step_as_float32_ones_bit_for_bit(
+    kind: OptimizerStates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two kernels that the compiler made of one formula, under the same moments."""
+    split = _optimizer(kind, _DEVICE)
+    _run(split, _DEVICE, range(6))
+    other = OptimizerStates.FP32
+    if kind is OptimizerStates.BF16_SPLIT_8BIT:
+        other = kind
+        monkeypatch.setitem(bf16_state._KEPT, kind, (torch.float32, torch.uint8))
+    masters = _optimizer(other, _DEVICE)
+    _run(masters, _DEVICE, range(6))
+    mine, theirs = split.state(), masters.state()
+    for name, master in theirs.weights.items():
+        joined = join_float32(mine.weights[name].view(torch.int16), mine.weight_remainder[name])
+        assert torch.equal(joined, master), name
+        for field in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(mine.tensors()[field][name], theirs.tensors()[field][name]), name
+
+
+@pytest.mark.parametrize("kind", [*NARROW, OptimizerStates.BF16_SPLIT_8BIT])
 def test_compiled_step_takes_the_roundings_of_the_cpu(kind: OptimizerStates) -> None:
     """The same words: what differs is where float32 results differ in their last bits."""
     gpu = _run(_optimizer(kind, _DEVICE), _DEVICE, range(1))
@@ -63,6 +101,11 @@ def test_compiled_step_takes_the_roundings_of_the_cpu(kind: OptimizerStates) -> 
     for name, tensor in gpu.items():
         if tensor.dtype is torch.float32:
             torch.testing.assert_close(tensor.cpu(), cpu[name], rtol=1e-5, atol=0)
+            continue
+        if tensor.dtype is torch.int16:
+            # Where a master differs in its last bits, or is across a tie.
+            off = (tensor.cpu().int() - cpu[name].int()).abs() & 0xFFFF
+            assert (torch.minimum(off, 0x10000 - off) > 64).double().mean().item() <= 0.01, name
             continue
         difference = (tensor.cpu().double() - cpu[name].double()).abs()
         assert (difference > 0).double().mean().item() <= 0.01, name
@@ -174,12 +217,15 @@ def test_a_gradient_that_is_not_finite_touches_nothing(kind: OptimizerStates, ba
         assert torch.equal(tensor, before[name]), name
 
 
-def test_a_step_needs_little_memory_beside_its_states() -> None:
+@pytest.mark.parametrize(
+    "kind", [OptimizerStates.BF16_8BIT, OptimizerStates.BF16_SPLIT_8BIT, OptimizerStates.BF16_SPLIT]
+)
+def test_a_step_needs_little_memory_beside_its_states(kind: OptimizerStates) -> None:
     """Of 2**27 weights a float32 copy is 512 MiB."""
     count = 1 << 27
     weight = nn.Parameter(torch.ones(count, dtype=torch.bfloat16, device=_DEVICE))
     sums = {"a": torch.full((count,), 0.1, device=_DEVICE)}
-    optimizer = NarrowAdamW({"a": weight}, CONFIG, OptimizerStates.BF16_8BIT, 0)
+    optimizer = Bf16AdamW({"a": weight}, CONFIG, kind, 0)
     for _ in range(3):
         # The first ones compile, and time their kernels on copies.
         optimizer.step(sums, 1.0, optim_step())

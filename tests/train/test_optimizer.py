@@ -1,4 +1,4 @@
-"""AdamW over masters against torch's own, and gradient sums in float32."""
+"""AdamW over wide weights against torch's own, and gradient sums in float32."""
 
 from __future__ import annotations
 
@@ -101,18 +101,6 @@ def test_a_gradient_that_is_not_finite_touches_nothing(bad: float) -> None:
             assert torch.equal(getattr(optimizer.state(), kind)[name], tensor)
 
 
-def test_bfloat16_weights_follow_float32_masters() -> None:
-    """Steps far below a bf16 ulp of 1.0 add up in the master and show once they are an ulp."""
-    parameters = {"a": nn.Parameter(torch.ones(1, dtype=torch.bfloat16))}
-    optimizer = MasterAdamW(parameters, AdamWConfig(beta1=0.0, beta2=0.0, weight_decay=0.0))
-    for _ in range(8):
-        optimizer.step({"a": torch.ones(1)}, 1.0, _step(1e-3, weight_decay=0.0))
-    master = optimizer.state().weights["a"]
-    assert master.dtype is torch.float32
-    assert master.item() == pytest.approx(1.0 - 8e-3, rel=1e-5)
-    assert parameters["a"].item() == master.to(torch.bfloat16).item() < 1.0
-
-
 def _backward(parameter: nn.Parameter, scale: float) -> None:
     (parameter * scale).sum().backward()
 
@@ -147,20 +135,20 @@ def test_wide_gradients_add_up_in_place_and_are_zero_where_nothing_flowed() -> N
     assert used.grad is None
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_loaded_state_continues_with_the_same_bits(dtype: torch.dtype) -> None:
     """Trap 10: moments and step count are part of the state, or the next step is another."""
     straight = _parameters(dtype)
     optimizer = MasterAdamW(straight, _CONFIG)
     for seed in range(2):
-        optimizer.step(_gradients(seed, torch.float32), 1.0, _step())
+        optimizer.step(_gradients(seed, dtype), 1.0, _step())
     state = optimizer.state()
     middle = {name: parameter.detach().clone() for name, parameter in straight.items()}
     resumed, forgetful = ({n: nn.Parameter(p.clone()) for n, p in middle.items()} for _ in range(2))
     fresh, without_moments = MasterAdamW(resumed, _CONFIG), MasterAdamW(forgetful, _CONFIG)
     fresh.load(state)
     for one in (optimizer, fresh, without_moments):
-        one.step(_gradients(2, torch.float32), 1.0, _step())
+        one.step(_gradients(2, dtype), 1.0, _step())
     for name, parameter in straight.items():
         assert torch.equal(parameter, resumed[name])
         assert not torch.equal(parameter, forgetful[name])

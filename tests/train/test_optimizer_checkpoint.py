@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from itertools import permutations
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,14 +14,15 @@ from torch import Tensor
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.export import export_weights
 from ratoon.model.spec import FolderBase, LoraTuning, ModelDtype
+from ratoon.train.bf16_adamw import Bf16AdamW
 from ratoon.train.checkpoint import MANIFEST_NAME, Snapshot, load_checkpoint, write_snapshot
 from ratoon.train.config import OptimizerStates
 from ratoon.train.digest import StateDigest
-from ratoon.train.narrow_adamw import NarrowAdamW
+from ratoon.train.report import StepReport
+from ratoon.train.rounding import join_float32
 from ratoon.train.trainer import Trainer
 from tests.train.optimizer_runs import (
     CONFIG,
-    NARROW,
     copied,
     make_gradients,
     make_parameters,
@@ -36,6 +37,16 @@ from tests.train.trainer_runs import (
     weights_of,
 )
 
+_WIDE, _BF16, _REMAINDER, _CODES = torch.float32, torch.bfloat16, torch.int16, torch.uint8
+_DTYPES = {
+    OptimizerStates.FP32: {_WIDE},
+    OptimizerStates.BF16_SPLIT: {_BF16, _REMAINDER, _WIDE},
+    # Scales of codes are float32; a parameter that is not whole blocks has bfloat16 moments.
+    OptimizerStates.BF16_SPLIT_8BIT: {_BF16, _REMAINDER, _CODES, _WIDE},
+    OptimizerStates.BF16_STOCHASTIC: {_BF16},
+    OptimizerStates.BF16_8BIT: {_BF16, _CODES, _WIDE},
+}
+
 
 def _trainer(
     base: FolderBase, kind: OptimizerStates, *, tuning: LoraTuning | None = None
@@ -44,14 +55,18 @@ def _trainer(
     return Trainer.create(replace(spec, optimizer_states=kind))
 
 
-def _update(trainer: Trainer, seed: int) -> None:
+def _update(trainer: Trainer, seed: int, learning_rate: float | None = None) -> StepReport:
     batch = make_batch(seed)
     loss = make_loss(batch)
     step = make_step(trainer, loss)
-    assert not trainer.update(batch, loss, step, trainer.prepare(batch, loss).plan).skipped
+    if learning_rate is not None:
+        step = replace(step, learning_rate=learning_rate)
+    report = trainer.update(batch, loss, step, trainer.prepare(batch, loss).plan)
+    assert not report.skipped
+    return report
 
 
-@pytest.mark.parametrize("kind", NARROW)
+@pytest.mark.parametrize("kind", list(OptimizerStates))
 @pytest.mark.parametrize("tuning", [None, LoraTuning(rank=2, alpha=4.0)])
 def test_continued_run_has_the_bits_of_an_uninterrupted_one(
     base: FolderBase, tmp_path: Path, kind: OptimizerStates, tuning: LoraTuning | None
@@ -72,19 +87,21 @@ def test_continued_run_has_the_bits_of_an_uninterrupted_one(
     assert any(not torch.equal(start[name], now) for name, now in weights_of(straight).items())
 
 
-@pytest.mark.parametrize("kind", NARROW)
+@pytest.mark.parametrize("kind", list(OptimizerStates))
 def test_every_tensor_comes_back_bit_for_bit(
     base: FolderBase, tmp_path: Path, kind: OptimizerStates
 ) -> None:
     model = make_trainer(base).spec.model
-    optimizer = NarrowAdamW(make_parameters(), CONFIG, kind, 0)
+    own = make_parameters()
+    optimizer = Bf16AdamW(own, CONFIG, kind, 0)
     for number in range(2):
         optimizer.step(make_gradients(number), 1.0, optim_step())
     digest_of = StateDigest(torch.device("cpu")).of
     state = optimizer.state().on_host()
     snapshot = Snapshot(state=state, model=model, version=7, digest=digest_of(state))
     write_snapshot(tmp_path / "one", snapshot)
-    fresh = NarrowAdamW(make_parameters(1), CONFIG, kind, 0)
+    others = make_parameters(1)
+    fresh = Bf16AdamW(others, CONFIG, kind, 0)
     loaded = load_checkpoint(tmp_path / "one", fresh.state(), model, digest_of)
     assert loaded.version == 7
     assert loaded.state.num_steps == 2
@@ -92,12 +109,17 @@ def test_every_tensor_comes_back_bit_for_bit(
     saved, back = copied(optimizer.state()), copied(loaded.state)
     assert_equal(back, saved)
     assert {name: t.dtype for name, t in back.items()} == {n: t.dtype for n, t in saved.items()}
-    dtypes = {tensor.dtype for tensor in back.values()}
-    coded = {torch.uint8, torch.float32} if kind is OptimizerStates.BF16_8BIT else set()
-    assert dtypes == {torch.bfloat16} | coded
+    assert {tensor.dtype for tensor in back.values()} == _DTYPES[kind]
+    fresh.load(loaded.state)
+    assert_equal(copied(fresh.state()), saved)
+    assert_equal(
+        {n: p.detach() for n, p in others.items()}, {n: p.detach() for n, p in own.items()}
+    )
 
 
-@pytest.mark.parametrize(("kind", "other"), list(permutations(OptimizerStates, 2)))
+@pytest.mark.parametrize(
+    ("kind", "other"), list(pairwise((*OptimizerStates, OptimizerStates.FP32)))
+)
 def test_checkpoint_of_another_kind_is_refused_by_name(
     base: FolderBase, tmp_path: Path, kind: OptimizerStates, other: OptimizerStates
 ) -> None:
@@ -136,7 +158,7 @@ def test_manifest_that_does_not_name_its_kind_is_of_fp32_states(
     assert caught.value.field == "checkpoint.optimizer_states"
 
 
-@pytest.mark.parametrize("kind", NARROW)
+@pytest.mark.parametrize("kind", list(OptimizerStates))
 def test_published_weights_are_the_parameters(
     base: FolderBase, tmp_path: Path, kind: OptimizerStates
 ) -> None:
@@ -156,7 +178,7 @@ def test_published_weights_are_the_parameters(
 
 def test_fingerprint_names_the_states(base: FolderBase) -> None:
     names = {_trainer(base, kind).fingerprint()["optimizer_states"] for kind in OptimizerStates}
-    assert names == {"fp32", "bf16_stochastic", "bf16_8bit"}
+    assert names == {kind.value for kind in OptimizerStates}
 
 
 def test_states_without_masters_are_refused_for_wider_models(base: FolderBase) -> None:
@@ -164,3 +186,44 @@ def test_states_without_masters_are_refused_for_wider_models(base: FolderBase) -
     with pytest.raises(RatoonError) as caught:
         Trainer.create(replace(spec, optimizer_states=OptimizerStates.BF16_8BIT))
     assert caught.value.field == "optimizer_states"
+
+
+def test_split_masters_train_as_float32_masters_bit_for_bit(base: FolderBase) -> None:
+    """Whole updates: the same gradients, since the weights in the model are the same."""
+    trainers = [_trainer(base, kind) for kind in (OptimizerStates.FP32, OptimizerStates.BF16_SPLIT)]
+    for trainer in trainers:
+        for seed in range(3):
+            _update(trainer, seed, 1e-4)
+    fp32, split = (trainer.snapshot().state for trainer in trainers)
+    for name, master in fp32.weights.items():
+        bits, remainder = split.weights[name].view(torch.int16), split.weight_remainder[name]
+        assert torch.equal(join_float32(bits, remainder), master)
+    assert_equal(dict(trainers[0].export_state()), dict(trainers[1].export_state()))
+
+
+@pytest.mark.parametrize("tuning", [None, LoraTuning(rank=2, alpha=4.0)])
+def test_a_choice_that_is_left_open_keeps_masters_and_is_told(
+    base: FolderBase, tuning: LoraTuning | None
+) -> None:
+    spec = make_trainer(base, dtype=ModelDtype.BFLOAT16, tuning=tuning).spec
+    trainer = Trainer.create(replace(spec, optimizer_states=None))
+    assert trainer.info().optimizer_states == "bf16_split"
+    assert trainer.fingerprint()["optimizer_states"] == "bf16_split"
+    assert trainer.snapshot().state.kind is OptimizerStates.BF16_SPLIT
+    assert trainer.spec.optimizer_states is OptimizerStates.BF16_SPLIT
+
+
+@pytest.mark.parametrize("kind", list(OptimizerStates))
+def test_a_step_that_rounding_outweighs_is_warned_about(
+    base: FolderBase, kind: OptimizerStates
+) -> None:
+    trainer = _trainer(base, kind)
+    warned = [
+        [w for w in _update(trainer, 0, rate).warnings if "optim.learning_rate" in w]
+        for rate in (1e-6, 1e-5, 0.0)
+    ]
+    is_alone = kind in (OptimizerStates.BF16_STOCHASTIC, OptimizerStates.BF16_8BIT)
+    assert [len(found) for found in warned] == [int(is_alone), 0, 0]
+    if is_alone:
+        assert "1e-06" in warned[0][0]
+        assert kind.value in warned[0][0]

@@ -176,8 +176,11 @@ class WorkerConfig(_Section):
     num_threads: int = Field(default=0, ge=0)
     # Of policies that ask for none. None: 16384 on a CPU; on a GPU each plan takes what is fastest.
     micro_batch_tokens: int | None = Field(default=None, ge=1)
-    # What is kept of bfloat16 policies beside their gradients; wider ones always keep fp32.
-    optimizer_states: Literal["fp32", "bf16_stochastic", "bf16_8bit"] = "fp32"
+    # What is kept of bfloat16 policies beside their gradients; wider ones always keep fp32. "auto":
+    # bf16_split, on a GPU where little is left then bf16_split_8bit; a policy keeps its first.
+    optimizer_states: Literal[
+        "auto", "fp32", "bf16_split", "bf16_split_8bit", "bf16_stochastic", "bf16_8bit"
+    ] = "auto"
     # Pinned memory of the host, a policy, for activations of GPU policies that do not fit the GPU,
     # those of streamed prefixes first. Allocated as it is needed, and kept.
     host_activation_bytes: int = Field(default=0, ge=0)

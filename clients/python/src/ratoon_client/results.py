@@ -97,6 +97,8 @@ class Policy:
     vocab_size: int
     max_sequence_tokens: int
     attention_backend: str
+    # What is kept beside the weights (`worker.optimizer_states`); empty until the model is loaded.
+    optimizer_states: str
     published_version: int | None = None
     # Why it is failed; empty where it is not.
     failure: str

@@ -462,6 +462,7 @@ class Policy(_message.Message):
     ATTENTION_BACKEND_FIELD_NUMBER: _builtins.int
     PUBLISHED_VERSION_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    OPTIMIZER_STATES_FIELD_NUMBER: _builtins.int
     state: Global___PolicyState.ValueType
     version: _builtins.int
     next_seq: _builtins.int
@@ -478,6 +479,10 @@ class Policy(_message.Message):
     """Newest version whose weights can be fetched."""
     failure: _builtins.str
     """Why it is failed; empty where it is not."""
+    optimizer_states: _builtins.str
+    """What is kept beside the weights, by its name in worker.optimizer_states; for auto what it chose,
+    which stays. Empty until the model is loaded.
+    """
     @_builtins.property
     def spec(self) -> Global___PolicySpec: ...
     @_builtins.property
@@ -497,10 +502,11 @@ class Policy(_message.Message):
         attention_backend: _builtins.str = ...,
         published_version: _builtins.int | None = ...,
         failure: _builtins.str = ...,
+        optimizer_states: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_published_version", b"_published_version", "created_at", b"created_at", "published_version", b"published_version", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_published_version", b"_published_version", "attention_backend", b"attention_backend", "created_at", b"created_at", "failure", b"failure", "max_sequence_tokens", b"max_sequence_tokens", "next_seq", b"next_seq", "num_parameters", b"num_parameters", "num_trainable_parameters", b"num_trainable_parameters", "published_version", b"published_version", "spec", b"spec", "state", b"state", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_published_version", b"_published_version", "attention_backend", b"attention_backend", "created_at", b"created_at", "failure", b"failure", "max_sequence_tokens", b"max_sequence_tokens", "next_seq", b"next_seq", "num_parameters", b"num_parameters", "num_trainable_parameters", b"num_trainable_parameters", "optimizer_states", b"optimizer_states", "published_version", b"published_version", "spec", b"spec", "state", b"state", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__published_version: _TypeAlias = _typing.Literal["published_version"]  # noqa: Y015
     _WhichOneofArgType__published_version: _TypeAlias = _typing.Literal["_published_version", b"_published_version"]  # noqa: Y015

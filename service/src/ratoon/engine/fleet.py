@@ -109,6 +109,7 @@ class RayFleet:
         await end_worker(policy_id, self._settings.namespace)
 
     def _trainer(self, spec: PolicySpec) -> TrainerSpec:
+        # Wider weights are their own masters.
         is_bf16 = spec.model.dtype is ModelDtype.BFLOAT16
         return TrainerSpec(
             model=spec.model,

@@ -43,8 +43,8 @@ class EngineSettings:
     checkpoints: CheckpointConfig
     device: str
     num_threads: int
-    # Of bfloat16 policies.
-    optimizer_states: OptimizerStates
+    # Of bfloat16 policies. None: what fits is chosen where the model is loaded.
+    optimizer_states: OptimizerStates | None
     host_activation_bytes: int
     canary_every: int
     # None: no process is killed.
@@ -52,7 +52,7 @@ class EngineSettings:
 
     @classmethod
     def from_config(cls, config: RatoonConfig) -> EngineSettings:
-        data_root = config.data_root.absolute()
+        data_root, states = config.data_root.absolute(), config.worker.optimizer_states
         return cls(
             namespace=config.ray.namespace,
             data_root=data_root,
@@ -64,7 +64,7 @@ class EngineSettings:
             checkpoints=config.checkpoints,
             device=config.worker.device,
             num_threads=config.worker.num_threads,
-            optimizer_states=OptimizerStates(config.worker.optimizer_states),
+            optimizer_states=None if states == "auto" else OptimizerStates(states),
             host_activation_bytes=config.worker.host_activation_bytes,
             canary_every=config.worker.canary_every,
             crash_points=data_root / FOLDER_NAME if config.crash_points else None,

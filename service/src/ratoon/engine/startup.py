@@ -43,6 +43,8 @@ from ratoon.engine.types import PolicyState
 from ratoon.log import get_logger
 from ratoon.model.spec import ModelInfo
 from ratoon.stream.files import remove_paths
+from ratoon.train.config import OptimizerStates
+from ratoon.train.spec import TrainerSpec
 
 _LOG = get_logger("startup")
 
@@ -68,6 +70,7 @@ async def start_policy(
     run.token = await journal.acquire(run.policy_id)
     history = await journal.history(run.policy_id)
     run.published = history.policy.published
+    run.trainer = _with_kept_states(run.trainer, history.policy.info)
     # A policy that was given up gets no worker.
     await read_run(run, history.policy.next_seq)
     status = await _fence(run)
@@ -109,6 +112,14 @@ async def start_policy(
     run.send(telemetry.versions(run.policy_id, run.version, run.published))
     if standing.info is not None:
         run.send(telemetry.model(run.policy_id, standing.info))
+
+
+def _with_kept_states(trainer: TrainerSpec, info: ModelInfo | None) -> TrainerSpec:
+    """What was chosen when the policy was first loaded stays, whatever fits by now: checkpoints are
+    of that kind, and replay gives other bits under another."""
+    if trainer.optimizer_states is not None or info is None or not info.optimizer_states:
+        return trainer
+    return replace(trainer, optimizer_states=OptimizerStates(info.optimizer_states))
 
 
 async def _fence(run: PolicyRun) -> WorkerStatus:

@@ -68,3 +68,5 @@ class ModelInfo:
     vocab_size: int
     max_sequence_tokens: int
     attention_backend: str
+    # By name, of `train.config.OptimizerStates`: what the trainer keeps. "": nobody has said it.
+    optimizer_states: str = ""

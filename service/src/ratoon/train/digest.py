@@ -25,8 +25,11 @@ _FIRST = 0xBF58476D1CE4E5B9 - (1 << _BITS)
 _SECOND = 0x94D049BB133111EB - (1 << _BITS)
 _THIRD = 0xD6E8FEB86659FD93 - (1 << _BITS)
 _NUM_STEPS = "num_steps"
-# Fields whose tensors of one name have one size: one read of the index serves them all.
-_ALIKE = (("weights", "exp_avg", "exp_avg_sq"), ("exp_avg_scale", "exp_avg_sq_scale"))
+# Fields whose tensors of one name have one size: one read of the index serves those there are.
+_ALIKE = (
+    ("weights", "weight_remainder", "exp_avg", "exp_avg_sq"),
+    ("exp_avg_scale", "exp_avg_sq_scale"),
+)
 # Elements hashed at a time: within the cache of a CPU; on a GPU few calls, and what a state that
 # lies on the host may take there while it is hashed.
 _HOST_CHUNK = 1 << 14
@@ -124,12 +127,9 @@ def _rows(state: OptimizerState) -> Iterator[tuple[tuple[str, ...], list[Tensor]
     assert set(fields) == {field for group in _ALIKE for field in group}
     for group in _ALIKE:
         for name in fields[group[0]]:
-            tensors = [fields[field][name] for field in group]
-            texts = (
-                f"{field}/{name}/{tensor.dtype}"
-                for field, tensor in zip(group, tensors, strict=True)
-            )
-            yield tuple(texts), tensors
+            found = {field: fields[field][name] for field in group if name in fields[field]}
+            texts = (f"{field}/{name}/{tensor.dtype}" for field, tensor in found.items())
+            yield tuple(texts), list(found.values())
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import platform
 import resource
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, cast
 
@@ -51,7 +52,7 @@ def numerics_fingerprint(spec: TrainerSpec, attention_backend: str) -> dict[str,
         "layout": "single",
         "attention_backend": attention_backend,
         "threads": str(torch.get_num_threads()),
-        "optimizer_states": spec.optimizer_states.value,
+        "optimizer_states": spec.kept_states.value,
         # By it stages keep more or less, and what they keep decides how operations are fused.
         "host_activation_bytes": str(spec.host_activation_bytes * (device.type == "cuda")),
         "deterministic": str(spec.deterministic).lower(),
@@ -62,17 +63,30 @@ def numerics_fingerprint(spec: TrainerSpec, attention_backend: str) -> dict[str,
     }
 
 
-def activation_bytes(device: torch.device) -> int | None:
-    """What a GPU has for activations once all else is allocated; None for a CPU: no limit.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """Bytes of a GPU that is the policy's own: all of it, and what is not allocated yet.
 
-    Of the whole device, which is the policy's own, and not of what happens to be free: what layers
-    keep decides how operations are fused, and so bits, which a replay must find again.
+    Not what happens to be free: what is kept by it decides bits, which a replay must find again.
     """
+
+    total: int
+    free: int
+
+
+def device_memory(device: torch.device) -> DeviceMemory | None:
+    """None for a CPU: no limit."""
     if device.type != "cuda":
         return None
     total = torch.cuda.get_device_properties(device).total_memory
     free = total * (1 - _UNPLANNED_SHARE) - torch.cuda.memory_allocated(device)
-    return max(0, int(free)) // _BUDGET_STEP * _BUDGET_STEP
+    return DeviceMemory(total=total, free=max(0, int(free)))
+
+
+def activation_bytes(device: torch.device) -> int | None:
+    """What a GPU has for activations once all else is allocated; None for a CPU: no limit."""
+    memory = device_memory(device)
+    return None if memory is None else memory.free // _BUDGET_STEP * _BUDGET_STEP
 
 
 def peak_memory_bytes(device: torch.device) -> int:

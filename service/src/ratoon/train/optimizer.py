@@ -1,8 +1,7 @@
-"""AdamW over float32 master weights, one step at a time, and the state that any kind of it has.
+"""AdamW over weights that are their own masters, and the state that any kind of AdamW here has.
 
-Enters gradient sums and an `OptimStep`, changes the parameters, leaves the gradient norm.
-Invariant: either the whole step is applied or, where the gradient is not finite or above the step's
-limit, no weight and no moment is touched.
+A step is applied whole or, where the gradient is not finite or above the step's limit, no weight
+and no moment is touched.
 """
 
 from __future__ import annotations
@@ -34,9 +33,11 @@ class OptimizerState:
     """Everything that a step depends on beside its gradient; live tensors by parameter name."""
 
     kind: OptimizerStates
-    # FP32: float32, or float64 for float64 parameters. Else bfloat16, the parameters themselves.
+    # FP32: masters, float32, or float64 for float64 parameters. Else bfloat16, the parameters.
     weights: dict[str, Tensor]
-    # FP32: as the weights. Else bfloat16, or uint8 codes, flat, with their scales below.
+    # BF16_SPLIT...: int16, what the weights lack of their masters (`rounding.split_float32`).
+    weight_remainder: dict[str, Tensor]
+    # FP32, BF16_SPLIT: as wide as masters. Else bfloat16, or uint8 codes with their scales below.
     exp_avg: dict[str, Tensor]
     exp_avg_sq: dict[str, Tensor]
     # float32, one a block of `rounding.BLOCK` codes; the names that have codes.
@@ -48,6 +49,7 @@ class OptimizerState:
         """All tensors, by field and parameter."""
         return {
             "weights": self.weights,
+            "weight_remainder": self.weight_remainder,
             "exp_avg": self.exp_avg,
             "exp_avg_sq": self.exp_avg_sq,
             "exp_avg_scale": self.exp_avg_scale,
@@ -82,15 +84,13 @@ class StepOutcome:
 
 
 class MasterAdamW:
-    """Owns master weights and moments of `parameters` (Loshchilov and Hutter, arXiv 1711.05101).
+    """Owns the moments of float32 or float64 parameters (Loshchilov and Hutter, arXiv 1711.05101).
 
-    A float32 or float64 parameter is its own master; a narrower one is the rounded copy of a
-    float32 master. Moments are there from the start: a state is complete before the first step.
+    Moments are there from the start: a state is complete before the first step.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], config: AdamWConfig) -> None:
-        self._parameters = dict(parameters)
-        self._masters = {name: _master(parameter) for name, parameter in parameters.items()}
+        self._masters = dict(parameters)
         # One pass over the state on a GPU; on a CPU the bits are those of the plain loop.
         is_fused = any(master.is_cuda for master in self._masters.values())
         # The fused step's own scale of gradients is a float32: too coarse for float64.
@@ -119,8 +119,8 @@ class MasterAdamW:
         """Divide `sums` by `divisor` (> 0), clip by the global norm, step.
 
         Changes `sums`, which the caller clears afterwards in either outcome. On a GPU float32
-        masters are read and written in one pass over 32 bytes a parameter, division and clipping
-        in it; before it the norm reads 4, and after it bfloat16 copies take 6.
+        weights are read and written in one pass over 32 bytes per parameter, division and
+        clipping in it; before it the norm reads 4.
         """
         gradients = list(sums.values())
         if not self._folds_scale:
@@ -141,7 +141,6 @@ class MasterAdamW:
             master.grad = sums[name]
         self._adamw.step()
         self._num_steps += 1
-        self._publish_masters()
         return StepOutcome(grad_norm=norm, skipped=False)
 
     def state(self) -> OptimizerState:
@@ -150,6 +149,7 @@ class MasterAdamW:
         return OptimizerState(
             kind=OptimizerStates.FP32,
             weights={name: master.detach() for name, master in self._masters.items()},
+            weight_remainder={},
             exp_avg={name: moment["exp_avg"] for name, moment in moments.items()},
             exp_avg_sq={name: moment["exp_avg_sq"] for name, moment in moments.items()},
             exp_avg_scale={},
@@ -163,7 +163,6 @@ class MasterAdamW:
         for master in self._masters.values():
             self._adamw.state[master]["step"].fill_(float(state.num_steps))
         self._num_steps = state.num_steps
-        self._publish_masters()
 
     def _scale(self, gradients: list[Tensor], divisor: float, clip: float) -> None:
         """Clip `gradients`, which where the scale is folded are still to be divided."""
@@ -179,20 +178,6 @@ class MasterAdamW:
         elif clip < 1.0:
             for gradient in gradients:
                 gradient.mul_(clip)
-
-    def _publish_masters(self) -> None:
-        """Round masters into the parameters that the model runs on."""
-        narrow = [
-            n for n, parameter in self._parameters.items() if self._masters[n] is not parameter
-        ]
-        if narrow:
-            with torch.no_grad():
-                cast("Any", torch)._foreach_copy_(
-                    [self._parameters[name] for name in narrow],
-                    [self._masters[name] for name in narrow],
-                )
-        for name in narrow:
-            self._masters[name].grad = None
 
 
 def global_norm(gradients: Iterable[Tensor]) -> float:
@@ -221,9 +206,3 @@ def _norm_of_norms(norms: Sequence[Tensor]) -> float:
 
 def _host_copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
-
-
-def _master(parameter: nn.Parameter) -> Tensor:
-    if parameter.dtype in (torch.float32, torch.float64):
-        return parameter
-    return parameter.detach().to(torch.float32).clone()

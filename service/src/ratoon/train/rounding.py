@@ -1,7 +1,7 @@
-"""Stochastic rounding to bfloat16 and to 8-bit codes, with random words that are a pure function.
+"""Float32 in fewer bits: an exact split into bfloat16 and a remainder, and stochastic rounding.
 
-Enters float32 values and keyed random words, leaves one of the two representable neighbours of each
-value. Invariant: the mean over the words is the value; the words depend on keys and the element's
+Stochastic rounding, to bfloat16 and to 8-bit codes, gives one of the two representable neighbours
+of a value, by random words. Their mean is the value; the words depend on keys and the element's
 index alone, not on device, chunk or the state of any generator.
 
 An 8-bit code is the top of a float32: the exponent's low bits and three bits of the fraction, of a
@@ -47,6 +47,24 @@ def round_bf16(x: Tensor, words: Tensor) -> Tensor:
     """
     bits = x.view(torch.int32) + (words & 0xFFFF)
     return (bits & -0x10000).view(torch.float32).to(torch.bfloat16)
+
+
+def split_float32(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`x` as the bits of the nearest bfloat16 and what these are off by; both int16, x's shape.
+
+    A tie goes away from zero: to even, as IEEE 754 has it, 65,537 floats would share an even
+    bfloat16, one more than 16 bits tell apart. So the bits of `x`, as an integer, are
+    `(bfloat16 << 16) + remainder` for every value, subnormal and infinite ones too; one that
+    rounds beyond the largest bfloat16 is infinite there alone. A NaN stays some NaN.
+    """
+    bits = torch.where(x.isnan(), torch.nan, x).view(torch.int32)
+    top = (bits + 0x8000) & -0x10000
+    return (top >> 16).to(torch.int16), (bits - top).to(torch.int16)
+
+
+def join_float32(bits: Tensor, remainder: Tensor) -> Tensor:
+    """The float32 values of `split_float32`."""
+    return ((bits.to(torch.int32) << 16) + remainder.to(torch.int32)).view(torch.float32)
 
 
 def encode_signed(x: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:

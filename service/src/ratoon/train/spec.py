@@ -25,10 +25,16 @@ class TrainerSpec:
     # "cpu" or "cuda:N"; threads of torch on the CPU (part of the numerics fingerprint).
     device: str
     num_threads: int
-    # BF16_...: for models of bfloat16 alone.
-    optimizer_states: OptimizerStates = OptimizerStates.FP32
+    # BF16_...: for models of bfloat16 alone. None: chosen by `Trainer.create`, for those too.
+    optimizer_states: OptimizerStates | None = OptimizerStates.FP32
     # Pinned host memory for activations that fit a GPU neither as they are nor run again.
     host_activation_bytes: int = 0
     # A canary (`train.canary`) at every version that this divides; 0: never.
     canary_every: int = 0
     guard: NumericsGuard = DEFAULT_GUARD
+
+    @property
+    def kept_states(self) -> OptimizerStates:
+        """Of a spec whose states are chosen."""
+        assert self.optimizer_states is not None
+        return self.optimizer_states

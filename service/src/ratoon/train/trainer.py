@@ -37,10 +37,11 @@ from ratoon.train.micro_batches import PassHooks, never_cancelled, no_progress
 from ratoon.train.numerics import (
     activation_bytes,
     configure_torch,
+    device_memory,
     numerics_fingerprint,
     peak_memory_bytes,
 )
-from ratoon.train.optimizer_choice import make_optimizer
+from ratoon.train.optimizer_choice import choose_states, make_optimizer, rounding_warning
 from ratoon.train.passes import forward_backward_pass
 from ratoon.train.planning import cpu_planner, device_planner
 from ratoon.train.prepare import Prepared
@@ -65,7 +66,7 @@ class Trainer:
         parameters = model.named_trainable()
         self._gradients = GradientSums(parameters)
         self._optimizer = make_optimizer(
-            parameters, spec.optimizer, spec.optimizer_states, spec.model.seed
+            parameters, spec.optimizer, spec.kept_states, spec.model.seed
         )
         self._digest = StateDigest(model.device)
         self._planner = cpu_planner(spec.micro_batch_tokens)
@@ -75,7 +76,10 @@ class Trainer:
 
     @classmethod
     def create(cls, spec: TrainerSpec) -> Trainer:
-        """Configure torch for this process and load the model. Raises what `load_model` raises."""
+        """Configure torch for this process and load the model.
+
+        Raises what `load_model` raises, and `choose_states` where the spec leaves the choice.
+        """
         configure_torch(spec)
         model = load_model(
             spec.model,
@@ -85,6 +89,9 @@ class Trainer:
             keep_reference=spec.keep_reference,
             compile_layers=torch.device(spec.device).type == "cuda",
         )
+        if spec.optimizer_states is None:
+            states = choose_states(model.named_trainable(), device_memory(model.device))
+            spec = replace(spec, optimizer_states=states)
         trainer = cls(spec, model)
         trainer.limit_activations()
         return trainer
@@ -107,7 +114,7 @@ class Trainer:
             )
 
     def info(self) -> ModelInfo:
-        return self.model.info()
+        return replace(self.model.info(), optimizer_states=self.spec.kept_states.value)
 
     def fingerprint(self) -> dict[str, str]:
         """What the bits depend on outside of model, batch and plan."""
@@ -271,8 +278,8 @@ class Trainer:
         self.version = loaded.version
 
     def export_state(self) -> Mapping[str, Tensor]:
-        """Weights by name, masters where there are any, live, for `model.export.export_weights`."""
-        return self._optimizer.state().weights
+        """Weights by name, live, as the model has them, for `model.export.export_weights`."""
+        return {name: p.detach() for name, p in self.model.named_trainable().items()}
 
     def _canary(
         self,
@@ -297,6 +304,7 @@ class Trainer:
         reason, warnings = outcome.skip_reason, base.warnings
         if reason is None:
             self.version += 1
+            warnings += rounding_warning(self.spec.kept_states, step.learning_rate)
         else:
             warnings = (*warnings, f"{WARNINGS[reason]}: the step was skipped")
         self.discard_gradients()

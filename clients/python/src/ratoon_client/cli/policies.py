@@ -97,5 +97,6 @@ def _fields(policy: Policy) -> dict[str, object]:
         "published version": policy.published_version,
         "failure": policy.failure or None,
         "attention backend": policy.attention_backend,
+        "optimizer states": policy.optimizer_states,
         "created": policy.created_at,
     }

@@ -267,6 +267,7 @@ def policy_message(policy: Policy, models_root: Path) -> wire.Policy:
         message.vocab_size = policy.info.vocab_size
         message.max_sequence_tokens = policy.info.max_sequence_tokens
         message.attention_backend = policy.info.attention_backend
+        message.optimizer_states = policy.info.optimizer_states
     if policy.published_version is not None:
         message.published_version = policy.published_version
     return message

@@ -96,6 +96,7 @@ class Policy(WireModel):
     vocab_size: int
     max_sequence_tokens: int
     attention_backend: str
+    optimizer_states: str
     published_version: int | None
     failure: str
 

@@ -1,0 +1,180 @@
+"""AdamW of bfloat16 parameters, one float32 formula for all that may be kept beside them.
+
+What is kept (`OptimizerStates`) decides how a step reads and writes weights and moments, and
+nothing else: states that keep the same masters and moments take the same steps, bit for bit. What
+is rounded stochastically is right in the mean, by words that are a function of seed, parameter,
+element and number of the step, so that a step done again is the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from ratoon.errors import invalid
+from ratoon.train.bf16_state import (
+    Tensors,
+    chunks_of,
+    initial_state,
+    is_master,
+    is_rounded,
+    keys_of,
+    read_moments,
+    read_weights,
+    write_moments,
+    write_weights,
+)
+from ratoon.train.config import AdamWConfig, OptimizerStates
+from ratoon.train.loss_spec import OptimStep
+from ratoon.train.optimizer import (
+    CLIP_EPSILON,
+    MAX_FLOAT32,
+    OptimizerState,
+    StepOutcome,
+    global_norm,
+)
+from ratoon.train.rounding import mix, split_float32
+
+# Indices are int32.
+_MAX_ELEMENTS = 1 << 31
+# Second moments end here, where rounding them up is still finite.
+_MAX_SQUARE = 1e38
+
+
+_StepChunk = Callable[[Tensor, Tensors, Tensors, tuple[Tensor, Tensor], Tensor], None]
+
+
+class Bf16AdamW:
+    """Owns what is kept of `parameters` beside their bfloat16 weights, from the start.
+
+    `seed` keys the rounding. Raises `RatoonError` INVALID_ARGUMENT where one is not bfloat16.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        config: AdamWConfig,
+        kind: OptimizerStates,
+        seed: int,
+    ) -> None:
+        _check(parameters, kind)
+        self._config = config
+        self._seed = seed
+        weights = {name: parameter.detach() for name, parameter in parameters.items()}
+        self._live = initial_state(weights, kind)
+        self._chunks = [
+            chunk
+            for name, weight in weights.items()
+            for chunk in chunks_of(self._live, name, weight, seed)
+        ]
+        self._device = next(iter(parameters.values())).device
+        # Compiled, a step touches each element once; on a CPU that is not worth a compiler.
+        if self._device.type == "cuda":
+            self._step_chunk = cast(
+                "_StepChunk", torch.compile(_step_chunk, dynamic=True, fullgraph=True)
+            )
+        else:
+            self._step_chunk = _step_chunk
+
+    def step(self, sums: Mapping[str, Tensor], divisor: float, step: OptimStep) -> StepOutcome:
+        """Divide by `divisor` (> 0), clip by the global norm, step; `sums` (float32) stay."""
+        norm = global_norm(sums.values()) / divisor
+        if not norm <= MAX_FLOAT32:
+            return StepOutcome(grad_norm=norm if math.isnan(norm) else math.inf, skipped=True)
+        if norm > step.max_norm_to_step:
+            return StepOutcome(grad_norm=norm, skipped=True)
+        clip = min(1.0, step.max_grad_norm / (norm + CLIP_EPSILON))
+        number = self._live.num_steps + 1
+        numbers = _numbers(self._config, step, clip / divisor, number)
+        keys = keys_of(f"{self._seed}/{number}", 2)
+        scalars = (
+            self._upload(torch.tensor(numbers, dtype=torch.float32)),
+            self._upload(torch.tensor(keys, dtype=torch.int32)),
+        )
+        for chunk in self._chunks:
+            stop = chunk.start + chunk.weights[0].numel()
+            gradient = sums[chunk.name].view(-1)[chunk.start : stop]
+            gradient = gradient.view(chunk.weights[0].shape).data
+            self._step_chunk(gradient, chunk.weights, chunk.moments, scalars, chunk.origin)
+        self._live = replace(self._live, num_steps=number)
+        return StepOutcome(grad_norm=norm, skipped=False)
+
+    def state(self) -> OptimizerState:
+        """The live state; copy it before the next step."""
+        return self._live
+
+    def load(self, state: OptimizerState) -> None:
+        """Take over a state of the same kind, names and shapes, by copy."""
+        self._live.copy_from(state)
+        self._live = replace(self._live, num_steps=state.num_steps)
+        for chunk in self._chunks:
+            if is_master(chunk.weights):
+                bits, master = chunk.weights
+                bits.copy_(split_float32(master)[0])
+
+    def _upload(self, host: Tensor) -> Tensor:
+        """To the device without waiting for it."""
+        if self._device.type != "cuda":
+            return host
+        return host.pin_memory().to(self._device, non_blocking=True)
+
+
+def _step_chunk(
+    gradient: Tensor,
+    weights: Tensors,
+    moments: Tensors,
+    scalars: tuple[Tensor, Tensor],
+    origin: Tensor,
+) -> None:
+    """One step of AdamW for a part of a parameter, in float32, in place.
+
+    `gradient`: float32 [n] or [n / BLOCK, BLOCK] as the weight, not yet divided; `scalars`:
+    `_numbers`, and two keys of the step. Decay is part of the update and not a factor of its own:
+    a weight is rounded once, and a decay below half an ulp still counts.
+    """
+    numbers, keys = scalars
+    scale, decay, step_size, root_correction, beta1_rest, beta2, beta2_rest, eps = numbers.unbind()
+    m, v = read_moments(moments)
+    g = gradient * scale
+    m = m + beta1_rest * (g - m)
+    v = (v * beta2 + beta2_rest * g * g).clamp(max=_MAX_SQUARE)
+    weight = read_weights(weights)
+    update = decay * weight + step_size * m / (v.sqrt() / root_correction + eps)
+    words = None
+    if is_rounded(weights, moments):
+        index = torch.arange(gradient.numel(), dtype=torch.int32, device=gradient.device)
+        index = index.view(gradient.shape) + origin[2]
+        first = mix(mix(index ^ origin[0]) ^ mix(keys[0] ^ origin[1]))
+        second = mix(first + keys[1])
+        words = (first, second, mix(second + keys[1]))
+    write_weights(weights, weight - update, words)
+    write_moments(moments, (m, v), words)
+
+
+def _numbers(
+    config: AdamWConfig, step: OptimStep, gradient_scale: float, number: int
+) -> list[float]:
+    """What a step multiplies with, in the order of `_step_chunk`; `number` counts from 1."""
+    return [
+        gradient_scale,
+        step.learning_rate * step.weight_decay,
+        step.learning_rate / (1.0 - config.beta1**number),
+        math.sqrt(1.0 - config.beta2**number),
+        1.0 - config.beta1,
+        config.beta2,
+        1.0 - config.beta2,
+        config.eps,
+    ]
+
+
+def _check(parameters: Mapping[str, nn.Parameter], kind: OptimizerStates) -> None:
+    for name, parameter in parameters.items():
+        if parameter.dtype is not torch.bfloat16:
+            raise invalid("optimizer_states", kind.value, f"fp32, for {name} is {parameter.dtype}")
+        assert parameter.is_contiguous()
+        assert parameter.numel() < _MAX_ELEMENTS

@@ -1,0 +1,198 @@
+"""What is kept of bfloat16 parameters for AdamW, by kind, and how a step reads and writes it.
+
+A part of a parameter is a few flat tensors. How many there are and their dtypes say what they are,
+so that one function steps all kinds and a compiler makes one kernel for each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ratoon.train.config import OptimizerStates
+from ratoon.train.optimizer import OptimizerState
+from ratoon.train.rounding import (
+    BLOCK,
+    decode_positive,
+    decode_signed,
+    encode_positive,
+    encode_signed,
+    join_float32,
+    round_bf16,
+    split_float32,
+)
+
+# A parameter of fewer elements, or not of whole blocks, has bfloat16 moments and no codes.
+MIN_8BIT_ELEMENTS = 4096
+# Elements that a step computes at a time, a multiple of BLOCK: few calls, of which each costs the
+# host tens of microseconds, against what is kept for a moment beside the states.
+CHUNK = 1 << 25
+
+# By kind: the dtype of what completes a weight to float32 (a remainder, a master or nothing), and
+# that of the moments.
+_KEPT = {
+    OptimizerStates.FP32: (torch.float32, torch.float32),
+    OptimizerStates.BF16_SPLIT: (torch.int16, torch.float32),
+    OptimizerStates.BF16_SPLIT_8BIT: (torch.int16, torch.uint8),
+    OptimizerStates.BF16_STOCHASTIC: (None, torch.bfloat16),
+    OptimizerStates.BF16_8BIT: (None, torch.uint8),
+}
+Tensors = tuple[Tensor, ...]
+# Random ones for weight, first and second moment; None where nothing is rounded by them.
+Words = tuple[Tensor, Tensor, Tensor] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """A part of one parameter; the tensors are flat views of it, or of rows of BLOCK where the
+    moments are codes: a compiler then has the maxima of the blocks and all else in one loop.
+
+    `weights`: the bfloat16 weight alone; or its bits (int16) and the remainder (int16) or master
+    (float32). `moments`: first and second, and the two scales where they are codes.
+    `origin`: int32 [3], two keys of the parameter and the index of the part's first element.
+    """
+
+    name: str
+    start: int
+    weights: Tensors
+    moments: Tensors
+    origin: Tensor
+
+
+def initial_state(weights: Mapping[str, Tensor], kind: OptimizerStates) -> OptimizerState:
+    """That before the first step, on the device of `weights` (bfloat16)."""
+    beside, moment = _KEPT[kind]
+    can_code = {
+        name
+        for name, weight in weights.items()
+        if weight.numel() >= MIN_8BIT_ELEMENTS and weight.numel() % BLOCK == 0
+    }
+    is_coded = moment is torch.uint8
+    coded = can_code if is_coded else set[str]()
+
+    def moments() -> dict[str, Tensor]:
+        return {
+            name: torch.zeros_like(
+                weight, dtype=torch.bfloat16 if is_coded and name not in coded else moment
+            )
+            for name, weight in weights.items()
+        }
+
+    def scales() -> dict[str, Tensor]:
+        return {
+            name: torch.zeros(weight.numel() // BLOCK, device=weight.device)
+            for name, weight in weights.items()
+            if name in coded
+        }
+
+    return OptimizerState(
+        kind=kind,
+        weights={n: w.float() if beside is torch.float32 else w for n, w in weights.items()},
+        weight_remainder={
+            n: torch.zeros_like(w, dtype=beside)
+            for n, w in weights.items()
+            if beside is torch.int16
+        },
+        exp_avg=moments(),
+        exp_avg_sq=moments(),
+        exp_avg_scale=scales(),
+        exp_avg_sq_scale=scales(),
+        num_steps=0,
+    )
+
+
+def chunks_of(state: OptimizerState, name: str, weight: Tensor, seed: int) -> list[Chunk]:
+    """The parts of one parameter, of `CHUNK` elements and a rest."""
+    weights = [weight]
+    if name in state.weight_remainder:
+        weights = [weight.view(torch.int16), state.weight_remainder[name]]
+    elif state.weights[name].dtype is torch.float32:
+        weights = [weight.view(torch.int16), state.weights[name]]
+    moments = [state.exp_avg[name], state.exp_avg_sq[name]]
+    scales = [s[name] for s in (state.exp_avg_scale, state.exp_avg_sq_scale) if name in s]
+    keys = keys_of(f"{seed}/{name}", 2)
+    shape = (-1, BLOCK) if scales else (-1,)
+    found: list[Chunk] = []
+    for start in range(0, weight.numel(), CHUNK):
+        part = slice(start, start + CHUNK)
+        scale_part = slice(start // BLOCK, (start + CHUNK) // BLOCK)
+        origin = torch.tensor([*keys, start], dtype=torch.int32, device=weight.device)
+        found.append(
+            Chunk(
+                name=name,
+                start=start,
+                # `.data` is no view: of a view, the compiler would look at the shape of the whole
+                # too, and compile anew for each kind of it.
+                weights=tuple(tensor.view(-1)[part].view(shape).data for tensor in weights),
+                moments=(
+                    *(tensor.view(-1)[part].view(shape).data for tensor in moments),
+                    *(scale[scale_part].data for scale in scales),
+                ),
+                origin=origin,
+            )
+        )
+    return found
+
+
+def is_master(weights: Tensors) -> bool:
+    """Whether a float32 master is beside the weight."""
+    return len(weights) > 1 and weights[1].dtype is torch.float32
+
+
+def is_rounded(weights: Tensors, moments: Tensors) -> bool:
+    """Whether anything is rounded stochastically."""
+    return len(weights) == 1 or moments[0].dtype is not torch.float32
+
+
+def read_weights(weights: Tensors) -> Tensor:
+    """float32."""
+    if len(weights) == 1:
+        return weights[0].float()
+    return weights[1] if is_master(weights) else join_float32(*weights)
+
+
+def write_weights(weights: Tensors, updated: Tensor, words: Words) -> None:
+    if len(weights) == 1:
+        assert words is not None
+        weights[0].copy_(round_bf16(updated, words[0]))
+        return
+    bits, remainder = split_float32(updated)
+    weights[0].copy_(bits)
+    weights[1].copy_(updated if is_master(weights) else remainder)
+
+
+def read_moments(moments: Tensors) -> tuple[Tensor, Tensor]:
+    """float32."""
+    m, v, *scales = moments
+    if not scales:
+        return m.float(), v.float()
+    # So that a compiler knows the length of a row.
+    assert m.shape[1] == BLOCK
+    return decode_signed(m, scales[0]), decode_positive(v, scales[1])
+
+
+def write_moments(moments: Tensors, updated: tuple[Tensor, Tensor], words: Words) -> None:
+    m, v, *scales = moments
+    if words is None or m.dtype is torch.float32:
+        m.copy_(updated[0])
+        v.copy_(updated[1])
+    elif scales:
+        for codes, scale_out, encoded in (
+            (m, scales[0], encode_signed(updated[0], words[1])),
+            (v, scales[1], encode_positive(updated[1], words[2])),
+        ):
+            codes.copy_(encoded[0])
+            scale_out.copy_(encoded[1])
+    else:
+        m.copy_(round_bf16(updated[0], words[1]))
+        v.copy_(round_bf16(updated[1], words[2]))
+
+
+def keys_of(text: str, count: int) -> list[int]:
+    """`count` <= 8 numbers in [-2**31, 2**31) that depend on all of `text`."""
+    digest = hashlib.sha256(text.encode()).digest()
+    return [int.from_bytes(digest[4 * i : 4 * i + 4], "little", signed=True) for i in range(count)]
