@@ -138,6 +138,19 @@ async def test_update_reaches_the_engine_complete(api: Api, wire_name: str) -> N
 
 
 LOSSES = {
+    "sapo": (
+        Loss("sapo", tau_positive=0.9, tau_negative=2.0, advantage="group_mean_batch_std"),
+        LossRequest(
+            kind=LossKind.SAPO,
+            tau_positive=0.9,
+            tau_negative=2.0,
+            advantage=config.AdvantageKind.GROUP_MEAN_BATCH_STD,
+        ),
+    ),
+    "ipo": (
+        Loss("ipo", clip_low=0.1, clip_high=0.2),
+        LossRequest(kind=LossKind.IPO, clip_low=0.1, clip_high=0.2),
+    ),
     "masked": (
         Loss(
             "grpo",

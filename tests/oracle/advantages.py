@@ -6,6 +6,7 @@ Order: advantages over each group as received, then drops, then counters over wh
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TypeVar
@@ -89,14 +90,21 @@ def _advantages(paths: list[Path], loss: OracleLoss) -> list[NDArray[np.float64]
         return out
     if loss.advantage == "given":
         return [_present(path.advantages) for path in paths]
+    is_by_batch = loss.advantage == "group_mean_batch_std"
+    kind = "group_mean" if is_by_batch else loss.advantage
+    values: dict[int, float] = {}
     for members in _groups(paths).values():
         rewards = [_present(paths[index].reward) for index in members]
         if loss.overlong is not None:
             lengths = [len(paths[index].response) for index in members]
             penalties = [overlong_penalty(length, loss.overlong) for length in lengths]
             rewards = [r + penalty for r, penalty in zip(rewards, penalties, strict=True)]
-        for index, value in zip(members, _group_advantages(rewards, loss.advantage), strict=True):
-            out[index][:] = value
+        values |= dict(zip(members, _group_advantages(rewards, kind), strict=True))
+    if is_by_batch and len(paths) > 1:
+        std = statistics.stdev([Fraction(value) for value in values.values()])
+        values = {index: value / (float(std) + 1e-6) for index, value in values.items()}
+    for index, value in values.items():
+        out[index][:] = value
     return out
 
 

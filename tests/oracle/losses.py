@@ -1,10 +1,11 @@
 """Every loss as a torch scalar of one path, so that autograd gives the gradient.
 
 Written from the papers: PPO (arXiv 1707.06347, eq. 7), dual clip (1912.09729), GRPO (2402.03300),
-DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO-token (2507.18071, eq. 14), CISPO (2506.13585), KL
-estimators k1, k2, k3 (Schulman, 2020). Clamps are torch's own, with the bounds of verl: 20 for a
-log-ratio and for a KL gap, 10 for k3. Invariant: what leaves is a plain sum over the path's terms;
-nothing is divided by a counter here.
+DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO-token (2507.18071, eq. 14), CISPO (2506.13585), SAPO
+(2511.20347, eq. 5 and 6), IPO (docs.primeintellect.ai/prime-rl/ipo), KL estimators k1, k2, k3
+(Schulman, 2020). Clamps are torch's own, with the bounds of verl: 20 for a log-ratio and for a KL
+gap, 10 for k3. Invariant: what leaves is a plain sum over the path's terms; nothing is divided by a
+counter here.
 """
 
 from __future__ import annotations
@@ -84,6 +85,14 @@ def _policy_gradient(counted: Counted, loss: OracleLoss, logp: Tensor) -> Tensor
         terms = -advantage * logp
     elif loss.kind == "cispo":
         terms = -ratio.clamp(loss.clip_low, loss.clip_high).detach() * advantage * logp
+    elif loss.kind == "sapo":
+        tau = torch.full_like(advantage, loss.tau_negative)
+        tau[advantage > 0] = loss.tau_positive
+        terms = -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantage
+    elif loss.kind == "ipo":
+        moved = (logp.exp() - old.exp()).detach()
+        is_kept = (moved <= loss.clip_high) & (moved >= -loss.clip_low)
+        terms = torch.where(is_kept, -ratio * advantage, 0.0)
     elif loss.kind == "importance_sampling":
         terms = -ratio * advantage
     else:

@@ -43,7 +43,13 @@ def _weight(loss: OracleLoss, gaps: dict[int, float], token: int) -> float:
 
 
 def _term(
-    counted: Counted, loss: OracleLoss, token: int, logp: float, ratio: float, weight: float
+    counted: Counted,
+    loss: OracleLoss,
+    token: int,
+    logp: float,
+    ratio: float,
+    old: float,
+    weight: float,
 ) -> float:
     advantage = float(counted.advantages[token])
     if loss.kind == "cross_entropy":
@@ -53,6 +59,14 @@ def _term(
         return -weight * advantage * logp
     if loss.kind == "cispo":
         return -weight * min(max(ratio, loss.clip_low), loss.clip_high) * advantage * logp
+    if loss.kind == "sapo":
+        tau = loss.tau_positive if advantage > 0 else loss.tau_negative
+        gate = 1.0 / (1.0 + math.exp(min(-tau * (ratio - 1.0), 700.0)))
+        return -weight * 4.0 / tau * gate * advantage
+    if loss.kind == "ipo":
+        moved = math.exp(logp) - math.exp(old)
+        is_kept = -loss.clip_low <= moved <= loss.clip_high
+        return -weight * ratio * advantage * is_kept
     if loss.kind == "importance_sampling":
         return -weight * ratio * advantage
     return -weight * _surrogate(ratio, advantage, loss)
@@ -85,7 +99,9 @@ def path_value(counted: Counted, loss: OracleLoss, logp: Values, entropy: Values
     total = 0.0
     for token in np.flatnonzero(counted.own).tolist():
         weight = _weight(loss, gaps, token)
-        value = _term(counted, loss, token, float(logp[token]), ratios[token], weight)
+        value = _term(
+            counted, loss, token, float(logp[token]), ratios[token], float(old[token]), weight
+        )
         if loss.kl is not None:
             assert path.reference is not None
             d = _within_20(float(logp[token] - path.reference[token]))

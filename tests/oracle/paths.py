@@ -76,6 +76,9 @@ class OracleLoss:
     token_weight: str
     divide_by: str
     dual_clip: float | None = None
+    # sapo alone: temperatures of the gate for positive and for other advantages.
+    tau_positive: float = 1.0
+    tau_negative: float = 1.05
     # sampler, given or on_policy; "none" where the loss has no ratio.
     old: str = "sampler"
     kl: str | None = None
@@ -99,6 +102,8 @@ _DEFAULTS = {
     "dr_grpo": (0.2, 0.2, "per_token", "constant", "group_mean", "sampler"),
     "gspo": (3e-4, 4e-4, "per_sequence", "sequences", "group_mean_std", "required"),
     "cispo": (0.0, 5.0, "per_token", "tokens", "group_mean_std", "sampler"),
+    "sapo": (0.0, 0.0, "per_sequence", "sequences", "group_mean_std", "sampler"),
+    "ipo": (0.3, 0.3, "per_token", "tokens", "group_mean", "sampler"),
     "importance_sampling": (0.0, 0.0, "per_token", "none", "group_mean_std", "sampler"),
     "reinforce": (0.0, 0.0, "per_token", "none", "group_mean_std", "none"),
     "cross_entropy": (0.0, 0.0, "per_token", "none", "none", "none"),

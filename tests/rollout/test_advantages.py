@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable
 
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from ratoon.errors import RatoonError
 from ratoon.rollout.advantages import (
     group_mean,
+    group_mean_batch_std,
     group_mean_std,
     identity,
     leave_one_out,
@@ -133,3 +135,19 @@ def test_two_groups_of_one_prompt_are_normalised_apart() -> None:
     assert batch.group_ids == ("first", "second")
     assert batch.group_offsets.tolist() == [0, 2, 4]
     assert group_mean(batch.rewards, batch.group_offsets).tolist() == [-1, 1, -1, 1]
+
+
+def test_the_std_of_the_batch_by_hand():
+    """Centred: -1, 1 | -3, 3 | 0. Their squares add up to 20, over 4 is 5."""
+    rewards, offsets = np.array([1.0, 3.0, 0.0, 6.0, 0.0]), np.array([0, 2, 4, 5])
+    found = group_mean_batch_std(rewards, offsets)
+    np.testing.assert_allclose(found, np.array([-1, 1, -3, 3, 0]) / math.sqrt(5.0), rtol=1e-6)
+    # What one group alone would blow up: rewards that differ by a hair.
+    close = group_mean_batch_std(np.array([0.5, 0.5001, 0.0, 1.0]), np.array([0, 2, 4]))
+    assert np.abs(close[:2]).max() < 1e-3 < np.abs(close[2:]).min()
+
+
+def test_the_std_of_a_batch_without_differences_divides_by_nothing():
+    flat = group_mean_batch_std(np.array([0.1, 0.1, 0.7, 0.7, 0.7]), np.array([0, 2, 5]))
+    assert flat.tolist() == [0.0] * 5
+    assert group_mean_batch_std(np.array([2.0]), np.array([0, 1])) == pytest.approx(2.0)

@@ -20,15 +20,19 @@ from ratoon.train.loss_spec import (
     LOSS_DEFAULTS,
     CispoObjective,
     ClipObjective,
+    IpoObjective,
     LinearObjective,
     Loss,
     Objective,
+    SapoObjective,
     SequenceClipObjective,
 )
 
 
 def make_objective(kind: LossKind, *, dual_clip: float = math.inf) -> Objective:
     clip = LOSS_DEFAULTS[kind].clip
+    if kind is LossKind.SAPO:
+        return SapoObjective(tau_positive=1.0, tau_negative=1.05)
     if clip is None:
         return LinearObjective()
     if kind is LossKind.GSPO:
@@ -36,6 +40,9 @@ def make_objective(kind: LossKind, *, dual_clip: float = math.inf) -> Objective:
     if kind is LossKind.CISPO:
         # Tighter than the default, so that both bounds are met.
         return CispoObjective(ratio_low=0.8, ratio_high=1.2)
+    if kind is LossKind.IPO:
+        # Tighter than the default, so that both bounds are met.
+        return IpoObjective(most_down=0.02, most_up=0.02)
     return ClipObjective(clip_low=clip[0], clip_high=clip[1], dual_clip=dual_clip)
 
 

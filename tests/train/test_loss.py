@@ -23,7 +23,7 @@ from ratoon.train.config import (
 from ratoon.train.loss.compute import LossOutput, compute_loss
 from ratoon.train.loss.sums import LossSums
 from ratoon.train.loss.terms import TermColumns
-from ratoon.train.loss_spec import LOSS_DEFAULTS, CispoObjective, ClipObjective, Loss
+from ratoon.train.loss_spec import LOSS_DEFAULTS, CispoObjective, ClipObjective, IpoObjective, Loss
 from tests.oracle.advantages import Counted
 from tests.oracle.losses import path_loss
 from tests.oracle.losses_numpy import path_value
@@ -70,6 +70,8 @@ def _oracle_loss(loss: Loss) -> OracleLoss:
             "clip_low": loss.objective.ratio_low,
             "clip_high": loss.objective.ratio_high,
         }
+    if isinstance(loss.objective, IpoObjective):
+        overrides |= {"clip_low": loss.objective.most_down, "clip_high": loss.objective.most_up}
     if isinstance(loss.objective, ClipObjective) and math.isfinite(loss.objective.dual_clip):
         overrides["dual_clip"] = loss.objective.dual_clip
     if loss.correction is not None:

@@ -20,7 +20,7 @@ from ratoon.train.config import (
 )
 from ratoon.train.loss.compute import LossOutput, compute_loss
 from ratoon.train.loss.terms import TermColumns
-from ratoon.train.loss_spec import CispoObjective, ClipObjective
+from ratoon.train.loss_spec import CispoObjective, ClipObjective, IpoObjective, SapoObjective
 from tests.train.loss_cases import make_loss, summed
 
 
@@ -94,6 +94,52 @@ def test_cispo_keeps_every_gradient_by_hand() -> None:
     assert summed(output).loss == pytest.approx(5.0 - 2.0 + 3.0)
     assert output.grad_logprob_L.tolist() == pytest.approx([-5.0, 1.0, -1.0])
     assert (summed(output).clipped_low, summed(output).clipped_high) == (0, 1)
+
+
+def test_sapo_gates_three_tokens_by_hand() -> None:
+    """r = 1: value 2/tau A, gradient A. r = 2, tau = 1: sigma(1) = .731059, so -2.924234 A, and the
+    gradient is 4 sigma(1) (1 - sigma(1)) r = 1.572896 A; for A < 0, tau = 2: sigma(2) = .880797."""
+    objective = SapoObjective(tau_positive=1.0, tau_negative=2.0)
+    output = _three(LossKind.SAPO, [1.0, 1.0, -1.0], [1.0, 2.0, 2.0], objective=objective)
+    assert summed(output).loss == pytest.approx(-2.0 - 2.924234 + 2 * 0.880797, rel=1e-6)
+    assert output.grad_logprob_L.tolist() == pytest.approx([-1.0, -1.572896, 0.839949], rel=1e-6)
+    # Far away nothing is left: no clip, and no overflow either.
+    output = _three(LossKind.SAPO, [1.0, -1.0, 1.0], [1e8, 1e8, 1e-8], objective=objective)
+    assert output.grad_logprob_L.tolist() == pytest.approx([0.0, 0.0, 0.0], abs=1e-7)
+
+
+def test_ipo_masks_by_probability_by_hand() -> None:
+    """p = e^-1, e^-2, e^-3 = .368, .135, .050. The first was .018, and has risen by .35; the second
+    .677, and has fallen by .54; the third a twentieth of what it is: a ratio of 20 is no matter."""
+    objective = IpoObjective(most_down=0.3, most_up=0.3)
+    output = _three(LossKind.IPO, [1.0, 1.0, 2.0], [20.0, 0.2, 20.0], objective=objective)
+    assert output.grad_logprob_L.tolist() == pytest.approx([0.0, 0.0, -40.0])
+    assert summed(output).loss == pytest.approx(-40.0)
+    assert (summed(output).clipped_low, summed(output).clipped_high) == (1, 1)
+    wide = IpoObjective(most_down=0.6, most_up=0.4)
+    output = _three(LossKind.IPO, [1.0, 1.0, -1.0], [20.0, 0.2, 20.0], objective=wide)
+    assert output.grad_logprob_L.tolist() == pytest.approx([-20.0, -0.2, 20.0])
+
+
+def test_ipo_sees_how_far_a_probability_fell_beyond_the_clamp() -> None:
+    """A log-ratio of -40 is clamped at -20; the probability fell by nearly 1 all the same."""
+    columns = TermColumns(
+        sequence_L=torch.zeros(1, dtype=torch.int64),
+        num_sequences=1,
+        counted_C=torch.arange(1),
+        weight_L=torch.ones(1, dtype=torch.float64),
+        advantage_L=torch.ones(1, dtype=torch.float64),
+        old_L=torch.tensor([-0.01], dtype=torch.float64),
+        sampler_L=None,
+        sampler_usable_L=torch.zeros(1, dtype=torch.bool),
+        reference_L=None,
+    )
+    logprob_L = torch.tensor([-40.0], dtype=torch.float64)
+    objective = IpoObjective(most_down=0.3, most_up=0.3)
+    loss = make_loss(LossKind.IPO, objective=objective)
+    output = compute_loss(loss, columns, logprob_L, torch.zeros_like(logprob_L))
+    assert summed(output).clipped_low == 1
+    assert summed(output).loss == 0.0
 
 
 def test_linear_losses_by_hand() -> None:

@@ -36,9 +36,11 @@ from ratoon.train.config import (
 from ratoon.train.loss_spec import (
     CispoObjective,
     ClipObjective,
+    IpoObjective,
     LinearObjective,
     Loss,
     Objective,
+    SapoObjective,
     SequenceClipObjective,
 )
 from ratoon.train.resolve import resolve_loss
@@ -113,6 +115,20 @@ def _resolve(
             TokenWeight.PER_TOKEN,
             DivideBy.TOKENS,
             AdvantageKind.GROUP_MEAN_STD,
+        ),
+        (
+            LossKind.SAPO,
+            SapoObjective(tau_positive=1.0, tau_negative=1.05),
+            TokenWeight.PER_SEQUENCE,
+            DivideBy.SEQUENCES,
+            AdvantageKind.GROUP_MEAN_STD,
+        ),
+        (
+            LossKind.IPO,
+            IpoObjective(most_down=0.3, most_up=0.3),
+            TokenWeight.PER_TOKEN,
+            DivideBy.TOKENS,
+            AdvantageKind.GROUP_MEAN,
         ),
         (
             LossKind.IMPORTANCE_SAMPLING,
@@ -281,6 +297,11 @@ _PENALTY = OverlongPenalty(max_tokens=10, buffer_tokens=4, scale=1.0)
             {"old_logprobs": _GIVEN_OLD, "correction": replace(_TRUNCATE, high=0.5)},
             "loss.correction.high",
         ),
+        (LossKind.GRPO, {}, {"tau_positive": 1.0}, "loss.tau_positive"),
+        (LossKind.SAPO, {}, {"tau_negative": 0.0}, "loss.tau_negative"),
+        (LossKind.SAPO, {}, {"clip_low": 0.2}, "loss.clip_low"),
+        (LossKind.IPO, {}, {"clip_high": 1.5}, "loss.clip_high"),
+        (LossKind.IPO, {}, {"dual_clip": 3.0}, "loss.dual_clip"),
         (LossKind.GRPO, {}, {"correction_mask": _GEOMETRIC}, "loss.correction_mask"),
         (LossKind.CROSS_ENTROPY, {}, {"correction_mask": _GEOMETRIC}, "loss.correction_mask"),
         (

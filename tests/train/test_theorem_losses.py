@@ -49,7 +49,14 @@ from tests.train.theorem_runs import (
 GIVEN_OLD = OldLogprobs(kind=OldLogprobsKind.GIVEN)
 ON_POLICY = OldLogprobs(kind=OldLogprobsKind.ON_POLICY)
 CLIPPED = [LossKind.GRPO, LossKind.PPO_CLIP, LossKind.DAPO, LossKind.DR_GRPO]
-WITH_RATIO = [*CLIPPED, LossKind.GSPO, LossKind.CISPO, LossKind.IMPORTANCE_SAMPLING]
+WITH_RATIO = [
+    *CLIPPED,
+    LossKind.GSPO,
+    LossKind.CISPO,
+    LossKind.SAPO,
+    LossKind.IPO,
+    LossKind.IMPORTANCE_SAMPLING,
+]
 
 
 @pytest.fixture(scope="module")
@@ -224,6 +231,17 @@ def test_on_policy(pair: Pair, kind: LossKind) -> None:
     """Old log-probs are the current ones: every ratio is 1 and has a gradient."""
     request = LossRequest(kind=kind, old_logprobs=ON_POLICY)
     check_gradients(pair, _batch(pair, 27), request)
+
+
+def test_sapo_with_other_temperatures(pair: Pair) -> None:
+    request = LossRequest(kind=LossKind.SAPO, tau_positive=3.0, tau_negative=0.5)
+    check_gradients(pair, _batch(pair, 26, noise=0.6), request, micro_batch_tokens=30)
+
+
+@pytest.mark.parametrize("bound", [0.005, 0.05])
+def test_ipo_with_other_bounds(pair: Pair, bound: float) -> None:
+    request = LossRequest(kind=LossKind.IPO, clip_low=bound, clip_high=2 * bound)
+    check_gradients(pair, _batch(pair, 26, noise=0.6), request, micro_batch_tokens=30)
 
 
 @pytest.mark.parametrize("kind", [LossKind.GSPO, LossKind.CISPO, LossKind.GRPO])

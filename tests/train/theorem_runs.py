@@ -159,6 +159,8 @@ def oracle_loss(request: LossRequest, batch: RolloutBatch) -> OracleLoss:
         "clip_low": request.clip_low,
         "clip_high": request.clip_high,
         "dual_clip": request.dual_clip,
+        "tau_positive": request.tau_positive,
+        "tau_negative": request.tau_negative,
         "token_weight": request.token_weight,
         "drop_zero_variance": request.drop_zero_variance_groups,
         "advantage": request.advantage,

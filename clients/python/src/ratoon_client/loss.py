@@ -16,11 +16,15 @@ LossKind = Literal[
     "dr_grpo",
     "gspo",
     "cispo",
+    "sapo",
+    "ipo",
     "importance_sampling",
     "reinforce",
     "cross_entropy",
 ]
-AdvantageKind = Literal["group_mean_std", "group_mean", "leave_one_out", "none", "given"]
+AdvantageKind = Literal[
+    "group_mean_std", "group_mean", "group_mean_batch_std", "leave_one_out", "none", "given"
+]
 KlKind = Literal["k1", "k2", "k3"]
 ReferenceKind = Literal["given", "frozen"]
 CorrectionMode = Literal["truncate", "mask"]
@@ -98,6 +102,8 @@ class Loss:
     clip_low: float | None = None
     clip_high: float | None = None
     dual_clip: float | None = None
+    tau_positive: float | None = None
+    tau_negative: float | None = None
     old_logprobs: Literal["sampler", "given", "on_policy"] | FromForward | None = None
     kl: Kl | None = None
     entropy_coefficient: float = 0.0

@@ -36,6 +36,8 @@ class _LossKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LossKind.Val
     LOSS_KIND_IMPORTANCE_SAMPLING: _LossKind.ValueType  # 7
     LOSS_KIND_REINFORCE: _LossKind.ValueType  # 8
     LOSS_KIND_CROSS_ENTROPY: _LossKind.ValueType  # 9
+    LOSS_KIND_SAPO: _LossKind.ValueType  # 10
+    LOSS_KIND_IPO: _LossKind.ValueType  # 11
 
 class LossKind(_LossKind, metaclass=_LossKindEnumTypeWrapper): ...
 
@@ -49,6 +51,8 @@ LOSS_KIND_CISPO: LossKind.ValueType  # 6
 LOSS_KIND_IMPORTANCE_SAMPLING: LossKind.ValueType  # 7
 LOSS_KIND_REINFORCE: LossKind.ValueType  # 8
 LOSS_KIND_CROSS_ENTROPY: LossKind.ValueType  # 9
+LOSS_KIND_SAPO: LossKind.ValueType  # 10
+LOSS_KIND_IPO: LossKind.ValueType  # 11
 Global___LossKind: _TypeAlias = LossKind  # noqa: Y015
 
 class _AdvantageKind:
@@ -68,6 +72,10 @@ class _AdvantageKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Advanta
     """The reward itself."""
     ADVANTAGE_KIND_GIVEN: _AdvantageKind.ValueType  # 5
     """Per-token advantages sent with the rollouts."""
+    ADVANTAGE_KIND_GROUP_MEAN_BATCH_STD: _AdvantageKind.ValueType  # 6
+    """(reward - mean) / (std + 1e-6), mean of the group, unbiased std of the differences over all
+    rollouts of the operation.
+    """
 
 class AdvantageKind(_AdvantageKind, metaclass=_AdvantageKindEnumTypeWrapper): ...
 
@@ -82,6 +90,10 @@ ADVANTAGE_KIND_NONE: AdvantageKind.ValueType  # 4
 """The reward itself."""
 ADVANTAGE_KIND_GIVEN: AdvantageKind.ValueType  # 5
 """Per-token advantages sent with the rollouts."""
+ADVANTAGE_KIND_GROUP_MEAN_BATCH_STD: AdvantageKind.ValueType  # 6
+"""(reward - mean) / (std + 1e-6), mean of the group, unbiased std of the differences over all
+rollouts of the operation.
+"""
 Global___AdvantageKind: _TypeAlias = AdvantageKind  # noqa: Y015
 
 class _OldLogprobsKind:
@@ -528,10 +540,14 @@ class LossConfig(_message.Message):
     ROUTER_AUX_LOSS_COEFFICIENT_FIELD_NUMBER: _builtins.int
     ALLOW_TRUNCATED_SAMPLING_FIELD_NUMBER: _builtins.int
     CORRECTION_MASK_FIELD_NUMBER: _builtins.int
+    TAU_POSITIVE_FIELD_NUMBER: _builtins.int
+    TAU_NEGATIVE_FIELD_NUMBER: _builtins.int
     kind: Global___LossKind.ValueType
     advantage: Global___AdvantageKind.ValueType
     clip_low: _builtins.float
-    """Clip widths below (at most 1) and above 1; for cispo the ratio's bounds themselves, low <= 1 < high."""
+    """Clip widths below (at most 1) and above 1; for cispo the ratio's bounds themselves, low <= 1 < high;
+    for ipo how far the probability may have fallen and risen.
+    """
     clip_high: _builtins.float
     dual_clip: _builtins.float
     """ppo_clip family, negative advantages only, above 1 + clip_high; off where absent."""
@@ -546,6 +562,9 @@ class LossConfig(_message.Message):
     """Sampler log-probs of rollouts with top_p or top_k are renormalised over the tokens that were left:
     refused where they enter a ratio or a correction, unless this says that it is known.
     """
+    tau_positive: _builtins.float
+    """sapo alone: temperatures of its gate for positive and for other advantages; 1 and 1.05."""
+    tau_negative: _builtins.float
     @_builtins.property
     def old_logprobs(self) -> Global___OldLogprobs: ...
     @_builtins.property
@@ -583,10 +602,12 @@ class LossConfig(_message.Message):
         router_aux_loss_coefficient: _builtins.float = ...,
         allow_truncated_sampling: _builtins.bool = ...,
         correction_mask: Global___CorrectionMask | None = ...,
+        tau_positive: _builtins.float | None = ...,
+        tau_negative: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_drop_zero_variance_groups", b"_drop_zero_variance_groups", "_dual_clip", b"_dual_clip", "clip_high", b"clip_high", "clip_low", b"clip_low", "correction", b"correction", "correction_mask", b"correction_mask", "drop_zero_variance_groups", b"drop_zero_variance_groups", "dual_clip", b"dual_clip", "kl", b"kl", "old_logprobs", b"old_logprobs", "overlong", b"overlong", "overlong_filter", b"overlong_filter", "overlong_penalty", b"overlong_penalty", "staleness", b"staleness"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_drop_zero_variance_groups", b"_drop_zero_variance_groups", "_dual_clip", b"_dual_clip", "_tau_negative", b"_tau_negative", "_tau_positive", b"_tau_positive", "clip_high", b"clip_high", "clip_low", b"clip_low", "correction", b"correction", "correction_mask", b"correction_mask", "drop_zero_variance_groups", b"drop_zero_variance_groups", "dual_clip", b"dual_clip", "kl", b"kl", "old_logprobs", b"old_logprobs", "overlong", b"overlong", "overlong_filter", b"overlong_filter", "overlong_penalty", b"overlong_penalty", "staleness", b"staleness", "tau_negative", b"tau_negative", "tau_positive", b"tau_positive"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_drop_zero_variance_groups", b"_drop_zero_variance_groups", "_dual_clip", b"_dual_clip", "advantage", b"advantage", "allow_truncated_sampling", b"allow_truncated_sampling", "clip_high", b"clip_high", "clip_low", b"clip_low", "correction", b"correction", "correction_mask", b"correction_mask", "drop_zero_variance_groups", b"drop_zero_variance_groups", "dual_clip", b"dual_clip", "entropy_coefficient", b"entropy_coefficient", "kind", b"kind", "kl", b"kl", "old_logprobs", b"old_logprobs", "overlong", b"overlong", "overlong_filter", b"overlong_filter", "overlong_penalty", b"overlong_penalty", "router_aux_loss_coefficient", b"router_aux_loss_coefficient", "shared_tokens", b"shared_tokens", "staleness", b"staleness", "token_weight", b"token_weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_drop_zero_variance_groups", b"_drop_zero_variance_groups", "_dual_clip", b"_dual_clip", "_tau_negative", b"_tau_negative", "_tau_positive", b"_tau_positive", "advantage", b"advantage", "allow_truncated_sampling", b"allow_truncated_sampling", "clip_high", b"clip_high", "clip_low", b"clip_low", "correction", b"correction", "correction_mask", b"correction_mask", "drop_zero_variance_groups", b"drop_zero_variance_groups", "dual_clip", b"dual_clip", "entropy_coefficient", b"entropy_coefficient", "kind", b"kind", "kl", b"kl", "old_logprobs", b"old_logprobs", "overlong", b"overlong", "overlong_filter", b"overlong_filter", "overlong_penalty", b"overlong_penalty", "router_aux_loss_coefficient", b"router_aux_loss_coefficient", "shared_tokens", b"shared_tokens", "staleness", b"staleness", "tau_negative", b"tau_negative", "tau_positive", b"tau_positive", "token_weight", b"token_weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__clip_high: _TypeAlias = _typing.Literal["clip_high"]  # noqa: Y015
     _WhichOneofArgType__clip_high: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high"]  # noqa: Y015
@@ -596,6 +617,10 @@ class LossConfig(_message.Message):
     _WhichOneofArgType__drop_zero_variance_groups: _TypeAlias = _typing.Literal["_drop_zero_variance_groups", b"_drop_zero_variance_groups"]  # noqa: Y015
     _WhichOneofReturnType__dual_clip: _TypeAlias = _typing.Literal["dual_clip"]  # noqa: Y015
     _WhichOneofArgType__dual_clip: _TypeAlias = _typing.Literal["_dual_clip", b"_dual_clip"]  # noqa: Y015
+    _WhichOneofReturnType__tau_negative: _TypeAlias = _typing.Literal["tau_negative"]  # noqa: Y015
+    _WhichOneofArgType__tau_negative: _TypeAlias = _typing.Literal["_tau_negative", b"_tau_negative"]  # noqa: Y015
+    _WhichOneofReturnType__tau_positive: _TypeAlias = _typing.Literal["tau_positive"]  # noqa: Y015
+    _WhichOneofArgType__tau_positive: _TypeAlias = _typing.Literal["_tau_positive", b"_tau_positive"]  # noqa: Y015
     _WhichOneofReturnType_overlong: _TypeAlias = _typing.Literal["overlong_filter", "overlong_penalty"]  # noqa: Y015
     _WhichOneofArgType_overlong: _TypeAlias = _typing.Literal["overlong", b"overlong"]  # noqa: Y015
     @_typing.overload
@@ -606,6 +631,10 @@ class LossConfig(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__drop_zero_variance_groups) -> _WhichOneofReturnType__drop_zero_variance_groups | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__dual_clip) -> _WhichOneofReturnType__dual_clip | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tau_negative) -> _WhichOneofReturnType__tau_negative | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tau_positive) -> _WhichOneofReturnType__tau_positive | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_overlong) -> _WhichOneofReturnType_overlong | None: ...
 

@@ -39,6 +39,19 @@ def group_mean(
     return _zero_if_equal(rewards - np.repeat(mean, sizes), rewards, group_offsets)
 
 
+def group_mean_batch_std(
+    rewards: NDArray[np.float64], group_offsets: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """(r - mean of the group) / (std + 1e-6), the unbiased std of these over the whole batch.
+
+    REINFORCE++ with a baseline (arXiv 2501.03262): groups of little variance are not blown up as by
+    their own std. A group of one has mean 0; a batch of one has std 1.
+    """
+    centred = group_mean(rewards, group_offsets)
+    std = float(centred.std(ddof=1)) if len(rewards) > 1 else 1.0
+    return centred / (std + _STD_EPSILON)
+
+
 def leave_one_out(
     rewards: NDArray[np.float64], group_offsets: NDArray[np.int64]
 ) -> NDArray[np.float64]:

@@ -17,6 +17,8 @@ class LossKind(StrEnum):
     DR_GRPO = "dr_grpo"
     GSPO = "gspo"
     CISPO = "cispo"
+    SAPO = "sapo"
+    IPO = "ipo"
     IMPORTANCE_SAMPLING = "importance_sampling"
     REINFORCE = "reinforce"
     CROSS_ENTROPY = "cross_entropy"
@@ -25,6 +27,7 @@ class LossKind(StrEnum):
 class AdvantageKind(StrEnum):
     GROUP_MEAN_STD = "group_mean_std"
     GROUP_MEAN = "group_mean"
+    GROUP_MEAN_BATCH_STD = "group_mean_batch_std"
     LEAVE_ONE_OUT = "leave_one_out"
     NONE = "none"
     GIVEN = "given"
@@ -168,6 +171,8 @@ class LossRequest:
     clip_low: float | None = None
     clip_high: float | None = None
     dual_clip: float | None = None
+    tau_positive: float | None = None
+    tau_negative: float | None = None
     old_logprobs: OldLogprobs | None = None
     kl: KlConfig | None = None
     entropy_coefficient: float = 0.0

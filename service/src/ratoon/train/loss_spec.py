@@ -55,11 +55,34 @@ class CispoObjective:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SapoObjective:
+    """sapo: temperatures of the gate on the ratio, for positive advantages and for the others."""
+
+    tau_positive: float
+    tau_negative: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IpoObjective:
+    """ipo: how far a token's probability may have fallen and risen."""
+
+    most_down: float
+    most_up: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LinearObjective:
     """importance_sampling, reinforce, cross_entropy: nothing is clipped."""
 
 
-Objective = ClipObjective | SequenceClipObjective | CispoObjective | LinearObjective
+Objective = (
+    ClipObjective
+    | SequenceClipObjective
+    | CispoObjective
+    | SapoObjective
+    | IpoObjective
+    | LinearObjective
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,6 +219,20 @@ LOSS_DEFAULTS: dict[LossKind, LossDefaults] = {
         token_weight=_PER_TOKEN,
         divide_by=DivideBy.TOKENS,
         advantage=_MEAN_STD,
+        has_ratio=True,
+    ),
+    LossKind.SAPO: LossDefaults(
+        clip=None,
+        token_weight=_PER_SEQUENCE,
+        divide_by=DivideBy.SEQUENCES,
+        advantage=_MEAN_STD,
+        has_ratio=True,
+    ),
+    LossKind.IPO: LossDefaults(
+        clip=(0.3, 0.3),
+        token_weight=_PER_TOKEN,
+        divide_by=DivideBy.TOKENS,
+        advantage=AdvantageKind.GROUP_MEAN,
         has_ratio=True,
     ),
     LossKind.IMPORTANCE_SAMPLING: LossDefaults(

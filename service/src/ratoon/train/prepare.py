@@ -43,6 +43,7 @@ from ratoon.train.planning import Planner
 _ADVANTAGES = {
     AdvantageKind.GROUP_MEAN_STD: group_advantages.group_mean_std,
     AdvantageKind.GROUP_MEAN: group_advantages.group_mean,
+    AdvantageKind.GROUP_MEAN_BATCH_STD: group_advantages.group_mean_batch_std,
     AdvantageKind.LEAVE_ONE_OUT: group_advantages.leave_one_out,
     AdvantageKind.NONE: group_advantages.identity,
 }

@@ -23,10 +23,12 @@ from ratoon.train.loss_spec import (
     LOSS_DEFAULTS,
     CispoObjective,
     ClipObjective,
+    IpoObjective,
     LinearObjective,
     Loss,
     LossDefaults,
     Objective,
+    SapoObjective,
     SequenceClipObjective,
 )
 from ratoon.train.resolve_checks import require, require_finite, require_not_negative
@@ -43,6 +45,7 @@ __all__ = ["check_optim", "resolve_loss", "resolve_optim"]
 _REWARD_ADVANTAGES = (
     AdvantageKind.GROUP_MEAN_STD,
     AdvantageKind.GROUP_MEAN,
+    AdvantageKind.GROUP_MEAN_BATCH_STD,
     AdvantageKind.LEAVE_ONE_OUT,
     AdvantageKind.NONE,
 )
@@ -85,12 +88,16 @@ def resolve_loss(request: LossRequest, batch: RolloutBatch, *, has_frozen_refere
 
 
 def _resolve_objective(request: LossRequest, defaults: LossDefaults) -> Objective:
+    if request.kind is not LossKind.SAPO:
+        for name in ("tau_positive", "tau_negative"):
+            expected = f"absent: {request.kind} has no gate"
+            _refuse_given(f"loss.{name}", getattr(request, name), expected)
     if defaults.clip is None:
         for name in ("clip_low", "clip_high", "dual_clip"):
             _refuse_given(
                 f"loss.{name}", getattr(request, name), f"absent: {request.kind} has no clip"
             )
-        return LinearObjective()
+        return _resolve_gate(request) if request.kind is LossKind.SAPO else LinearObjective()
     low = defaults.clip[0] if request.clip_low is None else request.clip_low
     high = defaults.clip[1] if request.clip_high is None else request.clip_high
     require_not_negative("loss.clip_low", low)
@@ -104,6 +111,10 @@ def _resolve_objective(request: LossRequest, defaults: LossDefaults) -> Objectiv
         require("loss.clip_low", low, low <= 1, "at most 1, the ratio on policy")
         require("loss.clip_high", high, high > 1, "above 1, the ratio on policy")
         return CispoObjective(ratio_low=low, ratio_high=high)
+    if request.kind is LossKind.IPO:
+        require("loss.clip_low", low, low <= 1, "at most 1, of a probability")
+        require("loss.clip_high", high, high <= 1, "at most 1, of a probability")
+        return IpoObjective(most_down=low, most_up=high)
     require("loss.clip_low", low, low <= 1, "at most 1: a ratio is never negative")
     if request.kind is LossKind.GSPO:
         return SequenceClipObjective(clip_low=low, clip_high=high)
@@ -113,6 +124,15 @@ def _resolve_objective(request: LossRequest, defaults: LossDefaults) -> Objectiv
     return ClipObjective(
         clip_low=low, clip_high=high, dual_clip=math.inf if dual_clip is None else dual_clip
     )
+
+
+def _resolve_gate(request: LossRequest) -> SapoObjective:
+    """Defaults are those of the paper's experiments: negative advantages are gated harder."""
+    positive = 1.0 if request.tau_positive is None else request.tau_positive
+    negative = 1.05 if request.tau_negative is None else request.tau_negative
+    require("loss.tau_positive", positive, positive > 0, "a finite number above 0")
+    require("loss.tau_negative", negative, negative > 0, "a finite number above 0")
+    return SapoObjective(tau_positive=positive, tau_negative=negative)
 
 
 def _resolve_advantage(

@@ -46,6 +46,8 @@ def loss_request(message: wire.LossConfig) -> LossRequest:
         clip_low=message.clip_low if message.HasField("clip_low") else None,
         clip_high=message.clip_high if message.HasField("clip_high") else None,
         dual_clip=message.dual_clip if message.HasField("dual_clip") else None,
+        tau_positive=message.tau_positive if message.HasField("tau_positive") else None,
+        tau_negative=message.tau_negative if message.HasField("tau_negative") else None,
         old_logprobs=_old_logprobs(message.old_logprobs),
         kl=_kl(message.kl) if message.HasField("kl") else None,
         entropy_coefficient=message.entropy_coefficient,

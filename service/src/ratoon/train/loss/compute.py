@@ -21,7 +21,7 @@ from ratoon.train.loss.ratio import token_log_ratio
 from ratoon.train.loss.registry import LOSS_FUNCTIONS
 from ratoon.train.loss.term_sums import CountedTerms, sum_terms
 from ratoon.train.loss.terms import PolicyInputs, RatioInputs, TermColumns
-from ratoon.train.loss_spec import LOSS_DEFAULTS, LinearObjective, Loss
+from ratoon.train.loss_spec import LOSS_DEFAULTS, LinearObjective, Loss, SapoObjective
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +75,7 @@ def compute_loss(
         PolicyInputs(
             objective=loss.objective,
             logprob_L=logprob_C,
+            old_L=old_L[counted_C],
             log_ratio_L=log_ratio_C,
             advantage_L=columns.advantage_L[counted_C],
         )
@@ -94,7 +95,7 @@ def compute_loss(
 
     grad_logprob_L, grad_entropy_L = _gradients((weight_C * term_C).sum(), logprob_L, entropy_L)
     has_ratio = LOSS_DEFAULTS[loss.kind].has_ratio
-    has_no_clip = isinstance(loss.objective, LinearObjective)
+    has_no_clip = isinstance(loss.objective, LinearObjective | SapoObjective)
     sums_F = sum_terms(
         CountedTerms(
             weight_C=weight_C,

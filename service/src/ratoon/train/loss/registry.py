@@ -15,6 +15,7 @@ from ratoon.train.loss.cispo import cispo_terms
 from ratoon.train.loss.clip import clip_terms, sequence_clip_terms
 from ratoon.train.loss.linear import importance_sampling_terms, logprob_terms
 from ratoon.train.loss.ratio import sequence_log_ratio, token_log_ratio
+from ratoon.train.loss.soft import ipo_terms, sapo_terms
 from ratoon.train.loss.terms import PolicyInputs, PolicyTerms, RatioInputs
 
 RatioFunction = Callable[[RatioInputs], Tensor]
@@ -39,6 +40,8 @@ LOSS_FUNCTIONS: Mapping[LossKind, LossFunctions] = {
     LossKind.DR_GRPO: _CLIP,
     LossKind.GSPO: LossFunctions(ratio=sequence_log_ratio, terms=sequence_clip_terms),
     LossKind.CISPO: LossFunctions(ratio=token_log_ratio, terms=cispo_terms),
+    LossKind.SAPO: LossFunctions(ratio=token_log_ratio, terms=sapo_terms),
+    LossKind.IPO: LossFunctions(ratio=token_log_ratio, terms=ipo_terms),
     LossKind.IMPORTANCE_SAMPLING: LossFunctions(
         ratio=token_log_ratio, terms=importance_sampling_terms
     ),

@@ -56,6 +56,8 @@ class PolicyInputs:
 
     objective: Objective
     logprob_L: Tensor
+    # Of the token, also where the ratio is the sequence's.
+    old_L: Tensor
     log_ratio_L: Tensor
     advantage_L: Tensor
 

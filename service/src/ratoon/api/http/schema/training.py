@@ -74,6 +74,8 @@ class LossConfig(WireModel):
     entropy_coefficient: Float | None = None
     correction: RolloutCorrection | None = None
     correction_mask: CorrectionMask | None = None
+    tau_positive: Float | None = None
+    tau_negative: Float | None = None
     token_weight: TokenWeight | None = None
     shared_tokens: SharedTokens | None = None
     overlong_filter: OverlongFilter | None = None
