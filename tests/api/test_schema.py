@@ -25,7 +25,7 @@ from ratoon.model import spec
 from ratoon.rollout import raw
 from ratoon.stream import manifest
 from ratoon.train import config, report
-from ratoon.train.report import CanaryReport, PhaseSeconds, StepReport
+from ratoon.train.report import CanaryReport, LayerGradNorm, PhaseSeconds, StepReport
 from ratoon_proto.v1 import (
     operation_pb2,
     policy_pb2,
@@ -171,6 +171,8 @@ def test_every_field_of_a_report_arrives() -> None:
                 exceeds_limits=True,
                 seconds=2.0,
             )
+        elif "LayerGradNorm" in kind:
+            values[field.name] = (LayerGradNorm(layer="a", norm=1.5),)
         elif kind.startswith("tuple"):
             values[field.name] = ("a", "b")
         elif kind == "bool":
@@ -187,6 +189,9 @@ def test_every_field_of_a_report_arrives() -> None:
                     assert not message.canary.HasField("worst_parameter_difference")
                 else:
                     assert getattr(message.canary, part.name) == getattr(value, part.name)
+        elif name == "layer_grad_norms":
+            (norm,) = message.layer_grad_norms
+            assert (norm.layer, norm.norm) == ("a", 1.5)
         elif name == "warnings":
             assert list(message.warnings) == ["a", "b"]
         else:

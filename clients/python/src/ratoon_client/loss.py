@@ -121,10 +121,14 @@ class Loss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optim:
-    """One optimizer step; schedules are the caller's. `max_grad_norm` 0: no clipping."""
+    """One optimizer step; schedules are the caller's. `max_grad_norm` 0: no clipping.
+
+    `layer_grad_norms`: the report has the gradient norm of each layer too.
+    """
 
     learning_rate: float
     weight_decay: float | None = None
     max_grad_norm: float | None = None
     divide_by: DivideBy | None = None
     divide_constant: float | None = None
+    layer_grad_norms: bool = False

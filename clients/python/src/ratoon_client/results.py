@@ -170,6 +170,14 @@ SkipReason = Literal[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerGradNorm:
+    """`layer` is what the names of its parameters begin with, such as `model.layers.3`."""
+
+    layer: str
+    norm: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """What one ForwardBackward, Update or OptimStep did; training.proto says what each field is."""
 
@@ -179,7 +187,7 @@ class StepReport:
     entropy: float
     clip_fraction_low: float
     clip_fraction_high: float
-    ratio_max: float
+    ratio_max: float | None = None
     sampler_kl: float | None = None
     sampler_gap_max: float | None = None
     grad_norm: float | None = None
@@ -207,6 +215,28 @@ class StepReport:
     canary: CanaryReport | None = None
     # Why the step was skipped, where it was.
     skip_reason: SkipReason | None = None
+    old_kl: float | None = None
+    ratio_mean: float | None = None
+    ratio_min: float | None = None
+    ratio_p01: float | None = None
+    ratio_p50: float | None = None
+    ratio_p99: float | None = None
+    clip_fraction_dual: float
+    correction_masked_fraction: float | None = None
+    correction_truncated_fraction: float | None = None
+    correction_weight_mean: float | None = None
+    correction_ess_fraction: float | None = None
+    reward_std: float | None = None
+    advantage_mean: float | None = None
+    advantage_std: float | None = None
+    zero_variance_fraction: float | None = None
+    truncated_fraction: float
+    response_length_mean: float
+    response_length_max: int
+    sampler_gap_mean: float | None = None
+    sampler_gap_abs_mean: float | None = None
+    # Only where `Optim.layer_grad_norms` asked for them.
+    layer_grad_norms: tuple[LayerGradNorm, ...]
     zero_advantage_sequences: int
     clip_fraction_positive: float | None = None
     clip_fraction_negative: float | None = None

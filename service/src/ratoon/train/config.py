@@ -199,6 +199,7 @@ class OptimRequest:
     max_grad_norm: float | None = None
     divide_by: DivideBy | None = None
     divide_constant: float | None = None
+    layer_grad_norms: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

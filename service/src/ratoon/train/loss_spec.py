@@ -144,7 +144,8 @@ class NoDivisor:
 class OptimStep:
     """One optimizer step. `max_grad_norm` infinity: no clipping.
 
-    A gradient of a norm above `max_norm_to_step` before clipping is not stepped on.
+    A gradient of a norm above `max_norm_to_step` before clipping is not stepped on. With
+    `layer_grad_norms` its norm is reported layer by layer, too.
     """
 
     learning_rate: float
@@ -152,6 +153,7 @@ class OptimStep:
     max_grad_norm: float
     divisor: CounterDivisor | NoDivisor
     max_norm_to_step: float = math.inf
+    layer_grad_norms: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

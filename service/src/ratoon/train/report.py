@@ -48,6 +48,14 @@ class CanaryReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerGradNorm:
+    """`layer`: what the names of its parameters have in common."""
+
+    layer: str
+    norm: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """Field for field `ratoon.v1.StepReport`; see the .proto for the meaning of each."""
 
@@ -57,7 +65,7 @@ class StepReport:
     entropy: float = 0.0
     clip_fraction_low: float = 0.0
     clip_fraction_high: float = 0.0
-    ratio_max: float = 0.0
+    ratio_max: float | None = None
     sampler_kl: float | None = None
     sampler_gap_max: float | None = None
     grad_norm: float | None = None
@@ -84,6 +92,27 @@ class StepReport:
     warnings: tuple[str, ...] = ()
     canary: CanaryReport | None = None
     skip_reason: SkipReason | None = None
+    old_kl: float | None = None
+    ratio_mean: float | None = None
+    ratio_min: float | None = None
+    ratio_p01: float | None = None
+    ratio_p50: float | None = None
+    ratio_p99: float | None = None
+    clip_fraction_dual: float = 0.0
+    correction_masked_fraction: float | None = None
+    correction_truncated_fraction: float | None = None
+    correction_weight_mean: float | None = None
+    correction_ess_fraction: float | None = None
+    reward_std: float | None = None
+    advantage_mean: float | None = None
+    advantage_std: float | None = None
+    zero_variance_fraction: float | None = None
+    truncated_fraction: float = 0.0
+    response_length_mean: float = 0.0
+    response_length_max: int = 0
+    sampler_gap_mean: float | None = None
+    sampler_gap_abs_mean: float | None = None
+    layer_grad_norms: tuple[LayerGradNorm, ...] = ()
     clip_fraction_positive: float | None = None
     clip_fraction_negative: float | None = None
     clamped_ratios: int = 0

@@ -6,6 +6,8 @@ the loss counts; the loss itself is divided as the gradient is.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -13,9 +15,11 @@ import torch
 
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
+from ratoon.train.batch_sums import BatchSums, of_batch
 from ratoon.train.canary import CanaryOutcome
 from ratoon.train.config import DivideBy
 from ratoon.train.loss.clamp import clamp_k3
+from ratoon.train.loss.histogram import quantile
 from ratoon.train.loss.sums import LossSums
 from ratoon.train.loss.warnings import sum_warnings
 from ratoon.train.loss_spec import CounterDivisor, NoDivisor
@@ -23,34 +27,20 @@ from ratoon.train.passes import ForwardColumns
 from ratoon.train.prepare import Prepared
 from ratoon.train.report import PhaseSeconds, StepReport
 from ratoon.train.usage import Usage
-from ratoon.train.window import divide_number
+from ratoon.train.window import Totals, divide_number
 
 
 def forward_backward_report(
-    prepared: Prepared, sums: LossSums, seconds: PhaseSeconds, usage: Usage, *, version: int
+    prepared: Prepared, totals: Totals, seconds: PhaseSeconds, usage: Usage
 ) -> StepReport:
     """Report of one forward-backward. Its losses are divided by the loss's own counter; by 1 where
     that is a constant, which only the step knows."""
-    batch, selection, counters = prepared.batch, prepared.selection, prepared.counters
     by = prepared.loss.default_divide_by
     own = NoDivisor() if by in (DivideBy.CONSTANT, DivideBy.NONE) else CounterDivisor(counter=by)
-    report = _with_means(
-        StepReport(), sums, divide_number(own, counters), has_kl=prepared.loss.kl is not None
-    )
-    report = _with_packing(report, prepared.plan, seconds, usage)
-    report = _with_staleness(report, prepared, version)
-    return replace(
-        report,
-        reward_mean=None if batch.rewards is None else float(batch.rewards.mean()),
-        num_groups=counters.groups,
-        num_sequences=counters.sequences,
-        trained_tokens=counters.tokens,
-        dropped_stale=selection.dropped_stale,
-        dropped_truncated=selection.dropped_truncated,
-        dropped_zero_variance=selection.dropped_zero_variance,
-        zero_advantage_sequences=int(np.count_nonzero(prepared.not_run_S)),
-        warnings=(*prepared.warnings, *sum_warnings(prepared.loss, sums)),
-    )
+    report = _with_packing(StepReport(), prepared.plan, seconds, usage)
+    report = _with_totals(report, totals, divide_number(own, totals.counters))
+    warnings = (*prepared.warnings, *sum_warnings(prepared.loss, totals.sums))
+    return replace(report, warnings=warnings)
 
 
 def with_canary(report: StepReport, outcome: CanaryOutcome) -> StepReport:
@@ -60,11 +50,11 @@ def with_canary(report: StepReport, outcome: CanaryOutcome) -> StepReport:
 
 
 def step_report(
-    base: StepReport, sums: LossSums, divisor: float, *, has_kl: bool, seconds: float
+    base: StepReport, totals: Totals, divisor: float, *, seconds: Mapping[str, float]
 ) -> StepReport:
-    """`base` with the means of a whole window and the optimizer's seconds."""
-    report = _with_means(base, sums, divisor, has_kl=has_kl)
-    return replace(report, seconds=replace(report.seconds, optimizer=seconds))
+    """`base` with the figures of a whole window and the optimizer's seconds."""
+    report = _with_totals(base, totals, divisor)
+    return replace(report, seconds=replace(report.seconds, optimizer=seconds["optimizer"]))
 
 
 def forward_report(
@@ -77,9 +67,8 @@ def forward_report(
     """Report of one Forward, over all trained tokens of the batch."""
     mask_J = batch.loss_mask
     report = replace(
-        _with_packing(StepReport(), plan, seconds, usage),
+        _with_batch(_with_packing(StepReport(), plan, seconds, usage), of_batch(batch)),
         entropy=float(columns.entropy_J[mask_J].mean(dtype=np.float64)),
-        reward_mean=None if batch.rewards is None else float(batch.rewards.mean()),
         num_groups=batch.num_groups,
         num_sequences=batch.num_sequences,
         trained_tokens=int(mask_J.sum()),
@@ -93,8 +82,26 @@ def forward_report(
     return replace(
         report,
         sampler_kl=float(kl.mean()),
+        sampler_gap_mean=float(gap.mean()),
+        sampler_gap_abs_mean=float(np.abs(gap).mean()),
         sampler_gap_max=float(np.abs(gap).max()),
         clamped_sampler_gaps=int(is_clamped.sum()),
+    )
+
+
+def _with_totals(report: StepReport, totals: Totals, divisor: float) -> StepReport:
+    """All that adds up over the calls of a window."""
+    report = _with_means(report, totals.sums, divisor, has_kl=totals.has_kl)
+    report = _with_correction(
+        _with_sampler(_with_ratio(report, totals.sums), totals.sums), totals.sums
+    )
+    report = _with_batch(report, totals.batch)
+    counters = totals.counters
+    return replace(
+        report,
+        num_groups=counters.groups,
+        num_sequences=counters.sequences,
+        trained_tokens=counters.tokens,
     )
 
 
@@ -106,7 +113,6 @@ def _with_means(report: StepReport, sums: LossSums, divisor: float, *, has_kl: b
     by_divisor = 1.0 / divisor if divisor else 0.0
     by_weight = 1.0 / sums.weight if sums.weight else 0.0
     by_terms = 1.0 / sums.terms if sums.terms else 0.0
-    has_sampler = sums.sampler_terms > 0
     return replace(
         report,
         loss=sums.loss * by_divisor,
@@ -115,19 +121,84 @@ def _with_means(report: StepReport, sums: LossSums, divisor: float, *, has_kl: b
         entropy=sums.entropy * by_weight,
         clip_fraction_low=sums.clipped_low * by_terms,
         clip_fraction_high=sums.clipped_high * by_terms,
-        ratio_max=sums.ratio_max,
-        sampler_kl=sums.sampler_kl / sums.sampler_terms if has_sampler else None,
-        sampler_gap_max=sums.sampler_gap_max if has_sampler else None,
-        clip_fraction_positive=_share(sums.positive_clipped, sums.positive_terms),
-        clip_fraction_negative=_share(sums.negative_clipped, sums.negative_terms),
+        clip_fraction_dual=sums.clipped_dual * by_terms,
+        clip_fraction_positive=_mean(sums.positive_clipped, sums.positive_terms),
+        clip_fraction_negative=_mean(sums.negative_clipped, sums.negative_terms),
         clamped_ratios=int(sums.clamped_ratios),
         clamped_kls=int(sums.clamped_kls),
         clamped_sampler_gaps=int(sums.clamped_sampler_gaps),
     )
 
 
-def _share(part: float, whole: float) -> float | None:
-    return part / whole if whole else None
+def _with_ratio(report: StepReport, sums: LossSums) -> StepReport:
+    """How far the policy is from the old one."""
+    report = replace(report, old_kl=_mean(sums.old_kl, sums.old_terms))
+    if not sums.ratio_terms:
+        return report
+
+    def ratio_at(share: float) -> float:
+        # A bin's middle may be beyond all of its ratios.
+        ratio = math.exp(quantile(sums.log_ratios, share))
+        return min(max(ratio, sums.ratio_min), sums.ratio_max)
+
+    return replace(
+        report,
+        ratio_mean=sums.ratio / sums.ratio_terms,
+        ratio_min=sums.ratio_min,
+        ratio_max=sums.ratio_max,
+        ratio_p01=ratio_at(0.01),
+        ratio_p50=ratio_at(0.5),
+        ratio_p99=ratio_at(0.99),
+    )
+
+
+def _with_correction(report: StepReport, sums: LossSums) -> StepReport:
+    """What the correction and its mask do."""
+    weight, square = sums.correction_weight, sums.correction_square
+    return replace(
+        report,
+        correction_masked_fraction=_mean(sums.correction_masked, sums.corrected),
+        correction_truncated_fraction=_mean(sums.correction_truncated, sums.corrected),
+        correction_weight_mean=_mean(weight, sums.corrected),
+        correction_ess_fraction=_mean(weight * weight / square if square else 0.0, sums.corrected),
+    )
+
+
+def _with_sampler(report: StepReport, sums: LossSums) -> StepReport:
+    """How far the policy is from the sampler."""
+    return replace(
+        report,
+        sampler_kl=_mean(sums.sampler_kl, sums.sampler_terms),
+        sampler_gap_mean=_mean(sums.sampler_gap, sums.sampler_terms),
+        sampler_gap_abs_mean=_mean(sums.sampler_gap_abs, sums.sampler_terms),
+        sampler_gap_max=sums.sampler_gap_max if sums.sampler_terms else None,
+    )
+
+
+def _with_batch(report: StepReport, sums: BatchSums) -> StepReport:
+    """What was sent, and what of it was dropped."""
+    rewards, advantages = sums.rewards, sums.advantages
+    return replace(
+        report,
+        reward_mean=rewards.mean if rewards.count else None,
+        reward_std=rewards.std if rewards.count else None,
+        advantage_mean=advantages.mean if advantages.count else None,
+        advantage_std=advantages.std if advantages.count else None,
+        zero_variance_fraction=_mean(sums.flat_groups, sums.rewarded_groups),
+        truncated_fraction=_mean(sums.truncated, sums.rollouts) or 0.0,
+        response_length_mean=_mean(sums.response_tokens, sums.rollouts) or 0.0,
+        response_length_max=int(sums.response_tokens_max),
+        staleness_mean=_mean(sums.staleness, sums.dated_rollouts),
+        staleness_max=int(sums.staleness_max) if sums.dated_rollouts else None,
+        dropped_stale=int(sums.dropped_stale),
+        dropped_truncated=int(sums.dropped_truncated),
+        dropped_zero_variance=int(sums.dropped_zero_variance),
+        zero_advantage_sequences=int(sums.not_run),
+    )
+
+
+def _mean(total: float, count: float) -> float | None:
+    return total / count if count else None
 
 
 def _with_packing(
@@ -149,13 +220,3 @@ def _with_packing(
         logical_mfu=usage.logical_mfu,
         peak_memory_bytes=usage.peak_memory_bytes,
     )
-
-
-def _with_staleness(report: StepReport, prepared: Prepared, version: int) -> StepReport:
-    """Versions between sampling and now, over kept rollouts that say theirs."""
-    sampled_S = prepared.batch.policy_version
-    said_S = prepared.selection.kept_S & (sampled_S >= 0)
-    if not said_S.any():
-        return report
-    age = version - sampled_S[said_S]
-    return replace(report, staleness_mean=float(age.mean()), staleness_max=int(age.max()))

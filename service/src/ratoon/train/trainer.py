@@ -25,13 +25,14 @@ from ratoon.model.spec import ModelInfo
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.prefixes import sort_sequences
-from ratoon.train import prepare, report_builder
+from ratoon.train import batch_sums, prepare, report_builder
 from ratoon.train.canary import CanaryOutcome, is_due, run_canary
 from ratoon.train.checkpoint import Snapshot, load_checkpoint
 from ratoon.train.clock import DeviceClock
 from ratoon.train.digest import StateDigest
 from ratoon.train.forward_arrays import ForwardArrays, check_forward_logprobs, run_forward
 from ratoon.train.gradients import GradientSums
+from ratoon.train.layer_norms import LayerNorms
 from ratoon.train.loss_spec import Loss, Normalisation, OptimStep
 from ratoon.train.micro_batches import PassHooks, never_cancelled, no_progress
 from ratoon.train.numerics import (
@@ -49,7 +50,7 @@ from ratoon.train.report import PhaseSeconds, StepReport
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.step_guard import WARNINGS, guarded_step
 from ratoon.train.usage import UsageMeter
-from ratoon.train.window import GradientWindow, WindowState
+from ratoon.train.window import GradientWindow, Totals, WindowState
 
 
 class Trainer:
@@ -71,7 +72,6 @@ class Trainer:
         self._digest = StateDigest(model.device)
         self._planner = cpu_planner(spec.micro_batch_tokens)
         self._window = GradientWindow()
-        self._has_kl = False
         self._meter = UsageMeter(model)
 
     @classmethod
@@ -173,15 +173,19 @@ class Trainer:
         canary = self._canary(prepared, old_logprobs_J, is_cancelled)
         self._window.begin(loss)
         hooks = PassHooks(on_progress=on_progress, is_cancelled=is_cancelled)
-        totals = forward_backward_pass(self.model, prepared, old_logprobs_J, hooks)
-        self._window.complete(prepared, totals.sums)
-        self._has_kl = self._has_kl or loss.kl is not None
+        done = forward_backward_pass(self.model, prepared, old_logprobs_J, hooks)
+        totals = Totals(
+            counters=prepared.counters,
+            sums=done.sums,
+            batch=batch_sums.of_prepared(prepared, self.version),
+            has_kl=loss.kl is not None,
+        )
+        self._window.complete(prepared, totals)
         report = report_builder.forward_backward_report(
             prepared,
-            totals.sums,
-            PhaseSeconds(plan=plan_s, forward=totals.forward_s, backward=totals.backward_s),
-            self._meter.training(batch, plan, totals),
-            version=self.version,
+            totals,
+            PhaseSeconds(plan=plan_s, forward=done.forward_s, backward=done.backward_s),
+            self._meter.training(batch, plan, done),
         )
         return report_builder.with_canary(report, canary)
 
@@ -232,7 +236,6 @@ class Trainer:
         """Empty the window, TORN or not."""
         self._gradients.clear()
         self._window.clear()
-        self._has_kl = False
 
     def forward(
         self,
@@ -297,9 +300,11 @@ class Trainer:
     def _step(self, step: OptimStep, base: StepReport) -> StepReport:
         clock = DeviceClock(self.model.device)
         divisor = self._window.divisor(step.divisor)
-        sums, has_kl = self._window.sums, self._has_kl
+        totals, layer_norms = self._window.totals, None
+        if step.layer_grad_norms and divisor:
+            layer_norms = LayerNorms(self._gradients.sums(), divisor)
         outcome = guarded_step(
-            self._optimizer, self._gradients, sums, divisor, step, self.spec.guard
+            self._optimizer, self._gradients, totals.sums, divisor, step, self.spec.guard
         )
         reason, warnings = outcome.skip_reason, base.warnings
         if reason is None:
@@ -309,13 +314,13 @@ class Trainer:
             warnings = (*warnings, f"{WARNINGS[reason]}: the step was skipped")
         self.discard_gradients()
         clock.lap("optimizer")
-        seconds = clock.seconds()["optimizer"]
-        report = report_builder.step_report(base, sums, divisor, has_kl=has_kl, seconds=seconds)
-        return replace(
-            report,
+        base = replace(
+            base,
             grad_norm=outcome.grad_norm,
+            layer_grad_norms=() if layer_norms is None else layer_norms.read(),
             skipped=reason is not None,
             skip_reason=reason,
             warnings=warnings,
             peak_memory_bytes=peak_memory_bytes(self.model.device),
         )
+        return report_builder.step_report(base, totals, divisor, seconds=clock.seconds())

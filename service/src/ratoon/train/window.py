@@ -6,10 +6,12 @@ is OPEN the gradient sums are exactly those of the completed forward-backwards c
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.rollout.selection import Counters
+from ratoon.train.batch_sums import BatchSums
 from ratoon.train.config import DivideBy, TokenWeight
 from ratoon.train.loss.sums import LossSums
 from ratoon.train.loss_spec import CounterDivisor, Loss, NoDivisor, Normalisation
@@ -24,6 +26,16 @@ class WindowState(StrEnum):
     TORN = "torn"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """What a report is made of, of one forward-backward or of a window."""
+
+    counters: Counters
+    sums: LossSums
+    batch: BatchSums
+    has_kl: bool
+
+
 class GradientWindow:
     """The window of one trainer: EMPTY -> (TORN -> OPEN)* -> EMPTY.
 
@@ -33,7 +45,9 @@ class GradientWindow:
 
     def __init__(self) -> None:
         self.state = WindowState.EMPTY
-        self.sums = LossSums()
+        self._sums = LossSums()
+        self._batch = BatchSums()
+        self._has_kl = False
         self._token_weight = TokenWeight.PER_TOKEN
         self._defaults: set[DivideBy] = set()
         self._tokens = 0
@@ -47,6 +61,12 @@ class GradientWindow:
             tokens=self._tokens,
             sequences=self._sequences,
             groups=self._whole_groups + len(self._group_keys),
+        )
+
+    @property
+    def totals(self) -> Totals:
+        return Totals(
+            counters=self.counters, sums=self._sums, batch=self._batch, has_kl=self._has_kl
         )
 
     @property
@@ -77,7 +97,7 @@ class GradientWindow:
         self._token_weight = loss.token_weight
         self.state = WindowState.TORN
 
-    def complete(self, prepared: Prepared, sums: LossSums) -> None:
+    def complete(self, prepared: Prepared, totals: Totals) -> None:
         """All gradients of it are added. Groups that may come in parts count once a window."""
         assert self.state is WindowState.TORN
         self._defaults.add(prepared.loss.default_divide_by)
@@ -87,7 +107,9 @@ class GradientWindow:
             self._group_keys |= prepared.group_keys
         else:
             self._whole_groups += prepared.counters.groups
-        self.sums = self.sums + sums
+        self._sums += totals.sums
+        self._batch += totals.batch
+        self._has_kl |= totals.has_kl
         self.state = WindowState.OPEN
 
     def divisor(self, divisor: CounterDivisor | NoDivisor) -> float:

@@ -85,6 +85,7 @@ def optim_request(message: wire.OptimStepConfig) -> OptimRequest:
         max_grad_norm=message.max_grad_norm if message.HasField("max_grad_norm") else None,
         divide_by=optional_from_wire("optim.divide_by", message.divide_by, wire.DivideBy, DivideBy),
         divide_constant=message.divide_constant if message.HasField("divide_constant") else None,
+        layer_grad_norms=message.layer_grad_norms,
     )
 
 

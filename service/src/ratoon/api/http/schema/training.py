@@ -92,6 +92,7 @@ class OptimStepConfig(WireModel):
     max_grad_norm: Float | None = None
     divide_by: DivideBy | None = None
     divide_constant: Float | None = None
+    layer_grad_norms: Bool | None = None
 
 
 class PhaseSeconds(WireModel):
@@ -112,6 +113,11 @@ class CanaryReport(WireModel):
     worst_parameter: str
     exceeds_limits: bool
     seconds: float
+
+
+class LayerGradNorm(WireModel):
+    layer: str
+    norm: float | None
 
 
 class StepReport(WireModel):
@@ -148,6 +154,27 @@ class StepReport(WireModel):
     warnings: list[str]
     canary: CanaryReport | None
     skip_reason: SkipReason | None
+    old_kl: float | None
+    ratio_mean: float | None
+    ratio_min: float | None
+    ratio_p01: float | None
+    ratio_p50: float | None
+    ratio_p99: float | None
+    clip_fraction_dual: float | None
+    correction_masked_fraction: float | None
+    correction_truncated_fraction: float | None
+    correction_weight_mean: float | None
+    correction_ess_fraction: float | None
+    reward_std: float | None
+    advantage_mean: float | None
+    advantage_std: float | None
+    zero_variance_fraction: float | None
+    truncated_fraction: float | None
+    response_length_mean: float | None
+    response_length_max: int
+    sampler_gap_mean: float | None
+    sampler_gap_abs_mean: float | None
+    layer_grad_norms: list[LayerGradNorm]
     clip_fraction_positive: float | None
     clip_fraction_negative: float | None
     clamped_ratios: int

@@ -1,0 +1,77 @@
+"""What a batch says before the model runs, as sums that add up over the calls of a window."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from ratoon.rollout.advantages import zero_variance_groups
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.train.merge import Merged, Moments, largest, total
+from ratoon.train.prepare import Prepared
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSums(Merged):
+    """Of all rollouts as they were sent, but for `advantages` and `staleness`."""
+
+    rollouts: float = total()
+    truncated: float = total()
+    response_tokens: float = total()
+    response_tokens_max: float = largest()
+    rewards: Moments = field(default_factory=Moments)
+    # Groups with rewards, and those of them whose rewards are all equal.
+    rewarded_groups: float = total()
+    flat_groups: float = total()
+    # Of counted tokens.
+    advantages: Moments = field(default_factory=Moments)
+    dropped_stale: float = total()
+    dropped_truncated: float = total()
+    dropped_zero_variance: float = total()
+    # Rollouts that count, but have no gradient and were not run.
+    not_run: float = total()
+    # Versions between sampling and now, over kept rollouts that say theirs.
+    dated_rollouts: float = total()
+    staleness: float = total()
+    staleness_max: float = largest()
+
+
+def of_batch(batch: RolloutBatch) -> BatchSums:
+    lengths_S = np.diff(batch.response_offsets)
+    sums = BatchSums(
+        rollouts=batch.num_sequences,
+        truncated=int(np.count_nonzero(batch.truncated)),
+        response_tokens=int(lengths_S.sum()),
+        response_tokens_max=int(lengths_S.max()),
+    )
+    if batch.rewards is None:
+        return sums
+    is_flat_G = zero_variance_groups(batch.rewards, batch.group_offsets)
+    return replace(
+        sums,
+        rewards=Moments.of(batch.rewards),
+        rewarded_groups=batch.num_groups,
+        flat_groups=int(np.count_nonzero(is_flat_G)),
+    )
+
+
+def of_prepared(prepared: Prepared, version: int) -> BatchSums:
+    """The same, and what the loss makes of the batch at the policy's `version`."""
+    batch, columns, selection = prepared.batch, prepared.columns, prepared.selection
+    advantages = Moments()
+    if prepared.loss.advantage is not None:
+        advantages = Moments.of(columns.advantage_J[columns.counted_J])
+    is_dated_S = selection.kept_S & (batch.policy_version >= 0)
+    age = version - batch.policy_version[is_dated_S]
+    return replace(
+        of_batch(batch),
+        advantages=advantages,
+        dropped_stale=selection.dropped_stale,
+        dropped_truncated=selection.dropped_truncated,
+        dropped_zero_variance=selection.dropped_zero_variance,
+        not_run=int(np.count_nonzero(prepared.not_run_S)),
+        dated_rollouts=len(age),
+        staleness=int(age.sum()),
+        staleness_max=int(age.max(initial=0)),
+    )

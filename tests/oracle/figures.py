@@ -1,0 +1,154 @@
+"""What practitioners watch, from the definition of each figure, one rollout and token at a time.
+
+Enters every path as sent with its log-probs by the policy; nothing is a sum here but in the last
+line of each figure. Invariant: no sum is merged, no histogram is made; a quantile is sorted for.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.oracle.advantages import Counted, has_gradient, select
+from tests.oracle.paths import OracleLoss, Path
+
+Values = NDArray[np.float64]
+
+
+@dataclass(slots=True)
+class _Tokens:
+    """One entry for each counted token."""
+
+    ratio: list[float] = field(default_factory=list[float])
+    old_gap: list[float] = field(default_factory=list[float])
+    is_dual: list[bool] = field(default_factory=list[bool])
+    raw_weight: list[float] = field(default_factory=list[float])
+    sampler_gap: list[float] = field(default_factory=list[float])
+    advantage: list[float] = field(default_factory=list[float])
+
+
+def figures(
+    paths: list[Path], logprobs: list[Values], loss: OracleLoss, version: int = 0
+) -> dict[str, float | None]:
+    """By the names of the report; `logprobs`: float64 [R] of each path by the policy."""
+    by_path = {id(path): logprob for path, logprob in zip(paths, logprobs, strict=True)}
+    tokens = _Tokens()
+    for counted in select(paths, loss, version):
+        tokens.advantage += counted.advantages[counted.own].tolist()
+        # Of the others the model is not asked.
+        if counted.own.any() and has_gradient(counted, loss):
+            _look_at(tokens, counted, loss, by_path[id(counted.path)])
+    return {
+        **_of_ratio(tokens, loss),
+        **_of_correction(tokens, loss),
+        **_of_batch(paths),
+        "sampler_gap_mean": _mean(tokens.sampler_gap),
+        "sampler_gap_abs_mean": _mean([abs(gap) for gap in tokens.sampler_gap]),
+        "sampler_gap_max": max((abs(gap) for gap in tokens.sampler_gap), default=None),
+        "sampler_kl": _mean([math.exp(gap) - gap - 1 for gap in tokens.sampler_gap]),
+        "advantage_mean": None if loss.kind == "cross_entropy" else _mean(tokens.advantage),
+        "advantage_std": None if loss.kind == "cross_entropy" else _std(tokens.advantage),
+    }
+
+
+def quantile(ratios: list[float], share: float) -> float:
+    """The smallest ratio that at least `share` of all are not above."""
+    return sorted(ratios)[max(1, math.ceil(share * len(ratios))) - 1]
+
+
+def _look_at(tokens: _Tokens, counted: Counted, loss: OracleLoss, logprob: Values) -> None:
+    path = counted.path
+    old = {"sampler": path.sampler, "given": path.old, "on_policy": logprob, "none": None}[loss.old]
+    trained = path.trained.tolist()
+    whole_gap, whole_weight = 0.0, 0.0
+    if old is not None:
+        whole_gap = sum(logprob[t] - old[t] for t in trained) / len(trained)
+    if loss.correction is not None:
+        assert old is not None
+        assert path.sampler is not None
+        whole_weight = math.exp(sum(old[t] - path.sampler[t] for t in trained))
+    for t in np.flatnonzero(counted.own).tolist():
+        advantage = float(counted.advantages[t])
+        if path.sampler is not None:
+            tokens.sampler_gap.append(float(logprob[t] - path.sampler[t]))
+        if old is None:
+            continue
+        gap = float(logprob[t] - old[t])
+        ratio = math.exp(whole_gap if loss.kind == "gspo" else gap)
+        tokens.old_gap.append(gap)
+        tokens.ratio.append(ratio)
+        dual = math.inf if loss.dual_clip is None else loss.dual_clip
+        tokens.is_dual.append(advantage < 0 and ratio > dual)
+        if loss.correction is not None:
+            assert path.sampler is not None
+            is_whole = loss.correction.level == "sequence"
+            own_weight = math.exp(old[t] - path.sampler[t])
+            tokens.raw_weight.append(float(whole_weight if is_whole else own_weight))
+
+
+def _of_ratio(tokens: _Tokens, loss: OracleLoss) -> dict[str, float | None]:
+    # reinforce may have old log-probs, for its correction, but has no ratio.
+    ratios = [] if loss.kind == "reinforce" else tokens.ratio
+    return {
+        "old_kl": _mean([math.exp(gap) - gap - 1 for gap in tokens.old_gap]),
+        "ratio_mean": _mean(ratios),
+        "ratio_min": min(ratios, default=None),
+        "ratio_max": max(ratios, default=None),
+        "ratio_p01": quantile(ratios, 0.01) if ratios else None,
+        "ratio_p50": quantile(ratios, 0.5) if ratios else None,
+        "ratio_p99": quantile(ratios, 0.99) if ratios else None,
+        "clip_fraction_dual": _mean([float(is_dual) for is_dual in tokens.is_dual]) or 0.0,
+    }
+
+
+def _of_correction(tokens: _Tokens, loss: OracleLoss) -> dict[str, float | None]:
+    rule = loss.correction
+    names = ("masked_fraction", "truncated_fraction", "weight_mean", "ess_fraction")
+    if rule is None:
+        return {f"correction_{name}": None for name in names}
+    is_mask = rule.mode == "mask"
+    masked = [is_mask and not rule.low <= w <= rule.high for w in tokens.raw_weight]
+    truncated = [not is_mask and w > rule.high for w in tokens.raw_weight]
+    applied = [
+        0.0 if is_masked else rule.high if is_truncated else w
+        for w, is_masked, is_truncated in zip(tokens.raw_weight, masked, truncated, strict=True)
+    ]
+    squares = math.fsum(w * w for w in applied)
+    return {
+        "correction_masked_fraction": sum(masked) / len(masked),
+        "correction_truncated_fraction": sum(truncated) / len(truncated),
+        "correction_weight_mean": _mean(applied),
+        "correction_ess_fraction": (
+            math.fsum(applied) ** 2 / (len(applied) * squares) if squares else 0.0
+        ),
+    }
+
+
+def _of_batch(paths: list[Path]) -> dict[str, float | None]:
+    """Of all rollouts as sent, dropped ones too."""
+    rewards = [path.reward for path in paths if path.reward is not None]
+    groups: dict[str, list[float]] = {}
+    for path in paths:
+        if path.reward is not None:
+            groups.setdefault(path.group_id, []).append(path.reward)
+    flat = [len(each) > 1 and len(set(each)) == 1 for each in groups.values()]
+    lengths = [len(path.response) for path in paths]
+    return {
+        "reward_mean": _mean(rewards),
+        "reward_std": _std(rewards),
+        "zero_variance_fraction": _mean([float(is_flat) for is_flat in flat]),
+        "truncated_fraction": _mean([float(path.truncated) for path in paths]),
+        "response_length_mean": _mean([float(length) for length in lengths]),
+        "response_length_max": max(lengths),
+    }
+
+
+def _mean(values: list[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None
+
+
+def _std(values: list[float]) -> float | None:
+    return float(np.std(values)) if values else None

@@ -1,0 +1,212 @@
+"""Every figure of the report against its definition, and none depends on how a batch is cut."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.validate import validate_groups
+from ratoon.train import prepare
+from ratoon.train.config import (
+    CorrectionLevel,
+    CorrectionMode,
+    LossKind,
+    LossRequest,
+    OldLogprobs,
+    OldLogprobsKind,
+    OptimRequest,
+    OverlongFilter,
+    OverlongPenalty,
+    RolloutCorrection,
+    SharedTokens,
+)
+from ratoon.train.planning import cpu_planner
+from ratoon.train.report import StepReport
+from ratoon.train.resolve import resolve_loss, resolve_optim
+from tests.builders import Outcome, limits, random_groups
+from tests.oracle import hf
+from tests.oracle.advantages import count, select
+from tests.oracle.figures import figures
+from tests.theorem import near_policy, paths_of
+from tests.tiny_models import write_folder
+from tests.train.theorem_runs import (
+    ADAMW,
+    VOCAB_SIZE,
+    WHOLE,
+    Pair,
+    make_pair,
+    oracle_loss,
+)
+
+GIVEN_OLD = OldLogprobs(kind=OldLogprobsKind.GIVEN)
+QUANTILES = ("ratio_p01", "ratio_p50", "ratio_p99")
+
+
+def _correction(mode: CorrectionMode, level: CorrectionLevel, high: float) -> RolloutCorrection:
+    low = 0.8 if mode is CorrectionMode.MASK else 0.0
+    return RolloutCorrection(mode=mode, level=level, low=low, high=high)
+
+
+REQUESTS: dict[str, dict[str, Any]] = {
+    "grpo": {"kind": LossKind.GRPO, "dual_clip": 1.25},
+    "once": {"kind": LossKind.PPO_CLIP, "shared_tokens": SharedTokens.ONCE, "dual_clip": 1.25},
+    "dapo": {"kind": LossKind.DAPO, "overlong": OverlongFilter()},
+    "penalty": {
+        "kind": LossKind.DR_GRPO,
+        "overlong": OverlongPenalty(max_tokens=8, buffer_tokens=5, scale=2.0),
+    },
+    "gspo": {"kind": LossKind.GSPO, "old_logprobs": GIVEN_OLD},
+    "cispo": {"kind": LossKind.CISPO},
+    "importance_sampling": {"kind": LossKind.IMPORTANCE_SAMPLING},
+    "reinforce": {"kind": LossKind.REINFORCE},
+    "reinforce_corrected": {
+        "kind": LossKind.REINFORCE,
+        "correction": _correction(CorrectionMode.TRUNCATE, CorrectionLevel.TOKEN, 1.1),
+    },
+    "on_policy": {
+        "kind": LossKind.GRPO,
+        "old_logprobs": OldLogprobs(kind=OldLogprobsKind.ON_POLICY),
+    },
+    **{
+        f"{mode}_{level}": {
+            "kind": LossKind.GRPO,
+            "old_logprobs": GIVEN_OLD,
+            "correction": _correction(mode, level, 1.15),
+        }
+        for mode in CorrectionMode
+        for level in CorrectionLevel
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def shared_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    root = tmp_path_factory.mktemp("figures")
+    return make_pair(write_folder(root / "base", "qwen3"), scratch=root / "adapter")
+
+
+@pytest.fixture
+def pair(shared_pair: Pair) -> Iterator[Pair]:
+    yield shared_pair
+    shared_pair.discard()
+
+
+def _batch(pair: Pair, seed: int, outcome: Outcome = "reward") -> RolloutBatch:
+    """A random forest; the first group's rewards are equal, every third rollout is truncated."""
+    rng = np.random.default_rng(seed)
+    groups = random_groups(rng, temperatures=(1.0, 0.7), vocab_size=VOCAB_SIZE, outcome=outcome)
+    batch = validate_groups(groups, limits(vocab_size=VOCAB_SIZE))
+    batch = near_policy(batch, pair.oracle.model, rng, noise=0.15)
+    if batch.rewards is not None:
+        rewards = batch.rewards + 1e6
+        rewards[: batch.group_offsets[1]] = 1e6
+        batch = replace(batch, rewards=rewards)
+    return replace(batch, truncated=np.arange(batch.num_sequences) % 3 == 1)
+
+
+def _run(pair: Pair, batch: RolloutBatch, request: LossRequest, tokens: int = WHOLE) -> StepReport:
+    """One forward-backward in micro-batches of so many packed tokens."""
+    loss = resolve_loss(request, batch, has_frozen_reference=True)
+    plan = prepare.prepare(batch, loss, version=0, planner=cpu_planner(tokens)).plan
+    return pair.trainer.forward_backward(batch, loss, plan)
+
+
+def _expected(
+    pair: Pair, batches: Sequence[RolloutBatch], request: LossRequest
+) -> dict[str, float | None]:
+    paths = [path for batch in batches for path in paths_of(batch)]
+    logprobs = [each.numpy() for each, _ in hf.all_logprobs(pair.oracle.model, paths)]
+    return figures(paths, logprobs, oracle_loss(request, batches[0]))
+
+
+def _assert_figures(report: StepReport, expected: dict[str, float | None]) -> None:
+    for name, value in expected.items():
+        got = getattr(report, name)
+        if value is None or got is None:
+            assert got is value, name
+        elif name in QUANTILES:
+            # The resolution that training.proto states.
+            bound = max(abs(math.log(value)) / 16, 2.0**-20)
+            assert abs(math.log(got) - math.log(value)) <= bound * (1 + 1e-9), name
+        else:
+            assert got == pytest.approx(value, rel=1e-9, abs=1e-10), name
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", REQUESTS)
+def test_figures_are_those_of_each_rollout_alone(pair: Pair, name: str, seed: int) -> None:
+    """Red before: a report had no such fields, and the maximum alone of the ratio."""
+    request, batch = LossRequest(**REQUESTS[name]), _batch(pair, seed)
+    expected = _expected(pair, [batch], request)
+    reports: list[StepReport] = []
+    for tokens in (WHOLE, 50, 1):
+        report = _run(pair, batch, request, tokens)
+        _assert_figures(report, expected)
+        reports.append(report)
+        pair.discard()
+    assert len({report.num_micro_batches for report in reports}) > 1
+    for report in reports[1:]:
+        for each in QUANTILES:
+            first, other = getattr(reports[0], each), getattr(report, each)
+            assert other == first or other == pytest.approx(first, rel=1e-12), each
+
+
+def test_cases_reach_what_they_are_for(pair: Pair) -> None:
+    """No oracle above compares nothing but zeros."""
+    found = {
+        name: _expected(pair, [_batch(pair, 0)], LossRequest(**fields))
+        for name, fields in REQUESTS.items()
+    }
+
+    def share(case: str, name: str) -> float:
+        value = found[case][name]
+        assert value is not None
+        return value
+
+    assert 0 < share("grpo", "clip_fraction_dual") < 1
+    assert 0 < share("mask_token", "correction_masked_fraction") < 1
+    assert 0 < share("mask_sequence", "correction_masked_fraction") < 1
+    assert 0 < share("truncate_token", "correction_truncated_fraction") < 1
+    assert 0 < share("truncate_sequence", "correction_truncated_fraction") < 1
+    assert 0 < share("truncate_token", "correction_ess_fraction") < 1
+    assert 0 < share("grpo", "zero_variance_fraction") < 1
+    assert 0 < share("grpo", "truncated_fraction") < 1
+    assert share("grpo", "reward_std") > 0.1
+    assert share("grpo", "sampler_gap_mean") != share("grpo", "sampler_gap_abs_mean")
+    assert found["reinforce"]["ratio_mean"] is None
+    assert share("on_policy", "old_kl") == 0
+
+
+def test_cross_entropy_has_neither_advantage_nor_ratio(pair: Pair) -> None:
+    batch = replace(_batch(pair, 3, outcome="advantages"), advantages=None)
+    request = LossRequest(kind=LossKind.CROSS_ENTROPY)
+    report = _run(pair, batch, request)
+    _assert_figures(report, _expected(pair, [batch], request))
+
+
+@pytest.mark.parametrize("outcome", ["reward", "advantages"])
+def test_report_of_a_step_is_of_its_whole_window(pair: Pair, outcome: Outcome) -> None:
+    """Red before: an OptimStep after several ForwardBackwards had no reward and no counters."""
+    request = LossRequest(kind=LossKind.GRPO, dual_clip=1.25)
+    parts = [_batch(pair, seed, outcome) for seed in (4, 5, 6)]
+    # Each call has groups of its own.
+    parts = [
+        replace(part, group_ids=tuple(f"{seed}-{name}" for name in part.group_ids))
+        for seed, part in enumerate(parts)
+    ]
+    for part in parts:
+        _run(pair, part, request, 50)
+    step = resolve_optim(OptimRequest(learning_rate=0.0), pair.trainer.normalisation, ADAMW)
+    report = pair.trainer.optim_step(step)
+    _assert_figures(report, _expected(pair, parts, request))
+    paths = [path for part in parts for path in paths_of(part)]
+    counters = count(select(paths, oracle_loss(request, parts[0])))
+    assert report.trained_tokens == counters.tokens
+    assert report.num_sequences == counters.sequences
+    assert report.num_groups == len(counters.groups)
