@@ -27,7 +27,7 @@ from ratoon.model.spec import FullTuning, ModelDtype, ModelSpec, PresetBase
 from ratoon.train.clock import DeviceClock
 from ratoon.train.device import DeviceBatch, put
 from ratoon.train.loss.compute import LossOutput
-from ratoon.train.loss.sums import SUM_NAMES
+from ratoon.train.loss.sums import pack_sums
 from ratoon.train.passes import train_rows
 from ratoon.train.row_loss import LossOfTerms
 from ratoon.train.streaming import StagedBatch
@@ -164,7 +164,7 @@ def _run_streamed(policy: PolicyModel, seeded: SeededBatch) -> Tensor:
 def _seeded_loss(seeded: SeededBatch) -> tuple[Tensor, LossOfTerms]:
     """A loss whose gradients are the batch's weights, and where it leaves log-probs, by term."""
     found_L = torch.zeros_like(seeded.weight_L)
-    no_sums = torch.zeros(len(SUM_NAMES), dtype=torch.float64)
+    no_sums = pack_sums({}, None, torch.zeros(0))
 
     def loss_of(terms: NDArray[np.int64], logprob_L: Tensor, _entropy_L: Tensor) -> LossOutput:
         index_L = put(terms, found_L.device)

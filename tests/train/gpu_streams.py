@@ -22,7 +22,7 @@ from ratoon.rollout.validate import validate_groups
 from ratoon.train.clock import DeviceClock
 from ratoon.train.device import put, run_model, to_device
 from ratoon.train.loss.compute import LossOutput
-from ratoon.train.loss.sums import SUM_NAMES
+from ratoon.train.loss.sums import pack_sums
 from ratoon.train.streaming import StagedBatch
 from tests.builders import group, limits, rollout
 from tests.model.gpu_policies import DEVICE, VOCAB_SIZE
@@ -76,7 +76,7 @@ def stream_gradients(
             return LossOutput(
                 grad_logprob_L=weight_L[put(terms, DEVICE)],
                 grad_entropy_L=None,
-                sums_F=torch.zeros(len(SUM_NAMES), dtype=torch.float64),
+                sums_F=pack_sums({}, None, torch.zeros(0)),
             )
 
         staged = StagedBatch(policy, packed, batch, stages, lambda: None)

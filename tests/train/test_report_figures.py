@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.validate import validate_groups
@@ -33,6 +35,7 @@ from tests.builders import Outcome, limits, random_groups
 from tests.oracle import hf
 from tests.oracle.advantages import count, select
 from tests.oracle.figures import figures
+from tests.oracle.paths import Path
 from tests.theorem import near_policy, paths_of
 from tests.tiny_models import write_folder
 from tests.train.theorem_runs import (
@@ -97,6 +100,7 @@ def pair(shared_pair: Pair) -> Iterator[Pair]:
     shared_pair.discard()
 
 
+@cache
 def _batch(pair: Pair, seed: int, outcome: Outcome = "reward") -> RolloutBatch:
     """A random forest; the first group's rewards are equal, every third rollout is truncated."""
     rng = np.random.default_rng(seed)
@@ -110,6 +114,19 @@ def _batch(pair: Pair, seed: int, outcome: Outcome = "reward") -> RolloutBatch:
     return replace(batch, truncated=np.arange(batch.num_sequences) % 3 == 1)
 
 
+_ALONE: dict[tuple[bytes, int, float], NDArray[np.float64]] = {}
+
+
+def _logprobs(pair: Pair, paths: Sequence[Path]) -> list[NDArray[np.float64]]:
+    """By the oracle's model, whose weights stay: each rollout is run once, by itself."""
+    keys = [(path.tokens.tobytes(), len(path.prompt), path.temperature) for path in paths]
+    for key, path in zip(keys, paths, strict=True):
+        if key not in _ALONE:
+            ((logprob, _),) = hf.all_logprobs(pair.oracle.model, [path])
+            _ALONE[key] = logprob.numpy()
+    return [_ALONE[key] for key in keys]
+
+
 def _run(pair: Pair, batch: RolloutBatch, request: LossRequest, tokens: int = WHOLE) -> StepReport:
     """One forward-backward in micro-batches of so many packed tokens."""
     loss = resolve_loss(request, batch, has_frozen_reference=True)
@@ -121,8 +138,7 @@ def _expected(
     pair: Pair, batches: Sequence[RolloutBatch], request: LossRequest
 ) -> dict[str, float | None]:
     paths = [path for batch in batches for path in paths_of(batch)]
-    logprobs = [each.numpy() for each, _ in hf.all_logprobs(pair.oracle.model, paths)]
-    return figures(paths, logprobs, oracle_loss(request, batches[0]))
+    return figures(paths, _logprobs(pair, paths), oracle_loss(request, batches[0]))
 
 
 def _assert_figures(report: StepReport, expected: dict[str, float | None]) -> None:
