@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import structlog
@@ -91,6 +91,55 @@ def test_a_report_becomes_the_samples_of_its_numbers() -> None:
     assert 'ratoon_kl{policy_id="p"}' not in shown
     assert shown['ratoon_phase_seconds_sum{phase="forward"}'] == 1.5
     assert 'ratoon_phase_seconds_sum{phase="plan"}' not in shown
+
+
+# Numbers of a report that are no gauges of their own: counted, shown otherwise, or of one call.
+_ELSEWHERE = {
+    "policy_gradient_loss",
+    "num_groups",
+    "num_sequences",
+    "trained_tokens",
+    "replicated_tokens",
+    "packed_tokens",
+    "attention_pair_reduction",
+    "num_micro_batches",
+    "hardware_mfu",
+    "logical_mfu",
+    "dropped_stale",
+    "dropped_truncated",
+    "dropped_zero_variance",
+    "zero_advantage_sequences",
+}
+
+
+@pytest.mark.parametrize("kind", [OperationKind.UPDATE, OperationKind.OPTIM_STEP])
+def test_every_figure_of_a_report_is_shown(kind: OperationKind) -> None:
+    """Red before: of what is watched in training, six figures were metrics."""
+    numbers = {
+        field.name: 1000.0 + place
+        for place, field in enumerate(fields(StepReport))
+        if str(field.type).split(" ")[0] in ("float", "int") and field.name not in _ELSEWHERE
+    }
+    if kind is OperationKind.OPTIM_STEP:
+        # Of batches alone: a step has packed nothing.
+        for name in ("token_reduction", "tokens_per_second", "peak_memory_bytes"):
+            del numbers[name]
+    totals = MetricsTotals()
+    report = replace(StepReport(), **numbers)
+    totals.apply(telemetry.result("p", kind, StepResult(version=1, report=report)))
+    shown = set(series(totals).values())
+    assert {name for name, value in numbers.items() if value not in shown} == set()
+
+
+def test_a_quantile_and_a_clip_have_the_names_of_what_they_are() -> None:
+    report = StepReport(ratio_min=0.5, ratio_p99=1.5, ratio_max=2.5, clip_fraction_dual=0.25)
+    totals = MetricsTotals()
+    totals.apply(telemetry.result("p", OperationKind.UPDATE, StepResult(version=1, report=report)))
+    shown = series(totals)
+    for quantile, value in (("0", 0.5), ("0.99", 1.5), ("1", 2.5)):
+        assert shown[f'ratoon_ratio_quantile{{policy_id="p",quantile="{quantile}"}}'] == value
+    assert shown['ratoon_clip_fraction{bound="dual",policy_id="p"}'] == 0.25
+    assert not any(name.startswith("ratoon_reward_mean") for name in shown)
 
 
 def test_a_canary_becomes_gauges_and_a_count() -> None:

@@ -226,3 +226,58 @@ def test_report_of_a_step_is_of_its_whole_window(pair: Pair, outcome: Outcome) -
     assert report.trained_tokens == counters.tokens
     assert report.num_sequences == counters.sequences
     assert report.num_groups == len(counters.groups)
+
+
+@pytest.mark.parametrize("level", CorrectionLevel)
+def test_mask_that_leaves_no_token_warns(pair: Pair, level: CorrectionLevel) -> None:
+    """Red before: the report of a policy gradient of zero said nothing. Once, also of an Update."""
+    batch = _batch(pair, 7)
+    assert batch.sampler_logprobs is not None
+    far = replace(batch, old_logprobs=np.minimum(batch.sampler_logprobs - 9.0, 0.0))
+    rule = _correction(CorrectionMode.MASK, level, 1.15)
+    request = LossRequest(kind=LossKind.GRPO, old_logprobs=GIVEN_OLD, correction=rule)
+    masked = _run(pair, far, request, 50)
+    assert masked.correction_masked_fraction == 1.0
+    assert (masked.correction_weight_mean, masked.correction_ess_fraction) == (0.0, 0.0)
+    assert masked.policy_gradient_loss == 0.0
+    assert [text for text in masked.warnings if "masks leave none of" in text]
+    # Something else of the window is left: its step has no such warning.
+    assert not [text for text in _run(pair, batch, request).warnings if "masks" in text]
+    step = resolve_optim(OptimRequest(learning_rate=0.0), pair.trainer.normalisation, ADAMW)
+    report = pair.trainer.optim_step(step)
+    assert report.correction_weight_mean
+    assert not [text for text in report.warnings if "masks" in text]
+    loss = resolve_loss(request, far, has_frozen_reference=True)
+    updated = pair.trainer.update(far, loss, step, pair.trainer.prepare(far, loss).plan)
+    assert len([text for text in updated.warnings if "masks leave none of" in text]) == 1
+
+
+def test_gradient_norms_of_layers_are_of_what_the_step_takes(pair: Pair) -> None:
+    """After division, before clipping; their squares add up to that of the whole norm."""
+    batch, request = _batch(pair, 8), LossRequest(kind=LossKind.GRPO)
+    for _ in range(2):
+        _run(pair, batch, request, 50)
+    gradients = {name: gradient.clone() for name, gradient in pair.gradients().items()}
+    divisor = 2.0 * _run(pair, batch, request).num_sequences
+    pair.discard()
+    for _ in range(2):
+        _run(pair, batch, request, 50)
+    asked = OptimRequest(learning_rate=0.0, max_grad_norm=1e-3, layer_grad_norms=True)
+    report = pair.trainer.optim_step(resolve_optim(asked, pair.trainer.normalisation, ADAMW))
+    expected: dict[str, float] = {}
+    for name, gradient in gradients.items():
+        parts = name.split(".")
+        depth = 3 if parts[1] == "layers" else len(parts) - 1
+        layer = ".".join(parts[:depth])
+        square = float((gradient.double() / divisor).square().sum())
+        expected[layer] = expected.get(layer, 0.0) + square
+    found = {each.layer: each.norm for each in report.layer_grad_norms}
+    assert list(found) == list(expected)
+    assert {"model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm"} <= found.keys()
+    for layer, square in expected.items():
+        assert found[layer] == pytest.approx(math.sqrt(square), rel=1e-9), layer
+    assert report.grad_norm == pytest.approx(math.sqrt(sum(expected.values())), rel=1e-9)
+    _run(pair, batch, request)
+    unasked = replace(asked, layer_grad_norms=False)
+    report = pair.trainer.optim_step(resolve_optim(unasked, pair.trainer.normalisation, ADAMW))
+    assert report.layer_grad_norms == ()

@@ -6,7 +6,7 @@ states, phases, methods, ids of living policies), and a counter only grows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -108,10 +108,12 @@ TOKEN_REDUCTION = _gauge(
 )
 LOSS = _gauge("ratoon_loss", "Loss of the newest batch.", POLICY_LABEL)
 GRAD_NORM = _gauge("ratoon_grad_norm", "Gradient norm of the newest step.", POLICY_LABEL)
-KL = _gauge("ratoon_kl", "KL estimate to the reference, newest batch.", POLICY_LABEL)
-ENTROPY = _gauge("ratoon_entropy", "Mean entropy in nats, newest batch.", POLICY_LABEL)
-RATIO_MAX = _gauge("ratoon_ratio_max", "Largest importance ratio, newest batch.", POLICY_LABEL)
-REWARD_MEAN = _gauge("ratoon_reward_mean", "Mean reward of the newest batch.", POLICY_LABEL)
+CLIP_FRACTION = _gauge(
+    "ratoon_clip_fraction", "Tokens that the clip holds, by bound.", POLICY_LABEL, "bound"
+)
+RATIO_QUANTILE = _gauge(
+    "ratoon_ratio_quantile", "Quantiles of the importance ratio.", POLICY_LABEL, "quantile"
+)
 TOKEN_RATE = _gauge(
     "ratoon_tokens_per_second", "Replicated tokens a second, newest batch.", POLICY_LABEL
 )
@@ -158,6 +160,47 @@ BACKEND = _gauge(
     "ratoon_backend_info", "The kernel backend in use: 1.", POLICY_LABEL, "op", "backend"
 )
 
+# What each figure of a report sets: a gauge, and its labels after the policy's. A report is of the
+# newest batch, or of an OptimStep's whole window; training.proto says what each figure is.
+REPORT_GAUGES: Mapping[str, tuple[Metric, tuple[str, ...]]] = {
+    "loss": (LOSS, ()),
+    "clip_fraction_low": (CLIP_FRACTION, ("low",)),
+    "clip_fraction_high": (CLIP_FRACTION, ("high",)),
+    "clip_fraction_dual": (CLIP_FRACTION, ("dual",)),
+    "ratio_min": (RATIO_QUANTILE, ("0",)),
+    "ratio_p01": (RATIO_QUANTILE, ("0.01",)),
+    "ratio_p50": (RATIO_QUANTILE, ("0.5",)),
+    "ratio_p99": (RATIO_QUANTILE, ("0.99",)),
+    "ratio_max": (RATIO_QUANTILE, ("1",)),
+    **{
+        name: (_gauge(f"ratoon_{name}", text, POLICY_LABEL), ())
+        for name, text in (
+            ("kl", "KL estimate to the reference, nats a token."),
+            ("old_kl", "KL estimate of the old policy to this one, nats a token."),
+            ("sampler_kl", "KL estimate of the sampler to the policy, nats a token."),
+            ("sampler_gap_mean", "Mean of log-prob less the sampler's, nats."),
+            ("sampler_gap_abs_mean", "Mean distance of log-prob and the sampler's, nats."),
+            ("sampler_gap_max", "Largest distance of log-prob and the sampler's, nats."),
+            ("entropy", "Mean entropy, nats."),
+            ("ratio_mean", "Mean importance ratio."),
+            ("correction_masked_fraction", "Tokens that the rollout correction masks."),
+            ("correction_truncated_fraction", "Tokens whose weight it holds at its bound."),
+            ("correction_weight_mean", "Mean weight of the rollout correction."),
+            ("correction_ess_fraction", "Effective sample size of its weights over tokens."),
+            ("reward_mean", "Mean reward."),
+            ("reward_std", "Standard deviation of rewards."),
+            ("advantage_mean", "Mean advantage of counted tokens."),
+            ("advantage_std", "Standard deviation of advantages of counted tokens."),
+            ("zero_variance_fraction", "Groups whose rewards are all equal."),
+            ("truncated_fraction", "Rollouts marked truncated."),
+            ("response_length_mean", "Mean response length, tokens."),
+            ("response_length_max", "Longest response, tokens."),
+            ("staleness_mean", "Mean versions since sampling."),
+            ("staleness_max", "Most versions since sampling."),
+        )
+    },
+}
+
 METRICS: tuple[Metric, ...] = (
     OPERATIONS,
     UNSEQUENCED_FORWARDS,
@@ -173,12 +216,8 @@ METRICS: tuple[Metric, ...] = (
     POLICY_VERSION,
     PUBLISHED_VERSION,
     TOKEN_REDUCTION,
-    LOSS,
     GRAD_NORM,
-    KL,
-    ENTROPY,
-    RATIO_MAX,
-    REWARD_MEAN,
+    *dict.fromkeys(metric for metric, _ in REPORT_GAUGES.values()),
     TOKEN_RATE,
     PEAK_MEMORY,
     CANARIES,

@@ -63,7 +63,7 @@ def result(policy_id: str, kind: OperationKind, result: OperationResult) -> list
     """What a finished operation reports."""
     match result:
         case StepResult(report=report):
-            changes = _seconds(report.seconds)
+            changes = _seconds(report.seconds) + _figures(policy_id, report)
             if kind in (OperationKind.UPDATE, OperationKind.FORWARD_BACKWARD):
                 changes += _batch(policy_id, report) + _canary(policy_id, report.canary)
             if kind in (OperationKind.UPDATE, OperationKind.OPTIM_STEP):
@@ -73,6 +73,16 @@ def result(policy_id: str, kind: OperationKind, result: OperationResult) -> list
             return _seconds(report.seconds)
         case _:
             return []
+
+
+def _figures(policy_id: str, report: StepReport) -> list[Change]:
+    """Of a batch, or of the whole window of an OptimStep."""
+    values = ((*gauge, getattr(report, name)) for name, gauge in metrics.REPORT_GAUGES.items())
+    return [
+        metric.sample(value, policy_id, *labels)
+        for metric, labels, value in values
+        if value is not None
+    ]
 
 
 def _batch(policy_id: str, report: StepReport) -> list[Change]:
@@ -87,11 +97,6 @@ def _batch(policy_id: str, report: StepReport) -> list[Change]:
         *_gauges(
             policy_id,
             (metrics.TOKEN_REDUCTION, report.token_reduction),
-            (metrics.LOSS, report.loss),
-            (metrics.KL, report.kl),
-            (metrics.ENTROPY, report.entropy),
-            (metrics.RATIO_MAX, report.ratio_max),
-            (metrics.REWARD_MEAN, report.reward_mean),
             (metrics.TOKEN_RATE, report.tokens_per_second),
             (metrics.PEAK_MEMORY, report.peak_memory_bytes),
         ),
