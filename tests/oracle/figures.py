@@ -25,7 +25,8 @@ class _Tokens:
     ratio: list[float] = field(default_factory=list[float])
     old_gap: list[float] = field(default_factory=list[float])
     is_dual: list[bool] = field(default_factory=list[bool])
-    raw_weight: list[float] = field(default_factory=list[float])
+    # old / sampler at every level, by its name.
+    weights: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
     sampler_gap: list[float] = field(default_factory=list[float])
     advantage: list[float] = field(default_factory=list[float])
 
@@ -63,13 +64,11 @@ def _look_at(tokens: _Tokens, counted: Counted, loss: OracleLoss, logprob: Value
     path = counted.path
     old = {"sampler": path.sampler, "given": path.old, "on_policy": logprob, "none": None}[loss.old]
     trained = path.trained.tolist()
-    whole_gap, whole_weight = 0.0, 0.0
+    whole_gap, mismatch = 0.0, np.zeros(len(path.response))
     if old is not None:
         whole_gap = sum(logprob[t] - old[t] for t in trained) / len(trained)
-    if loss.correction is not None:
-        assert old is not None
-        assert path.sampler is not None
-        whole_weight = math.exp(sum(old[t] - path.sampler[t] for t in trained))
+        if path.sampler is not None:
+            mismatch = old - path.sampler
     for t in np.flatnonzero(counted.own).tolist():
         advantage = float(counted.advantages[t])
         if path.sampler is not None:
@@ -82,11 +81,9 @@ def _look_at(tokens: _Tokens, counted: Counted, loss: OracleLoss, logprob: Value
         tokens.ratio.append(ratio)
         dual = math.inf if loss.dual_clip is None else loss.dual_clip
         tokens.is_dual.append(advantage < 0 and ratio > dual)
-        if loss.correction is not None:
-            assert path.sampler is not None
-            is_whole = loss.correction.level == "sequence"
-            own_weight = math.exp(old[t] - path.sampler[t])
-            tokens.raw_weight.append(float(whole_weight if is_whole else own_weight))
+        whole = sum(mismatch[i] for i in trained)
+        logs = {"token": mismatch[t], "sequence": whole, "geometric": whole / len(trained)}
+        tokens.weights.append({level: math.exp(value) for level, value in logs.items()})
 
 
 def _of_ratio(tokens: _Tokens, loss: OracleLoss) -> dict[str, float | None]:
@@ -105,21 +102,27 @@ def _of_ratio(tokens: _Tokens, loss: OracleLoss) -> dict[str, float | None]:
 
 
 def _of_correction(tokens: _Tokens, loss: OracleLoss) -> dict[str, float | None]:
-    rule = loss.correction
     names = ("masked_fraction", "truncated_fraction", "weight_mean", "ess_fraction")
-    if rule is None:
+    if loss.correction is None and loss.correction_mask is None:
         return {f"correction_{name}": None for name in names}
-    is_mask = rule.mode == "mask"
-    masked = [is_mask and not rule.low <= w <= rule.high for w in tokens.raw_weight]
-    truncated = [not is_mask and w > rule.high for w in tokens.raw_weight]
-    applied = [
-        0.0 if is_masked else rule.high if is_truncated else w
-        for w, is_masked, is_truncated in zip(tokens.raw_weight, masked, truncated, strict=True)
-    ]
+    masked, truncated, applied = 0, 0, list[float]()
+    for weights in tokens.weights:
+        weight, is_truncated = 1.0, False
+        masks = [] if loss.correction_mask is None else [loss.correction_mask]
+        if loss.correction is not None:
+            weight = weights[loss.correction.level]
+            if loss.correction.mode == "mask":
+                masks.append(loss.correction)
+            elif weight > loss.correction.high:
+                weight, is_truncated = loss.correction.high, True
+        is_masked = any(not rule.low <= weights[rule.level] <= rule.high for rule in masks)
+        masked += is_masked
+        truncated += is_truncated and not is_masked
+        applied.append(0.0 if is_masked else weight)
     squares = math.fsum(w * w for w in applied)
     return {
-        "correction_masked_fraction": sum(masked) / len(masked),
-        "correction_truncated_fraction": sum(truncated) / len(truncated),
+        "correction_masked_fraction": masked / len(applied),
+        "correction_truncated_fraction": truncated / len(applied),
         "correction_weight_mean": _mean(applied),
         "correction_ess_fraction": (
             math.fsum(applied) ** 2 / (len(applied) * squares) if squares else 0.0

@@ -17,6 +17,7 @@ from ratoon.rollout.validate import validate_groups
 from ratoon.train import prepare
 from ratoon.train.config import (
     CorrectionLevel,
+    CorrectionMask,
     CorrectionMode,
     LossKind,
     LossRequest,
@@ -84,6 +85,12 @@ REQUESTS: dict[str, dict[str, Any]] = {
         }
         for mode in CorrectionMode
         for level in CorrectionLevel
+    },
+    "truncated_beside_a_mask": {
+        "kind": LossKind.IMPORTANCE_SAMPLING,
+        "old_logprobs": GIVEN_OLD,
+        "correction": _correction(CorrectionMode.TRUNCATE, CorrectionLevel.TOKEN, 1.15),
+        "correction_mask": CorrectionMask(level=CorrectionLevel.GEOMETRIC, low=0.95, high=1.05),
     },
 }
 
@@ -191,6 +198,8 @@ def test_cases_reach_what_they_are_for(pair: Pair) -> None:
     assert 0 < share("truncate_token", "correction_truncated_fraction") < 1
     assert 0 < share("truncate_sequence", "correction_truncated_fraction") < 1
     assert 0 < share("truncate_token", "correction_ess_fraction") < 1
+    assert 0 < share("truncated_beside_a_mask", "correction_masked_fraction") < 1
+    assert 0 < share("truncated_beside_a_mask", "correction_truncated_fraction") < 1
     assert 0 < share("grpo", "zero_variance_fraction") < 1
     assert 0 < share("grpo", "truncated_fraction") < 1
     assert share("grpo", "reward_std") > 0.1
