@@ -79,6 +79,9 @@ MICRO_BATCHES = _counter("ratoon_micro_batches_total", "Micro-batches of forward
 DROPPED_SEQUENCES = _counter(
     "ratoon_dropped_sequences_total", "Rollouts left out of the loss.", "reason"
 )
+CLAMPED_TERMS = _counter(
+    "ratoon_clamped_terms_total", "Terms of forward-backwards that a clamp held.", "term"
+)
 SKIPPED_STEPS = _counter("ratoon_skipped_steps_total", "Optimizer steps skipped, by why.", "reason")
 REFUSALS = _counter(
     "ratoon_refusals_total",
@@ -110,6 +113,12 @@ LOSS = _gauge("ratoon_loss", "Loss of the newest batch.", POLICY_LABEL)
 GRAD_NORM = _gauge("ratoon_grad_norm", "Gradient norm of the newest step.", POLICY_LABEL)
 CLIP_FRACTION = _gauge(
     "ratoon_clip_fraction", "Tokens that the clip holds, by bound.", POLICY_LABEL, "bound"
+)
+CLIP_FRACTION_BY_SIGN = _gauge(
+    "ratoon_clip_fraction_by_sign",
+    "The same of tokens whose advantage has a sign.",
+    POLICY_LABEL,
+    "sign",
 )
 RATIO_QUANTILE = _gauge(
     "ratoon_ratio_quantile", "Quantiles of the importance ratio.", POLICY_LABEL, "quantile"
@@ -167,6 +176,8 @@ REPORT_GAUGES: Mapping[str, tuple[Metric, tuple[str, ...]]] = {
     "clip_fraction_low": (CLIP_FRACTION, ("low",)),
     "clip_fraction_high": (CLIP_FRACTION, ("high",)),
     "clip_fraction_dual": (CLIP_FRACTION, ("dual",)),
+    "clip_fraction_positive": (CLIP_FRACTION_BY_SIGN, ("positive",)),
+    "clip_fraction_negative": (CLIP_FRACTION_BY_SIGN, ("negative",)),
     "ratio_min": (RATIO_QUANTILE, ("0",)),
     "ratio_p01": (RATIO_QUANTILE, ("0.01",)),
     "ratio_p50": (RATIO_QUANTILE, ("0.5",)),
@@ -207,6 +218,7 @@ METRICS: tuple[Metric, ...] = (
     TOKENS,
     MICRO_BATCHES,
     DROPPED_SEQUENCES,
+    CLAMPED_TERMS,
     SKIPPED_STEPS,
     REFUSALS,
     REQUESTS,

@@ -651,6 +651,7 @@ class OptimStepConfig(_message.Message):
     MAX_GRAD_NORM_FIELD_NUMBER: _builtins.int
     DIVIDE_BY_FIELD_NUMBER: _builtins.int
     DIVIDE_CONSTANT_FIELD_NUMBER: _builtins.int
+    LAYER_GRAD_NORMS_FIELD_NUMBER: _builtins.int
     learning_rate: _builtins.float
     """Required, also where it is 0."""
     weight_decay: _builtins.float
@@ -661,6 +662,8 @@ class OptimStepConfig(_message.Message):
     """Default: the loss's own."""
     divide_constant: _builtins.float
     """DIVIDE_BY_CONSTANT only, which multiplies it with the sequences: Dr. GRPO's length of a response."""
+    layer_grad_norms: _builtins.bool
+    """Report the gradient norm of each layer too: the gradient is read once more."""
     def __init__(
         self,
         *,
@@ -669,10 +672,11 @@ class OptimStepConfig(_message.Message):
         max_grad_norm: _builtins.float | None = ...,
         divide_by: Global___DivideBy.ValueType = ...,
         divide_constant: _builtins.float | None = ...,
+        layer_grad_norms: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_divide_constant", b"_divide_constant", "_learning_rate", b"_learning_rate", "_max_grad_norm", b"_max_grad_norm", "_weight_decay", b"_weight_decay", "divide_constant", b"divide_constant", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "weight_decay", b"weight_decay"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_divide_constant", b"_divide_constant", "_learning_rate", b"_learning_rate", "_max_grad_norm", b"_max_grad_norm", "_weight_decay", b"_weight_decay", "divide_by", b"divide_by", "divide_constant", b"divide_constant", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "weight_decay", b"weight_decay"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_divide_constant", b"_divide_constant", "_learning_rate", b"_learning_rate", "_max_grad_norm", b"_max_grad_norm", "_weight_decay", b"_weight_decay", "divide_by", b"divide_by", "divide_constant", b"divide_constant", "layer_grad_norms", b"layer_grad_norms", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "weight_decay", b"weight_decay"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__divide_constant: _TypeAlias = _typing.Literal["divide_constant"]  # noqa: Y015
     _WhichOneofArgType__divide_constant: _TypeAlias = _typing.Literal["_divide_constant", b"_divide_constant"]  # noqa: Y015
@@ -785,8 +789,38 @@ class CanaryReport(_message.Message):
 Global___CanaryReport: _TypeAlias = CanaryReport  # noqa: Y015
 
 @_typing.final
+class LayerGradNorm(_message.Message):
+    """Gradient norm over the parameters of one decoder layer, or of one module that is in none."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAYER_FIELD_NUMBER: _builtins.int
+    NORM_FIELD_NUMBER: _builtins.int
+    layer: _builtins.str
+    """What the names of its parameters begin with: model.layers.3, lm_head."""
+    norm: _builtins.float
+    """As grad_norm: after division, before clipping."""
+    def __init__(
+        self,
+        *,
+        layer: _builtins.str = ...,
+        norm: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layer", b"layer", "norm", b"norm"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LayerGradNorm: _TypeAlias = LayerGradNorm  # noqa: Y015
+
+@_typing.final
 class StepReport(_message.Message):
-    """What one ForwardBackward, Update or OptimStep did. Means are over what the loss counts."""
+    """What one ForwardBackward, Update or OptimStep did; of an OptimStep, its whole window. Means and
+    fractions are over what the loss counts (each counted token once, but loss, policy_gradient_loss,
+    kl and entropy, which carry the token weight), unless said otherwise. No figure depends on how
+    rollouts are cut into calls and micro-batches.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -823,6 +857,27 @@ class StepReport(_message.Message):
     WARNINGS_FIELD_NUMBER: _builtins.int
     CANARY_FIELD_NUMBER: _builtins.int
     SKIP_REASON_FIELD_NUMBER: _builtins.int
+    OLD_KL_FIELD_NUMBER: _builtins.int
+    RATIO_MEAN_FIELD_NUMBER: _builtins.int
+    RATIO_MIN_FIELD_NUMBER: _builtins.int
+    RATIO_P01_FIELD_NUMBER: _builtins.int
+    RATIO_P50_FIELD_NUMBER: _builtins.int
+    RATIO_P99_FIELD_NUMBER: _builtins.int
+    CLIP_FRACTION_DUAL_FIELD_NUMBER: _builtins.int
+    CORRECTION_MASKED_FRACTION_FIELD_NUMBER: _builtins.int
+    CORRECTION_TRUNCATED_FRACTION_FIELD_NUMBER: _builtins.int
+    CORRECTION_WEIGHT_MEAN_FIELD_NUMBER: _builtins.int
+    CORRECTION_ESS_FRACTION_FIELD_NUMBER: _builtins.int
+    REWARD_STD_FIELD_NUMBER: _builtins.int
+    ADVANTAGE_MEAN_FIELD_NUMBER: _builtins.int
+    ADVANTAGE_STD_FIELD_NUMBER: _builtins.int
+    ZERO_VARIANCE_FRACTION_FIELD_NUMBER: _builtins.int
+    TRUNCATED_FRACTION_FIELD_NUMBER: _builtins.int
+    RESPONSE_LENGTH_MEAN_FIELD_NUMBER: _builtins.int
+    RESPONSE_LENGTH_MAX_FIELD_NUMBER: _builtins.int
+    SAMPLER_GAP_MEAN_FIELD_NUMBER: _builtins.int
+    SAMPLER_GAP_ABS_MEAN_FIELD_NUMBER: _builtins.int
+    LAYER_GRAD_NORMS_FIELD_NUMBER: _builtins.int
     CLIP_FRACTION_POSITIVE_FIELD_NUMBER: _builtins.int
     CLIP_FRACTION_NEGATIVE_FIELD_NUMBER: _builtins.int
     CLAMPED_RATIOS_FIELD_NUMBER: _builtins.int
@@ -837,13 +892,15 @@ class StepReport(_message.Message):
     clip_fraction_low: _builtins.float
     clip_fraction_high: _builtins.float
     ratio_max: _builtins.float
+    """Largest importance ratio; absent where the loss has none."""
     sampler_kl: _builtins.float
     """k3 estimate of KL(sampler || trainer) over trained tokens; absent without sampler_logprobs."""
     sampler_gap_max: _builtins.float
-    """Largest |logp - sampler logp| over trained tokens."""
+    """Largest |logp - sampler logp|; see also 52 and 53."""
     grad_norm: _builtins.float
     """After division, before clipping; absent before an optimizer step."""
     reward_mean: _builtins.float
+    """Over all rollouts as sent, dropped ones too, before any penalty; absent without rewards."""
     num_groups: _builtins.int
     num_sequences: _builtins.int
     trained_tokens: _builtins.int
@@ -869,6 +926,48 @@ class StepReport(_message.Message):
     """Of an optimizer step: the window was discarded, weights and version are as before."""
     skip_reason: Global___SkipReason.ValueType
     """Absent unless skipped."""
+    old_kl: _builtins.float
+    """k3 estimate of KL(old || policy), token by token, of the old log-probs that the loss uses:
+    mean of exp(d) - d - 1, d = logp - old logp. Absent where it uses none.
+    """
+    ratio_mean: _builtins.float
+    """Of the importance ratio that the loss is built on (of gspo the sequence's, at each of its
+    tokens); absent where it has none.
+    """
+    ratio_min: _builtins.float
+    ratio_p01: _builtins.float
+    """Quantiles, from a histogram: the logarithm of each is within 1/16 of itself of the exact
+    one's; one within 2^-20 of 1 is taken for 1.
+    """
+    ratio_p50: _builtins.float
+    ratio_p99: _builtins.float
+    clip_fraction_dual: _builtins.float
+    """Tokens that the dual clip holds; they are in clip_fraction_high too."""
+    correction_masked_fraction: _builtins.float
+    """Rollout correction and its mask, absent without either: tokens masked, tokens held at `high`,
+    mean of the weights as applied (0 where masked), and their effective sample size over the
+    number of tokens, (sum of w)^2 / (n sum of w^2). A sequence's weight counts at each of its
+    tokens.
+    """
+    correction_truncated_fraction: _builtins.float
+    correction_weight_mean: _builtins.float
+    correction_ess_fraction: _builtins.float
+    reward_std: _builtins.float
+    """Standard deviations are of the values themselves (divided by n)."""
+    advantage_mean: _builtins.float
+    """Over counted tokens, as the loss takes them; absent for cross_entropy."""
+    advantage_std: _builtins.float
+    zero_variance_fraction: _builtins.float
+    """Groups of more than one whose rewards are all equal, over all groups as sent, dropped or not;
+    absent without rewards.
+    """
+    truncated_fraction: _builtins.float
+    """Over all rollouts as sent: marked truncated; response tokens, context ones too."""
+    response_length_mean: _builtins.float
+    response_length_max: _builtins.int
+    sampler_gap_mean: _builtins.float
+    """logp - sampler logp, signed and absolute, in nats; absent without sampler_logprobs."""
+    sampler_gap_abs_mean: _builtins.float
     clip_fraction_positive: _builtins.float
     """Of the terms with a positive (negative) advantage, the share that the clip holds; absent without
     such a term, or without a clip.
@@ -892,6 +991,10 @@ class StepReport(_message.Message):
     def canary(self) -> Global___CanaryReport:
         """Absent where no canary was due."""
 
+    @_builtins.property
+    def layer_grad_norms(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerGradNorm]:
+        """Where OptimStepConfig.layer_grad_norms asks for it, and a token counts."""
+
     def __init__(
         self,
         *,
@@ -901,7 +1004,7 @@ class StepReport(_message.Message):
         entropy: _builtins.float = ...,
         clip_fraction_low: _builtins.float = ...,
         clip_fraction_high: _builtins.float = ...,
-        ratio_max: _builtins.float = ...,
+        ratio_max: _builtins.float | None = ...,
         sampler_kl: _builtins.float | None = ...,
         sampler_gap_max: _builtins.float | None = ...,
         grad_norm: _builtins.float | None = ...,
@@ -928,6 +1031,27 @@ class StepReport(_message.Message):
         warnings: _abc.Iterable[_builtins.str] | None = ...,
         canary: Global___CanaryReport | None = ...,
         skip_reason: Global___SkipReason.ValueType | None = ...,
+        old_kl: _builtins.float | None = ...,
+        ratio_mean: _builtins.float | None = ...,
+        ratio_min: _builtins.float | None = ...,
+        ratio_p01: _builtins.float | None = ...,
+        ratio_p50: _builtins.float | None = ...,
+        ratio_p99: _builtins.float | None = ...,
+        clip_fraction_dual: _builtins.float = ...,
+        correction_masked_fraction: _builtins.float | None = ...,
+        correction_truncated_fraction: _builtins.float | None = ...,
+        correction_weight_mean: _builtins.float | None = ...,
+        correction_ess_fraction: _builtins.float | None = ...,
+        reward_std: _builtins.float | None = ...,
+        advantage_mean: _builtins.float | None = ...,
+        advantage_std: _builtins.float | None = ...,
+        zero_variance_fraction: _builtins.float | None = ...,
+        truncated_fraction: _builtins.float = ...,
+        response_length_mean: _builtins.float = ...,
+        response_length_max: _builtins.int = ...,
+        sampler_gap_mean: _builtins.float | None = ...,
+        sampler_gap_abs_mean: _builtins.float | None = ...,
+        layer_grad_norms: _abc.Iterable[Global___LayerGradNorm] | None = ...,
         clip_fraction_positive: _builtins.float | None = ...,
         clip_fraction_negative: _builtins.float | None = ...,
         clamped_ratios: _builtins.int = ...,
@@ -935,14 +1059,26 @@ class StepReport(_message.Message):
         clamped_sampler_gaps: _builtins.int = ...,
         zero_advantage_sequences: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_clip_fraction_negative", b"_clip_fraction_negative", "_clip_fraction_positive", b"_clip_fraction_positive", "_grad_norm", b"_grad_norm", "_hardware_mfu", b"_hardware_mfu", "_kl", b"_kl", "_logical_mfu", b"_logical_mfu", "_reward_mean", b"_reward_mean", "_sampler_gap_max", b"_sampler_gap_max", "_sampler_kl", b"_sampler_kl", "_skip_reason", b"_skip_reason", "_staleness_max", b"_staleness_max", "_staleness_mean", b"_staleness_mean", "canary", b"canary", "clip_fraction_negative", b"clip_fraction_negative", "clip_fraction_positive", b"clip_fraction_positive", "grad_norm", b"grad_norm", "hardware_mfu", b"hardware_mfu", "kl", b"kl", "logical_mfu", b"logical_mfu", "reward_mean", b"reward_mean", "sampler_gap_max", b"sampler_gap_max", "sampler_kl", b"sampler_kl", "seconds", b"seconds", "skip_reason", b"skip_reason", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_advantage_mean", b"_advantage_mean", "_advantage_std", b"_advantage_std", "_clip_fraction_negative", b"_clip_fraction_negative", "_clip_fraction_positive", b"_clip_fraction_positive", "_correction_ess_fraction", b"_correction_ess_fraction", "_correction_masked_fraction", b"_correction_masked_fraction", "_correction_truncated_fraction", b"_correction_truncated_fraction", "_correction_weight_mean", b"_correction_weight_mean", "_grad_norm", b"_grad_norm", "_hardware_mfu", b"_hardware_mfu", "_kl", b"_kl", "_logical_mfu", b"_logical_mfu", "_old_kl", b"_old_kl", "_ratio_max", b"_ratio_max", "_ratio_mean", b"_ratio_mean", "_ratio_min", b"_ratio_min", "_ratio_p01", b"_ratio_p01", "_ratio_p50", b"_ratio_p50", "_ratio_p99", b"_ratio_p99", "_reward_mean", b"_reward_mean", "_reward_std", b"_reward_std", "_sampler_gap_abs_mean", b"_sampler_gap_abs_mean", "_sampler_gap_max", b"_sampler_gap_max", "_sampler_gap_mean", b"_sampler_gap_mean", "_sampler_kl", b"_sampler_kl", "_skip_reason", b"_skip_reason", "_staleness_max", b"_staleness_max", "_staleness_mean", b"_staleness_mean", "_zero_variance_fraction", b"_zero_variance_fraction", "advantage_mean", b"advantage_mean", "advantage_std", b"advantage_std", "canary", b"canary", "clip_fraction_negative", b"clip_fraction_negative", "clip_fraction_positive", b"clip_fraction_positive", "correction_ess_fraction", b"correction_ess_fraction", "correction_masked_fraction", b"correction_masked_fraction", "correction_truncated_fraction", b"correction_truncated_fraction", "correction_weight_mean", b"correction_weight_mean", "grad_norm", b"grad_norm", "hardware_mfu", b"hardware_mfu", "kl", b"kl", "logical_mfu", b"logical_mfu", "old_kl", b"old_kl", "ratio_max", b"ratio_max", "ratio_mean", b"ratio_mean", "ratio_min", b"ratio_min", "ratio_p01", b"ratio_p01", "ratio_p50", b"ratio_p50", "ratio_p99", b"ratio_p99", "reward_mean", b"reward_mean", "reward_std", b"reward_std", "sampler_gap_abs_mean", b"sampler_gap_abs_mean", "sampler_gap_max", b"sampler_gap_max", "sampler_gap_mean", b"sampler_gap_mean", "sampler_kl", b"sampler_kl", "seconds", b"seconds", "skip_reason", b"skip_reason", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "zero_variance_fraction", b"zero_variance_fraction"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clip_fraction_negative", b"_clip_fraction_negative", "_clip_fraction_positive", b"_clip_fraction_positive", "_grad_norm", b"_grad_norm", "_hardware_mfu", b"_hardware_mfu", "_kl", b"_kl", "_logical_mfu", b"_logical_mfu", "_reward_mean", b"_reward_mean", "_sampler_gap_max", b"_sampler_gap_max", "_sampler_kl", b"_sampler_kl", "_skip_reason", b"_skip_reason", "_staleness_max", b"_staleness_max", "_staleness_mean", b"_staleness_mean", "attention_pair_reduction", b"attention_pair_reduction", "canary", b"canary", "clamped_kls", b"clamped_kls", "clamped_ratios", b"clamped_ratios", "clamped_sampler_gaps", b"clamped_sampler_gaps", "clip_fraction_high", b"clip_fraction_high", "clip_fraction_low", b"clip_fraction_low", "clip_fraction_negative", b"clip_fraction_negative", "clip_fraction_positive", b"clip_fraction_positive", "dropped_stale", b"dropped_stale", "dropped_truncated", b"dropped_truncated", "dropped_zero_variance", b"dropped_zero_variance", "entropy", b"entropy", "grad_norm", b"grad_norm", "hardware_mfu", b"hardware_mfu", "kl", b"kl", "logical_mfu", b"logical_mfu", "loss", b"loss", "num_groups", b"num_groups", "num_micro_batches", b"num_micro_batches", "num_sequences", b"num_sequences", "packed_tokens", b"packed_tokens", "peak_memory_bytes", b"peak_memory_bytes", "policy_gradient_loss", b"policy_gradient_loss", "ratio_max", b"ratio_max", "replicated_tokens", b"replicated_tokens", "reward_mean", b"reward_mean", "sampler_gap_max", b"sampler_gap_max", "sampler_kl", b"sampler_kl", "seconds", b"seconds", "skip_reason", b"skip_reason", "skipped", b"skipped", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "token_reduction", b"token_reduction", "tokens_per_second", b"tokens_per_second", "trained_tokens", b"trained_tokens", "warnings", b"warnings", "zero_advantage_sequences", b"zero_advantage_sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_advantage_mean", b"_advantage_mean", "_advantage_std", b"_advantage_std", "_clip_fraction_negative", b"_clip_fraction_negative", "_clip_fraction_positive", b"_clip_fraction_positive", "_correction_ess_fraction", b"_correction_ess_fraction", "_correction_masked_fraction", b"_correction_masked_fraction", "_correction_truncated_fraction", b"_correction_truncated_fraction", "_correction_weight_mean", b"_correction_weight_mean", "_grad_norm", b"_grad_norm", "_hardware_mfu", b"_hardware_mfu", "_kl", b"_kl", "_logical_mfu", b"_logical_mfu", "_old_kl", b"_old_kl", "_ratio_max", b"_ratio_max", "_ratio_mean", b"_ratio_mean", "_ratio_min", b"_ratio_min", "_ratio_p01", b"_ratio_p01", "_ratio_p50", b"_ratio_p50", "_ratio_p99", b"_ratio_p99", "_reward_mean", b"_reward_mean", "_reward_std", b"_reward_std", "_sampler_gap_abs_mean", b"_sampler_gap_abs_mean", "_sampler_gap_max", b"_sampler_gap_max", "_sampler_gap_mean", b"_sampler_gap_mean", "_sampler_kl", b"_sampler_kl", "_skip_reason", b"_skip_reason", "_staleness_max", b"_staleness_max", "_staleness_mean", b"_staleness_mean", "_zero_variance_fraction", b"_zero_variance_fraction", "advantage_mean", b"advantage_mean", "advantage_std", b"advantage_std", "attention_pair_reduction", b"attention_pair_reduction", "canary", b"canary", "clamped_kls", b"clamped_kls", "clamped_ratios", b"clamped_ratios", "clamped_sampler_gaps", b"clamped_sampler_gaps", "clip_fraction_dual", b"clip_fraction_dual", "clip_fraction_high", b"clip_fraction_high", "clip_fraction_low", b"clip_fraction_low", "clip_fraction_negative", b"clip_fraction_negative", "clip_fraction_positive", b"clip_fraction_positive", "correction_ess_fraction", b"correction_ess_fraction", "correction_masked_fraction", b"correction_masked_fraction", "correction_truncated_fraction", b"correction_truncated_fraction", "correction_weight_mean", b"correction_weight_mean", "dropped_stale", b"dropped_stale", "dropped_truncated", b"dropped_truncated", "dropped_zero_variance", b"dropped_zero_variance", "entropy", b"entropy", "grad_norm", b"grad_norm", "hardware_mfu", b"hardware_mfu", "kl", b"kl", "layer_grad_norms", b"layer_grad_norms", "logical_mfu", b"logical_mfu", "loss", b"loss", "num_groups", b"num_groups", "num_micro_batches", b"num_micro_batches", "num_sequences", b"num_sequences", "old_kl", b"old_kl", "packed_tokens", b"packed_tokens", "peak_memory_bytes", b"peak_memory_bytes", "policy_gradient_loss", b"policy_gradient_loss", "ratio_max", b"ratio_max", "ratio_mean", b"ratio_mean", "ratio_min", b"ratio_min", "ratio_p01", b"ratio_p01", "ratio_p50", b"ratio_p50", "ratio_p99", b"ratio_p99", "replicated_tokens", b"replicated_tokens", "response_length_max", b"response_length_max", "response_length_mean", b"response_length_mean", "reward_mean", b"reward_mean", "reward_std", b"reward_std", "sampler_gap_abs_mean", b"sampler_gap_abs_mean", "sampler_gap_max", b"sampler_gap_max", "sampler_gap_mean", b"sampler_gap_mean", "sampler_kl", b"sampler_kl", "seconds", b"seconds", "skip_reason", b"skip_reason", "skipped", b"skipped", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "token_reduction", b"token_reduction", "tokens_per_second", b"tokens_per_second", "trained_tokens", b"trained_tokens", "truncated_fraction", b"truncated_fraction", "warnings", b"warnings", "zero_advantage_sequences", b"zero_advantage_sequences", "zero_variance_fraction", b"zero_variance_fraction"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__advantage_mean: _TypeAlias = _typing.Literal["advantage_mean"]  # noqa: Y015
+    _WhichOneofArgType__advantage_mean: _TypeAlias = _typing.Literal["_advantage_mean", b"_advantage_mean"]  # noqa: Y015
+    _WhichOneofReturnType__advantage_std: _TypeAlias = _typing.Literal["advantage_std"]  # noqa: Y015
+    _WhichOneofArgType__advantage_std: _TypeAlias = _typing.Literal["_advantage_std", b"_advantage_std"]  # noqa: Y015
     _WhichOneofReturnType__clip_fraction_negative: _TypeAlias = _typing.Literal["clip_fraction_negative"]  # noqa: Y015
     _WhichOneofArgType__clip_fraction_negative: _TypeAlias = _typing.Literal["_clip_fraction_negative", b"_clip_fraction_negative"]  # noqa: Y015
     _WhichOneofReturnType__clip_fraction_positive: _TypeAlias = _typing.Literal["clip_fraction_positive"]  # noqa: Y015
     _WhichOneofArgType__clip_fraction_positive: _TypeAlias = _typing.Literal["_clip_fraction_positive", b"_clip_fraction_positive"]  # noqa: Y015
+    _WhichOneofReturnType__correction_ess_fraction: _TypeAlias = _typing.Literal["correction_ess_fraction"]  # noqa: Y015
+    _WhichOneofArgType__correction_ess_fraction: _TypeAlias = _typing.Literal["_correction_ess_fraction", b"_correction_ess_fraction"]  # noqa: Y015
+    _WhichOneofReturnType__correction_masked_fraction: _TypeAlias = _typing.Literal["correction_masked_fraction"]  # noqa: Y015
+    _WhichOneofArgType__correction_masked_fraction: _TypeAlias = _typing.Literal["_correction_masked_fraction", b"_correction_masked_fraction"]  # noqa: Y015
+    _WhichOneofReturnType__correction_truncated_fraction: _TypeAlias = _typing.Literal["correction_truncated_fraction"]  # noqa: Y015
+    _WhichOneofArgType__correction_truncated_fraction: _TypeAlias = _typing.Literal["_correction_truncated_fraction", b"_correction_truncated_fraction"]  # noqa: Y015
+    _WhichOneofReturnType__correction_weight_mean: _TypeAlias = _typing.Literal["correction_weight_mean"]  # noqa: Y015
+    _WhichOneofArgType__correction_weight_mean: _TypeAlias = _typing.Literal["_correction_weight_mean", b"_correction_weight_mean"]  # noqa: Y015
     _WhichOneofReturnType__grad_norm: _TypeAlias = _typing.Literal["grad_norm"]  # noqa: Y015
     _WhichOneofArgType__grad_norm: _TypeAlias = _typing.Literal["_grad_norm", b"_grad_norm"]  # noqa: Y015
     _WhichOneofReturnType__hardware_mfu: _TypeAlias = _typing.Literal["hardware_mfu"]  # noqa: Y015
@@ -951,10 +1087,30 @@ class StepReport(_message.Message):
     _WhichOneofArgType__kl: _TypeAlias = _typing.Literal["_kl", b"_kl"]  # noqa: Y015
     _WhichOneofReturnType__logical_mfu: _TypeAlias = _typing.Literal["logical_mfu"]  # noqa: Y015
     _WhichOneofArgType__logical_mfu: _TypeAlias = _typing.Literal["_logical_mfu", b"_logical_mfu"]  # noqa: Y015
+    _WhichOneofReturnType__old_kl: _TypeAlias = _typing.Literal["old_kl"]  # noqa: Y015
+    _WhichOneofArgType__old_kl: _TypeAlias = _typing.Literal["_old_kl", b"_old_kl"]  # noqa: Y015
+    _WhichOneofReturnType__ratio_max: _TypeAlias = _typing.Literal["ratio_max"]  # noqa: Y015
+    _WhichOneofArgType__ratio_max: _TypeAlias = _typing.Literal["_ratio_max", b"_ratio_max"]  # noqa: Y015
+    _WhichOneofReturnType__ratio_mean: _TypeAlias = _typing.Literal["ratio_mean"]  # noqa: Y015
+    _WhichOneofArgType__ratio_mean: _TypeAlias = _typing.Literal["_ratio_mean", b"_ratio_mean"]  # noqa: Y015
+    _WhichOneofReturnType__ratio_min: _TypeAlias = _typing.Literal["ratio_min"]  # noqa: Y015
+    _WhichOneofArgType__ratio_min: _TypeAlias = _typing.Literal["_ratio_min", b"_ratio_min"]  # noqa: Y015
+    _WhichOneofReturnType__ratio_p01: _TypeAlias = _typing.Literal["ratio_p01"]  # noqa: Y015
+    _WhichOneofArgType__ratio_p01: _TypeAlias = _typing.Literal["_ratio_p01", b"_ratio_p01"]  # noqa: Y015
+    _WhichOneofReturnType__ratio_p50: _TypeAlias = _typing.Literal["ratio_p50"]  # noqa: Y015
+    _WhichOneofArgType__ratio_p50: _TypeAlias = _typing.Literal["_ratio_p50", b"_ratio_p50"]  # noqa: Y015
+    _WhichOneofReturnType__ratio_p99: _TypeAlias = _typing.Literal["ratio_p99"]  # noqa: Y015
+    _WhichOneofArgType__ratio_p99: _TypeAlias = _typing.Literal["_ratio_p99", b"_ratio_p99"]  # noqa: Y015
     _WhichOneofReturnType__reward_mean: _TypeAlias = _typing.Literal["reward_mean"]  # noqa: Y015
     _WhichOneofArgType__reward_mean: _TypeAlias = _typing.Literal["_reward_mean", b"_reward_mean"]  # noqa: Y015
+    _WhichOneofReturnType__reward_std: _TypeAlias = _typing.Literal["reward_std"]  # noqa: Y015
+    _WhichOneofArgType__reward_std: _TypeAlias = _typing.Literal["_reward_std", b"_reward_std"]  # noqa: Y015
+    _WhichOneofReturnType__sampler_gap_abs_mean: _TypeAlias = _typing.Literal["sampler_gap_abs_mean"]  # noqa: Y015
+    _WhichOneofArgType__sampler_gap_abs_mean: _TypeAlias = _typing.Literal["_sampler_gap_abs_mean", b"_sampler_gap_abs_mean"]  # noqa: Y015
     _WhichOneofReturnType__sampler_gap_max: _TypeAlias = _typing.Literal["sampler_gap_max"]  # noqa: Y015
     _WhichOneofArgType__sampler_gap_max: _TypeAlias = _typing.Literal["_sampler_gap_max", b"_sampler_gap_max"]  # noqa: Y015
+    _WhichOneofReturnType__sampler_gap_mean: _TypeAlias = _typing.Literal["sampler_gap_mean"]  # noqa: Y015
+    _WhichOneofArgType__sampler_gap_mean: _TypeAlias = _typing.Literal["_sampler_gap_mean", b"_sampler_gap_mean"]  # noqa: Y015
     _WhichOneofReturnType__sampler_kl: _TypeAlias = _typing.Literal["sampler_kl"]  # noqa: Y015
     _WhichOneofArgType__sampler_kl: _TypeAlias = _typing.Literal["_sampler_kl", b"_sampler_kl"]  # noqa: Y015
     _WhichOneofReturnType__skip_reason: _TypeAlias = _typing.Literal["skip_reason"]  # noqa: Y015
@@ -963,10 +1119,24 @@ class StepReport(_message.Message):
     _WhichOneofArgType__staleness_max: _TypeAlias = _typing.Literal["_staleness_max", b"_staleness_max"]  # noqa: Y015
     _WhichOneofReturnType__staleness_mean: _TypeAlias = _typing.Literal["staleness_mean"]  # noqa: Y015
     _WhichOneofArgType__staleness_mean: _TypeAlias = _typing.Literal["_staleness_mean", b"_staleness_mean"]  # noqa: Y015
+    _WhichOneofReturnType__zero_variance_fraction: _TypeAlias = _typing.Literal["zero_variance_fraction"]  # noqa: Y015
+    _WhichOneofArgType__zero_variance_fraction: _TypeAlias = _typing.Literal["_zero_variance_fraction", b"_zero_variance_fraction"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__advantage_mean) -> _WhichOneofReturnType__advantage_mean | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__advantage_std) -> _WhichOneofReturnType__advantage_std | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__clip_fraction_negative) -> _WhichOneofReturnType__clip_fraction_negative | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__clip_fraction_positive) -> _WhichOneofReturnType__clip_fraction_positive | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__correction_ess_fraction) -> _WhichOneofReturnType__correction_ess_fraction | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__correction_masked_fraction) -> _WhichOneofReturnType__correction_masked_fraction | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__correction_truncated_fraction) -> _WhichOneofReturnType__correction_truncated_fraction | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__correction_weight_mean) -> _WhichOneofReturnType__correction_weight_mean | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__grad_norm) -> _WhichOneofReturnType__grad_norm | None: ...
     @_typing.overload
@@ -976,9 +1146,29 @@ class StepReport(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logical_mfu) -> _WhichOneofReturnType__logical_mfu | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__old_kl) -> _WhichOneofReturnType__old_kl | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ratio_max) -> _WhichOneofReturnType__ratio_max | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ratio_mean) -> _WhichOneofReturnType__ratio_mean | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ratio_min) -> _WhichOneofReturnType__ratio_min | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ratio_p01) -> _WhichOneofReturnType__ratio_p01 | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ratio_p50) -> _WhichOneofReturnType__ratio_p50 | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ratio_p99) -> _WhichOneofReturnType__ratio_p99 | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__reward_mean) -> _WhichOneofReturnType__reward_mean | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reward_std) -> _WhichOneofReturnType__reward_std | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sampler_gap_abs_mean) -> _WhichOneofReturnType__sampler_gap_abs_mean | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__sampler_gap_max) -> _WhichOneofReturnType__sampler_gap_max | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sampler_gap_mean) -> _WhichOneofReturnType__sampler_gap_mean | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__sampler_kl) -> _WhichOneofReturnType__sampler_kl | None: ...
     @_typing.overload
@@ -987,6 +1177,8 @@ class StepReport(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__staleness_max) -> _WhichOneofReturnType__staleness_max | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__staleness_mean) -> _WhichOneofReturnType__staleness_mean | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__zero_variance_fraction) -> _WhichOneofReturnType__zero_variance_fraction | None: ...
 
 Global___StepReport: _TypeAlias = StepReport  # noqa: Y015
 

@@ -94,6 +94,9 @@ def _batch(policy_id: str, report: StepReport) -> list[Change]:
         metrics.DROPPED_SEQUENCES.sample(report.dropped_stale, "stale"),
         metrics.DROPPED_SEQUENCES.sample(report.dropped_truncated, "truncated"),
         metrics.DROPPED_SEQUENCES.sample(report.dropped_zero_variance, "zero_variance"),
+        metrics.CLAMPED_TERMS.sample(report.clamped_ratios, "ratio"),
+        metrics.CLAMPED_TERMS.sample(report.clamped_kls, "kl"),
+        metrics.CLAMPED_TERMS.sample(report.clamped_sampler_gaps, "sampler_gap"),
         *_gauges(
             policy_id,
             (metrics.TOKEN_REDUCTION, report.token_reduction),
