@@ -10,9 +10,9 @@ import grpc.aio
 import pytest
 
 from ratoon.api.grpc.servicer import PolicyServicer
-from ratoon.api.grpc.wiring import Malformed
+from ratoon.api.grpc.wiring import Refused
 from ratoon.engine.types import OperationState
-from ratoon.errors import ERROR_TABLE
+from ratoon.errors import ERROR_TABLE, ErrorCode, RatoonError
 from ratoon_proto.v1 import operation_pb2, service_pb2, weights_pb2
 from ratoon_proto.v1.service_pb2_grpc import PolicyServiceServicer, PolicyServiceStub
 from tests.api import requests
@@ -161,7 +161,8 @@ async def test_malformed_requests_say_only_their_size(api: Api) -> None:
         api.service, max_body_bytes=1024, status_needs_message=True, gate=OPEN_GATE
     )
     context = _ServeContext()
-    malformed: object = Malformed(num_bytes=17)
+    error = RatoonError(ErrorCode.MALFORMED_BODY, "17 bytes are no message")
+    malformed: object = Refused(error=error)
     answer = await servicer.GetPolicy(malformed, context)  # pyright: ignore[reportArgumentType]
     assert not answer.HasField("spec")
     assert "17 bytes" in context.details

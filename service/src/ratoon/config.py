@@ -121,7 +121,7 @@ class LimitsConfig(_Section):
     max_body_pause_s: float = Field(default=30.0, gt=0)
     max_fetch_bytes: int = Field(default=16 * MIB, ge=1024, le=16 * MIB)
     max_groups: int = Field(default=65_536, ge=1)
-    max_sequences: int = Field(default=1_048_576, ge=1)
+    max_sequences: int = Field(default=131_072, ge=1)
     max_tokens: int = Field(default=64 * MIB, ge=1)
     max_wait_s: float = Field(default=60.0, gt=0)
     # How long a caller's wait may be held by a missing seq.

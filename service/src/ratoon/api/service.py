@@ -143,7 +143,7 @@ class PolicyService:
             raise required("groups", "at least one group")
         max_tokens = self._limits.max_tokens
         await asyncio.to_thread(raw_groups, request.groups, max_tokens=max_tokens)
-        body = rollout_pb2.RolloutBatch(groups=request.groups).SerializeToString()
+        body = await asyncio.to_thread(_part_body, request.groups)
         await self._finish(
             self._engine.put_upload_part(policy_id, upload_id, request.part_index, body)
         )
@@ -316,6 +316,10 @@ class PolicyService:
         # Where the caller has left, nobody else looks at the exception.
         if not task.cancelled():
             task.exception()
+
+
+def _part_body(groups: Sequence[rollout_pb2.RolloutGroup]) -> bytes:
+    return rollout_pb2.RolloutBatch(groups=groups).SerializeToString()
 
 
 def _joined(parts: Sequence[bytes]) -> list[rollout_pb2.RolloutGroup]:

@@ -19,6 +19,7 @@ import grpc.aio
 
 from ratoon.api.grpc.front import Call, Front
 from ratoon.api.grpc.status import set_status
+from ratoon.api.grpc.wiring import BATCHES
 from ratoon.config import LimitsConfig
 from ratoon.errors import ErrorCode, RatoonError, exhausted
 
@@ -26,7 +27,7 @@ SMALL_BYTES = 64 * 1024
 # Batches that are read or judged, and chunks of files that wait for their readers: of one process.
 BATCH_BYTES = 256 * 2**20
 UNSENT_BYTES = 128 * 2**20
-BATCHES = frozenset({"Update", "ForwardBackward", "Forward", "UploadPart"})
+_MAX_PARSING = 2
 _FETCHES = frozenset({"FetchWeights", "FetchGradients"})
 _UNREAD = frozenset({"Health"})
 # How long a call waits for its place, and when to ask again where there was none.
@@ -88,6 +89,7 @@ class Intake(grpc.aio.ServerInterceptor):
         self._limits = limits
         self._max_message_bytes = max_message_bytes
         self._batches = Budget(BATCH_BYTES, resource="request_bytes")
+        self._parsing = asyncio.Semaphore(_MAX_PARSING)
         self._unsent = Budget(UNSENT_BYTES, resource="unsent_fetches")
 
     async def intercept_service(
@@ -138,6 +140,11 @@ class Intake(grpc.aio.ServerInterceptor):
             await request.held.enter_async_context(self._batches.hold(caller, length))
         return await self._whole(request)
 
+    async def parsed(self, parse: Callable[[bytes], Any], data: bytes) -> Any:
+        """In a thread, for other calls go on; a few at once, for that is where memory is made."""
+        async with self._parsing:
+            return await asyncio.to_thread(parse, data)
+
     async def _whole(self, request: Request) -> bytes:
         """The message, which has a time in all and one for each pause."""
         loop = asyncio.get_running_loop()
@@ -185,9 +192,9 @@ class Request:
         if self.rpc in _UNREAD:
             return self._parse(b"")
         data = await self._intake.read(self, caller)
-        if len(data) <= SMALL_BYTES:
+        if self.rpc not in BATCHES:
             return self._parse(data)
-        return await asyncio.to_thread(self._parse, data)
+        return await self._intake.parsed(self._parse, data)
 
 
 class _Context:

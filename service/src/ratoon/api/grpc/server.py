@@ -86,7 +86,7 @@ async def start_server(
             *_CONNECTION_OPTIONS,
         ],
     )
-    add_policy_service(servicer, server)
+    add_policy_service(servicer, server, limits)
     server.add_insecure_port(f"unix:{socket}")
     await server.start()
     running = RunningServer(server=server, front=front, port=port)

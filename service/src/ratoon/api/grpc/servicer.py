@@ -23,7 +23,7 @@ from ratoon.api.gate import ANSWERED, NO_ANSWER, Gate, Visit
 from ratoon.api.grpc.access import presented_of
 from ratoon.api.grpc.intake import Request
 from ratoon.api.grpc.status import CallContext, as_ratoon_error, set_status
-from ratoon.api.grpc.wiring import Malformed, sized
+from ratoon.api.grpc.wiring import Refused, sized
 from ratoon.api.service import PolicyService
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon_proto.v1 import operation_pb2, policy_pb2, service_pb2, weights_pb2
@@ -217,7 +217,7 @@ class PolicyServicer:
     async def _answer(
         self,
         call: Callable[[RequestT], Awaitable[ResponseT]],
-        request: RequestT | Malformed | Request,
+        request: RequestT | Refused | Request,
         context: CallContext,
         response: type[EmptyT],
     ) -> ResponseT | EmptyT:
@@ -236,7 +236,7 @@ class PolicyServicer:
     async def _stream(
         self,
         call: Callable[[RequestT], AsyncGenerator[EmptyT, None]],
-        request: RequestT | Malformed | Request,
+        request: RequestT | Refused | Request,
         context: CallContext,
         response: type[EmptyT],
     ) -> AsyncGenerator[EmptyT, None]:
@@ -263,10 +263,10 @@ class PolicyServicer:
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details(f"{rpc} is not built yet")
 
-    async def _message(self, request: RequestT | Malformed | Request, visit: Visit) -> RequestT:
+    async def _message(self, request: RequestT | Refused | Request, visit: Visit) -> RequestT:
         """The request itself, which is read here where it has not come yet."""
         if isinstance(request, Request):
-            request = cast("RequestT | Malformed", await request.read(visit.caller.name))
+            request = cast("RequestT | Refused", await request.read(visit.caller.name))
         return sized(request, self._max_body_bytes)
 
     @contextmanager

@@ -1,12 +1,13 @@
 """The service's method handlers, for Serve's proxy and for the gateway alike.
 
 Enters a servicer and a server, leaves handlers on it. Invariant: bytes that are no message of their
-type reach the servicer as `Malformed`, to be answered with a typed error; gRPC's own answer would
-be INTERNAL without a trailer.
+type, or too many messages, reach the servicer as `Refused`, to be answered with a typed error;
+gRPC's own answer would be INTERNAL without a trailer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -15,18 +16,26 @@ from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
+from ratoon.api.counts import MalformedError, MessageCounter
+from ratoon.config import LimitsConfig
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon_proto.v1 import service_pb2
 
 RequestT = TypeVar("RequestT", bound=Message)
+# Of Serve's proxy, which has no config.
+_DEFAULT_LIMITS = LimitsConfig()
 SERVICE = service_pb2.DESCRIPTOR.services_by_name["PolicyService"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Malformed:
-    """What came instead of a request, by size alone."""
+# Calls that bring rollouts.
+BATCHES = frozenset({"Update", "ForwardBackward", "Forward", "UploadPart"})
 
-    num_bytes: int
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """What came instead of a request that may be answered."""
+
+    error: RatoonError
 
 
 class Server(Protocol):
@@ -35,14 +44,23 @@ class Server(Protocol):
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Any) -> None: ...
 
 
-def add_policy_service(servicer: object, server: Server) -> None:
+def add_policy_service(
+    servicer: object, server: Server, limits: LimitsConfig = _DEFAULT_LIMITS
+) -> None:
     """Mount `servicer`, whose methods are named as the RPCs. Serve calls it with a stand-in."""
-    handlers = {method.name: _handler(servicer, method) for method in SERVICE.methods}
+    handlers = {method.name: _handler(servicer, method, limits) for method in SERVICE.methods}
     generic = grpc.method_handlers_generic_handler(SERVICE.full_name, handlers)
     server.add_generic_rpc_handlers((generic,))
 
 
-def _handler(servicer: object, method: MethodDescriptor) -> grpc.RpcMethodHandler[Any, Any]:
+def deserializer(rpc: str, limits: LimitsConfig) -> Callable[[bytes], Any]:
+    """From bytes to the request of `rpc`, or `Refused`."""
+    return _Deserializer(SERVICE.methods_by_name[rpc], limits)
+
+
+def _handler(
+    servicer: object, method: MethodDescriptor, limits: LimitsConfig
+) -> grpc.RpcMethodHandler[Any, Any]:
     make = (
         grpc.unary_stream_rpc_method_handler
         if method.server_streaming
@@ -50,35 +68,38 @@ def _handler(servicer: object, method: MethodDescriptor) -> grpc.RpcMethodHandle
     )
     return make(
         getattr(servicer, method.name),
-        request_deserializer=_Deserializer(GetMessageClass(method.input_type)),
+        request_deserializer=_Deserializer(method, limits),
         response_serializer=_serialize,
     )
 
 
 class _Deserializer:
-    def __init__(self, message_class: type[Message]) -> None:
-        self._class = message_class
+    """Of one RPC. Objects are counted before there are any."""
 
-    def __call__(self, data: bytes) -> Message | Malformed:
+    def __init__(self, method: MethodDescriptor, limits: LimitsConfig) -> None:
+        self._class = GetMessageClass(method.input_type)
+        is_batch = method.name in BATCHES
+        self._counter = MessageCounter(method.input_type, limits) if is_batch else None
+
+    def __call__(self, data: bytes) -> Message | Refused:
         try:
+            if self._counter is not None:
+                self._counter.count(data)
             return self._class.FromString(data)
-        except DecodeError:
-            return Malformed(num_bytes=len(data))
+        except (DecodeError, MalformedError):
+            return Refused(error=_malformed(len(data)))
+        except RatoonError as error:
+            return Refused(error=error)
 
 
 def _serialize(message: Message) -> bytes:
     return message.SerializeToString()
 
 
-def sized(request: RequestT | Malformed, max_bytes: int) -> RequestT:
+def sized(request: RequestT | Refused, max_bytes: int) -> RequestT:
     """Raises MALFORMED_BODY, BODY_TOO_LARGE."""
-    if isinstance(request, Malformed):
-        raise RatoonError(
-            ErrorCode.MALFORMED_BODY,
-            f"the request's {request.num_bytes} bytes are not a message of its type",
-            got=f"{request.num_bytes} bytes",
-            expected="a serialized request",
-        )
+    if isinstance(request, Refused):
+        raise request.error
     size_bytes = request.ByteSize()
     if size_bytes > max_bytes:
         raise RatoonError(
@@ -89,3 +110,12 @@ def sized(request: RequestT | Malformed, max_bytes: int) -> RequestT:
             expected=f"at most {max_bytes} bytes",
         )
     return request
+
+
+def _malformed(num_bytes: int) -> RatoonError:
+    return RatoonError(
+        ErrorCode.MALFORMED_BODY,
+        f"the request's {num_bytes} bytes are not a message of its type",
+        got=f"{num_bytes} bytes",
+        expected="a serialized request",
+    )

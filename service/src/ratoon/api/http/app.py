@@ -6,6 +6,8 @@ names exactly the calls that are built.
 
 from __future__ import annotations
 
+import asyncio
+
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
@@ -18,6 +20,8 @@ from ratoon.api.http.meter import RequestMeter
 from ratoon.api.service import PolicyService
 from ratoon.config import LimitsConfig
 
+_MAX_PARSING = 2
+
 
 def create_app(service: PolicyService, limits: LimitsConfig, *, gate: Gate) -> FastAPI:
     app = FastAPI(
@@ -28,6 +32,7 @@ def create_app(service: PolicyService, limits: LimitsConfig, *, gate: Gate) -> F
         redirect_slashes=False,
         generate_unique_id_function=_operation_name,
     )
+    app.state.parsing = asyncio.Semaphore(_MAX_PARSING)
     errors.install(app)
     routers = (
         policies.router(service, gate),

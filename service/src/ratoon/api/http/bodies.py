@@ -15,6 +15,7 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 
+from ratoon.api.counts import check_json
 from ratoon.api.http.errors import validation_error
 
 
@@ -40,11 +41,15 @@ class _ModelRequest(Request):
         self._model = model
 
     async def json(self) -> BaseModel:
-        """Raises MALFORMED_BODY, INVALID_ARGUMENT."""
-        return await asyncio.to_thread(_parsed, self._model, await self.body())
+        """Raises MALFORMED_BODY, INVALID_ARGUMENT, BODY_TOO_LARGE."""
+        body = await self.body()
+        # A few at once: a list in JSON takes twenty times its bytes.
+        async with self.app.state.parsing:
+            return await asyncio.to_thread(_parsed, self._model, body)
 
 
 def _parsed(model: type[BaseModel], body: bytes) -> BaseModel:
+    check_json(body)
     try:
         return model.model_validate_json(body)
     except ValidationError as err:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 import numpy as np
 from pydantic import (
@@ -78,6 +78,11 @@ Bytes = Annotated[
     BeforeValidator(_base64),
     WithJsonSchema({"type": "string", "contentEncoding": "base64", "format": "byte"}),
 ]
+
+
+ItemT = TypeVar("ItemT")
+# Without the errors of the items behind the first that is wrong: there may be many.
+Each = Annotated[list[ItemT], Field(fail_fast=True)]
 
 
 class Tensor(WireModel):

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from ratoon.api.http.schema.base import (
     Bool,
+    Each,
     Flags,
     Float,
     Int32,
@@ -41,7 +42,7 @@ class Rollout(WireModel):
     flattened: ClassVar = {"segments": ("segments", "segments")}
 
     response: Tokens | None = None
-    segments: list[Segment] | None = None
+    segments: Each[Segment] | None = None
     loss_mask: Flags | None = None
     sampler_logprobs: Values | None = None
     old_logprobs: Values | None = None
@@ -62,11 +63,11 @@ class RolloutGroup(WireModel):
 
     group_id: Text
     prompt: Tokens | None = None
-    rollouts: list[Rollout] | None = None
+    rollouts: Each[Rollout] | None = None
 
 
 class RolloutBatch(WireModel):
-    groups: list[RolloutGroup]
+    groups: Each[RolloutGroup]
 
 
 class UploadedBatch(WireModel):
@@ -77,7 +78,7 @@ class UploadedBatch(WireModel):
 class UploadPartRequest(WireModel):
     model_config = example({"groups": EXAMPLE_GROUPS})
 
-    groups: list[RolloutGroup]
+    groups: Each[RolloutGroup]
 
 
 class UploadPartResponse(WireModel):

@@ -1,0 +1,139 @@
+"""How many objects a body would become, counted in its bytes before it is parsed.
+
+An empty message has two bytes on the wire and a hundred in memory, a JSON value two and eighty.
+What is counted is what a parser would make: messages by their type, and all fields together, or
+JSON's brackets and commas.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from google.protobuf.descriptor import Descriptor
+
+from ratoon.config import LimitsConfig
+from ratoon.errors import ErrorCode, RatoonError
+
+# Tensors and segments of a batch; fields of all its messages, elements of packed ones among them.
+MAX_PARTS = 2**20
+MAX_FIELDS = 2**22
+MAX_JSON_VALUES = 2**22
+MAX_JSON_OBJECTS = 2**18
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+
+
+class MalformedError(Exception):
+    """The bytes are no message."""
+
+
+@dataclass(slots=True)
+class _Kind:
+    """A message type: its fields that are messages, and those that are packed numbers."""
+
+    name: str
+    children: dict[int, _Kind] = field(default_factory=dict["int", "_Kind"])
+    packed: frozenset[int] = frozenset()
+
+
+class MessageCounter:
+    """Of one request type. `limits` bound groups and rollouts."""
+
+    def __init__(self, descriptor: Descriptor, limits: LimitsConfig) -> None:
+        self._root = _kind(descriptor)
+        self._most = {"RolloutGroup": limits.max_groups, "Rollout": limits.max_sequences}
+
+    def count(self, data: bytes) -> int:
+        """Messages in `data`. Raises BODY_TOO_LARGE, `MalformedError`."""
+        counts: Counter[str] = Counter()
+        try:
+            self._walk(data, 0, len(data), self._root, counts)
+        except IndexError as err:
+            raise MalformedError from err
+        return counts.total() - counts[""]
+
+    def _walk(self, data: bytes, at: int, end: int, kind: _Kind, counts: Counter[str]) -> None:
+        """Counts below "" are those of fields."""
+        while at < end:
+            counts[""] += 1
+            tag, at = _varint(data, at)
+            if tag & 7 == _BYTES:
+                size, at = _varint(data, at)
+                stop = at + size
+                if stop > end:
+                    raise MalformedError
+                child = kind.children.get(tag >> 3)
+                if child is not None:
+                    counts[child.name] += 1
+                    self._check(child.name, counts)
+                    self._walk(data, at, stop, child, counts)
+                elif tag >> 3 in kind.packed:
+                    counts[""] += size
+                at = stop
+            elif tag & 7 == _VARINT:
+                at = _varint(data, at)[1]
+            elif tag & 7 in (_FIXED32, _FIXED64):
+                at += 4 if tag & 7 == _FIXED32 else 8
+            else:
+                raise MalformedError
+            if counts[""] > MAX_FIELDS:
+                raise _too_many("fields", MAX_FIELDS)
+        if at != end:
+            raise MalformedError
+
+    def _check(self, name: str, counts: Counter[str]) -> None:
+        most = self._most.get(name)
+        if most is not None and counts[name] > most:
+            raise _too_many("groups" if name == "RolloutGroup" else "rollouts", most)
+        if most is None and counts[name] > MAX_PARTS:
+            raise _too_many(f"{name.lower()}s", MAX_PARTS)
+
+
+def check_json(body: bytes) -> None:
+    """Raises BODY_TOO_LARGE. Commas and brackets in texts count too; they are few."""
+    num_objects = body.count(b"{")
+    if num_objects > MAX_JSON_OBJECTS:
+        raise _too_many("JSON objects", MAX_JSON_OBJECTS)
+    if num_objects + body.count(b"[") + body.count(b",") > MAX_JSON_VALUES:
+        raise _too_many("JSON values", MAX_JSON_VALUES)
+
+
+def _kind(descriptor: Descriptor) -> _Kind:
+    """Messages of a request are not recursive."""
+    fields = list(descriptor.fields)
+    return _Kind(
+        name=descriptor.name,
+        children={one.number: _kind(one.message_type) for one in fields if one.message_type},
+        packed=frozenset(
+            one.number
+            for one in fields
+            if one.is_repeated and one.cpp_type not in (one.CPPTYPE_STRING, one.CPPTYPE_MESSAGE)
+        ),
+    )
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    byte = data[at]
+    at += 1
+    if byte < 128:
+        return byte, at
+    value, shift = byte & 127, 7
+    while byte >= 128:
+        if shift > 63:
+            raise MalformedError
+        byte = data[at]
+        at += 1
+        value |= (byte & 127) << shift
+        shift += 7
+    return value, at
+
+
+def _too_many(what: str, most: int) -> RatoonError:
+    return RatoonError(
+        ErrorCode.BODY_TOO_LARGE,
+        f"groups: got more than {most} {what}, expected at most {most}: send the batch in parts, "
+        "its arrays as tensors",
+        field="groups",
+        got=f"more than {most} {what}",
+        expected=f"at most {most}",
+    )

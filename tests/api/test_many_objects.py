@@ -1,0 +1,118 @@
+"""Small bodies that would become many objects are counted before they are parsed."""
+
+from __future__ import annotations
+
+import tracemalloc
+from typing import Any
+
+import pytest
+
+from ratoon.api.grpc.wiring import deserializer, sized
+from ratoon.api.http import bodies
+from ratoon.api.http.schema.requests import UpdateRequest
+from ratoon.config import LimitsConfig
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon_proto.v1 import rollout_pb2, service_pb2
+from tests.api import requests
+from tests.api.served_process import MIB
+
+LIMITS = LimitsConfig()
+BATCHED = ["Update", "ForwardBackward", "Forward", "UploadPart"]
+
+
+def _field(number: int, data: bytes) -> bytes:
+    size, varint = len(data), b""
+    while size >= 128:
+        varint, size = varint + bytes([size & 127 | 128]), size >> 7
+    return bytes([number << 3 | 2]) + varint + bytes([size]) + data
+
+
+def _request(rpc: str, groups: bytes) -> bytes:
+    """`groups`: the fields of a batch, which an upload has without one."""
+    if rpc == "UploadPart":
+        return groups.replace(b"\x0a", b"\x22")
+    return _field(3, groups)
+
+
+EMPTY_GROUPS = b"\x0a\x00" * MIB
+EMPTY_ROLLOUTS = _field(1, b"\x1a\x00" * MIB)
+EMPTY_SEGMENTS = _field(1, _field(3, _field(2, b"\x0a\x00" * 4 * MIB)))
+EMPTY_TENSORS = _field(1, _field(3, b"\x0a\x00\x12\x00" * 2 * MIB))
+UNKNOWN = _field(1, b"\x78\x00" * 5 * MIB)
+SHAPE = _field(1, _field(2, _field(2, b"\x01" * 5 * MIB)))
+
+
+@pytest.mark.parametrize(
+    ("rpc", "groups"),
+    [
+        *((rpc, EMPTY_GROUPS) for rpc in BATCHED),
+        ("Update", EMPTY_ROLLOUTS),
+        ("Update", EMPTY_SEGMENTS),
+        ("Update", EMPTY_TENSORS),
+        ("Update", UNKNOWN),
+        ("Update", SHAPE),
+    ],
+    ids=[*BATCHED, "rollouts", "segments", "tensors", "unknown", "shape"],
+)
+def test_objects_are_counted_in_the_bytes(rpc: str, groups: bytes) -> None:
+    """2 MiB of empty groups were 56 MiB of objects, as many rollouts 124."""
+    parse = deserializer(rpc, LIMITS)
+    data = _request(rpc, groups)
+    with pytest.raises(RatoonError) as caught:
+        sized(parse(data), LIMITS.max_body_bytes)
+    assert caught.value.code is ErrorCode.BODY_TOO_LARGE
+
+
+@pytest.mark.parametrize("data", [b"\x0b", b"\x1a\x05\x0a", b"\x1a\x80", b"\xff" * 12, b"\x1a"])
+def test_bytes_that_are_no_message_are_malformed(data: bytes) -> None:
+    with pytest.raises(RatoonError) as caught:
+        sized(deserializer("Update", LIMITS)(data), 100)
+    assert caught.value.code is ErrorCode.MALFORMED_BODY
+
+
+@pytest.mark.parametrize("rpc", BATCHED)
+def test_what_is_within_bounds_is_parsed_as_it_is(rpc: str) -> None:
+    batch = rollout_pb2.RolloutBatch(groups=requests.groups(5))
+    message: Any = {
+        "Update": service_pb2.UpdateRequest(policy_id="p" * 300, batch=batch),
+        "ForwardBackward": service_pb2.ForwardBackwardRequest(batch=batch, expected_version=2**40),
+        "Forward": service_pb2.ForwardRequest(batch=batch),
+        "UploadPart": service_pb2.UploadPartRequest(groups=batch.groups),
+    }[rpc]
+    parsed = deserializer(rpc, LIMITS)(message.SerializeToString())
+    assert sized(parsed, LIMITS.max_body_bytes) == message
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"batch": {"groups": [' + b"{}," * MIB + b"{}]}}",
+        b'{"batch": {"groups": [{"prompt": [' + b"1," * 5 * MIB + b"1]}]}}",
+        b"[" * 5 * MIB,
+    ],
+    ids=["groups", "tokens", "open"],
+)
+def test_json_is_counted_too(body: bytes) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(RatoonError) as caught:
+            bodies._parsed(UpdateRequest, body)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert caught.value.code is ErrorCode.BODY_TOO_LARGE
+    assert peak < MIB
+
+
+def test_one_wrong_group_is_said_of_many() -> None:
+    """Each was an error, all of which were kept to say the first: 3 MiB of them were 1.6 GiB."""
+    body = b'{"batch": {"groups": [' + b"{}," * 100_000 + b"{}]}}"
+    tracemalloc.start()
+    try:
+        with pytest.raises(RatoonError) as caught:
+            bodies._parsed(UpdateRequest, body)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert caught.value.field == "groups[0].group_id"
+    assert peak < 16 * MIB
