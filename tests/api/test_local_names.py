@@ -7,7 +7,8 @@ import pytest
 
 from ratoon.api.http.app import create_app
 from ratoon.api.http.local_names import LocalNames
-from ratoon.config import AuthConfig, GrpcConfig, RatoonConfig, is_for_this_machine
+from ratoon.auth.access import checked_hosts
+from ratoon.config import AuthConfig, GrpcConfig, HttpConfig, RatoonConfig
 from ratoon_proto.v1 import service_pb2
 from tests.api import requests
 from tests.api.conftest import Api
@@ -94,14 +95,35 @@ async def test_no_page_is_told_that_it_may_read(client: httpx.AsyncClient, origi
         assert [name for name in answer.headers if name.startswith("access-control-")] == []
 
 
+@pytest.mark.parametrize("host", ["ratoon:8000", "RATOON"])
+async def test_allowed_names_are_answered(api: Api, host: str) -> None:
+    app = create_app(api.service, api.limits, gate=OPEN_GATE)
+    app.add_middleware(LocalNames, allowed=["Ratoon"])
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        assert (await client.get("/v1/policies", headers={"Host": host})).status_code == 200
+        rebound = await client.get("/v1/policies", headers={"Host": "ratoon.evil.example"})
+        assert rebound.status_code == 403
+
+
+_PUBLIC = GrpcConfig(host="10.1.2.3", serve_proxy=False)
+_ANY = HttpConfig(allowed_hosts=("*",))
+
+
 @pytest.mark.parametrize(
-    ("config", "is_checked"),
+    ("config", "allowed"),
     [
-        (RatoonConfig(), True),
-        (RatoonConfig(auth=AuthConfig(required=True)), False),
-        (RatoonConfig(auth=AuthConfig(required=False)), False),
-        (RatoonConfig(grpc=GrpcConfig(host="10.1.2.3", serve_proxy=False)), False),
+        (RatoonConfig(), ()),
+        (RatoonConfig(auth=AuthConfig(required=True)), None),
+        # Published on loopback by a container, it was an admin's to any page of a rebound name.
+        (RatoonConfig(auth=AuthConfig(required=False)), ()),
+        (RatoonConfig(auth=AuthConfig(required=False), grpc=_PUBLIC), ()),
+        (RatoonConfig(auth=AuthConfig(required=False), http=_ANY), None),
+        (RatoonConfig(http=HttpConfig(allowed_hosts=("a",))), ("a",)),
+        (RatoonConfig(grpc=_PUBLIC), None),
     ],
 )
-def test_names_are_looked_at_where_no_key_is(config: RatoonConfig, is_checked: bool) -> None:
-    assert is_for_this_machine(config) is is_checked
+def test_names_are_looked_at_where_no_key_is(
+    config: RatoonConfig, allowed: tuple[str, ...] | None
+) -> None:
+    assert checked_hosts(config) == allowed

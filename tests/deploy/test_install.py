@@ -176,6 +176,20 @@ def test_compose_scrapes_the_service_on_loopback_ports() -> None:
     assert job["static_configs"] == [{"targets": ["ratoon:8000"]}]
 
 
+def test_compose_lets_no_web_page_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys are off there: a page whose name is made 127.0.0.1 was an admin."""
+    from ratoon.auth.access import checked_hosts
+    from ratoon.config import load_config
+
+    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+    for name, value in compose["services"]["ratoon"]["environment"].items():
+        monkeypatch.setenv(name, value)
+    config = load_config(ROOT / "deploy" / "ratoon.yaml")
+    assert config.auth.required is False
+    # The name by which Prometheus calls it.
+    assert checked_hosts(config) == ("ratoon",)
+
+
 def test_deploy_settings_are_valid() -> None:
     from ratoon.config import load_config
 

@@ -26,9 +26,9 @@ from ratoon.api.grpc.servicer import PolicyServicer
 from ratoon.api.http.app import create_app
 from ratoon.api.http.local_names import LocalNames
 from ratoon.api.http.tls import lets_strangers_in
-from ratoon.auth.access import check_start
+from ratoon.auth.access import check_start, checked_hosts
 from ratoon.auth.certificates import files_of, load_certificates
-from ratoon.config import MAX_BODY_VARIABLE, RatoonConfig, is_for_this_machine, public_hosts
+from ratoon.config import MAX_BODY_VARIABLE, RatoonConfig, public_hosts
 from ratoon.engine.bootstrap import drain_engine, start_engine, stop_engine
 from ratoon.errors import invalid
 from ratoon.log import configure_logging, get_logger
@@ -66,7 +66,7 @@ class Ingress(PolicyServicer):
         configure_logging(config.log_level)
         in_replica()
         self._limits = config.limits
-        self._is_for_this_machine = is_for_this_machine(config)
+        self._allowed_hosts = checked_hosts(config)
         service = await build_service(config)
         super().__init__(
             service,
@@ -77,8 +77,8 @@ class Ingress(PolicyServicer):
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         app = create_app(self._service, self._limits, gate=self._gate)
-        if self._is_for_this_machine:
-            app.add_middleware(LocalNames)
+        if self._allowed_hosts is not None:
+            app.add_middleware(LocalNames, allowed=self._allowed_hosts)
         return app
 
 

@@ -57,9 +57,14 @@ class _Section(BaseModel):
 
 
 class HttpConfig(_Section):
+    """`allowed_hosts`: where no keys are asked for, names beside those of loopback under which it
+    is called; "*": any, also that of a web page that has made its name this machine's address.
+    """
+
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
     num_replicas: int = Field(default=1, ge=1)
+    allowed_hosts: tuple[str, ...] = ()
 
 
 class GrpcConfig(_Section):
@@ -312,11 +317,6 @@ def max_body_bytes_of_environment() -> int:
 def public_hosts(config: RatoonConfig) -> list[str]:
     """The addresses that are bound and are not loopback."""
     return [host for host in (config.http.host, config.grpc.host) if not is_loopback(host)]
-
-
-def is_for_this_machine(config: RatoonConfig) -> bool:
-    """Whether it asks for no keys because others are refused."""
-    return config.auth.required is None and not public_hosts(config)
 
 
 def is_loopback(host: str) -> bool:

@@ -156,6 +156,15 @@ def needs_keys(config: RatoonConfig) -> bool:
     return bool(public_hosts(config)) if required is None else required
 
 
+def checked_hosts(config: RatoonConfig) -> tuple[str, ...] | None:
+    """Names beside loopback's under which it is called; None: they are not looked at.
+
+    Without keys, that a page is of this service's own name is all that tells it from any other.
+    """
+    allowed = config.http.allowed_hosts
+    return None if needs_keys(config) or "*" in allowed else allowed
+
+
 def access_of(config: RatoonConfig) -> Access:
     """What the config asks for."""
     if config.auth.required is False:
@@ -172,6 +181,8 @@ def check_start(config: RatoonConfig) -> None:
     Raises INVALID_ARGUMENT naming `auth.required`.
     """
     hosts = public_hosts(config)
+    if not needs_keys(config) and "*" in config.http.allowed_hosts:
+        _log.warning("web pages are let in", reason="http.allowed_hosts has *, and no key is asked")
     if config.auth.required is False:
         if hosts:
             _log.warning("served without API keys", hosts=hosts, reason="auth.required is false")

@@ -1,12 +1,12 @@
-"""Web pages kept out of a service that asks for no keys because it is on loopback.
+"""Web pages kept out of a service that asks for no keys.
 
-Enters a request, leaves it where it came under a name of this machine and from no other page.
-Invariant: what a browser sends for a page of another origin gets no further than this, whether the
-page has made its name an address of this machine (DNS rebinding) or just posts to it.
+What a browser sends for a page of another origin gets no further than this, whether the page has
+made its name an address of this machine (DNS rebinding) or just posts to it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -23,29 +23,36 @@ _log = get_logger("http")
 
 
 class LocalNames:
-    """ASGI middleware, outside of all others."""
+    """ASGI middleware, outside of all others. `allowed`: names beside those of loopback."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, *, allowed: Iterable[str] = ()) -> None:
         self._app = app
+        self._allowed = frozenset(name.lower() for name in allowed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] != _HEALTH:
-            error = _refusal(Headers(scope=scope))
+            error = self._refusal(Headers(scope=scope))
             if error is not None:
                 _log.warning("request of a web page refused", field=error.field)
                 await error_response(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
+    def _refusal(self, headers: Headers) -> RatoonError | None:
+        # Browsers always send the one, and the other with all that may change something.
+        host, origin = headers.get("host"), headers.get("origin")
+        if host is not None and not self._is_known(host):
+            return _refused("host", "localhost, 127.0.0.1, [::1] or one of http.allowed_hosts")
+        if origin is not None and _netloc(origin) != (host or "").lower():
+            return _refused("origin", "none, or this service's own")
+        return None
 
-def _refusal(headers: Headers) -> RatoonError | None:
-    # Browsers always send the one, and the other with all that may change something.
-    host, origin = headers.get("host"), headers.get("origin")
-    if host is not None and not _is_local(host):
-        return _refused("host", "a name of this machine: localhost, 127.0.0.1 or [::1]")
-    if origin is not None and _netloc(origin) != (host or "").lower():
-        return _refused("origin", "none, or this service's own")
-    return None
+    def _is_known(self, host: str) -> bool:
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            return False
+        return is_loopback(name) or name in self._allowed
 
 
 def _refused(field: str, expected: str) -> RatoonError:
@@ -55,13 +62,6 @@ def _refused(field: str, expected: str) -> RatoonError:
         field=field,
         expected=expected,
     )
-
-
-def _is_local(host: str) -> bool:
-    try:
-        return is_loopback(urlsplit(f"//{host}").hostname or "")
-    except ValueError:
-        return False
 
 
 def _netloc(origin: str) -> str:
