@@ -286,3 +286,21 @@ async def test_a_malformed_second_request_does_not_cut_into_an_answer() -> None:
         app.release.set()
         assert await connection.answer() == 200
         connection.close()
+
+
+@pytest.mark.parametrize("name", ["X-Forwarded-For", "x-forwarded-for"])
+async def test_a_caller_says_nothing_about_its_own_address(name: str) -> None:
+    """uvicorn believes whoever calls from loopback: the audit log named the peer it was told."""
+    peers: list[str] = []
+
+    async def app(scope: Scope, _: Receive, send: Send) -> None:
+        peers.append(scope["client"][0])
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body"})
+
+    async with served(app) as port:
+        connection = await target_at(port).connect()
+        await connection.send(attacks.head("GET", "/", f"{name}: 203.0.113.7"))
+        assert await connection.answer() == 204
+        connection.close()
+    assert peers == ["127.0.0.1"]

@@ -20,6 +20,9 @@ from ratoon.api.http.edge_budget import EdgeBudget
 from ratoon.api.http.errors import error_response
 from ratoon.errors import RatoonError
 
+# What uvicorn takes for the address of whoever calls, where it is told so from loopback.
+_FORWARDED = frozenset({b"x-forwarded-for", b"x-forwarded-proto"})
+
 
 class BoundedConnection(HttpToolsProtocol):
     """One request at a time. Each state has a timer of its own, which no byte restarts:
@@ -105,7 +108,8 @@ class BoundedConnection(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         if len(self.headers) >= self._bounds.max_headers:
             raise httptools.HttpParserError("too many headers")
-        super().on_header(name, value)
+        if name.lower() not in _FORWARDED:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         # Its task, which `_answer` is, begins later.
