@@ -146,3 +146,45 @@ def test_a_key_that_no_header_holds_is_refused_unseen(key: str) -> None:
 
 def test_a_config_does_not_show_its_key() -> None:
     assert KEY not in repr(ClientConfig(api_key=KEY))
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "http://trainer.example:8000", "grpc://10.1.2.3:8443", "10.1.2.3:8443", "http://[fd00::1]:80",
+        "http://localhost.example", "http://localhost@trainer.example",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("is_of_environment", [True, False])
+def test_a_key_is_not_sent_in_plain_text(
+    monkeypatch: pytest.MonkeyPatch, target: str, is_of_environment: bool
+) -> None:
+    """It went out readable to whoever is in between, and nothing said so."""
+    if is_of_environment:
+        monkeypatch.setenv("RATOON_API_KEY", KEY)
+    key = None if is_of_environment else KEY
+    with pytest.raises(InvalidArgumentError, match="plain text") as caught:
+        RatoonClient(target, api_key=key)
+    assert KEY not in str(caught.value)
+    # By name it may: where something else encrypts, as a mesh of services does.
+    RatoonClient(target, api_key=key, config=ClientConfig(plain_text_key=True)).close()
+    monkeypatch.setenv("RATOON_PLAIN_TEXT_KEY", "1")
+    RatoonClient(target, api_key=key).close()
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "http://localhost:8000", "127.0.0.1:1", "grpc://[::1]:8443", "http://127.9.9.9",
+        "unix:/run/ratoon.sock", "https://trainer.example", "grpcs://10.1.2.3:8443",
+    ],
+)  # fmt: skip
+def test_a_key_may_go_to_this_machine_and_over_tls(target: str) -> None:
+    RatoonClient(target, api_key=KEY).close()
+
+
+def test_without_a_key_plain_text_is_the_callers_own_choice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("RATOON_API_KEY", raising=False)
+    RatoonClient("http://trainer.example:8000").close()

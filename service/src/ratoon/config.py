@@ -38,6 +38,7 @@ OTHER_VARIABLES = frozenset(
         "RATOON_CA_FILE",
         "RATOON_CERT_FILE",
         "RATOON_KEY_FILE",
+        "RATOON_PLAIN_TEXT_KEY",
         "RATOON_KERNELS_CACHE",
         "RATOON_COMMIT",
     }

@@ -33,7 +33,12 @@ from ratoon_client.results import (
 )
 from ratoon_client.rollouts import Group
 from ratoon_client.session import AsyncPolicySession
-from ratoon_client.transport.target import TLS_SCHEMES, check_target, open_transport
+from ratoon_client.transport.target import (
+    TLS_SCHEMES,
+    check_key_target,
+    check_target,
+    open_transport,
+)
 from ratoon_client.weights.fetch import fetch_chunk
 from ratoon_client.weights.pull import KEEP_VERSIONS, PulledWeights, pull_weights
 from ratoon_client.wire import rpcs
@@ -46,11 +51,12 @@ class AsyncRatoonClient:
     """Use it on one event loop, and as a context manager or with `close`.
 
     `target` is `grpc://host:port` (or just `host:port`), `http://host:port`, and with TLS
-    `grpcs://...` or `https://...`. `api_key` goes with every call. Files in PEM: `ca_file` has the
-    authorities to verify the service with, `cert_file` and `key_file` are the client's own. What
-    is left out is taken from `config`, or else from the environment's RATOON_API_KEY,
-    RATOON_CA_FILE, RATOON_CERT_FILE and RATOON_KEY_FILE. `timeout_s` bounds a call with its
-    retries, `attempt_timeout_s` each try.
+    `grpcs://...` or `https://...`. `api_key` goes with every call, and without TLS to this machine
+    alone, unless `config` has `plain_text_key` or RATOON_PLAIN_TEXT_KEY is 1. Files in PEM:
+    `ca_file` has the authorities to verify the service with, `cert_file` and `key_file` are the
+    client's own. What is left out is taken from `config`, or else from the environment's
+    RATOON_API_KEY, RATOON_CA_FILE, RATOON_CERT_FILE and RATOON_KEY_FILE. `timeout_s` bounds a call
+    with its retries, `attempt_timeout_s` each try.
 
     Calls raise RatoonApiError for what the service refuses, TransportError where it does not
     answer.
@@ -71,6 +77,7 @@ class AsyncRatoonClient:
         scheme, _ = check_target(target)
         timed = with_timeouts(config or ClientConfig(), timeout_s, attempt_timeout_s)
         keyed = with_api_key(timed, api_key)
+        check_key_target(target, keyed)
         self._config = with_tls_files(
             keyed, ca_file, cert_file, key_file, is_tls=scheme in TLS_SCHEMES
         )

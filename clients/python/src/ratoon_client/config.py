@@ -20,6 +20,7 @@ KEY_VARIABLE = "RATOON_API_KEY"
 CA_VARIABLE = "RATOON_CA_FILE"
 CERT_VARIABLE = "RATOON_CERT_FILE"
 KEY_FILE_VARIABLE = "RATOON_KEY_FILE"
+PLAIN_VARIABLE = "RATOON_PLAIN_TEXT_KEY"
 DEFAULT_URL = "grpc://127.0.0.1:8443"
 # What may stand in a header.
 _KEY = re.compile(r"[!-~]*")
@@ -31,9 +32,9 @@ class ClientConfig:
 
     `timeout_s` bounds a whole call with its retries, `attempt_timeout_s` each try of it. A batch
     over `upload_above_bytes` is sent in parts of about `part_bytes`. `api_key` "": none; it is in
-    no text of this value. Of `https://` and `grpcs://`, files in PEM: `ca_file` has the authorities
-    that the service is verified with (None: those that the libraries bring), `cert_file` and
-    `key_file` are the client's own.
+    no text of this value. `plain_text_key`: it may go to another machine without TLS. Of `https://`
+    and `grpcs://`, files in PEM: `ca_file` has the authorities that the service is verified with
+    (None: those that the libraries bring), `cert_file` and `key_file` are the client's own.
     """
 
     timeout_s: float = 60.0
@@ -44,6 +45,7 @@ class ClientConfig:
     fetches_in_flight: int = 4
     chunk_bytes: int = 16 * MIB
     api_key: str = field(default="", repr=False)
+    plain_text_key: bool = False
     ca_file: Path | None = None
     cert_file: Path | None = None
     key_file: Path | None = None
@@ -80,6 +82,11 @@ def with_api_key(config: ClientConfig, api_key: str | None) -> ClientConfig:
     if _KEY.fullmatch(key) is None:
         raise InvalidArgumentError("api_key", "other characters", "printable ASCII without spaces")
     return replace(config, api_key=key)
+
+
+def may_send_plain_key(config: ClientConfig) -> bool:
+    """Whether the key may go to another machine without TLS: said in the config, or by `1`."""
+    return config.plain_text_key or os.environ.get(PLAIN_VARIABLE) == "1"
 
 
 def with_tls_files(

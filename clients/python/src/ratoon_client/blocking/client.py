@@ -39,11 +39,12 @@ class RatoonClient:
     """A client of one service; use it as a context manager or with `close`.
 
     `target` is `grpc://host:port` (or just `host:port`), `http://host:port`, and with TLS
-    `grpcs://...` or `https://...`. `api_key` goes with every call. Files in PEM: `ca_file` has the
-    authorities to verify the service with, `cert_file` and `key_file` are the client's own. What
-    is left out is taken from `config`, or else from the environment's RATOON_API_KEY,
-    RATOON_CA_FILE, RATOON_CERT_FILE and RATOON_KEY_FILE. `timeout_s` bounds a call with its
-    retries, `attempt_timeout_s` each try.
+    `grpcs://...` or `https://...`. `api_key` goes with every call, and without TLS to this machine
+    alone, unless `config` has `plain_text_key` or RATOON_PLAIN_TEXT_KEY is 1. Files in PEM:
+    `ca_file` has the authorities to verify the service with, `cert_file` and `key_file` are the
+    client's own. What is left out is taken from `config`, or else from the environment's
+    RATOON_API_KEY, RATOON_CA_FILE, RATOON_CERT_FILE and RATOON_KEY_FILE. `timeout_s` bounds a call
+    with its retries, `attempt_timeout_s` each try.
 
     Calls raise RatoonApiError for what the service refuses, TransportError where it does not
     answer.

@@ -6,9 +6,12 @@ Invariant: a target that names no wire we have is refused before anything is sen
 
 from __future__ import annotations
 
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
 import httpx
 
-from ratoon_client.config import ClientConfig
+from ratoon_client.config import PLAIN_VARIABLE, ClientConfig, may_send_plain_key
 from ratoon_client.errors import InvalidArgumentError
 from ratoon_client.transport.base import Transport
 from ratoon_client.transport.grpc_wire import GrpcTransport
@@ -29,6 +32,30 @@ def check_target(target: str) -> tuple[str, str]:
             "target", repr(target), "grpc(s)://host:port, host:port or http(s)://host:port"
         )
     return scheme, rest
+
+
+def check_key_target(target: str, config: ClientConfig) -> None:
+    """Raises InvalidArgumentError where the key would go to another machine in plain text."""
+    scheme, rest = check_target(target)
+    if not config.api_key or scheme in TLS_SCHEMES or _is_this_machine(rest):
+        return
+    if not may_send_plain_key(config):
+        raise InvalidArgumentError(
+            "target",
+            "another machine, to which the API key would go in plain text",
+            f"https://, grpcs://, or ClientConfig(plain_text_key=True) or {PLAIN_VARIABLE}=1 where"
+            " something else encrypts",
+        )
+
+
+def _is_this_machine(address: str) -> bool:
+    if address.startswith(("unix:", "unix-abstract:")):
+        return True
+    try:
+        host = urlsplit(f"//{address}").hostname or ""
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def open_transport(target: str, config: ClientConfig) -> Transport:
