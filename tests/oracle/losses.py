@@ -108,11 +108,24 @@ def _policy_gradient(counted: Counted, loss: OracleLoss, logp: Tensor) -> Tensor
 
 def _kl(kind: str, logp: Tensor, reference: Tensor) -> Tensor:
     difference = (logp - reference).clamp(-20, 20)
-    if kind == "k1":
-        return difference
+    half_square = difference.square() / 2
     if kind == "k2":
-        return difference.square() / 2
-    return ((-difference).exp() + difference - 1).clamp(max=10)
+        return half_square
+    value = difference
+    if kind.startswith("k3"):
+        value = ((-difference).exp() + difference - 1).clamp(max=10)
+    if kind.endswith("_plus"):
+        return half_square + (value - half_square).detach()
+    return value
+
+
+def _weighted(value: Tensor, logp: Tensor, old: Tensor, reference: Tensor, kind: str) -> Tensor:
+    """DeepSeek-V3.2 (arXiv 2512.02556, eq. 7); held by a clamp, a term is a constant."""
+    ratio = (logp - old).clamp(-20, 20).exp()
+    far = ((logp - old).abs() > 20) | ((logp - reference).abs() > 20)
+    if kind == "k3":
+        far |= value.detach() >= 10
+    return torch.where(far, (ratio * value).detach(), ratio * value)
 
 
 def path_loss(counted: Counted, loss: OracleLoss, logp: Tensor, entropy: Tensor) -> LossSums:
@@ -124,6 +137,10 @@ def path_loss(counted: Counted, loss: OracleLoss, logp: Tensor, entropy: Tensor)
     kl = torch.zeros((), dtype=torch.float64)
     if loss.kl is not None:
         assert counted.path.reference is not None
-        kl = _kl(loss.kl, logp, torch.as_tensor(counted.path.reference))[own].sum() * share
+        reference = torch.as_tensor(counted.path.reference)
+        kl = _kl(loss.kl, logp, reference)
+        if loss.kl_weighted:
+            kl = _weighted(kl, logp, old_logprobs(counted, loss, logp), reference, loss.kl)
+        kl = kl[own].sum() * share
     total = terms + loss.kl_coefficient * kl - loss.entropy_coefficient * bonus
     return LossSums(total=total, policy_gradient=terms, kl=kl, entropy=bonus)

@@ -106,7 +106,9 @@ def path_value(counted: Counted, loss: OracleLoss, logp: Values, entropy: Values
             assert path.reference is not None
             d = _within_20(float(logp[token] - path.reference[token]))
             k3 = min(math.exp(-d) - 1 + d, 10.0)
-            estimate = {"k1": d, "k2": d * d / 2, "k3": k3}[loss.kl]
+            estimate = {"k1": d, "k2": d * d / 2, "k3": k3}[loss.kl.removesuffix("_plus")]
+            if loss.kl_weighted:
+                estimate *= math.exp(_within_20(float(logp[token] - old[token])))
             value += loss.kl_coefficient * estimate
         total += value - loss.entropy_coefficient * float(entropy[token])
     return total / int(counted.own.sum()) if loss.token_weight == "per_sequence" else total

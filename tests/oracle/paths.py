@@ -83,6 +83,7 @@ class OracleLoss:
     old: str = "sampler"
     kl: str | None = None
     kl_coefficient: float = 0.0
+    kl_weighted: bool = False
     entropy_coefficient: float = 0.0
     correction: Correction | None = None
     correction_mask: Correction | None = None

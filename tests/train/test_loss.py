@@ -63,6 +63,7 @@ def _oracle_loss(loss: Loss) -> OracleLoss:
         "token_weight": str(loss.token_weight),
         "kl": None if loss.kl is None else str(loss.kl.kind),
         "kl_coefficient": 0.0 if loss.kl is None else loss.kl.coefficient,
+        "kl_weighted": loss.kl is not None and loss.kl.importance_weighted,
         "entropy_coefficient": loss.entropy_coefficient,
     }
     if isinstance(loss.objective, CispoObjective):
@@ -172,7 +173,7 @@ def _run(
 def test_loss_equals_oracle_with_every_option(kind: LossKind, correction: int) -> None:
     """Value against plain floats and gradient against autograd, one path at a time, in float64."""
     rng = np.random.default_rng([correction, list(LossKind).index(kind)])
-    for seed in range(6):
+    for seed in range(8):
         has_dual = LOSS_DEFAULTS[kind].has_dual_clip and seed % 2 == 1
         loss = make_loss(
             kind,
@@ -181,7 +182,11 @@ def test_loss_equals_oracle_with_every_option(kind: LossKind, correction: int) -
             correction_mask=_MASKS.get(correction),
             token_weight=list(TokenWeight)[seed % 2],
             kl=KlConfig(
-                kind=list(KlKind)[seed % 3], coefficient=0.3, reference=ReferenceKind.GIVEN
+                kind=list(KlKind)[seed % 5],
+                coefficient=0.3,
+                reference=ReferenceKind.GIVEN,
+                # Once of k3, and of k1 beyond the clamps.
+                importance_weighted=seed in (2, 5),
             ),
             entropy_coefficient=0.1,
         )
@@ -210,7 +215,10 @@ def test_loss_equals_oracle_with_every_option(kind: LossKind, correction: int) -
             assert got is not None
             grads = [leaf.grad[mask] for leaf, mask in zip(expected, masks, strict=True)]  # type: ignore[index]
             # A mask and the clamp of the KL may leave nothing where all gaps are far.
-            assert torch.cat(grads).norm() > 0 or (seed > 3 and correction in _MASKS)
+            rule = _CORRECTIONS[correction]
+            masks_some = rule is not None and rule.mode is CorrectionMode.MASK
+            may_be_nothing = seed > 3 and (masks_some or correction in _MASKS)
+            assert torch.cat(grads).norm() > 0 or may_be_nothing
             torch.testing.assert_close(got, torch.cat(grads), rtol=1e-12, atol=1e-13)
 
 

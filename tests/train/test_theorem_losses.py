@@ -170,6 +170,15 @@ def test_kl(pair: Pair, kl_kind: KlKind, reference: ReferenceKind) -> None:
     check_gradients(pair, _batch(pair, 23), request, micro_batch_tokens=50)
 
 
+@pytest.mark.parametrize("kind", [LossKind.PPO_CLIP, LossKind.GSPO])
+@pytest.mark.parametrize("kl_kind", [KlKind.K1, KlKind.K3])
+def test_importance_weighted_kl(pair: Pair, kl_kind: KlKind, kind: LossKind) -> None:
+    """The weight is the token's ratio, of gspo too."""
+    kl = replace(_kl(kl_kind), importance_weighted=True)
+    request = LossRequest(kind=kind, kl=kl, old_logprobs=GIVEN_OLD)
+    check_gradients(pair, _batch(pair, 23), request, micro_batch_tokens=50)
+
+
 @pytest.mark.parametrize("correction", CORRECTIONS.values(), ids=CORRECTIONS.keys())
 @pytest.mark.parametrize("kind", [LossKind.GRPO, LossKind.GSPO, LossKind.CISPO])
 def test_rollout_correction(pair: Pair, kind: LossKind, correction: RolloutCorrection) -> None:

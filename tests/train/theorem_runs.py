@@ -175,6 +175,7 @@ def oracle_loss(request: LossRequest, batch: RolloutBatch) -> OracleLoss:
         fields["old"] = "on_policy"
     if request.kl is not None:
         fields |= {"kl": str(request.kl.kind), "kl_coefficient": request.kl.coefficient}
+        fields["kl_weighted"] = request.kl.importance_weighted
     if request.correction is not None:
         rule = request.correction
         is_mask = rule.mode is CorrectionMode.MASK

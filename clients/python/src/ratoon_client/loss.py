@@ -25,7 +25,7 @@ LossKind = Literal[
 AdvantageKind = Literal[
     "group_mean_std", "group_mean", "group_mean_batch_std", "leave_one_out", "none", "given"
 ]
-KlKind = Literal["k1", "k2", "k3"]
+KlKind = Literal["k1", "k2", "k3", "k1_plus", "k3_plus"]
 ReferenceKind = Literal["given", "frozen"]
 CorrectionMode = Literal["truncate", "mask"]
 CorrectionLevel = Literal["token", "sequence", "geometric"]
@@ -44,11 +44,15 @@ class FromForward:
 
 @dataclass(frozen=True, slots=True)
 class Kl:
-    """A KL term against log-probs sent along (`given`) or the policy's frozen reference."""
+    """A KL term against log-probs sent along (`given`) or the policy's frozen reference.
+
+    `importance_weighted` (k1 and k3): times the token's ratio, right off policy too.
+    """
 
     kind: KlKind
     coefficient: float
     reference: ReferenceKind
+    importance_weighted: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

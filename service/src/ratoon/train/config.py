@@ -44,6 +44,8 @@ class KlKind(StrEnum):
     K1 = "k1"
     K2 = "k2"
     K3 = "k3"
+    K1_PLUS = "k1_plus"
+    K3_PLUS = "k3_plus"
 
 
 class ReferenceKind(StrEnum):
@@ -115,9 +117,12 @@ class OldLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KlConfig:
+    """A KL term of the loss; `importance_weighted`: times the token's ratio to the old policy."""
+
     kind: KlKind
     coefficient: float
     reference: ReferenceKind
+    importance_weighted: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,7 @@ from ratoon.rollout.selection import (
 )
 from ratoon.train.config import (
     AdvantageKind,
+    KlKind,
     OldLogprobsKind,
     OverlongFilter,
     OverlongPenalty,
@@ -233,6 +234,11 @@ def _warnings(
         kl is None or kl.reference is not ReferenceKind.GIVEN
     ):
         found.append("reference_logprobs were sent but loss.kl does not use them")
+    if kl is not None and kl.kind is KlKind.K1 and not kl.importance_weighted and kl.coefficient:
+        found.append(
+            "the expected gradient of kl k1 is zero on policy: a loss of it is noise; take "
+            "k1_plus, k3_plus, k2 or k3, or importance_weighted"
+        )
     if counted.tokens == 0:
         found.append("every rollout was dropped: there is nothing to train on")
     elif not plan.micro_batches:

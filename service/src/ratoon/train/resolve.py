@@ -74,7 +74,7 @@ def resolve_loss(request: LossRequest, batch: RolloutBatch, *, has_frozen_refere
         objective=_resolve_objective(request, defaults),
         advantage=_resolve_advantage(request, defaults, batch),
         old_logprobs=resolve_old_logprobs(request, batch),
-        kl=resolve_kl(request.kl, batch, has_frozen_reference=has_frozen_reference),
+        kl=resolve_kl(request, batch, has_frozen_reference=has_frozen_reference),
         entropy_coefficient=request.entropy_coefficient,
         correction=resolve_correction(request, batch),
         correction_mask=resolve_correction_mask(request, batch),

@@ -13,6 +13,7 @@ from ratoon.train.config import (
     CorrectionMask,
     CorrectionMode,
     KlConfig,
+    KlKind,
     LossKind,
     LossRequest,
     OldLogprobs,
@@ -61,9 +62,10 @@ def resolve_old_logprobs(request: LossRequest, batch: RolloutBatch) -> OldLogpro
 
 
 def resolve_kl(
-    kl: KlConfig | None, batch: RolloutBatch, *, has_frozen_reference: bool
+    request: LossRequest, batch: RolloutBatch, *, has_frozen_reference: bool
 ) -> KlConfig | None:
-    """A KL term's reference log-probs are there; None: no such term."""
+    """There are a KL term's reference log-probs, and old ones for its weight; None: no term."""
+    kl = request.kl
     if kl is None:
         return None
     require_finite("loss.kl.coefficient", kl.coefficient)
@@ -73,7 +75,17 @@ def resolve_kl(
         raise invalid(
             "loss.kl.reference", "frozen", "a policy created with a reference, or given log-probs"
         )
+    field = "loss.kl.importance_weighted"
+    if kl.importance_weighted and kl.kind not in (KlKind.K1, KlKind.K3):
+        raise invalid(field, kl.kind, "kl.kind k1 or k3: no other estimate becomes unbiased by it")
+    if kl.importance_weighted and not _has_old_logprobs(request):
+        raise invalid(field, request.kind, "a loss with old log-probs, whose ratio is the weight")
     return kl
+
+
+def _has_old_logprobs(request: LossRequest) -> bool:
+    is_corrected = request.correction is not None or request.correction_mask is not None
+    return LOSS_DEFAULTS[request.kind].has_ratio or is_corrected
 
 
 def resolve_correction(request: LossRequest, batch: RolloutBatch) -> RolloutCorrection | None:

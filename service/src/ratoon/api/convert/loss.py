@@ -109,6 +109,7 @@ def _kl(message: wire.KlConfig) -> KlConfig:
         reference=from_wire(
             "loss.kl.reference", message.reference, wire.ReferenceKind, ReferenceKind
         ),
+        importance_weighted=message.importance_weighted,
     )
 
 

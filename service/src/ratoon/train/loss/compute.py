@@ -88,7 +88,7 @@ def compute_loss(
     kl = None
     if loss.kl is not None:
         assert columns.reference_L is not None
-        kl = kl_terms(loss.kl.kind, logprob_C, columns.reference_L[counted_C])
+        kl = kl_terms(loss.kl, logprob_C, columns.reference_L[counted_C], old_L[counted_C])
         term_C = term_C + loss.kl.coefficient * kl.value_L
     if loss.entropy_coefficient != 0:
         term_C = term_C - loss.entropy_coefficient * entropy_C

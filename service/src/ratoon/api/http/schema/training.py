@@ -31,6 +31,7 @@ class KlConfig(WireModel):
     kind: KlKind
     coefficient: Float
     reference: ReferenceKind
+    importance_weighted: Bool | None = None
 
 
 class RolloutCorrection(WireModel):

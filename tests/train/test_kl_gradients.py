@@ -1,0 +1,181 @@
+"""What each KL term pulls a policy towards: expectations over a tiny vocabulary, enumerated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ratoon.errors import RatoonError
+from ratoon.rollout.validate import validate_groups
+from ratoon.train.config import (
+    KlConfig,
+    KlKind,
+    LossKind,
+    LossRequest,
+    OldLogprobs,
+    OldLogprobsKind,
+    ReferenceKind,
+)
+from ratoon.train.loss.compute import compute_loss
+from ratoon.train.loss.terms import TermColumns
+from ratoon.train.planning import cpu_planner
+from ratoon.train.prepare import prepare
+from ratoon.train.resolve import resolve_loss
+from tests import builders
+from tests.train.loss_cases import make_loss, summed
+
+_RNG = np.random.default_rng(7)
+# Log-probs of policy, reference and the policy that the tokens were sampled from.
+_LOGP, _LOGQ, _LOGB = (
+    torch.log_softmax(torch.tensor(_RNG.normal(size=5)), dim=0) for _ in range(3)
+)
+_P, _Q = _LOGP.exp(), _LOGQ.exp()
+_REVERSE_KL = (_P * (_LOGP - _LOGQ)).sum()
+# With respect to the logits: of KL(p || q), which is to be small, and of KL(q || p).
+_REVERSE = _P * (_LOGP - _LOGQ - _REVERSE_KL)
+_FORWARD = _P - _Q
+
+
+def _expected(kind: KlKind, sampled: Tensor, *, weighted: bool = False) -> tuple[float, Tensor]:
+    """Of value and gradient of a KL term over tokens of `sampled` (log-probs); the gradient is with
+    respect to the policy's logits, d log p(x) = e_x - p."""
+    config = KlConfig(
+        kind=kind, coefficient=1.0, reference=ReferenceKind.GIVEN, importance_weighted=weighted
+    )
+    weight_V = sampled.exp()
+    columns = TermColumns(
+        sequence_L=torch.arange(5),
+        num_sequences=5,
+        counted_C=torch.arange(5),
+        weight_L=weight_V,
+        advantage_L=torch.zeros_like(weight_V),
+        old_L=sampled,
+        sampler_L=None,
+        sampler_usable_L=torch.zeros(5, dtype=torch.bool),
+        reference_L=_LOGQ,
+    )
+    loss = make_loss(LossKind.PPO_CLIP, kl=config)
+    output = compute_loss(loss, columns, _LOGP, torch.zeros_like(_LOGP))
+    gradient = output.grad_logprob_L - output.grad_logprob_L.sum() * _P
+    return summed(output).kl, gradient
+
+
+def test_k1_has_no_expected_gradient_on_policy() -> None:
+    """Its mean is the KL, its gradient is that of E[log p], which is zero: noise alone."""
+    value, gradient = _expected(KlKind.K1, _LOGP)
+    assert value == pytest.approx(_REVERSE_KL.item(), rel=1e-12)
+    assert gradient.abs().max() < 1e-15
+    assert _REVERSE.abs().max() > 0.01
+
+
+def test_k3_has_the_gradient_of_the_other_kl() -> None:
+    """Of KL(q || p), which is near to the other's only where the two are near."""
+    value, gradient = _expected(KlKind.K3, _LOGP)
+    assert value == pytest.approx(_REVERSE_KL.item(), rel=1e-12)
+    torch.testing.assert_close(gradient, _FORWARD, rtol=1e-12, atol=1e-14)
+    assert (_FORWARD - _REVERSE).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("kind", [KlKind.K2, KlKind.K1_PLUS, KlKind.K3_PLUS])
+def test_k2_and_the_straight_through_forms_have_the_right_gradient(kind: KlKind) -> None:
+    """k1_plus and k3_plus: an unbiased value, with the gradient of k2."""
+    value, gradient = _expected(kind, _LOGP)
+    torch.testing.assert_close(gradient, _REVERSE, rtol=1e-12, atol=1e-14)
+    assert (value == pytest.approx(_REVERSE_KL.item(), rel=1e-12)) == (kind is not KlKind.K2)
+
+
+@pytest.mark.parametrize("kind", [KlKind.K1, KlKind.K3])
+def test_importance_weighted_estimators_are_right_off_policy(kind: KlKind) -> None:
+    """Value and gradient are those of KL(p || q) whoever sampled; without the weight, not."""
+    value, gradient = _expected(kind, _LOGB, weighted=True)
+    assert value == pytest.approx(_REVERSE_KL.item(), rel=1e-12)
+    torch.testing.assert_close(gradient, _REVERSE, rtol=1e-12, atol=1e-14)
+    value, gradient = _expected(kind, _LOGB)
+    assert abs(value - _REVERSE_KL.item()) > 0.01
+    assert (gradient - _REVERSE).abs().max() > 0.01
+
+
+def test_weighted_term_that_is_clamped_has_no_gradient_at_all() -> None:
+    """Through the weight alone, a k3 held at 10 would push a rare token further down."""
+    far = KlConfig(
+        kind=KlKind.K3, coefficient=1.0, reference=ReferenceKind.GIVEN, importance_weighted=True
+    )
+    logprob_L = torch.tensor([-9.0, -1.0, -30.0], dtype=torch.float64)
+    columns = TermColumns(
+        sequence_L=torch.zeros(3, dtype=torch.int64),
+        num_sequences=1,
+        counted_C=torch.arange(3),
+        weight_L=torch.ones(3, dtype=torch.float64),
+        advantage_L=torch.zeros(3, dtype=torch.float64),
+        old_L=torch.tensor([-9.0, -1.5, -1.0], dtype=torch.float64),
+        sampler_L=None,
+        sampler_usable_L=torch.zeros(3, dtype=torch.bool),
+        reference_L=torch.tensor([-1.0, -1.2, -30.5], dtype=torch.float64),
+    )
+    output = compute_loss(
+        make_loss(LossKind.PPO_CLIP, kl=far), columns, logprob_L, torch.zeros_like(logprob_L)
+    )
+    first, second, third = output.grad_logprob_L.tolist()
+    assert (first, third) == (0.0, 0.0)
+    assert second == pytest.approx(np.exp(0.5) * 0.2)
+
+
+def _resolve(kind: LossKind, kl: KlConfig, **changes: Any) -> tuple[str, ...]:
+    """Warnings of a loss with this KL term."""
+    rollout = builders.rollout(
+        [1, 2],
+        sampler_logprobs=np.array([-1.0, -2.0], np.float32),
+        reference_logprobs=np.array([-1.0, -1.0], np.float32),
+        reward=1.0,
+    )
+    batch = validate_groups([builders.group([5], [rollout, rollout])], builders.limits())
+    loss = resolve_loss(LossRequest(kind=kind, kl=kl, **changes), batch, has_frozen_reference=False)
+    return prepare(batch, loss, version=0, planner=cpu_planner(100)).warnings
+
+
+def test_k1_as_a_loss_warns() -> None:
+    config = KlConfig(kind=KlKind.K1, coefficient=0.1, reference=ReferenceKind.GIVEN)
+    (warning,) = _resolve(LossKind.GRPO, config)
+    assert "k1" in warning
+    assert "expected gradient" in warning
+    for other in (KlKind.K2, KlKind.K3, KlKind.K1_PLUS, KlKind.K3_PLUS):
+        other_config = KlConfig(kind=other, coefficient=0.1, reference=ReferenceKind.GIVEN)
+        assert _resolve(LossKind.GRPO, other_config) == ()
+    weighted = KlConfig(
+        kind=KlKind.K1,
+        coefficient=0.1,
+        reference=ReferenceKind.GIVEN,
+        importance_weighted=True,
+    )
+    assert _resolve(LossKind.GRPO, weighted) == ()
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind"),
+    [
+        (LossKind.GRPO, KlKind.K2),
+        (LossKind.GRPO, KlKind.K1_PLUS),
+        (LossKind.GRPO, KlKind.K3_PLUS),
+        (LossKind.REINFORCE, KlKind.K3),
+    ],
+)
+def test_weight_is_refused_where_it_makes_nothing_unbiased(loss: LossKind, kind: KlKind) -> None:
+    """k2 is no unbiased estimate, and a loss without old log-probs has no ratio to weigh with."""
+    config = KlConfig(
+        kind=kind, coefficient=0.1, reference=ReferenceKind.GIVEN, importance_weighted=True
+    )
+    with pytest.raises(RatoonError) as caught:
+        _resolve(loss, config)
+    assert caught.value.field == "loss.kl.importance_weighted"
+
+
+def test_weight_with_on_policy_old_log_probs_has_a_gradient() -> None:
+    old = OldLogprobs(kind=OldLogprobsKind.ON_POLICY)
+    config = KlConfig(
+        kind=KlKind.K1, coefficient=0.1, reference=ReferenceKind.GIVEN, importance_weighted=True
+    )
+    assert _resolve(LossKind.GRPO, config, old_logprobs=old) == ()
