@@ -138,6 +138,9 @@ class _KlKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KlKind.ValueTy
     """(logp - ref)^2 / 2."""
     KL_KIND_K3: _KlKind.ValueType  # 3
     """exp(ref - logp) - (ref - logp) - 1."""
+    KL_KIND_K1_PLUS: _KlKind.ValueType  # 4
+    """The value of k1, of k3, with the gradient of k2."""
+    KL_KIND_K3_PLUS: _KlKind.ValueType  # 5
 
 class KlKind(_KlKind, metaclass=_KlKindEnumTypeWrapper): ...
 
@@ -148,6 +151,9 @@ KL_KIND_K2: KlKind.ValueType  # 2
 """(logp - ref)^2 / 2."""
 KL_KIND_K3: KlKind.ValueType  # 3
 """exp(ref - logp) - (ref - logp) - 1."""
+KL_KIND_K1_PLUS: KlKind.ValueType  # 4
+"""The value of k1, of k3, with the gradient of k2."""
+KL_KIND_K3_PLUS: KlKind.ValueType  # 5
 Global___KlKind: _TypeAlias = KlKind  # noqa: Y015
 
 class _ReferenceKind:
@@ -358,20 +364,26 @@ class KlConfig(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     COEFFICIENT_FIELD_NUMBER: _builtins.int
     REFERENCE_FIELD_NUMBER: _builtins.int
+    IMPORTANCE_WEIGHTED_FIELD_NUMBER: _builtins.int
     kind: Global___KlKind.ValueType
     coefficient: _builtins.float
     """Required."""
     reference: Global___ReferenceKind.ValueType
+    importance_weighted: _builtins.bool
+    """k1 and k3 alone, of a loss with old log-probs: the estimate times exp(logp - old), with the gradient of
+    both.
+    """
     def __init__(
         self,
         *,
         kind: Global___KlKind.ValueType = ...,
         coefficient: _builtins.float | None = ...,
         reference: Global___ReferenceKind.ValueType = ...,
+        importance_weighted: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_coefficient", b"_coefficient", "coefficient", b"coefficient"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_coefficient", b"_coefficient", "coefficient", b"coefficient", "kind", b"kind", "reference", b"reference"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_coefficient", b"_coefficient", "coefficient", b"coefficient", "importance_weighted", b"importance_weighted", "kind", b"kind", "reference", b"reference"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__coefficient: _TypeAlias = _typing.Literal["coefficient"]  # noqa: Y015
     _WhichOneofArgType__coefficient: _TypeAlias = _typing.Literal["_coefficient", b"_coefficient"]  # noqa: Y015
