@@ -42,7 +42,8 @@ WORKDIR /home/ratoon
 VOLUME /var/lib/ratoon
 EXPOSE 8000 8443
 STOPSIGNAL SIGTERM
-HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=3 \
-  CMD ["ratoonctl", "--url", "http://127.0.0.1:8000", "health"]
+# By the service's own settings, so with TLS too.
+HEALTHCHECK --interval=10s --timeout=10s --start-period=60s --retries=3 \
+  CMD ["ratoon", "health", "--config", "/etc/ratoon/ratoon.yaml"]
 ENTRYPOINT ["ratoon"]
 CMD ["serve", "--config", "/etc/ratoon/ratoon.yaml"]

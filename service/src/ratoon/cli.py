@@ -1,4 +1,4 @@
-"""The `ratoon` command: serve, keys, demo, doctor.
+"""The `ratoon` command: serve, health, keys, demo, doctor.
 
 Enters the command line, leaves an exit status. Invariant: a command imports what it needs when it
 runs, so that `--help` is quick and `doctor` works where half of the rest does not.
@@ -98,6 +98,17 @@ def doctor(config: ConfigOption = None) -> None:
         )
     console.print(table)
     raise typer.Exit(1 if any(check.status is Status.FAIL for check in checks) else 0)
+
+
+@cli.command()
+def health(config: ConfigOption = None) -> None:
+    """Ask the service of these settings, on this machine, whether it is well; exit 1 if not."""
+    settings = _read_config(config)
+    from ratoon.api.http.tls import own_health
+
+    reason = own_health(settings)
+    typer.echo("ok" if reason is None else reason, err=reason is not None)
+    raise typer.Exit(0 if reason is None else 1)
 
 
 @cli.command()

@@ -6,13 +6,18 @@ handshake is made with the certificates as they are then; connections that are o
 
 from __future__ import annotations
 
+import http.client
 import socket
 import ssl
 from collections.abc import Sequence
 
-from ratoon.auth.certificates import CertificateStore
+from ratoon.auth.certificates import CertificateStore, files_of
+from ratoon.config import RatoonConfig
 
 _PROBE_S = 10.0
+_HEALTH = "/v1/health"
+# Where a server that listens on all addresses is reached from its own machine.
+_OWN = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - nothing is bound
 
 
 def server_context(store: CertificateStore, *, protocols: Sequence[str] = ()) -> ssl.SSLContext:
@@ -47,7 +52,43 @@ def lets_strangers_in(host: str, port: int) -> bool:
     with socket.create_connection((host, port), _PROBE_S) as raw:
         try:
             with context.wrap_socket(raw) as connection:
-                connection.sendall(b"GET /v1/health HTTP/1.0\r\n\r\n")
+                connection.sendall(f"GET {_HEALTH} HTTP/1.0\r\n\r\n".encode())
                 return bool(connection.recv(1))
         except OSError:
             return False
+
+
+def own_health(config: RatoonConfig) -> str | None:
+    """Why the service of `config`, on this machine, is not well; None: it is.
+
+    Whose certificate it is does not matter: nothing is said to it. A service that lets in holders
+    of a certificate alone, and not of its own, is well where it says so.
+    """
+    host = _OWN.get(config.http.host, config.http.host)
+    files = files_of(config)
+    if files is None:
+        connection = http.client.HTTPConnection(host, config.http.port, timeout=_PROBE_S)
+    else:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        context.load_cert_chain(files.cert, files.key)
+        connection = http.client.HTTPSConnection(
+            host, config.http.port, timeout=_PROBE_S, context=context
+        )
+    asks_clients = files is not None and files.client_ca is not None
+    is_connected = False
+    try:
+        connection.connect()
+        is_connected = True
+        connection.request("GET", _HEALTH)
+        status = connection.getresponse().status
+    except (OSError, http.client.HTTPException) as err:
+        # Of TLS 1.3 a server hangs up only once its own part of the handshake is done.
+        is_refused = is_connected or (isinstance(err, ssl.SSLError) and "ALERT" in str(err))
+        if asks_clients and is_refused and not isinstance(err, TimeoutError):
+            return None
+        return str(err) or type(err).__name__
+    finally:
+        connection.close()
+    return None if status == http.client.OK else f"HTTP {status}"
