@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -12,7 +14,13 @@ from ray._private import worker as ray_worker
 
 from ratoon.config import ray_token_file
 from ratoon.errors import RatoonError
-from ratoon.ray_start import ended_processes, make_ray_folder, make_token_file
+from ratoon.ray_start import (
+    SessionFolders,
+    ended_processes,
+    make_ray_folder,
+    make_token_file,
+    remove_session,
+)
 
 
 def test_the_token_is_made_once_and_for_its_owner(tmp_path: Path) -> None:
@@ -90,3 +98,54 @@ def test_of_rays_processes_those_that_it_cannot_do_without_are_missed(
     assert ended_processes() == ["raylet", "gcs_server"]
     monkeypatch.setattr(ray_worker, "_global_node", None)
     assert ended_processes() == []
+
+
+def _session(folder: Path, name: str) -> Path:
+    made = folder / f"session_{name}"
+    (made / "logs").mkdir(parents=True)
+    return made
+
+
+def test_folders_of_killed_services_do_not_add_up(tmp_path: Path) -> None:
+    """Every start left one for ever; the last is kept for its logs, and others' are not ours."""
+    make_token_file(tmp_path)
+    others = _session(tmp_path / "ray", "of-another")
+    mine = [_session(tmp_path / "ray", str(index)) for index in range(4)]
+    for folder in mine:
+        SessionFolders(tmp_path).begin(folder)
+    assert [folder.exists() for folder in mine] == [False, False, True, True]
+    assert others.exists()
+
+
+def test_a_session_goes_with_its_link(tmp_path: Path) -> None:
+    ended, other = _session(tmp_path, "1"), _session(tmp_path, "2")
+    latest = tmp_path / "session_latest"
+    latest.symlink_to(ended)
+    remove_session(ended)
+    assert not latest.is_symlink()
+    assert not ended.exists()
+    latest.symlink_to(other)
+    # Neither what is no session, nor where a link leads.
+    remove_session(tmp_path / "elsewhere")
+    remove_session(latest)
+    assert other.exists()
+
+
+@pytest.mark.e2e
+def test_a_ray_that_is_left_leaves_no_folder(tmp_path: Path) -> None:
+    """Each service left its sockets and logs in /tmp, for good."""
+    code = (
+        "import sys; from pathlib import Path; from ray._private import worker as ray_worker;"
+        "from ratoon.config import RatoonConfig;"
+        "from ratoon.ray_start import connect_ray, leave_ray;"
+        "connect_ray(RatoonConfig(data_root=Path(sys.argv[1])), show_logs=False);"
+        "print(ray_worker._global_node.get_session_dir_path());"
+        "leave_ray()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    folder = Path(done.stdout.split()[-1])
+    assert folder.name.startswith("session_")
+    assert not folder.exists()

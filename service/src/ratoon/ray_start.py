@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import shutil
 import signal
 import stat
 import tempfile
@@ -26,6 +27,7 @@ from ratoon.auth.key_file import access_folder, make_access_folder
 from ratoon.config import RatoonConfig, is_loopback, is_ray_open, ray_token_file
 from ratoon.errors import invalid
 from ratoon.log import get_logger
+from ratoon.stream.files import write_atomic
 
 _log = get_logger("ray")
 # Every call would be reported to a dashboard that is not there, and kept in the head's memory.
@@ -53,6 +55,7 @@ def connect_ray(config: RatoonConfig, *, show_logs: bool) -> None:
 
 def _start_ray(config: RatoonConfig, options: dict[str, Any]) -> None:
     token_file = make_token_file(config.data_root.absolute())
+    sessions = SessionFolders(config.data_root.absolute())
     if is_ray_open():
         _log.warning("Ray asks for no token: every user of this machine can run code in it")
     # It says at every start that there is a token.
@@ -68,6 +71,7 @@ def _start_ray(config: RatoonConfig, options: dict[str, Any]) -> None:
             _temp_dir=config.ray.temp_folder or str(make_ray_folder()),
             **options,
         )
+    sessions.begin(_session_folder())
     address = ray.util.get_node_ip_address()
     if not is_loopback(address):
         leave_ray()
@@ -94,9 +98,50 @@ def exit_without_ray() -> NoReturn:
 
 
 def leave_ray() -> None:
-    """End what `connect_ray` began; the next Ray of this process has a token of its own."""
+    """End what `connect_ray` began; the next Ray of this process has a token of its own.
+
+    The folder of a Ray that this process has started goes with it.
+    """
+    node = ray_worker._global_node
+    folder = _session_folder() if node is not None and node.is_head() else None
     ray.shutdown()
     AuthenticationTokenLoader.instance().reset_cache()
+    if folder is not None:
+        remove_session(folder)
+
+
+class SessionFolders:
+    """Names of the folders, with sockets and logs, of each Ray that a data root's service started.
+
+    One that was killed leaves its own, which its logs are read in; the next but one removes it.
+    """
+
+    def __init__(self, data_root: Path) -> None:
+        self._names = access_folder(data_root) / "ray-sessions"
+
+    def begin(self, folder: Path) -> None:
+        """Remove what is left of all but the last, and note `folder`."""
+        text = self._names.read_text("utf-8") if self._names.exists() else ""
+        left = [path for path in map(Path, text.splitlines()) if path.is_dir()]
+        for path in left[:-1]:
+            remove_session(path)
+        kept = [*left[-1:], folder]
+        write_atomic(self._names, "".join(f"{path}\n" for path in kept).encode())
+
+
+def remove_session(folder: Path) -> None:
+    """And Ray's link to the latest one, where it is this."""
+    latest = folder.parent / ray_constants.SESSION_LATEST
+    if latest.is_symlink() and latest.readlink() == folder:
+        latest.unlink(missing_ok=True)
+    if folder.name.startswith("session_") and not folder.is_symlink():
+        # What Ray's last processes write meanwhile is not worth an error.
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _session_folder() -> Path:
+    assert ray_worker._global_node is not None
+    return Path(str(ray_worker._global_node.get_session_dir_path()))
 
 
 @contextmanager
