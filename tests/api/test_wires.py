@@ -23,7 +23,7 @@ from ratoon.train.config import (
     OldLogprobsKind,
     RolloutCorrection,
 )
-from ratoon_client import Correction, CorrectionMask, Loss
+from ratoon_client import Correction, CorrectionMask, FromForward, Loss
 from ratoon_client.wire.encode import loss_message
 from ratoon_proto.codec import decode_tensor, encode_array
 from ratoon_proto.v1 import (
@@ -145,6 +145,16 @@ LOSSES = {
             tau_positive=0.9,
             tau_negative=2.0,
             advantage=config.AdvantageKind.GROUP_MEAN_BATCH_STD,
+        ),
+    ),
+    "entropy": (
+        Loss("dapo", old_logprobs=FromForward("p.op"), top_entropy_share=0.2),
+        LossRequest(
+            kind=LossKind.DAPO,
+            old_logprobs=OldLogprobs(
+                kind=OldLogprobsKind.FROM_FORWARD, forward_operation_id="p.op"
+            ),
+            top_entropy_share=0.2,
         ),
     ),
     "ipo": (

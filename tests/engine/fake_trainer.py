@@ -187,6 +187,7 @@ class FakeTrainer:
         plan: UpdatePlan,
         *,
         old_logprobs_J: NDArray[np.floating] | None,
+        entropy_J: NDArray[np.floating] | None,
         on_progress: Callable[[int, int, int], None],
         is_cancelled: Callable[[], bool],
     ) -> StepReport:
@@ -243,6 +244,7 @@ class FakeTrainer:
         plan: UpdatePlan,
         *,
         old_logprobs_J: NDArray[np.floating] | None,
+        entropy_J: NDArray[np.floating] | None,
         on_progress: Callable[[int, int, int], None],
         is_cancelled: Callable[[], bool],
     ) -> StepReport:
@@ -253,6 +255,7 @@ class FakeTrainer:
                 loss,
                 plan,
                 old_logprobs_J=old_logprobs_J,
+                entropy_J=entropy_J,
                 on_progress=on_progress,
                 is_cancelled=is_cancelled,
             )

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ratoon.engine.forward_output import read_old_logprobs, write_forward_output
+from ratoon.engine.forward_output import read_entropy, read_old_logprobs, write_forward_output
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.validate import validate_groups
@@ -60,6 +60,22 @@ def test_the_file_is_a_forward_output(tmp_path: Path) -> None:
 
 def test_the_same_batch_gets_its_log_probs_back(tmp_path: Path) -> None:
     np.testing.assert_array_equal(read_old_logprobs(written(tmp_path), BATCH), LOGPROBS)
+
+
+def test_entropies_are_found_as_log_probs_are(tmp_path: Path) -> None:
+    entropy = np.arange(8, dtype=np.float32)
+    digest, _ = write_forward_output(tmp_path, "p.op", BATCH, LOGPROBS, entropy, is_reference=False)
+    mini = batch_of(([6], [[3, 4], [7, 8, 9]]), ([1, 2], [[5]]))
+    np.testing.assert_array_equal(
+        read_entropy(keys_path(tmp_path, digest), mini), [6, 7, 3, 4, 5, 2]
+    )
+
+
+def test_a_forward_without_entropies_is_refused_for_them(tmp_path: Path) -> None:
+    with pytest.raises(RatoonError) as caught:
+        read_entropy(written(tmp_path), BATCH)
+    assert caught.value.code is ErrorCode.INVALID_ARGUMENT
+    assert caught.value.field == "loss.top_entropy_share"
 
 
 def test_a_mini_batch_in_another_order_gets_its_own(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TypeVar
 
@@ -147,7 +147,23 @@ def select(paths: list[Path], loss: OracleLoss, version: int = 0) -> list[Counte
                 own[token] = (path.temperature, prefix) not in paid
                 paid.add((path.temperature, prefix))
         remaining.append(Counted(path=path, own=own, advantages=advantages[index]))
-    return remaining
+    return remaining if loss.top_entropy_share is None else _of_most_entropy(remaining, loss)
+
+
+def _of_most_entropy(remaining: list[Counted], loss: OracleLoss) -> list[Counted]:
+    """Advantages of zero below the entropy that the asked share of all counted tokens reaches."""
+    share = Fraction(str(loss.top_entropy_share))
+    ranked = sorted(
+        (float(entropy) for one in remaining for entropy in _present(one.path.entropy)[one.own]),
+        reverse=True,
+    )
+    if not ranked:
+        return remaining
+    least = ranked[math.ceil(share * len(ranked)) - 1]
+    return [
+        replace(one, advantages=np.where(_present(one.path.entropy) >= least, one.advantages, 0.0))
+        for one in remaining
+    ]
 
 
 def has_gradient(counted: Counted, loss: OracleLoss) -> bool:

@@ -31,6 +31,8 @@ class Path:
     truncated: bool
     # -1: not said.
     version: int
+    # Of a Forward, float64 [R].
+    entropy: NDArray[np.float64] | None = None
 
     @property
     def tokens(self) -> NDArray[np.int64]:
@@ -87,6 +89,8 @@ class OracleLoss:
     entropy_coefficient: float = 0.0
     correction: Correction | None = None
     correction_mask: Correction | None = None
+    # Share of the counted tokens, those of most entropy, that have a policy gradient.
+    top_entropy_share: float | None = None
     shared: str = "sum"
     filter_truncated: bool = False
     overlong: Overlong | None = None

@@ -59,6 +59,7 @@ def make_loss(kind: LossKind, **changes: Any) -> Loss:
         "token_weight": TokenWeight.PER_TOKEN,
         "default_divide_by": DivideBy.TOKENS,
         "shared_tokens": SharedTokens.SUM,
+        "top_entropy_share": None,
         "overlong": None,
         "drop_zero_variance_groups": False,
         "staleness": None,

@@ -30,7 +30,7 @@ from ratoon.train.config import (
     TokenWeight,
 )
 from ratoon.train.planning import cpu_planner
-from ratoon.train.prepare import Prepared, prepare, prepare_planned
+from ratoon.train.prepare import Prepared, keep_top_entropy, prepare, prepare_planned
 from ratoon.train.resolve import resolve_loss
 from tests import builders
 
@@ -285,3 +285,38 @@ def test_nothing_to_learn_is_said() -> None:
     assert prepared.plan.micro_batches == ()
     assert prepared.counters.tokens == 3
     assert any("every advantage is zero" in warning for warning in prepared.warnings)
+
+
+FORWARD = OldLogprobs(kind=OldLogprobsKind.FROM_FORWARD, forward_operation_id="p.op")
+
+
+def test_only_tokens_of_most_entropy_have_an_advantage() -> None:
+    """Of five counted tokens two fifths are two, and what ties with the second; all count."""
+    masked = np.array([True, False, True])
+    rollouts = [
+        builders.rollout([1, 2, 3], advantages=np.full(3, 2.0, np.float32), loss_mask=masked),
+        builders.rollout([4, 5, 6], advantages=np.full(3, -1.0, np.float32)),
+    ]
+    batch = validate_groups([builders.group([9], rollouts)], builders.limits())
+    prepared = _prepare(batch, old_logprobs=FORWARD, top_entropy_share=0.4)
+    # The second is not trained, whatever its entropy.
+    entropy = np.array([0.5, 9.0, 3.0, 0.1, 1.0, 1.0], np.float32)
+    kept = keep_top_entropy(prepared, entropy)
+    assert kept.columns.advantage_J.tolist() == [0.0, 0.0, 2.0, 0.0, -1.0, -1.0]
+    assert kept.counters == prepared.counters
+    np.testing.assert_array_equal(kept.columns.weight_J, prepared.columns.weight_J)
+    everything = _prepare(batch, old_logprobs=FORWARD, top_entropy_share=1.0)
+    trained_J = everything.columns.trained_J
+    np.testing.assert_array_equal(
+        keep_top_entropy(everything, entropy).columns.advantage_J[trained_J],
+        everything.columns.advantage_J[trained_J],
+    )
+
+
+def test_the_share_of_entropy_is_rounded_up_in_decimal() -> None:
+    """0.1 of 30 tokens are 3, though 0.1 * 30 is more than 3."""
+    rollout = builders.rollout([1] * 30, advantages=np.ones(30, np.float32))
+    batch = validate_groups([builders.group([9], [rollout])], builders.limits())
+    prepared = _prepare(batch, old_logprobs=FORWARD, top_entropy_share=0.1)
+    kept = keep_top_entropy(prepared, np.arange(30, dtype=np.float32))
+    assert np.flatnonzero(kept.columns.advantage_J).tolist() == [27, 28, 29]

@@ -49,6 +49,7 @@ from tests import builders
 _MASK = RolloutCorrection(mode=CorrectionMode.MASK, level=CorrectionLevel.TOKEN, low=0.5, high=2.0)
 _TRUNCATE = replace(_MASK, mode=CorrectionMode.TRUNCATE, low=0.0)
 _GEOMETRIC = CorrectionMask(level=CorrectionLevel.GEOMETRIC, low=0.9, high=1.1)
+_FORWARD_OLD = OldLogprobs(kind=OldLogprobsKind.FROM_FORWARD, forward_operation_id="p.op")
 _GIVEN_OLD = OldLogprobs(kind=OldLogprobsKind.GIVEN)
 
 
@@ -297,6 +298,14 @@ _PENALTY = OverlongPenalty(max_tokens=10, buffer_tokens=4, scale=1.0)
             {"old_logprobs": _GIVEN_OLD, "correction": replace(_TRUNCATE, high=0.5)},
             "loss.correction.high",
         ),
+        (LossKind.GRPO, {}, {"top_entropy_share": 0.2}, "loss.top_entropy_share"),
+        (
+            LossKind.GRPO,
+            {},
+            {"old_logprobs": _FORWARD_OLD, "top_entropy_share": 0.0},
+            "loss.top_entropy_share",
+        ),
+        (LossKind.CROSS_ENTROPY, {}, {"top_entropy_share": 0.2}, "loss.top_entropy_share"),
         (LossKind.GRPO, {}, {"tau_positive": 1.0}, "loss.tau_positive"),
         (LossKind.SAPO, {}, {"tau_negative": 0.0}, "loss.tau_negative"),
         (LossKind.SAPO, {}, {"clip_low": 0.2}, "loss.clip_low"),

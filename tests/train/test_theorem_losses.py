@@ -34,12 +34,13 @@ from ratoon.train.config import (
     TokenWeight,
 )
 from tests.oracle.advantages import select
-from tests.theorem import paths_of
+from tests.theorem import assert_close, paths_of
 from tests.tiny_models import write_folder
 from tests.train.theorem_runs import (
     WHOLE,
     Pair,
     check_gradients,
+    forward_backward,
     make_pair,
     make_request,
     oracle_loss,
@@ -212,6 +213,40 @@ def test_a_mask_alone_and_beside_a_weight_of_another_level(
             kl=_kl(KlKind.K3),
         )
         check_gradients(pair, batch, request, micro_batch_tokens=micro_batch_tokens)
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [1, WHOLE])
+@pytest.mark.parametrize("shared_tokens", SharedTokens)
+@pytest.mark.parametrize("kind", [LossKind.GRPO, LossKind.GSPO])
+def test_tokens_of_most_entropy(
+    pair: Pair, kind: LossKind, shared_tokens: SharedTokens, micro_batch_tokens: int
+) -> None:
+    """The quantile is over all micro-batches, and takes no part in KL and counters."""
+    batch = _batch(pair, 37, kinds=("flat", "tree"))
+    plan = pair.trainer.plan_forward(batch)
+    old = pair.trainer.forward(batch, plan, with_entropy=True, use_reference=False)
+    assert old.entropy is not None
+    request = LossRequest(
+        kind=kind,
+        old_logprobs=OldLogprobs(kind=OldLogprobsKind.FROM_FORWARD, forward_operation_id="p.op"),
+        top_entropy_share=0.2,
+        shared_tokens=shared_tokens,
+        kl=_kl(KlKind.K2),
+    )
+    report, sums = forward_backward(
+        pair,
+        batch,
+        request,
+        micro_batch_tokens=micro_batch_tokens,
+        forward_logprobs_J=old.logprobs,
+        forward_entropy_J=old.entropy,
+    )
+    assert_close(pair.gradient_errors(), pair.tolerance)
+    assert report.trained_tokens == sums.counters.tokens
+    assert report.policy_gradient_loss * sums.counters.sequences == pytest.approx(
+        sums.policy_gradient, abs=1e-9
+    )
+    pair.discard()
 
 
 @pytest.mark.parametrize("old", [GIVEN_OLD, ON_POLICY, None])

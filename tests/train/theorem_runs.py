@@ -164,6 +164,7 @@ def oracle_loss(request: LossRequest, batch: RolloutBatch) -> OracleLoss:
         "token_weight": request.token_weight,
         "drop_zero_variance": request.drop_zero_variance_groups,
         "advantage": request.advantage,
+        "top_entropy_share": request.top_entropy_share,
     }
     fields = {name: value for name, value in fields.items() if value is not None}
     if request.advantage is None and batch.advantages is not None:
@@ -209,6 +210,7 @@ def forward_backward(
     *,
     micro_batch_tokens: int = WHOLE,
     forward_logprobs_J: np.ndarray[Any, Any] | None = None,
+    forward_entropy_J: np.ndarray[Any, Any] | None = None,
     oracle_batch: RolloutBatch | None = None,
 ) -> tuple[StepReport, Sums]:
     """One forward-backward on both sides. `oracle_batch`: what the oracle sees in its place."""
@@ -217,13 +219,22 @@ def forward_backward(
     plan = prepare.prepare(
         batch, loss, version=trainer.version, planner=cpu_planner(micro_batch_tokens)
     ).plan
-    report = trainer.forward_backward(batch, loss, plan, old_logprobs_J=forward_logprobs_J)
+    report = trainer.forward_backward(
+        batch, loss, plan, old_logprobs_J=forward_logprobs_J, entropy_J=forward_entropy_J
+    )
     paths = paths_of(oracle_batch or batch)
     if forward_logprobs_J is not None:
         offsets = batch.response_offsets
         paths = [
             replace(path, old=forward_logprobs_J[start:stop].astype(np.float64))
             for path, start, stop in zip(paths, offsets[:-1], offsets[1:], strict=True)
+        ]
+    if forward_entropy_J is not None:
+        paths = [
+            replace(path, entropy=entropy)
+            for path, entropy in zip(
+                paths, np.split(forward_entropy_J, batch.response_offsets[1:-1]), strict=True
+            )
         ]
     if request.kl is not None and request.kl.reference is ReferenceKind.FROZEN:
         frozen = hf.all_logprobs(pair.initial, paths)

@@ -113,6 +113,7 @@ class Loss:
     entropy_coefficient: float = 0.0
     correction: Correction | None = None
     correction_mask: CorrectionMask | None = None
+    top_entropy_share: float | None = None
     token_weight: TokenWeight | None = None
     shared_tokens: SharedTokens | None = None
     overlong: OverlongFilter | OverlongPenalty | None = None

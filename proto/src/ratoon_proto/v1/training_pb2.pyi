@@ -554,6 +554,7 @@ class LossConfig(_message.Message):
     CORRECTION_MASK_FIELD_NUMBER: _builtins.int
     TAU_POSITIVE_FIELD_NUMBER: _builtins.int
     TAU_NEGATIVE_FIELD_NUMBER: _builtins.int
+    TOP_ENTROPY_SHARE_FIELD_NUMBER: _builtins.int
     kind: Global___LossKind.ValueType
     advantage: Global___AdvantageKind.ValueType
     clip_low: _builtins.float
@@ -577,6 +578,10 @@ class LossConfig(_message.Message):
     tau_positive: _builtins.float
     """sapo alone: temperatures of its gate for positive and for other advantages; 1 and 1.05."""
     tau_negative: _builtins.float
+    top_entropy_share: _builtins.float
+    """Only this share, above 0, of the operation's counted tokens has a policy gradient: those of most
+    entropy by the Forward that old_logprobs names, which must have had with_entropy.
+    """
     @_builtins.property
     def old_logprobs(self) -> Global___OldLogprobs: ...
     @_builtins.property
@@ -616,10 +621,11 @@ class LossConfig(_message.Message):
         correction_mask: Global___CorrectionMask | None = ...,
         tau_positive: _builtins.float | None = ...,
         tau_negative: _builtins.float | None = ...,
+        top_entropy_share: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_drop_zero_variance_groups", b"_drop_zero_variance_groups", "_dual_clip", b"_dual_clip", "_tau_negative", b"_tau_negative", "_tau_positive", b"_tau_positive", "clip_high", b"clip_high", "clip_low", b"clip_low", "correction", b"correction", "correction_mask", b"correction_mask", "drop_zero_variance_groups", b"drop_zero_variance_groups", "dual_clip", b"dual_clip", "kl", b"kl", "old_logprobs", b"old_logprobs", "overlong", b"overlong", "overlong_filter", b"overlong_filter", "overlong_penalty", b"overlong_penalty", "staleness", b"staleness", "tau_negative", b"tau_negative", "tau_positive", b"tau_positive"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_drop_zero_variance_groups", b"_drop_zero_variance_groups", "_dual_clip", b"_dual_clip", "_tau_negative", b"_tau_negative", "_tau_positive", b"_tau_positive", "_top_entropy_share", b"_top_entropy_share", "clip_high", b"clip_high", "clip_low", b"clip_low", "correction", b"correction", "correction_mask", b"correction_mask", "drop_zero_variance_groups", b"drop_zero_variance_groups", "dual_clip", b"dual_clip", "kl", b"kl", "old_logprobs", b"old_logprobs", "overlong", b"overlong", "overlong_filter", b"overlong_filter", "overlong_penalty", b"overlong_penalty", "staleness", b"staleness", "tau_negative", b"tau_negative", "tau_positive", b"tau_positive", "top_entropy_share", b"top_entropy_share"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_drop_zero_variance_groups", b"_drop_zero_variance_groups", "_dual_clip", b"_dual_clip", "_tau_negative", b"_tau_negative", "_tau_positive", b"_tau_positive", "advantage", b"advantage", "allow_truncated_sampling", b"allow_truncated_sampling", "clip_high", b"clip_high", "clip_low", b"clip_low", "correction", b"correction", "correction_mask", b"correction_mask", "drop_zero_variance_groups", b"drop_zero_variance_groups", "dual_clip", b"dual_clip", "entropy_coefficient", b"entropy_coefficient", "kind", b"kind", "kl", b"kl", "old_logprobs", b"old_logprobs", "overlong", b"overlong", "overlong_filter", b"overlong_filter", "overlong_penalty", b"overlong_penalty", "router_aux_loss_coefficient", b"router_aux_loss_coefficient", "shared_tokens", b"shared_tokens", "staleness", b"staleness", "tau_negative", b"tau_negative", "tau_positive", b"tau_positive", "token_weight", b"token_weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_drop_zero_variance_groups", b"_drop_zero_variance_groups", "_dual_clip", b"_dual_clip", "_tau_negative", b"_tau_negative", "_tau_positive", b"_tau_positive", "_top_entropy_share", b"_top_entropy_share", "advantage", b"advantage", "allow_truncated_sampling", b"allow_truncated_sampling", "clip_high", b"clip_high", "clip_low", b"clip_low", "correction", b"correction", "correction_mask", b"correction_mask", "drop_zero_variance_groups", b"drop_zero_variance_groups", "dual_clip", b"dual_clip", "entropy_coefficient", b"entropy_coefficient", "kind", b"kind", "kl", b"kl", "old_logprobs", b"old_logprobs", "overlong", b"overlong", "overlong_filter", b"overlong_filter", "overlong_penalty", b"overlong_penalty", "router_aux_loss_coefficient", b"router_aux_loss_coefficient", "shared_tokens", b"shared_tokens", "staleness", b"staleness", "tau_negative", b"tau_negative", "tau_positive", b"tau_positive", "token_weight", b"token_weight", "top_entropy_share", b"top_entropy_share"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__clip_high: _TypeAlias = _typing.Literal["clip_high"]  # noqa: Y015
     _WhichOneofArgType__clip_high: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high"]  # noqa: Y015
@@ -633,6 +639,8 @@ class LossConfig(_message.Message):
     _WhichOneofArgType__tau_negative: _TypeAlias = _typing.Literal["_tau_negative", b"_tau_negative"]  # noqa: Y015
     _WhichOneofReturnType__tau_positive: _TypeAlias = _typing.Literal["tau_positive"]  # noqa: Y015
     _WhichOneofArgType__tau_positive: _TypeAlias = _typing.Literal["_tau_positive", b"_tau_positive"]  # noqa: Y015
+    _WhichOneofReturnType__top_entropy_share: _TypeAlias = _typing.Literal["top_entropy_share"]  # noqa: Y015
+    _WhichOneofArgType__top_entropy_share: _TypeAlias = _typing.Literal["_top_entropy_share", b"_top_entropy_share"]  # noqa: Y015
     _WhichOneofReturnType_overlong: _TypeAlias = _typing.Literal["overlong_filter", "overlong_penalty"]  # noqa: Y015
     _WhichOneofArgType_overlong: _TypeAlias = _typing.Literal["overlong", b"overlong"]  # noqa: Y015
     @_typing.overload
@@ -647,6 +655,8 @@ class LossConfig(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__tau_negative) -> _WhichOneofReturnType__tau_negative | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__tau_positive) -> _WhichOneofReturnType__tau_positive | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_entropy_share) -> _WhichOneofReturnType__top_entropy_share | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_overlong) -> _WhichOneofReturnType_overlong | None: ...
 

@@ -16,7 +16,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ratoon.errors import ErrorCode, RatoonError
+from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.stream.files import (
     DamagedFileError,
@@ -26,6 +26,7 @@ from ratoon.stream.files import (
     write_atomic,
 )
 from ratoon_proto.codec import decode_tensor, encode_array
+from ratoon_proto.v1.tensor_pb2 import Tensor
 from ratoon_proto.v1.training_pb2 import ForwardOutput
 
 _KEY_BYTES = 16
@@ -61,6 +62,34 @@ def read_old_logprobs(keys_path: Path, batch: RolloutBatch) -> NDArray[np.floati
     Raises INVALID_ARGUMENT where the files have expired, are damaged, are of the reference, or do
     not hold a rollout of the batch.
     """
+    output, sources = _read(keys_path, batch)
+    return _at_rollouts(output, output.logprobs, batch, sources)
+
+
+def read_entropy(keys_path: Path, batch: RolloutBatch) -> NDArray[np.floating]:
+    """The same of its entropies. Raises INVALID_ARGUMENT too where the Forward has kept none."""
+    output, sources = _read(keys_path, batch)
+    if not output.HasField("entropy"):
+        raise invalid("loss.top_entropy_share", "a Forward without", "a Forward with_entropy")
+    return _at_rollouts(output, output.entropy, batch, sources)
+
+
+def _at_rollouts(
+    output: ForwardOutput, column: Tensor, batch: RolloutBatch, sources: list[int]
+) -> NDArray[np.floating]:
+    """Values of the batch's rollouts, [J], which are the Forward's `sources`."""
+    most = output.ByteSize()
+    values = cast("NDArray[np.floating]", decode_tensor(column, max_bytes=most))
+    offsets = decode_tensor(output.offsets, max_bytes=most).astype(np.int64)
+    taken = np.zeros(len(batch.response_tokens), values.dtype)
+    starts, stops = batch.response_offsets[:-1], batch.response_offsets[1:]
+    for start, stop, source in zip(starts, stops, sources, strict=True):
+        taken[start:stop] = values[offsets[source] : offsets[source + 1]]
+    return taken
+
+
+def _read(keys_path: Path, batch: RolloutBatch) -> tuple[ForwardOutput, list[int]]:
+    """The Forward's output, and which of its rollouts each of the batch's is."""
     data_path = keys_path.with_suffix("")
     try:
         keys, data = unseal_bytes(keys_path.read_bytes()), data_path.read_bytes()
@@ -72,14 +101,11 @@ def read_old_logprobs(keys_path: Path, batch: RolloutBatch) -> NDArray[np.floati
     if digest_bytes(data) != data_path.name:
         raise _refused("a Forward whose result is damaged", "the bytes that were written")
     output = ForwardOutput.FromString(data)
-    logprobs = cast("NDArray[np.floating]", decode_tensor(output.logprobs, max_bytes=len(data)))
-    offsets = decode_tensor(output.offsets, max_bytes=len(data)).astype(np.int64)
     place = {
         keys[start : start + _KEY_BYTES]: index
         for index, start in enumerate(range(0, len(keys), _KEY_BYTES))
     }
-    old = np.zeros(len(batch.response_tokens), logprobs.dtype)
-    starts, stops = batch.response_offsets[:-1], batch.response_offsets[1:]
+    sources: list[int] = []
     for sequence, key in enumerate(_rollout_keys(batch, is_reference=False)):
         source = place.get(key)
         if source is None:
@@ -89,8 +115,8 @@ def read_old_logprobs(keys_path: Path, batch: RolloutBatch) -> NDArray[np.floati
                 f"a Forward without groups[{group}].rollouts[{rollout}]",
                 "a Forward of the policy with every rollout of this batch",
             )
-        old[starts[sequence] : stops[sequence]] = logprobs[offsets[source] : offsets[source + 1]]
-    return old
+        sources.append(source)
+    return output, sources
 
 
 def _rollout_keys(batch: RolloutBatch, *, is_reference: bool) -> list[bytes]:

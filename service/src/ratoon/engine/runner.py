@@ -14,7 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ratoon.engine.faults import disk_fault
-from ratoon.engine.forward_output import read_old_logprobs, write_forward_output
+from ratoon.engine.forward_output import (
+    read_entropy,
+    read_old_logprobs,
+    write_forward_output,
+)
 from ratoon.engine.tasks import (
     BatchCommand,
     DiscardTask,
@@ -61,6 +65,7 @@ class _Inputs:
 
     batch: RolloutBatch
     old_logprobs_J: NDArray[np.floating] | None
+    entropy_J: NDArray[np.floating] | None
 
 
 class TaskRunner:
@@ -85,7 +90,8 @@ class TaskRunner:
         self, command: BatchCommand, body_path: Path, old_logprobs: OldLogprobsSource
     ) -> dict[str, object]:
         """JSON of the plan. Raises `RatoonError`."""
-        inputs = self._read(body_path, old_logprobs)
+        loss_request = None if isinstance(command, ForwardCommand) else command.loss
+        inputs = self._read(body_path, old_logprobs, loss_request)
         if isinstance(command, ForwardCommand):
             plan = self.trainer.plan_forward(inputs.batch)
         else:
@@ -140,7 +146,7 @@ class TaskRunner:
     def _update(
         self, task: UpdateTask, on_progress: OnProgress, is_cancelled: IsCancelled
     ) -> OperationResult:
-        inputs = self._read(Path(task.body_path), task.old_logprobs)
+        inputs = self._read(Path(task.body_path), task.old_logprobs, task.command.loss)
         loss = self._loss(task.command.loss, inputs.batch)
         step = self._step(task.command.optim, loss.normalisation)
         report = self.trainer.update(
@@ -149,6 +155,7 @@ class TaskRunner:
             step,
             plan_from_dict(task.plan),
             old_logprobs_J=inputs.old_logprobs_J,
+            entropy_J=inputs.entropy_J,
             on_progress=on_progress,
             is_cancelled=is_cancelled,
         )
@@ -157,12 +164,13 @@ class TaskRunner:
     def _forward_backward(
         self, task: ForwardBackwardTask, on_progress: OnProgress, is_cancelled: IsCancelled
     ) -> StepReport:
-        inputs = self._read(Path(task.body_path), task.old_logprobs)
+        inputs = self._read(Path(task.body_path), task.old_logprobs, task.command.loss)
         return self.trainer.forward_backward(
             inputs.batch,
             self._loss(task.command.loss, inputs.batch),
             plan_from_dict(task.plan),
             old_logprobs_J=inputs.old_logprobs_J,
+            entropy_J=inputs.entropy_J,
             on_progress=on_progress,
             is_cancelled=is_cancelled,
         )
@@ -171,7 +179,7 @@ class TaskRunner:
         self, task: ForwardTask, on_progress: OnProgress, is_cancelled: IsCancelled
     ) -> OperationResult:
         command = task.command
-        inputs = self._read(Path(task.body_path), FromGiven())
+        inputs = self._read(Path(task.body_path), FromGiven(), None)
         arrays = self.trainer.forward(
             inputs.batch,
             plan_from_dict(task.plan),
@@ -219,14 +227,18 @@ class TaskRunner:
     def _step(self, request: OptimRequest, normalisation: Normalisation) -> OptimStep:
         return resolve_optim(request, normalisation, self._spec.optimizer)
 
-    def _read(self, body_path: Path, source: OldLogprobsSource) -> _Inputs:
+    def _read(
+        self, body_path: Path, source: OldLogprobsSource, loss: LossRequest | None
+    ) -> _Inputs:
         if self._inputs is not None and self._inputs[:2] == (body_path, source):
             return self._inputs[2]
         batch = batch_from_bytes(_read_body(body_path))
-        old = None
+        old = entropy = None
         if isinstance(source, FromForwardFile):
             old = read_old_logprobs(Path(source.path), batch)
-        inputs = _Inputs(batch=batch, old_logprobs_J=old)
+            if loss is not None and loss.top_entropy_share is not None:
+                entropy = read_entropy(Path(source.path), batch)
+        inputs = _Inputs(batch=batch, old_logprobs_J=old, entropy_J=entropy)
         self._inputs = (body_path, source, inputs)
         return inputs
 

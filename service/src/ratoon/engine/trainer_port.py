@@ -77,6 +77,7 @@ class TrainerPort(Protocol):
         plan: UpdatePlan,
         *,
         old_logprobs_J: NDArray[np.floating] | None,
+        entropy_J: NDArray[np.floating] | None,
         on_progress: OnProgress,
         is_cancelled: IsCancelled,
     ) -> StepReport: ...
@@ -91,6 +92,7 @@ class TrainerPort(Protocol):
         plan: UpdatePlan,
         *,
         old_logprobs_J: NDArray[np.floating] | None,
+        entropy_J: NDArray[np.floating] | None,
         on_progress: OnProgress,
         is_cancelled: IsCancelled,
     ) -> StepReport: ...

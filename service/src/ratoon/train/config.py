@@ -183,6 +183,7 @@ class LossRequest:
     entropy_coefficient: float = 0.0
     correction: RolloutCorrection | None = None
     correction_mask: CorrectionMask | None = None
+    top_entropy_share: float | None = None
     token_weight: TokenWeight | None = None
     shared_tokens: SharedTokens = SharedTokens.SUM
     overlong: OverlongFilter | OverlongPenalty | None = None

@@ -70,12 +70,17 @@ def run_forward(
 
 
 def check_forward_logprobs(
-    batch: RolloutBatch, loss: Loss, old_logprobs_J: NDArray[np.floating] | None
+    batch: RolloutBatch,
+    loss: Loss,
+    old_logprobs_J: NDArray[np.floating] | None,
+    entropy_J: NDArray[np.floating] | None,
 ) -> None:
     """Whether the Forward that the loss names was of as many tokens as the batch has."""
     old = loss.old_logprobs
     is_asked = old is not None and old.kind is OldLogprobsKind.FROM_FORWARD
     assert is_asked == (old_logprobs_J is not None), "from_forward log-probs come with their loss"
+    needs_entropy = loss.top_entropy_share is not None
+    assert needs_entropy == (entropy_J is not None), "entropies come with their loss"
     if old_logprobs_J is not None and old_logprobs_J.shape != batch.loss_mask.shape:
         raise invalid(
             "loss.old_logprobs.forward_operation_id",

@@ -110,6 +110,8 @@ class Loss:
     entropy_coefficient: float
     correction: RolloutCorrection | None
     correction_mask: CorrectionMask | None
+    # Of the counted tokens, those of most entropy by the loss's Forward; None: all.
+    top_entropy_share: float | None
     token_weight: TokenWeight
     default_divide_by: DivideBy
     shared_tokens: SharedTokens

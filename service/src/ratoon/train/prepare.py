@@ -8,7 +8,9 @@ plan, on which none of them depends.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,6 +102,26 @@ def prepare_planned(batch: RolloutBatch, loss: Loss, plan: UpdatePlan, *, versio
     selection = select(batch, loss, version)
     columns = _columns(batch, loss, prefixes, selection)
     return _assemble(batch, loss, prefixes, selection, columns, plan)
+
+
+def keep_top_entropy(prepared: Prepared, entropy_J: NDArray[np.floating]) -> Prepared:
+    """`prepared` without the advantages of tokens below the loss's share of most entropy.
+
+    `entropy_J` [J]: of the loss's Forward. The threshold is the entropy of the last token of that
+    share, rounded up, among all counted tokens of the operation; what ties with it stays. Those
+    below keep their place in counters, KL and entropy bonus, as in "Beyond the 80/20 rule" (arXiv
+    2506.01939, its objective for forking tokens: an indicator within the mean over all tokens).
+    """
+    share, columns = prepared.loss.top_entropy_share, prepared.columns
+    counted = entropy_J[columns.counted_J]
+    if share is None or len(counted) == 0:
+        return prepared
+    # In decimal, as it was written: 0.1 of 30 are 3.
+    num_kept = math.ceil(Fraction(repr(share)) * len(counted))
+    least = np.partition(counted, len(counted) - num_kept)[len(counted) - num_kept]
+    is_kept_J = columns.trained_J & (entropy_J >= least)
+    advantage_J = np.where(is_kept_J, columns.advantage_J, 0.0)
+    return replace(prepared, columns=replace(columns, advantage_J=advantage_J))
 
 
 def select(batch: RolloutBatch, loss: Loss, version: int) -> Selection:

@@ -15,6 +15,7 @@ from ratoon.train.config import (
     AdvantageKind,
     LossKind,
     LossRequest,
+    OldLogprobsKind,
     OverlongFilter,
     OverlongPenalty,
     Staleness,
@@ -78,6 +79,7 @@ def resolve_loss(request: LossRequest, batch: RolloutBatch, *, has_frozen_refere
         entropy_coefficient=request.entropy_coefficient,
         correction=resolve_correction(request, batch),
         correction_mask=resolve_correction_mask(request, batch),
+        top_entropy_share=_resolve_top_entropy(request),
         token_weight=request.token_weight or defaults.token_weight,
         default_divide_by=defaults.divide_by,
         shared_tokens=request.shared_tokens,
@@ -184,6 +186,19 @@ def _resolve_overlong(
         )
     require_not_negative("loss.overlong_penalty.scale", overlong.scale)
     return overlong
+
+
+def _resolve_top_entropy(request: LossRequest) -> float | None:
+    """Whose entropies they are: those of a Forward before the update, known before any backward."""
+    share, old = request.top_entropy_share, request.old_logprobs
+    if share is None:
+        return None
+    if old is None or old.kind is not OldLogprobsKind.FROM_FORWARD:
+        raise invalid(
+            "loss.top_entropy_share", share, "old_logprobs from_forward, of a Forward with entropy"
+        )
+    require("loss.top_entropy_share", share, 0 < share <= 1, "a number above 0, at most 1")
+    return share
 
 
 def _resolve_zero_variance(

@@ -153,22 +153,26 @@ class Trainer:
         plan: UpdatePlan,
         *,
         old_logprobs_J: NDArray[np.floating] | None = None,
+        entropy_J: NDArray[np.floating] | None = None,
         on_progress: Callable[[int, int, int], None] = no_progress,
         is_cancelled: Callable[[], bool] = never_cancelled,
     ) -> StepReport:
         """Add the gradient sum of the batch's loss to the window, cut as `plan` says.
 
         `old_logprobs_J`: `ForwardArrays.logprobs` of the operation that a `from_forward` loss
-        names, else None. `on_progress(done, planned, tokens)` and `is_cancelled` are called between
-        micro-batches; tokens are replicated ones.
+        names, else None; `entropy_J`: its entropies, for a loss with `top_entropy_share`.
+        `on_progress(done, planned, tokens)` and `is_cancelled` are called between micro-batches;
+        tokens are replicated ones.
 
         Raises `RatoonError` CANCELLED: whatever raises once the first micro-batch has begun leaves
         the window TORN, and the caller must call `discard_gradients` (and run the window's earlier
         forward-backwards again, if it wants them back).
         """
         started = time.perf_counter()
-        check_forward_logprobs(batch, loss, old_logprobs_J)
+        check_forward_logprobs(batch, loss, old_logprobs_J, entropy_J)
         prepared = prepare.prepare_planned(batch, loss, plan, version=self.version)
+        if entropy_J is not None:
+            prepared = prepare.keep_top_entropy(prepared, entropy_J)
         plan_s = time.perf_counter() - started
         canary = self._canary(prepared, old_logprobs_J, is_cancelled)
         self._window.begin(loss)
@@ -206,6 +210,7 @@ class Trainer:
         plan: UpdatePlan,
         *,
         old_logprobs_J: NDArray[np.floating] | None = None,
+        entropy_J: NDArray[np.floating] | None = None,
         on_progress: Callable[[int, int, int], None] = no_progress,
         is_cancelled: Callable[[], bool] = never_cancelled,
     ) -> StepReport:
@@ -224,6 +229,7 @@ class Trainer:
                 loss,
                 plan,
                 old_logprobs_J=old_logprobs_J,
+                entropy_J=entropy_J,
                 on_progress=on_progress,
                 is_cancelled=is_cancelled,
             )

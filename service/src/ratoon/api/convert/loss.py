@@ -48,6 +48,9 @@ def loss_request(message: wire.LossConfig) -> LossRequest:
         dual_clip=message.dual_clip if message.HasField("dual_clip") else None,
         tau_positive=message.tau_positive if message.HasField("tau_positive") else None,
         tau_negative=message.tau_negative if message.HasField("tau_negative") else None,
+        top_entropy_share=(
+            message.top_entropy_share if message.HasField("top_entropy_share") else None
+        ),
         old_logprobs=_old_logprobs(message.old_logprobs),
         kl=_kl(message.kl) if message.HasField("kl") else None,
         entropy_coefficient=message.entropy_coefficient,

@@ -9,7 +9,7 @@ from ratoon.train.loss_spec import IpoObjective, SapoObjective
 
 
 def sapo_terms(inputs: PolicyInputs) -> PolicyTerms:
-    """-f(r) A with f(r) = 4 / tau sigmoid(tau (r - 1)): SAPO (arXiv 2511.20347, eq. 5 and 6).
+    """-f(r) A with f(r) = 4 / tau sigmoid(tau (r - 1)): SAPO (arXiv 2511.20347, its objective).
 
     tau is one number for A > 0, another elsewhere. The gradient with respect to log p is that of
     -r A times 4 s (1 - s), s the sigmoid: 1 on policy, and falling off to either side.

@@ -77,6 +77,7 @@ class LossConfig(WireModel):
     correction_mask: CorrectionMask | None = None
     tau_positive: Float | None = None
     tau_negative: Float | None = None
+    top_entropy_share: Float | None = None
     token_weight: TokenWeight | None = None
     shared_tokens: SharedTokens | None = None
     overlong_filter: OverlongFilter | None = None
