@@ -40,7 +40,7 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.metrics import Change
 from ratoon.model.spec import ModelInfo
 from ratoon.stream.manifest import WeightFile, WeightKind, WeightManifest
-from ratoon.train.report import PhaseSeconds, StepReport
+from ratoon.train.report import LayerGradNorm, PhaseSeconds, StepReport
 
 INFO = ModelInfo(
     num_parameters=1000,
@@ -59,6 +59,7 @@ REPORT = StepReport(
     seconds=PhaseSeconds(plan=0.1, forward=0.2),
     ratio_max=float("inf"),
     warnings=("sampled with top_p",),
+    layer_grad_norms=(LayerGradNorm(layer="lm_head", norm=1.25),),
 )
 _KINDS = {
     "UpdateCommand": OperationKind.UPDATE,

@@ -184,7 +184,7 @@ def test_a_geometric_mask_is_blind_to_length_by_hand() -> None:
     ):
         output = _corrected(gaps, correction_mask=other)
         assert output.grad_logprob_L.tolist() == [0.0, 0.0, 0.0]
-        assert summed(output).masked == 3
+        assert summed(output).correction_masked == 3
     weight = RolloutCorrection(
         mode=CorrectionMode.MASK, level=CorrectionLevel.GEOMETRIC, low=0.5, high=2.01
     )
@@ -202,11 +202,11 @@ def test_a_mask_at_one_level_and_truncation_at_another_by_hand() -> None:
     output = _corrected(gaps, correction=truncate, correction_mask=by_token)
     assert output.grad_logprob_L.tolist() == pytest.approx([-2.0, -1.0, 0.0])
     assert summed(output).loss == pytest.approx(2.0 + 2.0)
-    assert (summed(output).masked, summed(output).correction_truncated) == (1, 0)
+    assert (summed(output).correction_masked, summed(output).correction_truncated) == (1, 0)
     by_sequence = CorrectionMask(level=CorrectionLevel.SEQUENCE, low=0.1, high=8.1)
     output = _corrected(gaps, correction=truncate, correction_mask=by_sequence)
     assert output.grad_logprob_L.tolist() == pytest.approx([-2.0, -1.0, -3.0])
-    assert (summed(output).masked, summed(output).correction_truncated) == (0, 1)
+    assert (summed(output).correction_masked, summed(output).correction_truncated) == (0, 1)
 
 
 @pytest.mark.parametrize(

@@ -249,7 +249,7 @@ def test_mask_that_leaves_no_token_warns(pair: Pair, level: CorrectionLevel) -> 
     assert masked.correction_masked_fraction == 1.0
     assert (masked.correction_weight_mean, masked.correction_ess_fraction) == (0.0, 0.0)
     assert masked.policy_gradient_loss == 0.0
-    assert [text for text in masked.warnings if "masks leave none of" in text]
+    assert [text for text in masked.warnings if "leave none of" in text]
     # Something else of the window is left: its step has no such warning.
     assert not [text for text in _run(pair, batch, request).warnings if "masks" in text]
     step = resolve_optim(OptimRequest(learning_rate=0.0), pair.trainer.normalisation, ADAMW)
@@ -258,7 +258,7 @@ def test_mask_that_leaves_no_token_warns(pair: Pair, level: CorrectionLevel) -> 
     assert not [text for text in report.warnings if "masks" in text]
     loss = resolve_loss(request, far, has_frozen_reference=True)
     updated = pair.trainer.update(far, loss, step, pair.trainer.prepare(far, loss).plan)
-    assert len([text for text in updated.warnings if "masks leave none of" in text]) == 1
+    assert len([text for text in updated.warnings if "leave none of" in text]) == 1
 
 
 def test_gradient_norms_of_layers_are_of_what_the_step_takes(pair: Pair) -> None:
@@ -290,3 +290,19 @@ def test_gradient_norms_of_layers_are_of_what_the_step_takes(pair: Pair) -> None
     unasked = replace(asked, layer_grad_norms=False)
     report = pair.trainer.optim_step(resolve_optim(unasked, pair.trainer.normalisation, ADAMW))
     assert report.layer_grad_norms == ()
+
+
+@pytest.mark.parametrize("kind", [LossKind.IPO, LossKind.GRPO, LossKind.CISPO])
+def test_clip_that_leaves_no_token_warns(pair: Pair, kind: LossKind) -> None:
+    """Red before: only masks of a correction were looked at. A clip of cispo keeps gradients."""
+    batch = _batch(pair, 7, "advantages")
+    assert batch.old_logprobs is not None
+    # Probabilities have risen by all there is to rise, against advantages that agree.
+    old = np.full_like(batch.old_logprobs, -15.0)
+    far = replace(batch, old_logprobs=old, advantages=np.ones_like(old))
+    request = LossRequest(kind=kind, old_logprobs=GIVEN_OLD, clip_high=1e-9 + (kind == "cispo"))
+    report = _run(pair, far, request, 50)
+    assert report.clip_fraction_high == 1.0
+    texts = [text for text in report.warnings if "leave none of" in text]
+    assert len(texts) == (kind is not LossKind.CISPO)
+    assert (report.policy_gradient_loss == 0.0) == (kind is LossKind.IPO)

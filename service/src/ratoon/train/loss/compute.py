@@ -21,7 +21,13 @@ from ratoon.train.loss.ratio import token_log_ratio
 from ratoon.train.loss.registry import LOSS_FUNCTIONS
 from ratoon.train.loss.term_sums import CountedTerms, sum_terms
 from ratoon.train.loss.terms import PolicyInputs, RatioInputs, TermColumns
-from ratoon.train.loss_spec import LOSS_DEFAULTS, LinearObjective, Loss, SapoObjective
+from ratoon.train.loss_spec import (
+    LOSS_DEFAULTS,
+    CispoObjective,
+    LinearObjective,
+    Loss,
+    SapoObjective,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +116,7 @@ def compute_loss(
             sampler_C=None if columns.sampler_L is None else columns.sampler_L[counted_C],
             sampler_usable_C=columns.sampler_usable_L[counted_C],
             policy=policy,
+            clip_keeps_gradient=isinstance(loss.objective, CispoObjective),
             correction=correction,
         )
     )

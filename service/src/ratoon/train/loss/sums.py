@@ -31,8 +31,8 @@ class LossSums(Merged):
     clipped_low: float = total()
     clipped_high: float = total()
     clipped_dual: float = total()
-    # Terms whose policy gradient a mask takes out, whichever mask it is.
-    masked: float = total()
+    # Terms whose policy gradient is zero by a mask or by a clip.
+    silenced: float = total()
     # Of the loss's ratio, over terms that have one.
     ratio_terms: float = total()
     ratio: float = total()

@@ -38,6 +38,8 @@ class CountedTerms:
     # bool: the sampler's log-probs are at the sampling temperature.
     sampler_usable_C: Tensor
     policy: PolicyTerms
+    # Whether a clipped term still has a gradient, as those of cispo have.
+    clip_keeps_gradient: bool
     correction: CorrectionTerms | None
 
 
@@ -56,6 +58,7 @@ def sum_terms(terms: CountedTerms) -> Tensor:
         "clipped_low": _sum(terms.policy.clipped_low_L),
         "clipped_high": _sum(terms.policy.clipped_high_L),
         "clipped_dual": _sum(terms.policy.clipped_dual_L),
+        "silenced": _silenced(terms),
         **_kl(terms, weight_C),
         **_clip(terms),
         **_ratio(terms),
@@ -79,7 +82,7 @@ def _clip(terms: CountedTerms) -> dict[str, Tensor]:
     """What the clip holds of each sign: of one sign it may hold most, and of all terms few."""
     if terms.advantage_C is None:
         return {}
-    held_C = terms.policy.clipped_low_L | terms.policy.clipped_high_L
+    held_C = _held(terms)
     positive_C, negative_C = terms.advantage_C > 0, terms.advantage_C < 0
     return {
         "positive_terms": _sum(positive_C),
@@ -87,6 +90,20 @@ def _clip(terms: CountedTerms) -> dict[str, Tensor]:
         "negative_terms": _sum(negative_C),
         "negative_clipped": _sum(negative_C & held_C),
     }
+
+
+def _held(terms: CountedTerms) -> Tensor:
+    """bool [C]: at a bound of the clip."""
+    return terms.policy.clipped_low_L | terms.policy.clipped_high_L
+
+
+def _silenced(terms: CountedTerms) -> Tensor:
+    silenced_C = torch.zeros_like(terms.policy.clipped_low_L)
+    if not terms.clip_keeps_gradient:
+        silenced_C = _held(terms)
+    if terms.correction is not None:
+        silenced_C = silenced_C | terms.correction.masked_L
+    return _sum(silenced_C)
 
 
 def _ratio(terms: CountedTerms) -> dict[str, Tensor]:
@@ -111,13 +128,11 @@ def _correction(terms: CountedTerms) -> dict[str, Tensor]:
     if terms.correction is None:
         return {}
     weight_C = terms.correction.weight_L.double()
-    masked = _sum(terms.correction.masked_L)
     return {
-        "masked": masked,
         "corrected": _number(weight_C),
         "correction_weight": weight_C.sum(),
         "correction_square": weight_C.square().sum(),
-        "correction_masked": masked,
+        "correction_masked": _sum(terms.correction.masked_L),
         "correction_truncated": _sum(terms.correction.truncated_L),
     }
 

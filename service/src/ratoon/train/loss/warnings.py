@@ -13,7 +13,7 @@ _MAX_CLIPPED = 0.5
 
 def sum_warnings(loss: Loss, sums: LossSums) -> tuple[str, ...]:
     """One text each, of the sums of one forward-backward."""
-    return (*_clamp_warnings(sums), *_clip_warnings(loss, sums), *_mask_warnings(sums))
+    return (*_clamp_warnings(sums), *_clip_warnings(loss, sums), *_silence_warnings(sums))
 
 
 def _clamp_warnings(sums: LossSums) -> list[str]:
@@ -53,10 +53,10 @@ def _clip_warnings(loss: Loss, sums: LossSums) -> list[str]:
     return found
 
 
-def _mask_warnings(sums: LossSums) -> list[str]:
-    if not sums.terms or sums.masked < sums.terms:
+def _silence_warnings(sums: LossSums) -> list[str]:
+    if not sums.terms or sums.silenced < sums.terms:
         return []
-    return [f"masks leave none of {sums.terms:.0f} tokens: the policy gradient is zero"]
+    return [f"masks and clips leave none of {sums.terms:.0f} tokens: the policy gradient is zero"]
 
 
 def _advice(loss: Loss) -> str:
