@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ratoon.train.loss.histogram import NUM_BINS, count_log_ratios, quantile
@@ -35,6 +35,7 @@ def _figures(values: list[float]) -> _Figures:
 _VALUES = st.lists(st.floats(-1e3, 1e3), max_size=20)
 
 
+@settings(deadline=None)
 @given(_VALUES, _VALUES)
 def test_a_cut_changes_nothing(first: list[float], second: list[float]) -> None:
     whole, parts = _figures(first + second), _figures(second) + _figures(first)
@@ -87,6 +88,7 @@ _LOG_RATIOS = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(_LOG_RATIOS, st.integers(0, 60), st.sampled_from([0.0, 0.01, 0.25, 0.5, 0.99, 1.0]))
 def test_quantile_is_as_near_as_it_says(values: list[float], cut: int, share: float) -> None:
     """float32 and float64 alike, of a whole and of two parts."""
