@@ -30,6 +30,7 @@ from ratoon.garbage import freeze_garbage
 from ratoon_client import AsyncRatoonClient
 
 NUM_CLIENTS = 200
+# Where the callers, on the same machine, are on time: what they are late by is added.
 MAX_P99_S = 0.5
 MAX_PSS_GROWTH = 0.05
 MAX_MORE_DESCRIPTORS = 5
@@ -59,10 +60,11 @@ class LoadResult:
 
     @property
     def is_flat(self) -> bool:
+        """What falls is no leak, and a machine that is busy otherwise is not slow answers."""
         return (
-            self.p99_s < MAX_P99_S
-            and abs(self.pss_growth) <= MAX_PSS_GROWTH
-            and abs(self.more_descriptors) <= MAX_MORE_DESCRIPTORS
+            self.p99_s < MAX_P99_S + self.callers_late_p99_s * LATE_STEPS
+            and self.pss_growth <= MAX_PSS_GROWTH
+            and self.more_descriptors <= MAX_MORE_DESCRIPTORS
         )
 
 

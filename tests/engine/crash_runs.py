@@ -78,12 +78,11 @@ class Survivor:
         self._num_seen = 0
 
     async def run(self) -> Told:
-        await self._revive(is_first=True)
+        await self.revive(is_first=True)
         for seq, (command, number) in enumerate(HISTORY, 1):
-            await self._submit(seq, command, number)
+            await self.submit(seq, command, number)
         ended = [
-            await self._end(seq, command, number)
-            for seq, (command, number) in enumerate(HISTORY, 1)
+            await self.end(seq, command, number) for seq, (command, number) in enumerate(HISTORY, 1)
         ]
         machine = self.machine
         await asyncio.wait_for(self._rest(), _PATIENCE_S)
@@ -99,16 +98,16 @@ class Survivor:
     async def _rest(self) -> None:
         """Until no checkpoint is under way."""
         while True:
-            await self._revive()
+            await self.revive()
             landing = self.machine.controller._turns._checkpointer._landing
             if landing is None or landing.done():
                 return
             await asyncio.sleep(0.002)
 
-    async def _submit(self, seq: int, command: Command, number: float) -> Operation:
+    async def submit(self, seq: int, command: Command, number: float) -> Operation:
         deadline = asyncio.get_running_loop().time() + _PATIENCE_S
         while asyncio.get_running_loop().time() < deadline:
-            await self._revive()
+            await self.revive()
             try:
                 return await self.machine.submit(seq, command, number)
             except Crash:
@@ -119,16 +118,16 @@ class Survivor:
             await asyncio.sleep(0.005)
         raise AssertionError(f"seq {seq} is not accepted: {self.machine.run.failure}")
 
-    async def _end(self, seq: int, command: Command, number: float) -> Operation:
+    async def end(self, seq: int, command: Command, number: float) -> Operation:
         deadline = asyncio.get_running_loop().time() + _PATIENCE_S
         while asyncio.get_running_loop().time() < deadline:
-            operation = await self._submit(seq, command, number)
+            operation = await self.submit(seq, command, number)
             if operation.state.is_final:
                 return operation
             await self.machine.controller.get_operation(operation.operation_id, 0.02)
         raise AssertionError(f"seq {seq} does not end: {self.machine.run.failure}")
 
-    async def _revive(self, *, is_first: bool = False) -> None:
+    async def revive(self, *, is_first: bool = False) -> None:
         """A new controller for one that was killed."""
         hits = self.machine.crashes.hits
         while is_first or self._is_dead(hits):

@@ -8,71 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from ratoon.config import CheckpointConfig, LimitsConfig
 from ratoon.engine.archive import ArchivedBodyFiles, BlobArchive, open_archive
-from ratoon.engine.controller import Controller
 from ratoon.engine.files import make_policy_folders, policy_paths
-from ratoon.engine.types import LoadCheckpointCommand, OperationState, Recovery
+from ratoon.engine.types import LoadCheckpointCommand, OperationState
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.stream.blobs import FOLDER_MANIFEST
-from ratoon.stream.local_blobs import LocalBlobs
-from tests.engine.fake_trainer import Faults
+from tests.engine.archived_machine import ArchivedMachine, Store
 from tests.engine.fake_trainer import number_body as body_of
-from tests.engine.harness import Machine, digest_of, policy_spec, save
-from tests.engine.local_ports import LocalWorker
+from tests.engine.harness import DISCARD, RATE, code_of, digest_of, load, save
 from tests.stream.s3 import running_s3
 
 POLICY = "p"
-
-
-class Store(LocalBlobs):
-    """That may be away."""
-
-    is_away = False
-
-    def put(self, key: str, data: bytes) -> None:
-        self._ask()
-        super().put(key, data)
-
-    def delete(self, key: str) -> None:
-        self._ask()
-        super().delete(key)
-
-    def put_folder(self, key: str, source: Path) -> None:
-        self._ask()
-        super().put_folder(key, source)
-
-    def _ask(self) -> None:
-        if self.is_away:
-            raise RatoonError(ErrorCode.UNAVAILABLE, "the object store is away")
-
-
-class ArchivedMachine(Machine):
-    """A machine whose disk may be lost, and a store that is not."""
-
-    def __init__(self, root: Path, store: Store, url: str, **changes: object) -> None:
-        self.store = store
-        spec = policy_spec(**{"recovery": Recovery.REPLAY, **changes})
-        super().__init__(
-            root,
-            spec,
-            LimitsConfig(),
-            url,
-            checkpoints=CheckpointConfig(every_operations=3, every_s=0, every_bytes=0),
-        )
-
-    def _controller(self) -> Controller:
-        super()._controller()
-        archive = BlobArchive(self.store, self.paths)
-        self.run.archive, self.run.bodies = archive, ArchivedBodyFiles(self.paths, archive)
-        return Controller(self.run)
-
-    async def lose_disk(self) -> None:
-        """Another machine takes over, with the journal and the store, and nothing else."""
-        shutil.rmtree(self.paths.root)
-        self.worker = LocalWorker(Faults())
-        self.worker.reach = self.crashes.reach
-        await self.restart_controller()
 
 
 @pytest.fixture
@@ -130,6 +76,40 @@ async def test_without_its_copy_nothing_is_acknowledged(machine: ArchivedMachine
     assert ended.state is OperationState.FAILED
     store.is_away = False
     assert (await machine.end(await machine.update(2, 1.0))).state is OperationState.DONE
+
+
+async def test_a_save_that_failed_at_the_store_leaves_its_name_and_no_folder(
+    machine: ArchivedMachine, store: Store
+):
+    """Red once: the folder stayed, and every later save of the name failed with "File exists"."""
+    await machine.end(await machine.update(1, 1.0))
+    store.is_away = True
+    ended = await machine.end(await machine.submit(2, save("mine"), 0))
+    assert code_of(ended) == ErrorCode.UNAVAILABLE
+    await machine.end(await machine.submit(3, DISCARD, 0))  # Its turn comes after the folder went.
+    assert not machine.paths.checkpoint("mine").exists()
+    store.is_away = False
+    await machine.end(await machine.update(4, 4.0))
+    ended = await machine.end(await machine.submit(5, save("mine"), 0))
+    assert ended.state is OperationState.DONE, ended
+    await machine.lose_disk()
+    ended = await machine.end(await machine.submit(6, load("mine"), 0))
+    assert ended.state is OperationState.DONE, ended
+    assert machine.weights == [([1.0], RATE), ([4.0], RATE)]
+
+
+async def test_a_name_that_a_killed_save_left_behind_is_of_the_next_one(
+    machine: ArchivedMachine, store: Store
+):
+    """Here and in the store: the copy of another state would be loaded in its place."""
+    paths, state = machine.paths.checkpoint("mine"), "state.json"
+    paths.mkdir()
+    (paths / state).write_text("another")
+    store.put_folder("policies/p/checkpoints/mine", paths)
+    ended = await machine.end(await machine.submit(1, save("mine"), 0))
+    assert ended.state is OperationState.DONE, ended
+    copy = store.path / "policies/p/checkpoints/mine" / state
+    assert copy.read_text() == (paths / state).read_text() != "another"
 
 
 async def test_what_is_needed_no_more_leaves_the_archive(tmp_path: Path, store: Store):

@@ -7,11 +7,11 @@ below the turn are past, those from it on are queued; memory and journal agree o
 from __future__ import annotations
 
 from ratoon.engine import telemetry
-from ratoon.engine.journal import JournalState, OperationRecord, PolicyHistory
+from ratoon.engine.journal import RUN_KINDS, JournalState, OperationRecord, PolicyHistory
 from ratoon.engine.policy_run import PolicyRun, StoredOutcome
 from ratoon.engine.sequencer import Sequencer
 from ratoon.engine.tasks import WorkerStatus
-from ratoon.engine.types import OperationKind
+from ratoon.engine.types import OperationKind, OperationState
 from ratoon.engine.window import Window
 from ratoon.errors import ErrorCode, RatoonError
 
@@ -25,6 +25,8 @@ def agrees(history: PolicyHistory, status: WorkerStatus) -> bool:
         return False  # A recovery was not finished.
     for record in history.records:
         is_last = record.seq == status.last_seq and status.last_outcome is not None
+        if is_last and record.state.is_final and not _ended_alike(record, status):
+            return False
         if record.seq <= status.last_seq and not record.state.is_final:
             if not is_last:
                 return False
@@ -75,6 +77,14 @@ def fail_unsequenced(run: PolicyRun) -> None:
             live.fail(error, run.ports.now())
             run.ledger.settle(live)
             run.send(telemetry.entered(live.record, JournalState.FAILED))
+
+
+def _ended_alike(record: OperationRecord, status: WorkerStatus) -> bool:
+    """Whether an operation that may change weights or gradients did, as the journal says."""
+    outcome = status.last_outcome
+    assert outcome is not None
+    is_done = outcome.state is OperationState.DONE
+    return record.kind not in RUN_KINDS or is_done == (record.state is JournalState.APPLIED)
 
 
 def _has_journaled_state(history: PolicyHistory, status: WorkerStatus) -> bool:

@@ -46,7 +46,7 @@ class Archive(Protocol):
     async def body_names(self) -> frozenset[str]: ...
 
     async def keep_checkpoint(self, checkpoint_id: str) -> None:
-        """It is on the disk."""
+        """Copy what is on the disk and not yet journaled, in the place of what has the name."""
         ...
 
     async def drop_checkpoint(self, checkpoint_id: str) -> None: ...
@@ -133,12 +133,16 @@ class BlobArchive:
         return frozenset(await asyncio.to_thread(self._blobs.names, self._bodies))
 
     async def keep_checkpoint(self, checkpoint_id: str) -> None:
+        await asyncio.to_thread(self._keep_checkpoint, checkpoint_id)
+
+    def _keep_checkpoint(self, checkpoint_id: str) -> None:
         folder, key = self._paths.checkpoint(checkpoint_id), self._key(checkpoint_id)
         try:
-            await asyncio.to_thread(self._blobs.put_folder, key, folder)
+            self._blobs.put_folder(key, folder)
         except FileExistsError:
-            # Kept by a controller that was killed before it could journal it.
-            return
+            # Another state's, by a save of that name that was never journaled.
+            self._blobs.delete_folder(key)
+            self._blobs.put_folder(key, folder)
 
     async def drop_checkpoint(self, checkpoint_id: str) -> None:
         try:

@@ -6,8 +6,11 @@ Invariant: nothing has been touched when it raises, so a refused operation needs
 
 from __future__ import annotations
 
+import asyncio
+
 from ratoon.engine.admission import named_forward
 from ratoon.engine.decisions import NO_FORWARD, forward_source, recorded_task
+from ratoon.engine.files import drop_checkpoint_folder
 from ratoon.engine.journal import JournalState, OperationRecord
 from ratoon.engine.policy_run import PolicyRun
 from ratoon.engine.tasks import (
@@ -114,6 +117,9 @@ class TaskBuilder:
         known = {checkpoint.info.checkpoint_id for checkpoint in checkpoints}
         if checkpoint_id in known:
             raise invalid("checkpoint_id", checkpoint_id, "a name that no checkpoint has yet")
+        # Of a save that failed and was killed before it could take it away.
+        await run.check_newest()
+        await asyncio.to_thread(drop_checkpoint_folder, run.paths, checkpoint_id)
         return SaveTask(
             operation_id=record.operation_id,
             seq=record.seq,

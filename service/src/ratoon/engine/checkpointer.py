@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from ratoon import metrics
 from ratoon.config import CheckpointConfig
-from ratoon.engine.checkpoints import AUTOMATIC_PREFIX, Checkpoint, Covered, automatic_id
+from ratoon.engine.checkpoints import Checkpoint, Covered, automatic_id
 from ratoon.engine.crash_points import CrashPoint
-from ratoon.engine.files import drop_checkpoint, names_in
-from ratoon.engine.journal import FencedError, JournalState, OperationRecord
+from ratoon.engine.files import drop_checkpoint_folder, names_in
+from ratoon.engine.journal import RUN_KINDS, FencedError, JournalState, OperationRecord
 from ratoon.engine.policy_run import PolicyRun
-from ratoon.engine.replay import RUN_KINDS
 from ratoon.engine.types import CheckpointInfo
 from ratoon.errors import RatoonError
 from ratoon.log import get_logger
@@ -57,10 +56,15 @@ class Checkpointer:
         """Count what ended since the newest checkpoint, and free what an earlier run left."""
         run = self._run
         self._since = _Since()
+        known = await run.ports.journal.checkpoints(run.policy_id)
+        names = {checkpoint.info.checkpoint_id for checkpoint in known}
+        if run.stored_outcome is not None:
+            # Its record is completed in its turn.
+            result = run.stored_outcome.outcome.result
+            names |= {result.checkpoint_id} if isinstance(result, CheckpointInfo) else set()
+        await drop_unknown_checkpoints(run, names)
         if not run.replays:
             return
-        known = await run.ports.journal.checkpoints(run.policy_id)
-        await drop_unknown_checkpoints(run, known, AUTOMATIC_PREFIX)
         newest_seq = known[-1].info.seq if known else 0
         for record in await run.ports.journal.records_from(run.policy_id, newest_seq + 1):
             if record.state.is_final:
@@ -131,6 +135,13 @@ class Checkpointer:
         if self._landing is not None:
             await self._landing
 
+    async def drop_unsaved(self, checkpoint_id: str) -> None:
+        """A caller's checkpoint is journaled to have failed: its folder goes.
+
+        From the archive at the next start, or once the name is used again.
+        """
+        await asyncio.to_thread(drop_checkpoint_folder, self._run.paths, checkpoint_id)
+
     async def cover_saved(self) -> None:
         """A caller's checkpoint is journaled: it covers as much as one of ours."""
         self._since = _Since()
@@ -194,28 +205,27 @@ class Checkpointer:
         self._retry_at = _clock() + _RETRY_S
 
 
-async def drop_unknown_checkpoints(
-    run: PolicyRun, known: Iterable[Checkpoint], prefix: str
-) -> None:
-    """Delete checkpoints named `prefix`... that were never journaled: their names are free.
+async def drop_unknown_checkpoints(run: PolicyRun, known: Collection[str]) -> None:
+    """Delete checkpoints that were never journaled: their names are free.
 
-    `known`: what the journal has for this controller. Raises `FencedError` where another has taken
+    `known`: the names that are, or will be. Raises `FencedError` where another controller has taken
     over: what is not known may be its own. What it makes later is not in the list.
     """
     here = await asyncio.to_thread(names_in, run.paths.checkpoints)
-    archived = await run.archive.checkpoint_names()
+    archived = frozenset[str]()
+    try:
+        archived = await run.archive.checkpoint_names()
+    except RatoonError as error:  # The next start deletes them.
+        _LOG.warning("archive not cleaned", policy_id=run.policy_id, error=error.message)
     await run.check_newest()
-    names = {checkpoint.info.checkpoint_id for checkpoint in known}
-    for name in {*here} - names:
-        if name.startswith(prefix):
-            await asyncio.to_thread(drop_checkpoint, run.paths, name)
-    for name in archived - names:
-        if name.startswith(prefix):
-            await run.archive.drop_checkpoint(name)
+    for name in {*here}.difference(known):
+        await asyncio.to_thread(drop_checkpoint_folder, run.paths, name)
+    for name in archived.difference(known):
+        await run.archive.drop_checkpoint(name)
 
 
 async def _drop(run: PolicyRun, checkpoint_id: str) -> None:
-    await asyncio.to_thread(drop_checkpoint, run.paths, checkpoint_id)
+    await asyncio.to_thread(drop_checkpoint_folder, run.paths, checkpoint_id)
     await run.archive.drop_checkpoint(checkpoint_id)
 
 

@@ -72,16 +72,19 @@ class Executor:
             outcome = stored.outcome
         else:
             outcome = await self._apply(live)
-        await self._conclude(live, await self._archived(outcome))
+        if live.record.kind is OperationKind.SAVE_CHECKPOINT:
+            outcome = await self._archived(outcome)
+        await self._conclude(live, outcome)
 
     async def _archived(self, outcome: Outcome) -> Outcome:
         """A checkpoint that has no copy, where it should have, is not saved."""
-        result = outcome.result
-        if outcome.state is OperationState.DONE and isinstance(result, CheckpointInfo):
-            try:
-                await self._run.archive.keep_checkpoint(result.checkpoint_id)
-            except RatoonError as error:
-                return Outcome.of_error(OperationState.FAILED, error)
+        if outcome.state is not OperationState.DONE:
+            return outcome
+        assert isinstance(outcome.result, CheckpointInfo)
+        try:
+            await self._run.archive.keep_checkpoint(outcome.result.checkpoint_id)
+        except RatoonError as error:
+            return Outcome.of_error(OperationState.FAILED, error)
         return outcome
 
     async def pass_over(self, record: OperationRecord) -> None:
@@ -193,6 +196,8 @@ class Executor:
         if saved is not None and run.replays:
             await self._checkpointer.cover_saved()
         self._settle(live, state, result, version=version if done else None)
+        if record.kind is OperationKind.SAVE_CHECKPOINT and not done and record.plan:
+            await self._checkpointer.drop_unsaved(str(record.plan["checkpoint_id"]))
         if outcome.must_restore or (not done and _has_subset(record)):
             await self.restore_window()
 

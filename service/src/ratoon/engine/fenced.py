@@ -125,8 +125,10 @@ class FencedStore:
         with self._engine.begin() as connection:
             policy = _fence(connection, policy_id, token)
             record = require_operation(connection, end.operation_id)
-            if record.state.is_final:
+            if record.state is end.state:
                 return
+            if record.state.is_final:
+                raise JournalConflictError(f"{end.operation_id} is {record.state}")
             set_operation(
                 connection,
                 end.operation_id,

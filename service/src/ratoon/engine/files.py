@@ -248,7 +248,7 @@ def names_in(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir()]
 
 
-def drop_checkpoint(paths: PolicyPaths, name: str) -> None:
+def drop_checkpoint_folder(paths: PolicyPaths, name: str) -> None:
     """Delete a checkpoint, or what a writer left of one; it may be gone already."""
     folder = paths.checkpoints / name
     if folder.exists():

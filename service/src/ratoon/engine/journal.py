@@ -41,6 +41,9 @@ CLOSING_KINDS = (
     OperationKind.LOAD_CHECKPOINT,
 )
 
+# The operations that change weights or gradients; recovery passes over the others.
+RUN_KINDS = (*CLOSING_KINDS, OperationKind.FORWARD_BACKWARD)
+
 
 class FencedError(Exception):
     """A newer controller owns the policy: whoever gets this stops, and touches nothing more."""
@@ -252,7 +255,9 @@ class Journal(Protocol):
         """Raises `JournalConflictError` where the operation has ended."""
         ...
 
-    async def end(self, token: int, policy_id: str, end: OperationEnd) -> None: ...
+    async def end(self, token: int, policy_id: str, end: OperationEnd) -> None:
+        """Raises `JournalConflictError` where the operation has ended in another state."""
+        ...
 
     async def amend(self, token: int, operation_id: str, result: OperationResult) -> None:
         """Replace the result of an applied operation (its publish time)."""

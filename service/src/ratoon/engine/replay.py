@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from ratoon import metrics
 from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.decisions import recorded_forward_backward, recorded_task
-from ratoon.engine.journal import CLOSING_KINDS, JournalState, OperationRecord, PolicyHistory
+from ratoon.engine.journal import RUN_KINDS, JournalState, OperationRecord, PolicyHistory
 from ratoon.engine.numerics import Numerics, differences
 from ratoon.engine.policy_run import PolicyRun
 from ratoon.engine.tasks import (
@@ -44,9 +44,7 @@ from ratoon.log import get_logger
 
 _LOG = get_logger("replay")
 
-# Those that change weights or gradients; the others are passed over.
-RUN_KINDS = (*CLOSING_KINDS, OperationKind.FORWARD_BACKWARD)
-# Those of them whose bits depend on where they run.
+# Those of `RUN_KINDS` whose bits depend on where they run.
 _COMPUTED_KINDS = (
     OperationKind.UPDATE,
     OperationKind.FORWARD_BACKWARD,

@@ -100,7 +100,8 @@ async def start_policy(
     open_ids = [live.operation_id for live in run.ledger.open_operations()]
     await asyncio.to_thread(run.claims.sweep, open_ids)
     is_kept = standing.info is None
-    if is_kept and run.stored_outcome is None and run.window.is_open:
+    if is_kept and run.stored_outcome is None:
+        # An empty one too: a ForwardBackward that was cancelled may have left a part of its own.
         await executor.restore_window()
     if run.stored_outcome is None:
         await publisher.catch_up()
@@ -133,7 +134,8 @@ async def _fence(run: PolicyRun) -> WorkerStatus:
 
 async def _recover(run: PolicyRun, history: PolicyHistory, status: WorkerStatus) -> _Standing:
     """Bring a worker that was lost, or is not where the journal is, to a state that is known."""
-    await drop_unknown_checkpoints(run, history.checkpoints, "")
+    known = [checkpoint.info.checkpoint_id for checkpoint in history.checkpoints]
+    await drop_unknown_checkpoints(run, known)
     is_new = history.policy.next_seq == 1
     if not run.replays:
         loaded, last_seq, outcome = *await _roll_back(run, history), "rolled_back"

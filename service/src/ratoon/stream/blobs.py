@@ -68,7 +68,10 @@ class Blobs(Protocol):
         ...
 
     def put_folder(self, key: str, source: Path) -> None:
-        """A copy of the flat folder `source`. Raises FileExistsError."""
+        """A copy of the flat folder `source`.
+
+        Raises FileExistsError where there is one of other files; one of the same is the copy.
+        """
         ...
 
     def get_folder(self, key: str, target: Path) -> None:
@@ -147,6 +150,12 @@ def decode_manifest(key: str, data: bytes) -> tuple[WeightFile, ...]:
         )
         for file in document["files"]
     )
+
+
+def check_same(key: str, manifest: bytes, files: Sequence[WeightFile]) -> None:
+    """Raises FileExistsError where a manifest that is there names other files than these."""
+    if manifest != encode_manifest(files):
+        raise FileExistsError(key)
 
 
 @contextmanager

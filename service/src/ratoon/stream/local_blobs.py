@@ -56,6 +56,10 @@ class LocalBlobs:
     def put_folder(self, key: str, source: Path) -> None:
         target = self._path(key)
         files = blobs.describe_folder(source)
+        manifest = target / blobs.FOLDER_MANIFEST
+        if manifest.is_file():
+            blobs.check_same(key, manifest.read_bytes(), files)
+            return
         with blobs.made_folder(target) as folder:
             for file in files:
                 shutil.copyfile(source / file.name, folder / file.name)

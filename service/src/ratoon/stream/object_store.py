@@ -90,9 +90,10 @@ class ObjectStore:
 
     def put_folder(self, key: str, source: Path) -> None:
         path = self._path(key)
-        if self._call(lambda: self._store.exists(f"{path}/{blobs.FOLDER_MANIFEST}")):
-            raise FileExistsError(key)
         files = blobs.describe_folder(source)
+        if self._call(lambda: self._store.exists(f"{path}/{blobs.FOLDER_MANIFEST}")):
+            blobs.check_same(key, self._read(f"{path}/{blobs.FOLDER_MANIFEST}"), files)
+            return
         self._clear(path)
         for file in files:
             local, remote = str(source / file.name), f"{path}/{file.name}"
