@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import secrets
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,25 @@ def test_the_token_is_made_once_and_for_its_owner(tmp_path: Path) -> None:
     assert file.stat().st_mode & 0o777 == 0o600
     assert file.parent.stat().st_mode & 0o777 == 0o700
     assert make_token_file(tmp_path).read_text() == token
+
+
+def test_the_token_of_rays_is_there_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red once: a start that was killed left an empty file, and every later Ray had no token."""
+
+    def killed(_size: int) -> str:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(secrets, "token_hex", killed)
+        with pytest.raises(KeyboardInterrupt):
+            make_token_file(tmp_path)
+    with ThreadPoolExecutor(8) as pool:
+        files = list(pool.map(make_token_file, [tmp_path] * 8))
+    tokens = {file.read_text() for file in files}
+    assert [len(token) for token in tokens] == [64]
+    assert [path.name for path in files[0].parent.iterdir()] == ["ray-token"]
 
 
 def test_a_data_root_is_made_for_its_owner(tmp_path: Path) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,42 @@ def test_parts_come_back_in_order_or_name_the_missing_one(uploads: UploadFiles) 
     assert uploads.get("u", 2) == [b"a", b"b"]
     with pytest.raises(RatoonError):
         uploads.get("other", 1)
+
+
+def test_a_part_that_comes_while_its_upload_expires_is_kept(
+    uploads: UploadFiles, paths: PolicyPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red once: it was acknowledged, and went with the folder that had been found too old."""
+    uploads.put("u", 0, b"a")
+    for path in (paths.uploads / "u").iterdir():
+        os.utime(path, (0, 0))
+    os.utime(paths.uploads / "u", (0, 0))
+    sent: list[Future[None]] = []
+
+    def rmtree(folder: Path, *, ignore_errors: bool = False) -> None:
+        sent.append(pool.submit(uploads.put, "u", 1, b"b"))
+        wait(sent, timeout=0.5)
+        real_rmtree(folder, ignore_errors=ignore_errors)
+
+    real_rmtree = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    with ThreadPoolExecutor(1) as pool:
+        uploads.drop_expired()
+        sent[0].result()
+    uploads.put("u", 0, b"a")
+    assert uploads.get("u", 2) == [b"a", b"b"]
+
+
+def test_a_part_that_is_sent_again_is_as_young_as_a_new_one(
+    uploads: UploadFiles, paths: PolicyPaths
+) -> None:
+    uploads.put("u", 0, b"a")
+    for path in (paths.uploads / "u" / "000000", paths.uploads / "u"):
+        os.utime(path, (0, 0))
+    uploads.put("u", 0, b"a")
+    os.utime(paths.uploads / "u", (0, 0))
+    uploads.drop_expired()
+    assert uploads.get("u", 1) == [b"a"]
 
 
 def test_the_sum_of_parts_is_bounded(uploads: UploadFiles) -> None:

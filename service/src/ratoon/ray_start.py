@@ -27,7 +27,7 @@ from ratoon.auth.key_file import access_folder, make_access_folder
 from ratoon.config import RatoonConfig, is_loopback, is_ray_open, ray_token_file
 from ratoon.errors import invalid
 from ratoon.log import get_logger
-from ratoon.stream.files import write_atomic
+from ratoon.stream.files import fsync_folder, temporary_name, write_atomic
 
 _log = get_logger("ray")
 # Every call would be reported to a dashboard that is not there, and kept in the head's memory.
@@ -165,15 +165,23 @@ def _on_loopback() -> Generator[None, None, None]:
 
 
 def make_token_file(data_root: Path) -> Path:
-    """Where the token is; made once, so that a Ray that runs with it goes on."""
+    """Where the token is; made once and whole, so that a Ray that runs with it goes on."""
     make_access_folder(data_root)
     path = access_folder(data_root) / "ray-token"
-    try:
-        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-    except FileExistsError:
+    if path.exists():
         return path
-    with os.fdopen(descriptor, "w") as file:
-        file.write(secrets.token_hex(32))
+    temporary = temporary_name(path)
+    try:
+        descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(32))
+            file.flush()
+            os.fsync(file.fileno())
+        with suppress(FileExistsError):  # Another process was first.
+            path.hardlink_to(temporary)
+        fsync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
     return path
 
 

@@ -1,6 +1,6 @@
 """Parts of batches that were sent ahead of their operation, as files of the policy.
 
-Enter parts, leave all of an upload's in order. Synchronous: call it in a thread. Invariants: a
+Enter parts, leave all of an upload's in order. Synchronous: call it in threads. Invariants: a
 part's bytes never change, unless a disk changed them: then there is no such part; one that no call
 has named yet is never taken away for want of room.
 """
@@ -8,6 +8,7 @@ has named yet is never taken away for want of room.
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -46,6 +47,8 @@ class UploadFiles:
         self._ttl_s = ttl_s
         self._max_upload_bytes = max_upload_bytes
         self._max_total_bytes = max_total_bytes
+        # One part at a time: what is summed stays true, and no folder goes while a part comes.
+        self._lock = threading.Lock()
 
     def put(self, upload_id: str, part_index: int, body: bytes) -> None:
         """Store a part.
@@ -53,13 +56,18 @@ class UploadFiles:
         Raises KEY_REUSED for other bytes of a part, BODY_TOO_LARGE for the sum of one upload,
         RESOURCE_EXHAUSTED for the sum of all.
         """
-        folder = self._folder / safe_name("upload_id", upload_id)
-        path = folder / _part_name(part_index)
+        path = self._folder / safe_name("upload_id", upload_id) / _part_name(part_index)
+        with self._lock:
+            self._put(path, body)
+
+    def _put(self, path: Path, body: bytes) -> None:
+        folder, upload_id, part_index = path.parent, path.parent.name, int(path.name)
         make_folder(folder)
         # Of another call that is to come, though all of it may be there already.
         (folder / _USED).unlink(missing_ok=True)
         stored = _read_part(path)
         if stored == body:
+            path.touch()
             # By a process that may have been killed before it synced the names.
             fsync_folder(folder)
             fsync_folder(self._folder)
@@ -123,9 +131,10 @@ class UploadFiles:
     def drop_expired(self) -> None:
         horizon = time.time() - self._ttl_s
         for folder in self._folder.iterdir():
-            newest = max((part.stat().st_mtime for part in folder.iterdir()), default=0.0)
-            if max(newest, folder.stat().st_mtime) < horizon:
-                shutil.rmtree(folder)
+            with self._lock:
+                newest = max(map(_modified, folder.glob("*")), default=0.0)
+                if max(newest, _modified(folder)) < horizon:
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _part_name(part_index: int) -> str:
