@@ -11,9 +11,10 @@ import secrets
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -63,6 +64,33 @@ class PostgresServer:
             row = connection.execute("SELECT current_setting(%s)", [setting]).fetchone()
         assert row is not None
         return str(row[0])
+
+    def make_standby(self, folder: Path) -> PostgresServer:
+        """A copy that streams from this server once it is started; it takes no writes yet."""
+        standby = replace(self, folder=folder, port=free_port())
+        if os.getuid() == 0:
+            shutil.chown(folder, SERVICE_USER)
+        source = f"host=127.0.0.1 port={self.port} user={USER} password={self.password}"
+        arguments = [f"--dbname={source}", f"--pgdata={standby._data}", "--checkpoint=fast"]
+        standby._run("pg_basebackup", *arguments, "--write-recovery-conf", "--no-sync")
+        return standby
+
+    def wait_for(self, primary: PostgresServer) -> None:
+        """Until this standby has all that the other one has written by now."""
+        with psycopg.connect(primary.url("postgres")) as connection:
+            wanted = connection.execute("SELECT pg_current_wal_lsn()::text").fetchone()
+        with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
+            behind = "SELECT pg_last_wal_replay_lsn() < %s::pg_lsn"
+            while connection.execute(behind, wanted).fetchone() != (False,):
+                time.sleep(0.02)
+
+    def wait_for_setting(self, setting: str, value: str) -> None:
+        while self.show(setting) != value:
+            time.sleep(0.02)
+
+    def promote(self) -> None:
+        """A standby becomes the server, with what it has of the other one."""
+        self._control("promote", "--wait")
 
     def initialise(self) -> None:
         secret = self.folder / "password"

@@ -182,7 +182,7 @@ def test_a_reopened_database_has_everything_that_was_committed(
     second = Stores(database_url)
     assert second.store.policies() == first.store.policies()
     policy = second.store.policies()[0]
-    assert (policy.info, policy.published, policy.token) == (INFO, (0, 1), 1)
+    assert (policy.info, policy.published, policy.token) == (INFO, (0, 1), first.token)
     assert second.store.find_operation("p.1") == first.store.find_operation("p.1")
 
 

@@ -116,7 +116,7 @@ class Strike:
             case "restore lost":
                 machine.worker.loses_restore = True
             case "cancel":
-                live = machine.run.ledger.open_operations()[0]
+                live = next(iter(machine.run.ledger.open_operations()))
                 cancel = machine.controller.cancel_operation(live.operation_id)
                 self._tasks.append(self._loop.create_task(_ignoring(cancel)))
             case "before end" | "end" | "amend":

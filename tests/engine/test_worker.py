@@ -93,7 +93,11 @@ def load_request(last_seq: int = 0, version: int = 0) -> LoadRequest:
 
 
 SKIPPED = Outcome(
-    state=OperationState.CANCELLED, result=EmptyResult(), must_restore=False, weights_digest=""
+    operation_id="skipped",
+    state=OperationState.CANCELLED,
+    result=EmptyResult(),
+    must_restore=False,
+    weights_digest="",
 )
 
 

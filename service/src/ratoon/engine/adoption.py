@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ratoon.engine import telemetry
 from ratoon.engine.journal import RUN_KINDS, JournalState, OperationRecord, PolicyHistory
-from ratoon.engine.policy_run import PolicyRun, StoredOutcome
+from ratoon.engine.policy_run import PolicyRun
 from ratoon.engine.sequencer import Sequencer
 from ratoon.engine.tasks import WorkerStatus
 from ratoon.engine.types import OperationKind, OperationState
@@ -23,6 +23,8 @@ def agrees(history: PolicyHistory, status: WorkerStatus) -> bool:
         return False  # Its first load was not finished, and what the model says of itself is lost.
     if closed is not None and closed.seq > status.last_seq:
         return False  # A recovery was not finished.
+    if not _has_journaled_seqs(history, status):
+        return False
     for record in history.records:
         is_last = record.seq == status.last_seq and status.last_outcome is not None
         if is_last and record.state.is_final and not _ended_alike(record, status):
@@ -41,15 +43,16 @@ def agrees(history: PolicyHistory, status: WorkerStatus) -> bool:
 def adopt(run: PolicyRun, history: PolicyHistory, status: WorkerStatus) -> None:
     """Take over what the journal says: versions, window, queue."""
     policy = history.policy
-    run.version, run.max_version = policy.version, policy.max_version
+    # A number that the worker has given, and a database that failed over has lost, is not given
+    # again.
+    run.version, run.max_version = policy.version, max(policy.max_version, status.version)
     run.published = policy.published
     by_seq = {record.seq: record for record in history.records}
     last = by_seq.get(status.last_seq)
     run.stored_outcome, turn = None, status.last_seq + 1
     if last is not None and not last.state.is_final:
         assert status.last_outcome is not None
-        run.stored_outcome = StoredOutcome(seq=last.seq, outcome=status.last_outcome)
-        turn = last.seq
+        run.stored_outcome, turn = status.last_outcome, last.seq
     run.window, run.window_records = Window(), {}
     run.sequencer = Sequencer(turn=turn)
     for record in history.records:
@@ -60,10 +63,18 @@ def adopt(run: PolicyRun, history: PolicyHistory, status: WorkerStatus) -> None:
 
 
 async def settle_ended(run: PolicyRun) -> None:
-    """What the journal knows to have ended, and memory does not: an answer was lost."""
+    """What the journal knows to have ended, and memory does not: an answer was lost.
+
+    What the journal does not know at all was lost by it; the caller may submit it again.
+    """
     for live in run.ledger.open_operations():
         record = await run.ports.journal.find_operation(live.operation_id)
-        if record is not None and record.state.is_final:
+        if record is None and live.record.seq:
+            error = RatoonError(ErrorCode.UNAVAILABLE, "the journal has lost it: submit it again")
+            live.fail(error, run.ports.now())
+            run.ledger.settle(live)
+            run.send(telemetry.entered(live.record, JournalState.FAILED))
+        elif record is not None and record.state.is_final:
             live.set_record(record)
             run.ledger.settle(live)
             run.send(telemetry.entered(record, record.state))
@@ -77,6 +88,21 @@ def fail_unsequenced(run: PolicyRun) -> None:
             live.fail(error, run.ports.now())
             run.ledger.settle(live)
             run.send(telemetry.entered(live.record, JournalState.FAILED))
+
+
+def _has_journaled_seqs(history: PolicyHistory, status: WorkerStatus) -> bool:
+    """Whether every operation that the worker has seen is in the journal, the last one by its id.
+
+    It is not where a database that failed over has lost some.
+    """
+    seen = [record for record in history.records if record.seq <= status.last_seq]
+    closed_seq = history.closed.seq if history.closed else 0
+    if [record.seq for record in seen] != list(range(closed_seq + 1, status.last_seq + 1)):
+        return False
+    last = seen[-1] if seen else history.closed
+    if last is None or status.last_outcome is None:
+        return True
+    return last.operation_id == status.last_outcome.operation_id
 
 
 def _ended_alike(record: OperationRecord, status: WorkerStatus) -> bool:
@@ -112,5 +138,6 @@ def _adopt_open(run: PolicyRun, record: OperationRecord) -> None:
         return
     live = run.ledger.find(record.operation_id) or run.ledger.add(record)
     # The worker has run it: it is too late to cancel it as a queued one.
-    live.is_started = run.stored_outcome is not None and run.stored_outcome.seq == record.seq
+    stored = run.stored_outcome
+    live.is_started = stored is not None and stored.operation_id == record.operation_id
     live.set_record(record)

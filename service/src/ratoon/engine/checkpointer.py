@@ -60,7 +60,7 @@ class Checkpointer:
         names = {checkpoint.info.checkpoint_id for checkpoint in known}
         if run.stored_outcome is not None:
             # Its record is completed in its turn.
-            result = run.stored_outcome.outcome.result
+            result = run.stored_outcome.result
             names |= {result.checkpoint_id} if isinstance(result, CheckpointInfo) else set()
         await drop_unknown_checkpoints(run, names)
         if not run.replays:

@@ -26,7 +26,7 @@ from sqlalchemy import (
     text,
 )
 from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError
-from sqlalchemy.pool import QueuePool
+from sqlalchemy.pool import ConnectionPoolEntry, QueuePool
 
 from ratoon.engine.log_check import check_log
 from ratoon.engine.room import disk_full
@@ -41,14 +41,16 @@ _SWITCH_S = 0.01
 # Of each PostgreSQL session, whatever the server's defaults are. The time limits end what a lost
 # host would otherwise hold for ever: a lock, or our wait for one.
 _SESSION = {
-    "synchronous_commit": "on",
     "lock_timeout": "30s",
     "statement_timeout": "60s",
     "idle_in_transaction_session_timeout": "60s",
 }
+# Of `synchronous_commit`: those that wait for this server's log, and a synchronous standby's.
+_DURABLE = ("on", "remote_apply")
 # How long a session that cannot be had is tried for, and how often.
 _PATIENCE_S = 60.0
 _RETRY_S = 0.5
+_TIMELINE = "timeline"
 _CONNECT = {
     # A standby is no database to write to: it is waited for, or passed over where the URL has more.
     "target_session_attrs": "read-write",
@@ -166,6 +168,7 @@ def _postgresql(url: URL) -> Engine:
     )
     listen: Callable[..., None] = event.listen
     listen(engine, "do_connect", _wait_for_server)
+    listen(engine, "connect", _note_timeline)
     listen(engine, "handle_error", _name_full_disk)
     listen(engine, "handle_error", _end_read_only_session)
     with engine.begin() as connection:
@@ -179,6 +182,11 @@ def _postgresql(url: URL) -> Engine:
                     got=f"{name} = off",
                     expected=f"{name} = on",
                 )
+        if not connection.execute(text("SHOW synchronous_standby_names")).scalar_one():
+            _LOG.warning(
+                "no synchronous standby: a failover may lose operations that were acknowledged",
+                setting="synchronous_standby_names",
+            )
     return engine
 
 
@@ -208,12 +216,34 @@ def _wait_for_server(
     deadline = time.monotonic() + _PATIENCE_S
     while True:
         try:
-            return psycopg.connect(**parameters)
+            return _made_durable(psycopg.connect(**parameters))
         except psycopg.OperationalError as err:
             if _is_refused(err) or time.monotonic() > deadline:
                 raise
             _LOG.warning("database does not answer", reason=str(err))
             time.sleep(_RETRY_S)
+
+
+def _made_durable(session: psycopg.Connection) -> psycopg.Connection:
+    """A commit waits for the log, or for more where server, database or URL say so."""
+    level = session.execute("SELECT current_setting('synchronous_commit')").fetchone()
+    if level is None or level[0] not in _DURABLE:
+        session.execute("SET synchronous_commit = on")
+    session.commit()
+    return session
+
+
+def _note_timeline(session: psycopg.Connection, record: ConnectionPoolEntry) -> None:
+    """A session is on one timeline for as long as it lasts: each promotion begins another."""
+    row = session.execute("SELECT left(pg_walfile_name(pg_current_wal_lsn()), 8)").fetchone()
+    assert row is not None
+    record.info[_TIMELINE] = int(row[0], 16)
+    session.commit()
+
+
+def timeline_of(connection: Connection) -> int:
+    """Of the PostgreSQL server that the session is on; 0: SQLite."""
+    return int(connection.info.get(_TIMELINE, 0))
 
 
 def is_server_away(error: DBAPIError) -> bool:

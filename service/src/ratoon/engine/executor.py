@@ -66,10 +66,10 @@ class Executor:
 
     async def run_sequenced(self, live: LiveOperation) -> None:
         """The operation whose seq is next; it ends, and its seq is consumed, whatever happens."""
-        run, seq = self._run, live.record.seq
-        stored, run.stored_outcome = run.stored_outcome, None
-        if stored is not None and stored.seq == seq:
-            outcome = stored.outcome
+        run = self._run
+        outcome, run.stored_outcome = run.stored_outcome, None
+        if outcome is not None:
+            assert outcome.operation_id == live.operation_id
         else:
             outcome = await self._apply(live)
         if live.record.kind is OperationKind.SAVE_CHECKPOINT:
@@ -84,13 +84,14 @@ class Executor:
         try:
             await self._run.archive.keep_checkpoint(outcome.result.checkpoint_id)
         except RatoonError as error:
-            return Outcome.of_error(OperationState.FAILED, error)
+            return Outcome.of_error(outcome.operation_id, OperationState.FAILED, error)
         return outcome
 
     async def pass_over(self, record: OperationRecord) -> None:
         """An operation that ended before its turn: the worker counts its seq."""
         run = self._run
-        outcome = Outcome.of_error(OperationState.CANCELLED, cancelled(record.operation_id))
+        error = cancelled(record.operation_id)
+        outcome = Outcome.of_error(record.operation_id, OperationState.CANCELLED, error)
         await run.ports.worker.skip(run.token, record.seq, outcome)
         has_failed = record.state is JournalState.FAILED
         if has_failed and record.kind is OperationKind.FORWARD_BACKWARD:
@@ -106,7 +107,7 @@ class Executor:
             assert isinstance(task, ForwardTask)
             outcome = await self._counted(live, run.ports.worker.forward(run.token, task))
         except RatoonError as error:
-            outcome = Outcome.of_error(OperationState.FAILED, error)
+            outcome = Outcome.of_error(live.operation_id, OperationState.FAILED, error)
         await run.bodies.release(live.operation_id, live.record.body_digest)
         self._settle(live, _JOURNAL_STATE[outcome.state], outcome.result)
 
@@ -158,7 +159,7 @@ class Executor:
     async def _skip(
         self, live: LiveOperation, state: OperationState, error: RatoonError
     ) -> Outcome:
-        outcome = Outcome.of_error(state, error)
+        outcome = Outcome.of_error(live.operation_id, state, error)
         await self._run.ports.worker.skip(self._run.token, live.record.seq, outcome)
         return outcome
 

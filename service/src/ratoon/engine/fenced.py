@@ -23,9 +23,11 @@ from ratoon.engine.checkpoints import (
     kept_checkpoints,
 )
 from ratoon.engine.codec import to_text
+from ratoon.engine.connections import timeline_of
 from ratoon.engine.journal import (
     LIFE_KINDS,
     FencedError,
+    JournalAwayError,
     JournalConflictError,
     JournalState,
     OperationEnd,
@@ -49,6 +51,7 @@ from ratoon.engine.rows import (
 )
 from ratoon.engine.sealed import insert_row, update_rows
 from ratoon.engine.tables import CHECKPOINTS, NUMERICS, OPERATIONS
+from ratoon.engine.tokens import is_before, last_token, next_token, set_last_token
 from ratoon.engine.types import OperationResult, PolicyState
 from ratoon.model.spec import ModelInfo
 
@@ -62,8 +65,11 @@ class FencedStore:
         self._engine = engine
 
     def acquire(self, policy_id: str) -> int:
+        """Above every token of every policy that there ever was, lost commits included."""
         with self._engine.begin() as connection:
-            token = require_policy(connection, policy_id).token + 1
+            row = require_policy(connection, policy_id)
+            token = next_token(last_token(connection), row.token, timeline_of(connection))
+            set_last_token(connection, token)
             set_policy(connection, policy_id, token=token)
             return token
 
@@ -125,10 +131,8 @@ class FencedStore:
         with self._engine.begin() as connection:
             policy = _fence(connection, policy_id, token)
             record = require_operation(connection, end.operation_id)
-            if record.state is end.state:
-                return
             if record.state.is_final:
-                raise JournalConflictError(f"{end.operation_id} is {record.state}")
+                return
             set_operation(
                 connection,
                 end.operation_id,
@@ -222,15 +226,26 @@ class FencedStore:
 
 
 def _fence(connection: Connection, policy_id: str, token: int) -> PolicyRow:
-    """The policy, locked. Raises `FencedError` for an older token, or where the policy is gone."""
+    """The policy, locked. Raises `FencedError` for an older token, or where the policy is gone.
+
+    Raises `JournalAwayError` where the database has failed over since the token was given: it may
+    have lost commits, so that its controller reads the journal again.
+    """
+    _check_timeline(connection, token)
     policy = select_policy(connection, policy_id)
     if policy is None or policy.token != token:
         raise FencedError(f"token {token} of {policy_id} is not the newest")
     return policy
 
 
+def _check_timeline(connection: Connection, token: int) -> None:
+    if is_before(token, timeline_of(connection)):
+        raise JournalAwayError("the database has failed over: what it has is to be read again")
+
+
 def _fence_operation(connection: Connection, operation_id: str, token: int) -> OperationRecord:
     """The operation as it is once its policy is locked: what was read before may have ended."""
+    _check_timeline(connection, token)  # First: the operation may be what was lost.
     policy_id = require_operation(connection, operation_id).policy_id
     _fence(connection, policy_id, token)
     return require_operation(connection, operation_id)

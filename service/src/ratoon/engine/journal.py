@@ -54,7 +54,7 @@ class JournalConflictError(Exception):
 
 
 class JournalAwayError(Exception):
-    """The database does not answer; whether a write took effect is not known."""
+    """The database does not answer, or has failed over; what it has is to be read again."""
 
 
 class JournalState(StrEnum):
@@ -255,9 +255,7 @@ class Journal(Protocol):
         """Raises `JournalConflictError` where the operation has ended."""
         ...
 
-    async def end(self, token: int, policy_id: str, end: OperationEnd) -> None:
-        """Raises `JournalConflictError` where the operation has ended in another state."""
-        ...
+    async def end(self, token: int, policy_id: str, end: OperationEnd) -> None: ...
 
     async def amend(self, token: int, operation_id: str, result: OperationResult) -> None:
         """Replace the result of an applied operation (its publish time)."""

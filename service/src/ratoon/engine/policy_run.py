@@ -35,14 +35,6 @@ class Ports:
     now: Callable[[], float]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredOutcome:
-    """How the worker's last seq ended, where the journal does not know it yet."""
-
-    seq: int
-    outcome: Outcome
-
-
 @dataclass(slots=True, kw_only=True)
 class PolicyRun:
     """Mutable; see the module."""
@@ -71,7 +63,8 @@ class PolicyRun:
     # The applied ForwardBackwards of the open window, by seq.
     window_records: dict[int, OperationRecord] = field(default_factory=dict[int, OperationRecord])
     sequencer: Sequencer = field(default_factory=lambda: Sequencer(turn=1))
-    stored_outcome: StoredOutcome | None = None
+    # How the worker's last operation ended, where the journal does not know it yet.
+    stored_outcome: Outcome | None = None
     claims: Claims = field(init=False)
     ledger: Ledger = field(init=False)
 

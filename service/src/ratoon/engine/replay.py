@@ -112,6 +112,7 @@ async def replay_policy(run: PolicyRun, history: PolicyHistory) -> Replayed:
     base, loaded = await _load(run, history)
     records = await run.ports.journal.records_from(run.policy_id, base.replay_from_seq)
     past = ended_in_order(records, base.replay_from_seq)
+    _check_whole(records, past)
     again = _Again(run, Numerics.of(loaded.numerics))
     await again.check_numerics(past)
     await again.open_window([record for record in past if record.seq <= base.seq])
@@ -140,6 +141,14 @@ def ended_in_order(
             break
         past.append(record)
     return tuple(past)
+
+
+def _check_whole(records: tuple[OperationRecord, ...], past: tuple[OperationRecord, ...]) -> None:
+    """Raises `RecoveryStoppedError` where the journal lacks what ran before an applied one."""
+    applied = [r.seq for r in records[len(past) :] if r.state is JournalState.APPLIED]
+    if applied:
+        before = f"all before it but the last {len(past)}" if past else "what was before it"
+        raise RecoveryStoppedError(f"seq {applied[0]} is applied, and the journal lacks {before}")
 
 
 async def _load(run: PolicyRun, history: PolicyHistory) -> tuple[Base, Loaded]:
@@ -266,6 +275,7 @@ def _version(result: OperationResult | None) -> int | None:
 
 def _journaled_outcome(record: OperationRecord) -> Outcome:
     return Outcome(
+        operation_id=record.operation_id,
         state=OperationState(record.state.public),
         result=record.result or EmptyResult(),
         must_restore=False,

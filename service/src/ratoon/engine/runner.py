@@ -106,7 +106,11 @@ class TaskRunner:
         finally:
             self.forget_inputs()
         return Outcome(
-            state=OperationState.DONE, result=result, must_restore=False, weights_digest=""
+            operation_id=task.operation_id,
+            state=OperationState.DONE,
+            result=result,
+            must_restore=False,
+            weights_digest="",
         )
 
     def restore(self, tasks: tuple[ForwardBackwardTask, ...]) -> None:

@@ -97,6 +97,15 @@ CHECKPOINTS = Table(
     _digest(),
 )
 
+# One row: the last fencing token that any policy's controller was given.
+TOKENS = Table(
+    "tokens",
+    METADATA,
+    Column("name", String(16), primary_key=True),
+    Column("last", _WIDE, nullable=False),
+    _digest(),
+)
+
 # What the bits of operations depend on besides journal and plan, by its digest.
 NUMERICS = Table(
     "numerics",
@@ -116,5 +125,5 @@ def open_database(url: str) -> Engine:
     engine = connect(url)
     upgrade(engine)
     with engine.begin() as connection:
-        check_all(connection, POLICIES, OPERATIONS, CHECKPOINTS, NUMERICS)
+        check_all(connection, POLICIES, OPERATIONS, CHECKPOINTS, NUMERICS, TOKENS)
     return engine

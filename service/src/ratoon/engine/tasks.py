@@ -134,11 +134,13 @@ BatchCommand = UpdateCommand | ForwardBackwardCommand | ForwardCommand
 class Outcome:
     """How a task ended: done, failed or cancelled.
 
+    `operation_id`: whose it is; a seq may have been another's that a failed-over database has lost.
     `must_restore`: the open window's gradients are gone or mixed with a part of this task's.
     `weights_digest`: of weights, moments and counters afterwards, of a task that is done; "" where
     the worker was not asked to take digests.
     """
 
+    operation_id: str
     state: OperationState
     result: OperationResult
     must_restore: bool
@@ -146,11 +148,21 @@ class Outcome:
 
     @classmethod
     def of_error(
-        cls, state: OperationState, error: RatoonError, *, must_restore: bool = False
+        cls,
+        operation_id: str,
+        state: OperationState,
+        error: RatoonError,
+        *,
+        must_restore: bool = False,
     ) -> Outcome:
         """Of a task that has failed or was cancelled."""
-        result = FailedResult(error=error.to_dict())
-        return cls(state=state, result=result, must_restore=must_restore, weights_digest="")
+        return cls(
+            operation_id=operation_id,
+            state=state,
+            result=FailedResult(error=error.to_dict()),
+            must_restore=must_restore,
+            weights_digest="",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,7 +249,7 @@ class WorkerPort(Protocol):
         ...
 
     async def apply(self, token: int, task: WorkerTask) -> Outcome:
-        """Run the task whose seq is next; for the last one, say again how it ended."""
+        """Run the task whose seq is next; for the last one again, say how it ended."""
         ...
 
     async def skip(self, token: int, seq: int, outcome: Outcome) -> None:

@@ -56,7 +56,10 @@ _NO_OPERATION = ""
 
 
 class WorkerOrderError(Exception):
-    """A seq that is neither the last one nor the next: controller and worker do not agree."""
+    """A seq that is neither the last one nor the next, or is another operation's last one.
+
+    Controller and worker do not agree.
+    """
 
 
 class WorkerCore:
@@ -159,6 +162,7 @@ class WorkerCore:
         self.fence(token)
         runner = self._loaded()
         if task.seq == self._last_seq and self._last_outcome is not None:
+            self._check_last(task.operation_id)
             return self._last_outcome
         self._check_next(task.seq)
         self._reach(CrashPoint.WORKER_BEFORE_APPLY)
@@ -177,6 +181,7 @@ class WorkerCore:
         self.fence(token)
         self._loaded().forget_inputs()
         if seq == self._last_seq:
+            self._check_last(outcome.operation_id)
             return
         self._check_next(seq)
         self._last_seq, self._last_outcome = seq, outcome
@@ -255,7 +260,8 @@ class WorkerCore:
             cancelled = error.code is ErrorCode.CANCELLED
             state = OperationState.CANCELLED if cancelled else OperationState.FAILED
             must_restore = isinstance(task, ForwardBackwardTask)
-            return Outcome.of_error(state, error, must_restore=must_restore)
+            operation_id = task.operation_id
+            return Outcome.of_error(operation_id, state, error, must_restore=must_restore)
 
     def _may_have_stepped(self, task: WorkerTask) -> bool:
         """Whether a task that failed in a way of its own may have changed weights or moments."""
@@ -311,6 +317,12 @@ class WorkerCore:
         if self._runner is None:
             raise WorkerLostError("no policy is loaded")
         return self._runner
+
+    def _check_last(self, operation_id: str) -> None:
+        last = self._last_outcome
+        if last is not None and last.operation_id != operation_id:
+            message = f"{operation_id} has the seq {self._last_seq} of {last.operation_id}"
+            raise WorkerOrderError(message)
 
     def _check_next(self, seq: int) -> None:
         if seq != self._last_seq + 1:
