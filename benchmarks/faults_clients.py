@@ -29,7 +29,7 @@ from ratoon_client.operation import AsyncOperationHandle
 from ratoon_client.results import Operation
 
 # Longer than a service needs to come back.
-PATIENCE_S = 240.0
+PATIENCE_S = 900.0
 
 
 class Player:

@@ -63,7 +63,7 @@ def _play(
         build=build,
         sequencing=Sequencing.SERVER if schedule is retries else Sequencing.CLIENT,
         has_power_cuts=schedule is power_cut,
-        patience_s=PATIENCE_S if build else 60.0,
+        patience_s=PATIENCE_S if build else 600.0,
     )
     with light_run(options) as run:
         schedule(run)

@@ -20,9 +20,9 @@ import yaml
 
 from ratoon.ports import free_port
 
-START_S = 120.0
+START_S = 900.0
 # Until `ratoon serve` is to have noticed that its Ray is gone, whose head is waited for a minute.
-END_S = 90.0
+END_S = 600.0
 _POLL_S = 0.1
 # What the title of a role's processes begins with or contains.
 TITLES = {
@@ -93,7 +93,7 @@ class Service:
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline and self._process.poll() is None:
             with contextlib.suppress(httpx.HTTPError):
-                answer = httpx.get(f"{self.http}/v1/health", trust_env=False, timeout=5)
+                answer = httpx.get(f"{self.http}/v1/health", trust_env=False, timeout=60)
                 if answer.status_code == httpx.codes.OK:
                     return
             time.sleep(_POLL_S)

@@ -26,7 +26,7 @@ ROLES: dict[str, Callable[[Settings], None]] = {
     "worker": run_worker,
     "controller": run_controller,
 }
-PATIENCE_S = 60.0
+PATIENCE_S = 600.0
 _POLL_S = 0.005
 _RETRY_S = 0.02
 

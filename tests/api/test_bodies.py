@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
 
 import pytest
 from pydantic import BaseModel
@@ -13,6 +12,7 @@ from pydantic import BaseModel
 from ratoon.api.http import bodies
 from tests.api import requests
 from tests.api.conftest import Api
+from tests.until import until
 
 PATH = f"/v1/policies/{requests.POLICY}/update"
 
@@ -22,19 +22,19 @@ async def test_other_calls_go_on_while_a_body_is_read(
 ) -> None:
     await api.create_policy()
     read, threads = bodies._parsed, list[threading.Thread]()
+    may_go_on = threading.Event()
 
     def slow(model: type[BaseModel], body: bytes) -> BaseModel:
         threads.append(threading.current_thread())
-        time.sleep(0.5)
+        may_go_on.wait()
         return read(model, body)
 
     monkeypatch.setattr(bodies, "_parsed", slow)
     posting = asyncio.create_task(api.http.call("Update", requests.update()))
-    await asyncio.sleep(0.05)
-    begin = time.monotonic()
+    await until(lambda: threads)
     assert (await api.http.client.get("/v1/health")).status_code == 200
-    assert time.monotonic() - begin < 0.4
     assert not posting.done()
+    may_go_on.set()
     assert (await posting).seq == 1
     assert threads
     assert threads[0] is not threading.main_thread()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 
 import pytest
@@ -61,14 +60,12 @@ def test_a_wait_that_is_over_says_where_the_operation_is(
 ):
     service.is_holding = True
     handle = client.policy("p").update(one_group(), loss=LOSS, optim=OPTIM)
-    start = time.monotonic()
     with pytest.raises(ResultTimeoutError, match=r"is running after 0\.2 s"):
         handle.result(0.2)
     with pytest.raises(ResultTimeoutError, match=r"is running after 0\.1 s"):
         handle.result(0.1, progress=True)
     with pytest.raises(TimeoutError):
         handle.result(0.0)
-    assert time.monotonic() - start < 1.5
 
 
 @pytest.mark.parametrize("is_drawn", [False, True])

@@ -33,7 +33,7 @@ from tests.client.tls_service import TlsService, serving_tls
 
 WIRES = ["http", "grpc"]
 SHORT_S = 0.6
-LONG_S = 60.0
+LONG_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)

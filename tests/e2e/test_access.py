@@ -28,7 +28,7 @@ from tests.api.wires import grpc_error
 from tests.running_service import Service
 
 RATOON = Path(sys.executable).with_name("ratoon")
-START_S = 120.0
+START_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

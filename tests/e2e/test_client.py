@@ -199,9 +199,7 @@ def test_steps_of_wrong_numbers_are_skipped_and_a_run_of_them_fails_the_policy(
     last = by_name["http"].optim_step(optim=OPTIM).result()
     assert (last.version, last.report.skip_reason) == (2, "non_finite_loss")
     # The step's result comes first.
-    deadline = time.monotonic() + 20
     while (policy := client.get_policy(policy_id)).state == "ready":
-        assert time.monotonic() < deadline
         time.sleep(0.05)
     assert (policy.state, policy.version) == ("failed", 2)
     assert policy.failure.startswith("2 optimizer steps in a row were skipped for their numbers")

@@ -19,7 +19,7 @@ from ratoon_client import Loss, Optim, RatoonClient, group, rollout
 from tests.running_service import Service
 
 ROOT = Path(__file__).parents[2]
-FIRST_SCRAPE_S = 30.0
+FIRST_SCRAPE_S = 240.0
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def prometheus(service: Service, tmp_path: Path) -> Iterator[str]:
     )
     yield f"http://{address}"
     process.terminate()
-    process.wait(timeout=20)
+    process.wait(timeout=240)
 
 
 def _query(url: str, expression: str) -> list[tuple[dict[str, str], float]]:

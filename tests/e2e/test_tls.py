@@ -38,7 +38,7 @@ from ratoon_client import (
 from tests.certificates import Authority, make_authority
 
 RATOON = Path(sys.executable).with_name("ratoon")
-START_S = 120.0
+START_S = 600.0
 WIRES = ("https", "grpcs")
 # Bytes that the preset has as tokens, in an order that nothing else has.
 MARKER = [201, 17, 203, 99, 205, 33, 207]
@@ -168,7 +168,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
             )
         finally:
             process.send_signal(signal.SIGTERM)
-            process.wait(60)
+            process.wait(300)
 
 
 def _wait(process: subprocess.Popen[bytes], log: Path) -> None:

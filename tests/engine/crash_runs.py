@@ -28,7 +28,7 @@ from tests.engine.harness import (
 
 BROKEN, SKIPPED = 30.0, 8.0
 _RETRYABLE = (ErrorCode.UNAVAILABLE, ErrorCode.POLICY_NOT_READY)
-_PATIENCE_S = 20.0
+_PATIENCE_S = 240.0
 
 # Windows with a failed, a saved-in-between, a discarded and a replaced part; (command, its batch).
 HISTORY: tuple[tuple[Command, float], ...] = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 
 import pytest
@@ -24,6 +23,7 @@ from ratoon.train.config import NumericsGuard
 from ratoon.train.report import SkipReason, StepReport
 from tests.engine.conftest import MakeMachine
 from tests.engine.harness import Machine, code_of, life_record, save
+from tests.until import until
 
 THREE = NumericsGuard(max_skipped_in_row=3)
 BAD, EMPTY, GOOD = 13.0, 7.0, 1.0
@@ -85,10 +85,7 @@ async def test_a_failed_policy_has_no_worker_and_can_be_read(make_machine: MakeM
     saved = await machine.submit(4, save("mine"), 0)
     last = await machine.update(5, BAD)
     await machine.end(last)
-    for _ in range(500):
-        if machine.worker.is_released:
-            break
-        await asyncio.sleep(0.01)
+    await until(lambda: machine.worker.is_released)
     core = machine.worker.core
     for _ in range(2):
         assert machine.worker.is_released

@@ -14,6 +14,7 @@ from ratoon.metrics import CHECKPOINTS
 from tests.engine.conftest import MakeMachine
 from tests.engine.harness import DISCARD, RATE, Machine, digest_of, forward, save, started
 from tests.engine.test_recovery import checkpoint_ids, counted, lose_worker, settled
+from tests.until import until
 
 
 def config(**changes: float) -> CheckpointConfig:
@@ -54,10 +55,7 @@ async def test_after_so_many_seconds_though_nothing_else_happens(
     await asyncio.sleep(0.1)
     assert checkpoint_ids(machine) == []
     await machine.end(await machine.update(1, 1))
-    for _ in range(200):
-        if checkpoint_ids(machine):
-            break
-        await asyncio.sleep(0.01)
+    await until(lambda: checkpoint_ids(machine))
     assert checkpoint_ids(machine) == ["auto-1-1"]
 
 
@@ -167,17 +165,11 @@ async def test_a_full_disk_fails_a_checkpoint_and_nothing_else(
     machine.faults.full_disk = True
     for seq in (1, 2):
         assert (await machine.end(await machine.update(seq, seq))).state is OperationState.DONE
-    for _ in range(100):
-        if "failed" in counted(machine, CHECKPOINTS):
-            break
-        await asyncio.sleep(0.01)
+    await until(lambda: "failed" in counted(machine, CHECKPOINTS))
     assert machine.bodies == {digest_of(1), digest_of(2)}
     assert checkpoint_ids(machine) == []
     machine.faults.full_disk = False
-    for _ in range(200):
-        if checkpoint_ids(machine):
-            break
-        await asyncio.sleep(0.01)
+    await until(lambda: checkpoint_ids(machine))
     await settled(machine)
     assert checkpoint_ids(machine) == ["auto-2-1"]
     assert machine.bodies == set()
@@ -192,10 +184,7 @@ async def test_an_answer_that_was_lost_deletes_nothing_that_is_journaled(
     machine = await machine_of(make_machine, every_operations=1)
     machine.journal.lost.add("cover")
     await machine.end(await machine.update(1, 1))
-    for _ in range(200):
-        if counted(machine, CHECKPOINTS) == ["failed", "written"]:
-            break
-        await asyncio.sleep(0.01)
+    await until(lambda: counted(machine, CHECKPOINTS) == ["failed", "written"])
     assert counted(machine, CHECKPOINTS) == ["failed", "written"]
     await lose_worker(machine)
     assert machine.weights == [([1.0], RATE)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from dataclasses import replace
 
 import pytest
@@ -45,11 +44,9 @@ async def test_a_worker_that_hangs_does_not_hold_those_who_look(
         return replace(NO_PROGRESS, micro_batches_done=7)
 
     monkeypatch.setattr(LocalWorker, "progress", late)
-    begin = time.monotonic()
     for _ in range(5):
         now = await machine.controller.get_operation(seen.operation_id, 0.0)
         assert (now.state, now.progress.micro_batches_done) == (OperationState.RUNNING, 1)
-    assert time.monotonic() - begin < 0.5
     assert len(asked) == 1
     answers.set()
     await asyncio.sleep(0.01)

@@ -33,6 +33,7 @@ from ratoon.engine.types import (
 from ratoon.errors import ErrorCode, RatoonError, exhausted
 from tests.engine.fake_trainer import INFO
 from tests.engine.harness import ListSink, life_record, policy_spec
+from tests.until import until
 
 
 class FakeFleet:
@@ -207,10 +208,7 @@ async def test_a_policy_that_does_not_come_back_is_failed_and_has_no_worker(town
     town.fleet.fails = True
     town.coordinator = town.new()
     await town.coordinator.recover()
-    for _ in range(100):
-        if town.fleet.released:
-            break
-        await asyncio.sleep(0.01)
+    await until(lambda: town.fleet.released)
     assert (await town.coordinator.policy("a")).state is PolicyState.FAILED
     assert town.fleet.released == {"a"}
 
@@ -236,10 +234,7 @@ async def test_a_delete_that_failed_is_tried_again_at_start(town: Town) -> None:
     await stuck_delete(town)
     town.coordinator = town.new()
     await town.coordinator.recover()
-    for _ in range(200):
-        if not town.store.policies():
-            break
-        await asyncio.sleep(0.01)
+    await until(lambda: not town.store.policies())
     assert (town.fleet.running, town.store.policies()) == (set(), ())
 
 
@@ -313,7 +308,7 @@ async def test_who_waits_for_a_policy_is_let_go_at_the_end_of_a_drain(town: Town
     await town.coordinator.drain(0.1)
     for wait in waits:
         with pytest.raises(RatoonError, match="draining"):
-            await asyncio.wait_for(wait, 5.0)
+            await wait
     # What is there is read; and the controller of an operation may be away already.
     assert await town.coordinator.get_operation(created.operation_id, 0.0) == seen
     town.store.insert_policy(policy_spec("b"), life_record("b", "b.create"))

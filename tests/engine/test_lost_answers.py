@@ -14,6 +14,7 @@ import pytest
 from ratoon.engine.types import Operation, OperationState
 from ratoon.errors import ErrorCode, RatoonError
 from tests.engine.harness import RATE, Machine, started
+from tests.until import until
 
 
 async def _lose_the_third(machine: Machine) -> Operation:
@@ -29,11 +30,7 @@ async def _lose_the_third(machine: Machine) -> Operation:
 
 
 async def _read_again(machine: Machine) -> None:
-    for _ in range(500):
-        if machine.controller._turns.is_known:
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("the journal is not read again")
+    await until(lambda: machine.controller._turns.is_known)
 
 
 async def test_nothing_is_accepted_before_the_journal_is_read_again(machine: Machine) -> None:

@@ -32,6 +32,7 @@ from tests.engine.harness import (
     save,
     started,
 )
+from tests.until import until
 
 EACH = CheckpointConfig(every_operations=1, every_s=0, every_bytes=0, keep=2)
 
@@ -48,12 +49,12 @@ async def lose_worker(machine: Machine) -> None:
 async def settled(machine: Machine) -> None:
     """Until no checkpoint is due or under way."""
     checkpointer = machine.controller._turns._checkpointer
-    for _ in range(500):
+
+    def is_at_rest() -> bool:
         landing = checkpointer._landing
-        if checkpointer.wait_s() != 0.0 and (landing is None or landing.done()):
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("checkpoints do not come to rest")
+        return checkpointer.wait_s() != 0.0 and (landing is None or landing.done())
+
+    await until(is_at_rest)
 
 
 def counted(machine: Machine, metric: Metric) -> list[str]:
@@ -125,10 +126,7 @@ async def test_choices_that_were_journaled_are_not_made_anew(make_machine: MakeM
     await machine.end(await machine.update(1, 1))
     machine.crashes.armed[CrashPoint.CONTROLLER_AFTER_BEGIN] = 1
     begun = await machine.update(2, 2)
-    for _ in range(500):
-        if machine.crashes.hits:
-            break
-        await asyncio.sleep(0.005)
+    await until(lambda: machine.crashes.hits)
     machine.faults.plan_tokens = 32
     await lose_worker(machine)
     await machine.end(begun)

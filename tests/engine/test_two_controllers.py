@@ -35,6 +35,7 @@ from tests.engine.conftest import MakeMachine
 from tests.engine.fake_trainer import number_body
 from tests.engine.harness import DISCARD, PATIENCE_S, RATE, Machine, started, update
 from tests.engine.test_recovery import settled
+from tests.until import until
 
 Apply = Callable[[int, WorkerTask], Awaitable[Outcome]]
 REFUSED = (ErrorCode.UNAVAILABLE, ErrorCode.POLICY_NOT_READY)
@@ -55,11 +56,7 @@ async def second_controller(machine: Machine) -> tuple[Controller, PolicyRun]:
 
 async def fenced(run: PolicyRun) -> None:
     """Until the controller of `run` has heard that it is replaced."""
-    for _ in range(1000):
-        if run.state is PolicyState.FAILED:
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError(f"still {run.state}")
+    await until(lambda: run.state is PolicyState.FAILED)
 
 
 async def at_any(controllers: tuple[Controller, ...], seq: int) -> Operation:

@@ -47,7 +47,7 @@ def test_hostile_inputs_are_refused_by_name_and_nothing_else():
     assert counts.inputs == NUM_INPUTS
     assert 0.01 * NUM_INPUTS < counts.accepted < 0.5 * NUM_INPUTS
     assert counts.peak_rss_growth_bytes < GROWTH_BYTES
-    assert counts.slowest_s < 10.0
+    assert counts.slowest_s < 100.0
 
 
 def test_the_same_seed_makes_the_same_inputs():

@@ -26,7 +26,7 @@ from ratoon.ports import free_port
 from tests.network.proxy import Fault, Proxy
 
 BUCKET = "ratoon-tests"
-START_S = 60.0
+START_S = 280.0
 T = TypeVar("T")
 
 
