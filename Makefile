@@ -21,7 +21,7 @@ NVIDIA = $(wildcard /dev/nvidiactl)$(shell command -v nvidia-smi 2>/dev/null)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test lint type audit fmt proto proto-check bench bench-cpu bench-gpu bench-step-gpu \
-	bench-states-gpu bench-service-gpu faults test-gpu up down clean env env-dev env-proto
+	bench-states-gpu bench-service-gpu bench-hostile faults test-gpu up down clean env env-dev env-proto
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "%-16s %s\n", $$1, $$2 }'
@@ -64,6 +64,9 @@ bench: bench-cpu $(if $(NVIDIA),bench-gpu) ## run the benchmarks of this machine
 bench-cpu: env ## packed against replicated training on the CPU; milliseconds of a layout
 	@$(BIN)/python -m benchmarks.step_cpu --out benchmarks/results/cpu/step.json $(ARGS)
 	@$(BIN)/python -m benchmarks.layout --out benchmarks/results/cpu/layout.json
+
+bench-hostile: env-dev ## memory, connections and a good caller's latency under hostile ones; 40 minutes
+	@$(BIN)/python -m benchmarks.hostile_callers --out benchmarks/results/cpu/hostile_callers.json $(ARGS)
 
 bench-gpu: env-dev ## tree attention and token log-probs on an H200; after test-gpu
 	@$(BIN)/python -m benchmarks.attention --out benchmarks/results/h200/attention.json $(ARGS)

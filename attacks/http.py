@@ -15,8 +15,11 @@ _PIECE_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
+    """`source`: the address to come from; "" takes what there is."""
+
     host: str
     port: int
+    source: str = ""
 
     async def connect(self, *, receive_bytes: int | None = None) -> Connection:
         """`receive_bytes`: of the kernel's buffer, so that what is not read soon fills it."""
@@ -24,6 +27,8 @@ class Target:
         raw.setblocking(False)
         if receive_bytes is not None:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        if self.source:
+            raw.bind((self.source, 0))
         await asyncio.get_running_loop().sock_connect(raw, (self.host, self.port))
         return Connection(*await asyncio.open_connection(sock=raw, limit=1024))
 

@@ -82,7 +82,7 @@ async def withheld_messages(
     clock = asyncio.get_running_loop().time
     ends_at = clock() + seconds
     while clock() < ends_at:
-        attack = _Withheld(rpcs, num_streams, message_bytes, headers, sent)
+        attack = _Calls(rpcs, num_streams, message_bytes, headers, sent)
         try:
             await attack.run(address, source, ends_at)
         except (OSError, EOFError):
@@ -91,8 +91,33 @@ async def withheld_messages(
     return sent
 
 
-class _Withheld:
-    """One connection."""
+async def message_calls(
+    address: tuple[str, int],
+    *,
+    rpc: str,
+    message: bytes,
+    num_streams: int,
+    seconds: float,
+    headers: Mapping[str, str] | None = None,
+    source: str = "127.0.0.2",
+    sent: Sent | None = None,
+) -> Sent:
+    """One connection of calls with a whole message, so many at once, as often as they end."""
+    sent = Sent() if sent is None else sent
+    clock = asyncio.get_running_loop().time
+    ends_at = clock() + seconds
+    while clock() < ends_at:
+        attack = _Calls([rpc], num_streams, len(message), headers, sent, message)
+        try:
+            await attack.run(address, source, ends_at)
+        except (OSError, EOFError):
+            sent.num_closed += 1
+            await asyncio.sleep(0.05)
+    return sent
+
+
+class _Calls:
+    """One connection. `message` None: of zeros, and without its last byte."""
 
     def __init__(
         self,
@@ -101,10 +126,14 @@ class _Withheld:
         message_bytes: int,
         headers: Mapping[str, str] | None,
         sent: Sent,
+        message: bytes | None = None,
     ) -> None:
         self._blocks = [header_block(rpc, headers) for rpc in rpcs]
         self._num_streams = num_streams
         self._message_bytes = message_bytes
+        self._message = message
+        # With its prefix.
+        self._most = message_bytes + (4 if message is None else 5)
         self._sent = sent
         self._window, self._initial = _INITIAL_WINDOW, _INITIAL_WINDOW
         # Of each open stream: credit, and what is to be sent before the withheld byte.
@@ -138,7 +167,7 @@ class _Withheld:
         while len(self._credit) < self._num_streams:
             stream, self._next = self._next, self._next + 2
             block = self._blocks[stream // 2 % len(self._blocks)]
-            self._credit[stream], self._left[stream] = self._initial, self._message_bytes + 4
+            self._credit[stream], self._left[stream] = self._initial, self._most
             writer.write(frame(HEADERS, END_HEADERS, stream, block))
             self._sent.num_calls += 1
 
@@ -146,13 +175,14 @@ class _Withheld:
         has_sent = False
         for stream, credit in tuple(self._credit.items()):
             size = min(_FRAME_BYTES, self._window, credit, self._left[stream])
-            is_first = self._left[stream] == self._message_bytes + 4
-            if size < (5 if is_first else 1):
+            at = self._most - self._left[stream]
+            if size < (1 if at else 5):
                 continue
-            data = bytes(size)
-            if is_first:
-                data = struct.pack(">BI", 0, self._message_bytes) + data[5:]
-            writer.write(frame(DATA, 0, stream, data))
+            data = bytes(size) if self._message is None else self._message[max(at - 5, 0) :][:size]
+            if not at:
+                data = struct.pack(">BI", 0, self._message_bytes) + data[: size - 5]
+            is_last = self._message is not None and size == self._left[stream]
+            writer.write(frame(DATA, END_STREAM if is_last else 0, stream, data))
             self._window -= size
             self._credit[stream] -= size
             self._left[stream] -= size

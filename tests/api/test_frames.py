@@ -26,7 +26,7 @@ PREFIX = struct.pack(">BI", 0, 1000)
 
 
 def _frames() -> Frames:
-    return Frames("127.0.0.1", ("call", "7."))
+    return Frames("127.0.0.1", ("call", "7."), lambda _: None)
 
 
 def _fed(frames: Frames, data: bytes, cut: int) -> bytes:

@@ -7,12 +7,14 @@ import struct
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc.aio
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from ratoon.api.grpc import intake
+from attacks.http2 import header_block, message_calls
+from ratoon.api.grpc import front, intake
 from ratoon.api.grpc.server import start_server
 from ratoon.api.grpc.servicer import PolicyServicer
 from ratoon.api.http.app import create_app
@@ -249,6 +251,60 @@ async def test_only_so_many_chunks_wait_for_their_readers(
         release.set()
         assert (await first).data == b"data"
         assert (await stub.FetchWeights(request)).data == b"data"
+
+
+async def test_a_flood_of_calls_does_not_stand_before_those_of_others(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4,352 calls without a key stood in line: a good caller waited for seconds."""
+    begun = 0
+
+    def never_judged(_: front.Call) -> None:
+        nonlocal begun
+        begun += 1
+
+    monkeypatch.setattr(front.Call, "judged", never_judged)
+    monkeypatch.setattr(front, "_JUDGED_S", 60.0)
+    async with gateway(api) as port:
+        sent = await message_calls(
+            ("127.0.0.1", port), rpc="Health", message=b"", num_streams=1000, seconds=1.0
+        )
+        piece = front._PIECE_BYTES // len(header_block("Health"))
+        assert sent.num_calls >= 1000
+        assert front.MAX_UNJUDGED <= begun / 2 <= front.MAX_UNJUDGED + piece
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            answer = await PolicyServiceStub(channel).Health(service_pb2.HealthRequest())
+    assert answer.status == "ok"
+
+
+async def test_what_grpc_says_at_once_is_passed_on(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its settings were lost where they came before the connection to it was known: a hang."""
+    loop = asyncio.get_running_loop()
+    connect = loop.create_unix_connection
+
+    async def slow(*arguments: Any, **options: Any) -> Any:
+        made = await connect(*arguments, **options)
+        await asyncio.sleep(0.2)
+        return made
+
+    monkeypatch.setattr(loop, "create_unix_connection", slow)
+    async with gateway(api) as port, grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        answer = await PolicyServiceStub(channel).Health(service_pb2.HealthRequest(), timeout=5)
+    assert answer.status == "ok"
+
+
+async def test_calls_that_are_never_judged_are_forgotten(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(front.Call, "judged", lambda _: None)
+    monkeypatch.setattr(front, "_JUDGED_S", 0.1)
+    async with gateway(api) as port:
+        sent = await message_calls(
+            ("127.0.0.1", port), rpc="Health", message=b"", num_streams=20, seconds=1.0
+        )
+    assert sent.num_ended > 2 * front.MAX_UNJUDGED
 
 
 async def test_a_compressed_message_is_not_inflated(api: Api) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Callable
 
 PREFACE_BYTES = 24
 _HEAD_BYTES = 9
@@ -61,11 +62,17 @@ class Arrival:
 
 
 class Frames:
-    """One connection's bytes from its caller. `header`: its name, and the value's first part."""
+    """One connection's bytes from its caller. `header`: its name, and the value's first part.
 
-    def __init__(self, host: str, header: tuple[str, str]) -> None:
+    `on_call` hears of each call that begins.
+    """
+
+    def __init__(
+        self, host: str, header: tuple[str, str], on_call: Callable[[Arrival], None]
+    ) -> None:
         self._host = host
         self._name, self._mark = header
+        self._on_call = on_call
         self._arrivals: OrderedDict[int, Arrival] = OrderedDict()
         # Of the frame, or the preface, that is under way.
         self._head = bytearray()
@@ -118,7 +125,8 @@ class Frames:
         self._message_left, self._is_pad_next = self._left, bool(self._flags & _PADDED)
         if self._kind == _HEADERS and self._stream > self._newest:
             self._newest = self._named = self._stream
-            self._arrivals[self._stream] = Arrival(self._host)
+            arrival = self._arrivals[self._stream] = Arrival(self._host)
+            self._on_call(arrival)
             if len(self._arrivals) > _MAX_ARRIVALS:
                 self._arrivals.popitem(last=False)[1].end()
         if self._ends_new_headers():

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import secrets
 import ssl
-from collections import Counter
+from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 from typing import cast
@@ -22,8 +22,56 @@ MAX_CONNECTIONS = 2048
 MAX_CONNECTIONS_OF_HOST = 1024
 HANDSHAKE_S = 20.0
 _HEADER = "ratoon-call"
+# Calls of a host that the gate has not judged yet: the rest of what it sends is not read until
+# then, or a flood of calls would stand in line before those of others. One that gRPC refused by
+# itself is never judged, and counts no longer after `_JUDGED_S`.
+MAX_UNJUDGED = 32
+_JUDGED_S = 2.0
+# So much of what has come is looked at between two looks at that bound.
+_PIECE_BYTES = 2048
 # What is written to a peer that does not read is kept so long, then dropped with its connection.
 _LINGER_S = 60.0
+
+
+class _Host:
+    """One host's connections: the calls that are not judged yet, and who waits for that."""
+
+    def __init__(self) -> None:
+        self.num_connections = 0
+        self._unjudged: dict[Arrival, float] = {}
+        self._waiting: deque[_Outside] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def began(self, arrival: Arrival) -> None:
+        self._unjudged[arrival] = asyncio.get_running_loop().time()
+
+    def judged(self, arrival: Arrival) -> None:
+        if self._unjudged.pop(arrival, None) is not None:
+            self._go_on()
+
+    def is_full(self, connection: _Outside) -> bool:
+        """If so, `connection` goes on later."""
+        if len(self._unjudged) < MAX_UNJUDGED:
+            return False
+        self._waiting.append(connection)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_JUDGED_S, self._expire)
+        return True
+
+    def _expire(self) -> None:
+        self._timer = None
+        before = asyncio.get_running_loop().time() - _JUDGED_S
+        self._unjudged = {one: at for one, at in self._unjudged.items() if at > before}
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """In turns: one that finds no room waits behind the others."""
+        for _ in range(len(self._waiting)):
+            if len(self._unjudged) >= MAX_UNJUDGED:
+                break
+            self._waiting.popleft().advance()
+        if self._waiting and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_JUDGED_S, self._expire)
 
 
 class Front:
@@ -36,7 +84,7 @@ class Front:
         self._secret = secrets.token_hex(8)
         self._numbers = itertools.count()
         self._open: dict[str, _Outside] = {}
-        self._of_host: Counter[str] = Counter()
+        self._hosts: dict[str, _Host] = {}
         self._server: asyncio.Server | None = None
 
     async def listen(self, host: str, port: int) -> int:
@@ -70,35 +118,43 @@ class Front:
                 arrival = None if found is None else found.frames.take(int(stream))
                 if found is None or arrival is None:
                     return None
-                return Call(found.frames, int(stream), arrival)
+                return Call(found, int(stream), arrival)
         return None
 
-    def admit(self, connection: _Outside, host: str) -> Frames | None:
-        """None: there is no place for it."""
-        if len(self._open) >= MAX_CONNECTIONS or self._of_host[host] >= MAX_CONNECTIONS_OF_HOST:
-            return None
-        number = str(next(self._numbers))
+    def admit(self, connection: _Outside, name: str) -> bool:
+        """Whether there is a place for a connection of a host."""
+        host = self._hosts.get(name, _Host())
+        if len(self._open) >= MAX_CONNECTIONS or host.num_connections >= MAX_CONNECTIONS_OF_HOST:
+            return False
+        connection.number = number = str(next(self._numbers))
         self._open[number] = connection
-        self._of_host[host] += 1
-        connection.number = number
-        return Frames(host, (_HEADER, f"{self._secret}.{number}."))
+        self._hosts[name] = connection.host = host
+        host.num_connections += 1
+        connection.frames = Frames(name, (_HEADER, f"{self._secret}.{number}."), host.began)
+        return True
 
-    def dismiss(self, number: str, host: str) -> None:
-        if self._open.pop(number, None) is not None:
-            self._of_host[host] -= 1
-            self._of_host += Counter()  # Hosts without any are forgotten.
+    def dismiss(self, connection: _Outside, name: str) -> None:
+        if self._open.pop(connection.number, None) is not None:
+            connection.host.num_connections -= 1
+            if not connection.host.num_connections:
+                self._hosts.pop(name, None)
 
 
 class Call:
     """A call that has a handler."""
 
-    def __init__(self, frames: Frames, stream: int, arrival: Arrival) -> None:
+    def __init__(self, connection: _Outside, stream: int, arrival: Arrival) -> None:
         self.arrival = arrival
-        self._frames = frames
+        self._connection = connection
         self._stream = stream
 
+    def judged(self) -> None:
+        """The gate has let it in, or not."""
+        self._connection.host.judged(self.arrival)
+
     def end(self) -> None:
-        self._frames.forget(self._stream)
+        self.judged()
+        self._connection.frames.forget(self._stream)
 
 
 class _Pipe(asyncio.Protocol):
@@ -106,7 +162,7 @@ class _Pipe(asyncio.Protocol):
 
     transport: asyncio.Transport
     other: _Pipe | None = None
-    _is_full = False
+    _is_other_full = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # Of uvloop, where Ray has put it in, they are not of this class.
@@ -118,11 +174,17 @@ class _Pipe(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         if self.other is not None:
+            self.other._is_other_full = True
             self.other.transport.pause_reading()
 
     def resume_writing(self) -> None:
         if self.other is not None:
-            self.other.transport.resume_reading()
+            self.other._is_other_full = False
+            self.other._read_on()
+
+    def _read_on(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self.other is not None:
@@ -139,29 +201,46 @@ class _Outside(_Pipe):
     """The caller's end."""
 
     frames: Frames
+    host: _Host
     number = ""
 
     def __init__(self, front: Front) -> None:
         self._front = front
-        self._host = ""
+        self._name = ""
+        self._unseen = bytearray()
         self._early = bytearray()
+        self._is_held = False
         self._timer: asyncio.TimerHandle | None = None
         self._connecting: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         peer = transport.get_extra_info("peername")
-        self._host = str(peer[0]) if peer else ""
-        frames = self._front.admit(self, self._host)
-        if frames is None:
+        self._name = str(peer[0]) if peer else ""
+        if not self._front.admit(self, self._name):
             self.transport.abort()
             return
-        self.frames = frames
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(HANDSHAKE_S, self.transport.abort)
 
     def data_received(self, data: bytes) -> None:
-        data = self.frames.feed(data)
+        self._unseen += data
+        if not self._is_held:
+            self.advance()
+
+    def advance(self) -> None:
+        """Pass on what has come, up to where its host has too many calls."""
+        self._is_held = False
+        while self._unseen:
+            if self.host.is_full(self):
+                self._is_held = True
+                self.transport.pause_reading()
+                return
+            self._pass_on(self.frames.feed(bytes(self._unseen[:_PIECE_BYTES])))
+            del self._unseen[:_PIECE_BYTES]
+        self._read_on()
+
+    def _pass_on(self, data: bytes) -> None:
         if self.other is not None:
             super().data_received(data)
             return
@@ -178,7 +257,8 @@ class _Outside(_Pipe):
         if self._timer is not None:
             self._timer.cancel()
         if self.number:
-            self._front.dismiss(self.number, self._host)
+            self._front.dismiss(self, self._name)
+            self._unseen.clear()
             self.frames.end()
         super().connection_lost(exc)
 
@@ -188,6 +268,8 @@ class _Outside(_Pipe):
     async def _connect(self) -> None:
         loop = asyncio.get_running_loop()
         inside = _Pipe()
+        # gRPC speaks first, and may have before its connection is ours to see.
+        inside.other = self
         try:
             path = str(self._front.upstream)
             await loop.create_unix_connection(lambda: inside, path)
@@ -197,7 +279,14 @@ class _Outside(_Pipe):
         if self.transport.is_closing():
             inside.transport.abort()
             return
-        self.other, inside.other = inside, self
+        self.other = inside
         inside.transport.write(bytes(self._early))
         self._early.clear()
-        self.transport.resume_reading()
+        self._read_on()
+
+    def _read_on(self) -> None:
+        """Unless something else is waited for: the other end, or the gate."""
+        is_connecting = self._connecting is not None and self.other is None
+        is_held = self._is_held or is_connecting or self._is_other_full
+        if not is_held and not self.transport.is_closing():
+            self.transport.resume_reading()

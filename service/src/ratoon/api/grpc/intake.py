@@ -189,6 +189,7 @@ class Request:
 
     async def read(self, caller: str) -> Any:
         """The message, or what stands for one that is none. Raises as `Intake.read`."""
+        self.call.judged()
         if self.rpc in _UNREAD:
             return self._parse(b"")
         data = await self._intake.read(self, caller)
