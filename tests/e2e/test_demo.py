@@ -12,16 +12,18 @@ from pathlib import Path
 import pytest
 
 LAST_LINE = re.compile(
-    r"demo: reward (?P<first>\d\.\d+) -> (?P<last>\d\.\d+) in (?P<updates>\d+) updates,"
+    r"demo: reward (?P<first>\d\.\d+) -> (?P<middle>\d\.\d+) -> (?P<last>\d\.\d+)"
+    r" in (?P<updates>\d+) updates,"
     r" rho (?P<rho>\d+\.\d+), version (?P<version>\d+), (?P<seconds>\d+) s"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Demo:
-    """How one ended: its status, and its last line."""
+    """How one ended: its status, its output and its last line."""
 
     status: int
+    output: str
     line: re.Match[str]
 
     @property
@@ -59,18 +61,21 @@ def _end(demo: subprocess.Popen[str]) -> Demo:
     assert lines, errors[-4000:]
     found = LAST_LINE.fullmatch(lines[-1])
     assert found, output[-4000:] + errors[-4000:]
-    return Demo(demo.returncode, found)
+    return Demo(demo.returncode, output, found)
 
 
 @pytest.mark.e2e
 @pytest.mark.timeout(660)
 def test_demo_learns(demos: tuple[Demo, Demo]) -> None:
     demo, _ = demos
-    assert demo.status == 0
-    first = float(demo.line["first"])
-    assert first <= 0.3
-    assert demo.last_reward >= max(0.6, 2 * first)
+    assert demo.status == 0, demo.output
+    assert "wrong:" not in demo.output
+    assert float(demo.line["first"]) <= 0.3
+    # Copying one letter of two and guessing the other scores 0.66.
+    assert demo.last_reward >= 0.75
     assert float(demo.line["rho"]) >= 2
+    assert re.search(r"staleness +1 and 2 versions", demo.output)
+    assert re.search(r"clip +held \d+\.\d% ", demo.output)
     # Every update but the skipped ones made a version, and the newest was the one evaluated.
     assert 0 < int(demo.line["version"]) <= int(demo.line["updates"])
 
@@ -79,5 +84,6 @@ def test_demo_learns(demos: tuple[Demo, Demo]) -> None:
 @pytest.mark.timeout(660)
 def test_demo_with_shuffled_rewards_fails(demos: tuple[Demo, Demo]) -> None:
     _, demo = demos
-    assert demo.status == 1
+    assert demo.status == 1, demo.output
+    assert "wrong: the reward ended below 0.75" in demo.output
     assert demo.last_reward < 0.6
