@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+# A minute or two on cores of its own; on a busy machine many times that.
+HANG_S = 2400
 LAST_LINE = re.compile(
     r"demo: reward (?P<first>\d\.\d+) -> (?P<middle>\d\.\d+) -> (?P<last>\d\.\d+)"
     r" in (?P<updates>\d+) updates,"
@@ -56,7 +58,7 @@ def _start(cores: list[int], *options: str) -> subprocess.Popen[str]:
 
 
 def _end(demo: subprocess.Popen[str]) -> Demo:
-    output, errors = demo.communicate(timeout=600)
+    output, errors = demo.communicate(timeout=HANG_S)
     lines = output.strip().splitlines()
     assert lines, errors[-4000:]
     found = LAST_LINE.fullmatch(lines[-1])
@@ -65,7 +67,7 @@ def _end(demo: subprocess.Popen[str]) -> Demo:
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(660)
+@pytest.mark.timeout(HANG_S + 60)
 def test_demo_learns(demos: tuple[Demo, Demo]) -> None:
     demo, _ = demos
     assert demo.status == 0, demo.output
@@ -81,7 +83,7 @@ def test_demo_learns(demos: tuple[Demo, Demo]) -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(660)
+@pytest.mark.timeout(HANG_S + 60)
 def test_demo_with_shuffled_rewards_fails(demos: tuple[Demo, Demo]) -> None:
     _, demo = demos
     assert demo.status == 1, demo.output
