@@ -132,5 +132,5 @@ def test_every_recipe_runs(service: Service, sampler: str, tmp_path: Path) -> No
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    for recipe in ("grpo", "asynchronous", "dapo", "gspo", "lora", "custom"):
+    for recipe in ("grpo", "asynchronous", "dapo", "gspo", "kl", "lora", "custom"):
         assert f"{recipe}: " in done.stdout, done.stdout
