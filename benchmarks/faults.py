@@ -26,7 +26,7 @@ import psutil
 
 from benchmarks import faults_crashes
 from benchmarks.environment import describe
-from benchmarks.faults_crashes import Kills, crash_at, crash_at_random, crash_in_windows
+from benchmarks.faults_crashes import Kills, crash_at, crash_at_random, crash_in_windows, lose_store
 from benchmarks.faults_history import judge_acks, read_journal
 from benchmarks.faults_light import POLICY, LightOptions, LightRun, light_run
 from benchmarks.faults_live import LiveResult, run_live
@@ -100,7 +100,9 @@ def _kill(
     summary.findings = findings or []
     while True:
         for sequencing in Sequencing:
-            options = LightOptions(seed=seed, model_folder=model, sequencing=sequencing)
+            options = LightOptions(
+                seed=seed, model_folder=model, sequencing=sequencing, has_store=True
+            )
             summary.part(f"kills, by {sequencing}", lambda o=options: _light(summary, o, args.torn))
         _add_live(summary, live)
         if summary.kills >= args.kills or summary.broken or not summary.verdict.is_good:
@@ -130,6 +132,7 @@ def _light(summary: Summary, options: LightOptions, num_torn: int) -> None:
             for point in faults_crashes.POINTS:
                 crash_at(run, kills, point)
             crash_in_windows(run, kills)
+        lose_store(run)
         crash_at_random(run, kills, RANDOM_KILLS)
         verdict = run.finish()
         summary.verdict.add(verdict)

@@ -42,6 +42,7 @@ class Call:
     `from_forward`: number of the Forward whose log-probs the loss takes, and whose batch it has; 0:
     none. `includes`: numbers of the ForwardBackwards that an OptimStep lists. `is_refused`: its
     expected version is not the policy's. `is_infinite`: its loss is not finite.
+    `is_without_store`: the object store takes nothing while it runs.
     """
 
     number: int
@@ -53,6 +54,7 @@ class Call:
     is_refused: bool = False
     is_infinite: bool = False
     is_cancelled: bool = False
+    is_without_store: bool = False
 
     @property
     def has_batch(self) -> bool:

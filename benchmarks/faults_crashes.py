@@ -6,6 +6,7 @@ its file was taken, that is, where a process has killed itself there.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ MAX_SEGMENTS = 4
 WINDOW_ROLES = ("worker", "controller", "store", "worker", "worker", "controller")
 # Calls of windows have numbers that no segment comes to.
 _WINDOW_NUMBERS = 1_000_000
+_STORE_NUMBERS = 2_000_000
 # Those that the three processes come to; the others are of the wires.
 POINTS = tuple(point for point in CrashPoint if not point.startswith("ingress-"))
 
@@ -75,6 +77,39 @@ def _window(place: int) -> list[Call]:
         Call(number=first + index, kind=kind, checkpoint_id=f"window-{first}")
         for index, kind in enumerate(kinds)
     ]
+
+
+def lose_store(run: LightRun) -> None:
+    """The object store takes nothing: a save fails and leaves its name, a load loads.
+
+    The controller dies once the worker has ended each, before the journal knows.
+    """
+    names = itertools.count(_STORE_NUMBERS)
+
+    def play(*kinds: Kind, checkpoint_id: str = "", is_without_store: bool = False) -> None:
+        run.play(
+            [
+                Call(
+                    number=next(names),
+                    kind=kind,
+                    checkpoint_id=checkpoint_id,
+                    is_without_store=is_without_store,
+                )
+                for kind in kinds
+            ]
+        )
+
+    for kept, lost in (("kept-0", "lost-0"), ("kept-1", "lost-1")):
+        play(Kind.DISCARD_GRADIENTS, Kind.UPDATE, Kind.SAVE_CHECKPOINT, checkpoint_id=kept)
+        play(Kind.UPDATE)
+        run.settings.store_is_away.touch()
+        for kind, name in ((Kind.SAVE_CHECKPOINT, lost), (Kind.LOAD_CHECKPOINT, kept)):
+            if kept == "kept-1":
+                run.trio.arm(CrashPoint.CONTROLLER_BEFORE_END, 1)
+            play(kind, checkpoint_id=name, is_without_store=True)
+        run.settings.store_is_away.unlink()
+        play(Kind.UPDATE, Kind.SAVE_CHECKPOINT, Kind.UPDATE, checkpoint_id=lost)
+        play(Kind.LOAD_CHECKPOINT, Kind.UPDATE, checkpoint_id=lost)
 
 
 def crash_at_random(run: LightRun, kills: Kills, count: int) -> None:

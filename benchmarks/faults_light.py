@@ -78,7 +78,8 @@ class LightOptions:
     sequencing: Sequencing = Sequencing.CLIENT
     build: str = ""
     has_power_cuts: bool = False
-    patience_s: float = 60.0
+    has_store: bool = False
+    patience_s: float = 600.0
 
 
 class LightRun:
@@ -97,6 +98,7 @@ class LightRun:
             checkpoints=CheckpointConfig(every_operations=7, keep=1),
             build=options.build,
             has_power_cuts=options.has_power_cuts,
+            has_store=options.has_store,
         )
         self.notes = Notes()
         self.segments = segments(options.seed)

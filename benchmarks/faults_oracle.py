@@ -91,6 +91,8 @@ class Oracle:
                 return self._done(None)
             case Kind.FORWARD:
                 return self._forward(entry)
+            case Kind.SAVE_CHECKPOINT if call.is_without_store:
+                return self._failed("UNAVAILABLE")
             case Kind.SAVE_CHECKPOINT:
                 return self._save(entry)
             case Kind.LOAD_CHECKPOINT:

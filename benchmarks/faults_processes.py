@@ -19,6 +19,7 @@ from benchmarks.faults_builds import break_build
 from benchmarks.faults_power import record_syncs
 from benchmarks.faults_rpc import POOL, Peer, PeerLostError, Server
 from ratoon.config import CheckpointConfig, LimitsConfig
+from ratoon.engine.archive import ArchivedBodyFiles, BlobArchive, NoArchive
 from ratoon.engine.controller import Controller
 from ratoon.engine.crash_points import CrashPoint, make_reach
 from ratoon.engine.fenced import FencedStore
@@ -30,7 +31,9 @@ from ratoon.engine.tasks import WorkerLostError
 from ratoon.engine.types import PolicySpec
 from ratoon.engine.worker import WorkerCore
 from ratoon.engine.worker_actor import _export
+from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import configure_logging
+from ratoon.stream.local_blobs import LocalBlobs
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
 
@@ -51,6 +54,8 @@ class Settings:
     build: str
     # What is not synced is lost by `faults_power.cut_power`.
     has_power_cuts: bool
+    # Bodies and checkpoints have copies.
+    has_store: bool
 
     @property
     def data_root(self) -> Path:
@@ -63,6 +68,11 @@ class Settings:
     @property
     def crash_points(self) -> Path:
         return self.data_root / "crash-points"
+
+    @property
+    def store_is_away(self) -> Path:
+        """While there is such a file, the object store takes nothing."""
+        return self.root / "store-is-away"
 
     def socket(self, name: str) -> Path:
         return self.root / f"{name}.sock"
@@ -137,6 +147,7 @@ async def _make_controller(settings: Settings) -> Controller:
         metrics=NoMetrics(),
         now=time.time,
     )
+    archive = BlobArchive(_Store(settings), paths) if settings.has_store else NoArchive()
     run = PolicyRun(
         spec=settings.spec,
         trainer=settings.trainer,
@@ -144,10 +155,35 @@ async def _make_controller(settings: Settings) -> Controller:
         limits=settings.limits,
         checkpoints=settings.checkpoints,
         paths=paths,
-        bodies=BodyFiles(paths),
+        bodies=ArchivedBodyFiles(paths, archive) if settings.has_store else BodyFiles(paths),
+        archive=archive,
         reach=make_reach(settings.crash_points),
     )
     return Controller(run)
+
+
+class _Store(LocalBlobs):
+    """In the place of an object store."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings.root / "store")
+        self._is_away = settings.store_is_away
+
+    def put(self, key: str, data: bytes) -> None:
+        self._ask()
+        super().put(key, data)
+
+    def put_folder(self, key: str, source: Path) -> None:
+        self._ask()
+        super().put_folder(key, source)
+
+    def delete_folder(self, key: str) -> None:
+        self._ask()
+        super().delete_folder(key)
+
+    def _ask(self) -> None:
+        if self._is_away.exists():
+            raise RatoonError(ErrorCode.UNAVAILABLE, "the object store does not answer")
 
 
 class NoMetrics:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults_crashes import Kills, crash_at, crash_in_windows
+from benchmarks.faults_crashes import Kills, crash_at, crash_in_windows, lose_store
 from benchmarks.faults_history import judge_acks, read_journal
 from benchmarks.faults_light import POLICY, LightOptions, light_run
 from benchmarks.faults_reference import TOLERANCE, worst_difference
@@ -42,6 +42,15 @@ def test_kills_lose_and_double_nothing(model_folder: Path, sequencing: Sequencin
         _, entries = judge_acks(run.notes.acks(), run.notes.told, records)
         folder = run.root / "fp64"
         assert worst_difference(entries, run.trainer, model_folder, 11, folder) <= TOLERANCE
+
+
+def test_a_store_that_takes_nothing_fails_saves_and_nothing_else(model_folder: Path) -> None:
+    """Red once: a load was told to have failed, and had loaded; a save's name was gone for ever."""
+    with light_run(LightOptions(seed=12, model_folder=model_folder, has_store=True)) as run:
+        lose_store(run)
+        verdict = run.finish()
+    assert (verdict.lost, verdict.doubled) == ([], [])
+    assert run.trio.num_kills == 2
 
 
 @pytest.mark.parametrize(
