@@ -20,6 +20,7 @@ from ratoon.engine.types import (
     EmptyResult,
     ForwardCommand,
     ForwardResult,
+    Holder,
     NoKey,
     Operation,
     OperationKind,
@@ -89,6 +90,7 @@ class FakeEngine:
         # Set while a submission is under way, and from then on.
         self.has_submission = asyncio.Event()
         self.uploads: dict[tuple[str, str, int], bytes] = {}
+        self.uploaders: list[str] = []
         self.operations: dict[str, Operation] = {}
         self.policies: dict[str, Policy] = {}
         self.files: dict[str, bytes] = {}
@@ -295,10 +297,11 @@ class FakeEngine:
         return self.operations[operation_id]
 
     async def put_upload_part(
-        self, policy_id: str, upload_id: str, part_index: int, body: bytes
+        self, policy_id: str, upload_id: str, part_index: int, body: bytes, holder: Holder
     ) -> None:
         await self.get_policy(policy_id)
         self.uploads[policy_id, upload_id, part_index] = body
+        self.uploaders.append(holder.key_id)
 
     async def get_upload_parts(
         self, policy_id: str, upload_id: str, num_parts: int

@@ -10,12 +10,13 @@ import pytest
 
 from ratoon.api import gate as gate_module
 from ratoon.api.gate import Gate
+from ratoon.api.holding import acting_for
 from ratoon.auth.access import OpenAccess, Presented
 from ratoon.auth.key_file import KeyFile
 from ratoon.auth.rates import InFlight, Rates
 from ratoon.auth.scopes import Scope
 from ratoon.config import KeyLimits
-from ratoon.engine.types import NOBODY
+from ratoon.engine.types import NOBODY, Holder
 from ratoon.errors import RatoonError
 from ratoon.metrics import MetricsTotals
 from ratoon_proto.v1 import operation_pb2, service_pb2
@@ -144,3 +145,14 @@ async def test_refusals_are_counted_by_reason_and_key(api: Api, tmp_path: Path) 
     totals = MetricsTotals()
     totals.apply(api.engine.metrics)
     assert b'ratoon_refusals_total{key_id="k1",reason="disk"} 1.0' in totals.render()
+
+
+async def test_a_part_of_an_upload_is_its_senders(api: Api) -> None:
+    """It was nobody's, and so within no key's limits."""
+    await api.create_policy()
+    part = service_pb2.UploadPartRequest(
+        policy_id=requests.POLICY, upload_id="u", part_index=0, groups=requests.groups()
+    )
+    with acting_for(Holder(key_id="k1", limits=KeyLimits())):
+        await api.service.upload_part(part)
+    assert api.engine.uploaders == ["k1"]

@@ -80,6 +80,27 @@ def test_bytes_are_bounded_by_key_and_in_all(tmp_path: Path) -> None:
     assert (details["resource"], details["free"]) == ("total_queued_bytes", "500")
 
 
+async def test_uploads_count_for_their_key(make_machine: MakeMachine) -> None:
+    """A key with a quota of bytes filled the policy's own bound with parts that no call names."""
+    machine = await make_machine().start()
+    body = number_body(1.0)
+    mine = holder(max_queued_bytes=2 * len(body) + 1)
+    put, claims = machine.controller.put_upload_part, machine.controller._run.claims
+    for part_index in (0, 1, 0):
+        await put("u", part_index, body, mine)
+    for upload_id in ("u", "v"):
+        with pytest.raises(RatoonError) as caught:
+            await put(upload_id, 2, body, mine)
+        assert caught.value.details["resource"] == "key_queued_bytes"
+    details = refused(claims.take, claim(1, mine, size=2), NOW, is_awaited=False)
+    assert (details["resource"], details["free"]) == ("key_queued_bytes", "1")
+    await put("w", 0, body)
+    await put("x", 0, body, holder("k2", max_queued_bytes=2 * len(body)))
+    # Once a call has named it, its bytes are those of the call.
+    await machine.controller.get_upload_parts("u", 2)
+    await put("v", 2, body, mine)
+
+
 def test_what_a_crash_left_is_swept(tmp_path: Path) -> None:
     mine = holder(max_open_operations=2)
     claims = claims_of(tmp_path, "a")

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from ratoon.engine.types import CheckpointInfo, Operation, Policy, PolicySpec, Submission
+from ratoon.engine.types import CheckpointInfo, Holder, Operation, Policy, PolicySpec, Submission
 from ratoon.metrics import Change
 from ratoon.stream.manifest import WeightFile, WeightManifest
 
@@ -40,7 +40,7 @@ class Engine(Protocol):
     def watch_operation(self, operation_id: str) -> AsyncIterator[Operation]: ...
     async def cancel_operation(self, operation_id: str) -> Operation: ...
     async def put_upload_part(
-        self, policy_id: str, upload_id: str, part_index: int, body: bytes
+        self, policy_id: str, upload_id: str, part_index: int, body: bytes, holder: Holder
     ) -> None: ...
     async def get_upload_parts(
         self, policy_id: str, upload_id: str, num_parts: int

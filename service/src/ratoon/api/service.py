@@ -145,7 +145,9 @@ class PolicyService:
         await asyncio.to_thread(raw_groups, request.groups, max_tokens=max_tokens)
         body = await asyncio.to_thread(_part_body, request.groups)
         await self._finish(
-            self._engine.put_upload_part(policy_id, upload_id, request.part_index, body)
+            self._engine.put_upload_part(
+                policy_id, upload_id, request.part_index, body, current_holder()
+            )
         )
         return service_pb2.UploadPartResponse(num_bytes=len(body))
 

@@ -21,6 +21,7 @@ from ratoon.engine.files import PolicyPaths
 from ratoon.engine.quotas import QuotaFiles
 from ratoon.engine.room import check_room
 from ratoon.engine.types import Holder
+from ratoon.engine.uploads import upload_bytes_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,12 +97,23 @@ class Claims:
         if key_id and limits.max_open_operations is not None:
             name = f"API key {key_id}: open operations"
             check_room(name, "key_open_operations", len(mine), 1, limits.max_open_operations)
-        if key_id and limits.max_queued_bytes is not None:
-            name, limit = f"API key {key_id}: bytes of open operations", limits.max_queued_bytes
-            check_room(name, "key_queued_bytes", sum(mine), claim.body_bytes, limit)
+        self._check_key_bytes(claim.holder, sum(mine), claim.body_bytes)
         used = sum(size_bytes for _, size_bytes in held)
         name = "bytes of open operations of all policies"
         check_room(name, "total_queued_bytes", used, claim.body_bytes, self._max_total_bytes)
+
+    def check_upload(self, holder: Holder, num_bytes: int) -> None:
+        """Raises RESOURCE_EXHAUSTED where a part has more bytes than its sender's key has left."""
+        mine = [size_bytes for owner, size_bytes in self._held() if owner == holder.key_id]
+        self._check_key_bytes(holder, sum(mine), num_bytes)
+
+    def _check_key_bytes(self, holder: Holder, open_bytes: int, wanted: int) -> None:
+        """An upload that a call names is that call's, whose body counts from then on."""
+        limit = holder.limits.max_queued_bytes
+        if holder.key_id and limit is not None:
+            used = open_bytes + upload_bytes_of(self._policies, holder.key_id)
+            name = f"API key {holder.key_id}: bytes of open operations and uploads"
+            check_room(name, "key_queued_bytes", used, wanted, limit)
 
     def _held(self) -> Iterator[tuple[str, int]]:
         """(key id, bytes) of every open operation of every policy."""

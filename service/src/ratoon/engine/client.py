@@ -25,7 +25,9 @@ from ratoon.engine.metrics_actor import RayMetricsSink, find_metrics
 from ratoon.engine.ray_calls import ActorLostError, ask, find_actor
 from ratoon.engine.settings import COORDINATOR_NAME, EngineSettings, controller_name
 from ratoon.engine.types import (
+    NOBODY,
     CheckpointInfo,
+    Holder,
     Operation,
     Policy,
     PolicySpec,
@@ -139,11 +141,12 @@ class EngineClient:
         raise RatoonError(ErrorCode.UNSUPPORTED, f"{found.kind} cannot be cancelled")
 
     async def put_upload_part(
-        self, policy_id: str, upload_id: str, part_index: int, body: bytes
+        self, policy_id: str, upload_id: str, part_index: int, body: bytes, holder: Holder = NOBODY
     ) -> None:
         """Keep a part of a batch. Raises KEY_REUSED for other bytes, BODY_TOO_LARGE."""
         await self._call(
-            policy_id, lambda policy: policy.put_upload_part.remote(upload_id, part_index, body)
+            policy_id,
+            lambda policy: policy.put_upload_part.remote(upload_id, part_index, body, holder),
         )
 
     async def get_upload_parts(self, policy_id: str, upload_id: str, num_parts: int) -> list[bytes]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from functools import partial
 
 from ratoon.engine import telemetry
 from ratoon.engine.admission import Admission, JournalUnknownError, named_forward, new_operation_id
@@ -28,8 +29,10 @@ from ratoon.engine.room import full_disk_refused, is_disk_full
 from ratoon.engine.tasks import WorkerLostError
 from ratoon.engine.turns import TurnLoop
 from ratoon.engine.types import (
+    NOBODY,
     FailedResult,
     ForwardResult,
+    Holder,
     NoKey,
     Operation,
     PolicyState,
@@ -172,7 +175,9 @@ class Controller:
         async with self._lock:  # Not while versions are rolled back.
             return await self._publisher.manifest(version)
 
-    async def put_upload_part(self, upload_id: str, part_index: int, body: bytes) -> None:
+    async def put_upload_part(
+        self, upload_id: str, part_index: int, body: bytes, holder: Holder = NOBODY
+    ) -> None:
         """Keep a part of a batch.
 
         Raises KEY_REUSED, BODY_TOO_LARGE, POLICY_NOT_READY, RESOURCE_EXHAUSTED.
@@ -182,7 +187,14 @@ class Controller:
         if refusal is not None:
             raise refusal
         with full_disk_refused():
-            await asyncio.to_thread(self._uploads.put, upload_id, part_index, body)
+            await asyncio.to_thread(
+                self._uploads.put,
+                upload_id,
+                part_index,
+                body,
+                key_id=holder.key_id,
+                check_key=partial(self._run.claims.check_upload, holder),
+            )
 
     async def get_upload_parts(self, upload_id: str, num_parts: int) -> list[bytes]:
         """Parts 0 to num_parts - 1. Raises UPLOAD_NOT_FOUND naming the missing one."""

@@ -23,7 +23,7 @@ from ratoon.engine.metrics_actor import RayMetricsSink
 from ratoon.engine.policy_run import PolicyRun, Ports
 from ratoon.engine.ray_ports import RayJournal, RayWorker
 from ratoon.engine.settings import EngineSettings
-from ratoon.engine.types import Operation, PolicySpec, Submission
+from ratoon.engine.types import Holder, Operation, PolicySpec, Submission
 from ratoon.garbage import freeze_garbage
 from ratoon.log import configure_logging, get_logger
 from ratoon.stream.manifest import WeightManifest
@@ -99,9 +99,11 @@ class ControllerActor:
         return await self._controller.cancel_operation(operation_id)
 
     @ray.method
-    async def put_upload_part(self, upload_id: str, part_index: int, body: bytes) -> None:
+    async def put_upload_part(
+        self, upload_id: str, part_index: int, body: bytes, holder: Holder
+    ) -> None:
         await self._start()
-        await self._controller.put_upload_part(upload_id, part_index, body)
+        await self._controller.put_upload_part(upload_id, part_index, body, holder)
 
     @ray.method
     async def get_upload_parts(self, upload_id: str, num_parts: int) -> list[bytes]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -32,6 +32,8 @@ _LOG = get_logger("uploads")
 _PARTS = "[0-9]*"
 # Beside the parts of an upload that a call has named, since when.
 _USED = "used"
+# In front of the id of the API key that sent one.
+_BY = "by~"
 
 
 class UploadFiles:
@@ -50,17 +52,25 @@ class UploadFiles:
         # One part at a time: what is summed stays true, and no folder goes while a part comes.
         self._lock = threading.Lock()
 
-    def put(self, upload_id: str, part_index: int, body: bytes) -> None:
-        """Store a part.
+    def put(
+        self,
+        upload_id: str,
+        part_index: int,
+        body: bytes,
+        *,
+        key_id: str = "",
+        check_key: Callable[[int], None] = lambda _num_bytes: None,
+    ) -> None:
+        """Store a part. `check_key` refuses bytes that are too many for the API key `key_id`.
 
         Raises KEY_REUSED for other bytes of a part, BODY_TOO_LARGE for the sum of one upload,
-        RESOURCE_EXHAUSTED for the sum of all.
+        RESOURCE_EXHAUSTED for the sum of all, and what `check_key` raises.
         """
         path = self._folder / safe_name("upload_id", upload_id) / _part_name(part_index)
         with self._lock:
-            self._put(path, body)
+            self._put(path, body, key_id, check_key)
 
-    def _put(self, path: Path, body: bytes) -> None:
+    def _put(self, path: Path, body: bytes, key_id: str, check_key: Callable[[int], None]) -> None:
         folder, upload_id, part_index = path.parent, path.parent.name, int(path.name)
         make_folder(folder)
         # Of another call that is to come, though all of it may be there already.
@@ -94,6 +104,9 @@ class UploadFiles:
         used = _total_bytes(self._folder.glob(f"*/{_PARTS}"))
         used -= self._drop_used(used + len(body) - self._max_total_bytes)
         check_room("bytes of uploads", "upload_bytes", used, len(body), self._max_total_bytes)
+        check_key(len(body))
+        if key_id:
+            (folder / f"{_BY}{key_id}").touch()
         write_atomic(path, seal_bytes(body))
         fsync_folder(self._folder)
 
@@ -135,6 +148,13 @@ class UploadFiles:
                 newest = max(map(_modified, folder.glob("*")), default=0.0)
                 if max(newest, _modified(folder)) < horizon:
                     shutil.rmtree(folder, ignore_errors=True)
+
+
+def upload_bytes_of(policies: Path, key_id: str) -> int:
+    """Of uploads that `key_id` has sent and no call has named, of all policies in a folder."""
+    marks = policies.glob(f"*/uploads/*/{_BY}{key_id}")
+    folders = [mark.parent for mark in marks if not (mark.parent / _USED).exists()]
+    return sum(_total_bytes(folder.glob(_PARTS)) for folder in folders)
 
 
 def _part_name(part_index: int) -> str:
