@@ -5,7 +5,8 @@
 #
 #   docker build --build-arg DEVICE=cpu --build-arg TORCH_INDEX=... -t ratoon .
 #   docker build --build-arg DEVICE=cuda -t ratoon:cuda .
-ARG PYTHON_IMAGE=python:3.11-slim-bookworm
+# By digest, of all platforms: 3.11.16. Another is given with its own.
+ARG PYTHON_IMAGE=python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b
 
 FROM ${PYTHON_IMAGE} AS build
 ARG DEVICE=cpu

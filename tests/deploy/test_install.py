@@ -119,6 +119,19 @@ def test_image_runs_as_a_user_with_a_healthcheck() -> None:
     assert "deploy/install.sh /opt/ratoon" in dockerfile
 
 
+def test_images_are_named_by_digest() -> None:
+    """A tag is whatever its owner says today."""
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+    named = [service["image"] for service in compose["services"].values() if "image" in service]
+    named += re.findall(r"^ARG PYTHON_IMAGE=(\S+)$", dockerfile, re.MULTILINE)
+    assert len(named) == 2
+    for image in named:
+        assert re.fullmatch(r"\S+:\S+@sha256:[0-9a-f]{64}", image), image
+    bases = re.findall(r"^FROM (\S+)", dockerfile, re.MULTILINE)
+    assert set(bases) == {"${PYTHON_IMAGE}"}
+
+
 def test_an_image_for_gpus_has_a_c_compiler() -> None:
     """Triton builds a C module at run time: without gcc nothing that it compiles could run."""
     _, final = (ROOT / "Dockerfile").read_text().split("FROM ${PYTHON_IMAGE}\n")
