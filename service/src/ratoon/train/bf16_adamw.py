@@ -44,6 +44,9 @@ from ratoon.train.rounding import mix, split_float32
 _MAX_ELEMENTS = 1 << 31
 # Second moments end here, where rounding them up is still finite.
 _MAX_SQUARE = 1e38
+# No product and sum are merged into one instruction (FMA): which are merged depends on the rest of
+# the kernel, so that two kernels of one formula would differ in their last bits.
+_AS_WRITTEN: dict[str, str | int | bool | Callable[..., object]] = {"emulate_precision_casts": True}
 
 
 _StepChunk = Callable[[Tensor, Tensors, Tensors, tuple[Tensor, Tensor], Tensor], None]
@@ -75,9 +78,8 @@ class Bf16AdamW:
         self._device = next(iter(parameters.values())).device
         # Compiled, a step touches each element once; on a CPU that is not worth a compiler.
         if self._device.type == "cuda":
-            self._step_chunk = cast(
-                "_StepChunk", torch.compile(_step_chunk, dynamic=True, fullgraph=True)
-            )
+            compiled = torch.compile(_step_chunk, dynamic=True, fullgraph=True, options=_AS_WRITTEN)
+            self._step_chunk = cast("_StepChunk", compiled)
         else:
             self._step_chunk = _step_chunk
 
