@@ -57,9 +57,9 @@ def policies(clients: dict[str, RatoonClient]) -> Iterator[dict[str, str]]:
         name: clients[name].create_policy(f"client-{name}", preset="tiny", seed=3, reference="base")
         for name in ("gateway", "http")
     }
-    yield {name: handle.result(120).spec.policy_id for name, handle in handles.items()}
+    yield {name: handle.result().spec.policy_id for name, handle in handles.items()}
     for name in handles:
-        clients[name].delete_policy(f"client-{name}").result(60)
+        clients[name].delete_policy(f"client-{name}").result()
 
 
 def batch() -> list[Group]:
@@ -181,7 +181,7 @@ def test_steps_of_wrong_numbers_are_skipped_and_a_run_of_them_fails_the_policy(
     created = client.create_policy(
         policy_id, preset="tiny", sequencing="server", numerics_guard=guard
     )
-    assert created.result(120).spec.numerics_guard == guard
+    assert created.result().spec.numerics_guard == guard
     by_name = {name: clients[name].policy(policy_id) for name in ("gateway", "http")}
 
     def update(name: str, loss: Loss) -> tuple[int, str | None]:
@@ -211,7 +211,7 @@ def test_steps_of_wrong_numbers_are_skipped_and_a_run_of_them_fails_the_policy(
     metrics = httpx.get(f"{service.addresses.http}/metrics").text
     (count,) = re.findall(r'skipped_steps_total\{reason="non_finite_loss"\} (\S+)', metrics)
     assert float(count) >= 3
-    client.delete_policy(policy_id).result(60)
+    client.delete_policy(policy_id).result()
 
 
 def misuse(client: RatoonClient, policy_id: str, fault: str) -> object:
@@ -283,10 +283,10 @@ def test_the_server_says_the_same_of_itself_on_every_wire(clients: dict[str, Rat
 
 def test_a_policy_is_removed(clients: dict[str, RatoonClient]):
     client = clients["http"]
-    client.create_policy("client-short", preset="tiny", sequencing="server").result(120)
+    client.create_policy("client-short", preset="tiny", sequencing="server").result()
     session = client.policy("client-short")
     assert session.update(batch(), loss=Loss("grpo"), optim=OPTIM).result().version == 1
-    client.delete_policy("client-short").result(60)
+    client.delete_policy("client-short").result()
     with pytest.raises(RatoonApiError, match="POLICY_NOT_FOUND"):
         client.get_policy("client-short")
 
@@ -308,7 +308,7 @@ def test_a_custom_loss_has_the_gradient_of_the_same_loss_in_the_service(
 
     for name in ("gateway", "http"):
         client = clients[name]
-        client.create_policy("client-custom", preset="tiny", sequencing="server").result(120)
+        client.create_policy("client-custom", preset="tiny", sequencing="server").result()
         session = client.policy("client-custom")
         loss, handle = session.forward_backward_custom(groups, loss_of=loss_of)
         own = handle.result().report
@@ -319,7 +319,7 @@ def test_a_custom_loss_has_the_gradient_of_the_same_loss_in_the_service(
         assert own_norm == pytest.approx(norm, rel=1e-5)
         assert norm > 0
         assert [own.loss, loss] == pytest.approx([built_in.loss, built_in.loss], rel=1e-5)
-        client.delete_policy("client-custom").result(60)
+        client.delete_policy("client-custom").result()
 
 
 def test_the_page_on_custom_losses_runs(service: Service, capsys: pytest.CaptureFixture[str]):
@@ -332,7 +332,7 @@ def test_the_page_on_custom_losses_runs(service: Service, capsys: pytest.Capture
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < losses[0] - 0.01
     with RatoonClient(service.addresses.grpc) as client:
-        client.delete_policy("preferences").result(60)
+        client.delete_policy("preferences").result()
 
 
 def test_the_readmes_example_runs(
@@ -349,4 +349,4 @@ def test_the_readmes_example_runs(
     assert re.match(r"version 1, loss [+-]\d\.\d{4}\nverified weights in weights/version-1\n", out)
     assert (tmp_path / "weights" / "latest" / "model.safetensors").is_file()
     with RatoonClient(service.addresses.grpc) as client:
-        client.delete_policy("copy").result(60)
+        client.delete_policy("copy").result()

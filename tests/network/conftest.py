@@ -64,9 +64,9 @@ def policy(service: Service) -> Iterator[str]:
             client.server_info()
     with RatoonClient(service.addresses.grpc) as client:
         client.server_info()
-        client.create_policy("network", **TINY).result(120)
+        client.create_policy("network", **TINY).result()
         yield "network"
-        client.delete_policy("network").result(60)
+        client.delete_policy("network").result()
 
 
 @asynccontextmanager
@@ -75,8 +75,8 @@ async def tiny_policy(
 ) -> AsyncIterator[str]:
     """A policy of its own, removed at the end."""
     spec: PolicyOptions = {**TINY, **options}
-    await (await client.create_policy(policy_id, **spec)).result(120)
+    await (await client.create_policy(policy_id, **spec)).result()
     try:
         yield policy_id
     finally:
-        await (await client.delete_policy(policy_id)).result(60)
+        await (await client.delete_policy(policy_id)).result()
