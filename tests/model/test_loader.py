@@ -13,7 +13,15 @@ from ratoon.errors import ErrorCode
 from ratoon.model.loader import _load_folder, experts_implementation
 from ratoon.model.spec import FullTuning, LoraTuning, ModelDtype, PresetBase
 from ratoon.model.support import read_config
-from tests.model.builders import FULL, LORA, TINY, error_of, hidden_of, load
+from tests.model.builders import (
+    FULL,
+    LORA,
+    LORA_ATTENTION,
+    TINY,
+    error_of,
+    hidden_of,
+    load,
+)
 from tests.model.packing import pack
 from tests.tiny_models import ARCHITECTURES, write_folder
 
@@ -53,7 +61,7 @@ def test_loading_leaves_global_random_state(tmp_path: Path) -> None:
     before = torch.random.get_rng_state()
     load(TINY, tuning=LORA)
     load(folder)
-    load(folder, tuning=LORA)
+    load(folder, tuning=LORA_ATTENTION)
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
