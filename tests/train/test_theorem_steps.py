@@ -246,6 +246,7 @@ def test_four_updates_reuse_one_forward(
         assert report.grad_norm == pytest.approx(norm, rel=pair.tolerance)
         assert report.loss == pytest.approx(sums.total / divisor, rel=1e-8, abs=1e-12)
         assert_close(weight_errors(pair), pair.tolerance)
+        assert report.ratio_max is not None
         ratios.append(report.ratio_max)
     frozen = trainer.forward(
         batch, trainer.plan_forward(batch), with_entropy=False, use_reference=True

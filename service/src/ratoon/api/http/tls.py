@@ -16,8 +16,8 @@ from ratoon.config import RatoonConfig
 
 _PROBE_S = 10.0
 _HEALTH = "/v1/health"
-# Where a server that listens on all addresses is reached from its own machine.
-_OWN = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - nothing is bound
+# Where a server that listens on all addresses is reached from its own machine; nothing is bound.
+_OWN = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  # nosec B104
 
 
 def server_context(store: CertificateStore, *, protocols: Sequence[str] = ()) -> ssl.SSLContext:
