@@ -7,9 +7,13 @@ names exactly the calls that are built.
 from __future__ import annotations
 
 import asyncio
+import json
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from ratoon import __version__
 from ratoon.api.gate import Gate
@@ -33,6 +37,7 @@ def create_app(service: PolicyService, limits: LimitsConfig, *, gate: Gate) -> F
         generate_unique_id_function=_operation_name,
     )
     app.state.parsing = asyncio.Semaphore(_MAX_PARSING)
+    app.router.routes.insert(0, _document(app))
     errors.install(app)
     routers = (
         policies.router(service, gate),
@@ -50,6 +55,22 @@ def create_app(service: PolicyService, limits: LimitsConfig, *, gate: Gate) -> F
     for router in routers:
         app.include_router(router)
     return app
+
+
+def _document(app: FastAPI) -> Route:
+    """The API document, free to all, so made once: FastAPI's own route renders it per request."""
+    body: asyncio.Task[bytes] | None = None
+
+    def render() -> bytes:
+        return json.dumps(app.openapi()).encode()
+
+    async def openapi(_request: Request) -> Response:
+        nonlocal body
+        if body is None:
+            body = asyncio.create_task(asyncio.to_thread(render))
+        return Response(await asyncio.shield(body), media_type="application/json")
+
+    return Route("/openapi.json", openapi, include_in_schema=False)
 
 
 def _operation_name(route: APIRoute) -> str:
