@@ -27,6 +27,7 @@ import psutil
 from benchmarks import faults_crashes
 from benchmarks.environment import describe
 from benchmarks.faults_crashes import Kills, crash_at, crash_at_random, crash_in_windows, lose_store
+from benchmarks.faults_failover import run_failovers
 from benchmarks.faults_history import judge_acks, read_journal
 from benchmarks.faults_light import POLICY, LightOptions, LightRun, light_run
 from benchmarks.faults_live import LiveResult, run_live
@@ -52,6 +53,9 @@ def main() -> None:
         model = write_folder(Path(folder) / "model", "qwen3")
         with _beside() as beside:
             _kill(summary, model, args, beside)
+        failovers = summary.part("failovers", lambda: run_failovers(args.seed))
+        if failovers is not None:
+            summary.add_failovers(failovers)
         load = summary.part("load", lambda: run_load(model, args.seed, 60 * args.minutes))
         if load is not None:
             summary.add_load(load)

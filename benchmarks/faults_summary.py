@@ -14,12 +14,14 @@ from dataclasses import asdict, dataclass, field
 from typing import TypeVar
 
 from benchmarks.faults_crashes import Kills
+from benchmarks.faults_failover import PLACES, FailoverResult
 from benchmarks.faults_history import Verdict
 from benchmarks.faults_live import EVENTS, LiveResult
 from benchmarks.faults_load import LoadResult
 from benchmarks.faults_reference import TOLERANCE
 from benchmarks.faults_selftest import SCHEDULES, Finding
 from ratoon.engine.crash_points import CrashPoint
+from ratoon.engine.types import Recovery
 from tests.durability.torn import TornCounts
 from tests.hostile.fuzz import FuzzCounts
 
@@ -36,7 +38,8 @@ class Summary:
     """Of all parts. `seconds`: by part, of all rounds.
 
     `back_s`: seconds from each kill of the service until all callers had gone on, by what was
-    killed, the longest of all rounds. `broken`: parts that did not come to their end, and why.
+    killed, the longest of all rounds. `forgotten`: operations that had ended and that a promoted
+    standby lacked. `broken`: parts that did not come to their end, and why.
     `load`, `hostile`: None before they have ended.
     """
 
@@ -46,6 +49,8 @@ class Summary:
     outages: int = 0
     back_s: dict[str, float] = field(default_factory=dict[str, float])
     operations: int = 0
+    failovers: int = 0
+    forgotten: int = 0
     fp64_difference: float = 0.0
     verdict: Verdict = field(default_factory=Verdict)
     torn: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
@@ -94,6 +99,12 @@ class Summary:
         self.operations += load.operations
         self.verdict.add(load.verdict)
 
+    def add_failovers(self, result: FailoverResult) -> None:
+        self.failovers += result.failovers
+        self.forgotten += result.forgotten
+        self.operations += result.operations
+        self.verdict.add(result.verdict)
+
     @property
     def num_found(self) -> int:
         return sum(finding.is_found for finding in self.findings)
@@ -130,6 +141,8 @@ class Summary:
             yield f"{self.kills} kills, expected {MIN_KILLS} or more"
         if self.in_window < MIN_IN_WINDOW:
             yield f"{self.in_window} kills inside a window, expected {MIN_IN_WINDOW} or more"
+        if self.failovers < len(PLACES) * len(Recovery) or not self.forgotten:
+            yield f"{self.failovers} failovers of the database, {self.forgotten} ends forgotten"
         if self.missed_points:
             yield f"nothing was killed at {', '.join(self.missed_points)}"
         if self.missed_events:
@@ -170,6 +183,7 @@ class Summary:
         """What a person wants to see of a good run, too."""
         return (
             f"{self.operations} operations, {self.in_window} kills inside a window, "
+            f"{self.failovers} failovers of the database, "
             f"{self.fp64_difference:.1e} from the plain loop in float64; "
             f"load: {_load_text(self.load)}"
         )
@@ -187,6 +201,8 @@ class Summary:
             "missed_crash_points": self.missed_points,
             "back_s": self.back_s,
             "outages": self.outages,
+            "failovers": self.failovers,
+            "forgotten": self.forgotten,
             "operations": self.operations,
             "fp64_difference": self.fp64_difference,
             "self_test": {finding.build: finding.is_found for finding in self.findings},

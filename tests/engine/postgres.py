@@ -153,7 +153,7 @@ class PostgresServer:
 @contextmanager
 def running_postgres() -> Iterator[PostgresServer]:
     """A server for as long as the block lasts; skips where PostgreSQL is not installed."""
-    commands = _find_commands()
+    commands = find_commands()
     if commands is None:
         # `.ci/run` installs it, so there its absence is a failure.
         assert not os.environ.get("CI"), "postgresql is not installed"
@@ -173,7 +173,36 @@ def running_postgres() -> Iterator[PostgresServer]:
             server.stop("fast")
 
 
-def _find_commands() -> Path | None:
+@contextmanager
+def pair_folder() -> Iterator[Path]:
+    """For a standby, `folder / "standby"`, and a machine, `folder / "m"`."""
+    with tempfile.TemporaryDirectory(prefix="ratoon-standby-") as folder:
+        Path(folder).chmod(0o755)  # The server's own user may enter it.
+        (Path(folder) / "m").mkdir()
+        yield Path(folder)
+
+
+@contextmanager
+def a_pair(folder: Path) -> Iterator[tuple[PostgresServer, PostgresServer, str]]:
+    """A server, a standby that follows it, and the URL of a database on whichever takes writes."""
+    with running_postgres() as primary:
+        database = primary.create_database().rpartition("/")[2]
+        folder.mkdir()
+        standby = primary.make_standby(folder)
+        standby.start()
+        hosts = "&".join(f"host=127.0.0.1:{server.port}" for server in (primary, standby))
+        url = f"postgresql://{USER}:{primary.password}@/{database}?{hosts}"
+        try:
+            yield primary, standby, url
+        finally:
+            with suppress(Exception):
+                standby.stop("immediate")
+            # Its own end expects it to run.
+            with suppress(Exception):
+                primary.start()
+
+
+def find_commands() -> Path | None:
     """Debian keeps them out of PATH, in a folder for each major version."""
     debian = sorted(
         Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda path: int(path.parts[-3])

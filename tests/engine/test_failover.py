@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -20,7 +18,7 @@ from ratoon.engine.types import Operation, OperationState, Recovery, StepResult
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import configure_logging
 from tests.engine.harness import RATE, Machine, policy_spec
-from tests.engine.postgres import USER, PostgresServer, running_postgres
+from tests.engine.postgres import PostgresServer, a_pair, pair_folder
 from tests.engine.stores import Stores
 
 WARNING = "no synchronous standby"
@@ -28,31 +26,8 @@ WARNING = "no synchronous standby"
 
 @pytest.fixture
 def standby_folder() -> Iterator[Path]:
-    """One that the server's own user may enter."""
-    with tempfile.TemporaryDirectory(prefix="ratoon-standby-") as folder:
-        Path(folder).chmod(0o755)
-        (Path(folder) / "m").mkdir()
-        yield Path(folder)
-
-
-@contextmanager
-def a_pair(folder: Path) -> Iterator[tuple[PostgresServer, PostgresServer, str]]:
-    """A server, a standby that follows it, and the URL of a database on whichever takes writes."""
-    with running_postgres() as primary:
-        database = primary.create_database().rpartition("/")[2]
-        folder.mkdir()
-        standby = primary.make_standby(folder)
-        standby.start()
-        hosts = "&".join(f"host=127.0.0.1:{server.port}" for server in (primary, standby))
-        url = f"postgresql://{USER}:{primary.password}@/{database}?{hosts}"
-        try:
-            yield primary, standby, url
-        finally:
-            with suppress(Exception):
-                standby.stop("immediate")
-            # Its own end expects it to run.
-            with suppress(Exception):
-                primary.start()
+    with pair_folder() as folder:
+        yield folder
 
 
 async def insist(machine: Machine, seq: int, number: float) -> Operation:

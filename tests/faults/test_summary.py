@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks.faults import document
 from benchmarks.faults_crashes import Kills
+from benchmarks.faults_failover import PLACES, FailoverResult
 from benchmarks.faults_history import Verdict
 from benchmarks.faults_live import EVENTS, POINTS, LiveResult
 from benchmarks.faults_load import LoadResult
@@ -48,6 +49,7 @@ def good() -> Summary:
     summary.add_light(Kills(points=set(light), in_window=5), 9, 100, torn)
     seconds = {str(event): 2.0 for event in EVENTS}
     summary.add_live(LiveResult(kills=11, points=set(POINTS), seconds=seconds, operations=10))
+    summary.add_failovers(FailoverResult(failovers=2 * len(PLACES), forgotten=1))
     summary.add_load(LoadResult(operations=1, p99_s=0.49, pss_growth=0.05, more_descriptors=5.0))
     return summary
 
@@ -97,6 +99,14 @@ def miss_a_point(summary: Summary) -> None:
 
 def miss_an_event(summary: Summary) -> None:
     del summary.back_s["raylet"]
+
+
+def fail_over_too_seldom(summary: Summary) -> None:
+    summary.failovers -= 1
+
+
+def forget_nothing(summary: Summary) -> None:
+    summary.forgotten = 0
 
 
 def differ(summary: Summary) -> None:
@@ -170,7 +180,16 @@ def break_off(summary: Summary) -> None:
     "spoil",
     [
         *(lose, double, lose_under_load, kill_too_few, kill_too_few_in_windows, miss_a_point),
-        *(miss_an_event, differ, differ_by_nan, tear_nothing, load_a_torn_file, miss_a_build),
+        *(
+            fail_over_too_seldom,
+            forget_nothing,
+            miss_an_event,
+            differ,
+            differ_by_nan,
+            tear_nothing,
+            load_a_torn_file,
+            miss_a_build,
+        ),
         *(lose_in_the_whole_build, skip_a_build, skip_the_load, be_slow, keep_memory),
         *(keep_descriptors, skip_the_hostile, crash, answer_500, leak, break_off),
     ],
