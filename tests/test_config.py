@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
 from typer.testing import CliRunner
@@ -111,3 +113,10 @@ def test_a_device_that_no_worker_could_use_is_refused_at_start(
     monkeypatch.setenv("RATOON_WORKER__DEVICE", device)
     with pytest.raises(ValidationError, match="'auto', 'cpu' or 'cuda'"):
         load_config(None)
+
+
+def test_the_models_root_follows_the_data_root(tmp_path: Path) -> None:
+    """It did not: with another `data_root` models were still looked for in the current folder."""
+    assert RatoonConfig(data_root=tmp_path).models_folder == tmp_path / "models"
+    other = RatoonConfig(data_root=tmp_path, models_root=tmp_path / "other")
+    assert other.models_folder == tmp_path / "other"

@@ -1,18 +1,31 @@
-"""docs/settings.md and docs/operations.md against the settings and metrics that they list."""
+"""The documents against what they name: settings, metrics, messages, and each other."""
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
 from ratoon.config import GIB, MIB, OTHER_VARIABLES, RatoonConfig
+from ratoon.errors import ErrorCode
 from ratoon.metrics import METRICS
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(
+    [
+        ROOT / "README.md",
+        *ROOT.glob("*/README.md"),
+        *ROOT.glob("*/*/README.md"),
+        *DOCS.rglob("*.md"),
+    ]
+)
+SOURCES = ("service/src/ratoon", "clients/python/src/ratoon_client", "kernels/src/ratoon_kernels")
 SETTINGS = (DOCS / "settings.md").read_text(encoding="utf-8")
 OPERATIONS = (DOCS / "operations.md").read_text(encoding="utf-8")
 
@@ -75,3 +88,53 @@ def test_every_metric_that_is_named_exists() -> None:
     named = set(re.findall(r"\bratoon_[a-z_]+\b", OPERATIONS))
     # Of other kinds: packages of Python.
     assert named - names <= {"ratoon_client", "ratoon_kernels", "ratoon_proto"}
+
+
+@cache
+def _anchors(page: Path) -> frozenset[str]:
+    """Of the headings, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return frozenset(heading.replace(" ", "-") for heading in plain)
+
+
+def _broken_links(page: Path) -> Iterator[str]:
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        is_there = linked.exists() and (not anchor or anchor in _anchors(linked))
+        if not is_there:
+            yield f"{page.relative_to(ROOT)}: {target}"
+
+
+def test_every_link_leads_somewhere() -> None:
+    assert len(PAGES) > 20
+    assert not [link for page in PAGES for link in _broken_links(page)]
+
+
+@cache
+def _messages() -> str:
+    """All texts of the sources, what is filled in left out."""
+    texts: list[str] = []
+    for folder in SOURCES:
+        for path in (ROOT / folder).rglob("*.py"):
+            nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            values = [node.value for node in nodes if isinstance(node, ast.Constant)]
+            texts += [value for value in values if isinstance(value, str)]
+    return "\n".join(texts)
+
+
+def test_every_message_of_the_troubleshooting_page_is_one() -> None:
+    """Its first column quotes messages, and names codes and fields of reports."""
+    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    seen = [row[0] for row in _rows(page, "| you see | cause | do |")]
+    assert len(seen) > 30
+    quoted = [text for cell in seen for text in re.findall(r"`([^`]+)`", cell)]
+    unknown = [text for text in quoted if text not in _messages()]
+    assert not unknown
+    codes = {code for cell in seen for code in re.findall(r"\b[A-Z]+_[A-Z_]+\b", cell)}
+    assert codes <= {str(code) for code in ErrorCode}

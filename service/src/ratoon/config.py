@@ -227,8 +227,8 @@ class RatoonConfig(BaseSettings):
     )
 
     data_root: Path = Path("ratoon-data")
-    # Folders that CreatePolicy may name live below here.
-    models_root: Path = Path("ratoon-data/models")
+    # Folders that CreatePolicy may name are below it. None: `models`, below data_root.
+    models_root: Path | None = None
     # None: below data_root. Published weights; may be a file system in memory.
     weights_root: Path | None = None
     # "": SQLite below data_root; or postgresql://USER:PASSWORD@HOST:PORT/NAME.
@@ -248,6 +248,11 @@ class RatoonConfig(BaseSettings):
     worker: WorkerConfig = WorkerConfig()
     checkpoints: CheckpointConfig = CheckpointConfig()
     ray: RayConfig = RayConfig()
+
+    @property
+    def models_folder(self) -> Path:
+        """Absolute."""
+        return (self.models_root or self.data_root / "models").absolute()
 
     @classmethod
     def settings_customise_sources(

@@ -18,7 +18,7 @@ async def build_service(config: RatoonConfig) -> PolicyService:
         engine=await EngineClient.connect(config.ray.namespace),
         limits=config.limits,
         defaults=SpecDefaults(
-            models_root=config.models_root.absolute(),
+            models_root=config.models_folder,
             micro_batch_tokens=config.worker.micro_batch_tokens,
         ),
         device=config.worker.device,
