@@ -20,7 +20,7 @@ NVIDIA = $(wildcard /dev/nvidiactl)$(shell command -v nvidia-smi 2>/dev/null)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint type audit fmt proto proto-check bench bench-cpu bench-gpu bench-step-gpu \
+.PHONY: help demo test test-more lint type audit fmt proto proto-check bench bench-cpu bench-gpu bench-step-gpu \
 	bench-states-gpu bench-service-gpu bench-hostile faults test-gpu up down clean env env-dev env-proto
 
 help:
@@ -30,8 +30,13 @@ demo: env ## train a tiny policy on this machine through the public client
 	@$(BIN)/ratoon demo $(ARGS)
 
 # Two workers, see tests/two_workers.py; a single test is quicker with .venv/bin/pytest itself.
-test: env-dev ## run the tests, without slow and GPU ones
-	@OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --no-loadscope-reorder $(ARGS)
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --no-loadscope-reorder
+
+test: env-dev ## run the tests of the product, in ten minutes on two cores
+	@$(PYTEST) $(ARGS)
+
+test-more: env-dev ## run the rest: outages, power cuts, installs, demos, broken builds, long fuzz
+	@$(PYTEST) -m "more and not slow and not gpu and not multigpu" $(ARGS)
 
 test-gpu: env-dev ## run the tests that need NVIDIA GPUs, and write their report
 	@$(BIN)/pytest -m "gpu or multigpu" --gpu-report benchmarks/results/h200/tests.json $(ARGS)

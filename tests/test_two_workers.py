@@ -1,10 +1,10 @@
-"""That `WITH_SERVICES` names what shares a cluster."""
+"""That one worker runs all that shares a cluster."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.two_workers import WITH_SERVICES
+from tests.two_workers import unit_of
 
 
 def test_all_that_share_a_cluster_are_of_one_worker(request: pytest.FixtureRequest) -> None:
@@ -13,4 +13,4 @@ def test_all_that_share_a_cluster_are_of_one_worker(request: pytest.FixtureReque
     sharing = [nodeid for nodeid, names in fixtures.items() if "ray_cluster" in names]
     if not sharing:
         pytest.skip("collected without them")
-    assert [nodeid for nodeid in sharing if not nodeid.startswith(WITH_SERVICES)] == []
+    assert {unit_of(nodeid) for nodeid in sharing} == {"shared service"}

@@ -84,6 +84,7 @@ def test_a_power_cut_at_any_moment_loses_no_promise(recording: Recording, ram: P
     assert num_cuts == NUM_TORN
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("site", SITES)
 def test_a_power_cut_without_an_fsync_is_noticed(
     recording: Recording, ram: Path, site: str
@@ -92,6 +93,7 @@ def test_a_power_cut_without_an_fsync_is_noticed(
     assert loss is not None, f"nothing notices that {site} is not synced: is it needed?"
 
 
+@pytest.mark.more
 def test_a_power_cut_after_a_log_was_folded_back_unsynced_is_noticed(
     recording: Recording, ram: Path
 ) -> None:

@@ -127,6 +127,7 @@ def _wait_until_well(process: subprocess.Popen[bytes], port: int, log: Path) -> 
 
 
 @pytest.mark.e2e
+@pytest.mark.more
 def test_keys_are_asked_for_on_every_port_and_revoked_within_a_second(
     ports: Ports, tmp_path: Path
 ) -> None:

@@ -33,7 +33,7 @@ from ratoon_client import (
 from ratoon_client.results import PhaseSeconds
 from tests.running_service import Service
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.more]
 WIRES = ("gateway", "serve", "http")
 OPTIM = Optim(learning_rate=1e-3, max_grad_norm=1.0)
 

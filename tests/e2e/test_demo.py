@@ -67,6 +67,7 @@ def _end(demo: subprocess.Popen[str]) -> Demo:
 
 
 @pytest.mark.e2e
+@pytest.mark.more
 @pytest.mark.timeout(HANG_S + 60)
 def test_demo_learns(demos: tuple[Demo, Demo]) -> None:
     demo, _ = demos
@@ -83,6 +84,7 @@ def test_demo_learns(demos: tuple[Demo, Demo]) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.more
 @pytest.mark.timeout(HANG_S + 60)
 def test_demo_with_shuffled_rewards_fails(demos: tuple[Demo, Demo]) -> None:
     _, demo = demos

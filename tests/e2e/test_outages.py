@@ -30,7 +30,7 @@ from tests.engine.postgres import PostgresServer, running_postgres
 from tests.engine.postgres_room import SmallDatabase, small_database
 from tests.network.samples import LOSS, OPTIM, batch
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.more]
 POLICY, UNDISTURBED = "outages", "undisturbed"
 DRAIN_S = 8.0
 # Beyond it: what docs/api.md promises.

@@ -77,6 +77,7 @@ def _wait_for(url: str, expression: str, value: float) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.more
 def test_prometheus_sees_an_update(
     service: Service, prometheus: str, tiny_policy: Callable[[str], str]
 ) -> None:

@@ -106,6 +106,7 @@ def sampler() -> Iterator[str]:
 
 
 @pytest.mark.e2e
+@pytest.mark.more
 def test_every_recipe_runs(service: Service, sampler: str, tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert len(blocks) == PAGE.read_text(encoding="utf-8").count("```") // 2 >= 7

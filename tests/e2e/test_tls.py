@@ -180,6 +180,7 @@ def _wait(process: subprocess.Popen[bytes], log: Path) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.more
 def test_both_wires_verify_both_ends(running: Running) -> None:
     for scheme in WIRES:
         with running.client(scheme) as client:
@@ -217,6 +218,7 @@ def _update(
 
 
 @pytest.mark.e2e
+@pytest.mark.more
 def test_a_certificate_changes_under_waiting_callers(running: Running, updated: str) -> None:
     """Callers of both wires wait through it for one operation; new connections see the new one."""
     with (
@@ -239,6 +241,7 @@ def test_a_certificate_changes_under_waiting_callers(running: Running, updated: 
 
 
 @pytest.mark.e2e
+@pytest.mark.more
 def test_every_port_is_of_this_machine_alone(running: Running) -> None:
     """Ray's are remote code execution: its own, Serve's, and those between their processes."""
     listening = running.listening()
@@ -275,6 +278,7 @@ RAY_CALLS = (
 
 
 @pytest.mark.e2e
+@pytest.mark.more
 @pytest.mark.parametrize("token", ["", "0" * 64])
 def test_rays_ports_ask_for_its_token(running: Running, token: str) -> None:
     """Whoever has it may run code; it is in a file that this user alone can read."""
@@ -324,6 +328,7 @@ def _job(port: int, token: str) -> set[str]:
 
 
 @pytest.mark.e2e
+@pytest.mark.more
 def test_logs_have_neither_prompts_nor_secrets(running: Running, updated: str) -> None:
     """After an update: ours, Ray's, Serve's, the audit log."""
     folder = running.folder

@@ -330,6 +330,7 @@ def test_any_events_come_to_what_the_calls_in_a_row_do() -> None:
     run_state_machine_as_test(OrderMachine, settings=SETTINGS)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("break_engine", BROKEN)
 def test_an_engine_that_is_broken_on_purpose_is_seen(
     monkeypatch: pytest.MonkeyPatch, break_engine: Callable[[pytest.MonkeyPatch], None]

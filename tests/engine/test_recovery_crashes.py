@@ -56,7 +56,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Told:
     ("point", "count", "loses_worker"),
     [
         *((point, 1, False) for point in POINTS),
-        *((point, 2, True) for point in POINTS if point.startswith("controller-")),
+        *(
+            pytest.param(point, 2, True, marks=pytest.mark.more)
+            for point in POINTS
+            if point.startswith("controller-")
+        ),
     ],
 )
 async def test_a_kill_changes_nothing_that_can_be_seen(

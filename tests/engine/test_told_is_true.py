@@ -130,23 +130,19 @@ class Strike:
         self._machine.crashes.armed.clear()
 
 
-STRIKES = (
-    "archive away",
+STRIKES = ("archive away", "cancel", "end", "controller-after-end", "worker-after-apply")
+MORE_STRIKES = (
     "publish refused",
     "publish broken",
     "bodies stuck",
     "journal away",
     "restore lost",
-    "cancel",
     "before end",
-    "end",
     "amend",
     "controller-before-end",
-    "controller-after-end",
     "controller-after-publish",
     "coordinator-before-end",
     "coordinator-after-end",
-    "worker-after-apply",
 )
 
 
@@ -239,7 +235,14 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ("strike", "recovery"),
     [
         *((strike, Recovery.REPLAY) for strike in STRIKES),
-        *((strike, Recovery.FAIL) for strike in ("archive away", "end", "worker-after-apply")),
+        ("end", Recovery.FAIL),
+        *(
+            pytest.param(strike, recovery, marks=pytest.mark.more)
+            for strike, recovery in (
+                *((strike, Recovery.REPLAY) for strike in MORE_STRIKES),
+                *((strike, Recovery.FAIL) for strike in ("archive away", "worker-after-apply")),
+            )
+        ),
     ],
 )
 async def test_what_is_told_is_what_the_worker_has(

@@ -24,7 +24,10 @@ POINTS = (
 )
 
 
-@pytest.mark.parametrize("sequencing", Sequencing)
+@pytest.mark.parametrize(
+    "sequencing",
+    [Sequencing.CLIENT, pytest.param(Sequencing.SERVER, marks=pytest.mark.more)],
+)
 def test_kills_lose_and_double_nothing(model_folder: Path, sequencing: Sequencing) -> None:
     """Bit for bit the undisturbed run; and that run in float64 is a plain torch loop's."""
     options = LightOptions(seed=11, model_folder=model_folder, sequencing=sequencing)
@@ -44,6 +47,7 @@ def test_kills_lose_and_double_nothing(model_folder: Path, sequencing: Sequencin
         assert worst_difference(entries, run.trainer, model_folder, 11, folder) <= TOLERANCE
 
 
+@pytest.mark.more
 def test_a_store_that_takes_nothing_fails_saves_and_nothing_else(model_folder: Path) -> None:
     """Red once: a load was told to have failed, and had loaded; a save's name was gone for ever."""
     with light_run(LightOptions(seed=12, model_folder=model_folder, has_store=True)) as run:
@@ -53,6 +57,7 @@ def test_a_store_that_takes_nothing_fails_saves_and_nothing_else(model_folder: P
     assert run.trio.num_kills == 2
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "build",
     ["no dedupe", "no fencing", "commit before apply", "no fsync", "window not re-run"],

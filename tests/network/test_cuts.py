@@ -14,7 +14,7 @@ from tests.network.proxy import Direction, Fault, FaultKind
 from tests.network.samples import LOSS, OPTIM, batch
 from tests.running_service import Service
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.more]
 DIRECTIONS: tuple[Direction, ...] = ("up", "down")
 CUTS: tuple[FaultKind, ...] = ("reset", "close")
 # In parts of one group, so that cuts hit uploads too.

@@ -11,7 +11,7 @@ import pytest
 from tests.network.conftest import Bench
 from tests.network.proxy import Fault
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.more]
 ROOT = Path(__file__).parents[2]
 # What a trainer runs; its seq is given, for two processes do the same step.
 TRAINER = """

@@ -19,7 +19,7 @@ from tests.network.proxy import Direction, Fault
 from tests.network.samples import LOSS, OPTIM, batch
 from tests.running_service import Service
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.more]
 OUTAGE_S = 12.0
 NUM_SLOW_EACH = 50
 # The longest of what the service waits for: headers, bodies, handshakes; and for a busy machine.

@@ -361,6 +361,7 @@ def _attend_wave_only(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LayerStage, "forward", blind)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("mutate", [_drop_sums, _drop_seeds, _attend_wave_only])
 def test_mutations_turn_the_comparison_red(
     trainer: Trainer,

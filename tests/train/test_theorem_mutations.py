@@ -119,6 +119,7 @@ def _one_sequence_a_micro_batch(patch: Patch) -> None:
     patch.setattr(passes, "_term_columns", one_sequence)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("mutate", "kind"),
     [

@@ -1,0 +1,109 @@
+"""The image and its compose file, as far as they can be read without a container."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_image_runs_as_a_user_with_a_healthcheck() -> None:
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    assert re.search(r"^USER (?!root\b|0\b)\S+", dockerfile, re.MULTILINE)
+    assert "HEALTHCHECK" in dockerfile
+    assert "deploy/install.sh /opt/ratoon" in dockerfile
+
+
+def test_images_are_named_by_digest() -> None:
+    """A tag is whatever its owner says today."""
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+    named = [service["image"] for service in compose["services"].values() if "image" in service]
+    named += re.findall(r"^ARG PYTHON_IMAGE=(\S+)$", dockerfile, re.MULTILINE)
+    assert len(named) == 2
+    for image in named:
+        assert re.fullmatch(r"\S+:\S+@sha256:[0-9a-f]{64}", image), image
+    bases = re.findall(r"^FROM (\S+)", dockerfile, re.MULTILINE)
+    assert set(bases) == {"${PYTHON_IMAGE}"}
+
+
+def test_an_image_for_gpus_has_a_c_compiler() -> None:
+    """Triton builds a C module at run time: without gcc nothing that it compiles could run."""
+    _, final = (ROOT / "Dockerfile").read_text().split("FROM ${PYTHON_IMAGE}\n")
+    assert "ARG DEVICE=cpu\n" in final
+    only_cuda = r'RUN if \[ "\$\{DEVICE\}" = cuda \]; then.*?\bgcc libc6-dev\b.*?fi\n'
+    assert re.search(only_cuda, final, re.DOTALL)
+    # Before the user changes to one who may not install.
+    assert final.index("apt-get install") < final.index("USER ratoon")
+
+
+def test_an_image_keeps_what_is_compiled_on_its_volume() -> None:
+    """A new container would compile all of it again before a policy goes on."""
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    volume = re.search(r"^VOLUME (\S+)$", dockerfile, re.MULTILINE)
+    assert volume
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        assert re.search(rf"^ +{name}={volume[1]}/\S+", dockerfile, re.MULTILINE), name
+
+
+def test_compose_gives_the_service_time_to_drain() -> None:
+    """It was killed after 30 s, which is what it has for operations alone."""
+    from ratoon.config import LimitsConfig
+
+    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+    grace = compose["services"]["ratoon"]["stop_grace_period"]
+    assert int(grace.removesuffix("s")) >= LimitsConfig().drain_s + 60
+
+
+def test_image_context_holds_all_that_the_dockerfile_copies() -> None:
+    """A file missing from .dockerignore would break a build that no test here can run."""
+    allowed = {
+        line[1:]
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    }
+    copied = re.findall(r"^COPY (?!--from)(\S+) ", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert copied
+    for source in copied:
+        assert source in allowed
+        assert (ROOT / source).exists()
+
+
+def test_compose_scrapes_the_service_on_loopback_ports() -> None:
+    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+    services = compose["services"]
+    assert set(services) == {"ratoon", "prometheus"}
+    for service in services.values():
+        assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+    scrape = yaml.safe_load((ROOT / "deploy" / "prometheus.yml").read_text())
+    (job,) = scrape["scrape_configs"]
+    assert job["static_configs"] == [{"targets": ["ratoon:8000"]}]
+
+
+def test_compose_lets_no_web_page_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys are off there: a page whose name is made 127.0.0.1 was an admin."""
+    from ratoon.auth.access import checked_hosts
+    from ratoon.config import load_config
+
+    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+    for name, value in compose["services"]["ratoon"]["environment"].items():
+        monkeypatch.setenv(name, value)
+    config = load_config(ROOT / "deploy" / "ratoon.yaml")
+    assert config.auth.required is False
+    # The name by which Prometheus calls it.
+    assert checked_hosts(config) == ("ratoon",)
+
+
+def test_deploy_settings_are_valid() -> None:
+    from ratoon.config import load_config
+
+    config = load_config(ROOT / "deploy" / "ratoon.yaml")
+    assert config.http.host == "0.0.0.0"
+    assert not config.grpc.serve_proxy
+    serve = yaml.safe_load((ROOT / "deploy" / "serve.yaml").read_text())
+    (application,) = serve["applications"]
+    assert application["import_path"] == "ratoon.app:app_builder"
