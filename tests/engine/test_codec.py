@@ -1,24 +1,31 @@
-"""Journal text: every value comes back equal, and nothing but known classes is built."""
+"""Journal text: every value comes back equal, by tags that outlive the names of classes."""
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+import typing
+from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass, replace
 
 import pytest
 
-from ratoon.engine.codec import from_text, payload_hash, to_text
+from ratoon.engine.codec import TAGS, from_text, payload_hash, to_text
 from ratoon.engine.types import (
     CheckpointInfo,
+    Command,
     EmptyResult,
     FailedResult,
     ForwardResult,
+    OperationResult,
+    OptimStepCommand,
     PolicyResult,
+    PolicySpec,
+    SeqKey,
     StepResult,
 )
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.model.spec import FolderBase, LoraTuning
+from ratoon.model.spec import FolderBase, LoraTuning, ModelInfo
 from ratoon.train.config import (
     KlConfig,
     KlKind,
@@ -26,6 +33,7 @@ from ratoon.train.config import (
     LossRequest,
     OldLogprobs,
     OldLogprobsKind,
+    OptimRequest,
     OverlongFilter,
     OverlongPenalty,
     ReferenceKind,
@@ -104,11 +112,63 @@ def test_a_value_comes_back_equal(value: object) -> None:
     assert to_text(back) == to_text(value)
 
 
-def test_a_class_outside_the_table_is_not_built() -> None:
-    with pytest.raises(ValueError, match="no such value"):
-        from_text(json.dumps({"$": "Popen", "args": "x"}))
-    with pytest.raises(ValueError, match="EmptyResult has no"):
-        from_text(json.dumps({"$": "EmptyResult", "extra": 1}))
+def test_a_class_without_a_tag_is_neither_written_nor_built() -> None:
+    with pytest.raises(KeyError):
+        to_text(SeqKey(seq=1))
+    for tag in ("Popen", "EmptyResult"):
+        with pytest.raises(ValueError, match="no such tag"):
+            from_text(json.dumps({"$": tag}))
+    with pytest.raises(ValueError, match="has no"):
+        from_text(json.dumps({"$": "result.empty", "extra": 1}))
+
+
+@pytest.fixture
+def rename() -> Iterator[Callable[[], None]]:
+    """Renames every class that has a tag."""
+    names = {cls: cls.__name__ for cls in TAGS.values()}
+
+    def change() -> None:
+        for number, cls in enumerate(names):
+            cls.__name__ = f"Renamed{number}"
+
+    yield change
+    for cls, name in names.items():
+        cls.__name__ = name
+
+
+def test_the_name_of_a_class_is_nowhere_in_the_journal(rename: Callable[[], None]) -> None:
+    """A class that was renamed made a journal unreadable, and retries new payloads."""
+    step = OptimRequest(learning_rate=0.5)
+    command = OptimStepCommand(optim=step, expected_version=None, include_seqs=(2,))
+    text = (
+        '{"$":"command.optim_step","expected_version":null,"include_seqs":[2],"optim":{"$":"optim",'
+        '"divide_by":null,"divide_constant":null,"layer_grad_norms":false,"learning_rate":0.5,'
+        '"max_grad_norm":null,"weight_decay":null}}'
+    )
+    values = (command, policy_spec(), update(1, loss=LOSS), StepResult(version=3, report=REPORT))
+    before = [to_text(value) for value in values]
+    hashed = payload_hash(command)
+    rename()
+    assert [to_text(value) for value in values] == before
+    assert before[0] == text
+    assert tuple(map(from_text, before)) == values
+    assert payload_hash(command) == hashed
+
+
+def test_all_that_is_journaled_has_one_tag() -> None:
+    journaled = set(_classes(PolicySpec | ModelInfo | Command | OperationResult))
+    assert journaled == set(TAGS.values())
+    assert len(TAGS) == len(journaled)
+
+
+def _classes(hint: object) -> Iterator[type]:
+    """Dataclasses in a type and in the fields of those."""
+    for arm in typing.get_args(hint):
+        yield from _classes(arm)
+    if isinstance(hint, type) and is_dataclass(hint):
+        yield hint
+        for field_hint in typing.get_type_hints(hint).values():
+            yield from _classes(field_hint)
 
 
 def test_the_payload_hash_covers_the_command_and_its_body() -> None:

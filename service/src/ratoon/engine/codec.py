@@ -1,7 +1,7 @@
 """Engine values as JSON text and back: the journal's columns and the payload hash.
 
-Enters any frozen dataclass of `_CLASSES`, leaves canonical JSON in which each names its class.
-Invariant: only classes of the table are built on reading, and `from_text(to_text(v)) == v`.
+Each object carries the tag of its class, which is what the journal has: a class may be renamed or
+moved, its tag may not. `from_text(to_text(v)) == v`, and nothing but the classes below is built.
 """
 
 from __future__ import annotations
@@ -16,20 +16,91 @@ from enum import StrEnum
 from functools import cache
 from typing import Any, cast
 
-from ratoon.engine import types as engine_types
-from ratoon.engine.types import Command
-from ratoon.model import spec as model_spec
-from ratoon.train import config as train_config
-from ratoon.train import report as train_report
+from ratoon.engine.types import (
+    CheckpointInfo,
+    Command,
+    DiscardGradientsCommand,
+    EmptyResult,
+    FailedResult,
+    ForwardBackwardCommand,
+    ForwardCommand,
+    ForwardResult,
+    LoadCheckpointCommand,
+    OptimStepCommand,
+    Policy,
+    PolicyResult,
+    PolicySpec,
+    PublishConfig,
+    SaveCheckpointCommand,
+    StepResult,
+    UpdateCommand,
+)
+from ratoon.model.spec import (
+    FolderBase,
+    FullTuning,
+    LoraTuning,
+    ModelInfo,
+    ModelSpec,
+    PresetBase,
+)
+from ratoon.train.config import (
+    AdamWConfig,
+    CorrectionMask,
+    KlConfig,
+    LossRequest,
+    NumericsGuard,
+    OldLogprobs,
+    OptimRequest,
+    OverlongFilter,
+    OverlongPenalty,
+    RolloutCorrection,
+    Staleness,
+)
+from ratoon.train.report import CanaryReport, LayerGradNorm, PhaseSeconds, StepReport
 
 _TAG = "$"
 
-_CLASSES: dict[str, type] = {
-    cls.__name__: cls
-    for module in (engine_types, model_spec, train_config, train_report)
-    for cls in vars(module).values()
-    if isinstance(cls, type) and is_dataclass(cls)
+# On disk and in payload hashes: a tag is never changed, and never given to another class.
+TAGS: dict[str, type] = {
+    "policy": Policy,
+    "policy_spec": PolicySpec,
+    "publish": PublishConfig,
+    "model": ModelSpec,
+    "model_info": ModelInfo,
+    "base.preset": PresetBase,
+    "base.folder": FolderBase,
+    "tuning.full": FullTuning,
+    "tuning.lora": LoraTuning,
+    "adamw": AdamWConfig,
+    "numerics_guard": NumericsGuard,
+    "command.update": UpdateCommand,
+    "command.forward_backward": ForwardBackwardCommand,
+    "command.optim_step": OptimStepCommand,
+    "command.discard_gradients": DiscardGradientsCommand,
+    "command.forward": ForwardCommand,
+    "command.save_checkpoint": SaveCheckpointCommand,
+    "command.load_checkpoint": LoadCheckpointCommand,
+    "loss": LossRequest,
+    "optim": OptimRequest,
+    "old_logprobs": OldLogprobs,
+    "kl": KlConfig,
+    "correction": RolloutCorrection,
+    "correction_mask": CorrectionMask,
+    "overlong.filter": OverlongFilter,
+    "overlong.penalty": OverlongPenalty,
+    "staleness": Staleness,
+    "result.policy": PolicyResult,
+    "result.step": StepResult,
+    "result.forward": ForwardResult,
+    "result.checkpoint": CheckpointInfo,
+    "result.empty": EmptyResult,
+    "result.failed": FailedResult,
+    "report": StepReport,
+    "seconds": PhaseSeconds,
+    "canary": CanaryReport,
+    "layer_grad_norm": LayerGradNorm,
 }
+_TAG_OF = {cls: tag for tag, cls in TAGS.items()}
 
 
 def to_text(value: object) -> str:
@@ -38,7 +109,7 @@ def to_text(value: object) -> str:
 
 
 def from_text(text: str) -> object:
-    """Inverse of `to_text` for a dataclass. Raises `ValueError` for a class not in the table."""
+    """Inverse of `to_text` for a tagged object. Raises `ValueError` for what is in no class."""
     return _decode(object, json.loads(text))
 
 
@@ -57,7 +128,7 @@ def hash_text(text: str) -> str:
 
 def _encode(value: object) -> object:
     if is_dataclass(value) and not isinstance(value, type):
-        encoded: dict[str, object] = {_TAG: type(value).__name__}
+        encoded: dict[str, object] = {_TAG: _TAG_OF[type(value)]}
         for field in fields(value):
             encoded[field.name] = _encode(getattr(value, field.name))
         return encoded
@@ -86,14 +157,14 @@ def _decode(hint: Any, value: object) -> object:
 
 
 def _decode_object(mapping: dict[str, object]) -> object:
-    name = str(mapping[_TAG])
-    if name not in _CLASSES:
-        raise ValueError(f"no such value: {name}")
-    cls = _CLASSES[name]
+    tag = str(mapping[_TAG])
+    if tag not in TAGS:
+        raise ValueError(f"no such tag: {tag}")
+    cls = TAGS[tag]
     hints = _hints(cls)
     unknown = mapping.keys() - hints.keys() - {_TAG}
     if unknown:
-        raise ValueError(f"{name} has no {sorted(unknown)}")
+        raise ValueError(f"{tag} has no {sorted(unknown)}")
     build = cast("Callable[..., object]", cls)
     return build(
         **{name: _decode(hints[name], item) for name, item in mapping.items() if name != _TAG}
