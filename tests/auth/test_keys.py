@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import stat
 import threading
 from pathlib import Path
@@ -140,13 +139,3 @@ def test_looking_a_key_up_takes_no_reading(tmp_path: Path, monkeypatch: pytest.M
     first = file.keys()
     monkeypatch.setattr(Path, "read_bytes", lambda _path: pytest.fail("the file is read again"))
     assert all(file.keys() is first for _ in range(1000))
-
-
-def test_a_file_of_before_there_were_limits_and_digests_is_read(tmp_path: Path) -> None:
-    file, key = KeyFile(tmp_path), _key()[0]
-    file.add(key)
-    path = tmp_path / "access" / "keys.json"
-    table = json.loads(path.read_text())
-    del table["keys"][0]["limits"], table["digest"]
-    path.write_text(json.dumps({**table, "format": 1}))
-    assert KeyFile(tmp_path).keys() == {key.key_id: key}

@@ -220,7 +220,7 @@ def test_damaged_manifest_is_an_error_not_a_version(tmp_path: Path, text: str) -
 def test_manifest_is_json_of_a_stated_format(tmp_path: Path) -> None:
     publish(tmp_path, 1, {"a": b"x"})
     document = json.loads((version_folder(tmp_path, 1) / "manifest.json").read_text())
-    assert document["format"] == 2
+    assert document["format"] == 1
     assert [file["name"] for file in document["files"]] == ["a"]
 
 
@@ -234,15 +234,6 @@ def test_manifest_of_another_digest_is_an_error(tmp_path: Path) -> None:
         damaged[place] ^= 1
         path.write_bytes(damaged)
         assert code_of(lambda: read_manifest(tmp_path, 1)) is ErrorCode.INTERNAL, place
-
-
-def test_manifest_from_before_it_had_a_digest_is_read(tmp_path: Path) -> None:
-    manifest = publish(tmp_path, 1, {"a": b"x"})
-    path = version_folder(tmp_path, 1) / "manifest.json"
-    document = json.loads(path.read_text())
-    del document["digest"]
-    path.write_text(json.dumps({**document, "format": 1}))
-    assert read_manifest(tmp_path, 1) == manifest
 
 
 def test_publishing_again_syncs_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,8 +31,6 @@ from ratoon.stream.files import (
 )
 
 Keys = Mapping[str, ApiKey]
-# Without a digest of the file itself.
-_BARE_FORMAT = 1
 _NO_KEYS: Keys = MappingProxyType({})
 _log = get_logger("auth")
 
@@ -41,7 +39,7 @@ _log = get_logger("auth")
 class _Table:
     """The file's content."""
 
-    format: Literal[1, 2]
+    format: Literal[1]
     keys: tuple[ApiKey, ...]
 
 
@@ -120,10 +118,10 @@ class KeyFile:
 
 
 def _parsed(data: bytes) -> Keys:
-    table = TypeAdapter(_Table).validate_python(unseal_document(data, bare_format=_BARE_FORMAT))
+    table = TypeAdapter(_Table).validate_python(unseal_document(data))
     return MappingProxyType({key.key_id: key for key in table.keys})
 
 
 def _written(keys: Iterable[ApiKey]) -> bytes:
-    table = _Table(format=2, keys=tuple(keys))
+    table = _Table(format=1, keys=tuple(keys))
     return seal_document(TypeAdapter(_Table).dump_python(table, mode="json"))

@@ -38,7 +38,7 @@ class ApiKey:
     created_at: float
     expires_at: float | None
     revoked_at: float | None
-    # What the key has of its own; files of before there were limits have none.
+    # What the key has of its own.
     limits: KeyLimits = NO_LIMITS
 
     def is_valid(self, now: float) -> bool:

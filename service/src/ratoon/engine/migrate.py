@@ -1,8 +1,6 @@
 """Bring a database to the newest revision of the journal's schema.
 
-Enters a connection to an empty database or one of any earlier Ratoon, leaves the tables that
-`tables` names. Invariant: an upgrade is one transaction, run by one process at a time: it happens
-whole or not at all.
+An upgrade is one transaction, run by one process at a time: it happens whole or not at all.
 """
 
 from __future__ import annotations
@@ -13,13 +11,11 @@ from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, Engine, func, inspect, select, text
+from sqlalchemy import Engine, func, select, text
 
 from ratoon.errors import ErrorCode, RatoonError
 
 _FOLDER = Path(__file__).parent / "migrations"
-# The revision of databases that were made before there were revisions.
-_UNNAMED = "0001"
 # PostgreSQL's advisory lock of those who upgrade; any number that nobody else takes.
 _LOCK = 0x7261746F6F6E
 
@@ -39,16 +35,10 @@ def upgrade(engine: Engine) -> None:
         # ConfigParser reads a percent sign as the start of a variable.
         config.set_main_option("script_location", str(_FOLDER).replace("%", "%%"))
         config.attributes["connection"] = connection
-        revision = _revision(connection)
-        if revision is None and inspect(connection).has_table("policies"):
-            command.stamp(config, _UNNAMED)
-        elif revision is not None:
+        revision = MigrationContext.configure(connection).get_current_revision()
+        if revision is not None:
             _check_known(config, revision)
         command.upgrade(config, "head")
-
-
-def _revision(connection: Connection) -> str | None:
-    return MigrationContext.configure(connection).get_current_revision()
 
 
 def _check_known(config: Config, revision: str) -> None:

@@ -64,12 +64,6 @@ def check_all(connection: Connection, *tables: Table) -> None:
         ) from err
 
 
-def seal_all(connection: Connection, table: Table) -> None:
-    """Give every row the digest of what it holds now: for a revision that changes rows."""
-    for row in connection.execute(select(table)).mappings().all():
-        _write(connection, table, row, {DIGEST: _digest(table, dict(row))})
-
-
 def _write(
     connection: Connection, table: Table, row: RowMapping, values: Mapping[str, Any]
 ) -> None:

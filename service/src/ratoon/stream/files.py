@@ -167,11 +167,8 @@ def seal_document(fields: Mapping[str, Any]) -> bytes:
     return _json({**fields, _DIGEST_FIELD: digest})
 
 
-def unseal_document(data: bytes, *, bare_format: int) -> dict[str, Any]:
-    """The fields that were sealed. Raises `DamagedFileError` for any other bytes.
-
-    Those of the format `bare_format`, from before there were digests, are taken as they are.
-    """
+def unseal_document(data: bytes) -> dict[str, Any]:
+    """The fields that were sealed. Raises `DamagedFileError` for any other bytes."""
     try:
         document: object = json.loads(data)
     except (ValueError, RecursionError) as err:
@@ -180,8 +177,6 @@ def unseal_document(data: bytes, *, bare_format: int) -> dict[str, Any]:
         raise DamagedFileError("no JSON object")
     fields = cast("dict[str, Any]", document)
     digest = fields.pop(_DIGEST_FIELD, None)
-    if digest is None and fields.get("format") == bare_format:
-        return fields
     if data != seal_document(fields):
         raise DamagedFileError(f"other fields than those of the digest {digest!r}")
     return fields

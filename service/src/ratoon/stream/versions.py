@@ -31,9 +31,7 @@ from ratoon.stream.files import (
 from ratoon.stream.manifest import WeightFile, WeightKind, WeightManifest
 
 MANIFEST_NAME = "manifest.json"
-MANIFEST_FORMAT = 2
-# Without a digest of the manifest itself.
-_BARE_FORMAT = 1
+MANIFEST_FORMAT = 1
 # Of one chunk; the wire's own bound.
 MAX_CHUNK_BYTES = 16 * 2**20
 # Files of a version that are read at a time.
@@ -243,8 +241,8 @@ def _encode(manifest: WeightManifest) -> bytes:
 
 
 def _decode(data: bytes) -> WeightManifest:
-    document = unseal_document(data, bare_format=_BARE_FORMAT)
-    if document["format"] not in (MANIFEST_FORMAT, _BARE_FORMAT):
+    document = unseal_document(data)
+    if document["format"] != MANIFEST_FORMAT:
         raise ValueError(f"format {document['format']}, expected {MANIFEST_FORMAT}")
     return WeightManifest(
         policy_id=str(document["policy_id"]),
