@@ -231,12 +231,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=300.0, help="of each attack")
-    parser.add_argument("--only", choices=sorted(ATTACKS), action="append")
+    parser.add_argument(
+        "--only",
+        choices=sorted(ATTACKS),
+        action="append",
+        help="this attack; what --out has of the others stays",
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
     environment = describe(args.seed)
     attacks = run(args.only or list(ATTACKS), args.seconds)
+    for attack in attacks.values():
+        attack["commit"] = environment["commit"]
+    if args.only and args.out.exists():
+        attacks = json.loads(args.out.read_text(encoding="utf-8"))["attacks"] | attacks
     result = {
         "flat": all(attack["flat"] for attack in attacks.values()),
         "p99_ms": max(attack["p99_ms"] for attack in attacks.values()),

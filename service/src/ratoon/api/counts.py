@@ -8,6 +8,7 @@ JSON's brackets and commas.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from google.protobuf.descriptor import Descriptor
@@ -20,6 +21,7 @@ MAX_PARTS = 2**20
 MAX_FIELDS = 2**22
 MAX_JSON_VALUES = 2**22
 MAX_JSON_OBJECTS = 2**18
+_NAMES = {"RolloutGroup": "groups", "Rollout": "rollouts"}
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
@@ -29,9 +31,13 @@ class MalformedError(Exception):
 
 @dataclass(slots=True)
 class _Kind:
-    """A message type: its fields that are messages, and those that are packed numbers."""
+    """A message type: its fields that are messages, and those that are packed numbers.
+
+    `name`: what callers call them. `most`: of them in a whole request.
+    """
 
     name: str
+    most: int
     children: dict[int, _Kind] = field(default_factory=dict["int", "_Kind"])
     packed: frozenset[int] = frozenset()
 
@@ -40,8 +46,8 @@ class MessageCounter:
     """Of one request type. `limits` bound groups and rollouts."""
 
     def __init__(self, descriptor: Descriptor, limits: LimitsConfig) -> None:
-        self._root = _kind(descriptor)
-        self._most = {"RolloutGroup": limits.max_groups, "Rollout": limits.max_sequences}
+        most = {"RolloutGroup": limits.max_groups, "Rollout": limits.max_sequences}
+        self._root = _kind(descriptor, most)
 
     def count(self, data: bytes) -> int:
         """Messages in `data`. Raises BODY_TOO_LARGE, `MalformedError`."""
@@ -53,40 +59,48 @@ class MessageCounter:
         return counts.total() - counts[""]
 
     def _walk(self, data: bytes, at: int, end: int, kind: _Kind, counts: Counter[str]) -> None:
-        """Counts below "" are those of fields."""
+        """Counts below "" are those of fields. The event loop waits for it: no call is for free."""
+        children, packed = kind.children, kind.packed
+        num_fields = counts[""]
         while at < end:
-            counts[""] += 1
-            tag, at = _varint(data, at)
-            if tag & 7 == _BYTES:
-                size, at = _varint(data, at)
+            num_fields += 1
+            tag = data[at]
+            at += 1
+            if tag > 127:
+                tag, at = _varint(data, at - 1)
+            wire_type = tag & 7
+            if wire_type == _BYTES:
+                size = data[at]
+                at += 1
+                if size > 127:
+                    size, at = _varint(data, at - 1)
                 stop = at + size
                 if stop > end:
                     raise MalformedError
-                child = kind.children.get(tag >> 3)
+                child = children.get(tag >> 3)
                 if child is not None:
-                    counts[child.name] += 1
-                    self._check(child.name, counts)
-                    self._walk(data, at, stop, child, counts)
-                elif tag >> 3 in kind.packed:
-                    counts[""] += size
+                    number = counts[child.name] + 1
+                    if number > child.most:
+                        raise _too_many(child.name, child.most)
+                    counts[child.name] = number
+                    if size:
+                        counts[""] = num_fields
+                        self._walk(data, at, stop, child, counts)
+                        num_fields = counts[""]
+                elif tag >> 3 in packed:
+                    num_fields += size
                 at = stop
-            elif tag & 7 == _VARINT:
+            elif wire_type == _VARINT:
                 at = _varint(data, at)[1]
-            elif tag & 7 in (_FIXED32, _FIXED64):
-                at += 4 if tag & 7 == _FIXED32 else 8
+            elif wire_type in (_FIXED32, _FIXED64):
+                at += 4 if wire_type == _FIXED32 else 8
             else:
                 raise MalformedError
-            if counts[""] > MAX_FIELDS:
+            if num_fields > MAX_FIELDS:
                 raise _too_many("fields", MAX_FIELDS)
+        counts[""] = num_fields
         if at != end:
             raise MalformedError
-
-    def _check(self, name: str, counts: Counter[str]) -> None:
-        most = self._most.get(name)
-        if most is not None and counts[name] > most:
-            raise _too_many("groups" if name == "RolloutGroup" else "rollouts", most)
-        if most is None and counts[name] > MAX_PARTS:
-            raise _too_many(f"{name.lower()}s", MAX_PARTS)
 
 
 def check_json(body: bytes) -> None:
@@ -98,12 +112,13 @@ def check_json(body: bytes) -> None:
         raise _too_many("JSON values", MAX_JSON_VALUES)
 
 
-def _kind(descriptor: Descriptor) -> _Kind:
+def _kind(descriptor: Descriptor, most: Mapping[str, int]) -> _Kind:
     """Messages of a request are not recursive."""
     fields = list(descriptor.fields)
     return _Kind(
-        name=descriptor.name,
-        children={one.number: _kind(one.message_type) for one in fields if one.message_type},
+        name=_NAMES.get(descriptor.name, f"{descriptor.name.lower()}s"),
+        most=most.get(descriptor.name, MAX_PARTS),
+        children={one.number: _kind(one.message_type, most) for one in fields if one.message_type},
         packed=frozenset(
             one.number
             for one in fields
