@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -240,6 +241,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # The service ends with this process.
     environment = describe(args.seed)
     attacks = run(args.only or list(ATTACKS), args.seconds)
     for attack in attacks.values():
