@@ -71,6 +71,7 @@ BARE = {("GET", path) for path in ("/metrics", "/v1/health", "/v1/info", "/v1/po
 CASES = [(mode, *operation) for operation in OPERATIONS for mode in GenerationMode]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("mode", "method", "path"),
     [case for case in CASES if case[0] is GenerationMode.POSITIVE or case[1:] not in BARE],

@@ -18,9 +18,7 @@ import grpc
 import grpc.aio
 import psutil
 import pytest
-import schemathesis
 import xxhash
-from hypothesis import HealthCheck, Phase, given, settings
 from ray import serve
 from safetensors import safe_open
 
@@ -31,7 +29,6 @@ from ratoon_client import OperationHandle, RatoonApiError, RatoonClient, StepRes
 from ratoon_proto.v1 import operation_pb2, service_pb2
 from ratoon_proto.v1.service_pb2_grpc import PolicyServiceStub
 from tests.api import requests
-from tests.api.test_openapi_fuzz import EXCLUDED
 from tests.api.wires import GrpcWire, WireError, grpc_error, http_error
 from tests.e2e.conftest import Wires, finished
 from tests.running_service import MAX_BODY_BYTES, MAX_MESSAGE_BYTES, MIB, Service
@@ -313,35 +310,6 @@ async def test_the_gateway_drains_on_sigterm_and_comes_back(
     assert health.status == "ok"
     await wires.http.call("Update", requests.update(seq=seq, policy_id=policy))
     await finished(wires.http, late)
-
-
-FUZZED = [
-    ("GET", "/v1/policies"),
-    ("GET", "/v1/policies/{policy_id}"),
-    ("GET", "/v1/operations/{operation_id}"),
-    ("POST", "/v1/policies/{policy_id}/update"),
-    ("POST", "/v1/policies/{policy_id}/forward"),
-]
-
-
-@pytest.mark.parametrize(("method", "path"), FUZZED)
-def test_answers_are_as_documented(service: Service, policy: str, method: str, path: str) -> None:
-    document = schemathesis.openapi.from_url(f"{service.addresses.http}/openapi.json")
-    known = {"policy_id": policy} if method == "POST" else {}
-
-    @settings(
-        max_examples=5,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-    )
-    @given(case=document[path][method.lower()].as_strategy(path_parameters=known))
-    def check(case: schemathesis.Case) -> None:
-        case.call_and_validate(excluded_checks=EXCLUDED)
-
-    check()
 
 
 async def test_a_redeploy_from_a_serve_config_keeps_policies_and_loses_no_operation(
