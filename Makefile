@@ -67,27 +67,27 @@ proto-check: env-proto ## check that the generated code is what protoc writes
 bench: bench-cpu $(if $(NVIDIA),bench-gpu) ## run the benchmarks of this machine
 
 bench-cpu: env ## packed against replicated training on the CPU; milliseconds of a layout
-	@$(BIN)/python -m benchmarks.step_cpu --out benchmarks/results/cpu/step.json $(ARGS)
-	@$(BIN)/python -m benchmarks.layout --out benchmarks/results/cpu/layout.json
+	@$(BIN)/python -m benchmarks.step.cpu --out benchmarks/results/cpu/step.json $(ARGS)
+	@$(BIN)/python -m benchmarks.kernels.layout --out benchmarks/results/cpu/layout.json
 
 bench-hostile: env-dev ## memory, connections and a good caller's latency under hostile ones; 40 minutes
-	@$(BIN)/python -m benchmarks.hostile_callers --out benchmarks/results/cpu/hostile_callers.json $(ARGS)
+	@$(BIN)/python -m benchmarks.service.hostile_callers --out benchmarks/results/cpu/hostile_callers.json $(ARGS)
 
 bench-gpu: env-dev ## tree attention and token log-probs on an H200; after test-gpu
-	@$(BIN)/python -m benchmarks.attention --out benchmarks/results/h200/attention.json $(ARGS)
-	@$(BIN)/python -m benchmarks.token_logprobs --out benchmarks/results/h200/token_logprobs.json
+	@$(BIN)/python -m benchmarks.kernels.attention --out benchmarks/results/h200/attention.json $(ARGS)
+	@$(BIN)/python -m benchmarks.kernels.token_logprobs --out benchmarks/results/h200/token_logprobs.json
 
 bench-step-gpu: env-dev ## whole steps on an H200, a section at a time; after test-gpu
-	@$(BIN)/python -m benchmarks.step --out benchmarks/results/h200/step.json $(ARGS)
+	@$(BIN)/python -m benchmarks.step.main --out benchmarks/results/h200/step.json $(ARGS)
 
 bench-states-gpu: env-dev ## loss curves of the optimizer states on an H200; after test-gpu
-	@$(BIN)/python -m benchmarks.optimizer_states --out benchmarks/results/h200/optimizer_states.json $(ARGS)
+	@$(BIN)/python -m benchmarks.optim.main --out benchmarks/results/h200/optimizer_states.json $(ARGS)
 
 bench-service-gpu: env-dev ## updates through the whole service on an H200, and a killed worker; after test-gpu
-	@$(BIN)/python -m benchmarks.service --out benchmarks/results/h200/service.json $(ARGS)
+	@$(BIN)/python -m benchmarks.service.main --out benchmarks/results/h200/service.json $(ARGS)
 
 faults: env-dev ## kill, tear and load everything, in ten minutes: nothing acknowledged is lost or doubled
-	@$(BIN)/python -m benchmarks.faults $(ARGS)
+	@$(BIN)/python -m tests.faults.run $(ARGS)
 
 up: ## start the service and Prometheus in containers
 	docker compose up --build --detach --wait

@@ -23,4 +23,4 @@ for tool in memcheck racecheck; do
     "$python" -m tests.kernels.sanitize_case >"$logs/$tool" 2>&1 || status=$?
   entries+=("$tool:$status:$logs/$tool")
 done
-"$python" -m benchmarks.sanitizer --out "$result" "${entries[@]}"
+"$python" -m benchmarks.kernels.sanitizer --out "$result" "${entries[@]}"

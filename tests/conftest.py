@@ -35,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--gpu-report")
     if path is not None:
-        from tests.gpu_report import CollectedInWorker, GpuReport
+        from tests.benchmarks.gpu_report import CollectedInWorker, GpuReport
 
         if hasattr(config, "workerinput"):
             config.pluginmanager.register(CollectedInWorker())

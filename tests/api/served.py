@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import uvicorn
 
-from attacks.http import Target
+from harness.attacks.http import Target
 from ratoon.api.http.connections import BoundedConnection
 from ratoon.api.http.edge_budget import EdgeBounds, EdgeBudget
 

@@ -11,8 +11,8 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
-from attacks import http as attacks
-from attacks.http import Connection, Target
+from harness.attacks import http as attacks
+from harness.attacks.http import Connection, Target
 from ratoon.api.http import policies, training
 from ratoon.api.http.edge_budget import SMALL_BODY_BYTES, EdgeBounds, EdgeBudget
 from tests.api.conftest import Api

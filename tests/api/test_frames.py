@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from attacks.http2 import (
+from harness.attacks.http2 import (
     CONTINUATION,
     DATA,
     END_HEADERS,

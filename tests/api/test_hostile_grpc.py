@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from attacks.http2 import withheld_messages
+from harness.attacks.http2 import withheld_messages
 from ratoon.api.grpc.intake import BATCH_BYTES
 from ratoon_proto.v1 import service_pb2
 from ratoon_proto.v1.service_pb2_grpc import PolicyServiceStub

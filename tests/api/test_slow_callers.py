@@ -13,7 +13,7 @@ import grpc.aio
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from attacks.http2 import header_block, message_calls
+from harness.attacks.http2 import header_block, message_calls
 from ratoon.api.grpc import front, intake
 from ratoon.api.grpc.server import start_server
 from ratoon.api.grpc.servicer import PolicyServicer

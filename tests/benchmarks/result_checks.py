@@ -15,11 +15,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.attention import ALL_SHAPES, GPU_BACKENDS, GPU_GEOMETRY
-from benchmarks.attention_report import OURS, targets
-from benchmarks.attention_timing import MIN_SAMPLES
-from benchmarks.forests import build
-from benchmarks.gpu_results import NOT_INSTALLED, red_tests
+from benchmarks.common.forests import build
+from benchmarks.kernels.attention import ALL_SHAPES, GPU_BACKENDS, GPU_GEOMETRY
+from benchmarks.kernels.attention_report import OURS, targets
+from benchmarks.kernels.attention_timing import MIN_SAMPLES
+from harness.gpu_results import NOT_INSTALLED, red_tests
 
 Result = dict[str, Any]
 

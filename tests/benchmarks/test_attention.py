@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import attention, attention_timing, forests, gpu_results
-from benchmarks.attention_gate import GateError, Truth, check, check_repeats, compute_truth
-from benchmarks.attention_inputs import (
+from benchmarks.common import forests
+from benchmarks.kernels import attention, attention_timing
+from benchmarks.kernels.attention_gate import GateError, Truth, check, check_repeats, compute_truth
+from benchmarks.kernels.attention_inputs import (
     Geometry,
     Part,
     Tensors,
@@ -24,7 +25,8 @@ from benchmarks.attention_inputs import (
     random_tensors,
     replicated_parts,
 )
-from benchmarks.attention_subjects import Call, Results, Subject, candidates
+from benchmarks.kernels.attention_subjects import Call, Results, Subject, candidates
+from harness import gpu_results
 from tests.kernels.forests import Forest
 
 CPU = torch.device("cpu")

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import attention_report
-from benchmarks.attention_plot import plot
-from benchmarks.attention_report import BEGIN, END, format_table, targets, write_markdown
-from benchmarks.gpu_results import ROOT
+from benchmarks.kernels import attention_report
+from benchmarks.kernels.attention_plot import plot
+from benchmarks.kernels.attention_report import BEGIN, END, format_table, targets, write_markdown
+from harness.gpu_results import ROOT
 
 
 def _row(shape: str, backend: str, fwd_ms: float, bwd_ms: float, **more: Any) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def test_report_runs_as_a_file_from_anywhere(tmp_path: Path) -> None:
 
 
 def test_published_speedups_are_those_of_the_shapes() -> None:
-    from benchmarks.attention import ALL_SHAPES
+    from benchmarks.kernels.attention import ALL_SHAPES
 
     assert set(attention_report.TFLOPS_SHAPES) < set(ALL_SHAPES)
     assert set(attention_report.MIN_SPEEDUP_OVER_FLASH) < set(ALL_SHAPES)

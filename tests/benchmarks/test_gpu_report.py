@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu_results import ROOT, red_tests
+from harness.gpu_results import ROOT, red_tests
 
 TESTS = """
 import pytest

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu_results
+from harness import gpu_results
 
 
 def _write(path: Path, text: str) -> None:

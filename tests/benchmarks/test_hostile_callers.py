@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from benchmarks.hostile_attacks import ATTACKS, Ground
-from benchmarks.hostile_callers import P99_MS, SLACK, WINDOW_S, Samples, flatness, judged
+from benchmarks.service.hostile_attacks import ATTACKS, Ground
+from benchmarks.service.hostile_callers import P99_MS, SLACK, WINDOW_S, Samples, flatness, judged
 
 
 @pytest.mark.parametrize(

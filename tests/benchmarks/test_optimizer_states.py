@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import gpu_results, optimizer_states, optimizer_states_task
-from benchmarks.gpu_results import RESULTS, ROOT
-from benchmarks.optimizer_states_judge import conclusions, judge, targets
-from benchmarks.optimizer_states_report import BEGIN, END, write_markdown
-from benchmarks.optimizer_states_run import FULL, NEAREST, SMALL, WITHOUT_MASTERS
-from benchmarks.optimizer_states_task import Task, best_loss, draw_batches, transitions
+from benchmarks.optim import main as optimizer_states
+from benchmarks.optim import task as optimizer_states_task
+from benchmarks.optim.judge import conclusions, judge, targets
+from benchmarks.optim.report import BEGIN, END, write_markdown
+from benchmarks.optim.run import FULL, NEAREST, SMALL, WITHOUT_MASTERS
+from benchmarks.optim.task import Task, best_loss, draw_batches, transitions
+from harness import gpu_results
+from harness.gpu_results import RESULTS, ROOT
 
 TASK = Task(num_symbols=3, num_groups=4, num_responses=64, prompt_tokens=8, response_tokens=64)
 COMMITTED = [path for path in [RESULTS / "optimizer_states.json"] if path.is_file()]

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.attention import ALL_SHAPES, GPU_BACKENDS, GPU_GEOMETRY
-from benchmarks.attention_report import targets, write_markdown
-from benchmarks.forests import build
-from benchmarks.gpu_results import RESULTS, ROOT, source_sha256
+from benchmarks.common.forests import build
+from benchmarks.kernels.attention import ALL_SHAPES, GPU_BACKENDS, GPU_GEOMETRY
+from benchmarks.kernels.attention_report import targets, write_markdown
+from harness.gpu_results import RESULTS, ROOT, source_sha256
 from tests.benchmarks.result_checks import (
     Result,
     attention_problems,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu_results import ROOT
-from benchmarks.sanitizer import SUCCESS, read_log
+from benchmarks.kernels.sanitizer import SUCCESS, read_log
+from harness.gpu_results import ROOT
 from ratoon_kernels.tree_attention import reference
 from tests.kernels.sanitize_case import HEAD_DIMS, check_backend
 

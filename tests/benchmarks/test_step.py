@@ -13,10 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import gpu_results, step, step_timing, step_varlen, step_ways
-from benchmarks.forests import build
-from benchmarks.step_result import add_case, empty_payload, joined_result, merged_payload
-from benchmarks.step_rollouts import (
+from benchmarks.common.forests import build
+from benchmarks.step import main as step
+from benchmarks.step import timing as step_timing
+from benchmarks.step import varlen as step_varlen
+from benchmarks.step import ways as step_ways
+from benchmarks.step.result import add_case, empty_payload, joined_result, merged_payload
+from benchmarks.step.rollouts import (
     Group,
     make_batch,
     packed_batch,
@@ -25,9 +28,10 @@ from benchmarks.step_rollouts import (
     replicated_work,
     upload,
 )
-from benchmarks.step_run import FULL, SMALL, Run
-from benchmarks.step_sizes import QWEN3_1_7B, QWEN3_8B, TINY, StepWork, mfu, step_flops
-from benchmarks.step_subjects import Way, build_module, compared_values, open_policy
+from benchmarks.step.run import FULL, SMALL, Run
+from benchmarks.step.sizes import QWEN3_1_7B, QWEN3_8B, TINY, StepWork, mfu, step_flops
+from benchmarks.step.subjects import Way, build_module, compared_values, open_policy
+from harness import gpu_results
 from ratoon.engine.gpu_environment import GPU_ENVIRONMENT
 from ratoon.train import flops
 from ratoon_kernels import BackendUnavailableError, registry, select_backend
@@ -144,7 +148,7 @@ def test_a_wrong_way_has_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
             policy.module.model.layers[0].self_attn.q_proj.weight.grad.mul_(1.2)
         return logprobs
 
-    monkeypatch.setattr("benchmarks.step_subjects.run_step", off)
+    monkeypatch.setattr("benchmarks.step.subjects.run_step", off)
     ours, replicated = step_ways.compare_ways(ways, batch, [SMALL.ours, SMALL.baseline], CUT)
     assert "layers.0.self_attn.q_proj" in ours["error"]
     assert "v_proj" not in ours["error"]

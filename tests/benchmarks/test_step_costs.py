@@ -11,23 +11,25 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import step_costs, step_crossover, step_ways
-from benchmarks.step_cost_tables import costs as costs_table
-from benchmarks.step_cost_tables import crossover as crossover_table
-from benchmarks.step_costs import parts_of, plan_of
-from benchmarks.step_costs_fit import (
+from benchmarks.step import costs as step_costs
+from benchmarks.step import crossover as step_crossover
+from benchmarks.step import ways as step_ways
+from benchmarks.step.cost_tables import costs as costs_table
+from benchmarks.step.cost_tables import crossover as crossover_table
+from benchmarks.step.costs import parts_of, plan_of
+from benchmarks.step.costs_fit import (
     fit_rates,
     fitted_rows,
     is_launch_bound,
     predicted_s,
     worst_error,
 )
-from benchmarks.step_result import SECTIONS
-from benchmarks.step_rollouts import CutGroup, Group, make_batch
-from benchmarks.step_rows import by_case, planned_speedup
-from benchmarks.step_run import FULL, SMALL, Run
-from benchmarks.step_sizes import QWEN3_8B, TINY
-from benchmarks.step_targets import Target, targets
+from benchmarks.step.result import SECTIONS
+from benchmarks.step.rollouts import CutGroup, Group, make_batch
+from benchmarks.step.rows import by_case, planned_speedup
+from benchmarks.step.run import FULL, SMALL, Run
+from benchmarks.step.sizes import QWEN3_8B, TINY
+from benchmarks.step.targets import Target, targets
 from ratoon.model.activation_plan import DecoderSizes
 from ratoon.model.costs import H200_RATES, DeviceRates, device_costs
 from ratoon.rollout.costs import Work

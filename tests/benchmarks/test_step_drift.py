@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from benchmarks.step_drift import drift
+from benchmarks.step.drift import drift
 
 
 def test_drift_is_that_of_two_distributions() -> None:

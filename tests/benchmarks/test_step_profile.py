@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity
 
-from benchmarks import step_profile
-from benchmarks.step_kernels import (
+from benchmarks.step import profiles as step_profile
+from benchmarks.step.kernels import (
     Kernel,
     Kind,
     busy_us,
@@ -20,8 +20,8 @@ from benchmarks.step_kernels import (
     longest_kernels,
     milliseconds_by_kind,
 )
-from benchmarks.step_profile import ProfiledStep, gap_share
-from benchmarks.step_run import SMALL, Run
+from benchmarks.step.profiles import ProfiledStep, gap_share
+from benchmarks.step.run import SMALL, Run
 
 CPU = torch.device("cpu")
 PRODUCT = "nvjet_tst_256x128_64x4_2x1_v_bz_coopA_TNT"

@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu_results import RESULTS, ROOT
-from benchmarks.step import missing_cases
-from benchmarks.step_plot import color_of, plot
-from benchmarks.step_report import BEGIN, END, format_tables, write_markdown
-from benchmarks.step_result import SECTIONS
-from benchmarks.step_rollouts import make_batch, packed_batch, packed_work, replicated_work
-from benchmarks.step_rows import by_case, replicated_of, speedup
-from benchmarks.step_run import FULL
-from benchmarks.step_sizes import mfu
-from benchmarks.step_tables import tables
-from benchmarks.step_targets import targets
+from benchmarks.step.main import missing_cases
+from benchmarks.step.plot import color_of, plot
+from benchmarks.step.report import BEGIN, END, format_tables, write_markdown
+from benchmarks.step.result import SECTIONS
+from benchmarks.step.rollouts import make_batch, packed_batch, packed_work, replicated_work
+from benchmarks.step.rows import by_case, replicated_of, speedup
+from benchmarks.step.run import FULL
+from benchmarks.step.sizes import mfu
+from benchmarks.step.tables import tables
+from benchmarks.step.targets import targets
+from harness.gpu_results import RESULTS, ROOT
 
 RESULT = RESULTS / "step.json"
 COMMITTED = [RESULT] if RESULT.is_file() else []

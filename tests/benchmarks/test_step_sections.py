@@ -10,17 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import (
-    step_layer,
-    step_memory,
-    step_memory_plan,
-    step_subjects,
-    step_updates,
-)
-from benchmarks.step import MEASURES
-from benchmarks.step_memory_plan import MemoryPlan, keep_each_kind, keep_the_least, keep_what_fits
-from benchmarks.step_result import SECTIONS
-from benchmarks.step_rollouts import (
+from benchmarks.step import layer as step_layer
+from benchmarks.step import memory as step_memory
+from benchmarks.step import memory_plan as step_memory_plan
+from benchmarks.step import subjects as step_subjects
+from benchmarks.step import updates as step_updates
+from benchmarks.step.main import MEASURES
+from benchmarks.step.memory_plan import MemoryPlan, keep_each_kind, keep_the_least, keep_what_fits
+from benchmarks.step.result import SECTIONS
+from benchmarks.step.rollouts import (
     Group,
     SeededBatch,
     make_batch,
@@ -29,11 +27,11 @@ from benchmarks.step_rollouts import (
     upload,
     waves,
 )
-from benchmarks.step_rows import layers_kept
-from benchmarks.step_run import FULL, SMALL, Run
-from benchmarks.step_sizes import TINY, StepWork, mfu, step_flops
-from benchmarks.step_subjects import Way, run_step
-from benchmarks.step_ways import Plan, Ways, compare_ways, load_packed, memory_figures
+from benchmarks.step.rows import layers_kept
+from benchmarks.step.run import FULL, SMALL, Run
+from benchmarks.step.sizes import TINY, StepWork, mfu, step_flops
+from benchmarks.step.subjects import Way, run_step
+from benchmarks.step.ways import Plan, Ways, compare_ways, load_packed, memory_figures
 from ratoon.errors import RatoonError
 from ratoon.model.activation_plan import Kept, peak_bytes
 from ratoon.model.stage_plan import HeldTokens, StreamTokens

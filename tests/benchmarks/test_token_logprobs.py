@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import token_logprobs, token_logprobs_run
-from benchmarks.token_logprobs_report import format_table
-from benchmarks.token_logprobs_subjects import Problem
+from benchmarks.kernels import token_logprobs, token_logprobs_run
+from benchmarks.kernels.token_logprobs_report import format_table
+from benchmarks.kernels.token_logprobs_subjects import Problem
 
 ON_CPU = ("--device", "cpu", "--samples", "2", "--subjects")
 

@@ -21,7 +21,7 @@ import psycopg
 import pytest
 from google.protobuf.message import Message
 
-from benchmarks.faults_service import Service
+from harness.service import Service
 from ratoon_client import AsyncOperationHandle, AsyncRatoonClient, RatoonApiError, StepResult
 from ratoon_proto.v1 import service_pb2
 from tests.api import requests

@@ -22,8 +22,8 @@ import xxhash
 from ray import serve
 from safetensors import safe_open
 
-from attacks import http as attacks
-from attacks.http import Target
+from harness.attacks import http as attacks
+from harness.attacks.http import Target
 from ratoon import app
 from ratoon_client import OperationHandle, RatoonApiError, RatoonClient, StepResult
 from ratoon_proto.v1 import operation_pb2, service_pb2

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults_crashes import Kills, crash_at, crash_in_windows, lose_store
-from benchmarks.faults_history import judge_acks, read_journal
-from benchmarks.faults_light import POLICY, LightOptions, light_run
-from benchmarks.faults_reference import TOLERANCE, worst_difference
-from benchmarks.faults_selftest import find_build
 from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.types import Sequencing
+from tests.faults.judge.history import judge_acks, read_journal
+from tests.faults.judge.reference import TOLERANCE, worst_difference
+from tests.faults.selftest import find_build
+from tests.faults.venues.crashes import Kills, crash_at, crash_in_windows, lose_store
+from tests.faults.venues.light import POLICY, LightOptions, light_run
 
 POINTS = (
     CrashPoint.CONTROLLER_AFTER_ACCEPT,

@@ -12,17 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults import document
-from benchmarks.faults_crashes import Kills
-from benchmarks.faults_failover import PLACES, FailoverResult
-from benchmarks.faults_history import Verdict
-from benchmarks.faults_live import EVENTS, POINTS, LiveResult
-from benchmarks.faults_load import LoadResult
-from benchmarks.faults_reference import TOLERANCE
-from benchmarks.faults_selftest import SCHEDULES, Finding
-from benchmarks.faults_summary import MAX_GROWTH_BYTES, Summary
 from ratoon.engine.crash_points import CrashPoint
 from tests.durability.torn import TornCounts
+from tests.faults.judge.history import Verdict
+from tests.faults.judge.reference import TOLERANCE
+from tests.faults.run import document
+from tests.faults.selftest import SCHEDULES, Finding
+from tests.faults.summary import MAX_GROWTH_BYTES, Summary
+from tests.faults.venues.crashes import Kills
+from tests.faults.venues.failover import PLACES, FailoverResult
+from tests.faults.venues.live import EVENTS, POINTS, LiveResult
+from tests.faults.venues.load import LoadResult
 from tests.hostile.fuzz import FuzzCounts
 
 HOSTILE = FuzzCounts(

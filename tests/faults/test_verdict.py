@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults_calls import Call, Kind, in_any_order, segments
-from benchmarks.faults_crashes import POINTS
-from benchmarks.faults_history import Ack, Told, judge_acks, plain
-from benchmarks.faults_power import cut_power, record_syncs
 from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.journal import JournalState, OperationRecord
 from ratoon.engine.types import FailedResult, OperationKind
 from ratoon.stream.files import make_folder, write_atomic
 from ratoon.train.report import PhaseSeconds, StepReport
 from tests.engine.harness import life_record
+from tests.faults.judge.calls import Call, Kind, in_any_order, segments
+from tests.faults.judge.history import Ack, Told, judge_acks, plain
+from tests.faults.venues.crashes import POINTS
+from tests.faults.venues.power import cut_power, record_syncs
 
 CALL = Call(number=1, kind=Kind.UPDATE)
 

@@ -1,0 +1,75 @@
+"""What the commands of benchmarks have in common: to measure, to draft, or to report from a file.
+
+Enter a benchmark's own options and what it writes, leave its parsed arguments or its report.
+Invariant: a GPU is not measured into a file unless the GPU tests are green for these sources.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.document import link
+from harness.gpu_results import TESTS, require_green_tests
+
+Result = dict[str, Any]
+
+
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """With the options of all benchmarks; one of --out, --draft and --report is required."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    mode = parser.add_mutually_exclusive_group(required=True)
+    mode.add_argument("--out", type=Path, help="measure into this result file")
+    mode.add_argument("--draft", action="store_true", help="measure untested sources; no file")
+    mode.add_argument("--report", type=Path, help="print the tables of this result file")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tests", type=Path, default=TESTS, help="the report of make test-gpu")
+    return parser
+
+
+def add_document_options(parser: argparse.ArgumentParser) -> None:
+    """Of a benchmark whose report has a plot and a section of a document."""
+    parser.add_argument("--plot", type=Path, help="with --report: write this PNG")
+    parser.add_argument("--markdown", type=Path, help="with --report: fill in this document")
+
+
+def names(text: str) -> tuple[str, ...]:
+    """An option's value a,b,c."""
+    return tuple(text.split(","))
+
+
+def is_for_gpu(args: argparse.Namespace) -> bool:
+    """Whether a GPU is to be measured.
+
+    Raises:
+        SystemExit: It may not be: the GPU tests are absent, red, or of other sources.
+    """
+    is_gpu = args.device == "cuda"
+    if is_gpu and not args.draft:
+        require_green_tests(args.tests)
+    return is_gpu
+
+
+def write_report(
+    args: argparse.Namespace,
+    format_tables: Callable[[Result], str],
+    plot: Callable[[Result, Path], None],
+    write_markdown: Callable[[Result, Path, str, str], None],
+) -> None:
+    """Prints the tables of --report's file, and fills in what --plot and --markdown name.
+
+    `write_markdown` takes the document and links from it to the file and the plot, the latter empty
+    where there is none.
+    """
+    result = json.loads(args.report.read_text(encoding="utf-8"))
+    print(format_tables(result))
+    if args.plot is not None:
+        plot(result, args.plot)
+    if args.markdown is not None:
+        image = "" if args.plot is None else link(args.plot, args.markdown)
+        write_markdown(result, args.markdown, link(args.report, args.markdown), image)

@@ -1,0 +1,183 @@
+"""How attention is timed: forward and backward apart, subject by subject, round after round.
+
+Enters subjects that passed the gate, leaves every sample in milliseconds. Invariant: within a round
+each subject runs once, so that a change of clocks or temperature meets all of them alike.
+
+On a GPU a sample is the time between two CUDA events. Before it the L2 is overwritten and the GPU
+kept busy for about a millisecond, during which the host launches what is timed: launch latency up
+to that is not counted, as it is not in a training step.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from benchmarks.kernels.attention_inputs import Tensors
+from benchmarks.kernels.attention_subjects import Subject
+
+FLUSH_BYTES = 256 * 2**20
+BUSY_CYCLES = 2_000_000
+MIN_SAMPLES = 5
+MAX_SAMPLES = 50
+GEMM_SAMPLES = 10
+GEMM_SIZES = {"cuda": 8192, "cpu": 256}
+
+
+class Clock(Protocol):
+    """Times one piece of work."""
+
+    def milliseconds(self, work: Callable[[], None]) -> float: ...
+
+
+class HostClock:
+    """For CPUs."""
+
+    def milliseconds(self, work: Callable[[], None]) -> float:
+        start = time.perf_counter()
+        work()
+        return 1e3 * (time.perf_counter() - start)
+
+
+class CudaClock:
+    """For GPUs; owns the buffer that overwrites the L2."""
+
+    def __init__(self) -> None:
+        self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+
+    def milliseconds(self, work: Callable[[], None]) -> float:
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._flush.zero_()
+        torch.cuda._sleep(BUSY_CYCLES)
+        start.record()
+        work()
+        stop.record()
+        stop.synchronize()
+        return start.elapsed_time(stop)
+
+
+@dataclass(slots=True)
+class Samples:
+    """Milliseconds of each round, all parts of a subject together."""
+
+    fwd_ms: list[float] = field(default_factory=list)
+    bwd_ms: list[float] = field(default_factory=list)
+    spent_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """GiB of GPU memory, the largest of any part, beyond the call's inputs.
+
+    Attributes:
+        peak_gib: At any moment of forward and backward: outputs, gradients and workspace.
+        forward_workspace_gib: The forward's peak less its outputs.
+        backward_workspace_gib: The backward's peak less outputs and gradients.
+    """
+
+    peak_gib: float
+    forward_workspace_gib: float
+    backward_workspace_gib: float
+
+
+def run_once(subject: Subject, tensors: Tensors, clock: Clock) -> tuple[float, float]:
+    """Milliseconds of forward and of backward, summed over the parts."""
+    fwd_ms = bwd_ms = 0.0
+    for part in subject.parts:
+        inputs = tensors if subject.is_packed else tensors.gather(part.source_T)
+        call = subject.load(inputs, part)
+        fwd_ms += clock.milliseconds(call.forward)
+        bwd_ms += clock.milliseconds(call.backward)
+        del call, inputs
+    return fwd_ms, bwd_ms
+
+
+def sample_rounds(
+    subjects: list[Subject], tensors: Tensors, clock: Clock, budget_s: float
+) -> dict[str, Samples]:
+    """Round-robin until the budget is spent; at least `MIN_SAMPLES` of each subject.
+
+    A subject that has as many and has spent its share of the budget stays out of later rounds.
+    """
+    samples = {subject.backend: Samples() for subject in subjects}
+    stop_at = time.monotonic() + budget_s
+    share_s = budget_s / max(len(subjects), 1)
+    for round_index in range(MAX_SAMPLES):
+        active = [s for s in subjects if _is_active(samples[s.backend], share_s, stop_at)]
+        if not active:
+            break
+        first = round_index % len(active)
+        for subject in active[first:] + active[:first]:
+            start = time.monotonic()
+            fwd_ms, bwd_ms = run_once(subject, tensors, clock)
+            mine = samples[subject.backend]
+            mine.fwd_ms.append(fwd_ms)
+            mine.bwd_ms.append(bwd_ms)
+            mine.spent_s += time.monotonic() - start
+    return samples
+
+
+def measure_memory(subject: Subject, tensors: Tensors) -> Memory:
+    """Peaks of one forward and backward on the GPU."""
+    peak = forward_workspace = backward_workspace = 0
+    for part in subject.parts:
+        inputs = tensors if subject.is_packed else tensors.gather(part.source_T)
+        call = subject.load(inputs, part)
+        before = torch.cuda.memory_allocated()
+        forward_peak = _peak_bytes(call.forward)
+        kept = torch.cuda.memory_allocated()
+        backward_peak = _peak_bytes(call.backward)
+        after = torch.cuda.memory_allocated()
+        peak = max(peak, forward_peak - before, backward_peak - before)
+        forward_workspace = max(forward_workspace, forward_peak - kept)
+        backward_workspace = max(backward_workspace, backward_peak - after)
+        del call, inputs
+    return Memory(
+        peak_gib=peak / 2**30,
+        forward_workspace_gib=forward_workspace / 2**30,
+        backward_workspace_gib=backward_workspace / 2**30,
+    )
+
+
+def measure_gemm(device: torch.device, clock: Clock) -> dict[str, Any]:
+    """What a plain bf16 matrix product reaches here and now: the ceiling of all attention."""
+    size = GEMM_SIZES[device.type]
+    a, b = torch.randn((2, size, size), device=device, dtype=torch.bfloat16)
+    out = torch.empty_like(a)
+
+    def multiply() -> None:
+        torch.mm(a, b, out=out)
+
+    for _ in range(3):
+        clock.milliseconds(multiply)
+    samples = [clock.milliseconds(multiply) for _ in range(GEMM_SAMPLES)]
+    tflops = 2 * size**3 / statistics.median(samples) / 1e9
+    return {"size": size, "tflops": tflops, "samples": samples}
+
+
+def fastest(subjects: list[Subject], tensors: Tensors, clock: Clock) -> Subject:
+    """The subject with the least forward + backward, each run twice and the second counted."""
+
+    def seconds(subject: Subject) -> float:
+        run_once(subject, tensors, clock)
+        return sum(run_once(subject, tensors, clock))
+
+    return subjects[0] if len(subjects) == 1 else min(subjects, key=seconds)
+
+
+def _is_active(mine: Samples, share_s: float, stop_at: float) -> bool:
+    has_enough = len(mine.fwd_ms) >= MIN_SAMPLES
+    is_out_of_time = mine.spent_s > share_s or time.monotonic() > stop_at
+    return not (has_enough and is_out_of_time)
+
+
+def _peak_bytes(work: Callable[[], None]) -> int:
+    torch.cuda.reset_peak_memory_stats()
+    work()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated()

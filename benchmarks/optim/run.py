@@ -1,0 +1,235 @@
+"""Trains a preset with one kind of optimizer states, through the service's own trainer.
+
+All runs start at the same weights, and those of one seed see the same batches in the same order,
+whatever their states. A run gives the loss of every update, and how far all updates together are
+from those of float32 states.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.optim.task import Task, draw_batches
+from benchmarks.step.timing import release
+from ratoon.model.loader import load_model
+from ratoon.model.spec import FullTuning, ModelDtype, ModelSpec, PresetBase
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.train.config import (
+    AdamWConfig,
+    DivideBy,
+    LossKind,
+    LossRequest,
+    OptimizerStates,
+    OptimRequest,
+)
+from ratoon.train.loss_spec import OptimStep
+from ratoon.train.numerics import configure_torch
+from ratoon.train.optimizer import CLIP_EPSILON, OptimizerState, StepOutcome, global_norm
+from ratoon.train.resolve import resolve_loss, resolve_optim
+from ratoon.train.rounding import join_float32
+from ratoon.train.spec import TrainerSpec
+from ratoon.train.trainer import Trainer
+
+Run = dict[str, Any]
+
+# bfloat16 weights and moments that AdamW rounds to nearest: what the others are better than.
+NEAREST = "bf16_nearest"
+BASELINE = OptimizerStates.FP32.value
+WITH_MASTERS = (OptimizerStates.BF16_SPLIT.value, OptimizerStates.BF16_SPLIT_8BIT.value)
+WITHOUT_MASTERS = (OptimizerStates.BF16_STOCHASTIC.value, OptimizerStates.BF16_8BIT.value)
+JUDGED = (*WITH_MASTERS, *WITHOUT_MASTERS)
+KINDS = (BASELINE, *JUDGED, NEAREST)
+
+_INITIAL_SEED = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is trained, for how long and how often; the seeds of the others are the first of FP32's.
+
+    A seed decides the groups that are drawn and how states are rounded. Initial weights are the
+    same for all: as policies start from one model, and since seed noise without theirs is smaller.
+    """
+
+    preset: str
+    task: Task
+    # The baseline first.
+    kinds: tuple[str, ...]
+    num_updates: int
+    # The highest first.
+    learning_rates: tuple[float, ...]
+    max_grad_norm: float
+    baseline_seeds: int
+    seeds: int
+
+    def runs(self, seed: int) -> list[tuple[float, str]]:
+        """Learning rate and kind of each run of a seed; of each rate the baseline is first."""
+        kinds = self.kinds if seed < self.seeds else (BASELINE,)
+        return [(rate, kind) for rate in self.learning_rates for kind in kinds]
+
+
+FULL = Plan(
+    preset="small",
+    kinds=KINDS,
+    task=Task(num_symbols=16, num_groups=8, num_responses=8, prompt_tokens=32, response_tokens=64),
+    num_updates=200,
+    learning_rates=(1e-4, 1e-5, 1e-6),
+    max_grad_norm=1.0,
+    baseline_seeds=5,
+    seeds=3,
+)
+SMALL = Plan(
+    preset="tiny",
+    kinds=(BASELINE, OptimizerStates.BF16_SPLIT.value, OptimizerStates.BF16_8BIT.value, NEAREST),
+    task=Task(num_symbols=4, num_groups=2, num_responses=2, prompt_tokens=4, response_tokens=8),
+    num_updates=8,
+    learning_rates=(1e-3, 1e-6),
+    max_grad_norm=1.0,
+    baseline_seeds=3,
+    seeds=2,
+)
+
+
+class NearestAdamW:
+    """AdamW of bfloat16 parameters as torch has it: a control, whose roundings lose small steps."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], config: AdamWConfig) -> None:
+        self._parameters = dict(parameters)
+        # Fused: float32 within a step; what is kept is rounded to nearest.
+        self._adamw = torch.optim.AdamW(
+            list(parameters.values()),
+            lr=0.0,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            fused=True,
+        )
+
+    def step(self, sums: Mapping[str, Tensor], divisor: float, step: OptimStep) -> StepOutcome:
+        """As `MasterAdamW.step`; the gradients are rounded too."""
+        norm = global_norm(sums.values()) / divisor
+        if not math.isfinite(norm):
+            return StepOutcome(grad_norm=norm, skipped=True)
+        scale = min(1.0, step.max_grad_norm / (norm + CLIP_EPSILON)) / divisor
+        for group in self._adamw.param_groups:
+            group["lr"], group["weight_decay"] = step.learning_rate, step.weight_decay
+        for name, parameter in self._parameters.items():
+            parameter.grad = (sums[name] * scale).to(parameter.dtype)
+        self._adamw.step()
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        return StepOutcome(grad_norm=norm, skipped=False)
+
+
+def train_seed(plan: Plan, seed: int, device_name: str) -> list[Run]:
+    """All runs of a seed. `samples`: the loss of each update before its step, in nats per token.
+
+    `cosine` and `error` compare w_T - w_0 with that of the seed's baseline at the same rate: the
+    error is the norm of the difference over that of the baseline's. Raises RuntimeError where a
+    step was skipped.
+    """
+    device = torch.device(device_name)
+    batches = draw_batches(plan.task, plan.num_updates, seed)
+    runs: list[Run] = []
+    baseline: dict[str, Tensor] = {}
+    for rate, kind in plan.runs(seed):
+        start = time.perf_counter()
+        # Each kind has steps of its own, and what is compiled for one process is limited.
+        torch.compiler.reset()
+        trainer = _trainer(plan, kind, seed, device)
+        before = _exact_weights(trainer)
+        losses = [_update(trainer, batch, plan, rate) for batch in batches]
+        moved = {name: weight - before[name] for name, weight in _exact_weights(trainer).items()}
+        del trainer, before
+        release(device)
+        baseline = moved if kind == BASELINE else baseline
+        run = {"learning_rate": rate, "states": kind, "seed": seed}
+        seconds = time.perf_counter() - start
+        runs.append(run | _compare(moved, baseline) | {"seconds": seconds, "samples": losses})
+        print(f"{rate:g} {kind}, seed {seed}: {seconds:.0f} s", file=sys.stderr, flush=True)
+    return runs
+
+
+def _exact_weights(trainer: Trainer) -> dict[str, Tensor]:
+    """Copies in float32: the masters, where there are any."""
+    optimizer = cast("Any", trainer)._optimizer
+    if isinstance(optimizer, NearestAdamW):
+        return {name: p.detach().float() for name, p in trainer.model.named_trainable().items()}
+    state: OptimizerState = optimizer.state()
+    remainders = state.weight_remainder
+    return {
+        name: join_float32(weight.view(torch.int16), remainders[name])
+        if name in remainders
+        else weight.to(torch.float32, copy=True)
+        for name, weight in state.weights.items()
+    }
+
+
+def _compare(moved: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[str, float]:
+    """Over all parameters together, in float64."""
+
+    def dot(one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> float:
+        products = [(tensor.double() * two[name].double()).sum() for name, tensor in one.items()]
+        return torch.stack(products).sum().item()
+
+    norms = math.sqrt(dot(moved, moved) * dot(exact, exact))
+    difference = {name: tensor - exact[name] for name, tensor in moved.items()}
+    return {
+        # No update has no direction.
+        "cosine": dot(moved, exact) / norms if norms else 0.0,
+        "error": math.sqrt(dot(difference, difference) / dot(exact, exact)),
+    }
+
+
+def _trainer(plan: Plan, kind: str, seed: int, device: torch.device) -> Trainer:
+    states = OptimizerStates.FP32 if kind == NEAREST else OptimizerStates(kind)
+    spec = TrainerSpec(
+        model=ModelSpec(
+            base=PresetBase(name=plan.preset),
+            tuning=FullTuning(),
+            dtype=ModelDtype.BFLOAT16,
+            seed=seed,
+        ),
+        optimizer=AdamWConfig(),
+        # So that what differs from the baseline comes of the states alone.
+        deterministic=True,
+        micro_batch_tokens=1 << 20,
+        keep_reference=False,
+        attention_backend="",
+        device=str(device),
+        num_threads=1,
+        optimizer_states=states,
+    )
+    configure_torch(spec)
+    # Not compiled: that takes longer than so few updates of so small a model.
+    initial = replace(spec.model, seed=_INITIAL_SEED)
+    model = load_model(initial, device=device, attention_backend="", deterministic=True)
+    trainer = Trainer(spec, model)
+    if kind == NEAREST:
+        # No setting of the service, and not to become one.
+        nearest = NearestAdamW(model.named_trainable(), spec.optimizer)
+        cast("Any", trainer)._optimizer = nearest
+    return trainer
+
+
+def _update(trainer: Trainer, batch: RolloutBatch, plan: Plan, learning_rate: float) -> float:
+    """Cross-entropy of the batch, a mean over its trained tokens, before the update by it."""
+    request = LossRequest(kind=LossKind.CROSS_ENTROPY)
+    loss = resolve_loss(request, batch, has_frozen_reference=False)
+    optim = OptimRequest(
+        learning_rate=learning_rate,
+        max_grad_norm=plan.max_grad_norm,
+        divide_by=DivideBy.TOKENS,
+    )
+    step = resolve_optim(optim, loss.normalisation, trainer.spec.optimizer)
+    report = trainer.update(batch, loss, step, trainer.prepare(batch, loss).plan)
+    if report.skipped:
+        raise RuntimeError(f"the step was skipped: {report.warnings}")
+    return report.loss

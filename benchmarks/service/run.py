@@ -1,0 +1,245 @@
+"""Updates through the whole service: what callers wait beyond the trainer, and through a kill.
+
+Enters a plan and a device, leaves one row a policy. Invariant: all policies begin at the same
+weights and are sent the same updates, one at a time, over gRPC, of numbers of tokens that differ;
+those that repeat their bits differ in nothing but where the worker of one is killed in the middle
+of an update, and what is run again then.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.common.forests import PAPER_LENGTHS
+from benchmarks.step.rollouts import Group
+from benchmarks.step.sizes import QWEN3_1_7B, TINY, ModelSize
+from benchmarks.step.subjects import build_module
+from benchmarks.step.timing import release
+from harness.service import Service
+from ratoon.engine.crash_points import CrashPoint
+from ratoon_client import Group as Rollouts
+from ratoon_client import Loss, Optim, RatoonClient, RatoonClientError, group, rollout
+from ratoon_client.policy_options import ModelDtype
+from ratoon_client.results import StepResult
+
+Row = dict[str, Any]
+
+MODEL = "model"
+# Nothing happens to `steady`. The worker of `resumed` is killed after a checkpoint, from which it
+# goes on, that of `killed` without one: all is run again. `fast` does not repeat its bits.
+STEADY, RESUMED, KILLED, FAST = "steady", "resumed", "killed", "fast"
+POLICIES = (STEADY, RESUMED, KILLED, FAST)
+LEARNING_RATE = 1e-6
+PATIENCE_S = 300.0
+NOT_FINISHED = "was not finished"
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is trained.
+
+    Attributes:
+        model: Of random weights, in a folder as Hugging Face writes it.
+        dtype: Of its weights.
+        group: Rollouts of the first update; tokens are drawn anew for each.
+        longer_by: Tokens that the prompt of each update has more than that of the one before.
+        num_updates: Of each policy.
+        killed_in: The update, from 1 on, in the middle of which the worker is killed.
+        num_threads: Of torch, and processors of Ray.
+    """
+
+    model: ModelSize
+    dtype: ModelDtype
+    group: Group
+    longer_by: int
+    num_updates: int
+    killed_in: int
+    num_threads: int
+
+
+FULL = Plan(
+    model=QWEN3_1_7B,
+    dtype="bfloat16",
+    group=Group(prompt=5059, responses=PAPER_LENGTHS),
+    longer_by=97,
+    num_updates=6,
+    killed_in=4,
+    num_threads=8,
+)
+SMALL = Plan(
+    model=TINY,
+    dtype="float32",
+    group=Group(prompt=24, responses=(5, 3, 7, 2)),
+    longer_by=1,
+    num_updates=3,
+    killed_in=2,
+    num_threads=1,
+)
+
+
+def measure(
+    plan: Plan,
+    device: str,
+    root: Path,
+    seed: int,
+    policies: Sequence[str],
+    weights_root: Path | None,
+    on_payload: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
+    """Seconds until the service was well, and the rows of its policies, also after each update.
+
+    Raises `RuntimeError` where it does not start or a kill did not happen.
+    """
+    _write_model(plan, device, root / "models" / MODEL, seed)
+    worker = {
+        "device": device,
+        "num_threads": plan.num_threads,
+        # Of bfloat16 weights alone.
+        "optimizer_states": "bf16_8bit",
+    }
+    ray = {
+        "num_cpus": max(2, plan.num_threads),
+        "object_store_bytes": 200 * 2**20,
+        "temp_folder": str(root / "ray"),
+    }
+    start = time.monotonic()
+    elsewhere = {} if weights_root is None else {"weights_root": str(weights_root)}
+    with Service(root, worker=worker, ray=ray, **elsewhere) as service:
+        rows: list[Row] = []
+        payload = {
+            "plan": asdict(plan),
+            "weights_root": str(weights_root or ""),
+            "start_s": time.monotonic() - start,
+            "rows": rows,
+        }
+        with RatoonClient(service.grpc, timeout_s=PATIENCE_S) as client:
+            run = _Run(
+                plan=plan,
+                service=service,
+                client=client,
+                seed=seed,
+                on_row=lambda: on_payload(payload),
+            )
+            for name in policies:
+                rows.append({"policy": name, "updates": []})
+                run.play(rows[-1])
+    return payload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """Policies one after the other; `on_row` is called whenever a row has got something."""
+
+    plan: Plan
+    service: Service
+    client: RatoonClient
+    seed: int
+    on_row: Callable[[], None]
+
+    def play(self, row: Row) -> None:
+        """One policy from its creation to its end, which frees its worker's device."""
+        row["failure"] = NOT_FINISHED
+        try:
+            self._train(row)
+            row["failure"] = ""
+        except RatoonClientError as error:
+            row["failure"] = f"{type(error).__name__}: {error}"
+        self.on_row()
+        if "created_s" in row:
+            self.client.delete_policy(row["policy"]).result(PATIENCE_S)
+
+    def _train(self, row: Row) -> None:
+        """Adds to `row` what it measures, and says so each time."""
+        name = row["policy"]
+        begin = time.monotonic()
+        self.client.create_policy(
+            name,
+            model_folder=MODEL,
+            dtype=self.plan.dtype,
+            seed=self.seed,
+            deterministic=name != FAST,
+            recovery="replay" if name != FAST else "fail",
+        ).result(PATIENCE_S)
+        row["created_s"] = time.monotonic() - begin
+        self.on_row()
+        session = self.client.policy(name)
+        for number in range(1, self.plan.num_updates + 1):
+            rollouts = _rollouts(self.plan, number, self.seed + number)
+            is_killed = name in (RESUMED, KILLED) and number == self.plan.killed_in
+            if is_killed and name == RESUMED:
+                session.save_checkpoint().result(PATIENCE_S)
+            if is_killed:
+                self.service.arm(CrashPoint.WORKER_IN_APPLY, 1)
+            begin = time.monotonic()
+            update = session.update(
+                [rollouts], loss=Loss("grpo"), optim=Optim(learning_rate=LEARNING_RATE)
+            )
+            result = update.result(PATIENCE_S)
+            seconds = time.monotonic() - begin
+            row["updates"].append(_update_row(result, seconds, is_killed=is_killed))
+            self.on_row()
+            if is_killed and not self.service.wait_for_crash(CrashPoint.WORKER_IN_APPLY, 0.0):
+                raise RuntimeError("the worker was not killed")
+        folder = self.service.root / "pulled" / name
+        begin = time.monotonic()
+        pulled = self.client.pull_weights(name, folder)
+        row["pull_s"] = time.monotonic() - begin
+        row["pulled_gib"] = pulled.fetched_bytes / GIB
+        row["digests"] = {file.name: file.digest for file in pulled.manifest.files}
+        row["samples"] = [update["seconds"] for update in row["updates"]]
+        shutil.rmtree(folder)
+
+
+def _update_row(result: StepResult, seconds: float, *, is_killed: bool) -> Row:
+    """`seconds` are the caller's, the others the service's; `beyond_s` is what these leave."""
+    report = result.report
+    phases = asdict(report.seconds)
+    trained_s = report.seconds.forward + report.seconds.backward + report.seconds.optimizer
+    return {
+        "seconds": seconds,
+        "trained_s": trained_s,
+        **{f"{name}_s": value for name, value in phases.items()},
+        "beyond_s": seconds - trained_s - report.seconds.publish,
+        "is_killed": is_killed,
+        "version": result.version,
+        "loss": report.loss,
+        "grad_norm": report.grad_norm,
+        "peak_gib": report.peak_memory_bytes / GIB,
+        "hardware_mfu": report.hardware_mfu,
+    }
+
+
+def _rollouts(plan: Plan, number: int, seed: int) -> Rollouts:
+    """Of update `number`, from 1 on."""
+    rng, vocab_size = np.random.default_rng(seed), plan.model.vocab_size
+    return group(
+        f"group-{seed}",
+        rng.integers(0, vocab_size, plan.group.prompt + (number - 1) * plan.longer_by),
+        [
+            rollout(
+                response=rng.integers(0, vocab_size, length),
+                sampler_logprobs=rng.normal(-math.log(vocab_size), 0.1, length),
+                reward=float(rng.normal()),
+            )
+            for length in plan.group.responses
+        ],
+    )
+
+
+def _write_model(plan: Plan, device: str, folder: Path, seed: int) -> None:
+    """Made where it is fast; the device is free again afterwards."""
+    target = torch.device(device)
+    module = build_module(plan.model, target, getattr(torch, plan.dtype), seed)
+    module.save_pretrained(folder)
+    del module
+    release(target)

@@ -1,0 +1,191 @@
+"""What one run of the step benchmark measures, and on what: full size on a GPU, tiny on a CPU.
+
+Enters a device and a budget, leaves the sizes and cases of every section. Invariant: a section's
+cases have names that say their shape, and the same name is the same rollouts in every run.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from benchmarks.common.forests import PAPER_LENGTHS
+from benchmarks.step.rollouts import CutGroup, Group
+from benchmarks.step.sizes import QWEN3_1_7B, QWEN3_8B, TINY, ModelSize
+from benchmarks.step.subjects import Way, build_module
+from benchmarks.step.varlen import FA2
+
+Row = dict[str, Any]
+MAX_ERROR_CHARACTERS = 500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """Sizes of the models and shapes of the rollouts, by section.
+
+    Attributes:
+        dtype: Of weights, activations and gradients.
+        packed: Backends of packed rollouts, ours first.
+        replicated: Backend of replicated rollouts.
+        cuts: Sequences in a replicated micro-batch, of which the fastest is taken.
+        waves: Responses in a wave of the recorded group, streamed.
+        model: Of `paper`, `memory` and `profile`.
+        paper: The recorded group.
+        table2: (P, N) of `table2`; its responses are the first N of the recorded group's.
+        memory: P of the sweep, ascending, and N and R of all of it.
+        activations: The group whose activation peak is compared.
+        many: The group of many responses, which runs in waves of `many_wave`.
+        crossover_model: Of `crossover`.
+        crossover: N; prompts, ascending; and R.
+        cost_model: Of `costs`.
+        costs: Its groups, each cut in its way.
+        update_models: Of `updates`.
+        updates: The groups of each algorithm's update; `-kl`: with a reference pass.
+    """
+
+    dtype: torch.dtype
+    packed: tuple[str, ...]
+    replicated: str
+    cuts: tuple[int, ...]
+    waves: tuple[int, ...]
+    model: ModelSize
+    paper: Group
+    table2: tuple[tuple[int, int], ...]
+    memory: tuple[tuple[int, ...], int, int]
+    activations: Group
+    many: Group
+    many_wave: int
+    crossover_model: ModelSize
+    crossover: tuple[tuple[int, ...], tuple[int, ...], int]
+    cost_model: ModelSize
+    costs: tuple[CutGroup, ...]
+    update_models: tuple[ModelSize, ...]
+    updates: dict[str, tuple[Group, ...]]
+
+    @property
+    def ours(self) -> Way:
+        return Way(backend=self.packed[0], is_packed=True)
+
+    @property
+    def streamed(self) -> tuple[Way, ...]:
+        """Our ways to run the recorded group in waves."""
+        return tuple(replace(self.ours, wave=wave) for wave in self.waves)
+
+    @property
+    def baseline(self) -> Way:
+        return Way(backend=self.replicated, is_packed=False)
+
+
+_PAPER = Group(prompt=5059, responses=PAPER_LENGTHS)
+
+
+def _group(prompt: int, length: int, count: int) -> Group:
+    """Responses of one length."""
+    return Group(prompt=prompt, responses=(length,) * count)
+
+
+# Of GRPO one recorded group, of DAPO the forest `forest16`'s sizes.
+FULL = Scale(
+    dtype=torch.bfloat16,
+    packed=("cuda", "flash", "flex"),
+    replicated=FA2,
+    cuts=(1, 2, 4),
+    waves=(8, 4),
+    model=QWEN3_8B,
+    paper=_PAPER,
+    table2=((5059, 32), (8192, 16), (16_384, 8), (32_768, 4), (65_536, 4), (131_072, 8)),
+    memory=(tuple(8192 * 2**i for i in range(8)), 8, 1024),
+    activations=Group(prompt=8192, responses=(1024,) * 32),
+    many=Group(prompt=32_768, responses=(400,) * 512),
+    many_wave=8,
+    crossover_model=replace(QWEN3_8B, name="Qwen3-8B, 4 layers", num_layers=4),
+    crossover=((2, 16), (8, 16, 32, 128, 512, 2048, 8192), 2048),
+    cost_model=replace(QWEN3_8B, name="Qwen3-8B, 8 layers", num_layers=8),
+    # What one rate decides, in turn: many rows or few, long prompts, small stages, and little.
+    costs=(
+        CutGroup(group=_PAPER),
+        *(CutGroup(group=_PAPER, budget=budget) for budget in (24_000, 9700)),
+        CutGroup(group=_group(30_000, 1000, 8)),
+        CutGroup(group=_group(30_000, 1000, 8), budget=34_000),
+        CutGroup(group=_group(60_000, 2000, 2)),
+        CutGroup(group=_group(20_000, 64, 4)),
+        CutGroup(group=_group(64, 1024, 40)),
+        CutGroup(group=_group(1000, 500, 16)),
+        CutGroup(group=_group(1000, 500, 16), is_shared=False),
+        CutGroup(group=_group(512, 128, 8)),
+        CutGroup(group=_group(16, 16, 2)),
+    ),
+    update_models=(QWEN3_8B, QWEN3_1_7B),
+    updates={
+        "grpo": (_PAPER,),
+        "grpo-kl": (_PAPER,),
+        "dapo": tuple(
+            Group(prompt=2000, responses=tuple(200 + (1300 * (8 * g + i)) // 127 for i in range(8)))
+            for g in range(16)
+        ),
+    },
+)
+SMALL = Scale(
+    dtype=torch.float32,
+    packed=("reference",),
+    replicated="reference",
+    cuts=(1, 2),
+    waves=(2,),
+    model=TINY,
+    paper=Group(prompt=12, responses=(5, 3, 7, 2)),
+    table2=((12, 4), (20, 2)),
+    memory=((8, 16), 2, 3),
+    activations=Group(prompt=8, responses=(3,) * 4),
+    many=Group(prompt=16, responses=(3,) * 12),
+    many_wave=2,
+    crossover_model=TINY,
+    crossover=((2, 4), (2, 32), 8),
+    cost_model=TINY,
+    costs=(
+        CutGroup(group=Group(prompt=12, responses=(5, 3, 7, 2))),
+        CutGroup(group=Group(prompt=12, responses=(5, 3, 7, 2)), budget=20),
+        CutGroup(group=Group(prompt=12, responses=(5, 3, 7, 2)), is_shared=False),
+    ),
+    update_models=(TINY,),
+    updates={
+        "grpo": (Group(prompt=12, responses=(5, 3, 7)),),
+        "grpo-kl": (Group(prompt=12, responses=(5, 3, 7)),),
+        "dapo": (Group(prompt=9, responses=(2, 5)), Group(prompt=6, responses=(4, 3))),
+    },
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One run.
+
+    Attributes:
+        device: A CUDA device, or a CPU.
+        scale: FULL or SMALL.
+        num_samples: Of a figure, where the budget lets it.
+        stop_at: `time.monotonic()` past which nothing is begun.
+        seed: Of weights, tokens and rewards.
+    """
+
+    device: torch.device
+    scale: Scale
+    num_samples: int
+    stop_at: float
+    seed: int
+
+    @property
+    def is_out_of_time(self) -> bool:
+        return time.monotonic() >= self.stop_at
+
+    def module(self, size: ModelSize) -> PreTrainedModel:
+        """Random weights of this run's seed."""
+        return build_module(size, self.device, self.scale.dtype, self.seed)
+
+
+def refusal(error: Exception) -> Row:
+    """The reason why a way has no figures."""
+    return {"error": f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS]}

@@ -1,0 +1,208 @@
+"""Section `updates`: whole updates of GRPO and DAPO through the service's trainer.
+
+Enters a run, leaves the rows of each algorithm and model: seconds of the old log-probs, of forward
+and backward, of the optimizer, and of all of it. Invariant: old log-probs, plan and update are the
+service's own calls, in its order; micro-batches follow from the memory that is free.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import cast
+
+from benchmarks.step.rollouts import make_batch, packed_batch, packed_work, replicated_work
+from benchmarks.step.run import Row, Run, Scale, refusal
+from benchmarks.step.sizes import PEAK_FLOPS, ModelSize, StepWork, step_flops
+from benchmarks.step.subjects import open_policy
+from benchmarks.step.timing import measure as measure_samples
+from benchmarks.step.timing import release, require_time, timed
+from benchmarks.step.ways import Plan, Ways, measure_way
+from ratoon.model.spec import ModelDtype
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.train.config import (
+    AdamWConfig,
+    KlConfig,
+    KlKind,
+    LossKind,
+    LossRequest,
+    OldLogprobs,
+    OldLogprobsKind,
+    OptimizerStates,
+    OptimRequest,
+    ReferenceKind,
+)
+from ratoon.train.forward_arrays import ForwardArrays
+from ratoon.train.loss_spec import Loss
+from ratoon.train.report import StepReport
+from ratoon.train.resolve import resolve_loss, resolve_optim
+from ratoon.train.spec import TrainerSpec
+from ratoon.train.trainer import Trainer
+
+# float32 states of more parameters than this do not fit one GPU.
+MAX_FP32_PARAMETERS = 3e9
+KL_COEFFICIENT = 1e-3
+LEARNING_RATE = 1e-6
+WITH_KL = "-kl"
+# Of a forward and backward's work, that of a forward.
+FORWARD_SHARE = {"weights": 2 / 6, "pairs": 4 / 14}
+
+
+def cases(scale: Scale) -> list[str]:
+    return [f"{kind} {size.name}" for size in scale.update_models for kind in scale.updates]
+
+
+def measure(run: Run, wanted: list[str]) -> Iterator[tuple[str, list[Row]]]:
+    """Yields each case and its row."""
+    scale = run.scale
+    for size in scale.update_models:
+        for kind, groups in scale.updates.items():
+            case = f"{kind} {size.name}"
+            if case not in wanted or run.is_out_of_time:
+                continue
+            batch = make_batch(groups, size.vocab_size, run.seed)
+            row: Row = {"how": scale.ours.how, "model": size.name, "algorithm": kind}
+            try:
+                row |= _measure_update(run, size, kind, batch)
+            except Exception as error:  # noqa: BLE001  what the device says is the row's content
+                row |= refusal(error)
+            release(run.device)
+            yield case, [row]
+
+
+def _measure_update(run: Run, size: ModelSize, algorithm: str, batch: RolloutBatch) -> Row:
+    require_time(run.stop_at, 0.0)
+    ways = Ways(run, size)
+    is_compared = batch.num_groups == 1 and not algorithm.endswith(WITH_KL)
+    step = _plain_step(ways, batch) if is_compared else {}
+    update = open_update(ways, algorithm, batch)
+    reports: list[dict[str, float]] = []
+
+    def run_all() -> None:
+        reports.append(_run_phases(update))
+
+    warm_up_s = timed(run_all, run.device)
+    reports.clear()
+    measured = measure_samples(
+        run_all, run.device, num_samples=run.num_samples, stop_at=run.stop_at
+    )
+    trainer = update.trainer
+    plan = trainer.prepare(batch, update.loss).plan
+    has_reference = update.trainer.spec.keep_reference
+    passes = 2 if has_reference else 1
+    packed, replicated = packed_work(packed_batch(batch)), replicated_work(batch)
+    middle = min(reports, key=lambda phases: abs(phases["total_s"] - measured.seconds))
+    return {
+        "step": step,
+        "optimizer_states": str(trainer.spec.optimizer_states),
+        "has_reference": has_reference,
+        "warm_up_s": warm_up_s,
+        "seconds": measured.seconds,
+        **middle,
+        "hardware_mfu": update_flops(size, packed, passes) / measured.seconds / PEAK_FLOPS,
+        "logical_mfu": update_flops(size, replicated, passes) / measured.seconds / PEAK_FLOPS,
+        "peak_gib": measured.peak_gib,
+        "num_micro_batches": len(plan.micro_batches),
+        "num_stages": sum(len(part.stages) for part in plan.micro_batches),
+        "packed_tokens": plan.packed_tokens,
+        "replicated_tokens": plan.replicated_tokens,
+        "samples": measured.samples,
+    }
+
+
+def _plain_step(ways: Ways, batch: RolloutBatch) -> Row:
+    """Forward and backward alone, before the optimizer's states are there."""
+    row, _ = measure_way(ways, ways.run.scale.ours, batch, Plan(cuts=()))
+    ways.clear()
+    return {name: row[name] for name in ("seconds", "peak_gib", "samples")}
+
+
+def update_flops(size: ModelSize, work: StepWork, num_forwards: int) -> float:
+    """Of a forward and backward and so many forwards beside it."""
+    weights = step_flops(size, StepWork(tokens=work.tokens, rows=work.rows, pairs=0))
+    pairs = step_flops(size, work) - weights
+    forward = FORWARD_SHARE["weights"] * weights + FORWARD_SHARE["pairs"] * pairs
+    return weights + pairs + num_forwards * forward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """An update of the service's trainer that can be run again and again."""
+
+    trainer: Trainer
+    batch: RolloutBatch
+    loss: Loss
+
+    def old_logprobs(self) -> ForwardArrays:
+        """A Forward of the policy as it is now."""
+        plan = self.trainer.plan_forward(self.batch)
+        return self.trainer.forward(self.batch, plan, with_entropy=False, use_reference=False)
+
+    def step(self, old: ForwardArrays) -> StepReport:
+        """Plan, forward, backward and optimizer.
+
+        Raises:
+            RuntimeError: It did not change the weights.
+        """
+        request = OptimRequest(learning_rate=LEARNING_RATE, max_grad_norm=1.0)
+        step = resolve_optim(request, self.loss.normalisation, self.trainer.spec.optimizer)
+        plan = self.trainer.prepare(self.batch, self.loss).plan
+        report = self.trainer.update(self.batch, self.loss, step, plan, old_logprobs_J=old.logprobs)
+        if report.skipped or not math.isfinite(cast("float", report.grad_norm)):
+            raise RuntimeError(f"the step was skipped: {report.warnings}")
+        return report
+
+
+def open_update(ways: Ways, algorithm: str, batch: RolloutBatch) -> Update:
+    """Of an algorithm of `Scale.updates`, with optimizer states that fit the model's size."""
+    has_reference = algorithm.endswith(WITH_KL)
+    kl = KlConfig(kind=KlKind.K3, coefficient=KL_COEFFICIENT, reference=ReferenceKind.FROZEN)
+    request = LossRequest(
+        kind=LossKind(algorithm.removesuffix(WITH_KL)),
+        kl=kl if has_reference else None,
+        old_logprobs=OldLogprobs(kind=OldLogprobsKind.FROM_FORWARD, forward_operation_id="old"),
+    )
+    loss = resolve_loss(request, batch, has_frozen_reference=has_reference)
+    is_large = sum(p.numel() for p in ways.module.parameters()) > MAX_FP32_PARAMETERS
+    states = OptimizerStates.BF16_8BIT if is_large else OptimizerStates.FP32
+    trainer = open_trainer(ways, states, has_reference=has_reference)
+    return Update(trainer=trainer, batch=batch, loss=loss)
+
+
+def open_trainer(ways: Ways, states: OptimizerStates, *, has_reference: bool) -> Trainer:
+    """The service's, within the memory that is free; weights in float32 have states in it."""
+    run, module = ways.run, ways.module
+    # Weights of its own: a copy would share the layers' calls.
+    frozen = run.module(ways.size) if has_reference else None
+    policy = open_policy(module, run.scale.ours, frozen)
+    is_narrow = policy.spec.dtype is ModelDtype.BFLOAT16
+    spec = TrainerSpec(
+        model=policy.spec,
+        optimizer=AdamWConfig(),
+        deterministic=False,
+        micro_batch_tokens=None,
+        keep_reference=has_reference,
+        attention_backend=run.scale.ours.backend,
+        device=str(run.device),
+        num_threads=1,
+        optimizer_states=states if is_narrow else OptimizerStates.FP32,
+    )
+    trainer = Trainer(spec, policy)
+    trainer.limit_activations()
+    return trainer
+
+
+def _run_phases(update: Update) -> dict[str, float]:
+    """Old log-probs, then one update with them; seconds by phase, and of the whole update."""
+    old = update.old_logprobs()
+    reports: list[StepReport] = []
+    update_s = timed(lambda: reports.append(update.step(old)), update.trainer.model.device)
+    (report,) = reports
+    phases = {
+        "old_logprobs_s": old.report.seconds.forward,
+        "forward_s": report.seconds.forward,
+        "backward_s": report.seconds.backward,
+        "optimizer_s": report.seconds.optimizer,
+    }
+    return {**phases, "update_s": update_s, "total_s": sum(phases.values())}

@@ -1,0 +1,316 @@
+"""The accepted history run without faults: one plain trainer in this process, one call at a time.
+
+Enter the journal's operations in their order with the calls that they are, leaves how each must
+have ended and the bits of the weights. Invariant: nothing of `ratoon.engine` decides here but the
+form of results; a call cancelled in the journal counts as absent, as its caller was told.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import safe_open
+
+from ratoon.engine.files import PolicyPaths
+from ratoon.engine.forward_output import read_old_logprobs, write_forward_output
+from ratoon.engine.journal import OperationRecord
+from ratoon.engine.types import ForwardResult, StepResult
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.train.checkpoint import MANIFEST_NAME, MOMENTS_NAME, WEIGHTS_NAME
+from ratoon.train.config import LossKind, LossRequest, OldLogprobs, OldLogprobsKind, OptimRequest
+from ratoon.train.loss_spec import Loss, OptimStep
+from ratoon.train.report import StepReport
+from ratoon.train.resolve import resolve_loss
+from ratoon.train.resolve_optim import resolve_optim
+from ratoon.train.spec import TrainerSpec
+from ratoon.train.trainer import Trainer
+from tests.faults.judge.calls import LEARNING_RATE, Call, Kind, batch_of
+from tests.faults.judge.history import Entry, Notes, Verdict, judge_acks, plain
+
+DONE = "done"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """How an operation ends without faults; `result` as `plain` has it, None: not compared."""
+
+    end: str
+    version: int
+    result: object
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """A ForwardBackward of the open window."""
+
+    seq: int
+    call: Call
+    has_failed: bool
+
+
+class Oracle:
+    """Owns a trainer, its window and its checkpoints below `folder`."""
+
+    def __init__(self, spec: TrainerSpec, seed: int, folder: Path) -> None:
+        self.trainer = Trainer.create(spec)
+        self._seed, self._folder = seed, folder
+        self._window: list[_Part] = []
+        self._seqs: dict[int, int] = {}
+        self._operations: dict[int, str] = {}
+        self._results: dict[int, Path] = {}
+        self._max_version = 0
+        folder.mkdir(parents=True)
+
+    def run(self, entry: Entry) -> Expected:
+        """The next operation of the history."""
+        call, seq = entry.call, entry.record.seq
+        self._seqs[call.number] = seq
+        self._operations[call.number] = entry.record.operation_id
+        if entry.end == "cancelled":
+            return Expected(end="cancelled", version=self.trainer.version, result=None)
+        if call.is_refused:
+            if call.kind is Kind.FORWARD_BACKWARD:
+                self._window.append(_Part(seq=seq, call=call, has_failed=True))
+            return self._failed("VERSION_MISMATCH")
+        match call.kind:
+            case Kind.UPDATE:
+                return self._update(call)
+            case Kind.FORWARD_BACKWARD:
+                report = self._forward_backward(call)
+                self._window.append(_Part(seq=seq, call=call, has_failed=False))
+                return self._done(StepResult(version=self.trainer.version, report=report))
+            case Kind.OPTIM_STEP:
+                return self._optim_step(call)
+            case Kind.DISCARD_GRADIENTS:
+                self._clear()
+                return self._done(None)
+            case Kind.FORWARD:
+                return self._forward(entry)
+            case Kind.SAVE_CHECKPOINT if call.is_without_store:
+                return self._failed("UNAVAILABLE")
+            case Kind.SAVE_CHECKPOINT:
+                return self._save(entry)
+            case Kind.LOAD_CHECKPOINT:
+                return self._load(call)
+
+    def checkpoint(self, name: str) -> Path:
+        """The folder of a checkpoint that was saved under this name."""
+        return self._folder / f"checkpoint-{name}"
+
+    def _update(self, call: Call) -> Expected:
+        if self._window:
+            return self._failed("WINDOW_OPEN")
+        batch = batch_of(call, self._seed)
+        loss = _loss(call, self._operations, batch)
+        report = self.trainer.update(
+            batch,
+            loss,
+            _step(self.trainer, loss),
+            self.trainer.prepare(batch, loss).plan,
+            old_logprobs_J=self._old_logprobs(call, batch),
+        )
+        return self._stepped(report)
+
+    def _forward_backward(self, call: Call) -> StepReport:
+        batch = batch_of(call, self._seed)
+        loss = _loss(call, self._operations, batch)
+        plan = self.trainer.prepare(batch, loss).plan
+        old = self._old_logprobs(call, batch)
+        return self.trainer.forward_backward(batch, loss, plan, old_logprobs_J=old)
+
+    def _optim_step(self, call: Call) -> Expected:
+        applied = [part for part in self._window if not part.has_failed]
+        if not call.includes:
+            if len(applied) < len(self._window):
+                return self._failed("WINDOW_POISONED")
+            if not applied:
+                return self._failed("WINDOW_EMPTY")
+            chosen = applied
+        else:
+            wanted = {self._seqs.get(number) for number in call.includes}
+            if wanted & {part.seq for part in self._window if part.has_failed}:
+                return self._failed("WINDOW_POISONED")
+            if not wanted <= {part.seq for part in applied}:
+                return self._failed("INVALID_ARGUMENT")
+            chosen = [part for part in applied if part.seq in wanted]
+        if chosen != applied:
+            self.trainer.discard_gradients()
+            for part in chosen:
+                self._forward_backward(part.call)
+        step = resolve_optim(
+            OptimRequest(learning_rate=LEARNING_RATE),
+            self.trainer.normalisation,
+            self.trainer.spec.optimizer,
+        )
+        expected = self._stepped(self.trainer.optim_step(step))
+        self._clear()
+        return expected
+
+    def _forward(self, entry: Entry) -> Expected:
+        batch = batch_of(entry.call, self._seed)
+        plan = self.trainer.plan_forward(batch)
+        arrays = self.trainer.forward(batch, plan, with_entropy=True, use_reference=False)
+        results = self._folder / "results"
+        results.mkdir(exist_ok=True)
+        digest, size_bytes = write_forward_output(
+            results,
+            entry.record.operation_id,
+            batch,
+            arrays.logprobs,
+            arrays.entropy,
+            is_reference=False,
+        )
+        suffix = entry.record.operation_id.rpartition(".")[2]
+        self._results[entry.call.number] = results / f"{digest}.{suffix}"
+        result = ForwardResult(
+            version=self.trainer.version,
+            digest=digest,
+            size_bytes=size_bytes,
+            report=arrays.report,
+        )
+        return self._done(result)
+
+    def _save(self, entry: Entry) -> Expected:
+        call, seq = entry.call, entry.record.seq
+        self.trainer.save_checkpoint(self.checkpoint(call.checkpoint_id))
+        replay_from_seq = self._window[0].seq if self._window else seq + 1
+        facts = {
+            "checkpoint_id": call.checkpoint_id,
+            "version": self.trainer.version,
+            "seq": seq,
+            "replay_from_seq": replay_from_seq,
+        }
+        return Expected(end=DONE, version=self.trainer.version, result=facts)
+
+    def _load(self, call: Call) -> Expected:
+        folder = self.checkpoint(call.checkpoint_id)
+        if not folder.exists():
+            return self._failed("CHECKPOINT_NOT_FOUND")
+        self._clear()
+        self.trainer.load_checkpoint(folder)
+        return Expected(end=DONE, version=self.trainer.version, result=None)
+
+    def _old_logprobs(self, call: Call, batch: RolloutBatch) -> NDArray[np.floating] | None:
+        if not call.from_forward:
+            return None
+        return read_old_logprobs(self._results[call.from_forward], batch)
+
+    def _stepped(self, report: StepReport) -> Expected:
+        """Numbers of versions are never given twice."""
+        if not report.skipped:
+            self._max_version += 1
+            self.trainer.version = self._max_version
+        return self._done(StepResult(version=self.trainer.version, report=report))
+
+    def _clear(self) -> None:
+        self._window = []
+        self.trainer.discard_gradients()
+
+    def _done(self, result: object) -> Expected:
+        return Expected(end=DONE, version=self.trainer.version, result=plain(result))
+
+    def _failed(self, code: str) -> Expected:
+        return Expected(end=code, version=self.trainer.version, result=None)
+
+
+def judge(
+    notes: Notes, records: Sequence[OperationRecord], oracle: Oracle, paths: PolicyPaths
+) -> Verdict:
+    """The verdict on a run whose last call saved a checkpoint."""
+    verdict, entries = judge_acks(notes.acks(), notes.told, records)
+    verdict.lost += notes.errors
+    if verdict.is_good:
+        last = entries[-1].call.checkpoint_id
+        verdict.add(judge_history(entries, oracle, paths.checkpoint(last)))
+    return verdict
+
+
+def judge_history(entries: Sequence[Entry], oracle: Oracle, final: Path | None) -> Verdict:
+    """Every operation ended as without faults, and the checkpoint `final` has the oracle's bits.
+
+    `final`: the folder of a checkpoint that the last operation of the history saved.
+    """
+    verdict = Verdict()
+    for entry in entries:
+        expected = oracle.run(entry)
+        verdict.lost += [
+            f"seq {entry.record.seq} ({entry.call.kind}, call {entry.call.number}): {difference}"
+            for difference in _differences(entry, expected)
+        ]
+    if final is not None:
+        _judge_bits(verdict, final, oracle.checkpoint(entries[-1].call.checkpoint_id))
+    return verdict
+
+
+def _differences(entry: Entry, expected: Expected) -> list[str]:
+    if entry.end != expected.end:
+        return [f"ended as {entry.end}, expected {expected.end}"]
+    if expected.result is None:
+        return []
+    got = plain(entry.record.result)
+    wanted = expected.result
+    if entry.call.kind is Kind.SAVE_CHECKPOINT and isinstance(wanted, dict):
+        got = {name: got.get(name) for name in wanted}
+    return [] if got == wanted else [f"result {_first_difference(got, wanted)}"]
+
+
+def _first_difference(got: object, wanted: object) -> str:
+    if isinstance(got, dict) and isinstance(wanted, dict):
+        for name in wanted:
+            if got.get(name) != wanted[name]:
+                return f"{name}: {_first_difference(got.get(name), wanted[name])}"
+    return f"{got}, expected {wanted}"
+
+
+def _judge_bits(verdict: Verdict, got: Path, expected: Path) -> None:
+    """Weights, moments and the number of steps, bit for bit."""
+    steps = [_num_steps(folder) for folder in (got, expected)]
+    if steps[0] != steps[1]:
+        counts = verdict.doubled if steps[0] > steps[1] else verdict.lost
+        counts.append(f"{steps[0]} optimizer steps, expected {steps[1]}")
+    for name in (WEIGHTS_NAME, MOMENTS_NAME):
+        keys = _names(expected / name)
+        odd = [key for key in keys if _bits(got / name, key) != _bits(expected / name, key)]
+        if odd:
+            verdict.lost.append(f"{name}: {len(odd)} tensors have other bits, as {odd[0]}")
+
+
+def _num_steps(folder: Path) -> int:
+    return int(json.loads((folder / MANIFEST_NAME).read_text())["num_steps"])
+
+
+def _names(path: Path) -> list[str]:
+    with safe_open(path, framework="np") as tensors:
+        return sorted(tensors.keys())
+
+
+def _bits(path: Path, key: str) -> bytes:
+    with safe_open(path, framework="np") as tensors:
+        return tensors.get_tensor(key).tobytes()
+
+
+def _loss(call: Call, operations: dict[int, str], batch: RolloutBatch) -> Loss:
+    return resolve_loss(loss_request(call, operations), batch, has_frozen_reference=False)
+
+
+def loss_request(call: Call, operations: dict[int, str]) -> LossRequest:
+    """GRPO on the sampler's log-probs, or on those of the Forward that the call names."""
+    old = None
+    if call.from_forward:
+        old = OldLogprobs(
+            kind=OldLogprobsKind.FROM_FORWARD,
+            forward_operation_id=operations[call.from_forward],
+        )
+    return LossRequest(
+        kind=LossKind.GRPO, old_logprobs=old, entropy_coefficient=call.entropy_coefficient
+    )
+
+
+def _step(trainer: Trainer, loss: Loss) -> OptimStep:
+    request = OptimRequest(learning_rate=LEARNING_RATE)
+    return resolve_optim(request, loss.normalisation, trainer.spec.optimizer)

@@ -1,0 +1,125 @@
+"""Where the processes of a light run are killed: every crash point, inside windows, at random.
+
+Enter a run, leaves how often it was killed and where. Invariant: a crash point counts only where
+its file was taken, that is, where a process has killed itself there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from dataclasses import dataclass, field
+
+from ratoon.engine.crash_points import CrashPoint
+from tests.faults.judge.calls import Call, Kind
+from tests.faults.venues.light import LightRun
+
+MAX_SEGMENTS = 4
+# Who is killed in a window, where nobody dies at a crash point.
+WINDOW_ROLES = ("worker", "controller", "store", "worker", "worker", "controller")
+# Calls of windows have numbers that no segment comes to.
+_WINDOW_NUMBERS = 1_000_000
+_STORE_NUMBERS = 2_000_000
+# Those that the three processes come to; the others are of the wires.
+POINTS = tuple(point for point in CrashPoint if not point.startswith("ingress-"))
+
+
+@dataclass
+class Kills:
+    """Counts of one run. `missed`: points that no process came to."""
+
+    points: set[str] = field(default_factory=set[str])
+    missed: set[str] = field(default_factory=set[str])
+    in_window: int = 0
+    at_random: int = 0
+
+
+def crash_at(run: LightRun, kills: Kills, point: CrashPoint) -> None:
+    """Play on until a process has been killed at the point, and until all has ended after it."""
+    run.trio.arm(point, run.rng.randint(1, 3))
+    for _ in range(MAX_SEGMENTS):
+        if point is CrashPoint.CONTROLLER_IN_REPLAY:
+            run.trio.kill("worker")
+        run.play_segment()
+        if not run.trio.is_armed(point):
+            kills.points.add(point)
+            return
+    run.trio.disarm(point)
+    kills.missed.add(point)
+
+
+def crash_in_windows(run: LightRun, kills: Kills) -> None:
+    """Windows of six ForwardBackwards with a checkpoint in each, and a kill at six places in them.
+
+    In two of them a process dies while a ForwardBackward runs, in the others between two.
+    """
+    for place, role in enumerate(
+        ("worker", "controller", "store", "worker", "worker", "controller")
+    ):
+        window = _window(place)
+        before, after = window[: place + 2], window[place + 2 :]
+        run.play(before)
+        if place in (1, 4):
+            run.trio.arm(CrashPoint.WORKER_IN_APPLY, 1)
+        else:
+            run.trio.kill(role)
+        kills.in_window += 1
+        run.play(after)
+
+
+def _window(place: int) -> list[Call]:
+    """An Update, six ForwardBackwards with a checkpoint after the third, their step."""
+    kinds = [Kind.UPDATE] + [Kind.FORWARD_BACKWARD] * 3 + [Kind.SAVE_CHECKPOINT]
+    kinds += [Kind.FORWARD_BACKWARD] * 3 + [Kind.OPTIM_STEP]
+    first = _WINDOW_NUMBERS + 100 * place
+    return [
+        Call(number=first + index, kind=kind, checkpoint_id=f"window-{first}")
+        for index, kind in enumerate(kinds)
+    ]
+
+
+def lose_store(run: LightRun) -> None:
+    """The object store takes nothing: a save fails and leaves its name, a load loads.
+
+    The controller dies once the worker has ended each, before the journal knows.
+    """
+    names = itertools.count(_STORE_NUMBERS)
+
+    def play(*kinds: Kind, checkpoint_id: str = "", is_without_store: bool = False) -> None:
+        run.play(
+            [
+                Call(
+                    number=next(names),
+                    kind=kind,
+                    checkpoint_id=checkpoint_id,
+                    is_without_store=is_without_store,
+                )
+                for kind in kinds
+            ]
+        )
+
+    for kept, lost in (("kept-0", "lost-0"), ("kept-1", "lost-1")):
+        play(Kind.DISCARD_GRADIENTS, Kind.UPDATE, Kind.SAVE_CHECKPOINT, checkpoint_id=kept)
+        play(Kind.UPDATE)
+        run.settings.store_is_away.touch()
+        for kind, name in ((Kind.SAVE_CHECKPOINT, lost), (Kind.LOAD_CHECKPOINT, kept)):
+            if kept == "kept-1":
+                run.trio.arm(CrashPoint.CONTROLLER_BEFORE_END, 1)
+            play(kind, checkpoint_id=name, is_without_store=True)
+        run.settings.store_is_away.unlink()
+        play(Kind.UPDATE, Kind.SAVE_CHECKPOINT, Kind.UPDATE, checkpoint_id=lost)
+        play(Kind.LOAD_CHECKPOINT, Kind.UPDATE, checkpoint_id=lost)
+
+
+def crash_at_random(run: LightRun, kills: Kills, count: int) -> None:
+    """Kill any of the three at any time, while segments go on."""
+    for _ in range(count):
+        role = run.rng.choice(["worker", "controller", "store"])
+        delay_s = run.rng.uniform(0.0, 1.0)
+        killer = threading.Timer(delay_s, run.trio.kill, [role])
+        killer.start()
+        run.play_segment()
+        killer.join()
+        kills.at_random += 1
+    time.sleep(0.1)

@@ -1,0 +1,258 @@
+"""The engine of one policy as three processes without Ray: journal, controller, worker.
+
+Enter settings, leaves a process that serves until it is killed. Invariant: what decides is the
+engine's own code; here is only what carries its calls, with the guarantees that Ray gives: a call
+of the journal is repeated until it is answered, one of a lost worker fails at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ratoon.config import CheckpointConfig, LimitsConfig
+from ratoon.engine.archive import ArchivedBodyFiles, BlobArchive, NoArchive
+from ratoon.engine.controller import Controller
+from ratoon.engine.crash_points import CrashPoint, make_reach
+from ratoon.engine.fenced import FencedStore
+from ratoon.engine.files import BodyFiles, policy_paths
+from ratoon.engine.policy_run import PolicyRun, Ports
+from ratoon.engine.store import SqlStore
+from ratoon.engine.tables import open_database
+from ratoon.engine.tasks import WorkerLostError
+from ratoon.engine.types import PolicySpec
+from ratoon.engine.worker import WorkerCore
+from ratoon.engine.worker_actor import _export
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon.log import configure_logging
+from ratoon.stream.local_blobs import LocalBlobs
+from ratoon.train.spec import TrainerSpec
+from ratoon.train.trainer import Trainer
+from tests.faults.builds import break_build
+from tests.faults.venues.power import record_syncs
+from tests.faults.venues.rpc import POOL, Peer, PeerLostError, Server
+
+_RETRY_S = 0.01
+_ASIDE = ("fence", "progress", "cancel", "write_snapshot")
+_JOURNALED = ("accept", "begin", "end", "cover")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the three processes share. `build`: the fault that they are built with, "": none."""
+
+    root: Path
+    spec: PolicySpec
+    trainer: TrainerSpec
+    limits: LimitsConfig
+    checkpoints: CheckpointConfig
+    build: str
+    # What is not synced is lost by `faults_power.cut_power`.
+    has_power_cuts: bool
+    # Bodies and checkpoints have copies.
+    has_store: bool
+
+    @property
+    def data_root(self) -> Path:
+        return self.root / "data"
+
+    @property
+    def database(self) -> Path:
+        return self.data_root / "ratoon.sqlite"
+
+    @property
+    def crash_points(self) -> Path:
+        return self.data_root / "crash-points"
+
+    @property
+    def store_is_away(self) -> Path:
+        """While there is such a file, the object store takes nothing."""
+        return self.root / "store-is-away"
+
+    def socket(self, name: str) -> Path:
+        return self.root / f"{name}.sock"
+
+
+def run_store(settings: Settings) -> None:
+    """The coordinator's part: the only process that opens the database."""
+    _begin(settings)
+    engine = open_database(f"sqlite:///{settings.database}")
+    fenced, store = FencedStore(engine), SqlStore(engine)
+    reach, lock = make_reach(settings.crash_points), threading.Lock()
+
+    def answer(name: str, args: tuple[Any, ...]) -> object:
+        method = getattr(fenced, name, None) or getattr(store, name)
+        with lock:
+            if name not in _JOURNALED:
+                return method(*args)
+            reach(CrashPoint(f"coordinator-before-{name}"))
+            value = method(*args)
+            reach(CrashPoint(f"coordinator-after-{name}"))
+            return value
+
+    Server(settings.socket("store"), answer).run()
+
+
+def run_worker(settings: Settings) -> None:
+    """Trainer calls on one thread; those of `_ASIDE` do not wait for them."""
+    _begin(settings)
+    core = WorkerCore(Trainer.create, _export, make_reach(settings.crash_points))
+    compute = ThreadPoolExecutor(1)
+
+    def answer(name: str, args: tuple[Any, ...]) -> object:
+        method = getattr(core, name)
+        if name == "load":
+            args = (args[0], settings.spec.policy_id, *args[1:])
+        return method(*args) if name in _ASIDE else compute.submit(method, *args).result()
+
+    Server(settings.socket("worker"), answer).run()
+
+
+def run_controller(settings: Settings) -> None:
+    """Starts by itself, again after a failure, and answers callers meanwhile."""
+    _begin(settings)
+    loop = asyncio.new_event_loop()
+    controller = loop.run_until_complete(_make_controller(settings))
+    started: list[asyncio.Task[None]] = []
+
+    async def start() -> None:
+        if not started or (started[0].done() and started[0].exception() is not None):
+            started[:] = [loop.create_task(controller.start())]
+        await asyncio.shield(started[0])
+
+    async def ask(name: str, args: tuple[Any, ...]) -> object:
+        await start()
+        return await getattr(controller, name)(*args)
+
+    def answer(name: str, args: tuple[Any, ...]) -> object:
+        return asyncio.run_coroutine_threadsafe(ask(name, args), loop).result()
+
+    server = Server(settings.socket("controller"), answer)
+    threading.Thread(target=server.run, daemon=True).start()
+    first = loop.create_task(start())
+    first.add_done_callback(lambda done: done.exception())
+    loop.run_forever()
+
+
+async def _make_controller(settings: Settings) -> Controller:
+    paths = policy_paths(settings.data_root, settings.spec.policy_id)
+    ports = Ports(
+        journal=RpcJournal(settings),  # pyright: ignore[reportArgumentType]
+        worker=RpcWorker(settings),  # pyright: ignore[reportArgumentType]
+        metrics=NoMetrics(),
+        now=time.time,
+    )
+    archive = BlobArchive(_Store(settings), paths) if settings.has_store else NoArchive()
+    run = PolicyRun(
+        spec=settings.spec,
+        trainer=settings.trainer,
+        ports=ports,
+        limits=settings.limits,
+        checkpoints=settings.checkpoints,
+        paths=paths,
+        bodies=ArchivedBodyFiles(paths, archive) if settings.has_store else BodyFiles(paths),
+        archive=archive,
+        reach=make_reach(settings.crash_points),
+    )
+    return Controller(run)
+
+
+class _Store(LocalBlobs):
+    """In the place of an object store."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings.root / "store")
+        self._is_away = settings.store_is_away
+
+    def put(self, key: str, data: bytes) -> None:
+        self._ask()
+        super().put(key, data)
+
+    def put_folder(self, key: str, source: Path) -> None:
+        self._ask()
+        super().put_folder(key, source)
+
+    def delete_folder(self, key: str) -> None:
+        self._ask()
+        super().delete_folder(key)
+
+    def _ask(self) -> None:
+        if self._is_away.exists():
+            raise RatoonError(ErrorCode.UNAVAILABLE, "the object store does not answer")
+
+
+class NoMetrics:
+    def send(self, changes: object) -> None:
+        """Nobody looks."""
+
+
+class RpcJournal:
+    """`Journal` at the store's process; a call is repeated until it is answered."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._peer = Peer(settings.socket("store"))
+
+    def __getattr__(self, name: str) -> Any:
+        async def ask(*args: object) -> object:
+            while True:
+                try:
+                    return await _in_pool(self._peer, name, *args)
+                except PeerLostError:
+                    await asyncio.sleep(_RETRY_S)
+
+        return ask
+
+
+class RpcWorker:
+    """`WorkerPort` at the worker's process.
+
+    A file `held-<method>` in the root keeps the next call of that method on the way for ever, its
+    arguments in the file: a message of a controller that is dead when it arrives.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._root = settings.root
+        self._peer = Peer(settings.socket("worker"))
+        self._supervisor = Peer(settings.socket("supervisor"))
+
+    async def replace(self) -> None:
+        await _in_pool(self._supervisor, "replace_worker")
+
+    async def release(self) -> None:
+        """A bare one in its place holds as good as nothing."""
+        await self.replace()
+
+    async def fence(self, token: int) -> Any:
+        await self._ask("fence", token)
+        return await self._ask("status")
+
+    def __getattr__(self, name: str) -> Any:
+        async def ask(*args: object) -> object:
+            return await self._ask(name, *args)
+
+        return ask
+
+    async def _ask(self, name: str, *args: object) -> Any:
+        if (self._root / f"held-{name}").exists():
+            await _in_pool(self._supervisor, "hold", name, args)
+            await asyncio.Event().wait()
+        try:
+            return await _in_pool(self._peer, name, *args)
+        except PeerLostError as err:
+            raise WorkerLostError(str(err)) from err
+
+
+async def _in_pool(peer: Peer, name: str, *args: object) -> Any:
+    return await asyncio.get_running_loop().run_in_executor(POOL, peer.call, name, *args)
+
+
+def _begin(settings: Settings) -> None:
+    configure_logging("CRITICAL")
+    if settings.has_power_cuts:
+        record_syncs(settings.root)
+    break_build(settings.build)

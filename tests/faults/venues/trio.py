@@ -1,0 +1,200 @@
+"""Journal, controller and worker as processes that are killed and come back, and their callers.
+
+Enter settings, leaves answers. Invariant: journal and controller are started again whenever they
+end, as Ray does with its actors; a worker only where the controller asks for a new one.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from typing import Any
+
+from ratoon.engine.types import Operation, Submission
+from ratoon.errors import ErrorCode, RatoonError
+from tests.faults.venues.processes import Settings, run_controller, run_store, run_worker
+from tests.faults.venues.rpc import Peer, PeerLostError, Server
+
+ROLES: dict[str, Callable[[Settings], None]] = {
+    "store": run_store,
+    "worker": run_worker,
+    "controller": run_controller,
+}
+PATIENCE_S = 600.0
+_POLL_S = 0.005
+_RETRY_S = 0.02
+
+
+def fork_context() -> ForkServerContext:
+    """Processes that have torch and the engine from their first moment."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.faults.venues.processes"])
+    return context
+
+
+class Trio:
+    """Use it as a context manager: everything is killed at its end."""
+
+    def __init__(self, settings: Settings, patience_s: float = PATIENCE_S) -> None:
+        self.settings = settings
+        self.patience_s = patience_s
+        self.num_kills = 0
+        self.failures: list[str] = []
+        self._counted: set[int | None] = set()
+        self.held: list[tuple[str, tuple[Any, ...]]] = []
+        self._context = fork_context()
+        self._lock = threading.RLock()
+        self._processes: dict[str, ForkServerProcess] = {}
+        self._extra: list[ForkServerProcess] = []
+        self._is_up = False
+        self._supervisor = Server(settings.socket("supervisor"), self._answer)
+
+    def __enter__(self) -> Trio:
+        self.settings.crash_points.mkdir(parents=True, exist_ok=True)
+        threading.Thread(target=self._supervisor.run, daemon=True).start()
+        threading.Thread(target=self._watch, daemon=True).start()
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        self._supervisor.close()
+
+    def start(self) -> None:
+        """Until all three can be asked."""
+        with self._lock:
+            for role in ROLES:
+                self._spawn(role)
+            self._is_up = True
+        for role in ROLES:
+            self._wait_for(role)
+
+    def stop(self) -> None:
+        """Kill all three, and start none again."""
+        with self._lock:
+            self._is_up = False
+            for process in [*self._processes.values(), *self._extra]:
+                process.kill()
+                process.join()
+            self._extra.clear()
+
+    def kill(self, role: str) -> None:
+        with self._lock:
+            process = self._processes[role]
+            if process.pid is not None and process.is_alive():
+                os.kill(process.pid, signal.SIGKILL)
+            process.join()
+
+    def second_controller(self) -> None:
+        """Start another one beside the first, which is no longer watched."""
+        with self._lock:
+            self._extra.append(self._processes["controller"])
+            self._spawn("controller")
+
+    def arm(self, point: str, count: int) -> None:
+        """The process that reaches the point for the `count`-th time from now is killed."""
+        path = self.settings.crash_points / point
+        temporary = path.with_suffix(".new")
+        temporary.write_text(str(count))
+        temporary.replace(path)
+
+    def disarm(self, point: str) -> None:
+        (self.settings.crash_points / point).unlink(missing_ok=True)
+
+    def is_armed(self, point: str) -> bool:
+        return (self.settings.crash_points / point).exists()
+
+    def submit(self, submission: Submission) -> Operation:
+        """With the retries of a client. Raises what is no matter of time."""
+        return self._insist("submit", submission)
+
+    def cancel(self, operation_id: str) -> Operation:
+        return self._insist("cancel_operation", operation_id)
+
+    def end(self, operation_id: str) -> Operation:
+        """The operation once it has ended."""
+        deadline = time.monotonic() + self.patience_s
+        while time.monotonic() < deadline:
+            operation = self._insist("get_operation", operation_id, 1.0)
+            if operation.state.is_final:
+                return operation
+            time.sleep(_POLL_S)
+        raise TimeoutError(f"{operation_id} does not end")
+
+    def worker(self) -> Peer:
+        return Peer(self.settings.socket("worker"))
+
+    def _insist(self, name: str, *args: object) -> Operation:
+        peer, deadline = (
+            Peer(self.settings.socket("controller")),
+            time.monotonic() + self.patience_s,
+        )
+        while True:
+            try:
+                return peer.call(name, *args)
+            except PeerLostError:
+                if time.monotonic() > deadline:
+                    raise
+            except RatoonError as error:
+                may_pass = error.retryable or error.code is ErrorCode.POLICY_NOT_READY
+                if not may_pass or time.monotonic() > deadline:
+                    raise
+            time.sleep(_RETRY_S)
+
+    def _spawn(self, role: str) -> None:
+        process = self._context.Process(target=ROLES[role], args=(self.settings,), daemon=True)
+        process.start()
+        self._processes[role] = process
+
+    def _watch(self) -> None:
+        while True:
+            with self._lock:
+                for role, process in self._processes.items():
+                    if not self._is_up or process.is_alive():
+                        continue
+                    self._count(process)
+                    if role != "worker":
+                        self._spawn(role)
+            time.sleep(_POLL_S)
+
+    def _count(self, process: ForkServerProcess) -> None:
+        """Killed by `kill`, or by itself at a crash point."""
+        if process.exitcode != -signal.SIGKILL:
+            self.failures.append(f"a process ended with {process.exitcode}")
+        elif process.pid not in self._counted:
+            self._counted.add(process.pid)
+            self.num_kills += 1
+
+    def _answer(self, name: str, args: tuple[Any, ...]) -> object:
+        with self._lock:
+            if name == "hold":
+                method, call = args
+                (self.settings.root / f"held-{method}").unlink()
+                self.held.append((method, call))
+                return None
+            assert name == "replace_worker"
+            process = self._processes["worker"]
+            if process.is_alive():
+                process.kill()
+            else:
+                self._count(process)
+            process.join()
+            self._spawn("worker")
+        self._wait_for("worker")
+        return None
+
+    def _wait_for(self, role: str) -> None:
+        """Until it listens; the first processes load torch before."""
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            with suppress(PeerLostError):
+                Peer(self.settings.socket(role)).connect()
+                return
+            time.sleep(_POLL_S)
+        raise TimeoutError(f"the {role} does not start")
