@@ -30,11 +30,11 @@ from ratoon.train.config import (
     OptimizerStates,
     OptimRequest,
 )
-from ratoon.train.loss_spec import OptimStep
+from ratoon.train.loss.resolve import resolve_loss, resolve_optim
+from ratoon.train.loss.spec import OptimStep
 from ratoon.train.numerics import configure_torch
-from ratoon.train.optimizer import CLIP_EPSILON, OptimizerState, StepOutcome, global_norm
-from ratoon.train.resolve import resolve_loss, resolve_optim
-from ratoon.train.rounding import join_float32
+from ratoon.train.optim.adamw import CLIP_EPSILON, OptimizerState, StepOutcome, global_norm
+from ratoon.train.optim.rounding import join_float32
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
 

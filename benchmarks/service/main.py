@@ -160,7 +160,7 @@ def _notes(result: dict[str, Any]) -> Iterator[str]:
     first = [
         f"{name} {row['updates'][0]['seconds']:.1f}" for name, row in rows.items() if row["updates"]
     ]
-    yield f"seconds of the first update, which compiles and runs the canary: {', '.join(first)}"
+    yield f"seconds of the first update, which compiles and runs the self-check: {', '.join(first)}"
     yield from (f"{name}: {row['failure']}" for name, row in rows.items() if row["failure"])
     yield f"the service was well {result['start_s']:.1f} s after its start"
 

@@ -37,9 +37,9 @@ from ratoon.train.config import (
     OldLogprobsKind,
     OptimizerStates,
 )
-from ratoon.train.loss_spec import Loss
+from ratoon.train.loss.resolve import resolve_loss
+from ratoon.train.loss.spec import Loss
 from ratoon.train.numerics import activation_bytes
-from ratoon.train.resolve import resolve_loss
 from ratoon.train.trainer import Trainer
 
 # With these a plan shares and streams whatever it can, or nothing.

@@ -33,7 +33,7 @@ from benchmarks.step.ways import Ways, check
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import PackedBatch
 from ratoon.rollout.paths import response_tokens
-from ratoon.train.device import DeviceBatch, to_device
+from ratoon.train.device_batch import DeviceBatch, to_device
 
 # A replicated micro-batch has up to 4 sequences, and no more tokens than fill the device.
 MAX_CUT, CUT_TOKENS = 4, 65_536

@@ -26,7 +26,7 @@ from ratoon.model.export import export_weights
 from ratoon.model.spec import FullTuning, ModelDtype, ModelSpec, PresetBase
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.train.config import AdamWConfig, LossKind, LossRequest
-from ratoon.train.resolve import resolve_loss
+from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
 from ratoon_kernels import token_logprobs

@@ -24,8 +24,8 @@ from ratoon.rollout.packed import Forest, PackedBatch, Stage
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.ragged import sequence_lengths
 from ratoon.rollout.waves import resident_tokens
-from ratoon.train.device import DeviceBatch, to_device
-from ratoon.train.streaming import stream_tokens
+from ratoon.train.device_batch import DeviceBatch, to_device
+from ratoon.train.streamed.passes import stream_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

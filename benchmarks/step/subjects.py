@@ -24,13 +24,13 @@ from benchmarks.step.sizes import ModelSize
 from ratoon.model.attention import ATTENTION_NAME, TreeAttention, register_tree_attention
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import FullTuning, ModelDtype, ModelSpec, PresetBase
-from ratoon.train.clock import DeviceClock
-from ratoon.train.device import DeviceBatch, put
+from ratoon.train.device_batch import DeviceBatch, put
 from ratoon.train.loss.compute import LossOutput
+from ratoon.train.loss.row_loss import LossOfTerms
 from ratoon.train.loss.sums import pack_sums
 from ratoon.train.passes import train_rows
-from ratoon.train.row_loss import LossOfTerms
-from ratoon.train.streaming import StagedBatch
+from ratoon.train.report.clock import DeviceClock
+from ratoon.train.streamed.passes import StagedBatch
 
 REPLICATED = "-replicated"
 WAVES = "-waves-of-"

@@ -34,9 +34,9 @@ from ratoon.train.config import (
     ReferenceKind,
 )
 from ratoon.train.forward_arrays import ForwardArrays
-from ratoon.train.loss_spec import Loss
-from ratoon.train.report import StepReport
-from ratoon.train.resolve import resolve_loss, resolve_optim
+from ratoon.train.loss.resolve import resolve_loss, resolve_optim
+from ratoon.train.loss.spec import Loss
+from ratoon.train.report.step_report import StepReport
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
 

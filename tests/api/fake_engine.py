@@ -41,7 +41,7 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.metrics import Change
 from ratoon.model.spec import ModelInfo
 from ratoon.stream.manifest import WeightFile, WeightKind, WeightManifest
-from ratoon.train.report import LayerGradNorm, PhaseSeconds, StepReport
+from ratoon.train.report.step_report import LayerGradNorm, PhaseSeconds, StepReport
 
 INFO = ModelInfo(
     num_parameters=1000,

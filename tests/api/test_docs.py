@@ -13,7 +13,7 @@ from ratoon.api.http.schema.requests import UpdateRequest
 from ratoon.config import LimitsConfig
 from ratoon.errors import ERROR_TABLE
 from ratoon.rollout.raw import SamplerLogprobsKind
-from ratoon.train.loss_spec import LOSS_DEFAULTS
+from ratoon.train.loss.spec import LOSS_DEFAULTS
 from tests.api.wires import HTTP_ALONE, NOT_BUILT, OTHER_ROUTES, ROUTES
 
 TEXT = (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8")

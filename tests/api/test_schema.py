@@ -24,8 +24,9 @@ from ratoon.errors import RatoonError
 from ratoon.model import spec
 from ratoon.rollout import raw
 from ratoon.stream import manifest
-from ratoon.train import config, report
-from ratoon.train.report import CanaryReport, LayerGradNorm, PhaseSeconds, StepReport
+from ratoon.train import config
+from ratoon.train.report import step_report as report
+from ratoon.train.report.step_report import LayerGradNorm, PhaseSeconds, SelfCheckReport, StepReport
 from ratoon_proto.v1 import (
     operation_pb2,
     policy_pb2,
@@ -147,8 +148,8 @@ def test_reports_have_the_fields_of_their_message() -> None:
     assert {field.name for field in fields(PhaseSeconds)} == set(
         training_pb2.PhaseSeconds.DESCRIPTOR.fields_by_name
     )
-    assert {field.name for field in fields(CanaryReport)} == set(
-        training_pb2.CanaryReport.DESCRIPTOR.fields_by_name
+    assert {field.name for field in fields(SelfCheckReport)} == set(
+        training_pb2.SelfCheckReport.DESCRIPTOR.fields_by_name
     )
 
 
@@ -160,8 +161,8 @@ def test_every_field_of_a_report_arrives() -> None:
             values[field.name] = PhaseSeconds(
                 plan=1.0, forward=2.0, backward=3.0, optimizer=4.0, publish=5.0
             )
-        elif kind.startswith("CanaryReport"):
-            values[field.name] = CanaryReport(
+        elif kind.startswith("SelfCheckReport"):
+            values[field.name] = SelfCheckReport(
                 sequence=3,
                 tokens=4,
                 logprob_max_difference=0.5,
@@ -183,12 +184,12 @@ def test_every_field_of_a_report_arrives() -> None:
     for name, value in values.items():
         if name == "seconds":
             assert (message.seconds.plan, message.seconds.publish) == (1.0, 5.0)
-        elif name == "canary":
-            for part in fields(CanaryReport):
+        elif name == "self_check":
+            for part in fields(SelfCheckReport):
                 if part.name == "worst_parameter_difference":
-                    assert not message.canary.HasField("worst_parameter_difference")
+                    assert not message.self_check.HasField("worst_parameter_difference")
                 else:
-                    assert getattr(message.canary, part.name) == getattr(value, part.name)
+                    assert getattr(message.self_check, part.name) == getattr(value, part.name)
         elif name == "layer_grad_norms":
             (norm,) = message.layer_grad_norms
             assert (norm.layer, norm.norm) == ("a", 1.5)

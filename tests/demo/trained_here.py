@@ -24,7 +24,7 @@ from ratoon.model.spec import FullTuning, ModelDtype, ModelSpec, PresetBase
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.validate import validate_groups
 from ratoon.train.config import AdamWConfig, LossRequest, OldLogprobs, OldLogprobsKind
-from ratoon.train.resolve import resolve_loss, resolve_optim
+from ratoon.train.loss.resolve import resolve_loss, resolve_optim
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
 from ratoon_client import Group, Loss, Optim, StepReport

@@ -85,11 +85,11 @@ def batch() -> list[Group]:
 def untimed(report: StepReport) -> StepReport:
     """Without what depends on the clock and the machine's memory."""
     nothing = PhaseSeconds(plan=0, forward=0, backward=0, optimizer=0, publish=0)
-    canary = report.canary
+    self_check = report.self_check
     return replace(
         report,
         seconds=nothing,
-        canary=None if canary is None else replace(canary, seconds=0.0),
+        self_check=None if self_check is None else replace(self_check, seconds=0.0),
         tokens_per_second=0.0,
         peak_memory_bytes=0,
         hardware_mfu=None,
@@ -142,8 +142,8 @@ def test_training_does_not_depend_on_the_wire(
     assert gateway["steps"][0][1].token_reduction > 1
     assert gateway["steps"][2][1].grad_norm > 0
     # Version 0 has one, version 1 has none.
-    assert not gateway["steps"][0][1].canary.exceeds_limits
-    assert gateway["steps"][1][1].canary is None
+    assert not gateway["steps"][0][1].self_check.exceeds_limits
+    assert gateway["steps"][1][1].self_check is None
     assert gateway["next_seq"] == 10
     for name in policies:
         latest = tmp_path / name / "latest"

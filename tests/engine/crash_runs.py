@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.types import Command, Operation, OperationResult, OperationState, StepResult
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.train.report import PhaseSeconds
+from ratoon.train.report.step_report import PhaseSeconds
 from tests.engine.harness import (
     DISCARD,
     SAVE,

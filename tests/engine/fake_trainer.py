@@ -26,8 +26,8 @@ from ratoon.rollout.packed import MicroBatch, UpdatePlan
 from ratoon.rollout.serial import batch_to_bytes
 from ratoon.stream.files import digest_bytes
 from ratoon.train.config import DivideBy, TokenWeight
-from ratoon.train.loss_spec import Loss, Normalisation, OptimStep
-from ratoon.train.report import SkipReason, StepReport
+from ratoon.train.loss.spec import Loss, Normalisation, OptimStep
+from ratoon.train.report.step_report import SkipReason, StepReport
 from ratoon.train.spec import TrainerSpec
 
 INFO = ModelInfo(

@@ -11,7 +11,7 @@ from ratoon.engine.numerics import Numerics
 from ratoon.engine.store import SqlStore
 from ratoon.engine.tables import open_database
 from ratoon.engine.types import CheckpointInfo, OperationKind, StepResult
-from ratoon.train.report import StepReport
+from ratoon.train.report.step_report import StepReport
 from tests.engine.harness import forward_backward, life_record, optim_step, policy_spec, update
 
 NUMERICS = Numerics.of({"device": "fake", "threads": "1"})

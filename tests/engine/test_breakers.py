@@ -20,7 +20,7 @@ from ratoon.engine.types import (
 )
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.train.config import NumericsGuard
-from ratoon.train.report import SkipReason, StepReport
+from ratoon.train.report.step_report import SkipReason, StepReport
 from tests.engine.conftest import MakeMachine
 from tests.engine.harness import Machine, code_of, life_record, save
 from tests.until import until

@@ -40,7 +40,7 @@ from ratoon.train.config import (
     Staleness,
     StalenessAction,
 )
-from ratoon.train.report import CanaryReport, PhaseSeconds, StepReport
+from ratoon.train.report.step_report import PhaseSeconds, SelfCheckReport, StepReport
 from tests.engine.harness import (
     DISCARD,
     SAVE,
@@ -65,7 +65,7 @@ REPORT = StepReport(
     kl=0.25,
     seconds=PhaseSeconds(plan=0.5),
     warnings=("a", "b"),
-    canary=CanaryReport(
+    self_check=SelfCheckReport(
         sequence=3,
         tokens=4,
         logprob_max_difference=math.inf,

@@ -16,7 +16,7 @@ from ratoon.engine import telemetry
 from ratoon.engine.types import OperationKind, StepResult
 from ratoon.log import configure_logging, get_logger
 from ratoon.metrics import METRICS, MetricKind, MetricsTotals, PolicyGone
-from ratoon.train.report import CanaryReport, PhaseSeconds, SkipReason, StepReport
+from ratoon.train.report.step_report import PhaseSeconds, SelfCheckReport, SkipReason, StepReport
 
 
 def series(totals: MetricsTotals) -> dict[str, float]:
@@ -146,8 +146,8 @@ def test_a_quantile_and_a_clip_have_the_names_of_what_they_are() -> None:
     assert not any(name.startswith("ratoon_reward_mean") for name in shown)
 
 
-def test_a_canary_becomes_gauges_and_a_count() -> None:
-    canary = CanaryReport(
+def test_a_self_check_becomes_gauges_and_a_count() -> None:
+    self_check = SelfCheckReport(
         sequence=3,
         tokens=40,
         logprob_max_difference=0.5,
@@ -159,17 +159,17 @@ def test_a_canary_becomes_gauges_and_a_count() -> None:
     )
     totals = MetricsTotals()
     for kind in (OperationKind.UPDATE, OperationKind.FORWARD_BACKWARD, OperationKind.OPTIM_STEP):
-        for one in (canary, replace(canary, exceeds_limits=False), None):
-            result = StepResult(version=1, report=StepReport(canary=one))
+        for one in (self_check, replace(self_check, exceeds_limits=False), None):
+            result = StepResult(version=1, report=StepReport(self_check=one))
             totals.apply(telemetry.result("p", kind, result))
     shown = series(totals)
-    assert shown['ratoon_canaries_total{outcome="exceeded"}'] == 2
-    assert shown['ratoon_canaries_total{outcome="within"}'] == 2
-    assert shown['ratoon_canary_logprob_max_difference{policy_id="p"}'] == 0.5
-    assert shown['ratoon_canary_logprob_mean_difference{policy_id="p"}'] == 0.25
-    assert 'ratoon_canary_gradient_difference_ratio{policy_id="p"}' not in shown
-    assert math.isnan(shown['ratoon_canary_worst_parameter_difference_ratio{policy_id="p"}'])
-    assert shown['ratoon_phase_seconds_sum{phase="canary"}'] == 8
+    assert shown['ratoon_self_checks_total{outcome="exceeded"}'] == 2
+    assert shown['ratoon_self_checks_total{outcome="within"}'] == 2
+    assert shown['ratoon_self_check_logprob_max_difference{policy_id="p"}'] == 0.5
+    assert shown['ratoon_self_check_logprob_mean_difference{policy_id="p"}'] == 0.25
+    assert 'ratoon_self_check_gradient_difference_ratio{policy_id="p"}' not in shown
+    assert math.isnan(shown['ratoon_self_check_worst_parameter_difference_ratio{policy_id="p"}'])
+    assert shown['ratoon_phase_seconds_sum{phase="self_check"}'] == 8
 
 
 def test_new_totals_start_from_the_journal() -> None:

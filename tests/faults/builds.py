@@ -22,7 +22,7 @@ from ratoon.engine.runner import TaskRunner
 from ratoon.engine.tasks import UpdateTask, WorkerTask
 from ratoon.engine.types import StepResult
 from ratoon.engine.worker import WorkerCore
-from ratoon.train.report import StepReport
+from ratoon.train.report.step_report import StepReport
 
 
 def break_build(name: str) -> None:

@@ -12,7 +12,7 @@ from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.journal import JournalState, OperationRecord
 from ratoon.engine.types import FailedResult, OperationKind
 from ratoon.stream.files import make_folder, write_atomic
-from ratoon.train.report import PhaseSeconds, StepReport
+from ratoon.train.report.step_report import PhaseSeconds, StepReport
 from tests.engine.harness import life_record
 from tests.faults.judge.calls import Call, Kind, in_any_order, segments
 from tests.faults.judge.history import Ack, Told, judge_acks, plain

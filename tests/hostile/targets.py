@@ -39,7 +39,7 @@ from ratoon.stream.manifest import WeightFile, WeightKind
 from ratoon.stream.versions import MANIFEST_NAME, publish_version, read_manifest, version_folder
 from ratoon.train import checkpoint
 from ratoon.train.config import OptimizerStates
-from ratoon.train.optimizer import OptimizerState
+from ratoon.train.optim.adamw import OptimizerState
 from ratoon_client.caller import Caller
 from ratoon_client.errors import RatoonClientError
 from ratoon_client.outcome import outcome

@@ -19,7 +19,7 @@ from ratoon.model.streamed_attention import (
     StageAttention,
 )
 from ratoon_kernels import Span, TreeLayout, build_layout, tree_attention
-from tests.theorem import relative_error
+from tests.equivalence import relative_error
 
 # Start, stop, end and parent of each node: a prompt, a turn with three answers, another answer.
 NODES = ((0, 7, 24, -1), (7, 11, 20, 0), (11, 15, 15, 1), (15, 18, 18, 1), (18, 20, 20, 1))

@@ -23,7 +23,7 @@ from ratoon.rollout.ragged import sequence_lengths
 from ratoon.rollout.raw import RawGroup, RawRollout
 from ratoon.rollout.validate import validate_groups
 from ratoon.train.config import AdamWConfig, LossKind
-from ratoon.train.loss_spec import Loss
+from ratoon.train.loss.spec import Loss
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
 from tests import builders

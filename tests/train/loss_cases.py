@@ -15,8 +15,7 @@ from ratoon.train.config import (
     TokenWeight,
 )
 from ratoon.train.loss.compute import LossOutput
-from ratoon.train.loss.sums import LossSums
-from ratoon.train.loss_spec import (
+from ratoon.train.loss.spec import (
     LOSS_DEFAULTS,
     CispoObjective,
     ClipObjective,
@@ -27,6 +26,7 @@ from ratoon.train.loss_spec import (
     SapoObjective,
     SequenceClipObjective,
 )
+from ratoon.train.loss.sums import LossSums
 
 
 def make_objective(kind: LossKind, *, dual_clip: float = math.inf) -> Objective:

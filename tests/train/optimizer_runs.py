@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ratoon.train.config import AdamWConfig, OptimizerStates
-from ratoon.train.loss_spec import NoDivisor, OptimStep
-from ratoon.train.optimizer import OptimizerState
-from ratoon.train.optimizer_choice import make_optimizer
+from ratoon.train.loss.spec import NoDivisor, OptimStep
+from ratoon.train.optim.adamw import OptimizerState
+from ratoon.train.optim.choice import make_optimizer
 
 CONFIG = AdamWConfig(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.01)
 # Whose bfloat16 weights are all there is.

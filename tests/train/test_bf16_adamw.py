@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.train import bf16_adamw, bf16_state
-from ratoon.train.bf16_adamw import Bf16AdamW
 from ratoon.train.config import AdamWConfig, OptimizerStates
-from ratoon.train.optimizer_choice import make_optimizer
-from ratoon.train.rounding import decode_positive, decode_signed
+from ratoon.train.optim import bf16_adamw, bf16_state
+from ratoon.train.optim.bf16_adamw import Bf16AdamW
+from ratoon.train.optim.choice import make_optimizer
+from ratoon.train.optim.rounding import decode_positive, decode_signed
 from tests.train.optimizer_runs import (
     CONFIG,
     NARROW,

@@ -26,7 +26,7 @@ from ratoon.train.config import (
     OptimRequest,
     ReferenceKind,
 )
-from ratoon.train.resolve import resolve_loss, resolve_optim
+from ratoon.train.loss.resolve import resolve_loss, resolve_optim
 from ratoon.train.trainer import Trainer
 from ratoon.train.window import WindowState
 from tests import builders

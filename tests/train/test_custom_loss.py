@@ -13,16 +13,16 @@ from ratoon.api.convert.loss import loss_request
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.validate import validate_groups
 from ratoon.train import prepare
+from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.planning import cpu_planner
-from ratoon.train.resolve import resolve_loss
 from ratoon_client import Group, by_autograd, group, rollout
 from ratoon_client.custom_loss import WEIGHTED, weighted
 from ratoon_client.wire.encode import group_message, loss_message
 from tests.builders import limits
+from tests.equivalence import assert_close, paths_of
 from tests.oracle import hf
-from tests.theorem import assert_close, paths_of
 from tests.tiny_models import write_folder
-from tests.train.theorem_runs import VOCAB_SIZE, Pair, make_pair
+from tests.train.equivalence_runs import VOCAB_SIZE, Pair, make_pair
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from ratoon.model.spec import FolderBase, ModelDtype
 from ratoon.train.config import OptimizerStates
-from ratoon.train.digest import StateDigest, digest_text, part_key, part_sums
-from ratoon.train.optimizer import OptimizerState
-from ratoon.train.optimizer_choice import make_optimizer
+from ratoon.train.optim.adamw import OptimizerState
+from ratoon.train.optim.choice import make_optimizer
+from ratoon.train.optim.digest import StateDigest, digest_text, part_key, part_sums
 from ratoon.train.trainer import Trainer
 from tests.train.optimizer_runs import CONFIG, make_gradients, make_parameters, optim_step
 from tests.train.trainer_runs import make_batch, make_loss, make_step, make_trainer

@@ -1,4 +1,4 @@
-"""bfloat16 on the `cuda` backend: as near to float32 as replicated runs, and a quiet canary."""
+"""bfloat16 on the `cuda` backend: as near to float32 as replicated runs, and a quiet self-check."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_packed_error_is_that_of_replicated_runs(pairs: list[Pair], forest: Fore
 
 
 @pytest.mark.parametrize("forest", FORESTS)
-def test_the_canary_is_quiet_and_leaves_the_bits(pairs: list[Pair], forest: Forest) -> None:
+def test_the_self_check_is_quiet_and_leaves_the_bits(pairs: list[Pair], forest: Forest) -> None:
     """In both dtypes: the window's sums after it are those of a run without it."""
     batch = validate_groups(forest(np.random.default_rng(7)), builders.limits())
     for trainer in (pairs[0].narrow, pairs[0].wide):
@@ -48,13 +48,13 @@ def test_the_canary_is_quiet_and_leaves_the_bits(pairs: list[Pair], forest: Fore
         plan = trainer.prepare(batch, loss).plan
         plain_spec, sums = trainer.spec, []
         for every in (0, 1):
-            trainer.spec = replace(plain_spec, canary_every=every)
+            trainer.spec = replace(plain_spec, self_check_every=every)
             report = trainer.forward_backward(batch, loss, plan)
             sums.append({name: x.clone() for name, x in trainer._gradients.sums().items()})
             trainer.discard_gradients()
         trainer.spec = plain_spec
-        assert report.canary is not None
-        assert not report.canary.exceeds_limits, report.canary
-        assert report.canary.gradient_difference
+        assert report.self_check is not None
+        assert not report.self_check.exceeds_limits, report.self_check
+        assert report.self_check.gradient_difference
         for name, tensor in sums[0].items():
             assert tensor.equal(sums[1][name]), name

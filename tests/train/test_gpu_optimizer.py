@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ratoon.train import bf16_state
-from ratoon.train.bf16_adamw import Bf16AdamW
 from ratoon.train.config import OptimizerStates
-from ratoon.train.optimizer import global_norm
-from ratoon.train.optimizer_choice import Optimizer, make_optimizer
-from ratoon.train.rounding import decode_positive, decode_signed, join_float32
+from ratoon.train.optim import bf16_state
+from ratoon.train.optim.adamw import global_norm
+from ratoon.train.optim.bf16_adamw import Bf16AdamW
+from ratoon.train.optim.choice import Optimizer, make_optimizer
+from ratoon.train.optim.rounding import decode_positive, decode_signed, join_float32
 from tests.train.optimizer_runs import (
     CONFIG,
     NARROW,

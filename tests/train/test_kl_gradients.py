@@ -21,10 +21,10 @@ from ratoon.train.config import (
     ReferenceKind,
 )
 from ratoon.train.loss.compute import compute_loss
+from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.loss.terms import TermColumns
 from ratoon.train.planning import cpu_planner
 from ratoon.train.prepare import prepare
-from ratoon.train.resolve import resolve_loss
 from tests import builders
 from tests.train.loss_cases import make_loss, summed
 

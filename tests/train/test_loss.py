@@ -21,9 +21,9 @@ from ratoon.train.config import (
     TokenWeight,
 )
 from ratoon.train.loss.compute import LossOutput, compute_loss
+from ratoon.train.loss.spec import LOSS_DEFAULTS, CispoObjective, ClipObjective, IpoObjective, Loss
 from ratoon.train.loss.sums import LossSums
 from ratoon.train.loss.terms import TermColumns
-from ratoon.train.loss_spec import LOSS_DEFAULTS, CispoObjective, ClipObjective, IpoObjective, Loss
 from tests.oracle.advantages import Counted
 from tests.oracle.losses import path_loss
 from tests.oracle.losses_numpy import path_value

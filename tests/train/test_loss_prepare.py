@@ -29,9 +29,9 @@ from ratoon.train.config import (
     StalenessAction,
     TokenWeight,
 )
+from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.planning import cpu_planner
 from ratoon.train.prepare import Prepared, keep_top_entropy, prepare, prepare_planned
-from ratoon.train.resolve import resolve_loss
 from tests import builders
 
 _ON_POLICY = OldLogprobs(kind=OldLogprobsKind.ON_POLICY)

@@ -33,7 +33,8 @@ from ratoon.train.config import (
     StalenessAction,
     TokenWeight,
 )
-from ratoon.train.loss_spec import (
+from ratoon.train.loss.resolve import resolve_loss
+from ratoon.train.loss.spec import (
     CispoObjective,
     ClipObjective,
     IpoObjective,
@@ -43,7 +44,6 @@ from ratoon.train.loss_spec import (
     SapoObjective,
     SequenceClipObjective,
 )
-from ratoon.train.resolve import resolve_loss
 from tests import builders
 
 _MASK = RolloutCorrection(mode=CorrectionMode.MASK, level=CorrectionLevel.TOKEN, low=0.5, high=2.0)

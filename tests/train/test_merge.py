@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ratoon.train.additive import Counts, Merged, Moments, largest, smallest, total
 from ratoon.train.loss.histogram import NUM_BINS, count_log_ratios, quantile
 from ratoon.train.loss.sums import LossSums, pack_sums
-from ratoon.train.merge import Counts, Merged, Moments, largest, smallest, total
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ratoon.train.config import AdamWConfig
-from ratoon.train.gradients import GradientSums
-from ratoon.train.loss_spec import NoDivisor, OptimStep
-from ratoon.train.optimizer import MasterAdamW, global_norm
+from ratoon.train.loss.spec import NoDivisor, OptimStep
+from ratoon.train.optim.adamw import MasterAdamW, global_norm
+from ratoon.train.optim.gradients import GradientSums
 
 _CONFIG = AdamWConfig(beta1=0.8, beta2=0.95, eps=1e-7, weight_decay=0.02)
 

@@ -14,12 +14,12 @@ from torch import Tensor
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.export import export_weights
 from ratoon.model.spec import FolderBase, LoraTuning, ModelDtype
-from ratoon.train.bf16_adamw import Bf16AdamW
 from ratoon.train.checkpoint import MANIFEST_NAME, Snapshot, load_checkpoint, write_snapshot
 from ratoon.train.config import OptimizerStates
-from ratoon.train.digest import StateDigest
-from ratoon.train.report import StepReport
-from ratoon.train.rounding import join_float32
+from ratoon.train.optim.bf16_adamw import Bf16AdamW
+from ratoon.train.optim.digest import StateDigest
+from ratoon.train.optim.rounding import join_float32
+from ratoon.train.report.step_report import StepReport
 from ratoon.train.trainer import Trainer
 from tests.train.optimizer_runs import (
     CONFIG,

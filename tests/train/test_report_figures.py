@@ -29,17 +29,17 @@ from ratoon.train.config import (
     RolloutCorrection,
     SharedTokens,
 )
+from ratoon.train.loss.resolve import resolve_loss, resolve_optim
 from ratoon.train.planning import cpu_planner
-from ratoon.train.report import StepReport
-from ratoon.train.resolve import resolve_loss, resolve_optim
+from ratoon.train.report.step_report import StepReport
 from tests.builders import Outcome, limits, random_groups
+from tests.equivalence import near_policy, paths_of
 from tests.oracle import hf
 from tests.oracle.advantages import count, select
 from tests.oracle.figures import figures
 from tests.oracle.paths import Path
-from tests.theorem import near_policy, paths_of
 from tests.tiny_models import write_folder
-from tests.train.theorem_runs import (
+from tests.train.equivalence_runs import (
     ADAMW,
     VOCAB_SIZE,
     WHOLE,

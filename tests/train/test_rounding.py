@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ratoon.train.rounding import (
+from ratoon.train.optim.rounding import (
     BLOCK,
     decode_positive,
     decode_signed,

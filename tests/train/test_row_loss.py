@@ -31,8 +31,8 @@ from ratoon.train.config import (
     SharedTokens,
 )
 from ratoon.train.loss.compute import is_of_single_tokens
-from ratoon.train.loss_spec import Loss
-from ratoon.train.report import StepReport
+from ratoon.train.loss.spec import Loss
+from ratoon.train.report.step_report import StepReport
 from ratoon.train.trainer import Trainer
 from ratoon_kernels.token_logprobs import reference
 from tests.tiny_models import write_folder

@@ -20,9 +20,9 @@ from ratoon.train.config import (
     OptimizerStates,
 )
 from ratoon.train.loss.sums import LossSums
-from ratoon.train.optimizer_choice import make_optimizer
-from ratoon.train.report import SkipReason, StepReport
-from ratoon.train.step_guard import WARNINGS, reason_in_sums
+from ratoon.train.optim.choice import make_optimizer
+from ratoon.train.optim.step_guard import WARNINGS, reason_in_sums
+from ratoon.train.report.step_report import SkipReason, StepReport
 from ratoon.train.trainer import Trainer
 from ratoon.train.window import WindowState
 from tests import builders

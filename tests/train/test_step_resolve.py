@@ -15,12 +15,12 @@ from ratoon.train.config import (
     OptimRequest,
     TokenWeight,
 )
-from ratoon.train.loss_spec import (
+from ratoon.train.loss.resolve import resolve_optim
+from ratoon.train.loss.spec import (
     CounterDivisor,
     NoDivisor,
     Normalisation,
 )
-from ratoon.train.resolve import resolve_optim
 
 _ADAMW = AdamWConfig(weight_decay=0.03)
 

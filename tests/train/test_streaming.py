@@ -1,4 +1,4 @@
-"""Streamed updates: the theorem over plans of prefixes and waves, at every depth.
+"""Streamed updates: equivalence over plans of prefixes and waves, at every depth.
 
 One streamed forward-backward against one unpadded Hugging Face run a rollout, in float64 unless
 said otherwise; and log-probs of a streamed Forward.
@@ -34,13 +34,13 @@ from ratoon.train.config import (
     RolloutCorrection,
     SharedTokens,
 )
-from ratoon.train.loss_spec import Loss
-from ratoon.train.resolve import resolve_loss
+from ratoon.train.loss.resolve import resolve_loss
+from ratoon.train.loss.spec import Loss
+from tests.equivalence import assert_close, paths_of
 from tests.oracle import hf
 from tests.rollout.stages import num_ancestors
-from tests.theorem import assert_close, paths_of
 from tests.tiny_models import write_folder
-from tests.train.theorem_runs import (
+from tests.train.equivalence_runs import (
     WHOLE,
     Pair,
     assert_same_report,

@@ -36,13 +36,13 @@ from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.validate import validate_groups
 from ratoon.rollout.waves import peak_tokens
 from ratoon.train.config import LossKind
-from ratoon.train.stage_heads import RowHead, StageRun
+from ratoon.train.streamed.heads import RowHead, StageRun
 from ratoon.train.trainer import Trainer
 from ratoon.train.window import WindowState
 from tests.builders import group, limits, rollout
+from tests.equivalence import relative_errors
 from tests.model.compiled import eager_graphs
 from tests.rollout.stages import held_tokens, num_ancestors
-from tests.theorem import relative_errors
 from tests.tiny_models import write_folder
 from tests.train.trainer_runs import make_loss, make_step, make_trainer
 

@@ -20,7 +20,7 @@ from ratoon.train.config import (
     StalenessAction,
     TokenWeight,
 )
-from ratoon.train.report import SkipReason
+from ratoon.train.report.step_report import SkipReason
 from ratoon.train.window import WindowState
 from tests import builders
 from tests.train.trainer_runs import (

@@ -26,14 +26,14 @@ from ratoon.train.config import (
     OldLogprobsKind,
     OptimRequest,
 )
+from ratoon.train.loss.resolve import resolve_loss, resolve_optim
 from ratoon.train.planning import cpu_planner
-from ratoon.train.resolve import resolve_loss, resolve_optim
 from ratoon.train.trainer import Trainer
 from tests.builders import group, limits, rollout
+from tests.equivalence import assert_close, paths_of, relative_errors
 from tests.oracle import hf
-from tests.theorem import assert_close, paths_of, relative_errors
 from tests.tiny_models import write_folder
-from tests.train.theorem_runs import (
+from tests.train.equivalence_runs import (
     ADAMW,
     VOCAB_SIZE,
     WHOLE,
@@ -93,7 +93,7 @@ def test_first_response_token_is_trained_from_the_last_prompt_token(pair: Pair) 
     logits = model(input_ids=torch.as_tensor(TEXT)[None]).logits[0].double()
     for place, row in ((0, -1), (4, 0)):
         expected = torch.log_softmax(logits[row], dim=-1)[[1, 2, 3, 3]]
-        # Stock float32 norms: near, not equal; the theorem's tests are exact.
+        # Stock float32 norms: near, not equal; the equivalence tests are exact.
         assert got[place : place + 4] == pytest.approx(expected.detach().numpy(), abs=1e-5)
     check_gradients(pair, batch, REINFORCE)
 

@@ -26,9 +26,9 @@ from ratoon.train.config import (
     OptimRequest,
     ReferenceKind,
 )
-from ratoon.train.loss_spec import Loss, OptimStep
-from ratoon.train.report import StepReport
-from ratoon.train.resolve import resolve_loss, resolve_optim
+from ratoon.train.loss.resolve import resolve_loss, resolve_optim
+from ratoon.train.loss.spec import Loss, OptimStep
+from ratoon.train.report.step_report import StepReport
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
 from tests import builders

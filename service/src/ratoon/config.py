@@ -191,7 +191,7 @@ class WorkerConfig(_Section):
     # those of streamed prefixes first. Allocated as it is needed, and kept.
     host_activation_bytes: int = Field(default=0, ge=0)
     # Every how many versions one rollout is also run alone and compared; 0: never.
-    canary_every: int = Field(default=100, ge=0)
+    self_check_every: int = Field(default=100, ge=0)
 
 
 class CheckpointConfig(_Section):

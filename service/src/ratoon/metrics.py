@@ -127,28 +127,28 @@ TOKEN_RATE = _gauge(
     "ratoon_tokens_per_second", "Replicated tokens a second, newest batch.", POLICY_LABEL
 )
 PEAK_MEMORY = _gauge("ratoon_peak_memory_bytes", "Most memory that a step has taken.", POLICY_LABEL)
-CANARIES = _counter(
-    "ratoon_canaries_total",
+SELF_CHECKS = _counter(
+    "ratoon_self_checks_total",
     "Rollouts run packed and alone: within the limits of rounding, or exceeded.",
     "outcome",
 )
-CANARY_LOGPROB_MAX = _gauge(
-    "ratoon_canary_logprob_max_difference",
-    "Largest log-prob difference in nats, packed against alone, newest canary.",
+SELF_CHECK_LOGPROB_MAX = _gauge(
+    "ratoon_self_check_logprob_max_difference",
+    "Largest log-prob difference in nats, packed against alone, newest self-check.",
     POLICY_LABEL,
 )
-CANARY_LOGPROB_MEAN = _gauge(
-    "ratoon_canary_logprob_mean_difference",
-    "Mean log-prob difference in nats, packed against alone, newest canary.",
+SELF_CHECK_LOGPROB_MEAN = _gauge(
+    "ratoon_self_check_logprob_mean_difference",
+    "Mean log-prob difference in nats, packed against alone, newest self-check.",
     POLICY_LABEL,
 )
-CANARY_GRADIENT = _gauge(
-    "ratoon_canary_gradient_difference_ratio",
-    "Relative gradient difference, packed against alone, newest canary.",
+SELF_CHECK_GRADIENT = _gauge(
+    "ratoon_self_check_gradient_difference_ratio",
+    "Relative gradient difference, packed against alone, newest self-check.",
     POLICY_LABEL,
 )
-CANARY_WORST_PARAMETER = _gauge(
-    "ratoon_canary_worst_parameter_difference_ratio",
+SELF_CHECK_WORST_PARAMETER = _gauge(
+    "ratoon_self_check_worst_parameter_difference_ratio",
     "The same of the parameter where it is largest.",
     POLICY_LABEL,
 )
@@ -232,11 +232,11 @@ METRICS: tuple[Metric, ...] = (
     *dict.fromkeys(metric for metric, _ in REPORT_GAUGES.values()),
     TOKEN_RATE,
     PEAK_MEMORY,
-    CANARIES,
-    CANARY_LOGPROB_MAX,
-    CANARY_LOGPROB_MEAN,
-    CANARY_GRADIENT,
-    CANARY_WORST_PARAMETER,
+    SELF_CHECKS,
+    SELF_CHECK_LOGPROB_MAX,
+    SELF_CHECK_LOGPROB_MEAN,
+    SELF_CHECK_GRADIENT,
+    SELF_CHECK_WORST_PARAMETER,
     CHECKPOINTS,
     RECOVERIES,
     REPLAYED_OPERATIONS,

@@ -23,10 +23,10 @@ from ratoon.engine.types import ForwardResult, StepResult
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.train.checkpoint import MANIFEST_NAME, MOMENTS_NAME, WEIGHTS_NAME
 from ratoon.train.config import LossKind, LossRequest, OldLogprobs, OldLogprobsKind, OptimRequest
-from ratoon.train.loss_spec import Loss, OptimStep
-from ratoon.train.report import StepReport
-from ratoon.train.resolve import resolve_loss
-from ratoon.train.resolve_optim import resolve_optim
+from ratoon.train.loss.resolve import resolve_loss
+from ratoon.train.loss.spec import Loss, OptimStep
+from ratoon.train.optim.resolve import resolve_optim
+from ratoon.train.report.step_report import StepReport
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
 from tests.faults.judge.calls import LEARNING_RATE, Call, Kind, batch_of

@@ -17,6 +17,7 @@ import torch
 
 from ratoon.model.spec import ModelDtype
 from ratoon.train.spec import TrainerSpec
+from tests.equivalence import paths_of, relative_errors
 from tests.faults.judge.calls import LEARNING_RATE, Call, Kind, batch_of
 from tests.faults.judge.history import Entry
 from tests.faults.judge.oracle import Oracle
@@ -24,7 +25,6 @@ from tests.oracle import hf
 from tests.oracle.adamw import OracleTrainer
 from tests.oracle.paths import Path as RolloutPath
 from tests.oracle.paths import default_loss
-from tests.theorem import paths_of, relative_errors
 
 TOLERANCE = 1e-10
 

@@ -188,5 +188,5 @@ def _trainer_spec(spec: PolicySpec) -> TrainerSpec:
         attention_backend=spec.attention_backend,
         device="cpu",
         num_threads=1,
-        canary_every=100,
+        self_check_every=100,
     )

@@ -145,7 +145,7 @@ class PhaseSeconds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CanaryReport:
+class SelfCheckReport:
     """One rollout, packed against alone; training.proto says what each field is."""
 
     sequence: int
@@ -212,7 +212,7 @@ class StepReport:
     dropped_zero_variance: int
     skipped: bool
     warnings: tuple[str, ...]
-    canary: CanaryReport | None = None
+    self_check: SelfCheckReport | None = None
     # Why the step was skipped, where it was.
     skip_reason: SkipReason | None = None
     old_kl: float | None = None

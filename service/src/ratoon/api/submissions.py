@@ -38,7 +38,7 @@ from ratoon.model.spec import ModelInfo
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.serial import batch_digest, batch_to_bytes
 from ratoon.rollout.validate import BatchLimits, validate_groups
-from ratoon.train.resolve import check_optim, resolve_loss, resolve_optim
+from ratoon.train.loss.resolve import check_optim, resolve_loss, resolve_optim
 from ratoon_proto.v1 import rollout_pb2, service_pb2, training_pb2
 
 Groups = Iterable[rollout_pb2.RolloutGroup]

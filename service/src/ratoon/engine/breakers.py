@@ -24,7 +24,7 @@ from ratoon.engine.types import (
     PolicyState,
     StepResult,
 )
-from ratoon.train.report import SkipReason
+from ratoon.train.report.step_report import SkipReason
 
 _STEPS = (OperationKind.UPDATE, OperationKind.OPTIM_STEP)
 # Records read first from the end of the journal; then as many more again, until the run is known.

@@ -56,7 +56,7 @@ from ratoon.train.config import (
     RolloutCorrection,
     Staleness,
 )
-from ratoon.train.report import CanaryReport, LayerGradNorm, PhaseSeconds, StepReport
+from ratoon.train.report.step_report import LayerGradNorm, PhaseSeconds, SelfCheckReport, StepReport
 
 _TAG = "$"
 
@@ -97,7 +97,7 @@ TAGS: dict[str, type] = {
     "result.failed": FailedResult,
     "report": StepReport,
     "seconds": PhaseSeconds,
-    "canary": CanaryReport,
+    "self_check": SelfCheckReport,
     "layer_grad_norm": LayerGradNorm,
 }
 _TAG_OF = {cls: tag for tag, cls in TAGS.items()}

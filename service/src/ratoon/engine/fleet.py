@@ -122,7 +122,7 @@ class RayFleet:
             num_threads=self._settings.num_threads or _cores(),
             optimizer_states=self._settings.optimizer_states if is_bf16 else OptimizerStates.FP32,
             host_activation_bytes=self._settings.host_activation_bytes,
-            canary_every=self._settings.canary_every,
+            self_check_every=self._settings.self_check_every,
             guard=spec.numerics_guard,
         )
 

@@ -52,10 +52,10 @@ from ratoon.rollout.serial import batch_from_bytes
 from ratoon.stream.files import remove_folder
 from ratoon.stream.manifest import WeightKind
 from ratoon.train.config import LossRequest, OptimRequest
-from ratoon.train.loss_spec import Loss, Normalisation, OptimStep
-from ratoon.train.report import StepReport
-from ratoon.train.resolve import resolve_loss
-from ratoon.train.resolve_optim import resolve_optim
+from ratoon.train.loss.resolve import resolve_loss
+from ratoon.train.loss.spec import Loss, Normalisation, OptimStep
+from ratoon.train.optim.resolve import resolve_optim
+from ratoon.train.report.step_report import StepReport
 from ratoon.train.spec import TrainerSpec
 
 

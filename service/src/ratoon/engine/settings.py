@@ -46,7 +46,7 @@ class EngineSettings:
     # Of bfloat16 policies. None: what fits is chosen where the model is loaded.
     optimizer_states: OptimizerStates | None
     host_activation_bytes: int
-    canary_every: int
+    self_check_every: int
     # None: no process is killed.
     crash_points: Path | None
 
@@ -66,7 +66,7 @@ class EngineSettings:
             num_threads=config.worker.num_threads,
             optimizer_states=None if states == "auto" else OptimizerStates(states),
             host_activation_bytes=config.worker.host_activation_bytes,
-            canary_every=config.worker.canary_every,
+            self_check_every=config.worker.self_check_every,
             crash_points=data_root / FOLDER_NAME if config.crash_points else None,
         )
 

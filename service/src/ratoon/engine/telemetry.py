@@ -20,7 +20,7 @@ from ratoon.engine.types import (
 )
 from ratoon.metrics import Change, Metric
 from ratoon.model.spec import ModelInfo
-from ratoon.train.report import CanaryReport, PhaseSeconds, StepReport
+from ratoon.train.report.step_report import PhaseSeconds, SelfCheckReport, StepReport
 
 
 def entered(record: OperationRecord, state: JournalState) -> list[Change]:
@@ -65,7 +65,7 @@ def result(policy_id: str, kind: OperationKind, result: OperationResult) -> list
         case StepResult(report=report):
             changes = _seconds(report.seconds) + _figures(policy_id, report)
             if kind in (OperationKind.UPDATE, OperationKind.FORWARD_BACKWARD):
-                changes += _batch(policy_id, report) + _canary(policy_id, report.canary)
+                changes += _batch(policy_id, report) + _self_check(policy_id, report.self_check)
             if kind in (OperationKind.UPDATE, OperationKind.OPTIM_STEP):
                 changes += _step(policy_id, report)
             return changes
@@ -106,18 +106,18 @@ def _batch(policy_id: str, report: StepReport) -> list[Change]:
     ]
 
 
-def _canary(policy_id: str, canary: CanaryReport | None) -> list[Change]:
-    if canary is None:
+def _self_check(policy_id: str, self_check: SelfCheckReport | None) -> list[Change]:
+    if self_check is None:
         return []
     return [
-        metrics.CANARIES.sample(1, "exceeded" if canary.exceeds_limits else "within"),
-        metrics.PHASE_SECONDS.sample(canary.seconds, "canary"),
+        metrics.SELF_CHECKS.sample(1, "exceeded" if self_check.exceeds_limits else "within"),
+        metrics.PHASE_SECONDS.sample(self_check.seconds, "self_check"),
         *_gauges(
             policy_id,
-            (metrics.CANARY_LOGPROB_MAX, canary.logprob_max_difference),
-            (metrics.CANARY_LOGPROB_MEAN, canary.logprob_mean_difference),
-            (metrics.CANARY_GRADIENT, canary.gradient_difference),
-            (metrics.CANARY_WORST_PARAMETER, canary.worst_parameter_difference),
+            (metrics.SELF_CHECK_LOGPROB_MAX, self_check.logprob_max_difference),
+            (metrics.SELF_CHECK_LOGPROB_MEAN, self_check.logprob_mean_difference),
+            (metrics.SELF_CHECK_GRADIENT, self_check.gradient_difference),
+            (metrics.SELF_CHECK_WORST_PARAMETER, self_check.worst_parameter_difference),
         ),
     ]
 

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from ratoon.model.spec import ModelInfo
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
-from ratoon.train.loss_spec import Loss, Normalisation, OptimStep
-from ratoon.train.report import StepReport
+from ratoon.train.loss.spec import Loss, Normalisation, OptimStep
+from ratoon.train.report.step_report import StepReport
 from ratoon.train.spec import TrainerSpec
 
 OnProgress = Callable[[int, int, int], None]

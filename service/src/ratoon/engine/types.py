@@ -12,7 +12,7 @@ from enum import StrEnum
 from ratoon.config import KeyLimits
 from ratoon.model.spec import ModelInfo, ModelSpec
 from ratoon.train.config import DEFAULT_GUARD, AdamWConfig, LossRequest, NumericsGuard, OptimRequest
-from ratoon.train.report import StepReport
+from ratoon.train.report.step_report import StepReport
 
 
 class Sequencing(StrEnum):

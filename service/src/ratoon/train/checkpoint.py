@@ -30,7 +30,7 @@ from ratoon.stream.files import (
     temporary_name,
 )
 from ratoon.train.config import OptimizerStates
-from ratoon.train.optimizer import OptimizerState
+from ratoon.train.optim.adamw import OptimizerState
 
 MANIFEST_NAME = "checkpoint.json"
 WEIGHTS_NAME = "weights.safetensors"

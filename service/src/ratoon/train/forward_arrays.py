@@ -19,13 +19,13 @@ from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.gate import planned_prefixes
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.prefixes import sort_sequences
-from ratoon.train import report_builder
 from ratoon.train.config import OldLogprobsKind
-from ratoon.train.loss_spec import Loss
+from ratoon.train.loss.spec import Loss
 from ratoon.train.micro_batches import PassHooks
 from ratoon.train.passes import forward_pass
-from ratoon.train.report import PhaseSeconds, StepReport
-from ratoon.train.usage import UsageMeter
+from ratoon.train.report import build as report_builder
+from ratoon.train.report.step_report import PhaseSeconds, StepReport
+from ratoon.train.report.usage import UsageMeter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

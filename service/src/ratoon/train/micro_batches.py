@@ -23,8 +23,8 @@ from ratoon.rollout.pack import pack
 from ratoon.rollout.packed import Forest, MicroBatch, PackedBatch, Stage, UpdatePlan
 from ratoon.rollout.prefixes import SortedPrefixes
 from ratoon.rollout.waves import fits_forest
-from ratoon.train.clock import Moment
 from ratoon.train.prepare import Prepared
+from ratoon.train.report.clock import Moment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

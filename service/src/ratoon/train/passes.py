@@ -20,10 +20,10 @@ from ratoon.model.policy_model import PolicyModel
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import PackedBatch, UpdatePlan
 from ratoon.rollout.prefixes import SortedPrefixes
-from ratoon.train.clock import DeviceClock
 from ratoon.train.config import OldLogprobsKind, ReferenceKind
-from ratoon.train.device import DeviceBatch, TokenOutputs, put, run_model, to_device
+from ratoon.train.device_batch import DeviceBatch, TokenOutputs, put, run_model, to_device
 from ratoon.train.loss.compute import LossOutput, compute_loss, is_of_single_tokens
+from ratoon.train.loss.row_loss import LossOfTerms, RowLoss, RowTerms, run_row_loss, whole_batch
 from ratoon.train.loss.sums import LossSums
 from ratoon.train.loss.terms import TermColumns
 from ratoon.train.micro_batches import (
@@ -33,8 +33,8 @@ from ratoon.train.micro_batches import (
     packed_micro_batches,
 )
 from ratoon.train.prepare import Prepared
-from ratoon.train.row_loss import LossOfTerms, RowLoss, RowTerms, run_row_loss, whole_batch
-from ratoon.train.streaming import StagedBatch
+from ratoon.train.report.clock import DeviceClock
+from ratoon.train.streamed.passes import StagedBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,7 +40,7 @@ from ratoon.train.config import (
     StalenessAction,
     TokenWeight,
 )
-from ratoon.train.loss_spec import Loss
+from ratoon.train.loss.spec import Loss
 from ratoon.train.planning import Planner
 
 _ADVANTAGES = {

@@ -29,8 +29,8 @@ class TrainerSpec:
     optimizer_states: OptimizerStates | None = OptimizerStates.FP32
     # Pinned host memory for activations that fit a GPU neither as they are nor run again.
     host_activation_bytes: int = 0
-    # A canary (`train.canary`) at every version that this divides; 0: never.
-    canary_every: int = 0
+    # A self-check (`train.self_check`) at every version that this divides; 0: never.
+    self_check_every: int = 0
     guard: NumericsGuard = DEFAULT_GUARD
 
     @property

@@ -25,15 +25,10 @@ from ratoon.model.spec import ModelInfo
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.prefixes import sort_sequences
-from ratoon.train import batch_sums, prepare, report_builder
-from ratoon.train.canary import CanaryOutcome, is_due, run_canary
+from ratoon.train import prepare
 from ratoon.train.checkpoint import Snapshot, load_checkpoint
-from ratoon.train.clock import DeviceClock
-from ratoon.train.digest import StateDigest
 from ratoon.train.forward_arrays import ForwardArrays, check_forward_logprobs, run_forward
-from ratoon.train.gradients import GradientSums
-from ratoon.train.layer_norms import LayerNorms
-from ratoon.train.loss_spec import Loss, Normalisation, OptimStep
+from ratoon.train.loss.spec import Loss, Normalisation, OptimStep
 from ratoon.train.micro_batches import PassHooks, never_cancelled, no_progress
 from ratoon.train.numerics import (
     activation_bytes,
@@ -42,14 +37,21 @@ from ratoon.train.numerics import (
     numerics_fingerprint,
     peak_memory_bytes,
 )
-from ratoon.train.optimizer_choice import choose_states, make_optimizer, rounding_warning
+from ratoon.train.optim.choice import choose_states, make_optimizer, rounding_warning
+from ratoon.train.optim.digest import StateDigest
+from ratoon.train.optim.gradients import GradientSums
+from ratoon.train.optim.layer_norms import LayerNorms
+from ratoon.train.optim.step_guard import WARNINGS, guarded_step
 from ratoon.train.passes import forward_backward_pass
 from ratoon.train.planning import cpu_planner, device_planner
 from ratoon.train.prepare import Prepared
-from ratoon.train.report import PhaseSeconds, StepReport
+from ratoon.train.report import batch_sums
+from ratoon.train.report import build as report_builder
+from ratoon.train.report.clock import DeviceClock
+from ratoon.train.report.step_report import PhaseSeconds, StepReport
+from ratoon.train.report.usage import UsageMeter
+from ratoon.train.self_check import SelfCheckOutcome, is_due, run_self_check
 from ratoon.train.spec import TrainerSpec
-from ratoon.train.step_guard import WARNINGS, guarded_step
-from ratoon.train.usage import UsageMeter
 from ratoon.train.window import GradientWindow, Totals, WindowState
 
 
@@ -174,7 +176,7 @@ class Trainer:
         if entropy_J is not None:
             prepared = prepare.keep_top_entropy(prepared, entropy_J)
         plan_s = time.perf_counter() - started
-        canary = self._canary(prepared, old_logprobs_J, is_cancelled)
+        self_check = self._self_check(prepared, old_logprobs_J, is_cancelled)
         self._window.begin(loss)
         hooks = PassHooks(on_progress=on_progress, is_cancelled=is_cancelled)
         done = forward_backward_pass(self.model, prepared, old_logprobs_J, hooks)
@@ -191,7 +193,7 @@ class Trainer:
             PhaseSeconds(plan=plan_s, forward=done.forward_s, backward=done.backward_s),
             self._meter.training(batch, plan, done),
         )
-        return report_builder.with_canary(report, canary)
+        return report_builder.with_self_check(report, self_check)
 
     def optim_step(self, step: OptimStep) -> StepReport:
         """Divide the window's gradient, clip, step; the window is empty afterwards.
@@ -290,17 +292,17 @@ class Trainer:
         """Weights by name, live, as the model has them, for `model.export.export_weights`."""
         return {name: p.detach() for name, p in self.model.named_trainable().items()}
 
-    def _canary(
+    def _self_check(
         self,
         prepared: Prepared,
         old_logprobs_J: NDArray[np.floating] | None,
         is_cancelled: Callable[[], bool],
-    ) -> CanaryOutcome:
+    ) -> SelfCheckOutcome:
         """That of a due version's first forward-backward: it borrows the empty gradient sums."""
         is_empty = self._window.state is WindowState.EMPTY
-        if not (is_empty and is_due(self.version, self.spec.canary_every)):
-            return CanaryOutcome(report=None, warnings=())
-        run = partial(run_canary, self.model, self._gradients, prepared, old_logprobs_J)
+        if not (is_empty and is_due(self.version, self.spec.self_check_every)):
+            return SelfCheckOutcome(report=None, warnings=())
+        run = partial(run_self_check, self.model, self._gradients, prepared, old_logprobs_J)
         return run(version=self.version, is_cancelled=is_cancelled)
 
     def _step(self, step: OptimStep, base: StepReport) -> StepReport:

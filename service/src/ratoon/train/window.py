@@ -11,11 +11,11 @@ from enum import StrEnum
 
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.rollout.selection import Counters
-from ratoon.train.batch_sums import BatchSums
 from ratoon.train.config import DivideBy, TokenWeight
+from ratoon.train.loss.spec import CounterDivisor, Loss, NoDivisor, Normalisation
 from ratoon.train.loss.sums import LossSums
-from ratoon.train.loss_spec import CounterDivisor, Loss, NoDivisor, Normalisation
 from ratoon.train.prepare import Prepared
+from ratoon.train.report.batch_sums import BatchSums
 
 
 class WindowState(StrEnum):

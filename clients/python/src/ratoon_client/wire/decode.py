@@ -47,7 +47,7 @@ _TYPES: Mapping[str, type[Any]] = MappingProxyType(
             (operation_pb2.StepResult, results.StepResult),
             (operation_pb2.Operation, results.Operation),
             (training_pb2.PhaseSeconds, results.PhaseSeconds),
-            (training_pb2.CanaryReport, results.CanaryReport),
+            (training_pb2.SelfCheckReport, results.SelfCheckReport),
             (training_pb2.LayerGradNorm, results.LayerGradNorm),
             (training_pb2.StepReport, results.StepReport),
             (weights_pb2.WeightFile, results.WeightFile),

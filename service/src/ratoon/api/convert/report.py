@@ -13,7 +13,7 @@ from typing import Any, cast
 from google.protobuf.message import Message
 
 from ratoon.api.convert.enums import to_wire
-from ratoon.train.report import StepReport
+from ratoon.train.report.step_report import StepReport
 from ratoon_proto.v1 import training_pb2 as wire
 
 

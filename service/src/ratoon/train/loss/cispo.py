@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from ratoon.train.loss.spec import CispoObjective
 from ratoon.train.loss.terms import PolicyInputs, PolicyTerms
-from ratoon.train.loss_spec import CispoObjective
 
 
 def cispo_terms(inputs: PolicyInputs) -> PolicyTerms:

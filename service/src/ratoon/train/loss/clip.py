@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ratoon.train.loss.spec import ClipObjective, SequenceClipObjective
 from ratoon.train.loss.terms import PolicyInputs, PolicyTerms
-from ratoon.train.loss_spec import ClipObjective, SequenceClipObjective
 
 
 def clip_terms(inputs: PolicyInputs) -> PolicyTerms:

@@ -19,15 +19,15 @@ from ratoon.train.loss.correction import CorrectionTerms, Mismatch, correction_t
 from ratoon.train.loss.kl import kl_terms
 from ratoon.train.loss.ratio import token_log_ratio
 from ratoon.train.loss.registry import LOSS_FUNCTIONS
-from ratoon.train.loss.term_sums import CountedTerms, sum_terms
-from ratoon.train.loss.terms import PolicyInputs, RatioInputs, TermColumns
-from ratoon.train.loss_spec import (
+from ratoon.train.loss.spec import (
     LOSS_DEFAULTS,
     CispoObjective,
     LinearObjective,
     Loss,
     SapoObjective,
 )
+from ratoon.train.loss.term_sums import CountedTerms, sum_terms
+from ratoon.train.loss.terms import PolicyInputs, RatioInputs, TermColumns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

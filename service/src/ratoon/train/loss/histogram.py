@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ratoon.train.merge import Counts
+from ratoon.train.additive import Counts
 
 _FRACTION_BITS, _KEPT_BITS, _BIAS = 23, 3, 127
 _LOWEST, _HIGHEST = -20, 5

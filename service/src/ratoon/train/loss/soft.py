@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ratoon.train.loss.spec import IpoObjective, SapoObjective
 from ratoon.train.loss.terms import PolicyInputs, PolicyTerms
-from ratoon.train.loss_spec import IpoObjective, SapoObjective
 
 
 def sapo_terms(inputs: PolicyInputs) -> PolicyTerms:

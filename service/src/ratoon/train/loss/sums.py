@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ratoon.train.additive import Counts, Merged, largest, merges_of, smallest, total
 from ratoon.train.loss.histogram import NUM_BINS
-from ratoon.train.merge import Counts, Merged, largest, merges_of, smallest, total
 
 
 @dataclass(frozen=True, slots=True)

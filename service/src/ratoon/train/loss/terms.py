@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ratoon.train.loss_spec import Objective
+from ratoon.train.loss.spec import Objective
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ratoon.train.config import OldLogprobsKind
 from ratoon.train.loss.clamp import MAX_GAP, MAX_K3
+from ratoon.train.loss.spec import ClipObjective, Loss, SequenceClipObjective
 from ratoon.train.loss.sums import LossSums
-from ratoon.train.loss_spec import ClipObjective, Loss, SequenceClipObjective
 
 # Of the terms of one sign: beyond it the clip decides more than the advantages.
 _MAX_CLIPPED = 0.5

@@ -19,7 +19,7 @@ from ratoon.train.config import (
     StalenessAction,
     TokenWeight,
 )
-from ratoon.train.report import SkipReason
+from ratoon.train.report.step_report import SkipReason
 
 
 class OldLogprobs(WireModel):
@@ -105,7 +105,7 @@ class PhaseSeconds(WireModel):
     publish: float
 
 
-class CanaryReport(WireModel):
+class SelfCheckReport(WireModel):
     sequence: int
     tokens: int
     logprob_max_difference: float | None
@@ -154,7 +154,7 @@ class StepReport(WireModel):
     dropped_zero_variance: int
     skipped: bool
     warnings: list[str]
-    canary: CanaryReport | None
+    self_check: SelfCheckReport | None
     skip_reason: SkipReason | None
     old_kl: float | None
     ratio_mean: float | None

@@ -17,7 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from ratoon.errors import invalid
-from ratoon.train.bf16_state import (
+from ratoon.train.config import AdamWConfig, OptimizerStates
+from ratoon.train.loss.spec import OptimStep
+from ratoon.train.optim.adamw import (
+    CLIP_EPSILON,
+    MAX_FLOAT32,
+    OptimizerState,
+    StepOutcome,
+    global_norm,
+)
+from ratoon.train.optim.bf16_state import (
     Tensors,
     chunks_of,
     initial_state,
@@ -29,16 +38,7 @@ from ratoon.train.bf16_state import (
     write_moments,
     write_weights,
 )
-from ratoon.train.config import AdamWConfig, OptimizerStates
-from ratoon.train.loss_spec import OptimStep
-from ratoon.train.optimizer import (
-    CLIP_EPSILON,
-    MAX_FLOAT32,
-    OptimizerState,
-    StepOutcome,
-    global_norm,
-)
-from ratoon.train.rounding import mix, split_float32
+from ratoon.train.optim.rounding import mix, split_float32
 
 # Indices are int32.
 _MAX_ELEMENTS = 1 << 31

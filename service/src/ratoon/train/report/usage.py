@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from ratoon.model.policy_model import PolicyModel
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
-from ratoon.train import flops
 from ratoon.train.numerics import peak_memory_bytes
 from ratoon.train.passes import ForwardColumns, PassTotals
+from ratoon.train.report import flops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

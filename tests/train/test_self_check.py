@@ -1,4 +1,4 @@
-"""The canary: silent where packing is right, loud where it is not, and nowhere to be felt."""
+"""The self-check: silent where packing is right, loud where it is not, and nowhere to be felt."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from ratoon.model.spec import FolderBase, FullTuning, LoraTuning, ModelDtype, Pr
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.forest import build_forest
 from ratoon.rollout.waves import cut_into_stages
-from ratoon.train import canary, passes
-from ratoon.train.canary import LIMITS, sample_rollout
+from ratoon.train import passes, self_check
 from ratoon.train.config import KlConfig, KlKind, LossKind, ReferenceKind, SharedTokens
-from ratoon.train.device import to_device
+from ratoon.train.device_batch import to_device
 from ratoon.train.passes import train_rows
-from ratoon.train.report import CanaryReport, StepReport
+from ratoon.train.report.step_report import SelfCheckReport, StepReport
+from ratoon.train.self_check import LIMITS, sample_rollout
 from ratoon.train.trainer import Trainer
 from ratoon.train.window import WindowState
 from tests.tiny_models import write_folder
-from tests.train.test_theorem_mutations import _mask_off_by_one, _packed_index_as_position
+from tests.train.test_equivalence_mutations import _mask_off_by_one, _packed_index_as_position
 from tests.train.trainer_runs import (
     assert_equal,
     gradients_of,
@@ -42,9 +42,9 @@ EVERY_DTYPE = (ModelDtype.FLOAT64, ModelDtype.FLOAT32, ModelDtype.BFLOAT16)
 
 
 def watched(base: Any, *, every: int = 1, **options: Any) -> Trainer:
-    """A trainer with a canary at every `every`th version."""
+    """A trainer with a self-check at every `every`th version."""
     trainer = make_trainer(base, **options)
-    trainer.spec = replace(trainer.spec, canary_every=every)
+    trainer.spec = replace(trainer.spec, self_check_every=every)
     return trainer
 
 
@@ -56,13 +56,13 @@ def run(trainer: Trainer, batch: RolloutBatch, kind: LossKind, **changes: Any) -
     return report
 
 
-def canary_of(report: StepReport) -> CanaryReport:
-    assert report.canary is not None
-    return report.canary
+def self_check_of(report: StepReport) -> SelfCheckReport:
+    assert report.self_check is not None
+    return report.self_check
 
 
 def alarms(report: StepReport) -> list[str]:
-    return [warning for warning in report.warnings if warning.startswith("canary")]
+    return [warning for warning in report.warnings if warning.startswith("self-check")]
 
 
 @pytest.mark.parametrize("dtype", EVERY_DTYPE)
@@ -78,13 +78,13 @@ def test_healthy_runs_are_below_the_limits(
         trainer.version = version
         batch = make_batch(version, max_response=10 + 5 * version)
         report = run(trainer, batch, kinds[version % 4], kl=KL if version % 2 else None)
-        found = canary_of(report)
+        found = self_check_of(report)
         assert not alarms(report)
         assert not found.exceeds_limits
         assert found.seconds > 0
         assert found.gradient_difference is not None
         worst = max(worst, found.gradient_difference)
-    # The two runs round differently somewhere: a canary that compared a run with itself would not.
+    # The two runs round differently somewhere, as a run compared with itself would not.
     assert worst > 0
 
 
@@ -92,7 +92,7 @@ def test_the_presets_are_below_the_limits() -> None:
     for dtype in EVERY_DTYPE:
         trainer = watched(PresetBase(name="tiny"), dtype=dtype, tokens=400)
         report = run(trainer, make_batch(3, max_prompt=40, max_response=40), LossKind.GRPO)
-        assert canary_of(report).tokens > 0
+        assert self_check_of(report).tokens > 0
         assert not alarms(report)
 
 
@@ -118,14 +118,14 @@ def test_a_planted_fault_is_seen(
     base: FolderBase, monkeypatch: Patch, dtype: ModelDtype, mutate: Callable[[Patch], None]
 ) -> None:
     """Not every rollout feels every fault (the first leaf is where it would be alone): of eight
-    canaries some do, by log-probs and by gradients."""
+    self-checks some do, by log-probs and by gradients."""
     trainer = watched(base, dtype=dtype, tokens=1000)
     mutate(monkeypatch)
-    found: list[CanaryReport] = []
+    found: list[SelfCheckReport] = []
     for version in range(8):
         trainer.version = version
         report = run(trainer, make_batch(50), LossKind.GRPO)
-        found.append(canary_of(report))
+        found.append(self_check_of(report))
         assert bool(alarms(report)) == found[-1].exceeds_limits
     loud = [one for one in found if one.exceeds_limits]
     assert len(loud) >= 3
@@ -135,7 +135,7 @@ def test_a_planted_fault_is_seen(
 
 
 def test_a_fault_of_the_backward_alone_is_seen(base: FolderBase, monkeypatch: Patch) -> None:
-    """Log-probs are right and one gradient is not: only the canary's gradient tells."""
+    """Log-probs are right and one gradient is not: only the self-check's gradient tells."""
     trainer = watched(base, dtype=ModelDtype.FLOAT32, tokens=1000)
 
     def scaled(model: Any, packed: Any, batch: Any, loss_of: Any, clock: Any) -> Any:
@@ -148,7 +148,7 @@ def test_a_fault_of_the_backward_alone_is_seen(base: FolderBase, monkeypatch: Pa
 
     monkeypatch.setattr(passes, "train_rows", scaled)
     report = run(trainer, make_batch(50), LossKind.GRPO)
-    found = canary_of(report)
+    found = self_check_of(report)
     assert found.logprob_max_difference <= LIMITS[ModelDtype.FLOAT32].logprob_max
     assert found.gradient_difference == pytest.approx(0.01, rel=1e-3)
     assert found.worst_parameter in trainer.model.named_trainable()
@@ -168,7 +168,7 @@ def test_the_gradient_is_that_of_the_rollout_alone(base: FolderBase) -> None:
     assert sequence is not None
     assert batch.advantages is not None
     norms: list[float] = []
-    original = canary._norms
+    original = self_check._norms
 
     def recorded(gradients: Any) -> dict[str, float]:
         found = original(gradients)
@@ -182,10 +182,10 @@ def test_the_gradient_is_that_of_the_rollout_alone(base: FolderBase) -> None:
     trainer.forward_backward(alone, loss, prepared.plan)
     expected = float(np.linalg.norm([float(g.norm()) for g in gradients_of(trainer).values()]))
     trainer.discard_gradients()
-    trainer.spec = replace(trainer.spec, canary_every=1)
+    trainer.spec = replace(trainer.spec, self_check_every=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(canary, "_norms", recorded)
-        found = canary_of(run(trainer, batch, LossKind.REINFORCE))
+        patch.setattr(self_check, "_norms", recorded)
+        found = self_check_of(run(trainer, batch, LossKind.REINFORCE))
     assert found.sequence == sequence
     assert found.tokens == int(batch.loss_mask[start:stop].sum())
     assert norms[0] == pytest.approx(expected, rel=1e-9)
@@ -217,8 +217,8 @@ def test_everything_else_has_the_same_bits(
 ) -> None:
     with_it, seen = _three_updates(base, 1, dtype=dtype, tuning=tuning)
     without, expected = _three_updates(base, 0, dtype=dtype, tuning=tuning)
-    assert all(canary_of(report).tokens > 0 for report, *_ in seen)
-    assert all(report.canary is None for report, *_ in expected)
+    assert all(self_check_of(report).tokens > 0 for report, *_ in seen)
+    assert all(report.self_check is None for report, *_ in expected)
     for (report, window, sums, drawn), (plain, window_, sums_, drawn_) in zip(
         seen, expected, strict=True
     ):
@@ -247,13 +247,15 @@ def test_it_comes_every_k_versions_and_once_a_window(base: FolderBase) -> None:
     batch = make_batch(1)
     loss = make_loss(batch)
     plan = trainer.prepare(batch, loss).plan
-    seen = [trainer.update(batch, loss, make_step(trainer, loss), plan).canary for _ in range(7)]
+    seen = [
+        trainer.update(batch, loss, make_step(trainer, loss), plan).self_check for _ in range(7)
+    ]
     assert [one is not None for one in seen] == [True, False, False, True, False, False, True]
     trainer.version = 9
     first = trainer.forward_backward(batch, loss, plan)
     second = trainer.forward_backward(batch, loss, plan)
-    assert first.canary is not None
-    assert second.canary is None
+    assert first.self_check is not None
+    assert second.self_check is None
 
 
 def test_the_same_version_samples_the_same_rollout(base: FolderBase) -> None:
@@ -287,15 +289,15 @@ def test_a_rollout_without_advantage_is_not_drawn(base: FolderBase) -> None:
     for version in range(6):
         trainer.version = version
         report = run(trainer, replace(batch, advantages=some), LossKind.GRPO)
-        drawn.add(canary_of(report).sequence)
+        drawn.add(self_check_of(report).sequence)
     assert drawn == {0, 3}
     nothing = replace(batch, advantages=np.zeros_like(some))
-    assert run(trainer, nothing, LossKind.GRPO).canary is None
+    assert run(trainer, nothing, LossKind.GRPO).self_check is None
 
 
 def test_where_every_rollout_runs_alone_there_is_none(base: FolderBase) -> None:
     report = run(watched(base), make_batch(2, kinds=("single",), num_groups=1), LossKind.GRPO)
-    assert report.canary is None
+    assert report.self_check is None
     assert not alarms(report)
 
 
@@ -304,7 +306,7 @@ def test_tokens_counted_once_stay_with_their_owner(base: FolderBase) -> None:
     for version in range(4):
         trainer.version = version
         report = run(trainer, make_batch(4), LossKind.GRPO, shared_tokens=SharedTokens.ONCE)
-        assert canary_of(report).gradient_difference is not None
+        assert self_check_of(report).gradient_difference is not None
         assert not alarms(report)
 
 
@@ -322,19 +324,19 @@ def test_a_streamed_micro_batch_is_compared_as_it_is_run(
     assert len(stages) > 2
     plan = replace(prepared.plan, micro_batches=(replace(whole, stages=stages),))
 
-    def canaries() -> list[CanaryReport]:
-        found: list[CanaryReport] = []
+    def self_checks() -> list[SelfCheckReport]:
+        found: list[SelfCheckReport] = []
         for version in range(8):
             trainer.version = version
-            found.append(canary_of(trainer.forward_backward(batch, loss, plan)))
+            found.append(self_check_of(trainer.forward_backward(batch, loss, plan)))
             trainer.discard_gradients()
         return found
 
-    healthy = canaries()
+    healthy = self_checks()
     assert not any(one.exceeds_limits for one in healthy)
     assert any(one.gradient_difference for one in healthy)
     _packed_index_as_position(monkeypatch)
-    assert any(one.exceeds_limits for one in canaries())
+    assert any(one.exceeds_limits for one in self_checks())
 
 
 def test_too_little_memory_is_a_warning(base: FolderBase, monkeypatch: Patch) -> None:
@@ -349,13 +351,13 @@ def test_too_little_memory_is_a_warning(base: FolderBase, monkeypatch: Patch) ->
             raise torch.OutOfMemoryError("no memory")
         return totals
 
-    monkeypatch.setattr(canary, "forward_backward_pass", starved)
+    monkeypatch.setattr(self_check, "forward_backward_pass", starved)
     batch = make_batch(5)
     loss = make_loss(batch)
     plan = trainer.prepare(batch, loss).plan
     report = trainer.forward_backward(batch, loss, plan)
-    assert report.canary is None
-    assert "the canary of version 0 did not run: out of device memory" in report.warnings
+    assert report.self_check is None
+    assert "the self-check of version 0 did not run: out of device memory" in report.warnings
     assert len(calls) == 2
     plain.forward_backward(batch, loss, plan)
     assert_equal(gradients_of(trainer), gradients_of(plain))
@@ -380,10 +382,10 @@ def test_a_model_with_experts_is_judged_in_float64_alone(
     _packed_index_as_position(monkeypatch)
     for dtype in EVERY_DTYPE:
         trainer = watched(base, dtype=dtype, tokens=1000)
-        found: list[CanaryReport] = []
+        found: list[SelfCheckReport] = []
         for version in range(4):
             trainer.version = version
-            found.append(canary_of(run(trainer, make_batch(50), LossKind.GRPO)))
+            found.append(self_check_of(run(trainer, make_batch(50), LossKind.GRPO)))
         assert max(one.gradient_difference or 0.0 for one in found) > 0.1
         is_judged = dtype is ModelDtype.FLOAT64
         assert any(one.exceeds_limits for one in found) == is_judged

@@ -1,4 +1,4 @@
-"""The theorem over recorded rollouts: real prompts, real branching, byte tokens.
+"""Equivalence over recorded rollouts: real prompts, real branching, byte tokens.
 
 Advantages are random, non-zero and different per token; recorded rewards are a second case, as many
 groups have equal ones.
@@ -25,10 +25,10 @@ from ratoon.train.config import (
     SharedTokens,
 )
 from tests.builders import dressed, group, limits, rollout
+from tests.equivalence import assert_close, near_policy
 from tests.recorded import RecordedGroup, RecordedRollout
-from tests.theorem import assert_close, near_policy
 from tests.tiny_models import write_folder
-from tests.train.theorem_runs import (
+from tests.train.equivalence_runs import (
     WHOLE,
     Pair,
     check_step,

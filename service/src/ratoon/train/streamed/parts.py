@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ratoon.rollout.packed import PackedBatch, Stage
-from ratoon.train.device import put
-from ratoon.train.row_loss import RowPart
+from ratoon.train.device_batch import put
+from ratoon.train.loss.row_loss import RowPart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

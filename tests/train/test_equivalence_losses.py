@@ -1,4 +1,4 @@
-"""The theorem, at the level of the model: every loss, its counters and every parameter's gradient.
+"""Equivalence, at the level of the model: every loss, its counters and every parameter's gradient.
 
 One packed forward-backward against one unpadded Hugging Face run a rollout, in float64.
 """
@@ -33,10 +33,10 @@ from ratoon.train.config import (
     StalenessAction,
     TokenWeight,
 )
+from tests.equivalence import assert_close, paths_of
 from tests.oracle.advantages import select
-from tests.theorem import assert_close, paths_of
 from tests.tiny_models import write_folder
-from tests.train.theorem_runs import (
+from tests.train.equivalence_runs import (
     WHOLE,
     Pair,
     check_gradients,

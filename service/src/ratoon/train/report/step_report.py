@@ -30,8 +30,8 @@ class PhaseSeconds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CanaryReport:
-    """One rollout of the batch, packed against alone; field for field `ratoon.v1.CanaryReport`."""
+class SelfCheckReport:
+    """One rollout, packed against alone; field for field `ratoon.v1.SelfCheckReport`."""
 
     # Index of the rollout in request order, and its trained tokens.
     sequence: int
@@ -90,7 +90,7 @@ class StepReport:
     dropped_zero_variance: int = 0
     skipped: bool = False
     warnings: tuple[str, ...] = ()
-    canary: CanaryReport | None = None
+    self_check: SelfCheckReport | None = None
     skip_reason: SkipReason | None = None
     old_kl: float | None = None
     ratio_mean: float | None = None

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ratoon.train.config import OptimizerStates
-from ratoon.train.optimizer import OptimizerState
-from ratoon.train.rounding import (
+from ratoon.train.optim.adamw import OptimizerState
+from ratoon.train.optim.rounding import (
     BLOCK,
     decode_positive,
     decode_signed,

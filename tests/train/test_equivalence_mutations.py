@@ -1,4 +1,4 @@
-"""Planted mistakes must turn the theorem's comparison red, each by far.
+"""Planted mistakes must turn the comparison of equivalence red, each by far.
 
 Without these a comparison that compares nothing would pass. Each mutation replaces one function of
 the code under test for the length of one forward-backward.
@@ -16,15 +16,16 @@ import torch
 
 from ratoon.rollout.pack import pack
 from ratoon.rollout.selection import trained_mask
-from ratoon.train import passes, prepare, row_loss
+from ratoon.train import passes, prepare
 from ratoon.train.config import KlConfig, KlKind, LossKind, ReferenceKind
+from ratoon.train.loss import row_loss
 from ratoon.train.loss.compute import compute_loss
+from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.planning import cpu_planner
-from ratoon.train.resolve import resolve_loss
 from ratoon_kernels import build_layout
-from tests.theorem import assert_close
+from tests.equivalence import assert_close
 from tests.tiny_models import write_folder
-from tests.train.theorem_runs import (
+from tests.train.equivalence_runs import (
     Pair,
     forward_backward,
     make_pair,
@@ -58,7 +59,7 @@ def _mask_off_by_one(patch: Patch) -> None:
         end_T = (layout.end_T + 1).clamp(max=layout.num_tokens)
         return replace(layout, end_T=end_T, node_table_M4=table_M4)
 
-    patch.setattr("ratoon.train.device.build_layout", build_longer)
+    patch.setattr("ratoon.train.device_batch.build_layout", build_longer)
 
 
 def _first_response_token_dropped(patch: Patch) -> None:

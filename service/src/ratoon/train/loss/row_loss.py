@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ratoon.rollout.packed import PackedBatch
-from ratoon.train.device import DeviceBatch, TokenOutputs, put
+from ratoon.train.device_batch import DeviceBatch, TokenOutputs, put
 from ratoon.train.loss.compute import LossOutput
 from ratoon_kernels import token_logprobs_forward_backward
 

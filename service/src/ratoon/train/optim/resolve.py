@@ -10,8 +10,8 @@ import math
 
 from ratoon.errors import invalid
 from ratoon.train.config import AdamWConfig, DivideBy, OptimRequest, TokenWeight
-from ratoon.train.loss_spec import CounterDivisor, NoDivisor, Normalisation, OptimStep
-from ratoon.train.resolve_checks import require
+from ratoon.train.loss.checks import require
+from ratoon.train.loss.spec import CounterDivisor, NoDivisor, Normalisation, OptimStep
 
 DEFAULT_MAX_GRAD_NORM = 1.0
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from ratoon.train.config import NumericsGuard
-from ratoon.train.gradients import GradientSums
+from ratoon.train.loss.spec import OptimStep
 from ratoon.train.loss.sums import LossSums
-from ratoon.train.loss_spec import OptimStep
-from ratoon.train.optimizer_choice import Optimizer
-from ratoon.train.report import SkipReason
+from ratoon.train.optim.choice import Optimizer
+from ratoon.train.optim.gradients import GradientSums
+from ratoon.train.report.step_report import SkipReason
 
 WARNINGS: Mapping[SkipReason, str] = MappingProxyType(
     {

@@ -20,7 +20,14 @@ from ratoon.train.config import (
     OverlongPenalty,
     Staleness,
 )
-from ratoon.train.loss_spec import (
+from ratoon.train.loss.checks import require, require_finite, require_not_negative
+from ratoon.train.loss.resolve_logprobs import (
+    resolve_correction,
+    resolve_correction_mask,
+    resolve_kl,
+    resolve_old_logprobs,
+)
+from ratoon.train.loss.spec import (
     LOSS_DEFAULTS,
     CispoObjective,
     ClipObjective,
@@ -32,14 +39,7 @@ from ratoon.train.loss_spec import (
     SapoObjective,
     SequenceClipObjective,
 )
-from ratoon.train.resolve_checks import require, require_finite, require_not_negative
-from ratoon.train.resolve_logprobs import (
-    resolve_correction,
-    resolve_correction_mask,
-    resolve_kl,
-    resolve_old_logprobs,
-)
-from ratoon.train.resolve_optim import check_optim, resolve_optim
+from ratoon.train.optim.resolve import check_optim, resolve_optim
 
 __all__ = ["check_optim", "resolve_loss", "resolve_optim"]
 

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from ratoon.model.streamed_attention import StageAttention
 from ratoon.rollout.packed import PackedBatch
-from ratoon.train.clock import DeviceClock
-from ratoon.train.device import DeviceBatch, TokenOutputs, put
-from ratoon.train.row_loss import LossOfTerms, RowTerms, run_row_loss
-from ratoon.train.stage_parts import StagePart
+from ratoon.train.device_batch import DeviceBatch, TokenOutputs, put
+from ratoon.train.loss.row_loss import LossOfTerms, RowTerms, run_row_loss
+from ratoon.train.report.clock import DeviceClock
+from ratoon.train.streamed.parts import StagePart
 from ratoon_kernels import token_logprobs
 
 

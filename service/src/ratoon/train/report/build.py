@@ -15,18 +15,18 @@ import torch
 
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
-from ratoon.train.batch_sums import BatchSums, of_batch
-from ratoon.train.canary import CanaryOutcome
 from ratoon.train.config import DivideBy
 from ratoon.train.loss.clamp import clamp_k3
 from ratoon.train.loss.histogram import quantile
+from ratoon.train.loss.spec import CounterDivisor, NoDivisor
 from ratoon.train.loss.sums import LossSums
 from ratoon.train.loss.warnings import sum_warnings
-from ratoon.train.loss_spec import CounterDivisor, NoDivisor
 from ratoon.train.passes import ForwardColumns
 from ratoon.train.prepare import Prepared
-from ratoon.train.report import PhaseSeconds, StepReport
-from ratoon.train.usage import Usage
+from ratoon.train.report.batch_sums import BatchSums, of_batch
+from ratoon.train.report.step_report import PhaseSeconds, StepReport
+from ratoon.train.report.usage import Usage
+from ratoon.train.self_check import SelfCheckOutcome
 from ratoon.train.window import Totals, divide_number
 
 
@@ -43,10 +43,10 @@ def forward_backward_report(
     return replace(report, warnings=warnings)
 
 
-def with_canary(report: StepReport, outcome: CanaryOutcome) -> StepReport:
-    """`report` with what the canary saw."""
+def with_self_check(report: StepReport, outcome: SelfCheckOutcome) -> StepReport:
+    """`report` with what the self-check saw."""
     warnings = (*report.warnings, *outcome.warnings)
-    return replace(report, canary=outcome.report, warnings=warnings)
+    return replace(report, self_check=outcome.report, warnings=warnings)
 
 
 def step_report(

@@ -1,4 +1,4 @@
-"""The theorem, at the level of the forest: packed log-probs, entropies and their gradients.
+"""Equivalence, at the level of the forest: packed log-probs, entropies and their gradients.
 
 A random weighting of every trained token's log-prob and entropy is the loss; it travels with the
 rollouts (as their advantages and old log-probs), so that it stays the same in any order.
@@ -28,16 +28,16 @@ from ratoon.rollout.plan import make_plan
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.raw import RawGroup
 from ratoon.rollout.validate import validate_groups
-from ratoon.train.device import DeviceBatch, run_model, to_device
+from ratoon.train.device_batch import DeviceBatch, run_model, to_device
 from tests.builders import dressed, group, limits, random_groups, rollout
-from tests.oracle import hf
-from tests.theorem import (
+from tests.equivalence import (
     FLOAT32_TOLERANCE,
     FLOAT64_TOLERANCE,
     assert_close,
     paths_of,
     relative_errors,
 )
+from tests.oracle import hf
 from tests.tiny_models import ARCHITECTURES, write_folder
 
 CPU = torch.device("cpu")

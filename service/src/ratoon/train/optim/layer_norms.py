@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ratoon.train.report import LayerGradNorm
+from ratoon.train.report.step_report import LayerGradNorm
 
 # Up to the layer's number: `model.layers.3` of `model.layers.3.mlp.up_proj.weight`.
 _LAYER = re.compile(r".*?\blayers\.\d+(?=\.)")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ratoon.train.config import AdamWConfig, OptimizerStates
-from ratoon.train.loss_spec import OptimStep
+from ratoon.train.loss.spec import OptimStep
 
 # The same guard as torch's clip_grad_norm_.
 CLIP_EPSILON = 1e-6

@@ -17,11 +17,11 @@ from ratoon.model.stage_plan import StreamTokens
 from ratoon.model.streamed_attention import AttentionStream, StageAttention
 from ratoon.rollout.packed import PackedBatch, Stage
 from ratoon.rollout.waves import fits_forest, peak_tokens, resident_tokens
-from ratoon.train.clock import DeviceClock
-from ratoon.train.device import DeviceBatch, TokenOutputs
-from ratoon.train.row_loss import LossOfTerms
-from ratoon.train.stage_heads import ForwardHead, RowHead, StageHead, StageRun, TwoPhaseHead
-from ratoon.train.stage_parts import cut_outputs
+from ratoon.train.device_batch import DeviceBatch, TokenOutputs
+from ratoon.train.loss.row_loss import LossOfTerms
+from ratoon.train.report.clock import DeviceClock
+from ratoon.train.streamed.heads import ForwardHead, RowHead, StageHead, StageRun, TwoPhaseHead
+from ratoon.train.streamed.parts import cut_outputs
 from ratoon_kernels import Span
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from ratoon.rollout.advantages import zero_variance_groups
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.train.merge import Merged, Moments, largest, total
+from ratoon.train.additive import Merged, Moments, largest, total
 from ratoon.train.prepare import Prepared
 
 

@@ -21,8 +21,8 @@ from ratoon.train.config import (
     ReferenceKind,
     RolloutCorrection,
 )
-from ratoon.train.loss_spec import LOSS_DEFAULTS
-from ratoon.train.resolve_checks import require, require_finite
+from ratoon.train.loss.checks import require, require_finite
+from ratoon.train.loss.spec import LOSS_DEFAULTS
 
 
 def resolve_old_logprobs(request: LossRequest, batch: RolloutBatch) -> OldLogprobs | None:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.train.bf16_adamw import Bf16AdamW
-from ratoon.train.bf16_state import initial_state
 from ratoon.train.config import AdamWConfig, OptimizerStates
-from ratoon.train.loss_spec import OptimStep
+from ratoon.train.loss.spec import OptimStep
 from ratoon.train.numerics import DeviceMemory
-from ratoon.train.optimizer import MasterAdamW, OptimizerState, StepOutcome
+from ratoon.train.optim.adamw import MasterAdamW, OptimizerState, StepOutcome
+from ratoon.train.optim.bf16_adamw import Bf16AdamW
+from ratoon.train.optim.bf16_state import initial_state
 
 # Of a GPU, for activations, where there is a choice between 32 and 8 bits of moments.
 _ACTIVATION_SHARE = 0.25

@@ -15,7 +15,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ratoon.train.optimizer import OptimizerState
+from ratoon.train.optim.adamw import OptimizerState
 
 _BITS = 64
 # Odd: 2**64 over the golden ratio, the multipliers of SplitMix64 (Steele, Lea and Flood, OOPSLA

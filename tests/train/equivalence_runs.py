@@ -34,16 +34,13 @@ from ratoon.train.config import (
     OverlongPenalty,
     ReferenceKind,
 )
+from ratoon.train.loss.resolve import resolve_loss, resolve_optim
 from ratoon.train.planning import cpu_planner
-from ratoon.train.report import StepReport
-from ratoon.train.resolve import resolve_loss, resolve_optim
+from ratoon.train.report.step_report import StepReport
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
 from tests.builders import limits, random_groups
-from tests.oracle import hf
-from tests.oracle.adamw import OracleTrainer, Sums
-from tests.oracle.paths import Correction, OracleLoss, Overlong, default_loss
-from tests.theorem import (
+from tests.equivalence import (
     FLOAT32_TOLERANCE,
     FLOAT64_TOLERANCE,
     assert_close,
@@ -51,6 +48,9 @@ from tests.theorem import (
     paths_of,
     relative_errors,
 )
+from tests.oracle import hf
+from tests.oracle.adamw import OracleTrainer, Sums
+from tests.oracle.paths import Correction, OracleLoss, Overlong, default_loss
 
 WHOLE = 1 << 20
 ADAMW = AdamWConfig(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)

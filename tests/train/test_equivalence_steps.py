@@ -1,4 +1,4 @@
-"""The theorem, at the level of the optimizer: weights after three steps, however the work is cut.
+"""Equivalence, at the level of the optimizer: weights after three steps, however the work is cut.
 
 Every test steps a trainer on packed forests and an oracle on single rollouts, and compares gradient
 sums, gradient norms and weights after each step.
@@ -29,13 +29,13 @@ from ratoon.train.config import (
     SharedTokens,
     TokenWeight,
 )
-from ratoon.train.resolve import resolve_loss, resolve_optim
+from ratoon.train.loss.resolve import resolve_loss, resolve_optim
 from ratoon.train.trainer import Trainer
 from tests.builders import limits, random_groups
+from tests.equivalence import assert_close, paths_of, relative_error
 from tests.oracle import hf
-from tests.theorem import assert_close, paths_of, relative_error
 from tests.tiny_models import ARCHITECTURES, write_folder
-from tests.train.theorem_runs import (
+from tests.train.equivalence_runs import (
     ADAMW,
     VOCAB_SIZE,
     Pair,

@@ -28,18 +28,18 @@ from ratoon.model.spec import ModelDtype
 from ratoon.rollout.packed import MicroBatch, UpdatePlan
 from ratoon.rollout.plan import make_plan
 from ratoon.rollout.selection import trained_lengths
-from ratoon.train.gradients import GradientSums
 from ratoon.train.micro_batches import PassHooks, no_progress
+from ratoon.train.optim.gradients import GradientSums
 from ratoon.train.passes import forward_backward_pass, forward_pass
 from ratoon.train.prepare import Prepared
-from ratoon.train.report import CanaryReport
+from ratoon.train.report.step_report import SelfCheckReport
 
 # Share of the whole gradient's norm below which a tensor's own norm is no measure of its error.
 _NORM_FLOOR = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CanaryLimits:
+class SelfCheckLimits:
     """Differences above which the report warns; log-probs in nats, gradients as rel-L2."""
 
     logprob_max: float
@@ -49,15 +49,15 @@ class CanaryLimits:
 
 
 # docs/architecture.md says what healthy runs measure and why the limits are where they are.
-LIMITS: Mapping[ModelDtype, CanaryLimits] = MappingProxyType(
+LIMITS: Mapping[ModelDtype, SelfCheckLimits] = MappingProxyType(
     {
-        ModelDtype.FLOAT64: CanaryLimits(
+        ModelDtype.FLOAT64: SelfCheckLimits(
             logprob_max=1e-9, logprob_mean=1e-9, gradient=1e-9, worst_parameter=1e-9
         ),
-        ModelDtype.FLOAT32: CanaryLimits(
+        ModelDtype.FLOAT32: SelfCheckLimits(
             logprob_max=1e-3, logprob_mean=1e-4, gradient=1e-3, worst_parameter=1e-2
         ),
-        ModelDtype.BFLOAT16: CanaryLimits(
+        ModelDtype.BFLOAT16: SelfCheckLimits(
             logprob_max=1.0, logprob_mean=0.05, gradient=0.25, worst_parameter=0.5
         ),
     }
@@ -65,10 +65,10 @@ LIMITS: Mapping[ModelDtype, CanaryLimits] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CanaryOutcome:
+class SelfCheckOutcome:
     """`report` None: there was nothing to compare, or no memory to do it in."""
 
-    report: CanaryReport | None
+    report: SelfCheckReport | None
     warnings: tuple[str, ...]
 
 
@@ -81,11 +81,11 @@ class _Runs:
 
 
 def is_due(version: int, every: int) -> bool:
-    """Whether a forward-backward on `version` has a canary; `every` 0: none ever has."""
+    """Whether a forward-backward on `version` has a self-check; `every` 0: none ever has."""
     return every > 0 and version % every == 0
 
 
-def run_canary(
+def run_self_check(
     model: PolicyModel,
     gradients: GradientSums,
     prepared: Prepared,
@@ -93,7 +93,7 @@ def run_canary(
     *,
     version: int,
     is_cancelled: Callable[[], bool],
-) -> CanaryOutcome:
+) -> SelfCheckOutcome:
     """Compare one rollout of `prepared`, packed against alone. `gradients` must be empty.
 
     `forward_logprobs_J` as for `forward_backward_pass`. It takes the time of two forwards and one
@@ -103,12 +103,12 @@ def run_canary(
     started = time.perf_counter()
     sequence = sample_rollout(prepared, model.spec.seed, version)
     if sequence is None:
-        return CanaryOutcome(report=None, warnings=())
+        return SelfCheckOutcome(report=None, warnings=())
     runs = _runs(prepared, sequence)
     hooks = PassHooks(on_progress=no_progress, is_cancelled=is_cancelled)
     try:
         gap = _logprob_gap(model, runs, hooks)
-        report = CanaryReport(
+        report = SelfCheckReport(
             sequence=sequence,
             tokens=len(gap),
             logprob_max_difference=float(gap.max()),
@@ -116,14 +116,14 @@ def run_canary(
         )
         report = _with_gradients(report, model, gradients, runs, forward_logprobs_J, hooks)
     except torch.OutOfMemoryError:
-        text = f"the canary of version {version} did not run: out of device memory"
-        return CanaryOutcome(report=None, warnings=(text,))
+        text = f"the self-check of version {version} did not run: out of device memory"
+        return SelfCheckOutcome(report=None, warnings=(text,))
     finally:
         gradients.clear()
     exceeded = _exceeded(report, model)
     report = replace(report, exceeds_limits=bool(exceeded), seconds=time.perf_counter() - started)
     warnings = (_warning(report, exceeded),) if exceeded else ()
-    return CanaryOutcome(report=report, warnings=warnings)
+    return SelfCheckOutcome(report=report, warnings=warnings)
 
 
 def sample_rollout(prepared: Prepared, seed: int, version: int) -> int | None:
@@ -138,7 +138,7 @@ def sample_rollout(prepared: Prepared, seed: int, version: int) -> int | None:
     for mask_J in (columns.counted_J & (columns.advantage_J != 0), columns.counted_J):
         candidates = np.flatnonzero(is_shared_S & (trained_lengths(batch, mask_J) > 0))
         if len(candidates):
-            draw = xxhash.xxh3_64_intdigest(f"{seed}/canary/{version}".encode())
+            draw = xxhash.xxh3_64_intdigest(f"{seed}/self_check/{version}".encode())
             return int(candidates[draw % len(candidates)])
     return None
 
@@ -174,13 +174,13 @@ def _logprob_gap(model: PolicyModel, runs: _Runs, hooks: PassHooks) -> NDArray[n
 
 
 def _with_gradients(
-    report: CanaryReport,
+    report: SelfCheckReport,
     model: PolicyModel,
     gradients: GradientSums,
     runs: _Runs,
     forward_logprobs_J: NDArray[np.floating] | None,
     hooks: PassHooks,
-) -> CanaryReport:
+) -> SelfCheckReport:
     """`report` with the gradients' differences, relative to the gradient of the rollout alone."""
     forward_backward_pass(model, runs.alone, forward_logprobs_J, hooks)
     norms = _norms(gradients)
@@ -218,7 +218,7 @@ def _relative(gap: float, scale: float) -> float:
     return gap / scale if scale else math.inf
 
 
-def _exceeded(report: CanaryReport, model: PolicyModel) -> list[str]:
+def _exceeded(report: SelfCheckReport, model: PolicyModel) -> list[str]:
     """What is over its limit, in words.
 
     Rounding may send a token to other experts than alone, which no limit tells from a fault: a
@@ -242,7 +242,6 @@ def _exceeded(report: CanaryReport, model: PolicyModel) -> list[str]:
     ]
 
 
-def _warning(report: CanaryReport, exceeded: list[str]) -> str:
-    return (
-        f"canary: rollout {report.sequence} packed is not what it is alone: {', '.join(exceeded)}"
-    )
+def _warning(report: SelfCheckReport, exceeded: list[str]) -> str:
+    problem = ", ".join(exceeded)
+    return f"self-check: rollout {report.sequence} is not the same packed as alone: {problem}"

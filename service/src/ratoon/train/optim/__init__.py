@@ -1,0 +1,1 @@
+"""Optimizer state and the step: gradient sums, AdamW by what it keeps, the digest of the result."""
