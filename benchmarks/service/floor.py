@@ -1,0 +1,239 @@
+"""`make bench-floor`: the least that a caller waits for, and what an idle service holds.
+
+Each run starts `ratoon serve` on an empty folder, creates a `tiny` policy and sends it updates of
+two rollouts of one token, first over HTTP by a plain client, then over gRPC by `ratoon_client`.
+
+    python -m benchmarks.service.floor --out benchmarks/results/cpu/floor.json
+    python -m benchmarks.service.floor --report FILE --markdown docs/performance.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.common.document import aligned, link, replace_section
+from benchmarks.service.floor_counts import committed_writes, held
+from harness.environment import describe
+from harness.service import Service
+from ratoon_client import Loss, Optim, RatoonClient, group, rollout
+
+BEGIN = "<!-- floor: written by benchmarks/service/floor.py -->"
+END = "<!-- end of floor -->"
+POLICY = "floor"
+PATIENCE_S = 300.0
+POLL_WAIT_S = 30.0
+SETTLE_S = 5.0
+# From the first update on, so that medians are of a service that has done it before.
+WARM_UPDATES = 3
+TARGETS = {
+    "serve_s": 8.0,
+    "create_s": 3.0,
+    "first_update_s": 0.5,
+    "overhead_ms": 50.0,
+    "overhead_grpc_ms": 50.0,
+    "processes": 12,
+    "resident_gb": 1.8,
+    "durable_writes": 3,
+}
+WHAT = {
+    "serve_s": "`ratoon serve` until Health answers 200, seconds",
+    "create_s": "a `tiny` policy ready, seconds",
+    "first_update_s": "the first update, seconds",
+    "overhead_ms": "a trivial update over HTTP, call to result, less the report's phases, ms",
+    "overhead_grpc_ms": "the same over gRPC, ms",
+    "processes": "processes, idle with one policy",
+    "resident_gb": "resident memory of all, shared pages counted once, GB",
+    "durable_writes": "transactions of the database per update",
+}
+# Seconds of one update, and of the phases of its report.
+Wire = Callable[[], tuple[float, dict[str, float]]]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    mode = parser.add_mutually_exclusive_group(required=True)
+    mode.add_argument("--out", type=Path, help="measure into this result file")
+    mode.add_argument("--draft", action="store_true", help="measure, and write no file")
+    mode.add_argument("--report", type=Path, help="print the table of this result file")
+    parser.add_argument("--markdown", type=Path, help="with --report: fill in this document")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--updates", type=int, default=20, help="measured ones of each wire")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(arguments)
+    if args.report is not None:
+        result = json.loads(args.report.read_text(encoding="utf-8"))
+    else:
+        result = measure(args.repeats, args.updates, args.seed)
+        if args.out is not None:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print("\n".join(aligned([["", "measured", "wanted"], *_cells(result)])))
+    if args.report is not None and args.markdown is not None:
+        write_markdown(result, args.markdown, link(args.report, args.markdown))
+
+
+def measure(repeats: int, updates: int, seed: int) -> dict[str, Any]:
+    """Medians over `repeats` services, each of which sees `updates` on either wire; all runs."""
+    environment = describe(seed)
+    runs: list[dict[str, Any]] = []
+    for _ in range(repeats):
+        with tempfile.TemporaryDirectory(prefix="rt-") as folder:
+            runs.append(_run(Path(folder), updates, seed))
+            print(json.dumps({name: runs[-1][name] for name in WHAT}), flush=True)
+    medians = {name: round(statistics.median(run[name] for run in runs), 3) for name in WHAT}
+    return {**medians, **environment, "updates": updates, "runs": runs}
+
+
+def _run(root: Path, updates: int, seed: int) -> dict[str, Any]:
+    # As it is by default, but for its folders and ports.
+    settings = {"crash_points": False, "log_level": "INFO", "worker": {"device": "cpu"}}
+    started = time.perf_counter()
+    with Service(root, **settings) as service:
+        serve_s = time.perf_counter() - started
+        with httpx.Client(base_url=service.http, trust_env=False, timeout=PATIENCE_S) as client:
+            spec = {"policy_id": POLICY, "preset": "tiny", "seed": seed}
+            started = time.perf_counter()
+            _wait_http(client, _posted(client, "/v1/policies", {"spec": spec}))
+            create_s = time.perf_counter() - started
+
+            seqs = itertools.count(1)
+
+            def over_http() -> tuple[float, dict[str, float]]:
+                body = _update(next(seqs))
+                started = time.perf_counter()
+                accepted = _posted(client, f"/v1/policies/{POLICY}/update", body)
+                ended = _wait_http(client, accepted)
+                return time.perf_counter() - started, ended["step"]["report"]["seconds"]
+
+            first_update_s, _ = over_http()
+            http = _updates(over_http, updates)
+            with RatoonClient(service.grpc, timeout_s=PATIENCE_S) as caller:
+                of_grpc = _updates(_over_grpc(caller), updates)
+            time.sleep(SETTLE_S)
+            rows = held(service.processes())
+            # gRPC's session has counted on.
+            for _ in range(WARM_UPDATES + updates):
+                next(seqs)
+            writes = [_writes(service, over_http) for _ in range(5)]
+        return {
+            "serve_s": serve_s,
+            "create_s": create_s,
+            "first_update_s": first_update_s,
+            "overhead_ms": statistics.median(http["overhead_ms"]),
+            "overhead_grpc_ms": statistics.median(of_grpc["overhead_ms"]),
+            "processes": len(rows),
+            "resident_gb": sum(row["pss_mb"] for row in rows) / 1000,
+            "durable_writes": statistics.median(writes),
+            "http": http,
+            "grpc": of_grpc,
+            "held": rows,
+        }
+
+
+def _updates(wire: Wire, updates: int) -> dict[str, Any]:
+    """Milliseconds of updates one after the other, and medians of the report's phases."""
+    taken = [wire() for _ in range(WARM_UPDATES + updates)][WARM_UPDATES:]
+    names = taken[0][1]
+    phases_ms = {
+        name: 1000 * statistics.median(phases.get(name, 0.0) for _, phases in taken)
+        for name in names
+    }
+    return {
+        "update_ms": [1000 * seconds for seconds, _ in taken],
+        "overhead_ms": [1000 * (seconds - sum(phases.values())) for seconds, phases in taken],
+        "phases_ms": phases_ms,
+    }
+
+
+def _writes(service: Service, wire: Wire) -> int:
+    """Transactions that one update makes durable; it waits until what follows it is over, too."""
+    database = service.data_root / "ratoon.sqlite"
+    before = committed_writes(database)
+    wire()
+    time.sleep(0.5)
+    return committed_writes(database) - before
+
+
+def _update(seq: int) -> dict[str, Any]:
+    rollouts = [
+        {"response": [52 + index], "sampler_logprobs": [-5.5], "reward": float(index)}
+        for index in range(2)
+    ]
+    return {
+        "seq": seq,
+        "loss": {"kind": "grpo"},
+        "optim": {"learning_rate": 1e-5},
+        "batch": {"groups": [{"group_id": "a", "prompt": [50], "rollouts": rollouts}]},
+    }
+
+
+def _posted(client: httpx.Client, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    answer = client.post(path, json=body)
+    if answer.is_error:
+        raise RuntimeError(f"{path}: {answer.status_code} {answer.text}")
+    return answer.json()
+
+
+def _wait_http(client: httpx.Client, operation: dict[str, Any]) -> dict[str, Any]:
+    while operation["state"] in ("queued", "running"):
+        path = f"/v1/operations/{operation['operation_id']}"
+        answer = client.get(path, params={"wait_s": POLL_WAIT_S})
+        answer.raise_for_status()
+        operation = answer.json()
+    if operation["state"] != "done":
+        raise RuntimeError(f"an operation ended {operation['state']}: {operation}")
+    return operation
+
+
+def _over_grpc(client: RatoonClient) -> Wire:
+    session = client.policy(POLICY)
+    rollouts = [
+        rollout(response=[52 + index], sampler_logprobs=[-5.5], reward=float(index))
+        for index in range(2)
+    ]
+    batch, loss, optim = [group("a", [50], rollouts)], Loss("grpo"), Optim(learning_rate=1e-5)
+
+    def over_grpc() -> tuple[float, dict[str, float]]:
+        started = time.perf_counter()
+        result = session.update(batch, loss=loss, optim=optim).result(PATIENCE_S)
+        return time.perf_counter() - started, asdict(result.report.seconds)
+
+    return over_grpc
+
+
+def write_markdown(result: dict[str, Any], path: Path, result_link: str) -> None:
+    """Replaces what stands between the two markers of a document. Raises `ValueError`."""
+    where = (
+        f"{result['cores']} cores of {result['device']}, torch {result['versions']['torch']}, "
+        f"Ray {result['versions']['ray']}, commit {result['commit'][:12]}, medians of "
+        f"{len(result['runs'])}. [Raw samples]({result_link})."
+    )
+    lines = [
+        f"\n{where}\n",
+        "| | measured | wanted |",
+        "|---|---:|---:|",
+        *("| " + " | ".join(row) + " |" for row in _cells(result)),
+    ]
+    text = path.read_text(encoding="utf-8")
+    path.write_text(replace_section(text, BEGIN, END, lines), encoding="utf-8")
+
+
+def _cells(result: dict[str, Any]) -> list[list[str]]:
+    return [[what, f"{result[name]:.3g}", f"<= {TARGETS[name]:g}"] for name, what in WHAT.items()]
+
+
+if __name__ == "__main__":
+    main()
