@@ -146,7 +146,6 @@ class PostgresServer:
                 stdout=log,
                 stderr=log,
                 check=True,
-                timeout=60,
             )
 
 
