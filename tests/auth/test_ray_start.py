@@ -12,13 +12,12 @@ from pathlib import Path
 
 import pytest
 from ray._common.utils import try_make_directory_shared
-from ray._private import worker as ray_worker
 
 from ratoon.config import ray_token_file
 from ratoon.errors import RatoonError
+from ratoon.local_ray import LocalRay
 from ratoon.ray_start import (
     SessionFolders,
-    ended_processes,
     make_ray_folder,
     make_token_file,
     remove_session,
@@ -109,16 +108,17 @@ class Node:
         return [(name, None) for name in self._ended]
 
 
+@pytest.mark.parametrize(
+    ("ended", "missed"),
+    [((), []), (("agent",), []), (("raylet", "agent", "gcs_server"), ["raylet", "gcs_server"])],
+)
 def test_of_rays_processes_those_that_it_cannot_do_without_are_missed(
-    monkeypatch: pytest.MonkeyPatch,
+    ended: tuple[str, ...], missed: list[str]
 ) -> None:
     """A service whose raylet had gone answered nobody and was never started again."""
-    monkeypatch.setattr(ray_worker, "_global_node", Node("log_monitor"))
-    assert ended_processes() == []
-    monkeypatch.setattr(ray_worker, "_global_node", Node("raylet", "log_monitor", "gcs_server"))
-    assert ended_processes() == ["raylet", "gcs_server"]
-    monkeypatch.setattr(ray_worker, "_global_node", None)
-    assert ended_processes() == []
+    local = LocalRay.__new__(LocalRay)
+    vars(local)["_node"] = Node(*ended)
+    assert local.ended_processes() == missed
 
 
 def _session(folder: Path, name: str) -> Path:
@@ -153,20 +153,34 @@ def test_a_session_goes_with_its_link(tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
-def test_a_ray_that_is_left_leaves_no_folder(tmp_path: Path) -> None:
+def test_a_ray_of_our_own_is_small_closed_and_leaves_nothing(tmp_path: Path) -> None:
     """Each service left its sockets and logs in /tmp, for good."""
     code = (
-        "import sys; from pathlib import Path; from ray._private import worker as ray_worker;"
+        "import os, sys; from pathlib import Path; import grpc, psutil, ray;"
         "from ratoon.config import RatoonConfig;"
-        "from ratoon.ray_start import connect_ray, leave_ray;"
-        "connect_ray(RatoonConfig(data_root=Path(sys.argv[1])), show_logs=False);"
-        "print(ray_worker._global_node.get_session_dir_path());"
-        "leave_ray()"
+        "from ratoon.ray_start import connect_ray, ended_processes, leave_ray;"
+        "connect_ray(RatoonConfig(data_root=Path(sys.argv[1])), show_logs=True);"
+        "say = ray.remote(lambda: print('said by a worker'));"
+        "ray.get(say.remote());"
+        "context = ray.get_runtime_context();"
+        "print(ended_processes());"
+        "children = psutil.Process().children(recursive=True);"
+        "names = sorted({' '.join(child.cmdline())[:300] for child in children});"
+        "print(sum('dashboard.py' in n or 'monitor.py' in n for n in names), len(children) > 2);"
+        "call = '/ray.rpc.NodeInfoGcsService/GetAllNodeInfo';"
+        "stranger = grpc.insecure_channel(context.gcs_address).unary_unary(call);"
+        "print(stranger.future(b'', timeout=60).code().name);"
+        "print(ray._private.worker._global_node.get_session_dir_path());"
+        "leave_ray();"
+        "print([c.pid for c in psutil.wait_procs(children, timeout=20)[1]])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    folder = Path(done.stdout.split()[-1])
-    assert folder.name.startswith("session_")
-    assert not folder.exists()
+    ended, processes, refusal, folder, left = done.stdout.splitlines()
+    assert (ended, processes, left) == ("[]", "0 True", "[]")
+    assert refusal == "UNAUTHENTICATED"
+    assert "said by a worker" in done.stderr
+    assert Path(folder).name.startswith("session_")
+    assert not Path(folder).exists()

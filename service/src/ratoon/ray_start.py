@@ -12,28 +12,39 @@ import secrets
 import shutil
 import signal
 import stat
+import sys
 import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import ray
 from ray._private import ray_constants
-from ray._private import worker as ray_worker
 from ray._raylet import AuthenticationTokenLoader  # pyright: ignore[reportAttributeAccessIssue]
 
 from ratoon.auth.key_file import access_folder, make_access_folder
 from ratoon.config import RatoonConfig, is_loopback, is_ray_open, ray_token_file
 from ratoon.errors import invalid
+from ratoon.local_ray import LocalRay
 from ratoon.log import get_logger
+from ratoon.ray_logs import RayLogs
 from ratoon.stream.files import fsync_folder, temporary_name, write_atomic
 
 _log = get_logger("ray")
-# Every call would be reported to a dashboard that is not there, and kept in the head's memory.
-_NO_REPORTS = {"task_events_report_interval_ms": 0, "enable_metrics_collection": False}
-# Without them nothing that is lost comes back. Ray starts neither again on one machine.
-_ESSENTIAL = (ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SERVER)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Own:
+    """A Ray that this process has started. `logs` None: its processes' are not shown."""
+
+    ray: LocalRay
+    logs: RayLogs | None
+
+
+# One at most, as a process has one connection to Ray.
+_own: list[_Own] = []
 
 
 def connect_ray(config: RatoonConfig, *, show_logs: bool) -> None:
@@ -43,17 +54,16 @@ def connect_ray(config: RatoonConfig, *, show_logs: bool) -> None:
     """
     options: dict[str, Any] = {
         "namespace": config.ray.namespace,
-        "log_to_driver": show_logs,
         "logging_level": config.log_level,
     }
     with _own_sigterm():
         if config.ray.address:
-            ray.init(address=config.ray.address, **options)
+            ray.init(address=config.ray.address, log_to_driver=show_logs, **options)
         else:
-            _start_ray(config, options)
+            _start_ray(config, options, show_logs=show_logs)
 
 
-def _start_ray(config: RatoonConfig, options: dict[str, Any]) -> None:
+def _start_ray(config: RatoonConfig, options: dict[str, Any], *, show_logs: bool) -> None:
     token_file = make_token_file(config.data_root.absolute())
     sessions = SessionFolders(config.data_root.absolute())
     if is_ray_open():
@@ -62,16 +72,21 @@ def _start_ray(config: RatoonConfig, options: dict[str, Any]) -> None:
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     with ray_token_file(token_file), _on_loopback():
         AuthenticationTokenLoader.instance().reset_cache()
-        ray.init(
-            address="local",
+        local = LocalRay(
             num_cpus=config.ray.num_cpus,
-            object_store_memory=config.ray.object_store_bytes,
-            include_dashboard=False,
-            _system_config=_NO_REPORTS,
-            _temp_dir=config.ray.temp_folder or str(make_ray_folder()),
-            **options,
+            object_store_bytes=config.ray.object_store_bytes,
+            temp_folder=config.ray.temp_folder or str(make_ray_folder()),
         )
-    sessions.begin(_session_folder())
+        logs = RayLogs(local.session_folder / "logs", sys.stderr) if show_logs else None
+        _own.append(_Own(ray=local, logs=logs))
+        if logs is not None:
+            logs.start()
+        try:
+            ray.init(address=local.address, log_to_driver=False, **options)
+        except BaseException:
+            leave_ray()
+            raise
+    sessions.begin(local.session_folder)
     address = ray.util.get_node_ip_address()
     if not is_loopback(address):
         leave_ray()
@@ -83,8 +98,7 @@ def ended_processes() -> list[str]:
 
     Of a cluster there are none: that one is somebody else's to watch.
     """
-    ended = [] if ray_worker._global_node is None else ray_worker._global_node.dead_processes()
-    return [str(name) for name, _ in ended if name in _ESSENTIAL]
+    return [name for own in _own for name in own.ray.ended_processes()]
 
 
 def exit_without_ray() -> NoReturn:
@@ -92,8 +106,10 @@ def exit_without_ray() -> NoReturn:
 
     Nothing is drained: an orderly end would ask the processes that are gone, for a minute.
     """
-    assert ray_worker._global_node is not None
-    ray_worker._global_node.kill_all_processes(check_alive=False)
+    for own in _own:
+        own.ray.end(is_orderly=False)
+        if own.logs is not None:
+            own.logs.stop()
     os._exit(1)
 
 
@@ -102,12 +118,14 @@ def leave_ray() -> None:
 
     The folder of a Ray that this process has started goes with it.
     """
-    node = ray_worker._global_node
-    folder = _session_folder() if node is not None and node.is_head() else None
     ray.shutdown()
+    while _own:
+        own = _own.pop()
+        own.ray.end(is_orderly=True)
+        if own.logs is not None:
+            own.logs.stop()
+        remove_session(own.ray.session_folder)
     AuthenticationTokenLoader.instance().reset_cache()
-    if folder is not None:
-        remove_session(folder)
 
 
 class SessionFolders:
@@ -137,11 +155,6 @@ def remove_session(folder: Path) -> None:
     if folder.name.startswith("session_") and not folder.is_symlink():
         # What Ray's last processes write meanwhile is not worth an error.
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _session_folder() -> Path:
-    assert ray_worker._global_node is not None
-    return Path(str(ray_worker._global_node.get_session_dir_path()))
 
 
 @contextmanager

@@ -1,0 +1,75 @@
+"""A Ray of this machine alone, with no more processes than the service needs.
+
+`ray.init` would start a dashboard too, which it waits for, a monitor of clusters that grow, and one
+that reads logs: nobody asks the one or the other here, and `ray_logs` reads what is to be seen.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray._private import ray_constants
+from ray._private.authentication.authentication_token_setup import (
+    enable_token_auth_by_default,
+    ensure_token_if_auth_enabled,
+)
+from ray._private.node import Node
+from ray._private.parameter import RayParams
+
+# Every call would be reported to a dashboard that is not there, and kept in the head's memory.
+_NO_REPORTS = {"task_events_report_interval_ms": 0, "enable_metrics_collection": False}
+# Without them nothing that is lost comes back. Ray starts neither again on one machine.
+_ESSENTIAL = (ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SERVER)
+
+
+class LocalRay:
+    """Its processes, from construction to `end`; they end with this process in any case."""
+
+    def __init__(self, *, num_cpus: int, object_store_bytes: int, temp_folder: str) -> None:
+        """It asks for the token that the environment names, unless that says otherwise."""
+        enable_token_auth_by_default()
+        ensure_token_if_auth_enabled(_NO_REPORTS, create_token_if_missing=False)
+        parameters = RayParams(
+            node_ip_address=ray.util.get_node_ip_address(),
+            num_cpus=num_cpus,
+            object_store_memory=object_store_bytes,
+            temp_dir=temp_folder,
+            include_dashboard=False,
+            include_log_monitor=False,
+            no_monitor=True,
+            _system_config=_NO_REPORTS,
+        )
+        self._node = _Head(
+            parameters,
+            head=True,
+            # Would set a handler for SIGTERM.
+            shutdown_at_exit=False,
+            spawn_reaper=True,
+            ray_init_cluster=True,
+        )
+
+    @property
+    def address(self) -> str:
+        return str(self._node.gcs_address)
+
+    @property
+    def session_folder(self) -> Path:
+        """Of sockets and logs."""
+        return Path(str(self._node.get_session_dir_path()))
+
+    def ended_processes(self) -> list[str]:
+        """Names of those processes that have ended and that there is no Ray without."""
+        ended = [str(name) for name, _ in self._node.dead_processes()]
+        return [name for name in ended if name in _ESSENTIAL]
+
+    def end(self, *, is_orderly: bool) -> None:
+        """End its processes, and with them all workers. `is_orderly`: they are asked first."""
+        self._node.kill_all_processes(check_alive=False, allow_graceful=is_orderly)
+
+
+class _Head(Node):
+    def start_api_server(self, **_: Any) -> None:
+        """None: even without a dashboard it is a process, and waited for."""
+        self._webui_url = ""
