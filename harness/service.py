@@ -27,9 +27,7 @@ _POLL_S = 0.1
 # What the title of a role's processes begins with or contains.
 TITLES = {
     "worker": "ray::WorkerActor",
-    "controller": "ray::ControllerActor",
-    "coordinator": "ray::CoordinatorActor",
-    "metrics": "ray::MetricsActor",
+    "engine": "ray::EngineActor",
     "replica": "ray::ServeReplica:ratoon",
     "proxy": "ray::ProxyActor",
     "gateway": "ray::Gateway",

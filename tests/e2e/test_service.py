@@ -223,7 +223,7 @@ async def test_a_caller_that_leaves_does_not_take_its_update_along(
 
 REPLICA = "ServeReplica:ratoon:Ingress"
 # What a redeploy leaves alone: policies are in the memory of the last two.
-KEPT = ("ray::Gateway", "ray::Coordinator", "ray::Controller", "ray::Worker")
+KEPT = ("ray::Gateway", "ray::Engine", "ray::Worker")
 
 
 def _ours(title: str) -> list[psutil.Process]:

@@ -286,7 +286,7 @@ def test_rays_ports_ask_for_its_token(running: Running, token: str) -> None:
     for (_, port), name in running.listening().items():
         answers.setdefault(name, set()).update(_grpc_answers(port, token), _job(port, token))
     replica = "ray::ServeReplica:ratoon:Ingress"
-    for process in ("gcs_server", "raylet", "ratoon", replica, "ray::CoordinatorActor"):
+    for process in ("gcs_server", "raylet", "ratoon", replica, "ray::EngineActor"):
         assert "UNAUTHENTICATED" in answers[process], answers
     assert {"401", "403"} & answers["ray::RuntimeEnvAgent"]
     # INTERNAL, UNKNOWN: a handler had the call.

@@ -144,7 +144,7 @@ class Survivor:
             is_first = False
 
     def _is_dead(self, hits: list[CrashPoint]) -> bool:
-        return any(point.startswith("controller-") for point in hits[self._num_seen :])
+        return any(point.startswith("engine-") for point in hits[self._num_seen :])
 
 
 def _timeless(result: OperationResult | None) -> OperationResult | None:

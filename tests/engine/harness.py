@@ -150,7 +150,7 @@ class Machine:
         self.spec, self.limits, self.root = spec, limits, root
         self.checkpoints = checkpoints
         self.faults, self.crashes = Faults(), Crashes()
-        self.journal = LocalJournal(url, self.crashes.reach)
+        self.journal = LocalJournal(url)
         if self.journal.store.policy(spec.policy_id) is None:
             self.journal.store.insert_policy(spec, life_record(spec.policy_id, "p.create"))
         self.worker = make_worker(self.faults)

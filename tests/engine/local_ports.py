@@ -1,30 +1,19 @@
-"""The controller's ports in this process: the real store, the real worker's core, and their deaths.
-
-Enter calls of a controller, leave what a coordinator and a worker on other machines would answer.
-"""
+"""The controller's ports in this process: the real store, the real worker's core, their deaths."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, cast
 
-from ratoon.engine.checkpoints import Checkpoint, Covered
 from ratoon.engine.crash_points import CrashPoint, Reach, never
-from ratoon.engine.fenced import FencedStore
 from ratoon.engine.journal import (
     JournalAwayError,
-    OperationEnd,
-    OperationRecord,
-    PolicyHistory,
-    RollBack,
 )
-from ratoon.engine.numerics import Numerics
-from ratoon.engine.store import SqlStore
+from ratoon.engine.store_calls import Journal
 from ratoon.engine.tables import open_database
 from ratoon.engine.tasks import (
     BatchCommand,
@@ -38,9 +27,8 @@ from ratoon.engine.tasks import (
     WorkerStatus,
     WorkerTask,
 )
-from ratoon.engine.types import OperationKey, OperationResult, PolicyState, Progress
+from ratoon.engine.types import Progress
 from ratoon.engine.worker import WorkerCore
-from ratoon.model.spec import ModelInfo
 from ratoon.stream.manifest import WeightManifest
 from ratoon.train.spec import TrainerSpec
 from tests.engine.fake_trainer import FakeTrainer, Faults, export_fake
@@ -73,114 +61,26 @@ class Crashes:
         raise Crash(point)
 
 
-class LocalJournal:
-    """`Journal` over the real store. `lost` writes happen and are not answered, once each.
+class LocalJournal(Journal):
+    """Without a thread. `lost` writes happen and are not answered, once each.
 
-    A coordinator that is killed comes back, and the call is repeated, as Ray does it. While it
-    `is_away` the database does not answer.
+    While it `is_away` the database takes no writes of operations.
     """
 
-    def __init__(self, url: str, reach: Reach) -> None:
-        engine = open_database(url)
-        self.store, self.fenced = SqlStore(engine), FencedStore(engine)
+    def __init__(self, url: str) -> None:
+        super().__init__(open_database(url))
         self.lost: set[str] = set()
         self.is_away = False
-        self._reach = reach
 
-    def _write(self, name: str, call: Callable[[], T]) -> T:
-        if self.is_away:
+    async def ask(self, name: str, call: Callable[[], T]) -> T:
+        if self.is_away and name in ("accept", "begin", "end", "cover"):
             raise JournalAwayError("away")
-        with contextlib.suppress(Crash):
-            self._reach(CrashPoint(f"coordinator-before-{name}"))
+        self._answer(f"before {name}")
         result = call()
-        try:
-            self._reach(CrashPoint(f"coordinator-after-{name}"))
-        except Crash:
-            result = call()
+        # Without a checkpoint nothing is asked that anybody would miss.
+        if name != "cover" or None not in cast("partial[T]", call).args:
+            self._answer(name)
         return result
-
-    async def records_from(self, policy_id: str, seq: int) -> tuple[OperationRecord, ...]:
-        return self.store.records_from(policy_id, seq)
-
-    async def bodies_in_use(self, policy_id: str) -> Mapping[str, str]:
-        return self.store.bodies_in_use(policy_id)
-
-    async def results_in_use(self, policy_id: str) -> frozenset[str]:
-        return self.store.results_in_use(policy_id)
-
-    async def numerics(self, digest: str) -> Mapping[str, str]:
-        return self.store.numerics(digest)
-
-    async def cover(
-        self, token: int, policy_id: str, automatic: Checkpoint | None, keep: int
-    ) -> Covered:
-        cover = partial(self.fenced.cover, token, policy_id, automatic, keep)
-        covered = self._write("cover", cover)
-        if automatic is not None:
-            self._answer("cover")
-        return covered
-
-    async def rebase(
-        self, token: int, policy_id: str, digests: Mapping[int, str], numerics: Numerics
-    ) -> None:
-        self.fenced.rebase(token, policy_id, digests, numerics)
-
-    async def fail(self, token: int, policy_id: str, failure: str) -> None:
-        self.fenced.fail(token, policy_id, failure)
-
-    async def acquire(self, policy_id: str) -> int:
-        return self.fenced.acquire(policy_id)
-
-    async def history(self, policy_id: str) -> PolicyHistory:
-        return self.store.history(policy_id)
-
-    async def find_key(self, policy_id: str, key: OperationKey) -> OperationRecord | None:
-        return self.store.find_key(policy_id, key)
-
-    async def find_operation(self, operation_id: str) -> OperationRecord | None:
-        return self.store.find_operation(operation_id)
-
-    async def accept(self, token: int, record: OperationRecord, next_seq: int) -> None:
-        self._write("accept", lambda: self.fenced.accept(token, record, next_seq))
-        self._answer("accept")
-
-    async def begin(
-        self,
-        token: int,
-        operation_id: str,
-        started_at: float,
-        plan: dict[str, object] | None,
-        numerics: Numerics,
-    ) -> None:
-        begin = partial(self.fenced.begin, token, operation_id, started_at, plan, numerics)
-        self._write("begin", begin)
-        self._answer("begin")
-
-    async def end(self, token: int, policy_id: str, end: OperationEnd) -> None:
-        if "before end" in self.lost:
-            self._answer("before end")
-        self._write("end", lambda: self.fenced.end(token, policy_id, end))
-        self._answer("end")
-
-    async def amend(self, token: int, operation_id: str, result: OperationResult) -> None:
-        self.fenced.amend(token, operation_id, result)
-        self._answer("amend")
-
-    async def set_published(self, token: int, policy_id: str, published: tuple[int, ...]) -> None:
-        self.fenced.set_published(token, policy_id, published)
-
-    async def set_policy(
-        self, token: int, policy_id: str, state: PolicyState, info: ModelInfo | None
-    ) -> None:
-        self.fenced.set_policy(token, policy_id, state, info)
-
-    async def roll_back(
-        self, token: int, policy_id: str, roll_back: RollBack
-    ) -> tuple[OperationRecord, ...]:
-        return self.fenced.roll_back(token, policy_id, roll_back)
-
-    async def checkpoints(self, policy_id: str) -> tuple[Checkpoint, ...]:
-        return self.store.checkpoints(policy_id)
 
     def _answer(self, name: str) -> None:
         if name in self.lost:
@@ -197,6 +97,7 @@ class LocalWorker:
 
     def __init__(self, faults: Faults) -> None:
         self._faults = faults
+        self.policy_id = POLICY
         self.reach: Reach = never
         self.trainers: list[FakeTrainer] = []
         self.is_dead = False
@@ -246,7 +147,7 @@ class LocalWorker:
         return await self._run(self.core.status)
 
     async def load(self, token: int, request: LoadRequest) -> Loaded:
-        return await self._run(lambda: self.core.load(token, POLICY, request))
+        return await self._run(lambda: self.core.load(token, self.policy_id, request))
 
     async def prepare(
         self, token: int, command: BatchCommand, body_path: str, old_logprobs: OldLogprobsSource

@@ -20,7 +20,7 @@ from ratoon.engine.crash_points import CrashPoint, make_reach
 reach = make_reach(Path(sys.argv[1]))
 for count in range(5):
     reach(CrashPoint.WORKER_IN_APPLY)
-    reach(CrashPoint.CONTROLLER_BEFORE_END)
+    reach(CrashPoint.ENGINE_BEFORE_END)
     print(count, flush=True)
 """
 
@@ -36,7 +36,7 @@ def run(folder: Path) -> tuple[int, list[str]]:
 
 
 def test_the_nth_reach_removes_the_file_and_kills_the_process(tmp_path: Path) -> None:
-    point = tmp_path / CrashPoint.CONTROLLER_BEFORE_END
+    point = tmp_path / CrashPoint.ENGINE_BEFORE_END
     point.write_text("3\n")
     assert run(tmp_path) == (-signal.SIGKILL, ["0", "1"])
     assert not point.exists()
@@ -55,5 +55,5 @@ def test_a_process_that_was_given_no_folder_lives(tmp_path: Path) -> None:
 
 def test_the_operations_page_lists_every_point_and_no_other() -> None:
     text = (_ROOT / "docs" / "operations.md").read_text()
-    listed = re.findall(r"`((?:ingress|controller|coordinator|worker)-[a-z-]+)`", text)
+    listed = re.findall(r"`((?:ingress|engine|worker)-[a-z-]+)`", text)
     assert sorted(listed) == sorted(CrashPoint)

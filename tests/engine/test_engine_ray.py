@@ -26,7 +26,7 @@ from ratoon.config import CheckpointConfig, RatoonConfig, RayConfig, WorkerConfi
 from ratoon.engine.bootstrap import start_engine, stop_engine
 from ratoon.engine.client import EngineClient
 from ratoon.engine.crash_points import CrashPoint
-from ratoon.engine.settings import COORDINATOR_NAME, controller_name, worker_name
+from ratoon.engine.settings import ENGINE_NAME, worker_name
 from ratoon.engine.types import (
     CheckpointInfo,
     FailedResult,
@@ -131,10 +131,9 @@ def test_updates_change_the_weights_that_readers_fetch(engine: Engine) -> None:
 
 def test_what_answers_looks_at_old_garbage_no_more(engine: Engine) -> None:
     """A full collection of the modules held all calls for 0.2 s, again and again."""
-    for name in (COORDINATOR_NAME, controller_name(POLICY)):
-        actor = ray.get_actor(name, engine.config.ray.namespace)
-        num_frozen = ray.get(actor.__ray_call__.remote(lambda _: gc.get_freeze_count()))
-        assert cast(int, num_frozen) > 50_000
+    actor = ray.get_actor(ENGINE_NAME, engine.config.ray.namespace)
+    num_frozen = ray.get(actor.__ray_call__.remote(lambda _: gc.get_freeze_count()))
+    assert cast(int, num_frozen) > 50_000
 
 
 def test_parts_equal_the_update_bit_for_bit(engine: Engine) -> None:
@@ -271,11 +270,11 @@ def test_backends_are_those_of_the_worker(engine: Engine) -> None:
 
 
 def test_killed_processes_come_back_at_the_checkpoint(engine: Engine) -> None:
-    """The worker's loss fails what is past the checkpoint; the controller goes on by itself."""
+    """The worker's loss fails what is past the checkpoint; the engine goes on by itself."""
 
     async def main(client: EngineClient) -> None:
         namespace = engine.config.ray.namespace
-        ray.kill(ray.get_actor(controller_name(POLICY), namespace), no_restart=False)
+        ray.kill(ray.get_actor(ENGINE_NAME, namespace), no_restart=False)
         step = await done(client, await client.submit(submission(14, update(0), random_batch(14))))
         assert isinstance(step.result, StepResult)
         retired = step.result.version
@@ -308,8 +307,8 @@ def test_kills_at_crash_points_change_nothing_of_a_policy_that_replays(engine: E
     """
     folder = engine.config.data_root / "crash-points"
     points = {
-        2: CrashPoint.CONTROLLER_AFTER_END,
-        3: CrashPoint.COORDINATOR_BEFORE_END,
+        2: CrashPoint.ENGINE_AFTER_END,
+        3: CrashPoint.ENGINE_BEFORE_END,
         4: CrashPoint.WORKER_IN_APPLY,
     }
 
@@ -388,11 +387,10 @@ def test_a_deleted_policy_leaves_nothing(engine: Engine) -> None:
     engine.run(main)
 
 
-def test_the_client_needs_no_torch() -> None:
-    """Every ingress replica imports the client: torch would cost each of them its memory."""
+def test_the_client_needs_no_torch_and_no_database() -> None:
+    """Every ingress replica imports the client: they would cost each of them memory and a start."""
     script = (
-        "import sys, ratoon.engine.client, ratoon.engine.controller_actor, "
-        "ratoon.engine.worker_actor, ratoon.engine.coordinator_actor; "
-        "assert 'torch' not in sys.modules"
+        "import sys, ratoon.engine.client, ratoon.engine.engine_actor, ratoon.engine.worker_actor; "
+        "assert not {'torch', 'sqlalchemy'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -29,7 +29,7 @@ def series(totals: MetricsTotals) -> dict[str, float]:
 def test_counters_add_gauges_replace_histograms_count() -> None:
     totals = MetricsTotals()
     for value in (2.0, 3.0):
-        totals.apply(
+        totals.send(
             [
                 metrics.OPERATIONS.sample(value, "update", "done"),
                 metrics.LOSS.sample(value, "p"),
@@ -47,9 +47,9 @@ def test_counters_add_gauges_replace_histograms_count() -> None:
 
 def test_a_policy_that_is_gone_has_no_series() -> None:
     totals = MetricsTotals()
-    totals.apply([metrics.LOSS.sample(1, "p"), metrics.LOSS.sample(2, "q")])
-    totals.apply([metrics.BACKEND.sample(1, "p", "tree_attention", "reference")])
-    totals.apply([PolicyGone(policy_id="p")])
+    totals.send([metrics.LOSS.sample(1, "p"), metrics.LOSS.sample(2, "q")])
+    totals.send([metrics.BACKEND.sample(1, "p", "tree_attention", "reference")])
+    totals.send([PolicyGone(policy_id="p")])
     policies = {name for name in series(totals) if "policy_id" in name}
     assert policies == {'ratoon_loss{policy_id="q"}'}
 
@@ -79,7 +79,7 @@ def test_a_report_becomes_the_samples_of_its_numbers() -> None:
     )
     totals = MetricsTotals()
     result = StepResult(version=1, report=report)
-    totals.apply(telemetry.result("p", OperationKind.UPDATE, result))
+    totals.send(telemetry.result("p", OperationKind.UPDATE, result))
     shown = series(totals)
     assert shown['ratoon_tokens_total{count="replicated"}'] == 60
     assert shown['ratoon_tokens_total{count="packed"}'] == 20
@@ -130,7 +130,7 @@ def test_every_figure_of_a_report_is_shown(kind: OperationKind) -> None:
         }
     totals = MetricsTotals()
     report = replace(StepReport(), **numbers)
-    totals.apply(telemetry.result("p", kind, StepResult(version=1, report=report)))
+    totals.send(telemetry.result("p", kind, StepResult(version=1, report=report)))
     shown = set(series(totals).values())
     assert {name for name, value in numbers.items() if value not in shown} == set()
 
@@ -138,7 +138,7 @@ def test_every_figure_of_a_report_is_shown(kind: OperationKind) -> None:
 def test_a_quantile_and_a_clip_have_the_names_of_what_they_are() -> None:
     report = StepReport(ratio_min=0.5, ratio_p99=1.5, ratio_max=2.5, clip_fraction_dual=0.25)
     totals = MetricsTotals()
-    totals.apply(telemetry.result("p", OperationKind.UPDATE, StepResult(version=1, report=report)))
+    totals.send(telemetry.result("p", OperationKind.UPDATE, StepResult(version=1, report=report)))
     shown = series(totals)
     for quantile, value in (("0", 0.5), ("0.99", 1.5), ("1", 2.5)):
         assert shown[f'ratoon_ratio_quantile{{policy_id="p",quantile="{quantile}"}}'] == value
@@ -161,7 +161,7 @@ def test_a_self_check_becomes_gauges_and_a_count() -> None:
     for kind in (OperationKind.UPDATE, OperationKind.FORWARD_BACKWARD, OperationKind.OPTIM_STEP):
         for one in (self_check, replace(self_check, exceeds_limits=False), None):
             result = StepResult(version=1, report=StepReport(self_check=one))
-            totals.apply(telemetry.result("p", kind, result))
+            totals.send(telemetry.result("p", kind, result))
     shown = series(totals)
     assert shown['ratoon_self_checks_total{outcome="exceeded"}'] == 2
     assert shown['ratoon_self_checks_total{outcome="within"}'] == 2
@@ -175,7 +175,7 @@ def test_a_self_check_becomes_gauges_and_a_count() -> None:
 def test_new_totals_start_from_the_journal() -> None:
     totals = MetricsTotals()
     counts = {("update", "applied"): 3, ("update", "accepted"): 2, ("save_checkpoint", "failed"): 1}
-    totals.apply(telemetry.journal_counts(counts))
+    totals.send(telemetry.journal_counts(counts))
     shown = series(totals)
     assert shown['ratoon_operations_total{kind="update",state="queued"}'] == 5
     assert shown['ratoon_operations_total{kind="update",state="done"}'] == 3

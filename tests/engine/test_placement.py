@@ -9,7 +9,7 @@ from ratoon.config import RatoonConfig, RayConfig
 from ratoon.engine import placement
 from ratoon.engine.placement import end_worker, place
 from ratoon.engine.ray_calls import find_actor
-from ratoon.engine.ray_ports import RayWorker
+from ratoon.engine.ray_cluster import RayCluster as Workers
 from ratoon.engine.settings import EngineSettings, worker_name
 from ratoon.engine.tasks import WorkerLostError
 from ratoon.errors import ErrorCode, RatoonError
@@ -31,7 +31,7 @@ async def test_a_worker_that_was_released_is_made_by_no_question(ray_cluster: Ra
     idle = ray.remote(Idle).options(name=name, namespace=settings.namespace, lifetime="detached")
     handle = idle.remote()
     assert ray.get(handle.answer.remote()) == 1
-    worker = RayWorker("idle", settings, on_gpu=False)
+    worker = Workers(settings).worker("idle")
     await worker.release()
     for question in (worker.progress(), worker.cancel("idle.1"), worker.snapshot(1)):
         with pytest.raises(WorkerLostError):

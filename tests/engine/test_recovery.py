@@ -124,7 +124,7 @@ async def test_choices_that_were_journaled_are_not_made_anew(make_machine: MakeM
     """Another cut, on a worker with other memory, would be other sums of the same gradients."""
     machine = await replaying(make_machine)
     await machine.end(await machine.update(1, 1))
-    machine.crashes.armed[CrashPoint.CONTROLLER_AFTER_BEGIN] = 1
+    machine.crashes.armed[CrashPoint.ENGINE_AFTER_BEGIN] = 1
     begun = await machine.update(2, 2)
     await until(lambda: machine.crashes.hits)
     machine.faults.plan_tokens = 32

@@ -59,7 +59,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Told:
         *(
             pytest.param(point, 2, True, marks=pytest.mark.more)
             for point in POINTS
-            if point.startswith("controller-")
+            if point.startswith("engine-")
         ),
     ],
 )
@@ -71,12 +71,12 @@ async def test_a_kill_changes_nothing_that_can_be_seen(
     count: int,
     loses_worker: bool,
 ) -> None:
-    """`loses_worker`: a kill of the controller takes the worker with it, as that of a machine."""
+    """`loses_worker`: a kill of the engine takes the worker with it, as that of a machine."""
     # Not what is tested here, and most of the time.
     monkeypatch.setattr(os, "fsync", lambda _descriptor: None)
     machine = make_machine(recovery=Recovery.REPLAY, checkpoints=OFTEN)
     machine.crashes.armed[point] = count
-    if point is CrashPoint.CONTROLLER_IN_REPLAY:
+    if point is CrashPoint.ENGINE_IN_REPLAY:
         machine.crashes.armed[CrashPoint.WORKER_AFTER_APPLY] = 15
     told = await Survivor(machine, loses_worker=loses_worker).run()
     assert told == undisturbed

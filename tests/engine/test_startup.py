@@ -207,7 +207,7 @@ async def test_a_first_start_that_was_killed_after_the_load_says_what_the_model_
 ) -> None:
     """A policy that was ready and had none took no operation, for as long as its worker lived."""
     machine = make_machine()
-    machine.crashes.armed[CrashPoint.CONTROLLER_BEFORE_PUBLISH] = 1
+    machine.crashes.armed[CrashPoint.ENGINE_BEFORE_PUBLISH] = 1
     with pytest.raises(Crash):
         await machine.start()
     await machine.restart_controller()

@@ -139,10 +139,8 @@ MORE_STRIKES = (
     "restore lost",
     "before end",
     "amend",
-    "controller-before-end",
-    "controller-after-publish",
-    "coordinator-before-end",
-    "coordinator-after-end",
+    "engine-before-end",
+    "engine-after-publish",
 )
 
 

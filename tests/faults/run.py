@@ -150,7 +150,7 @@ def _light(summary: Summary, options: LightOptions, num_torn: int) -> None:
             difference = _fp64_difference(run)
             summary.fp64_difference = max(summary.fp64_difference, difference)
         torn = tear_all(run.settings.data_root, options.seed, num_torn)
-        summary.add_light(kills, run.trio.num_kills, len(run.notes.told), torn)
+        summary.add_light(kills, run.pair.num_kills, len(run.notes.told), torn)
 
 
 def _fp64_difference(run: LightRun) -> float:

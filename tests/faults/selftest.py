@@ -76,29 +76,29 @@ def retries(run: LightRun) -> None:
 
 
 def late_message(run: LightRun) -> None:
-    """A dead controller's order to restore a part of a window arrives in the next window."""
+    """A dead engine's order to restore a part of a window arrives in the next window."""
     update, one, two = (_call(1, Kind.UPDATE), *_parts(2, 2))
     run.play([update, one, two])
     (run.root / "held-restore").touch()
     step = Call(number=4, kind=Kind.OPTIM_STEP, includes=(one.number,))
     place = run.take_seqs(1)
     run.submit(step, place)
-    deadline = time.monotonic() + run.trio.patience_s
-    while not run.trio.held and time.monotonic() < deadline:
+    deadline = time.monotonic() + run.pair.patience_s
+    while not run.pair.held and time.monotonic() < deadline:
         time.sleep(0.01)
-    run.trio.kill("controller")
+    run.pair.kill("engine")
     run.wait(step)
     run.play(_parts(5, 2))
-    for method, args in run.trio.held:
+    for method, args in run.pair.held:
         with suppress(FencedError, WorkerLostError):
-            run.trio.worker().call(method, *args)
+            run.pair.worker().call(method, *args)
     run.play([_call(7, Kind.OPTIM_STEP), _call(8, Kind.UPDATE)])
 
 
 def kill_before_apply(run: LightRun) -> None:
     """The worker is killed when it is asked to run an Update."""
     run.play([_call(1, Kind.UPDATE)])
-    run.trio.arm(CrashPoint.WORKER_BEFORE_APPLY, 1)
+    run.pair.arm(CrashPoint.WORKER_BEFORE_APPLY, 1)
     run.play([_call(number, Kind.UPDATE) for number in (2, 3)])
 
 
@@ -109,9 +109,9 @@ def power_cut(run: LightRun) -> None:
     place = run.take_seqs(3)
     for index, call in enumerate(waiting, start=1):
         run.submit(call, place + index)
-    run.trio.stop()
+    run.pair.stop()
     cut_power(run.root, run.settings.data_root / "policies")
-    run.trio.start()
+    run.pair.start()
     run.submit(first, place)
     for call in (first, *waiting):
         run.wait(call)
@@ -121,7 +121,7 @@ def lost_window(run: LightRun) -> None:
     """The worker is killed in a window that a checkpoint was taken in."""
     save = Call(number=4, kind=Kind.SAVE_CHECKPOINT, checkpoint_id="in-window")
     run.play([*_parts(1, 3), save, *_parts(5, 1)])
-    run.trio.kill("worker")
+    run.pair.kill("worker")
     run.play([*_parts(6, 1), _call(7, Kind.OPTIM_STEP)])
 
 

@@ -1,4 +1,4 @@
-"""Kills of journal, controller and worker processes: the short form of `make faults`."""
+"""Kills of engine and worker processes: the short form of `make faults`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.faults.venues.crashes import Kills, crash_at, crash_in_windows, lose_
 from tests.faults.venues.light import POLICY, LightOptions, light_run
 
 POINTS = (
-    CrashPoint.CONTROLLER_AFTER_ACCEPT,
-    CrashPoint.CONTROLLER_BEFORE_END,
-    CrashPoint.COORDINATOR_AFTER_END,
+    CrashPoint.ENGINE_AFTER_ACCEPT,
+    CrashPoint.ENGINE_BEFORE_END,
+    CrashPoint.ENGINE_AFTER_END,
     CrashPoint.WORKER_IN_APPLY,
     CrashPoint.WORKER_AFTER_APPLY,
-    CrashPoint.CONTROLLER_IN_REPLAY,
+    CrashPoint.ENGINE_IN_REPLAY,
 )
 
 
@@ -40,7 +40,7 @@ def test_kills_lose_and_double_nothing(model_folder: Path, sequencing: Sequencin
         verdict = run.finish()
         assert (verdict.lost, verdict.doubled) == ([], [])
         assert kills.missed == set()
-        assert run.trio.num_kills >= len(POINTS)
+        assert run.pair.num_kills >= len(POINTS)
         records = read_journal(run.settings.database, POLICY)
         _, entries = judge_acks(run.notes.acks(), run.notes.told, records)
         folder = run.root / "fp64"
@@ -54,7 +54,7 @@ def test_a_store_that_takes_nothing_fails_saves_and_nothing_else(model_folder: P
         lose_store(run)
         verdict = run.finish()
     assert (verdict.lost, verdict.doubled) == ([], [])
-    assert run.trio.num_kills == 2
+    assert run.pair.num_kills == 2
 
 
 @pytest.mark.more

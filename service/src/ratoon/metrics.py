@@ -6,7 +6,7 @@ states, phases, methods, ids of living policies), and a counter only grows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -259,7 +259,7 @@ class MetricsTotals:
             metric.name: _collector(metric, self._registry) for metric in METRICS
         }
 
-    def apply(self, changes: Iterable[Change]) -> None:
+    def send(self, changes: Sequence[Change]) -> None:
         """Take changes in. A sample of an undeclared metric is a `KeyError`."""
         for change in changes:
             if isinstance(change, PolicyGone):

@@ -17,11 +17,11 @@ from tests.faults.venues.light import LightRun
 
 MAX_SEGMENTS = 4
 # Who is killed in a window, where nobody dies at a crash point.
-WINDOW_ROLES = ("worker", "controller", "store", "worker", "worker", "controller")
+WINDOW_ROLES = ("worker", "engine", "engine", "worker", "worker", "engine")
 # Calls of windows have numbers that no segment comes to.
 _WINDOW_NUMBERS = 1_000_000
 _STORE_NUMBERS = 2_000_000
-# Those that the three processes come to; the others are of the wires.
+# Those that the two processes come to; the others are of the wires.
 POINTS = tuple(point for point in CrashPoint if not point.startswith("ingress-"))
 
 
@@ -37,15 +37,15 @@ class Kills:
 
 def crash_at(run: LightRun, kills: Kills, point: CrashPoint) -> None:
     """Play on until a process has been killed at the point, and until all has ended after it."""
-    run.trio.arm(point, run.rng.randint(1, 3))
+    run.pair.arm(point, run.rng.randint(1, 3))
     for _ in range(MAX_SEGMENTS):
-        if point is CrashPoint.CONTROLLER_IN_REPLAY:
-            run.trio.kill("worker")
+        if point is CrashPoint.ENGINE_IN_REPLAY:
+            run.pair.kill("worker")
         run.play_segment()
-        if not run.trio.is_armed(point):
+        if not run.pair.is_armed(point):
             kills.points.add(point)
             return
-    run.trio.disarm(point)
+    run.pair.disarm(point)
     kills.missed.add(point)
 
 
@@ -54,16 +54,14 @@ def crash_in_windows(run: LightRun, kills: Kills) -> None:
 
     In two of them a process dies while a ForwardBackward runs, in the others between two.
     """
-    for place, role in enumerate(
-        ("worker", "controller", "store", "worker", "worker", "controller")
-    ):
+    for place, role in enumerate(WINDOW_ROLES):
         window = _window(place)
         before, after = window[: place + 2], window[place + 2 :]
         run.play(before)
         if place in (1, 4):
-            run.trio.arm(CrashPoint.WORKER_IN_APPLY, 1)
+            run.pair.arm(CrashPoint.WORKER_IN_APPLY, 1)
         else:
-            run.trio.kill(role)
+            run.pair.kill(role)
         kills.in_window += 1
         run.play(after)
 
@@ -82,7 +80,7 @@ def _window(place: int) -> list[Call]:
 def lose_store(run: LightRun) -> None:
     """The object store takes nothing: a save fails and leaves its name, a load loads.
 
-    The controller dies once the worker has ended each, before the journal knows.
+    The engine dies once the worker has ended each, before the journal knows.
     """
     names = itertools.count(_STORE_NUMBERS)
 
@@ -105,7 +103,7 @@ def lose_store(run: LightRun) -> None:
         run.settings.store_is_away.touch()
         for kind, name in ((Kind.SAVE_CHECKPOINT, lost), (Kind.LOAD_CHECKPOINT, kept)):
             if kept == "kept-1":
-                run.trio.arm(CrashPoint.CONTROLLER_BEFORE_END, 1)
+                run.pair.arm(CrashPoint.ENGINE_BEFORE_END, 1)
             play(kind, checkpoint_id=name, is_without_store=True)
         run.settings.store_is_away.unlink()
         play(Kind.UPDATE, Kind.SAVE_CHECKPOINT, Kind.UPDATE, checkpoint_id=lost)
@@ -113,11 +111,11 @@ def lose_store(run: LightRun) -> None:
 
 
 def crash_at_random(run: LightRun, kills: Kills, count: int) -> None:
-    """Kill any of the three at any time, while segments go on."""
+    """Kill either at any time, while segments go on."""
     for _ in range(count):
-        role = run.rng.choice(["worker", "controller", "store"])
+        role = run.rng.choice(["worker", "engine"])
         delay_s = run.rng.uniform(0.0, 1.0)
-        killer = threading.Timer(delay_s, run.trio.kill, [role])
+        killer = threading.Timer(delay_s, run.pair.kill, [role])
         killer.start()
         run.play_segment()
         killer.join()

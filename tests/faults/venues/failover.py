@@ -23,11 +23,11 @@ from tests.faults.judge.history import Verdict
 # Where the engine is while the database goes: at rest, or killed here with an operation in flight.
 PLACES: tuple[CrashPoint | None, ...] = (
     None,
-    CrashPoint.CONTROLLER_AFTER_ACCEPT,
+    CrashPoint.ENGINE_AFTER_ACCEPT,
     CrashPoint.WORKER_AFTER_APPLY,
-    CrashPoint.CONTROLLER_BEFORE_END,
-    CrashPoint.CONTROLLER_AFTER_END,
-    CrashPoint.CONTROLLER_AFTER_PUBLISH,
+    CrashPoint.ENGINE_BEFORE_END,
+    CrashPoint.ENGINE_AFTER_END,
+    CrashPoint.ENGINE_AFTER_PUBLISH,
 )
 _LOST, _AGAIN = 100.0, 200.0
 _LOOK_S = 0.01

@@ -1,4 +1,4 @@
-"""A fault run on three processes without Ray: callers, crash points, and what it comes to.
+"""A fault run on two processes without Ray: callers, crash points, and what it comes to.
 
 Enter a seed and how often to kill, leave counts and a verdict. Invariant: every call is retried as
 a client retries it, and whatever was acknowledged is judged.
@@ -63,7 +63,7 @@ from tests.faults.judge.history import Notes, Told, Verdict, read_journal
 from tests.faults.judge.oracle import Oracle, judge, loss_request
 from tests.faults.venues.processes import Settings
 from tests.faults.venues.rpc import PeerLostError
-from tests.faults.venues.trio import Trio
+from tests.faults.venues.pair import Pair
 
 POLICY = "p"
 NUM_CLIENTS = 6
@@ -83,7 +83,7 @@ class LightOptions:
 
 
 class LightRun:
-    """One policy on a `Trio`, its callers' notes and the calls still to be made."""
+    """One policy on a `Pair`, its callers' notes and the calls still to be made."""
 
     def __init__(self, options: LightOptions, root: Path) -> None:
         self.options, self.root = options, root
@@ -106,7 +106,7 @@ class LightRun:
         self._pool = ThreadPoolExecutor(NUM_CLIENTS)
         self._next_seq = 1
         _make_policy(self.settings)
-        self.trio = Trio(self.settings, options.patience_s)
+        self.pair = Pair(self.settings, options.patience_s)
 
     def play_segment(self) -> None:
         self.play(next(self.segments))
@@ -131,8 +131,8 @@ class LightRun:
         """Save the last checkpoint, stop everything and judge."""
         final = Call(number=1 << 30, kind=Kind.SAVE_CHECKPOINT, checkpoint_id="final")
         self.play([final])
-        self.trio.stop()
-        self.notes.errors += self.trio.failures
+        self.pair.stop()
+        self.notes.errors += self.pair.failures
         return judge(
             self.notes,
             read_journal(self.settings.database, POLICY),
@@ -143,10 +143,10 @@ class LightRun:
     def submit(self, call: Call, place: int) -> None:
         """Make one call, and cancel it at once where it says so."""
         try:
-            operation = self.trio.submit(self.submission(call, place))
+            operation = self.pair.submit(self.submission(call, place))
             self.notes.acknowledged(call, operation.operation_id, operation.seq)
             if call.is_cancelled:
-                self.trio.cancel(operation.operation_id)
+                self.pair.cancel(operation.operation_id)
         except (RatoonError, PeerLostError) as error:
             self.notes.errors.append(f"call {call.number} ({call.kind}) was refused: {error!r}")
             return
@@ -155,7 +155,7 @@ class LightRun:
         """Until the call has ended; note how."""
         for operation_id in sorted(self.notes.operations.get(call.number, ())):
             try:
-                operation = self.trio.end(operation_id)
+                operation = self.pair.end(operation_id)
             except (RatoonError, PeerLostError, TimeoutError) as error:
                 self.notes.errors.append(f"call {call.number} ({call.kind}) has no end: {error!r}")
                 continue
@@ -216,7 +216,7 @@ def light_run(options: LightOptions) -> Iterator[LightRun]:
     """A run in a folder of its own, which goes with it; its processes are up."""
     with tempfile.TemporaryDirectory(prefix="rt-faults-") as folder:
         run = LightRun(options, Path(folder))
-        with run.trio:
+        with run.pair:
             yield run
 
 
@@ -266,7 +266,7 @@ def _trainer_spec(spec: PolicySpec) -> TrainerSpec:
 
 
 def _make_policy(settings: Settings) -> None:
-    """What the coordinator writes when a policy is created."""
+    """What the engine writes when a policy is created."""
     settings.data_root.mkdir(parents=True)
     engine = open_database(f"sqlite:///{settings.database}")
     record = OperationRecord(

@@ -27,7 +27,7 @@ from tests.faults.venues.clients import PATIENCE_S, Player
 
 POINTS = tuple(point for point in CrashPoint if point.startswith("ingress-"))
 # Processes that come back by themselves.
-ROLES = ("worker", "controller", "coordinator", "replica", "proxy", "gateway", "metrics")
+ROLES = ("worker", "engine", "replica", "proxy", "gateway")
 # Ray's own: the service ends with each of them, and whoever watches over it starts it anew.
 RAY_ROLES = ("raylet", "head")
 EVENTS = (*ROLES, *POINTS, "outage", "service", *RAY_ROLES)

@@ -1,8 +1,7 @@
-"""The engine of one policy as three processes without Ray: journal, controller, worker.
+"""The engine of one policy, and its worker, as two processes without Ray.
 
-Enter settings, leaves a process that serves until it is killed. Invariant: what decides is the
-engine's own code; here is only what carries its calls, with the guarantees that Ray gives: a call
-of the journal is repeated until it is answered, one of a lost worker fails at once.
+What decides is the engine's own code; here is only what carries its calls, with the guarantee that
+Ray gives: a call of a lost worker fails at once.
 """
 
 from __future__ import annotations
@@ -18,11 +17,10 @@ from typing import Any
 from ratoon.config import CheckpointConfig, LimitsConfig
 from ratoon.engine.archive import ArchivedBodyFiles, BlobArchive, NoArchive
 from ratoon.engine.controller import Controller
-from ratoon.engine.crash_points import CrashPoint, make_reach
-from ratoon.engine.fenced import FencedStore
+from ratoon.engine.crash_points import make_reach
 from ratoon.engine.files import BodyFiles, policy_paths
 from ratoon.engine.policy_run import PolicyRun, Ports
-from ratoon.engine.store import SqlStore
+from ratoon.engine.store_calls import Journal
 from ratoon.engine.tables import open_database
 from ratoon.engine.tasks import WorkerLostError
 from ratoon.engine.types import PolicySpec
@@ -37,14 +35,12 @@ from tests.faults.builds import break_build
 from tests.faults.venues.power import record_syncs
 from tests.faults.venues.rpc import POOL, Peer, PeerLostError, Server
 
-_RETRY_S = 0.01
 _ASIDE = ("fence", "progress", "cancel", "write_snapshot")
-_JOURNALED = ("accept", "begin", "end", "cover")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the three processes share. `build`: the fault that they are built with, "": none."""
+    """What the two processes share. `build`: the fault that they are built with, "": none."""
 
     root: Path
     spec: PolicySpec
@@ -78,26 +74,6 @@ class Settings:
         return self.root / f"{name}.sock"
 
 
-def run_store(settings: Settings) -> None:
-    """The coordinator's part: the only process that opens the database."""
-    _begin(settings)
-    engine = open_database(f"sqlite:///{settings.database}")
-    fenced, store = FencedStore(engine), SqlStore(engine)
-    reach, lock = make_reach(settings.crash_points), threading.Lock()
-
-    def answer(name: str, args: tuple[Any, ...]) -> object:
-        method = getattr(fenced, name, None) or getattr(store, name)
-        with lock:
-            if name not in _JOURNALED:
-                return method(*args)
-            reach(CrashPoint(f"coordinator-before-{name}"))
-            value = method(*args)
-            reach(CrashPoint(f"coordinator-after-{name}"))
-            return value
-
-    Server(settings.socket("store"), answer).run()
-
-
 def run_worker(settings: Settings) -> None:
     """Trainer calls on one thread; those of `_ASIDE` do not wait for them."""
     _begin(settings)
@@ -113,8 +89,11 @@ def run_worker(settings: Settings) -> None:
     Server(settings.socket("worker"), answer).run()
 
 
-def run_controller(settings: Settings) -> None:
-    """Starts by itself, again after a failure, and answers callers meanwhile."""
+def run_engine(settings: Settings) -> None:
+    """The only process that opens the database.
+
+    Starts by itself, again after a failure, and answers callers meanwhile.
+    """
     _begin(settings)
     loop = asyncio.new_event_loop()
     controller = loop.run_until_complete(_make_controller(settings))
@@ -132,7 +111,7 @@ def run_controller(settings: Settings) -> None:
     def answer(name: str, args: tuple[Any, ...]) -> object:
         return asyncio.run_coroutine_threadsafe(ask(name, args), loop).result()
 
-    server = Server(settings.socket("controller"), answer)
+    server = Server(settings.socket("engine"), answer)
     threading.Thread(target=server.run, daemon=True).start()
     first = loop.create_task(start())
     first.add_done_callback(lambda done: done.exception())
@@ -142,7 +121,7 @@ def run_controller(settings: Settings) -> None:
 async def _make_controller(settings: Settings) -> Controller:
     paths = policy_paths(settings.data_root, settings.spec.policy_id)
     ports = Ports(
-        journal=RpcJournal(settings),  # pyright: ignore[reportArgumentType]
+        journal=Journal(open_database(f"sqlite:///{settings.database}")),
         worker=RpcWorker(settings),  # pyright: ignore[reportArgumentType]
         metrics=NoMetrics(),
         now=time.time,
@@ -191,28 +170,11 @@ class NoMetrics:
         """Nobody looks."""
 
 
-class RpcJournal:
-    """`Journal` at the store's process; a call is repeated until it is answered."""
-
-    def __init__(self, settings: Settings) -> None:
-        self._peer = Peer(settings.socket("store"))
-
-    def __getattr__(self, name: str) -> Any:
-        async def ask(*args: object) -> object:
-            while True:
-                try:
-                    return await _in_pool(self._peer, name, *args)
-                except PeerLostError:
-                    await asyncio.sleep(_RETRY_S)
-
-        return ask
-
-
 class RpcWorker:
     """`WorkerPort` at the worker's process.
 
     A file `held-<method>` in the root keeps the next call of that method on the way for ever, its
-    arguments in the file: a message of a controller that is dead when it arrives.
+    arguments in the file: a message of an engine that is dead when it arrives.
     """
 
     def __init__(self, settings: Settings) -> None:

@@ -105,7 +105,7 @@ class Admission:
                 if refusal is None:
                     raise
                 return refusal
-            self._run.reach(CrashPoint.CONTROLLER_AFTER_BODY)
+            self._run.reach(CrashPoint.ENGINE_AFTER_BODY)
         return None
 
     async def disk_refusal(self, wanted_bytes: int) -> RatoonError | None:
@@ -161,7 +161,7 @@ class Admission:
         return record
 
     async def _journal(self, record: OperationRecord, next_seq: int) -> None:
-        self._run.reach(CrashPoint.CONTROLLER_BEFORE_ACCEPT)
+        self._run.reach(CrashPoint.ENGINE_BEFORE_ACCEPT)
         try:
             await self._run.ports.journal.accept(self._run.token, record, next_seq)
         except (FencedError, RatoonError):
@@ -169,7 +169,7 @@ class Admission:
         except Exception as err:
             self._run.bodies.land(record.operation_id)
             raise JournalUnknownError(record.operation_id) from err
-        self._run.reach(CrashPoint.CONTROLLER_AFTER_ACCEPT)
+        self._run.reach(CrashPoint.ENGINE_AFTER_ACCEPT)
 
     def _seq(self, key: OperationKey) -> int:
         match key:

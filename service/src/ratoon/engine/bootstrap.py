@@ -1,8 +1,6 @@
-"""The engine's processes: up with one call, down with another.
+"""The engine up with one call, down with another.
 
-Enters the config in a process attached to Ray, leaves the coordinator and the metrics hub as
-detached actors, which bring policies back by themselves. Invariant: starting twice is starting
-once.
+Starting twice is starting once; the engine brings its policies back by itself.
 """
 
 # Ray's decorators are only partly typed.
@@ -18,17 +16,17 @@ import ray
 
 from ratoon.config import RatoonConfig
 from ratoon.engine.archive import check_store
-from ratoon.engine.coordinator_actor import CoordinatorActor
-from ratoon.engine.metrics_actor import MetricsActor
+from ratoon.engine.engine_actor import EngineActor
 from ratoon.engine.ray_calls import ActorLostError, ask, find_actor, kill_actor
-from ratoon.engine.settings import COORDINATOR_NAME, METRICS_NAME, EngineSettings
+from ratoon.engine.settings import ENGINE_NAME, EngineSettings
 
 if TYPE_CHECKING:
     from ray.actor import ActorProxy
 
-_MAX_CONCURRENCY = 10_000
-# For the coordinator's answers, beyond what it was given. One that waits for its database at its
-# start gives none.
+# Long polls wait inside the engine.
+_MAX_CONCURRENCY = 100_000
+# For the engine's answers, beyond what it was given. One that waits for its database at its start
+# gives none.
 _LATE_S = 15.0
 
 
@@ -36,29 +34,29 @@ def start_engine(config: RatoonConfig) -> None:
     """Start what is not running. Raises what opening the database and the object store raises."""
     settings = EngineSettings.from_config(config)
     check_store(settings.storage_url)
-    shared: dict[str, object] = {
-        "namespace": settings.namespace,
-        "lifetime": "detached",
-        "get_if_exists": True,
-        "num_cpus": 0,
-        "max_restarts": -1,
-        "max_task_retries": -1,
-    }
-    hub = ray.remote(MetricsActor).options(name=METRICS_NAME, **shared).remote()
-    ray.get(hub.render.remote())
-    coordinator = (
-        ray.remote(CoordinatorActor)
-        .options(name=COORDINATOR_NAME, max_concurrency=_MAX_CONCURRENCY, **shared)
+    engine = (
+        ray.remote(EngineActor)
+        .options(
+            name=ENGINE_NAME,
+            namespace=settings.namespace,
+            lifetime="detached",
+            get_if_exists=True,
+            num_cpus=0,
+            max_restarts=-1,
+            max_task_retries=-1,
+            max_concurrency=_MAX_CONCURRENCY,
+        )
         .remote(settings)
     )
-    ray.get(coordinator.recover.remote())
+    ray.get(engine.call.remote("recover"))
     # Loads torch, which the first caller of GetServerInfo would wait for; nobody waits here.
-    coordinator.backends.remote()
+    engine.call.remote("backends")
 
 
 def drain_engine(config: RatoonConfig) -> None:
     """Take nothing new, and wait until what runs has ended, `limits.drain_s` at most."""
-    asyncio.run(_drain(config.ray.namespace, config.limits.drain_s))
+    grace_s = config.limits.drain_s
+    asyncio.run(_tell(config.ray.namespace, grace_s + _LATE_S, "drain", grace_s))
 
 
 def stop_engine(config: RatoonConfig) -> None:
@@ -66,20 +64,16 @@ def stop_engine(config: RatoonConfig) -> None:
     asyncio.run(_stop(config.ray.namespace))
 
 
-async def _drain(namespace: str, grace_s: float) -> None:
-    found = find_actor(COORDINATOR_NAME, namespace)
+async def _stop(namespace: str) -> None:
+    await _tell(namespace, _LATE_S, "stop_policies")
+    await kill_actor(ENGINE_NAME, namespace)
+
+
+async def _tell(namespace: str, timeout_s: float, name: str, *args: object) -> None:
+    """Call a method of the engine, if there is one that answers."""
+    found = find_actor(ENGINE_NAME, namespace)
     if found is None:
         return
-    coordinator = cast("ActorProxy[CoordinatorActor]", found)
+    engine = cast("ActorProxy[EngineActor]", found)
     with suppress(ActorLostError, TimeoutError):
-        await asyncio.wait_for(ask(coordinator.drain.remote(grace_s)), grace_s + _LATE_S)
-
-
-async def _stop(namespace: str) -> None:
-    found = find_actor(COORDINATOR_NAME, namespace)
-    if found is not None:
-        coordinator = cast("ActorProxy[CoordinatorActor]", found)
-        with suppress(ActorLostError, TimeoutError):
-            await asyncio.wait_for(ask(coordinator.stop_policies.remote()), _LATE_S)
-    await kill_actor(COORDINATOR_NAME, namespace)
-    await kill_actor(METRICS_NAME, namespace)
+        await asyncio.wait_for(ask(engine.call.remote(name, *args)), timeout_s)

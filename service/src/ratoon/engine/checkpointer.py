@@ -78,6 +78,11 @@ class Checkpointer:
             landing.cancel()
             await asyncio.wait([landing])  # A cancel of who stops it is not taken for its own.
 
+    def abandon(self) -> None:
+        """The same, and wait for nothing."""
+        if self._landing is not None:
+            self._landing.cancel()
+
     def note(self, record: OperationRecord) -> None:
         """A sequenced operation has ended."""
         run, since = self._run, self._since
@@ -118,7 +123,7 @@ class Checkpointer:
             created_at=run.ports.now(),
             size_bytes=0,
         )
-        run.reach(CrashPoint.CONTROLLER_BEFORE_CHECKPOINT)
+        run.reach(CrashPoint.ENGINE_BEFORE_CHECKPOINT)
         try:
             digest = await run.ports.worker.snapshot(run.token)
         except RatoonError as error:
@@ -175,14 +180,14 @@ class Checkpointer:
             size_bytes = await run.ports.worker.write_snapshot(run.token, str(folder))
             await run.archive.keep_checkpoint(info.checkpoint_id)
             checkpoint = replace(checkpoint, info=replace(info, size_bytes=size_bytes))
-        run.reach(CrashPoint.CONTROLLER_BEFORE_COVER)
+        run.reach(CrashPoint.ENGINE_BEFORE_COVER)
         await self._cover(checkpoint)
-        run.reach(CrashPoint.CONTROLLER_AFTER_COLLECT)
+        run.reach(CrashPoint.ENGINE_AFTER_COLLECT)
 
     async def _cover(self, automatic: Checkpoint | None) -> None:
         run, keep = self._run, self._config.keep
         covered = await run.ports.journal.cover(run.token, run.policy_id, automatic, keep)
-        run.reach(CrashPoint.CONTROLLER_AFTER_COVER)
+        run.reach(CrashPoint.ENGINE_AFTER_COVER)
         await self._collect(covered)
 
     async def _collect(self, covered: Covered) -> None:

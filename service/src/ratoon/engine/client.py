@@ -1,7 +1,6 @@
-"""The engine as the wires see it: one object a process, from anywhere in the cluster.
+"""The engine as the wires see it: one object per process, from anywhere in the cluster.
 
-Enters validated values, leaves operations, manifests and bytes. Invariant: every failure is a
-`RatoonError`; a call that was begun is not undone by the caller's cancellation. No torch.
+Every failure is a `RatoonError`; a call that was begun is not undone by the caller's cancellation.
 """
 
 # Ray's decorators are only partly typed.
@@ -10,7 +9,8 @@ Enters validated values, leaves operations, manifests and bytes. Invariant: ever
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -18,12 +18,10 @@ from ray import ObjectRef
 
 from ratoon.engine.backends import BackendInfo
 from ratoon.engine.crash_points import CrashPoint, make_reach
-from ratoon.engine.faults import operation_not_found, policy_not_ready
 from ratoon.engine.files import PolicyPaths, read_result
-from ratoon.engine.journal import LIFE_KINDS, JournalAwayError
-from ratoon.engine.metrics_actor import RayMetricsSink, find_metrics
+from ratoon.engine.journal import JournalAwayError
 from ratoon.engine.ray_calls import ActorLostError, ask, find_actor
-from ratoon.engine.settings import COORDINATOR_NAME, EngineSettings, controller_name
+from ratoon.engine.settings import ENGINE_NAME, EngineSettings
 from ratoon.engine.types import (
     NOBODY,
     CheckpointInfo,
@@ -42,11 +40,8 @@ from ratoon.stream.versions import file_path, open_chunk, read_manifest
 if TYPE_CHECKING:
     from ray.actor import ActorProxy
 
-    from ratoon.engine.controller_actor import ControllerActor
-    from ratoon.engine.coordinator_actor import CoordinatorActor
-
-    Controller = ActorProxy[ControllerActor]
-    Coordinator = ActorProxy[CoordinatorActor]
+    from ratoon.engine.engine import Engine
+    from ratoon.engine.engine_actor import EngineActor
 
 _LOG = get_logger("client")
 _WATCH_S = 10.0
@@ -55,47 +50,45 @@ T = TypeVar("T")
 
 
 class EngineClient:
-    """Made by `connect` in a process that is attached to Ray."""
+    """`engine`: in this process, or as `connect` finds it."""
 
-    def __init__(self, coordinator: Coordinator, settings: EngineSettings) -> None:
-        self._coordinator = coordinator
+    def __init__(self, engine: Engine, settings: EngineSettings) -> None:
+        self._engine = engine
         self._settings = settings
-        self._controllers: dict[str, Controller] = {}
-        self._metrics = RayMetricsSink(settings.namespace)
         # Of requests, there are more than of anything else: they wait to be sent together.
         self._changes: list[Change] = []
+        self._sending: set[asyncio.Task[None]] = set()
         self._reach = make_reach(settings.crash_points)
 
     @classmethod
     async def connect(cls, namespace: str) -> EngineClient:
-        """Raises UNAVAILABLE where no engine runs under `namespace`."""
-        found = find_actor(COORDINATOR_NAME, namespace)
+        """In a process that is attached to Ray. Raises UNAVAILABLE where no engine runs."""
+        found = find_actor(ENGINE_NAME, namespace)
         if found is None:
             raise RatoonError(ErrorCode.UNAVAILABLE, f"no engine runs as {namespace}")
-        coordinator = cast("Coordinator", found)
-        return cls(coordinator, await _answer(coordinator.settings.remote()))
+        engine = cast("Engine", _Remote(cast("ActorProxy[EngineActor]", found)))
+        return cls(engine, await engine.settings())
 
     async def create_policy(self, spec: PolicySpec) -> Operation:
         """Raises POLICY_EXISTS, RESOURCE_EXHAUSTED, UNSUPPORTED; the same spec is a retry."""
-        return await _answer(self._coordinator.create_policy.remote(spec))
+        return await self._engine.create_policy(spec)
 
     async def delete_policy(self, policy_id: str) -> Operation:
         """Raises POLICY_NOT_FOUND, POLICY_NOT_READY while it is being created, POLICY_FAILED."""
-        return await _answer(self._coordinator.delete_policy.remote(policy_id))
+        return await self._engine.delete_policy(policy_id)
 
     async def get_policy(self, policy_id: str) -> Policy:
         """Raises POLICY_NOT_FOUND."""
-        return await _answer(self._coordinator.policy.remote(policy_id))
+        return await self._engine.policy(policy_id)
 
     async def list_policies(self) -> tuple[Policy, ...]:
         """Oldest first."""
-        return await _answer(self._coordinator.policies.remote())
+        return await self._engine.policies()
 
     async def submit(self, submission: Submission) -> Operation:
         """Accept a call durably. Raises as `Controller.submit`, and POLICY_NOT_FOUND."""
-        policy_id = submission.policy_id
         self._reach(CrashPoint.INGRESS_BEFORE_SUBMIT)
-        operation = await self._call(policy_id, lambda policy: policy.submit.remote(submission))
+        operation = await self._engine.submit(submission)
         self._reach(CrashPoint.INGRESS_AFTER_SUBMIT)
         return operation
 
@@ -104,18 +97,14 @@ class EngineClient:
 
         Raises OPERATION_NOT_FOUND, SEQ_GAP with `details.missing_seq`.
         """
-        return await self._operation(
-            operation_id,
-            lambda policy: policy.get_operation.remote(operation_id, wait_s),
-            lambda: self._coordinator.get_operation.remote(operation_id, wait_s),
-        )
+        return await self._engine.get_operation(operation_id, wait_s)
 
     async def watch_operation(self, operation_id: str) -> AsyncIterator[Operation]:
         """The operation now and at each change of state or progress, until it has ended."""
         seen = await self.get_operation(operation_id, 0.0)
         yield seen
         while not seen.state.is_final:
-            now = await self._change(seen)
+            now = await self._engine.watch_operation(seen, _WATCH_S)
             if now != seen:
                 yield now
             seen = now
@@ -125,45 +114,26 @@ class EngineClient:
 
         Raises OPERATION_NOT_FOUND, UNSUPPORTED for CreatePolicy and DeletePolicy.
         """
-        try:
-            policy_id = _policy_of(operation_id)
-            return await self._call(
-                policy_id, lambda policy: policy.cancel_operation.remote(operation_id)
-            )
-        except RatoonError as error:
-            if error.code not in _NOT_HERE:
-                raise
-            found = await self.get_operation(operation_id, 0.0)
-            if found.state.is_final:
-                return found
-            if found.kind not in LIFE_KINDS:
-                raise
-        raise RatoonError(ErrorCode.UNSUPPORTED, f"{found.kind} cannot be cancelled")
+        return await self._engine.cancel_operation(operation_id)
 
     async def put_upload_part(
         self, policy_id: str, upload_id: str, part_index: int, body: bytes, holder: Holder = NOBODY
     ) -> None:
         """Keep a part of a batch. Raises KEY_REUSED for other bytes, BODY_TOO_LARGE."""
-        await self._call(
-            policy_id,
-            lambda policy: policy.put_upload_part.remote(upload_id, part_index, body, holder),
-        )
+        await self._engine.put_upload_part(policy_id, upload_id, part_index, body, holder)
 
     async def get_upload_parts(self, policy_id: str, upload_id: str, num_parts: int) -> list[bytes]:
         """Parts 0 to num_parts - 1. Raises UPLOAD_NOT_FOUND naming the missing one."""
-        return await self._call(
-            policy_id, lambda policy: policy.get_upload_parts.remote(upload_id, num_parts)
-        )
+        return await self._engine.get_upload_parts(policy_id, upload_id, num_parts)
 
     async def list_checkpoints(self, policy_id: str) -> tuple[CheckpointInfo, ...]:
         """Callers' own, by seq. Raises POLICY_NOT_FOUND."""
-        await self.get_policy(policy_id)
-        known = await _answer(self._coordinator.checkpoints.remote(policy_id))
+        known = await self._engine.checkpoints(policy_id)
         return tuple(checkpoint.info for checkpoint in known if not checkpoint.is_automatic)
 
     async def weight_manifest(self, policy_id: str, version: int | None) -> WeightManifest:
         """Of a published version, None: the newest. Raises WEIGHTS_NOT_FOUND."""
-        return await self._call(policy_id, lambda policy: policy.weight_manifest.remote(version))
+        return await self._engine.weight_manifest(policy_id, version)
 
     async def fetch_chunk(self, policy_id: str, digest: str, offset: int, length: int) -> bytes:
         """Bytes [offset, offset + length) of a weights file or a result, fewer at its end.
@@ -195,18 +165,15 @@ class EngineClient:
 
     async def check_well(self) -> None:
         """Raises UNAVAILABLE where the engine is draining, or does not answer, or its database."""
-        await _answer(self._coordinator.check_well.remote())
+        await self._engine.check_well()
 
     async def backends(self) -> tuple[BackendInfo, ...]:
         """Kernel backends on the workers' device."""
-        return await _answer(self._coordinator.backends.remote())
+        return await self._engine.backends()
 
     async def metrics_text(self) -> bytes:
         """The totals of all processes, as Prometheus text. Raises UNAVAILABLE."""
-        hub = find_metrics(self._settings.namespace)
-        if hub is None:
-            raise RatoonError(ErrorCode.UNAVAILABLE, "the metrics hub is not there")
-        return await _answer(hub.render.remote())
+        return await self._engine.metrics_text()
 
     def record_metrics(self, changes: Sequence[Change]) -> None:
         """Send changes without waiting, those of `_RECORD_S` seconds together."""
@@ -216,7 +183,14 @@ class EngineClient:
 
     def _send_metrics(self) -> None:
         changes, self._changes = self._changes, []
-        self._metrics.send(changes)
+        sending = asyncio.get_running_loop().create_task(self._record(tuple(changes)))
+        self._sending.add(sending)
+        sending.add_done_callback(self._sending.discard)
+
+    async def _record(self, changes: tuple[Change, ...]) -> None:
+        """What cannot be sent is lost, as a metric may be."""
+        with suppress(RatoonError):
+            await self._engine.record_metrics(changes)
 
     async def _read(self, policy_id: str, read: Callable[[PolicyPaths], T]) -> T:
         """Read files in a thread; where they are not, say whether the policy is."""
@@ -228,75 +202,28 @@ class EngineClient:
                 await self.get_policy(policy_id)
             raise
 
-    async def _change(self, seen: Operation) -> Operation:
-        operation_id = seen.operation_id
-        return await self._operation(
-            operation_id,
-            lambda policy: policy.watch_operation.remote(seen, _WATCH_S),
-            lambda: self._coordinator.watch_operation.remote(seen, _WATCH_S),
-        )
 
-    async def _operation(
-        self,
-        operation_id: str,
-        of_policy: Callable[[Controller], ObjectRef[Operation]],
-        of_life: Callable[[], ObjectRef[Operation]],
-    ) -> Operation:
-        """Ask the policy's controller, then the coordinator: a life begins and ends without one."""
-        try:
-            return await self._call(_policy_of(operation_id), of_policy)
-        except RatoonError as error:
-            if error.code not in _NOT_HERE:
-                raise
-        return await _answer(of_life())
+class _Remote:
+    """The engine's methods by name, in its own process."""
 
-    async def _call(self, policy_id: str, call: Callable[[Controller], ObjectRef[T]]) -> T:
-        """Call a policy's controller; a handle to one that was replaced is looked up again once."""
-        known = self._controllers.get(policy_id)
-        if known is not None:
-            try:
-                return await _typed(call(known))
-            except ActorLostError:
-                del self._controllers[policy_id]
-        found = find_actor(controller_name(policy_id), self._settings.namespace)
-        if found is None:
-            policy = await self.get_policy(policy_id)
-            raise policy_not_ready(policy_id, policy.state, policy.failure)
-        controller = self._controllers[policy_id] = cast("Controller", found)
-        return await _answer(call(controller))
+    def __init__(self, actor: ActorProxy[EngineActor]) -> None:
+        self._actor = actor
 
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[object]]:
+        async def call(*args: object) -> object:
+            return await _answer(self._actor.call.remote(name, *args))
 
-# What a controller, or its absence, says of an operation that is not its own.
-_NOT_HERE = (
-    ErrorCode.OPERATION_NOT_FOUND,
-    ErrorCode.POLICY_NOT_FOUND,
-    ErrorCode.POLICY_NOT_READY,
-    ErrorCode.POLICY_FAILED,
-    ErrorCode.UNAVAILABLE,
-)
-
-
-def _policy_of(operation_id: str) -> str:
-    policy_id, dot, _ = operation_id.rpartition(".")
-    if not (policy_id and dot):
-        raise operation_not_found(operation_id)
-    return policy_id
+        return call
 
 
 async def _answer(reference: ObjectRef[T]) -> T:
     """Raises `RatoonError` alone."""
     try:
-        return await _typed(reference)
+        return await ask(reference)
+    except RatoonError:
+        raise
     except ActorLostError as err:
         raise RatoonError(ErrorCode.UNAVAILABLE, "the engine does not answer; try again") from err
-
-
-async def _typed(reference: ObjectRef[T]) -> T:
-    """Raises `RatoonError`, or `ActorLostError` where an actor on the way is lost."""
-    try:
-        return await ask(reference)
-    except (RatoonError, ActorLostError):
-        raise
     except JournalAwayError as err:
         raise RatoonError(ErrorCode.UNAVAILABLE, f"{err}; try again") from err
     except Exception as err:

@@ -1,7 +1,6 @@
 """The owner of one policy: takes submissions, runs them in seq order, answers for them.
 
-Enters submissions and questions from any number of callers, leaves operations. Invariant: an
-operation belongs to the controller, not to its caller: a caller that goes away changes nothing.
+An operation belongs to the controller, not to its caller: a caller that goes away changes nothing.
 
 States are the policy's: creating -> ready -> deleting, or failed where the loop cannot go on.
 Whatever the loop does not handle sends it back to `start_policy`, which believes the journal and
@@ -94,6 +93,11 @@ class Controller:
         self._is_draining = True
         self._turns.pause()
         await self._turns.stop(grace_s)
+        self._views.let_go()
+
+    def abandon(self) -> None:
+        """Stop at once and without a word, as a crash would; who waits is let go."""
+        self._turns.abandon()
         self._views.let_go()
 
     async def submit(self, submission: Submission) -> Operation:

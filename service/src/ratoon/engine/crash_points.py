@@ -1,7 +1,6 @@
 """Named moments at which a test may kill a process: one before and after each durable step.
 
-Enters a point that the code has come to, leaves nothing, or never returns. Invariant: a process
-that was given no folder is never killed here; no point is reached but through a `Reach`.
+A process that was given no folder is never killed here.
 
 A file of the point's name in the folder holds a count n, in decimal: from then on the n-th time
 that one process reaches the point it removes the file and kills itself with SIGKILL.
@@ -27,28 +26,20 @@ class CrashPoint(StrEnum):
 
     INGRESS_BEFORE_SUBMIT = "ingress-before-submit"
     INGRESS_AFTER_SUBMIT = "ingress-after-submit"
-    CONTROLLER_AFTER_BODY = "controller-after-body"
-    CONTROLLER_BEFORE_ACCEPT = "controller-before-accept"
-    CONTROLLER_AFTER_ACCEPT = "controller-after-accept"
-    CONTROLLER_BEFORE_BEGIN = "controller-before-begin"
-    CONTROLLER_AFTER_BEGIN = "controller-after-begin"
-    CONTROLLER_BEFORE_END = "controller-before-end"
-    CONTROLLER_AFTER_END = "controller-after-end"
-    CONTROLLER_BEFORE_PUBLISH = "controller-before-publish"
-    CONTROLLER_AFTER_PUBLISH = "controller-after-publish"
-    CONTROLLER_BEFORE_CHECKPOINT = "controller-before-checkpoint"
-    CONTROLLER_BEFORE_COVER = "controller-before-cover"
-    CONTROLLER_AFTER_COVER = "controller-after-cover"
-    CONTROLLER_AFTER_COLLECT = "controller-after-collect"
-    CONTROLLER_IN_REPLAY = "controller-in-replay"
-    COORDINATOR_BEFORE_ACCEPT = "coordinator-before-accept"
-    COORDINATOR_AFTER_ACCEPT = "coordinator-after-accept"
-    COORDINATOR_BEFORE_BEGIN = "coordinator-before-begin"
-    COORDINATOR_AFTER_BEGIN = "coordinator-after-begin"
-    COORDINATOR_BEFORE_END = "coordinator-before-end"
-    COORDINATOR_AFTER_END = "coordinator-after-end"
-    COORDINATOR_BEFORE_COVER = "coordinator-before-cover"
-    COORDINATOR_AFTER_COVER = "coordinator-after-cover"
+    ENGINE_AFTER_BODY = "engine-after-body"
+    ENGINE_BEFORE_ACCEPT = "engine-before-accept"
+    ENGINE_AFTER_ACCEPT = "engine-after-accept"
+    ENGINE_BEFORE_BEGIN = "engine-before-begin"
+    ENGINE_AFTER_BEGIN = "engine-after-begin"
+    ENGINE_BEFORE_END = "engine-before-end"
+    ENGINE_AFTER_END = "engine-after-end"
+    ENGINE_BEFORE_PUBLISH = "engine-before-publish"
+    ENGINE_AFTER_PUBLISH = "engine-after-publish"
+    ENGINE_BEFORE_CHECKPOINT = "engine-before-checkpoint"
+    ENGINE_BEFORE_COVER = "engine-before-cover"
+    ENGINE_AFTER_COVER = "engine-after-cover"
+    ENGINE_AFTER_COLLECT = "engine-after-collect"
+    ENGINE_IN_REPLAY = "engine-in-replay"
     WORKER_BEFORE_APPLY = "worker-before-apply"
     WORKER_IN_APPLY = "worker-in-apply"
     WORKER_AFTER_APPLY = "worker-after-apply"

@@ -123,9 +123,9 @@ class Executor:
         except RatoonError as error:
             return await self._skip(live, OperationState.FAILED, error)
         plan, started_at = decisions(task), run.ports.now()
-        run.reach(CrashPoint.CONTROLLER_BEFORE_BEGIN)
+        run.reach(CrashPoint.ENGINE_BEFORE_BEGIN)
         await run.ports.journal.begin(run.token, live.operation_id, started_at, plan, run.numerics)
-        run.reach(CrashPoint.CONTROLLER_AFTER_BEGIN)
+        run.reach(CrashPoint.ENGINE_AFTER_BEGIN)
         live.set_record(replace(live.record, plan=plan))
         live.start(started_at)
         run.send(telemetry.entered(live.record, JournalState.APPLYING))
@@ -185,9 +185,9 @@ class Executor:
             frees_window=closes and not run.replays,
             checkpoint=saved,
         )
-        run.reach(CrashPoint.CONTROLLER_BEFORE_END)
+        run.reach(CrashPoint.ENGINE_BEFORE_END)
         await run.ports.journal.end(run.token, run.policy_id, end)
-        run.reach(CrashPoint.CONTROLLER_AFTER_END)
+        run.reach(CrashPoint.ENGINE_AFTER_END)
         stepped = version != run.version
         run.version, run.max_version = version, max(run.max_version, version)
         await self._follow_window(live, state, closes=closes)

@@ -1,24 +1,20 @@
 """The journal's nouns: what is durably known of a policy and of each of its operations.
 
-Enters from controllers through the coordinator, kept by `store.SqlStore`. Invariant: a record moves
+Kept by `store.SqlStore` and `fenced.FencedStore`. Invariant: a record moves
 accepted -> applying -> applied | failed, or to cancelled before it is applied, and never back; only
 `JournalState.APPLIED` records have changed weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
 
-from ratoon.engine.checkpoints import Checkpoint, Covered
-from ratoon.engine.numerics import Numerics
+from ratoon.engine.checkpoints import Checkpoint
 from ratoon.engine.types import (
     Command,
     ForwardResult,
     Operation,
-    OperationKey,
     OperationKind,
     OperationResult,
     OperationState,
@@ -207,93 +203,6 @@ class PolicyHistory:
     records: tuple[OperationRecord, ...]
     checkpoints: tuple[Checkpoint, ...]
     kept_from_seq: int
-
-
-class Journal(Protocol):
-    """The durable side, as a controller sees it. Every write carries the controller's token.
-
-    Writes raise `FencedError` where a newer token is known, and may be repeated: a second time
-    changes nothing. They are durable when they return.
-    """
-
-    async def acquire(self, policy_id: str) -> int:
-        """A fencing token above every earlier one."""
-        ...
-
-    async def history(self, policy_id: str) -> PolicyHistory: ...
-
-    async def records_from(self, policy_id: str, seq: int) -> tuple[OperationRecord, ...]:
-        """Those of `seq` and after it, by seq."""
-        ...
-
-    async def bodies_in_use(self, policy_id: str) -> Mapping[str, str]:
-        """Digests by operation, of all that may run, or run again."""
-        ...
-
-    async def results_in_use(self, policy_id: str) -> frozenset[str]:
-        """Digests of the Forward results that kept plans name."""
-        ...
-
-    async def numerics(self, digest: str) -> Mapping[str, str]:
-        """The fields of a record's `numerics`; none where they are not known."""
-        ...
-
-    async def find_key(self, policy_id: str, key: OperationKey) -> OperationRecord | None: ...
-
-    async def find_operation(self, operation_id: str) -> OperationRecord | None: ...
-
-    async def accept(self, token: int, record: OperationRecord, next_seq: int) -> None: ...
-
-    async def begin(
-        self,
-        token: int,
-        operation_id: str,
-        started_at: float,
-        plan: dict[str, object] | None,
-        numerics: Numerics,
-    ) -> None:
-        """Raises `JournalConflictError` where the operation has ended."""
-        ...
-
-    async def end(self, token: int, policy_id: str, end: OperationEnd) -> None: ...
-
-    async def amend(self, token: int, operation_id: str, result: OperationResult) -> None:
-        """Replace the result of an applied operation (its publish time)."""
-        ...
-
-    async def cover(
-        self, token: int, policy_id: str, automatic: Checkpoint | None, keep: int
-    ) -> Covered:
-        """Add an automatic checkpoint, and free what the newest `keep` of all make superfluous."""
-        ...
-
-    async def rebase(
-        self, token: int, policy_id: str, digests: Mapping[int, str], numerics: Numerics
-    ) -> None:
-        """Replace weights digests by seq: the operations were run again under other numerics."""
-        ...
-
-    async def set_published(
-        self, token: int, policy_id: str, published: tuple[int, ...]
-    ) -> None: ...
-
-    async def set_policy(
-        self, token: int, policy_id: str, state: PolicyState, info: ModelInfo | None
-    ) -> None:
-        """The state, and that nothing is wrong with the policy any more."""
-        ...
-
-    async def fail(self, token: int, policy_id: str, failure: str) -> None:
-        """The policy is failed, and why."""
-        ...
-
-    async def roll_back(
-        self, token: int, policy_id: str, roll_back: RollBack
-    ) -> tuple[OperationRecord, ...]:
-        """Fail what is past the checkpoint; returns the records that changed."""
-        ...
-
-    async def checkpoints(self, policy_id: str) -> tuple[Checkpoint, ...]: ...
 
 
 def ended_progress(result: OperationResult | None) -> Progress:

@@ -14,10 +14,11 @@ from ratoon.engine.archive import Archive, NoArchive
 from ratoon.engine.claims import Claims
 from ratoon.engine.crash_points import Reach
 from ratoon.engine.files import BodyFiles, PolicyPaths
-from ratoon.engine.journal import Journal, OperationRecord
+from ratoon.engine.journal import OperationRecord
 from ratoon.engine.ledger import Ledger
 from ratoon.engine.numerics import Numerics
 from ratoon.engine.sequencer import Sequencer
+from ratoon.engine.store_calls import Journal
 from ratoon.engine.tasks import Outcome, WorkerPort
 from ratoon.engine.types import PolicySpec, PolicyState, Recovery
 from ratoon.engine.window import Window

@@ -65,7 +65,7 @@ class Publisher:
     async def publish(self) -> float:
         """Publish the current version; the seconds it took. Raises what the export raises."""
         run, started = self._run, time.perf_counter()
-        run.reach(CrashPoint.CONTROLLER_BEFORE_PUBLISH)
+        run.reach(CrashPoint.ENGINE_BEFORE_PUBLISH)
         await run.ports.worker.publish(
             run.token, run.version, str(run.paths.weights), run.ports.now()
         )
@@ -73,7 +73,7 @@ class Publisher:
         published = (*others, run.version)[-run.spec.keep_versions :]
         await run.ports.journal.set_published(run.token, run.policy_id, published)
         run.published = published
-        run.reach(CrashPoint.CONTROLLER_AFTER_PUBLISH)
+        run.reach(CrashPoint.ENGINE_AFTER_PUBLISH)
         await asyncio.to_thread(prune_versions, run.paths.weights, 1, published)
         return time.perf_counter() - started
 

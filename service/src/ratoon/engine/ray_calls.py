@@ -1,7 +1,4 @@
-"""Calls to actors: the actor's own exceptions come out, a lost actor is one exception.
-
-Enters a reference, leaves its value. Invariant: no exception of Ray itself passes through `ask`.
-"""
+"""Calls to actors: the actor's own exceptions come out, a lost actor is one exception."""
 
 # Ray's decorators are only partly typed.
 # pyright: reportUnknownMemberType=false

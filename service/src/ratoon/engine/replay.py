@@ -213,7 +213,7 @@ class _Again:
     async def pass_or_run(self, record: OperationRecord) -> None:
         """One operation, as the journal says it ended. Raises `RecoveryStoppedError`."""
         run = self._run
-        run.reach(CrashPoint.CONTROLLER_IN_REPLAY)
+        run.reach(CrashPoint.ENGINE_IN_REPLAY)
         if record.state is not JournalState.APPLIED or record.kind not in RUN_KINDS:
             await run.ports.worker.skip(run.token, record.seq, _journaled_outcome(record))
             return

@@ -1,8 +1,4 @@
-"""The part of the config that the engine's processes get, with every path absolute. No torch.
-
-Enters `RatoonConfig`, leaves to each actor by value. Invariant: nothing here is read from the
-environment again.
-"""
+"""The part of the config that the engine's processes get, with every path absolute."""
 
 from __future__ import annotations
 
@@ -14,12 +10,7 @@ from ratoon.engine.crash_points import FOLDER_NAME
 from ratoon.engine.files import PolicyPaths, policy_paths
 from ratoon.train.config import OptimizerStates
 
-COORDINATOR_NAME = "ratoon-coordinator"
-METRICS_NAME = "ratoon-metrics"
-
-
-def controller_name(policy_id: str) -> str:
-    return f"ratoon-controller-{policy_id}"
+ENGINE_NAME = "ratoon-engine"
 
 
 def worker_name(policy_id: str) -> str:

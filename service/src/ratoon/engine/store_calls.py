@@ -1,27 +1,31 @@
-"""The store from an event loop: on its one thread, and as often as it takes.
+"""The journal as the engine's event loop uses it: the store's methods, awaited.
 
-Enter calls of the store, leave their answers. Invariant: one call runs at a time, in the order in
-which they came; whether the database answers is known without asking it.
+They run on one thread, one at a time, in the order of their calls.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from functools import partial
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from sqlalchemy import Engine
 from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
+from ratoon.engine.fenced import FencedStore
 from ratoon.engine.journal import JournalAwayError
 from ratoon.engine.room import is_disk_full
+from ratoon.engine.store import SqlStore
 from ratoon.errors import RatoonError
 from ratoon.log import get_logger
 
 _LOG = get_logger("store")
 T = TypeVar("T")
+P = ParamSpec("P")
 _AWAY_S = 0.5
 _DISK_FULL_S = 2.0
 # How old what is known of the database may be, and how long its answer may take.
@@ -71,9 +75,76 @@ class StoreCalls:
         else:
             self._is_away = False
 
-    async def insist(self, call: Callable[[], T]) -> T:
-        """The same, for what nobody would ask for again: until it answers, and has room."""
-        return await until_room(lambda: self.once(call))
+
+def _awaited(
+    method: Callable[Concatenate[Any, P], T],
+) -> Callable[Concatenate[Journal, P], Coroutine[Any, Any, T]]:
+    """The same method of the store, awaited."""
+    name = method.__name__
+
+    async def call(self: Journal, *args: P.args, **kwargs: P.kwargs) -> T:
+        store = self.fenced if hasattr(FencedStore, name) else self.store
+        return await self.ask(name, partial(getattr(store, name), *args, **kwargs))
+
+    return call
+
+
+class Journal:
+    """What is durably known of policies and operations; docstrings are those of the store.
+
+    Writes of controllers carry their token and raise `FencedError` where a newer one is known. They
+    are durable when they return, and may be repeated: a second time changes nothing. All methods
+    raise `JournalAwayError` where the database does not answer.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.store, self.fenced = SqlStore(engine), FencedStore(engine)
+        self._calls = StoreCalls()
+
+    # One controller's, by its token.
+    acquire = _awaited(FencedStore.acquire)
+    set_policy = _awaited(FencedStore.set_policy)
+    fail = _awaited(FencedStore.fail)
+    set_published = _awaited(FencedStore.set_published)
+    accept = _awaited(FencedStore.accept)
+    begin = _awaited(FencedStore.begin)
+    end = _awaited(FencedStore.end)
+    amend = _awaited(FencedStore.amend)
+    cover = _awaited(FencedStore.cover)
+    rebase = _awaited(FencedStore.rebase)
+    roll_back = _awaited(FencedStore.roll_back)
+
+    # Policies coming and going.
+    insert_policy = _awaited(SqlStore.insert_policy)
+    fail_policy = _awaited(SqlStore.fail_policy)
+    mark_deleting = _awaited(SqlStore.mark_deleting)
+    remove_policy = _awaited(SqlStore.remove_policy)
+    end_life_operation = _awaited(SqlStore.end_life_operation)
+    forget_ended_lives = _awaited(SqlStore.forget_ended_lives)
+
+    # What everyone reads.
+    policy = _awaited(SqlStore.policy)
+    policies = _awaited(SqlStore.policies)
+    history = _awaited(SqlStore.history)
+    records_from = _awaited(SqlStore.records_from)
+    bodies_in_use = _awaited(SqlStore.bodies_in_use)
+    results_in_use = _awaited(SqlStore.results_in_use)
+    numerics = _awaited(SqlStore.numerics)
+    find_key = _awaited(SqlStore.find_key)
+    find_operation = _awaited(SqlStore.find_operation)
+    find_life = _awaited(SqlStore.find_life)
+    lives_without_policy = _awaited(SqlStore.lives_without_policy)
+    checkpoints = _awaited(SqlStore.checkpoints)
+    count_operations = _awaited(SqlStore.count_operations)
+
+    def check(self) -> None:
+        """Raises `JournalAwayError` by what was last met; waits for nothing."""
+        self._calls.check(self.store.look)
+
+    async def ask(self, name: str, call: Callable[[], T]) -> T:
+        """Run a method of the store, whose name is `name`."""
+        del name
+        return await self._calls.once(call)
 
 
 async def until_there(call: Callable[[], Awaitable[T]]) -> T:

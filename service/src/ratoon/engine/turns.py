@@ -94,6 +94,13 @@ class TurnLoop:
         await self._checkpointer.stop()
         self._end_publications(policy_not_ready(self._run.policy_id, self._run.state))
 
+    def abandon(self) -> None:
+        """Stop at once; what runs is left where it is."""
+        if self._task is not None:
+            self._task.cancel()
+        self._checkpointer.abandon()
+        self._end_publications(policy_not_ready(self._run.policy_id, self._run.state))
+
     def wake(self) -> None:
         """There may be something to do."""
         self._report()
@@ -141,7 +148,10 @@ class TurnLoop:
                 _LOG.warning("journal away", policy_id=self._run.policy_id, reason=str(err))
                 self._must_restart = True
                 await asyncio.sleep(_AWAY_S)
-            except Exception as err:  # noqa: BLE001 - the journal and the worker decide what is true
+            except (Exception, asyncio.CancelledError) as err:
+                # Whatever it is: the journal and the worker decide what is true.
+                if is_cancelled():
+                    raise
                 if is_room_awaited(err):
                     # Nothing is wrong with the policy: it goes on once there is room.
                     _LOG.error("no room", policy_id=self._run.policy_id, reason=str(err))
@@ -265,6 +275,12 @@ class TurnLoop:
         if counts != self._reported:
             self._reported = counts
             self._run.send(telemetry.open_operations(self._run.policy_id, *counts))
+
+
+def is_cancelled() -> bool:
+    """Whether this task is to end; a `CancelledError` may be of something that it waited for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _fail(futures: list[asyncio.Future[None]], error: RatoonError) -> None:

@@ -1,7 +1,7 @@
-"""Journal, controller and worker as processes that are killed and come back, and their callers.
+"""Engine and worker as processes that are killed and come back, and their callers.
 
-Enter settings, leaves answers. Invariant: journal and controller are started again whenever they
-end, as Ray does with its actors; a worker only where the controller asks for a new one.
+The engine is started again whenever it ends, as Ray does with its actor; a worker only where the
+engine asks for a new one.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from typing import Any
 
 from ratoon.engine.types import Operation, Submission
 from ratoon.errors import ErrorCode, RatoonError
-from tests.faults.venues.processes import Settings, run_controller, run_store, run_worker
+from tests.faults.venues.processes import Settings, run_engine, run_worker
 from tests.faults.venues.rpc import Peer, PeerLostError, Server
 
 ROLES: dict[str, Callable[[Settings], None]] = {
-    "store": run_store,
     "worker": run_worker,
-    "controller": run_controller,
+    "engine": run_engine,
 }
 PATIENCE_S = 600.0
 _POLL_S = 0.005
@@ -38,7 +37,7 @@ def fork_context() -> ForkServerContext:
     return context
 
 
-class Trio:
+class Pair:
     """Use it as a context manager: everything is killed at its end."""
 
     def __init__(self, settings: Settings, patience_s: float = PATIENCE_S) -> None:
@@ -51,11 +50,10 @@ class Trio:
         self._context = fork_context()
         self._lock = threading.RLock()
         self._processes: dict[str, ForkServerProcess] = {}
-        self._extra: list[ForkServerProcess] = []
         self._is_up = False
         self._supervisor = Server(settings.socket("supervisor"), self._answer)
 
-    def __enter__(self) -> Trio:
+    def __enter__(self) -> Pair:
         self.settings.crash_points.mkdir(parents=True, exist_ok=True)
         threading.Thread(target=self._supervisor.run, daemon=True).start()
         threading.Thread(target=self._watch, daemon=True).start()
@@ -67,7 +65,7 @@ class Trio:
         self._supervisor.close()
 
     def start(self) -> None:
-        """Until all three can be asked."""
+        """Until both can be asked."""
         with self._lock:
             for role in ROLES:
                 self._spawn(role)
@@ -76,13 +74,12 @@ class Trio:
             self._wait_for(role)
 
     def stop(self) -> None:
-        """Kill all three, and start none again."""
+        """Kill both, and start none again."""
         with self._lock:
             self._is_up = False
-            for process in [*self._processes.values(), *self._extra]:
+            for process in self._processes.values():
                 process.kill()
                 process.join()
-            self._extra.clear()
 
     def kill(self, role: str) -> None:
         with self._lock:
@@ -90,12 +87,6 @@ class Trio:
             if process.pid is not None and process.is_alive():
                 os.kill(process.pid, signal.SIGKILL)
             process.join()
-
-    def second_controller(self) -> None:
-        """Start another one beside the first, which is no longer watched."""
-        with self._lock:
-            self._extra.append(self._processes["controller"])
-            self._spawn("controller")
 
     def arm(self, point: str, count: int) -> None:
         """The process that reaches the point for the `count`-th time from now is killed."""
@@ -132,7 +123,7 @@ class Trio:
 
     def _insist(self, name: str, *args: object) -> Operation:
         peer, deadline = (
-            Peer(self.settings.socket("controller")),
+            Peer(self.settings.socket("engine")),
             time.monotonic() + self.patience_s,
         )
         while True:

@@ -1,8 +1,7 @@
-"""Lives of policies: create, delete, bring back after a restart; who may have how much.
+"""Create and delete policies, and bring them back after a restart of the engine.
 
-Enters specs and ids, leaves operations. Invariant: what was acknowledged is in the store, and a
-restarted coordinator finishes it: a policy that was being created is created, one that was being
-deleted is deleted.
+What was acknowledged is in the journal, and a restarted engine finishes it: a policy that was being
+created is created, one that was being deleted is deleted.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 from ratoon.config import LimitsConfig
 from ratoon.engine import telemetry
@@ -19,7 +19,6 @@ from ratoon.engine.archive import Archive
 from ratoon.engine.codec import hash_text, to_text
 from ratoon.engine.faults import draining, operation_not_found, policy_not_found, policy_not_ready
 from ratoon.engine.files import PolicyPaths, remove_policy_files
-from ratoon.engine.fleet_port import Fleet
 from ratoon.engine.journal import (
     NO_PROGRESS,
     JournalAwayError,
@@ -29,8 +28,7 @@ from ratoon.engine.journal import (
 )
 from ratoon.engine.ledger import Ledger, LiveOperation
 from ratoon.engine.room import disk_refusal
-from ratoon.engine.store import SqlStore
-from ratoon.engine.store_calls import StoreCalls, until_room, until_there
+from ratoon.engine.store_calls import Journal, until_room, until_there
 from ratoon.engine.types import (
     EmptyResult,
     FailedResult,
@@ -45,19 +43,45 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import get_logger
 from ratoon.metrics import MetricsSink, PolicyGone
 
-_LOG = get_logger("coordinator")
+_LOG = get_logger("lifecycle")
 # How long an answer is held back from those who wait while a controller is away.
 _AWAY_S = 0.5
 
 
-class Coordinator:
-    """Its methods run on one event loop; the store is called by `calls` alone."""
+class Fleet(Protocol):
+    """What runs policies: `controllers.Controllers`."""
+
+    async def check(self, spec: PolicySpec) -> None:
+        """Raises UNSUPPORTED, and RESOURCE_EXHAUSTED with what is wanted and free."""
+        ...
+
+    async def start(self, spec: PolicySpec) -> None:
+        """Start the policy's controller and worker, unless they run; it is ready then.
+
+        Raises `RatoonError` where the model cannot be loaded.
+        """
+        ...
+
+    async def stop(self, policy_id: str) -> None:
+        """End the policy's controller and worker, those that are there."""
+        ...
+
+    async def release(self, policy_id: str) -> None:
+        """End the policy's worker, if there is one, and give back what it holds."""
+        ...
+
+    async def drain(self, policy_id: str, grace_s: float) -> None:
+        """Let what the policy runs end within `grace_s` seconds, and begin nothing more."""
+        ...
+
+
+class Lifecycle:
+    """Its methods run on the engine's event loop."""
 
     def __init__(
         self,
         *,
-        store: SqlStore,
-        calls: StoreCalls,
+        journal: Journal,
         fleet: Fleet,
         metrics: MetricsSink,
         limits: LimitsConfig,
@@ -66,8 +90,7 @@ class Coordinator:
         archive_of: Callable[[PolicyPaths], Archive],
         now: Callable[[], float],
     ) -> None:
-        self._store = store
-        self._calls = calls
+        self._journal = journal
         self._fleet = fleet
         self._metrics = metrics
         self._limits = limits
@@ -79,14 +102,14 @@ class Coordinator:
         self._lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_draining = self._is_drained = False
-        # Those that may have processes; the database need not answer to end them.
+        # Those that may have a worker; the database need not answer to end them.
         self._policy_ids: set[str] = set()
 
     async def recover(self) -> None:
-        """Take up what an earlier coordinator left; returns before policies are loaded."""
-        for record in await self._calls.insist(self._store.lives_without_policy):
+        """Take up what an earlier engine left; returns before policies are loaded."""
+        for record in await until_room(self._journal.lives_without_policy):
             self._spawn(self._end_without_policy(self._ledger.add(record)))
-        for row in await self._calls.insist(self._store.policies):
+        for row in await until_room(self._journal.policies):
             policy_id = row.spec.policy_id
             self._policy_ids.add(policy_id)
             match row.state:
@@ -107,9 +130,14 @@ class Coordinator:
         for live in self._ledger.open_operations():
             live.wake()
 
+    def stop(self) -> None:
+        """Go on with nothing: the next engine does."""
+        for task in self._tasks:
+            task.cancel()
+
     @property
     def policy_ids(self) -> frozenset[str]:
-        """Of the policies that may have processes, by what this process has begun."""
+        """Of the policies that may have a worker, by what this engine has begun."""
         return frozenset(self._policy_ids)
 
     def check_taking(self) -> None:
@@ -120,7 +148,7 @@ class Coordinator:
     def check_well(self) -> None:
         """Raises UNAVAILABLE, `JournalAwayError`; by what is known, so it may be asked often."""
         self.check_taking()
-        self._calls.check(self._store.look)
+        self._journal.check()
 
     async def create_policy(self, spec: PolicySpec) -> Operation:
         """Begin to create a policy; the same spec again is the first operation's handle.
@@ -129,15 +157,15 @@ class Coordinator:
         """
         self.check_taking()
         async with self._lock:
-            row = await self._calls.once(lambda: self._store.policy(spec.policy_id))
+            row = await self._journal.policy(spec.policy_id)
             if row is not None:
                 return await self._existing(row, spec)
             await self._check_room()
             await self._fleet.check(spec)
             record = self._record(spec.policy_id, OperationKind.CREATE_POLICY, to_text(spec))
             horizon = self._now() - self._limits.result_ttl_s
-            await self._calls.once(lambda: self._store.forget_ended_lives(horizon))
-            await self._calls.once(lambda: self._store.insert_policy(spec, record))
+            await self._journal.forget_ended_lives(horizon)
+            await self._journal.insert_policy(spec, record)
             self._policy_ids.add(spec.policy_id)
             live = self._accepted(record)
         self._spawn(self._create(spec, live))
@@ -147,17 +175,17 @@ class Coordinator:
         """Begin to delete a policy and all its files. Raises POLICY_NOT_FOUND, POLICY_NOT_READY."""
         self.check_taking()
         async with self._lock:
-            row = await self._calls.once(lambda: self._store.policy(policy_id))
+            row = await self._journal.policy(policy_id)
             if row is None:
                 raise policy_not_found(policy_id)
             if row.state is PolicyState.CREATING:
                 raise policy_not_ready(policy_id, row.state)
             kind = OperationKind.DELETE_POLICY
-            first = await self._calls.once(lambda: self._store.find_life(policy_id, kind))
+            first = await self._journal.find_life(policy_id, kind)
             if first is not None:
                 return _view(first)
             record = self._record(policy_id, OperationKind.DELETE_POLICY, policy_id)
-            await self._calls.once(lambda: self._store.mark_deleting(policy_id, record))
+            await self._journal.mark_deleting(policy_id, record)
             live = self._accepted(record)
         self._spawn(self._delete(policy_id, live))
         return _view(live.record)
@@ -189,7 +217,7 @@ class Coordinator:
 
     async def policy(self, policy_id: str) -> PolicyRow:
         """Raises POLICY_NOT_FOUND."""
-        row = await self._calls.once(lambda: self._store.policy(policy_id))
+        row = await self._journal.policy(policy_id)
         if row is None:
             raise policy_not_found(policy_id)
         return row
@@ -198,7 +226,7 @@ class Coordinator:
         """An operation that is only in the store; if it is open, its controller is coming back."""
         if wait_s > 0:
             self._check_goes_on()
-        record = await self._calls.once(lambda: self._store.find_operation(operation_id))
+        record = await self._journal.find_operation(operation_id)
         if record is None:
             raise operation_not_found(operation_id)
         if not record.state.is_final:
@@ -213,7 +241,7 @@ class Coordinator:
     async def _existing(self, row: PolicyRow, spec: PolicySpec) -> Operation:
         """A retry of the same spec is the same operation."""
         kind, policy_id = OperationKind.CREATE_POLICY, spec.policy_id
-        first = await self._calls.once(lambda: self._store.find_life(policy_id, kind))
+        first = await self._journal.find_life(policy_id, kind)
         if first is None or row.spec != spec or row.state is PolicyState.DELETING:
             raise RatoonError(
                 ErrorCode.POLICY_EXISTS,
@@ -225,7 +253,7 @@ class Coordinator:
         return _view(first)
 
     async def _check_room(self) -> None:
-        used, limit = len(await self._calls.once(self._store.policies)), self._limits.max_policies
+        used, limit = len(await self._journal.policies()), self._limits.max_policies
         if used >= limit:
             raise RatoonError(
                 ErrorCode.RESOURCE_EXHAUSTED,
@@ -248,7 +276,7 @@ class Coordinator:
             await self._forget(policy_id, keep_operation_id=live.operation_id)
             await self._end(live, JournalState.FAILED, FailedResult(error=error.to_dict()))
             return
-        row = await self._calls.insist(lambda: self._store.policy(policy_id))
+        row = await until_room(lambda: self._journal.policy(policy_id))
         assert row is not None, "it is not deleted while it is created"
         await self._end(live, JournalState.APPLIED, PolicyResult(policy=row.to_policy()))
 
@@ -270,8 +298,8 @@ class Coordinator:
         paths = self._paths_of(policy_id)
         await self._archive_of(paths).forget()
         await asyncio.to_thread(remove_policy_files, paths)
-        await self._calls.insist(
-            lambda: self._store.remove_policy(policy_id, keep_operation_id=keep_operation_id)
+        await until_room(
+            lambda: self._journal.remove_policy(policy_id, keep_operation_id=keep_operation_id)
         )
         self._metrics.send([PolicyGone(policy_id=policy_id)])
 
@@ -281,27 +309,27 @@ class Coordinator:
         except Exception as err:  # noqa: BLE001 - one must not keep the others from coming back
             _LOG.exception("policy did not come back", policy_id=spec.policy_id)
             failure = _typed(err).message
-            await self._calls.insist(lambda: self._store.fail_policy(spec.policy_id, failure))
+            await until_room(lambda: self._journal.fail_policy(spec.policy_id, failure))
             await self._fleet.release(spec.policy_id)
 
     async def _resume_create(self, policy_id: str) -> LiveOperation:
         kind = OperationKind.CREATE_POLICY
-        record = await self._calls.insist(lambda: self._store.find_life(policy_id, kind))
+        record = await until_room(lambda: self._journal.find_life(policy_id, kind))
         assert record is not None, "a policy's life begins with a record"
         return self._ledger.add(record)
 
     async def _resume_delete(self, policy_id: str) -> LiveOperation:
         """The DeletePolicy that is open; where the last one failed, another one."""
         kind = OperationKind.DELETE_POLICY
-        record = await self._calls.insist(lambda: self._store.find_life(policy_id, kind))
+        record = await until_room(lambda: self._journal.find_life(policy_id, kind))
         if record is not None:
             return self._ledger.add(record)
         again = self._record(policy_id, kind, policy_id)
-        await self._calls.insist(lambda: self._store.mark_deleting(policy_id, again))
+        await until_room(lambda: self._journal.mark_deleting(policy_id, again))
         return self._accepted(again)
 
     async def _end_without_policy(self, live: LiveOperation) -> None:
-        """The policy went, and the coordinator before it could say so."""
+        """The policy went, and the engine before it could say so."""
         if live.record.kind is OperationKind.DELETE_POLICY:
             await self._end(live, JournalState.APPLIED, EmptyResult())
             return
@@ -310,9 +338,7 @@ class Coordinator:
 
     async def _end(self, live: LiveOperation, state: JournalState, result: OperationResult) -> None:
         operation_id, now = live.operation_id, self._now()
-        await self._calls.insist(
-            lambda: self._store.end_life_operation(operation_id, state, result, now)
-        )
+        await until_room(lambda: self._journal.end_life_operation(operation_id, state, result, now))
         live.end(state, result, now)
         self._ledger.settle(live)
         self._metrics.send(telemetry.entered(live.record, state))

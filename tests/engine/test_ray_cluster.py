@@ -1,14 +1,17 @@
-"""What a policy's trainer gets of the server's settings."""
+"""What an engine on Ray makes of its settings, and how long it waits for its database."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import psycopg
 import pytest
 from pydantic import ValidationError
+from sqlalchemy.exc import OperationalError
 
 from ratoon.config import load_config
-from ratoon.engine.fleet import RayFleet
+from ratoon.engine import ray_cluster
+from ratoon.engine.ray_cluster import RayCluster
 from ratoon.engine.settings import EngineSettings
 from ratoon.model.spec import ModelDtype
 from ratoon.train.config import OptimizerStates
@@ -22,21 +25,21 @@ def test_optimizer_states_of_the_config_reach_bfloat16_policies_alone(
     """Weights that are wider are their own masters."""
     monkeypatch.setenv("RATOON_WORKER__OPTIMIZER_STATES", kind.value)
     monkeypatch.setenv("RATOON_WORKER__DEVICE", "cpu")
-    fleet = RayFleet(EngineSettings.from_config(load_config(None)))
+    cluster = RayCluster(EngineSettings.from_config(load_config(None)))
     spec = policy_spec("p")
     for dtype, expected in (
         (ModelDtype.BFLOAT16, kind),
         (ModelDtype.FLOAT32, OptimizerStates.FP32),
     ):
-        trainer = fleet._trainer(replace(spec, model=replace(spec.model, dtype=dtype)))
+        trainer = cluster.trainer(replace(spec, model=replace(spec.model, dtype=dtype)))
         assert trainer.optimizer_states is expected
 
 
 def test_memory_of_the_host_reaches_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RATOON_WORKER__HOST_ACTIVATION_BYTES", str(7 * 2**30))
     monkeypatch.setenv("RATOON_WORKER__DEVICE", "cpu")
-    fleet = RayFleet(EngineSettings.from_config(load_config(None)))
-    assert fleet._trainer(policy_spec("p")).host_activation_bytes == 7 * 2**30
+    cluster = RayCluster(EngineSettings.from_config(load_config(None)))
+    assert cluster.trainer(policy_spec("p")).host_activation_bytes == 7 * 2**30
 
 
 def test_unknown_optimizer_states_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,10 +52,39 @@ def test_what_fits_is_chosen_where_the_server_says_nothing() -> None:
     """Of bfloat16 policies, by their trainer."""
     settings = EngineSettings.from_config(load_config(None))
     assert settings.optimizer_states is None
-    fleet, spec = RayFleet(replace(settings, device="cpu")), policy_spec("p")
+    cluster, spec = RayCluster(replace(settings, device="cpu")), policy_spec("p")
     for dtype, expected in (
         (ModelDtype.BFLOAT16, None),
         (ModelDtype.FLOAT32, OptimizerStates.FP32),
     ):
-        trainer = fleet._trainer(replace(spec, model=replace(spec.model, dtype=dtype)))
+        trainer = cluster.trainer(replace(spec, model=replace(spec.model, dtype=dtype)))
         assert trainer.optimizer_states is expected
+
+
+@pytest.mark.parametrize(
+    ("reason", "is_waited_for"),
+    [
+        ("connection refused", True),
+        ("FATAL: the database system is starting up", True),
+        ('FATAL: password authentication failed for user "r"', False),
+    ],
+)
+def test_a_database_server_that_is_away_at_start_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, reason: str, is_waited_for: bool
+) -> None:
+    """The engine ended after a minute, and nothing started it again."""
+    away = OperationalError("connect", {}, psycopg.OperationalError(reason))
+    answers: list[object] = [away, away, "engine"]
+
+    def open_database(_url: str) -> object:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(ray_cluster, "open_database", open_database)
+    if is_waited_for:
+        assert ray_cluster._open_database("postgresql://h/d") == "engine"
+    else:
+        with pytest.raises(OperationalError):
+            ray_cluster._open_database("postgresql://h/d")

@@ -14,12 +14,11 @@ from sqlalchemy.exc import OperationalError
 from ratoon.config import LimitsConfig
 from ratoon.engine import store_calls
 from ratoon.engine.archive import NoArchive
-from ratoon.engine.coordinator import Coordinator
 from ratoon.engine.fenced import FencedStore
 from ratoon.engine.files import make_policy_folders, policy_paths
 from ratoon.engine.journal import JournalAwayError, PolicyRow
-from ratoon.engine.store import SqlStore
-from ratoon.engine.store_calls import StoreCalls
+from ratoon.engine.lifecycle import Lifecycle
+from ratoon.engine.store_calls import Journal
 from ratoon.engine.tables import open_database
 from ratoon.engine.types import (
     EmptyResult,
@@ -79,16 +78,15 @@ class FakeFleet:
 class Town:
     def __init__(self, root: Path, max_policies: int = 2) -> None:
         self.root = root
-        self.engine = open_database("sqlite://")
-        self.store = SqlStore(self.engine)
-        self.fleet = FakeFleet(FencedStore(self.engine))
+        self.journal = Journal(open_database("sqlite://"))
+        self.store = self.journal.store
+        self.fleet = FakeFleet(self.journal.fenced)
         self.limits = LimitsConfig(max_policies=max_policies)
-        self.coordinator = self.new()
+        self.lifecycle = self.new()
 
-    def new(self) -> Coordinator:
-        return Coordinator(
-            store=self.store,
-            calls=StoreCalls(),
+    def new(self) -> Lifecycle:
+        return Lifecycle(
+            journal=self.journal,
             fleet=self.fleet,
             metrics=ListSink(),
             limits=self.limits,
@@ -99,7 +97,7 @@ class Town:
         )
 
     async def end(self, operation: Operation) -> Operation:
-        ended = await self.coordinator.get_operation(operation.operation_id, 5.0)
+        ended = await self.lifecycle.get_operation(operation.operation_id, 5.0)
         assert ended.state.is_final
         return ended
 
@@ -110,7 +108,7 @@ def town(tmp_path: Path) -> Town:
 
 
 async def test_a_created_policy_is_ready_and_its_operation_says_so(town: Town) -> None:
-    created = await town.coordinator.create_policy(policy_spec("a"))
+    created = await town.lifecycle.create_policy(policy_spec("a"))
     assert created.state is OperationState.QUEUED
     assert created.operation_id.startswith("a.")
     ended = await town.end(created)
@@ -121,82 +119,82 @@ async def test_a_created_policy_is_ready_and_its_operation_says_so(town: Town) -
 
 
 async def test_the_same_spec_again_is_the_same_operation(town: Town) -> None:
-    first = await town.coordinator.create_policy(policy_spec("a"))
-    again = await town.coordinator.create_policy(policy_spec("a"))
+    first = await town.lifecycle.create_policy(policy_spec("a"))
+    again = await town.lifecycle.create_policy(policy_spec("a"))
     assert again.operation_id == first.operation_id
     await town.end(first)
-    done = await town.coordinator.create_policy(policy_spec("a"))
+    done = await town.lifecycle.create_policy(policy_spec("a"))
     assert (done.operation_id, done.state) == (first.operation_id, OperationState.DONE)
     with pytest.raises(RatoonError) as caught:
-        await town.coordinator.create_policy(policy_spec("a", keep_versions=5))
+        await town.lifecycle.create_policy(policy_spec("a", keep_versions=5))
     assert caught.value.code is ErrorCode.POLICY_EXISTS
 
 
 async def test_a_policy_that_cannot_be_loaded_is_gone_and_may_be_tried_again(town: Town) -> None:
     town.fleet.fails = True
-    failed = await town.end(await town.coordinator.create_policy(policy_spec("a")))
+    failed = await town.end(await town.lifecycle.create_policy(policy_spec("a")))
     assert failed.state is OperationState.FAILED
     with pytest.raises(RatoonError) as caught:
-        await town.coordinator.policy("a")
+        await town.lifecycle.policy("a")
     assert caught.value.code is ErrorCode.POLICY_NOT_FOUND
     town.fleet.fails = False
-    again = await town.end(await town.coordinator.create_policy(policy_spec("a")))
+    again = await town.end(await town.lifecycle.create_policy(policy_spec("a")))
     assert again.state is OperationState.DONE
     assert again.operation_id != failed.operation_id
 
 
 async def test_more_policies_than_there_is_room_for_are_refused(town: Town) -> None:
     for name in ("a", "b"):
-        await town.coordinator.create_policy(policy_spec(name))
+        await town.lifecycle.create_policy(policy_spec(name))
     with pytest.raises(RatoonError) as caught:
-        await town.coordinator.create_policy(policy_spec("c"))
+        await town.lifecycle.create_policy(policy_spec("c"))
     assert caught.value.code is ErrorCode.RESOURCE_EXHAUSTED
     assert caught.value.details == {"resource": "policies", "wanted": "1", "free": "0"}
 
 
 async def test_what_the_fleet_refuses_leaves_no_policy(town: Town) -> None:
     with pytest.raises(RatoonError) as caught:
-        await town.coordinator.create_policy(policy_spec("a", num_workers=2))
+        await town.lifecycle.create_policy(policy_spec("a", num_workers=2))
     assert caught.value.code is ErrorCode.UNSUPPORTED
     assert town.store.policies() == ()
 
 
 async def test_a_deleted_policy_leaves_nothing_but_the_operation(town: Town) -> None:
-    await town.end(await town.coordinator.create_policy(policy_spec("a")))
+    await town.end(await town.lifecycle.create_policy(policy_spec("a")))
     make_policy_folders(policy_paths(town.root, "a"))
-    deletion = await town.coordinator.delete_policy("a")
+    deletion = await town.lifecycle.delete_policy("a")
     ended = await town.end(deletion)
     assert isinstance(ended.result, EmptyResult)
     assert (town.fleet.running, town.store.policies()) == (set(), ())
     assert list((town.root / "policies").iterdir()) == []
     with pytest.raises(RatoonError) as caught:
-        await town.coordinator.delete_policy("a")
+        await town.lifecycle.delete_policy("a")
     assert caught.value.code is ErrorCode.POLICY_NOT_FOUND
-    again = await town.end(await town.coordinator.create_policy(policy_spec("a")))
+    again = await town.end(await town.lifecycle.create_policy(policy_spec("a")))
     assert again.state is OperationState.DONE
 
 
 async def test_a_policy_that_is_being_created_is_not_deleted(town: Town) -> None:
     town.fleet.hold = asyncio.Event()
-    created = await town.coordinator.create_policy(policy_spec("a"))
+    created = await town.lifecycle.create_policy(policy_spec("a"))
     with pytest.raises(RatoonError) as caught:
-        await town.coordinator.delete_policy("a")
+        await town.lifecycle.delete_policy("a")
     assert caught.value.code is ErrorCode.POLICY_NOT_READY
-    seen = await town.coordinator.watch_operation(created, 1.0)
+    seen = await town.lifecycle.watch_operation(created, 1.0)
     assert seen.state is OperationState.RUNNING
     town.fleet.hold.set()
     assert (await town.end(created)).state is OperationState.DONE
 
 
-async def test_a_new_coordinator_finishes_what_the_old_one_acknowledged(town: Town) -> None:
-    await town.end(await town.coordinator.create_policy(policy_spec("a")))
+async def test_a_new_engine_finishes_what_the_old_one_acknowledged(town: Town) -> None:
+    await town.end(await town.lifecycle.create_policy(policy_spec("a")))
     town.fleet.hold = asyncio.Event()
-    created = await town.coordinator.create_policy(policy_spec("b"))
+    created = await town.lifecycle.create_policy(policy_spec("b"))
     await asyncio.sleep(0)
     town.fleet.running.clear()
     town.fleet.hold = None
-    town.coordinator = town.new()
-    await town.coordinator.recover()
+    town.lifecycle = town.new()
+    await town.lifecycle.recover()
     ended = await town.end(created)
     assert ended.state is OperationState.DONE
     await asyncio.sleep(0.05)
@@ -204,48 +202,48 @@ async def test_a_new_coordinator_finishes_what_the_old_one_acknowledged(town: To
 
 
 async def test_a_policy_that_does_not_come_back_is_failed_and_has_no_worker(town: Town) -> None:
-    await town.end(await town.coordinator.create_policy(policy_spec("a")))
+    await town.end(await town.lifecycle.create_policy(policy_spec("a")))
     town.fleet.fails = True
-    town.coordinator = town.new()
-    await town.coordinator.recover()
+    town.lifecycle = town.new()
+    await town.lifecycle.recover()
     await until(lambda: town.fleet.released)
-    assert (await town.coordinator.policy("a")).state is PolicyState.FAILED
+    assert (await town.lifecycle.policy("a")).state is PolicyState.FAILED
     assert town.fleet.released == {"a"}
 
 
 async def stuck_delete(town: Town) -> None:
-    await town.end(await town.coordinator.create_policy(policy_spec("a")))
+    await town.end(await town.lifecycle.create_policy(policy_spec("a")))
     town.fleet.is_stuck = True
-    failed = await town.end(await town.coordinator.delete_policy("a"))
+    failed = await town.end(await town.lifecycle.delete_policy("a"))
     assert failed.state is OperationState.FAILED
-    assert (await town.coordinator.policy("a")).state is PolicyState.DELETING
+    assert (await town.lifecycle.policy("a")).state is PolicyState.DELETING
     town.fleet.is_stuck = False
 
 
 async def test_a_delete_that_failed_may_be_asked_for_again(town: Town) -> None:
     await stuck_delete(town)
-    again = await town.end(await town.coordinator.delete_policy("a"))
+    again = await town.end(await town.lifecycle.delete_policy("a"))
     assert again.state is OperationState.DONE
     assert (town.fleet.running, town.store.policies()) == (set(), ())
 
 
 async def test_a_delete_that_failed_is_tried_again_at_start(town: Town) -> None:
-    """A policy being deleted whose DeletePolicy had ended kept the coordinator from starting."""
+    """A policy being deleted whose DeletePolicy had ended kept the engine from starting."""
     await stuck_delete(town)
-    town.coordinator = town.new()
-    await town.coordinator.recover()
+    town.lifecycle = town.new()
+    await town.lifecycle.recover()
     await until(lambda: not town.store.policies())
     assert (town.fleet.running, town.store.policies()) == (set(), ())
 
 
 async def test_a_delete_whose_end_was_not_journaled_ends_at_start(town: Town) -> None:
-    await town.end(await town.coordinator.create_policy(policy_spec("a")))
+    await town.end(await town.lifecycle.create_policy(policy_spec("a")))
     record = life_record("a", "a.delete", OperationKind.DELETE_POLICY)
     town.store.mark_deleting("a", record)
     town.store.remove_policy("a", keep_operation_id="a.delete")
-    town.coordinator = town.new()
-    await town.coordinator.recover()
-    ended = await town.coordinator.get_operation("a.delete", 5.0)
+    town.lifecycle = town.new()
+    await town.lifecycle.recover()
+    ended = await town.lifecycle.get_operation("a.delete", 5.0)
     assert ended.state is OperationState.DONE
 
 
@@ -262,63 +260,63 @@ async def test_a_database_that_is_away_is_waited_for(
             raise OperationalError("SELECT", {}, Exception("the server closed the connection"))
         return policies()
 
-    await town.end(await town.coordinator.create_policy(policy_spec("a")))
+    await town.end(await town.lifecycle.create_policy(policy_spec("a")))
     monkeypatch.setattr(town.store, "policies", away)
     with pytest.raises(JournalAwayError):
-        await town.coordinator.create_policy(policy_spec("b"))
+        await town.lifecycle.create_policy(policy_spec("b"))
     town.fleet.running.clear()
-    town.coordinator = town.new()
-    await town.coordinator.recover()
+    town.lifecycle = town.new()
+    await town.lifecycle.recover()
     await asyncio.sleep(0.05)
     assert town.fleet.running == {"a"}
 
 
 async def test_an_unknown_operation_is_not_found(town: Town) -> None:
     with pytest.raises(RatoonError) as caught:
-        await town.coordinator.get_operation("a.0", 0.0)
+        await town.lifecycle.get_operation("a.0", 0.0)
     assert caught.value.code is ErrorCode.OPERATION_NOT_FOUND
 
 
-async def test_a_coordinator_that_drains_takes_no_policy(town: Town) -> None:
-    await town.end(await town.coordinator.create_policy(policy_spec("a")))
-    town.coordinator.check_taking()
-    await town.coordinator.drain(2.5)
+async def test_an_engine_that_drains_takes_no_policy(town: Town) -> None:
+    await town.end(await town.lifecycle.create_policy(policy_spec("a")))
+    town.lifecycle.check_taking()
+    await town.lifecycle.drain(2.5)
     assert town.fleet.drained == [("a", 2.5)]
     for call in (
-        town.coordinator.create_policy(policy_spec("b")),
-        town.coordinator.delete_policy("a"),
+        town.lifecycle.create_policy(policy_spec("b")),
+        town.lifecycle.delete_policy("a"),
     ):
         with pytest.raises(RatoonError, match="draining"):
             await call
     with pytest.raises(RatoonError):
-        town.coordinator.check_taking()
-    assert (await town.coordinator.policy("a")).state is PolicyState.READY
+        town.lifecycle.check_taking()
+    assert (await town.lifecycle.policy("a")).state is PolicyState.READY
 
 
 async def test_who_waits_for_a_policy_is_let_go_at_the_end_of_a_drain(town: Town) -> None:
     town.fleet.hold = asyncio.Event()
-    created = await town.coordinator.create_policy(policy_spec("a"))
+    created = await town.lifecycle.create_policy(policy_spec("a"))
     await asyncio.sleep(0.01)
-    seen = await town.coordinator.get_operation(created.operation_id, 0.0)
+    seen = await town.lifecycle.get_operation(created.operation_id, 0.0)
     waits = [
-        asyncio.create_task(town.coordinator.get_operation(created.operation_id, 30.0)),
-        asyncio.create_task(_watched_to_the_end(town.coordinator, seen)),
+        asyncio.create_task(town.lifecycle.get_operation(created.operation_id, 30.0)),
+        asyncio.create_task(_watched_to_the_end(town.lifecycle, seen)),
     ]
     await asyncio.sleep(0.01)
-    await town.coordinator.drain(0.1)
+    await town.lifecycle.drain(0.1)
     for wait in waits:
         with pytest.raises(RatoonError, match="draining"):
             await wait
     # What is there is read; and the controller of an operation may be away already.
-    assert await town.coordinator.get_operation(created.operation_id, 0.0) == seen
+    assert await town.lifecycle.get_operation(created.operation_id, 0.0) == seen
     town.store.insert_policy(policy_spec("b"), life_record("b", "b.create"))
     with pytest.raises(RatoonError, match="draining"):
-        await town.coordinator.get_operation("b.create", 30.0)
+        await town.lifecycle.get_operation("b.create", 30.0)
 
 
-async def _watched_to_the_end(coordinator: Coordinator, seen: Operation) -> None:
+async def _watched_to_the_end(lifecycle: Lifecycle, seen: Operation) -> None:
     while not seen.state.is_final:
-        seen = await coordinator.watch_operation(seen, 30.0)
+        seen = await lifecycle.watch_operation(seen, 30.0)
 
 
 async def test_a_drain_needs_no_database(town: Town, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,15 +325,15 @@ async def test_a_drain_needs_no_database(town: Town, monkeypatch: pytest.MonkeyP
     def away() -> tuple[PolicyRow, ...]:
         raise OperationalError("SELECT", {}, Exception("the server closed the connection"))
 
-    await town.end(await town.coordinator.create_policy(policy_spec("a")))
-    await town.end(await town.coordinator.create_policy(policy_spec("b")))
-    await town.end(await town.coordinator.delete_policy("b"))
-    town.coordinator = town.new()
-    await town.coordinator.recover()
+    await town.end(await town.lifecycle.create_policy(policy_spec("a")))
+    await town.end(await town.lifecycle.create_policy(policy_spec("b")))
+    await town.end(await town.lifecycle.delete_policy("b"))
+    town.lifecycle = town.new()
+    await town.lifecycle.recover()
     monkeypatch.setattr(town.store, "policies", away)
-    await town.coordinator.drain(2.5)
+    await town.lifecycle.drain(2.5)
     assert town.fleet.drained == [("a", 2.5)]
-    assert town.coordinator.policy_ids == {"a"}
+    assert town.lifecycle.policy_ids == {"a"}
 
 
 async def test_a_policy_comes_back_once_a_full_disk_has_room(
@@ -343,7 +341,7 @@ async def test_a_policy_comes_back_once_a_full_disk_has_room(
 ) -> None:
     """It was left alone until somebody submitted to it, and who had waited waited on."""
     monkeypatch.setattr(store_calls, "_DISK_FULL_S", 0.01)
-    await town.end(await town.coordinator.create_policy(policy_spec("a")))
+    await town.end(await town.lifecycle.create_policy(policy_spec("a")))
     town.fleet.running.clear()
     acquire, refused = town.fleet.fenced.acquire, 0
 
@@ -355,11 +353,11 @@ async def test_a_policy_comes_back_once_a_full_disk_has_room(
         return acquire(policy_id)
 
     monkeypatch.setattr(town.fleet.fenced, "acquire", acquire_with_room)
-    town.coordinator = town.new()
-    await town.coordinator.recover()
+    town.lifecycle = town.new()
+    await town.lifecycle.recover()
     await asyncio.sleep(0.2)
     assert (refused, town.fleet.running) == (3, {"a"})
-    assert (await town.coordinator.policy("a")).state is PolicyState.READY
+    assert (await town.lifecycle.policy("a")).state is PolicyState.READY
 
 
 async def test_no_policy_is_begun_on_a_disk_that_is_nearly_full(
@@ -369,6 +367,6 @@ async def test_no_policy_is_begun_on_a_disk_that_is_nearly_full(
     with monkeypatch.context() as full:
         full.setattr(shutil, "disk_usage", lambda _: usage)
         with pytest.raises(RatoonError) as caught:
-            await town.coordinator.create_policy(policy_spec("a"))
+            await town.lifecycle.create_policy(policy_spec("a"))
     assert caught.value.details["resource"] == "disk"
-    await town.end(await town.coordinator.create_policy(policy_spec("a")))
+    await town.end(await town.lifecycle.create_policy(policy_spec("a")))

@@ -1,0 +1,157 @@
+"""The controllers of all policies: started once, kept apart, ended one by one.
+
+Each controller works in tasks of its own; what fails in one is the failure of its policy alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+from ratoon.engine.backends import BackendInfo
+from ratoon.engine.controller import Controller
+from ratoon.engine.faults import overtaken
+from ratoon.engine.tasks import WorkerPort
+from ratoon.engine.turns import is_cancelled
+from ratoon.engine.types import PolicySpec
+from ratoon.log import get_logger
+from ratoon.train.spec import TrainerSpec
+
+_LOG = get_logger("controllers")
+_SWEEP_S = 60.0
+# For what a policy that is deleted still runs.
+_GRACE_S = 10.0
+
+
+class Cluster(Protocol):
+    """Where workers run: `ray_cluster.RayCluster`."""
+
+    async def check(self, spec: PolicySpec) -> None:
+        """Raises UNSUPPORTED, and RESOURCE_EXHAUSTED with what is wanted and free."""
+        ...
+
+    def trainer(self, spec: PolicySpec) -> TrainerSpec:
+        """What the policy's worker is to load."""
+        ...
+
+    def worker(self, policy_id: str) -> WorkerPort:
+        """A policy's worker; no process is started before it is fenced."""
+        ...
+
+    async def end_worker(self, policy_id: str) -> None:
+        """End the policy's worker, if there is one, and give back what it holds."""
+        ...
+
+    async def backends(self) -> tuple[BackendInfo, ...]:
+        """Of the workers' device, asked for in a process that ends afterwards."""
+        ...
+
+
+class Controllers:
+    """By policy id. `make` gives a policy's controller, which has not been started."""
+
+    def __init__(self, make: Callable[[PolicySpec], Controller], cluster: Cluster) -> None:
+        self._make = make
+        self._cluster = cluster
+        self._kept: dict[str, _Kept] = {}
+
+    async def check(self, spec: PolicySpec) -> None:
+        """See `Cluster.check`."""
+        await self._cluster.check(spec)
+
+    async def start(self, spec: PolicySpec) -> None:
+        """Start the policy's controller, unless it runs; it is ready then.
+
+        Raises `RatoonError` where the model cannot be loaded.
+        """
+        kept = self._kept.get(spec.policy_id)
+        if kept is None:
+            kept = self._kept[spec.policy_id] = _Kept(self._make(spec))
+        await kept.started()
+
+    async def find(self, policy_id: str) -> Controller | None:
+        """The policy's controller once it has started. Raises what its start raises."""
+        kept = self._kept.get(policy_id)
+        return None if kept is None else await kept.started()
+
+    def find_started(self, policy_id: str) -> Controller | None:
+        """The policy's controller, if it has started: a question is not held up by a start."""
+        kept = self._kept.get(policy_id)
+        return kept.controller if kept is not None and kept.is_started else None
+
+    async def stop(self, policy_id: str) -> None:
+        """End the policy's controller and worker, those that are there."""
+        kept = self._kept.get(policy_id)
+        if kept is not None:
+            try:
+                await asyncio.wait_for(kept.controller.close(_GRACE_S), 2 * _GRACE_S)
+            except TimeoutError:
+                _LOG.warning("controller did not close", policy_id=policy_id)
+        await self.end(policy_id)
+
+    async def end(self, policy_id: str) -> None:
+        """The same without a word, as a crash would."""
+        kept = self._kept.pop(policy_id, None)
+        if kept is not None:
+            kept.abandon()
+        await self._cluster.end_worker(policy_id)
+
+    async def release(self, policy_id: str) -> None:
+        """End the policy's worker, if there is one, and give back what it holds."""
+        await self._cluster.end_worker(policy_id)
+
+    async def drain(self, policy_id: str, grace_s: float) -> None:
+        """Let what the policy runs end within `grace_s` seconds, and begin nothing more."""
+        kept = self._kept.get(policy_id)
+        if kept is None:
+            return
+        try:
+            await asyncio.wait_for(kept.controller.drain(grace_s), grace_s + _GRACE_S)
+        except TimeoutError:
+            _LOG.warning("controller did not drain", policy_id=policy_id)
+
+
+class _Kept:
+    """One controller, and the tasks that start it and sweep its files."""
+
+    def __init__(self, controller: Controller) -> None:
+        self.controller = controller
+        self._start: asyncio.Task[None] | None = None
+        self._sweep = asyncio.get_running_loop().create_task(self._sweep_often())
+
+    @property
+    def is_started(self) -> bool:
+        return self._start is not None and self._start.done()
+
+    async def started(self) -> Controller:
+        """The first caller starts it, the others wait for it. Raises `RatoonError`."""
+        start = self._start
+        if start is None:
+            start = self._start = asyncio.get_running_loop().create_task(self.controller.start())
+        try:
+            await asyncio.shield(start)
+        except asyncio.CancelledError:
+            if not start.cancelled() or is_cancelled():
+                raise
+            raise overtaken() from None
+        except Exception:
+            if self._start is start:
+                self._start = None  # The next caller tries again.
+            raise
+        return self.controller
+
+    def abandon(self) -> None:
+        """Cancel all that runs."""
+        self._sweep.cancel()
+        if self._start is not None:
+            self._start.cancel()
+        self.controller.abandon()
+
+    async def _sweep_often(self) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            try:
+                await self.controller.sweep()
+            except Exception:  # noqa: BLE001 - what is not deleted now is deleted later
+                _LOG.exception("sweep failed")

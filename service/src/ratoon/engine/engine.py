@@ -1,0 +1,242 @@
+"""The engine: all that the wires may ask, in one process that owns the journal and all controllers.
+
+A call that names a policy goes to its controller; lifecycle operations, and those whose controller
+is not up, to `lifecycle`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+from ratoon.engine import telemetry
+from ratoon.engine.archive import ArchivedBodyFiles, open_archive
+from ratoon.engine.backends import BackendInfo
+from ratoon.engine.checkpoints import Checkpoint
+from ratoon.engine.controller import Controller
+from ratoon.engine.controllers import Cluster, Controllers
+from ratoon.engine.crash_points import make_reach
+from ratoon.engine.faults import operation_not_found, policy_not_ready
+from ratoon.engine.files import BodyFiles
+from ratoon.engine.journal import LIFE_KINDS, JournalAwayError
+from ratoon.engine.lifecycle import Lifecycle
+from ratoon.engine.policy_run import PolicyRun, Ports
+from ratoon.engine.settings import EngineSettings
+from ratoon.engine.store_calls import Journal, until_room
+from ratoon.engine.types import Holder, Operation, Policy, PolicySpec, Submission
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon.metrics import Change, MetricsTotals
+from ratoon.stream.manifest import WeightManifest
+
+# How long a call waits for an engine that has just started to know its policies.
+_RECOVER_S = 5.0
+# What a controller says of an operation that is not its own, or that it answers for no more.
+_NOT_HERE = (
+    ErrorCode.OPERATION_NOT_FOUND,
+    ErrorCode.POLICY_NOT_READY,
+    ErrorCode.POLICY_FAILED,
+    ErrorCode.UNAVAILABLE,
+)
+
+
+class Engine:
+    """Its methods may be called concurrently on one event loop."""
+
+    def __init__(self, settings: EngineSettings, journal: Journal, cluster: Cluster) -> None:
+        self._settings = settings
+        self._journal = journal
+        self._cluster = cluster
+        self._metrics = MetricsTotals()
+        self._reach = make_reach(settings.crash_points)
+        self._controllers = Controllers(self._make_controller, cluster)
+        self._lifecycle = Lifecycle(
+            journal=journal,
+            fleet=self._controllers,
+            metrics=self._metrics,
+            limits=settings.limits,
+            data_root=settings.data_root,
+            paths_of=settings.paths,
+            archive_of=lambda paths: open_archive(settings.storage_url, paths),
+            now=time.time,
+        )
+        self._recovering: asyncio.Task[None] | None = None
+        self._backends: asyncio.Task[tuple[BackendInfo, ...]] | None = None
+
+    async def recover(self) -> None:
+        """Take up what an earlier engine left, once; waits for the database, not for policies."""
+        if self._recovering is None:
+            self._recovering = asyncio.get_running_loop().create_task(self._recover())
+        await asyncio.shield(self._recovering)
+
+    async def settings(self) -> EngineSettings:
+        return self._settings
+
+    async def create_policy(self, spec: PolicySpec) -> Operation:
+        """See `Lifecycle.create_policy`."""
+        await self._recovered()
+        return await self._lifecycle.create_policy(spec)
+
+    async def delete_policy(self, policy_id: str) -> Operation:
+        """See `Lifecycle.delete_policy`."""
+        await self._recovered()
+        return await self._lifecycle.delete_policy(policy_id)
+
+    async def policy(self, policy_id: str) -> Policy:
+        """Raises POLICY_NOT_FOUND."""
+        return (await self._lifecycle.policy(policy_id)).to_policy()
+
+    async def policies(self) -> tuple[Policy, ...]:
+        """Oldest first."""
+        return tuple(row.to_policy() for row in await self._journal.policies())
+
+    async def submit(self, submission: Submission) -> Operation:
+        """See `Controller.submit`; raises POLICY_NOT_FOUND too."""
+        return await (await self._controller(submission.policy_id)).submit(submission)
+
+    async def get_operation(self, operation_id: str, wait_s: float) -> Operation:
+        """Once it has ended, or after `wait_s` seconds. Raises OPERATION_NOT_FOUND, SEQ_GAP."""
+        return await self._operation(
+            operation_id,
+            lambda controller: controller.get_operation(operation_id, wait_s),
+            lambda: self._lifecycle.get_operation(operation_id, wait_s),
+        )
+
+    async def watch_operation(self, seen: Operation, wait_s: float) -> Operation:
+        """Once it differs from `seen`, or after `wait_s` seconds."""
+        return await self._operation(
+            seen.operation_id,
+            lambda controller: controller.watch_operation(seen, wait_s),
+            lambda: self._lifecycle.watch_operation(seen, wait_s),
+        )
+
+    async def cancel_operation(self, operation_id: str) -> Operation:
+        """Ask an operation to stop before it changes weights; one that has ended stays as it is.
+
+        Raises OPERATION_NOT_FOUND, UNSUPPORTED for CreatePolicy and DeletePolicy.
+        """
+        try:
+            controller = await self._controller(_policy_of(operation_id))
+            return await controller.cancel_operation(operation_id)
+        except RatoonError as error:
+            if error.code not in (*_NOT_HERE, ErrorCode.POLICY_NOT_FOUND):
+                raise
+            found = await self.get_operation(operation_id, 0.0)
+            if found.state.is_final:
+                return found
+            if found.kind not in LIFE_KINDS:
+                raise
+        raise RatoonError(ErrorCode.UNSUPPORTED, f"{found.kind} cannot be cancelled")
+
+    async def put_upload_part(
+        self, policy_id: str, upload_id: str, part_index: int, body: bytes, holder: Holder
+    ) -> None:
+        """See `Controller.put_upload_part`."""
+        controller = await self._controller(policy_id)
+        await controller.put_upload_part(upload_id, part_index, body, holder)
+
+    async def get_upload_parts(self, policy_id: str, upload_id: str, num_parts: int) -> list[bytes]:
+        """See `Controller.get_upload_parts`."""
+        return await (await self._controller(policy_id)).get_upload_parts(upload_id, num_parts)
+
+    async def checkpoints(self, policy_id: str) -> tuple[Checkpoint, ...]:
+        """By seq. Raises POLICY_NOT_FOUND."""
+        await self._lifecycle.policy(policy_id)
+        return await self._journal.checkpoints(policy_id)
+
+    async def weight_manifest(self, policy_id: str, version: int | None) -> WeightManifest:
+        """See `Controller.weight_manifest`."""
+        return await (await self._controller(policy_id)).weight_manifest(version)
+
+    async def check_well(self) -> None:
+        """Raises UNAVAILABLE where the engine drains, or its database does not answer."""
+        self._lifecycle.check_well()
+
+    async def backends(self) -> tuple[BackendInfo, ...]:
+        """Of the workers' device; asked for once, for all who ask."""
+        if self._backends is None or (self._backends.done() and self._backends.exception()):
+            self._backends = asyncio.get_running_loop().create_task(self._cluster.backends())
+        return await asyncio.shield(self._backends)
+
+    async def record_metrics(self, changes: Sequence[Change]) -> None:
+        """Changes that other processes have counted."""
+        self._metrics.send(changes)
+
+    async def metrics_text(self) -> bytes:
+        """Of all processes, as Prometheus text."""
+        return await asyncio.to_thread(self._metrics.render)
+
+    async def drain(self, grace_s: float) -> None:
+        """Take nothing more, and let what runs end within `grace_s` seconds."""
+        await self._lifecycle.drain(grace_s)
+
+    async def stop_policies(self) -> None:
+        """End all controllers and workers; the journal keeps what it knows of them."""
+        self._lifecycle.stop()
+        for policy_id in self._lifecycle.policy_ids:
+            await self._controllers.end(policy_id)
+
+    async def _recover(self) -> None:
+        counts = await until_room(self._journal.count_operations)
+        self._metrics.send(telemetry.journal_counts(counts))
+        await self._lifecycle.recover()
+
+    async def _recovered(self) -> None:
+        """Raises `JournalAwayError` where the engine has not read its journal in time."""
+        try:
+            await asyncio.wait_for(self.recover(), _RECOVER_S)
+        except TimeoutError:
+            raise JournalAwayError("the engine still reads its journal") from None
+
+    async def _controller(self, policy_id: str) -> Controller:
+        """Once it has started. Raises POLICY_NOT_FOUND, POLICY_NOT_READY, POLICY_FAILED."""
+        await self._recovered()
+        controller = await self._controllers.find(policy_id)
+        if controller is None:
+            row = await self._lifecycle.policy(policy_id)
+            raise policy_not_ready(policy_id, row.state, row.failure)
+        return controller
+
+    async def _operation(
+        self,
+        operation_id: str,
+        of_policy: Callable[[Controller], Awaitable[Operation]],
+        of_life: Callable[[], Awaitable[Operation]],
+    ) -> Operation:
+        controller = self._controllers.find_started(_policy_of(operation_id))
+        if controller is not None:
+            try:
+                return await of_policy(controller)
+            except RatoonError as error:
+                if error.code not in _NOT_HERE:
+                    raise
+        return await of_life()
+
+    def _make_controller(self, spec: PolicySpec) -> Controller:
+        settings = self._settings
+        paths = settings.paths(spec.policy_id)
+        archive = open_archive(settings.storage_url, paths)
+        run = PolicyRun(
+            spec=spec,
+            trainer=self._cluster.trainer(spec),
+            ports=Ports(
+                journal=self._journal,
+                worker=self._cluster.worker(spec.policy_id),
+                metrics=self._metrics,
+                now=time.time,
+            ),
+            limits=settings.limits,
+            checkpoints=settings.checkpoints,
+            paths=paths,
+            bodies=ArchivedBodyFiles(paths, archive) if settings.storage_url else BodyFiles(paths),
+            archive=archive,
+            reach=self._reach,
+        )
+        return Controller(run)
+
+
+def _policy_of(operation_id: str) -> str:
+    policy_id, dot, _ = operation_id.rpartition(".")
+    if not (policy_id and dot):
+        raise operation_not_found(operation_id)
+    return policy_id

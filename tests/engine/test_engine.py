@@ -1,0 +1,282 @@
+"""An engine of several policies in this process: what fails in one is felt by no other."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from ratoon.config import RatoonConfig
+from ratoon.engine import turns
+from ratoon.engine.backends import BackendInfo
+from ratoon.engine.engine import Engine
+from ratoon.engine.journal import JournalAwayError
+from ratoon.engine.settings import EngineSettings
+from ratoon.engine.store_calls import Journal
+from ratoon.engine.tables import open_database
+from ratoon.engine.turns import TurnLoop
+from ratoon.engine.types import (
+    Operation,
+    OperationState,
+    PolicySpec,
+    PolicyState,
+    SeqKey,
+    Submission,
+)
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon.train.spec import TrainerSpec
+from tests.engine.fake_trainer import Faults, number_body
+from tests.engine.harness import PATIENCE_S, RATE, policy_spec, trainer_spec, update
+from tests.engine.local_ports import LocalWorker
+from tests.until import until
+
+NAMES = ("a", "b")
+
+
+class LocalCluster:
+    """Workers of this process, by policy; they outlive an engine."""
+
+    def __init__(self) -> None:
+        self.workers: dict[str, LocalWorker] = {}
+        self.num_backends = 0
+
+    async def check(self, spec: PolicySpec) -> None:
+        """There is room."""
+
+    def trainer(self, spec: PolicySpec) -> TrainerSpec:
+        return trainer_spec(spec)
+
+    def worker(self, policy_id: str) -> LocalWorker:
+        worker = self.workers.setdefault(policy_id, LocalWorker(Faults()))
+        worker.policy_id = policy_id
+        return worker
+
+    async def end_worker(self, policy_id: str) -> None:
+        if policy_id in self.workers:
+            await self.workers[policy_id].release()
+
+    async def backends(self) -> tuple[BackendInfo, ...]:
+        self.num_backends += 1
+        await asyncio.sleep(0.01)
+        return ()
+
+
+class House:
+    """Engines, one after the other, over the same journal, files and workers."""
+
+    def __init__(self, root: Path) -> None:
+        self.settings = EngineSettings.from_config(RatoonConfig(data_root=root))
+        self.journal = Journal(open_database(self.settings.database_url))
+        self.cluster = LocalCluster()
+        self.engine = self.new()
+
+    def new(self) -> Engine:
+        return Engine(self.settings, self.journal, self.cluster)
+
+    async def start(self) -> None:
+        await self.engine.recover()
+        for name in NAMES:
+            created = await self.engine.create_policy(policy_spec(name))
+            assert (await self.end(created)).state is OperationState.DONE
+
+    async def crash(self) -> None:
+        """The engine's process is killed, and the next one starts."""
+        await self.leave()
+        self.engine = self.new()
+
+    async def leave(self) -> None:
+        self.engine._lifecycle.stop()
+        for kept in self.engine._controllers._kept.values():
+            kept.abandon()
+        await asyncio.sleep(0)
+
+    async def update(self, policy_id: str, seq: int, number: float | None = None) -> Operation:
+        number = seq if number is None else number
+        body = number_body(number)
+        return await self.engine.submit(
+            Submission(policy_id=policy_id, key=SeqKey(seq=seq), command=update(number), body=body)
+        )
+
+    async def end(self, operation: Operation) -> Operation:
+        while not operation.state.is_final:
+            operation = await self.engine.get_operation(operation.operation_id, PATIENCE_S)
+        return operation
+
+    async def done(self, policy_id: str, seq: int) -> None:
+        """An update, to its end; what may be asked again is."""
+        while True:
+            try:
+                ended = await self.end(await self.update(policy_id, seq))
+            except RatoonError as error:
+                assert error.retryable, error
+                await asyncio.sleep(0.01)
+            else:
+                assert ended.state is OperationState.DONE, ended
+                return
+
+    def weights(self, policy_id: str) -> list[tuple[list[float], float]]:
+        return self.cluster.workers[policy_id].trainer.weights
+
+
+@pytest.fixture
+async def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[House]:
+    monkeypatch.setattr(turns, "_BACKOFF_S", 0.001)
+    house = House(tmp_path)
+    await house.start()
+    yield house
+    for worker in house.cluster.workers.values():
+        for hold in worker._faults.holds.values():
+            hold.set()
+    await house.leave()
+
+
+def fail_turns(
+    monkeypatch: pytest.MonkeyPatch,
+    policy_id: str,
+    error: BaseException,
+    is_over: Callable[[], bool],
+) -> None:
+    """Turns of one policy raise `error` instead of being taken, until it is over."""
+    take = TurnLoop._take_one
+
+    async def take_or_fail(self: TurnLoop) -> bool:
+        if self._run.policy_id == policy_id and not is_over():
+            raise error
+        return await take(self)
+
+    monkeypatch.setattr(TurnLoop, "_take_one", take_or_fail)
+
+
+@pytest.mark.parametrize("error", [ValueError("of its own"), asyncio.CancelledError()])
+async def test_a_controller_that_fails_is_begun_anew_and_the_others_go_on(
+    house: House, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """A cancelled future that it waited for ended the loop without a word."""
+    failures = iter([False, False, True])
+    fail_turns(monkeypatch, "a", error, lambda: next(failures, True))
+    operation = await house.update("a", 1)
+    await house.done("b", 1)
+    assert (await house.end(operation)).state is OperationState.DONE
+    assert house.weights("a") == house.weights("b") == [([1.0], RATE)]
+
+
+async def test_a_controller_that_fails_for_good_is_the_failure_of_its_policy_alone(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_turns(monkeypatch, "a", ValueError("of its own"), lambda: False)
+    await house.update("a", 1)
+    await until(lambda: house.cluster.workers["a"].is_released)
+    with pytest.raises(RatoonError) as caught:
+        await house.update("a", 2)
+    assert caught.value.code is ErrorCode.POLICY_FAILED
+    assert (await house.engine.policy("a")).state is PolicyState.FAILED
+    await house.done("b", 1)
+    assert (await house.engine.policy("b")).state is PolicyState.READY
+    monkeypatch.undo()
+    await house.crash()
+    # What was accepted before has failed with the worker.
+    await house.done("a", 2)
+
+
+async def test_a_worker_that_hangs_holds_its_policy_alone(house: House) -> None:
+    faults = house.cluster.workers["a"]._faults
+    hold = faults.holds[1.0] = threading.Event()
+    running = await house.update("a", 1)
+    await house.done("b", 1)
+    assert not (await house.engine.get_operation(running.operation_id, 0.0)).state.is_final
+    hold.set()
+    assert (await house.end(running)).state is OperationState.DONE
+
+
+async def test_an_engine_that_was_killed_leaves_nothing_to_run_again(house: House) -> None:
+    """The worker ends the operation meanwhile; the next engine reads its outcome."""
+    faults = house.cluster.workers["a"]._faults
+    hold = faults.holds[1.0] = threading.Event()
+    running, queued = await house.update("a", 1), await house.update("a", 2)
+    await until(lambda: house.cluster.workers["a"].core.progress().micro_batches_done)
+    await house.crash()
+    hold.set()
+    # Before it has read its journal.
+    again = await house.update("a", 2)
+    assert again.operation_id == queued.operation_id
+    for operation in (running, queued):
+        assert (await house.end(operation)).state is OperationState.DONE
+    assert house.weights("a") == [([1.0], RATE), ([2.0], RATE)]
+    assert len(house.cluster.workers["a"].trainers) == 1
+    await house.done("b", 1)
+
+
+async def test_calls_of_an_engine_that_cannot_read_its_journal_are_refused_in_time(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await house.crash()
+    monkeypatch.setattr("ratoon.engine.engine._RECOVER_S", 0.05)
+    never = asyncio.Event()
+
+    async def hang() -> object:
+        await never.wait()
+        return {}
+
+    monkeypatch.setattr(house.journal, "count_operations", hang)
+    with pytest.raises(JournalAwayError, match="still reads"):
+        await house.update("a", 1)
+    never.set()
+    await house.done("a", 1)
+
+
+async def test_counters_of_a_new_engine_are_the_journals(house: House) -> None:
+    line = b'ratoon_operations_total{kind="update",state="done"} 2.0'
+    for name in NAMES:
+        await house.done(name, 1)
+    await until(lambda: line in house.engine._metrics.render())
+    await house.crash()
+    await house.engine.recover()
+    assert line in await house.engine.metrics_text()
+
+
+async def test_a_policy_that_is_deleted_while_it_starts_is_deleted(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waits for its start is told to ask again, and hears that it is gone."""
+    await house.crash()
+    entered, never = asyncio.Event(), asyncio.Event()
+
+    async def hang(_token: int) -> object:
+        entered.set()
+        return await never.wait()
+
+    monkeypatch.setattr(house.cluster.workers["a"], "fence", hang)
+    await house.engine.recover()
+    waiting = asyncio.create_task(house.update("a", 1))
+    await entered.wait()
+    deletion = await house.engine.delete_policy("a")
+    with pytest.raises(RatoonError) as caught:
+        await waiting
+    assert caught.value.retryable
+    assert (await house.end(deletion)).state is OperationState.DONE
+    with pytest.raises(RatoonError) as caught:
+        await house.update("a", 1)
+    assert caught.value.code is ErrorCode.POLICY_NOT_FOUND
+    await house.done("b", 1)
+
+
+async def test_callers_that_ask_for_backends_at_once_share_one_process(house: House) -> None:
+    """Two hundred clients that connected at once started two hundred processes that load torch."""
+    await asyncio.gather(*(house.engine.backends() for _ in range(20)))
+    assert house.cluster.num_backends == 1
+
+
+async def test_thousands_wait_for_one_operation(house: House) -> None:
+    faults = house.cluster.workers["a"]._faults
+    hold = faults.holds[1.0] = threading.Event()
+    running = await house.update("a", 1)
+    waits = [
+        asyncio.create_task(house.engine.get_operation(running.operation_id, PATIENCE_S))
+        for _ in range(3000)
+    ]
+    await house.done("b", 1)
+    hold.set()
+    assert {operation.state for operation in await asyncio.gather(*waits)} == {OperationState.DONE}
