@@ -130,7 +130,7 @@ class Strike:
         self._machine.crashes.armed.clear()
 
 
-STRIKES = ("archive away", "cancel", "end", "controller-after-end", "worker-after-apply")
+STRIKES = ("archive away", "cancel", "end", "engine-after-end", "worker-after-apply")
 MORE_STRIKES = (
     "publish refused",
     "publish broken",
