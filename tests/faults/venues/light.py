@@ -61,9 +61,9 @@ from tests.faults.judge.calls import (
 )
 from tests.faults.judge.history import Notes, Told, Verdict, read_journal
 from tests.faults.judge.oracle import Oracle, judge, loss_request
+from tests.faults.venues.pair import Pair
 from tests.faults.venues.processes import Settings
 from tests.faults.venues.rpc import PeerLostError
-from tests.faults.venues.pair import Pair
 
 POLICY = "p"
 NUM_CLIENTS = 6
