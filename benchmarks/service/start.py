@@ -1,0 +1,201 @@
+"""Seconds from `ratoon serve` to the first update of a model of a size, cold and warm, by parts.
+
+The model has random weights, made here. The service is started twice on one folder: the second time
+finds what the first has compiled, and files that the system still has in memory.
+
+    python -m benchmarks.service.start --out benchmarks/results/h200/start.json
+    python -m benchmarks.service.start --draft --device cpu
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.common.command import is_for_gpu, make_parser
+from benchmarks.common.document import aligned
+from benchmarks.common.forests import PAPER_LENGTHS
+from benchmarks.step.rollouts import Group
+from benchmarks.step.sizes import QWEN3_1_7B, QWEN3_8B, TINY, ModelSize
+from benchmarks.step.subjects import build_module
+from benchmarks.step.timing import release
+from harness.gpu_results import write_result
+from harness.service import Service
+from ratoon_client import Group as Rollouts
+from ratoon_client import Loss, Optim, RatoonClient, group, rollout
+from ratoon_client.policy_options import ModelDtype
+
+MODEL, POLICY = "model", "start"
+PATIENCE_S = 1800.0
+# Of a warm start, all three together, of Qwen3-8B.
+TARGET_S = 75.0
+SIZES = {size.name: size for size in (QWEN3_8B, QWEN3_1_7B, TINY)}
+# What the worker logs of itself, and of a creation.
+_EVENT = re.compile(r"\{.*\}")
+_EVENTS = ("worker started", "policy loaded", "version published")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is started. `optimizer_states`: of bfloat16 weights alone."""
+
+    model: ModelSize
+    dtype: ModelDtype
+    group: Group
+    optimizer_states: str
+    num_threads: int
+
+
+FULL = Plan(
+    model=QWEN3_8B,
+    dtype="bfloat16",
+    group=Group(prompt=5059, responses=PAPER_LENGTHS),
+    optimizer_states="bf16_8bit",
+    num_threads=8,
+)
+SMALL = Plan(
+    model=TINY,
+    dtype="float32",
+    group=Group(prompt=24, responses=(5, 3, 7, 2)),
+    optimizer_states="auto",
+    num_threads=1,
+)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--model", choices=SIZES, help="another size than the plan's")
+    parser.add_argument("--root", type=Path, help="work below this folder: /dev/shm, say")
+    args = parser.parse_args(arguments)
+    if args.report is not None:
+        result = json.loads(args.report.read_text(encoding="utf-8"))
+    else:
+        result = _measure(args)
+    print("\n".join(format_table(result)))
+
+
+def _measure(args: argparse.Namespace) -> dict[str, Any]:
+    plan = FULL if is_for_gpu(args) else SMALL
+    if args.model is not None:
+        plan = replace(plan, model=SIZES[args.model])
+    with tempfile.TemporaryDirectory(prefix="rt-", dir=args.root) as folder:
+        result = measure(plan, args.device, Path(folder), args.seed)
+    if args.out is not None:
+        write_result(args.out, result, seed=args.seed)
+    return result
+
+
+def measure(plan: Plan, device: str, root: Path, seed: int) -> dict[str, Any]:
+    """Both starts; `total_s` is of the warm one. Raises what the service or its client raises."""
+    target = torch.device(device)
+    module = build_module(plan.model, target, getattr(torch, plan.dtype), seed)
+    module.save_pretrained(root / "models" / MODEL)
+    del module
+    release(target)
+    starts = {name: _start(plan, device, root, seed) for name in ("cold", "warm")}
+    return {"total_s": starts["warm"]["total_s"], "plan": asdict(plan), "starts": starts}
+
+
+def _start(plan: Plan, device: str, root: Path, seed: int) -> dict[str, Any]:
+    states = {"optimizer_states": plan.optimizer_states}
+    settings: dict[str, object] = {
+        "crash_points": False,
+        "log_level": "INFO",
+        "worker": {"device": device, "num_threads": plan.num_threads, **states},
+        "ray": {"num_cpus": max(2, plan.num_threads), "temp_folder": str(root / "ray")},
+    }
+    with ExitStack() as opened:
+        log = root / "service.log"
+        logged = log.stat().st_size if log.exists() else 0
+        begin = time.monotonic()
+        service = opened.enter_context(Service(root, **settings))
+        serve_s = time.monotonic() - begin
+        client = opened.enter_context(RatoonClient(service.grpc, timeout_s=PATIENCE_S))
+        begin = time.monotonic()
+        client.create_policy(
+            POLICY, model_folder=MODEL, dtype=plan.dtype, seed=seed, recovery="replay"
+        ).result(PATIENCE_S)
+        create_s = time.monotonic() - begin
+        # What has come up by now is written.
+        time.sleep(1.0)
+        events = _events(log.read_bytes()[logged:].decode("utf-8", "replace"))
+        begin = time.monotonic()
+        update = client.policy(POLICY).update(
+            [_rollouts(plan, seed)], loss=Loss("grpo"), optim=Optim(learning_rate=1e-6)
+        )
+        report = update.result(PATIENCE_S).report
+        first_update_s = time.monotonic() - begin
+        client.delete_policy(POLICY).result(PATIENCE_S)
+    create = {name: value for event in events.values() for name, value in event.items()}
+    check = report.self_check
+    return {
+        "total_s": serve_s + create_s + first_update_s,
+        "serve_s": serve_s,
+        "create_s": create_s,
+        "first_update_s": first_update_s,
+        "create": {**create, "other_s": create_s - sum(create.values())},
+        "first_update": {
+            **{f"{name}_s": value for name, value in asdict(report.seconds).items()},
+            "self_check_s": 0.0 if check is None else check.seconds,
+        },
+    }
+
+
+def _events(log: str) -> dict[str, Mapping[str, float]]:
+    """The seconds that each event has, by its name; the first of each."""
+    found: dict[str, Mapping[str, float]] = {}
+    for line in log.splitlines():
+        matched = _EVENT.search(line)
+        if matched is None or not any(name in line for name in _EVENTS):
+            continue
+        event = json.loads(matched.group())
+        seconds = {name: float(value) for name, value in event.items() if name.endswith("_s")}
+        found.setdefault(str(event["event"]), seconds)
+    return found
+
+
+def _rollouts(plan: Plan, seed: int) -> Rollouts:
+    rng, vocab_size = np.random.default_rng(seed), plan.model.vocab_size
+    return group(
+        "start",
+        rng.integers(0, vocab_size, plan.group.prompt),
+        [
+            rollout(
+                response=rng.integers(0, vocab_size, length),
+                sampler_logprobs=rng.normal(-np.log(vocab_size), 0.1, length),
+                reward=float(rng.normal()),
+            )
+            for length in plan.group.responses
+        ],
+    )
+
+
+def format_table(result: dict[str, Any]) -> list[str]:
+    """For a terminal."""
+    starts = result["starts"]
+    names = ("total_s", "serve_s", "create_s", "first_update_s")
+    rows = [["", *starts]]
+    rows += [[name, *(f"{start[name]:.1f}" for start in starts.values())] for name in names]
+    for part in ("create", "first_update"):
+        for name in starts["warm"][part]:
+            values = [f"{start[part].get(name, 0.0):.2f}" for start in starts.values()]
+            rows.append([f"  {part}: {name}", *values])
+    plan = result["plan"]
+    wanted = f", wanted <= {TARGET_S:g}" if plan["model"]["name"] == QWEN3_8B.name else ""
+    return [f"{plan['model']['name']} in {plan['dtype']}{wanted}", *aligned(rows)]
+
+
+if __name__ == "__main__":
+    main()
