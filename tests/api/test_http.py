@@ -196,7 +196,7 @@ async def test_events_follow_an_operation_to_its_end(api: Api) -> None:
     await api.engine.set(replace(running, state=OperationState.RUNNING, progress=progress))
     await asyncio.sleep(0.4)
     await api.engine.release()
-    events = await watching
+    events = await asyncio.wait_for(watching, 10)
     assert [name for name, _ in events] == ["operation"] * len(events)
     assert [data["state"] for _, data in events] == ["queued", "running", "done"]
     assert events[1][1]["progress"]["micro_batches_planned"] == 4

@@ -99,7 +99,7 @@ async def test_a_revoked_key_sees_no_more_of_a_watch(
 
     revoking = asyncio.create_task(revoke())
     headers = {"Authorization": f"Bearer {key}"}
-    async with guarded.client.stream("GET", url, headers=headers, timeout=120.0) as response:
+    async with guarded.client.stream("GET", url, headers=headers, timeout=5.0) as response:
         lines += [line async for line in response.aiter_lines()]
     await revoking
     assert lines[0] == "event: operation"

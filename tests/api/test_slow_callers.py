@@ -18,18 +18,14 @@ from ratoon.api.grpc import front, intake
 from ratoon.api.grpc.server import start_server
 from ratoon.api.grpc.servicer import PolicyServicer
 from ratoon.api.http.app import create_app
-from ratoon.api.http.edge_budget import EdgeBounds
 from ratoon_proto.v1 import operation_pb2, service_pb2
 from ratoon_proto.v1.service_pb2_grpc import PolicyServiceStub
 from tests.api import requests
 from tests.api.conftest import MAX_BODY_BYTES, MAX_MESSAGE_BYTES, Api
 from tests.api.open_gate import OPEN_GATE
 from tests.api.served import served
-from tests.until import until
 
 MIB = 2**20
-# Only what hangs takes that long.
-HANG_S = 120.0
 PATH = f"/v1/policies/{requests.POLICY}/update"
 HEADERS = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
@@ -42,7 +38,7 @@ async def _answer(port: int, *parts: bytes, pause_s: float = 0.0) -> bytes:
         await asyncio.sleep(pause_s)
     answer = b""
     try:
-        while data := await asyncio.wait_for(reader.read(MIB), HANG_S):
+        while data := await asyncio.wait_for(reader.read(MIB), 5.0):
             answer += data
             if b"\r\n\r\n" in answer and answer.endswith(b"}"):
                 break
@@ -57,7 +53,7 @@ async def test_headers_that_do_not_come_end_the_connection(api: Api, sent: bytes
     async with served(api.app, headers_s=0.2) as port:
         begin = time.monotonic()
         assert await _answer(port, sent) == b""
-        assert 0.2 <= time.monotonic() - begin < EdgeBounds().headers_s
+        assert 0.2 <= time.monotonic() - begin < 4.0
 
 
 async def test_a_second_request_has_as_long_and_no_longer(api: Api) -> None:
@@ -66,10 +62,10 @@ async def test_a_second_request_has_as_long_and_no_longer(api: Api) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         for _ in range(2):
             writer.write(ask)
-            assert (await asyncio.wait_for(reader.read(MIB), HANG_S)).startswith(b"HTTP/1.1 200")
+            assert (await asyncio.wait_for(reader.read(MIB), 5.0)).startswith(b"HTTP/1.1 200")
         await asyncio.sleep(0.4)
         writer.write(ask[:20])
-        assert await asyncio.wait_for(reader.read(MIB), HANG_S) == b""
+        assert await asyncio.wait_for(reader.read(MIB), 5.0) == b""
         writer.close()
 
 
@@ -94,7 +90,7 @@ async def test_a_body_that_pauses_too_long_ends_the_connection(api: Api) -> None
     async with served(create_app(api.service, limits, gate=OPEN_GATE)) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(f"{HEADERS}Content-Length: 99\r\n\r\n{{".encode())
-        answer = await asyncio.wait_for(reader.read(), HANG_S)
+        answer = await asyncio.wait_for(reader.read(), 3.0)
         writer.close()
     assert b"408" in answer.splitlines()[0]
 
@@ -107,8 +103,7 @@ async def test_a_body_that_dribbles_has_an_end_too(api: Api) -> None:
         answer = await _answer(port, head, *[b" "] * 12, pause_s=0.1)
     # Whoever still sends may not get to read why.
     assert b"REQUEST_TIMEOUT" in answer or answer == b""
-    # Bytes come often enough: without an end of the whole, a pause after them would end it.
-    assert time.monotonic() - begin < limits.max_body_pause_s
+    assert time.monotonic() - begin < 5.0
 
 
 async def test_a_reader_that_takes_nothing_is_let_go() -> None:
@@ -125,7 +120,7 @@ async def test_a_reader_that_takes_nothing_is_let_go() -> None:
     async with served(large, stalled_s=1.0, max_unsent_bytes=20 * MIB) as port:
         _, stalled = await asyncio.open_connection("127.0.0.1", port, limit=1024)
         stalled.write(ask)
-        await asyncio.wait_for(ended.wait(), HANG_S)
+        await asyncio.wait_for(ended.wait(), 5.0)
         await asyncio.sleep(0.2)
         answer = await _answer(port, ask)
         assert answer.startswith(b"HTTP/1.1 429")
@@ -157,7 +152,7 @@ async def test_a_chunk_counts_before_it_is_read() -> None:
         fetches = [
             asyncio.create_task(_answer(port, ask("/v1/policies/p/files/d"))) for _ in range(10)
         ]
-        await until(lambda: asked == 3 and sum(fetch.done() for fetch in fetches) == 7)
+        assert len((await asyncio.wait(fetches, timeout=1.0))[0]) == 7
         assert (await _answer(port, ask("/v1/health"))).startswith(b"HTTP/1.1 200")
         release.set()
         answers = [(await fetch)[9:12] for fetch in fetches]
@@ -221,10 +216,10 @@ async def test_half_a_message_is_waited_for_only_so_long(api: Api) -> None:
         writer.write(_half_a_call("Update"))
         kind = flags = 0
         while (kind, flags & 1) != (1, 1):
-            head = await asyncio.wait_for(reader.readexactly(9), HANG_S)
+            head = await asyncio.wait_for(reader.readexactly(9), 5.0)
             kind, flags = head[3], head[4]
             await reader.readexactly(int.from_bytes(head[:3], "big"))
-        assert time.monotonic() - begin >= 0.3
+        assert 0.3 <= time.monotonic() - begin < 5.0
         writer.close()
 
 
@@ -296,9 +291,7 @@ async def test_what_grpc_says_at_once_is_passed_on(
 
     monkeypatch.setattr(loop, "create_unix_connection", slow)
     async with gateway(api) as port, grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        answer = await PolicyServiceStub(channel).Health(
-            service_pb2.HealthRequest(), timeout=HANG_S
-        )
+        answer = await PolicyServiceStub(channel).Health(service_pb2.HealthRequest(), timeout=5)
     assert answer.status == "ok"
 
 

@@ -104,4 +104,4 @@ async def test_leaving_ends_the_source() -> None:
     stream = throttled(changes(), interval_s=0.01)
     await anext(stream)
     await stream.aclose()
-    await has_ended.wait()
+    await asyncio.wait_for(has_ended.wait(), 1)

@@ -135,7 +135,7 @@ def test_report_runs_as_a_file_from_anywhere(tmp_path: Path) -> None:
     command = [sys.executable, ROOT / "benchmarks" / "attention.py", "--report", path]
     done = subprocess.run(
         [*command, "--plot", tmp_path / "docs" / "plot.png", "--markdown", document],
-        cwd=tmp_path, capture_output=True, text=True, check=True,
+        cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120,
     )  # fmt: skip
     assert done.stdout == format_table(_result(ROWS)) + "\n"
     assert (tmp_path / "docs" / "plot.png").is_file()

@@ -13,8 +13,6 @@ import pytest
 
 from harness.gpu_results import ROOT, red_tests
 
-pytestmark = pytest.mark.more
-
 TESTS = """
 import pytest
 
@@ -61,6 +59,7 @@ def _run_pytest(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProc
         env={**os.environ, "PYTHONPATH": "kernels/src:.", "RATOON_COMMIT": "abc"},
         capture_output=True,
         text=True,
+        timeout=120,
         check=False,
     )
     return done, path

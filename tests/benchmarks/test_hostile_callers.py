@@ -10,8 +10,6 @@ import pytest
 from benchmarks.service.hostile_attacks import ATTACKS, Ground
 from benchmarks.service.hostile_callers import P99_MS, SLACK, WINDOW_S, Samples, flatness, judged
 
-pytestmark = pytest.mark.more
-
 
 @pytest.mark.parametrize(
     ("values", "is_flat"),

@@ -15,8 +15,6 @@ from harness.gpu_results import ROOT
 from ratoon_kernels.tree_attention import reference
 from tests.kernels.sanitize_case import HEAD_DIMS, check_backend
 
-pytestmark = pytest.mark.more
-
 CLEAN = {
     "memcheck": "========= ERROR SUMMARY: 0 errors",
     "racecheck": "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)",
@@ -76,6 +74,7 @@ def test_script_runs_both_tools_and_records_them(tmp_path: Path, log: dict[str, 
         },
         capture_output=True,
         text=True,
+        timeout=120,
         check=False,
     )
     tools = json.loads(result.read_text())["tools"]

@@ -285,7 +285,7 @@ def test_report_runs_as_a_file_from_anywhere(tmp_path: Path) -> None:
     command = [sys.executable, ROOT / "benchmarks" / "step.py", "--report", path]
     done = subprocess.run(
         [*command, "--plot", tmp_path / "plot.png", "--markdown", document],
-        cwd=tmp_path, capture_output=True, text=True, check=True,
+        cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120,
     )  # fmt: skip
     assert done.stdout == format_tables(_result()) + "\n"
     assert "](plot.png)" in document.read_text()

@@ -27,6 +27,7 @@ def _run(*command: str | Path, **environment: str) -> subprocess.CompletedProces
         capture_output=True,
         text=True,
         check=False,
+        timeout=600,
         env={**os.environ, "PYTHON": sys.executable, **environment},
     )
 

@@ -25,6 +25,7 @@ def test_readme_example_runs(service: Service, tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     assert re.search(r"version 1, loss [+-]\d\.\d{4}\n", done.stdout)

@@ -130,6 +130,7 @@ def test_every_recipe_runs(service: Service, sampler: str, tmp_path: Path) -> No
         capture_output=True,
         text=True,
         check=False,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     for recipe in ("grpo", "asynchronous", "dapo", "gspo", "kl", "lora", "custom"):

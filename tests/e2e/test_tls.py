@@ -38,6 +38,7 @@ from ratoon_client import (
 from tests.certificates import Authority, make_authority
 
 RATOON = Path(sys.executable).with_name("ratoon")
+START_S = 600.0
 WIRES = ("https", "grpcs")
 # Bytes that the preset has as tokens, in an order that nothing else has.
 MARKER = [201, 17, 203, 99, 205, 33, 207]
@@ -171,8 +172,10 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def _wait(process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_S
     while "grpc  127" not in log.read_text():
         assert process.poll() is None, log.read_text()[-4000:]
+        assert time.monotonic() < deadline, log.read_text()[-4000:]
         time.sleep(0.2)
 
 

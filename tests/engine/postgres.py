@@ -146,6 +146,7 @@ class PostgresServer:
                 stdout=log,
                 stderr=log,
                 check=True,
+                timeout=60,
             )
 
 

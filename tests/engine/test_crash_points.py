@@ -31,6 +31,7 @@ def run(folder: Path) -> tuple[int, list[str]]:
         check=False,
         capture_output=True,
         text=True,
+        timeout=60,
     )
     return process.returncode, [line for line in process.stdout.splitlines() if line.isdigit()]
 

@@ -152,7 +152,7 @@ async def test_the_older_one_is_refused_at_the_worker(
     monkeypatch.setattr(machine.worker, "apply", late_apply)
     older, older_run = await second_controller(machine)
     operation = await older.submit(an_update(1))
-    await refused.wait()
+    await asyncio.wait_for(refused.wait(), 10)
     assert (await machine.end(operation)).state is OperationState.DONE
     await machine.end(await machine.update(2, 2))
     assert machine.weights == [([1.0], RATE), ([2.0], RATE)]
@@ -327,7 +327,7 @@ async def test_the_older_one_takes_no_checkpoint_of_the_newer_one_for_its_own(
 
     monkeypatch.setattr(machine.journal, "checkpoints", overtake)
     await older.submit(an_update(1))
-    await overtaken.wait()
+    await asyncio.wait_for(overtaken.wait(), 10)
     landing = older._turns._checkpointer._landing
     assert landing is not None
     await landing

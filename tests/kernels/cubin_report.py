@@ -105,6 +105,7 @@ def _dump(what: str, file: Path, *options: str) -> str:
         capture_output=True,
         text=True,
         check=True,
+        timeout=60,
     )
     return done.stdout
 

@@ -179,6 +179,7 @@ def test_the_wheel_ships_sources_and_cubins(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     (wheel,) = (tmp_path / "wheels").iterdir()

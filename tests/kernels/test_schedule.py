@@ -102,13 +102,7 @@ def _check(case: Case) -> Schedule:
 
 @pytest.mark.parametrize(
     ("seed", "count", "max_nodes", "max_length"),
-    [
-        *((0, 300, 6, 5), (1, 200, 16, 6), (2, 60, 60, 2), (3, 60, 8, 24)),
-        *(
-            pytest.param(*case, marks=pytest.mark.more)
-            for case in ((4, 1200, 6, 5), (5, 800, 16, 6), (6, 200, 60, 2), (7, 200, 8, 24))
-        ),
-    ],
+    [(0, 1500, 6, 5), (1, 1000, 16, 6), (2, 250, 60, 2), (3, 250, 8, 24)],
 )
 def test_every_attended_pair_is_computed_once_on_random_forests(
     seed: int, count: int, max_nodes: int, max_length: int

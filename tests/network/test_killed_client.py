@@ -49,7 +49,7 @@ async def test_another_process_completes_what_a_killed_one_began(
         at_byte = int(sent * LEAST_BYTES)
         bench.proxy.arm(Fault(kind="silence", direction="up", at_byte=at_byte))
         first = await trainer(bench.target, policy, str(before.next_seq))
-        await bench.proxy.hit()
+        await asyncio.wait_for(bench.proxy.hit(), 60)
         first.kill()
         await first.wait()
         assert (await direct.get_policy(policy)).next_seq == before.next_seq

@@ -1,4 +1,4 @@
-"""The trainer side of the oracle: one backward per rollout, one division, torch's clip and AdamW.
+"""The trainer side of the oracle: one backward a rollout, one division, torch's clip and AdamW.
 
 States: no gradients; gradients summed by `forward_backward` calls; `optim_step` or `discard` goes
 back to no gradients.
@@ -50,8 +50,6 @@ class OracleTrainer:
             trained, lr=0.0, betas=betas, eps=eps, weight_decay=weight_decay
         )
         self._counters = NOTHING
-        # Forwards since the last step, with their graphs: losses over one batch share them.
-        self._forwards: dict[tuple[bytes, int, float], tuple[Tensor, Tensor]] = {}
 
     def parameters(self) -> dict[str, Tensor]:
         """Trained parameters by name."""
@@ -65,15 +63,15 @@ class OracleTrainer:
         }
 
     def forward_backward(self, paths: list[Path], loss: OracleLoss) -> Sums:
-        """Add the gradient of each path's loss: one backward per path, and one forward per step."""
+        """Add the gradient of each path's loss, one forward and one backward a path."""
         remaining = select(paths, loss, self.version)
         counters = count(remaining)
         totals = [0.0, 0.0, 0.0, 0.0, 0.0]
         for counted in remaining:
             if not counted.own.any():
                 continue
-            sums = path_loss(counted, loss, *self._logprobs(counted.path))
-            sums.total.backward(retain_graph=True)
+            sums = path_loss(counted, loss, *hf.logprobs(self.model, counted.path))
+            sums.total.backward()
             is_run = has_gradient(counted, loss)
             weight = 1.0 if loss.token_weight == "per_sequence" else float(counted.own.sum())
             values = (sums.total, sums.policy_gradient, sums.kl, sums.entropy * is_run)
@@ -89,12 +87,6 @@ class OracleTrainer:
             weight=totals[4],
             counters=counters,
         )
-
-    def _logprobs(self, path: Path) -> tuple[Tensor, Tensor]:
-        key = (path.tokens.tobytes(), len(path.prompt), path.temperature)
-        if key not in self._forwards:
-            self._forwards[key] = hf.logprobs(self.model, path)
-        return self._forwards[key]
 
     def divisor(self, divide_by: str, constant: float | None = None) -> float:
         """What the window's sums are divided by.
@@ -141,7 +133,6 @@ class OracleTrainer:
             if weight_decay is not None:
                 group["weight_decay"] = weight_decay
         self._optimizer.step()
-        self._forwards.clear()
         self.version += 1
         self.discard()
         return norm

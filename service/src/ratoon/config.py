@@ -351,3 +351,9 @@ def ray_token_file(path: Path) -> Generator[None, None, None]:
     finally:
         if before is None:
             os.environ.pop(name, None)
+
+
+def set_compile_cache(folder: Path) -> None:
+    """Where torch's compiler keeps what it compiles; who has named a place keeps his."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))

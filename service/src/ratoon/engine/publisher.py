@@ -60,7 +60,13 @@ class Publisher:
         else:
             was_published = False
         if run.version not in there and (was_published or self.is_due()):
-            await self.publish()
+            seconds = await self.publish()
+            _LOG.info(
+                "version published",
+                policy_id=self._run.policy_id,
+                version=self._run.version,
+                publish_s=round(seconds, 3),
+            )
 
     async def publish(self) -> float:
         """Publish the current version; the seconds it took. Raises what the export raises."""

@@ -84,7 +84,9 @@ class RayWorker:
             name=name, namespace=namespace, lifetime="detached", get_if_exists=True, **options
         )
         settings = self._settings
-        return actor.remote(self._policy_id, settings.log_level, settings.crash_points)
+        return actor.remote(
+            self._policy_id, settings.log_level, settings.crash_points, settings.compiled
+        )
 
 
 async def _ask_worker(reference: ObjectRef[T]) -> T:

@@ -61,6 +61,11 @@ class EngineSettings:
             crash_points=data_root / FOLDER_NAME if config.crash_points else None,
         )
 
+    @property
+    def compiled(self) -> Path:
+        """Where compiled kernels are kept between starts, of all policies."""
+        return self.data_root / "compiled"
+
     def paths(self, policy_id: str) -> PolicyPaths:
         """Raises INVALID_ARGUMENT for an id that is no plain name."""
         return policy_paths(self.data_root, policy_id, self.weights_root)

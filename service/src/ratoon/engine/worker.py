@@ -130,11 +130,13 @@ class WorkerCore:
         # Layers refer to themselves: without it a trainer of before would still be on the device,
         # and what that has left decides what is kept for a backward.
         gc.collect()
+        started = time.perf_counter()
         try:
             trainer = self._create_trainer(request.trainer)
             if isinstance(request.source, CheckpointWeights):
                 _load_checkpoint(trainer, request.source)
             trainer.version = request.version
+            loaded = time.perf_counter()
             self._takes_digests = request.digests
             self._digest = trainer.state_digest() if request.digests else ""
         except (RatoonError, UnusableCheckpointError):
@@ -145,6 +147,9 @@ class WorkerCore:
         self._runner = TaskRunner(request.trainer, trainer)
         self._policy_id = policy_id
         self._last_seq, self._last_outcome = request.last_seq, None
+        digest_s = time.perf_counter() - loaded
+        seconds = {"load_s": round(loaded - started, 3), "digest_s": round(digest_s, 3)}
+        _LOG.info("policy loaded", policy_id=policy_id, version=request.version, **seconds)
         return Loaded(info=trainer.info(), numerics=trainer.fingerprint())
 
     def prepare(

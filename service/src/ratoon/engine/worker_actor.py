@@ -11,6 +11,7 @@ the constructor: whoever looks the actor up imports this module.
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -29,25 +30,46 @@ from ratoon.engine.tasks import (
     WorkerTask,
 )
 from ratoon.engine.types import Progress
-from ratoon.log import configure_logging
+from ratoon.log import configure_logging, get_logger
 from ratoon.stream.manifest import WeightManifest
 
 if TYPE_CHECKING:
+    from ratoon.engine.compile_cache import CompileCache
     from ratoon.engine.trainer_port import TrainerPort
+    from ratoon.train.spec import TrainerSpec
+    from ratoon.train.trainer import Trainer
 
+_LOG = get_logger("worker")
 CONCURRENCY_GROUPS = {"compute": 1, "control": 4, "files": 1}
 
 
 class WorkerActor:
     """Shell of `WorkerCore`."""
 
-    def __init__(self, policy_id: str, log_level: str, crash_points: Path | None) -> None:
+    def __init__(
+        self, policy_id: str, log_level: str, crash_points: Path | None, compiled: Path
+    ) -> None:
+        """`compiled`: where compiled kernels are kept."""
         configure_logging(log_level)
+        started = time.perf_counter()
         from ratoon.engine.worker import WorkerCore
         from ratoon.train.trainer import Trainer
 
         self._policy_id = policy_id
-        self._core = WorkerCore(Trainer.create, _export, make_reach(crash_points))
+        self._create_trainer = Trainer.create
+        self._compiled = compiled
+        self._cache: CompileCache | None = None
+        _LOG.info("worker started", imports_s=round(time.perf_counter() - started, 3))
+        self._core = WorkerCore(self._create, _export, make_reach(crash_points))
+
+    def _create(self, spec: TrainerSpec) -> Trainer:
+        from ratoon.engine.compile_cache import CompileCache
+
+        trainer = self._create_trainer(spec)
+        # On a CPU nothing is compiled.
+        if self._cache is None and spec.device != "cpu":
+            self._cache = CompileCache(self._compiled, trainer.fingerprint())
+        return trainer
 
     @ray.method(concurrency_group="control")
     def fence(self, token: int) -> None:
@@ -108,7 +130,6 @@ class WorkerActor:
 
 def _export(trainer: TrainerPort, folder: Path) -> None:
     from ratoon.model.export import export_weights
-    from ratoon.train.trainer import Trainer
 
     real = cast("Trainer", trainer)
     export_weights(real.model, folder, real.export_state())

@@ -1,0 +1,65 @@
+"""Compiled kernels are kept between processes, within bounds."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+from ratoon.engine.compile_cache import CompileCache
+
+TORCH_2 = {"torch": "2.0", "device": "cpu"}
+TORCH_3 = {"torch": "3.0", "device": "cpu"}
+
+
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+def _filled(cache: CompileCache, size_bytes: int, used_at: float) -> Path:
+    (cache.folder / "kernel").write_bytes(bytes(size_bytes))
+    os.utime(cache.folder / ".lock", (used_at, used_at))
+    return cache.folder
+
+
+def test_each_fingerprint_has_a_folder_that_compilers_are_told_of(tmp_path: Path) -> None:
+    cache = CompileCache(tmp_path, TORCH_2)
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(cache.folder / "inductor")
+    assert os.environ["TRITON_CACHE_DIR"] == str(cache.folder / "triton")
+    assert CompileCache(tmp_path, TORCH_2).folder == cache.folder
+    assert CompileCache(tmp_path, TORCH_3).folder != cache.folder
+
+
+def test_who_has_named_a_place_keeps_his(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "theirs")
+    CompileCache(tmp_path, TORCH_2)
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "theirs"
+
+
+def test_what_was_used_longest_ago_goes_where_there_is_too_much(tmp_path: Path) -> None:
+    caches = [CompileCache(tmp_path, {"torch": str(index)}) for index in range(3)]
+    folders = [_filled(cache, 1000, index + 1.0) for index, cache in enumerate(caches)]
+    for cache in caches:
+        cache.close()
+    CompileCache(tmp_path, TORCH_2, max_bytes=2500)
+    assert [folder.exists() for folder in folders] == [False, True, True]
+
+
+def test_what_a_process_uses_is_never_removed(tmp_path: Path) -> None:
+    used = CompileCache(tmp_path, TORCH_3)
+    folder = _filled(used, 1000, 1.0)
+    CompileCache(tmp_path, TORCH_2, max_bytes=100)
+    assert folder.exists()
+    used.close()
+    CompileCache(tmp_path, TORCH_2, max_bytes=100)
+    assert not folder.exists()
+
+
+def test_torchs_compiler_goes_there(tmp_path: Path) -> None:
+    cache = CompileCache(tmp_path, TORCH_2)
+    assert cache_dir() == str(cache.folder / "inductor")
