@@ -69,6 +69,7 @@ def test_preset_export_loads_bit_for_bit_with_its_tokenizer(tmp_path: Path, name
     model = load(PresetBase(name=name), dtype=ModelDtype.FLOAT32)
     names = export(model, tmp_path / "out")
     assert names == [
+        "chat_template.jinja",
         "config.json",
         "generation_config.json",
         "model.safetensors",
@@ -78,6 +79,10 @@ def test_preset_export_loads_bit_for_bit_with_its_tokenizer(tmp_path: Path, name
     assert_same_bits(reload(tmp_path / "out"), model.module)
     tokenizer = cast(Any, AutoTokenizer).from_pretrained(tmp_path / "out", local_files_only=True)
     assert tokenizer("3+4=")["input_ids"] == list(b"3+4=")
+    turn = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "3+4="}], add_generation_prompt=True, return_dict=False
+    )
+    assert turn == [257, *b"user\n3+4=", 258, *b"\n", 257, *b"assistant\n"]
     generation = GenerationConfig.from_pretrained(tmp_path / "out")
     assert (generation.eos_token_id, generation.pad_token_id) == (258, 256)
 

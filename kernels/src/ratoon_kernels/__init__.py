@@ -1,7 +1,6 @@
 """Tree attention and token log-probs as torch custom ops, for packed prefix forests.
 
-In: tensors of packed tokens and the layout of their forest. Out: attention, log-probs and their
-gradients. Invariant: what a backend cannot serve is an error with its reason, never another result.
+What a backend cannot serve is an error with its reason, never another result.
 """
 
 from ratoon_kernels.errors import BackendUnavailableError, KernelArgumentError

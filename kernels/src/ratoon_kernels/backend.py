@@ -1,9 +1,7 @@
 """What every backend module answers, whatever its op.
 
-In: nothing but the call's device, dtype and width, and whether it is deterministic. Out: a reason,
-or None. Invariant: importing a backend's module needs torch and numpy alone; a package that it
-needs beside them is imported inside its functions, so that `unavailable_reason` can say that it is
-missing.
+Importing a backend's module needs torch and numpy alone; a package that it needs beside them is
+imported inside its functions, so that `unavailable_reason` can say that it is missing.
 """
 
 from typing import Protocol

@@ -1,7 +1,4 @@
-"""What the environment says to this distribution; no other module of it reads the environment.
-
-In: environment variables. Out: plain values. Invariant: read when asked for, never at import.
-"""
+"""The environment variables of this distribution, read when asked for and never at import."""
 
 import os
 from pathlib import Path

@@ -1,8 +1,7 @@
 """The layout of one packed forest: the whole attention mask as one int32 per key.
 
-In: the forest's node arrays (numpy, depth-first packed order). Out: a `TreeLayout` whose tensors
-lie on the device of the model, plus the host node table. Invariant: query q attends key k if and
-only if `k <= q < end_T[k]`, where `end_T[k]` is one past the subtree of the node that holds k.
+Query q attends key k if and only if `k <= q < end_T[k]`, where `end_T[k]` is one past the subtree
+of the node that holds k.
 """
 
 from dataclasses import dataclass, field

@@ -1,6 +1,6 @@
 """Which dtypes the ops take, and the dtype that each accumulates in.
 
-Invariant: sums, log-sum-exps and log-probs are never kept in a 16-bit dtype.
+Sums, log-sum-exps and log-probs are never kept in a 16-bit dtype.
 """
 
 from types import MappingProxyType

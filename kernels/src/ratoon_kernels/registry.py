@@ -1,8 +1,7 @@
 """Which backends exist for each op, and which of them serves a call.
 
-In: an op's name, the backend asked for (or None), and the device, dtype and width of the call and
-whether it is deterministic. Out: the name of one backend that can serve it. Invariant: a backend
-asked for by name is that backend or an error with its reason; another one never takes its place.
+A backend asked for by name is that backend or an error with its reason; another one never takes its
+place.
 """
 
 import functools

@@ -1,8 +1,7 @@
 """The work lists of the CUDA kernels of tree attention, made on the host once per micro-batch.
 
-In: `end` of every token of a forest, the packed ranges of the queries and the keys at hand. Out: a
-`Schedule`, and its packed form, one int32 table and a header. Invariant: over all items of the
-forward, and over all pieces of each split of the backward, every attended pair is computed once.
+Over all items of the forward, and over all pieces of each split of the backward, every attended
+pair is computed once.
 
 The forward is query-stationary: an item is a query tile with its runs of key tiles. The backward
 is key-stationary: a piece is a key tile with a part of the query tiles that it sweeps. Lists are

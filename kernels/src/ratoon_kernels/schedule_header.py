@@ -1,8 +1,4 @@
-"""Where the sections of a packed schedule lie, as one small tensor.
-
-In: offsets and counts. Out: an int64 tensor on the CPU that a graph passes on like any other, and
-back. Invariant: `ScheduleHeader.from_tensor(header.to_tensor()) == header`.
-"""
+"""Where the sections of a packed schedule lie, as one small tensor."""
 
 from dataclasses import dataclass
 from typing import Final

@@ -1,7 +1,4 @@
-"""A range of packed tokens.
-
-In: two packed indices. Out: a `Span`. Invariant: half-open, `start <= stop`.
-"""
+"""A half-open range of packed tokens."""
 
 from dataclasses import dataclass
 

@@ -1,9 +1,6 @@
 """Which pairs of query and key tiles hold work, and which of them need no mask.
 
-In: `end` of every key row, for Q query rows and S key rows of a packed forest. Out: for each key
-tile the query tiles that it sweeps, for each query tile the runs of key tiles that it reads; host
-arrays. Invariant: a tile pair that is left out holds no attended pair, and one that is called full
-holds no other.
+A tile pair that is left out holds no attended pair, and one that is called full holds no other.
 
 Rows are counted from the first query and the first key at hand; query row q attends key row k if
 and only if `k - delta <= q < end[k]`, where `delta` is the packed index of the first query minus

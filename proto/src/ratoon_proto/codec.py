@@ -1,8 +1,8 @@
 """numpy arrays to wire tensors and back: (dtype name, shape, little-endian bytes in C order).
 
-In: an array, or what a peer claims to be one. Out: the other form. Invariant: an array leaves the
-decoder only if its bytes are exactly what its dtype and shape say, within the caller's bounds;
-every check comes before any allocation, and nothing that a peer sends raises other than CodecError.
+An array leaves the decoder only if its bytes are exactly what its dtype and shape say, within the
+caller's bounds; every check comes before any allocation, and nothing that a peer sends raises other
+than CodecError.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The `ratoon` command: serve, health, keys, demo, doctor.
 
-Enters the command line, leaves an exit status. Invariant: a command imports what it needs when it
-runs, so that `--help` is quick and `doctor` works where half of the rest does not.
+A command imports what it needs when it runs, so that `--help` is quick and `doctor` works where
+half of the rest does not.
 """
 
 from __future__ import annotations

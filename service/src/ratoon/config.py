@@ -1,6 +1,5 @@
 """The server's settings: one YAML file and `RATOON_*` environment variables, read only here.
 
-Enters from `ratoon serve --config FILE` and the environment (which wins), leaves as frozen values.
 Nested names take two underscores: `RATOON_HTTP__PORT=8000`. Unknown names are refused, those of
 variables too. docs/settings.md lists all settings.
 """

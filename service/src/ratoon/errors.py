@@ -1,7 +1,7 @@
 """Typed errors: what went wrong, on which field, and what the caller may do about it.
 
 Every user-visible failure is a `RatoonError` whose code is a row of `ERROR_TABLE`; the wires render
-the row's HTTP status or gRPC status and never invent one. Invariant: a code has exactly one row.
+the row's HTTP or gRPC status and never invent one.
 """
 
 from __future__ import annotations

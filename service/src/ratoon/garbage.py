@@ -1,7 +1,6 @@
-"""The garbage collector's long pauses, in processes that answer calls.
+"""Keeps the garbage collector from scanning what a process loaded at start.
 
-Enters a process that is up, leaves one whose collector looks only at what comes later. Invariant:
-it is called where almost everything that there is are modules, which stay anyway.
+Call it where almost everything that exists are modules, which stay anyway.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Structured logs: one event a line, on standard error.
+"""Structured logs: one event per line, on standard error.
 
-Enters the level of the config, leaves a configured process. Invariant: an event is a short constant
-text with fields; fields never hold token ids, prompts, bodies or keys.
+An event is a short constant text with fields; fields never hold token ids, prompts, bodies or keys.
 """
 
 from __future__ import annotations

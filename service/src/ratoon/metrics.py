@@ -1,7 +1,6 @@
 """Every metric of the service, declared once, and the totals that `/metrics` shows.
 
-Enters samples from any process, leaves Prometheus text. Invariant: labels are bounded (kinds,
-states, phases, methods, ids of living policies), and a counter only grows.
+Labels are bounded: kinds, states, phases, methods, ids of living policies.
 """
 
 from __future__ import annotations

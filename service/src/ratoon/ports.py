@@ -1,8 +1,7 @@
 """Ports to listen on later.
 
-Enters an address, leaves a port that is free there. Invariant: it is none that the system gives to
-a connection or to who asks for any (32768 on, on Linux; 49152 on, elsewhere): between the choice
-and its use, which may be a start of the whole service later, the system gives it to nobody.
+A port is chosen outside the range that the system gives to connections (32768 on, on Linux; 49152
+on, elsewhere), so that it is still free when the service comes to use it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Arguments of callers who do not check types.
-
-Enters a value, leaves it or raises. Invariant: the error is InvalidArgumentError, and names
-the argument.
-"""
+"""Checks of arguments of callers who do not check types."""
 
 from __future__ import annotations
 

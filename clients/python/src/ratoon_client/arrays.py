@@ -1,7 +1,6 @@
 """Lists and arrays of callers to the dtypes of the wire.
 
-Enters anything numpy reads, leaves int32, float32 or bool arrays of one dimension. Invariant: no
-value is changed but by rounding to float32; what does not fit is refused with the field's name.
+No value is changed but by rounding to float32; what does not fit is refused by name.
 """
 
 from __future__ import annotations

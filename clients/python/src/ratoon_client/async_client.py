@@ -1,7 +1,6 @@
-"""The client of one service, for asyncio.
+"""The client of one service, for asyncio: one method per call of `ratoon.v1.PolicyService`.
 
-Enters typed values, leaves typed values and handles. Invariant: one method a call of
-`ratoon.v1.PolicyService`; a method that returns a handle has been durably accepted.
+A method that returns a handle has been durably accepted.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """One call with its retries.
 
-Enters a request, leaves its response. Invariant: a request is sent again only where that has the
-effect of sending it once, only after a failure that may pass, not before the service says, and only
-within the caller's timeout.
+A request is sent again only where that has the effect of sending it once, after a failure that may
+pass, not before the service says, and within the caller's timeout.
 """
 
 from __future__ import annotations

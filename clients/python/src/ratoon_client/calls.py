@@ -1,7 +1,6 @@
 """Sequenced calls, complete but for their key.
 
-Enters the caller's values, leaves a request. Invariant: all that takes time, encoding and uploads,
-is done here, before the call takes a seq.
+All that takes time, encoding and uploads, is done here, before the call takes a seq.
 """
 
 from __future__ import annotations

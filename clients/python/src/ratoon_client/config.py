@@ -1,8 +1,4 @@
-"""What a client can be told, and the environment variables it reads.
-
-Enters from the caller, leaves as a frozen value. Invariant: nothing else of the client reads the
-environment.
-"""
+"""What a client can be told, and the environment variables it reads, here alone."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""What can go wrong, by who has to act.
-
-Enters from the wires and from local checks, leaves as an exception. Invariant: every exception that
-the client raises on purpose is a `RatoonClientError`.
-"""
+"""What can go wrong, by who has to act: each a `RatoonClientError`."""
 
 from __future__ import annotations
 

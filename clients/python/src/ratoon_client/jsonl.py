@@ -6,8 +6,8 @@
 
 A rollout takes the arguments of `rollout()` by name; its segments are `{"tokens", "trained"}` or
 `{"role", "text"}`, whose text becomes UTF-8 bytes where the caller says that tokens are bytes, and
-is trained where the role is `assistant`. Enters lines, leaves `Group`s. Invariant: an error names
-the line and the field, and a key that is not known is an error.
+is trained where the role is `assistant`. An error names the line and the field, and a key that is
+not known is an error.
 """
 
 from __future__ import annotations

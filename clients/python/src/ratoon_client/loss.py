@@ -1,7 +1,6 @@
 """The loss and the optimizer step of a call, as small typed values.
 
-Enters from the caller, leaves to `wire.encode`. Invariant: `None` means the service's default,
-which depends on the loss (docs/api.md); nothing is judged here.
+`None` means the service's default, which depends on the loss (docs/api.md); nothing is judged here.
 """
 
 from __future__ import annotations

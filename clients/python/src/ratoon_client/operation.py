@@ -1,7 +1,7 @@
 """The handle of anything asynchronous on the service.
 
-Enters an operation as a call answered it, leaves its result. Invariant: waiting is a loop of reads,
-so neither a dropped connection nor a caller that leaves changes what the service does.
+Waiting is a loop of reads, so neither a dropped connection nor a caller that leaves changes what
+the service does.
 """
 
 from __future__ import annotations

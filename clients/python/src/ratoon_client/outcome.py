@@ -1,7 +1,6 @@
 """A finished operation to what its caller asked for.
 
-Enters the final message, leaves a value or raises. Invariant: a result that is kept as a file is
-fetched and verified before it is read.
+A result that is kept as a file is fetched and verified before it is read.
 """
 
 from __future__ import annotations

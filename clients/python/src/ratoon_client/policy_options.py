@@ -1,8 +1,4 @@
-"""What CreatePolicy can be told.
-
-Enters from the caller as keyword arguments, leaves to `wire.encode`. Invariant: an option that is
-left out is the service's default.
-"""
+"""What CreatePolicy can be told; what is left out is the service's default."""
 
 from __future__ import annotations
 

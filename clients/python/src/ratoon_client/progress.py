@@ -1,7 +1,4 @@
-"""A progress bar on standard error.
-
-Enters an operation's states, leaves drawing. Invariant: standard output stays the caller's.
-"""
+"""A progress bar on standard error."""
 
 from __future__ import annotations
 

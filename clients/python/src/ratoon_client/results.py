@@ -1,7 +1,7 @@
 """What the service answers, as frozen values with the field names of `ratoon.v1`.
 
-Enters from `wire.decode` alone. Invariant: a field with a default may be absent on the wire, one
-without is always there; times are UTC, sizes bytes.
+A field with a default may be absent on the wire, one without is always there; times are UTC, sizes
+bytes.
 """
 
 from __future__ import annotations

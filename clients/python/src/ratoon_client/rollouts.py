@@ -1,8 +1,4 @@
-"""Builders of grouped rollouts.
-
-Enters lists or arrays, leaves `Group`s that any call takes. Invariant: an array here has the dtype
-of the wire. Whether values make sense is for the service to say, so that there is one judge.
-"""
+"""Builders of grouped rollouts: arrays in the dtypes of the wire; the service judges values."""
 
 from __future__ import annotations
 

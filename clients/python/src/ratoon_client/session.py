@@ -1,8 +1,8 @@
 """One producer's sequenced calls to one policy.
 
-Enters calls without a key, leaves them sent, each with the next one. States: unknown (before the
-first call and after `resync`), then following the service. Invariant: a seq is counted as taken
-only once the service has accepted it, and two calls never wait for an answer under one seq.
+States: unknown (before the first call and after `resync`), then following the service. A seq is
+counted as taken only once the service has accepted it, and two calls never wait for an answer under
+one seq.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Where a call's groups go: in the request, or in parts ahead of it.
+"""Where a call's groups go: in the request, or in parts of whole groups ahead of it.
 
-Enters encoded groups, leaves the request's source. Invariant: parts hold whole groups in their
-order, so the batch is the same however it was cut. An upload is named by what is in it: the same
-groups again are the same parts.
+An upload is named by its content: the same groups again are the same parts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """CUDA kernels of ours: compiled at first use, kept on disk, launched through cuda-bindings.
 
-In: `KernelSpec`s and tensors. Out: kernels queued on a stream. Invariant: importing this imports no
-CUDA; `availability` says why a machine cannot run them.
+Importing this imports no CUDA; `availability` says why a machine cannot run them.
 """
 
 from ratoon_kernels.jit.driver import Kernel, load, memset_zero

@@ -1,7 +1,6 @@
 """Whether the CUDA kernels can run here.
 
-In: the kernels that a backend needs; a call's device. Out: a reason, or None. Invariant: a machine
-without CUDA gets a reason, never an error, and nothing is compiled to find out.
+A machine without CUDA gets a reason, never an error, and nothing is compiled to find out.
 """
 
 import functools

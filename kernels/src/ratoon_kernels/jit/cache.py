@@ -1,7 +1,7 @@
 """Where a kernel's machine code comes from: shipped, kept on disk, or compiled now.
 
-In: a `KernelSpec`. Out: its cubin. Invariant: code is loaded only where its sha256 is the recorded
-one; a torn or altered file counts as absent and is compiled anew.
+Code is loaded only where its sha256 is the recorded one; a torn or altered file counts as absent
+and is compiled anew.
 """
 
 import contextlib

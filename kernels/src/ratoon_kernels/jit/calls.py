@@ -1,8 +1,7 @@
 """Calls of the CUDA driver and of NVRTC, checked.
 
-In: the tuple that a function of cuda-bindings returns. Out: its values without the status.
-Invariant: no status but success passes unnoticed. cuda-bindings is imported here at the first call,
-so that importing this package needs neither CUDA nor its bindings.
+No status but success passes unnoticed. cuda-bindings is imported here at the first call, so that
+importing this package needs neither CUDA nor its bindings.
 """
 
 import functools

@@ -1,7 +1,6 @@
 """NVRTC: from a kernel's texts to machine code.
 
-In: a `KernelSpec` and its `Sources`. Out: `CompiledKernel`, a cubin of sm_90a and what the compiler
-said. Invariant: needs no GPU and no driver; what costs performance is among the warnings.
+Needs no GPU and no driver; what costs performance is among the warnings.
 """
 
 import functools

@@ -1,7 +1,6 @@
 """The driver context that torch works in on one GPU.
 
-In: a device index. Out: `Context`. Invariant: a driver call inside `entered` runs on that GPU and
-leaves the thread's current context as it was.
+A driver call inside `entered` runs on that GPU and leaves the thread's current context as it was.
 """
 
 import functools

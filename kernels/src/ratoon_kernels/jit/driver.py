@@ -1,8 +1,7 @@
 """Kernels on a GPU: loaded once, launched often.
 
-In: a `KernelSpec`, then the arguments of each launch. Out: work queued on the caller's stream.
-Invariant: arguments reach the kernel in the types that its spec declares and its cubin has, or the
-launch is an error; nothing here allocates memory of the GPU or waits for it.
+Arguments reach the kernel in the types that its spec declares and its cubin has, or the launch is
+an error; nothing here allocates memory of the GPU or waits for it.
 """
 
 import ctypes

@@ -1,6 +1,6 @@
 """Errors of the CUDA layer: a kernel that does not compile, a call of CUDA that fails.
 
-Invariant: each names what was attempted and carries CUDA's own words for what went wrong.
+Each names what was attempted and carries CUDA's own words for what went wrong.
 """
 
 

@@ -1,7 +1,6 @@
 """How the values of a launch lie in memory for the driver to copy.
 
-In: the types of a kernel's parameters. Out: `ParamLayout`. Invariant: each value has the size, and
-each field of a struct the offset, that the C++ compiler gives it.
+Each value has the size, and each field of a struct the offset, that the C++ compiler gives it.
 """
 
 import enum

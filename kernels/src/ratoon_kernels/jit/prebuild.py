@@ -2,8 +2,7 @@
 
     python -m ratoon_kernels.jit.prebuild [--out FOLDER]
 
-In: the registry of kernels. Out: a cubin each and a manifest that `prebuilt` reads. Invariant: the
-manifest is written last, and names nothing that is not beside it. Needs NVRTC, but no GPU.
+The manifest is written last, and names nothing that is not beside it. Needs NVRTC, but no GPU.
 """
 
 import argparse

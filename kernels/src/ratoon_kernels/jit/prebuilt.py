@@ -1,8 +1,7 @@
 """Cubins shipped with the package, so that an image compiles nothing at its first step.
 
-In: a folder and a kernel's key. Out: its cubin, or None. The folder has a manifest.json, by key
-(`Sources.key(compiler="")`) each cubin's file name and sha256. Invariant: a cubin that is not the
-manifest's is never returned.
+The folder has a manifest.json, by key (`Sources.key(compiler="")`) each cubin's file name and
+sha256. A cubin that is not the manifest's is never returned.
 """
 
 import hashlib

@@ -1,7 +1,6 @@
 """Every CUDA kernel of this distribution.
 
-In: nothing. Out: the specs that are prebuilt and gated. Invariant: a kernel that a launcher loads
-is listed by its op, in the op folder's `cuda_specs.py`.
+A kernel that a launcher loads is listed by its op, in the op folder's `cuda_specs.py`.
 """
 
 from ratoon_kernels.jit.spec import KernelSpec

@@ -1,7 +1,7 @@
 """The texts that a kernel is compiled from: its source and every header of ours in it.
 
-In: a `KernelSpec`. Out: `Sources` and their key. Invariant: the compiler is given these texts and
-no folder to search, so what the key covers is all that is compiled.
+The compiler is given these texts and no folder to search, so what the key covers is all that is
+compiled.
 """
 
 import hashlib

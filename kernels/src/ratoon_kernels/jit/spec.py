@@ -1,8 +1,4 @@
-"""What a CUDA kernel is before it is compiled: source, entry, constants, parameters.
-
-In: names and numbers written beside the kernel's launcher. Out: `KernelSpec`, by which everything
-about a kernel is kept. Invariant: equal specs are equal machine code, for the same sources.
-"""
+"""What a CUDA kernel is before it is compiled: source, entry, constants, parameters."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,8 +1,6 @@
 """TMA descriptors: how the copy engine walks a tensor, box by box.
 
-In: a tensor on a GPU and the box that one instruction copies. Out: `TensorMap`, 128 bytes that are
-passed to a kernel as a `__grid_constant__` parameter. Invariant: elements of a box that lie outside
-the tensor arrive as zeros, and are not written by a store.
+Elements of a box that lie outside the tensor arrive as zeros, and are not written by a store.
 """
 
 import ctypes

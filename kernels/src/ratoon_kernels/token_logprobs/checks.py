@@ -1,7 +1,6 @@
 """Argument checks of token log-probs.
 
-In: what a caller passes. Out: nothing, or `KernelArgumentError`. Invariant: values are looked at on
-the CPU alone, where that costs no synchronisation.
+Values are looked at on the CPU alone, where that costs no synchronisation.
 """
 
 import torch

@@ -1,9 +1,8 @@
 """The fused backend of token log-probs: matrix products of torch, Triton between them.
 
-In: operands on one NVIDIA GPU, in bf16, fp16 or fp32. Out: fp32 log-probs, entropies and
-log-sum-exps, or gradients. Invariant: logits and all that is made of them are fp32 and exist for
-one chunk of rows at a time; they are rounded once, as gradients of logits, to the dtype of the
-inputs. No atomic additions, no synchronisation with the host.
+Logits and all that is made of them are fp32 and exist for one chunk of rows at a time; they are
+rounded once, as gradients of logits, to the dtype of the inputs. No atomic additions, no
+synchronisation with the host.
 
 In shape suffixes C is the rows of a chunk of logits, G those of a group of chunks: the logits need
 few rows, but the product that adds to the gradient of the head reads and writes all of it, and

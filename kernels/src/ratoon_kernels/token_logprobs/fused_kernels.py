@@ -1,8 +1,7 @@
 """The Triton kernels of the fused backend, and their launchers.
 
-In: fp32 logits of a chunk of rows, and targets sorted by row. Out: what a row's logits reduce to,
-or their gradient. Invariant: logits are read once; every sum has one fixed order, so that the same
-inputs give the same bits. In shape suffixes C is the rows of the chunk and M all targets of a call.
+Logits are read once; every sum has one fixed order, so that the same inputs give the same bits. In
+shape suffixes C is the rows of the chunk and M all targets of a call.
 
 Imported by `fused.py` inside its functions: triton comes with torch's CUDA wheels alone.
 """

@@ -1,8 +1,7 @@
 """Log-probs of tokens and gradients of a loss of them, in one pass over the LM head's logits.
 
-In: what `token_logprobs` takes, and a function that knows the gradients of the log-probs of a run
-of rows from these alone. Out: log-probs, entropies, gradients. Invariant: the bits are those of
-`token_logprobs` and its backward; logits are computed once, where those two compute them twice.
+The bits are those of `token_logprobs` and its backward; logits are computed once, where those two
+compute them twice.
 """
 
 import torch

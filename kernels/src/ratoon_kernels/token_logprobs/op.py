@@ -1,9 +1,8 @@
 """Token log-probs as a torch custom op: dispatch, fake and autograd.
 
-In: hidden states of predicting rows, the LM head, and (row, token) pairs. Out: fp32 log-probs and
-entropies. Invariant: no backend sees an argument that was not checked here. Shapes and dtypes are
-checked before the op, where torch.compile guards them; values inside it, on the CPU, where looking
-at them costs no synchronisation.
+No backend sees an argument that was not checked here. Shapes and dtypes are checked before the op,
+where torch.compile guards them; values inside it, on the CPU, where looking at them costs no
+synchronisation.
 """
 
 from typing import Any

@@ -1,7 +1,6 @@
 """What a token log-probs backend is given: checked tensors.
 
-In: from `op.py` and `one_pass.py`, after all checks. Out: to backends. Invariant: target m is
-predicted by hidden row `row_of_target_M[m]`; a row may serve many targets or none.
+Target m is predicted by hidden row `row_of_target_M[m]`; a row may serve many targets or none.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
 """The reference backend of token log-probs: eager torch, any device, the truth for the others.
 
-In: operands. Out: log-probs, entropies and log-sum-exps, or gradients. Invariant: logits exist for
-one chunk of rows at a time, within `LOGIT_BYTES`, in the accumulation dtype; the backward computes
-them again. For the same inputs and thread count the CPU's bits are the same on every call.
+Logits exist for one chunk of rows at a time, within `LOGIT_BYTES`, in the accumulation dtype; the
+backward computes them again. For the same inputs and thread count the CPU's bits are the same on
+every call.
 """
 
 from collections.abc import Iterator

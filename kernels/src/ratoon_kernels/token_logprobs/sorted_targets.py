@@ -1,7 +1,6 @@
 """Targets sorted by the row that predicts them, on the device they are on.
 
-In: operands. Out: `SortedTargets`. Invariant: nothing here waits for the device, and targets of one
-row keep the order in which they came.
+Nothing here waits for the device, and targets of one row keep the order in which they came.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,4 @@
-"""The backends of tree attention: the protocol of their modules, and which there are.
-
-In: nothing. Out: `BACKENDS`. Invariant: best first; a new backend is one module and one line here.
-"""
+"""The backends of tree attention, best first, and the protocol of their modules."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

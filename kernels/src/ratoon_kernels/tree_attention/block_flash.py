@@ -1,8 +1,6 @@
 """One block of the reference on the CPU, through torch's own CPU flash attention.
 
-In: operands narrowed to a block, in their own dtype. Out: output and log-sum-exp over the keys of
-this block alone, or the block's gradients given the output and log-sum-exp over all keys.
-Invariant: nothing of the size queries x keys exists but a block's mask of at most GROUP_TOKENS^2.
+Nothing of the size queries x keys exists but a block's mask of at most GROUP_TOKENS^2.
 
 The two ATen operators behind `scaled_dot_product_attention` are called directly because only they
 return and take the log-sum-exp; their causal mask is aligned at the upper left, as blocks need it.

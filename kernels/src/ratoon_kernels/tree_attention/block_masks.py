@@ -1,9 +1,7 @@
 """Tile lists of libraries that take block-sparse masks: counts and indices, full tiles apart.
 
-In: the host node table, the packed ranges of queries and keys, and a grid. Out: a `BlockMask` of
-host arrays, for one that walks the key tiles of a query tile and for one that walks the query tiles
-of a key tile. Invariant: every attended pair lies in one listed tile pair, and a tile pair that is
-listed as full needs no mask; the mask itself is never evaluated.
+Every attended pair lies in one listed tile pair, and a tile pair that is listed as full needs no
+mask; the mask itself is never evaluated.
 
 Rows are counted from the first query and the first key at hand, as in `tiles.py`: query row q
 attends key row k if and only if `k - delta <= q < end[k]`.

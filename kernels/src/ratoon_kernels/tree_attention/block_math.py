@@ -1,9 +1,8 @@
 """One block of the reference on any device, as plain matrix products in the accumulation dtype.
 
-In: operands narrowed to a block. Out: output and log-sum-exp over the keys of this block alone, or
-the block's gradients given the output and log-sum-exp over all keys. Invariant: scores exist for
-one chunk of queries at a time, within `SCORE_BYTES`. The query heads of one kv head are folded into
-the rows R, so a product is [K, R, H] @ [K, H, S] with R = (N / K) * the chunk's queries.
+Scores exist for one chunk of queries at a time, within `SCORE_BYTES`. The query heads of one kv
+head are folded into the rows R, so a product is [K, R, H] @ [K, H, S] with R = (N / K) * the
+chunk's queries.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,7 @@
 """Block masks on the device, made once for a forest, a pair of ranges and a grid.
 
-In: operands whose plan is the host node table, and a grid. Out: a `BlockPlan` of tensors beside
-the operands. Invariant: a plan is a function of its key alone, the node table's values among it, so
-one that is kept for the next layer, or for the backward, is what would be built again.
+A plan is a function of its key alone, the node table's values among it, so one that is kept for the
+next layer, or for the backward, is what would be built again.
 
 The lists differ by backend, head_dim and GPU, so the layout does not carry them; and the op must be
 traceable, so they are made where it is opaque. All layers of a micro-batch ask for the same ones.

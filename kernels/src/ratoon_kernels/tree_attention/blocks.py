@@ -1,8 +1,7 @@
 """The reference backend's cut of a forest into blocks of queries times keys.
 
-In: the host node table and the packed ranges of the queries and keys at hand. Out: a list of
-`Block`s in packed order. Invariant: the attended pairs within the two ranges are in exactly one
-block each, and every query of a block attends at least one key of it.
+The attended pairs within the two ranges are in exactly one block each, and every query of a block
+attends at least one key of it.
 
 The keys [start, stop) of a node are attended by the queries [start, end) of its subtree, causally
 counted from the upper left corner: one block does the node's own triangle and all its descendants.

@@ -1,7 +1,6 @@
 """Argument checks of tree attention, the whole form and the partial one.
 
-In: what the caller gave. Out: nothing, or a `KernelArgumentError` that names the argument.
-Invariant: they read shapes, strides and dtypes only, so that torch.compile traces them as guards.
+They read shapes, strides and dtypes only, so that torch.compile traces them as guards.
 """
 
 import math

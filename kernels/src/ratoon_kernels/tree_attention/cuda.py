@@ -1,8 +1,7 @@
 """The cuda backend of tree attention: our own kernels for Hopper (sm_90a).
 
-In: operands of packed ranges of a forest; its plan is the packed schedule. Out: output and
-log-sum-exp, or gradients. Invariant: it allocates everything that its kernels write, and they write
-every element of it; nothing here waits for the GPU.
+It allocates everything that its kernels write, and they write every element of it; nothing here
+waits for the GPU.
 """
 
 import torch

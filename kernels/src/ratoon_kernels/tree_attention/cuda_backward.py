@@ -1,8 +1,8 @@
 """Launches the kernels of the backward: prepare, main, finish.
 
-In: a `Call`, what came from above, and where dK and dV go. Out: dQ. Invariant: the workspace is
-fp32 dQ (none in deterministic mode), two floats a query and head, and fp32 dK and dV of no more key
-tiles than there are: those of the tiles that are cut, or, in deterministic mode, of their pieces.
+The workspace is fp32 dQ (none in deterministic mode), two floats a query and head, and fp32 dK and
+dV of no more key tiles than there are: those of the tiles that are cut, or, in deterministic mode,
+of their pieces.
 
 In deterministic mode dQ has a kernel of its own, shaped like the forward, and the main kernel does
 without it: seven products instead of five, and every sum in one order.

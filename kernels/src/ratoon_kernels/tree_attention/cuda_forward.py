@@ -1,8 +1,4 @@
-"""Launches the forward kernel.
-
-In: a `Call`. Out: output and log-sum-exp. Invariant: where there is no query nothing is launched;
-where there is no key the results are those of an empty sum.
-"""
+"""Launches the forward kernel, if there is a query."""
 
 import torch
 from torch import Tensor

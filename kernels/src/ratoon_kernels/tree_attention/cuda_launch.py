@@ -1,7 +1,7 @@
 """What the launchers of the cuda backend share: one call's operands in the shape of the kernels.
 
-In: checked operands. Out: `Call`. Invariant: its tensors can be walked by the copy engine (16-byte
-addresses and strides), and its scale is positive.
+Its tensors can be walked by the copy engine (16-byte addresses and strides), and its scale is
+positive.
 """
 
 import functools

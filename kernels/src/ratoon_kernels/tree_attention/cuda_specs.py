@@ -1,7 +1,7 @@
 """The CUDA kernels of tree attention: their sources, variants and parameters.
 
-In: a call's head_dim, dtype and form. Out: `KernelSpec`s. Invariant: every kernel that a launcher
-loads is listed in `SPECS`, so that all of them are compiled ahead and checked without a GPU.
+Every kernel that a launcher loads is listed in `SPECS`, so that all of them are compiled ahead and
+checked without a GPU.
 """
 
 from itertools import product

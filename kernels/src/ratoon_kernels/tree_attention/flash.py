@@ -1,8 +1,7 @@
 """The flash backend of tree attention: flash-attn-4 (CuTe DSL), block-sparse with our mask.
 
-In: operands of packed ranges of a forest; its plan is the host node table. Out: output and
-log-sum-exp, or gradients. Invariant: what it does not serve is an error with its reason; results
-are those of 16-bit kernels, also where the partial form widens them to fp32.
+What it does not serve is an error with its reason; results are those of 16-bit kernels, also where
+the partial form widens them to fp32.
 """
 
 import functools

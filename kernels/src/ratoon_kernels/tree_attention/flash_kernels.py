@@ -1,7 +1,6 @@
 """Calls of flash-attn-4: our mask as one of its mask functions, a plan as its block-sparse tensors.
 
-In: operands and their plan. Out: output and log-sum-exp, or gradients given those over all keys.
-Invariant: only `flash.py` imports this module, and only inside functions: the package is optional.
+Only `flash.py` imports this module, and only inside functions: the package is optional.
 
 The entry points with an underscore are the ones that return and take the log-sum-exp, its gradient
 and the lists of both directions; torch's own FlexAttention calls the same two. `flash.py` therefore

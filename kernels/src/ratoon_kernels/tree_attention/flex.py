@@ -1,8 +1,7 @@
 """The flex backend of tree attention: torch's FlexAttention, compiled, with our block mask.
 
-In: operands of packed ranges of a forest; its plan is the host node table. Out: output and
-log-sum-exp, or gradients. Invariant: what runs is the fused kernel or an error, never FlexAttention
-without compilation, which makes all scores.
+What runs is the fused kernel or an error, never FlexAttention without compilation, which makes all
+scores.
 
 Lengths are padded to buckets, so that a kernel is compiled for a bucket and not for a forest. The
 padding costs copies of q, k and v and no attention: no tile of padding is listed. FlexAttention

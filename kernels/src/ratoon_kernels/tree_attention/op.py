@@ -1,8 +1,7 @@
 """Tree attention as a torch custom op: argument checks, dispatch, fake and autograd.
 
-In: q, k, v of a packed forest and its layout. Out: the attention output and its log-sum-exp, both
-differentiable. Invariant: no backend sees an argument that was not checked here, and the op that a
-graph or a checkpoint records is one, `ratoon::tree_attention`, whatever the backend.
+No backend sees an argument that was not checked here, and the op that a graph or a checkpoint
+records is one, `ratoon::tree_attention`, whatever the backend.
 """
 
 from collections.abc import Sequence

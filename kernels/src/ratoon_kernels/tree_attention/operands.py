@@ -1,8 +1,7 @@
 """What a tree attention backend is given: checked tensors and the packed ranges that they cover.
 
-In: from `op.py` and `partial.py`, after all checks. Out: to backends, whole or cut to one block.
-Invariant: row i of `q_QNH` is the packed token `queries.start + i`, row j of `k_SKH` and `v_SKH`
-is `keys.start + j`, while `end_T` always covers the whole forest.
+Row i of `q_QNH` is the packed token `queries.start + i`, row j of `k_SKH` and `v_SKH` is
+`keys.start + j`, while `end_T` always covers the whole forest.
 """
 
 from collections.abc import Sequence

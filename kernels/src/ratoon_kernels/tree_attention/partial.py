@@ -1,8 +1,7 @@
 """The partial form of tree attention: queries of one packed range against keys of another.
 
-In: q of [query_start, ...), k and v of [key_start, ...), and the layout of the whole forest. Out:
-partial outputs to be merged, and gradients accumulated in given buffers. Invariant: over any split
-of the keys, merged outputs equal the whole form, and the gradients of the parts add up to it.
+Over any split of the keys, merged outputs equal the whole form, and the gradients of the parts add
+up to it.
 
 Streaming keeps a prefix's K and V and runs waves of siblings against them; context parallelism
 holds a range of keys per rank. Both call these functions outside autograd and hold fp32 buffers for

@@ -1,8 +1,7 @@
 """The reference backend of tree attention: eager torch, any device, the truth for the others.
 
-In: operands of packed ranges of a forest; its plan is the host node table. Out: output and
-log-sum-exp, or gradients. Invariant: for the same inputs and thread count the bits are the same on
-every call: blocks run in packed order, and each sum has one order, in the accumulation dtype.
+For the same inputs and thread count the bits are the same on every call: blocks run in packed
+order, and each sum has one order, in the accumulation dtype.
 """
 
 import torch

@@ -1,7 +1,6 @@
 """Who is let in: everybody, this machine, or holders of a key.
 
-Enters what a caller presented, leaves a `Caller` with what it may see. Invariant: whoever is
-refused learns neither which keys nor which policies there are.
+A refusal tells neither which keys nor which policies there are.
 """
 
 from __future__ import annotations

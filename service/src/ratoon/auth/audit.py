@@ -1,8 +1,8 @@
 """The audit log, `access/audit.jsonl` below the data root: who did what, and how it was answered.
 
-Enters one entry a call, leaves one JSON line. Invariant: lines are only ever added, by one write
-each, so that processes do not mix theirs; the file is opened anew for each, so that it may be moved
-away at any time. A line is not synced, and where it cannot be written the call goes on.
+Lines are only ever added, by one write each, so that processes do not mix theirs; the file is
+opened anew for each, so that it may be moved away at any time. A line is not synced, and where it
+cannot be written the call goes on.
 
 Refusals of a host beyond `REFUSALS_A_MINUTE` are counted instead, and so are those of all hosts
 together beyond ten times as many; a line SUPPRESSED says how many once the minute is over.

@@ -1,7 +1,8 @@
-"""The server's certificate, its key and the authorities of its clients, as files that may change.
+"""The server's certificate, its key and its clients' authorities, as files that may change while it
+runs.
 
-Enters paths, leaves what a handshake needs. Invariant: what is given out is whole, fits together
-and has not ended; files that do not are refused by name at start, and later change nothing.
+Files that do not fit together or have ended are refused by name at start; later they change
+nothing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The file of API keys, `access/keys.json` below the data root.
 
-Enters records, leaves the records as they are now. Invariant: the file is replaced whole and only
-under the lock beside it; a reader looks at every call whether it was, so that a revoked key is
-refused by all processes at once; a file that is not as it was written lets nobody in.
+Every process looks at each call whether it was replaced, so a revoked key is refused at once; a
+damaged file lets nobody in.
 """
 
 from __future__ import annotations

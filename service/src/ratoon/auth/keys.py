@@ -1,8 +1,7 @@
 """An API key: made, written as text, recognised.
 
-Enters a scope and policies, leaves a record without the secret and, once, the key's text.
-Invariant: a record holds the SHA-256 of the secret alone; the secret has 256 random bits, so a slow
-hash would add nothing.
+A record holds the SHA-256 of the secret alone; the secret has 256 random bits, so a slow hash would
+add nothing.
 
     ratoon_<id: 12 hexadecimal digits>_<secret: 64 hexadecimal digits>
 """

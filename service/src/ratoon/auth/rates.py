@@ -1,8 +1,7 @@
-"""How often and how much at once: requests a second of a key, requests in flight of a caller.
+"""Rates and concurrency: requests per second of a key, requests in flight of a caller.
 
-Enters calls as they come and go, leaves refusals that say when to come again. Invariant: a key's
-rate is that of all processes together, which share a file for each key, `access/rates/<key_id>`
-below the data root; what is in flight is this process's alone.
+A key's rate is over all processes, by a file per key (`access/rates/<key_id>` below the data root);
+requests in flight are counted per process.
 """
 
 from __future__ import annotations

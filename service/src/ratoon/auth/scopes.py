@@ -1,8 +1,4 @@
-"""The one table of what a call needs.
-
-Enters the name of a call (a method of `PolicyService`, or a route that HTTP alone has), leaves the
-scope that a key must have for it. Invariant: a call that is not in the table is answered to nobody.
-"""
+"""The scope that each call needs; a call that is not in the table is refused to everybody."""
 
 from __future__ import annotations
 

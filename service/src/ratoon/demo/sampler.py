@@ -1,8 +1,6 @@
-"""The demo's rollout system: a transformers model fed by weights pulled through the public client.
+"""The demo's rollout system: transformers on weights pulled and verified through the public client.
 
-Enters a folder that `pull_weights` wrote and verified, leaves sampled responses with their
-log-probs. Invariant: the weights are those of the folder and of nothing else; sampling is
-at temperature 1, untruncated.
+It samples at temperature 1 from the whole distribution.
 """
 
 from __future__ import annotations

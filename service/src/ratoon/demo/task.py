@@ -1,8 +1,7 @@
 """The demo's verifiable task: copy the marked word.
 
 A prompt is a shared few-shot preamble followed by a query like `wyuzca=`; the right answer is the
-word of the letters a to d before the equals sign. Enters a seed, leaves prompts (byte tokens) and
-rewards in [0, 1]. Invariant: no evaluation query is ever drawn for training.
+word of the letters a to d before the equals sign. No evaluation query is ever drawn for training.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """What a forward keeps for its backward, chosen by formula from the bytes that are free.
 
-Enters the sizes of a decoder, a number of tokens and a budget, leaves what each layer keeps.
-Invariant: the predicted peak of a plan is within its budget; where that of the least is not, there
-is no plan but an error. No torch here.
+The predicted peak of a plan is within its budget; where that of the least is not, there is no plan
+but an error. No torch here.
 
 Attention is never run twice: its output and log-sum-exp are always kept. A byte that holds the
 output of a product saves as many operations wherever it is (D for each of its elements), so layers

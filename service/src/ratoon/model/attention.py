@@ -1,9 +1,7 @@
-"""Tree attention as an attention of transformers' interface.
+"""Tree attention as an attention of transformers' interface, given the layout as the argument
+`ratoon_tree`.
 
-Enters as the keyword argument `ratoon_tree` of the model's forward, which transformers hands down
-to every attention layer; leaves the attention's output. Invariant: the layout is an argument of the
-call, never a global, and no mask is ever built (transformers builds none for an implementation that
-has no mask function).
+No mask is ever built: transformers builds none for an implementation that has no mask function.
 """
 
 from __future__ import annotations

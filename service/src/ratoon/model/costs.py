@@ -1,7 +1,6 @@
-"""What the planner's choices cost on a device, by formula from the decoder's sizes.
+"""What the planner's choices cost on a device, in seconds, by formula from the decoder's sizes.
 
-Enter a decoder's sizes and the rates of a device, leaves a `CostModel` in seconds. Invariant: every
-cost is a sum of work over rates, so that rates are fitted to measured steps as linear factors.
+Every cost is a sum of work over rates, so that rates can be fitted linearly to measured steps.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """A model's weights as a folder that transformers (full) or peft (adapter) loads.
 
-Enters a `PolicyModel` and optionally the values of its trained parameters, leaves a flat folder:
-safetensors and configuration, and a full model's tokenizer (an adapter's reader has its base's).
-Invariant: `from_pretrained` of the folder gives the same bits, in the model's dtype; equal weights
-give equal files, byte for byte.
+Equal weights give equal files, byte for byte. An adapter's folder has no tokenizer: its reader has
+the base's.
 """
 
 from __future__ import annotations

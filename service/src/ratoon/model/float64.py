@@ -2,8 +2,8 @@
 
 transformers computes norms and router probabilities in float32 whatever the model's dtype, so that
 gradients are rounded to float32 once per token that the model sees: a packed and a replicated run
-of one model differ by 1e-7. Under `Float64Math` every explicit float32 is float64. Invariant:
-it is used for `ModelDtype.FLOAT64` alone.
+of one model differ by 1e-7. Under `Float64Math` every explicit float32 is float64. It is used for
+`ModelDtype.FLOAT64` alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """How the decoder layers of a model run: compiled or not, and what each keeps for its backward.
 
-Enters the layers of a transformers decoder, whose calls go through here from then on. Invariant:
-what is kept, and whether a layer is compiled, changes no result beyond the rounding of fused
+What is kept, and whether a layer is compiled, changes no result beyond the rounding of fused
 elementwise operations; without either, the bits are those of the layer itself. In deterministic
 mode the bits of compiled layers do not depend on what the process ran before.
 

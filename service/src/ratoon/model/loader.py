@@ -1,7 +1,5 @@
-"""From a spec to a model on a device.
-
-Enters a `ModelSpec`, leaves a `PolicyModel`. Invariant: the same spec gives the same bits of every
-parameter, and global random state is as it was before.
+"""From a `ModelSpec` to a `PolicyModel` on a device; the same spec gives the same bits of every
+parameter.
 """
 
 from __future__ import annotations

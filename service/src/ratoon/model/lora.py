@@ -1,8 +1,7 @@
 """Low-rank adapters (Hu et al., 2021, arXiv:2106.09685) on the linear maps of a decoder, by peft.
 
-Enters a module and a `LoraTuning`, leaves a `PeftModel` around it whose only trainable parameters
-are the adapter's. Invariant: A is random from (seed, name), B is zero, so that at first the adapter
-changes nothing. Adapters have the dtype of the base; the optimizer keeps its masters in float32.
+A is random from (seed, name), B is zero, so that at first the adapter changes nothing. Adapters
+have the dtype of the base; the optimizer keeps its masters in float32.
 """
 
 from __future__ import annotations

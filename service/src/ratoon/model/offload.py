@@ -1,10 +1,9 @@
 """Activations that wait in pinned host memory between forward and backward.
 
-Enters what autograd saves of a layer, leaves it again when the backward asks. Any number of
-forwards may be open, as the stages of a stream are: what is held goes with the graph that saved it,
-whether that ran backward or was given up. Invariants: the values are the same bits; the host waits
-for no copy, and compute only for those that it needs; of each forward that runs, either way, no
-more than two layers are on the device.
+Any number of forwards may be open, as the stages of a stream are: what is held goes with the graph
+that saved it, whether that ran backward or was given up. The values are the same bits; the host
+waits for no copy, and compute only for those that it needs; of each forward that runs, either way,
+no more than two layers are on the device.
 
 Memory of the device is made, and given back, in the order of the compute stream: where a copy is
 the last to use some, compute is made to wait for it. (Handed to the copies' stream it would be free

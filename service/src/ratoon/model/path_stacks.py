@@ -1,8 +1,7 @@
 """What the open stages of a forest share: the forest of their tokens, and each layer's stacks.
 
-Enter the ranges of packed tokens that are open, outermost first, leave their layout; enter keys and
-values as stages are run, leave those of whole paths. Invariant: a stage's place in a stack is the
-number of tokens before it in its path, so that a path's keys are one run without a gap.
+A stage's place in a stack is the number of tokens before it in its path, so that a path's keys are
+one run without a gap.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""A policy's network: packed tokens in, final hidden states out.
-
-Enters tokens, positions and the tree layout of one packed batch, leaves hidden states [T, D] and
-the LM head's weight; the logits are the caller's. Invariant: a forward is a pure function of its
-arguments and the parameters. Nothing random happens in it, and no T x T tensor is built.
+"""A policy's network: packed tokens in, final hidden states [T, D] out; the logits are the
+caller's.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The built-in models: Qwen3-style decoders over bytes, with random weights.
-
-Enters a preset's name and a seed, leaves a module on the CPU in float32. Invariant: the same seed
-gives the same bits, whatever ran before, and no global random state is changed.
-"""
+"""The built-in models: Qwen3-style decoders over bytes, with random weights that a seed decides."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Safetensors files, written by several threads from wherever the tensors are.
 
-Enter tensors by name, leave one file or several with an index, named as transformers names them.
-Invariant: equal tensors give equal files, byte for byte. Source of the format: the README of
+Equal tensors give equal files, byte for byte. Source of the format: the README of
 https://github.com/huggingface/safetensors.
 
 The library's own writer writes with one thread, and wants all tensors of a file on the host.

@@ -1,7 +1,7 @@
 """Random numbers of initial weights: a function of (seed, tensor name), of nothing else.
 
-Invariant: no global generator is read or changed, and a tensor's numbers do not depend on which
-other tensors there are.
+No global generator is read or changed, and a tensor's numbers do not depend on which other tensors
+there are.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Which model a policy is. No torch here: the wires and the engine import it.
-
-Enters from CreatePolicy, leaves into `loader.load_model`. Invariant: a spec names everything that
-decides the initial weights, so that the same spec gives the same bits.
-"""
+"""Which model a policy is, and everything that decides its initial weights. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """What a forward keeps for its backward beside what else shares the device with it.
 
-Enters the tokens of a forward, of a whole forest or of one stage of a stream, and two budgets,
-leaves what each layer keeps. Invariants: the predicted peaks of all stages are within the budget of
-the device, what they have on the host at a time is within the other; the same stages have the same
-plans, whatever is free, so that a replay finds the same bits. No torch here.
+The predicted peaks of all stages are within the budget of the device, what they have on the host at
+a time is within the other; the same stages have the same plans, whatever is free, so that a replay
+finds the same bits. No torch here.
 
 Where the device holds every product of all stages, or the host lends nothing, all stages keep the
 same. Else a stage that waits while others are run leaves to the host as many layers as it has room

@@ -1,11 +1,9 @@
 """Attention of a forest that is run in stages, one after the other.
 
-Enter the queries, keys and values of one stage, a range of packed tokens, layer by layer; leave its
-outputs. Each layer has one stack of keys and values, those of the stages that are open, outermost
-first, and one of the gradients that flow back to them, in at least float32: a stage attends a run
-of keys that ends with its own, as if what it descends from and itself were a forest. Invariant:
-over all stages, each backward run once, results and gradients equal those of the whole forest at
-once.
+Each layer has one stack of keys and values, those of the stages that are open, outermost first, and
+one of the gradients that flow back to them, in at least float32: a stage attends a run of keys that
+ends with its own, as if what it descends from and itself were a forest. Over all stages, each
+backward run once, results and gradients equal those of the whole forest at once.
 
 One operation does it, `ratoon::stage_attention`, so that a compiled layer has it in its graph and a
 checkpointed one keeps its results. What it keeps for other stages, and what those left, it finds by

@@ -1,8 +1,7 @@
 """Which model folders are served: decoders whose attention is plain causal softmax.
 
-Enters a folder, leaves its checked configuration. Invariant: what would change a token's value in a
-packed run, or is random, is refused with the configuration field, what came and what is expected;
-nothing is silently ignored.
+What would change a token's value in a packed run, or is random, is refused by its configuration
+field.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""The bytes of a device as packed tokens, for the planner of micro-batches.
-
-Enter a decoder's sizes and the bytes that are lent to activations, leave `TokenLimits` and sizes of
-micro-batches worth trying. Invariant: what is within the limits, `plan_activations` has a plan for,
-and `stage_plan` beside the stacks of a stream. No torch here.
-"""
+"""The bytes of a device as packed tokens, for the planner of micro-batches. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""The byte tokenizer of the presets: a token id below 256 is that byte.
-
-Enters nothing, leaves a tokenizer that transformers loads offline. Invariant: text that spells no
-special token encodes to exactly its UTF-8 bytes (no normalisation, no merges, nothing added), and
-decoding is the inverse.
-"""
+"""The byte tokenizer of the presets: a token id below 256 is that byte; text is its UTF-8."""
 
 from __future__ import annotations
 
@@ -22,6 +17,11 @@ _SPECIAL_TOKENS = {
     "<|eos|>": EOS_TOKEN,
     "<|sep|>": SEPARATOR_TOKEN,
 }
+# A turn is <|bos|>ROLE, a newline and its text, and ends with <|eos|> and a newline.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|bos|>{{ message['role'] }}\n{{ message['content'] }}<|eos|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|bos|>assistant\n{% endif %}"
+)
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -36,6 +36,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     assert all(tokenizer.token_to_id(text) == token for text, token in _SPECIAL_TOKENS.items())
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
+        chat_template=CHAT_TEMPLATE,
         pad_token="<|pad|>",
         bos_token="<|bos|>",
         eos_token="<|eos|>",

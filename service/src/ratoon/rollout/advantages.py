@@ -1,8 +1,7 @@
-"""Rewards -> one advantage per sequence, over each group as it was received.
+"""Rewards to one advantage per sequence, over each group as it was received.
 
-Enter rewards float64 [S] and group offsets int64 [G + 1] (no group is empty), leave advantages
-float64 [S]. Invariant: where the mean is taken off, a group of more than one whose rewards are all
-equal has advantages of exactly zero.
+A group of several whose rewards are all equal has advantages of exactly zero where the mean is
+taken off.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The validated batch: every rollout of an operation in columns, in request order.
-
-Enters by `validate.validate_groups`, leaves into the forest, the advantages and the journal's body.
-Invariant: arrays agree with the offsets, all numbers are finite, at least one token is trained.
-"""
+"""The validated batch: every rollout of an operation in columns, in request order."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Per-token columns, outcomes and sampling settings of all rollouts of a request.
 
-Enter `RawRollout`s, leave arrays over response tokens [J] or sequences [S], or an error that names
-rollout and index. Invariant: a column is there for every rollout or for none, and its values are
-finite. A rollout without response tokens has nothing to give and may leave per-token columns out.
+A column is there for every rollout or for none; a rollout without response tokens may leave
+per-token columns out.
 """
 
 from __future__ import annotations

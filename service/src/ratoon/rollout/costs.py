@@ -1,7 +1,6 @@
-"""What running packed sequences costs, by a model whose constants are those of the device.
+"""What running packed sequences costs, by a model whose constants are the device's.
 
-Enter a batch and its sorted prefixes, leave counts and costs of any of its sequences packed
-together. Invariant: counts are exact, but for rows where one path trains what another only reads.
+Counts are exact, except for rows where one path trains what another only reads.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The path of a sequence or a token in the request, for messages: `groups[3].rollouts[17]`.
-
-Enter offsets of a batch and a flat index, leaves a path. Invariant: paths count from 0 and name
-fields as `ratoon.v1.RolloutBatch` does.
-"""
+"""Where a sequence or token is in the request, for messages: `groups[3].rollouts[17]`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Prefix trees from sorted sequences: each run of tokens that the same sequences share is one node.
 
-Enter a batch, its `SortedPrefixes` and a choice of sequences; leaves a `Forest` in packed order.
-Invariant: packed tokens are the distinct prefixes of the chosen sequences, each once; what another
-request order changes is only which of two equally heavy siblings comes first.
+The order of the request decides nothing but which of two equally heavy siblings comes first.
 """
 
 from __future__ import annotations

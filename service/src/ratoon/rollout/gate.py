@@ -1,8 +1,4 @@
-"""Where sharing a prefix costs more than it saves, it is not shared.
-
-Enter sorted sequences and costs, leave the sequences that begin a tree of their own though they
-share a prefix with the one before; and from these, prefixes in which they do. Invariant: whatever
-is unshared, each sequence's own tokens stay what they are, so that results only differ by rounding.
+"""Which prefixes are not shared because sharing them would cost more than it saves.
 
 Sharing runs a prefix once less. But attention goes by tiles: beside those that are full of keys
 that it needs, a token reads one for each prefix above its own tokens that begins or ends within it.

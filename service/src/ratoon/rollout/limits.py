@@ -1,7 +1,5 @@
-"""How many packed tokens a device holds at a time.
-
-Enters a device's budget as tokens, leaves which plans fit it. Invariant: what is within the limits
-is never refused by the model's own plan of bytes, from which they are made.
+"""How many packed tokens a device holds at a time; the model's own plan of bytes accepts whatever
+is within.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""A forest and the tokens to train on -> the index arrays that a device needs.
+"""A forest and the tokens to train on as the index arrays that a device needs.
 
-Enter a batch, a forest of it and a mask of trained response tokens; leaves a `PackedBatch`.
-Invariant: the row that predicts a token is the one before it on its path, so the last prompt token
-predicts the first token of every response.
+The row that predicts a token is the one before it on its path: the last prompt token predicts the
+first token of every response.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Where each response token of a forest's sequences lies in packed order.
-
-Enter a batch and a forest of it, leave index arrays over the forest's response tokens in request
-order. Invariant: each token's predecessor on its path is one packed token, whatever the path.
-"""
+"""Where each response token of a forest's sequences lies in packed order."""
 
 from __future__ import annotations
 

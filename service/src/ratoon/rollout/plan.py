@@ -1,8 +1,6 @@
 """How an update is cut into micro-batches under a budget of packed tokens.
 
-Enter a batch, its sorted prefixes and the sequences that are kept; leaves an `UpdatePlan`, also as
-plain JSON values for the journal. Invariant: every kept sequence that has tokens is in exactly one
-micro-batch, and a group that fits the budget is never cut apart or streamed.
+A group that fits the budget is never cut apart or streamed.
 """
 
 from __future__ import annotations

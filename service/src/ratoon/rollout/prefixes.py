@@ -1,8 +1,7 @@
 """Sequences in trie order, each with the number of tokens it shares with the one before it.
 
-Enters a `RolloutBatch`, leaves `SortedPrefixes`, from which a forest of all or of some sequences is
-built. Invariant: sequences that share a prefix are neighbours, and any two share the minimum of the
-counts between them; tokens are compared by id, never by hash.
+Any two sequences share the minimum of the counts between them; tokens are compared by id, never by
+hash.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Index arithmetic over rows of different length, and the lengths of a batch's sequences.
-
-Enter offsets and lengths, leave flat indexes. Invariant: no loop over rows, int64 throughout.
-"""
+"""Index arithmetic over rows of different length without a loop over rows; int64 throughout."""
 
 from __future__ import annotations
 

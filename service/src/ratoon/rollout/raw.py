@@ -1,7 +1,6 @@
-"""What a wire hands over: groups as the caller sent them, decoded but not yet judged.
+"""Groups as the caller sent them: decoded by a wire, checked for nothing but numpy's dtype kind.
 
-Both wires build these; `validate` makes a `RolloutBatch` of them or names what is wrong with them.
-Invariant: nothing here has been checked beyond its numpy dtype kind.
+`validate` makes a `RolloutBatch` of them or names what is wrong with them.
 """
 
 from __future__ import annotations

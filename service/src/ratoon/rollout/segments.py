@@ -1,8 +1,4 @@
-"""The segments of all rollouts of a request, one after the other: response tokens and their mask.
-
-Enter `RawRollout`s, leave token ids and the loss mask, or an error that names the segment or token.
-Invariant: response token j of the batch is token j of the segments' concatenation.
-"""
+"""The segments of all rollouts of a request, joined: response tokens and their mask."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Which sequences and tokens of a batch count: drops, the owners of shared tokens, counters.
-
-Enter a batch and what the call says about staleness, truncation and zero variance; leave a
-`Selection` and masks over sequences [S] and response tokens [J]. Invariant: nothing here depends on
-how the batch is later cut into micro-batches.
+"""Which sequences and tokens of a batch count, whatever its cut: drops, owners of shared tokens,
+counters.
 """
 
 from __future__ import annotations

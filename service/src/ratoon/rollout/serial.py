@@ -1,10 +1,10 @@
 """A `RolloutBatch` as bytes: the body that is journaled, hashed and sent to workers.
 
-Enters a batch, leave bytes, and back. Layout, all little-endian: magic (8 bytes), format version
-uint32, header length uint32, header (JSON with sorted keys: group ids and name, dtype and shape of
-each array), then the arrays in the header's order, each at a multiple of 8 bytes after zeros, and
-xxh3-128 of all that (16 bytes). Invariant: the same batch gives the same bytes, and bytes that
-`batch_to_bytes` would not write are refused before anything of a size that they name is allocated.
+Layout, all little-endian: magic (8 bytes), format version uint32, header length uint32, header
+(JSON with sorted keys: group ids and name, dtype and shape of each array), then the arrays in the
+header's order, each at a multiple of 8 bytes after zeros, and xxh3-128 of all that (16 bytes). The
+same batch gives the same bytes, and bytes that `batch_to_bytes` would not write are refused before
+anything of a size that they name is allocated.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""How a group that exceeds the budget is run: streamed, or cut into several micro-batches.
-
-Enter the places of a group in the sorted order, leave parts. Invariant: every place is in exactly
-one part; what is held at a time is within the budget, or a single path, and within the limits of
-the device, unless there is no way to cut a path of the group so that it is.
-"""
+"""How a group that exceeds the budget is run: streamed, or cut into several micro-batches."""
 
 from __future__ import annotations
 

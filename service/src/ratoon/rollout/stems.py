@@ -1,8 +1,7 @@
 """The prompts of a batch as a trie of stems, each with the sequences and longer stems that follow.
 
-Enters a `RolloutBatch`, leave all sequences in trie order, each with the tokens it shares with the
-one before. Invariant: every sequence hangs on the longest prompt that it begins with, so a prompt
-is read once however many responses follow it, and nothing is ever replicated.
+Every sequence hangs on the longest prompt that it begins with, so a prompt is read once however
+many responses follow it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Groups as a caller sent them -> a `RolloutBatch`, or an error that names the first thing wrong.
+"""Groups as a caller sent them to a `RolloutBatch`, or an error that names the first thing wrong.
 
-Enter `RawGroup`s and `BatchLimits`, leaves a `RolloutBatch`. Invariant: sizes are within the limits
-before a column is allocated, and the values of a batch that leaves need no further check.
+Sizes are checked before a column is allocated; the values of a batch need no further check.
 """
 
 from __future__ import annotations

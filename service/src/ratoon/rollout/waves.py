@@ -1,8 +1,7 @@
-"""A forest that does not fit, cut into stages that are run one after the other.
+"""A forest that does not fit, cut into stages: prefixes that stay, and waves of whole sibling
+subtrees.
 
-Enters a forest and a budget of tokens, leave its stages in packed order: prefixes, which stay
-while what descends from them is run, and waves, runs of whole sibling subtrees. Invariant: a
-stage and what stays for it are within the budget, or a single path, which cannot be less.
+A stage and what stays for it are within the budget, or a single path, which cannot be less.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Bytes and folders by key, wherever they are kept: what an object store and a disk have in common.
 
-Enters bytes or a finished folder, leaves a key that is whole or does not exist. Invariant: a folder
-exists once its manifest, written last, does; a key has one content for ever; no key leads out of
-the place that a `Blobs` was made for. Bytes are read back only as what their digest says.
+A folder exists once its manifest, written last, does; a key has one content for ever; no key leads
+out of the place that a `Blobs` was made for. Bytes are read back only as what their digest says.
 
 All calls block, and come from any thread; a key has one writer.
 """

@@ -1,7 +1,6 @@
 """Durable writes on a local file system: what the journal, checkpoints and versions are made of.
 
-Enters bytes or a finished folder, leaves a name that either is whole or does not exist. Invariant:
-a name is given (renamed to) only after its content is on disk, and the folder that holds the name
+A name is given (renamed to) only after its content is on disk, and the folder that holds the name
 is synced before the call returns. A crash leaves at most names that start with `TEMPORARY_PREFIX`.
 What a disk changed later is found by digests: `seal_bytes`, `seal_document`.
 """

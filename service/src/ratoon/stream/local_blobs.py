@@ -1,8 +1,4 @@
-"""`Blobs` on a local file system.
-
-Enters a root folder, leaves keys as paths below it. Invariant: as `stream.files` has it, a name is
-given only to what is on disk; a path that links lead out of the root is refused.
-"""
+"""`Blobs` on a local file system; a path that links lead out of the root is refused."""
 
 from __future__ import annotations
 

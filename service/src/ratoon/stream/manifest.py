@@ -1,8 +1,4 @@
-"""A version's weights as a list of files with digests.
-
-Enters from the worker that wrote the folder, leaves on both wires. Invariant: a manifest is written
-last, so every file that it names is whole.
-"""
+"""A version's weights as a list of files with digests, written last: what it names is whole."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """`Blobs` in an S3-compatible object store, through fsspec.
 
-Enters `s3://bucket/prefix`, leaves keys as objects below the prefix. Invariant: an object is there
-whole or not at all (the store's own promise, also for uploads in parts), a folder is there once its
-manifest is, and its manifest goes first; a call that the store does not answer is made again for at
-most `timeout_s` seconds and one attempt, then it is UNAVAILABLE.
+An object is there whole or not at all (the store's own promise, also for uploads in parts), a
+folder is there once its manifest is, and its manifest goes first; a call that the store does not
+answer is made again for at most `timeout_s` seconds and one attempt, then it is UNAVAILABLE.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Versions of a policy's weights as folders: publish, read, prune.
 
-Enters a writer that fills a folder, leaves `WeightManifest`s and chunks of files. Invariant: a
-version folder is there only when it is whole: files and their digests in `manifest.json` on disk,
+A version folder is there only when it is whole: files and their digests in `manifest.json` on disk,
 then the name. A version number never names two contents. A root has one writer, many readers.
 
     root/00000007/{manifest.json, config.json, model.safetensors, ...}

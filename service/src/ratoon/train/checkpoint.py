@@ -1,9 +1,7 @@
-"""A trainer's state at a step boundary as a folder: safetensors and a manifest with digests.
+"""A trainer's state at a step boundary as a folder: safetensors and a manifest with digests, no
+gradients.
 
-Enters an `OptimizerState`, leaves a frozen copy of it, and of that a folder that is whole or does
-not exist; and back. Invariant: a load checks everything (digests of files and of the state, names,
-shapes, dtypes, the model's spec) before it returns; gradients are never in it, and no file is a
-pickle.
+A load checks digests, names, shapes, dtypes and the model's spec before it returns.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""What a call says about the loss and the optimizer step. No torch here: the wires import it.
-
-Enters from the wires, leaves into the loss and the optimizer. Invariant: a config is complete; the
-defaults of each loss are filled in by `resolve_loss` before anything else reads it.
+"""What a call says about the loss and the optimizer step, as sent. Imports no torch: the wires
+import it.
 """
 
 from __future__ import annotations

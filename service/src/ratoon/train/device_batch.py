@@ -1,8 +1,6 @@
 """A packed micro-batch on the model's device, and one run of the model over it.
 
-Enters a `PackedBatch`, leaves `DeviceBatch` and `TokenOutputs`. Invariant: log-probs and entropies
-are at the sampling temperature, in float32 (float64 for a float64 model); only predicting rows
-reach the LM head.
+Log-probs and entropies are at the sampling temperature, in float32 (float64 for a float64 model).
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""What a Forward answers, and what a loss may take from it.
-
-Enter a model, a batch and its plan, leave log-probs of the batch's tokens. Invariant: nothing of a
-policy changes.
-"""
+"""What a Forward answers, and what a loss may take from it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The micro-batches of a plan, packed one after the other while the device runs the one before.
 
-Enters a batch with its plan, leaves packed micro-batches. Invariant: at most one is asked of a GPU
-beyond the one that it is known to be through with, so that progress and cancellation keep up with
-it and it never waits for the host to pack.
+A GPU has at most one micro-batch queued beyond the one known to be done, so that progress and
+cancellation keep up with it.
 """
 
 from __future__ import annotations

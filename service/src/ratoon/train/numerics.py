@@ -1,8 +1,4 @@
-"""What decides the bits of a result on one machine: settings, and the fingerprint that names them.
-
-Enters a `TrainerSpec`, leaves torch configured for this process. Invariant: two processes of the
-same fingerprint that run the same plan from the same state get the same bits in deterministic mode.
-"""
+"""What decides the bits of a result on one machine: settings, and a fingerprint of them."""
 
 from __future__ import annotations
 
@@ -79,14 +75,24 @@ def device_memory(device: torch.device) -> DeviceMemory | None:
     if device.type != "cuda":
         return None
     total = torch.cuda.get_device_properties(device).total_memory
-    free = total * (1 - _UNPLANNED_SHARE) - torch.cuda.memory_allocated(device)
-    return DeviceMemory(total=total, free=max(0, int(free)))
+    return memory_of(total, torch.cuda.memory_allocated(device))
+
+
+def memory_of(total_bytes: int, allocated_bytes: int) -> DeviceMemory:
+    """What a GPU of so many bytes has free beside what is allocated of it."""
+    free = total_bytes * (1 - _UNPLANNED_SHARE) - allocated_bytes
+    return DeviceMemory(total=total_bytes, free=max(0, int(free)))
+
+
+def plannable_bytes(memory: DeviceMemory) -> int:
+    """What activations are planned within, once all else is allocated."""
+    return memory.free // _BUDGET_STEP * _BUDGET_STEP
 
 
 def activation_bytes(device: torch.device) -> int | None:
-    """What a GPU has for activations once all else is allocated; None for a CPU: no limit."""
+    """The same of a GPU that is there; None for a CPU: no limit."""
     memory = device_memory(device)
-    return None if memory is None else memory.free // _BUDGET_STEP * _BUDGET_STEP
+    return None if memory is None else plannable_bytes(memory)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -1,9 +1,5 @@
 """One pass over a plan's micro-batches: forward-backward into the gradient sums, or forward alone.
 
-Enters `Prepared` (or a batch and its plan), leaves sums or per-token arrays. Invariant: between two
-micro-batches nothing but the gradient sums and the running totals is kept, so that the result does
-not depend on the cut.
-
 The host does not wait for any result before the end of a pass.
 """
 

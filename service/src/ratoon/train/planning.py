@@ -1,8 +1,6 @@
 """The plans of one policy's updates: what its device holds, and what running costs there.
 
-Enter a trainer's spec, its model's sizes and the bytes lent to activations, leave `UpdatePlan`s.
-Invariant: the same batch gets the same plan as long as these are the same; none is refused for its
-size where another way to cut it fits.
+No batch is refused for its size where another way to cut it fits.
 """
 
 from __future__ import annotations

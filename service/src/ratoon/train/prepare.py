@@ -1,8 +1,7 @@
-"""A batch and a loss -> everything that is decided before the model runs. numpy only.
+"""Everything that is decided from a batch and a loss before the model runs. numpy only.
 
-Enters a `RolloutBatch` and a complete `Loss`, leaves `Prepared`. Invariant, the order of things:
-(1) advantages over each group as received, (2) drops, (3) counters over what remains; then the
-plan, on which none of them depends.
+The order: advantages over each group as received, then drops, then counters over what remains; then
+the plan, on which none of them depends.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Whether packing changes anything, looked at while training: one rollout packed and alone.
+"""The packing self-check: one rollout of a batch, run packed and alone, and how far the two are
+apart.
 
-Enters a prepared forward-backward while the gradient window is empty, leaves how far the two are
-apart. Invariant: weights, moments, window and random numbers are the same bits after it as before,
-and which rollout is taken is a function of policy seed, version and batch, so that replay takes it
-again.
+It leaves weights, moments, window and random numbers as they were, bit for bit, and picks its
+rollout by policy seed, version and batch, so that a replay picks the same.
 
 Both runs go through the update's own passes, with the loss terms of the one rollout: as a part of
 its micro-batch of the plan, and as the only sequence of another. The gradient of the one is negated

@@ -1,7 +1,4 @@
-"""What a trainer is built from. No torch here.
-
-Enters from the policy's spec and the server's config, leaves into `trainer.Trainer.create`.
-"""
+"""What a trainer is built from: the policy's spec and the server's settings. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The trainer of one policy on one device: what a worker runs operations on.
 
-Enters validated batches, complete losses and steps, leaves reports, log-probs and checkpoints.
-Invariant: weights, moments and version change in `optim_step`, `update` and `load_checkpoint`
-alone, and each of these either happens whole or leaves them as they were.
+Weights, moments and version change in `optim_step`, `update` and `load_checkpoint` alone, each
+whole or not at all.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""What the gradient sums of a trainer stand for: counters, sums and how tokens were weighted.
-
-Enters each forward-backward, leaves the divisor of the optimizer step. Invariant: while the state
-is OPEN the gradient sums are exactly those of the completed forward-backwards counted here.
-"""
+"""The gradient window: counters, sums and how tokens were weighted since the last step."""
 
 from __future__ import annotations
 

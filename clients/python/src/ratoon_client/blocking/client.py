@@ -1,7 +1,4 @@
-"""The synchronous client, for any number of threads.
-
-Invariant: each method is the asynchronous one, waited for; `AsyncRatoonClient` documents them.
-"""
+"""The synchronous client, for any number of threads; `AsyncRatoonClient` documents its methods."""
 
 from __future__ import annotations
 

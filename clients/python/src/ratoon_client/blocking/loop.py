@@ -1,8 +1,4 @@
-"""An event loop on a thread of its own.
-
-Enters coroutines from any thread of one process, leaves their results. Invariant: a caller that is
-interrupted cancels what it waits for.
-"""
+"""An event loop on a thread of its own; a caller that is interrupted cancels what it waits for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The synchronous handle. Invariant: each method is the asynchronous one, waited for."""
+"""The synchronous handle: each method waits for the asynchronous one."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The synchronous session, for any number of threads.
-
-Invariant: each method is the asynchronous one, waited for; all run on one loop, so seqs stay
-contiguous.
-"""
+"""The synchronous session, for any number of threads: one loop runs all, seqs stay contiguous."""
 
 from __future__ import annotations
 

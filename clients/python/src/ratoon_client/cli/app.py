@@ -1,7 +1,7 @@
-"""The root of `ratoonctl`: options of all commands, and what the process exits with.
+"""The root of `ratoonctl`: options of all commands, and its exit status.
 
-Enters the command line, leaves an exit status. Invariant: 0 is success, 1 the service refused or
-failed, 2 the command line or a file is wrong, 3 the service did not answer.
+0 is success, 1 the service refused or failed, 2 the command line or a file is wrong, 3 the service
+did not answer.
 """
 
 from __future__ import annotations

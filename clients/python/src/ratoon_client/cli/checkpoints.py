@@ -1,4 +1,4 @@
-"""`ratoonctl checkpoints`. Invariant: one command a call."""
+"""`ratoonctl checkpoints`."""
 
 from __future__ import annotations
 

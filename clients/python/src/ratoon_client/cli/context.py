@@ -1,7 +1,6 @@
 """What all commands share: the service they talk to, and how they answer.
 
-Enters the options before the command, leaves a client and an output. Invariant: standard output
-holds the answer alone, as a table or as JSON; all else goes to standard error.
+Standard output holds the answer alone, as a table or as JSON; all else goes to standard error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`ratoonctl policies`. Invariant: one command a call."""
+"""`ratoonctl policies`."""
 
 from __future__ import annotations
 

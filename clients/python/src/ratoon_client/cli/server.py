@@ -1,4 +1,4 @@
-"""`ratoonctl info` and `health`. Invariant: `health` succeeds only where the service is well."""
+"""`ratoonctl info` and `health`; `health` succeeds only where the service is well."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ratoonctl update` and `watch`. Invariant: an operation that fails makes the command fail."""
+"""`ratoonctl update` and `watch`; an operation that fails makes the command fail."""
 
 from __future__ import annotations
 

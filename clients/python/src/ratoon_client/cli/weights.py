@@ -1,4 +1,4 @@
-"""`ratoonctl weights`. Invariant: one command a call."""
+"""`ratoonctl weights`."""
 
 from __future__ import annotations
 

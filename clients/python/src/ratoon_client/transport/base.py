@@ -1,7 +1,7 @@
 """What the client needs of a wire.
 
-Enters messages, leaves messages. Invariant: a wire raises `RatoonApiError` for what the service
-said, `TransportError` where no answer of the service came, and nothing else; it never retries.
+A wire raises `RatoonApiError` for what the service said, `TransportError` where no answer of the
+service came, and nothing else; it never retries.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Server-sent events.
-
-Enters the lines of a response, leaves events. Invariant: comments and unknown fields are skipped,
-an event that is cut off is not given out.
-"""
+"""Server-sent events; one that is cut off is not given out."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The service over gRPC.
-
-Enters requests, leaves responses. Invariant: the channel takes messages as large as the service's,
-and a connection on which an answer is overdue carries no new call.
-"""
+"""The service over gRPC; a connection on which an answer is overdue carries no new call."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The service over HTTP.
-
-Enters request messages, leaves response messages. Invariant: JSON and messages are the same values,
-so that everything above this module sees one form.
-"""
+"""The service over HTTP, with the same messages as over gRPC."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Where each call is under HTTP.
-
-Enters a call's name, leaves method and path. Invariant: fields of the request that stand in the
-path or the query are not in the body.
-"""
+"""Method and path of each call under HTTP; fields in path or query are not in the body."""
 
 from __future__ import annotations
 

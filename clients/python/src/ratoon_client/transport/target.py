@@ -1,8 +1,4 @@
-"""Which wire a target means.
-
-Enters `grpc(s)://host:port`, `host:port` or `http(s)://...`, leaves a transport.
-Invariant: a target that names no wire we have is refused before anything is sent.
-"""
+"""Which transport a target means: `grpc(s)://host:port`, `host:port` or `http(s)://...`."""
 
 from __future__ import annotations
 

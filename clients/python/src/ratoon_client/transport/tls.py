@@ -1,8 +1,4 @@
-"""TLS of both wires.
-
-Enters the files of a config, leaves what a connection is made with. Invariant: the service's
-certificate is always verified, and its name too; there is no option to leave that out.
-"""
+"""TLS of both wires; the service's certificate and name are always verified."""
 
 from __future__ import annotations
 

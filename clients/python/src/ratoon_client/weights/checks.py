@@ -1,7 +1,5 @@
-"""Is a manifest safe to write to disk?
-
-Enters what a server sent, leaves nothing or raises. Invariant: a name that passes is one component
-of a path, and a digest that passes may stand in a file's name.
+"""Whether a manifest is safe to write to disk: names of one path component, digests that may be
+file names.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Chunks of files: how a file is cut, and whether a chunk is what it should be.
-
-Enters sizes and bytes, leaves ranges. Invariant: bytes that pass `check_chunk` are those that the
-sender hashed.
-"""
+"""How a file is cut into chunks, and whether a chunk has the sender's digest."""
 
 from __future__ import annotations
 

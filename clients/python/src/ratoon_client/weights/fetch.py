@@ -1,7 +1,4 @@
-"""Bytes named by a digest, into memory.
-
-Enters a digest and a size, leaves the bytes. Invariant: they are returned only if they have both.
-"""
+"""Bytes named by a digest and a size, into memory, verified."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@
     .partial/            files on their way, by digest
     .lock                held while a pull changes any of this
 
-Enters files that are whole, leaves versions. Invariant: `version-N` is either whole and verified or
-not there; it gets its name by one rename.
+`version-N` is either whole and verified or not there; it gets its name by one rename.
 """
 
 from __future__ import annotations

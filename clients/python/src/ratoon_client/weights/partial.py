@@ -1,8 +1,7 @@
 """A file on its way: its bytes, and a log of the chunks that are in.
 
-Enters chunks in any order, leaves a whole file. Invariant: a chunk in the log is counted only while
-the bytes on disk still have its digest, so what an interrupted pull left can be trusted as far as
-it goes.
+A chunk in the log is counted only while the bytes on disk still have its digest, so what an
+interrupted pull left can be trusted as far as it goes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Weights of a policy into a local folder.
 
-Enters a manifest from the service, leaves `folder`/version-N. Invariant: every byte of a version-N
-has been verified against its file's digest before the folder got its name; whatever fails leaves
-the versions and `latest` as they were.
+Every byte of a version-N has been verified against its file's digest before the folder got its
+name; whatever fails leaves the versions and `latest` as they were.
 """
 
 from __future__ import annotations

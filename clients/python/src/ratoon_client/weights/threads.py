@@ -1,7 +1,7 @@
 """Disk work off the event loop.
 
-Enters a function, leaves its result. Invariant: it has ended when the caller goes on, even a caller
-that was cancelled: nothing writes to a file that has been closed.
+It has ended when the caller goes on, cancelled or not, so nothing writes to a file that has been
+closed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Messages to the client's values.
-
-Enters messages of `ratoon.v1`, leaves the frozen values of `results`. Invariant: names decide;
-every field of a value is read from the message's field of that name.
-"""
+"""Messages to the client's values, field by field of the same name."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""The client's values to messages.
+"""The client's values to messages; what is None is absent.
 
-Enters frozen values, leaves messages of `ratoon.v1`. Invariant: what is None is absent; a field
-that a value has and its message has not is our bug and fails loudly.
+A field that a value has and its message has not is our bug and fails loudly.
 """
 
 from __future__ import annotations

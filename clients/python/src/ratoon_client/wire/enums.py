@@ -1,8 +1,4 @@
-"""Enum values by their short names: `LOSS_KIND_GRPO` is `grpo`.
-
-Enters a name or a number with the enum's descriptor, leaves the other. Invariant: both wires and
-the typed values use the same short names.
-"""
+"""Enum values by their short names: `LOSS_KIND_GRPO` is `grpo`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Messages as the service's JSON, and back.
 
-Enters a message or parsed JSON, leaves the other. Invariant: what `ratoon.v1` can say survives the
-way there and back, but for a number that is not finite: it is null in JSON, and NaN here.
+What `ratoon.v1` can say survives the way there and back, but for a number that is not finite: it is
+null in JSON, and NaN here.
 
 JSON differs from the message in this: enum values are short names, times RFC 3339, bytes base64,
 what is absent is null; `key` is two plain fields, and a rollout's segments have one level less.

@@ -1,7 +1,6 @@
-"""The calls of `ratoon.v1.PolicyService` that are built, with their types and what a retry may do.
+"""The calls of `ratoon.v1.PolicyService` that are built, with their types.
 
-Enters nothing, leaves constants. Invariant: `is_idempotent` is true only where sending the same
-request twice has the effect of sending it once.
+`is_idempotent` is true only where sending the same request twice has the effect of sending it once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Loss and optimizer configuration from the wire.
 
 Enters `LossConfig` and `OptimStepConfig`, leaves `LossRequest` and `OptimRequest`. Invariant: only
-names are judged here; whether the numbers make sense is for `train.resolve`, against the batch.
+names are judged here; whether numbers make sense is for `train.loss.resolve`, against the batch.
 """
 
 from __future__ import annotations

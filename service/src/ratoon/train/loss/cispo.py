@@ -1,7 +1,4 @@
-"""Clipped importance weights: every token keeps a gradient.
-
-Enters log-ratios and advantages, leaves policy terms. Invariant: the weight carries no gradient.
-"""
+"""CISPO: clipped importance weights without a gradient, so that every token keeps its own."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Clipped ratio: grpo, ppo_clip, dapo, dr_grpo, and gspo on the sequence's ratio.
 
-Enters log-ratios and advantages, leaves policy terms. Invariant: a clipped term has gradient 0, and
-an unclipped one is -r A, so that no overflow of a clipped ratio reaches the gradient.
+A clipped term has gradient 0, and an unclipped one is -r A, so that no overflow of a clipped ratio
+reaches the gradient.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """One micro-batch's loss: from log-probs to gradients with respect to them, in two phases.
 
-Enters detached log-probs and entropies of all terms, leaves their gradients and the sums of the
-report. First phase: what depends on a whole path (sequence ratio, sequence weight), over all its
-trained tokens. Second phase: the terms that count. Invariant: sums only, nothing is divided by a
-counter, so that no cut of the batch changes the result.
+First what depends on a whole path (sequence ratio, sequence weight), over all its trained tokens;
+then the terms that count. Nothing is divided by a counter, so no cut of the batch changes the
+result.
 """
 
 from __future__ import annotations

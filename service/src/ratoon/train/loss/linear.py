@@ -1,7 +1,4 @@
-"""Losses without a clip: importance sampling, REINFORCE, weighted cross-entropy.
-
-Enters log-probs (or log-ratios) and advantages, leaves policy terms. Invariant: nothing is held.
-"""
+"""Losses without a clip: importance sampling, REINFORCE, weighted cross-entropy."""
 
 from __future__ import annotations
 

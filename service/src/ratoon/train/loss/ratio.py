@@ -1,8 +1,4 @@
-"""The log-ratio that a loss is built on: of the token, or of the whole sequence.
-
-Enters log-probs of the policy and old ones, leaves log r per term, with gradient. Invariant: what
-is over a sequence is over *all* its trained tokens, counted or not.
-"""
+"""The log-ratio that a loss is built on: of the token, or of all trained tokens of the sequence."""
 
 from __future__ import annotations
 

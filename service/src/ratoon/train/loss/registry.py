@@ -1,7 +1,4 @@
-"""Which functions make up each loss.
-
-Enters a `LossKind`, leaves its ratio and its term. Invariant: every kind has exactly one row.
-"""
+"""The ratio and the term that make up each loss."""
 
 from __future__ import annotations
 

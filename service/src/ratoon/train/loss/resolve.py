@@ -1,7 +1,6 @@
-"""What the caller asked of the loss, judged against the batch and completed. No torch here.
+"""What the caller asked of the loss, judged against the batch and completed. Imports no torch.
 
-Enters `LossRequest` and the validated batch, leaves a complete `Loss`, or a typed error naming the
-field. Invariant: an option that would not be used is refused, never ignored.
+An option that would not be used is refused, never ignored.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The LM head and a loss of single tokens, run together row by row.
+"""The LM head and a loss of single tokens, run together row by row, so that logits are computed
+once.
 
-Enters the hidden states of predicting rows, leave log-probs, sums of the loss, the gradient of the
-hidden states, and that of the head in its parameter. Invariant: the bits are those of the two run
-one after the other, but logits are computed once: where the gradient of a log-prob depends on that
-log-prob alone, nothing has to be known of other rows before a row's logits are gone.
+The bits are those of the two run one after the other: the gradient of a log-prob depends on that
+log-prob alone.
 """
 
 from __future__ import annotations

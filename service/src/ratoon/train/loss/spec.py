@@ -1,8 +1,6 @@
-"""A loss and an optimizer step with every default filled in. No torch here.
+"""A loss and an optimizer step with every default filled in. Imports no torch.
 
-Enters from `resolve` (which checks what the caller sent), leaves into `prepare`, `loss` and the
-optimizer. Invariant: nothing here needs another default; an option that a loss has not got is not
-in its type.
+An option that a loss does not have is not in its type.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """The terms of one micro-batch: one per (sequence path, trained token).
 
-Enters from the device batch with the model's log-probs, leaves into `compute_loss`. Shape letters
-of this package: L terms, C terms that count, S sequences of the micro-batch. Invariant: all float
-tensors have one dtype, float32 or float64.
+Shape letters of this package: L terms, C terms that count, S sequences of the micro-batch.
 """
 
 from __future__ import annotations

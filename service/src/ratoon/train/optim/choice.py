@@ -56,7 +56,7 @@ def choose_states(
     """
     if memory is None:
         return OptimizerStates.BF16_SPLIT
-    needed = {kind: _needed_bytes(parameters, kind) for kind in OptimizerStates}
+    needed = {kind: needed_bytes(parameters, kind) for kind in OptimizerStates}
     if needed[OptimizerStates.BF16_SPLIT] + memory.total * _ACTIVATION_SHARE <= memory.free:
         return OptimizerStates.BF16_SPLIT
     if needed[OptimizerStates.BF16_SPLIT_8BIT] <= memory.free:
@@ -86,7 +86,7 @@ def rounding_warning(kind: OptimizerStates, learning_rate: float) -> tuple[str, 
     return (warning,)
 
 
-def _needed_bytes(parameters: Mapping[str, nn.Parameter], kind: OptimizerStates) -> int:
+def needed_bytes(parameters: Mapping[str, nn.Parameter], kind: OptimizerStates) -> int:
     """Of gradient sums, float32, and of the states beside the weights."""
     weights = {name: p.detach().to("meta") for name, p in parameters.items()}
     fields = initial_state(weights, kind).tensors().values()

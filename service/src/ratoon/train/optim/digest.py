@@ -1,9 +1,8 @@
 """The digest of an optimizer state: weights, moments and step counter in 128 bits.
 
-Enters an `OptimizerState`, on whatever device, leaves 32 hexadecimal digits. Invariant: it is a sum
-of hashes of single elements, each of the element's bits, its index in the whole tensor and the
-tensor's name and dtype; so neither the order nor the cut into shards or chunks decides anything,
-and one bit that differs in one element always changes it.
+It is a sum of hashes of single elements, each of the element's bits, its index in the whole tensor
+and the tensor's name and dtype; so neither the order nor the cut into shards or chunks decides
+anything, and one bit that differs in one element always changes it.
 """
 
 from __future__ import annotations

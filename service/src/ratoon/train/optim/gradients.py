@@ -1,8 +1,4 @@
-"""Sum gradients of the trainable parameters, in at least float32.
-
-Enters through autograd, leaves by name into the optimizer step. Invariant: sums are raw, neither
-divided nor clipped, and no addition across micro-batches is done in less than float32.
-"""
+"""Sum gradients of the trainable parameters, neither divided nor clipped, in at least float32."""
 
 from __future__ import annotations
 

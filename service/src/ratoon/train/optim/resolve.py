@@ -1,8 +1,4 @@
-"""What the caller asked of an optimizer step, judged and completed. No torch here.
-
-Enters `OptimRequest`, the window's normalisation and the policy's AdamW, leaves an `OptimStep`, or
-a typed error naming the field. Invariant: the divisor agrees with how tokens were weighted.
-"""
+"""What the caller asked of an optimizer step, judged and completed. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """Whether a window's sums and gradient may become a step, and the step where they may.
 
-Enters what a window added up, leaves what the optimizer did or why it was not asked. Invariant: the
-reasons are looked at in one order, and a step that has one changes no weight and no moment.
-
-Nothing here waits for a device but the optimizer's own norm: the sums are numbers already.
+A step that may not be taken changes no weight and no moment. Nothing here waits for a device but
+the optimizer's own norm.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""From sums and counters to the report's means.
-
-Enters what a pass and a step did, leaves a `StepReport`. Invariant: a mean is a sum divided by what
-the loss counts; the loss itself is divided as the gradient is.
-"""
+"""From sums and counters to the report's means; the loss is divided as its gradient is."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Seconds of what a device was asked to do, without waiting for it meanwhile.
-
-Enter laps by name, leave seconds of each name. Invariant: every second between the first moment and
-the last lap is in exactly one lap.
-"""
+"""Seconds of what a device was asked to do, lap by lap, without waiting for it meanwhile."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Floating-point work of a step and its share of the device's peak.
 
-Enters the model's geometry and what a plan runs, leaves FLOPs and MFU. Invariant: hardware FLOPs
-count what is run, once a packed token; logical FLOPs what replicated batches would have run.
+Hardware FLOPs count every packed token once; logical FLOPs what unshared batches would have run.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a forward-backward or an optimizer step did, in the words of the wire's `StepReport`.
+"""What a forward-backward or an optimizer step did, field for field the wire's `StepReport`.
 
-Invariant: means are over what the loss counts; `None` stands for a quantity that does not exist.
+Means are over what the loss counts; `None` stands for a quantity that does not exist.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""How much of the device a pass used.
-
-Enters what a pass ran and how long it took, leaves shares of the peak and memory. Invariant: None
-where the device's peak is not known, never a guess.
-"""
+"""How much of the device a pass used; None where the device's peak is not known."""
 
 from __future__ import annotations
 

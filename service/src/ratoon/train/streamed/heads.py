@@ -1,8 +1,6 @@
 """What becomes of the hidden states of stages: log-probs, a loss, and its backward.
 
-Enters each stage once it is forwarded, and again once nothing that is still to come descends from
-it; leave outputs of the batch, or gradients in the parameters. Invariant: a stage is run backward
-once, after all that descend from it.
+A stage is run backward once, after all that descend from it.
 
 A row is run in the stage that holds it, with all its targets: the last row of a prefix predicts the
 first tokens of the waves below. A sequence's terms therefore lie in the stages along its path. A

@@ -1,7 +1,6 @@
 """Which outputs of a packed batch each of its stages makes, and whose loss is known then.
 
-Enters a packed batch with its stages, leave one `StagePart` a stage. Invariant: each row, target
-and term is in exactly one part: rows and targets where the row is, terms where their sequence ends.
+Rows and targets belong to the stage that holds the row, terms to the one where their sequence ends.
 """
 
 from __future__ import annotations

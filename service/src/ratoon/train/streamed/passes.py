@@ -1,8 +1,7 @@
 """A packed batch that is run in stages: prefixes stay, waves of siblings go through one by one.
 
-Enters a packed batch with its stages, leave log-probs, or gradients in the parameters. Invariant:
-each packed token goes through the model once, and the sums of all stages' gradients are those of
-the batch run at once. What becomes of a stage's hidden states is in `stage_heads`.
+Each packed token goes through the model once; what becomes of a stage's hidden states is in
+`heads`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,165 @@
+#!/usr/bin/env python3
+"""Writes the table of docs/what-fits.md by the formulas that the service plans by.
+
+    python scripts/what_fits.py            # prints it
+    python scripts/what_fits.py --write    # into the page
+
+Models are built without weights; nothing is measured here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from ratoon.errors import RatoonError
+from ratoon.model.activation_plan import DecoderSizes
+from ratoon.model.lora import resolve_targets
+from ratoon.model.sizes import decoder_sizes
+from ratoon.model.token_limits import token_limits
+from ratoon.train.config import OptimizerStates
+from ratoon.train.numerics import memory_of, plannable_bytes
+from ratoon.train.optim.choice import choose_states, needed_bytes
+
+PAGE = Path(__file__).parents[1] / "docs" / "what-fits.md"
+BEGIN = "<!-- what fits: written by scripts/what_fits.py -->"
+END = "<!-- end of what fits -->"
+GIB = 2**30
+# By the memory that torch reports of them, rounded down.
+GPUS = {"24 GB": 23.5, "48 GB": 44.0, "80 GB": 79.0, "141 GB": 139.5}
+LORA_RANK = 32
+STATES = (
+    OptimizerStates.BF16_SPLIT,
+    OptimizerStates.BF16_SPLIT_8BIT,
+    OptimizerStates.BF16_8BIT,
+)
+NOTHING = "–"
+# Fewer are no use.
+LEAST_TOKENS = 1024
+
+
+def _qwen3(hidden: int, layers: int, heads: int, mlp: int, *, ties: bool = False) -> Qwen3Config:
+    return Qwen3Config(
+        vocab_size=151_936, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=8, head_dim=128, intermediate_size=mlp, tie_word_embeddings=ties,
+    )  # fmt: skip
+
+
+MODELS: dict[str, PreTrainedConfig] = {
+    "Qwen3-0.6B": _qwen3(1024, 28, 16, 3072, ties=True),
+    "Qwen3-1.7B": _qwen3(2048, 28, 16, 6144, ties=True),
+    "Qwen3-4B": _qwen3(2560, 36, 32, 9728, ties=True),
+    "Llama-3.1-8B": LlamaConfig(
+        vocab_size=128_256, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, intermediate_size=14_336, tie_word_embeddings=False,
+    ),
+    "Qwen3-8B": _qwen3(4096, 36, 32, 12_288),
+    "Qwen3-14B": _qwen3(5120, 40, 40, 17_408),
+    "Qwen3-32B": _qwen3(5120, 64, 64, 25_600),
+    "Qwen3-30B-A3B": Qwen3MoeConfig(
+        vocab_size=151_936, hidden_size=2048, num_hidden_layers=48, num_attention_heads=32,
+        num_key_value_heads=4, head_dim=128, intermediate_size=6144, moe_intermediate_size=768,
+        num_experts=128, num_experts_per_tok=8, tie_word_embeddings=False,
+    ),
+}  # fmt: skip
+
+
+def table() -> list[str]:
+    """The lines between the page's marks."""
+    lines = ["| model | kept | " + " | ".join(GPUS) + " |", "|---|---|" + "---:|" * len(GPUS)]
+    for name, config in MODELS.items():
+        for kept, cells in _rows(_without_weights(config), config):
+            lines.append(f"| {name} | {kept} | {' | '.join(cells)} |")
+    return lines
+
+
+def _rows(module: PreTrainedModel, config: PreTrainedConfig) -> Iterator[tuple[str, list[str]]]:
+    """What is kept, and a cell for each GPU; what `auto` takes is bold."""
+    trained, weight_bytes = _trained(module), _model_bytes(module)
+    sizes = decoder_sizes(module)
+    chosen = {gpu: _chosen(trained, weight_bytes, gib) for gpu, gib in GPUS.items()}
+    for kind in STATES:
+        allocated = weight_bytes + needed_bytes(trained, kind)
+        cells = {gpu: _cell(sizes, allocated, gib) for gpu, gib in GPUS.items()}
+        bold = {gpu for gpu, cell in cells.items() if chosen[gpu] is kind and cell != NOTHING}
+        yield f"`{kind}`", [f"**{c}**" if gpu in bold else c for gpu, c in cells.items()]
+    adapter = _adapter(module, resolve_targets(module, _lora_targets(config)))
+    allocated = weight_bytes + sum(p.nbytes for p in adapter.values())
+    allocated += needed_bytes(adapter, OptimizerStates.BF16_SPLIT)
+    module.requires_grad_(requires_grad=False)
+    yield "LoRA", [_cell(decoder_sizes(module), allocated, gib) for gib in GPUS.values()]
+
+
+def _chosen(trained: dict[str, Parameter], weight_bytes: int, gib: float) -> OptimizerStates | None:
+    """What `auto` takes; None: nothing."""
+    try:
+        return choose_states(trained, memory_of(int(gib * GIB), weight_bytes))
+    except RatoonError:
+        return None
+
+
+def _cell(sizes: DecoderSizes, allocated_bytes: int, gib: float) -> str:
+    """Packed tokens of a micro-batch that runs at once / that are held at a time in stages."""
+    budget = plannable_bytes(memory_of(int(gib * GIB), allocated_bytes))
+    limits = token_limits(sizes, budget, host_bytes=0)
+    if limits.streamed < LEAST_TOKENS:
+        return NOTHING
+    return f"{limits.at_once // 1000}K / {limits.streamed // 1000}K"
+
+
+def _without_weights(config: PreTrainedConfig) -> PreTrainedModel:
+    with torch.device("meta"):
+        return cast("Any", AutoModelForCausalLM).from_config(config, dtype=torch.bfloat16)
+
+
+def _adapter(module: PreTrainedModel, targets: list[str]) -> dict[str, Parameter]:
+    """The two factors of each adapted map, of which peft would also draw the values."""
+    shapes: dict[str, tuple[int, int]] = {}
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Linear) and name.rsplit(".", 1)[-1] in targets:
+            shapes[f"{name}.A"] = (LORA_RANK, part.in_features)
+            shapes[f"{name}.B"] = (part.out_features, LORA_RANK)
+    with torch.device("meta"):
+        return {n: Parameter(torch.empty(s, dtype=torch.bfloat16)) for n, s in shapes.items()}
+
+
+def _trained(module: PreTrainedModel) -> dict[str, Parameter]:
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def _model_bytes(module: PreTrainedModel) -> int:
+    return sum(p.nbytes for p in module.parameters())
+
+
+def _lora_targets(config: PreTrainedConfig) -> tuple[str, ...]:
+    has_experts = bool(getattr(config, "num_experts", 0))
+    return ("k_proj", "o_proj", "q_proj", "v_proj") if has_experts else ()
+
+
+def main() -> None:
+    lines = table()
+    if "--write" not in sys.argv[1:]:
+        print("\n".join(lines))
+        return
+    page = PAGE.read_text(encoding="utf-8")
+    before, rest = page.split(BEGIN)
+    _, after = rest.split(END)
+    PAGE.write_text(f"{before}{BEGIN}\n\n" + "\n".join(lines) + f"\n\n{END}{after}", "utf-8")
+
+
+if __name__ == "__main__":
+    main()
