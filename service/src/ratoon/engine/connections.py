@@ -10,10 +10,8 @@ import sqlite3
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import psycopg
-from psycopg.errors import ReadOnlySqlTransaction
 from sqlalchemy import (
     URL,
     Connection,
@@ -32,6 +30,9 @@ from ratoon.engine.log_check import check_log
 from ratoon.engine.room import disk_full
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.log import get_logger
+
+if TYPE_CHECKING:
+    import psycopg
 
 _LOG = get_logger("connections")
 _EXPECTED = "sqlite:///PATH or postgresql://USER:PASSWORD@HOST:PORT/NAME"
@@ -199,6 +200,8 @@ def _name_full_disk(context: ExceptionContext) -> None:
 
 def _end_read_only_session(context: ExceptionContext) -> None:
     """A server that takes writes no more is away, and its sessions with it; nothing was written."""
+    from psycopg.errors import ReadOnlySqlTransaction
+
     if isinstance(context.original_exception, ReadOnlySqlTransaction):
         context.is_disconnect = True
         raise OperationalError(
@@ -213,6 +216,8 @@ def _wait_for_server(
 
     Raises `psycopg.OperationalError` after `_PATIENCE_S`, and at once where the server refuses.
     """
+    import psycopg
+
     deadline = time.monotonic() + _PATIENCE_S
     while True:
         try:
@@ -248,6 +253,8 @@ def timeline_of(connection: Connection) -> int:
 
 def is_server_away(error: DBAPIError) -> bool:
     """Whether no PostgreSQL server that takes writes could be reached, or it starts or stops."""
+    import psycopg
+
     return isinstance(error.orig, psycopg.OperationalError) and not _is_refused(error.orig)
 
 

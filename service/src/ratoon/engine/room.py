@@ -13,7 +13,6 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psycopg
 from sqlalchemy.exc import DBAPIError
 
 from ratoon.errors import RatoonError, exhausted
@@ -24,6 +23,8 @@ _RETRY_S = 10.0
 _QUEUE_RETRY_S = 2.0
 _DISK = "disk"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+# disk_full (PostgreSQL's manual, appendix A).
+_POSTGRESQL_DISK_FULL = "53100"
 
 
 def check_room(name: str, resource: str, used: int, wanted: int, limit: int) -> None:
@@ -68,10 +69,9 @@ def disk_full(error: BaseException) -> RatoonError | None:
             is_full = cause.errno in _FULL
         case sqlite3.Error():
             is_full = _primary(cause) == sqlite3.SQLITE_FULL
-        case psycopg.Error():
-            is_full = cause.sqlstate == psycopg.errors.DiskFull.sqlstate
         case _:
-            is_full = False
+            # PostgreSQL's, whose library is imported where it is used alone.
+            is_full = getattr(cause, "sqlstate", None) == _POSTGRESQL_DISK_FULL
     if not is_full:
         return None
     return exhausted(
