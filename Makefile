@@ -100,7 +100,7 @@ down: ## stop them
 
 clean: ## remove the environments and every cache
 	rm -rf .venv .venv-proto .pytest_cache .ruff_cache .hypothesis .import_linter_cache .schemathesis
-	find $(DISTRIBUTIONS) tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
+	find $(DISTRIBUTIONS) tests benchmarks harness -name __pycache__ -prune -exec rm -rf {} +
 	find $(DISTRIBUTIONS) -name '*.egg-info' -prune -exec rm -rf {} +
 
 env: ## install the four distributions into .venv

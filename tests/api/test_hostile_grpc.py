@@ -37,7 +37,7 @@ async def _growth(process: ServedProcess, rpcs: list[str], num_streams: int, siz
     before = most = process.resident_bytes()
     attack = asyncio.create_task(
         withheld_messages(
-            process.address, rpcs=rpcs, num_streams=num_streams, message_bytes=size, seconds=5.0
+            process.address, rpcs=rpcs, num_streams=num_streams, message_bytes=size, seconds=2.0
         )
     )
     async with grpc.aio.insecure_channel(f"127.0.0.1:{process.port}") as channel:

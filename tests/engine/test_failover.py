@@ -39,6 +39,7 @@ async def insist(machine: Machine, seq: int, number: float) -> Operation:
             assert error.retryable or error.code is ErrorCode.OPERATION_NOT_FOUND, error
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("is_controller_new", [False, True])
 @pytest.mark.parametrize("recovery", [Recovery.REPLAY, Recovery.FAIL])
 async def test_a_lost_operation_is_not_taken_for_another_of_its_seq(
@@ -75,6 +76,7 @@ async def test_a_lost_operation_is_not_taken_for_another_of_its_seq(
         await machine.controller.close(1.0)
 
 
+@pytest.mark.more
 async def test_what_runs_while_its_acceptance_is_lost_fails_explicitly(
     standby_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,6 +117,7 @@ def test_a_token_of_before_a_failover_writes_nothing_and_is_not_given_again(
         stores.engine.dispose()
 
 
+@pytest.mark.more
 def test_with_a_synchronous_standby_a_failover_loses_nothing(
     standby_folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -130,8 +130,9 @@ class Strike:
         self._machine.crashes.armed.clear()
 
 
-STRIKES = ("archive away", "cancel", "end", "engine-after-end", "worker-after-apply")
+STRIKES = ("cancel", "end", "engine-after-end")
 MORE_STRIKES = (
+    *("archive away", "worker-after-apply"),
     "publish refused",
     "publish broken",
     "bodies stuck",

@@ -6,7 +6,9 @@ and nvdisasm of their wheels. Invariant: what their output does not say is an er
 
 from __future__ import annotations
 
+import base64
 import importlib.metadata
+import json
 import os
 import re
 import subprocess
@@ -17,7 +19,8 @@ from pathlib import Path
 import pytest
 
 from ratoon_kernels.jit import KernelSpec
-from ratoon_kernels.jit.compiler import CompiledKernel, nvrtc_version
+from ratoon_kernels.jit.compiler import CompiledKernel, compile_kernel, nvrtc_version
+from ratoon_kernels.jit.sources import read_sources
 
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -65,6 +68,22 @@ def require_tools() -> None:
     if missing is not None:
         assert not os.environ.get("CI"), missing
         pytest.skip(missing)
+
+
+def compile_once(spec: KernelSpec, folder: Path) -> CompiledKernel:
+    """Returns the kernel, from `folder` where these sources were compiled before."""
+    sources = read_sources(spec)
+    kept = folder / f"{sources.key(nvrtc_version())}.json"
+    if kept.is_file():
+        texts = json.loads(kept.read_text(encoding="utf-8"))
+        return CompiledKernel(cubin=base64.b64decode(texts["cubin"]), log=texts["log"])
+    compiled = compile_kernel(spec, sources)
+    texts = {"cubin": base64.b64encode(compiled.cubin).decode(), "log": compiled.log}
+    # Another worker may compile the same.
+    own = kept.with_suffix(f".{os.getpid()}")
+    own.write_text(json.dumps(texts), encoding="utf-8")
+    own.replace(kept)
+    return compiled
 
 
 def inspect_cubin(spec: KernelSpec, compiled: CompiledKernel, folder: Path) -> CubinReport:

@@ -11,23 +11,42 @@ from pathlib import Path
 import pytest
 
 from ratoon_kernels.jit import KernelCompileError, KernelSpec, Param
-from ratoon_kernels.jit.compiler import CompiledKernel, compile_kernel, nvrtc_version
+from ratoon_kernels.jit.compiler import CompiledKernel, nvrtc_version
 from ratoon_kernels.jit.registry import all_specs
-from ratoon_kernels.jit.sources import read_sources
 from tests.kernels import cubin_report
-from tests.kernels.cubin_report import CubinReport, inspect_cubin, missing_tool, require_tools
+from tests.kernels.cubin_report import (
+    CubinReport,
+    compile_once,
+    inspect_cubin,
+    missing_tool,
+    require_tools,
+)
 from tests.kernels.cuda_gates import GATES, Gate, gate_of, violations
 from tests.kernels.cuda_kernels import SCALARS, SPILLS, TILE_COPY, kernel, tile_copy, warpgroup_mma
 
-EVERY_KERNEL = pytest.mark.parametrize("spec", all_specs(), ids=lambda spec: spec.name)
+
+def _every_kernel() -> list[object]:
+    """The first of each entry; its other variants are left to `make test-more`."""
+    entries: set[str] = set()
+    params: list[object] = []
+    for spec in all_specs():
+        marks = [pytest.mark.more] if spec.entry in entries else []
+        entries.add(spec.entry)
+        params.append(pytest.param(spec, id=spec.name, marks=marks))
+    return params
+
+
+EVERY_KERNEL = pytest.mark.parametrize("spec", _every_kernel())
 WIDE = Gate(entry="any", defines={}, max_registers=255, min_opcodes={})
 
 
 @pytest.fixture(scope="session")
-def compiled() -> Callable[[KernelSpec], CompiledKernel]:
-    """Compiles a kernel once a session."""
+def compiled(pytestconfig: pytest.Config) -> Callable[[KernelSpec], CompiledKernel]:
+    """Compiles a kernel once per text of its sources."""
     require_tools()
-    return functools.cache(lambda spec: compile_kernel(spec, read_sources(spec)))
+    assert pytestconfig.cache is not None
+    folder = pytestconfig.cache.mkdir("cubins")
+    return functools.cache(lambda spec: compile_once(spec, folder))
 
 
 @pytest.fixture
@@ -77,6 +96,7 @@ def test_gate_passes_a_kernel_that_has_what_it_asks_for(
     assert violations(SCALARS, WIDE, report(SCALARS)) == []
 
 
+@pytest.mark.more
 def test_gate_refuses_spills_and_local_memory(
     report: Callable[[KernelSpec], CubinReport],
 ) -> None:
@@ -87,11 +107,13 @@ def test_gate_refuses_spills_and_local_memory(
         assert sum(what in line for line in wrong) == 1, wrong
 
 
+@pytest.mark.more
 def test_gate_refuses_too_many_registers(report: Callable[[KernelSpec], CubinReport]) -> None:
     tight = replace(WIDE, max_registers=63)
     assert "64 registers, at most 63" in violations(SPILLS, tight, report(SPILLS))
 
 
+@pytest.mark.more
 def test_gate_refuses_a_kernel_without_the_instructions_it_needs(
     report: Callable[[KernelSpec], CubinReport],
 ) -> None:
@@ -102,6 +124,7 @@ def test_gate_refuses_a_kernel_without_the_instructions_it_needs(
     assert violations(mma, asked, report(mma)) == ["2 HGMMA, at least 3"]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "params",
     [TILE_COPY.params[:-1], (*TILE_COPY.params[:-1], Param.INT64), TILE_COPY.params[::-1]],
@@ -115,6 +138,7 @@ def test_gate_refuses_a_spec_with_other_parameters(
     assert wrong.startswith("parameters of (128, 8, 4, 8, 4) bytes, the spec says")
 
 
+@pytest.mark.more
 def test_serialized_matrix_instructions_are_a_warning(
     compiled: Callable[[KernelSpec], CompiledKernel],
 ) -> None:
@@ -123,6 +147,7 @@ def test_serialized_matrix_instructions_are_a_warning(
     assert any("wgmma.mma_async instructions are serialized" in line for line in warnings)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("body", "expected"),
     [

@@ -146,6 +146,7 @@ def test_a_plan_made_in_inference_mode_serves_a_backward() -> None:
 
 
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.more
 def test_the_op_compiles_into_a_full_graph() -> None:
     def model(hidden: Tensor, layout: TreeLayout) -> Tensor:
         q, k, v = hidden.view(-1, 8, 8).split((4, 2, 2), dim=1)

@@ -289,6 +289,7 @@ def test_the_op_passes_opcheck() -> None:
         torch.library.opcheck(torch.ops.ratoon.tree_attention_backward.default, args)
 
 
+@pytest.mark.more
 def test_a_full_graph_compiles_and_serves_other_forests() -> None:
     """No graph break, right values, and no new graph for the third size of forest."""
     weight = torch.randn((16, 8 * 16), generator=torch.Generator().manual_seed(0)) * 0.2

@@ -172,6 +172,7 @@ def graphs() -> Iterator[list[GraphModule]]:
         yield compiled
 
 
+@pytest.mark.more
 def test_compiled_layers_share_one_graph_a_kind(graphs: list[GraphModule]) -> None:
     """Each of the layers runs through the same one, and gradients are right to rounding."""
     packed = pack(branching_sequences(0))

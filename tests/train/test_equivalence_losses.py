@@ -106,7 +106,10 @@ def _without_outcomes(batch: RolloutBatch, seed: int) -> RolloutBatch:
     return replace(batch, advantages=None, token_weights=weights)
 
 
-@pytest.mark.parametrize("micro_batch_tokens", [1, 30, WHOLE])
+@pytest.mark.parametrize(
+    "micro_batch_tokens",
+    [30, *(pytest.param(tokens, marks=pytest.mark.more) for tokens in (1, WHOLE))],
+)
 @pytest.mark.parametrize("kind", [kind for kind in LossKind if kind != "cross_entropy"])
 def test_loss_and_gradients_of_every_kind(
     pair: Pair, kind: LossKind, micro_batch_tokens: int
