@@ -20,10 +20,15 @@ generate() {
   PATH="$bin:$PATH" "${protoc[@]}" \
     --grpc_python_out="$destination" --mypy_grpc_out="quiet:$destination" \
     ratoon_proto/v1/service.proto
+  # Comments are not in the generated code; the OpenAPI document has them.
+  local set=$destination/descriptors.tmp
+  "${protoc[@]}" --include_source_info --descriptor_set_out="$set" "${sources[@]}"
+  "$bin/python" scripts/proto_comments.py "$set" >"$destination/ratoon_proto/v1/comments.json"
+  rm "$set"
 }
 
 list_generated() {
-  (cd "$1" && find ratoon_proto/v1 -name '*_pb2*.py*' -not -path '*/__pycache__/*' | sort)
+  (cd "$1" && find ratoon_proto/v1 \( -name '*_pb2*.py*' -o -name comments.json \) -not -path '*/__pycache__/*' | sort)
 }
 
 check() {

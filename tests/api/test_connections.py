@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from harness.attacks import http as attacks
 from harness.attacks.http import Connection, Target
-from ratoon.api.http import policies, training
+from ratoon.api.http import calls
 from ratoon.api.http.edge_budget import SMALL_BODY_BYTES, EdgeBounds, EdgeBudget
 from tests.api.conftest import Api
 from tests.api.open_gate import OPEN_GATE
@@ -170,7 +170,7 @@ def test_routes_that_take_a_batch_are_known(api: Api) -> None:
     """Bytes beyond a route's bound are not passed on: one that is missing would never be whole."""
     budget = EdgeBudget(EdgeBounds(max_body_bytes=MIB))
     found: dict[str, bool] = {}
-    routers = (policies.router(api.service, OPEN_GATE), training.router(api.service, OPEN_GATE))
+    routers = (calls.router(api.service, OPEN_GATE),)
     for route in (route for router in routers for route in router.routes):
         if isinstance(route, APIRoute) and route.body_field is not None:
             model = cast("type[BaseModel]", route.body_field.field_info.annotation)

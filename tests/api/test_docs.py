@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
+from ratoon.api.contract import SERVICE
 from ratoon.api.convert.checks import CHECKPOINT_ID, POLICY_ID, REQUEST_ID, UPLOAD_ID
 from ratoon.api.convert.enums import DEFAULTS
 from ratoon.api.http.files import CHUNK_DIGEST
-from ratoon.api.http.schema.policy import CreatePolicyRequest
-from ratoon.api.http.schema.requests import UpdateRequest
+from ratoon.api.http.schema.models import body_of
 from ratoon.config import LimitsConfig
 from ratoon.errors import ERROR_TABLE
 from ratoon.rollout.raw import SamplerLogprobsKind
@@ -87,7 +88,13 @@ def test_defaults_of_losses_are_those_of_the_code() -> None:
 def test_bodies_of_the_shell_example_are_taken() -> None:
     (example,) = re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL)
     create, update = re.findall(r"-d '(.*?)'\n", example, re.DOTALL)
-    assert CreatePolicyRequest.model_validate_json(create).spec.policy_id == "copy"
-    assert UpdateRequest.model_validate_json(update).seq == 1
+    assert _body("CreatePolicy", create).spec.policy_id == "copy"
+    assert _body("Update", update).seq == 1
     assert f"`{CHUNK_DIGEST}`" in TEXT
     assert f"length={LimitsConfig().max_fetch_bytes}" in example
+
+
+def _body(rpc: str, text: str) -> Any:
+    model = body_of(SERVICE.methods_by_name[rpc])
+    assert model is not None
+    return model.model_validate_json(text)

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from ratoon.api.contract import SERVICE
 from ratoon.api.grpc.wiring import deserializer, sized
 from ratoon.api.http import bodies
-from ratoon.api.http.schema.requests import UpdateRequest
+from ratoon.api.http.schema.models import body_of
 from ratoon.config import LimitsConfig
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon_proto.v1 import rollout_pb2, service_pb2
@@ -17,6 +18,7 @@ from tests.api import requests
 from tests.api.served_process import MIB
 
 LIMITS = LimitsConfig()
+UPDATE_BODY: Any = body_of(SERVICE.methods_by_name["Update"])
 BATCHED = ["Update", "ForwardBackward", "Forward", "UploadPart"]
 
 
@@ -96,7 +98,7 @@ def test_json_is_counted_too(body: bytes) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(RatoonError) as caught:
-            bodies._parsed(UpdateRequest, body)
+            bodies._parsed(UPDATE_BODY, body)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -110,7 +112,7 @@ def test_one_wrong_group_is_said_of_many() -> None:
     tracemalloc.start()
     try:
         with pytest.raises(RatoonError) as caught:
-            bodies._parsed(UpdateRequest, body)
+            bodies._parsed(UPDATE_BODY, body)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import pkgutil
 from dataclasses import fields
 from enum import StrEnum
 from typing import Any
@@ -12,13 +10,12 @@ from typing import Any
 import pytest
 from google.protobuf.descriptor import Descriptor, EnumDescriptor
 from google.protobuf.message_factory import GetMessageClass
-from pydantic import BaseModel
 
-from ratoon.api.convert.enums import DEFAULTS, from_wire, optional_from_wire, to_wire
-from ratoon.api.convert.report import report_message
-from ratoon.api.http import schema
-from ratoon.api.http.schema.base import WireModel
-from ratoon.api.http.wire import to_json
+from ratoon.api.contract import SERVICE
+from ratoon.api.convert.enums import DEFAULTS, from_wire
+from ratoon.api.convert.loss import loss_request
+from ratoon.api.convert.records import write
+from ratoon.api.http.schema.models import body_of, model_of
 from ratoon.engine import types
 from ratoon.errors import RatoonError
 from ratoon.model import spec
@@ -26,7 +23,15 @@ from ratoon.rollout import raw
 from ratoon.stream import manifest
 from ratoon.train import config
 from ratoon.train.report import step_report as report
-from ratoon.train.report.step_report import LayerGradNorm, PhaseSeconds, SelfCheckReport, StepReport
+from ratoon.train.report.step_report import (
+    LayerGradNorm,
+    PhaseSeconds,
+    SelfCheckReport,
+    SkipReason,
+    StepReport,
+)
+from ratoon_proto.fields import list_dtype
+from ratoon_proto.json_form import to_json
 from ratoon_proto.v1 import (
     operation_pb2,
     policy_pb2,
@@ -56,44 +61,43 @@ ENUMS: dict[str, EnumDescriptor] = {
 }
 # In the path instead of the body.
 IN_PATH = {"policy_id", "upload_id", "part_index", "checkpoint_id"}
-LOAD = "LoadCheckpointRequest"
+# Of these JSON has their fields where the message itself would stand.
+FLAT = {"key": {"seq", "request_id"}, "segments": {"segments"}}
+BODIES: dict[str, Any] = {
+    method.input_type.name: body for method in SERVICE.methods if (body := body_of(method))
+}
+ANSWERS = [method.output_type for method in SERVICE.methods]
 
 
-def _models() -> dict[str, type[WireModel]]:
-    found: dict[str, type[WireModel]] = {}
-    for module in pkgutil.iter_modules(schema.__path__):
-        loaded = importlib.import_module(f"{schema.__name__}.{module.name}")
-        found |= {
-            name: value
-            for name, value in vars(loaded).items()
-            if inspect.isclass(value) and issubclass(value, WireModel) and value is not WireModel
-        }
+def _reached(roots: list[Descriptor]) -> dict[str, Descriptor]:
+    found: dict[str, Descriptor] = {}
+    for message in roots:
+        if message.full_name.startswith("ratoon.v1.") and not message.GetOptions().map_entry:
+            found[message.name] = message
+            found |= _reached([one.message_type for one in message.fields if one.message_type])
     return found
 
 
-MODELS = _models()
+IN_BODIES = {
+    name: message
+    for name, message in _reached([MESSAGES[name] for name in BODIES]).items()
+    if name not in BODIES and name not in ("OperationKey", "SegmentList")
+}
+MODELS: dict[str, Any] = (
+    {name: model_of(message) for name, message in _reached(ANSWERS).items()}
+    | {name: model_of(message) for name, message in IN_BODIES.items()}
+    | BODIES
+)
 
 
-def test_models_and_messages_have_the_same_names() -> None:
-    # The error body is an envelope of HTTP alone.
-    assert set(MODELS) - {"ErrorBody"} <= set(MESSAGES)
-
-
-@pytest.mark.parametrize("name", sorted(set(MODELS) - {"ErrorBody"}))
+@pytest.mark.parametrize("name", sorted(MODELS))
 def test_model_has_the_fields_of_its_message(name: str) -> None:
-    model, message = MODELS[name], MESSAGES[name]
-    expected = set(message.fields_by_name)
-    for parent in {parent for parent, _ in model.flattened.values()}:
-        expected.remove(parent)
-    expected |= set(model.flattened)
-    if name.endswith("Request"):
+    expected: set[str] = set()
+    for field in MESSAGES[name].fields_by_name:
+        expected |= FLAT.get(field, {field}) if name in BODIES or name == "Rollout" else {field}
+    if name in BODIES:
         expected -= IN_PATH - ({"checkpoint_id"} if name == "SaveCheckpointRequest" else set())
-    assert set(model.model_fields) == expected
-    for field, (parent, child) in model.flattened.items():
-        inner = message.fields_by_name[parent].message_type
-        assert inner is not None
-        assert child in inner.fields_by_name
-        assert field in model.model_fields
+    assert set(MODELS[name].model_fields) == expected
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
@@ -101,6 +105,72 @@ def test_models_are_frozen_and_closed(name: str) -> None:
     settings = MODELS[name].model_config
     assert settings.get("frozen") is True
     assert settings.get("extra") == "forbid"
+
+
+# What a request is refused without; a rule of the contract, so it stands here a second time.
+REQUIRED = {
+    "CorrectionMask": {"level", "low", "high"},
+    "CreatePolicyRequest": {"spec"},
+    "ForwardBackwardRequest": {"loss"},
+    "KlConfig": {"kind", "coefficient", "reference"},
+    "LoraTuning": {"rank", "alpha"},
+    "LossConfig": {"kind"},
+    "OldLogprobs": {"kind"},
+    "OptimStepConfig": {"learning_rate"},
+    "OptimStepRequest": {"optim"},
+    "OverlongPenalty": {"max_tokens", "buffer_tokens", "scale"},
+    "PolicySpec": {"policy_id"},
+    "RolloutBatch": {"groups"},
+    "RolloutCorrection": {"mode", "level", "high"},
+    "RolloutGroup": {"group_id"},
+    "Segment": {"tokens"},
+    "StalenessConfig": {"max_versions", "action"},
+    "Tensor": {"dtype"},
+    "UpdateRequest": {"loss", "optim"},
+    "UploadPartRequest": {"groups"},
+    "UploadedBatch": {"upload_id", "num_parts"},
+}
+
+
+@pytest.mark.parametrize("name", sorted(IN_BODIES | BODIES))
+def test_a_request_is_refused_without_what_has_no_default(name: str) -> None:
+    fields = MODELS[name].model_fields
+    assert {field for field in fields if fields[field].is_required()} == REQUIRED.get(name, set())
+
+
+@pytest.mark.parametrize("name", sorted(_reached(ANSWERS).keys() - IN_BODIES.keys()))
+def test_an_answer_has_every_field(name: str) -> None:
+    assert all(field.is_required() for field in MODELS[name].model_fields.values())
+
+
+def test_plain_lists_are_taken_where_the_contract_says_so() -> None:
+    lists = {
+        (message.name, field.name): list_dtype(field)
+        for message in MESSAGES.values()
+        for field in message.fields
+        if list_dtype(field)
+    }
+    floats = (
+        "sampler_logprobs", "old_logprobs", "reference_logprobs", "advantages", "token_weights"
+    )  # fmt: skip
+    assert lists == {
+        ("Segment", "tokens"): "int32",
+        ("Rollout", "response"): "int32",
+        ("Rollout", "loss_mask"): "bool",
+        ("RolloutGroup", "prompt"): "int32",
+        **{("Rollout", name): "float32" for name in floats},
+    }
+
+
+def test_the_document_says_what_the_contract_says() -> None:
+    """Descriptions come from the comments of the .proto files."""
+    report = MODELS["StepReport"].model_json_schema()
+    assert report["description"].startswith("What one ForwardBackward, Update or OptimStep did;")
+    assert "k3 estimate" in report["properties"]["sampler_kl"]["description"]
+    kinds = MODELS["KlConfig"].model_json_schema()["$defs"]["KlKind"]
+    assert kinds["enum"] == ["k1", "k2", "k3", "k1_plus", "k3_plus"]
+    assert "`k1`: logp - ref." in kinds["description"]
+    assert all(model.model_json_schema().get("description") for model in MODELS.values())
 
 
 def _internal_enums() -> dict[str, type[StrEnum]]:
@@ -128,15 +198,18 @@ def test_wire_enums_are_the_internal_ones(name: str) -> None:
 
 def test_enums_go_there_and_back() -> None:
     for member in config.LossKind:
-        number = to_wire(training_pb2.LossKind, member)
-        assert from_wire("f", number, training_pb2.LossKind, config.LossKind) is member
+        request = config.LossRequest(kind=member)
+        message = write(training_pb2.LossConfig(), request, skip={"overlong"})
+        assert loss_request(message).kind is member
 
 
 def test_every_unset_enum_has_its_one_default() -> None:
-    assert from_wire("f", 0, policy_pb2.Recovery, types.Recovery) is types.Recovery.REPLAY
-    assert optional_from_wire("f", 0, policy_pb2.Recovery, types.Recovery) is None
+    empty = policy_pb2.PolicySpec()
+    assert from_wire(empty, "recovery", types.Recovery, "f") is types.Recovery.REPLAY
     with pytest.raises(RatoonError, match=r"loss\.kind: got nothing, expected one of grpo,"):
-        from_wire("loss.kind", 0, training_pb2.LossKind, config.LossKind)
+        loss_request(training_pb2.LossConfig())
+    with pytest.raises(RatoonError, match=r"loss\.kind: got enum value 99, expected one of grpo,"):
+        loss_request(training_pb2.LossConfig(kind=99))  # pyright: ignore[reportArgumentType]
     for enum, member in DEFAULTS.items():
         assert isinstance(member, enum)
 
@@ -178,9 +251,11 @@ def test_every_field_of_a_report_arrives() -> None:
             values[field.name] = ("a", "b")
         elif kind == "bool":
             values[field.name] = True
+        elif kind.startswith("SkipReason"):
+            values[field.name] = SkipReason.REFERENCE_KL
         else:
             values[field.name] = float(index) if "float" in kind else index
-    message = report_message(StepReport(**values))
+    message = write(training_pb2.StepReport(), StepReport(**values))
     for name, value in values.items():
         if name == "seconds":
             assert (message.seconds.plan, message.seconds.publish) == (1.0, 5.0)
@@ -193,26 +268,22 @@ def test_every_field_of_a_report_arrives() -> None:
         elif name == "layer_grad_norms":
             (norm,) = message.layer_grad_norms
             assert (norm.layer, norm.norm) == ("a", 1.5)
+        elif name == "skip_reason":
+            assert message.skip_reason == training_pb2.SKIP_REASON_REFERENCE_KL
         elif name == "warnings":
             assert list(message.warnings) == ["a", "b"]
         else:
             assert getattr(message, name) == value, name
-    empty = report_message(StepReport())
+    empty = write(training_pb2.StepReport(), StepReport())
     absent = {
         field.name for field in fields(StepReport) if getattr(StepReport(), field.name) is None
     }
     assert absent.isdisjoint(field.name for field, _ in empty.ListFields())
 
 
-RESPONSES = sorted(name for name in MODELS if not name.endswith("Request") and name != "ErrorBody")
-
-
-@pytest.mark.parametrize("name", RESPONSES)
+@pytest.mark.parametrize("name", sorted(_reached(ANSWERS)))
 def test_an_empty_message_has_every_key_in_json(name: str) -> None:
-    message = GetMessageClass(MESSAGES[name])()
-    body: type[BaseModel] = MODELS[name]
-    flattened = set(MODELS[name].flattened)
-    assert set(to_json(message)) - flattened == set(body.model_fields) - flattened
+    assert set(to_json(GetMessageClass(MESSAGES[name])())) == set(MODELS[name].model_fields)
 
 
 def test_json_of_a_message_is_plain() -> None:

@@ -18,24 +18,15 @@ import xxhash
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from ratoon.api.http import wire
-from ratoon.api.http.schema import policy, requests, rollout
+from ratoon.api.http.bodies import fill_request
+from ratoon.api.http.schema.models import body_of
+from ratoon_proto.json_form import to_json
 from ratoon_proto.v1 import operation_pb2, service_pb2
 from tests.api.wires import OTHER_ROUTES, ROUTES
 from tests.client.fake_service import FakeService, LostAnswerError, RefusalError
 
 _SERVICE = service_pb2.DESCRIPTOR.services_by_name["PolicyService"]
-BODIES = {
-    "CreatePolicy": policy.CreatePolicyRequest,
-    "UploadPart": rollout.UploadPartRequest,
-    "Update": requests.UpdateRequest,
-    "ForwardBackward": requests.ForwardBackwardRequest,
-    "OptimStep": requests.OptimStepRequest,
-    "DiscardGradients": requests.DiscardGradientsRequest,
-    "Forward": requests.ForwardRequest,
-    "SaveCheckpoint": requests.SaveCheckpointRequest,
-    "LoadCheckpoint": requests.LoadCheckpointRequest,
-}
+BODIES = {method.name: body for method in _SERVICE.methods if (body := body_of(method)) is not None}
 _STATUS = {
     "INVALID_ARGUMENT": 422,
     "KEY_REUSED": 409,
@@ -106,7 +97,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_answer(name, _request(name, places, dict(parse_qsl(url.query)), body))
         except RefusalError as refusal:
             status = _STATUS.get(refusal.detail.code, 404)
-            self._send(status, {"error": wire.to_json(refusal.detail)})
+            self._send(status, {"error": to_json(refusal.detail)})
         except LostAnswerError:
             self.close_connection = True
 
@@ -118,7 +109,7 @@ class _Handler(BaseHTTPRequestHandler):
         if isinstance(answer, service_pb2.FetchWeightsResponse):
             self._send_bytes(200, answer.data, {"Ratoon-Chunk-Digest": answer.digest})
         else:
-            self._send(200, wire.to_json(answer))
+            self._send(200, to_json(answer))
 
     def _send_events(self, request: Message) -> None:
         """A stream without a length, ended by the end of the connection."""
@@ -128,7 +119,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.close_connection = True
         while True:
-            data = json.dumps(wire.to_json(operation))
+            data = json.dumps(to_json(operation))
             self.wfile.write(f": keep-alive\n\nevent: operation\ndata: {data}\n\n".encode())
             if operation.state >= operation_pb2.OPERATION_STATE_DONE:
                 return
@@ -176,7 +167,7 @@ def _route(method: str, path: str) -> tuple[str, dict[str, str]]:
 def _request(name: str, places: dict[str, str], query: dict[str, str], body: bytes) -> Message:
     request = GetMessageClass(_SERVICE.methods_by_name[name].input_type)()
     if name in BODIES:
-        wire.fill(request, BODIES[name].model_validate_json(body))
+        fill_request(request, BODIES[name].model_validate_json(body))
     for field, text in (places | query).items():
         kind = type(getattr(request, field))
         setattr(request, field, kind(text))

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
 
-from ratoon_client import IntegrityError, StepReport
+from ratoon_client import IntegrityError, StepReport, results
+from ratoon_client.policy_options import NumericsGuard
 from ratoon_client.results import Operation
-from ratoon_client.wire.decode import _TYPES as TYPES
 from ratoon_client.wire.decode import decode, decode_forward
 from ratoon_proto.codec import encode_array
 from ratoon_proto.v1 import operation_pb2, policy_pb2, service_pb2, training_pb2, weights_pb2
@@ -21,6 +21,15 @@ _MESSAGES = {
     message.full_name: message
     for file in _FILES
     for message in file.DESCRIPTOR.message_types_by_name.values()
+}
+TYPES = {
+    "ratoon.v1.NumericsGuard": NumericsGuard,
+    "ratoon.v1.CheckpointInfo": results.Checkpoint,
+    "ratoon.v1.HealthResponse": results.Health,
+} | {
+    name: vars(results)[message.name]
+    for name, message in _MESSAGES.items()
+    if message.name in vars(results) and message.name != "ForwardResult"
 }
 # Full tuning is the absence of lora; outputs and empty results have no value of their own.
 _NO_FIELD = {

@@ -17,7 +17,7 @@ import numpy as np
 
 from ratoon.api.convert.groups import raw_groups
 from ratoon.api.convert.loss import loss_request, optim_request
-from ratoon.api.convert.report import report_message
+from ratoon.api.convert.records import write
 from ratoon.engine.forward_output import read_old_logprobs, write_forward_output
 from ratoon.model.export import export_weights
 from ratoon.model.spec import FullTuning, ModelDtype, ModelSpec, PresetBase
@@ -30,6 +30,7 @@ from ratoon.train.trainer import Trainer
 from ratoon_client import Group, Loss, Optim, StepReport
 from ratoon_client.wire.decode import decode
 from ratoon_client.wire.encode import group_messages, loss_message, optim_message
+from ratoon_proto.v1 import training_pb2
 from tests import builders
 
 
@@ -138,7 +139,9 @@ class TrainedHere:
         plan = self._trainer.prepare(batch, resolved).plan
         report = self._trainer.update(batch, resolved, step, plan, old_logprobs_J=old)
         self._publish()
-        value = Step(self._trainer.version, decode(report_message(report), StepReport))
+        value = Step(
+            self._trainer.version, decode(write(training_pb2.StepReport(), report), StepReport)
+        )
         return Done("p.u", value)
 
     def _publish(self) -> None:

@@ -21,12 +21,14 @@ import torch
 import xxhash
 import zstandard
 from google.protobuf.message import DecodeError
+from pydantic import BaseModel
 
 from ratoon.api import submissions
+from ratoon.api.contract import SERVICE
 from ratoon.api.convert.policy import SpecDefaults, policy_spec
 from ratoon.api.http.app import create_app
-from ratoon.api.http.schema.requests import UpdateRequest
-from ratoon.api.http.wire import fill
+from ratoon.api.http.bodies import fill_request
+from ratoon.api.http.schema.models import body_of
 from ratoon.api.service import PolicyService
 from ratoon.config import LimitsConfig
 from ratoon.engine.forward_output import read_old_logprobs, write_forward_output
@@ -56,6 +58,7 @@ from tests.hostile import corpus
 from tests.hostile.mutate import mutated_bytes, mutated_json, mutated_message
 
 POLICY = requests.POLICY
+UPDATE_BODY = cast("type[BaseModel]", body_of(SERVICE.methods_by_name["Update"]))
 LIMITS = LimitsConfig(
     max_body_bytes=65_536,
     max_fetch_bytes=1024,
@@ -158,7 +161,7 @@ def judge_json(document: bytes | dict[str, Any]) -> None:
     """The same for the body of a request over HTTP."""
     data = document if isinstance(document, bytes) else json.dumps(document)
     request = service_pb2.UpdateRequest(policy_id=POLICY)
-    fill(request, UpdateRequest.model_validate_json(data))
+    fill_request(request, UPDATE_BODY.model_validate_json(data))
     judge(request)
 
 

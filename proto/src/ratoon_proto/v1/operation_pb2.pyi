@@ -80,6 +80,8 @@ Global___OperationState: _TypeAlias = OperationState  # noqa: Y015
 
 @_typing.final
 class Progress(_message.Message):
+    """How far a running operation is."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     MICRO_BATCHES_DONE_FIELD_NUMBER: _builtins.int
@@ -176,6 +178,8 @@ Global___ErrorDetail: _TypeAlias = ErrorDetail  # noqa: Y015
 
 @_typing.final
 class CheckpointInfo(_message.Message):
+    """A checkpoint of a policy; it holds no gradients."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     CHECKPOINT_ID_FIELD_NUMBER: _builtins.int
@@ -237,6 +241,8 @@ Global___ResultFile: _TypeAlias = ResultFile  # noqa: Y015
 
 @_typing.final
 class ForwardResult(_message.Message):
+    """Log-probs of a Forward, inline or as a file."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     INLINE_FIELD_NUMBER: _builtins.int
@@ -273,6 +279,8 @@ Global___ForwardResult: _TypeAlias = ForwardResult  # noqa: Y015
 
 @_typing.final
 class StepResult(_message.Message):
+    """What a ForwardBackward, OptimStep or Update made."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     VERSION_FIELD_NUMBER: _builtins.int
@@ -297,6 +305,8 @@ Global___StepResult: _TypeAlias = StepResult  # noqa: Y015
 
 @_typing.final
 class EmptyResult(_message.Message):
+    """Done, and nothing to say."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -312,6 +322,8 @@ Global___EmptyResult: _TypeAlias = EmptyResult  # noqa: Y015
 
 @_typing.final
 class Operation(_message.Message):
+    """The handle of a call; one of the results once it is final, none before."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     OPERATION_ID_FIELD_NUMBER: _builtins.int

@@ -157,6 +157,8 @@ Global___PolicyState: _TypeAlias = PolicyState  # noqa: Y015
 
 @_typing.final
 class FullTuning(_message.Message):
+    """Every parameter is trained."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -172,6 +174,8 @@ Global___FullTuning: _TypeAlias = FullTuning  # noqa: Y015
 
 @_typing.final
 class LoraTuning(_message.Message):
+    """Low-rank adapters (Hu et al., 2021)."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     RANK_FIELD_NUMBER: _builtins.int
@@ -202,6 +206,8 @@ Global___LoraTuning: _TypeAlias = LoraTuning  # noqa: Y015
 
 @_typing.final
 class AdamWConfig(_message.Message):
+    """AdamW (Loshchilov and Hutter, 2019)."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     BETA1_FIELD_NUMBER: _builtins.int
@@ -246,6 +252,8 @@ Global___AdamWConfig: _TypeAlias = AdamWConfig  # noqa: Y015
 
 @_typing.final
 class PublishConfig(_message.Message):
+    """When a version's weights are written for readers; `every_n` counts versions."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     KIND_FIELD_NUMBER: _builtins.int
@@ -268,6 +276,8 @@ Global___PublishConfig: _TypeAlias = PublishConfig  # noqa: Y015
 
 @_typing.final
 class ParallelLayout(_message.Message):
+    """How the policy is spread over workers."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NUM_WORKERS_FIELD_NUMBER: _builtins.int
@@ -338,6 +348,8 @@ Global___NumericsGuard: _TypeAlias = NumericsGuard  # noqa: Y015
 
 @_typing.final
 class PolicySpec(_message.Message):
+    """Exactly one of `preset` and `model_folder`; `full` (the default) or `lora`."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     POLICY_ID_FIELD_NUMBER: _builtins.int
@@ -448,6 +460,8 @@ Global___PolicySpec: _TypeAlias = PolicySpec  # noqa: Y015
 
 @_typing.final
 class Policy(_message.Message):
+    """A policy as its callers see it."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SPEC_FIELD_NUMBER: _builtins.int

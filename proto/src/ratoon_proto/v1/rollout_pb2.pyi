@@ -72,6 +72,8 @@ Global___Segment: _TypeAlias = Segment  # noqa: Y015
 
 @_typing.final
 class SegmentList(_message.Message):
+    """The runs of a multi-turn rollout, in order."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SEGMENTS_FIELD_NUMBER: _builtins.int
@@ -241,6 +243,8 @@ Global___RolloutGroup: _TypeAlias = RolloutGroup  # noqa: Y015
 
 @_typing.final
 class RolloutBatch(_message.Message):
+    """The groups of one operation."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     GROUPS_FIELD_NUMBER: _builtins.int

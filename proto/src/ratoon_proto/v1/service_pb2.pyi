@@ -50,6 +50,8 @@ Global___OperationKey: _TypeAlias = OperationKey  # noqa: Y015
 
 @_typing.final
 class CreatePolicyRequest(_message.Message):
+    """The policy to create."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SPEC_FIELD_NUMBER: _builtins.int
@@ -123,6 +125,8 @@ Global___ListPoliciesRequest: _TypeAlias = ListPoliciesRequest  # noqa: Y015
 
 @_typing.final
 class ListPoliciesResponse(_message.Message):
+    """The policies that the caller may see."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     POLICIES_FIELD_NUMBER: _builtins.int
@@ -143,6 +147,8 @@ Global___ListPoliciesResponse: _TypeAlias = ListPoliciesResponse  # noqa: Y015
 
 @_typing.final
 class UpdateRequest(_message.Message):
+    """`batch` or `upload`; `seq` or `request_id`, by the policy's sequencing."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     POLICY_ID_FIELD_NUMBER: _builtins.int
@@ -193,6 +199,8 @@ Global___UpdateRequest: _TypeAlias = UpdateRequest  # noqa: Y015
 
 @_typing.final
 class ForwardBackwardRequest(_message.Message):
+    """`batch` or `upload`; `seq` or `request_id`, by the policy's sequencing."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     POLICY_ID_FIELD_NUMBER: _builtins.int
@@ -238,6 +246,8 @@ Global___ForwardBackwardRequest: _TypeAlias = ForwardBackwardRequest  # noqa: Y0
 
 @_typing.final
 class OptimStepRequest(_message.Message):
+    """`seq` or `request_id`, by the policy's sequencing."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     POLICY_ID_FIELD_NUMBER: _builtins.int
@@ -276,6 +286,8 @@ Global___OptimStepRequest: _TypeAlias = OptimStepRequest  # noqa: Y015
 
 @_typing.final
 class DiscardGradientsRequest(_message.Message):
+    """`seq` or `request_id`, by the policy's sequencing."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     POLICY_ID_FIELD_NUMBER: _builtins.int
@@ -299,6 +311,8 @@ Global___DiscardGradientsRequest: _TypeAlias = DiscardGradientsRequest  # noqa: 
 
 @_typing.final
 class ForwardRequest(_message.Message):
+    """Without a key it is not sequenced: it reads the newest version."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     POLICY_ID_FIELD_NUMBER: _builtins.int
@@ -349,6 +363,8 @@ Global___ForwardRequest: _TypeAlias = ForwardRequest  # noqa: Y015
 
 @_typing.final
 class UploadPartRequest(_message.Message):
+    """Whole groups of a batch that is too large for one request."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     POLICY_ID_FIELD_NUMBER: _builtins.int
@@ -381,6 +397,8 @@ Global___UploadPartRequest: _TypeAlias = UploadPartRequest  # noqa: Y015
 
 @_typing.final
 class UploadPartResponse(_message.Message):
+    """A part that is stored."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NUM_BYTES_FIELD_NUMBER: _builtins.int
@@ -461,6 +479,8 @@ Global___CancelOperationRequest: _TypeAlias = CancelOperationRequest  # noqa: Y0
 
 @_typing.final
 class SaveCheckpointRequest(_message.Message):
+    """`seq` or `request_id`, by the policy's sequencing."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     POLICY_ID_FIELD_NUMBER: _builtins.int
@@ -488,6 +508,8 @@ Global___SaveCheckpointRequest: _TypeAlias = SaveCheckpointRequest  # noqa: Y015
 
 @_typing.final
 class LoadCheckpointRequest(_message.Message):
+    """`seq` or `request_id`, by the policy's sequencing."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     POLICY_ID_FIELD_NUMBER: _builtins.int
@@ -533,6 +555,8 @@ Global___ListCheckpointsRequest: _TypeAlias = ListCheckpointsRequest  # noqa: Y0
 
 @_typing.final
 class ListCheckpointsResponse(_message.Message):
+    """A policy's checkpoints."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     CHECKPOINTS_FIELD_NUMBER: _builtins.int
@@ -626,6 +650,8 @@ Global___AckWeightsRequest: _TypeAlias = AckWeightsRequest  # noqa: Y015
 
 @_typing.final
 class AckWeightsResponse(_message.Message):
+    """Noted."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -670,6 +696,8 @@ Global___FetchWeightsRequest: _TypeAlias = FetchWeightsRequest  # noqa: Y015
 
 @_typing.final
 class FetchWeightsResponse(_message.Message):
+    """A chunk of a file."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     DATA_FIELD_NUMBER: _builtins.int
@@ -767,6 +795,8 @@ Global___FetchGradientsRequest: _TypeAlias = FetchGradientsRequest  # noqa: Y015
 
 @_typing.final
 class FetchGradientsResponse(_message.Message):
+    """A chunk of a file."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     DATA_FIELD_NUMBER: _builtins.int
@@ -804,6 +834,8 @@ Global___GetServerInfoRequest: _TypeAlias = GetServerInfoRequest  # noqa: Y015
 
 @_typing.final
 class ServerLimits(_message.Message):
+    """What the server takes at most; sizes in bytes, waits in seconds."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     MAX_BODY_BYTES_FIELD_NUMBER: _builtins.int
@@ -838,6 +870,8 @@ Global___ServerLimits: _TypeAlias = ServerLimits  # noqa: Y015
 
 @_typing.final
 class BackendInfo(_message.Message):
+    """A kernel backend on the workers' device."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     OP_FIELD_NUMBER: _builtins.int
@@ -866,6 +900,8 @@ Global___BackendInfo: _TypeAlias = BackendInfo  # noqa: Y015
 
 @_typing.final
 class ServerInfo(_message.Message):
+    """What the server is."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
@@ -942,6 +978,8 @@ Global___HealthRequest: _TypeAlias = HealthRequest  # noqa: Y015
 
 @_typing.final
 class HealthResponse(_message.Message):
+    """Whether the server can take work."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     STATUS_FIELD_NUMBER: _builtins.int

@@ -172,25 +172,29 @@ class PolicyServiceServicer(object):
     """
 
     def CreatePolicy(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Builds a policy; done once its model is loaded and version 0 can be trained.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeletePolicy(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Stops its workers and removes its files; its operations can still be read.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetPolicy(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """A policy as it is now.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListPolicies(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """All policies that the caller may see.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -203,19 +207,22 @@ class PolicyServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ForwardBackward(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Adds the gradients of a batch to the window.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def OptimStep(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Divides, clips and applies the window's gradients, and ends the window.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DiscardGradients(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Ends the window without a step.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -235,43 +242,50 @@ class PolicyServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetOperation(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """The operation once it has ended, or as it stands after `wait_s` seconds.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchOperation(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """The operation now and as it changes, up to its end; leaving does not cancel it.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CancelOperation(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Stops it before its optimizer step; one that has ended stays as it is.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SaveCheckpoint(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Model, optimizer, version and seq at the last step boundary.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LoadCheckpoint(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Back to the state of a checkpoint of this policy.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListCheckpoints(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """The policy's checkpoints.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetWeightManifest(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """The files of a published version, with their digests.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -314,13 +328,15 @@ class PolicyServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetServerInfo(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """What the server is and what it takes at most.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Health(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Whether the server can take work.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

@@ -39,25 +39,39 @@ class PolicyServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PolicyServiceAsyncStub: ...
     CreatePolicy: _grpc.UnaryUnaryMultiCallable[_service_pb2.CreatePolicyRequest, _operation_pb2.Operation]
+    """Builds a policy; done once its model is loaded and version 0 can be trained."""
     DeletePolicy: _grpc.UnaryUnaryMultiCallable[_service_pb2.DeletePolicyRequest, _operation_pb2.Operation]
+    """Stops its workers and removes its files; its operations can still be read."""
     GetPolicy: _grpc.UnaryUnaryMultiCallable[_service_pb2.GetPolicyRequest, _policy_pb2.Policy]
+    """A policy as it is now."""
     ListPolicies: _grpc.UnaryUnaryMultiCallable[_service_pb2.ListPoliciesRequest, _service_pb2.ListPoliciesResponse]
+    """All policies that the caller may see."""
     Update: _grpc.UnaryUnaryMultiCallable[_service_pb2.UpdateRequest, _operation_pb2.Operation]
     """Forward and backward over all groups, then one optimizer step."""
     ForwardBackward: _grpc.UnaryUnaryMultiCallable[_service_pb2.ForwardBackwardRequest, _operation_pb2.Operation]
+    """Adds the gradients of a batch to the window."""
     OptimStep: _grpc.UnaryUnaryMultiCallable[_service_pb2.OptimStepRequest, _operation_pb2.Operation]
+    """Divides, clips and applies the window's gradients, and ends the window."""
     DiscardGradients: _grpc.UnaryUnaryMultiCallable[_service_pb2.DiscardGradientsRequest, _operation_pb2.Operation]
+    """Ends the window without a step."""
     Forward: _grpc.UnaryUnaryMultiCallable[_service_pb2.ForwardRequest, _operation_pb2.Operation]
     """Log-probs, and entropy, of given rollouts. No gradient."""
     UploadPart: _grpc.UnaryUnaryMultiCallable[_service_pb2.UploadPartRequest, _service_pb2.UploadPartResponse]
     """One part of a large batch, kept until it expires, or a call has named it and its room is wanted."""
     GetOperation: _grpc.UnaryUnaryMultiCallable[_service_pb2.GetOperationRequest, _operation_pb2.Operation]
+    """The operation once it has ended, or as it stands after `wait_s` seconds."""
     WatchOperation: _grpc.UnaryStreamMultiCallable[_service_pb2.WatchOperationRequest, _operation_pb2.Operation]
+    """The operation now and as it changes, up to its end; leaving does not cancel it."""
     CancelOperation: _grpc.UnaryUnaryMultiCallable[_service_pb2.CancelOperationRequest, _operation_pb2.Operation]
+    """Stops it before its optimizer step; one that has ended stays as it is."""
     SaveCheckpoint: _grpc.UnaryUnaryMultiCallable[_service_pb2.SaveCheckpointRequest, _operation_pb2.Operation]
+    """Model, optimizer, version and seq at the last step boundary."""
     LoadCheckpoint: _grpc.UnaryUnaryMultiCallable[_service_pb2.LoadCheckpointRequest, _operation_pb2.Operation]
+    """Back to the state of a checkpoint of this policy."""
     ListCheckpoints: _grpc.UnaryUnaryMultiCallable[_service_pb2.ListCheckpointsRequest, _service_pb2.ListCheckpointsResponse]
+    """The policy's checkpoints."""
     GetWeightManifest: _grpc.UnaryUnaryMultiCallable[_service_pb2.GetWeightManifestRequest, _weights_pb2.WeightManifest]
+    """The files of a published version, with their digests."""
     WatchWeights: _grpc.UnaryStreamMultiCallable[_service_pb2.WatchWeightsRequest, _weights_pb2.WeightManifest]
     AckWeights: _grpc.UnaryUnaryMultiCallable[_service_pb2.AckWeightsRequest, _service_pb2.AckWeightsResponse]
     FetchWeights: _grpc.UnaryUnaryMultiCallable[_service_pb2.FetchWeightsRequest, _service_pb2.FetchWeightsResponse]
@@ -66,7 +80,9 @@ class PolicyServiceStub:
     GetGradientManifest: _grpc.UnaryUnaryMultiCallable[_service_pb2.GetGradientManifestRequest, _weights_pb2.GradientManifest]
     FetchGradients: _grpc.UnaryUnaryMultiCallable[_service_pb2.FetchGradientsRequest, _service_pb2.FetchGradientsResponse]
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_service_pb2.GetServerInfoRequest, _service_pb2.ServerInfo]
+    """What the server is and what it takes at most."""
     Health: _grpc.UnaryUnaryMultiCallable[_service_pb2.HealthRequest, _service_pb2.HealthResponse]
+    """Whether the server can take work."""
 
 @_typing.type_check_only
 class PolicyServiceAsyncStub(PolicyServiceStub):
@@ -76,25 +92,39 @@ class PolicyServiceAsyncStub(PolicyServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     CreatePolicy: _aio.UnaryUnaryMultiCallable[_service_pb2.CreatePolicyRequest, _operation_pb2.Operation]  # type: ignore[assignment]
+    """Builds a policy; done once its model is loaded and version 0 can be trained."""
     DeletePolicy: _aio.UnaryUnaryMultiCallable[_service_pb2.DeletePolicyRequest, _operation_pb2.Operation]  # type: ignore[assignment]
+    """Stops its workers and removes its files; its operations can still be read."""
     GetPolicy: _aio.UnaryUnaryMultiCallable[_service_pb2.GetPolicyRequest, _policy_pb2.Policy]  # type: ignore[assignment]
+    """A policy as it is now."""
     ListPolicies: _aio.UnaryUnaryMultiCallable[_service_pb2.ListPoliciesRequest, _service_pb2.ListPoliciesResponse]  # type: ignore[assignment]
+    """All policies that the caller may see."""
     Update: _aio.UnaryUnaryMultiCallable[_service_pb2.UpdateRequest, _operation_pb2.Operation]  # type: ignore[assignment]
     """Forward and backward over all groups, then one optimizer step."""
     ForwardBackward: _aio.UnaryUnaryMultiCallable[_service_pb2.ForwardBackwardRequest, _operation_pb2.Operation]  # type: ignore[assignment]
+    """Adds the gradients of a batch to the window."""
     OptimStep: _aio.UnaryUnaryMultiCallable[_service_pb2.OptimStepRequest, _operation_pb2.Operation]  # type: ignore[assignment]
+    """Divides, clips and applies the window's gradients, and ends the window."""
     DiscardGradients: _aio.UnaryUnaryMultiCallable[_service_pb2.DiscardGradientsRequest, _operation_pb2.Operation]  # type: ignore[assignment]
+    """Ends the window without a step."""
     Forward: _aio.UnaryUnaryMultiCallable[_service_pb2.ForwardRequest, _operation_pb2.Operation]  # type: ignore[assignment]
     """Log-probs, and entropy, of given rollouts. No gradient."""
     UploadPart: _aio.UnaryUnaryMultiCallable[_service_pb2.UploadPartRequest, _service_pb2.UploadPartResponse]  # type: ignore[assignment]
     """One part of a large batch, kept until it expires, or a call has named it and its room is wanted."""
     GetOperation: _aio.UnaryUnaryMultiCallable[_service_pb2.GetOperationRequest, _operation_pb2.Operation]  # type: ignore[assignment]
+    """The operation once it has ended, or as it stands after `wait_s` seconds."""
     WatchOperation: _aio.UnaryStreamMultiCallable[_service_pb2.WatchOperationRequest, _operation_pb2.Operation]  # type: ignore[assignment]
+    """The operation now and as it changes, up to its end; leaving does not cancel it."""
     CancelOperation: _aio.UnaryUnaryMultiCallable[_service_pb2.CancelOperationRequest, _operation_pb2.Operation]  # type: ignore[assignment]
+    """Stops it before its optimizer step; one that has ended stays as it is."""
     SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_service_pb2.SaveCheckpointRequest, _operation_pb2.Operation]  # type: ignore[assignment]
+    """Model, optimizer, version and seq at the last step boundary."""
     LoadCheckpoint: _aio.UnaryUnaryMultiCallable[_service_pb2.LoadCheckpointRequest, _operation_pb2.Operation]  # type: ignore[assignment]
+    """Back to the state of a checkpoint of this policy."""
     ListCheckpoints: _aio.UnaryUnaryMultiCallable[_service_pb2.ListCheckpointsRequest, _service_pb2.ListCheckpointsResponse]  # type: ignore[assignment]
+    """The policy's checkpoints."""
     GetWeightManifest: _aio.UnaryUnaryMultiCallable[_service_pb2.GetWeightManifestRequest, _weights_pb2.WeightManifest]  # type: ignore[assignment]
+    """The files of a published version, with their digests."""
     WatchWeights: _aio.UnaryStreamMultiCallable[_service_pb2.WatchWeightsRequest, _weights_pb2.WeightManifest]  # type: ignore[assignment]
     AckWeights: _aio.UnaryUnaryMultiCallable[_service_pb2.AckWeightsRequest, _service_pb2.AckWeightsResponse]  # type: ignore[assignment]
     FetchWeights: _aio.UnaryUnaryMultiCallable[_service_pb2.FetchWeightsRequest, _service_pb2.FetchWeightsResponse]  # type: ignore[assignment]
@@ -103,7 +133,9 @@ class PolicyServiceAsyncStub(PolicyServiceStub):
     GetGradientManifest: _aio.UnaryUnaryMultiCallable[_service_pb2.GetGradientManifestRequest, _weights_pb2.GradientManifest]  # type: ignore[assignment]
     FetchGradients: _aio.UnaryUnaryMultiCallable[_service_pb2.FetchGradientsRequest, _service_pb2.FetchGradientsResponse]  # type: ignore[assignment]
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_service_pb2.GetServerInfoRequest, _service_pb2.ServerInfo]  # type: ignore[assignment]
+    """What the server is and what it takes at most."""
     Health: _aio.UnaryUnaryMultiCallable[_service_pb2.HealthRequest, _service_pb2.HealthResponse]  # type: ignore[assignment]
+    """Whether the server can take work."""
 
 class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
     """The policy-update service. Calls that return Operation answer once the operation is durably
@@ -115,28 +147,32 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _service_pb2.CreatePolicyRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_operation_pb2.Operation, _abc.Awaitable[_operation_pb2.Operation]]: ...
+    ) -> _typing.Union[_operation_pb2.Operation, _abc.Awaitable[_operation_pb2.Operation]]:
+        """Builds a policy; done once its model is loaded and version 0 can be trained."""
 
     @_abc_1.abstractmethod
     def DeletePolicy(
         self,
         request: _service_pb2.DeletePolicyRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_operation_pb2.Operation, _abc.Awaitable[_operation_pb2.Operation]]: ...
+    ) -> _typing.Union[_operation_pb2.Operation, _abc.Awaitable[_operation_pb2.Operation]]:
+        """Stops its workers and removes its files; its operations can still be read."""
 
     @_abc_1.abstractmethod
     def GetPolicy(
         self,
         request: _service_pb2.GetPolicyRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_policy_pb2.Policy, _abc.Awaitable[_policy_pb2.Policy]]: ...
+    ) -> _typing.Union[_policy_pb2.Policy, _abc.Awaitable[_policy_pb2.Policy]]:
+        """A policy as it is now."""
 
     @_abc_1.abstractmethod
     def ListPolicies(
         self,
         request: _service_pb2.ListPoliciesRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_service_pb2.ListPoliciesResponse, _abc.Awaitable[_service_pb2.ListPoliciesResponse]]: ...
+    ) -> _typing.Union[_service_pb2.ListPoliciesResponse, _abc.Awaitable[_service_pb2.ListPoliciesResponse]]:
+        """All policies that the caller may see."""
 
     @_abc_1.abstractmethod
     def Update(
@@ -151,21 +187,24 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _service_pb2.ForwardBackwardRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_operation_pb2.Operation, _abc.Awaitable[_operation_pb2.Operation]]: ...
+    ) -> _typing.Union[_operation_pb2.Operation, _abc.Awaitable[_operation_pb2.Operation]]:
+        """Adds the gradients of a batch to the window."""
 
     @_abc_1.abstractmethod
     def OptimStep(
         self,
         request: _service_pb2.OptimStepRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_operation_pb2.Operation, _abc.Awaitable[_operation_pb2.Operation]]: ...
+    ) -> _typing.Union[_operation_pb2.Operation, _abc.Awaitable[_operation_pb2.Operation]]:
+        """Divides, clips and applies the window's gradients, and ends the window."""
 
     @_abc_1.abstractmethod
     def DiscardGradients(
         self,
         request: _service_pb2.DiscardGradientsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_operation_pb2.Operation, _abc.Awaitable[_operation_pb2.Operation]]: ...
+    ) -> _typing.Union[_operation_pb2.Operation, _abc.Awaitable[_operation_pb2.Operation]]:
+        """Ends the window without a step."""
 
     @_abc_1.abstractmethod
     def Forward(
@@ -188,49 +227,56 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _service_pb2.GetOperationRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_operation_pb2.Operation, _abc.Awaitable[_operation_pb2.Operation]]: ...
+    ) -> _typing.Union[_operation_pb2.Operation, _abc.Awaitable[_operation_pb2.Operation]]:
+        """The operation once it has ended, or as it stands after `wait_s` seconds."""
 
     @_abc_1.abstractmethod
     def WatchOperation(
         self,
         request: _service_pb2.WatchOperationRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_operation_pb2.Operation], _abc.AsyncIterator[_operation_pb2.Operation]]: ...
+    ) -> _typing.Union[_abc.Iterator[_operation_pb2.Operation], _abc.AsyncIterator[_operation_pb2.Operation]]:
+        """The operation now and as it changes, up to its end; leaving does not cancel it."""
 
     @_abc_1.abstractmethod
     def CancelOperation(
         self,
         request: _service_pb2.CancelOperationRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_operation_pb2.Operation, _abc.Awaitable[_operation_pb2.Operation]]: ...
+    ) -> _typing.Union[_operation_pb2.Operation, _abc.Awaitable[_operation_pb2.Operation]]:
+        """Stops it before its optimizer step; one that has ended stays as it is."""
 
     @_abc_1.abstractmethod
     def SaveCheckpoint(
         self,
         request: _service_pb2.SaveCheckpointRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_operation_pb2.Operation, _abc.Awaitable[_operation_pb2.Operation]]: ...
+    ) -> _typing.Union[_operation_pb2.Operation, _abc.Awaitable[_operation_pb2.Operation]]:
+        """Model, optimizer, version and seq at the last step boundary."""
 
     @_abc_1.abstractmethod
     def LoadCheckpoint(
         self,
         request: _service_pb2.LoadCheckpointRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_operation_pb2.Operation, _abc.Awaitable[_operation_pb2.Operation]]: ...
+    ) -> _typing.Union[_operation_pb2.Operation, _abc.Awaitable[_operation_pb2.Operation]]:
+        """Back to the state of a checkpoint of this policy."""
 
     @_abc_1.abstractmethod
     def ListCheckpoints(
         self,
         request: _service_pb2.ListCheckpointsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_service_pb2.ListCheckpointsResponse, _abc.Awaitable[_service_pb2.ListCheckpointsResponse]]: ...
+    ) -> _typing.Union[_service_pb2.ListCheckpointsResponse, _abc.Awaitable[_service_pb2.ListCheckpointsResponse]]:
+        """The policy's checkpoints."""
 
     @_abc_1.abstractmethod
     def GetWeightManifest(
         self,
         request: _service_pb2.GetWeightManifestRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_weights_pb2.WeightManifest, _abc.Awaitable[_weights_pb2.WeightManifest]]: ...
+    ) -> _typing.Union[_weights_pb2.WeightManifest, _abc.Awaitable[_weights_pb2.WeightManifest]]:
+        """The files of a published version, with their digests."""
 
     @_abc_1.abstractmethod
     def WatchWeights(
@@ -280,13 +326,15 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _service_pb2.GetServerInfoRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_service_pb2.ServerInfo, _abc.Awaitable[_service_pb2.ServerInfo]]: ...
+    ) -> _typing.Union[_service_pb2.ServerInfo, _abc.Awaitable[_service_pb2.ServerInfo]]:
+        """What the server is and what it takes at most."""
 
     @_abc_1.abstractmethod
     def Health(
         self,
         request: _service_pb2.HealthRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_service_pb2.HealthResponse, _abc.Awaitable[_service_pb2.HealthResponse]]: ...
+    ) -> _typing.Union[_service_pb2.HealthResponse, _abc.Awaitable[_service_pb2.HealthResponse]]:
+        """Whether the server can take work."""
 
 def add_PolicyServiceServicer_to_server(servicer: PolicyServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -22,15 +22,18 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from ratoon_proto.v1 import options_pb2 as ratoon__proto_dot_v1_dot_options__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cratoon_proto/v1/tensor.proto\x12\tratoon.v1\"4\n\x06Tensor\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cratoon_proto/v1/tensor.proto\x12\tratoon.v1\x1a\x1dratoon_proto/v1/options.proto\":\n\x06Tensor\x12\x13\n\x05\x64type\x18\x01 \x01(\tB\x04\x88\xb5\x18\x01\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'ratoon_proto.v1.tensor_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TENSOR']._serialized_start=43
-  _globals['_TENSOR']._serialized_end=95
+  _globals['_TENSOR'].fields_by_name['dtype']._loaded_options = None
+  _globals['_TENSOR'].fields_by_name['dtype']._serialized_options = b'\210\265\030\001'
+  _globals['_TENSOR']._serialized_start=74
+  _globals['_TENSOR']._serialized_end=132
 # @@protoc_insertion_point(module_scope)

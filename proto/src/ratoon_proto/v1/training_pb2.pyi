@@ -336,6 +336,8 @@ Global___SkipReason: _TypeAlias = SkipReason  # noqa: Y015
 
 @_typing.final
 class OldLogprobs(_message.Message):
+    """Where the ratio's old log-probs come from."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     KIND_FIELD_NUMBER: _builtins.int
@@ -359,6 +361,8 @@ Global___OldLogprobs: _TypeAlias = OldLogprobs  # noqa: Y015
 
 @_typing.final
 class KlConfig(_message.Message):
+    """A KL term of the loss."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     KIND_FIELD_NUMBER: _builtins.int
@@ -463,6 +467,8 @@ Global___CorrectionMask: _TypeAlias = CorrectionMask  # noqa: Y015
 
 @_typing.final
 class OverlongFilter(_message.Message):
+    """Truncated rollouts are dropped after advantages."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -532,6 +538,8 @@ Global___StalenessConfig: _TypeAlias = StalenessConfig  # noqa: Y015
 
 @_typing.final
 class LossConfig(_message.Message):
+    """What is left out has the loss's own default; at most one of `overlong_filter` and `overlong_penalty`."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     KIND_FIELD_NUMBER: _builtins.int
@@ -721,6 +729,8 @@ Global___OptimStepConfig: _TypeAlias = OptimStepConfig  # noqa: Y015
 
 @_typing.final
 class PhaseSeconds(_message.Message):
+    """Seconds of each phase."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PLAN_FIELD_NUMBER: _builtins.int

@@ -43,6 +43,8 @@ Global___WeightKind: _TypeAlias = WeightKind  # noqa: Y015
 
 @_typing.final
 class WeightFile(_message.Message):
+    """A file of a version's weights."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
@@ -70,6 +72,8 @@ Global___WeightFile: _TypeAlias = WeightFile  # noqa: Y015
 
 @_typing.final
 class WeightManifest(_message.Message):
+    """The files of a version's weights."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     POLICY_ID_FIELD_NUMBER: _builtins.int
@@ -103,6 +107,8 @@ Global___WeightManifest: _TypeAlias = WeightManifest  # noqa: Y015
 
 @_typing.final
 class GradientManifest(_message.Message):
+    """The files of a window's gradient sums, and the counters that divide them."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     POLICY_ID_FIELD_NUMBER: _builtins.int

@@ -30,10 +30,10 @@ from ratoon.api.convert.checks import (
     required,
 )
 from ratoon.api.convert.groups import raw_groups
-from ratoon.api.convert.operation import checkpoint_message, operation_message
+from ratoon.api.convert.operation import operation_message
 from ratoon.api.convert.policy import SpecDefaults, policy_message, policy_spec
+from ratoon.api.convert.records import write
 from ratoon.api.convert.server import server_info
-from ratoon.api.convert.weights import manifest_message
 from ratoon.api.holding import current_holder
 from ratoon.api.ports import Engine
 from ratoon.api.watch import throttled
@@ -179,9 +179,10 @@ class PolicyService:
     ) -> service_pb2.ListCheckpointsResponse:
         policy_id = matched("policy_id", request.policy_id, POLICY_ID)
         checkpoints = await self._engine.list_checkpoints(policy_id)
-        return service_pb2.ListCheckpointsResponse(
-            checkpoints=[checkpoint_message(checkpoint) for checkpoint in checkpoints]
-        )
+        answer = service_pb2.ListCheckpointsResponse()
+        for checkpoint in checkpoints:
+            write(answer.checkpoints.add(), checkpoint)
+        return answer
 
     async def get_weight_manifest(
         self, request: service_pb2.GetWeightManifestRequest
@@ -190,7 +191,8 @@ class PolicyService:
         version = None
         if request.HasField("version"):
             version = at_least("version", request.version, 0)
-        return manifest_message(await self._engine.weight_manifest(policy_id, version))
+        manifest = await self._engine.weight_manifest(policy_id, version)
+        return write(weights_pb2.WeightManifest(), manifest)
 
     async def fetch_weights(self, request: service_pb2.FetchWeightsRequest) -> FileChunk:
         policy_id = matched("policy_id", request.policy_id, POLICY_ID)

@@ -17,13 +17,13 @@ from ratoon_client.config import ClientConfig
 from ratoon_client.errors import IntegrityError, RatoonApiError, RatoonClientError, TransportError
 from ratoon_client.results import WeightFile
 from ratoon_client.transport.events import read_events
-from ratoon_client.transport.routes import LATEST_MANIFEST, ROUTES, Route
+from ratoon_client.transport.routes import ROUTES, Route
 from ratoon_client.transport.tls import no_answer
 from ratoon_client.weights.chunks import check_chunk, check_length
 from ratoon_client.weights.threads import in_thread
 from ratoon_client.wire.decode import error_of
-from ratoon_client.wire.json_form import from_json, to_json
 from ratoon_client.wire.rpcs import RequestT, ResponseT, Rpc
+from ratoon_proto.json_form import MessageT, from_json, to_request_json
 from ratoon_proto.v1 import operation_pb2, service_pb2
 
 CHUNK_DIGEST = "Ratoon-Chunk-Digest"
@@ -62,7 +62,7 @@ class HttpTransport:
     async def call(
         self, rpc: Rpc[RequestT, ResponseT], request: RequestT, *, timeout_s: float
     ) -> ResponseT:
-        route = _route(rpc.name, request)
+        route = ROUTES[rpc.name]
         body = await asyncio.to_thread(_body, route, request)
         response = await self._send(
             route.method,
@@ -75,12 +75,12 @@ class HttpTransport:
         if rpc.response is service_pb2.FetchWeightsResponse:
             digest = response.headers.get(CHUNK_DIGEST, "")
             return rpc.response(data=response.content, digest=digest)
-        return from_json(rpc.response, await asyncio.to_thread(_parsed, response))
+        return _decoded(rpc.response, await asyncio.to_thread(_parsed, response))
 
     async def stream(
         self, rpc: Rpc[RequestT, ResponseT], request: RequestT
     ) -> AsyncGenerator[ResponseT, None]:
-        route = _route(rpc.name, request)
+        route = ROUTES[rpc.name]
         timeout = httpx.Timeout(EVENT_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
         async with (
             self._transport_errors(route.url(request)),
@@ -92,8 +92,8 @@ class HttpTransport:
             async for event in read_events(response.aiter_lines()):
                 data = _json(event.data)
                 if event.name == "error":
-                    raise error_of(from_json(operation_pb2.ErrorDetail, data["error"]))
-                yield from_json(rpc.response, data)
+                    raise error_of(_decoded(operation_pb2.ErrorDetail, data["error"]))
+                yield _decoded(rpc.response, data)
 
     async def read_file(
         self,
@@ -152,18 +152,10 @@ class HttpTransport:
             raise TransportError(f"{url} at {self._base_url}: {err}") from err
 
 
-def _route(name: str, request: Message) -> Route:
-    if isinstance(request, service_pb2.GetWeightManifestRequest) and not request.HasField(
-        "version"
-    ):
-        return LATEST_MANIFEST
-    return ROUTES[name]
-
-
 def _body(route: Route, request: Message) -> bytes | None:
     if not route.has_body:
         return None
-    return json.dumps(to_json(request, skip=route.fields)).encode()
+    return json.dumps(to_request_json(request, skip=route.fields)).encode()
 
 
 def _parsed(response: httpx.Response) -> Any:
@@ -177,11 +169,18 @@ def _json(text: str) -> Any:
         raise TransportError(f"the answer is not JSON: {text[:80]!r}") from err
 
 
+def _decoded(message_type: type[MessageT], data: object) -> MessageT:
+    try:
+        return from_json(message_type, data)
+    except ValueError as err:
+        raise TransportError(f"the answer is {err}") from err
+
+
 def _error(response: httpx.Response) -> RatoonClientError:
     """What the service said, or that something else has answered in its place."""
     try:
         return error_of(from_json(operation_pb2.ErrorDetail, response.json()["error"]))
-    except (ValueError, KeyError, TypeError, TransportError):
+    except (ValueError, KeyError, TypeError):
         text = f"{response.request.url}: HTTP {response.status_code}"
     if response.status_code in _NO_ANSWER:
         return TransportError(text)

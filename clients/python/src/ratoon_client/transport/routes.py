@@ -1,4 +1,4 @@
-"""Method and path of each call under HTTP; fields in path or query are not in the body."""
+"""Where each call is under HTTP: what its `http` option in service.proto says."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import quote
 
 from google.protobuf.message import Message
 
+from ratoon_proto.fields import fields_of, http_route
+from ratoon_proto.v1 import service_pb2
+
 _PLACE = re.compile(r"\{(\w+)\}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Route:
-    """`path` has `{field}` where a field of the request goes; `query` names those that follow."""
+    """`path` has `{field}` where a field of the request goes."""
 
-    method: Literal["GET", "POST", "PUT", "DELETE"]
+    method: str
     path: str
-    query: tuple[str, ...] = ()
 
     @property
     def has_body(self) -> bool:
@@ -28,44 +30,29 @@ class Route:
 
     @property
     def fields(self) -> frozenset[str]:
-        """Those that are not in the body."""
-        return frozenset((*_PLACE.findall(self.path), *self.query))
+        """Those in the path."""
+        return frozenset(_PLACE.findall(self.path))
 
     def url(self, request: Message) -> str:
-        return _PLACE.sub(lambda place: quote(str(getattr(request, place[1])), safe=""), self.path)
+        return _PLACE.sub(lambda place: quote(_part(request, place[1]), safe=""), self.path)
 
     def params(self, request: Message) -> dict[str, Any]:
-        return {name: getattr(request, name) for name in self.query}
+        """The query: all other fields of a call without a body."""
+        if self.has_body:
+            return {}
+        names = (field.name for field in fields_of(request.DESCRIPTOR))
+        return {name: getattr(request, name) for name in names if name not in self.fields}
 
 
-def _route(method: Literal["GET", "POST", "PUT", "DELETE"], path: str, *query: str) -> Route:
-    return Route(method=method, path=f"/v1{path}", query=query)
+def _part(request: Message, name: str) -> str:
+    is_absent = request.DESCRIPTOR.fields_by_name[name].has_presence and not request.HasField(name)
+    return "latest" if is_absent else str(getattr(request, name))
 
 
-_POLICY = "/policies/{policy_id}"
-_OPERATION = "/operations/{operation_id}"
 ROUTES: Mapping[str, Route] = MappingProxyType(
     {
-        "CreatePolicy": _route("POST", "/policies"),
-        "DeletePolicy": _route("DELETE", _POLICY),
-        "GetPolicy": _route("GET", _POLICY),
-        "ListPolicies": _route("GET", "/policies"),
-        "Update": _route("POST", f"{_POLICY}/update"),
-        "ForwardBackward": _route("POST", f"{_POLICY}/forward_backward"),
-        "OptimStep": _route("POST", f"{_POLICY}/optim_step"),
-        "DiscardGradients": _route("POST", f"{_POLICY}/discard_gradients"),
-        "Forward": _route("POST", f"{_POLICY}/forward"),
-        "UploadPart": _route("PUT", f"{_POLICY}/uploads/{{upload_id}}/parts/{{part_index}}"),
-        "GetOperation": _route("GET", _OPERATION, "wait_s"),
-        "WatchOperation": _route("GET", f"{_OPERATION}/events"),
-        "CancelOperation": _route("POST", f"{_OPERATION}/cancel"),
-        "SaveCheckpoint": _route("POST", f"{_POLICY}/checkpoints"),
-        "LoadCheckpoint": _route("POST", f"{_POLICY}/checkpoints/{{checkpoint_id}}/load"),
-        "ListCheckpoints": _route("GET", f"{_POLICY}/checkpoints"),
-        "GetWeightManifest": _route("GET", f"{_POLICY}/weights/{{version}}"),
-        "FetchWeights": _route("GET", f"{_POLICY}/files/{{digest}}", "offset", "length"),
-        "GetServerInfo": _route("GET", "/info"),
-        "Health": _route("GET", "/health"),
+        method.name: Route(*route)
+        for method in service_pb2.DESCRIPTOR.services_by_name["PolicyService"].methods
+        if (route := http_route(method)) is not None
     }
 )
-LATEST_MANIFEST = _route("GET", f"{_POLICY}/weights/latest")

@@ -1,13 +1,13 @@
 """Rollout groups from the wire: tensors decoded, nothing judged yet.
 
-Enters `RolloutGroup` messages, leaves `RawGroup`s for `rollout.validate`. Invariant: no tensor is
-decoded before its size has been checked, and an error names group and rollout.
+No tensor is decoded before its size has been checked, and an error names group and rollout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import cast
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,17 @@ from ratoon_proto.v1.tensor_pb2 import Tensor
 # Bytes of the widest element that a caller may send a token or a value as.
 _WIDEST_BYTES = 8
 _KINDS = {"tokens": "iu", "values": "f", "flags": "b"}
+# Per-token arrays of a rollout.
+_ARRAYS: Mapping[Any, str] = MappingProxyType(
+    {
+        "loss_mask": "flags",
+        "sampler_logprobs": "values",
+        "old_logprobs": "values",
+        "reference_logprobs": "values",
+        "advantages": "values",
+        "token_weights": "values",
+    }
+)
 
 
 def raw_groups(messages: Iterable[wire.RolloutGroup], *, max_tokens: int) -> list[RawGroup]:
@@ -45,39 +56,24 @@ def raw_groups(messages: Iterable[wire.RolloutGroup], *, max_tokens: int) -> lis
 
 
 def _rollout(field: str, message: wire.Rollout, max_bytes: int) -> RawRollout:
-    def values(name: str) -> NDArray[np.floating] | None:
-        if not message.HasField(name):  # pyright: ignore[reportArgumentType]
-            return None
-        array = _array(f"{field}.{name}", getattr(message, name), "values", max_bytes)
-        return cast("NDArray[np.floating]", array)
-
-    has_mask = message.HasField("loss_mask")
+    arrays = {
+        name: _array(f"{field}.{name}", getattr(message, name), kind, max_bytes)
+        for name, kind in _ARRAYS.items()
+        if message.HasField(name)
+    }
+    has_version = message.HasField("policy_version")
     return RawRollout(
         segments=_segments(field, message, max_bytes),
-        loss_mask=(
-            _array(f"{field}.loss_mask", message.loss_mask, "flags", max_bytes)
-            if has_mask
-            else None
-        ),
-        sampler_logprobs=values("sampler_logprobs"),
-        old_logprobs=values("old_logprobs"),
-        reference_logprobs=values("reference_logprobs"),
+        **{name: arrays.get(name) for name in _ARRAYS},
         reward=message.reward if message.HasField("reward") else None,
-        advantages=values("advantages"),
-        token_weights=values("token_weights"),
         temperature=message.temperature if message.HasField("temperature") else 1.0,
         sampler_logprobs_kind=from_wire(
-            f"{field}.sampler_logprobs_kind",
-            message.sampler_logprobs_kind,
-            wire.SamplerLogprobsKind,
-            SamplerLogprobsKind,
+            message, "sampler_logprobs_kind", SamplerLogprobsKind, f"{field}.sampler_logprobs_kind"
         ),
         top_p=message.top_p if message.HasField("top_p") else None,
         top_k=message.top_k if message.HasField("top_k") else None,
         policy_version=(
-            at_least(f"{field}.policy_version", message.policy_version, 0)
-            if message.HasField("policy_version")
-            else None
+            at_least(f"{field}.policy_version", message.policy_version, 0) if has_version else None
         ),
         truncated=message.truncated,
     )
@@ -107,7 +103,7 @@ def _tokens(field: str, tensor: Tensor, max_bytes: int) -> NDArray[np.integer]:
     return cast("NDArray[np.integer]", _array(field, tensor, "tokens", max_bytes))
 
 
-def _array(field: str, tensor: Tensor, kind: str, max_bytes: int) -> NDArray[np.generic]:
+def _array(field: str, tensor: Tensor, kind: str, max_bytes: int) -> NDArray[Any]:
     try:
         array = decode_tensor(tensor, max_bytes=max_bytes)
     except CodecError as err:

@@ -1,8 +1,7 @@
 """Policy specs from the wire, policies to it.
 
-Enters `PolicySpec` with what the server adds (models root, default micro-batch), leaves a complete
-`engine.types.PolicySpec`. Invariant: a model folder that leaves here lies below the models root,
-every symbolic link followed, and every default is written out, on both sides.
+A model folder that leaves here lies below the models root, every symbolic link followed, and every
+default is written out, on both sides.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from ratoon.api.convert.checks import (
     required,
     shown,
 )
-from ratoon.api.convert.enums import from_wire, to_wire
-from ratoon.api.convert.times import set_time
+from ratoon.api.convert.enums import from_wire
+from ratoon.api.convert.records import read, write
 from ratoon.engine.types import (
     OnChangedNumerics,
     Policy,
@@ -42,7 +41,7 @@ from ratoon.model.spec import (
     ModelSpec,
     PresetBase,
 )
-from ratoon.train.config import DEFAULT_GUARD, AdamWConfig, NumericsGuard
+from ratoon.train.config import AdamWConfig, NumericsGuard
 from ratoon_proto.v1 import policy_pb2 as wire
 
 KEEP_VERSIONS = 2
@@ -68,7 +67,7 @@ class SpecDefaults:
 def policy_spec(message: wire.PolicySpec, defaults: SpecDefaults) -> PolicySpec:
     """Raises INVALID_ARGUMENT naming the field below `spec`."""
     deterministic = message.deterministic if message.HasField("deterministic") else True
-    recovery = from_wire("spec.recovery", message.recovery, wire.Recovery, Recovery)
+    recovery = from_wire(message, "recovery", Recovery, "spec.recovery")
     if recovery is Recovery.REPLAY and not deterministic:
         raise invalid("spec.recovery", "replay with deterministic false", "fail, or deterministic")
     keep = message.keep_versions if message.HasField("keep_versions") else KEEP_VERSIONS
@@ -82,27 +81,22 @@ def policy_spec(message: wire.PolicySpec, defaults: SpecDefaults) -> PolicySpec:
         model=ModelSpec(
             base=_base(message, defaults.models_root),
             tuning=_tuning(message),
-            dtype=from_wire("spec.dtype", message.dtype, wire.ModelDtype, ModelDtype),
+            dtype=from_wire(message, "dtype", ModelDtype, "spec.dtype"),
             seed=message.seed,
         ),
         optimizer=_optimizer(message.optimizer),
-        sequencing=from_wire("spec.sequencing", message.sequencing, wire.Sequencing, Sequencing),
+        sequencing=from_wire(message, "sequencing", Sequencing, "spec.sequencing"),
         deterministic=deterministic,
         recovery=recovery,
         on_changed_numerics=from_wire(
-            "spec.on_changed_numerics",
-            message.on_changed_numerics,
-            wire.OnChangedNumerics,
-            OnChangedNumerics,
+            message, "on_changed_numerics", OnChangedNumerics, "spec.on_changed_numerics"
         ),
         publish=_publish(message.publish),
         keep_versions=at_least("spec.keep_versions", keep, 1),
         micro_batch_tokens=(
             None if tokens is None else at_least("spec.micro_batch_tokens", tokens, 1)
         ),
-        reference=from_wire(
-            "spec.reference", message.reference, wire.ReferencePolicy, ReferencePolicy
-        ),
+        reference=from_wire(message, "reference", ReferencePolicy, "spec.reference"),
         num_workers=at_least(
             "spec.parallel.num_workers", message.parallel.num_workers or NUM_WORKERS, 1
         ),
@@ -160,24 +154,17 @@ def _tuning(message: wire.PolicySpec) -> FullTuning | LoraTuning:
 
 
 def _optimizer(message: wire.AdamWConfig) -> AdamWConfig:
-    defaults = AdamWConfig()
-    beta1 = message.beta1 if message.HasField("beta1") else defaults.beta1
-    beta2 = message.beta2 if message.HasField("beta2") else defaults.beta2
-    eps = message.eps if message.HasField("eps") else defaults.eps
-    decay = message.weight_decay if message.HasField("weight_decay") else defaults.weight_decay
-    for name, beta in (("beta1", beta1), ("beta2", beta2)):
+    config = read(message, AdamWConfig, "spec.optimizer")
+    for name, beta in (("beta1", config.beta1), ("beta2", config.beta2)):
         if not 0 <= beta < 1:
             raise invalid(f"spec.optimizer.{name}", beta, "a number in [0, 1)")
-    return AdamWConfig(
-        beta1=beta1,
-        beta2=beta2,
-        eps=positive("spec.optimizer.eps", eps),
-        weight_decay=not_negative("spec.optimizer.weight_decay", decay),
-    )
+    positive("spec.optimizer.eps", config.eps)
+    not_negative("spec.optimizer.weight_decay", config.weight_decay)
+    return config
 
 
 def _publish(message: wire.PublishConfig) -> PublishConfig:
-    kind = from_wire("spec.publish.kind", message.kind, wire.PublishKind, PublishKind)
+    kind = from_wire(message, "kind", PublishKind, "spec.publish.kind")
     if kind is PublishKind.EVERY_N:
         return PublishConfig(
             kind=kind, every_n=at_least("spec.publish.every_n", message.every_n, 1)
@@ -188,50 +175,20 @@ def _publish(message: wire.PublishConfig) -> PublishConfig:
 
 
 def _guard(message: wire.NumericsGuard) -> NumericsGuard:
-    run = DEFAULT_GUARD.max_skipped_in_row
-    if message.HasField("max_skipped_in_row"):
-        run = message.max_skipped_in_row
-    limits = {
-        name: positive(f"spec.numerics_guard.{name}", getattr(message, name))
-        for name in _GUARD_LIMITS
-        if message.HasField(name)
-    }
-    return NumericsGuard(
-        max_skipped_in_row=at_least("spec.numerics_guard.max_skipped_in_row", run, 0), **limits
-    )
+    guard = read(message, NumericsGuard, "spec.numerics_guard")
+    at_least("spec.numerics_guard.max_skipped_in_row", guard.max_skipped_in_row, 0)
+    for name in _GUARD_LIMITS:
+        if getattr(guard, name) is not None:
+            positive(f"spec.numerics_guard.{name}", getattr(guard, name))
+    return guard
 
 
 def spec_message(spec: PolicySpec, models_root: Path) -> wire.PolicySpec:
     """The wire form, every default written out; a model folder is relative to the models root."""
-    message = wire.PolicySpec(
-        policy_id=spec.policy_id,
-        optimizer=wire.AdamWConfig(
-            beta1=spec.optimizer.beta1,
-            beta2=spec.optimizer.beta2,
-            eps=spec.optimizer.eps,
-            weight_decay=spec.optimizer.weight_decay,
-        ),
-        dtype=to_wire(wire.ModelDtype, spec.model.dtype),
-        seed=spec.model.seed,
-        sequencing=to_wire(wire.Sequencing, spec.sequencing),
-        deterministic=spec.deterministic,
-        recovery=to_wire(wire.Recovery, spec.recovery),
-        on_changed_numerics=to_wire(wire.OnChangedNumerics, spec.on_changed_numerics),
-        publish=wire.PublishConfig(
-            kind=to_wire(wire.PublishKind, spec.publish.kind), every_n=spec.publish.every_n
-        ),
-        keep_versions=min(spec.keep_versions, INT32_MAX),
-        micro_batch_tokens=spec.micro_batch_tokens,
-        reference=to_wire(wire.ReferencePolicy, spec.reference),
-        parallel=wire.ParallelLayout(num_workers=spec.num_workers),
-        attention_backend=spec.attention_backend,
-        numerics_guard=wire.NumericsGuard(
-            max_grad_norm_to_step=spec.numerics_guard.max_grad_norm_to_step,
-            max_reference_kl_to_step=spec.numerics_guard.max_reference_kl_to_step,
-            max_sampler_kl_to_step=spec.numerics_guard.max_sampler_kl_to_step,
-            max_skipped_in_row=spec.numerics_guard.max_skipped_in_row,
-        ),
-    )
+    message = write(wire.PolicySpec(), spec, skip=("model", "keep_versions", "num_workers"))
+    write(message, spec.model, skip=("base", "tuning"))
+    message.keep_versions = min(spec.keep_versions, INT32_MAX)
+    message.parallel.num_workers = spec.num_workers
     match spec.model.base:
         case PresetBase(name=name):
             message.preset = name
@@ -240,9 +197,8 @@ def spec_message(spec: PolicySpec, models_root: Path) -> wire.PolicySpec:
     match spec.model.tuning:
         case FullTuning():
             message.full.SetInParent()
-        case LoraTuning(rank=rank, alpha=alpha, target_modules=modules):
-            message.lora.rank, message.lora.alpha = rank, alpha
-            message.lora.target_modules.extend(modules)
+        case LoraTuning() as lora:
+            write(message.lora, lora)
     return message
 
 
@@ -253,21 +209,8 @@ def _relative(folder: Path, models_root: Path) -> str:
 
 
 def policy_message(policy: Policy, models_root: Path) -> wire.Policy:
-    message = wire.Policy(
-        spec=spec_message(policy.spec, models_root),
-        state=to_wire(wire.PolicyState, policy.state),
-        version=policy.version,
-        next_seq=policy.next_seq,
-        failure=policy.failure,
-    )
-    set_time(message.created_at, policy.created_at)
+    message = write(wire.Policy(), policy, skip=("spec", "info"))
+    message.spec.CopyFrom(spec_message(policy.spec, models_root))
     if policy.info is not None:
-        message.num_parameters = policy.info.num_parameters
-        message.num_trainable_parameters = policy.info.num_trainable_parameters
-        message.vocab_size = policy.info.vocab_size
-        message.max_sequence_tokens = policy.info.max_sequence_tokens
-        message.attention_backend = policy.info.attention_backend
-        message.optimizer_states = policy.info.optimizer_states
-    if policy.published_version is not None:
-        message.published_version = policy.published_version
+        write(message, policy.info)
     return message

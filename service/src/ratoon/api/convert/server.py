@@ -1,14 +1,12 @@
-"""What the server is, to the wire.
-
-Enters the limits and the workers' backends, leaves `ServerInfo`. Invariant: versions are those
-of the installed distributions, read without importing them.
-"""
+"""What the server is, to the wire. Versions are those of the installed distributions."""
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Iterable
 from importlib.metadata import version
+
+from google.protobuf.message import Message
 
 from ratoon.api.ports import Backend
 from ratoon.config import LimitsConfig
@@ -27,23 +25,13 @@ def server_info(
         version=versions["ratoon"],
         api_version=API_VERSION,
         device=device,
-        backends=[
-            wire.BackendInfo(
-                op=backend.op,
-                name=backend.name,
-                available=backend.available,
-                unavailable_reason=backend.unavailable_reason,
-            )
-            for backend in backends
-        ],
+        backends=[wire.BackendInfo(**_named(wire.BackendInfo, backend)) for backend in backends],
         presets=PRESET_NAMES,
-        limits=wire.ServerLimits(
-            max_body_bytes=limits.max_body_bytes,
-            max_fetch_bytes=limits.max_fetch_bytes,
-            max_groups=limits.max_groups,
-            max_sequences=limits.max_sequences,
-            max_tokens=limits.max_tokens,
-            max_wait_s=limits.max_wait_s,
-        ),
+        limits=wire.ServerLimits(**_named(wire.ServerLimits, limits)),
         library_versions={"python": platform.python_version(), **versions},
     )
+
+
+def _named(message: type[Message], source: object) -> dict[str, object]:
+    """The attributes of `source` that a message has fields for."""
+    return {name: getattr(source, name) for name in message.DESCRIPTOR.fields_by_name}

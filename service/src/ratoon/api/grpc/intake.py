@@ -17,9 +17,9 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from ratoon.api.contract import BATCHES
 from ratoon.api.grpc.front import Call, Front
 from ratoon.api.grpc.status import set_status
-from ratoon.api.grpc.wiring import BATCHES
 from ratoon.config import LimitsConfig
 from ratoon.errors import ErrorCode, RatoonError, exhausted
 

@@ -1,7 +1,6 @@
 """`ratoon.v1.PolicyService` over gRPC.
 
-Enters a request and the call's context, leaves a response or a typed status. Invariant: every RPC
-of the contract has a method; those not built yet answer UNIMPLEMENTED.
+Every RPC of the contract has a method; one that the service has not is answered UNIMPLEMENTED.
 
 A method is called by the gateway with `grpc.aio`'s context and by a Serve replica with Serve's own.
 The latter reaches the caller only along with a message, so on Serve a stream that fails ends with
@@ -11,14 +10,17 @@ one empty message before its status.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import aclosing, contextmanager
-from typing import TypeVar, cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import grpc
 from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 
 from ratoon.api.chunk import FileChunk, Serialized
+from ratoon.api.contract import SERVICE, call_name
 from ratoon.api.gate import ANSWERED, NO_ANSWER, Gate, Visit
 from ratoon.api.grpc.access import presented_of
 from ratoon.api.grpc.intake import Request
@@ -26,11 +28,19 @@ from ratoon.api.grpc.status import CallContext, as_ratoon_error, set_status
 from ratoon.api.grpc.wiring import Refused, sized
 from ratoon.api.service import PolicyService
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon_proto.v1 import operation_pb2, policy_pb2, service_pb2, weights_pb2
 
-RequestT = TypeVar("RequestT", bound=Message)
-ResponseT = TypeVar("ResponseT", bound=Message | FileChunk)
-EmptyT = TypeVar("EmptyT", bound=Message)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rpc:
+    """`call`: the service's method, and the row of the gate's table."""
+
+    name: str
+    call: str
+    response: type[Message]
+
+
+class _NotBuiltError(Exception):
+    """An RPC that the service has no method for."""
 
 
 class _Outcome:
@@ -40,7 +50,7 @@ class _Outcome:
 
 
 class PolicyServicer:
-    """Holds nothing but the service and its gate (default: open).
+    """Holds nothing but the service and its gate; has a method per RPC, named as it.
 
     `max_body_bytes` bounds a request's serialized size.
     """
@@ -58,215 +68,50 @@ class PolicyServicer:
         self._max_body_bytes = max_body_bytes
         self._status_needs_message = status_needs_message
 
-    async def CreatePolicy(
-        self, request: service_pb2.CreatePolicyRequest, grpc_context: CallContext
-    ) -> operation_pb2.Operation:
-        call = self._service.create_policy
-        return await self._answer(call, request, grpc_context, operation_pb2.Operation)
-
-    async def DeletePolicy(
-        self, request: service_pb2.DeletePolicyRequest, grpc_context: CallContext
-    ) -> operation_pb2.Operation:
-        call = self._service.delete_policy
-        return await self._answer(call, request, grpc_context, operation_pb2.Operation)
-
-    async def GetPolicy(
-        self, request: service_pb2.GetPolicyRequest, grpc_context: CallContext
-    ) -> policy_pb2.Policy:
-        call = self._service.get_policy
-        return await self._answer(call, request, grpc_context, policy_pb2.Policy)
-
-    async def ListPolicies(
-        self, request: service_pb2.ListPoliciesRequest, grpc_context: CallContext
-    ) -> service_pb2.ListPoliciesResponse:
-        call = self._service.list_policies
-        return await self._answer(call, request, grpc_context, service_pb2.ListPoliciesResponse)
-
-    async def Update(
-        self, request: service_pb2.UpdateRequest, grpc_context: CallContext
-    ) -> operation_pb2.Operation:
-        call = self._service.update
-        return await self._answer(call, request, grpc_context, operation_pb2.Operation)
-
-    async def ForwardBackward(
-        self, request: service_pb2.ForwardBackwardRequest, grpc_context: CallContext
-    ) -> operation_pb2.Operation:
-        call = self._service.forward_backward
-        return await self._answer(call, request, grpc_context, operation_pb2.Operation)
-
-    async def OptimStep(
-        self, request: service_pb2.OptimStepRequest, grpc_context: CallContext
-    ) -> operation_pb2.Operation:
-        call = self._service.optim_step
-        return await self._answer(call, request, grpc_context, operation_pb2.Operation)
-
-    async def DiscardGradients(
-        self, request: service_pb2.DiscardGradientsRequest, grpc_context: CallContext
-    ) -> operation_pb2.Operation:
-        call = self._service.discard_gradients
-        return await self._answer(call, request, grpc_context, operation_pb2.Operation)
-
-    async def Forward(
-        self, request: service_pb2.ForwardRequest, grpc_context: CallContext
-    ) -> operation_pb2.Operation:
-        call = self._service.forward
-        return await self._answer(call, request, grpc_context, operation_pb2.Operation)
-
-    async def UploadPart(
-        self, request: service_pb2.UploadPartRequest, grpc_context: CallContext
-    ) -> service_pb2.UploadPartResponse:
-        call = self._service.upload_part
-        return await self._answer(call, request, grpc_context, service_pb2.UploadPartResponse)
-
-    async def GetOperation(
-        self, request: service_pb2.GetOperationRequest, grpc_context: CallContext
-    ) -> operation_pb2.Operation:
-        call = self._service.get_operation
-        return await self._answer(call, request, grpc_context, operation_pb2.Operation)
-
-    async def WatchOperation(
-        self, request: service_pb2.WatchOperationRequest, grpc_context: CallContext
-    ) -> AsyncGenerator[operation_pb2.Operation, None]:
-        call = self._service.watch_operation
-        messages = self._stream(call, request, grpc_context, operation_pb2.Operation)
-        async with aclosing(messages):
-            async for message in messages:
-                yield message
-
-    async def CancelOperation(
-        self, request: service_pb2.CancelOperationRequest, grpc_context: CallContext
-    ) -> operation_pb2.Operation:
-        call = self._service.cancel_operation
-        return await self._answer(call, request, grpc_context, operation_pb2.Operation)
-
-    async def SaveCheckpoint(
-        self, request: service_pb2.SaveCheckpointRequest, grpc_context: CallContext
-    ) -> operation_pb2.Operation:
-        call = self._service.save_checkpoint
-        return await self._answer(call, request, grpc_context, operation_pb2.Operation)
-
-    async def LoadCheckpoint(
-        self, request: service_pb2.LoadCheckpointRequest, grpc_context: CallContext
-    ) -> operation_pb2.Operation:
-        call = self._service.load_checkpoint
-        return await self._answer(call, request, grpc_context, operation_pb2.Operation)
-
-    async def ListCheckpoints(
-        self, request: service_pb2.ListCheckpointsRequest, grpc_context: CallContext
-    ) -> service_pb2.ListCheckpointsResponse:
-        call = self._service.list_checkpoints
-        response = service_pb2.ListCheckpointsResponse
-        return await self._answer(call, request, grpc_context, response)
-
-    async def GetWeightManifest(
-        self, request: service_pb2.GetWeightManifestRequest, grpc_context: CallContext
-    ) -> weights_pb2.WeightManifest:
-        call = self._service.get_weight_manifest
-        return await self._answer(call, request, grpc_context, weights_pb2.WeightManifest)
-
-    async def FetchWeights(
-        self, request: service_pb2.FetchWeightsRequest, grpc_context: CallContext
-    ) -> Serialized:
-        call = self._service.fetch_weights
-        response = service_pb2.FetchWeightsResponse
-        return await Serialized.of(await self._answer(call, request, grpc_context, response))
-
-    async def GetServerInfo(
-        self, request: service_pb2.GetServerInfoRequest, grpc_context: CallContext
-    ) -> service_pb2.ServerInfo:
-        call = self._service.get_server_info
-        return await self._answer(call, request, grpc_context, service_pb2.ServerInfo)
-
-    async def Health(
-        self, request: service_pb2.HealthRequest, grpc_context: CallContext
-    ) -> service_pb2.HealthResponse:
-        call = self._service.health
-        return await self._answer(call, request, grpc_context, service_pb2.HealthResponse)
-
-    async def WatchWeights(
-        self, request: service_pb2.WatchWeightsRequest, grpc_context: CallContext
-    ) -> AsyncGenerator[weights_pb2.WeightManifest, None]:
-        self._refuse_unbuilt("WatchWeights", "watch_weights", grpc_context)
-        if self._status_needs_message:
-            yield weights_pb2.WeightManifest()
-
-    async def AckWeights(
-        self, request: service_pb2.AckWeightsRequest, grpc_context: CallContext
-    ) -> service_pb2.AckWeightsResponse:
-        self._refuse_unbuilt("AckWeights", "ack_weights", grpc_context)
-        return service_pb2.AckWeightsResponse()
-
-    async def ImportWeights(
-        self, request: service_pb2.ImportWeightsRequest, grpc_context: CallContext
-    ) -> operation_pb2.Operation:
-        self._refuse_unbuilt("ImportWeights", "import_weights", grpc_context)
-        return operation_pb2.Operation()
-
-    async def GetGradientManifest(
-        self, request: service_pb2.GetGradientManifestRequest, grpc_context: CallContext
-    ) -> weights_pb2.GradientManifest:
-        self._refuse_unbuilt("GetGradientManifest", "get_gradient_manifest", grpc_context)
-        return weights_pb2.GradientManifest()
-
-    async def FetchGradients(
-        self, request: service_pb2.FetchGradientsRequest, grpc_context: CallContext
-    ) -> service_pb2.FetchGradientsResponse:
-        self._refuse_unbuilt("FetchGradients", "fetch_gradients", grpc_context)
-        return service_pb2.FetchGradientsResponse()
-
-    async def _answer(
-        self,
-        call: Callable[[RequestT], Awaitable[ResponseT]],
-        request: RequestT | Refused | Request,
-        context: CallContext,
-        response: type[EmptyT],
-    ) -> ResponseT | EmptyT:
+    async def answer(
+        self, rpc: _Rpc, request: Message | Refused | Request, context: CallContext
+    ) -> Message | Serialized:
         """The response, or an empty one that gRPC drops for the status of `context`."""
-        with self._measured(call.__name__) as outcome:
+        with self._measured(rpc.call) as outcome:
             try:
-                with self._visit(call.__name__, context) as visit:
+                with self._visit(rpc.call, context) as visit:
+                    call = self._built(rpc)
                     message = await self._message(request, visit)
                     answer = await self._gate.run(visit, call, message)
             except Exception as error:  # noqa: BLE001 - the border of the process
-                outcome.code = set_status(context, as_ratoon_error(error, call.__name__))
-                return response()
+                outcome.code = _ended(context, rpc, error)
+                return rpc.response()
             outcome.code = grpc.StatusCode.OK
-            return answer
+        return await Serialized.of(answer) if isinstance(answer, FileChunk) else answer
 
-    async def _stream(
-        self,
-        call: Callable[[RequestT], AsyncGenerator[EmptyT, None]],
-        request: RequestT | Refused | Request,
-        context: CallContext,
-        response: type[EmptyT],
-    ) -> AsyncGenerator[EmptyT, None]:
-        with self._measured(call.__name__) as outcome:
+    async def stream(
+        self, rpc: _Rpc, request: Message | Refused | Request, context: CallContext
+    ) -> AsyncGenerator[Message, None]:
+        with self._measured(rpc.call) as outcome:
             try:
-                with self._visit(call.__name__, context) as visit:
+                with self._visit(rpc.call, context) as visit:
+                    call = self._built(rpc)
                     message = await self._message(request, visit)
                     async with aclosing(self._gate.stream(visit, call, message)) as answers:
                         async for answer in answers:
                             yield answer
                 outcome.code = grpc.StatusCode.OK
             except Exception as error:  # noqa: BLE001 - the border of the process
-                outcome.code = set_status(context, as_ratoon_error(error, call.__name__))
+                outcome.code = _ended(context, rpc, error)
                 if self._status_needs_message:
-                    yield response()
+                    yield rpc.response()
 
-    def _refuse_unbuilt(self, rpc: str, call: str, context: CallContext) -> None:
-        try:
-            with self._visit(call, context):
-                pass
-        except RatoonError as error:
-            set_status(context, error)
-            return
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details(f"{rpc} is not built yet")
+    def _built(self, rpc: _Rpc) -> Callable[[Message], Any]:
+        """The service's own method."""
+        call = getattr(self._service, rpc.call, None)
+        if call is None:
+            raise _NotBuiltError(rpc.name)
+        return call
 
-    async def _message(self, request: RequestT | Refused | Request, visit: Visit) -> RequestT:
+    async def _message(self, request: Message | Refused | Request, visit: Visit) -> Message:
         """The request itself, which is read here where it has not come yet."""
         if isinstance(request, Request):
-            request = cast("RequestT | Refused", await request.read(visit.caller.name))
+            request = cast("Message | Refused", await request.read(visit.caller.name))
         return sized(request, self._max_body_bytes)
 
     @contextmanager
@@ -299,3 +144,44 @@ class PolicyServicer:
             raise
         finally:
             self._gate.leave(visit, "", outcome)
+
+
+def _ended(context: CallContext, rpc: _Rpc, error: Exception) -> grpc.StatusCode:
+    if isinstance(error, _NotBuiltError):
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details(f"{rpc.name} is not built yet")
+        return grpc.StatusCode.UNIMPLEMENTED
+    return set_status(context, as_ratoon_error(error, rpc.call))
+
+
+def _unary(rpc: _Rpc) -> Callable[..., Any]:
+    async def method(
+        self: PolicyServicer, request: Message | Refused | Request, grpc_context: CallContext
+    ) -> Message | Serialized:
+        return await self.answer(rpc, request, grpc_context)
+
+    return method
+
+
+def _streaming(rpc: _Rpc) -> Callable[..., Any]:
+    async def method(
+        self: PolicyServicer, request: Message | Refused | Request, grpc_context: CallContext
+    ) -> AsyncGenerator[Message, None]:
+        async with aclosing(self.stream(rpc, request, grpc_context)) as messages:
+            async for message in messages:
+                yield message
+
+    return method
+
+
+def _add_methods() -> None:
+    """Serve looks for methods on the class, by the names of RPCs."""
+    for one in SERVICE.methods:
+        response = GetMessageClass(one.output_type)
+        rpc = _Rpc(name=one.name, call=call_name(one.name), response=response)
+        method = (_streaming if one.server_streaming else _unary)(rpc)
+        method.__name__, method.__qualname__ = one.name, f"PolicyServicer.{one.name}"
+        setattr(PolicyServicer, one.name, method)
+
+
+_add_methods()

@@ -16,19 +16,14 @@ from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
+from ratoon.api.contract import BATCHES, SERVICE
 from ratoon.api.counts import MalformedError, MessageCounter
 from ratoon.config import LimitsConfig
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon_proto.v1 import service_pb2
 
 RequestT = TypeVar("RequestT", bound=Message)
 # Of Serve's proxy, which has no config.
 _DEFAULT_LIMITS = LimitsConfig()
-SERVICE = service_pb2.DESCRIPTOR.services_by_name["PolicyService"]
-
-
-# Calls that bring rollouts.
-BATCHES = frozenset({"Update", "ForwardBackward", "Forward", "UploadPart"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

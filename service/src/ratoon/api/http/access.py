@@ -25,7 +25,7 @@ from ratoon.errors import ERROR_TABLE, ErrorCode, RatoonError
 # Routes that have not the name of a call.
 _CALLS: Mapping[str, str] = MappingProxyType(
     {
-        "get_latest_manifest": "get_weight_manifest",
+        "get_weight_manifest_latest": "get_weight_manifest",
         "get_weight_file": "fetch_weights",
         "openapi": "api_document",
         "swagger_ui_html": "api_document",

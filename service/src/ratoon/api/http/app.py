@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from ratoon import __version__
 from ratoon.api.gate import Gate
-from ratoon.api.http import errors, files, operations, policies, server, training
+from ratoon.api.http import calls, errors, events, files, server
 from ratoon.api.http.access import AccessGate
 from ratoon.api.http.limits import BodyLimit
 from ratoon.api.http.meter import RequestMeter
@@ -40,9 +40,8 @@ def create_app(service: PolicyService, limits: LimitsConfig, *, gate: Gate) -> F
     app.router.routes.insert(0, _document(app))
     errors.install(app)
     routers = (
-        policies.router(service, gate),
-        training.router(service, gate),
-        operations.router(service, gate),
+        calls.router(service, gate),
+        events.router(service, gate),
         files.router(service, gate, max_fetch_bytes=limits.max_fetch_bytes),
         server.router(service, gate),
     )

@@ -13,10 +13,14 @@ from typing import Any, cast
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
+from google.protobuf.message import Message
 from pydantic import BaseModel, ValidationError
 
 from ratoon.api.counts import check_json
 from ratoon.api.http.errors import validation_error
+from ratoon.errors import invalid
+from ratoon_proto.fields import FieldError
+from ratoon_proto.fill import fill
 
 
 class BodyRoute(APIRoute):
@@ -55,3 +59,11 @@ def _parsed(model: type[BaseModel], body: bytes) -> BaseModel:
     except ValidationError as err:
         errors = [{**error, "loc": ("body", *error["loc"])} for error in err.errors()]
         raise validation_error(errors) from err
+
+
+def fill_request(request: Message, body: BaseModel) -> None:
+    """Write a validated body into its message; where two fields exclude each other, refuse."""
+    try:
+        fill(request, body)
+    except FieldError as err:
+        raise invalid(err.field.removeprefix("batch."), err.got, err.expected) from err

@@ -17,10 +17,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ratoon.api.convert.checks import shown
 from ratoon.api.convert.errors import detail_of, internal_error
-from ratoon.api.http.schema.operation import ErrorBody
-from ratoon.api.http.wire import to_json
+from ratoon.api.http.schema.models import error_body
 from ratoon.errors import ERROR_TABLE, ErrorCode, RatoonError
 from ratoon.log import get_logger
+from ratoon_proto.json_form import to_json
 
 _log = get_logger("http")
 _STATUS_CODES = {
@@ -47,7 +47,7 @@ def error_responses(*codes: ErrorCode) -> dict[int | str, dict[str, Any]]:
     for code in (*codes, *_COMMON):
         by_status.setdefault(ERROR_TABLE[code].http, []).append(code)
     return {
-        status: {"model": ErrorBody, "description": ", ".join(sorted(names))}
+        status: {"model": error_body(), "description": ", ".join(sorted(names))}
         for status, names in by_status.items()
     }
 

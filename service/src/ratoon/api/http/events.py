@@ -10,15 +10,41 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator
 
+from fastapi import APIRouter
 from fastapi.responses import StreamingResponse
 
 from ratoon.api.convert.errors import detail_of
-from ratoon.api.http.wire import to_json
-from ratoon.errors import RatoonError
+from ratoon.api.gate import Gate
+from ratoon.api.http.access import VisitOf
+from ratoon.api.http.errors import error_responses
+from ratoon.api.http.responses import OperationId
+from ratoon.api.service import PolicyService
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon_proto.json_form import to_json
 from ratoon_proto.v1.operation_pb2 import Operation
+from ratoon_proto.v1.service_pb2 import WatchOperationRequest
 
 MEDIA_TYPE = "text/event-stream"
 KEEP_ALIVE_S = 15.0
+
+
+def router(service: PolicyService, gate: Gate) -> APIRouter:
+    routes = APIRouter(tags=["operations"])
+
+    @routes.get(
+        "/v1/operations/{operation_id}/events",
+        response_class=StreamingResponse,
+        responses={
+            200: {"content": {MEDIA_TYPE: {}}, "description": "Events named `operation`."},
+            **error_responses(ErrorCode.OPERATION_NOT_FOUND),
+        },
+    )
+    async def watch_operation(visit: VisitOf, operation_id: OperationId) -> StreamingResponse:
+        """The operation now and as it changes, up to its end; leaving does not cancel it."""
+        request = WatchOperationRequest(operation_id=operation_id)
+        return await event_stream(gate.stream(visit, service.watch_operation, request))
+
+    return routes
 
 
 async def event_stream(operations: AsyncGenerator[Operation, None]) -> StreamingResponse:

@@ -1,4 +1,4 @@
-"""Routes of weights and result files: manifests, ranges of files, chunks by digest."""
+"""Routes of weights and result files: ranges of files, chunks by digest."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pathlib import Path as FilePath
 from typing import Annotated
 
 import xxhash
-from fastapi import APIRouter, Header, Path, Query
-from fastapi.responses import JSONResponse, Response
+from fastapi import APIRouter, Header, Query
+from fastapi.responses import Response
 
 from ratoon.api.gate import Gate
 from ratoon.api.http import ranges
 from ratoon.api.http.access import VisitOf
+from ratoon.api.http.calls import Version
 from ratoon.api.http.errors import error_response, error_responses
-from ratoon.api.http.responses import Digest, PolicyId, json_of
-from ratoon.api.http.schema.server import WeightManifest
+from ratoon.api.http.responses import Digest, PolicyId
 from ratoon.api.service import PolicyService
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.stream.manifest import WeightFile
@@ -24,7 +24,6 @@ from ratoon_proto.v1 import service_pb2 as wire
 BINARY = "application/octet-stream"
 # xxh3-128 of the body, 32 hexadecimal digits.
 CHUNK_DIGEST = "Ratoon-Chunk-Digest"
-Version = Annotated[int, Path(ge=0, lt=2**63)]
 Offset = Annotated[int, Query(ge=0, lt=2**63)]
 Length = Annotated[int, Query(ge=1, lt=2**63)]
 _NOT_FOUND = (ErrorCode.POLICY_NOT_FOUND, ErrorCode.WEIGHTS_NOT_FOUND)
@@ -33,27 +32,6 @@ _BYTES = {"content": {BINARY: {"schema": {"type": "string", "format": "binary"}}
 
 def router(service: PolicyService, gate: Gate, *, max_fetch_bytes: int) -> APIRouter:
     routes = APIRouter(prefix="/v1/policies/{policy_id}", tags=["weights"])
-
-    @routes.get(
-        "/weights/latest",
-        response_model=WeightManifest,
-        responses=error_responses(*_NOT_FOUND),
-    )
-    async def get_latest_manifest(visit: VisitOf, policy_id: PolicyId) -> JSONResponse:
-        """The files of the newest published version, with digests."""
-        request = wire.GetWeightManifestRequest(policy_id=policy_id)
-        return json_of(await gate.run(visit, service.get_weight_manifest, request))
-
-    @routes.get(
-        "/weights/{version}",
-        response_model=WeightManifest,
-        responses=error_responses(*_NOT_FOUND),
-    )
-    async def get_weight_manifest(
-        visit: VisitOf, policy_id: PolicyId, version: Version
-    ) -> JSONResponse:
-        request = wire.GetWeightManifestRequest(policy_id=policy_id, version=version)
-        return json_of(await gate.run(visit, service.get_weight_manifest, request))
 
     @routes.get(
         "/weights/{version}/files/{name}",

@@ -1,7 +1,6 @@
 """Messages as JSON responses, and a route's documentation of them.
 
-Enters a message, leaves a response. Invariant: the body is `wire.to_json` of the message and
-nothing else.
+The body is `to_json` of the message and nothing else.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from fastapi.responses import JSONResponse
 from google.protobuf.message import Message
 
 from ratoon.api.convert.checks import DIGEST, OPERATION_ID, POLICY_ID, UPLOAD_ID
-from ratoon.api.http.wire import to_json
+from ratoon_proto.json_form import to_json
 
 ACCEPTED = 202
 

@@ -1,4 +1,4 @@
-"""Routes of the server itself: what it is, whether it is well, its metrics."""
+"""Routes of the server itself: whether it is well, its metrics."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ratoon.api.gate import Gate
 from ratoon.api.http.access import VisitOf
 from ratoon.api.http.errors import error_response, error_responses
 from ratoon.api.http.responses import json_of
-from ratoon.api.http.schema.server import HealthResponse, ServerInfo
+from ratoon.api.http.schema.models import model_of
 from ratoon.api.service import PolicyService
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon_proto.v1 import service_pb2 as wire
@@ -20,11 +20,11 @@ PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 def router(service: PolicyService, gate: Gate) -> APIRouter:
     routes = APIRouter(tags=["server"])
 
-    @routes.get("/v1/info", response_model=ServerInfo, responses=error_responses())
-    async def get_server_info(visit: VisitOf) -> JSONResponse:
-        return json_of(await gate.run(visit, service.get_server_info, wire.GetServerInfoRequest()))
-
-    @routes.get("/v1/health", response_model=HealthResponse, responses=error_responses())
+    @routes.get(
+        "/v1/health",
+        response_model=model_of(wire.HealthResponse.DESCRIPTOR),
+        responses=error_responses(),
+    )
     async def health(visit: VisitOf) -> JSONResponse:
         """200 where the server can take work, 503 otherwise."""
         answer = await gate.run(visit, service.health, wire.HealthRequest())

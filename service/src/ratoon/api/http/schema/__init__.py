@@ -1,1 +1,1 @@
-"""JSON bodies, one model a message of `ratoon.v1`, field for field (a test compares them)."""
+"""JSON bodies: pydantic models built from the messages of `ratoon.v1`, with their comments."""

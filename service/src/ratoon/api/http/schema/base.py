@@ -1,15 +1,14 @@
 """What all JSON models are made of: strict scalars and arrays.
 
-Enters parsed JSON, leaves values that fit their wire field. Invariant: an integer may be written
-253.0 but not "253" or true; nothing is rounded, truncated or guessed.
+An integer may be written 253.0 but not "253" or true; nothing is rounded, truncated or guessed.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 import numpy as np
 from pydantic import (
@@ -19,7 +18,6 @@ from pydantic import (
     ConfigDict,
     Field,
     GetJsonSchemaHandler,
-    JsonValue,
     WithJsonSchema,
 )
 from pydantic_core import CoreSchema, PydanticCustomError
@@ -27,20 +25,10 @@ from pydantic_core import CoreSchema, PydanticCustomError
 from ratoon_proto.codec import encode_array
 
 
-def example(value: object) -> ConfigDict:
-    """Model settings that put `value` in the OpenAPI document as an example."""
-    return ConfigDict(json_schema_extra={"examples": [cast("JsonValue", value)]})
-
-
 class WireModel(BaseModel):
-    """A message of `ratoon.v1` as JSON.
-
-    `flattened` maps a JSON field to the (message, field) that it stands for, where JSON has one
-    level less than the message.
-    """
+    """A message of `ratoon.v1` as JSON."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    flattened: ClassVar[Mapping[str, tuple[str, str]]] = {}
 
 
 def _whole(value: object) -> object:

@@ -1,0 +1,184 @@
+"""Routes of the calls that are the same over HTTP as over gRPC, made from service.proto.
+
+A route's method and path, its parameters, body and answer are the descriptor's; here is only what
+the contract does not say: which errors a call may have, and how a parameter is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from types import MappingProxyType
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Query
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message_factory import GetMessageClass
+
+from ratoon.api.contract import BATCHES, SERVICE, call_name
+from ratoon.api.gate import Gate, Visit
+from ratoon.api.http.access import VisitOf
+from ratoon.api.http.bodies import BodyRoute, fill_request
+from ratoon.api.http.errors import error_responses
+from ratoon.api.http.responses import (
+    ACCEPTED,
+    CheckpointId,
+    OperationId,
+    PolicyId,
+    UploadId,
+    json_of,
+)
+from ratoon.api.http.schema.base import WireModel
+from ratoon.api.http.schema.models import body_of, comment, model_of
+from ratoon.api.service import PolicyService
+from ratoon.errors import ErrorCode
+from ratoon_proto.fields import fields_of, http_route
+from ratoon_proto.v1.operation_pb2 import Operation
+
+Version = Annotated[int, Path(ge=0, lt=2**63)]
+PartIndex = Annotated[int, Path(ge=0, lt=2**31)]
+WaitSeconds = Annotated[float, Query(ge=0, allow_inf_nan=False, examples=[30])]
+_PLACE = re.compile(r"\{(\w+)\}")
+
+_KEYED = (
+    ErrorCode.POLICY_NOT_FOUND,
+    ErrorCode.POLICY_NOT_READY,
+    ErrorCode.POLICY_FAILED,
+    ErrorCode.KEY_REUSED,
+    ErrorCode.SEQ_GAP,
+    ErrorCode.RESOURCE_EXHAUSTED,
+)
+_BATCH = (*_KEYED, ErrorCode.UPLOAD_NOT_FOUND, ErrorCode.OPERATION_NOT_FOUND)
+# Of each call, the tag of its route and the errors that it may have beside those of all.
+CALLS: Mapping[str, tuple[str, tuple[ErrorCode, ...]]] = MappingProxyType(
+    {
+        "CreatePolicy": (
+            "policies",
+            (ErrorCode.POLICY_EXISTS, ErrorCode.RESOURCE_EXHAUSTED, ErrorCode.UNSUPPORTED),
+        ),
+        "ListPolicies": ("policies", ()),
+        "GetPolicy": ("policies", (ErrorCode.POLICY_NOT_FOUND,)),
+        "DeletePolicy": ("policies", (ErrorCode.POLICY_NOT_FOUND, ErrorCode.POLICY_NOT_READY)),
+        "SaveCheckpoint": ("policies", _KEYED),
+        "ListCheckpoints": ("policies", (ErrorCode.POLICY_NOT_FOUND,)),
+        "LoadCheckpoint": ("policies", (*_KEYED, ErrorCode.CHECKPOINT_NOT_FOUND)),
+        "Update": ("training", _BATCH),
+        "ForwardBackward": ("training", _BATCH),
+        "OptimStep": ("training", _KEYED),
+        "DiscardGradients": ("training", _KEYED),
+        "Forward": ("training", _BATCH),
+        "UploadPart": ("training", (ErrorCode.POLICY_NOT_FOUND, ErrorCode.RESOURCE_EXHAUSTED)),
+        "GetOperation": ("operations", (ErrorCode.OPERATION_NOT_FOUND, ErrorCode.SEQ_GAP)),
+        "CancelOperation": ("operations", (ErrorCode.OPERATION_NOT_FOUND,)),
+        "GetWeightManifest": (
+            "weights",
+            (ErrorCode.POLICY_NOT_FOUND, ErrorCode.WEIGHTS_NOT_FOUND),
+        ),
+        "GetServerInfo": ("server", ()),
+    }
+)
+# They answer with an operation, but begin none.
+_AT_ONCE = frozenset({"GetOperation", "CancelOperation"})
+_PARAMETERS: Mapping[str, Any] = MappingProxyType(
+    {
+        "policy_id": PolicyId,
+        "operation_id": OperationId,
+        "checkpoint_id": CheckpointId,
+        "upload_id": UploadId,
+        "part_index": PartIndex,
+        "version": Version,
+        "wait_s": WaitSeconds,
+    }
+)
+
+
+def router(service: PolicyService, gate: Gate) -> APIRouter:
+    routes = APIRouter()
+    for name in CALLS:
+        method = SERVICE.methods_by_name[name]
+        route = http_route(method)
+        assert route is not None, f"{name} has no route"
+        verb, path = route
+        for place in _PLACE.findall(path):
+            if method.input_type.fields_by_name[place].has_presence:
+                latest = path.replace(f"{{{place}}}", "latest")
+                _add(routes, method, verb, latest, service, gate, f"{call_name(name)}_latest")
+        _add(routes, method, verb, path, service, gate, call_name(name))
+    return routes
+
+
+def _add(
+    routes: APIRouter,
+    method: MethodDescriptor,
+    verb: str,
+    path: str,
+    service: PolicyService,
+    gate: Gate,
+    name: str,
+) -> None:
+    tag, codes = CALLS[method.name]
+    is_begun = method.output_type is Operation.DESCRIPTOR and method.name not in _AT_ONCE
+    body = body_of(method)
+    status = ACCEPTED if is_begun else 200
+    endpoint = _endpoint(method, gate, getattr(service, call_name(method.name)), status)
+    endpoint.__name__ = name
+    endpoint.__signature__ = _signature(method, verb, path, body)  # pyright: ignore[reportFunctionMemberAccess] - inspect reads it
+    routes.add_api_route(
+        path,
+        endpoint,
+        methods=[verb],
+        name=name,
+        tags=[tag],
+        description=comment(method.full_name),
+        status_code=status,
+        response_model=model_of(method.output_type),
+        responses=error_responses(*codes),
+        route_class_override=APIRoute if body is None else BodyRoute,
+    )
+
+
+def _endpoint(
+    method: MethodDescriptor, gate: Gate, call: Callable[[Any], Awaitable[Any]], status: int
+) -> Callable[..., Awaitable[JSONResponse]]:
+    request_type = GetMessageClass(method.input_type)
+    is_large = method.name in BATCHES
+
+    async def endpoint(
+        *, visit: Visit, body: WireModel | None = None, **fields: Any
+    ) -> JSONResponse:
+        request = request_type(**fields)
+        if body is not None and is_large:
+            await asyncio.to_thread(fill_request, request, body)
+        elif body is not None:
+            fill_request(request, body)
+        return json_of(await gate.run(visit, call, request), status=status)
+
+    return endpoint
+
+
+def _signature(
+    method: MethodDescriptor, verb: str, path: str, body: type[WireModel] | None
+) -> inspect.Signature:
+    """What FastAPI reads: the visit, parameters of path and query, the body."""
+    names = _PLACE.findall(path)
+    if verb in ("GET", "DELETE"):
+        fields = fields_of(method.input_type)
+        names += [one.name for one in fields if one.name not in names and not one.has_presence]
+    kinds = {"visit": VisitOf} | {name: _PARAMETERS[name] for name in names}
+    if body is not None:
+        kinds["body"] = body
+    return inspect.Signature(
+        [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                annotation=kind,
+                default=0.0 if name == "wait_s" else inspect.Parameter.empty,
+            )
+            for name, kind in kinds.items()
+        ]
+    )
