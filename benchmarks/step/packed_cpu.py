@@ -89,7 +89,7 @@ def measure_packed(
     best = min(baseline_batches, key=lambda b: medians[f"batch_{b}"])
     return {
         "speedup": medians[f"batch_{best}"] / medians["packed"],
-        "rho": plan.replicated_tokens / plan.packed_tokens,
+        "rho": plan.unshared_tokens / plan.packed_tokens,
         "attention_pair_reduction": plan.replicated_pairs / plan.packed_pairs,
         "baseline_batch": best,
         "preset": preset,

@@ -106,7 +106,7 @@ def _measure_update(run: Run, size: ModelSize, algorithm: str, batch: RolloutBat
         "num_micro_batches": len(plan.micro_batches),
         "num_stages": sum(len(part.stages) for part in plan.micro_batches),
         "packed_tokens": plan.packed_tokens,
-        "replicated_tokens": plan.replicated_tokens,
+        "replicated_tokens": plan.unshared_tokens,
         "samples": measured.samples,
     }
 

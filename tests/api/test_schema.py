@@ -129,6 +129,7 @@ REQUIRED = {
     "UpdateRequest": {"loss", "optim"},
     "UploadPartRequest": {"groups"},
     "UploadedBatch": {"upload_id", "num_parts"},
+    "VersionSpan": {"first_token", "version"},
 }
 
 

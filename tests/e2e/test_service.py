@@ -61,7 +61,7 @@ async def test_an_update_over_each_wire_makes_a_version(
     assert (report.num_groups, report.num_sequences, report.trained_tokens) == (2, 4, 6)
     # The two prompts of 3 tokens are one, and so are the first tokens of the long responses, and
     # the two short responses.
-    assert (report.replicated_tokens, report.packed_tokens) == (18, 7)
+    assert (report.unshared_tokens, report.packed_tokens) == (18, 7)
     assert report.grad_norm > 0
     assert not report.skipped
     for other in (wires.gateway, wires.serve, wires.http):

@@ -174,7 +174,7 @@ class FakeTrainer:
         return UpdatePlan(
             micro_batches=(MicroBatch(sequences=(0,), packed_tokens=3),),
             micro_batch_tokens=self.faults.plan_tokens,
-            replicated_tokens=6,
+            unshared_tokens=6,
             packed_tokens=3,
             replicated_pairs=6,
             packed_pairs=6,
@@ -213,7 +213,7 @@ class FakeTrainer:
             loss=number,
             num_micro_batches=2,
             trained_tokens=2,
-            replicated_tokens=6,
+            unshared_tokens=6,
             packed_tokens=3,
             token_reduction=2.0,
         )
@@ -267,7 +267,7 @@ class FakeTrainer:
             loss=report.loss,
             num_micro_batches=report.num_micro_batches,
             trained_tokens=report.trained_tokens,
-            replicated_tokens=report.replicated_tokens,
+            unshared_tokens=report.unshared_tokens,
             packed_tokens=report.packed_tokens,
             grad_norm=stepped.grad_norm,
             skipped=stepped.skipped,

@@ -138,11 +138,12 @@ def rename() -> Iterator[Callable[[], None]]:
 
 def test_the_name_of_a_class_is_nowhere_in_the_journal(rename: Callable[[], None]) -> None:
     """A class that was renamed made a journal unreadable, and retries new payloads."""
-    step = OptimRequest(learning_rate=0.5)
+    step = OptimRequest(learning_rate=0.5, beta2=0.99)
     command = OptimStepCommand(optim=step, expected_version=None, include_seqs=(2,))
     text = (
         '{"$":"command.optim_step","expected_version":null,"include_seqs":[2],"optim":{"$":"optim",'
-        '"divide_by":null,"divide_constant":null,"layer_grad_norms":false,"learning_rate":0.5,'
+        '"beta1":null,"beta2":0.99,"divide_by":null,"divide_constant":null,"eps":null,'
+        '"layer_grad_norms":false,"learning_rate":0.5,'
         '"max_grad_norm":null,"weight_decay":null}}'
     )
     values = (command, policy_spec(), update(1, loss=LOSS), StepResult(version=3, report=REPORT))

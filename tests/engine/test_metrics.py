@@ -67,7 +67,7 @@ def test_a_report_becomes_the_samples_of_its_numbers() -> None:
         loss=0.5,
         kl=None,
         grad_norm=math.inf,
-        replicated_tokens=60,
+        unshared_tokens=60,
         packed_tokens=20,
         trained_tokens=10,
         token_reduction=3.0,
@@ -81,7 +81,7 @@ def test_a_report_becomes_the_samples_of_its_numbers() -> None:
     result = StepResult(version=1, report=report)
     totals.send(telemetry.result("p", OperationKind.UPDATE, result))
     shown = series(totals)
-    assert shown['ratoon_tokens_total{count="replicated"}'] == 60
+    assert shown['ratoon_tokens_total{count="unshared"}'] == 60
     assert shown['ratoon_tokens_total{count="packed"}'] == 20
     assert shown['ratoon_tokens_total{count="trained"}'] == 10
     assert shown['ratoon_token_reduction_ratio{policy_id="p"}'] == 3
@@ -99,7 +99,7 @@ _ELSEWHERE = {
     "num_groups",
     "num_sequences",
     "trained_tokens",
-    "replicated_tokens",
+    "unshared_tokens",
     "packed_tokens",
     "attention_pair_reduction",
     "num_micro_batches",

@@ -93,7 +93,7 @@ def test_usual_groups_are_always_shared(prompt: int, response: int, count: int) 
 def test_a_few_tokens_of_long_responses_are_not_shared() -> None:
     plan = _plan(_fan(8, [4096] * 4), H200)
     assert plan.unshared == (1, 2, 3)
-    assert plan.packed_tokens == plan.replicated_tokens == 4 * (8 + 4096)
+    assert plan.packed_tokens == plan.unshared_tokens == 4 * (8 + 4096)
     # On a device without tiles they are.
     assert _plan(_fan(8, [4096] * 4), DEFAULT_COSTS).unshared == ()
 
@@ -120,7 +120,7 @@ def test_a_gated_plan_is_of_what_is_run(batch: RolloutBatch, budget: int, fork: 
                 node = forest.node_parent[node]
             assert path[:length] == batch.sequence_tokens(s).tolist()
     assert pairs == plan.packed_pairs
-    assert plan.packed_tokens <= plan.replicated_tokens
+    assert plan.packed_tokens <= plan.unshared_tokens
     shared = _plan(batch, replace(DEAR, fork=0.0), budget)
     assert shared.unshared == ()
     assert "unshared" not in plan_to_dict(shared)

@@ -71,7 +71,7 @@ def test_counts_are_those_of_brute_force(data: st.DataObject, budget: int) -> No
     lengths = [len(batch.sequence_tokens(s)) for s in _runnable(batch, kept)]
     parts = [part.sequences for part in plan.micro_batches]
     assert plan.micro_batch_tokens == budget
-    assert plan.replicated_tokens == sum(lengths)
+    assert plan.unshared_tokens == sum(lengths)
     assert plan.replicated_pairs == sum(n * (n + 1) // 2 for n in lengths)
     assert plan.packed_tokens == sum(oracle.num_packed(batch, part) for part in parts)
     assert plan.packed_pairs == sum(oracle.num_packed_pairs(batch, part) for part in parts)
@@ -186,7 +186,7 @@ def test_nothing_kept_is_a_plan_of_nothing() -> None:
     batch = random_batch(np.random.default_rng(0))
     plan = make_plan(batch, sort_sequences(batch), np.zeros(batch.num_sequences, np.bool_), 100)
     assert plan.micro_batches == ()
-    assert (plan.replicated_tokens, plan.packed_tokens, plan.packed_pairs) == (0, 0, 0)
+    assert (plan.unshared_tokens, plan.packed_tokens, plan.packed_pairs) == (0, 0, 0)
 
 
 @pytest.mark.parametrize(

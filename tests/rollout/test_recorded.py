@@ -51,4 +51,4 @@ def test_recorded_groups_are_planned_whole(gsm8k_groups: tuple[RecordedGroup, ..
     for start, stop in zip(batch.group_offsets[:-1], batch.group_offsets[1:], strict=True):
         assert len({micro_batch_of[s] for s in range(start, stop)}) == 1
     assert max(part.packed_tokens for part in plan.micro_batches) <= 16_384
-    assert plan.replicated_tokens / plan.packed_tokens > 1.5
+    assert plan.unshared_tokens / plan.packed_tokens > 1.5

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import math
 import statistics
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -46,6 +47,21 @@ def _run(optimizer: Bf16AdamW, steps: range) -> dict[str, Tensor]:
     for number in steps:
         assert not optimizer.step(make_gradients(number), 2.0, optim_step()).skipped
     return copied(optimizer.state())
+
+
+@pytest.mark.parametrize("kind", [OptimizerStates.BF16_SPLIT, OptimizerStates.BF16_8BIT])
+def test_a_steps_own_betas_and_eps_are_as_the_policys_would_be(kind: OptimizerStates) -> None:
+    own = AdamWConfig(beta1=0.5, beta2=0.99, eps=1e-4, weight_decay=CONFIG.weight_decay)
+    asked = replace(optim_step(), beta1=own.beta1, beta2=own.beta2, eps=own.eps)
+    by_step = Bf16AdamW(make_parameters(), CONFIG, kind, 0)
+    by_policy = Bf16AdamW(make_parameters(), own, kind, 0)
+    for number in range(3):
+        by_step.step(make_gradients(number), 2.0, asked)
+        by_policy.step(make_gradients(number), 2.0, optim_step())
+    assert _same(copied(by_step.state()), copied(by_policy.state()))
+    by_step.step(make_gradients(3), 2.0, optim_step())
+    by_policy.step(make_gradients(3), 2.0, optim_step())
+    assert not _same(copied(by_step.state()), copied(by_policy.state()))
 
 
 def _same(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -71,6 +72,30 @@ def test_steps_equal_torch_adamw_with_a_schedule(dtype: torch.dtype) -> None:
             atol = epsilon * parameter.abs().max().item()
             torch.testing.assert_close(parameter, theirs[name], rtol=8 * epsilon, atol=atol)
     assert optimizer.state().num_steps == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_steps_equal_torch_adamw_where_each_has_its_own_betas_and_eps(dtype: torch.dtype) -> None:
+    """What a step leaves out is the policy's; torch's AdamW with its group changed, to the bit."""
+    mine, theirs = _parameters(dtype), _parameters(dtype)
+    optimizer = MasterAdamW(mine, _CONFIG)
+    adamw = torch.optim.AdamW(theirs.values(), lr=0.1, weight_decay=0.02)
+    own: list[dict[str, float]] = [
+        {},
+        {"beta1": 0.0, "beta2": 0.5},
+        {"eps": 1e-2},
+        {"beta1": 0.95, "beta2": 0.999, "eps": 1e-8},
+        {},
+    ]
+    for seed, asked in enumerate(own):
+        optimizer.step(_gradients(seed, dtype), 1.0, replace(_step(), **asked))
+        for name, gradient in _gradients(seed, dtype).items():
+            theirs[name].grad = gradient
+        used = {"beta1": 0.8, "beta2": 0.95, "eps": 1e-7} | asked
+        adamw.param_groups[0].update(betas=(used["beta1"], used["beta2"]), eps=used["eps"])
+        adamw.step()
+        for name, parameter in mine.items():
+            assert torch.equal(parameter, theirs[name]), (seed, name)
 
 
 def test_grad_norm_is_after_division_and_before_clipping() -> None:

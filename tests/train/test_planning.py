@@ -66,7 +66,7 @@ def test_unshared_prefixes_change_nothing(
     (whole, logprobs, (report, gradients)), (gated, others, (other, gated_gradients)) = found
     assert gated.unshared
     assert not whole.unshared
-    assert 1.2 * whole.packed_tokens < gated.packed_tokens < gated.replicated_tokens
+    assert 1.2 * whole.packed_tokens < gated.packed_tokens < gated.unshared_tokens
     np.testing.assert_allclose(others, logprobs, rtol=0, atol=1e-12)
     assert other.loss == pytest.approx(report.loss, rel=1e-10)
     assert_close(gated_gradients, gradients)
@@ -153,6 +153,6 @@ def test_short_prompts_of_long_responses_are_run_alone_on_a_device() -> None:
     kept_S = np.ones(batch.num_sequences, np.bool_)
     plan = _device(None, 100).plan(batch, sort_sequences(batch), kept_S)
     assert len(plan.unshared) == 6
-    assert plan.packed_tokens == plan.replicated_tokens
+    assert plan.packed_tokens == plan.unshared_tokens
     usual = _groups(2, 64, 4, 2048)
     assert not _device(None, 100).plan(usual, sort_sequences(usual), kept_S).unshared

@@ -207,7 +207,7 @@ def test_cancelled_update_leaves_everything_as_it_was(base: FolderBase, after: i
     assert_equal(weights_of(trainer), before)
 
 
-def test_progress_counts_replicated_tokens(base: FolderBase) -> None:
+def test_progress_counts_unshared_tokens(base: FolderBase) -> None:
     trainer, batch = make_trainer(base, tokens=20), make_batch(6)
     loss = make_loss(batch)
     seen: list[tuple[int, int, int]] = []
@@ -215,7 +215,7 @@ def test_progress_counts_replicated_tokens(base: FolderBase) -> None:
     planned = report.num_micro_batches
     assert [done for done, _, _ in seen] == list(range(planned + 1))
     assert {total for _, total, _ in seen} == {planned}
-    assert seen[-1][2] == report.replicated_tokens > report.packed_tokens > 0
+    assert seen[-1][2] == report.unshared_tokens > report.packed_tokens > 0
 
 
 def test_non_finite_numbers_skip_the_step(base: FolderBase) -> None:
@@ -290,7 +290,7 @@ def test_report_counts_what_was_done(base: FolderBase) -> None:
     assert report.dropped_stale == 1
     assert (report.num_groups, report.num_sequences, report.trained_tokens) == (1, 2, 6)
     # Two sequences of 5 that share 4: 10 tokens replicated, 6 packed; 30 pairs against 20.
-    assert (report.replicated_tokens, report.packed_tokens) == (10, 6)
+    assert (report.unshared_tokens, report.packed_tokens) == (10, 6)
     assert report.token_reduction == pytest.approx(10 / 6)
     assert report.attention_pair_reduction == pytest.approx(30 / 20)
     assert report.reward_mean == pytest.approx(2.0)

@@ -81,7 +81,7 @@ def test_logical_work_is_replicated_and_not_causal(base: FolderBase) -> None:
     plan = trainer.plan_forward(batch)
     work = flops.logical_work(batch, plan)
     lengths = [len(batch.sequence_tokens(s)) for part in plan.micro_batches for s in part.sequences]
-    assert work.tokens == sum(lengths) == plan.replicated_tokens
+    assert work.tokens == sum(lengths) == plan.unshared_tokens
     assert work.pairs == sum(length**2 for length in lengths)
     assert work.rows == batch.loss_mask.sum()
 

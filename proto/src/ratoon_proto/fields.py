@@ -45,8 +45,9 @@ def json_places(message: Descriptor) -> Mapping[str, Place]:
     return places
 
 
-def fields_of(message: Descriptor) -> Iterable[FieldDescriptor]:
-    return cast("Iterable[FieldDescriptor]", message.fields)
+def fields_of(message: Any) -> Iterable[FieldDescriptor]:
+    """Of a descriptor, whose type is that of the implementation in use."""
+    return message.fields
 
 
 def is_required(field: FieldDescriptor) -> bool:

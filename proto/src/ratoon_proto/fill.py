@@ -83,7 +83,7 @@ def _items(values: Any) -> Iterable[tuple[str, Any]]:
         return ((field.name, getattr(values, field.name)) for field in fields(values))
     if isinstance(values, str | list | tuple):
         raise TypeError(f"{type(values).__name__} has no names")
-    return dict(values).items()
+    return cast("Any", dict(values)).items()
 
 
 def _fill_place(message: Message, place: Place, name: str, value: Any, path: str) -> None:

@@ -71,7 +71,7 @@ UNSEQUENCED_FORWARDS = _counter(
 )
 TOKENS = _counter(
     "ratoon_tokens_total",
-    "Tokens of forward-backwards: replicated (each rollout alone), packed, trained.",
+    "Tokens of forward-backwards: unshared (each rollout alone), packed, trained.",
     "count",
 )
 MICRO_BATCHES = _counter("ratoon_micro_batches_total", "Micro-batches of forward-backwards.")
@@ -206,6 +206,7 @@ REPORT_GAUGES: Mapping[str, tuple[Metric, tuple[str, ...]]] = {
             ("response_length_mean", "Mean response length, tokens."),
             ("response_length_max", "Longest response, tokens."),
             ("staleness_mean", "Mean versions since sampling."),
+            ("token_staleness_mean", "Mean versions since each response token was sampled."),
             ("staleness_max", "Most versions since sampling."),
         )
     },

@@ -42,7 +42,7 @@ from ratoon_client.results import (
     WeightFile,
     WeightManifest,
 )
-from ratoon_client.rollouts import Group, Rollout, Segment, group, rollout
+from ratoon_client.rollouts import Group, Rollout, Segment, VersionSpan, group, rollout
 from ratoon_client.session import AsyncPolicySession
 from ratoon_client.weights.pull import PulledWeights
 
@@ -92,6 +92,7 @@ __all__ = [
     "TlsError",
     "TransportError",
     "UnusableClientError",
+    "VersionSpan",
     "WeightFile",
     "WeightManifest",
     "by_autograd",

@@ -20,7 +20,7 @@ from typing import Any, cast
 import numpy as np
 
 from ratoon_client.errors import InvalidArgumentError
-from ratoon_client.rollouts import Group, Rollout, Segment, group, rollout
+from ratoon_client.rollouts import Group, Rollout, Segment, VersionSpan, group, rollout
 
 TRAINED_ROLE = "assistant"
 _GROUP_KEYS = frozenset({"group_id", "prompt", "rollouts"})
@@ -44,7 +44,7 @@ _SCALARS: dict[str, tuple[type, ...]] = {
     "truncated": (bool,),
     "sampler_logprobs_kind": (str,),
 }
-_ROLLOUT_KEYS = _ARRAYS | _SCALARS.keys() | {"segments"}
+_ROLLOUT_KEYS = _ARRAYS | _SCALARS.keys() | {"segments", "version_spans"}
 
 
 def read_jsonl(path: Path, *, byte_tokens: bool) -> list[Group]:
@@ -93,6 +93,8 @@ def _rollout(place: str, data: Any, *, byte_tokens: bool) -> Rollout:
         record["segments"] = _segments(
             f"{place}.segments", record["segments"], byte_tokens=byte_tokens
         )
+    if "version_spans" in record:
+        record["version_spans"] = _spans(f"{place}.version_spans", record["version_spans"])
     try:
         return rollout(**record)
     except InvalidArgumentError as err:
@@ -117,6 +119,18 @@ def _segments(place: str, data: Any, *, byte_tokens: bool) -> Sequence[Segment]:
                 keys = ", ".join(record) or "nothing"
                 raise InvalidArgumentError(where, keys, "tokens and trained, or role and text")
     return segments
+
+
+def _spans(place: str, data: Any) -> Sequence[VersionSpan]:
+    spans: list[VersionSpan] = []
+    for index, item in enumerate(_list(place, data)):
+        match _object(f"{place}[{index}]", item, frozenset({"first_token", "version"})):
+            case {"first_token": int() as first_token, "version": int() as version}:
+                spans.append(VersionSpan(first_token, version))
+            case record:
+                got = ", ".join(record) or "nothing"
+                raise InvalidArgumentError(f"{place}[{index}]", got, "first_token and version")
+    return spans
 
 
 def _object(place: str, data: Any, keys: frozenset[str]) -> dict[str, Any]:

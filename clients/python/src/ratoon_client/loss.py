@@ -127,7 +127,8 @@ class Loss:
 class Optim:
     """One optimizer step; schedules are the caller's. `max_grad_norm` 0: no clipping.
 
-    `layer_grad_norms`: the report has the gradient norm of each layer too.
+    `beta1`, `beta2`, `eps`: AdamW's for this step; None: the policy's. `layer_grad_norms`: the
+    report has the gradient norm of each layer too.
     """
 
     learning_rate: float
@@ -135,4 +136,7 @@ class Optim:
     max_grad_norm: float | None = None
     divide_by: DivideBy | None = None
     divide_constant: float | None = None
+    beta1: float | None = None
+    beta2: float | None = None
+    eps: float | None = None
     layer_grad_norms: bool = False

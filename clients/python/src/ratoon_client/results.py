@@ -195,7 +195,7 @@ class StepReport:
     num_groups: int
     num_sequences: int
     trained_tokens: int
-    replicated_tokens: int
+    unshared_tokens: int
     packed_tokens: int
     token_reduction: float
     attention_pair_reduction: float
@@ -243,6 +243,7 @@ class StepReport:
     clamped_ratios: int
     clamped_kls: int
     clamped_sampler_gaps: int
+    token_staleness_mean: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

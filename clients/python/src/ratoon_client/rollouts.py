@@ -40,6 +40,14 @@ class ContentSegment:
     trained: bool
 
 
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Response tokens from `first_token` up to the next span's were sampled by `version`."""
+
+    first_token: int
+    version: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     """One sampled continuation; R is the number of its response tokens over all segments.
@@ -60,6 +68,7 @@ class Rollout:
     top_k: int | None
     policy_version: int | None
     truncated: bool
+    version_spans: tuple[VersionSpan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,10 +97,12 @@ def rollout(
     top_k: int | None = None,
     policy_version: int | None = None,
     truncated: bool = False,
+    version_spans: Sequence[VersionSpan] = (),
 ) -> Rollout:
     """A rollout of `response` or of `segments`, with a `reward` or ready `advantages`.
 
-    Per-token arrays have one value a response token, context segments included. Raises
+    Per-token arrays have one value per response token, context segments included. `version_spans`:
+    where weights changed in flight; the first begins at token 0. Raises
     InvalidArgumentError naming the argument that has no form on the wire.
     """
 
@@ -114,6 +125,7 @@ def rollout(
         top_k=top_k,
         policy_version=policy_version,
         truncated=truncated,
+        version_spans=all_of("version_spans", version_spans, VersionSpan),
     )
 
 

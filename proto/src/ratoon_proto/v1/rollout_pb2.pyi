@@ -93,6 +93,30 @@ class SegmentList(_message.Message):
 Global___SegmentList: _TypeAlias = SegmentList  # noqa: Y015
 
 @_typing.final
+class VersionSpan(_message.Message):
+    """Response tokens from `first_token` up to the next span's, or the end, were sampled by `version`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    first_token: _builtins.int
+    version: _builtins.int
+    def __init__(
+        self,
+        *,
+        first_token: _builtins.int = ...,
+        version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token", b"first_token", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VersionSpan: _TypeAlias = VersionSpan  # noqa: Y015
+
+@_typing.final
 class Rollout(_message.Message):
     """One sampled continuation of a group's prompt. "Response tokens" are the tokens of `response`, or
     those of all segments one after the other. Per-token arrays have one value a response token; values
@@ -116,6 +140,7 @@ class Rollout(_message.Message):
     TOP_K_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     TRUNCATED_FIELD_NUMBER: _builtins.int
+    VERSION_SPANS_FIELD_NUMBER: _builtins.int
     reward: _builtins.float
     temperature: _builtins.float
     """Default 1."""
@@ -127,7 +152,7 @@ class Rollout(_message.Message):
     """
     top_k: _builtins.int
     policy_version: _builtins.int
-    """The policy version that sampled this rollout."""
+    """The policy version that sampled this rollout. With version_spans: absent, or the oldest of them."""
     truncated: _builtins.bool
     """The response hit the length limit."""
     @_builtins.property
@@ -160,6 +185,12 @@ class Rollout(_message.Message):
     def token_weights(self) -> _tensor_pb2.Tensor:
         """float32 [R], signed; loss cross_entropy only. Default 1."""
 
+    @_builtins.property
+    def version_spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___VersionSpan]:
+        """Which version sampled which response tokens, where weights changed in flight: first tokens
+        ascend from 0. Staleness is that of the oldest.
+        """
+
     def __init__(
         self,
         *,
@@ -178,10 +209,11 @@ class Rollout(_message.Message):
         top_k: _builtins.int | None = ...,
         policy_version: _builtins.int | None = ...,
         truncated: _builtins.bool = ...,
+        version_spans: _abc.Iterable[Global___VersionSpan] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "advantages", b"advantages", "content", b"content", "loss_mask", b"loss_mask", "old_logprobs", b"old_logprobs", "outcome", b"outcome", "policy_version", b"policy_version", "reference_logprobs", b"reference_logprobs", "response", b"response", "reward", b"reward", "sampler_logprobs", b"sampler_logprobs", "segments", b"segments", "temperature", b"temperature", "token_weights", b"token_weights", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "advantages", b"advantages", "content", b"content", "loss_mask", b"loss_mask", "old_logprobs", b"old_logprobs", "outcome", b"outcome", "policy_version", b"policy_version", "reference_logprobs", b"reference_logprobs", "response", b"response", "reward", b"reward", "sampler_logprobs", b"sampler_logprobs", "sampler_logprobs_kind", b"sampler_logprobs_kind", "segments", b"segments", "temperature", b"temperature", "token_weights", b"token_weights", "top_k", b"top_k", "top_p", b"top_p", "truncated", b"truncated"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "advantages", b"advantages", "content", b"content", "loss_mask", b"loss_mask", "old_logprobs", b"old_logprobs", "outcome", b"outcome", "policy_version", b"policy_version", "reference_logprobs", b"reference_logprobs", "response", b"response", "reward", b"reward", "sampler_logprobs", b"sampler_logprobs", "sampler_logprobs_kind", b"sampler_logprobs_kind", "segments", b"segments", "temperature", b"temperature", "token_weights", b"token_weights", "top_k", b"top_k", "top_p", b"top_p", "truncated", b"truncated", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__policy_version: _TypeAlias = _typing.Literal["policy_version"]  # noqa: Y015
     _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015

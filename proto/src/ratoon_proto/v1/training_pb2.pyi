@@ -681,6 +681,9 @@ class OptimStepConfig(_message.Message):
     MAX_GRAD_NORM_FIELD_NUMBER: _builtins.int
     DIVIDE_BY_FIELD_NUMBER: _builtins.int
     DIVIDE_CONSTANT_FIELD_NUMBER: _builtins.int
+    BETA1_FIELD_NUMBER: _builtins.int
+    BETA2_FIELD_NUMBER: _builtins.int
+    EPS_FIELD_NUMBER: _builtins.int
     LAYER_GRAD_NORMS_FIELD_NUMBER: _builtins.int
     learning_rate: _builtins.float
     """Required, also where it is 0."""
@@ -692,6 +695,10 @@ class OptimStepConfig(_message.Message):
     """Default: the loss's own."""
     divide_constant: _builtins.float
     """DIVIDE_BY_CONSTANT only, which multiplies it with the sequences: Dr. GRPO's length of a response."""
+    beta1: _builtins.float
+    """Of AdamW, for this step. Default: the policy's."""
+    beta2: _builtins.float
+    eps: _builtins.float
     layer_grad_norms: _builtins.bool
     """Report the gradient norm of each layer too: the gradient is read once more."""
     def __init__(
@@ -702,14 +709,23 @@ class OptimStepConfig(_message.Message):
         max_grad_norm: _builtins.float | None = ...,
         divide_by: Global___DivideBy.ValueType = ...,
         divide_constant: _builtins.float | None = ...,
+        beta1: _builtins.float | None = ...,
+        beta2: _builtins.float | None = ...,
+        eps: _builtins.float | None = ...,
         layer_grad_norms: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_divide_constant", b"_divide_constant", "_learning_rate", b"_learning_rate", "_max_grad_norm", b"_max_grad_norm", "_weight_decay", b"_weight_decay", "divide_constant", b"divide_constant", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "weight_decay", b"weight_decay"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_divide_constant", b"_divide_constant", "_eps", b"_eps", "_learning_rate", b"_learning_rate", "_max_grad_norm", b"_max_grad_norm", "_weight_decay", b"_weight_decay", "beta1", b"beta1", "beta2", b"beta2", "divide_constant", b"divide_constant", "eps", b"eps", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "weight_decay", b"weight_decay"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_divide_constant", b"_divide_constant", "_learning_rate", b"_learning_rate", "_max_grad_norm", b"_max_grad_norm", "_weight_decay", b"_weight_decay", "divide_by", b"divide_by", "divide_constant", b"divide_constant", "layer_grad_norms", b"layer_grad_norms", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "weight_decay", b"weight_decay"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_divide_constant", b"_divide_constant", "_eps", b"_eps", "_learning_rate", b"_learning_rate", "_max_grad_norm", b"_max_grad_norm", "_weight_decay", b"_weight_decay", "beta1", b"beta1", "beta2", b"beta2", "divide_by", b"divide_by", "divide_constant", b"divide_constant", "eps", b"eps", "layer_grad_norms", b"layer_grad_norms", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "weight_decay", b"weight_decay"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__beta1: _TypeAlias = _typing.Literal["beta1"]  # noqa: Y015
+    _WhichOneofArgType__beta1: _TypeAlias = _typing.Literal["_beta1", b"_beta1"]  # noqa: Y015
+    _WhichOneofReturnType__beta2: _TypeAlias = _typing.Literal["beta2"]  # noqa: Y015
+    _WhichOneofArgType__beta2: _TypeAlias = _typing.Literal["_beta2", b"_beta2"]  # noqa: Y015
     _WhichOneofReturnType__divide_constant: _TypeAlias = _typing.Literal["divide_constant"]  # noqa: Y015
     _WhichOneofArgType__divide_constant: _TypeAlias = _typing.Literal["_divide_constant", b"_divide_constant"]  # noqa: Y015
+    _WhichOneofReturnType__eps: _TypeAlias = _typing.Literal["eps"]  # noqa: Y015
+    _WhichOneofArgType__eps: _TypeAlias = _typing.Literal["_eps", b"_eps"]  # noqa: Y015
     _WhichOneofReturnType__learning_rate: _TypeAlias = _typing.Literal["learning_rate"]  # noqa: Y015
     _WhichOneofArgType__learning_rate: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate"]  # noqa: Y015
     _WhichOneofReturnType__max_grad_norm: _TypeAlias = _typing.Literal["max_grad_norm"]  # noqa: Y015
@@ -717,7 +733,13 @@ class OptimStepConfig(_message.Message):
     _WhichOneofReturnType__weight_decay: _TypeAlias = _typing.Literal["weight_decay"]  # noqa: Y015
     _WhichOneofArgType__weight_decay: _TypeAlias = _typing.Literal["_weight_decay", b"_weight_decay"]  # noqa: Y015
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__beta1) -> _WhichOneofReturnType__beta1 | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__beta2) -> _WhichOneofReturnType__beta2 | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__divide_constant) -> _WhichOneofReturnType__divide_constant | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__eps) -> _WhichOneofReturnType__eps | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__learning_rate) -> _WhichOneofReturnType__learning_rate | None: ...
     @_typing.overload
@@ -870,7 +892,7 @@ class StepReport(_message.Message):
     NUM_GROUPS_FIELD_NUMBER: _builtins.int
     NUM_SEQUENCES_FIELD_NUMBER: _builtins.int
     TRAINED_TOKENS_FIELD_NUMBER: _builtins.int
-    REPLICATED_TOKENS_FIELD_NUMBER: _builtins.int
+    UNSHARED_TOKENS_FIELD_NUMBER: _builtins.int
     PACKED_TOKENS_FIELD_NUMBER: _builtins.int
     TOKEN_REDUCTION_FIELD_NUMBER: _builtins.int
     ATTENTION_PAIR_REDUCTION_FIELD_NUMBER: _builtins.int
@@ -916,6 +938,7 @@ class StepReport(_message.Message):
     CLAMPED_KLS_FIELD_NUMBER: _builtins.int
     CLAMPED_SAMPLER_GAPS_FIELD_NUMBER: _builtins.int
     ZERO_ADVANTAGE_SEQUENCES_FIELD_NUMBER: _builtins.int
+    TOKEN_STALENESS_MEAN_FIELD_NUMBER: _builtins.int
     loss: _builtins.float
     policy_gradient_loss: _builtins.float
     kl: _builtins.float
@@ -936,10 +959,11 @@ class StepReport(_message.Message):
     num_groups: _builtins.int
     num_sequences: _builtins.int
     trained_tokens: _builtins.int
-    replicated_tokens: _builtins.int
+    unshared_tokens: _builtins.int
+    """Tokens of all rollouts run, each alone: prompt and response."""
     packed_tokens: _builtins.int
     token_reduction: _builtins.float
-    """replicated_tokens / packed_tokens."""
+    """unshared_tokens / packed_tokens."""
     attention_pair_reduction: _builtins.float
     """Causal attention pairs replicated over packed."""
     num_micro_batches: _builtins.int
@@ -950,6 +974,9 @@ class StepReport(_message.Message):
     """Replicated FLOPs, attention counted non-causal, over the peak."""
     peak_memory_bytes: _builtins.int
     staleness_mean: _builtins.float
+    """Versions between sampling and the step, over rollouts that say theirs; of a rollout with spans
+    that of its oldest. See also 76.
+    """
     staleness_max: _builtins.int
     dropped_stale: _builtins.int
     dropped_truncated: _builtins.int
@@ -1015,6 +1042,8 @@ class StepReport(_message.Message):
     """Rollouts that count but were not run: all their advantages are zero, and the loss has no KL or
     entropy term. Token and attention counts, speeds and means (but the losses) are of what was run.
     """
+    token_staleness_mean: _builtins.float
+    """Mean of the same over response tokens, each by the version of its own span."""
     @_builtins.property
     def seconds(self) -> Global___PhaseSeconds: ...
     @_builtins.property
@@ -1044,7 +1073,7 @@ class StepReport(_message.Message):
         num_groups: _builtins.int = ...,
         num_sequences: _builtins.int = ...,
         trained_tokens: _builtins.int = ...,
-        replicated_tokens: _builtins.int = ...,
+        unshared_tokens: _builtins.int = ...,
         packed_tokens: _builtins.int = ...,
         token_reduction: _builtins.float = ...,
         attention_pair_reduction: _builtins.float = ...,
@@ -1090,10 +1119,11 @@ class StepReport(_message.Message):
         clamped_kls: _builtins.int = ...,
         clamped_sampler_gaps: _builtins.int = ...,
         zero_advantage_sequences: _builtins.int = ...,
+        token_staleness_mean: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_advantage_mean", b"_advantage_mean", "_advantage_std", b"_advantage_std", "_clip_fraction_negative", b"_clip_fraction_negative", "_clip_fraction_positive", b"_clip_fraction_positive", "_correction_ess_fraction", b"_correction_ess_fraction", "_correction_masked_fraction", b"_correction_masked_fraction", "_correction_truncated_fraction", b"_correction_truncated_fraction", "_correction_weight_mean", b"_correction_weight_mean", "_grad_norm", b"_grad_norm", "_hardware_mfu", b"_hardware_mfu", "_kl", b"_kl", "_logical_mfu", b"_logical_mfu", "_old_kl", b"_old_kl", "_ratio_max", b"_ratio_max", "_ratio_mean", b"_ratio_mean", "_ratio_min", b"_ratio_min", "_ratio_p01", b"_ratio_p01", "_ratio_p50", b"_ratio_p50", "_ratio_p99", b"_ratio_p99", "_reward_mean", b"_reward_mean", "_reward_std", b"_reward_std", "_sampler_gap_abs_mean", b"_sampler_gap_abs_mean", "_sampler_gap_max", b"_sampler_gap_max", "_sampler_gap_mean", b"_sampler_gap_mean", "_sampler_kl", b"_sampler_kl", "_skip_reason", b"_skip_reason", "_staleness_max", b"_staleness_max", "_staleness_mean", b"_staleness_mean", "_zero_variance_fraction", b"_zero_variance_fraction", "advantage_mean", b"advantage_mean", "advantage_std", b"advantage_std", "clip_fraction_negative", b"clip_fraction_negative", "clip_fraction_positive", b"clip_fraction_positive", "correction_ess_fraction", b"correction_ess_fraction", "correction_masked_fraction", b"correction_masked_fraction", "correction_truncated_fraction", b"correction_truncated_fraction", "correction_weight_mean", b"correction_weight_mean", "grad_norm", b"grad_norm", "hardware_mfu", b"hardware_mfu", "kl", b"kl", "logical_mfu", b"logical_mfu", "old_kl", b"old_kl", "ratio_max", b"ratio_max", "ratio_mean", b"ratio_mean", "ratio_min", b"ratio_min", "ratio_p01", b"ratio_p01", "ratio_p50", b"ratio_p50", "ratio_p99", b"ratio_p99", "reward_mean", b"reward_mean", "reward_std", b"reward_std", "sampler_gap_abs_mean", b"sampler_gap_abs_mean", "sampler_gap_max", b"sampler_gap_max", "sampler_gap_mean", b"sampler_gap_mean", "sampler_kl", b"sampler_kl", "seconds", b"seconds", "self_check", b"self_check", "skip_reason", b"skip_reason", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "zero_variance_fraction", b"zero_variance_fraction"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_advantage_mean", b"_advantage_mean", "_advantage_std", b"_advantage_std", "_clip_fraction_negative", b"_clip_fraction_negative", "_clip_fraction_positive", b"_clip_fraction_positive", "_correction_ess_fraction", b"_correction_ess_fraction", "_correction_masked_fraction", b"_correction_masked_fraction", "_correction_truncated_fraction", b"_correction_truncated_fraction", "_correction_weight_mean", b"_correction_weight_mean", "_grad_norm", b"_grad_norm", "_hardware_mfu", b"_hardware_mfu", "_kl", b"_kl", "_logical_mfu", b"_logical_mfu", "_old_kl", b"_old_kl", "_ratio_max", b"_ratio_max", "_ratio_mean", b"_ratio_mean", "_ratio_min", b"_ratio_min", "_ratio_p01", b"_ratio_p01", "_ratio_p50", b"_ratio_p50", "_ratio_p99", b"_ratio_p99", "_reward_mean", b"_reward_mean", "_reward_std", b"_reward_std", "_sampler_gap_abs_mean", b"_sampler_gap_abs_mean", "_sampler_gap_max", b"_sampler_gap_max", "_sampler_gap_mean", b"_sampler_gap_mean", "_sampler_kl", b"_sampler_kl", "_skip_reason", b"_skip_reason", "_staleness_max", b"_staleness_max", "_staleness_mean", b"_staleness_mean", "_token_staleness_mean", b"_token_staleness_mean", "_zero_variance_fraction", b"_zero_variance_fraction", "advantage_mean", b"advantage_mean", "advantage_std", b"advantage_std", "clip_fraction_negative", b"clip_fraction_negative", "clip_fraction_positive", b"clip_fraction_positive", "correction_ess_fraction", b"correction_ess_fraction", "correction_masked_fraction", b"correction_masked_fraction", "correction_truncated_fraction", b"correction_truncated_fraction", "correction_weight_mean", b"correction_weight_mean", "grad_norm", b"grad_norm", "hardware_mfu", b"hardware_mfu", "kl", b"kl", "logical_mfu", b"logical_mfu", "old_kl", b"old_kl", "ratio_max", b"ratio_max", "ratio_mean", b"ratio_mean", "ratio_min", b"ratio_min", "ratio_p01", b"ratio_p01", "ratio_p50", b"ratio_p50", "ratio_p99", b"ratio_p99", "reward_mean", b"reward_mean", "reward_std", b"reward_std", "sampler_gap_abs_mean", b"sampler_gap_abs_mean", "sampler_gap_max", b"sampler_gap_max", "sampler_gap_mean", b"sampler_gap_mean", "sampler_kl", b"sampler_kl", "seconds", b"seconds", "self_check", b"self_check", "skip_reason", b"skip_reason", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "token_staleness_mean", b"token_staleness_mean", "zero_variance_fraction", b"zero_variance_fraction"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_advantage_mean", b"_advantage_mean", "_advantage_std", b"_advantage_std", "_clip_fraction_negative", b"_clip_fraction_negative", "_clip_fraction_positive", b"_clip_fraction_positive", "_correction_ess_fraction", b"_correction_ess_fraction", "_correction_masked_fraction", b"_correction_masked_fraction", "_correction_truncated_fraction", b"_correction_truncated_fraction", "_correction_weight_mean", b"_correction_weight_mean", "_grad_norm", b"_grad_norm", "_hardware_mfu", b"_hardware_mfu", "_kl", b"_kl", "_logical_mfu", b"_logical_mfu", "_old_kl", b"_old_kl", "_ratio_max", b"_ratio_max", "_ratio_mean", b"_ratio_mean", "_ratio_min", b"_ratio_min", "_ratio_p01", b"_ratio_p01", "_ratio_p50", b"_ratio_p50", "_ratio_p99", b"_ratio_p99", "_reward_mean", b"_reward_mean", "_reward_std", b"_reward_std", "_sampler_gap_abs_mean", b"_sampler_gap_abs_mean", "_sampler_gap_max", b"_sampler_gap_max", "_sampler_gap_mean", b"_sampler_gap_mean", "_sampler_kl", b"_sampler_kl", "_skip_reason", b"_skip_reason", "_staleness_max", b"_staleness_max", "_staleness_mean", b"_staleness_mean", "_zero_variance_fraction", b"_zero_variance_fraction", "advantage_mean", b"advantage_mean", "advantage_std", b"advantage_std", "attention_pair_reduction", b"attention_pair_reduction", "clamped_kls", b"clamped_kls", "clamped_ratios", b"clamped_ratios", "clamped_sampler_gaps", b"clamped_sampler_gaps", "clip_fraction_dual", b"clip_fraction_dual", "clip_fraction_high", b"clip_fraction_high", "clip_fraction_low", b"clip_fraction_low", "clip_fraction_negative", b"clip_fraction_negative", "clip_fraction_positive", b"clip_fraction_positive", "correction_ess_fraction", b"correction_ess_fraction", "correction_masked_fraction", b"correction_masked_fraction", "correction_truncated_fraction", b"correction_truncated_fraction", "correction_weight_mean", b"correction_weight_mean", "dropped_stale", b"dropped_stale", "dropped_truncated", b"dropped_truncated", "dropped_zero_variance", b"dropped_zero_variance", "entropy", b"entropy", "grad_norm", b"grad_norm", "hardware_mfu", b"hardware_mfu", "kl", b"kl", "layer_grad_norms", b"layer_grad_norms", "logical_mfu", b"logical_mfu", "loss", b"loss", "num_groups", b"num_groups", "num_micro_batches", b"num_micro_batches", "num_sequences", b"num_sequences", "old_kl", b"old_kl", "packed_tokens", b"packed_tokens", "peak_memory_bytes", b"peak_memory_bytes", "policy_gradient_loss", b"policy_gradient_loss", "ratio_max", b"ratio_max", "ratio_mean", b"ratio_mean", "ratio_min", b"ratio_min", "ratio_p01", b"ratio_p01", "ratio_p50", b"ratio_p50", "ratio_p99", b"ratio_p99", "replicated_tokens", b"replicated_tokens", "response_length_max", b"response_length_max", "response_length_mean", b"response_length_mean", "reward_mean", b"reward_mean", "reward_std", b"reward_std", "sampler_gap_abs_mean", b"sampler_gap_abs_mean", "sampler_gap_max", b"sampler_gap_max", "sampler_gap_mean", b"sampler_gap_mean", "sampler_kl", b"sampler_kl", "seconds", b"seconds", "self_check", b"self_check", "skip_reason", b"skip_reason", "skipped", b"skipped", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "token_reduction", b"token_reduction", "tokens_per_second", b"tokens_per_second", "trained_tokens", b"trained_tokens", "truncated_fraction", b"truncated_fraction", "warnings", b"warnings", "zero_advantage_sequences", b"zero_advantage_sequences", "zero_variance_fraction", b"zero_variance_fraction"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_advantage_mean", b"_advantage_mean", "_advantage_std", b"_advantage_std", "_clip_fraction_negative", b"_clip_fraction_negative", "_clip_fraction_positive", b"_clip_fraction_positive", "_correction_ess_fraction", b"_correction_ess_fraction", "_correction_masked_fraction", b"_correction_masked_fraction", "_correction_truncated_fraction", b"_correction_truncated_fraction", "_correction_weight_mean", b"_correction_weight_mean", "_grad_norm", b"_grad_norm", "_hardware_mfu", b"_hardware_mfu", "_kl", b"_kl", "_logical_mfu", b"_logical_mfu", "_old_kl", b"_old_kl", "_ratio_max", b"_ratio_max", "_ratio_mean", b"_ratio_mean", "_ratio_min", b"_ratio_min", "_ratio_p01", b"_ratio_p01", "_ratio_p50", b"_ratio_p50", "_ratio_p99", b"_ratio_p99", "_reward_mean", b"_reward_mean", "_reward_std", b"_reward_std", "_sampler_gap_abs_mean", b"_sampler_gap_abs_mean", "_sampler_gap_max", b"_sampler_gap_max", "_sampler_gap_mean", b"_sampler_gap_mean", "_sampler_kl", b"_sampler_kl", "_skip_reason", b"_skip_reason", "_staleness_max", b"_staleness_max", "_staleness_mean", b"_staleness_mean", "_token_staleness_mean", b"_token_staleness_mean", "_zero_variance_fraction", b"_zero_variance_fraction", "advantage_mean", b"advantage_mean", "advantage_std", b"advantage_std", "attention_pair_reduction", b"attention_pair_reduction", "clamped_kls", b"clamped_kls", "clamped_ratios", b"clamped_ratios", "clamped_sampler_gaps", b"clamped_sampler_gaps", "clip_fraction_dual", b"clip_fraction_dual", "clip_fraction_high", b"clip_fraction_high", "clip_fraction_low", b"clip_fraction_low", "clip_fraction_negative", b"clip_fraction_negative", "clip_fraction_positive", b"clip_fraction_positive", "correction_ess_fraction", b"correction_ess_fraction", "correction_masked_fraction", b"correction_masked_fraction", "correction_truncated_fraction", b"correction_truncated_fraction", "correction_weight_mean", b"correction_weight_mean", "dropped_stale", b"dropped_stale", "dropped_truncated", b"dropped_truncated", "dropped_zero_variance", b"dropped_zero_variance", "entropy", b"entropy", "grad_norm", b"grad_norm", "hardware_mfu", b"hardware_mfu", "kl", b"kl", "layer_grad_norms", b"layer_grad_norms", "logical_mfu", b"logical_mfu", "loss", b"loss", "num_groups", b"num_groups", "num_micro_batches", b"num_micro_batches", "num_sequences", b"num_sequences", "old_kl", b"old_kl", "packed_tokens", b"packed_tokens", "peak_memory_bytes", b"peak_memory_bytes", "policy_gradient_loss", b"policy_gradient_loss", "ratio_max", b"ratio_max", "ratio_mean", b"ratio_mean", "ratio_min", b"ratio_min", "ratio_p01", b"ratio_p01", "ratio_p50", b"ratio_p50", "ratio_p99", b"ratio_p99", "response_length_max", b"response_length_max", "response_length_mean", b"response_length_mean", "reward_mean", b"reward_mean", "reward_std", b"reward_std", "sampler_gap_abs_mean", b"sampler_gap_abs_mean", "sampler_gap_max", b"sampler_gap_max", "sampler_gap_mean", b"sampler_gap_mean", "sampler_kl", b"sampler_kl", "seconds", b"seconds", "self_check", b"self_check", "skip_reason", b"skip_reason", "skipped", b"skipped", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "token_reduction", b"token_reduction", "token_staleness_mean", b"token_staleness_mean", "tokens_per_second", b"tokens_per_second", "trained_tokens", b"trained_tokens", "truncated_fraction", b"truncated_fraction", "unshared_tokens", b"unshared_tokens", "warnings", b"warnings", "zero_advantage_sequences", b"zero_advantage_sequences", "zero_variance_fraction", b"zero_variance_fraction"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__advantage_mean: _TypeAlias = _typing.Literal["advantage_mean"]  # noqa: Y015
     _WhichOneofArgType__advantage_mean: _TypeAlias = _typing.Literal["_advantage_mean", b"_advantage_mean"]  # noqa: Y015
@@ -1151,6 +1181,8 @@ class StepReport(_message.Message):
     _WhichOneofArgType__staleness_max: _TypeAlias = _typing.Literal["_staleness_max", b"_staleness_max"]  # noqa: Y015
     _WhichOneofReturnType__staleness_mean: _TypeAlias = _typing.Literal["staleness_mean"]  # noqa: Y015
     _WhichOneofArgType__staleness_mean: _TypeAlias = _typing.Literal["_staleness_mean", b"_staleness_mean"]  # noqa: Y015
+    _WhichOneofReturnType__token_staleness_mean: _TypeAlias = _typing.Literal["token_staleness_mean"]  # noqa: Y015
+    _WhichOneofArgType__token_staleness_mean: _TypeAlias = _typing.Literal["_token_staleness_mean", b"_token_staleness_mean"]  # noqa: Y015
     _WhichOneofReturnType__zero_variance_fraction: _TypeAlias = _typing.Literal["zero_variance_fraction"]  # noqa: Y015
     _WhichOneofArgType__zero_variance_fraction: _TypeAlias = _typing.Literal["_zero_variance_fraction", b"_zero_variance_fraction"]  # noqa: Y015
     @_typing.overload
@@ -1209,6 +1241,8 @@ class StepReport(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__staleness_max) -> _WhichOneofReturnType__staleness_max | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__staleness_mean) -> _WhichOneofReturnType__staleness_mean | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__token_staleness_mean) -> _WhichOneofReturnType__token_staleness_mean | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__zero_variance_fraction) -> _WhichOneofReturnType__zero_variance_fraction | None: ...
 

@@ -134,7 +134,7 @@ def load_checkpoint(request: service_pb2.LoadCheckpointRequest, policy: Policy) 
     return _without_body(request.policy_id, operation_key(request, policy), command)
 
 
-def replicated_tokens(batch: RolloutBatch) -> int:
+def unshared_tokens(batch: RolloutBatch) -> int:
     """Prompt and response of every sequence, each alone."""
     sequences_G, prompts_G = np.diff(batch.group_offsets), np.diff(batch.prompt_offsets)
     return int(sequences_G @ prompts_G) + len(batch.response_tokens)
@@ -195,7 +195,7 @@ def _with_batch(
         key=key,
         command=command,
         body=body,
-        num_tokens=replicated_tokens(batch),
+        num_tokens=unshared_tokens(batch),
     )
 
 

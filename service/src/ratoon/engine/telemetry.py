@@ -87,7 +87,7 @@ def _figures(policy_id: str, report: StepReport) -> list[Change]:
 
 def _batch(policy_id: str, report: StepReport) -> list[Change]:
     return [
-        metrics.TOKENS.sample(report.replicated_tokens, "replicated"),
+        metrics.TOKENS.sample(report.unshared_tokens, "unshared"),
         metrics.TOKENS.sample(report.packed_tokens, "packed"),
         metrics.TOKENS.sample(report.trained_tokens, "trained"),
         metrics.MICRO_BATCHES.sample(report.num_micro_batches),

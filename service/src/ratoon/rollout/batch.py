@@ -42,11 +42,13 @@ class RolloutBatch:
     # bool [S].
     sampler_is_raw: NDArray[np.bool_]
     truncated: NDArray[np.bool_]
-    # int64 [S]; -1: not said.
+    # int64 [S]; -1: not said. The oldest, where several versions sampled a rollout.
     policy_version: NDArray[np.int64]
     # float32 [S] in (0, 1], 1: off; int32 [S], 0: off.
     top_p: NDArray[np.float32]
     top_k: NDArray[np.int32]
+    # int64 [J]; -1: not said. None: of each token its rollout's.
+    token_version: NDArray[np.int64] | None = None
 
     @property
     def num_groups(self) -> int:

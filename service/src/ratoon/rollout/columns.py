@@ -16,6 +16,7 @@ from ratoon.errors import RatoonError, invalid
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.fields import RequestFields, first_true
 from ratoon.rollout.raw import RawRollout, SamplerLogprobsKind
+from ratoon.rollout.versions import sampled_versions
 
 # What rounding may leave of a probability of one.
 _LOGPROB_EPSILON = 1e-3
@@ -23,12 +24,13 @@ _LOGPROB_EPSILON = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingSettings:
-    """The columns of the same names of a `RolloutBatch`, each [S]."""
+    """The columns of the same names of a `RolloutBatch`, each [S] but token_version."""
 
     temperature: NDArray[np.float32]
     sampler_is_raw: NDArray[np.bool_]
     truncated: NDArray[np.bool_]
     policy_version: NDArray[np.int64]
+    token_version: NDArray[np.int64] | None
     top_p: NDArray[np.float32]
     top_k: NDArray[np.int32]
 
@@ -132,7 +134,6 @@ def sampling_settings(rollouts: Sequence[RawRollout], fields: RequestFields) -> 
     is_raw = np.zeros(len(rollouts), np.bool_)
     for s, rollout in enumerate(rollouts):
         _check_integer(rollout.top_k, np.iinfo(np.int32).max, s, "top_k", fields)
-        _check_integer(rollout.policy_version, np.iinfo(np.int64).max, s, "policy_version", fields)
         if rollout.sampler_logprobs is None or temperature[s] == 1.0:
             continue
         if rollout.sampler_logprobs_kind == SamplerLogprobsKind.UNSPECIFIED:
@@ -141,14 +142,13 @@ def sampling_settings(rollouts: Sequence[RawRollout], fields: RequestFields) -> 
                 path, "none", f"processed or raw, as the temperature is {rollout.temperature}"
             )
         is_raw[s] = rollout.sampler_logprobs_kind == SamplerLogprobsKind.RAW
-    versions = [
-        -1 if rollout.policy_version is None else rollout.policy_version for rollout in rollouts
-    ]
+    policy_version, token_version = sampled_versions(rollouts, fields)
     return SamplingSettings(
         temperature=temperature,
         sampler_is_raw=is_raw,
         truncated=np.array([rollout.truncated for rollout in rollouts], np.bool_),
-        policy_version=np.array(versions, np.int64),
+        policy_version=policy_version,
+        token_version=token_version,
         top_p=top_p,
         top_k=np.array([rollout.top_k or 0 for rollout in rollouts], np.int32),
     )

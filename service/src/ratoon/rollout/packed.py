@@ -80,7 +80,7 @@ class UpdatePlan:
     micro_batches: tuple[MicroBatch, ...]
     micro_batch_tokens: int
     # Of the whole plan: tokens and causal (query, key) pairs, each rollout alone against packed.
-    replicated_tokens: int
+    unshared_tokens: int
     packed_tokens: int
     replicated_pairs: int
     packed_pairs: int

@@ -32,7 +32,7 @@ from ratoon.rollout.waves import first_misplaced
 
 _COUNTS = (
     "micro_batch_tokens",
-    "replicated_tokens",
+    "unshared_tokens",
     "packed_tokens",
     "replicated_pairs",
     "packed_pairs",
@@ -97,7 +97,7 @@ def cheapest_plan(
             for part, work in zip(best.parts, best.works, strict=True)
         ),
         micro_batch_tokens=best.micro_batch_tokens,
-        replicated_tokens=int(sizes.lengths[places].sum()),
+        unshared_tokens=int(sizes.lengths[places].sum()),
         packed_tokens=sum(work.tokens for work in best.works),
         replicated_pairs=num_pairs(sizes.lengths[places]),
         packed_pairs=sum(work.pairs for work in best.works),

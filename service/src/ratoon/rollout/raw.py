@@ -46,6 +46,8 @@ class RawRollout:
     top_k: int | None
     policy_version: int | None
     truncated: bool
+    # (first response token, version) of each span, in order; none: `policy_version` alone.
+    version_spans: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -92,6 +92,12 @@ def _fresh(
         field = f"{sequence_field(batch.group_offsets, first)}.policy_version"
         got = int(batch.policy_version[first])
         raise invalid(field, got, f"at most {version}, the policy's, as staleness is bounded")
+    if batch.token_version is not None and (batch.token_version > version).any():
+        newest = int(batch.token_version.argmax())
+        s = int(np.searchsorted(batch.response_offsets, newest, side="right")) - 1
+        field = f"{sequence_field(batch.group_offsets, s)}.version_spans"
+        got = f"version {batch.token_version[newest]}"
+        raise invalid(field, got, f"at most {version}, the policy's, as staleness is bounded")
     is_stale = age > max_versions
     if refuse_stale and is_stale.any():
         first = int(is_stale.argmax())

@@ -49,6 +49,7 @@ _ARRAYS: Mapping[str, tuple[str, str]] = {
     "policy_version": ("<i8", "S"),
     "top_p": ("<f4", "S"),
     "top_k": ("<i4", "S"),
+    "token_version": ("<i8", "J"),
 }
 _OPTIONAL = frozenset(
     {
@@ -58,6 +59,7 @@ _OPTIONAL = frozenset(
         "rewards",
         "advantages",
         "token_weights",
+        "token_version",
     }
 )
 

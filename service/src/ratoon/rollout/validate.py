@@ -81,6 +81,7 @@ def validate_groups(groups: Sequence[RawGroup], limits: BatchLimits) -> RolloutB
         sampler_is_raw=settings.sampler_is_raw,
         truncated=settings.truncated,
         policy_version=settings.policy_version,
+        token_version=settings.token_version,
         top_p=settings.top_p,
         top_k=settings.top_k,
     )

@@ -203,6 +203,9 @@ class OptimRequest:
     max_grad_norm: float | None = None
     divide_by: DivideBy | None = None
     divide_constant: float | None = None
+    beta1: float | None = None
+    beta2: float | None = None
+    eps: float | None = None
     layer_grad_norms: bool = False
 
 

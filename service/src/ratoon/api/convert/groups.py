@@ -76,6 +76,7 @@ def _rollout(field: str, message: wire.Rollout, max_bytes: int) -> RawRollout:
             at_least(f"{field}.policy_version", message.policy_version, 0) if has_version else None
         ),
         truncated=message.truncated,
+        version_spans=tuple((span.first_token, span.version) for span in message.version_spans),
     )
 
 

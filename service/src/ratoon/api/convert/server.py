@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterable
 from importlib.metadata import version
+from typing import Any
 
 from google.protobuf.message import Message
 
@@ -32,6 +33,6 @@ def server_info(
     )
 
 
-def _named(message: type[Message], source: object) -> dict[str, object]:
+def _named(message: type[Message], source: object) -> dict[str, Any]:
     """The attributes of `source` that a message has fields for."""
     return {name: getattr(source, name) for name in message.DESCRIPTOR.fields_by_name}

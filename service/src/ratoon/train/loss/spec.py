@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 from ratoon.train.config import (
+    AdamWConfig,
     AdvantageKind,
     CorrectionMask,
     DivideBy,
@@ -154,6 +155,19 @@ class OptimStep:
     divisor: CounterDivisor | NoDivisor
     max_norm_to_step: float = math.inf
     layer_grad_norms: bool = False
+    # Of this step's AdamW; None: the policy's.
+    beta1: float | None = None
+    beta2: float | None = None
+    eps: float | None = None
+
+    def adamw(self, policy: AdamWConfig) -> AdamWConfig:
+        """The policy's, but for what this step has its own of."""
+        return AdamWConfig(
+            beta1=policy.beta1 if self.beta1 is None else self.beta1,
+            beta2=policy.beta2 if self.beta2 is None else self.beta2,
+            eps=policy.eps if self.eps is None else self.eps,
+            weight_decay=self.weight_decay,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -91,6 +91,7 @@ class MasterAdamW:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], config: AdamWConfig) -> None:
         self._masters = dict(parameters)
+        self._config = config
         # One pass over the state on a GPU; on a CPU the bits are those of the plain loop.
         is_fused = any(master.is_cuda for master in self._masters.values())
         # The fused step's own scale of gradients is a float32: too coarse for float64.
@@ -134,9 +135,12 @@ class MasterAdamW:
         if not (math.isfinite(norm) and norm <= step.max_norm_to_step):
             return StepOutcome(grad_norm=norm, skipped=True)
         self._scale(gradients, divisor, min(1.0, step.max_grad_norm / (norm + CLIP_EPSILON)))
+        config = step.adamw(self._config)
         for group in self._adamw.param_groups:
             group["lr"] = step.learning_rate
-            group["weight_decay"] = step.weight_decay
+            group["betas"] = (config.beta1, config.beta2)
+            group["eps"] = config.eps
+            group["weight_decay"] = config.weight_decay
         for name, master in self._masters.items():
             master.grad = sums[name]
         self._adamw.step()

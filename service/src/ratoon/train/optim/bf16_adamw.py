@@ -92,7 +92,7 @@ class Bf16AdamW:
             return StepOutcome(grad_norm=norm, skipped=True)
         clip = min(1.0, step.max_grad_norm / (norm + CLIP_EPSILON))
         number = self._live.num_steps + 1
-        numbers = _numbers(self._config, step, clip / divisor, number)
+        numbers = _numbers(step.adamw(self._config), step, clip / divisor, number)
         keys = keys_of(f"{self._seed}/{number}", 2)
         scalars = (
             self._upload(torch.tensor(numbers, dtype=torch.float32)),

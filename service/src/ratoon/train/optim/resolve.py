@@ -30,6 +30,11 @@ def check_optim(request: OptimRequest) -> None:
             request.weight_decay >= 0,
             "a finite number, at least 0",
         )
+    for name, beta in (("beta1", request.beta1), ("beta2", request.beta2)):
+        if beta is not None:
+            require(f"optim.{name}", beta, 0 <= beta < 1, "a number in [0, 1)")
+    if request.eps is not None:
+        require("optim.eps", request.eps, request.eps > 0, "a finite number above 0")
     if request.max_grad_norm is not None:
         require(
             "optim.max_grad_norm",
@@ -69,6 +74,9 @@ def resolve_optim(
         max_grad_norm=_resolve_max_grad_norm(request, divide_by),
         divisor=_resolve_divisor(request, divide_by),
         layer_grad_norms=request.layer_grad_norms,
+        beta1=request.beta1,
+        beta2=request.beta2,
+        eps=request.eps,
     )
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from ratoon.rollout.advantages import zero_variance_groups
 from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.versions import versions_of_tokens
 from ratoon.train.additive import Merged, Moments, largest, total
 from ratoon.train.prepare import Prepared
 
@@ -35,6 +36,9 @@ class BatchSums(Merged):
     dated_rollouts: float = total()
     staleness: float = total()
     staleness_max: float = largest()
+    # The same by response token, each by the version that sampled it.
+    dated_tokens: float = total()
+    token_staleness: float = total()
 
 
 def of_batch(batch: RolloutBatch) -> BatchSums:
@@ -64,6 +68,7 @@ def of_prepared(prepared: Prepared, version: int) -> BatchSums:
         advantages = Moments.of(columns.advantage_J[columns.counted_J])
     is_dated_S = selection.kept_S & (batch.policy_version >= 0)
     age = version - batch.policy_version[is_dated_S]
+    token_age = version - versions_of_tokens(batch, is_dated_S)
     return replace(
         of_batch(batch),
         advantages=advantages,
@@ -74,4 +79,6 @@ def of_prepared(prepared: Prepared, version: int) -> BatchSums:
         dated_rollouts=len(age),
         staleness=int(age.sum()),
         staleness_max=int(age.max(initial=0)),
+        dated_tokens=len(token_age),
+        token_staleness=int(token_age.sum()),
     )

@@ -186,6 +186,7 @@ def _with_batch(report: StepReport, sums: BatchSums) -> StepReport:
         response_length_max=int(sums.response_tokens_max),
         staleness_mean=_mean(sums.staleness, sums.dated_rollouts),
         staleness_max=int(sums.staleness_max) if sums.dated_rollouts else None,
+        token_staleness_mean=_mean(sums.token_staleness, sums.dated_tokens),
         dropped_stale=int(sums.dropped_stale),
         dropped_truncated=int(sums.dropped_truncated),
         dropped_zero_variance=int(sums.dropped_zero_variance),
@@ -203,15 +204,15 @@ def _with_packing(
     wall_s = seconds.plan + seconds.forward + seconds.backward
     return replace(
         report,
-        replicated_tokens=plan.replicated_tokens,
+        unshared_tokens=plan.unshared_tokens,
         packed_tokens=plan.packed_tokens,
-        token_reduction=plan.replicated_tokens / plan.packed_tokens if plan.packed_tokens else 0.0,
+        token_reduction=plan.unshared_tokens / plan.packed_tokens if plan.packed_tokens else 0.0,
         attention_pair_reduction=(
             plan.replicated_pairs / plan.packed_pairs if plan.packed_pairs else 0.0
         ),
         num_micro_batches=len(plan.micro_batches),
         seconds=seconds,
-        tokens_per_second=plan.replicated_tokens / wall_s if wall_s > 0 else 0.0,
+        tokens_per_second=plan.unshared_tokens / wall_s if wall_s > 0 else 0.0,
         hardware_mfu=usage.hardware_mfu,
         logical_mfu=usage.logical_mfu,
         peak_memory_bytes=usage.peak_memory_bytes,

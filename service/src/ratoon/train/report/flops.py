@@ -86,7 +86,7 @@ def logical_work(batch: RolloutBatch, plan: UpdatePlan) -> Work:
     length_S = sequence_lengths(batch)[run]
     trained_S = trained_lengths(batch, batch.loss_mask)[run]
     return Work(
-        tokens=plan.replicated_tokens, rows=int(trained_S.sum()), pairs=int((length_S**2).sum())
+        tokens=plan.unshared_tokens, rows=int(trained_S.sum()), pairs=int((length_S**2).sum())
     )
 
 

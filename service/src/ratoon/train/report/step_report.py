@@ -73,7 +73,7 @@ class StepReport:
     num_groups: int = 0
     num_sequences: int = 0
     trained_tokens: int = 0
-    replicated_tokens: int = 0
+    unshared_tokens: int = 0
     packed_tokens: int = 0
     token_reduction: float = 0.0
     attention_pair_reduction: float = 0.0
@@ -119,3 +119,4 @@ class StepReport:
     clamped_kls: int = 0
     clamped_sampler_gaps: int = 0
     zero_advantage_sequences: int = 0
+    token_staleness_mean: float | None = None

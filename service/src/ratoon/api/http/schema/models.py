@@ -128,7 +128,7 @@ def _requested() -> frozenset[str]:
 
 
 def _request_field(field: FieldDescriptor) -> tuple[Any, Any]:
-    kind = _LISTS.get(list_dtype(field)) or _type(field, _STRICT)
+    kind: Any = _LISTS.get(list_dtype(field)) or _type(field, _STRICT)
     if field.is_repeated:
         # Without the errors of the items behind the first that is wrong: there may be many.
         kind = Annotated[list[kind], Field(fail_fast=True)]
@@ -162,7 +162,8 @@ def _type(field: FieldDescriptor, scalars: Mapping[int, Any]) -> Any:
 
 @cache
 def _enum(enum: EnumDescriptor) -> type[StrEnum]:
-    made = StrEnum(enum.name, {name.upper(): name for name in enum_names(enum)})
+    members = {name.upper(): name for name in enum_names(enum)}
+    made = cast("type[StrEnum]", StrEnum(enum.name, members))
     own = [
         f"`{enum_name(enum, value.number)}`: {text}"
         for value in enum.values
