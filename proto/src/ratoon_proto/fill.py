@@ -82,7 +82,7 @@ def _items(values: Any) -> Iterable[tuple[str, Any]]:
     if is_dataclass(values):
         return ((field.name, getattr(values, field.name)) for field in fields(values))
     if isinstance(values, str | list | tuple):
-        raise TypeError(f"{type(values).__name__} has no names")
+        raise TypeError("a value without names")
     return cast("Any", dict(values)).items()
 
 
