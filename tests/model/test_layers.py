@@ -225,6 +225,7 @@ def test_ranges_of_tokens_follow_one_another() -> None:
     assert num_ranges == 8
 
 
+@pytest.mark.more
 def test_adapters_are_part_of_the_graphs(tmp_path: Path, graphs: list[GraphModule]) -> None:
     base = write_folder(tmp_path / "base", "qwen3")
     models = [
@@ -246,6 +247,7 @@ def test_adapters_are_part_of_the_graphs(tmp_path: Path, graphs: list[GraphModul
     assert len(graphs) == 3
 
 
+@pytest.mark.more
 def test_experts_in_groups_are_part_of_the_graphs(
     tmp_path: Path, graphs: list[GraphModule]
 ) -> None:
@@ -266,6 +268,7 @@ def test_experts_in_groups_are_part_of_the_graphs(
     assert 0 < len(graphs) <= 2
 
 
+@pytest.mark.more
 def test_models_of_other_sizes_compile_in_one_process(
     tmp_path: Path, graphs: list[GraphModule]
 ) -> None:

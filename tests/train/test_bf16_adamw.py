@@ -93,6 +93,7 @@ def test_training_ends_within_the_seed_noise_of_float32_states(kind: OptimizerSt
 
 
 @pytest.mark.parametrize("kind", NARROW)
+@pytest.mark.more
 def test_rounding_to_nearest_would_fail_the_bound(
     kind: OptimizerStates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,6 +196,7 @@ def test_chunks_change_no_bit(kind: OptimizerStates, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("kind", list(OptimizerStates))
+@pytest.mark.more
 def test_shapes_of_parameters_share_compiled_steps(
     kind: OptimizerStates, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,6 +39,7 @@ def test_packed_error_is_that_of_replicated_runs(pairs: list[Pair], forest: Fore
     assert_as_near_as_replicated(found)
 
 
+@pytest.mark.more
 def test_a_loss_of_precision_is_seen(pairs: list[Pair], monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention of more than one rollout rounds its output to 4 bits: far over the bound."""
     forward = block_flash.block_forward
