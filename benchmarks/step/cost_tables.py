@@ -23,7 +23,7 @@ from benchmarks.step.rows import (
     replicated_of,
     unshared_of,
 )
-from ratoon.model.costs import H200_RATES, DeviceRates
+from ratoon.model.device_costs import H200_RATES, DeviceRates
 
 _CROSSOVER_NOTE = (
     "shared, and unshared (each rollout whole), are by the same kernel, and so is the prediction "

@@ -21,14 +21,14 @@ from benchmarks.step.timing import release, require_time
 from benchmarks.step.updates import open_trainer
 from benchmarks.step.ways import Ways
 from ratoon.model.activation_plan import Kept, most_tokens
-from ratoon.model.costs import H200_RATES
+from ratoon.model.device_costs import H200_RATES
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.costs import CostModel
 from ratoon.rollout.costs import measure as measure_sizes
-from ratoon.rollout.gate import planned_prefixes
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.plan import make_plan
 from ratoon.rollout.prefixes import sort_sequences
+from ratoon.rollout.sharing import planned_prefixes
 from ratoon.rollout.waves import peak_tokens
 from ratoon.train.config import (
     LossKind,

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from benchmarks.step.rows import Row
 from ratoon.model.activation_plan import DecoderSizes
-from ratoon.model.costs import H200_RATES, DeviceRates, device_costs
+from ratoon.model.device_costs import H200_RATES, DeviceRates, device_costs
 from ratoon.rollout.costs import Work
 from ratoon.rollout.packed import Stage
 

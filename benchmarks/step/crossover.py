@@ -24,7 +24,7 @@ from benchmarks.step.sizes import ModelSize
 from benchmarks.step.subjects import Way
 from benchmarks.step.ways import Plan, Ways, compare_ways, sample_in_turns
 from ratoon.model.activation_plan import DecoderSizes
-from ratoon.model.costs import H200_RATES, device_costs
+from ratoon.model.device_costs import H200_RATES, device_costs
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.costs import CostModel, Work
 from ratoon.rollout.plan import make_plan

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.step.run import FULL
 from ratoon.model.activation_plan import Kept
-from ratoon.model.costs import (
+from ratoon.model.device_costs import (
     H200_RATES,
     device_costs,
     recompute_s,

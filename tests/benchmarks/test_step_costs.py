@@ -31,7 +31,7 @@ from benchmarks.step.run import FULL, SMALL, Run
 from benchmarks.step.sizes import QWEN3_8B, TINY
 from benchmarks.step.targets import Target, targets
 from ratoon.model.activation_plan import DecoderSizes
-from ratoon.model.costs import H200_RATES, DeviceRates, device_costs
+from ratoon.model.device_costs import H200_RATES, DeviceRates, device_costs
 from ratoon.rollout.costs import Work
 from ratoon.rollout.packed import Stage
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ratoon.errors import RatoonError
 from ratoon.model.activation_plan import DecoderSizes, Kept, peak_bytes, plan_activations
-from ratoon.model.costs import H200_RATES, device_costs, with_recompute
+from ratoon.model.device_costs import H200_RATES, device_costs, with_recompute
 from ratoon.model.stage_plan import HeldTokens, plan_forward
 from ratoon.model.token_limits import candidate_tokens, token_limits
 from ratoon.rollout.batch import RolloutBatch

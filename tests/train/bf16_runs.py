@@ -118,18 +118,18 @@ FORESTS: tuple[Forest, ...] = (one_prompt, several_groups, tree)
 class Pair:
     """A bfloat16 trainer and a float32 one of the same numbers."""
 
-    narrow: Trainer
+    low_precision: Trainer
     wide: Trainer
 
 
 def make_pair(preset: str, seed: int, *, device: str, backend: str) -> Pair:
     """`backend` is the bfloat16 side's; the float32 side is the reference's."""
-    narrow = _trainer(preset, seed, ModelDtype.BFLOAT16, device, backend)
+    low_precision = _trainer(preset, seed, ModelDtype.BFLOAT16, device, backend)
     wide = _trainer(preset, seed, ModelDtype.FLOAT32, device, "reference")
-    rounded = narrow.model.named_trainable()
+    rounded = low_precision.model.named_trainable()
     for name, parameter in wide.model.named_trainable().items():
         parameter.data.copy_(rounded[name].data)
-    return Pair(narrow=narrow, wide=wide)
+    return Pair(low_precision=low_precision, wide=wide)
 
 
 def _trainer(preset: str, seed: int, dtype: ModelDtype, device: str, backend: str) -> Trainer:
@@ -174,14 +174,17 @@ def _errors(run: Run, truth: Run) -> dict[str, float]:
 
 def compare(pair: Pair, forest: Forest, seed: int) -> Comparison:
     """Both bfloat16 runs of one forest against float32."""
-    narrow, wide = pair.narrow, pair.wide
+    low_precision, wide = pair.low_precision, pair.wide
     batch = validate_groups(forest(np.random.default_rng(seed)), builders.limits())
     loss = make_loss(batch, LossKind.REINFORCE)
-    plan = narrow.prepare(batch, loss).plan
+    plan = low_precision.prepare(batch, loss).plan
     assert len(plan.micro_batches) == 1
     apart = _replicated(batch, plan)
     truth = _run(wide, batch, loss, apart)
-    packed, replicated = _run(narrow, batch, loss, plan), _run(narrow, batch, loss, apart)
+    packed, replicated = (
+        _run(low_precision, batch, loss, plan),
+        _run(low_precision, batch, loss, apart),
+    )
     packed_errors, replicated_errors = _errors(packed, truth), _errors(replicated, truth)
     norm = math.hypot(*(float(tensor.norm()) for tensor in truth.gradients.values()))
     ratios = {name: packed_errors[name] / replicated_errors[name] for name in packed_errors}

@@ -18,7 +18,7 @@ from ratoon.train.optim.choice import make_optimizer
 
 CONFIG = AdamWConfig(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.01)
 # Whose bfloat16 weights are all there is.
-NARROW = (OptimizerStates.BF16_STOCHASTIC, OptimizerStates.BF16_8BIT)
+WITHOUT_MASTERS = (OptimizerStates.BF16_STOCHASTIC, OptimizerStates.BF16_8BIT)
 SPLIT = (OptimizerStates.BF16_SPLIT, OptimizerStates.BF16_SPLIT_8BIT)
 _WIDTH = 64
 _BATCH = 64

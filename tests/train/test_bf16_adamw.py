@@ -24,8 +24,8 @@ from ratoon.train.optim.choice import make_optimizer
 from ratoon.train.optim.rounding import decode_positive, decode_signed
 from tests.train.optimizer_runs import (
     CONFIG,
-    NARROW,
     SPLIT,
+    WITHOUT_MASTERS,
     copied,
     make_gradients,
     make_parameters,
@@ -85,14 +85,14 @@ def _shift(runs: tuple[tuple[float, float], ...]) -> float:
     return statistics.mean(mine[1] - theirs[1] for mine, theirs in pairs)
 
 
-@pytest.mark.parametrize("kind", NARROW + SPLIT)
+@pytest.mark.parametrize("kind", WITHOUT_MASTERS + SPLIT)
 def test_training_ends_within_the_seed_noise_of_float32_states(kind: OptimizerStates) -> None:
     runs = _losses(kind)
     assert all(after < 0.5 * before for before, after in runs)
     assert abs(_shift(runs)) <= _seed_noise()
 
 
-@pytest.mark.parametrize("kind", NARROW)
+@pytest.mark.parametrize("kind", WITHOUT_MASTERS)
 @pytest.mark.more
 def test_rounding_to_nearest_would_fail_the_bound(
     kind: OptimizerStates, monkeypatch: pytest.MonkeyPatch

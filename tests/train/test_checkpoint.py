@@ -26,9 +26,9 @@ from ratoon.train.config import (
     OptimRequest,
     ReferenceKind,
 )
+from ratoon.train.gradient_window import WindowState
 from ratoon.train.loss.resolve import resolve_loss, resolve_optim
 from ratoon.train.trainer import Trainer
-from ratoon.train.window import WindowState
 from tests import builders
 from tests.train.trainer_runs import make_trainer, weights_of
 

@@ -43,7 +43,7 @@ def test_packed_error_is_that_of_replicated_runs(pairs: list[Pair], forest: Fore
 def test_the_self_check_is_quiet_and_leaves_the_bits(pairs: list[Pair], forest: Forest) -> None:
     """In both dtypes: the window's sums after it are those of a run without it."""
     batch = validate_groups(forest(np.random.default_rng(7)), builders.limits())
-    for trainer in (pairs[0].narrow, pairs[0].wide):
+    for trainer in (pairs[0].low_precision, pairs[0].wide):
         loss = make_loss(batch, LossKind.GRPO)
         plan = trainer.prepare(batch, loss).plan
         plain_spec, sums = trainer.spec, []

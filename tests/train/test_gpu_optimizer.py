@@ -18,8 +18,8 @@ from ratoon.train.optim.choice import Optimizer, make_optimizer
 from ratoon.train.optim.rounding import decode_positive, decode_signed, join_float32
 from tests.train.optimizer_runs import (
     CONFIG,
-    NARROW,
     SPLIT,
+    WITHOUT_MASTERS,
     copied,
     make_gradients,
     make_parameters,
@@ -93,7 +93,7 @@ def test_split_masters_step_as_float32_ones_bit_for_bit(
             assert torch.equal(mine.tensors()[field][name], theirs.tensors()[field][name]), name
 
 
-@pytest.mark.parametrize("kind", [*NARROW, OptimizerStates.BF16_SPLIT_8BIT])
+@pytest.mark.parametrize("kind", [*WITHOUT_MASTERS, OptimizerStates.BF16_SPLIT_8BIT])
 def test_compiled_step_takes_the_roundings_of_the_cpu(kind: OptimizerStates) -> None:
     """The same words: what differs is where float32 results differ in their last bits."""
     gpu = _run(_optimizer(kind, _DEVICE), _DEVICE, range(1))
@@ -199,7 +199,7 @@ def test_extreme_gradients_step_as_on_the_cpu(
         assert not optimizer.step(sums, 2.0, optim_step(max_grad_norm=limit)).skipped
         states.append({name: t.cpu() for name, t in optimizer.state().weights.items()})
     for name, weight in states[0].items():
-        # Where the narrow states differ it is by an ulp, in few places.
+        # Where the low-precision states differ it is by an ulp, in few places.
         difference = (weight.double() - states[1][name].double()).abs()
         differs = difference > 1e-6 + 1e-5 * weight.abs().double()
         assert differs.double().mean().item() <= (0.0 if kind is OptimizerStates.FP32 else 0.01)

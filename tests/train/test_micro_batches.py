@@ -9,7 +9,7 @@ import pytest
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.spec import FolderBase
 from ratoon.rollout.packed import Stage, UpdatePlan
-from ratoon.train.window import WindowState
+from ratoon.train.gradient_window import WindowState
 from tests.train.trainer_runs import make_batch, make_loss, make_trainer
 
 

@@ -14,11 +14,11 @@ from ratoon.model.activation_plan import Kept, most_tokens
 from ratoon.model.spec import FolderBase
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.costs import CostModel, SequenceSizes, measure
-from ratoon.rollout.gate import planned_prefixes
 from ratoon.rollout.limits import NO_LIMITS
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.plan import plan_from_dict, plan_to_dict
 from ratoon.rollout.prefixes import SortedPrefixes, sort_sequences
+from ratoon.rollout.sharing import planned_prefixes
 from ratoon.rollout.validate import validate_groups
 from ratoon.train import prepare
 from ratoon.train.config import LossKind, SharedTokens

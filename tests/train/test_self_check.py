@@ -19,11 +19,11 @@ from ratoon.rollout.waves import cut_into_stages
 from ratoon.train import passes, self_check
 from ratoon.train.config import KlConfig, KlKind, LossKind, ReferenceKind, SharedTokens
 from ratoon.train.device_batch import to_device
+from ratoon.train.gradient_window import WindowState
 from ratoon.train.passes import train_rows
 from ratoon.train.report.step_report import SelfCheckReport, StepReport
 from ratoon.train.self_check import LIMITS, sample_rollout
 from ratoon.train.trainer import Trainer
-from ratoon.train.window import WindowState
 from tests.tiny_models import write_folder
 from tests.train.test_equivalence_mutations import _mask_off_by_one, _packed_index_as_position
 from tests.train.trainer_runs import (

@@ -17,8 +17,8 @@ from ratoon.train.optim.choice import Optimizer, choose_states, make_optimizer
 from ratoon.train.optim.rounding import join_float32, split_float32
 from tests.train.optimizer_runs import (
     CONFIG,
-    NARROW,
     SPLIT,
+    WITHOUT_MASTERS,
     make_gradients,
     make_parameters,
     optim_step,
@@ -122,7 +122,7 @@ def test_updates_with_8bit_moments_are_as_noisy_as_their_moments() -> None:
         assert cosine > 0.995
 
 
-@pytest.mark.parametrize("kind", NARROW)
+@pytest.mark.parametrize("kind", WITHOUT_MASTERS)
 def test_without_masters_the_rounding_is_larger_than_the_update(kind: OptimizerStates) -> None:
     """Of the curve in docs/decisions/0008: what the warning below 1e-5 is about."""
     assert _error(kind, 1e-6, 100) == pytest.approx((3.15, 0.30), rel=0.05)

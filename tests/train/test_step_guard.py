@@ -19,12 +19,12 @@ from ratoon.train.config import (
     OldLogprobsKind,
     OptimizerStates,
 )
+from ratoon.train.gradient_window import WindowState
 from ratoon.train.loss.sums import LossSums
 from ratoon.train.optim.choice import make_optimizer
 from ratoon.train.optim.step_guard import WARNINGS, reason_in_sums
 from ratoon.train.report.step_report import SkipReason, StepReport
 from ratoon.train.trainer import Trainer
-from ratoon.train.window import WindowState
 from tests import builders
 from tests.train.optimizer_runs import CONFIG, make_gradients, make_parameters, optim_step
 from tests.train.trainer_runs import (

@@ -20,8 +20,8 @@ from ratoon.train.config import (
     StalenessAction,
     TokenWeight,
 )
+from ratoon.train.gradient_window import WindowState
 from ratoon.train.report.step_report import SkipReason
-from ratoon.train.window import WindowState
 from tests import builders
 from tests.train.trainer_runs import (
     FROZEN,

@@ -25,8 +25,8 @@ from ratoon.train.config import (
     SharedTokens,
     TokenWeight,
 )
+from ratoon.train.gradient_window import WindowState
 from ratoon.train.trainer import Trainer
-from ratoon.train.window import WindowState
 from tests import builders
 from tests.train.trainer_runs import (
     FROM_FORWARD,
@@ -205,19 +205,19 @@ def test_repeated_updates_give_the_same_bits(base: FolderBase) -> None:
 def test_every_loss_trains_in_bfloat16(base: FolderBase, kind: LossKind) -> None:
     """Its gradient sums are near those of the same weights in float64, and a step is applied."""
     batch = make_batch(14, outcome="none" if kind is LossKind.CROSS_ENTROPY else "advantages")
-    narrow, wide = make_trainer(base, dtype=ModelDtype.BFLOAT16), make_trainer(base)
+    low_precision, wide = make_trainer(base, dtype=ModelDtype.BFLOAT16), make_trainer(base)
     with torch.no_grad():
         for name, parameter in wide.model.named_trainable().items():
-            parameter.copy_(narrow.model.named_trainable()[name])
+            parameter.copy_(low_precision.model.named_trainable()[name])
     loss = make_loss(batch, kind, token_weight=TokenWeight.PER_TOKEN)
     constant = 3.0 if kind is LossKind.DR_GRPO else None
     by = DivideBy.TOKENS if constant is None else DivideBy.CONSTANT
-    step = make_step(narrow, loss, divide_by=by, divide_constant=constant)
+    step = make_step(low_precision, loss, divide_by=by, divide_constant=constant)
     reports = [
         trainer.update(batch, loss, step, trainer.prepare(batch, loss).plan)
-        for trainer in (narrow, wide)
+        for trainer in (low_precision, wide)
     ]
-    assert narrow.version == 1
+    assert low_precision.version == 1
     assert reports[0].grad_norm == pytest.approx(reports[1].grad_norm, rel=0.1)
     assert reports[0].loss == pytest.approx(reports[1].loss, rel=0.1, abs=0.02)
 

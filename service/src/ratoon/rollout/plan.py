@@ -22,11 +22,11 @@ from ratoon.rollout.costs import (
     measure,
     num_pairs,
 )
-from ratoon.rollout.gate import share_as_planned, unshared_places
 from ratoon.rollout.limits import NO_LIMITS, TokenLimits
 from ratoon.rollout.packed import MicroBatch, Stage, UpdatePlan
 from ratoon.rollout.prefixes import SortedPrefixes
 from ratoon.rollout.ragged import group_of_sequence, sequence_lengths
+from ratoon.rollout.sharing import share_as_planned, unshared_places
 from ratoon.rollout.split import GroupSplitter, Part
 from ratoon.rollout.waves import first_misplaced
 

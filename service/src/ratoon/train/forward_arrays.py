@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from ratoon.errors import invalid
 from ratoon.model.policy_model import PolicyModel
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.gate import planned_prefixes
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.prefixes import sort_sequences
+from ratoon.rollout.sharing import planned_prefixes
 from ratoon.train.config import OldLogprobsKind
 from ratoon.train.loss.spec import Loss
 from ratoon.train.micro_batches import PassHooks

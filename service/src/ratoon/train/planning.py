@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ratoon.model.activation_plan import DecoderSizes
-from ratoon.model.costs import H200_RATES, DeviceRates, device_costs, with_recompute
+from ratoon.model.device_costs import H200_RATES, DeviceRates, device_costs, with_recompute
 from ratoon.model.token_limits import candidate_tokens, token_limits
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.costs import DEFAULT_COSTS, CostModel

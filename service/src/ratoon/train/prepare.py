@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from ratoon.rollout import advantages as group_advantages
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.gate import planned_prefixes
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.prefixes import SortedPrefixes, sort_sequences
 from ratoon.rollout.selection import (
@@ -28,6 +27,7 @@ from ratoon.rollout.selection import (
     trained_lengths,
     trained_mask,
 )
+from ratoon.rollout.sharing import planned_prefixes
 from ratoon.train.config import (
     AdvantageKind,
     KlKind,

@@ -27,6 +27,7 @@ from ratoon.rollout.prefixes import sort_sequences
 from ratoon.train import prepare
 from ratoon.train.checkpoint import Snapshot, load_checkpoint
 from ratoon.train.forward_arrays import ForwardArrays, check_forward_logprobs, run_forward
+from ratoon.train.gradient_window import GradientWindow, Totals, WindowState
 from ratoon.train.loss.spec import Loss, Normalisation, OptimStep
 from ratoon.train.micro_batches import PassHooks, never_cancelled, no_progress
 from ratoon.train.numerics import (
@@ -51,7 +52,6 @@ from ratoon.train.report.step_report import PhaseSeconds, StepReport
 from ratoon.train.report.usage import UsageMeter
 from ratoon.train.self_check import SelfCheckOutcome, is_due, run_self_check
 from ratoon.train.spec import TrainerSpec
-from ratoon.train.window import GradientWindow, Totals, WindowState
 
 
 class Trainer:

@@ -12,6 +12,7 @@ import torch
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.train.config import DivideBy
+from ratoon.train.gradient_window import Totals, divide_number
 from ratoon.train.loss.clamp import clamp_k3
 from ratoon.train.loss.histogram import quantile
 from ratoon.train.loss.spec import CounterDivisor, NoDivisor
@@ -23,7 +24,6 @@ from ratoon.train.report.batch_sums import BatchSums, of_batch
 from ratoon.train.report.step_report import PhaseSeconds, StepReport
 from ratoon.train.report.usage import Usage
 from ratoon.train.self_check import SelfCheckOutcome
-from ratoon.train.window import Totals, divide_number
 
 
 def forward_backward_report(

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from ratoon.model.activation_plan import Kept
-from ratoon.model.costs import (
+from ratoon.model.device_costs import (
     H200_RATES,
     DeviceRates,
     device_costs,

@@ -14,10 +14,10 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.costs import DEFAULT_COSTS, CostModel, measure
 from ratoon.rollout.forest import build_forest
-from ratoon.rollout.gate import planned_prefixes, unshared_places
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.plan import make_plan, plan_from_dict, plan_to_dict
 from ratoon.rollout.prefixes import sort_sequences
+from ratoon.rollout.sharing import planned_prefixes, unshared_places
 from ratoon.rollout.validate import validate_groups
 from tests.builders import group, limits, rollout
 from tests.rollout.strategies import CHECKED, batches
