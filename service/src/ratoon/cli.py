@@ -142,7 +142,7 @@ def create_key(
     ] = None,
     note: Annotated[str, typer.Option(help="What the key is for; `list` shows it.")] = "",
     rate: Annotated[
-        float | None, typer.Option(help="Requests a second, over all processes and wires.")
+        float | None, typer.Option(help="Requests per second, over all processes and wires.")
     ] = None,
     burst: Annotated[int | None, typer.Option(help="Requests at once, after a pause.")] = None,
     tokens_per_minute: Annotated[int | None, typer.Option(help=QUOTA_HELP)] = None,

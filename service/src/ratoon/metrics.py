@@ -123,7 +123,7 @@ RATIO_QUANTILE = _gauge(
     "ratoon_ratio_quantile", "Quantiles of the importance ratio.", POLICY_LABEL, "quantile"
 )
 TOKEN_RATE = _gauge(
-    "ratoon_tokens_per_second", "Replicated tokens a second, newest batch.", POLICY_LABEL
+    "ratoon_tokens_per_second", "Replicated tokens per second, newest batch.", POLICY_LABEL
 )
 PEAK_MEMORY = _gauge("ratoon_peak_memory_bytes", "Most memory that a step has taken.", POLICY_LABEL)
 SELF_CHECKS = _counter(
@@ -185,9 +185,9 @@ REPORT_GAUGES: Mapping[str, tuple[Metric, tuple[str, ...]]] = {
     **{
         name: (_gauge(f"ratoon_{name}", text, POLICY_LABEL), ())
         for name, text in (
-            ("kl", "KL estimate to the reference, nats a token."),
-            ("old_kl", "KL estimate of the old policy to this one, nats a token."),
-            ("sampler_kl", "KL estimate of the sampler to the policy, nats a token."),
+            ("kl", "KL estimate to the reference, nats per token."),
+            ("old_kl", "KL estimate of the old policy to this one, nats per token."),
+            ("sampler_kl", "KL estimate of the sampler to the policy, nats per token."),
             ("sampler_gap_mean", "Mean of log-prob less the sampler's, nats."),
             ("sampler_gap_abs_mean", "Mean distance of log-prob and the sampler's, nats."),
             ("sampler_gap_max", "Largest distance of log-prob and the sampler's, nats."),
