@@ -14,7 +14,7 @@ from typing import Any, cast
 from ratoon.config import CheckpointConfig, LimitsConfig
 from ratoon.engine.store import SqlStore
 from ratoon.engine.tables import open_database
-from ratoon.engine.tasks import Outcome, WorkerTask
+from ratoon.engine.tasks import Outcome, Task
 from ratoon.engine.trainer_port import TrainerPort
 from ratoon.engine.types import (
     OnChangedNumerics,
@@ -80,7 +80,7 @@ class TrainingWorker(LocalWorker):
         self.real.append(Trainer.create(spec))
         return self.real[-1]
 
-    async def apply(self, token: int, task: WorkerTask) -> Outcome:
+    async def apply(self, token: int, task: Task) -> Outcome:
         def apply() -> Outcome:
             outcome = self.core.apply(token, task)
             self.digests[task.seq] = digests_of(self.real[-1])

@@ -110,7 +110,7 @@ def life_record(
         command=None,
         body_digest="",
         state=JournalState.ACCEPTED,
-        plan=None,
+        choices=None,
         result=None,
         version=None,
         weights_digest="",

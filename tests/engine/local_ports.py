@@ -16,16 +16,12 @@ from ratoon.engine.journal import (
 from ratoon.engine.store_calls import Journal
 from ratoon.engine.tables import open_database
 from ratoon.engine.tasks import (
-    BatchCommand,
-    ForwardBackwardTask,
-    ForwardTask,
     Loaded,
     LoadRequest,
-    OldLogprobsSource,
     Outcome,
+    Task,
     WorkerLostError,
     WorkerStatus,
-    WorkerTask,
 )
 from ratoon.engine.types import Progress
 from ratoon.engine.worker import WorkerCore
@@ -73,12 +69,13 @@ class LocalJournal(Journal):
         self.is_away = False
 
     async def ask(self, name: str, call: Callable[[], T]) -> T:
-        if self.is_away and name in ("accept", "begin", "end", "cover"):
+        if self.is_away and name in ("accept", "end", "cover"):
             raise JournalAwayError("away")
         self._answer(f"before {name}")
         result = call()
-        # Without a checkpoint nothing is asked that anybody would miss.
-        if name != "cover" or None not in cast("partial[T]", call).args:
+        # Without a checkpoint, or a step's report, nothing is asked that anybody would miss.
+        args = cast("partial[T]", call).args
+        if name not in ("cover", "set_published") or (len(args) == 4 and None not in args):
             self._answer(name)
         return result
 
@@ -149,21 +146,16 @@ class LocalWorker:
     async def load(self, token: int, request: LoadRequest) -> Loaded:
         return await self._run(lambda: self.core.load(token, self.policy_id, request))
 
-    async def prepare(
-        self, token: int, command: BatchCommand, body_path: str, old_logprobs: OldLogprobsSource
-    ) -> dict[str, object]:
-        return await self._run(lambda: self.core.prepare(token, command, body_path, old_logprobs))
-
-    async def apply(self, token: int, task: WorkerTask) -> Outcome:
+    async def apply(self, token: int, task: Task) -> Outcome:
         return await self._run(lambda: self.core.apply(token, task))
 
     async def skip(self, token: int, seq: int, outcome: Outcome) -> None:
         await self._run(lambda: self.core.skip(token, seq, outcome))
 
-    async def forward(self, token: int, task: ForwardTask) -> Outcome:
+    async def forward(self, token: int, task: Task) -> Outcome:
         return await self._run(lambda: self.core.forward(token, task))
 
-    async def restore(self, token: int, tasks: tuple[ForwardBackwardTask, ...]) -> None:
+    async def restore(self, token: int, tasks: tuple[Task, ...]) -> None:
         if self.loses_restore:
             self.loses_restore = False
             raise ConnectionError("the call was lost")

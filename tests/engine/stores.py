@@ -10,6 +10,7 @@ from ratoon.engine.journal import JournalState, OperationEnd, OperationRecord
 from ratoon.engine.numerics import Numerics
 from ratoon.engine.store import SqlStore
 from ratoon.engine.tables import open_database
+from ratoon.engine.tasks import Choices
 from ratoon.engine.types import CheckpointInfo, OperationKind, StepResult
 from ratoon.train.report.step_report import StepReport
 from tests.engine.harness import forward_backward, life_record, optim_step, policy_spec, update
@@ -65,10 +66,11 @@ def end_of(seq: int, version: int, **changes: object) -> OperationEnd:
         operation_id=f"p.{seq}",
         state=JournalState.APPLIED,
         result=StepResult(version=version, report=StepReport(loss=0.5)),
-        finished_at=9.0,
         version=version,
-        weights_digest="",
+        started_at=5.0,
+        finished_at=9.0,
+        choices=Choices(plan={"micro_batches": [1]}, next_version=version),
+        numerics=NUMERICS,
         frees_window=True,
-        checkpoint=None,
     )
     return replace(end, **changes)

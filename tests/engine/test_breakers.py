@@ -210,8 +210,6 @@ def test_every_reason_but_a_lack_of_tokens_counts() -> None:
     for reason in SkipReason:
         expected = 0 if reason is SkipReason.NO_TOKENS else 1
         assert skipped_in_row([_step(reason)]) == expected, reason
-    # As they were journaled before there were reasons.
-    assert skipped_in_row([_step(None)]) == 0
 
 
 def test_what_leaves_the_weights_leaves_the_run() -> None:

@@ -135,7 +135,7 @@ async def test_bodies_since_the_oldest_that_is_kept_are_kept(make_machine: MakeM
     assert machine.bodies == {digest_of(2), digest_of(3)}
     records = machine.journal.store.records_from("p", 1)
     assert [record.command is None for record in records] == [True, False, False]
-    assert [record.plan is None for record in records] == [True, False, False]
+    assert [record.choices is None for record in records] == [True, False, False]
     again = await machine.end(await machine.update(1, 1))
     assert again.operation_id == records[0].operation_id
 

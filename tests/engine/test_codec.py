@@ -11,6 +11,7 @@ from dataclasses import is_dataclass, replace
 import pytest
 
 from ratoon.engine.codec import TAGS, from_text, payload_hash, to_text
+from ratoon.engine.tasks import Choices
 from ratoon.engine.types import (
     CheckpointInfo,
     Command,
@@ -101,6 +102,7 @@ REPORT = StepReport(
             checkpoint_id="c", version=1, seq=2, replay_from_seq=1, created_at=1.5, size_bytes=9
         ),
         EmptyResult(),
+        Choices(plan={"micro_batches": [[0, 1]]}, old_logprobs="00.1", next_version=3),
         FailedResult(error=RatoonError(ErrorCode.SEQ_GAP, "m", details={"type": "x"}).to_dict()),
     ],
     ids=lambda value: type(value).__name__,
@@ -157,7 +159,7 @@ def test_the_name_of_a_class_is_nowhere_in_the_journal(rename: Callable[[], None
 
 
 def test_all_that_is_journaled_has_one_tag() -> None:
-    journaled = set(_classes(PolicySpec | ModelInfo | Command | OperationResult))
+    journaled = set(_classes(PolicySpec | ModelInfo | Command | Choices | OperationResult))
     assert journaled == set(TAGS.values())
     assert len(TAGS) == len(journaled)
 

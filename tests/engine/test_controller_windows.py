@@ -152,4 +152,4 @@ async def test_bodies_live_as_long_as_their_window(machine: Machine) -> None:
         (await machine.forward_backward(1, 10)).operation_id
     )
     assert first is not None
-    assert (first.command, first.plan) == (None, None)
+    assert (first.command, first.choices) == (None, None)

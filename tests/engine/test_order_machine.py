@@ -44,7 +44,7 @@ from tests.engine.harness import Machine, policy_spec
 from tests.engine.order_model import KINDS, Call, OrderModel
 
 T = TypeVar("T")
-WRITES = ("accept", "begin", "before end", "end", "amend")
+WRITES = ("accept", "before end", "end", "set_published")
 GAP_WAIT_S = 0.01
 # Only what hangs takes that long; a build that is broken on purpose is given less.
 END_S = 120.0

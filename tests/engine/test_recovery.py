@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,6 +56,18 @@ async def settled(machine: Machine) -> None:
         return checkpointer.wait_s() != 0.0 and (landing is None or landing.done())
 
     await until(is_at_rest)
+
+
+def hold_end(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Ends are journaled once the event is set."""
+    end, may_end = machine.journal.end, asyncio.Event()
+
+    async def slow_end(*args: Any) -> None:
+        await may_end.wait()
+        await end(*args)
+
+    monkeypatch.setattr(machine.journal, "end", slow_end)
+    return may_end
 
 
 def counted(machine: Machine, metric: Metric) -> list[str]:
@@ -124,14 +137,49 @@ async def test_choices_that_were_journaled_are_not_made_anew(make_machine: MakeM
     """Another cut, on a worker with other memory, would be other sums of the same gradients."""
     machine = await replaying(make_machine)
     await machine.end(await machine.update(1, 1))
-    machine.crashes.armed[CrashPoint.ENGINE_AFTER_BEGIN] = 1
-    begun = await machine.update(2, 2)
-    await until(lambda: machine.crashes.hits)
     machine.faults.plan_tokens = 32
     await lose_worker(machine)
-    await machine.end(begun)
-    await machine.end(await machine.update(3, 3))
-    assert [plan.micro_batch_tokens for plan in machine.worker.trainer.plans] == [64, 64, 32]
+    await machine.end(await machine.update(2, 2))
+    assert [plan.micro_batch_tokens for plan in machine.worker.trainer.plans] == [64, 32]
+
+
+@pytest.mark.parametrize("loses_worker", [False, True])
+async def test_a_plan_that_only_the_worker_has_is_kept_as_long_as_the_worker(
+    make_machine: MakeMachine, loses_worker: bool
+) -> None:
+    """It is of an operation that has an effect and no end; without the worker it has neither."""
+    machine = await replaying(make_machine)
+    machine.crashes.armed[CrashPoint.ENGINE_BEFORE_END] = 1
+    update = await machine.update(1, 1)
+    await until(lambda: machine.crashes.hits)
+    machine.faults.plan_tokens = 32
+    machine.worker.is_dead = loses_worker
+    await machine.restart_controller()
+    ended = await machine.end(update)
+    assert ended.state is OperationState.DONE
+    assert ended.started_at is not None
+    await lose_worker(machine)
+    (plan,) = machine.worker.trainer.plans
+    assert plan.micro_batch_tokens == (32 if loses_worker else 64)
+    assert machine.weights == [([1.0], RATE)]
+
+
+async def test_an_operation_that_the_worker_ended_runs_until_it_is_journaled(
+    make_machine: MakeMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was queued again in the eyes of its caller, and could be cancelled."""
+    machine = await replaying(make_machine)
+    machine.crashes.armed[CrashPoint.ENGINE_BEFORE_END] = 1
+    update = await machine.update(1, 1)
+    await until(lambda: machine.crashes.hits)
+    before = await machine.controller.get_operation(update.operation_id, 0.0)
+    may_end = hold_end(machine, monkeypatch)
+    await machine.restart_controller()
+    seen = await machine.controller.cancel_operation(update.operation_id)
+    assert (seen.state, seen.started_at) == (OperationState.RUNNING, before.started_at)
+    may_end.set()
+    assert (await machine.end(update)).state is OperationState.DONE
+    assert machine.weights == [([1.0], RATE)]
 
 
 async def test_other_numerics_stop_the_policy_naming_what_differs(
@@ -268,6 +316,26 @@ async def test_the_old_logprobs_of_what_may_run_again_are_kept(make_machine: Mak
     await machine.end(await machine.submit(2, save("covers"), 0))
     await machine.controller.sweep()
     assert list(machine.paths.results.iterdir()) == []
+
+
+async def test_the_old_logprobs_of_what_only_the_worker_has_ended_are_kept(
+    make_machine: MakeMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Forward without a key is in no journal, and its controller is gone."""
+    machine = await replaying(make_machine, limits={"result_ttl_s": 0.001})
+    read = await machine.end(await machine.submit(None, forward(1), 1))
+    machine.crashes.armed[CrashPoint.ENGINE_BEFORE_END] = 1
+    update = await machine.update(1, 1, loss=from_forward(read))
+    await until(lambda: machine.crashes.hits)
+    may_end = hold_end(machine, monkeypatch)
+    await machine.restart_controller()
+    await asyncio.sleep(0.01)
+    await machine.controller.sweep()
+    may_end.set()
+    assert (await machine.end(update)).state is OperationState.DONE
+    await lose_worker(machine)
+    assert machine.run.state is PolicyState.READY, machine.run.failure
+    assert len(machine.weights) == 1
 
 
 async def test_a_forward_without_a_key_is_found_by_a_new_controller(

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from ratoon.engine.files import PolicyPaths, make_policy_folders, policy_paths
 from ratoon.engine.runner import TaskRunner
-from ratoon.engine.tasks import ForwardBackwardTask, ForwardTask, FromForwardFile, FromGiven
-from ratoon.engine.types import ForwardBackwardCommand, ForwardCommand, ForwardResult
+from ratoon.engine.tasks import NO_FORWARD, Choices, Task
+from ratoon.engine.types import Command, ForwardBackwardCommand, ForwardCommand, ForwardResult
 from ratoon.errors import RatoonError
 from ratoon.model.spec import FolderBase
 from ratoon.rollout.serial import batch_to_bytes
@@ -26,53 +27,50 @@ def _never() -> bool:
     return False
 
 
+def _task(
+    operation_id: str, command: Command, paths: PolicyPaths, old_logprobs: str = NO_FORWARD
+) -> Task:
+    return Task(
+        operation_id=operation_id,
+        seq=0,
+        command=command,
+        choices=Choices(old_logprobs=old_logprobs),
+        paths=paths,
+        started_at=None,
+    )
+
+
 def _forward_file(
-    runner: TaskRunner, body: Path, results: Path, *, with_entropy: bool
-) -> FromForwardFile:
+    runner: TaskRunner, digest: str, paths: PolicyPaths, *, with_entropy: bool
+) -> str:
     command = ForwardCommand(
         with_entropy=with_entropy,
         use_reference=False,
         expected_version=None,
-        body_digest=body.name,
+        body_digest=digest,
     )
-    task = ForwardTask(
-        operation_id=f"p.{with_entropy}",
-        seq=0,
-        command=command,
-        body_path=str(body),
-        plan=runner.prepare(command, body, FromGiven()),
-        results_folder=str(results),
-    )
-    result = runner.run(task, _no_progress, _never).result
+    planned = runner.plan(_task(f"p.{with_entropy}", command, paths))
+    result = runner.run(planned, _no_progress, _never)
     assert isinstance(result, ForwardResult)
     assert result.version == 0
-    return FromForwardFile(path=str(results / f"{result.digest}.{with_entropy}"))
+    return f"{result.digest}.{with_entropy}"
 
 
 def test_tokens_of_most_entropy_are_those_of_a_forward(tmp_path: Path) -> None:
     """A fifth of the tokens has a smaller gradient; a Forward without entropies is refused."""
     trainer = make_trainer(FolderBase(folder=str(write_folder(tmp_path / "base", "qwen3"))))
     runner = TaskRunner(trainer.spec, trainer)
-    data = batch_to_bytes(make_batch(2))
-    body = tmp_path / hashlib.sha256(data).hexdigest()
-    body.write_bytes(data)
-    results = tmp_path / "results"
-    results.mkdir()
-    bare = _forward_file(runner, body, results, with_entropy=False)
-    source = _forward_file(runner, body, results, with_entropy=True)
+    data, paths = batch_to_bytes(make_batch(2)), policy_paths(tmp_path, "p")
+    make_policy_folders(paths)
+    digest = hashlib.sha256(data).hexdigest()
+    paths.body(digest).write_bytes(data)
+    bare = _forward_file(runner, digest, paths, with_entropy=False)
+    source = _forward_file(runner, digest, paths, with_entropy=True)
 
-    def norm(share: float | None, source: FromForwardFile) -> float:
+    def norm(share: float | None, source: str) -> float:
         loss = LossRequest(kind=LossKind.IPO, old_logprobs=FROM_FORWARD, top_entropy_share=share)
-        command = ForwardBackwardCommand(loss=loss, expected_version=None, body_digest=body.name)
-        task = ForwardBackwardTask(
-            operation_id="p.2",
-            seq=1,
-            command=command,
-            body_path=str(body),
-            old_logprobs=source,
-            plan=runner.prepare(command, body, source),
-        )
-        runner.run(task, _no_progress, _never)
+        command = ForwardBackwardCommand(loss=loss, expected_version=None, body_digest=digest)
+        runner.run(runner.plan(_task("p.2", command, paths, source)), _no_progress, _never)
         total = sum(float(gradient.norm() ** 2) for gradient in gradients_of(trainer).values())
         trainer.discard_gradients()
         return total**0.5

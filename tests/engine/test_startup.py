@@ -32,7 +32,7 @@ from tests.engine.harness import DISCARD, RATE, Machine, code_of, forward, save,
 from tests.engine.local_ports import Crash
 
 
-@pytest.mark.parametrize("lost", ["begin", "before end", "end", "amend"])
+@pytest.mark.parametrize("lost", ["before end", "end", "set_published"])
 async def test_a_lost_answer_of_the_journal_neither_loses_nor_doubles_a_step(
     machine: Machine, lost: str
 ) -> None:

@@ -10,10 +10,10 @@ from sqlalchemy.exc import IntegrityError
 
 from ratoon.engine.journal import (
     FencedError,
-    JournalConflictError,
     JournalState,
     RollBack,
 )
+from ratoon.engine.tasks import Choices
 from ratoon.engine.types import (
     CheckpointInfo,
     EmptyResult,
@@ -22,11 +22,13 @@ from ratoon.engine.types import (
     PolicyState,
     RequestKey,
     SeqKey,
+    StepResult,
 )
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon.train.report.step_report import PhaseSeconds, StepReport
 from tests.engine.fake_trainer import INFO
 from tests.engine.harness import life_record, policy_spec, update
-from tests.engine.stores import NUMERICS, Stores, end_of, journaled, record_of
+from tests.engine.stores import Stores, end_of, journaled, record_of
 
 
 @pytest.fixture
@@ -37,7 +39,8 @@ def stores(database_url: str) -> Iterator[Stores]:
 
 
 def test_a_record_comes_back_as_it_was_written(stores: Stores) -> None:
-    record = replace(record_of(3), request_id="r", plan={"plan": {"micro_batches": [1]}})
+    choices = Choices(plan={"micro_batches": [1]}, old_logprobs="00.1", next_version=4)
+    record = replace(record_of(3), request_id="r", choices=choices)
     stores.fenced.accept(stores.token, record, 1)
     assert stores.store.find_operation("p.3") == record
     assert stores.store.find_key("p", SeqKey(seq=3)) == record
@@ -59,10 +62,9 @@ def test_an_older_token_writes_nothing(stores: Stores) -> None:
     fenced, old = stores.fenced, stores.token
     for write in (
         lambda: fenced.accept(old, record_of(2), 3),
-        lambda: fenced.begin(old, "p.1", 1.0, None, NUMERICS),
         lambda: fenced.end(old, "p", end_of(1, 1)),
-        lambda: fenced.amend(old, "p.1", EmptyResult()),
         lambda: fenced.set_published(old, "p", (1,)),
+        lambda: fenced.set_published(old, "p", (1,), ("p.1", EmptyResult())),
         lambda: fenced.set_policy(old, "p", PolicyState.READY, INFO),
         lambda: fenced.roll_back(old, "p", roll_back_to(0)),
     ):
@@ -80,14 +82,24 @@ def test_a_repeated_write_changes_nothing(stores: Stores) -> None:
     record = stores.accept(1)
     stores.fenced.accept(stores.token, record, 2)
     stores.end(1, 1)
-    with pytest.raises(JournalConflictError):
-        stores.fenced.begin(stores.token, "p.1", 5.0, {"plan": {}}, NUMERICS)
     stores.end(1, 7, state=JournalState.FAILED)
     found, policy = stores.store.find_operation("p.1"), stores.store.policy("p")
     assert found is not None
     assert policy is not None
-    assert (found.state, found.version, found.started_at) == (JournalState.APPLIED, 1, None)
+    assert (found.state, found.version, found.started_at) == (JournalState.APPLIED, 1, 5.0)
     assert (policy.version, policy.max_version, policy.next_seq) == (1, 1, 2)
+
+
+def test_a_publication_completes_the_report_of_its_step(stores: Stores) -> None:
+    stores.accept(1)
+    stores.end(1, 1)
+    told = StepResult(version=1, report=StepReport(seconds=PhaseSeconds(publish=0.25)))
+    for _ in range(2):
+        stores.fenced.set_published(stores.token, "p", (0, 1), ("p.1", told))
+    found, policy = stores.store.find_operation("p.1"), stores.store.policy("p")
+    assert found is not None
+    assert policy is not None
+    assert (found.result, policy.published) == (told, (0, 1))
 
 
 def test_a_closed_window_keeps_hashes_and_drops_plans(stores: Stores) -> None:
@@ -97,7 +109,7 @@ def test_a_closed_window_keeps_hashes_and_drops_plans(stores: Stores) -> None:
     first, later = stores.store.find_operation("p.1"), stores.store.find_operation("p.3")
     assert first is not None
     assert later is not None
-    assert (first.command, first.plan, first.payload_hash) == (None, None, "hash1")
+    assert (first.command, first.choices, first.payload_hash) == (None, None, "hash1")
     assert first.result is not None
     assert later.command == update(3)
 

@@ -18,13 +18,13 @@ import pytest
 from sqlalchemy import Engine
 from sqlalchemy.exc import IntegrityError
 
-from ratoon.engine.journal import FencedError, JournalConflictError, JournalState
+from ratoon.engine.journal import FencedError, JournalState
 from ratoon.engine.rows import select_policy, set_operation, set_policy
 from ratoon.engine.tables import open_database
 from ratoon.engine.types import EmptyResult, OperationKind, PolicyState
 from ratoon.errors import ErrorCode, RatoonError
 from tests.engine.harness import life_record, policy_spec
-from tests.engine.stores import NUMERICS, Stores, end_of, record_of
+from tests.engine.stores import Stores, end_of, record_of
 
 # Long enough for a thread to reach the lock that it will wait for.
 BLOCKED_S = 0.2
@@ -126,21 +126,6 @@ def test_a_token_raised_meanwhile_fences_a_write_that_waited(pair: tuple[Stores,
     found = first.store.find_operation("p.1")
     assert found is not None
     assert found.state is JournalState.ACCEPTED
-
-
-def test_an_operation_that_ended_meanwhile_is_not_begun(pair: tuple[Stores, Stores]) -> None:
-    """It was read before the policy was locked, so that an applied operation became applying."""
-    first, second = pair
-    first.accept(1)
-    begun = while_locked(
-        second,
-        lambda: first.fenced.begin(first.token, "p.1", 1.0, None, NUMERICS),
-        state=JournalState.APPLIED,
-    )
-    assert isinstance(begun.exception(30), JournalConflictError)
-    found = first.store.find_operation("p.1")
-    assert found is not None
-    assert found.state is JournalState.APPLIED
 
 
 def test_an_operation_ends_once(pair: tuple[Stores, Stores]) -> None:

@@ -10,6 +10,7 @@ import pytest
 from ratoon.engine.checkpoints import Checkpoint, Covered
 from ratoon.engine.journal import FencedError, JournalState, OperationRecord
 from ratoon.engine.numerics import Numerics, differences
+from ratoon.engine.tasks import Choices
 from ratoon.engine.types import CheckpointInfo, OperationKind, PolicyState
 from tests.engine.fake_trainer import INFO
 from tests.engine.harness import life_record, policy_spec
@@ -40,9 +41,9 @@ def applied(stores: Stores, *seqs: int, kind: OperationKind = OperationKind.UPDA
     """As a policy that replays ends them: nothing is freed."""
     for seq in seqs:
         stores.accept(seq, kind)
-        plan: dict[str, object] = {"plan": {}, "old_logprobs": f"file{seq}.op", "next_version": seq}
-        stores.fenced.begin(stores.token, f"p.{seq}", 1.0, plan, NUMERICS)
-        stores.end(seq, seq, frees_window=False, weights_digest=f"digest{seq}")
+        choices = Choices(plan={}, old_logprobs=f"file{seq}.op", next_version=seq)
+        digest = f"digest{seq}"
+        stores.end(seq, seq, choices=choices, weights_digest=digest, frees_window=False)
 
 
 def record(stores: Stores, seq: int) -> OperationRecord:
@@ -63,8 +64,8 @@ def test_a_cover_frees_what_no_recovery_begins_before(stores: Stores) -> None:
     assert covered.checkpoint_ids == ()
     assert [record(stores, seq).command is None for seq in (1, 2, 3)] == [True, True, False]
     freed, kept = record(stores, 2), record(stores, 3)
-    assert (freed.plan, freed.payload_hash, freed.weights_digest) == (None, "hash2", "digest2")
-    assert kept.plan is not None
+    assert (freed.choices, freed.payload_hash, freed.weights_digest) == (None, "hash2", "digest2")
+    assert kept.choices is not None
     history = stores.store.history("p")
     assert (history.kept_from_seq, history.checkpoints) == (3, (checkpoint(4, replay_from_seq=3),))
     assert stores.store.bodies_in_use("p") == {"p.3": "body3", "p.4": "body4"}

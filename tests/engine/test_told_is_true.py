@@ -119,7 +119,7 @@ class Strike:
                 live = next(iter(machine.run.ledger.open_operations()))
                 cancel = machine.controller.cancel_operation(live.operation_id)
                 self._tasks.append(self._loop.create_task(_ignoring(cancel)))
-            case "before end" | "end" | "amend":
+            case "before end" | "end" | "set_published":
                 machine.journal.lost.add(self._name)
             case name:
                 faults[CrashPoint(name)] = 1
@@ -139,7 +139,7 @@ MORE_STRIKES = (
     "journal away",
     "restore lost",
     "before end",
-    "amend",
+    "set_published",
     "engine-before-end",
     "engine-after-publish",
 )

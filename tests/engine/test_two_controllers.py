@@ -20,7 +20,7 @@ from ratoon.engine.controller import Controller
 from ratoon.engine.files import PolicyPaths, policy_leftovers
 from ratoon.engine.journal import FencedError, OperationEnd
 from ratoon.engine.policy_run import PolicyRun
-from ratoon.engine.tasks import Outcome, WorkerTask
+from ratoon.engine.tasks import Outcome, Task
 from ratoon.engine.types import (
     Operation,
     OperationState,
@@ -37,7 +37,7 @@ from tests.engine.harness import DISCARD, PATIENCE_S, RATE, Machine, started, up
 from tests.engine.test_recovery import settled
 from tests.until import until
 
-Apply = Callable[[int, WorkerTask], Awaitable[Outcome]]
+Apply = Callable[[int, Task], Awaitable[Outcome]]
 REFUSED = (ErrorCode.UNAVAILABLE, ErrorCode.POLICY_NOT_READY)
 
 
@@ -135,10 +135,10 @@ async def test_what_the_older_one_had_applied_is_refused_at_its_commit(
 async def test_the_older_one_is_refused_at_the_worker(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has journaled that it begins when the newer one takes over; then it asks the worker."""
+    """It is about to ask the worker when the newer one takes over."""
     apply, refused = machine.worker.apply, asyncio.Event()
 
-    async def late_apply(token: int, task: WorkerTask) -> Outcome:
+    async def late_apply(token: int, task: Task) -> Outcome:
         if token != older_run.token:
             return await apply(token, task)
         await machine.controller.start()

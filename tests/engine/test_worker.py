@@ -10,27 +10,26 @@ from pathlib import Path
 import pytest
 
 from ratoon.engine.crash_points import never
+from ratoon.engine.files import policy_paths
 from ratoon.engine.journal import FencedError
 from ratoon.engine.tasks import (
-    DiscardTask,
-    ForwardBackwardTask,
-    FromGiven,
+    Choices,
     InitialWeights,
     LoadRequest,
-    OptimStepTask,
     Outcome,
-    UpdateTask,
+    Task,
     WorkerLostError,
 )
-from ratoon.engine.types import EmptyResult, FailedResult, OperationState, StepResult
+from ratoon.engine.types import Command, EmptyResult, FailedResult, OperationState, StepResult
 from ratoon.engine.worker import WorkerCore, WorkerOrderError
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.train.config import OptimRequest
 from tests.engine.fake_trainer import FakeTrainer, Faults, export_fake, number_body
 from tests.engine.harness import (
+    DISCARD,
     RATE,
     digest_of,
     forward_backward,
+    optim_step,
     policy_spec,
     trainer_spec,
     update,
@@ -42,6 +41,7 @@ class Bench:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.faults = folder, Faults()
+        self.paths = policy_paths(folder, "p")
         self.trainers: list[FakeTrainer] = []
         self.core = WorkerCore(self.create, export_fake, never)  # pyright: ignore[reportArgumentType]
         self.core.load(1, "p", load_request())
@@ -54,32 +54,33 @@ class Bench:
     def trainer(self) -> FakeTrainer:
         return self.trainers[-1]
 
-    def body(self, number: float) -> str:
-        path = self.folder / digest_of(number)
+    def body(self, number: float) -> Path:
+        path = self.paths.body(digest_of(number))
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(number_body(number))
-        return str(path)
+        return path
 
-    def update(self, seq: int, number: float, next_version: int = 1) -> UpdateTask:
-        return UpdateTask(
+    def task(self, seq: int, command: Command, next_version: int = 0) -> Task:
+        choices = Choices(next_version=next_version)
+        return Task(
             operation_id=f"p.{seq}",
             seq=seq,
-            command=update(number),
-            body_path=self.body(number),
-            old_logprobs=FromGiven(),
-            plan=self.core.prepare(1, update(number), self.body(number), FromGiven()),
-            next_version=next_version,
+            command=command,
+            choices=choices,
+            paths=self.paths,
+            started_at=float(seq),
         )
 
-    def forward_backward(self, seq: int, number: float) -> ForwardBackwardTask:
-        task = self.update(seq, number)
-        return ForwardBackwardTask(
-            operation_id=task.operation_id,
-            seq=seq,
-            command=forward_backward(number),
-            body_path=task.body_path,
-            old_logprobs=task.old_logprobs,
-            plan=task.plan,
-        )
+    def update(self, seq: int, number: float, next_version: int = 1) -> Task:
+        self.body(number)
+        return self.task(seq, update(number), next_version)
+
+    def forward_backward(self, seq: int, number: float) -> Task:
+        self.body(number)
+        return self.task(seq, forward_backward(number))
+
+    def step(self, seq: int) -> Task:
+        return self.task(seq, optim_step(), 1)
 
 
 def load_request(last_seq: int = 0, version: int = 0) -> LoadRequest:
@@ -98,6 +99,8 @@ SKIPPED = Outcome(
     result=EmptyResult(),
     must_restore=False,
     weights_digest="",
+    choices=None,
+    started_at=None,
 )
 
 
@@ -115,7 +118,6 @@ def test_an_older_token_is_refused_before_anything_is_touched(bench: Bench) -> N
         lambda: bench.core.restore(1, ()),
         lambda: bench.core.load(1, "p", load_request()),
         lambda: bench.core.publish(1, 0, str(bench.folder / "weights"), 0.0),
-        lambda: bench.core.prepare(1, task.command, task.body_path, FromGiven()),
         lambda: bench.core.fence(1),
     ):
         with pytest.raises(FencedError):
@@ -150,11 +152,11 @@ def test_a_skipped_seq_is_counted_once(bench: Bench) -> None:
     assert bench.core.apply(1, bench.update(2, 2)).state is OperationState.DONE
 
 
-def test_a_bare_worker_refuses_to_work() -> None:
+def test_a_bare_worker_refuses_to_work(bench: Bench) -> None:
     core = WorkerCore(lambda _spec: FakeTrainer(Faults()), export_fake, never)  # pyright: ignore[reportArgumentType]
     assert not core.status().is_loaded
     with pytest.raises(WorkerLostError):
-        core.apply(1, DiscardTask(operation_id="p.1", seq=1))
+        core.apply(1, bench.task(1, DISCARD))
 
 
 def test_versions_are_named_by_the_controller(bench: Bench) -> None:
@@ -179,10 +181,7 @@ def test_a_broken_forward_backward_asks_for_the_window_back(bench: Bench) -> Non
     assert isinstance(broken.result, FailedResult)
     assert broken.result.error["message"] == "RuntimeError: broken on purpose"
     bench.core.restore(1, (whole,))
-    step = OptimStepTask(
-        operation_id="p.3", seq=3, optim=OptimRequest(learning_rate=RATE), next_version=1
-    )
-    bench.core.apply(1, step)
+    bench.core.apply(1, bench.step(3))
     assert bench.trainer.weights == [([1.0], RATE)]
 
 
@@ -255,7 +254,7 @@ def assert_lost(bench: Bench) -> None:
     for call in (
         lambda: bench.core.fence(9),
         lambda: bench.core.load(9, "p", load_request()),
-        lambda: bench.core.apply(9, DiscardTask(operation_id="p.9", seq=9)),
+        lambda: bench.core.apply(9, bench.task(9, DISCARD)),
         lambda: bench.core.snapshot(9),
     ):
         with pytest.raises(WorkerLostError):
@@ -280,11 +279,8 @@ def test_what_leaves_the_trainer_in_doubt_loses_the_worker(
 def test_so_does_a_step_of_a_window(bench: Bench) -> None:
     bench.core.apply(1, bench.forward_backward(1, 1))
     bench.faults.tears[1.0] = 1
-    step = OptimStepTask(
-        operation_id="p.2", seq=2, optim=OptimRequest(learning_rate=RATE), next_version=1
-    )
     with pytest.raises(WorkerLostError, match="middle of a step"):
-        bench.core.apply(1, step)
+        bench.core.apply(1, bench.step(2))
     assert_lost(bench)
 
 
@@ -361,10 +357,35 @@ def test_a_cancel_that_comes_first_stops_the_task(bench: Bench) -> None:
     assert bench.core.apply(1, bench.update(2, 2)).state is OperationState.DONE
 
 
-def test_a_body_that_is_gone_is_a_typed_error(bench: Bench) -> None:
-    with pytest.raises(RatoonError) as caught:
-        bench.core.prepare(1, update(1), str(bench.folder / "none"), FromGiven())
-    assert caught.value.code is ErrorCode.INTERNAL
+def test_what_is_refused_by_its_plan_has_touched_no_window(bench: Bench) -> None:
+    """To restore a window is to run it again."""
+    bench.core.apply(1, bench.forward_backward(1, 1))
+    gone, stale = bench.forward_backward(2, 2), bench.forward_backward(3, 3)
+    bench.paths.body(digest_of(2)).unlink()
+    bench.faults.refuses.add(3.0)
+    for task, code in ((gone, ErrorCode.INTERNAL), (stale, ErrorCode.STALE_ROLLOUTS)):
+        outcome = bench.core.apply(1, task)
+        assert isinstance(outcome.result, FailedResult)
+        assert outcome.result.error["code"] == code
+        assert (outcome.state, outcome.must_restore) == (OperationState.FAILED, False)
+    assert bench.trainer.gradients == [1.0]
+
+
+def test_a_plan_is_made_once_and_comes_with_the_outcome(bench: Bench) -> None:
+    """One that the journal has is kept, whatever would be chosen by now."""
+    task = bench.update(1, 1)
+    choices = bench.core.apply(1, task).choices
+    assert choices is not None
+    assert choices.plan is not None
+    assert replace(choices, plan=None) == task.choices
+    status = bench.core.status()
+    assert status.last_outcome is not None
+    assert (status.last_outcome.choices, status.last_outcome.started_at) == (choices, 1.0)
+    bench.faults.plan_tokens = 32
+    bench.core.load(1, "p", load_request())
+    again = bench.core.apply(1, replace(task, choices=choices))
+    assert again.choices == choices
+    assert [plan.micro_batch_tokens for plan in bench.trainer.plans] == [64]
 
 
 def test_progress_counts_micro_batches_of_the_running_task(bench: Bench) -> None:

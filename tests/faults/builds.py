@@ -19,8 +19,8 @@ from ratoon.engine.executor import Executor
 from ratoon.engine.journal import JournalState, OperationEnd, OperationRecord
 from ratoon.engine.rows import select_policy
 from ratoon.engine.runner import TaskRunner
-from ratoon.engine.tasks import UpdateTask, WorkerTask
-from ratoon.engine.types import StepResult
+from ratoon.engine.tasks import Task
+from ratoon.engine.types import StepResult, UpdateCommand
 from ratoon.engine.worker import WorkerCore
 from ratoon.train.report.step_report import StepReport
 
@@ -68,18 +68,18 @@ def commit_before_apply() -> None:
         init(self, run, *args)
         apply = run.ports.worker.apply
 
-        async def hasty(token: int, task: WorkerTask) -> Any:
-            if isinstance(task, UpdateTask):
-                result = StepResult(version=task.next_version, report=StepReport())
+        async def hasty(token: int, task: Task) -> Any:
+            if isinstance(task.command, UpdateCommand):
+                version = task.choices.next_version
+                result = StepResult(version=version, report=StepReport())
                 end = OperationEnd(
                     operation_id=task.operation_id,
                     state=JournalState.APPLIED,
                     result=result,
+                    version=version,
+                    started_at=task.started_at,
                     finished_at=run.ports.now(),
-                    version=task.next_version,
-                    weights_digest="",
-                    frees_window=False,
-                    checkpoint=None,
+                    choices=task.choices,
                 )
                 await run.ports.journal.end(token, run.policy_id, end)
             return await apply(token, task)

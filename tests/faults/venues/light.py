@@ -279,7 +279,7 @@ def _make_policy(settings: Settings) -> None:
         command=None,
         body_digest="",
         state=JournalState.APPLIED,
-        plan=None,
+        choices=None,
         result=None,
         version=None,
         weights_digest="",

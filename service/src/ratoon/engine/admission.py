@@ -229,7 +229,7 @@ class Admission:
             command=command,
             body_digest=body_digest(command),
             state=JournalState.ACCEPTED,
-            plan=None,
+            choices=None,
             result=None,
             version=None,
             weights_digest="",

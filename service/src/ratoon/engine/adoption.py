@@ -6,6 +6,8 @@ below the turn are past, those from it on are queued; memory and journal agree o
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ratoon.engine import telemetry
 from ratoon.engine.journal import RUN_KINDS, JournalState, OperationRecord, PolicyHistory
 from ratoon.engine.policy_run import PolicyRun
@@ -137,7 +139,11 @@ def _adopt_open(run: PolicyRun, record: OperationRecord) -> None:
         run.sequencer.consume(record.seq)
         return
     live = run.ledger.find(record.operation_id) or run.ledger.add(record)
-    # The worker has run it: it is too late to cancel it as a queued one.
+    live.set_record(record)
+    # Where the worker has run it: it is too late to cancel it as a queued one.
     stored = run.stored_outcome
     live.is_started = stored is not None and stored.operation_id == record.operation_id
-    live.set_record(record)
+    if stored is not None and live.is_started:
+        live.start(stored.started_at)
+        # The files that they name are needed.
+        live.set_record(replace(live.record, choices=stored.choices))

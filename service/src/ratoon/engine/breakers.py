@@ -93,7 +93,6 @@ def is_run_too_long(run: PolicyRun, count: int) -> bool:
 
 
 def _is_skipped_for_numbers(record: OperationRecord) -> bool:
-    """Records of before there were reasons do not say what they were skipped for."""
     if record.state is not JournalState.APPLIED or not isinstance(record.result, StepResult):
         return False
     reason = record.result.report.skip_reason
@@ -118,11 +117,9 @@ async def _give_up(run: PolicyRun, count: int) -> None:
             operation_id=record.operation_id,
             state=JournalState.FAILED,
             result=result,
-            finished_at=run.ports.now(),
             version=history.policy.version,
-            weights_digest="",
-            frees_window=False,
-            checkpoint=None,
+            started_at=None,
+            finished_at=run.ports.now(),
         )
         await run.ports.journal.end(run.token, run.policy_id, end)
         run.send(telemetry.entered(replace(record, result=result), JournalState.FAILED))

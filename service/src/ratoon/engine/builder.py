@@ -1,7 +1,6 @@
-"""From an accepted operation to the task that a worker runs, or the reason why it may not run.
+"""What is chosen for an operation whose turn has come, or the reason why it may not run.
 
-Enters a record whose turn has come, leaves a `WorkerTask` with every choice made, or a typed error.
-Invariant: nothing has been touched when it raises, so a refused operation needs no repair.
+Nothing has been touched when it raises, so a refused operation needs no repair.
 """
 
 from __future__ import annotations
@@ -9,22 +8,12 @@ from __future__ import annotations
 import asyncio
 
 from ratoon.engine.admission import named_forward
-from ratoon.engine.decisions import NO_FORWARD, forward_source, recorded_task
 from ratoon.engine.files import drop_checkpoint_folder
 from ratoon.engine.journal import JournalState, OperationRecord
 from ratoon.engine.policy_run import PolicyRun
-from ratoon.engine.tasks import (
-    BatchCommand,
-    DiscardTask,
-    ForwardBackwardTask,
-    ForwardTask,
-    LoadTask,
-    OptimStepTask,
-    SaveTask,
-    UpdateTask,
-    WorkerTask,
-)
+from ratoon.engine.tasks import NO_FORWARD, Choices
 from ratoon.engine.types import (
+    CheckpointInfo,
     Command,
     DiscardGradientsCommand,
     ForwardBackwardCommand,
@@ -39,78 +28,39 @@ from ratoon.errors import ErrorCode, RatoonError, invalid
 
 
 class TaskBuilder:
-    """Reads the run, the journal and the worker; changes none of them."""
+    """Reads the run and the journal; changes neither."""
 
     def __init__(self, run: PolicyRun) -> None:
         self._run = run
 
-    async def build(self, record: OperationRecord) -> WorkerTask:
-        """The task of an operation whose turn it is; one that began before makes the same choices.
+    async def choose(self, record: OperationRecord) -> Choices:
+        """All but the cuts of a batch, which are the worker's.
 
-        Raises VERSION_MISMATCH, WINDOW_OPEN, WINDOW_EMPTY, WINDOW_POISONED, CHECKPOINT_NOT_FOUND,
-        or what the worker says of the batch.
+        Raises VERSION_MISMATCH, WINDOW_OPEN, WINDOW_EMPTY, WINDOW_POISONED, CHECKPOINT_NOT_FOUND.
         """
-        command = record.command
+        command, run = record.command, self._run
         assert command is not None, "an open record keeps its command"
-        if record.plan is not None and not isinstance(command, SaveCheckpointCommand):
-            return recorded_task(record, self._run.paths)
         self._check_version(command)
         match command:
-            case UpdateCommand() | ForwardBackwardCommand() | ForwardCommand():
-                return await self._batch_task(record, command)
-            case OptimStepCommand():
-                self._run.window.select(command.include_seqs)
-                return OptimStepTask(
-                    operation_id=record.operation_id,
-                    seq=record.seq,
-                    optim=command.optim,
-                    next_version=self._run.max_version + 1,
-                )
-            case DiscardGradientsCommand():
-                return DiscardTask(operation_id=record.operation_id, seq=record.seq)
-            case SaveCheckpointCommand():
-                return await self._save_task(record, command)
-            case LoadCheckpointCommand():
-                return await self._load_task(record, command)
-
-    async def _batch_task(self, record: OperationRecord, command: BatchCommand) -> WorkerTask:
-        if isinstance(command, UpdateCommand):
-            self._run.window.check_update()
-        body_path = self._body_path(command)
-        source = forward_source(await self._forward_file(command), self._run.paths)
-        token, worker = self._run.token, self._run.ports.worker
-        plan = await worker.prepare(token, command, body_path, source)
-        match command:
             case UpdateCommand():
-                return UpdateTask(
-                    operation_id=record.operation_id,
-                    seq=record.seq,
-                    command=command,
-                    body_path=body_path,
-                    old_logprobs=source,
-                    plan=plan,
-                    next_version=self._run.max_version + 1,
-                )
+                run.window.check_update()
+                name = await self._forward_file(command)
+                return Choices(old_logprobs=name, next_version=run.max_version + 1)
             case ForwardBackwardCommand():
-                return ForwardBackwardTask(
-                    operation_id=record.operation_id,
-                    seq=record.seq,
-                    command=command,
-                    body_path=body_path,
-                    old_logprobs=source,
-                    plan=plan,
-                )
-            case ForwardCommand():
-                return ForwardTask(
-                    operation_id=record.operation_id,
-                    seq=record.seq,
-                    command=command,
-                    body_path=body_path,
-                    plan=plan,
-                    results_folder=str(self._run.paths.results),
-                )
+                return Choices(old_logprobs=await self._forward_file(command))
+            case OptimStepCommand():
+                run.window.select(command.include_seqs)
+                return Choices(next_version=run.max_version + 1)
+            case ForwardCommand() | DiscardGradientsCommand():
+                return Choices()
+            case SaveCheckpointCommand():
+                return Choices(checkpoint=await self._to_save(record, command))
+            case LoadCheckpointCommand():
+                return Choices(checkpoint=await self._to_load(command))
 
-    async def _save_task(self, record: OperationRecord, command: SaveCheckpointCommand) -> SaveTask:
+    async def _to_save(
+        self, record: OperationRecord, command: SaveCheckpointCommand
+    ) -> CheckpointInfo:
         run = self._run
         checkpoint_id = command.checkpoint_id or f"seq{record.seq}-v{run.version}"
         checkpoints = await run.ports.journal.checkpoints(run.policy_id)
@@ -120,27 +70,22 @@ class TaskBuilder:
         # Of a save that failed and was killed before it could take it away.
         await run.check_newest()
         await asyncio.to_thread(drop_checkpoint_folder, run.paths, checkpoint_id)
-        return SaveTask(
-            operation_id=record.operation_id,
-            seq=record.seq,
+        return CheckpointInfo(
             checkpoint_id=checkpoint_id,
             version=run.version,
+            seq=record.seq,
             replay_from_seq=run.window.replay_from(record.seq),
-            folder=str(run.paths.checkpoint(checkpoint_id)),
+            created_at=0.0,
+            size_bytes=0,
         )
 
-    async def _load_task(self, record: OperationRecord, command: LoadCheckpointCommand) -> LoadTask:
+    async def _to_load(self, command: LoadCheckpointCommand) -> CheckpointInfo:
         run = self._run
         for checkpoint in await run.ports.journal.checkpoints(run.policy_id):
             info = checkpoint.info
             if info.checkpoint_id == command.checkpoint_id and not checkpoint.is_automatic:
                 await run.archive.restore_checkpoint(info.checkpoint_id)
-                return LoadTask(
-                    operation_id=record.operation_id,
-                    seq=record.seq,
-                    folder=str(run.paths.checkpoint(info.checkpoint_id)),
-                    checkpoint=info,
-                )
+                return info
         raise RatoonError(
             ErrorCode.CHECKPOINT_NOT_FOUND,
             f"checkpoint_id: no checkpoint {command.checkpoint_id}",
@@ -170,7 +115,7 @@ class TaskBuilder:
             case DiscardGradientsCommand() | SaveCheckpointCommand() | LoadCheckpointCommand():
                 return
 
-    async def _forward_file(self, command: BatchCommand) -> str:
+    async def _forward_file(self, command: UpdateCommand | ForwardBackwardCommand) -> str:
         """Name of the file with the old log-probs that the command asks for; "": none asked for."""
         operation_id = named_forward(command)
         if not operation_id:
@@ -194,9 +139,6 @@ class TaskBuilder:
         if not (run.paths.results / name).exists():
             raise invalid(field, "a Forward whose result has expired", expected)
         return name
-
-    def _body_path(self, command: BatchCommand) -> str:
-        return str(self._run.paths.body(command.body_digest))
 
 
 def forward_file_name(operation_id: str, digest: str) -> str:

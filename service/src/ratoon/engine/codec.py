@@ -16,6 +16,7 @@ from enum import StrEnum
 from functools import cache
 from typing import Any, cast
 
+from ratoon.engine.tasks import Choices
 from ratoon.engine.types import (
     CheckpointInfo,
     Command,
@@ -80,6 +81,7 @@ TAGS: dict[str, type] = {
     "command.forward": ForwardCommand,
     "command.save_checkpoint": SaveCheckpointCommand,
     "command.load_checkpoint": LoadCheckpointCommand,
+    "choices": Choices,
     "loss": LossRequest,
     "optim": OptimRequest,
     "old_logprobs": OldLogprobs,

@@ -231,9 +231,12 @@ class Controller:
     async def _named_results(self) -> frozenset[str]:
         """Digests of Forward results that open operations, or a recovery, will read."""
         run = self._run
-        commands = [live.record.command for live in run.ledger.open_operations()]
+        records = [live.record for live in run.ledger.open_operations()]
         digests = set(await run.ports.journal.results_in_use(run.policy_id))
-        for operation_id in filter(None, map(named_forward, commands)):
+        # Of what runs, or has run and is not journaled to have ended.
+        names = [r.choices.old_logprobs for r in records if r.choices is not None]
+        digests.update(name.partition(".")[0] for name in names if name)
+        for operation_id in filter(None, (named_forward(record.command) for record in records)):
             live = run.ledger.find(operation_id)
             record = live.record if live else await run.ports.journal.find_operation(operation_id)
             if record is not None and isinstance(record.result, ForwardResult):
@@ -249,11 +252,9 @@ class Controller:
                 operation_id=record.operation_id,
                 state=JournalState.CANCELLED,
                 result=result,
-                finished_at=now,
                 version=run.version,
-                weights_digest="",
-                frees_window=False,
-                checkpoint=None,
+                started_at=None,
+                finished_at=now,
             )
             try:
                 await run.ports.journal.end(run.token, run.policy_id, end)

@@ -1,10 +1,10 @@
-"""One operation from its turn to its end: decide, journal, apply, journal, publish.
+"""One operation from its turn to its end: choose, apply, journal, publish.
 
-Enters the live operation whose turn it is, leaves it ended, the worker's window whole and the
-run's fields as the journal has them. Invariant: the worker counts a seq before the journal says
-how it ended, so that after a crash the worker's last outcome completes the record.
+The worker counts a seq before the journal says how it ended, so that after a crash the worker's
+last outcome completes the record, with all that was chosen for it; what neither of them has ended
+was told to nobody, and is chosen anew.
 
-    accepted -> [build] -> applying -> [apply] -> applied, failed or cancelled -> [publish, restore]
+    accepted -> [choose, apply] -> applied, failed or cancelled -> [publish, restore]
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from ratoon.engine.builder import TaskBuilder
 from ratoon.engine.checkpointer import Checkpointer
 from ratoon.engine.checkpoints import Checkpoint
 from ratoon.engine.crash_points import CrashPoint
-from ratoon.engine.decisions import decisions, recorded_forward_backward
 from ratoon.engine.faults import cancelled
 from ratoon.engine.journal import CLOSING_KINDS, JournalState, OperationEnd, OperationRecord
 from ratoon.engine.ledger import LiveOperation
 from ratoon.engine.policy_run import PolicyRun
 from ratoon.engine.publisher import Publisher
-from ratoon.engine.tasks import ForwardTask, Outcome, WorkerLostError
+from ratoon.engine.tasks import Choices, Outcome, Task, WorkerLostError
 from ratoon.engine.types import (
     CheckpointInfo,
+    FailedResult,
     OperationKind,
     OperationResult,
     OperationState,
@@ -84,14 +84,16 @@ class Executor:
         try:
             await self._run.archive.keep_checkpoint(outcome.result.checkpoint_id)
         except RatoonError as error:
-            return Outcome.of_error(outcome.operation_id, OperationState.FAILED, error)
+            failed = FailedResult(error=error.to_dict())
+            state = OperationState.FAILED
+            return replace(outcome, state=state, result=failed, weights_digest="")
         return outcome
 
     async def pass_over(self, record: OperationRecord) -> None:
         """An operation that ended before its turn: the worker counts its seq."""
         run = self._run
         error = cancelled(record.operation_id)
-        outcome = Outcome.of_error(record.operation_id, OperationState.CANCELLED, error)
+        outcome = Outcome.unrun(record.operation_id, OperationState.CANCELLED, error)
         await run.ports.worker.skip(run.token, record.seq, outcome)
         has_failed = record.state is JournalState.FAILED
         if has_failed and record.kind is OperationKind.FORWARD_BACKWARD:
@@ -102,12 +104,11 @@ class Executor:
         run = self._run
         live.start(run.ports.now())
         try:
-            self._check_losses(live)
-            task = await self._counted(live, self._builder.build(live.record))
-            assert isinstance(task, ForwardTask)
-            outcome = await self._counted(live, run.ports.worker.forward(run.token, task))
+            task = await self._task(live)
         except RatoonError as error:
-            outcome = Outcome.of_error(live.operation_id, OperationState.FAILED, error)
+            outcome = Outcome.unrun(live.operation_id, OperationState.FAILED, error)
+        else:
+            outcome = await self._counted(live, run.ports.worker.forward(run.token, task))
         await run.bodies.release(live.operation_id, live.record.body_digest)
         self._settle(live, _JOURNAL_STATE[outcome.state], outcome.result)
 
@@ -116,19 +117,13 @@ class Executor:
         await self._restore(self._run.window.applied)
 
     async def _apply(self, live: LiveOperation) -> Outcome:
-        run, worker = self._run, self._run.ports.worker
+        run = self._run
+        live.start(run.ports.now())
+        run.send(telemetry.entered(live.record, JournalState.APPLYING))
         try:
-            self._check_losses(live)
-            task = await self._counted(live, self._builder.build(live.record))
+            task = await self._task(live)
         except RatoonError as error:
             return await self._skip(live, OperationState.FAILED, error)
-        plan, started_at = decisions(task), run.ports.now()
-        run.reach(CrashPoint.ENGINE_BEFORE_BEGIN)
-        await run.ports.journal.begin(run.token, live.operation_id, started_at, plan, run.numerics)
-        run.reach(CrashPoint.ENGINE_AFTER_BEGIN)
-        live.set_record(replace(live.record, plan=plan))
-        live.start(started_at)
-        run.send(telemetry.entered(live.record, JournalState.APPLYING))
         if live.cancel_requested:
             error = cancelled(live.operation_id)
             return await self._skip(live, OperationState.CANCELLED, error)
@@ -137,7 +132,14 @@ class Executor:
             selected = run.window.select(command.include_seqs)
             if selected != run.window.applied:
                 await self._restore(selected)
-        return await self._counted(live, worker.apply(run.token, task))
+        return await self._counted(live, run.ports.worker.apply(run.token, task))
+
+    async def _task(self, live: LiveOperation) -> Task:
+        """Raises `RatoonError` where the operation may not run."""
+        self._check_losses(live)
+        choices = await self._builder.choose(live.record)
+        live.set_record(replace(live.record, choices=choices))
+        return live.record.to_task(self._run.paths)
 
     async def _counted(self, live: LiveOperation, call: Awaitable[T]) -> T:
         """What the worker answers; a worker that is lost meanwhile is lost to the operation."""
@@ -159,14 +161,16 @@ class Executor:
     async def _skip(
         self, live: LiveOperation, state: OperationState, error: RatoonError
     ) -> Outcome:
-        outcome = Outcome.of_error(live.operation_id, state, error)
+        outcome = Outcome.unrun(live.operation_id, state, error, live.record.started_at)
         await self._run.ports.worker.skip(self._run.token, live.record.seq, outcome)
         return outcome
 
     async def _conclude(self, live: LiveOperation, outcome: Outcome) -> None:
         """Journal how the operation ended, and what follows from it."""
-        run, record = self._run, live.record
-        state, result = _JOURNAL_STATE[outcome.state], outcome.result
+        run, state, result = self._run, _JOURNAL_STATE[outcome.state], outcome.result
+        choices, started_at = outcome.choices, outcome.started_at
+        record = replace(live.record, choices=choices, started_at=started_at)
+        live.set_record(record)
         done = state is JournalState.APPLIED
         closes = done and record.kind in CLOSING_KINDS
         version = _version_after(result, run.version) if done else run.version
@@ -179,11 +183,14 @@ class Executor:
             operation_id=record.operation_id,
             state=state,
             result=result,
-            finished_at=run.ports.now(),
             version=version,
+            started_at=started_at,
+            finished_at=run.ports.now(),
+            choices=choices if done else None,
             weights_digest=outcome.weights_digest,
-            frees_window=closes and not run.replays,
+            numerics=run.numerics,
             checkpoint=saved,
+            frees_window=closes and not run.replays,
         )
         run.reach(CrashPoint.ENGINE_BEFORE_END)
         await run.ports.journal.end(run.token, run.policy_id, end)
@@ -192,13 +199,13 @@ class Executor:
         run.version, run.max_version = version, max(run.max_version, version)
         await self._follow_window(live, state, closes=closes)
         if stepped:
-            result = await self._publish(record.operation_id, result)
+            result = await self._publisher.publish_after(record.operation_id, result)
         self._checkpointer.note(replace(record, state=state))
         if saved is not None and run.replays:
             await self._checkpointer.cover_saved()
         self._settle(live, state, result, version=version if done else None)
-        if record.kind is OperationKind.SAVE_CHECKPOINT and not done and record.plan:
-            await self._checkpointer.drop_unsaved(str(record.plan["checkpoint_id"]))
+        if record.kind is OperationKind.SAVE_CHECKPOINT and not done:
+            await self._drop_unsaved(choices)
         if outcome.must_restore or (not done and _has_subset(record)):
             await self.restore_window()
 
@@ -227,24 +234,14 @@ class Executor:
         for ended in doomed:
             await run.bodies.release(ended.operation_id, ended.body_digest)
 
-    async def _publish(self, operation_id: str, result: OperationResult) -> OperationResult:
-        """Publish the new version where it is due; the report says how long that took."""
-        run = self._run
-        if not self._publisher.is_due():
-            return result
-        try:
-            seconds = await self._publisher.publish()
-        except RatoonError as error:
-            _LOG.error("publish failed", policy_id=run.policy_id, error=error.message)
-            result = _with_warning(result, f"version {run.version} is not published: {error}")
-        else:
-            result = _with_publish_seconds(result, seconds)
-        await run.ports.journal.amend(run.token, operation_id, result)
-        return result
+    async def _drop_unsaved(self, choices: Choices | None) -> None:
+        """What a save that failed has left; one that was not run has none."""
+        if choices is not None and choices.checkpoint is not None:
+            await self._checkpointer.drop_unsaved(choices.checkpoint.checkpoint_id)
 
     async def _restore(self, seqs: tuple[int, ...]) -> None:
         run = self._run
-        tasks = tuple(recorded_forward_backward(run.window_records[seq], run.paths) for seq in seqs)
+        tasks = tuple(run.window_records[seq].to_task(run.paths) for seq in seqs)
         await run.ports.worker.restore(run.token, tasks)
 
     def _settle(
@@ -275,16 +272,3 @@ def _version_after(result: OperationResult, version: int) -> int:
             return result.version
         case _:
             return version
-
-
-def _with_publish_seconds(result: OperationResult, seconds: float) -> OperationResult:
-    if not isinstance(result, StepResult):
-        return result
-    phases = replace(result.report.seconds, publish=seconds)
-    return replace(result, report=replace(result.report, seconds=phases))
-
-
-def _with_warning(result: OperationResult, text: str) -> OperationResult:
-    if not isinstance(result, StepResult):
-        return result
-    return replace(result, report=replace(result.report, warnings=(*result.report.warnings, text)))

@@ -28,7 +28,6 @@ from ratoon.engine.journal import (
     LIFE_KINDS,
     FencedError,
     JournalAwayError,
-    JournalConflictError,
     JournalState,
     OperationEnd,
     OperationRecord,
@@ -89,10 +88,19 @@ class FencedStore:
             if _fence(connection, policy_id, token).state is not PolicyState.DELETING:
                 set_policy(connection, policy_id, state=PolicyState.FAILED, failure=failure)
 
-    def set_published(self, token: int, policy_id: str, published: tuple[int, ...]) -> None:
+    def set_published(
+        self,
+        token: int,
+        policy_id: str,
+        published: tuple[int, ...],
+        step: tuple[str, OperationResult] | None = None,
+    ) -> None:
+        """The versions that can be fetched, and what the report of the newest one's step lacked."""
         with self._engine.begin() as connection:
             _fence(connection, policy_id, token)
             set_policy(connection, policy_id, published=json.dumps(published))
+            if step is not None:
+                set_operation(connection, step[0], result=to_text(step[1]))
 
     def accept(self, token: int, record: OperationRecord, next_seq: int) -> None:
         """A new record. Raises `IntegrityError` where its key names another operation."""
@@ -103,31 +111,8 @@ class FencedStore:
             insert_row(connection, OPERATIONS, to_columns(record))
             set_policy(connection, record.policy_id, next_seq=next_seq)
 
-    def begin(
-        self,
-        token: int,
-        operation_id: str,
-        started_at: float,
-        plan: dict[str, object] | None,
-        numerics: Numerics,
-    ) -> None:
-        """What was decided is durable before any of it is applied; an ended one is not begun."""
-        with self._engine.begin() as connection:
-            record = _fence_operation(connection, operation_id, token)
-            if record.state.is_final:
-                raise JournalConflictError(f"{operation_id} is {record.state}")
-            set_operation(
-                connection,
-                operation_id,
-                state=JournalState.APPLYING,
-                started_at=started_at,
-                plan=None if plan is None else json.dumps(plan, separators=(",", ":")),
-                numerics=numerics.digest,
-            )
-            _know_numerics(connection, numerics)
-
     def end(self, token: int, policy_id: str, end: OperationEnd) -> None:
-        """An operation's end, and with it the policy's version, checkpoint and closed window."""
+        """How an operation was run and ended; the policy's version, checkpoint, closed window."""
         with self._engine.begin() as connection:
             policy = _fence(connection, policy_id, token)
             record = require_operation(connection, end.operation_id)
@@ -137,9 +122,12 @@ class FencedStore:
                 connection,
                 end.operation_id,
                 state=end.state,
+                choices=None if end.choices is None else to_text(end.choices),
                 result=to_text(end.result),
                 version=end.version if end.state is JournalState.APPLIED else None,
                 weights_digest=end.weights_digest,
+                numerics=None if end.numerics is None else end.numerics.digest,
+                started_at=end.started_at,
                 finished_at=end.finished_at,
             )
             set_policy(
@@ -148,15 +136,12 @@ class FencedStore:
                 version=end.version,
                 max_version=max(policy.max_version, end.version),
             )
+            if end.numerics is not None:
+                _know_numerics(connection, end.numerics)
             if end.checkpoint is not None:
                 insert_checkpoint(connection, policy_id, end.checkpoint)
             if end.frees_window:
                 _free(connection, policy_id, record.seq + 1)
-
-    def amend(self, token: int, operation_id: str, result: OperationResult) -> None:
-        with self._engine.begin() as connection:
-            _fence_operation(connection, operation_id, token)
-            set_operation(connection, operation_id, result=to_text(result))
 
     def cover(self, token: int, policy_id: str, automatic: Checkpoint | None, keep: int) -> Covered:
         """Add an automatic checkpoint, and free what the newest `keep` of all make superfluous."""
@@ -231,28 +216,16 @@ def _fence(connection: Connection, policy_id: str, token: int) -> PolicyRow:
     Raises `JournalAwayError` where the database has failed over since the token was given: it may
     have lost commits, so that its controller reads the journal again.
     """
-    _check_timeline(connection, token)
+    if is_before(token, timeline_of(connection)):
+        raise JournalAwayError("the database has failed over: what it has is to be read again")
     policy = select_policy(connection, policy_id)
     if policy is None or policy.token != token:
         raise FencedError(f"token {token} of {policy_id} is not the newest")
     return policy
 
 
-def _check_timeline(connection: Connection, token: int) -> None:
-    if is_before(token, timeline_of(connection)):
-        raise JournalAwayError("the database has failed over: what it has is to be read again")
-
-
-def _fence_operation(connection: Connection, operation_id: str, token: int) -> OperationRecord:
-    """The operation as it is once its policy is locked: what was read before may have ended."""
-    _check_timeline(connection, token)  # First: the operation may be what was lost.
-    policy_id = require_operation(connection, operation_id).policy_id
-    _fence(connection, policy_id, token)
-    return require_operation(connection, operation_id)
-
-
 def _free(connection: Connection, policy_id: str, before_seq: int) -> tuple[OperationRecord, ...]:
-    """Drop commands and plans that nothing re-runs: idempotency needs only the hash."""
+    """Drop commands and choices that nothing re-runs: idempotency needs only the hash."""
     condition = and_(
         OPERATIONS.c.policy_id == policy_id,
         OPERATIONS.c.seq < before_seq,
@@ -260,7 +233,7 @@ def _free(connection: Connection, policy_id: str, before_seq: int) -> tuple[Oper
         OPERATIONS.c.state.in_(_FINAL),
     )
     freed = select_operations(connection, policy_id, condition)
-    update_rows(connection, OPERATIONS, condition, {"command": None, "plan": None})
+    update_rows(connection, OPERATIONS, condition, {"command": None, "choices": None})
     return freed
 
 

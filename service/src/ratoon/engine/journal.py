@@ -1,8 +1,7 @@
 """The journal's nouns: what is durably known of a policy and of each of its operations.
 
-Kept by `store.SqlStore` and `fenced.FencedStore`. Invariant: a record moves
-accepted -> applying -> applied | failed, or to cancelled before it is applied, and never back; only
-`JournalState.APPLIED` records have changed weights.
+A record is written twice: accepted, then applied, failed or cancelled, and never back; only applied
+ones have changed weights. That an operation runs is in memory alone.
 """
 
 from __future__ import annotations
@@ -11,6 +10,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from ratoon.engine.checkpoints import Checkpoint
+from ratoon.engine.files import PolicyPaths
+from ratoon.engine.numerics import Numerics
+from ratoon.engine.tasks import Choices, Task
 from ratoon.engine.types import (
     Command,
     ForwardResult,
@@ -45,16 +47,13 @@ class FencedError(Exception):
     """A newer controller owns the policy: whoever gets this stops, and touches nothing more."""
 
 
-class JournalConflictError(Exception):
-    """The operation ended already, in another way than the caller believes."""
-
-
 class JournalAwayError(Exception):
     """The database does not answer, or has failed over; what it has is to be read again."""
 
 
 class JournalState(StrEnum):
     ACCEPTED = "accepted"
+    # Of records in memory: the journal has such an operation as accepted.
     APPLYING = "applying"
     APPLIED = "applied"
     FAILED = "failed"
@@ -96,8 +95,8 @@ class OperationRecord:
     command: Command | None
     body_digest: str
     state: JournalState
-    # How the batch is cut, and what else was decided before it was applied.
-    plan: dict[str, object] | None
+    # None: not applied, or nothing will run it again.
+    choices: Choices | None
     result: OperationResult | None
     # The policy's version once applied.
     version: int | None
@@ -124,6 +123,19 @@ class OperationRecord:
             started_at=self.started_at,
             finished_at=self.finished_at,
             result=self.result,
+        )
+
+    def to_task(self, paths: PolicyPaths) -> Task:
+        """The task of a record whose choices are made."""
+        assert self.command is not None
+        assert self.choices is not None
+        return Task(
+            operation_id=self.operation_id,
+            seq=self.seq,
+            command=self.command,
+            choices=self.choices,
+            paths=paths,
+            started_at=self.started_at,
         )
 
 
@@ -163,17 +175,22 @@ class PolicyRow:
 class OperationEnd:
     """How an operation ended. `version`: the policy's afterwards.
 
-    `frees_window`: nothing will run it, or what was before it, again (`recovery: fail`).
+    `choices`: those it was applied with. `numerics`: where it ran; None: nowhere. `checkpoint`: the
+    one that it saved. `frees_window`: nothing will run it, or what was before it, again (`recovery:
+    fail`).
     """
 
     operation_id: str
     state: JournalState
     result: OperationResult
-    finished_at: float
     version: int
-    weights_digest: str
-    frees_window: bool
-    checkpoint: Checkpoint | None
+    started_at: float | None
+    finished_at: float
+    choices: Choices | None = None
+    weights_digest: str = ""
+    numerics: Numerics | None = None
+    checkpoint: Checkpoint | None = None
+    frees_window: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,8 +211,8 @@ class RollBack:
 class PolicyHistory:
     """What a starting controller reads: the policy and its records since the last closed window.
 
-    `closed`: the operation that closed it. Commands and plans are there of `kept_from_seq` and all
-    after it. Checkpoints are by seq.
+    `closed`: the operation that closed it. Commands and choices are there of `kept_from_seq` and
+    all after it. Checkpoints are by seq.
     """
 
     policy: PolicyRow

@@ -43,8 +43,9 @@ class LiveOperation:
         self.record = record
         self.wake()
 
-    def start(self, now: float) -> None:
-        self.set_record(replace(self.record, state=JournalState.APPLYING, started_at=now))
+    def start(self, started_at: float | None) -> None:
+        record = replace(self.record, state=JournalState.APPLYING, started_at=started_at)
+        self.set_record(record)
 
     def end(self, state: JournalState, result: OperationResult, now: float) -> None:
         self.set_record(replace(self.record, state=state, result=result, finished_at=now))

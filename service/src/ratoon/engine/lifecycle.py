@@ -361,7 +361,7 @@ class Lifecycle:
             command=None,
             body_digest="",
             state=JournalState.ACCEPTED,
-            plan=None,
+            choices=None,
             result=None,
             version=None,
             weights_digest="",

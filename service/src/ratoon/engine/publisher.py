@@ -1,18 +1,18 @@
 """Which versions readers can fetch: publish the current one when it is due, drop the oldest.
 
-Enters the run at a step boundary, leaves a version folder and the list of published versions.
-Invariant: a version is published only after the journal says that it was applied.
+A version is published only after the journal says that it was applied.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.policy_run import PolicyRun
-from ratoon.engine.types import PublishKind
+from ratoon.engine.types import OperationResult, PublishKind, StepResult
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import get_logger
 from ratoon.stream.files import remove_folder
@@ -70,18 +70,48 @@ class Publisher:
 
     async def publish(self) -> float:
         """Publish the current version; the seconds it took. Raises what the export raises."""
+        seconds = await self._write()
+        await self._show(None)
+        return seconds
+
+    async def publish_after(self, operation_id: str, result: OperationResult) -> OperationResult:
+        """Publish the version that an operation has made, where that is due.
+
+        Returns its result, whose report says how long that took, or that it failed; one write of
+        the journal has the version and the report.
+        """
+        run = self._run
+        if not self.is_due():
+            return result
+        try:
+            seconds = await self._write()
+        except RatoonError as error:
+            _LOG.error("publish failed", policy_id=run.policy_id, error=error.message)
+            result = _with_warning(result, f"version {run.version} is not published: {error}")
+            step, published = (operation_id, result), run.published
+            await run.ports.journal.set_published(run.token, run.policy_id, published, step)
+            return result
+        result = _with_seconds(result, seconds)
+        await self._show((operation_id, result))
+        return result
+
+    async def _write(self) -> float:
+        """The current version's folder; the seconds it took."""
         run, started = self._run, time.perf_counter()
         run.reach(CrashPoint.ENGINE_BEFORE_PUBLISH)
-        await run.ports.worker.publish(
-            run.token, run.version, str(run.paths.weights), run.ports.now()
-        )
+        root = str(run.paths.weights)
+        await run.ports.worker.publish(run.token, run.version, root, run.ports.now())
+        return time.perf_counter() - started
+
+    async def _show(self, step: tuple[str, OperationResult] | None) -> None:
+        """The folder is there: readers may have it, and the oldest goes."""
+        run = self._run
         others = tuple(version for version in run.published if version != run.version)
         published = (*others, run.version)[-run.spec.keep_versions :]
-        await run.ports.journal.set_published(run.token, run.policy_id, published)
+        await run.ports.journal.set_published(run.token, run.policy_id, published, step)
         run.published = published
         run.reach(CrashPoint.ENGINE_AFTER_PUBLISH)
         await asyncio.to_thread(prune_versions, run.paths.weights, 1, published)
-        return time.perf_counter() - started
 
     async def manifest(self, version: int | None) -> WeightManifest:
         """The manifest of a published version, None: the newest. Raises WEIGHTS_NOT_FOUND."""
@@ -118,3 +148,16 @@ def _is_readable(root: Path, version: int) -> bool:
         return all((folder / file.name).stat().st_size == file.size_bytes for file in files)
     except (RatoonError, OSError):
         return False
+
+
+def _with_seconds(result: OperationResult, seconds: float) -> OperationResult:
+    if not isinstance(result, StepResult):
+        return result
+    phases = replace(result.report.seconds, publish=seconds)
+    return replace(result, report=replace(result.report, seconds=phases))
+
+
+def _with_warning(result: OperationResult, text: str) -> OperationResult:
+    if not isinstance(result, StepResult):
+        return result
+    return replace(result, report=replace(result.report, warnings=(*result.report.warnings, text)))

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 from ratoon import metrics
 from ratoon.engine.crash_points import CrashPoint
-from ratoon.engine.decisions import recorded_forward_backward, recorded_task
 from ratoon.engine.journal import RUN_KINDS, JournalState, OperationRecord, PolicyHistory
 from ratoon.engine.numerics import Numerics, differences
 from ratoon.engine.policy_run import PolicyRun
@@ -220,7 +219,7 @@ class _Again:
         await self._select(record)
         if isinstance(record.command, LoadCheckpointCommand):
             await run.archive.restore_checkpoint(record.command.checkpoint_id)
-        outcome = await run.ports.worker.apply(run.token, recorded_task(record, run.paths))
+        outcome = await run.ports.worker.apply(run.token, record.to_task(run.paths))
         self.num_run += 1
         self._check(record, outcome)
         if _is_gradient(record):
@@ -238,7 +237,7 @@ class _Again:
 
     async def _restore(self, seqs: tuple[int, ...]) -> None:
         run = self._run
-        tasks = tuple(recorded_forward_backward(self._window[seq], run.paths) for seq in seqs)
+        tasks = tuple(self._window[seq].to_task(run.paths) for seq in seqs)
         self.num_run += len(tasks)
         await run.ports.worker.restore(run.token, tasks)
 
@@ -280,4 +279,6 @@ def _journaled_outcome(record: OperationRecord) -> Outcome:
         result=record.result or EmptyResult(),
         must_restore=False,
         weights_digest=record.weights_digest,
+        choices=record.choices,
+        started_at=record.started_at,
     )

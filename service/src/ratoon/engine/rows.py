@@ -18,6 +18,7 @@ from ratoon.engine.faults import operation_not_found, policy_not_found
 from ratoon.engine.journal import JournalState, OperationRecord, PolicyRow
 from ratoon.engine.sealed import insert_row, update_rows, verified
 from ratoon.engine.tables import CHECKPOINTS, OPERATIONS, POLICIES
+from ratoon.engine.tasks import Choices
 from ratoon.engine.types import (
     CheckpointInfo,
     Command,
@@ -97,14 +98,14 @@ def to_columns(record: OperationRecord) -> dict[str, Any]:
         "request_id": record.request_id or None,
         "numerics": record.numerics or None,
         "command": None if record.command is None else to_text(record.command),
-        "plan": None if record.plan is None else json.dumps(record.plan, separators=(",", ":")),
+        "choices": None if record.choices is None else to_text(record.choices),
         "result": None if record.result is None else to_text(record.result),
     }
 
 
 def to_record(row: RowMapping) -> OperationRecord:
     values = verified(OPERATIONS, row)
-    plan, command, result = values["plan"], values["command"], values["result"]
+    choices, command, result = values["choices"], values["command"], values["result"]
     decoded: dict[str, Any] = values | {
         "kind": OperationKind(values["kind"]),
         "state": JournalState(values["state"]),
@@ -112,7 +113,7 @@ def to_record(row: RowMapping) -> OperationRecord:
         "request_id": values["request_id"] or "",
         "numerics": values["numerics"] or "",
         "command": None if command is None else cast("Command", from_text(command)),
-        "plan": None if plan is None else json.loads(plan),
+        "choices": None if choices is None else cast("Choices", from_text(choices)),
         "result": None if result is None else cast("OperationResult", from_text(result)),
     }
     return OperationRecord(**decoded)

@@ -1,13 +1,12 @@
-"""Tasks to calls of a trainer: bodies read, losses resolved, reports turned into results.
+"""Tasks to calls of a trainer: bodies read, losses resolved, batches cut, reports made results.
 
-Enters a task, leaves its outcome, or raises what went wrong. Invariant: everything that can be
-refused is refused before the trainer is touched.
+Everything that can be refused is refused by `plan`, which touches no state.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,39 +18,31 @@ from ratoon.engine.forward_output import (
     read_old_logprobs,
     write_forward_output,
 )
-from ratoon.engine.tasks import (
-    BatchCommand,
-    DiscardTask,
-    ForwardBackwardTask,
-    ForwardTask,
-    FromForwardFile,
-    FromGiven,
-    LoadTask,
-    OldLogprobsSource,
-    OptimStepTask,
-    Outcome,
-    SaveTask,
-    UpdateTask,
-    WorkerTask,
-)
+from ratoon.engine.tasks import NO_FORWARD, Task
 from ratoon.engine.trainer_port import IsCancelled, OnProgress, SnapshotPort, TrainerPort
 from ratoon.engine.types import (
     CheckpointInfo,
+    DiscardGradientsCommand,
     EmptyResult,
+    ForwardBackwardCommand,
     ForwardCommand,
     ForwardResult,
+    LoadCheckpointCommand,
     OperationResult,
-    OperationState,
+    OptimStepCommand,
+    SaveCheckpointCommand,
     StepResult,
+    UpdateCommand,
 )
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.spec import LoraTuning
 from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.plan import plan_from_dict, plan_to_dict
 from ratoon.rollout.serial import batch_from_bytes
 from ratoon.stream.files import remove_folder
 from ratoon.stream.manifest import WeightKind
-from ratoon.train.config import LossRequest, OptimRequest
+from ratoon.train.config import OptimRequest
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.loss.spec import Loss, Normalisation, OptimStep
 from ratoon.train.optim.resolve import resolve_optim
@@ -61,11 +52,21 @@ from ratoon.train.spec import TrainerSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Inputs:
-    """A batch command's files, read."""
+    """A batch command's files, read, and how the batch is cut. A Forward has no loss."""
 
     batch: RolloutBatch
+    plan: UpdatePlan
+    loss: Loss | None
     old_logprobs_J: NDArray[np.floating] | None
     entropy_J: NDArray[np.floating] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedTask:
+    """A task with every choice made. `inputs`: of a command that has a batch."""
+
+    task: Task
+    inputs: _Inputs | None
 
 
 class TaskRunner:
@@ -74,8 +75,6 @@ class TaskRunner:
     def __init__(self, spec: TrainerSpec, trainer: TrainerPort) -> None:
         self.trainer = trainer
         self._spec = spec
-        # What `prepare` read, for the task that follows it.
-        self._inputs: tuple[Path, OldLogprobsSource, _Inputs] | None = None
 
     @property
     def version(self) -> int:
@@ -86,93 +85,83 @@ class TaskRunner:
         is_adapter = isinstance(self._spec.model.tuning, LoraTuning)
         return WeightKind.ADAPTER if is_adapter else WeightKind.FULL
 
-    def prepare(
-        self, command: BatchCommand, body_path: Path, old_logprobs: OldLogprobsSource
-    ) -> dict[str, object]:
-        """JSON of the plan. Raises `RatoonError`."""
-        loss_request = None if isinstance(command, ForwardCommand) else command.loss
-        inputs = self._read(body_path, old_logprobs, loss_request)
-        if isinstance(command, ForwardCommand):
-            plan = self.trainer.plan_forward(inputs.batch)
+    def plan(self, task: Task) -> PlannedTask:
+        """Read the batch, and cut it where the task does not say how. Raises `RatoonError`."""
+        match task.command:
+            case UpdateCommand(loss=request) | ForwardBackwardCommand(loss=request):
+                batch = _read_batch(task)
+                loss = resolve_loss(request, batch, has_frozen_reference=self._spec.keep_reference)
+                old, entropy = _read_forward(task, batch, entropy_share=request.top_entropy_share)
+            case ForwardCommand():
+                batch, loss, old, entropy = _read_batch(task), None, None, None
+            case _:
+                return PlannedTask(task=task, inputs=None)
+        if task.choices.plan is not None:
+            plan = plan_from_dict(task.choices.plan)
         else:
-            loss = self._loss(command.loss, inputs.batch)
-            plan = self.trainer.prepare(inputs.batch, loss).plan
-        return plan_to_dict(plan)
+            trainer = self.trainer
+            plan = trainer.prepare(batch, loss).plan if loss else trainer.plan_forward(batch)
+        choices = replace(task.choices, plan=task.choices.plan or plan_to_dict(plan))
+        inputs = _Inputs(batch=batch, plan=plan, loss=loss, old_logprobs_J=old, entropy_J=entropy)
+        return PlannedTask(task=replace(task, choices=choices), inputs=inputs)
 
-    def run(self, task: WorkerTask, on_progress: OnProgress, is_cancelled: IsCancelled) -> Outcome:
-        """The outcome of a task that ended well."""
-        try:
-            result = self._result(task, on_progress, is_cancelled)
-        finally:
-            self.forget_inputs()
-        return Outcome(
-            operation_id=task.operation_id,
-            state=OperationState.DONE,
-            result=result,
-            must_restore=False,
-            weights_digest="",
-        )
+    def run(
+        self, planned: PlannedTask, on_progress: OnProgress, is_cancelled: IsCancelled
+    ) -> OperationResult:
+        task, choices = planned.task, planned.task.choices
+        match task.command:
+            case UpdateCommand(optim=optim):
+                report = self._update(planned, optim, on_progress, is_cancelled)
+                return self._stepped(report, choices.next_version)
+            case ForwardBackwardCommand():
+                report = self._forward_backward(planned, on_progress, is_cancelled)
+                return StepResult(version=self.version, report=report)
+            case ForwardCommand() as command:
+                return self._forward(planned, command, on_progress, is_cancelled)
+            case OptimStepCommand(optim=optim):
+                step = self._step(optim, self.trainer.normalisation)
+                return self._stepped(self.trainer.optim_step(step), choices.next_version)
+            case DiscardGradientsCommand():
+                self.trainer.discard_gradients()
+                return EmptyResult()
+            case SaveCheckpointCommand():
+                return self._save(task)
+            case LoadCheckpointCommand():
+                return self._load(task)
 
-    def restore(self, tasks: tuple[ForwardBackwardTask, ...]) -> None:
+    def restore(self, tasks: tuple[Task, ...]) -> None:
         """The window holds the gradients of `tasks` alone."""
         self.trainer.discard_gradients()
         for task in tasks:
-            self._forward_backward(task, _no_progress, _never)
-            self.forget_inputs()
-
-    def forget_inputs(self) -> None:
-        """What was prepared is not run next, or has been."""
-        self._inputs = None
-
-    def _result(
-        self, task: WorkerTask, on_progress: OnProgress, is_cancelled: IsCancelled
-    ) -> OperationResult:
-        match task:
-            case UpdateTask():
-                return self._update(task, on_progress, is_cancelled)
-            case ForwardBackwardTask():
-                report = self._forward_backward(task, on_progress, is_cancelled)
-                return StepResult(version=self.version, report=report)
-            case ForwardTask():
-                return self._forward(task, on_progress, is_cancelled)
-            case OptimStepTask():
-                return self._optim_step(task)
-            case DiscardTask():
-                self.trainer.discard_gradients()
-                return EmptyResult()
-            case SaveTask():
-                return self._save(task)
-            case LoadTask():
-                self.trainer.load_checkpoint(Path(task.folder))
-                self.trainer.version = task.checkpoint.version
-                return task.checkpoint
+            self._forward_backward(self.plan(task), _no_progress, _never)
 
     def _update(
-        self, task: UpdateTask, on_progress: OnProgress, is_cancelled: IsCancelled
-    ) -> OperationResult:
-        inputs = self._read(Path(task.body_path), task.old_logprobs, task.command.loss)
-        loss = self._loss(task.command.loss, inputs.batch)
-        step = self._step(task.command.optim, loss.normalisation)
-        report = self.trainer.update(
+        self,
+        planned: PlannedTask,
+        optim: OptimRequest,
+        on_progress: OnProgress,
+        is_cancelled: IsCancelled,
+    ) -> StepReport:
+        inputs, loss = _with_loss(planned)
+        return self.trainer.update(
             inputs.batch,
             loss,
-            step,
-            plan_from_dict(task.plan),
+            self._step(optim, loss.normalisation),
+            inputs.plan,
             old_logprobs_J=inputs.old_logprobs_J,
             entropy_J=inputs.entropy_J,
             on_progress=on_progress,
             is_cancelled=is_cancelled,
         )
-        return self._stepped(report, task.next_version)
 
     def _forward_backward(
-        self, task: ForwardBackwardTask, on_progress: OnProgress, is_cancelled: IsCancelled
+        self, planned: PlannedTask, on_progress: OnProgress, is_cancelled: IsCancelled
     ) -> StepReport:
-        inputs = self._read(Path(task.body_path), task.old_logprobs, task.command.loss)
+        inputs, loss = _with_loss(planned)
         return self.trainer.forward_backward(
             inputs.batch,
-            self._loss(task.command.loss, inputs.batch),
-            plan_from_dict(task.plan),
+            loss,
+            inputs.plan,
             old_logprobs_J=inputs.old_logprobs_J,
             entropy_J=inputs.entropy_J,
             on_progress=on_progress,
@@ -180,20 +169,24 @@ class TaskRunner:
         )
 
     def _forward(
-        self, task: ForwardTask, on_progress: OnProgress, is_cancelled: IsCancelled
+        self,
+        planned: PlannedTask,
+        command: ForwardCommand,
+        on_progress: OnProgress,
+        is_cancelled: IsCancelled,
     ) -> OperationResult:
-        command = task.command
-        inputs = self._read(Path(task.body_path), FromGiven(), None)
+        task, inputs = planned.task, planned.inputs
+        assert inputs is not None
         arrays = self.trainer.forward(
             inputs.batch,
-            plan_from_dict(task.plan),
+            inputs.plan,
             with_entropy=command.with_entropy,
             use_reference=command.use_reference,
             on_progress=on_progress,
             is_cancelled=is_cancelled,
         )
         digest, size_bytes = write_forward_output(
-            Path(task.results_folder),
+            task.paths.results,
             task.operation_id,
             inputs.batch,
             arrays.logprobs,
@@ -204,20 +197,19 @@ class TaskRunner:
             version=self.version, digest=digest, size_bytes=size_bytes, report=arrays.report
         )
 
-    def _optim_step(self, task: OptimStepTask) -> OperationResult:
-        step = self._step(task.optim, self.trainer.normalisation)
-        return self._stepped(self.trainer.optim_step(step), task.next_version)
+    def _save(self, task: Task) -> CheckpointInfo:
+        info = task.choices.checkpoint
+        assert info is not None
+        assert info.version == self.version
+        folder = task.paths.checkpoint(info.checkpoint_id)
+        return replace(info, size_bytes=write_checkpoint(self.trainer.snapshot(), folder))
 
-    def _save(self, task: SaveTask) -> OperationResult:
-        assert task.version == self.version
-        return CheckpointInfo(
-            checkpoint_id=task.checkpoint_id,
-            version=self.version,
-            seq=task.seq,
-            replay_from_seq=task.replay_from_seq,
-            created_at=0.0,
-            size_bytes=write_checkpoint(self.trainer.snapshot(), Path(task.folder)),
-        )
+    def _load(self, task: Task) -> CheckpointInfo:
+        info = task.choices.checkpoint
+        assert info is not None
+        self.trainer.load_checkpoint(task.paths.checkpoint(info.checkpoint_id))
+        self.trainer.version = info.version
+        return info
 
     def _stepped(self, report: StepReport, next_version: int) -> StepResult:
         """Numbers of versions that were rolled back are not given again."""
@@ -225,26 +217,8 @@ class TaskRunner:
             self.trainer.version = next_version
         return StepResult(version=self.version, report=report)
 
-    def _loss(self, request: LossRequest, batch: RolloutBatch) -> Loss:
-        return resolve_loss(request, batch, has_frozen_reference=self._spec.keep_reference)
-
     def _step(self, request: OptimRequest, normalisation: Normalisation) -> OptimStep:
         return resolve_optim(request, normalisation, self._spec.optimizer)
-
-    def _read(
-        self, body_path: Path, source: OldLogprobsSource, loss: LossRequest | None
-    ) -> _Inputs:
-        if self._inputs is not None and self._inputs[:2] == (body_path, source):
-            return self._inputs[2]
-        batch = batch_from_bytes(_read_body(body_path))
-        old = entropy = None
-        if isinstance(source, FromForwardFile):
-            old = read_old_logprobs(Path(source.path), batch)
-            if loss is not None and loss.top_entropy_share is not None:
-                entropy = read_entropy(Path(source.path), batch)
-        inputs = _Inputs(batch=batch, old_logprobs_J=old, entropy_J=entropy)
-        self._inputs = (body_path, source, inputs)
-        return inputs
 
 
 def write_checkpoint(snapshot: SnapshotPort, folder: Path) -> int:
@@ -263,6 +237,28 @@ def write_checkpoint(snapshot: SnapshotPort, folder: Path) -> int:
         remove_folder(folder)
         raise
     return size_bytes
+
+
+def _with_loss(planned: PlannedTask) -> tuple[_Inputs, Loss]:
+    assert planned.inputs is not None
+    assert planned.inputs.loss is not None
+    return planned.inputs, planned.inputs.loss
+
+
+def _read_batch(task: Task) -> RolloutBatch:
+    assert isinstance(task.command, UpdateCommand | ForwardBackwardCommand | ForwardCommand)
+    return batch_from_bytes(_read_body(task.paths.body(task.command.body_digest)))
+
+
+def _read_forward(
+    task: Task, batch: RolloutBatch, *, entropy_share: float | None
+) -> tuple[NDArray[np.floating] | None, NDArray[np.floating] | None]:
+    """Old log-probs and entropies of the Forward that the task names."""
+    if task.choices.old_logprobs == NO_FORWARD:
+        return None, None
+    path = task.paths.results / task.choices.old_logprobs
+    entropy = None if entropy_share is None else read_entropy(path, batch)
+    return read_old_logprobs(path, batch), entropy
 
 
 def _read_body(path: Path) -> bytes:

@@ -191,10 +191,10 @@ class SqlStore:
             return {r.operation_id: r.body_digest for r in kept if r.body_digest}
 
     def results_in_use(self, policy_id: str) -> frozenset[str]:
-        """Digests of the Forward results that kept plans name."""
+        """Digests of the Forward results that kept choices name."""
         with self._engine.begin() as connection:
-            kept = select_operations(connection, policy_id, OPERATIONS.c.plan.is_not(None))
-            names = {str((r.plan or {}).get("old_logprobs", "")) for r in kept}
+            kept = select_operations(connection, policy_id, OPERATIONS.c.choices.is_not(None))
+            names = {r.choices.old_logprobs for r in kept if r.choices is not None}
             return frozenset(name.partition(".")[0] for name in names if name)
 
     def numerics(self, digest: str) -> Mapping[str, str]:

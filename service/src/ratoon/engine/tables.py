@@ -67,7 +67,7 @@ OPERATIONS = Table(
     Column("command", Text),
     Column("body_digest", String(64), nullable=False),
     Column("state", String(16), nullable=False),
-    Column("plan", Text),
+    Column("choices", Text),
     Column("result", Text),
     Column("version", _WIDE),
     # Of weights, moments and counters, after the operation.

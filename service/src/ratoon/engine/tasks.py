@@ -1,8 +1,6 @@
 """What a controller asks of a worker, and what it gets back. No torch: both sides import it.
 
-Enters from the journal's records, leaves as outcomes into it. Invariant: a task holds every choice
-that was made before it is applied (plan, version number, files), so that running it again is the
-same task. Paths are absolute, on storage that both sides see.
+Paths are absolute, on storage that both sides see.
 """
 
 from __future__ import annotations
@@ -11,21 +9,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from ratoon.engine.files import PolicyPaths
 from ratoon.engine.types import (
     CheckpointInfo,
+    Command,
     FailedResult,
-    ForwardBackwardCommand,
-    ForwardCommand,
     OperationResult,
     OperationState,
     Progress,
-    UpdateCommand,
 )
-from ratoon.errors import RatoonError
+from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.spec import ModelInfo
 from ratoon.stream.manifest import WeightManifest
-from ratoon.train.config import OptimRequest
 from ratoon.train.spec import TrainerSpec
+
+NO_FORWARD = ""
 
 
 class WorkerLostError(Exception):
@@ -37,97 +35,34 @@ class UnusableCheckpointError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FromGiven:
-    """Old log-probs are in the batch, or the loss needs none."""
+class Choices:
+    """What is decided of an operation beside its command, so that running it again is the same.
+
+    The journal has it once the operation has ended; until then nobody was told, and it may be
+    decided anew.
+    """
+
+    # How the batch is cut; None: the worker decides, or there is no batch.
+    plan: dict[str, object] | None = None
+    # The file among the results that says whose old log-probs there are (`forward_output`).
+    old_logprobs: str = NO_FORWARD
+    # What the weights are called if they change; 0: they do not.
+    next_version: int = 0
+    # To be loaded, or to be saved; of the latter size and time are not known yet.
+    checkpoint: CheckpointInfo | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FromForwardFile:
-    """Old log-probs are a Forward's; `path` is the file that says whose (`forward_output`)."""
-
-    path: str
-
-
-OldLogprobsSource = FromGiven | FromForwardFile
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardBackwardTask:
-    operation_id: str
-    seq: int
-    command: ForwardBackwardCommand
-    body_path: str
-    old_logprobs: OldLogprobsSource
-    plan: dict[str, object]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateTask:
-    """`next_version` is what the weights are called if they change."""
+class Task:
+    """One operation for the worker to run; seq 0: not sequenced."""
 
     operation_id: str
     seq: int
-    command: UpdateCommand
-    body_path: str
-    old_logprobs: OldLogprobsSource
-    plan: dict[str, object]
-    next_version: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardTask:
-    """seq 0: not sequenced. The output is written to `results_folder` under its digest."""
-
-    operation_id: str
-    seq: int
-    command: ForwardCommand
-    body_path: str
-    plan: dict[str, object]
-    results_folder: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimStepTask:
-    operation_id: str
-    seq: int
-    optim: OptimRequest
-    next_version: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiscardTask:
-    operation_id: str
-    seq: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveTask:
-    operation_id: str
-    seq: int
-    checkpoint_id: str
-    version: int
-    replay_from_seq: int
-    folder: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadTask:
-    operation_id: str
-    seq: int
-    folder: str
-    checkpoint: CheckpointInfo
-
-
-WorkerTask = (
-    ForwardBackwardTask
-    | UpdateTask
-    | ForwardTask
-    | OptimStepTask
-    | DiscardTask
-    | SaveTask
-    | LoadTask
-)
-BatchCommand = UpdateCommand | ForwardBackwardCommand | ForwardCommand
+    command: Command
+    choices: Choices
+    paths: PolicyPaths
+    # Seconds since the epoch.
+    started_at: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +72,8 @@ class Outcome:
     `operation_id`: whose it is; a seq may have been another's that a failed-over database has lost.
     `must_restore`: the open window's gradients are gone or mixed with a part of this task's.
     `weights_digest`: of weights, moments and counters afterwards, of a task that is done; "" where
-    the worker was not asked to take digests.
+    the worker was not asked to take digests. `choices`: those it was run with, the worker's own
+    among them; None: it was not run.
     """
 
     operation_id: str
@@ -145,23 +81,40 @@ class Outcome:
     result: OperationResult
     must_restore: bool
     weights_digest: str
+    choices: Choices | None
+    started_at: float | None
 
     @classmethod
-    def of_error(
+    def unrun(
         cls,
         operation_id: str,
         state: OperationState,
         error: RatoonError,
-        *,
-        must_restore: bool = False,
+        started_at: float | None = None,
     ) -> Outcome:
-        """Of a task that has failed or was cancelled."""
+        """Of an operation that fails, or is cancelled, before the worker has it."""
         return cls(
             operation_id=operation_id,
             state=state,
             result=FailedResult(error=error.to_dict()),
+            must_restore=False,
+            weights_digest="",
+            choices=None,
+            started_at=started_at,
+        )
+
+    @classmethod
+    def of_error(cls, task: Task, error: RatoonError, *, must_restore: bool) -> Outcome:
+        """Of a task that has failed or was cancelled."""
+        is_cancelled = error.code is ErrorCode.CANCELLED
+        return cls(
+            operation_id=task.operation_id,
+            state=OperationState.CANCELLED if is_cancelled else OperationState.FAILED,
+            result=FailedResult(error=error.to_dict()),
             must_restore=must_restore,
             weights_digest="",
+            choices=task.choices,
+            started_at=task.started_at,
         )
 
 
@@ -242,26 +195,20 @@ class WorkerPort(Protocol):
         """End the worker and give back what it holds; until the next `fence` there is none."""
         ...
 
-    async def prepare(
-        self, token: int, command: BatchCommand, body_path: str, old_logprobs: OldLogprobsSource
-    ) -> dict[str, object]:
-        """Decide how the batch is cut. Raises `RatoonError`; touches no state."""
-        ...
-
-    async def apply(self, token: int, task: WorkerTask) -> Outcome:
-        """Run the task whose seq is next; for the last one again, say how it ended."""
+    async def apply(self, token: int, task: Task) -> Outcome:
+        """Plan and run the task whose seq is next; for the last one again, say how it ended."""
         ...
 
     async def skip(self, token: int, seq: int, outcome: Outcome) -> None:
         """Count a seq that is not run."""
         ...
 
-    async def forward(self, token: int, task: ForwardTask) -> Outcome:
+    async def forward(self, token: int, task: Task) -> Outcome:
         """Run a Forward that has no seq."""
         ...
 
-    async def restore(self, token: int, tasks: tuple[ForwardBackwardTask, ...]) -> None:
-        """Make the open window hold the gradients of these tasks and of nothing else."""
+    async def restore(self, token: int, tasks: tuple[Task, ...]) -> None:
+        """Make the open window hold the gradients of these ForwardBackwards and of nothing else."""
         ...
 
     async def publish(

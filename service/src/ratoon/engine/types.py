@@ -73,7 +73,6 @@ class PolicySpec:
     num_workers: int
     # "": the best available.
     attention_backend: str
-    # A default: specs journaled before there was a guard are read too.
     numerics_guard: NumericsGuard = DEFAULT_GUARD
 
 
@@ -88,7 +87,7 @@ class Policy:
     created_at: float
     info: ModelInfo | None
     published_version: int | None
-    # Why it is failed; "": it is not, or nobody could say. Results journaled earlier have none.
+    # Why it is failed; "": it is not, or nobody could say.
     failure: str = ""
 
 

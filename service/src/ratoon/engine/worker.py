@@ -1,8 +1,7 @@
 """A policy's worker: the one place where its weights change.
 
-Enters tasks with a fencing token and a seq, leaves outcomes. Invariant: an older token, or a seq
-other than the last one plus one, is refused before any state is touched; the last seq is answered
-with its stored outcome.
+An older fencing token, or a seq other than the last one plus one, is refused before any state is
+touched; the last seq is answered with its stored outcome.
 
 States: bare -> loaded -> lost. A failure that leaves the trainer in doubt, or a device that fails,
 is not survived: a lost worker refuses every call, and its controller goes on with another process.
@@ -26,24 +25,24 @@ from ratoon.engine.journal import FencedError
 from ratoon.engine.meter import Meter
 from ratoon.engine.runner import TaskRunner, write_checkpoint
 from ratoon.engine.tasks import (
-    BatchCommand,
     CheckpointWeights,
-    ForwardBackwardTask,
-    ForwardTask,
     Loaded,
     LoadRequest,
-    LoadTask,
-    OldLogprobsSource,
-    OptimStepTask,
     Outcome,
+    Task,
     UnusableCheckpointError,
-    UpdateTask,
     WorkerLostError,
     WorkerStatus,
-    WorkerTask,
 )
 from ratoon.engine.trainer_port import CreateTrainer, ExportWeights, SnapshotPort, TrainerPort
-from ratoon.engine.types import OperationState, Progress
+from ratoon.engine.types import (
+    ForwardBackwardCommand,
+    LoadCheckpointCommand,
+    OperationState,
+    OptimStepCommand,
+    Progress,
+    UpdateCommand,
+)
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import get_logger
 from ratoon.stream.manifest import WeightManifest
@@ -152,17 +151,7 @@ class WorkerCore:
         _LOG.info("policy loaded", policy_id=policy_id, version=request.version, **seconds)
         return Loaded(info=trainer.info(), numerics=trainer.fingerprint())
 
-    def prepare(
-        self, token: int, command: BatchCommand, body_path: str, old_logprobs: OldLogprobsSource
-    ) -> dict[str, object]:
-        """How the batch is cut. Raises `RatoonError`; touches no state."""
-        self.fence(token)
-        runner = self._loaded()
-        self._meter = Meter(started=time.perf_counter())
-        prepare = partial(runner.prepare, command, Path(body_path), old_logprobs)
-        return self._guarded(runner, "prepare", prepare)
-
-    def apply(self, token: int, task: WorkerTask) -> Outcome:
+    def apply(self, token: int, task: Task) -> Outcome:
         """Run the task whose seq is next, or say again how the last one ended."""
         self.fence(token)
         runner = self._loaded()
@@ -184,19 +173,19 @@ class WorkerCore:
     def skip(self, token: int, seq: int, outcome: Outcome) -> None:
         """Count a seq that ended without being run."""
         self.fence(token)
-        self._loaded().forget_inputs()
+        self._loaded()
         if seq == self._last_seq:
             self._check_last(outcome.operation_id)
             return
         self._check_next(seq)
         self._last_seq, self._last_outcome = seq, outcome
 
-    def forward(self, token: int, task: ForwardTask) -> Outcome:
+    def forward(self, token: int, task: Task) -> Outcome:
         """Run a Forward that has no seq."""
         self.fence(token)
         return self._run(self._loaded(), task)
 
-    def restore(self, token: int, tasks: tuple[ForwardBackwardTask, ...]) -> None:
+    def restore(self, token: int, tasks: tuple[Task, ...]) -> None:
         """Run the window's ForwardBackwards again, from none. Raises `WorkerLostError`."""
         self.fence(token)
         try:
@@ -246,33 +235,42 @@ class WorkerCore:
         self._reach(CrashPoint.WORKER_AFTER_CHECKPOINT)
         return size_bytes
 
-    def _with_digest(self, runner: TaskRunner, task: WorkerTask, outcome: Outcome) -> Outcome:
+    def _with_digest(self, runner: TaskRunner, task: Task, outcome: Outcome) -> Outcome:
         """The outcome with the digest of the state that it left."""
         if outcome.state is not OperationState.DONE or not self._takes_digests:
             return outcome
-        if isinstance(task, UpdateTask | OptimStepTask | LoadTask):
+        if isinstance(task.command, UpdateCommand | OptimStepCommand | LoadCheckpointCommand):
             self._digest = runner.trainer.state_digest()
         return replace(outcome, weights_digest=self._digest)
 
-    def _run(self, runner: TaskRunner, task: WorkerTask) -> Outcome:
+    def _run(self, runner: TaskRunner, task: Task) -> Outcome:
         self._meter = Meter(started=time.perf_counter())
-        is_cancelled = self._is_cancelled(task.operation_id)
-        run = partial(runner.run, task, self._on_progress, is_cancelled)
-        may_have_stepped = partial(self._may_have_stepped, task)
+        name = task.operation_id
         try:
-            return self._guarded(runner, task.operation_id, run, may_have_stepped)
+            planned = self._guarded(runner, name, partial(runner.plan, task))
         except RatoonError as error:
-            cancelled = error.code is ErrorCode.CANCELLED
-            state = OperationState.CANCELLED if cancelled else OperationState.FAILED
-            must_restore = isinstance(task, ForwardBackwardTask)
-            operation_id = task.operation_id
-            return Outcome.of_error(operation_id, state, error, must_restore=must_restore)
+            return Outcome.of_error(task, error, must_restore=False)
+        run = partial(runner.run, planned, self._on_progress, self._is_cancelled(name))
+        try:
+            result = self._guarded(runner, name, run, partial(self._may_have_stepped, task))
+        except RatoonError as error:
+            is_torn = isinstance(task.command, ForwardBackwardCommand)
+            return Outcome.of_error(planned.task, error, must_restore=is_torn)
+        return Outcome(
+            operation_id=name,
+            state=OperationState.DONE,
+            result=result,
+            must_restore=False,
+            weights_digest="",
+            choices=planned.task.choices,
+            started_at=task.started_at,
+        )
 
-    def _may_have_stepped(self, task: WorkerTask) -> bool:
+    def _may_have_stepped(self, task: Task) -> bool:
         """Whether a task that failed in a way of its own may have changed weights or moments."""
-        if isinstance(task, UpdateTask):
+        if isinstance(task.command, UpdateCommand):
             return 0 < self._meter.planned <= self._meter.done
-        return isinstance(task, OptimStepTask | LoadTask)
+        return isinstance(task.command, OptimStepCommand | LoadCheckpointCommand)
 
     def _guarded(
         self,

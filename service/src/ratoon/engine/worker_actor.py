@@ -18,17 +18,7 @@ from typing import TYPE_CHECKING, cast
 import ray
 
 from ratoon.engine.crash_points import make_reach
-from ratoon.engine.tasks import (
-    BatchCommand,
-    ForwardBackwardTask,
-    ForwardTask,
-    Loaded,
-    LoadRequest,
-    OldLogprobsSource,
-    Outcome,
-    WorkerStatus,
-    WorkerTask,
-)
+from ratoon.engine.tasks import Loaded, LoadRequest, Outcome, Task, WorkerStatus
 from ratoon.engine.types import Progress
 from ratoon.log import configure_logging, get_logger
 from ratoon.stream.manifest import WeightManifest
@@ -92,13 +82,7 @@ class WorkerActor:
         return self._core.load(token, self._policy_id, request)
 
     @ray.method(concurrency_group="compute")
-    def prepare(
-        self, token: int, command: BatchCommand, body_path: str, old_logprobs: OldLogprobsSource
-    ) -> dict[str, object]:
-        return self._core.prepare(token, command, body_path, old_logprobs)
-
-    @ray.method(concurrency_group="compute")
-    def apply(self, token: int, task: WorkerTask) -> Outcome:
+    def apply(self, token: int, task: Task) -> Outcome:
         return self._core.apply(token, task)
 
     @ray.method(concurrency_group="compute")
@@ -106,11 +90,11 @@ class WorkerActor:
         self._core.skip(token, seq, outcome)
 
     @ray.method(concurrency_group="compute")
-    def forward(self, token: int, task: ForwardTask) -> Outcome:
+    def forward(self, token: int, task: Task) -> Outcome:
         return self._core.forward(token, task)
 
     @ray.method(concurrency_group="compute")
-    def restore(self, token: int, tasks: tuple[ForwardBackwardTask, ...]) -> None:
+    def restore(self, token: int, tasks: tuple[Task, ...]) -> None:
         self._core.restore(token, tasks)
 
     @ray.method(concurrency_group="compute")

@@ -63,7 +63,7 @@ def _operations() -> None:
         sa.Column("command", sa.Text),
         sa.Column("body_digest", sa.String(64), nullable=False),
         sa.Column("state", sa.String(16), nullable=False),
-        sa.Column("plan", sa.Text),
+        sa.Column("choices", sa.Text),
         sa.Column("result", sa.Text),
         sa.Column("version", _WIDE),
         sa.Column("weights_digest", sa.String(64), nullable=False),
