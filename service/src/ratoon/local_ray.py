@@ -7,7 +7,7 @@ that reads logs: nobody asks the one or the other here, and `ray_logs` reads wha
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray._private import ray_constants
@@ -37,7 +37,7 @@ class LocalRay:
             object_store_memory=object_store_bytes,
             temp_dir=temp_folder,
             include_dashboard=False,
-            include_log_monitor=False,
+            include_log_monitor=cast("Any", False),  # Ray says that it is text.
             no_monitor=True,
             _system_config=_NO_REPORTS,
         )
