@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ratoon.config import CheckpointConfig, LimitsConfig
+from ratoon.engine.claims import Claims
 from ratoon.engine.controller import Controller
 from ratoon.engine.files import BodyFiles, policy_paths
 from ratoon.engine.journal import (
@@ -109,6 +110,8 @@ def life_record(
         payload_hash="",
         command=None,
         body_digest="",
+        body_bytes=0,
+        key_id="",
         state=JournalState.ACCEPTED,
         choices=None,
         result=None,
@@ -156,6 +159,7 @@ class Machine:
         self.worker = make_worker(self.faults)
         self.worker.reach = self.crashes.reach
         self.metrics = ListSink()
+        self.claims = Claims(root, max_total_bytes=limits.max_total_queued_bytes)
         self.paths = policy_paths(root, spec.policy_id)
         self.controller = self._controller()
 
@@ -170,6 +174,7 @@ class Machine:
             checkpoints=self.checkpoints,
             paths=self.paths,
             bodies=BodyFiles(self.paths),
+            claims=self.claims,
             reach=self.crashes.reach,
         )
         return Controller(self.run)
@@ -184,6 +189,7 @@ class Machine:
             await self.controller._turns.stop(0.0)
         with contextlib.suppress(Crash):
             await self.controller._turns._checkpointer.stop()
+        self.claims = Claims(self.root, max_total_bytes=self.limits.max_total_queued_bytes)
         self.controller = self._controller()
         await self.controller.start()
 

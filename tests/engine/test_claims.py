@@ -1,82 +1,91 @@
-"""Bounds over policies and of API keys, counted in file names that all controllers see."""
+"""Bounds over policies and of API keys, counted in memory; tokens in files."""
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import json
 import os
-import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ratoon.config import KeyLimits
-from ratoon.engine.claims import Claim, Claims
-from ratoon.engine.files import make_policy_folders, policy_paths
+from ratoon.engine import quotas
+from ratoon.engine.claims import Claims
 from ratoon.engine.quotas import QuotaFiles
 from ratoon.engine.types import NOBODY, Holder, OperationState, SeqKey, Submission
 from ratoon.errors import ErrorCode, RatoonError
 from tests.engine.conftest import MakeMachine
 from tests.engine.fake_trainer import number_body
-from tests.engine.harness import POLICY, Machine, update
+from tests.engine.harness import POLICY, Machine, life_record, update
 
 NOW = 1_000_000_000.0  # 01:46:40 of a day.
 
 
-def claims_of(root: Path, policy_id: str, max_total_bytes: int = 10**9) -> Claims:
-    paths = policy_paths(root, policy_id)
-    make_policy_folders(paths)
-    return Claims(paths, max_total_bytes=max_total_bytes)
-
-
-def claim(number: int, holder: Holder = NOBODY, *, tokens: int = 0, size: int = 0) -> Claim:
-    return Claim(operation_id=f"p.{number:032x}", holder=holder, num_tokens=tokens, body_bytes=size)
+def claims_of(root: Path, max_total_bytes: int = 10**9) -> Claims:
+    return Claims(root, max_total_bytes=max_total_bytes)
 
 
 def holder(key_id: str = "k1", **limits: int) -> Holder:
     return Holder(key_id=key_id, limits=KeyLimits.model_validate(limits))
 
 
-def refused(
-    call: Callable[..., None], claim: Claim, now: float, *, is_awaited: bool
-) -> dict[str, str]:
+async def take(
+    claims: Claims,
+    number: int,
+    holder: Holder = NOBODY,
+    *,
+    policy_id: str = "a",
+    tokens: int = 0,
+    size: int = 0,
+    now: float = NOW,
+    is_awaited: bool = False,
+) -> None:
+    await claims.take(
+        policy_id,
+        str(number),
+        holder,
+        num_tokens=tokens,
+        body_bytes=size,
+        now=now,
+        is_awaited=is_awaited,
+    )
+
+
+async def refused(claims: Claims, number: int, holder: Holder, **more: Any) -> dict[str, str]:
     with pytest.raises(RatoonError) as caught:
-        call(claim, now, is_awaited=is_awaited)
+        await take(claims, number, holder, **more)
     assert caught.value.code is ErrorCode.RESOURCE_EXHAUSTED
     return caught.value.details
 
 
-def test_a_keys_open_operations_are_counted_over_policies(tmp_path: Path) -> None:
-    first, second, mine = (
-        claims_of(tmp_path, "a"),
-        claims_of(tmp_path, "b"),
-        holder(max_open_operations=2),
-    )
-    first.take(claim(1, mine), NOW, is_awaited=False)
-    second.take(claim(2, mine), NOW, is_awaited=False)
-    for claims in (first, second):
-        details = refused(claims.take, claim(3, mine), NOW, is_awaited=False)
+async def test_a_keys_open_operations_are_counted_over_policies(tmp_path: Path) -> None:
+    claims, mine = claims_of(tmp_path), holder(max_open_operations=2)
+    await take(claims, 1, mine, policy_id="a")
+    await take(claims, 2, mine, policy_id="b")
+    for policy_id in ("a", "b"):
+        details = await refused(claims, 3, mine, policy_id=policy_id)
         assert details["resource"] == "key_open_operations"
         assert (details["wanted"], details["free"], details["limit"]) == ("1", "0", "2")
-    other = holder("k2", max_open_operations=2)
-    first.take(claim(4, other), NOW, is_awaited=False)
-    first.take(claim(5), NOW, is_awaited=False)
-    first.take(claim(6, mine), NOW, is_awaited=True)
-    first.drop(claim(6).operation_id)
-    second.drop(claim(2).operation_id)
-    first.take(claim(3, mine), NOW, is_awaited=False)
+    await take(claims, 4, holder("k2", max_open_operations=2))
+    await take(claims, 5)
+    await take(claims, 6, mine, is_awaited=True)
+    claims.drop("6")
+    claims.drop("2")
+    await take(claims, 3, mine)
 
 
-def test_bytes_are_bounded_by_key_and_in_all(tmp_path: Path) -> None:
-    first, second = claims_of(tmp_path, "a", 5000), claims_of(tmp_path, "b", 5000)
-    mine = holder(max_queued_bytes=2000)
-    first.take(claim(1, mine, size=1500), NOW, is_awaited=False)
-    details = refused(second.take, claim(2, mine, size=501), NOW, is_awaited=False)
+async def test_bytes_are_bounded_by_key_and_in_all(tmp_path: Path) -> None:
+    claims, mine = claims_of(tmp_path, 5000), holder(max_queued_bytes=2000)
+    await take(claims, 1, mine, policy_id="a", size=1500)
+    details = await refused(claims, 2, mine, policy_id="b", size=501)
     assert (details["resource"], details["free"]) == ("key_queued_bytes", "500")
-    second.take(claim(3, size=3000), NOW, is_awaited=False)
-    assert (first.open_bytes, second.open_bytes) == (1500, 3000)
-    details = refused(first.take, claim(4, size=501), NOW, is_awaited=False)
+    await take(claims, 3, policy_id="b", size=3000)
+    assert (claims.open_bytes("a"), claims.open_bytes("b")) == (1500, 3000)
+    details = await refused(claims, 4, NOBODY, size=501)
     assert (details["resource"], details["free"]) == ("total_queued_bytes", "500")
 
 
@@ -85,14 +94,14 @@ async def test_uploads_count_for_their_key(make_machine: MakeMachine) -> None:
     machine = await make_machine().start()
     body = number_body(1.0)
     mine = holder(max_queued_bytes=2 * len(body) + 1)
-    put, claims = machine.controller.put_upload_part, machine.controller._run.claims
+    put, claims = machine.controller.put_upload_part, machine.claims
     for part_index in (0, 1, 0):
         await put("u", part_index, body, mine)
     for upload_id in ("u", "v"):
         with pytest.raises(RatoonError) as caught:
             await put(upload_id, 2, body, mine)
         assert caught.value.details["resource"] == "key_queued_bytes"
-    details = refused(claims.take, claim(1, mine, size=2), NOW, is_awaited=False)
+    details = await refused(claims, 1, mine, size=2)
     assert (details["resource"], details["free"]) == ("key_queued_bytes", "1")
     await put("w", 0, body)
     await put("x", 0, body, holder("k2", max_queued_bytes=2 * len(body)))
@@ -101,75 +110,58 @@ async def test_uploads_count_for_their_key(make_machine: MakeMachine) -> None:
     await put("v", 2, body, mine)
 
 
-def test_what_a_crash_left_is_swept(tmp_path: Path) -> None:
-    mine = holder(max_open_operations=2)
-    claims = claims_of(tmp_path, "a")
-    for number in (1, 2):
-        claims.take(claim(number, mine, size=7), NOW, is_awaited=False)
-    again = claims_of(tmp_path, "a")
-    again.sweep([claim(2).operation_id])
-    assert again.open_bytes == 7
-    again.take(claim(3, mine), NOW, is_awaited=False)
-    again.drop(claim(2).operation_id)
-    again.take(claim(4, mine), NOW, is_awaited=False)
+async def test_what_is_open_is_what_the_journal_says(tmp_path: Path) -> None:
+    """Of the policy that is read; what is counted of others stays."""
+    claims, mine = claims_of(tmp_path), holder(max_open_operations=2)
+    await take(claims, 1, mine, size=5)
+    await take(claims, 2, mine, policy_id="b", size=6)
+    open_record = replace(life_record("a", "3"), key_id="k1", body_bytes=7)
+    claims.restore("a", [open_record])
+    assert (claims.open_bytes("a"), claims.open_bytes("b")) == (7, 6)
+    assert (await refused(claims, 4, mine))["resource"] == "key_open_operations"
+    claims.restore("a", [])
+    await take(claims, 4, mine)
 
 
-def test_a_sweep_minds_nobody_who_drops_claims_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A controller that was replaced, and has not heard of it."""
-    claims = claims_of(tmp_path, "a")
-    gone = tmp_path / "policies" / "a" / "open" / f"{1:032x}~~0"
-    monkeypatch.setattr(Path, "iterdir", lambda _folder: iter([gone]))
-    claims.sweep([])
+async def test_a_quota_is_exact_where_callers_meet(tmp_path: Path) -> None:
+    """Four policies, one key: no token more than its quota."""
+    claims, mine, taken = claims_of(tmp_path), holder(tokens_per_day=100), []
 
-
-def test_a_quota_is_exact_where_controllers_meet(tmp_path: Path) -> None:
-    """Four controllers of as many policies, one key: no token more than its quota."""
-    mine, taken = holder(tokens_per_day=100), []
-
-    def take(policy_id: str) -> None:
-        claims = claims_of(tmp_path, policy_id)
+    async def call(policy_id: str) -> None:
         for number in range(20):
             try:
-                claims.take(claim(number, mine, tokens=3), NOW, is_awaited=False)
+                await take(claims, number, mine, policy_id=policy_id, tokens=3)
             except RatoonError:
                 continue
             taken.append(number)
 
-    threads = [threading.Thread(target=take, args=(name,)) for name in "abcd"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    await asyncio.gather(*(call(name) for name in "abcd"))
     assert len(taken) == 33
 
 
-def test_a_quota_says_when_there_are_more(tmp_path: Path) -> None:
-    claims, mine = claims_of(tmp_path, "a"), holder(tokens_per_minute=10, tokens_per_hour=15)
-    claims.take(claim(1, mine, tokens=8), NOW, is_awaited=False)
-    details = refused(claims.take, claim(2, mine, tokens=3), NOW, is_awaited=True)
+async def test_a_quota_says_when_there_are_more(tmp_path: Path) -> None:
+    claims, mine = claims_of(tmp_path), holder(tokens_per_minute=10, tokens_per_hour=15)
+    await take(claims, 1, mine, tokens=8, size=1)
+    details = await refused(claims, 2, mine, tokens=3, size=1, is_awaited=True)
     assert (details["resource"], details["free"]) == ("tokens_per_minute", "2")
     assert details["retry_after_s"] == "20"
-    assert list(claims_of(tmp_path, "a")._folder.iterdir()) == [claims._own[claim(1).operation_id]]
-    claims.take(claim(2, mine, tokens=3), NOW + 20, is_awaited=False)
-    details = refused(claims.take, claim(3, mine, tokens=5), NOW + 20, is_awaited=False)
+    assert claims.open_bytes("a") == 1
+    await take(claims, 2, mine, tokens=3, now=NOW + 20)
+    details = await refused(claims, 3, mine, tokens=5, now=NOW + 20)
     assert (details["resource"], details["retry_after_s"]) == ("tokens_per_hour", str(13 * 60))
-    claims.undo(claim(2, mine, tokens=3), NOW + 20)
-    claims.take(claim(3, mine, tokens=5), NOW + 20, is_awaited=False)
+    await claims.undo("2", mine, 3, NOW + 20)
+    await take(claims, 3, mine, tokens=5, now=NOW + 20)
 
 
-def test_more_than_a_whole_quota_never_passes(tmp_path: Path) -> None:
+async def test_more_than_a_whole_quota_never_passes(tmp_path: Path) -> None:
     with pytest.raises(RatoonError) as caught:
-        claims_of(tmp_path, "a").take(
-            claim(1, holder(tokens_per_day=10), tokens=11), NOW, is_awaited=False
-        )
+        await take(claims_of(tmp_path), 1, holder(tokens_per_day=10), tokens=11)
     assert caught.value.code is ErrorCode.BODY_TOO_LARGE
     assert caught.value.retry_after_s is None
 
 
-def test_keys_without_a_quota_leave_no_file(tmp_path: Path) -> None:
-    claims_of(tmp_path, "a").take(claim(1, holder(), tokens=5), NOW, is_awaited=False)
+async def test_keys_without_a_quota_leave_no_file(tmp_path: Path) -> None:
+    await take(claims_of(tmp_path), 1, holder(), tokens=5)
     assert not (tmp_path / "access").exists()
 
 
@@ -233,6 +225,23 @@ async def test_a_refused_accept_gives_its_tokens_back(
         full.setattr(machine.journal.fenced, "accept", refuse)
         with pytest.raises(RatoonError, match="full"):
             await _update(machine, 1, mine)
+    await _update(machine, 1, mine)
+
+
+async def test_a_quota_that_cannot_be_written_is_a_refusal(
+    make_machine: MakeMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine, mine = await make_machine().start(), holder(tokens_per_day=4)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as disk:
+        disk.setattr(quotas, "write_atomic", full)
+        with pytest.raises(RatoonError) as caught:
+            await _update(machine, 1, mine)
+    assert caught.value.details["resource"] == "disk"
+    assert (machine.run.ledger.num_open, machine.claims.open_bytes(POLICY)) == (0, 0)
     await _update(machine, 1, mine)
 
 

@@ -223,6 +223,7 @@ async def test_calls_of_an_engine_that_cannot_read_its_journal_are_refused_in_ti
     monkeypatch.setattr(house.journal, "count_operations", hang)
     with pytest.raises(JournalAwayError, match="still reads"):
         await house.update("a", 1)
+    monkeypatch.undo()
     never.set()
     await house.done("a", 1)
 

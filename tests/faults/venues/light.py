@@ -278,6 +278,8 @@ def _make_policy(settings: Settings) -> None:
         payload_hash="",
         command=None,
         body_digest="",
+        body_bytes=0,
+        key_id="",
         state=JournalState.APPLIED,
         choices=None,
         result=None,

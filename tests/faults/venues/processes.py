@@ -16,6 +16,7 @@ from typing import Any
 
 from ratoon.config import CheckpointConfig, LimitsConfig
 from ratoon.engine.archive import ArchivedBodyFiles, BlobArchive, NoArchive
+from ratoon.engine.claims import Claims
 from ratoon.engine.controller import Controller
 from ratoon.engine.crash_points import make_reach
 from ratoon.engine.files import BodyFiles, policy_paths
@@ -136,6 +137,7 @@ async def _make_controller(settings: Settings) -> Controller:
         paths=paths,
         bodies=ArchivedBodyFiles(paths, archive) if settings.has_store else BodyFiles(paths),
         archive=archive,
+        claims=Claims(settings.data_root, max_total_bytes=settings.limits.max_total_queued_bytes),
         reach=make_reach(settings.crash_points),
     )
     return Controller(run)

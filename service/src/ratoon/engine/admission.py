@@ -15,7 +15,6 @@ from contextlib import asynccontextmanager
 
 from ratoon.engine import telemetry
 from ratoon.engine.checkpoints import check_own_id
-from ratoon.engine.claims import Claim
 from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.faults import overtaken
 from ratoon.engine.files import safe_name
@@ -186,19 +185,21 @@ class Admission:
     ) -> AsyncGenerator[None, None]:
         """Count the operation as open, and its tokens, unless the block refuses it."""
         run, now = self._run, self._run.ports.now()
-        claim = Claim(
-            operation_id=operation_id,
-            holder=submission.holder,
-            num_tokens=submission.num_tokens,
-            body_bytes=len(submission.body),
-        )
-        is_awaited = self._is_awaited(submission.key)
+        holder, num_tokens = submission.holder, submission.num_tokens
         with full_disk_refused():
-            await asyncio.to_thread(run.claims.take, claim, now, is_awaited=is_awaited)
+            await run.claims.take(
+                run.policy_id,
+                operation_id,
+                holder,
+                num_tokens=num_tokens,
+                body_bytes=len(submission.body),
+                now=now,
+                is_awaited=self._is_awaited(submission.key),
+            )
         try:
             yield
         except RatoonError:
-            await asyncio.to_thread(run.claims.undo, claim, now)
+            await run.claims.undo(operation_id, holder, num_tokens, now)
             raise
 
     def _is_awaited(self, key: OperationKey) -> bool:
@@ -209,7 +210,7 @@ class Admission:
         run, limits = self._run, self._run.limits
         if self._is_awaited(submission.key):
             return
-        num_open, used = run.ledger.num_open, run.claims.open_bytes
+        num_open, used = run.ledger.num_open, run.claims.open_bytes(run.policy_id)
         name = f"policy {run.policy_id}: open operations"
         check_room(name, "open_operations", num_open, 1, limits.max_open_operations)
         name, wanted = f"policy {run.policy_id}: bytes of open operations", len(submission.body)
@@ -228,6 +229,8 @@ class Admission:
             payload_hash=payload,
             command=command,
             body_digest=body_digest(command),
+            body_bytes=len(submission.body),
+            key_id=submission.holder.key_id,
             state=JournalState.ACCEPTED,
             choices=None,
             result=None,

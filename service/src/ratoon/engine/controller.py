@@ -98,6 +98,7 @@ class Controller:
     def abandon(self) -> None:
         """Stop at once and without a word, as a crash would; who waits is let go."""
         self._turns.abandon()
+        self._run.claims.restore(self._run.policy_id, ())
         self._views.let_go()
 
     async def submit(self, submission: Submission) -> Operation:

@@ -151,6 +151,8 @@ class _Kept:
     async def _sweep_often(self) -> None:
         while True:
             await asyncio.sleep(_SWEEP_S)
+            if not self.is_started:
+                continue
             try:
                 await self.controller.sweep()
             except Exception:  # noqa: BLE001 - what is not deleted now is deleted later

@@ -14,6 +14,7 @@ from ratoon.engine import telemetry
 from ratoon.engine.archive import ArchivedBodyFiles, open_archive
 from ratoon.engine.backends import BackendInfo
 from ratoon.engine.checkpoints import Checkpoint
+from ratoon.engine.claims import Claims
 from ratoon.engine.controller import Controller
 from ratoon.engine.controllers import Cluster, Controllers
 from ratoon.engine.crash_points import make_reach
@@ -48,6 +49,9 @@ class Engine:
         self._journal = journal
         self._cluster = cluster
         self._metrics = MetricsTotals()
+        self._claims = Claims(
+            settings.data_root, max_total_bytes=settings.limits.max_total_queued_bytes
+        )
         self._reach = make_reach(settings.crash_points)
         self._controllers = Controllers(self._make_controller, cluster)
         self._lifecycle = Lifecycle(
@@ -230,6 +234,7 @@ class Engine:
             paths=paths,
             bodies=ArchivedBodyFiles(paths, archive) if settings.storage_url else BodyFiles(paths),
             archive=archive,
+            claims=self._claims,
             reach=self._reach,
         )
         return Controller(run)

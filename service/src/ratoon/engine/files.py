@@ -44,11 +44,6 @@ class PolicyPaths:
         return self.root / "uploads"
 
     @property
-    def open_operations(self) -> Path:
-        """See `engine.claims`."""
-        return self.root / "open"
-
-    @property
     def results(self) -> Path:
         return self.root / "results"
 
@@ -58,8 +53,7 @@ class PolicyPaths:
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        kept = (self.bodies, self.uploads, self.results, self.checkpoints, self.weights)
-        return (*kept, self.open_operations)
+        return (self.bodies, self.uploads, self.results, self.checkpoints, self.weights)
 
     def body(self, digest: str) -> Path:
         return self.bodies / safe_name("body_digest", digest)

@@ -94,6 +94,9 @@ class OperationRecord:
     # None: CreatePolicy and DeletePolicy, and records that nothing will run again.
     command: Command | None
     body_digest: str
+    body_bytes: int
+    # Of whom it counts as open; "": of no API key.
+    key_id: str
     state: JournalState
     # None: not applied, or nothing will run it again.
     choices: Choices | None

@@ -360,6 +360,8 @@ class Lifecycle:
             payload_hash=hash_text(payload),
             command=None,
             body_digest="",
+            body_bytes=0,
+            key_id="",
             state=JournalState.ACCEPTED,
             choices=None,
             result=None,

@@ -47,6 +47,8 @@ class PolicyRun:
     checkpoints: CheckpointConfig
     paths: PolicyPaths
     bodies: BodyFiles
+    # Of all policies.
+    claims: Claims
     reach: Reach
     archive: Archive = field(default_factory=NoArchive)
     state: PolicyState = PolicyState.CREATING
@@ -66,11 +68,9 @@ class PolicyRun:
     sequencer: Sequencer = field(default_factory=lambda: Sequencer(turn=1))
     # How the worker's last operation ended, where the journal does not know it yet.
     stored_outcome: Outcome | None = None
-    claims: Claims = field(init=False)
     ledger: Ledger = field(init=False)
 
     def __post_init__(self) -> None:
-        self.claims = Claims(self.paths, max_total_bytes=self.limits.max_total_queued_bytes)
         self.ledger = Ledger(on_settled=self.claims.drop)
 
     @property

@@ -1,9 +1,8 @@
 """Tokens that API keys have used, `access/usage/<key_id>.json` below the data root.
 
-Enters tokens of operations as they are accepted, leaves refusals that say when there are more.
-Windows are minutes, hours and days of UTC. Invariant: whoever writes holds the lock of
-`engine.claims`, so that the count is exact over all processes. It is durable before the operation
-is; a controller killed between the count and the journal counts twice.
+Windows are minutes, hours and days of UTC. A count is durable before its operation is; an engine
+killed between the count and the journal counts twice. Whoever writes holds the lock of
+`engine.claims`.
 """
 
 from __future__ import annotations

@@ -97,8 +97,8 @@ async def start_policy(
     listed, needed = await run.bodies.names(), await _needed_bodies(run)
     await run.check_newest()  # Another's bodies are not in `needed`.
     await run.bodies.reconcile(needed, listed)
-    open_ids = [live.operation_id for live in run.ledger.open_operations()]
-    await asyncio.to_thread(run.claims.sweep, open_ids)
+    records = [live.record for live in run.ledger.open_operations()]
+    run.claims.restore(run.policy_id, records)
     is_kept = standing.info is None
     if is_kept and run.stored_outcome is None:
         # An empty one too: a ForwardBackward that was cancelled may have left a part of its own.

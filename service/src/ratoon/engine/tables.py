@@ -66,6 +66,8 @@ OPERATIONS = Table(
     Column("payload_hash", String(64), nullable=False),
     Column("command", Text),
     Column("body_digest", String(64), nullable=False),
+    Column("body_bytes", _WIDE, nullable=False),
+    Column("key_id", String(64), nullable=False),
     Column("state", String(16), nullable=False),
     Column("choices", Text),
     Column("result", Text),

@@ -62,6 +62,8 @@ def _operations() -> None:
         sa.Column("payload_hash", sa.String(64), nullable=False),
         sa.Column("command", sa.Text),
         sa.Column("body_digest", sa.String(64), nullable=False),
+        sa.Column("body_bytes", _WIDE, nullable=False),
+        sa.Column("key_id", sa.String(64), nullable=False),
         sa.Column("state", sa.String(16), nullable=False),
         sa.Column("choices", sa.Text),
         sa.Column("result", sa.Text),
