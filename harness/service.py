@@ -42,7 +42,7 @@ class Service:
     def __init__(self, root: Path, **settings: object) -> None:
         self.root = root
         self.num_kills = 0
-        self.http_port, self.grpc_port = free_port(), free_port()
+        self.http_port, self.grpc_port, self.serve_port = free_port(), free_port(), free_port()
         self._config = root / "config.yaml"
         self._log = root / "service.log"
         self._process: subprocess.Popen[bytes] | None = None
@@ -51,8 +51,9 @@ class Service:
             "models_root": str(root / "models"),
             "crash_points": True,
             "log_level": "WARNING",
-            "http": {"port": self.http_port, "num_replicas": 1},
-            "grpc": {"gateway_port": self.grpc_port, "serve_proxy": False},
+            "http": {"port": self.http_port},
+            "grpc": {"port": self.grpc_port},
+            "serve": {"http_port": self.serve_port},
             "worker": {"device": "cpu", "num_threads": 1},
             "ray": {"object_store_bytes": 80 * 2**20, "temp_folder": str(root / "ray")},
         }
@@ -69,6 +70,11 @@ class Service:
     @property
     def http(self) -> str:
         return f"http://127.0.0.1:{self.http_port}"
+
+    @property
+    def serve(self) -> str:
+        """HTTP through Serve, which is up some seconds after the gateway's."""
+        return f"http://127.0.0.1:{self.serve_port}"
 
     def __enter__(self) -> Service:
         self.start()

@@ -1,4 +1,4 @@
-"""The real service as the tests start it: engine, Serve with two replicas, gateway.
+"""The real service as the tests start it: engine, gateway, Serve with two replicas.
 
 In: a Ray namespace and a folder. Out: a running service. Invariant: there is one Serve a Ray
 cluster, so a session starts one service, through the fixture `service`.
@@ -18,6 +18,7 @@ from ratoon.config import (
     LimitsConfig,
     RatoonConfig,
     RayConfig,
+    ServeConfig,
     WorkerConfig,
 )
 
@@ -42,8 +43,9 @@ def running_service(namespace: str, root: Path) -> Iterator[Service]:
         data_root=root / "data",
         models_root=root / "models",
         weights_root=root / "weights",
-        http=HttpConfig(port=0, num_replicas=2),
-        grpc=GrpcConfig(gateway_port=0, serve_port=0, max_message_bytes=MAX_MESSAGE_BYTES),
+        http=HttpConfig(port=0),
+        grpc=GrpcConfig(port=0, max_message_bytes=MAX_MESSAGE_BYTES),
+        serve=ServeConfig(num_replicas=2, http_port=0, grpc=True, grpc_port=0),
         limits=LimitsConfig(
             max_body_bytes=MAX_BODY_BYTES,
             max_body_pause_s=5.0,

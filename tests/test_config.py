@@ -98,10 +98,10 @@ def test_the_port_of_a_service_is_told_from_a_setting_by_its_value() -> None:
 
 def test_settings_of_the_environment_pass_and_win(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RATOON_HTTP__PORT", "1234")
-    monkeypatch.setenv("RATOON_GRPC", '{"gateway_port": 4321}')
+    monkeypatch.setenv("RATOON_GRPC", '{"port": 4321}')
     monkeypatch.setenv("ratoon_log_level", "DEBUG")
     config = RatoonConfig(log_level="ERROR")
-    assert (config.http.port, config.grpc.gateway_port) == (1234, 4321)
+    assert (config.http.port, config.grpc.port) == (1234, 4321)
     assert config.log_level == "DEBUG"
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ratoon import sole_service as module
-from ratoon.config import GrpcConfig, HttpConfig, RatoonConfig
+from ratoon.config import GrpcConfig, HttpConfig, RatoonConfig, ServeConfig
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.ports import free_port, is_free
 from ratoon.sole_service import LOCK_NAME, sole_service
@@ -24,7 +24,8 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RatoonConfig:
         data_root=tmp_path / "data",
         weights_root=tmp_path / "weights",
         http=HttpConfig(port=free_port()),
-        grpc=GrpcConfig(gateway_port=free_port(), serve_port=free_port()),
+        grpc=GrpcConfig(port=free_port()),
+        serve=ServeConfig(http_port=free_port(), grpc=True, grpc_port=free_port()),
     )
 
 
@@ -75,7 +76,7 @@ def test_the_hold_ends_with_its_process(config: RatoonConfig) -> None:
         pass
 
 
-@pytest.mark.parametrize("field", ["http.port", "grpc.gateway_port", "grpc.serve_port"])
+@pytest.mark.parametrize("field", ["http.port", "grpc.port", "serve.http_port", "serve.grpc_port"])
 def test_a_port_that_somebody_listens_on_is_refused(
     config: RatoonConfig, listener: socket.socket, field: str
 ) -> None:

@@ -1,8 +1,8 @@
 """`make bench-hostile`: a service under hostile callers, and a good one beside them.
 
 Enters seconds per attack, leaves one result file: resident memory and open connections of the
-gateway and of Serve's processes, sampled once a second, and the good caller's latency. Invariant:
-the file is written only where every attack ran; misses stand in it as they are.
+gateway and of the engine, sampled once a second, and the good caller's latency.
+Invariant: the file is written only where every attack ran; misses stand in it as they are.
 
 A quantity is flat where its most over the last minute is at most a tenth above its most over the
 first, with `SLACK` beside. The good caller polls GetOperation over both wires, from another
@@ -42,7 +42,7 @@ from ratoon_proto.v1.service_pb2_grpc import PolicyServiceStub
 
 MIB = 2**20
 POLICY = "good"
-ROLES = ("gateway", "proxy", "replica", "coordinator", "controller")
+ROLES = ("gateway", "engine")
 P99_MS = 500.0
 FLAT_RATIO = 1.1
 SLACK = {"memory_mib": 32.0, "connections": 64.0}

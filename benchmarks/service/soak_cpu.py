@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 
 from ratoon import app
-from ratoon.config import GrpcConfig, HttpConfig, RatoonConfig
+from ratoon.config import GrpcConfig, HttpConfig, RatoonConfig, ServeConfig
 from ratoon_client import Group, Loss, Optim, RatoonClient, group, rollout
 
 POLICY_ID = "soak"
@@ -36,7 +36,8 @@ def measure_soak(num_updates: int, seed: int) -> dict[str, object]:
             data_root=root / "data",
             models_root=root / "models",
             http=HttpConfig(port=0),
-            grpc=GrpcConfig(gateway_port=0, serve_port=0),
+            grpc=GrpcConfig(port=0),
+            serve=ServeConfig(num_replicas=0),
         )
         start = time.perf_counter()
         with app.running(config) as addresses, RatoonClient(addresses.grpc) as client:

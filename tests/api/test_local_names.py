@@ -106,7 +106,7 @@ async def test_allowed_names_are_answered(api: Api, host: str) -> None:
         assert rebound.status_code == 403
 
 
-_PUBLIC = GrpcConfig(host="10.1.2.3", serve_proxy=False)
+_PUBLIC = GrpcConfig(host="10.1.2.3")
 _ANY = HttpConfig(allowed_hosts=("*",))
 
 

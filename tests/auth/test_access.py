@@ -20,7 +20,7 @@ from ratoon.auth.scopes import Scope
 from ratoon.config import AuthConfig, GrpcConfig, HttpConfig, RatoonConfig
 from ratoon.errors import RatoonError
 
-PUBLIC = GrpcConfig(host="10.1.2.3", serve_proxy=False)
+PUBLIC = GrpcConfig(host="10.1.2.3")
 
 
 def _config(root: Path, *, public: bool, required: bool | None) -> RatoonConfig:

@@ -175,7 +175,7 @@ def test_half_of_the_files_is_no_setting(given: dict[str, str]) -> None:
 
 
 def test_a_public_bind_without_tls_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    config = RatoonConfig(grpc=GrpcConfig(host="10.1.2.3", serve_proxy=False))
+    config = RatoonConfig(grpc=GrpcConfig(host="10.1.2.3"))
     app.check_tls(config)
     assert "served without TLS" in capsys.readouterr().err
     app.check_tls(RatoonConfig())

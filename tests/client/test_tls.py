@@ -7,14 +7,13 @@ import ssl
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cryptography import x509
 
-from ratoon.api.http.tls import lets_strangers_in
 from ratoon.auth.certificates import CertificateFiles
 from ratoon_client import (
     ClientConfig,
@@ -287,11 +286,3 @@ def test_a_file_that_is_not_there_is_named(wire: str, name: str, tmp_path: Path)
         pytest.raises(InvalidArgumentError, match=name),
     ):
         client.list_policies()
-
-
-def test_a_server_that_asks_for_no_certificate_is_found_out(setup: Setup) -> None:
-    """Serve is one, whatever it is told, where its processes were started without our hook."""
-    assert not lets_strangers_in("127.0.0.1", setup.service.ports["http"])
-    files = replace(setup.files, client_ca=None)
-    with serving_tls(setup.folder, files) as careless:
-        assert lets_strangers_in("127.0.0.1", careless.ports["http"])

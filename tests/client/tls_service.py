@@ -9,14 +9,13 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import uvicorn
 
 from ratoon.api.convert.policy import SpecDefaults
 from ratoon.api.grpc.server import start_server
 from ratoon.api.grpc.servicer import PolicyServicer
 from ratoon.api.http.app import create_app
+from ratoon.api.http.edge_budget import EdgeBounds
+from ratoon.api.http.listener import start_http
 from ratoon.api.http.tls import server_context
 from ratoon.api.service import PolicyService
 from ratoon.auth.certificates import CertificateFiles, CertificateStore
@@ -73,7 +72,6 @@ async def _serve(
         defaults=SpecDefaults(models_root=folder, micro_batch_tokens=4096),
         device="cpu",
     )
-    store = CertificateStore(files)
     servicer = PolicyServicer(
         service, max_body_bytes=MESSAGE_BYTES, status_needs_message=False, gate=OPEN_GATE
     )
@@ -86,24 +84,15 @@ async def _serve(
         context=server_context(CertificateStore(files), protocols=("h2",)),
     )
 
-    def context(*_: Any) -> Any:
-        return server_context(store)
-
-    config = uvicorn.Config(
+    http = await start_http(
         create_app(service, LIMITS, gate=OPEN_GATE),
+        host="127.0.0.1",
         port=0,
-        log_level="critical",
-        lifespan="off",
-        ssl_context_factory=context,
+        bounds=EdgeBounds(),
+        context=server_context(CertificateStore(files)),
     )
-    server = uvicorn.Server(config)
-    serving = asyncio.create_task(server.serve())
-    async with asyncio.timeout(60):
-        while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
-            await asyncio.sleep(0.01)
-    ports = {"http": server.servers[0].sockets[0].getsockname()[1], "grpc": gateway.port}
+    ports = {"http": http.port, "grpc": gateway.port}
     ready.set_result(TlsService(ports=ports, engine=engine, loop=asyncio.get_running_loop()))
     await over.wait()
-    server.should_exit = True
-    await serving
+    await http.stop(None)
     await gateway.stop(None)

@@ -103,7 +103,7 @@ def test_deploy_settings_are_valid() -> None:
 
     config = load_config(ROOT / "deploy" / "ratoon.yaml")
     assert config.http.host == "0.0.0.0"
-    assert not config.grpc.serve_proxy
+    assert not config.serve.has_http
     serve = yaml.safe_load((ROOT / "deploy" / "serve.yaml").read_text())
     (application,) = serve["applications"]
     assert application["import_path"] == "ratoon.app:app_builder"

@@ -80,7 +80,7 @@ def served(installed: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[s
         "RATOON_HTTP__HOST": "127.0.0.1",
         "RATOON_HTTP__PORT": str(http),
         "RATOON_GRPC__HOST": "127.0.0.1",
-        "RATOON_GRPC__GATEWAY_PORT": str(gateway),
+        "RATOON_GRPC__PORT": str(gateway),
     }
     process = subprocess.Popen(
         [installed / "bin" / "ratoon", "serve", "--config", ROOT / "deploy" / "ratoon.yaml"],

@@ -28,7 +28,7 @@ def test_others_reach_ratoons_ports_alone() -> None:
     for rule in (operator, callers):
         assert all(sender.get("podSelector", {}).get("matchLabels") for sender in rule["from"])
     config = RatoonConfig()
-    ours = [config.http.port, config.grpc.gateway_port]
+    ours = [config.http.port, config.grpc.port]
     assert [port["port"] for port in callers["ports"]] == ours
     assert [port["port"] for port in operator["ports"]] == [8265]
 

@@ -25,12 +25,13 @@ from safetensors import safe_open
 from harness.attacks import http as attacks
 from harness.attacks.http import Target
 from ratoon import app
+from ratoon.ray_serve import APP_NAME
 from ratoon_client import OperationHandle, RatoonApiError, RatoonClient, StepResult
 from ratoon_proto.v1 import operation_pb2, service_pb2
 from ratoon_proto.v1.service_pb2_grpc import PolicyServiceStub
 from tests.api import requests
 from tests.api.wires import GrpcWire, WireError, grpc_error, http_error
-from tests.e2e.conftest import Wires, finished
+from tests.e2e.conftest import WIRES, Wires, finished
 from tests.running_service import MAX_BODY_BYTES, MAX_MESSAGE_BYTES, MIB, Service
 
 pytestmark = pytest.mark.e2e
@@ -47,7 +48,7 @@ async def _next_seq(wires: Wires, policy_id: str = POLICY) -> int:
     return (await wires.gateway.call("GetPolicy", request)).next_seq
 
 
-@pytest.mark.parametrize("wire_name", ["gateway", "serve", "http"])
+@pytest.mark.parametrize("wire_name", WIRES)
 async def test_an_update_over_each_wire_makes_a_version(
     wires: Wires, policy: str, wire_name: str
 ) -> None:
@@ -64,7 +65,7 @@ async def test_an_update_over_each_wire_makes_a_version(
     assert (report.unshared_tokens, report.packed_tokens) == (18, 7)
     assert report.grad_norm > 0
     assert not report.skipped
-    for other in (wires.gateway, wires.serve, wires.http):
+    for other in map(wires.named, WIRES):
         retried = await other.call("Update", request)
         assert retried.operation_id == operation.operation_id
     assert await _next_seq(wires) == seq + 1
@@ -90,7 +91,9 @@ async def test_weights_are_pulled_over_both_wires_alike(
             by_grpc += chunk.data
         url = f"/v1/policies/{policy}/weights/{manifest.version}/files/{file.name}"
         while len(by_http) < file.size_bytes:
-            part = await wires.http.client.get(url, headers={"Range": f"bytes={len(by_http)}-"})
+            # The gateway's come from the file, Serve's through a replica's memory.
+            edge = wires.http if len(by_http) % (2 * MIB) else wires.serve_http
+            part = await edge.client.get(url, headers={"Range": f"bytes={len(by_http)}-"})
             assert part.headers["etag"] == f'"{file.digest}"'
             by_http += part.content
         assert xxhash.xxh3_128_hexdigest(by_grpc) == file.digest
@@ -141,7 +144,7 @@ async def _drained(watch: AsyncIterable[operation_pb2.Operation]) -> None:
         assert message == operation_pb2.Operation()
 
 
-@pytest.mark.parametrize("wire_name", ["gateway", "serve", "http"])
+@pytest.mark.parametrize("wire_name", WIRES)
 async def test_a_body_over_the_limit_is_refused_and_the_service_lives(
     wires: Wires, policy: str, wire_name: str
 ) -> None:
@@ -184,7 +187,7 @@ async def test_a_watched_update_ends_on_every_wire(wires: Wires, policy: str) ->
     assert (events[0], events[-1]) == ("queued", "done")
 
 
-@pytest.mark.parametrize("wire_name", ["gateway", "serve", "http"])
+@pytest.mark.parametrize("wire_name", WIRES)
 async def test_a_gap_that_outlasts_the_wait_names_the_missing_seq(
     wires: Wires, policy: str, wire_name: str
 ) -> None:
@@ -200,7 +203,7 @@ async def test_a_gap_that_outlasts_the_wait_names_the_missing_seq(
     assert (await finished(wire, late)).step.version > 0
 
 
-@pytest.mark.parametrize("wire_name", ["serve", "http"])
+@pytest.mark.parametrize("wire_name", ["http", "serve", "serve_http"])
 async def test_a_caller_that_leaves_does_not_take_its_update_along(
     wires: Wires, policy: str, wire_name: str
 ) -> None:
@@ -240,7 +243,7 @@ def _has_torch(process: psutil.Process) -> bool:
 def test_no_process_of_the_wires_loads_torch(service: Service) -> None:
     """Actors are found by name, and a name brings its class's module along: only thin ones."""
     replicas = _ours(REPLICA)
-    assert len(replicas) == service.config.http.num_replicas
+    assert len(replicas) == service.config.serve.num_replicas
     for process in [*replicas, *_ours("ray::Gateway"), *_ours("ray::ProxyActor")]:
         assert not _has_torch(process), process.cmdline()
     assert any(_has_torch(process) for process in _ours("ray::Worker"))
@@ -278,7 +281,7 @@ def _journaled_updates(service: Service) -> int:
 
 async def _done_updates(wires: Wires) -> float:
     # A connection of its own: Serve picks a replica anew.
-    response = await wires.http.client.get("/metrics", headers={"Connection": "close"})
+    response = await wires.serve_http.client.get("/metrics", headers={"Connection": "close"})
     assert response.status_code == 200
     values = re.findall(
         r'^ratoon_operations_total\{kind="update",state="done"\} (\S+)$',
@@ -295,21 +298,24 @@ async def test_the_gateway_drains_on_sigterm_and_comes_back(
     seq = await _next_seq(wires)
     late = await wires.gateway.call("Update", requests.update(seq=seq + 1, policy_id=policy))
     request = service_pb2.GetOperationRequest(operation_id=late.operation_id, wait_s=0.8)
-    poll = asyncio.create_task(wires.gateway.call("GetOperation", request))
+    edges = (wires.gateway, wires.http)
+    polls = [asyncio.create_task(edge.call("GetOperation", request)) for edge in edges]
     await asyncio.sleep(0.2)
     (gateway,) = _ours("ray::Gateway")
     os.kill(gateway.pid, signal.SIGTERM)
-    with pytest.raises(WireError) as answered:
-        await poll
-    assert answered.value.detail.code == "SEQ_GAP"
+    for poll in polls:
+        with pytest.raises(WireError) as answered:
+            await poll
+        assert answered.value.detail.code == "SEQ_GAP"
     await asyncio.to_thread(gateway.wait, 10)
     async with grpc.aio.insecure_channel(service.addresses.grpc) as channel:
         health = await PolicyServiceStub(channel).Health(
             service_pb2.HealthRequest(), wait_for_ready=True, timeout=30
         )
     assert health.status == "ok"
+    # On its own HTTP port again too, which Serve has kept from nobody.
     await wires.http.call("Update", requests.update(seq=seq, policy_id=policy))
-    await finished(wires.http, late)
+    await finished(wires.serve_http, late)
 
 
 async def test_a_redeploy_from_a_serve_config_keeps_policies_and_loses_no_operation(
@@ -320,20 +326,21 @@ async def test_a_redeploy_from_a_serve_config_keeps_policies_and_loses_no_operat
     assert len(kept) >= len(KEPT)
     replicas = {process.pid for process in _ours(REPLICA)}
     seq = await _next_seq(wires)
-    late = await wires.http.call("Update", requests.update(seq=seq + 1, policy_id=policy))
-    client = RatoonClient(service.addresses.http)
+    late = await wires.serve_http.call("Update", requests.update(seq=seq + 1, policy_id=policy))
+    assert service.addresses.serve_http is not None
+    client = RatoonClient(service.addresses.serve_http)
     waiting = asyncio.create_task(
         asyncio.to_thread(_result_behind_a_gap, client.operation(late.operation_id))
     )
     args = service.config.model_dump(mode="json")
     await asyncio.to_thread(
-        lambda: serve.run(app.app_builder(args), name=app.APP_NAME, route_prefix="/")
+        lambda: serve.run(app.app_builder(args), name=APP_NAME, route_prefix="/")
     )
     assert {process.pid for name in KEPT for process in _ours(name)} == kept
     assert replicas.isdisjoint(process.pid for process in _ours(REPLICA))
     assert not waiting.done()
     request = requests.update(seq=seq, policy_id=policy)
-    operation = await finished(wires.http, await wires.http.call("Update", request))
+    operation = await finished(wires.serve_http, await wires.serve_http.call("Update", request))
     assert operation.seq == seq
     # The client that waits all the while sees a longer operation, and nothing else.
     ended = await waiting
@@ -353,16 +360,17 @@ def _result_behind_a_gap(handle: OperationHandle[Any]) -> object:
                 raise
 
 
-async def test_unknown_routes_have_the_one_shape_behind_serve(wires: Wires) -> None:
-    response = await wires.http.client.get("/v1/nothing")
-    assert http_error(response).detail.code == "ROUTE_NOT_FOUND"
-    assert response.status_code == 404
+async def test_unknown_routes_have_the_one_shape(wires: Wires) -> None:
+    for wire in (wires.http, wires.serve_http):
+        response = await wire.client.get("/v1/nothing")
+        assert http_error(response).detail.code == "ROUTE_NOT_FOUND"
+        assert response.status_code == 404
 
 
-async def test_serves_proxy_keeps_neither_headers_nor_bodies_that_nobody_reads(
+async def test_the_gateway_keeps_neither_headers_nor_bodies_that_nobody_reads(
     service: Service,
 ) -> None:
-    """It read a GET's chunked body into its memory for as long as the answer took."""
+    """Serve's proxy, which was there, read a GET's chunked body into memory until the answer."""
     url = urlsplit(service.addresses.http)
     assert url.hostname is not None
     assert url.port is not None

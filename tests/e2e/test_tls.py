@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +36,7 @@ from ratoon_client import (
     group,
     rollout,
 )
+from tests.addresses import other_address
 from tests.certificates import Authority, make_authority
 
 RATOON = Path(sys.executable).with_name("ratoon")
@@ -51,6 +53,7 @@ class Running:
     process: subprocess.Popen[bytes]
     folder: Path
     targets: dict[str, str]
+    serve_port: int
     servers: Authority
     files: CertificateFiles
     key: str
@@ -114,8 +117,8 @@ def _environment(folder: Path, ports: dict[str, int]) -> dict[str, str]:
         "RATOON_DATA_ROOT": str(folder / "data"),
         "RATOON_MODELS_ROOT": str(folder / "models"),
         "RATOON_HTTP__PORT": str(ports["https"]),
-        "RATOON_GRPC__GATEWAY_PORT": str(ports["grpcs"]),
-        "RATOON_GRPC__SERVE_PORT": str(ports["serve"]),
+        "RATOON_GRPC__PORT": str(ports["grpcs"]),
+        "RATOON_SERVE__HTTP_PORT": str(ports["serve"]),
         "RATOON_AUTH__REQUIRED": "true",
         "RATOON_TLS__CERT_FILE": str(folder / "cert.pem"),
         "RATOON_TLS__KEY_FILE": str(folder / "key.pem"),
@@ -162,6 +165,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
                 process=process,
                 folder=folder,
                 targets={name: f"{name}://127.0.0.1:{ports[name]}" for name in WIRES},
+                serve_port=ports["serve"],
                 servers=servers,
                 files=files,
                 key=made.stdout.strip(),
@@ -240,29 +244,72 @@ def test_a_certificate_changes_under_waiting_callers(running: Running, updated: 
         assert [one.result().version for one in waiting] == [2, 2]
 
 
+REPLICA = "ray::ServeReplica:ratoon:Ingress"
+
+
 @pytest.mark.e2e
 @pytest.mark.more
 def test_every_port_is_of_this_machine_alone(running: Running) -> None:
-    """Ray's are remote code execution: its own, Serve's, and those between their processes."""
+    """Ray's are remote code execution: its own, Serve's, and those between their processes.
+
+    Serve opens one in each replica on all interfaces; it lets nobody in, as the next test shows.
+    """
     listening = running.listening()
     assert {"gcs_server", "raylet"} < set(listening.values())
     assert len(listening) > 12
-    assert {at: name for at, name in listening.items() if not is_loopback(at[0])} == {}
-    other = _other_address()
+    public = {at: name for at, name in listening.items() if not is_loopback(at[0])}
+    assert list(public.values()) == [REPLICA], public
+    other = other_address()
     if other is None:
         pytest.skip("this machine has no address but loopback")
-    for port in {port for _, port in listening} - running.others_ports():
+    closed = {port for at, port in listening if is_loopback(at)} - {port for _, port in public}
+    for port in closed - running.others_ports():
         # A caller that the system gave the very port that it calls would reach itself.
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((other, port), 5, ("0.0.0.0", 0))
 
 
-def _other_address() -> str | None:
-    addresses = (one.address for all_of in psutil.net_if_addrs().values() for one in all_of)
-    return next(
-        (text for text in addresses if re.fullmatch(r"[\d.]+", text) and not is_loopback(text)),
-        None,
-    )
+@pytest.mark.e2e
+@pytest.mark.more
+@pytest.mark.parametrize("presented", ["plain text", "no certificate", "a client's", "its own"])
+def test_nobody_gets_into_a_replicas_own_port(
+    running: Running, tmp_path: Path, presented: str
+) -> None:
+    """It unpickles what it is sent."""
+    ((_, port),) = [at for at in running.listening() if not is_loopback(at[0])]
+    shown = tmp_path / "shown.pem"
+    shown.write_text(ssl.get_server_certificate(("127.0.0.1", port)))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    if presented == "a client's":
+        context.load_cert_chain(running.folder / "client.pem", running.folder / "client-key.pem")
+    if presented == "its own":
+        # One of the same names, for its key is in no file.
+        authority = make_authority("ratoon replica")
+        authority.issue(tmp_path / "cert.pem", tmp_path / "key.pem", "ratoon replica")
+        context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
+    heard = b""
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), 5) as raw:
+        end = raw if presented == "plain text" else context.wrap_socket(raw)
+        end.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
+        # The end of it, for a server that speaks HTTP/2 begins with its settings.
+        heard = end.recv(1024)
+    assert heard == b""
+
+
+@pytest.mark.e2e
+@pytest.mark.more
+def test_serves_own_port_has_tls_and_asks_for_keys(running: Running) -> None:
+    context = ssl.create_default_context(cafile=running.folder / "servers.pem")
+    port = running.serve_port
+    with httpx.Client(verify=context, trust_env=False, timeout=30) as client:
+        url = f"https://127.0.0.1:{port}/v1/policies"
+        assert client.get(url).status_code == 401
+        headers = {"Authorization": f"Bearer {running.key}"}
+        assert client.get(url, headers=headers).status_code == 200
+    with pytest.raises(httpx.HTTPError):
+        httpx.get(f"http://127.0.0.1:{port}/v1/health", trust_env=False, timeout=30)
 
 
 # What runs code, or gives away what code is run with, at each kind of Ray's processes.
@@ -288,8 +335,7 @@ def test_rays_ports_ask_for_its_token(running: Running, token: str) -> None:
     answers: dict[str, set[str]] = {}
     for (_, port), name in running.listening().items():
         answers.setdefault(name, set()).update(_grpc_answers(port, token), _job(port, token))
-    replica = "ray::ServeReplica:ratoon:Ingress"
-    for process in ("gcs_server", "raylet", "ratoon", replica, "ray::EngineActor"):
+    for process in ("gcs_server", "raylet", "ratoon", REPLICA, "ray::EngineActor"):
         assert "UNAUTHENTICATED" in answers[process], answers
     assert {"401", "403"} & answers["ray::RuntimeEnvAgent"]
     # INTERNAL, UNKNOWN: a handler had the call.

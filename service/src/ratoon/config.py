@@ -27,8 +27,6 @@ MIB = 2**20
 GIB = 2**30
 _PREFIX = "RATOON_"
 _DELIMITER = "__"
-# By which Serve's proxies, which have no config, are told of `limits.max_body_bytes`.
-MAX_BODY_VARIABLE = "RATOON_LIMITS__MAX_BODY_BYTES"
 # Variables of the project that are no settings: the client's, the kernels', the benchmarks'.
 OTHER_VARIABLES = frozenset(
     {
@@ -57,29 +55,45 @@ class _Section(BaseModel):
 
 
 class HttpConfig(_Section):
-    """`allowed_hosts`: where no keys are asked for, names beside those of loopback under which it
-    is called; "*": any, also that of a web page that has made its name this machine's address.
+    """HTTP of the gateway.
+
+    `allowed_hosts`: where no keys are asked for, names beside those of loopback under which it is
+    called; "*": any, also that of a web page that has made its name this machine's address.
     """
 
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
-    num_replicas: int = Field(default=1, ge=1)
     allowed_hosts: tuple[str, ...] = ()
 
 
 class GrpcConfig(_Section):
-    """The gateway is the public endpoint.
-
-    Serve's own gRPC port has no TLS and no bind address: it is on loopback where Ray is, and on all
-    interfaces of a cluster of your own. It is for development and closed in-cluster use, and
-    refused beside a bind to another address.
-    """
+    """gRPC of the gateway."""
 
     host: str = "127.0.0.1"
-    gateway_port: int = Field(default=8443, ge=0, le=65535)
-    serve_proxy: bool = True
-    serve_port: int = Field(default=9000, ge=0, le=65535)
+    port: int = Field(default=8443, ge=0, le=65535)
     max_message_bytes: int = Field(default=64 * MIB, ge=MIB)
+
+
+class ServeConfig(_Section):
+    """Ray Serve: the same HTTP in replicas, for callers inside a cluster. 0 replicas: no Serve.
+
+    Its ports have none of the gateway's bounds on slow callers and ask for no client's certificate.
+    `grpc`: its gRPC port too, in plain text and on all interfaces; refused beside a public bind.
+    """
+
+    num_replicas: int = Field(default=1, ge=0)
+    http_host: str = "127.0.0.1"
+    http_port: int = Field(default=8001, ge=0, le=65535)
+    grpc: bool = False
+    grpc_port: int = Field(default=9000, ge=0, le=65535)
+
+    @property
+    def has_http(self) -> bool:
+        return self.num_replicas > 0
+
+    @property
+    def has_grpc(self) -> bool:
+        return self.has_http and self.grpc
 
 
 class AuthConfig(_Section):
@@ -98,9 +112,9 @@ class AuthConfig(_Section):
 
 
 class TlsConfig(_Section):
-    """TLS of HTTP and of the gateway (docs/security.md): PEM files, which may change while it runs.
+    """TLS of the gateway (docs/security.md): PEM files, which may change while it runs.
 
-    Without `cert_file` both speak plain text. `client_ca_file`: clients need a certificate of one
+    Without `cert_file` it speaks plain text. `client_ca_file`: clients need a certificate of one
     of these authorities.
     """
 
@@ -240,6 +254,7 @@ class RatoonConfig(BaseSettings):
     crash_points: bool = False
     http: HttpConfig = HttpConfig()
     grpc: GrpcConfig = GrpcConfig()
+    serve: ServeConfig = ServeConfig()
     auth: AuthConfig = AuthConfig()
     tls: TlsConfig = TlsConfig()
     limits: LimitsConfig = LimitsConfig()
@@ -312,16 +327,12 @@ def load_config(path: Path | None) -> RatoonConfig:
     return RatoonConfig(**data)
 
 
-def max_body_bytes_of_environment() -> int:
-    """`limits.max_body_bytes`, as the variable of that name has it, or the default."""
-    value = os.environ.get(MAX_BODY_VARIABLE)
-    limits = {} if value is None else {"max_body_bytes": value}
-    return LimitsConfig.model_validate(limits).max_body_bytes
-
-
 def public_hosts(config: RatoonConfig) -> list[str]:
     """The addresses that are bound and are not loopback."""
-    return [host for host in (config.http.host, config.grpc.host) if not is_loopback(host)]
+    hosts = [config.http.host, config.grpc.host]
+    if config.serve.has_http:
+        hosts.append(config.serve.http_host)
+    return [host for host in hosts if not is_loopback(host)]
 
 
 def is_loopback(host: str) -> bool:
@@ -336,6 +347,32 @@ def is_loopback(host: str) -> bool:
 def is_ray_open() -> bool:
     """Whether the environment switches Ray's token off."""
     return os.environ.get("RAY_AUTH_MODE", "token").lower() != "token"
+
+
+def is_ray_tls() -> bool:
+    """Whether Ray's own ports speak TLS."""
+    return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
+
+
+@contextmanager
+def ray_tls_files(*, cert: Path, key: Path, authority: Path) -> Generator[None, None, None]:
+    """Ports that Ray's Python opens in the block have these; the core has read its own before."""
+    variables = {
+        "RAY_USE_TLS": "1",
+        "RAY_TLS_SERVER_CERT": str(cert),
+        "RAY_TLS_SERVER_KEY": str(key),
+        "RAY_TLS_CA_CERT": str(authority),
+    }
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 @contextmanager

@@ -113,10 +113,13 @@ def _check_kernels() -> Iterator[Check]:
 def _check_ports(config: RatoonConfig) -> Iterator[Check]:
     wanted: tuple[tuple[str, str, int], ...] = (
         ("http", config.http.host, config.http.port),
-        ("grpc gateway", config.grpc.host, config.grpc.gateway_port),
+        ("grpc", config.grpc.host, config.grpc.port),
     )
-    if config.grpc.serve_proxy:
-        wanted += (("grpc of serve", config.grpc.host, config.grpc.serve_port),)
+    if config.serve.has_http:
+        wanted += (("serve http", config.serve.http_host, config.serve.http_port),)
+    if config.serve.has_grpc:
+        # On all interfaces.
+        wanted += (("serve grpc", "", config.serve.grpc_port),)
     for name, host, port in wanted:
         if port == 0:
             yield Check(name=f"port {name}", status=Status.OK, detail="any free port")

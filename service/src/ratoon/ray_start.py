@@ -93,6 +93,11 @@ def _start_ray(config: RatoonConfig, options: dict[str, Any], *, show_logs: bool
         raise RuntimeError(f"Ray listens on {address}, expected loopback")
 
 
+def is_own_ray() -> bool:
+    """Whether this process has started its Ray, and will end it."""
+    return bool(_own)
+
+
 def ended_processes() -> list[str]:
     """Names of those processes of our own Ray that have ended and that it cannot do without.
 

@@ -46,9 +46,12 @@ def sole_service(config: RatoonConfig) -> Iterator[None]:
 def _ports(config: RatoonConfig) -> Iterator[tuple[str, str, int]]:
     """Setting, address and port of each wire; 0 takes a free one anyway."""
     yield "http.port", config.http.host, config.http.port
-    yield "grpc.gateway_port", config.grpc.host, config.grpc.gateway_port
-    if config.grpc.serve_proxy:
-        yield "grpc.serve_port", "127.0.0.1", config.grpc.serve_port
+    yield "grpc.port", config.grpc.host, config.grpc.port
+    serve = config.serve
+    if serve.has_http:
+        yield "serve.http_port", serve.http_host, serve.http_port
+    if serve.has_grpc:
+        yield "serve.grpc_port", "127.0.0.1", serve.grpc_port
 
 
 def _wait_for_port(field: str, host: str, port: int, deadline: float) -> None:

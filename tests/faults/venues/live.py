@@ -1,4 +1,4 @@
-"""A fault run on the real service: two policies, callers on both wires, kills of every process.
+"""A fault run on the real service: two policies, callers of both edges, kills of all.
 
 Enter a seed and how many rounds of kills, leave counts and a verdict. Invariant: after each kill
 both policies have gone through a whole segment before the next one.
@@ -142,7 +142,7 @@ def run_live(model_folder: Path, seed: int, rounds: int, only: Collection[str] =
 async def _play(service: Service, seed: int, rounds: int, only: Collection[str]) -> LiveResult:
     async with (
         AsyncRatoonClient(service.grpc, timeout_s=PATIENCE_S, attempt_timeout_s=10.0) as grpc,
-        AsyncRatoonClient(service.http, timeout_s=PATIENCE_S, attempt_timeout_s=10.0) as http,
+        AsyncRatoonClient(service.serve, timeout_s=PATIENCE_S, attempt_timeout_s=10.0) as http,
     ):
         players = (
             Player(grpc, "by-seq", seed, has_seqs=True, notes=Notes()),

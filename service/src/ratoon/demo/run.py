@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 
 from ratoon import app
-from ratoon.config import GrpcConfig, HttpConfig, RatoonConfig
+from ratoon.config import GrpcConfig, HttpConfig, RatoonConfig, ServeConfig
 from ratoon.demo.loop import POLICY_ID, Loop, Update
 from ratoon.demo.verdict import Round, Verdict
 from ratoon_client import RatoonClient
@@ -35,7 +35,8 @@ def run_demo(*, seed: int, shuffle_rewards: bool, console: Console) -> bool:
             data_root=root / "data",
             models_root=root / "models",
             http=HttpConfig(port=0),
-            grpc=GrpcConfig(gateway_port=0, serve_port=0),
+            grpc=GrpcConfig(port=0),
+            serve=ServeConfig(num_replicas=0),
         )
         console.print("starting the service on this machine ...")
         with app.running(config) as addresses:

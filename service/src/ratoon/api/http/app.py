@@ -1,13 +1,13 @@
-"""The ASGI application: all routes, one shape of error, one limit of size.
+"""The ASGI application of the gateway and of Serve's replicas: all routes, one shape of error.
 
-Enters the service, leaves an application for Serve, or for a test. Invariant: the OpenAPI document
-names exactly the calls that are built.
+Its OpenAPI document names exactly the calls that are built.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterable
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
@@ -20,6 +20,7 @@ from ratoon.api.gate import Gate
 from ratoon.api.http import calls, errors, events, files, server
 from ratoon.api.http.access import AccessGate
 from ratoon.api.http.limits import BodyLimit
+from ratoon.api.http.local_names import LocalNames
 from ratoon.api.http.meter import RequestMeter
 from ratoon.api.service import PolicyService
 from ratoon.config import LimitsConfig
@@ -27,7 +28,14 @@ from ratoon.config import LimitsConfig
 _MAX_PARSING = 2
 
 
-def create_app(service: PolicyService, limits: LimitsConfig, *, gate: Gate) -> FastAPI:
+def create_app(
+    service: PolicyService,
+    limits: LimitsConfig,
+    *,
+    gate: Gate,
+    allowed_hosts: Iterable[str] | None = None,
+) -> FastAPI:
+    """`allowed_hosts`: names beside loopback's that it answers under; None: under any."""
     app = FastAPI(
         title="Ratoon",
         version=__version__,
@@ -51,6 +59,8 @@ def create_app(service: PolicyService, limits: LimitsConfig, *, gate: Gate) -> F
     app.add_middleware(AccessGate, gate=gate, routes=routes)
     app.add_middleware(errors.ErrorBoundary)
     app.add_middleware(RequestMeter, service=service)
+    if allowed_hosts is not None:
+        app.add_middleware(LocalNames, allowed=allowed_hosts)
     for router in routers:
         app.include_router(router)
     return app

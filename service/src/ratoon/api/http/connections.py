@@ -7,29 +7,36 @@ bounds neither headers, readers, connections nor bodies that no handler reads.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from typing import Any
 
 import httptools
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from ratoon.api.http.edge_budget import EdgeBudget
 from ratoon.api.http.errors import error_response
+from ratoon.api.http.zero_copy import ZERO_COPY, FileSender
 from ratoon.errors import RatoonError
 
 # What uvicorn takes for the address of whoever calls, where it is told so from loopback.
 _FORWARDED = frozenset({b"x-forwarded-for", b"x-forwarded-proto"})
+# Of a file that is sent with TLS, in memory at a time.
+_PIECE_BYTES = 256 * 1024
 
 
 class BoundedConnection(HttpToolsProtocol):
     """One request at a time. Each state has a timer of its own, which no byte restarts:
 
     headers (from the connection, or a request's first byte, to the end of its headers), idle (from
-    an answer to the next request's first byte: uvicorn's `timeout_keep_alive`), and unread (from
-    the first byte that the kernel does not take to the last of those behind it).
+    an answer to the next request's first byte: uvicorn's `timeout_keep_alive`), unread (from the
+    first byte that the kernel does not take to the last of those behind it) and sending (of a file,
+    from its first byte to its last).
+
+    Applications find `http.response.zerocopysend` among the scope's extensions.
     """
 
     def __init__(
@@ -51,6 +58,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._headers = _Timer(self.loop, self._bounds.headers_s, self._abort)
         self._idle = _Timer(self.loop, self.timeout_keep_alive, self._close)
         self._unread = _Timer(self.loop, self._bounds.stalled_s, self._abort)
+        self._sending = _Timer(self.loop, self._bounds.stalled_s, self._abort)
         self._is_counted = False
         # What comes now is not read: it was sent before the answer to what came first.
         self._is_deaf = False
@@ -60,11 +68,13 @@ class BoundedConnection(HttpToolsProtocol):
         self._max_body_bytes = 0
         self._num_body_bytes = 0
         self._refusal: RatoonError | None = None
+        self._file: FileSender | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # `pause_writing` is then called for every byte that is not sent at once.
-        transport.set_write_buffer_limits(high=1, low=0)
+        # `pause_writing` is then called for every byte that is not sent at once. asyncio's TLS
+        # takes a 0 for a buffer that is always full.
+        transport.set_write_buffer_limits(high=1 if self.scheme == "https" else 0, low=0)
         self._is_counted = self._budget.enter(self, self.client[0] if self.client else "")
         if self._is_counted:
             self._headers.start()
@@ -72,8 +82,10 @@ class BoundedConnection(HttpToolsProtocol):
             transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for timer in (self._headers, self._idle, self._unread):
+        for timer in (self._headers, self._idle, self._unread, self._sending):
             timer.stop()
+        if self._file is not None:
+            self._file.stop()
         self._budget.leave(self)
         self._is_counted = False
         super().connection_lost(exc)
@@ -161,10 +173,55 @@ class BoundedConnection(HttpToolsProtocol):
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The application, but where the budget has refused."""
-        if self._refusal is None:
-            await self._handler(scope, receive, send)  # type: ignore[arg-type]
+        if self._refusal is not None:
+            await error_response(self._refusal)(scope, receive, send)
             return
-        await error_response(self._refusal)(scope, receive, send)
+
+        async def send_file_too(message: Message) -> None:
+            await (self._send_file if message["type"] == ZERO_COPY else send)(message)
+
+        scope["extensions"] = {ZERO_COPY: {}}
+        await self._handler(scope, receive, send_file_too)  # type: ignore[arg-type]
+
+    async def _send_file(self, message: Message) -> None:
+        """The body of an answer whose head has been sent, from the file itself."""
+        if self.flow.write_paused:
+            await self.flow.drain()
+        if not self._is_counted or self.transport.is_closing():
+            return
+        self._budget.release_chunk(self)
+        self._sending.start()
+        try:
+            send = self._send_in_pieces if self.scheme == "https" else self._send_by_kernel
+            is_sent = await send(message["file"], message["offset"], message["count"])
+        finally:
+            self._sending.stop()
+        if not is_sent:
+            # As uvicorn says it of a peer that is gone.
+            self.cycle.disconnected = True
+            self.transport.abort()
+
+    async def _send_by_kernel(self, file: int, offset: int, count: int) -> bool:
+        self._file = FileSender(self.transport.get_extra_info("socket"), self.loop)
+        is_sent = await self._file.send(file, offset, count)
+        if is_sent:
+            self.cycle.expected_content_length -= count
+            await self.cycle.send({"type": "http.response.body", "body": b"", "more_body": False})
+        return is_sent
+
+    async def _send_in_pieces(self, file: int, offset: int, count: int) -> bool:
+        stop = offset + count
+        while offset < stop and self._is_counted:
+            most = min(stop - offset, _PIECE_BYTES)
+            piece = await asyncio.to_thread(os.pread, file, most, offset)
+            if not piece:
+                return False
+            offset += len(piece)
+            is_last = offset == stop
+            await self.cycle.send(
+                {"type": "http.response.body", "body": piece, "more_body": not is_last}
+            )
+        return offset == stop
 
     def _declared_bytes(self) -> int:
         length = dict(self.headers).get(b"content-length", b"0")

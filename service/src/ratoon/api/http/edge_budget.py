@@ -29,6 +29,7 @@ class EdgeBounds:
     """Times in seconds. `max_held_bytes` None: four bodies of the largest size."""
 
     headers_s: float = 20.0
+    idle_s: int = 90
     stalled_s: float = 60.0
     max_header_bytes: int = 16 * 1024
     max_headers: int = 100
@@ -124,6 +125,11 @@ class EdgeBudget:
             return False
         self._set(place, place.fetch_bytes, place.body_bytes + more)
         return True
+
+    def release_chunk(self, connection: Held) -> None:
+        """What its request fetches is sent from a file, and is not in memory."""
+        place = self._places[connection]
+        self._set(place, 0, place.body_bytes)
 
     def finish(self, connection: Held) -> None:
         """Its request is answered, as far as the transport goes; it waits for another."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path as FilePath
-from typing import Annotated
+from typing import Annotated, Any, BinaryIO, cast
 
 import xxhash
 from fastapi import APIRouter, Header, Query
 from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from ratoon.api.gate import Gate
 from ratoon.api.http import ranges
@@ -16,6 +18,7 @@ from ratoon.api.http.access import VisitOf
 from ratoon.api.http.calls import Version
 from ratoon.api.http.errors import error_response, error_responses
 from ratoon.api.http.responses import Digest, PolicyId
+from ratoon.api.http.zero_copy import ZERO_COPY
 from ratoon.api.service import PolicyService
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.stream.manifest import WeightFile
@@ -24,6 +27,8 @@ from ratoon_proto.v1 import service_pb2 as wire
 BINARY = "application/octet-stream"
 # xxh3-128 of the body, 32 hexadecimal digits.
 CHUNK_DIGEST = "Ratoon-Chunk-Digest"
+# Read and digested at a time: it stays in a core's cache.
+_PIECE_BYTES = 256 * 1024
 Offset = Annotated[int, Query(ge=0, lt=2**63)]
 Length = Annotated[int, Query(ge=1, lt=2**63)]
 _NOT_FOUND = (ErrorCode.POLICY_NOT_FOUND, ErrorCode.WEIGHTS_NOT_FOUND)
@@ -105,23 +110,64 @@ async def _file_response(
         case ranges.NotModified():
             return Response(status_code=304, headers=headers)
         case ranges.Whole():
-            data = await asyncio.to_thread(_read, path, 0, file.size_bytes)
-            headers[CHUNK_DIGEST] = xxhash.xxh3_128_hexdigest(data)
-            return Response(data, media_type=BINARY, headers=headers)
+            return await FileResponse.of(path, 0, file.size_bytes, headers, status_code=200)
         case ranges.Part(start=start, stop=stop):
-            data = await asyncio.to_thread(_read, path, start, stop)
-            headers[CHUNK_DIGEST] = xxhash.xxh3_128_hexdigest(data)
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{file.size_bytes}"
-            return Response(data, status_code=206, media_type=BINARY, headers=headers)
+            return await FileResponse.of(path, start, stop, headers, status_code=206)
 
 
-def _read(path: FilePath, start: int, stop: int) -> bytes:
-    """Bytes [start, stop). Raises WEIGHTS_NOT_FOUND where the version has just been retired."""
+class FileResponse(Response):
+    """A part of a file with its digest: sent from the file where the server can, else read."""
+
+    media_type = BINARY
+
+    def __init__(self, file: BinaryIO, start: int, stop: int, **options: Any) -> None:
+        super().__init__(None, **options)
+        self.headers["Content-Length"] = str(stop - start)
+        self._file = file
+        self._start = start
+        self._stop = stop
+
+    @classmethod
+    async def of(
+        cls, path: FilePath, start: int, stop: int, headers: dict[str, str], *, status_code: int
+    ) -> FileResponse:
+        """Raises WEIGHTS_NOT_FOUND where the version has just been retired."""
+        file, digest = await asyncio.to_thread(_opened, path, start, stop)
+        return cls(
+            file, start, stop, headers=headers | {CHUNK_DIGEST: digest}, status_code=status_code
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._file as file:
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": self.status_code,
+                    "headers": self.raw_headers,
+                }
+            )
+            length = self._stop - self._start
+            if length and ZERO_COPY in scope.get("extensions", {}):
+                message = {"file": file.fileno(), "offset": self._start, "count": length}
+                await send({"type": ZERO_COPY, **message, "more_body": False})
+            else:
+                data = await asyncio.to_thread(os.pread, file.fileno(), length, self._start)
+                await send({"type": "http.response.body", "body": data})
+
+
+def _opened(path: FilePath, start: int, stop: int) -> tuple[BinaryIO, str]:
+    """The file, and the xxh3-128 of its bytes [start, stop), which are then in the page cache."""
     try:
-        with path.open("rb") as file:
-            file.seek(start)
-            return file.read(stop - start)
+        file = cast("BinaryIO", path.open("rb", buffering=0))
     except FileNotFoundError as err:
         raise RatoonError(
             ErrorCode.WEIGHTS_NOT_FOUND, f"{path.name}: this version is no longer kept"
         ) from err
+    digest, piece = xxhash.xxh3_128(), memoryview(bytearray(_PIECE_BYTES))
+    while start < stop:
+        num_bytes = os.preadv(file.fileno(), [piece[: stop - start]], start)
+        assert num_bytes, f"{path.name} has lost bytes"
+        digest.update(piece[:num_bytes])
+        start += num_bytes
+    return file, digest.hexdigest()

@@ -1,7 +1,6 @@
-"""HTTP Range requests over a file (RFC 9110, section 14).
+"""HTTP Range requests over a file (RFC 9110, section 14): which bytes to send.
 
-Enters the headers of a request and a file's size and digest, leaves which bytes to send. Invariant:
-one response never holds more than `max_bytes`: Serve's proxy would buffer the rest of it for a
+One response never holds more than `max_bytes`, for Serve's proxy would buffer the rest of it for a
 reader that stalls.
 """
 

@@ -1,13 +1,11 @@
-"""TLS of HTTP and of the gateway.
+"""TLS of the gateway's ports: contexts whose handshakes use the certificates as they are then.
 
-Enters a store of certificates, leaves a context for a server to listen with. Invariant: every
-handshake is made with the certificates as they are then; connections that are open go on.
+Connections that are open go on.
 """
 
 from __future__ import annotations
 
 import http.client
-import socket
 import ssl
 from collections.abc import Sequence
 
@@ -41,21 +39,6 @@ def server_context(store: CertificateStore, *, protocols: Sequence[str] = ()) ->
     # OpenSSL asks it in every handshake, with a server name and without.
     context.sni_callback = take_current
     return context
-
-
-def lets_strangers_in(host: str, port: int) -> bool:
-    """Whether a client without a certificate gets an answer. Raises OSError for a closed port."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    # Who answers is not the question.
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    with socket.create_connection((host, port), _PROBE_S) as raw:
-        try:
-            with context.wrap_socket(raw) as connection:
-                connection.sendall(f"GET {_HEALTH} HTTP/1.0\r\n\r\n".encode())
-                return bool(connection.recv(1))
-        except OSError:
-            return False
 
 
 def own_health(config: RatoonConfig) -> str | None:

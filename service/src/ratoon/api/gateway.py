@@ -1,7 +1,7 @@
-"""The public gRPC endpoint: one detached process that outlives Serve's replicas and redeploys.
+"""The gateway: gRPC and HTTP for callers anywhere, in one process that outlives Serve's replicas.
 
-Enters the server's config, leaves an open port. Invariant: after SIGTERM or `drain` no new call is
-taken and those under way are answered, up to `DRAIN_S` seconds.
+After SIGTERM or `drain` no new call is taken and those under way are answered, up to `DRAIN_S`
+seconds.
 
 It is a plain (not asyncio) Ray actor, for then its constructor runs on the process's main thread,
 the only one that may install signal handlers. That thread waits in Ray's C++ loop, where no Python
@@ -14,8 +14,10 @@ import asyncio
 import os
 import signal
 import socket
+import ssl
 import threading
 from concurrent.futures import Future
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -23,7 +25,11 @@ from ratoon.api.build import build_service
 from ratoon.api.gate import build_gate
 from ratoon.api.grpc.server import RunningServer, start_server
 from ratoon.api.grpc.servicer import PolicyServicer
+from ratoon.api.http.app import create_app
+from ratoon.api.http.edge_budget import EdgeBounds
+from ratoon.api.http.listener import RunningHttp, start_http
 from ratoon.api.http.tls import server_context
+from ratoon.auth.access import checked_hosts
 from ratoon.auth.certificates import CertificateStore, files_of
 from ratoon.config import RatoonConfig
 from ratoon.garbage import freeze_garbage
@@ -34,26 +40,36 @@ DRAIN_S = 25.0
 _log = get_logger("gateway")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edges:
+    """Both servers of one service."""
+
+    grpc: RunningServer
+    http: RunningHttp
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no new call, and answer those under way within `grace_s` seconds."""
+        await asyncio.gather(self.grpc.stop(grace_s), self.http.stop(grace_s))
+
+
 class Gateway:
-    """Serving from construction to `drain`; a restart by Ray listens on the same port again."""
+    """Serving from construction to `drain`; a restart by Ray listens on the same ports again."""
 
     def __init__(self, config: RatoonConfig) -> None:
         configure_logging(config.log_level)
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="grpc", daemon=True).start()
-        self._running: RunningServer = self._call(_start(config)).result()
-        self._address = f"{config.grpc.host}:{self._running.port}"
+        threading.Thread(target=self._loop.run_forever, name="edges", daemon=True).start()
+        self._edges = self._call(start_edges(config)).result()
         freeze_garbage()
         self._drain_on_sigterm()
-        _log.info("gateway listens", address=self._address)
+        _log.info("gateway listens", grpc=self._edges.grpc.port, http=self._edges.http.port)
 
-    def address(self) -> str:
-        """host:port."""
-        return self._address
+    def wait_until_ready(self) -> None:
+        """Answered once the constructor has ended, so both ports are open."""
 
     def drain(self) -> None:
         """Take no new call, answer those under way; returns when it is done."""
-        self._call(self._running.stop(DRAIN_S)).result()
+        self._call(self._edges.stop(DRAIN_S)).result()
 
     def _call(self, coroutine: Any) -> Future[Any]:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -77,7 +93,8 @@ def _leave_to_thread(signal_number: int, frame: FrameType | None) -> None:
     """Without a handler in Python, nothing would be written to the wakeup pipe."""
 
 
-async def _start(config: RatoonConfig) -> RunningServer:
+async def start_edges(config: RatoonConfig) -> Edges:
+    """Both wires of one service, behind one gate. Raises OSError where a port is taken."""
     service = await build_service(config)
     gate = build_gate(config, service.record_refusal)
     servicer = PolicyServicer(
@@ -86,13 +103,31 @@ async def _start(config: RatoonConfig) -> RunningServer:
         status_needs_message=False,
         gate=gate,
     )
-    files = files_of(config)
-    context = None if files is None else server_context(CertificateStore(files), protocols=["h2"])
-    return await start_server(
+    grpc = await start_server(
         servicer,
         host=config.grpc.host,
-        port=config.grpc.gateway_port,
+        port=config.grpc.port,
         max_message_bytes=config.grpc.max_message_bytes,
         limits=config.limits,
-        context=context,
+        context=_context(config, "h2"),
     )
+    try:
+        http = await start_http(
+            create_app(service, config.limits, gate=gate, allowed_hosts=checked_hosts(config)),
+            host=config.http.host,
+            port=config.http.port,
+            bounds=EdgeBounds(max_body_bytes=config.limits.max_body_bytes),
+            context=_context(config),
+        )
+    except OSError:
+        await grpc.stop(None)
+        raise
+    return Edges(grpc=grpc, http=http)
+
+
+def _context(config: RatoonConfig, *protocols: str) -> ssl.SSLContext | None:
+    """Each wire has a store of its own, for what is spoken inside is a property of the context."""
+    files = files_of(config)
+    if files is None:
+        return None
+    return server_context(CertificateStore(files), protocols=protocols)

@@ -1,0 +1,58 @@
+"""Bytes of a file from the page cache to a socket: ASGI's `http.response.zerocopysend`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+
+# Of the ASGI specification: `file` is a descriptor, `offset` and `count` are bytes.
+ZERO_COPY = "http.response.zerocopysend"
+
+
+class FileSender:
+    """One file range on its way. `stop` ends it, from wherever the connection ends."""
+
+    def __init__(self, connection: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
+        # A transport lets nobody else wait for its own descriptor.
+        self._descriptor = os.dup(connection.fileno())
+        self._loop = loop
+        self._writable: asyncio.Future[None] | None = None
+        self._is_stopped = False
+
+    async def send(self, file: int, offset: int, count: int) -> bool:
+        """Whether all of it was taken by the kernel. The transport's own buffer must be empty."""
+        try:
+            stop = offset + count
+            while offset < stop and not self._is_stopped:
+                try:
+                    sent = os.sendfile(self._descriptor, file, offset, stop - offset)
+                except BlockingIOError:
+                    sent = None
+                except OSError:
+                    return False
+                if sent == 0:
+                    return False  # The file ends before.
+                offset += sent or 0
+                if offset < stop:
+                    # Others have their turn too, whatever the kernel would still take.
+                    await self._wait()
+            return offset >= stop
+        finally:
+            os.close(self._descriptor)
+
+    def stop(self) -> None:
+        self._is_stopped = True
+        self._wake()
+
+    async def _wait(self) -> None:
+        self._writable = self._loop.create_future()
+        self._loop.add_writer(self._descriptor, self._wake)
+        try:
+            await self._writable
+        finally:
+            self._loop.remove_writer(self._descriptor)
+
+    def _wake(self) -> None:
+        if self._writable is not None and not self._writable.done():
+            self._writable.set_result(None)

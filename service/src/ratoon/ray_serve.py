@@ -1,0 +1,135 @@
+"""Ray Serve: the same HTTP application in replicas, for callers inside a cluster.
+
+Everything is set by Serve's own options and variables; what they cannot do is the gateway's
+(docs/decisions/0016-edges.md).
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack, suppress
+from typing import Any, cast
+
+from fastapi import FastAPI
+from ray import serve
+from ray.exceptions import RayActorError
+from ray.serve.config import ControllerOptions, HTTPOptions, gRPCOptions
+from ray.serve.exceptions import RayServeException
+from ray.serve.schema import LoggingConfig
+
+from ratoon.api.build import build_service
+from ratoon.api.gate import ROOM_TO_REFUSE, build_gate
+from ratoon.api.gateway import DRAIN_S
+from ratoon.api.grpc.servicer import PolicyServicer
+from ratoon.api.http.app import create_app
+from ratoon.auth.access import checked_hosts
+from ratoon.auth.certificates import files_of
+from ratoon.config import RatoonConfig
+from ratoon.log import configure_logging
+from ratoon.replica_port import closed_replica_port
+
+APP_NAME = "ratoon"
+SERVICER_FUNCTION = "ratoon.api.grpc.wiring.add_policy_service"
+
+# Serve gives a proxy three times that long to import what it needs, and ends the start otherwise;
+# its own 5 s are too few where the machine is busy, as when many policies are coming back.
+_PROXY_START_S = 30.0
+
+
+class Ingress(PolicyServicer):
+    """One Serve replica: HTTP, and gRPC behind Serve's proxy where that is on."""
+
+    async def __init__(self, config: RatoonConfig) -> None:  # pyright: ignore[reportGeneralTypeIssues]
+        configure_logging(config.log_level)
+        self._limits = config.limits
+        self._allowed_hosts = checked_hosts(config)
+        service = await build_service(config)
+        super().__init__(
+            service,
+            max_body_bytes=config.limits.max_body_bytes,
+            status_needs_message=True,
+            gate=build_gate(config, service.record_refusal),
+        )
+        # Serve opens its port next, and then asks for health.
+        self._opening = ExitStack()
+        self._opening.enter_context(closed_replica_port())
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return create_app(
+            self._service, self._limits, gate=self._gate, allowed_hosts=self._allowed_hosts
+        )
+
+    def check_health(self) -> None:
+        """Serve calls it first when the replica's own port is open."""
+        self._opening.close()
+
+
+def build_app(config: RatoonConfig) -> serve.Application:
+    """The Serve application. The engine must run before it is deployed."""
+    wrapped = cast("type[Ingress]", serve.ingress()(Ingress))
+    deployment = serve.deployment(
+        name="Ingress",
+        num_replicas=config.serve.num_replicas,
+        max_ongoing_requests=config.limits.max_requests_in_flight + ROOM_TO_REFUSE,
+        max_queued_requests=ROOM_TO_REFUSE,
+        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_wait_loop_s=0.1,
+        graceful_shutdown_timeout_s=DRAIN_S,
+        logging_config=_logging(config),
+    )
+    return deployment(wrapped).bind(config)
+
+
+def start_serve(config: RatoonConfig, *, show_logs: bool) -> None:
+    """Returns when the replicas answer. What is no option is a variable of Serve's processes."""
+    if not show_logs:
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    variables = {
+        "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(config.grpc.max_message_bytes),
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(_PROXY_START_S),
+        # uvicorn's: by default it takes the word of local callers for who they are.
+        "FORWARDED_ALLOW_IPS": "",
+    }
+    serve.start(
+        http_options=_http_options(config),
+        grpc_options=_grpc_options(config),
+        controller_options=ControllerOptions(runtime_env={"env_vars": variables}),
+        logging_config=_logging(config),
+    )
+    serve.run(build_app(config), name=APP_NAME, route_prefix="/")
+
+
+def stop_serve(*, ends_with_ray: bool) -> None:
+    """Drain the replicas and end Serve; of a Ray that ends next, the replicas alone.
+
+    Serve's own end kills the controller under the call that asks for it, which Ray then reports as
+    a failure.
+    """
+    if not ends_with_ray:
+        serve.shutdown()
+        return
+    # There may be none; what is left of it ends with Ray.
+    with suppress(RayServeException, RayActorError, TimeoutError):
+        serve.delete(APP_NAME)
+
+
+def _http_options(config: RatoonConfig) -> HTTPOptions:
+    options: dict[str, Any] = {}
+    files = files_of(config)
+    if files is not None:
+        options = {"ssl_keyfile": str(files.key), "ssl_certfile": str(files.cert)}
+    return HTTPOptions(host=config.serve.http_host, port=config.serve.http_port, **options)
+
+
+def _grpc_options(config: RatoonConfig) -> gRPCOptions | None:
+    if not config.serve.has_grpc:
+        return None
+    return gRPCOptions(
+        port=config.serve.grpc_port,
+        grpc_servicer_functions=[SERVICER_FUNCTION],
+        enable_reflection=False,
+    )
+
+
+def _logging(config: RatoonConfig) -> LoggingConfig:
+    return LoggingConfig(log_level=config.log_level, enable_access_log=False)
