@@ -20,7 +20,7 @@ def _requests(api: Api) -> list[tuple[str, ...]]:
     assert all(sample.value > 0 for sample in seconds)
     counted = [sample.labels for sample in samples if sample.metric == "ratoon_requests_total"]
     assert [labels[:2] for labels in counted] == [sample.labels for sample in seconds]
-    MetricsTotals().apply(api.engine.metrics)
+    MetricsTotals().send(api.engine.metrics)
     return counted
 
 

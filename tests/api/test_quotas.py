@@ -143,7 +143,7 @@ async def test_refusals_are_counted_by_reason_and_key(api: Api, tmp_path: Path) 
     assert seen == [("requests_in_flight", "")]
     api.service.record_refusal("disk", "k1")
     totals = MetricsTotals()
-    totals.apply(api.engine.metrics)
+    totals.send(api.engine.metrics)
     assert b'ratoon_refusals_total{key_id="k1",reason="disk"} 1.0' in totals.render()
 
 

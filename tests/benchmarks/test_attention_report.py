@@ -132,7 +132,7 @@ def test_report_runs_as_a_file_from_anywhere(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     document = tmp_path / "docs" / "doc.md"
     document.write_text("# Title\n")
-    command = [sys.executable, ROOT / "benchmarks" / "attention.py", "--report", path]
+    command = [sys.executable, ROOT / "benchmarks" / "kernels" / "attention.py", "--report", path]
     done = subprocess.run(
         [*command, "--plot", tmp_path / "docs" / "plot.png", "--markdown", document],
         cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120,

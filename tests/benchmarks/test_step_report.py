@@ -282,7 +282,7 @@ def test_report_runs_as_a_file_from_anywhere(tmp_path: Path) -> None:
     path.write_text(json.dumps(_result()))
     document = tmp_path / "doc.md"
     document.write_text(f"{BEGIN}\n{END}\n")
-    command = [sys.executable, ROOT / "benchmarks" / "step.py", "--report", path]
+    command = [sys.executable, ROOT / "benchmarks" / "step" / "main.py", "--report", path]
     done = subprocess.run(
         [*command, "--plot", tmp_path / "plot.png", "--markdown", document],
         cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120,
