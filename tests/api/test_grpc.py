@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -138,7 +139,7 @@ class _ServeContext:
 
 async def test_on_serve_a_failed_stream_ends_with_one_empty_message(api: Api) -> None:
     """Serve's proxy reads a context only along with a message: without one the trailer is lost."""
-    servicer = PolicyServicer(
+    servicer: Any = PolicyServicer(
         api.service, max_body_bytes=1024, status_needs_message=True, gate=OPEN_GATE
     )
     context = _ServeContext()
@@ -157,13 +158,13 @@ async def test_on_serve_a_failed_stream_ends_with_one_empty_message(api: Api) ->
 
 
 async def test_malformed_requests_say_only_their_size(api: Api) -> None:
-    servicer = PolicyServicer(
+    servicer: Any = PolicyServicer(
         api.service, max_body_bytes=1024, status_needs_message=True, gate=OPEN_GATE
     )
     context = _ServeContext()
     error = RatoonError(ErrorCode.MALFORMED_BODY, "17 bytes are no message")
     malformed: object = Refused(error=error)
-    answer = await servicer.GetPolicy(malformed, context)  # pyright: ignore[reportArgumentType]
+    answer = await servicer.GetPolicy(malformed, context)
     assert not answer.HasField("spec")
     assert "17 bytes" in context.details
 

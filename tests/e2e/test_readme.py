@@ -75,6 +75,7 @@ def _save_model(folder: Path) -> None:
         tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=TEMPLATE
     )
     fast.save_pretrained(folder)
+    assert isinstance(fast.eos_token_id, int)
     config = Qwen3Config(
         vocab_size=320,
         hidden_size=32,
