@@ -29,6 +29,8 @@ from benchmarks.kernels.attention_subjects import Call, Results, Subject, candid
 from harness import gpu_results
 from tests.kernels.forests import Forest
 
+pytestmark = pytest.mark.more
+
 CPU = torch.device("cpu")
 GEOMETRY = Geometry(num_heads=4, num_kv_heads=2, head_dim=32, dtype=torch.bfloat16)
 TREES = {

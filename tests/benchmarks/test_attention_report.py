@@ -15,6 +15,8 @@ from benchmarks.kernels.attention_plot import plot
 from benchmarks.kernels.attention_report import BEGIN, END, format_table, targets, write_markdown
 from harness.gpu_results import ROOT
 
+pytestmark = pytest.mark.more
+
 
 def _row(shape: str, backend: str, fwd_ms: float, bwd_ms: float, **more: Any) -> dict[str, Any]:
     return {

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from benchmarks.service.floor import BEGIN, END, WHAT, write_markdown
 from benchmarks.service.floor_counts import committed_writes, held
+
+pytestmark = pytest.mark.more
 
 
 def test_transactions_are_counted_not_their_statements(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ import pytest
 
 from harness.gpu_results import ROOT, red_tests
 
+pytestmark = pytest.mark.more
+
 TESTS = """
 import pytest
 

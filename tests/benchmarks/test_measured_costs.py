@@ -18,6 +18,8 @@ from ratoon.model.device_costs import (
 from ratoon.rollout.costs import Work
 from tests.model.test_activation_plan import QWEN3_8B
 
+pytestmark = pytest.mark.more
+
 STEP = Path(__file__).parents[2] / "benchmarks/results/h200/step.json"
 GIB = 2**30
 

@@ -20,6 +20,8 @@ from benchmarks.optim.task import Task, best_loss, draw_batches, transitions
 from harness import gpu_results
 from harness.gpu_results import RESULTS, ROOT
 
+pytestmark = pytest.mark.more
+
 TASK = Task(num_symbols=3, num_groups=4, num_responses=64, prompt_tokens=8, response_tokens=64)
 COMMITTED = [path for path in [RESULTS / "optimizer_states.json"] if path.is_file()]
 

@@ -15,6 +15,8 @@ from harness.gpu_results import ROOT
 from ratoon_kernels.tree_attention import reference
 from tests.kernels.sanitize_case import HEAD_DIMS, check_backend
 
+pytestmark = pytest.mark.more
+
 CLEAN = {
     "memcheck": "========= ERROR SUMMARY: 0 errors",
     "racecheck": "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)",

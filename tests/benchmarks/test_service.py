@@ -13,6 +13,8 @@ from benchmarks.service import main as service
 from benchmarks.service.main import format_table, is_same_as_steady, measured_rows, write_markdown
 from benchmarks.service.run import FULL, KILLED, NOT_FINISHED, RESUMED, SMALL, Plan
 
+pytestmark = pytest.mark.more
+
 ROOT = Path(__file__).resolve().parents[2]
 COMMITTED = [path for path in [ROOT / "benchmarks/results/h200/service.json"] if path.is_file()]
 

@@ -37,6 +37,8 @@ from ratoon.train.report import flops
 from ratoon_kernels import BackendUnavailableError, registry, select_backend
 from ratoon_kernels.tree_attention import op
 
+pytestmark = pytest.mark.more
+
 CPU = torch.device("cpu")
 CUT = step_ways.Plan(cuts=(2,))
 ON_CPU = ("--device", "cpu", "--samples", "2")

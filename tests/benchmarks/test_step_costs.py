@@ -35,6 +35,8 @@ from ratoon.model.device_costs import H200_RATES, DeviceRates, device_costs
 from ratoon.rollout.costs import Work
 from ratoon.rollout.packed import Stage
 
+pytestmark = pytest.mark.more
+
 RATES = DeviceRates(
     linear_flops=500e12,
     attention_flops=300e12,

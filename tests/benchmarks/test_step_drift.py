@@ -9,6 +9,8 @@ import torch
 
 from benchmarks.step.drift import drift
 
+pytestmark = pytest.mark.more
+
 
 def test_drift_is_that_of_two_distributions() -> None:
     """Tokens drawn from `other` in their true shares: the estimate is the divergence itself."""

@@ -23,6 +23,8 @@ from benchmarks.step.kernels import (
 from benchmarks.step.profiles import ProfiledStep, gap_share
 from benchmarks.step.run import SMALL, Run
 
+pytestmark = pytest.mark.more
+
 CPU = torch.device("cpu")
 PRODUCT = "nvjet_tst_256x128_64x4_2x1_v_bz_coopA_TNT"
 SPLIT_PRODUCT = "nvjet_tst_128x64_64x8_4x1_v_bz_splitK_TNT"

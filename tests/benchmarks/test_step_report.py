@@ -23,6 +23,8 @@ from benchmarks.step.tables import tables
 from benchmarks.step.targets import targets
 from harness.gpu_results import RESULTS, ROOT
 
+pytestmark = pytest.mark.more
+
 RESULT = RESULTS / "step.json"
 COMMITTED = [RESULT] if RESULT.is_file() else []
 

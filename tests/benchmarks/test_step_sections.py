@@ -37,6 +37,8 @@ from ratoon.model.activation_plan import Kept, peak_bytes
 from ratoon.model.stage_plan import HeldTokens, StreamTokens
 from ratoon.rollout.waves import fits_forest
 
+pytestmark = pytest.mark.more
+
 CPU = torch.device("cpu")
 
 

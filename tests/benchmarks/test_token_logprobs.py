@@ -12,6 +12,8 @@ from benchmarks.kernels import token_logprobs, token_logprobs_run
 from benchmarks.kernels.token_logprobs_report import format_table
 from benchmarks.kernels.token_logprobs_subjects import Problem
 
+pytestmark = pytest.mark.more
+
 ON_CPU = ("--device", "cpu", "--samples", "2", "--subjects")
 
 

@@ -74,6 +74,7 @@ def test_a_power_cut_of_a_policy_that_fails_what_was_lost_loses_nothing_in_silen
         recover(failing, cut, ram)
 
 
+@pytest.mark.more
 def test_a_power_cut_at_any_moment_loses_no_promise(recording: Recording, ram: Path) -> None:
     """Of what was not synced any page, sector or name may be on the disk."""
     places = random.Random(3).sample(range(len(recording.events)), NUM_TORN)
