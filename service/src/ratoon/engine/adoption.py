@@ -45,9 +45,7 @@ def agrees(history: PolicyHistory, status: WorkerStatus) -> bool:
 def adopt(run: PolicyRun, history: PolicyHistory, status: WorkerStatus) -> None:
     """Take over what the journal says: versions, window, queue."""
     policy = history.policy
-    # A number that the worker has given, and a database that failed over has lost, is not given
-    # again.
-    run.version, run.max_version = policy.version, max(policy.max_version, status.version)
+    run.version, run.max_version = policy.version, policy.max_version
     run.published = policy.published
     by_seq = {record.seq: record for record in history.records}
     last = by_seq.get(status.last_seq)

@@ -102,6 +102,12 @@ class FencedStore:
             if step is not None:
                 set_operation(connection, step[0], result=to_text(step[1]))
 
+    def raise_max_version(self, token: int, policy_id: str, version: int) -> None:
+        """The next version has a higher number, whatever the journal knows of those before."""
+        with self._engine.begin() as connection:
+            policy = _fence(connection, policy_id, token)
+            set_policy(connection, policy_id, max_version=max(policy.max_version, version))
+
     def accept(self, token: int, record: OperationRecord, next_seq: int) -> None:
         """A new record. Raises `IntegrityError` where its key names another operation."""
         with self._engine.begin() as connection:

@@ -43,6 +43,7 @@ from ratoon.engine.types import PolicyState
 from ratoon.log import get_logger
 from ratoon.model.spec import ModelInfo
 from ratoon.stream.files import remove_paths
+from ratoon.stream.versions import list_versions
 from ratoon.train.config import OptimizerStates
 from ratoon.train.spec import TrainerSpec
 
@@ -82,6 +83,7 @@ async def start_policy(
         await run.check_newest()  # What another writes by now is not among them.
         await asyncio.to_thread(remove_paths, leftovers)
         await run.archive.start()
+    history = await _with_given_versions(run, history, status)
     if run.replays:
         await run.archive.restore_bodies((await _needed_bodies(run)).values())
     if status.is_loaded and agrees(history, status):
@@ -113,6 +115,21 @@ async def start_policy(
     run.send(telemetry.versions(run.policy_id, run.version, run.published))
     if standing.info is not None:
         run.send(telemetry.model(run.policy_id, standing.info))
+
+
+async def _with_given_versions(
+    run: PolicyRun, history: PolicyHistory, status: WorkerStatus
+) -> PolicyHistory:
+    """A number that was given, and that a database which failed over has lost, is not given again.
+
+    The worker has it, or a folder of weights, until either is made anew: the journal has it first.
+    """
+    there = await asyncio.to_thread(list_versions, run.paths.weights)
+    given = max(status.version, *there, 0)
+    if given <= history.policy.max_version:
+        return history
+    await run.ports.journal.raise_max_version(run.token, run.policy_id, given)
+    return replace(history, policy=replace(history.policy, max_version=given))
 
 
 def _with_kept_states(trainer: TrainerSpec, info: ModelInfo | None) -> TrainerSpec:

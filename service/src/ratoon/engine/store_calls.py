@@ -103,6 +103,7 @@ class Journal:
 
     # One controller's, by its token.
     acquire = _awaited(FencedStore.acquire)
+    raise_max_version = _awaited(FencedStore.raise_max_version)
     set_policy = _awaited(FencedStore.set_policy)
     fail = _awaited(FencedStore.fail)
     set_published = _awaited(FencedStore.set_published)
