@@ -88,8 +88,11 @@ class Running:
         return x509.load_der_x509_certificate(shown).serial_number
 
     def listening(self) -> dict[tuple[str, int], str]:
-        """The process name at every address and port that this service listens on."""
-        names = {one.pid: one.name() for one in self._processes()}
+        """The process name at every address and port that this service listens on.
+
+        An actor's name ends with the method that it runs, while it runs one.
+        """
+        names = {one.pid: one.name().partition(".")[0] for one in self._processes()}
         return {at: names[pid] for at, pid in _listeners() if pid in names}
 
     def others_ports(self) -> set[int]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ratoon.config import RatoonConfig
-from ratoon.engine import turns
+from ratoon.engine import lifecycle, turns
 from ratoon.engine.backends import BackendInfo
 from ratoon.engine.engine import Engine
 from ratoon.engine.journal import JournalAwayError
@@ -207,6 +207,31 @@ async def test_an_engine_that_was_killed_leaves_nothing_to_run_again(house: Hous
     assert house.weights("a") == [([1.0], RATE), ([2.0], RATE)]
     assert len(house.cluster.workers["a"].trainers) == 1
     await house.done("b", 1)
+
+
+async def test_a_wait_outlasts_the_start_of_a_controller(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended after half a second, with an operation that nobody had taken up yet."""
+    hold = house.cluster.workers["a"]._faults.holds[1.0] = threading.Event()
+    running = await house.update("a", 1)
+    await house.crash()
+    monkeypatch.setattr(lifecycle, "_AWAY_S", 0.01)
+    begun = asyncio.Event()
+    acquire = house.journal.acquire
+
+    async def acquire_later(policy_id: str) -> int:
+        await begun.wait()
+        return await acquire(policy_id)
+
+    monkeypatch.setattr(house.journal, "acquire", acquire_later)
+    await house.engine.recover()
+    waiting = asyncio.create_task(house.engine.get_operation(running.operation_id, PATIENCE_S))
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    begun.set()
+    hold.set()
+    assert (await waiting).state is OperationState.DONE
 
 
 async def test_calls_of_an_engine_that_cannot_read_its_journal_are_refused_in_time(

@@ -100,11 +100,18 @@ class Engine:
 
     async def get_operation(self, operation_id: str, wait_s: float) -> Operation:
         """Once it has ended, or after `wait_s` seconds. Raises OPERATION_NOT_FOUND, SEQ_GAP."""
-        return await self._operation(
-            operation_id,
-            lambda controller: controller.get_operation(operation_id, wait_s),
-            lambda: self._lifecycle.get_operation(operation_id, wait_s),
-        )
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + min(wait_s, self._settings.limits.max_wait_s)
+        while True:
+            left_s = max(deadline - clock(), 0.0)
+            operation = await self._operation(
+                operation_id,
+                lambda controller, left_s=left_s: controller.get_operation(operation_id, left_s),
+                lambda left_s=left_s: self._lifecycle.get_operation(operation_id, left_s),
+            )
+            # While a controller comes back, the journal answers at once.
+            if operation.state.is_final or clock() >= deadline:
+                return operation
 
     async def watch_operation(self, seen: Operation, wait_s: float) -> Operation:
         """Once it differs from `seen`, or after `wait_s` seconds."""
