@@ -45,7 +45,7 @@ from benchmarks.step.result import (
 from benchmarks.step.run import FULL, SMALL, Run
 from benchmarks.step.timing import release
 from harness.gpu_results import describe_gpu, write_result
-from ratoon.engine.gpu_environment import GPU_ENVIRONMENT
+from ratoon.engine.cluster.gpu_environment import GPU_ENVIRONMENT
 
 MEASURES = {
     "paper": step_paper,

@@ -17,7 +17,7 @@ from benchmarks.kernels.attention_timing import CudaClock, HostClock, measure_ge
 from benchmarks.step.run import Row, Run, Scale
 from benchmarks.step.sizes import PEAK_FLOPS
 from harness.gpu_results import describe_gpu
-from ratoon.engine.gpu_environment import GPU_ENVIRONMENT
+from ratoon.engine.cluster.gpu_environment import GPU_ENVIRONMENT
 
 SECTIONS = ("paper", "profile", "table2", "memory", "crossover", "costs", "updates")
 SAME_ON_MERGE = ("source_sha256", "gpu", "versions", "seed", "models", "gradient_dtype")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import xxhash
 
-from ratoon.engine.codec import payload_hash
+from ratoon.engine.journal.codec import payload_hash
 from ratoon.engine.types import (
     CheckpointInfo,
     EmptyResult,

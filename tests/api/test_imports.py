@@ -21,12 +21,12 @@ OURS = ("ratoon_client",)
         ("ratoon.api.build", (*TORCH, *DATABASE, *SERVER, *OURS)),
         ("ratoon.api.grpc.wiring", (*TORCH, *DATABASE, *SERVER, *OURS)),
         # Who looks an actor up imports its module.
-        ("ratoon.engine.engine_actor", (*TORCH, *DATABASE, *SERVER, *OURS)),
-        ("ratoon.engine.worker_actor", (*TORCH, *DATABASE, *SERVER, *OURS)),
+        ("ratoon.engine.cluster.engine_actor", (*TORCH, *DATABASE, *SERVER, *OURS)),
+        ("ratoon.engine.cluster.worker_actor", (*TORCH, *DATABASE, *SERVER, *OURS)),
         # The engine itself, on SQLite.
-        ("ratoon.engine.ray_cluster", (*TORCH, "psycopg", *SERVER, *OURS)),
+        ("ratoon.engine.cluster.ray_cluster", (*TORCH, "psycopg", *SERVER, *OURS)),
         # What the worker's constructor imports.
-        ("ratoon.engine.worker, ratoon.train.trainer", (*DATABASE, *SERVER, *OURS)),
+        ("ratoon.engine.worker.worker, ratoon.train.trainer", (*DATABASE, *SERVER, *OURS)),
     ],
 )
 def test_a_process_imports_what_it_uses(modules: str, without: tuple[str, ...]) -> None:

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from ratoon.api.convert.policy import SpecDefaults, policy_spec, spec_message
 from ratoon.config import WorkerConfig
-from ratoon.engine.codec import from_text, to_text
+from ratoon.engine.journal.codec import from_text, to_text
 from tests.api import requests
 
 

@@ -32,7 +32,7 @@ from benchmarks.step.run import FULL, SMALL, Run
 from benchmarks.step.sizes import QWEN3_1_7B, QWEN3_8B, TINY, StepWork, mfu, step_flops
 from benchmarks.step.subjects import Way, build_module, compared_values, open_policy
 from harness import gpu_results
-from ratoon.engine.gpu_environment import GPU_ENVIRONMENT
+from ratoon.engine.cluster.gpu_environment import GPU_ENVIRONMENT
 from ratoon.train.report import flops
 from ratoon_kernels import BackendUnavailableError, registry, select_backend
 from ratoon_kernels.tree_attention import op

@@ -18,7 +18,7 @@ import numpy as np
 from ratoon.api.convert.groups import raw_groups
 from ratoon.api.convert.loss import loss_request, optim_request
 from ratoon.api.convert.records import write
-from ratoon.engine.forward_output import read_old_logprobs, write_forward_output
+from ratoon.engine.files.results import read_old_logprobs, write_forward_output
 from ratoon.model.export import export_weights
 from ratoon.model.spec import FullTuning, ModelDtype, ModelSpec, PresetBase
 from ratoon.rollout.batch import RolloutBatch

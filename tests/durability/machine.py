@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from ratoon.config import CheckpointConfig, LimitsConfig
-from ratoon.engine.store import SqlStore
-from ratoon.engine.tables import open_database
-from ratoon.engine.tasks import Outcome, Task
-from ratoon.engine.trainer_port import TrainerPort
+from ratoon.engine.journal.store import SqlStore
+from ratoon.engine.journal.tables import open_database
 from ratoon.engine.types import (
     OnChangedNumerics,
     PolicySpec,
@@ -24,6 +22,8 @@ from ratoon.engine.types import (
     Recovery,
     SaveCheckpointCommand,
 )
+from ratoon.engine.worker.tasks import Outcome, Task
+from ratoon.engine.worker.trainer_port import TrainerPort
 from ratoon.model.export import export_weights
 from ratoon.model.spec import FolderBase, FullTuning, ModelDtype, ModelSpec
 from ratoon.stream.files import make_folder

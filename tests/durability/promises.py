@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ratoon.auth.key_file import KeyFile
-from ratoon.engine.files import read_result
-from ratoon.engine.forward_output import read_old_logprobs
-from ratoon.engine.journal import OperationRecord
+from ratoon.engine.files.paths import read_result
+from ratoon.engine.files.results import read_old_logprobs
+from ratoon.engine.journal.records import OperationRecord
 from ratoon.engine.types import (
     DiscardGradientsCommand,
     FailedResult,

@@ -23,12 +23,12 @@ from pathlib import Path
 from sqlalchemy import select
 
 from ratoon.auth.key_file import KeyFile, access_folder
-from ratoon.engine.files import policy_paths, read_result, require_known
-from ratoon.engine.sealed import DamagedRowError
-from ratoon.engine.store import SqlStore
-from ratoon.engine.tables import METADATA, open_database
+from ratoon.engine.files.paths import policy_paths, read_result, require_known
+from ratoon.engine.files.uploads import UploadFiles
+from ratoon.engine.journal.sealed import DamagedRowError
+from ratoon.engine.journal.store import SqlStore
+from ratoon.engine.journal.tables import METADATA, open_database
 from ratoon.engine.types import PolicySpec
-from ratoon.engine.uploads import UploadFiles
 from ratoon.errors import RatoonError
 from ratoon.rollout.serial import batch_from_bytes, batch_to_bytes
 from ratoon.stream.files import DamagedFileError, digest_bytes

@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 
 from ratoon.config import CheckpointConfig, LimitsConfig
-from ratoon.engine.archive import ArchivedBodyFiles, BlobArchive
-from ratoon.engine.controller import Controller
+from ratoon.engine.files.archive import ArchivedBodyFiles, BlobArchive
+from ratoon.engine.policy.controller import Controller
 from ratoon.engine.types import Recovery
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.stream.local_blobs import LocalBlobs

@@ -15,14 +15,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ratoon.config import CheckpointConfig, LimitsConfig
-from ratoon.engine.claims import Claims
-from ratoon.engine.controller import Controller
-from ratoon.engine.files import BodyFiles, policy_paths
-from ratoon.engine.journal import (
+from ratoon.engine.files.paths import BodyFiles, policy_paths
+from ratoon.engine.journal.records import (
     JournalState,
     OperationRecord,
 )
-from ratoon.engine.policy_run import PolicyRun, Ports
+from ratoon.engine.policy.claims import Claims
+from ratoon.engine.policy.controller import Controller
+from ratoon.engine.policy.run import PolicyRun, Ports
 from ratoon.engine.types import (
     Command,
     DiscardGradientsCommand,

@@ -10,12 +10,13 @@ from functools import partial
 from typing import TypeVar, cast
 
 from ratoon.engine.crash_points import CrashPoint, Reach, never
-from ratoon.engine.journal import (
+from ratoon.engine.journal.journal import Journal
+from ratoon.engine.journal.records import (
     JournalAwayError,
 )
-from ratoon.engine.store_calls import Journal
-from ratoon.engine.tables import open_database
-from ratoon.engine.tasks import (
+from ratoon.engine.journal.tables import open_database
+from ratoon.engine.types import Progress
+from ratoon.engine.worker.tasks import (
     Loaded,
     LoadRequest,
     Outcome,
@@ -23,8 +24,7 @@ from ratoon.engine.tasks import (
     WorkerLostError,
     WorkerStatus,
 )
-from ratoon.engine.types import Progress
-from ratoon.engine.worker import WorkerCore
+from ratoon.engine.worker.worker import WorkerCore
 from ratoon.stream.manifest import WeightManifest
 from ratoon.train.spec import TrainerSpec
 from tests.engine.fake_trainer import FakeTrainer, Faults, export_fake

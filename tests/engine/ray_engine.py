@@ -12,6 +12,7 @@ import numpy as np
 
 from ratoon.config import RatoonConfig
 from ratoon.engine.client import EngineClient
+from ratoon.engine.cluster.remote import connect
 from ratoon.engine.types import (
     Command,
     NoKey,
@@ -43,7 +44,7 @@ class Engine:
 
     def run(self, main: Callable[[EngineClient], Coroutine[Any, Any, Any]]) -> Any:
         async def connected() -> Any:
-            return await main(await EngineClient.connect(self.config.ray.namespace))
+            return await main(await connect(self.config.ray.namespace))
 
         return asyncio.run(connected())
 

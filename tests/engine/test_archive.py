@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ratoon.engine.archive import ArchivedBodyFiles, BlobArchive, open_archive
-from ratoon.engine.files import make_policy_folders, policy_paths
+from ratoon.engine.files.archive import ArchivedBodyFiles, BlobArchive, open_archive
+from ratoon.engine.files.paths import make_policy_folders, policy_paths
 from ratoon.engine.types import LoadCheckpointCommand, OperationState
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.stream.blobs import FOLDER_MANIFEST

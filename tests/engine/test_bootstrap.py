@@ -9,7 +9,7 @@ import pytest
 import ray
 
 from ratoon.config import RatoonConfig
-from ratoon.engine.bootstrap import start_engine
+from ratoon.engine.cluster.bootstrap import start_engine
 
 
 def test_a_start_asks_for_the_backends_and_does_not_wait(

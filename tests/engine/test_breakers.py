@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from ratoon.engine.breakers import skipped_in_row
-from ratoon.engine.journal import JournalState, OperationRecord
+from ratoon.engine.journal.records import JournalState, OperationRecord
+from ratoon.engine.policy.breakers import skipped_in_row
 from ratoon.engine.types import (
     CheckpointInfo,
     EmptyResult,
@@ -145,7 +145,7 @@ async def test_a_crash_between_the_step_and_the_failure_changes_nothing(
         raise RuntimeError("killed")
 
     with monkeypatch.context() as patch:
-        patch.setattr("ratoon.engine.turns.note_end", killed)
+        patch.setattr("ratoon.engine.policy.turns.note_end", killed)
         behind = await machine.update(4, GOOD)
         last = await machine.update(3, BAD)
         assert (await machine.end(last)).state is OperationState.DONE

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from ratoon.config import CheckpointConfig
-from ratoon.engine import checkpointer
+from ratoon.engine.policy import checkpointer
 from ratoon.engine.types import OperationState, Recovery
 from ratoon.metrics import CHECKPOINTS
 from tests.engine.conftest import MakeMachine

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from ratoon.config import KeyLimits
-from ratoon.engine import quotas
-from ratoon.engine.claims import Claims
-from ratoon.engine.quotas import QuotaFiles
+from ratoon.engine.policy import quotas
+from ratoon.engine.policy.claims import Claims
+from ratoon.engine.policy.quotas import QuotaFiles
 from ratoon.engine.types import NOBODY, Holder, OperationState, SeqKey, Submission
 from ratoon.errors import ErrorCode, RatoonError
 from tests.engine.conftest import MakeMachine

@@ -10,8 +10,7 @@ from dataclasses import is_dataclass, replace
 
 import pytest
 
-from ratoon.engine.codec import TAGS, from_text, payload_hash, to_text
-from ratoon.engine.tasks import Choices
+from ratoon.engine.journal.codec import TAGS, from_text, payload_hash, to_text
 from ratoon.engine.types import (
     CheckpointInfo,
     Command,
@@ -25,6 +24,7 @@ from ratoon.engine.types import (
     SeqKey,
     StepResult,
 )
+from ratoon.engine.worker.tasks import Choices
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.spec import FolderBase, LoraTuning, ModelInfo
 from ratoon.train.config import (
@@ -193,7 +193,7 @@ def test_the_payload_hash_covers_the_command_and_its_body() -> None:
 
 
 def test_a_policy_inside_a_result_comes_back_equal() -> None:
-    from ratoon.engine.journal import PolicyRow
+    from ratoon.engine.journal.records import PolicyRow
     from ratoon.engine.types import PolicyState
 
     row = PolicyRow(

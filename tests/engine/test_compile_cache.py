@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from ratoon.engine.compile_cache import CompileCache
+from ratoon.engine.worker.compile_cache import CompileCache
 
 TORCH_2 = {"torch": "2.0", "device": "cpu"}
 TORCH_3 = {"torch": "3.0", "device": "cpu"}

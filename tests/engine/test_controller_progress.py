@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from ratoon.engine import views
-from ratoon.engine.journal import NO_PROGRESS
+from ratoon.engine.journal.records import NO_PROGRESS
+from ratoon.engine.policy import views
 from ratoon.engine.types import OperationState, Progress
 from tests.engine.harness import Machine, started
 from tests.engine.local_ports import LocalWorker

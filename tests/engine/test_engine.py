@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from ratoon.config import RatoonConfig
-from ratoon.engine import lifecycle, turns
-from ratoon.engine.backends import BackendInfo
+from ratoon.engine import lifecycle
 from ratoon.engine.engine import Engine
-from ratoon.engine.journal import JournalAwayError
+from ratoon.engine.journal.journal import Journal
+from ratoon.engine.journal.records import JournalAwayError
+from ratoon.engine.journal.tables import open_database
+from ratoon.engine.policy import turns
+from ratoon.engine.policy.turns import TurnLoop
 from ratoon.engine.settings import EngineSettings
-from ratoon.engine.store_calls import Journal
-from ratoon.engine.tables import open_database
-from ratoon.engine.turns import TurnLoop
 from ratoon.engine.types import (
     Operation,
     OperationState,
@@ -26,6 +26,7 @@ from ratoon.engine.types import (
     SeqKey,
     Submission,
 )
+from ratoon.engine.worker.backends import BackendInfo
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.train.spec import TrainerSpec
 from tests.engine.fake_trainer import Faults, number_body

@@ -23,8 +23,9 @@ from ray.exceptions import WorkerCrashedError
 from sqlalchemy import create_engine, text
 
 from ratoon.config import CheckpointConfig, RatoonConfig, RayConfig, WorkerConfig
-from ratoon.engine.bootstrap import start_engine, stop_engine
 from ratoon.engine.client import EngineClient
+from ratoon.engine.cluster.bootstrap import start_engine, stop_engine
+from ratoon.engine.cluster.remote import connect
 from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.settings import ENGINE_NAME, worker_name
 from ratoon.engine.types import (
@@ -184,7 +185,7 @@ def submit_and_die(namespace: str, operation: Submission) -> None:
     """A caller whose process is killed with 9 as soon as it has the handle."""
 
     async def main() -> None:
-        client = await EngineClient.connect(namespace)
+        client = await connect(namespace)
         await client.submit(operation)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -389,7 +390,8 @@ def test_a_deleted_policy_leaves_nothing(engine: Engine) -> None:
 def test_the_client_needs_no_torch_and_no_database() -> None:
     """Every ingress replica imports the client: they would cost each of them memory and a start."""
     script = (
-        "import sys, ratoon.engine.client, ratoon.engine.engine_actor, ratoon.engine.worker_actor; "
+        "import sys, ratoon.engine.cluster.remote, ratoon.engine.cluster.ray_worker; "
+        "import ratoon.engine.cluster.engine_actor; "
         "assert not {'torch', 'sqlalchemy'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

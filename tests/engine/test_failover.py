@@ -10,10 +10,10 @@ from psycopg import sql
 from sqlalchemy import text
 
 from ratoon.config import LimitsConfig
-from ratoon.engine import turns
-from ratoon.engine.fenced import FencedStore
-from ratoon.engine.journal import JournalAwayError
-from ratoon.engine.tables import open_database
+from ratoon.engine.journal.fenced import FencedStore
+from ratoon.engine.journal.records import JournalAwayError
+from ratoon.engine.journal.tables import open_database
+from ratoon.engine.policy import turns
 from ratoon.engine.types import Operation, OperationState, Recovery, StepResult
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import configure_logging

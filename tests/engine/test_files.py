@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ratoon.engine.files import (
+from ratoon.engine.files.paths import (
     BodyFiles,
     PolicyPaths,
     drop_expired_results,

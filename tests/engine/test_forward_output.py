@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ratoon.engine.forward_output import read_entropy, read_old_logprobs, write_forward_output
+from ratoon.engine.files.results import read_entropy, read_old_logprobs, write_forward_output
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.validate import validate_groups

@@ -12,14 +12,14 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from ratoon.config import LimitsConfig
-from ratoon.engine import store_calls
-from ratoon.engine.archive import NoArchive
-from ratoon.engine.fenced import FencedStore
-from ratoon.engine.files import make_policy_folders, policy_paths
-from ratoon.engine.journal import JournalAwayError, PolicyRow
+from ratoon.engine.files.archive import NoArchive
+from ratoon.engine.files.paths import make_policy_folders, policy_paths
+from ratoon.engine.journal import journal as store_calls
+from ratoon.engine.journal.fenced import FencedStore
+from ratoon.engine.journal.journal import Journal
+from ratoon.engine.journal.records import JournalAwayError, PolicyRow
+from ratoon.engine.journal.tables import open_database
 from ratoon.engine.lifecycle import Lifecycle
-from ratoon.engine.store_calls import Journal
-from ratoon.engine.tables import open_database
 from ratoon.engine.types import (
     EmptyResult,
     Operation,

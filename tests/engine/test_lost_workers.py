@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ratoon.engine import turns
-from ratoon.engine.executor import MAX_LOSSES
+from ratoon.engine.policy import turns
+from ratoon.engine.policy.executor import MAX_LOSSES
 from ratoon.engine.types import OperationState, PolicyState, Recovery
 from ratoon.errors import ErrorCode
 from tests.engine.conftest import MakeMachine

@@ -12,7 +12,7 @@ import pytest
 import structlog
 
 from ratoon import metrics
-from ratoon.engine import telemetry
+from ratoon.engine.policy import telemetry
 from ratoon.engine.types import OperationKind, StepResult
 from ratoon.log import configure_logging, get_logger
 from ratoon.metrics import METRICS, MetricKind, MetricsTotals, PolicyGone

@@ -30,14 +30,14 @@ from hypothesis.stateful import (
 )
 
 from ratoon.config import CheckpointConfig, LimitsConfig
-from ratoon.engine import turns
-from ratoon.engine.admission import Admission
-from ratoon.engine.journal import OperationRecord
-from ratoon.engine.runner import TaskRunner
-from ratoon.engine.sequencer import Sequencer, Turn
-from ratoon.engine.tasks import WorkerStatus
+from ratoon.engine.journal.records import OperationRecord
+from ratoon.engine.policy import turns
+from ratoon.engine.policy.admission import Admission
+from ratoon.engine.policy.sequencer import Sequencer, Turn
 from ratoon.engine.types import FailedResult, Operation, OperationState, Recovery
-from ratoon.engine.worker import WorkerCore
+from ratoon.engine.worker.runner import TaskRunner
+from ratoon.engine.worker.tasks import WorkerStatus
+from ratoon.engine.worker.worker import WorkerCore
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import configure_logging
 from tests.engine.harness import Machine, policy_spec
@@ -319,15 +319,15 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 SETTINGS = settings(
-    max_examples=20,
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
 
 
-def test_any_events_come_to_what_the_calls_in_a_row_do() -> None:
-    run_state_machine_as_test(OrderMachine, settings=SETTINGS)
+@pytest.mark.parametrize("num_examples", [6, pytest.param(24, marks=pytest.mark.more)])
+def test_any_events_come_to_what_the_calls_in_a_row_do(num_examples: int) -> None:
+    run_state_machine_as_test(OrderMachine, settings=settings(SETTINGS, max_examples=num_examples))
 
 
 @pytest.mark.more

@@ -6,12 +6,12 @@ import pytest
 import ray
 
 from ratoon.config import RatoonConfig, RayConfig
-from ratoon.engine import placement
-from ratoon.engine.placement import end_worker, place
-from ratoon.engine.ray_calls import find_actor
-from ratoon.engine.ray_cluster import RayCluster as Workers
+from ratoon.engine.cluster import placement
+from ratoon.engine.cluster.placement import end_worker, place
+from ratoon.engine.cluster.ray_calls import find_actor
+from ratoon.engine.cluster.ray_cluster import RayCluster as Workers
 from ratoon.engine.settings import EngineSettings, worker_name
-from ratoon.engine.tasks import WorkerLostError
+from ratoon.engine.worker.tasks import WorkerLostError
 from ratoon.errors import ErrorCode, RatoonError
 from tests.conftest import RayCluster
 

@@ -10,8 +10,8 @@ from pydantic import ValidationError
 from sqlalchemy.exc import OperationalError
 
 from ratoon.config import load_config
-from ratoon.engine import ray_cluster
-from ratoon.engine.ray_cluster import RayCluster
+from ratoon.engine.cluster.ray_cluster import RayCluster
+from ratoon.engine.journal import tables
 from ratoon.engine.settings import EngineSettings
 from ratoon.model.spec import ModelDtype
 from ratoon.train.config import OptimizerStates
@@ -82,9 +82,9 @@ def test_a_database_server_that_is_away_at_start_is_waited_for(
             raise answer
         return answer
 
-    monkeypatch.setattr(ray_cluster, "open_database", open_database)
+    monkeypatch.setattr(tables, "open_database", open_database)
     if is_waited_for:
-        assert ray_cluster._open_database("postgresql://h/d") == "engine"
+        assert tables.await_database("postgresql://h/d") == "engine"
     else:
         with pytest.raises(OperationalError):
-            ray_cluster._open_database("postgresql://h/d")
+            tables.await_database("postgresql://h/d")

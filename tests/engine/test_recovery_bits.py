@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from ratoon.config import CheckpointConfig, LimitsConfig
+from ratoon.engine.cluster.worker_actor import _export
 from ratoon.engine.types import (
     Command,
     Operation,
@@ -19,8 +20,7 @@ from ratoon.engine.types import (
     StepResult,
     Submission,
 )
-from ratoon.engine.worker import WorkerCore
-from ratoon.engine.worker_actor import _export
+from ratoon.engine.worker.worker import WorkerCore
 from ratoon.rollout.serial import batch_to_bytes
 from ratoon.stream.files import digest_file
 from ratoon.train.trainer import Trainer

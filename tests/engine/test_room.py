@@ -14,8 +14,9 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from ratoon.config import LimitsConfig
-from ratoon.engine import files, uploads
-from ratoon.engine.room import disk_full, disk_refusal
+from ratoon.engine.files import paths as files
+from ratoon.engine.files import uploads
+from ratoon.engine.files.disk import disk_full, disk_refusal
 from ratoon.engine.types import OperationState
 from ratoon.errors import ErrorCode, RatoonError
 from tests.engine.conftest import MakeMachine
@@ -84,8 +85,8 @@ async def test_what_was_accepted_ends_once_a_full_disk_has_room(
 ) -> None:
     """The end of an operation cannot be journaled for longer than five tries take."""
     machine = on_small_disk
-    monkeypatch.setattr("ratoon.engine.turns._NO_ROOM_S", 0.02)
-    monkeypatch.setattr("ratoon.engine.turns._BACKOFF_S", 0.001)
+    monkeypatch.setattr("ratoon.engine.policy.turns._NO_ROOM_S", 0.02)
+    monkeypatch.setattr("ratoon.engine.policy.turns._BACKOFF_S", 0.001)
     refused: list[str] = []
     for name in ("end", "acquire"):
         write = _counted(getattr(machine.journal.fenced, name), name, refused)

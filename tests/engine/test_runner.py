@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ratoon.engine.files import PolicyPaths, make_policy_folders, policy_paths
-from ratoon.engine.runner import TaskRunner
-from ratoon.engine.tasks import NO_FORWARD, Choices, Task
+from ratoon.engine.files.paths import PolicyPaths, make_policy_folders, policy_paths
 from ratoon.engine.types import Command, ForwardBackwardCommand, ForwardCommand, ForwardResult
+from ratoon.engine.worker.runner import TaskRunner
+from ratoon.engine.worker.tasks import NO_FORWARD, Choices, Task
 from ratoon.errors import RatoonError
 from ratoon.model.spec import FolderBase
 from ratoon.rollout.serial import batch_to_bytes

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ratoon.engine.sequencer import Known, Sequencer, Turn, check_key, check_reuse
+from ratoon.engine.policy.sequencer import Known, Sequencer, Turn, check_key, check_reuse
 from ratoon.engine.types import NoKey, RequestKey, SeqKey, Sequencing
 from ratoon.errors import ErrorCode, RatoonError
 

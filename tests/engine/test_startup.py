@@ -10,11 +10,10 @@ from dataclasses import replace
 import pytest
 
 from ratoon.config import CheckpointConfig
-from ratoon.engine import startup, turns
 from ratoon.engine.crash_points import CrashPoint
-from ratoon.engine.files import PolicyPaths
-from ratoon.engine.journal import FencedError, PolicyHistory
-from ratoon.engine.tasks import Loaded, LoadRequest, WorkerLostError, WorkerStatus
+from ratoon.engine.files.paths import PolicyPaths
+from ratoon.engine.journal.records import PolicyHistory
+from ratoon.engine.policy import startup, turns
 from ratoon.engine.types import (
     FailedResult,
     Operation,
@@ -22,6 +21,13 @@ from ratoon.engine.types import (
     PolicyState,
     Recovery,
     StepResult,
+)
+from ratoon.engine.worker.tasks import (
+    FencedError,
+    Loaded,
+    LoadRequest,
+    WorkerLostError,
+    WorkerStatus,
 )
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.train.config import OptimizerStates

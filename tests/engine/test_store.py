@@ -8,12 +8,10 @@ from dataclasses import replace
 import pytest
 from sqlalchemy.exc import IntegrityError
 
-from ratoon.engine.journal import (
-    FencedError,
+from ratoon.engine.journal.records import (
     JournalState,
     RollBack,
 )
-from ratoon.engine.tasks import Choices
 from ratoon.engine.types import (
     CheckpointInfo,
     EmptyResult,
@@ -24,6 +22,7 @@ from ratoon.engine.types import (
     SeqKey,
     StepResult,
 )
+from ratoon.engine.worker.tasks import Choices, FencedError
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.train.report.step_report import PhaseSeconds, StepReport
 from tests.engine.fake_trainer import INFO

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from ratoon.engine import store_calls
-from ratoon.engine.journal import JournalAwayError
-from ratoon.engine.store import SqlStore
-from ratoon.engine.store_calls import StoreCalls
-from ratoon.engine.tables import open_database
+from ratoon.engine.journal import journal as store_calls
+from ratoon.engine.journal.journal import StoreCalls
+from ratoon.engine.journal.records import JournalAwayError
+from ratoon.engine.journal.store import SqlStore
+from ratoon.engine.journal.tables import open_database
 
 
 async def test_a_check_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

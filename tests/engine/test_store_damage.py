@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
-from ratoon.engine.sealed import DamagedRowError
-from ratoon.engine.tables import open_database
+from ratoon.engine.journal.sealed import DamagedRowError
+from ratoon.engine.journal.tables import open_database
 from ratoon.engine.types import CheckpointInfo, SeqKey
 from ratoon.errors import RatoonError
 from tests.engine.stores import Stores, journaled

@@ -13,9 +13,9 @@ from sqlalchemy import text
 from sqlalchemy.exc import OperationalError
 
 from ratoon.config import RatoonConfig
-from ratoon.engine import connections
+from ratoon.engine.journal import connections
+from ratoon.engine.journal.tables import open_database
 from ratoon.engine.settings import EngineSettings
-from ratoon.engine.tables import open_database
 from ratoon.errors import ErrorCode, RatoonError
 from tests.engine import postgres_room
 from tests.engine.postgres import PostgresServer

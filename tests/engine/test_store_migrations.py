@@ -11,9 +11,9 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import Engine, inspect, text
 from sqlalchemy.exc import DBAPIError
 
-import ratoon.engine.migrations
-from ratoon.engine.connections import connect
-from ratoon.engine.tables import METADATA, open_database
+import ratoon.engine.journal.migrations
+from ratoon.engine.journal.connections import connect
+from ratoon.engine.journal.tables import METADATA, open_database
 from ratoon.errors import ErrorCode, RatoonError
 from tests.engine.stores import Stores
 
@@ -30,7 +30,7 @@ def execute(engine: Engine, *statements: str) -> None:
 
 
 def newest_revision() -> str:
-    folder = Path(ratoon.engine.migrations.__file__).parent
+    folder = Path(ratoon.engine.journal.migrations.__file__).parent
     newest = ScriptDirectory(str(folder)).get_current_head()
     assert newest is not None
     return newest

@@ -7,11 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from ratoon.engine.checkpoints import Checkpoint, Covered
-from ratoon.engine.journal import FencedError, JournalState, OperationRecord
-from ratoon.engine.numerics import Numerics, differences
-from ratoon.engine.tasks import Choices
+from ratoon.engine.journal.checkpoints import Checkpoint, Covered
+from ratoon.engine.journal.records import (
+    JournalState,
+    OperationRecord,
+)
 from ratoon.engine.types import CheckpointInfo, OperationKind, PolicyState
+from ratoon.engine.worker.numerics import Numerics, differences
+from ratoon.engine.worker.tasks import Choices, FencedError
 from tests.engine.fake_trainer import INFO
 from tests.engine.harness import life_record, policy_spec
 from tests.engine.stores import NUMERICS, Stores, journaled

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import structlog
 
-from ratoon.engine import turns
 from ratoon.engine.crash_points import CrashPoint
-from ratoon.engine.journal import JournalState
+from ratoon.engine.journal.records import JournalState
+from ratoon.engine.policy import turns
 from ratoon.engine.types import (
     Command,
     ForwardBackwardCommand,

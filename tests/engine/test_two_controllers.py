@@ -14,13 +14,12 @@ from pathlib import Path
 import pytest
 
 from ratoon.config import CheckpointConfig
-from ratoon.engine import startup
-from ratoon.engine.checkpoints import Checkpoint
-from ratoon.engine.controller import Controller
-from ratoon.engine.files import PolicyPaths, policy_leftovers
-from ratoon.engine.journal import FencedError, OperationEnd
-from ratoon.engine.policy_run import PolicyRun
-from ratoon.engine.tasks import Outcome, Task
+from ratoon.engine.files.paths import PolicyPaths, policy_leftovers
+from ratoon.engine.journal.checkpoints import Checkpoint
+from ratoon.engine.journal.records import OperationEnd
+from ratoon.engine.policy import startup
+from ratoon.engine.policy.controller import Controller
+from ratoon.engine.policy.run import PolicyRun
 from ratoon.engine.types import (
     Operation,
     OperationState,
@@ -29,6 +28,7 @@ from ratoon.engine.types import (
     SeqKey,
     Submission,
 )
+from ratoon.engine.worker.tasks import FencedError, Outcome, Task
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.stream.files import TEMPORARY_PREFIX
 from tests.engine.conftest import MakeMachine

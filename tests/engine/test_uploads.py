@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from ratoon.engine import uploads as uploads_module
-from ratoon.engine.files import PolicyPaths, make_policy_folders, policy_paths
-from ratoon.engine.uploads import UploadFiles
+from ratoon.engine.files import uploads as uploads_module
+from ratoon.engine.files.paths import PolicyPaths, make_policy_folders, policy_paths
+from ratoon.engine.files.uploads import UploadFiles
 from ratoon.errors import ErrorCode, RatoonError
 
 

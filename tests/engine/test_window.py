@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratoon.engine.window import Window
+from ratoon.engine.policy.window import Window
 from ratoon.errors import ErrorCode, RatoonError
 
 # (seq, outcome) of ForwardBackwards in a row; a cancelled one is not recorded at all.

@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 
 from ratoon.engine.crash_points import never
-from ratoon.engine.files import policy_paths
-from ratoon.engine.journal import FencedError
-from ratoon.engine.tasks import (
+from ratoon.engine.files.paths import policy_paths
+from ratoon.engine.types import Command, EmptyResult, FailedResult, OperationState, StepResult
+from ratoon.engine.worker.tasks import (
     Choices,
+    FencedError,
     InitialWeights,
     LoadRequest,
     Outcome,
     Task,
     WorkerLostError,
 )
-from ratoon.engine.types import Command, EmptyResult, FailedResult, OperationState, StepResult
-from ratoon.engine.worker import WorkerCore, WorkerOrderError
+from ratoon.engine.worker.worker import WorkerCore, WorkerOrderError
 from ratoon.errors import ErrorCode, RatoonError
 from tests.engine.fake_trainer import FakeTrainer, Faults, export_fake, number_body
 from tests.engine.harness import (

@@ -13,15 +13,15 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from ratoon.engine import fenced
-from ratoon.engine.admission import Admission
-from ratoon.engine.executor import Executor
-from ratoon.engine.journal import JournalState, OperationEnd, OperationRecord
-from ratoon.engine.rows import select_policy
-from ratoon.engine.runner import TaskRunner
-from ratoon.engine.tasks import Task
+from ratoon.engine.journal import fenced
+from ratoon.engine.journal.records import JournalState, OperationEnd, OperationRecord
+from ratoon.engine.journal.rows import select_policy
+from ratoon.engine.policy.admission import Admission
+from ratoon.engine.policy.executor import Executor
 from ratoon.engine.types import StepResult, UpdateCommand
-from ratoon.engine.worker import WorkerCore
+from ratoon.engine.worker.runner import TaskRunner
+from ratoon.engine.worker.tasks import Task
+from ratoon.engine.worker.worker import WorkerCore
 from ratoon.train.report.step_report import StepReport
 
 

@@ -24,10 +24,8 @@ POINTS = (
 )
 
 
-@pytest.mark.parametrize(
-    "sequencing",
-    [Sequencing.CLIENT, pytest.param(Sequencing.SERVER, marks=pytest.mark.more)],
-)
+@pytest.mark.more
+@pytest.mark.parametrize("sequencing", Sequencing)
 def test_kills_lose_and_double_nothing(model_folder: Path, sequencing: Sequencing) -> None:
     """Bit for bit the undisturbed run; and that run in float64 is a plain torch loop's."""
     options = LightOptions(seed=11, model_folder=model_folder, sequencing=sequencing)

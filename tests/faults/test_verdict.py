@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ratoon.engine.crash_points import CrashPoint
-from ratoon.engine.journal import JournalState, OperationRecord
+from ratoon.engine.journal.records import JournalState, OperationRecord
 from ratoon.engine.types import FailedResult, OperationKind
 from ratoon.stream.files import make_folder, write_atomic
 from ratoon.train.report.step_report import PhaseSeconds, StepReport

@@ -31,7 +31,7 @@ from ratoon.api.http.bodies import fill_request
 from ratoon.api.http.schema.models import body_of
 from ratoon.api.service import PolicyService
 from ratoon.config import LimitsConfig
-from ratoon.engine.forward_output import read_old_logprobs, write_forward_output
+from ratoon.engine.files.results import read_old_logprobs, write_forward_output
 from ratoon.engine.types import Policy, PolicyState
 from ratoon.errors import RatoonError
 from ratoon.model.spec import FullTuning, ModelDtype, ModelSpec, PresetBase

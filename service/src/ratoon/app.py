@@ -17,7 +17,7 @@ from ratoon.api.gateway import Gateway
 from ratoon.auth.access import check_start
 from ratoon.auth.certificates import files_of, load_certificates
 from ratoon.config import RatoonConfig, is_loopback, public_hosts
-from ratoon.engine.bootstrap import drain_engine, start_engine, stop_engine
+from ratoon.engine.cluster.bootstrap import drain_engine, start_engine, stop_engine
 from ratoon.errors import invalid
 from ratoon.log import configure_logging, get_logger
 from ratoon.ports import free_port

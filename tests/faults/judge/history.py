@@ -14,10 +14,10 @@ from typing import Any
 
 from sqlalchemy import create_engine, select
 
-from ratoon.engine.codec import from_text
-from ratoon.engine.journal import LIFE_KINDS, JournalState, OperationRecord
-from ratoon.engine.rows import to_record
-from ratoon.engine.tables import OPERATIONS, POLICIES
+from ratoon.engine.journal.codec import from_text
+from ratoon.engine.journal.records import LIFE_KINDS, JournalState, OperationRecord
+from ratoon.engine.journal.rows import to_record
+from ratoon.engine.journal.tables import OPERATIONS, POLICIES
 from ratoon.engine.types import PolicySpec
 from tests.faults.judge.calls import Call
 

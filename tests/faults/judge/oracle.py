@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from ratoon.engine.files import PolicyPaths
-from ratoon.engine.forward_output import read_old_logprobs, write_forward_output
-from ratoon.engine.journal import OperationRecord
+from ratoon.engine.files.paths import PolicyPaths
+from ratoon.engine.files.results import read_old_logprobs, write_forward_output
+from ratoon.engine.journal.records import OperationRecord
 from ratoon.engine.types import ForwardResult, StepResult
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.train.checkpoint import MANIFEST_NAME, MOMENTS_NAME, WEIGHTS_NAME

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ratoon.config import CheckpointConfig, LimitsConfig
-from ratoon.engine.files import policy_paths
-from ratoon.engine.journal import JournalState, OperationRecord
-from ratoon.engine.store import SqlStore
-from ratoon.engine.tables import open_database
+from ratoon.engine.files.paths import policy_paths
+from ratoon.engine.journal.records import JournalState, OperationRecord
+from ratoon.engine.journal.store import SqlStore
+from ratoon.engine.journal.tables import open_database
 from ratoon.engine.types import (
     Command,
     DiscardGradientsCommand,

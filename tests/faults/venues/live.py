@@ -17,7 +17,7 @@ from pathlib import Path
 
 from harness.service import Service
 from ratoon.engine.crash_points import CrashPoint
-from ratoon.engine.files import policy_paths
+from ratoon.engine.files.paths import policy_paths
 from ratoon.engine.types import PolicySpec
 from ratoon.train.spec import TrainerSpec
 from ratoon_client import AsyncRatoonClient

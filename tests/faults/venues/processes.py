@@ -15,18 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from ratoon.config import CheckpointConfig, LimitsConfig
-from ratoon.engine.archive import ArchivedBodyFiles, BlobArchive, NoArchive
-from ratoon.engine.claims import Claims
-from ratoon.engine.controller import Controller
+from ratoon.engine.cluster.worker_actor import _export
 from ratoon.engine.crash_points import make_reach
-from ratoon.engine.files import BodyFiles, policy_paths
-from ratoon.engine.policy_run import PolicyRun, Ports
-from ratoon.engine.store_calls import Journal
-from ratoon.engine.tables import open_database
-from ratoon.engine.tasks import WorkerLostError
+from ratoon.engine.files.archive import ArchivedBodyFiles, BlobArchive, NoArchive
+from ratoon.engine.files.paths import BodyFiles, policy_paths
+from ratoon.engine.journal.journal import Journal
+from ratoon.engine.journal.tables import open_database
+from ratoon.engine.policy.claims import Claims
+from ratoon.engine.policy.controller import Controller
+from ratoon.engine.policy.run import PolicyRun, Ports
 from ratoon.engine.types import PolicySpec
-from ratoon.engine.worker import WorkerCore
-from ratoon.engine.worker_actor import _export
+from ratoon.engine.worker.tasks import WorkerLostError
+from ratoon.engine.worker.worker import WorkerCore
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import configure_logging
 from ratoon.stream.local_blobs import LocalBlobs

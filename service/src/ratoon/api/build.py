@@ -9,13 +9,13 @@ from __future__ import annotations
 from ratoon.api.convert.policy import SpecDefaults
 from ratoon.api.service import PolicyService
 from ratoon.config import RatoonConfig
-from ratoon.engine.client import EngineClient
+from ratoon.engine.cluster.remote import connect
 
 
 async def build_service(config: RatoonConfig) -> PolicyService:
     """Ray must be connected. Raises UNAVAILABLE where no engine runs (`engine.bootstrap`)."""
     return PolicyService(
-        engine=await EngineClient.connect(config.ray.namespace),
+        engine=await connect(config.ray.namespace),
         limits=config.limits,
         defaults=SpecDefaults(
             models_root=config.models_folder,

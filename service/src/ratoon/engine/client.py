@@ -1,27 +1,20 @@
 """The engine as the wires see it: one object per process, from anywhere in the cluster.
 
 Every failure is a `RatoonError`; a call that was begun is not undone by the caller's cancellation.
+`cluster.remote.connect` makes one.
 """
-
-# Ray's decorators are only partly typed.
-# pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
-from ray import ObjectRef
-
-from ratoon.engine.backends import BackendInfo
 from ratoon.engine.crash_points import CrashPoint, make_reach
-from ratoon.engine.files import PolicyPaths, read_result
-from ratoon.engine.journal import JournalAwayError
-from ratoon.engine.ray_calls import ActorLostError, ask, find_actor
-from ratoon.engine.settings import ENGINE_NAME, EngineSettings
+from ratoon.engine.files.paths import PolicyPaths, read_result
+from ratoon.engine.settings import EngineSettings
 from ratoon.engine.types import (
     NOBODY,
     CheckpointInfo,
@@ -31,6 +24,7 @@ from ratoon.engine.types import (
     PolicySpec,
     Submission,
 )
+from ratoon.engine.worker.backends import BackendInfo
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.log import get_logger
 from ratoon.metrics import Change
@@ -38,10 +32,7 @@ from ratoon.stream.manifest import WeightFile, WeightManifest
 from ratoon.stream.versions import file_path, open_chunk, read_manifest
 
 if TYPE_CHECKING:
-    from ray.actor import ActorProxy
-
     from ratoon.engine.engine import Engine
-    from ratoon.engine.engine_actor import EngineActor
 
 _LOG = get_logger("client")
 _WATCH_S = 10.0
@@ -50,7 +41,7 @@ T = TypeVar("T")
 
 
 class EngineClient:
-    """`engine`: in this process, or as `connect` finds it."""
+    """`engine`: in this process, or another's whose calls raise `RatoonError` alone."""
 
     def __init__(self, engine: Engine, settings: EngineSettings) -> None:
         self._engine = engine
@@ -59,15 +50,6 @@ class EngineClient:
         self._changes: list[Change] = []
         self._sending: set[asyncio.Task[None]] = set()
         self._reach = make_reach(settings.crash_points)
-
-    @classmethod
-    async def connect(cls, namespace: str) -> EngineClient:
-        """In a process that is attached to Ray. Raises UNAVAILABLE where no engine runs."""
-        found = find_actor(ENGINE_NAME, namespace)
-        if found is None:
-            raise RatoonError(ErrorCode.UNAVAILABLE, f"no engine runs as {namespace}")
-        engine = cast("Engine", _Remote(cast("ActorProxy[EngineActor]", found)))
-        return cls(engine, await engine.settings())
 
     async def create_policy(self, spec: PolicySpec) -> Operation:
         """Raises POLICY_EXISTS, RESOURCE_EXHAUSTED, UNSUPPORTED; the same spec is a retry."""
@@ -201,31 +183,3 @@ class EngineClient:
             if error.code is ErrorCode.WEIGHTS_NOT_FOUND:
                 await self.get_policy(policy_id)
             raise
-
-
-class _Remote:
-    """The engine's methods by name, in its own process."""
-
-    def __init__(self, actor: ActorProxy[EngineActor]) -> None:
-        self._actor = actor
-
-    def __getattr__(self, name: str) -> Callable[..., Awaitable[object]]:
-        async def call(*args: object) -> object:
-            return await _answer(self._actor.call.remote(name, *args))
-
-        return call
-
-
-async def _answer(reference: ObjectRef[T]) -> T:
-    """Raises `RatoonError` alone."""
-    try:
-        return await ask(reference)
-    except RatoonError:
-        raise
-    except ActorLostError as err:
-        raise RatoonError(ErrorCode.UNAVAILABLE, "the engine does not answer; try again") from err
-    except JournalAwayError as err:
-        raise RatoonError(ErrorCode.UNAVAILABLE, f"{err}; try again") from err
-    except Exception as err:
-        _LOG.exception("unexpected failure of the engine")
-        raise RatoonError(ErrorCode.INTERNAL, f"{type(err).__name__}: {err}") from err

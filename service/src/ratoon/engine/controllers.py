@@ -9,12 +9,12 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from ratoon.engine.backends import BackendInfo
-from ratoon.engine.controller import Controller
-from ratoon.engine.faults import overtaken
-from ratoon.engine.tasks import WorkerPort
-from ratoon.engine.turns import is_cancelled
+from ratoon.engine.policy.controller import Controller
+from ratoon.engine.policy.turns import is_cancelled
+from ratoon.engine.refusals import overtaken
 from ratoon.engine.types import PolicySpec
+from ratoon.engine.worker.backends import BackendInfo
+from ratoon.engine.worker.tasks import WorkerPort
 from ratoon.log import get_logger
 from ratoon.train.spec import TrainerSpec
 

@@ -10,22 +10,22 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
-from ratoon.engine import telemetry
-from ratoon.engine.archive import ArchivedBodyFiles, open_archive
-from ratoon.engine.backends import BackendInfo
-from ratoon.engine.checkpoints import Checkpoint
-from ratoon.engine.claims import Claims
-from ratoon.engine.controller import Controller
 from ratoon.engine.controllers import Cluster, Controllers
 from ratoon.engine.crash_points import make_reach
-from ratoon.engine.faults import operation_not_found, policy_not_ready
-from ratoon.engine.files import BodyFiles
-from ratoon.engine.journal import LIFE_KINDS, JournalAwayError
+from ratoon.engine.files.archive import ArchivedBodyFiles, open_archive
+from ratoon.engine.files.paths import BodyFiles
+from ratoon.engine.journal.checkpoints import Checkpoint
+from ratoon.engine.journal.journal import Journal, until_room
+from ratoon.engine.journal.records import LIFE_KINDS, JournalAwayError
 from ratoon.engine.lifecycle import Lifecycle
-from ratoon.engine.policy_run import PolicyRun, Ports
+from ratoon.engine.policy import telemetry
+from ratoon.engine.policy.claims import Claims
+from ratoon.engine.policy.controller import Controller
+from ratoon.engine.policy.run import PolicyRun, Ports
+from ratoon.engine.refusals import operation_not_found, policy_not_ready
 from ratoon.engine.settings import EngineSettings
-from ratoon.engine.store_calls import Journal, until_room
 from ratoon.engine.types import Holder, Operation, Policy, PolicySpec, Submission
+from ratoon.engine.worker.backends import BackendInfo
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.metrics import Change, MetricsTotals
 from ratoon.stream.manifest import WeightManifest

@@ -13,22 +13,22 @@ from pathlib import Path
 from typing import Protocol
 
 from ratoon.config import LimitsConfig
-from ratoon.engine import telemetry
-from ratoon.engine.admission import new_operation_id
-from ratoon.engine.archive import Archive
-from ratoon.engine.codec import hash_text, to_text
-from ratoon.engine.faults import draining, operation_not_found, policy_not_found, policy_not_ready
-from ratoon.engine.files import PolicyPaths, remove_policy_files
-from ratoon.engine.journal import (
+from ratoon.engine.files.archive import Archive
+from ratoon.engine.files.disk import disk_refusal
+from ratoon.engine.files.paths import PolicyPaths, remove_policy_files
+from ratoon.engine.journal.codec import hash_text, to_text
+from ratoon.engine.journal.journal import Journal, until_room, until_there
+from ratoon.engine.journal.records import (
     NO_PROGRESS,
     JournalAwayError,
     JournalState,
     OperationRecord,
     PolicyRow,
 )
-from ratoon.engine.ledger import Ledger, LiveOperation
-from ratoon.engine.room import disk_refusal
-from ratoon.engine.store_calls import Journal, until_room, until_there
+from ratoon.engine.policy import telemetry
+from ratoon.engine.policy.admission import new_operation_id
+from ratoon.engine.policy.ledger import Ledger, LiveOperation
+from ratoon.engine.refusals import draining, operation_not_found, policy_not_found, policy_not_ready
 from ratoon.engine.types import (
     EmptyResult,
     FailedResult,

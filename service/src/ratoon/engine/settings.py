@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ratoon.config import CheckpointConfig, LimitsConfig, RatoonConfig
 from ratoon.engine.crash_points import FOLDER_NAME
-from ratoon.engine.files import PolicyPaths, policy_paths
+from ratoon.engine.files.paths import PolicyPaths, policy_paths
 from ratoon.train.config import OptimizerStates
 
 ENGINE_NAME = "ratoon-engine"

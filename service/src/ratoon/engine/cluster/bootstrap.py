@@ -1,0 +1,79 @@
+"""The engine up with one call, down with another.
+
+Starting twice is starting once; the engine brings its policies back by itself.
+"""
+
+# Ray's decorators are only partly typed.
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import TYPE_CHECKING, cast
+
+import ray
+
+from ratoon.config import RatoonConfig
+from ratoon.engine.cluster.engine_actor import EngineActor
+from ratoon.engine.cluster.ray_calls import ActorLostError, ask, find_actor, kill_actor
+from ratoon.engine.files.archive import check_store
+from ratoon.engine.settings import ENGINE_NAME, EngineSettings
+
+if TYPE_CHECKING:
+    from ray.actor import ActorProxy
+
+# Long polls wait inside the engine.
+_MAX_CONCURRENCY = 100_000
+# For the engine's answers, beyond what it was given. One that waits for its database at its start
+# gives none.
+_LATE_S = 15.0
+
+
+def start_engine(config: RatoonConfig) -> None:
+    """Start what is not running. Raises what opening the database and the object store raises."""
+    settings = EngineSettings.from_config(config)
+    check_store(settings.storage_url)
+    engine = (
+        ray.remote(EngineActor)
+        .options(
+            name=ENGINE_NAME,
+            namespace=settings.namespace,
+            lifetime="detached",
+            get_if_exists=True,
+            num_cpus=0,
+            max_restarts=-1,
+            max_task_retries=-1,
+            max_concurrency=_MAX_CONCURRENCY,
+        )
+        .remote(settings)
+    )
+    ray.get(engine.call.remote("recover"))
+    # Loads torch, which the first caller of GetServerInfo would wait for; nobody waits here.
+    engine.call.remote("backends")
+
+
+def drain_engine(config: RatoonConfig) -> None:
+    """Take nothing new, and wait until what runs has ended, `limits.drain_s` at most."""
+    grace_s = config.limits.drain_s
+    asyncio.run(_tell(config.ray.namespace, grace_s + _LATE_S, "drain", grace_s))
+
+
+def stop_engine(config: RatoonConfig) -> None:
+    """End all processes of the engine; what is in the store stays, a running operation does not."""
+    asyncio.run(_stop(config.ray.namespace))
+
+
+async def _stop(namespace: str) -> None:
+    await _tell(namespace, _LATE_S, "stop_policies")
+    await kill_actor(ENGINE_NAME, namespace)
+
+
+async def _tell(namespace: str, timeout_s: float, name: str, *args: object) -> None:
+    """Call a method of the engine, if there is one that answers."""
+    found = find_actor(ENGINE_NAME, namespace)
+    if found is None:
+        return
+    engine = cast("ActorProxy[EngineActor]", found)
+    with suppress(ActorLostError, TimeoutError):
+        await asyncio.wait_for(ask(engine.call.remote(name, *args)), timeout_s)

@@ -1,0 +1,45 @@
+"""The engine's process: a detached actor around `engine.Engine`.
+
+It needs nothing but its settings and the journal to go on after a restart, which it does by itself.
+Whoever looks the actor up imports this module: the engine's own are imported by the constructor.
+"""
+
+# Ray's decorators are only partly typed.
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import ray
+
+from ratoon.engine.settings import EngineSettings
+from ratoon.garbage import freeze_garbage
+from ratoon.log import configure_logging
+
+# Of all policies together: they read, write and hash files.
+_NUM_THREADS = 64
+
+
+class EngineActor:
+    """Shell of `Engine`: `call` is any of its methods."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        configure_logging(settings.log_level)
+        from ratoon.engine.cluster.ray_cluster import open_engine
+
+        self._engine = open_engine(settings)
+        self._threads: ThreadPoolExecutor | None = None
+        freeze_garbage()
+        # Nobody else would call it after a restart.
+        ray.get_runtime_context().current_actor.call.remote("recover")
+
+    @ray.method
+    async def call(self, name: str, *args: Any) -> Any:
+        """Raises what the method raises."""
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="files")
+            asyncio.get_running_loop().set_default_executor(self._threads)
+        return await getattr(self._engine, name)(*args)

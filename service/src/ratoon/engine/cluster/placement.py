@@ -1,0 +1,92 @@
+"""What a policy's worker holds of the cluster: its process, and on GPUs a reservation by its name.
+
+Enter policy ids, leave placement groups. Invariant: nothing waits for a GPU for longer than
+`_PLACEMENT_S`, and a worker that is ended holds none.
+"""
+
+# Ray's decorators are only partly typed.
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import ray
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from ratoon.engine.cluster.ray_calls import kill_actor
+from ratoon.engine.settings import worker_name
+from ratoon.errors import ErrorCode, RatoonError
+
+_PLACEMENT_S = 8.0
+_RELEASE_S = 1.0
+_POLL_S = 0.1
+
+
+async def place(policy_id: str) -> PlacementGroup:
+    """Reserve a GPU, or find the one that is reserved. Raises RESOURCE_EXHAUSTED."""
+    group = _find_group(policy_id)
+    if group is None:
+        group = placement_group([{"GPU": 1}], name=_group_name(policy_id), lifetime="detached")
+    if not await asyncio.to_thread(group.wait, _PLACEMENT_S):
+        remove_placement_group(group)
+        raise _no_gpu(0.0)
+    return group
+
+
+async def end_worker(policy_id: str, namespace: str) -> None:
+    """End the worker, if there is one, and give its GPU back."""
+    await kill_actor(worker_name(policy_id), namespace)
+    group = _find_group(policy_id)
+    if group is not None:
+        remove_placement_group(group)
+
+
+def on_gpu_node() -> Any:
+    """A scheduling strategy, whose kind Ray's types lack, for what takes no GPU and is to see some.
+
+    Policies may have them all: who asked for a part of one would wait.
+    """
+    nodes = cast("list[dict[str, Any]]", ray.nodes())
+    for node in nodes:
+        if node["Alive"] and node["Resources"].get("GPU", 0.0) > 0:
+            return NodeAffinitySchedulingStrategy(node["NodeID"], soft=True)
+    return "DEFAULT"
+
+
+async def check_free_gpu() -> None:
+    """Raises RESOURCE_EXHAUSTED where no GPU is free.
+
+    A policy that has just ended may take a moment to give its own back.
+    """
+    deadline = asyncio.get_running_loop().time() + _RELEASE_S
+    while (free := float(ray.available_resources().get("GPU", 0.0))) < 1:
+        if asyncio.get_running_loop().time() >= deadline:
+            raise _no_gpu(free)
+        await asyncio.sleep(_POLL_S)
+
+
+def _group_name(policy_id: str) -> str:
+    return f"ratoon-gpu-{policy_id}"
+
+
+def _find_group(policy_id: str) -> PlacementGroup | None:
+    try:
+        return get_placement_group(_group_name(policy_id))
+    except ValueError:
+        return None
+
+
+def _no_gpu(free: float) -> RatoonError:
+    return RatoonError(
+        ErrorCode.RESOURCE_EXHAUSTED,
+        f"the policy wants 1 GPU, {free:g} are free",
+        details={"resource": "GPU", "wanted": "1", "free": f"{free:g}"},
+    )

@@ -1,0 +1,112 @@
+"""The engine on a Ray cluster: its database, and where its workers run.
+
+What a policy needs is counted before it is asked for.
+"""
+
+# Ray's decorators are only partly typed.
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+import os
+from typing import cast
+
+import ray
+from prometheus_client import disable_created_metrics
+
+from ratoon.engine.cluster.placement import check_free_gpu, end_worker, on_gpu_node
+from ratoon.engine.cluster.ray_calls import ask
+from ratoon.engine.cluster.ray_worker import RayWorker
+from ratoon.engine.engine import Engine
+from ratoon.engine.files.paths import require_known
+from ratoon.engine.journal.journal import Journal
+from ratoon.engine.journal.tables import await_database
+from ratoon.engine.settings import EngineSettings
+from ratoon.engine.types import PolicySpec, ReferencePolicy
+from ratoon.engine.worker.backends import BackendInfo, list_backends
+from ratoon.engine.worker.tasks import WorkerPort
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon.model.spec import ModelDtype
+from ratoon.stream.files import make_folder, remove_leftovers
+from ratoon.train.config import OptimizerStates
+from ratoon.train.spec import TrainerSpec
+
+
+def open_engine(settings: EngineSettings) -> Engine:
+    """An engine that is to be recovered. Raises what opening its database and folders raises."""
+    disable_created_metrics()
+    make_folder(settings.data_root)
+    if settings.weights_root is not None:
+        make_folder(settings.weights_root, 0o700)
+        remove_leftovers(settings.weights_root)
+    journal = Journal(await_database(settings.database_url))
+    known = [row.spec.policy_id for row in journal.store.policies()]
+    require_known(settings.data_root, known)
+    return Engine(settings, journal, RayCluster(settings))
+
+
+class RayCluster:
+    """`engine.Cluster` with one detached worker per policy."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._settings = settings
+
+    @property
+    def device(self) -> str:
+        """ "cpu" or "cuda:0": a GPU worker sees its own GPU only."""
+        device = self._settings.device
+        if device == "auto":
+            return "cuda:0" if _total_gpus() > 0 else "cpu"
+        return "cuda:0" if device == "cuda" else device
+
+    async def check(self, spec: PolicySpec) -> None:
+        if spec.num_workers != 1:
+            raise RatoonError(
+                ErrorCode.UNSUPPORTED,
+                f"parallel.num_workers: got {spec.num_workers}, expected 1",
+                field="parallel.num_workers",
+                got=str(spec.num_workers),
+                expected="1",
+            )
+        if self.device != "cpu":
+            await check_free_gpu()
+
+    def worker(self, policy_id: str) -> WorkerPort:
+        return cast("WorkerPort", RayWorker(policy_id, self._settings, on_gpu=self.device != "cpu"))
+
+    async def end_worker(self, policy_id: str) -> None:
+        await end_worker(policy_id, self._settings.namespace)
+
+    async def backends(self) -> tuple[BackendInfo, ...]:
+        where = "DEFAULT" if self.device == "cpu" else on_gpu_node()
+        task = ray.remote(num_cpus=0, max_calls=1, scheduling_strategy=where)(list_backends)
+        return await ask(task.remote())
+
+    def trainer(self, spec: PolicySpec) -> TrainerSpec:
+        # Wider weights are their own masters.
+        is_bf16 = spec.model.dtype is ModelDtype.BFLOAT16
+        return TrainerSpec(
+            model=spec.model,
+            optimizer=spec.optimizer,
+            deterministic=spec.deterministic,
+            micro_batch_tokens=spec.micro_batch_tokens,
+            keep_reference=spec.reference is not ReferencePolicy.NONE,
+            attention_backend=spec.attention_backend,
+            device=self.device,
+            num_threads=self._settings.num_threads or _cores(),
+            optimizer_states=self._settings.optimizer_states if is_bf16 else OptimizerStates.FP32,
+            host_activation_bytes=self._settings.host_activation_bytes,
+            self_check_every=self._settings.self_check_every,
+            guard=spec.numerics_guard,
+        )
+
+
+def _cores() -> int:
+    """Those that this process may use; where the system does not say (macOS), those it has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _total_gpus() -> float:
+    return float(ray.cluster_resources().get("GPU", 0.0))

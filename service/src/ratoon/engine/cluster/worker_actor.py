@@ -1,0 +1,119 @@
+"""The worker's process: a detached actor around `worker.WorkerCore`.
+
+Enters calls from the policy's controller, leaves outcomes. Invariant: trainer calls run on one
+thread, always the same, but for the writing of copies of its state; `fence`, `progress` and
+`cancel` never wait for them. Torch is imported by
+the constructor: whoever looks the actor up imports this module.
+"""
+
+# Ray's decorators are only partly typed.
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import ray
+
+from ratoon.engine.crash_points import make_reach
+from ratoon.engine.types import Progress
+from ratoon.engine.worker.tasks import Loaded, LoadRequest, Outcome, Task, WorkerStatus
+from ratoon.log import configure_logging, get_logger
+from ratoon.stream.manifest import WeightManifest
+
+if TYPE_CHECKING:
+    from ratoon.engine.worker.compile_cache import CompileCache
+    from ratoon.engine.worker.trainer_port import TrainerPort
+    from ratoon.train.spec import TrainerSpec
+    from ratoon.train.trainer import Trainer
+
+_LOG = get_logger("worker")
+CONCURRENCY_GROUPS = {"compute": 1, "control": 4, "files": 1}
+
+
+class WorkerActor:
+    """Shell of `WorkerCore`."""
+
+    def __init__(
+        self, policy_id: str, log_level: str, crash_points: Path | None, compiled: Path
+    ) -> None:
+        """`compiled`: where compiled kernels are kept."""
+        configure_logging(log_level)
+        started = time.perf_counter()
+        from ratoon.engine.worker.worker import WorkerCore
+        from ratoon.train.trainer import Trainer
+
+        self._policy_id = policy_id
+        self._create_trainer = Trainer.create
+        self._compiled = compiled
+        self._cache: CompileCache | None = None
+        _LOG.info("worker started", imports_s=round(time.perf_counter() - started, 3))
+        self._core = WorkerCore(self._create, _export, make_reach(crash_points))
+
+    def _create(self, spec: TrainerSpec) -> Trainer:
+        from ratoon.engine.worker.compile_cache import CompileCache
+
+        trainer = self._create_trainer(spec)
+        # On a CPU nothing is compiled.
+        if self._cache is None and spec.device != "cpu":
+            self._cache = CompileCache(self._compiled, trainer.fingerprint())
+        return trainer
+
+    @ray.method(concurrency_group="control")
+    def fence(self, token: int) -> None:
+        self._core.fence(token)
+
+    @ray.method(concurrency_group="control")
+    def progress(self) -> Progress:
+        return self._core.progress()
+
+    @ray.method(concurrency_group="control")
+    def cancel(self, operation_id: str) -> None:
+        self._core.cancel(operation_id)
+
+    @ray.method(concurrency_group="compute")
+    def status(self) -> WorkerStatus:
+        return self._core.status()
+
+    @ray.method(concurrency_group="compute")
+    def load(self, token: int, request: LoadRequest) -> Loaded:
+        return self._core.load(token, self._policy_id, request)
+
+    @ray.method(concurrency_group="compute")
+    def apply(self, token: int, task: Task) -> Outcome:
+        return self._core.apply(token, task)
+
+    @ray.method(concurrency_group="compute")
+    def skip(self, token: int, seq: int, outcome: Outcome) -> None:
+        self._core.skip(token, seq, outcome)
+
+    @ray.method(concurrency_group="compute")
+    def forward(self, token: int, task: Task) -> Outcome:
+        return self._core.forward(token, task)
+
+    @ray.method(concurrency_group="compute")
+    def restore(self, token: int, tasks: tuple[Task, ...]) -> None:
+        self._core.restore(token, tasks)
+
+    @ray.method(concurrency_group="compute")
+    def publish(
+        self, token: int, version: int, weights_root: str, created_at: float
+    ) -> WeightManifest:
+        return self._core.publish(token, version, weights_root, created_at)
+
+    @ray.method(concurrency_group="compute")
+    def snapshot(self, token: int) -> str:
+        return self._core.snapshot(token)
+
+    @ray.method(concurrency_group="files")
+    def write_snapshot(self, token: int, folder: str) -> int:
+        return self._core.write_snapshot(token, folder)
+
+
+def _export(trainer: TrainerPort, folder: Path) -> None:
+    from ratoon.model.export import export_weights
+
+    real = cast("Trainer", trainer)
+    export_weights(real.model, folder, real.export_state())

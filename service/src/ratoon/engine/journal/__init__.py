@@ -1,0 +1,1 @@
+"""The database: what was accepted, how it ended, and who may write."""

@@ -1,0 +1,185 @@
+"""Engine values as JSON text and back: the journal's columns and the payload hash.
+
+Each object carries the tag of its class, which is what the journal has: a class may be renamed or
+moved, its tag may not. `from_text(to_text(v)) == v`, and nothing but the classes below is built.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from enum import StrEnum
+from functools import cache
+from typing import Any, cast
+
+from ratoon.engine.types import (
+    CheckpointInfo,
+    Command,
+    DiscardGradientsCommand,
+    EmptyResult,
+    FailedResult,
+    ForwardBackwardCommand,
+    ForwardCommand,
+    ForwardResult,
+    LoadCheckpointCommand,
+    OptimStepCommand,
+    Policy,
+    PolicyResult,
+    PolicySpec,
+    PublishConfig,
+    SaveCheckpointCommand,
+    StepResult,
+    UpdateCommand,
+)
+from ratoon.engine.worker.tasks import Choices
+from ratoon.model.spec import (
+    FolderBase,
+    FullTuning,
+    LoraTuning,
+    ModelInfo,
+    ModelSpec,
+    PresetBase,
+)
+from ratoon.train.config import (
+    AdamWConfig,
+    CorrectionMask,
+    KlConfig,
+    LossRequest,
+    NumericsGuard,
+    OldLogprobs,
+    OptimRequest,
+    OverlongFilter,
+    OverlongPenalty,
+    RolloutCorrection,
+    Staleness,
+)
+from ratoon.train.report.step_report import LayerGradNorm, PhaseSeconds, SelfCheckReport, StepReport
+
+_TAG = "$"
+
+# On disk and in payload hashes: a tag is never changed, and never given to another class.
+TAGS: dict[str, type] = {
+    "policy": Policy,
+    "policy_spec": PolicySpec,
+    "publish": PublishConfig,
+    "model": ModelSpec,
+    "model_info": ModelInfo,
+    "base.preset": PresetBase,
+    "base.folder": FolderBase,
+    "tuning.full": FullTuning,
+    "tuning.lora": LoraTuning,
+    "adamw": AdamWConfig,
+    "numerics_guard": NumericsGuard,
+    "command.update": UpdateCommand,
+    "command.forward_backward": ForwardBackwardCommand,
+    "command.optim_step": OptimStepCommand,
+    "command.discard_gradients": DiscardGradientsCommand,
+    "command.forward": ForwardCommand,
+    "command.save_checkpoint": SaveCheckpointCommand,
+    "command.load_checkpoint": LoadCheckpointCommand,
+    "choices": Choices,
+    "loss": LossRequest,
+    "optim": OptimRequest,
+    "old_logprobs": OldLogprobs,
+    "kl": KlConfig,
+    "correction": RolloutCorrection,
+    "correction_mask": CorrectionMask,
+    "overlong.filter": OverlongFilter,
+    "overlong.penalty": OverlongPenalty,
+    "staleness": Staleness,
+    "result.policy": PolicyResult,
+    "result.step": StepResult,
+    "result.forward": ForwardResult,
+    "result.checkpoint": CheckpointInfo,
+    "result.empty": EmptyResult,
+    "result.failed": FailedResult,
+    "report": StepReport,
+    "seconds": PhaseSeconds,
+    "self_check": SelfCheckReport,
+    "layer_grad_norm": LayerGradNorm,
+}
+_TAG_OF = {cls: tag for tag, cls in TAGS.items()}
+
+
+def to_text(value: object) -> str:
+    """Canonical JSON of a value: sorted names, no spaces, non-finite floats as in Python."""
+    return json.dumps(_encode(value), sort_keys=True, separators=(",", ":"))
+
+
+def from_text(text: str) -> object:
+    """Inverse of `to_text` for a tagged object. Raises `ValueError` for what is in no class."""
+    return _decode(object, json.loads(text))
+
+
+def payload_hash(command: Command) -> str:
+    """SHA-256 of the validated command, which names its body by digest: 64 hexadecimal digits.
+
+    The key is not in it, so a retry over another wire or by an upload in parts hashes the same.
+    """
+    return hash_text(to_text(command))
+
+
+def hash_text(text: str) -> str:
+    """SHA-256 of a text, 64 hexadecimal digits."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _encode(value: object) -> object:
+    if is_dataclass(value) and not isinstance(value, type):
+        encoded: dict[str, object] = {_TAG: _TAG_OF[type(value)]}
+        for field in fields(value):
+            encoded[field.name] = _encode(getattr(value, field.name))
+        return encoded
+    if isinstance(value, StrEnum):
+        return str(value)
+    if isinstance(value, tuple | list):
+        return [_encode(item) for item in cast("tuple[object, ...]", value)]
+    if isinstance(value, dict):
+        mapping = cast("dict[str, object]", value)
+        return {name: _encode(item) for name, item in mapping.items()}
+    assert value is None or isinstance(value, bool | int | float | str), type(value)
+    return value
+
+
+def _decode(hint: Any, value: object) -> object:
+    if isinstance(value, dict):
+        mapping = cast("dict[str, object]", value)
+        return _decode_object(mapping) if _TAG in mapping else mapping
+    for arm in _arms(hint):
+        if typing.get_origin(arm) is tuple and isinstance(value, list):
+            item_hint = typing.get_args(arm)[0]
+            return tuple(_decode(item_hint, item) for item in cast("list[object]", value))
+        if isinstance(arm, type) and issubclass(arm, StrEnum) and isinstance(value, str):
+            return arm(value)
+    return value
+
+
+def _decode_object(mapping: dict[str, object]) -> object:
+    tag = str(mapping[_TAG])
+    if tag not in TAGS:
+        raise ValueError(f"no such tag: {tag}")
+    cls = TAGS[tag]
+    hints = _hints(cls)
+    unknown = mapping.keys() - hints.keys() - {_TAG}
+    if unknown:
+        raise ValueError(f"{tag} has no {sorted(unknown)}")
+    build = cast("Callable[..., object]", cls)
+    return build(
+        **{name: _decode(hints[name], item) for name, item in mapping.items() if name != _TAG}
+    )
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _arms(hint: Any) -> tuple[Any, ...]:
+    """The alternatives of a union; anything else is its own only one."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return typing.get_args(hint)
+    return (hint,)

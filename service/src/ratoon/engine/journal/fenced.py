@@ -1,0 +1,252 @@
+"""What controllers write to the journal: each write fenced, each one transaction.
+
+Enters records and ends of operations, leaves rows. Invariant: a write carries its controller's
+fencing token and is refused once a newer one is known; it is durable when the method returns.
+
+Writes may be repeated (a caller cannot know whether a lost answer was a lost write): a second time
+changes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+
+from sqlalchemy import Connection, Engine, and_, delete, or_, select
+from sqlalchemy.exc import IntegrityError
+
+from ratoon.engine.journal.checkpoints import (
+    Checkpoint,
+    Covered,
+    first_uncovered_seq,
+    kept_checkpoints,
+)
+from ratoon.engine.journal.codec import to_text
+from ratoon.engine.journal.connections import timeline_of
+from ratoon.engine.journal.records import (
+    LIFE_KINDS,
+    JournalAwayError,
+    JournalState,
+    OperationEnd,
+    OperationRecord,
+    PolicyRow,
+    RollBack,
+)
+from ratoon.engine.journal.rollback import rolled_back
+from ratoon.engine.journal.rows import (
+    insert_checkpoint,
+    require_operation,
+    require_policy,
+    select_checkpoints,
+    select_operation,
+    select_operations,
+    select_policy,
+    set_operation,
+    set_policy,
+    to_columns,
+)
+from ratoon.engine.journal.sealed import insert_row, update_rows
+from ratoon.engine.journal.tables import CHECKPOINTS, NUMERICS, OPERATIONS
+from ratoon.engine.journal.tokens import is_before, last_token, next_token, set_last_token
+from ratoon.engine.types import OperationResult, PolicyState
+from ratoon.engine.worker.numerics import Numerics
+from ratoon.engine.worker.tasks import FencedError
+from ratoon.model.spec import ModelInfo
+
+_FINAL = tuple(state for state in JournalState if state.is_final)
+
+
+class FencedStore:
+    """Shares the database with `SqlStore`; used by the same one thread at a time."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def acquire(self, policy_id: str) -> int:
+        """Above every token of every policy that there ever was, lost commits included."""
+        with self._engine.begin() as connection:
+            row = require_policy(connection, policy_id)
+            token = next_token(last_token(connection), row.token, timeline_of(connection))
+            set_last_token(connection, token)
+            set_policy(connection, policy_id, token=token)
+            return token
+
+    def set_policy(
+        self, token: int, policy_id: str, state: PolicyState, info: ModelInfo | None
+    ) -> None:
+        """The state, but of one being deleted; what the model said of itself (None: as it was)."""
+        with self._engine.begin() as connection:
+            if _fence(connection, policy_id, token).state is not PolicyState.DELETING:
+                set_policy(connection, policy_id, state=state, failure=None)
+            if info is not None:
+                set_policy(connection, policy_id, info=to_text(info))
+
+    def fail(self, token: int, policy_id: str, failure: str) -> None:
+        """The policy is failed, and why; one being deleted stays so."""
+        with self._engine.begin() as connection:
+            if _fence(connection, policy_id, token).state is not PolicyState.DELETING:
+                set_policy(connection, policy_id, state=PolicyState.FAILED, failure=failure)
+
+    def set_published(
+        self,
+        token: int,
+        policy_id: str,
+        published: tuple[int, ...],
+        step: tuple[str, OperationResult] | None = None,
+    ) -> None:
+        """The versions that can be fetched, and what the report of the newest one's step lacked."""
+        with self._engine.begin() as connection:
+            _fence(connection, policy_id, token)
+            set_policy(connection, policy_id, published=json.dumps(published))
+            if step is not None:
+                set_operation(connection, step[0], result=to_text(step[1]))
+
+    def raise_max_version(self, token: int, policy_id: str, version: int) -> None:
+        """The next version has a higher number, whatever the journal knows of those before."""
+        with self._engine.begin() as connection:
+            policy = _fence(connection, policy_id, token)
+            set_policy(connection, policy_id, max_version=max(policy.max_version, version))
+
+    def accept(self, token: int, record: OperationRecord, next_seq: int) -> None:
+        """A new record. Raises `IntegrityError` where its key names another operation."""
+        with self._engine.begin() as connection:
+            _fence(connection, record.policy_id, token)
+            if select_operation(connection, OPERATIONS.c.operation_id == record.operation_id):
+                return
+            insert_row(connection, OPERATIONS, to_columns(record))
+            set_policy(connection, record.policy_id, next_seq=next_seq)
+
+    def end(self, token: int, policy_id: str, end: OperationEnd) -> None:
+        """How an operation was run and ended; the policy's version, checkpoint, closed window."""
+        with self._engine.begin() as connection:
+            policy = _fence(connection, policy_id, token)
+            record = require_operation(connection, end.operation_id)
+            if record.state.is_final:
+                return
+            set_operation(
+                connection,
+                end.operation_id,
+                state=end.state,
+                choices=None if end.choices is None else to_text(end.choices),
+                result=to_text(end.result),
+                version=end.version if end.state is JournalState.APPLIED else None,
+                weights_digest=end.weights_digest,
+                numerics=None if end.numerics is None else end.numerics.digest,
+                started_at=end.started_at,
+                finished_at=end.finished_at,
+            )
+            set_policy(
+                connection,
+                policy_id,
+                version=end.version,
+                max_version=max(policy.max_version, end.version),
+            )
+            if end.numerics is not None:
+                _know_numerics(connection, end.numerics)
+            if end.checkpoint is not None:
+                insert_checkpoint(connection, policy_id, end.checkpoint)
+            if end.frees_window:
+                _free(connection, policy_id, record.seq + 1)
+
+    def cover(self, token: int, policy_id: str, automatic: Checkpoint | None, keep: int) -> Covered:
+        """Add an automatic checkpoint, and free what the newest `keep` of all make superfluous."""
+        with self._engine.begin() as connection:
+            _fence(connection, policy_id, token)
+            known = select_checkpoints(connection, policy_id)
+            names = {checkpoint.info.checkpoint_id for checkpoint in known}
+            if automatic is not None and automatic.info.checkpoint_id not in names:
+                insert_checkpoint(connection, policy_id, automatic)
+                known = select_checkpoints(connection, policy_id)
+            kept = kept_checkpoints(known, keep)
+            doomed = tuple(
+                checkpoint.info.checkpoint_id
+                for checkpoint in known
+                if checkpoint.is_automatic and checkpoint not in kept
+            )
+            mine = CHECKPOINTS.c.policy_id == policy_id
+            connection.execute(
+                delete(CHECKPOINTS).where(mine, CHECKPOINTS.c.checkpoint_id.in_(doomed))
+            )
+            freed = _free(connection, policy_id, first_uncovered_seq(known, keep))
+            bodies = tuple((r.operation_id, r.body_digest) for r in freed if r.body_digest)
+            return Covered(bodies=bodies, checkpoint_ids=doomed)
+
+    def rebase(
+        self, token: int, policy_id: str, digests: Mapping[int, str], numerics: Numerics
+    ) -> None:
+        """Replace weights digests by seq: the operations were run again under other numerics."""
+        with self._engine.begin() as connection:
+            _fence(connection, policy_id, token)
+            _know_numerics(connection, numerics)
+            for seq, digest in digests.items():
+                condition = and_(OPERATIONS.c.policy_id == policy_id, OPERATIONS.c.seq == seq)
+                columns = {"weights_digest": digest, "numerics": numerics.digest}
+                update_rows(connection, OPERATIONS, condition, columns)
+
+    def roll_back(
+        self, token: int, policy_id: str, roll_back: RollBack
+    ) -> tuple[OperationRecord, ...]:
+        """Fail what is open and what was applied past the checkpoint; returns what changed."""
+        with self._engine.begin() as connection:
+            policy = _fence(connection, policy_id, token)
+            is_sequenced = OPERATIONS.c.kind.not_in(LIFE_KINDS)
+            is_concerned = or_(
+                OPERATIONS.c.state.not_in(_FINAL),
+                and_(
+                    OPERATIONS.c.seq >= roll_back.replay_from_seq,
+                    OPERATIONS.c.state == JournalState.APPLIED,
+                ),
+            )
+            records = select_operations(connection, policy_id, is_sequenced, is_concerned)
+            changed = tuple(
+                changed
+                for changed in (rolled_back(record, roll_back) for record in records)
+                if changed is not None
+            )
+            for record in changed:
+                columns = to_columns(record)
+                set_operation(connection, columns.pop("operation_id"), **columns)
+            set_policy(
+                connection,
+                policy_id,
+                version=roll_back.version,
+                max_version=max(policy.max_version, roll_back.version),
+            )
+            return changed
+
+
+def _fence(connection: Connection, policy_id: str, token: int) -> PolicyRow:
+    """The policy, locked. Raises `FencedError` for an older token, or where the policy is gone.
+
+    Raises `JournalAwayError` where the database has failed over since the token was given: it may
+    have lost commits, so that its controller reads the journal again.
+    """
+    if is_before(token, timeline_of(connection)):
+        raise JournalAwayError("the database has failed over: what it has is to be read again")
+    policy = select_policy(connection, policy_id)
+    if policy is None or policy.token != token:
+        raise FencedError(f"token {token} of {policy_id} is not the newest")
+    return policy
+
+
+def _free(connection: Connection, policy_id: str, before_seq: int) -> tuple[OperationRecord, ...]:
+    """Drop commands and choices that nothing re-runs: idempotency needs only the hash."""
+    condition = and_(
+        OPERATIONS.c.policy_id == policy_id,
+        OPERATIONS.c.seq < before_seq,
+        OPERATIONS.c.command.is_not(None),
+        OPERATIONS.c.state.in_(_FINAL),
+    )
+    freed = select_operations(connection, policy_id, condition)
+    update_rows(connection, OPERATIONS, condition, {"command": None, "choices": None})
+    return freed
+
+
+def _know_numerics(connection: Connection, numerics: Numerics) -> None:
+    """Keep the fields, once; the lock on a policy does not keep another's from being first."""
+    query = select(NUMERICS.c.numerics).where(NUMERICS.c.numerics == numerics.digest)
+    if connection.execute(query).first() is not None:
+        return
+    with contextlib.suppress(IntegrityError), connection.begin_nested():
+        insert_row(connection, NUMERICS, {"numerics": numerics.digest, "fields": numerics.text})

@@ -1,0 +1,168 @@
+"""The journal as the engine's event loop uses it: the store's methods, awaited.
+
+They run on one thread, one at a time, in the order of their calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from sqlalchemy import Engine
+from sqlalchemy.exc import InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+
+from ratoon.engine.files.disk import is_disk_full
+from ratoon.engine.journal.fenced import FencedStore
+from ratoon.engine.journal.records import JournalAwayError
+from ratoon.engine.journal.store import SqlStore
+from ratoon.errors import RatoonError
+from ratoon.log import get_logger
+
+_LOG = get_logger("store")
+T = TypeVar("T")
+P = ParamSpec("P")
+_AWAY_S = 0.5
+_DISK_FULL_S = 2.0
+# How old what is known of the database may be, and how long its answer may take.
+_LOOK_S = 2.0
+_HANGS_S = 10.0
+
+
+class StoreCalls:
+    """Owns the thread."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
+        self._is_away = False
+        self._look: asyncio.Task[None] | None = None
+        self._looked_at = -math.inf
+
+    async def once(self, call: Callable[[], T]) -> T:
+        """Run a call. Raises `JournalAwayError`."""
+        try:
+            answer = await asyncio.get_running_loop().run_in_executor(self._thread, call)
+        except (OperationalError, InterfaceError, PoolTimeoutError) as err:
+            self._is_away = True
+            _LOG.warning("database does not answer", reason=str(err))
+            raise JournalAwayError("the database does not answer") from err
+        self._is_away = False
+        return answer
+
+    def check(self, look: Callable[[], object]) -> None:
+        """Raises `JournalAwayError` by what was last met; waits for nothing.
+
+        `look` asks the database for anything. It is called for the next who checks, at most every
+        `_LOOK_S` seconds, behind what the thread has to do.
+        """
+        now = asyncio.get_running_loop().time()
+        if self._look is None or (self._look.done() and now - self._looked_at >= _LOOK_S):
+            self._looked_at = now
+            self._look = asyncio.create_task(self._looked(look))
+        if self._is_away or (not self._look.done() and now - self._looked_at >= _HANGS_S):
+            raise JournalAwayError("the database does not answer")
+
+    async def _looked(self, look: Callable[[], object]) -> None:
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._thread, look)
+        except Exception as err:  # noqa: BLE001 - whatever it is, it is no answer
+            self._is_away = True
+            _LOG.warning("database does not answer", reason=str(err))
+        else:
+            self._is_away = False
+
+
+def _awaited(
+    method: Callable[Concatenate[Any, P], T],
+) -> Callable[Concatenate[Journal, P], Coroutine[Any, Any, T]]:
+    """The same method of the store, awaited."""
+    name = method.__name__
+
+    async def call(self: Journal, *args: P.args, **kwargs: P.kwargs) -> T:
+        store = self.fenced if hasattr(FencedStore, name) else self.store
+        return await self.ask(name, partial(getattr(store, name), *args, **kwargs))
+
+    return call
+
+
+class Journal:
+    """What is durably known of policies and operations; docstrings are those of the store.
+
+    Writes of controllers carry their token and raise `FencedError` where a newer one is known. They
+    are durable when they return, and may be repeated: a second time changes nothing. All methods
+    raise `JournalAwayError` where the database does not answer.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.store, self.fenced = SqlStore(engine), FencedStore(engine)
+        self._calls = StoreCalls()
+
+    # One controller's, by its token.
+    acquire = _awaited(FencedStore.acquire)
+    raise_max_version = _awaited(FencedStore.raise_max_version)
+    set_policy = _awaited(FencedStore.set_policy)
+    fail = _awaited(FencedStore.fail)
+    set_published = _awaited(FencedStore.set_published)
+    accept = _awaited(FencedStore.accept)
+    end = _awaited(FencedStore.end)
+    cover = _awaited(FencedStore.cover)
+    rebase = _awaited(FencedStore.rebase)
+    roll_back = _awaited(FencedStore.roll_back)
+
+    # Policies coming and going.
+    insert_policy = _awaited(SqlStore.insert_policy)
+    fail_policy = _awaited(SqlStore.fail_policy)
+    mark_deleting = _awaited(SqlStore.mark_deleting)
+    remove_policy = _awaited(SqlStore.remove_policy)
+    end_life_operation = _awaited(SqlStore.end_life_operation)
+    forget_ended_lives = _awaited(SqlStore.forget_ended_lives)
+
+    # What everyone reads.
+    policy = _awaited(SqlStore.policy)
+    policies = _awaited(SqlStore.policies)
+    history = _awaited(SqlStore.history)
+    records_from = _awaited(SqlStore.records_from)
+    bodies_in_use = _awaited(SqlStore.bodies_in_use)
+    results_in_use = _awaited(SqlStore.results_in_use)
+    numerics = _awaited(SqlStore.numerics)
+    find_key = _awaited(SqlStore.find_key)
+    find_operation = _awaited(SqlStore.find_operation)
+    find_life = _awaited(SqlStore.find_life)
+    lives_without_policy = _awaited(SqlStore.lives_without_policy)
+    checkpoints = _awaited(SqlStore.checkpoints)
+    count_operations = _awaited(SqlStore.count_operations)
+
+    def check(self) -> None:
+        """Raises `JournalAwayError` by what was last met; waits for nothing."""
+        self._calls.check(self.store.look)
+
+    async def ask(self, name: str, call: Callable[[], T]) -> T:
+        """Run a method of the store, whose name is `name`."""
+        del name
+        return await self._calls.once(call)
+
+
+async def until_there(call: Callable[[], Awaitable[T]]) -> T:
+    """Call until the database answers. Raises what else the call raises."""
+    while True:
+        try:
+            return await call()
+        except JournalAwayError as err:
+            _LOG.warning("waiting for the database", reason=str(err))
+            await asyncio.sleep(_AWAY_S)
+
+
+async def until_room(call: Callable[[], Awaitable[T]]) -> T:
+    """The same, and until no disk is full: what was accepted waits for room."""
+    while True:
+        try:
+            return await until_there(call)
+        except RatoonError as error:
+            if not is_disk_full(error):
+                raise
+            _LOG.error("disk full", reason=error.message)
+            await asyncio.sleep(_DISK_FULL_S)

@@ -1,0 +1,269 @@
+"""The policy table and the journal in SQL: lives of policies, and what everyone reads.
+
+Enters records, leaves records; every method is one transaction, durable when it returns. Invariant:
+what a method decides on is locked before it is read, so that a second process's writes come whole
+before or whole after.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import closing
+
+from sqlalchemy import ColumnElement, Connection, Engine, and_, delete, func, or_, select
+from sqlalchemy.exc import IntegrityError
+
+from ratoon.engine.journal.checkpoints import Checkpoint
+from ratoon.engine.journal.codec import to_text
+from ratoon.engine.journal.records import (
+    CLOSING_KINDS,
+    LIFE_KINDS,
+    JournalState,
+    OperationRecord,
+    PolicyHistory,
+    PolicyRow,
+)
+from ratoon.engine.journal.rows import (
+    require_policy,
+    select_checkpoints,
+    select_operation,
+    select_operations,
+    select_policy,
+    set_operation,
+    set_policy,
+    to_columns,
+    to_policy,
+    to_record,
+)
+from ratoon.engine.journal.sealed import insert_row, verified
+from ratoon.engine.journal.tables import CHECKPOINTS, NUMERICS, OPERATIONS, POLICIES
+from ratoon.engine.refusals import policy_not_ready
+from ratoon.engine.types import (
+    NoKey,
+    OperationKey,
+    OperationKind,
+    OperationResult,
+    PolicySpec,
+    PolicyState,
+    RequestKey,
+    SeqKey,
+)
+from ratoon.errors import ErrorCode, RatoonError
+
+_FINAL = tuple(state for state in JournalState if state.is_final)
+
+
+class SqlStore:
+    """Used by one thread at a time."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def insert_policy(self, spec: PolicySpec, record: OperationRecord) -> None:
+        """A new policy and the record of its CreatePolicy. Raises POLICY_EXISTS."""
+        with self._engine.begin() as connection:
+            row = {
+                "policy_id": spec.policy_id,
+                "spec": to_text(spec),
+                "state": PolicyState.CREATING,
+                "version": 0,
+                "max_version": 0,
+                "next_seq": 1,
+                "token": 0,
+                "created_at": record.created_at,
+                "info": None,
+                "published": "[]",
+                "failure": None,
+            }
+            try:
+                insert_row(connection, POLICIES, row)
+            except IntegrityError as err:
+                raise RatoonError(
+                    ErrorCode.POLICY_EXISTS, f"policy {spec.policy_id} exists", field="policy_id"
+                ) from err
+            insert_row(connection, OPERATIONS, to_columns(record))
+
+    def policy(self, policy_id: str) -> PolicyRow | None:
+        with self._engine.begin() as connection:
+            return select_policy(connection, policy_id)
+
+    def policies(self) -> tuple[PolicyRow, ...]:
+        """All, oldest first."""
+        with self._engine.begin() as connection:
+            order = (POLICIES.c.created_at, POLICIES.c.policy_id)
+            rows = connection.execute(select(POLICIES).order_by(*order)).mappings()
+            return tuple(to_policy(row) for row in rows)
+
+    def look(self) -> None:
+        """Ask the database for nothing, and without the write lock that transactions begin with.
+
+        Raises what its driver raises where it does not answer.
+        """
+        with closing(self._engine.raw_connection()) as connection:
+            connection.cursor().execute("SELECT 1")
+
+    def fail_policy(self, policy_id: str, failure: str) -> None:
+        """For what no controller can say: that there is none. One being deleted stays so."""
+        with self._engine.begin() as connection:
+            policy = select_policy(connection, policy_id)
+            if policy is not None and policy.state is not PolicyState.DELETING:
+                set_policy(connection, policy_id, state=PolicyState.FAILED, failure=failure)
+
+    def mark_deleting(self, policy_id: str, record: OperationRecord) -> None:
+        """The policy takes no more work; `record` is its DeletePolicy.
+
+        Raises POLICY_NOT_FOUND, and POLICY_NOT_READY where another DeletePolicy is under way.
+        """
+        with self._engine.begin() as connection:
+            state = require_policy(connection, policy_id).state
+            if select_operation(connection, _life(policy_id, OperationKind.DELETE_POLICY)):
+                raise policy_not_ready(policy_id, state)
+            set_policy(connection, policy_id, state=PolicyState.DELETING)
+            insert_row(connection, OPERATIONS, to_columns(record))
+
+    def remove_policy(self, policy_id: str, *, keep_operation_id: str) -> None:
+        """Forget a policy and all its records but one, that of its end."""
+        with self._engine.begin() as connection:
+            for table in (POLICIES, CHECKPOINTS):
+                connection.execute(delete(table).where(table.c.policy_id == policy_id))
+            connection.execute(
+                delete(OPERATIONS).where(
+                    OPERATIONS.c.policy_id == policy_id,
+                    OPERATIONS.c.operation_id != keep_operation_id,
+                )
+            )
+
+    def end_life_operation(
+        self, operation_id: str, state: JournalState, result: OperationResult, finished_at: float
+    ) -> None:
+        """A CreatePolicy or DeletePolicy ended."""
+        with self._engine.begin() as connection:
+            set_operation(
+                connection,
+                operation_id,
+                state=state,
+                result=to_text(result),
+                finished_at=finished_at,
+            )
+
+    def forget_ended_lives(self, before: float) -> None:
+        """Drop records of policies that are gone and that ended before a time, in seconds."""
+        with self._engine.begin() as connection:
+            connection.execute(
+                delete(OPERATIONS).where(
+                    OPERATIONS.c.kind.in_(LIFE_KINDS),
+                    OPERATIONS.c.finished_at < before,
+                    OPERATIONS.c.policy_id.not_in(select(POLICIES.c.policy_id)),
+                )
+            )
+
+    def history(self, policy_id: str) -> PolicyHistory:
+        """Records since the last closed window, and the checkpoints, by seq."""
+        with self._engine.begin() as connection:
+            policy = require_policy(connection, policy_id)
+            closes = and_(
+                OPERATIONS.c.kind.in_(CLOSING_KINDS), OPERATIONS.c.state == JournalState.APPLIED
+            )
+            closed_seq = _max_seq(connection, policy_id, closes)
+            closed = select_operations(connection, policy_id, OPERATIONS.c.seq == closed_seq)
+            freed_seq = _max_seq(connection, policy_id, OPERATIONS.c.command.is_(None))
+            return PolicyHistory(
+                policy=policy,
+                closed=closed[0] if closed else None,
+                records=select_operations(connection, policy_id, OPERATIONS.c.seq > closed_seq),
+                checkpoints=select_checkpoints(connection, policy_id),
+                kept_from_seq=freed_seq + 1,
+            )
+
+    def records_from(self, policy_id: str, seq: int) -> tuple[OperationRecord, ...]:
+        """Those of `seq` and after it, by seq."""
+        with self._engine.begin() as connection:
+            return select_operations(connection, policy_id, OPERATIONS.c.seq >= seq)
+
+    def bodies_in_use(self, policy_id: str) -> Mapping[str, str]:
+        """Digests by operation, of all that may run, or run again."""
+        may_run = and_(
+            OPERATIONS.c.command.is_not(None), OPERATIONS.c.state != JournalState.CANCELLED
+        )
+        with self._engine.begin() as connection:
+            kept = select_operations(connection, policy_id, may_run)
+            return {r.operation_id: r.body_digest for r in kept if r.body_digest}
+
+    def results_in_use(self, policy_id: str) -> frozenset[str]:
+        """Digests of the Forward results that kept choices name."""
+        with self._engine.begin() as connection:
+            kept = select_operations(connection, policy_id, OPERATIONS.c.choices.is_not(None))
+            names = {r.choices.old_logprobs for r in kept if r.choices is not None}
+            return frozenset(name.partition(".")[0] for name in names if name)
+
+    def numerics(self, digest: str) -> Mapping[str, str]:
+        """The fields of a record's numerics; none where they are not known."""
+        with self._engine.begin() as connection:
+            query = select(NUMERICS).where(NUMERICS.c.numerics == digest)
+            row = connection.execute(query).mappings().first()
+            return {} if row is None else json.loads(verified(NUMERICS, row)["fields"])
+
+    def find_key(self, policy_id: str, key: OperationKey) -> OperationRecord | None:
+        match key:
+            case SeqKey(seq=seq):
+                condition = OPERATIONS.c.seq == seq
+            case RequestKey(request_id=request_id):
+                condition = OPERATIONS.c.request_id == request_id
+            case NoKey():
+                return None
+        with self._engine.begin() as connection:
+            return select_operation(
+                connection, and_(OPERATIONS.c.policy_id == policy_id, condition)
+            )
+
+    def find_operation(self, operation_id: str) -> OperationRecord | None:
+        with self._engine.begin() as connection:
+            return select_operation(connection, OPERATIONS.c.operation_id == operation_id)
+
+    def find_life(self, policy_id: str, kind: OperationKind) -> OperationRecord | None:
+        """The CreatePolicy or DeletePolicy of a policy that is there."""
+        with self._engine.begin() as connection:
+            return select_operation(connection, _life(policy_id, kind))
+
+    def lives_without_policy(self) -> tuple[OperationRecord, ...]:
+        """CreatePolicys and DeletePolicys that did not end, of policies that are gone."""
+        with self._engine.begin() as connection:
+            rows = connection.execute(
+                select(OPERATIONS).where(
+                    OPERATIONS.c.kind.in_(LIFE_KINDS),
+                    OPERATIONS.c.state.not_in(_FINAL),
+                    OPERATIONS.c.policy_id.not_in(select(POLICIES.c.policy_id)),
+                )
+            ).mappings()
+            return tuple(to_record(row) for row in rows)
+
+    def checkpoints(self, policy_id: str) -> tuple[Checkpoint, ...]:
+        """By seq."""
+        with self._engine.begin() as connection:
+            return select_checkpoints(connection, policy_id)
+
+    def count_operations(self) -> Mapping[tuple[str, str], int]:
+        """How many records there are of each (kind, journal state)."""
+        columns = (OPERATIONS.c.kind, OPERATIONS.c.state)
+        with self._engine.begin() as connection:
+            rows = connection.execute(select(*columns, func.count()).group_by(*columns))
+            return {(str(kind), str(state)): int(count) for kind, state, count in rows}
+
+
+def _max_seq(connection: Connection, policy_id: str, condition: ColumnElement[bool]) -> int:
+    """Of a policy's sequenced operations that meet a condition; 0: there is none."""
+    query = select(func.max(OPERATIONS.c.seq)).where(OPERATIONS.c.policy_id == policy_id, condition)
+    return connection.execute(query).scalar_one() or 0
+
+
+def _life(policy_id: str, kind: OperationKind) -> ColumnElement[bool]:
+    """The policy's CreatePolicy, or its DeletePolicy that has not ended."""
+    return and_(
+        OPERATIONS.c.policy_id == policy_id,
+        OPERATIONS.c.kind == kind,
+        or_(
+            OPERATIONS.c.kind == OperationKind.CREATE_POLICY,
+            OPERATIONS.c.state.not_in(_FINAL),
+        ),
+    )

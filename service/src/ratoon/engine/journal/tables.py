@@ -1,0 +1,145 @@
+"""The journal's tables, for SQLite and PostgreSQL alike, and the database that has them.
+
+Values that are only read back whole are text columns of JSON; bodies are files, never columns.
+Invariants: (policy_id, seq) and (policy_id, request_id) name at most one operation; the tables are
+those that the newest revision of `migrations` leaves.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Engine,
+    Float,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+    UniqueConstraint,
+)
+from sqlalchemy.exc import OperationalError
+
+from ratoon.engine.journal.connections import connect, is_server_away
+from ratoon.engine.journal.migrate import upgrade
+from ratoon.engine.journal.sealed import DIGEST, check_all
+from ratoon.log import get_logger
+
+_LOG = get_logger("store")
+METADATA = MetaData()
+# Versions, seqs and bytes; SQLite's integers are of 64 bits under their own name.
+_WIDE = BigInteger().with_variant(Integer, "sqlite")
+
+
+def _digest() -> Column[str]:
+    """Of the row: see `sealed`."""
+    return Column(DIGEST, String(32), nullable=False, server_default="")
+
+
+POLICIES = Table(
+    "policies",
+    METADATA,
+    Column("policy_id", String(64), primary_key=True),
+    Column("spec", Text, nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("version", _WIDE, nullable=False),
+    Column("max_version", _WIDE, nullable=False),
+    Column("next_seq", _WIDE, nullable=False),
+    Column("token", _WIDE, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("info", Text),
+    # JSON list of versions, in the order in which they were published.
+    Column("published", Text, nullable=False),
+    # Why it is failed.
+    Column("failure", Text),
+    _digest(),
+)
+
+# No foreign key to policies: the record of a DeletePolicy outlives its policy.
+OPERATIONS = Table(
+    "operations",
+    METADATA,
+    Column("operation_id", String(128), primary_key=True),
+    Column("policy_id", String(64), nullable=False),
+    Column("kind", String(32), nullable=False),
+    Column("seq", _WIDE),
+    Column("request_id", String(256)),
+    Column("payload_hash", String(64), nullable=False),
+    Column("command", Text),
+    Column("body_digest", String(64), nullable=False),
+    Column("body_bytes", _WIDE, nullable=False),
+    Column("key_id", String(64), nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("choices", Text),
+    Column("result", Text),
+    Column("version", _WIDE),
+    # Of weights, moments and counters, after the operation.
+    Column("weights_digest", String(64), nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("started_at", Float),
+    Column("finished_at", Float),
+    # A row of NUMERICS: where it ran.
+    Column("numerics", String(32)),
+    _digest(),
+    UniqueConstraint("policy_id", "seq"),
+    UniqueConstraint("policy_id", "request_id"),
+)
+Index("operations_by_state", OPERATIONS.c.policy_id, OPERATIONS.c.state)
+
+CHECKPOINTS = Table(
+    "checkpoints",
+    METADATA,
+    Column("policy_id", String(64), primary_key=True),
+    Column("checkpoint_id", String(64), primary_key=True),
+    Column("version", _WIDE, nullable=False),
+    Column("seq", _WIDE, nullable=False),
+    Column("replay_from_seq", _WIDE, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("size_bytes", _WIDE, nullable=False),
+    Column("weights_digest", String(64)),
+    _digest(),
+)
+
+# One row: the last fencing token that any policy's controller was given.
+TOKENS = Table(
+    "tokens",
+    METADATA,
+    Column("name", String(16), primary_key=True),
+    Column("last", _WIDE, nullable=False),
+    _digest(),
+)
+
+# What the bits of operations depend on besides journal and plan, by its digest.
+NUMERICS = Table(
+    "numerics",
+    METADATA,
+    Column("numerics", String(32), primary_key=True),
+    # JSON object of texts.
+    Column("fields", Text, nullable=False),
+    _digest(),
+)
+
+
+def open_database(url: str) -> Engine:
+    """A database with these tables: made where they are not, upgraded where they are older.
+
+    Every row is read once. Raises what `connect`, `upgrade` and `check_all` raise.
+    """
+    engine = connect(url)
+    upgrade(engine)
+    with engine.begin() as connection:
+        check_all(connection, POLICIES, OPERATIONS, CHECKPOINTS, NUMERICS, TOKENS)
+    return engine
+
+
+def await_database(url: str) -> Engine:
+    """`open_database` once its server is there, however long that takes."""
+    while True:
+        try:
+            return open_database(url)
+        except OperationalError as err:
+            if not is_server_away(err):
+                raise
+            _LOG.warning("still waiting for the database", reason=str(err.orig))

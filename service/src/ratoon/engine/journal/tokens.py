@@ -1,0 +1,35 @@
+"""Fencing tokens: integers that only grow, over all policies, their deletions, and failovers.
+
+The upper bits are PostgreSQL's timeline, which each promotion of a standby raises: tokens whose
+commits a failover lost are not given again, and one of before it is known as such.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import Connection, select
+
+from ratoon.engine.journal.sealed import update_rows, verified
+from ratoon.engine.journal.tables import TOKENS
+
+_TIMELINE_BITS = 32
+_NAME = "last"
+
+
+def next_token(last: int, own: int, timeline: int) -> int:
+    """The token after `last`, of any policy, and after `own`, of before they were counted. Pure."""
+    return max(last, own, timeline << _TIMELINE_BITS) + 1
+
+
+def is_before(token: int, timeline: int) -> bool:
+    """Whether a token is of an earlier timeline. Pure."""
+    return token >> _TIMELINE_BITS < timeline
+
+
+def last_token(connection: Connection) -> int:
+    """Locked until the transaction ends; 0: none was given yet."""
+    query = select(TOKENS).where(TOKENS.c.name == _NAME).with_for_update()
+    return int(verified(TOKENS, connection.execute(query).mappings().one())["last"])
+
+
+def set_last_token(connection: Connection, token: int) -> None:
+    update_rows(connection, TOKENS, TOKENS.c.name == _NAME, {"last": token})

@@ -1,0 +1,272 @@
+"""From a submission to an accepted operation: keys, bounds, the body, the record.
+
+Enters a validated submission, leaves a queued record, the first one for a retry, or a typed error.
+Invariant: an operation is in the queue only once its body, then its record, are durable; what is
+refused takes no seq and leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+from ratoon.engine.crash_points import CrashPoint
+from ratoon.engine.files.disk import check_room, disk_full, disk_refusal, full_disk_refused
+from ratoon.engine.files.paths import safe_name
+from ratoon.engine.journal.checkpoints import check_own_id
+from ratoon.engine.journal.records import (
+    JournalState,
+    OperationRecord,
+)
+from ratoon.engine.policy import telemetry
+from ratoon.engine.policy.run import PolicyRun
+from ratoon.engine.policy.sequencer import Known, check_key, check_reuse
+from ratoon.engine.refusals import overtaken
+from ratoon.engine.types import (
+    Command,
+    DiscardGradientsCommand,
+    ForwardBackwardCommand,
+    ForwardCommand,
+    LoadCheckpointCommand,
+    NoKey,
+    OperationKey,
+    OperationKind,
+    OptimStepCommand,
+    PolicyState,
+    RequestKey,
+    SaveCheckpointCommand,
+    SeqKey,
+    Submission,
+    UpdateCommand,
+)
+from ratoon.engine.worker.tasks import FencedError
+from ratoon.errors import RatoonError, invalid
+
+KINDS: dict[type[Command], OperationKind] = {
+    UpdateCommand: OperationKind.UPDATE,
+    ForwardBackwardCommand: OperationKind.FORWARD_BACKWARD,
+    OptimStepCommand: OperationKind.OPTIM_STEP,
+    DiscardGradientsCommand: OperationKind.DISCARD_GRADIENTS,
+    ForwardCommand: OperationKind.FORWARD,
+    SaveCheckpointCommand: OperationKind.SAVE_CHECKPOINT,
+    LoadCheckpointCommand: OperationKind.LOAD_CHECKPOINT,
+}
+
+
+class JournalUnknownError(Exception):
+    """A write of the journal was not answered: whether it happened must be read again."""
+
+
+def new_operation_id(policy_id: str) -> str:
+    """The policy is in it, so that routing a handle needs no lookup."""
+    return f"{policy_id}.{uuid.uuid4().hex}"
+
+
+class Admission:
+    """`find` and `accept` are called by whoever holds the controller's lock."""
+
+    def __init__(self, run: PolicyRun) -> None:
+        self._run = run
+
+    async def check(self, submission: Submission) -> None:
+        """Judge what depends on nothing else. Raises INVALID_ARGUMENT."""
+        command, key = submission.command, submission.key
+        if not (isinstance(key, NoKey) and isinstance(command, ForwardCommand)):
+            check_key(key, self._run.spec.sequencing)
+        match command:
+            case SaveCheckpointCommand(checkpoint_id=""):
+                pass  # Named by seq and version when it runs.
+            case SaveCheckpointCommand() | LoadCheckpointCommand():
+                check_own_id(safe_name("checkpoint_id", command.checkpoint_id))
+            case _:
+                pass
+        digest = body_digest(command)
+        if digest and await asyncio.to_thread(_sha256, submission.body) != digest:
+            raise invalid("body_digest", digest, "the SHA-256 of the body")
+
+    async def hold(self, operation_id: str, submission: Submission) -> RatoonError | None:
+        """Make the body durable, for the operation that the submission may become.
+
+        Returns why not, where the disk has no room for it: what it is a retry of needs none.
+        """
+        if not self._is_awaited(submission.key):
+            refusal = await self.disk_refusal(len(submission.body))
+            if refusal is not None:
+                return refusal
+        digest = body_digest(submission.command)
+        if digest:
+            try:
+                await self._run.bodies.hold(operation_id, digest, submission.body)
+            except FileNotFoundError as err:
+                # The temporary file: a controller that starts takes it for a crashed one's.
+                raise overtaken() from err
+            except OSError as err:
+                refusal = disk_full(err)
+                if refusal is None:
+                    raise
+                return refusal
+            self._run.reach(CrashPoint.ENGINE_AFTER_BODY)
+        return None
+
+    async def disk_refusal(self, wanted_bytes: int) -> RatoonError | None:
+        """Why so many bytes more are not taken; None: there is room."""
+        run = self._run
+        reserve = run.limits.min_free_disk_bytes
+        return await asyncio.to_thread(disk_refusal, run.paths.root, wanted_bytes, reserve)
+
+    async def drop(
+        self, operation_id: str, submission: Submission, first: OperationRecord | None
+    ) -> None:
+        """Let go of the body: the submission is not accepted, or it is a retry of `first`."""
+        digest = body_digest(submission.command)
+        if not digest:
+            return
+        # A record has its command for as long as its body is needed. Where this controller was
+        # replaced, the newer one may have accepted the same meanwhile.
+        is_needed = first is not None and first.command is not None
+        if is_needed or self._run.state is PolicyState.FAILED:
+            await self._run.bodies.forget(operation_id, digest)
+        else:
+            await self._run.bodies.release(operation_id, digest)
+
+    async def find(self, key: OperationKey, payload: str) -> OperationRecord | None:
+        """The operation that a retry means. Raises KEY_REUSED for another payload."""
+        record = await self._run.ports.journal.find_key(self._run.policy_id, key)
+        if record is None:
+            return None
+        known = Known(operation_id=record.operation_id, payload_hash=record.payload_hash)
+        check_reuse(key, payload, known)
+        return record
+
+    async def accept(
+        self, operation_id: str, submission: Submission, payload: str
+    ) -> OperationRecord:
+        """Make a new operation, whose body is held, durable and queue it.
+
+        Raises RESOURCE_EXHAUSTED, BODY_TOO_LARGE over a quota, and `JournalUnknownError` where the
+        journal did not answer.
+        """
+        run = self._run
+        seq = self._seq(submission.key)
+        self._check_room(submission)
+        record = self._record(operation_id, submission, seq, payload)
+        async with self._claimed(operation_id, submission):
+            if seq:
+                await self._journal(record, run.sequencer.next_free_after(seq))
+        if seq:
+            run.sequencer.accept(seq, record.operation_id)
+        run.bodies.land(operation_id)
+        run.ledger.add(record)
+        run.send(telemetry.entered(record, JournalState.ACCEPTED))
+        return record
+
+    async def _journal(self, record: OperationRecord, next_seq: int) -> None:
+        self._run.reach(CrashPoint.ENGINE_BEFORE_ACCEPT)
+        try:
+            await self._run.ports.journal.accept(self._run.token, record, next_seq)
+        except (FencedError, RatoonError):
+            raise
+        except Exception as err:
+            self._run.bodies.land(record.operation_id)
+            raise JournalUnknownError(record.operation_id) from err
+        self._run.reach(CrashPoint.ENGINE_AFTER_ACCEPT)
+
+    def _seq(self, key: OperationKey) -> int:
+        match key:
+            case SeqKey(seq=seq):
+                return seq
+            case RequestKey():
+                return self._run.sequencer.next_free
+            case NoKey():
+                return 0
+
+    @asynccontextmanager
+    async def _claimed(
+        self, operation_id: str, submission: Submission
+    ) -> AsyncGenerator[None, None]:
+        """Count the operation as open, and its tokens, unless the block refuses it."""
+        run, now = self._run, self._run.ports.now()
+        holder, num_tokens = submission.holder, submission.num_tokens
+        with full_disk_refused():
+            await run.claims.take(
+                run.policy_id,
+                operation_id,
+                holder,
+                num_tokens=num_tokens,
+                body_bytes=len(submission.body),
+                now=now,
+                is_awaited=self._is_awaited(submission.key),
+            )
+        try:
+            yield
+        except RatoonError:
+            await run.claims.undo(operation_id, holder, num_tokens, now)
+            raise
+
+    def _is_awaited(self, key: OperationKey) -> bool:
+        """The seq that all others wait for is let in even where the queue has no room."""
+        return self._seq(key) == self._run.sequencer.turn
+
+    def _check_room(self, submission: Submission) -> None:
+        run, limits = self._run, self._run.limits
+        if self._is_awaited(submission.key):
+            return
+        num_open, used = run.ledger.num_open, run.claims.open_bytes(run.policy_id)
+        name = f"policy {run.policy_id}: open operations"
+        check_room(name, "open_operations", num_open, 1, limits.max_open_operations)
+        name, wanted = f"policy {run.policy_id}: bytes of open operations", len(submission.body)
+        check_room(name, "queued_bytes", used, wanted, limits.max_queued_bytes)
+
+    def _record(
+        self, operation_id: str, submission: Submission, seq: int, payload: str
+    ) -> OperationRecord:
+        run, key, command = self._run, submission.key, submission.command
+        return OperationRecord(
+            operation_id=operation_id,
+            policy_id=run.policy_id,
+            kind=KINDS[type(command)],
+            seq=seq,
+            request_id=key.request_id if isinstance(key, RequestKey) else "",
+            payload_hash=payload,
+            command=command,
+            body_digest=body_digest(command),
+            body_bytes=len(submission.body),
+            key_id=submission.holder.key_id,
+            state=JournalState.ACCEPTED,
+            choices=None,
+            result=None,
+            version=None,
+            weights_digest="",
+            numerics="",
+            created_at=run.ports.now(),
+            started_at=None,
+            finished_at=None,
+        )
+
+
+def body_digest(command: Command) -> str:
+    """SHA-256 of the body that the command names; "": it has none."""
+    match command:
+        case (
+            UpdateCommand(body_digest=digest)
+            | ForwardBackwardCommand(body_digest=digest)
+            | ForwardCommand(body_digest=digest)
+        ):
+            return digest
+        case _:
+            return ""
+
+
+def named_forward(command: Command | None) -> str:
+    """Id of the Forward whose log-probs the command asks for; "": none."""
+    if not isinstance(command, UpdateCommand | ForwardBackwardCommand):
+        return ""
+    old = command.loss.old_logprobs
+    return old.forward_operation_id if old is not None else ""
+
+
+def _sha256(body: bytes) -> str:
+    return hashlib.sha256(body).hexdigest()

@@ -1,0 +1,146 @@
+"""What is chosen for an operation whose turn has come, or the reason why it may not run.
+
+Nothing has been touched when it raises, so a refused operation needs no repair.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from ratoon.engine.files.paths import drop_checkpoint_folder
+from ratoon.engine.journal.records import JournalState, OperationRecord
+from ratoon.engine.policy.admission import named_forward
+from ratoon.engine.policy.run import PolicyRun
+from ratoon.engine.types import (
+    CheckpointInfo,
+    Command,
+    DiscardGradientsCommand,
+    ForwardBackwardCommand,
+    ForwardCommand,
+    ForwardResult,
+    LoadCheckpointCommand,
+    OptimStepCommand,
+    SaveCheckpointCommand,
+    UpdateCommand,
+)
+from ratoon.engine.worker.tasks import NO_FORWARD, Choices
+from ratoon.errors import ErrorCode, RatoonError, invalid
+
+
+class TaskBuilder:
+    """Reads the run and the journal; changes neither."""
+
+    def __init__(self, run: PolicyRun) -> None:
+        self._run = run
+
+    async def choose(self, record: OperationRecord) -> Choices:
+        """All but the cuts of a batch, which are the worker's.
+
+        Raises VERSION_MISMATCH, WINDOW_OPEN, WINDOW_EMPTY, WINDOW_POISONED, CHECKPOINT_NOT_FOUND.
+        """
+        command, run = record.command, self._run
+        assert command is not None, "an open record keeps its command"
+        self._check_version(command)
+        match command:
+            case UpdateCommand():
+                run.window.check_update()
+                name = await self._forward_file(command)
+                return Choices(old_logprobs=name, next_version=run.max_version + 1)
+            case ForwardBackwardCommand():
+                return Choices(old_logprobs=await self._forward_file(command))
+            case OptimStepCommand():
+                run.window.select(command.include_seqs)
+                return Choices(next_version=run.max_version + 1)
+            case ForwardCommand() | DiscardGradientsCommand():
+                return Choices()
+            case SaveCheckpointCommand():
+                return Choices(checkpoint=await self._to_save(record, command))
+            case LoadCheckpointCommand():
+                return Choices(checkpoint=await self._to_load(command))
+
+    async def _to_save(
+        self, record: OperationRecord, command: SaveCheckpointCommand
+    ) -> CheckpointInfo:
+        run = self._run
+        checkpoint_id = command.checkpoint_id or f"seq{record.seq}-v{run.version}"
+        checkpoints = await run.ports.journal.checkpoints(run.policy_id)
+        known = {checkpoint.info.checkpoint_id for checkpoint in checkpoints}
+        if checkpoint_id in known:
+            raise invalid("checkpoint_id", checkpoint_id, "a name that no checkpoint has yet")
+        # Of a save that failed and was killed before it could take it away.
+        await run.check_newest()
+        await asyncio.to_thread(drop_checkpoint_folder, run.paths, checkpoint_id)
+        return CheckpointInfo(
+            checkpoint_id=checkpoint_id,
+            version=run.version,
+            seq=record.seq,
+            replay_from_seq=run.window.replay_from(record.seq),
+            created_at=0.0,
+            size_bytes=0,
+        )
+
+    async def _to_load(self, command: LoadCheckpointCommand) -> CheckpointInfo:
+        run = self._run
+        for checkpoint in await run.ports.journal.checkpoints(run.policy_id):
+            info = checkpoint.info
+            if info.checkpoint_id == command.checkpoint_id and not checkpoint.is_automatic:
+                await run.archive.restore_checkpoint(info.checkpoint_id)
+                return info
+        raise RatoonError(
+            ErrorCode.CHECKPOINT_NOT_FOUND,
+            f"checkpoint_id: no checkpoint {command.checkpoint_id}",
+            field="checkpoint_id",
+            got=command.checkpoint_id,
+            expected="a checkpoint of this policy",
+        )
+
+    def _check_version(self, command: Command) -> None:
+        match command:
+            case (
+                UpdateCommand(expected_version=expected)
+                | ForwardBackwardCommand(expected_version=expected)
+                | OptimStepCommand(expected_version=expected)
+                | ForwardCommand(expected_version=expected)
+            ):
+                if expected is None or expected == self._run.version:
+                    return
+                raise RatoonError(
+                    ErrorCode.VERSION_MISMATCH,
+                    f"expected_version: got {expected}, the policy is at {self._run.version}",
+                    field="expected_version",
+                    got=str(expected),
+                    expected=str(self._run.version),
+                    details={"version": str(self._run.version)},
+                )
+            case DiscardGradientsCommand() | SaveCheckpointCommand() | LoadCheckpointCommand():
+                return
+
+    async def _forward_file(self, command: UpdateCommand | ForwardBackwardCommand) -> str:
+        """Name of the file with the old log-probs that the command asks for; "": none asked for."""
+        operation_id = named_forward(command)
+        if not operation_id:
+            return NO_FORWARD
+        run = self._run
+        live = run.ledger.find(operation_id)
+        record = live.record if live else await run.ports.journal.find_operation(operation_id)
+        if record is None:
+            # One without a key is in no journal; its files are there while they are kept.
+            for path in run.paths.results.iterdir():
+                if path.suffix and operation_id == run.policy_id + path.suffix:
+                    return path.name
+        field, expected = "loss.old_logprobs.forward_operation_id", "a finished Forward"
+        if record is None or record.policy_id != run.policy_id:
+            raise invalid(field, operation_id, f"{expected} of this policy")
+        if record.state is not JournalState.APPLIED:
+            raise invalid(field, f"{record.kind} that is {record.state.public}", expected)
+        if not isinstance(record.result, ForwardResult):
+            raise invalid(field, str(record.kind), expected)
+        name = forward_file_name(operation_id, record.result.digest)
+        if not (run.paths.results / name).exists():
+            raise invalid(field, "a Forward whose result has expired", expected)
+        return name
+
+
+def forward_file_name(operation_id: str, digest: str) -> str:
+    """The file beside a Forward's output that says whose log-probs are in it."""
+    return f"{digest}.{operation_id.rpartition('.')[2]}"

@@ -1,0 +1,243 @@
+"""Automatic checkpoints of a policy that recovers by replay: when, and what they make superfluous.
+
+Enters operations as they end, leaves checkpoints, and less on disk. Invariant: bodies and older
+checkpoints are deleted only after the journal says that a checkpoint which was read back covers
+them; whatever fails on the way loses nothing and is tried again.
+
+    due -> copied between two turns -> written while others run -> journaled -> superseded deleted
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+
+from ratoon import metrics
+from ratoon.config import CheckpointConfig
+from ratoon.engine.crash_points import CrashPoint
+from ratoon.engine.files.paths import drop_checkpoint_folder, names_in
+from ratoon.engine.journal.checkpoints import Checkpoint, Covered, automatic_id
+from ratoon.engine.journal.records import (
+    RUN_KINDS,
+    JournalState,
+    OperationRecord,
+)
+from ratoon.engine.policy.run import PolicyRun
+from ratoon.engine.types import CheckpointInfo
+from ratoon.engine.worker.tasks import FencedError
+from ratoon.errors import RatoonError
+from ratoon.log import get_logger
+
+_LOG = get_logger("checkpointer")
+# After a failure.
+_RETRY_S = 30.0
+
+
+@dataclass(slots=True, kw_only=True)
+class _Since:
+    """What has ended since the newest checkpoint. `first_at`: seconds of the event loop's clock."""
+
+    num_operations: int = 0
+    size_bytes: int = 0
+    first_at: float | None = None
+
+
+class Checkpointer:
+    """Used by the turn loop's coroutine. A policy with `recovery: fail` has none taken."""
+
+    def __init__(self, run: PolicyRun) -> None:
+        self._run = run
+        self._since = _Since()
+        self._retry_at = 0.0
+        self._landing: asyncio.Task[None] | None = None
+
+    @property
+    def _config(self) -> CheckpointConfig:
+        return self._run.checkpoints
+
+    async def start(self) -> None:
+        """Count what ended since the newest checkpoint, and free what an earlier run left."""
+        run = self._run
+        self._since = _Since()
+        known = await run.ports.journal.checkpoints(run.policy_id)
+        names = {checkpoint.info.checkpoint_id for checkpoint in known}
+        if run.stored_outcome is not None:
+            # Its record is completed in its turn.
+            result = run.stored_outcome.result
+            names |= {result.checkpoint_id} if isinstance(result, CheckpointInfo) else set()
+        await drop_unknown_checkpoints(run, names)
+        if not run.replays:
+            return
+        newest_seq = known[-1].info.seq if known else 0
+        for record in await run.ports.journal.records_from(run.policy_id, newest_seq + 1):
+            if record.state.is_final:
+                self.note(record)
+        await self._cover(None)
+
+    async def stop(self) -> None:
+        """Land nothing more; what is being written is not journaled."""
+        landing, self._landing = self._landing, None
+        if landing is not None:
+            landing.cancel()
+            await asyncio.wait([landing])  # A cancel of who stops it is not taken for its own.
+
+    def abandon(self) -> None:
+        """The same, and wait for nothing."""
+        if self._landing is not None:
+            self._landing.cancel()
+
+    def note(self, record: OperationRecord) -> None:
+        """A sequenced operation has ended."""
+        run, since = self._run, self._since
+        if not run.replays:
+            return
+        if record.state is JournalState.APPLIED and record.kind in RUN_KINDS:
+            since.num_operations += 1
+        if record.body_digest:
+            with contextlib.suppress(FileNotFoundError):
+                since.size_bytes += run.paths.body(record.body_digest).stat().st_size
+        if since.first_at is None and (since.num_operations or since.size_bytes):
+            since.first_at = _clock()
+
+    def wait_s(self) -> float | None:
+        """Seconds until one is due, if nothing ends meanwhile; 0: now; None: never."""
+        since, config = self._since, self._config
+        is_landing = self._landing is not None and not self._landing.done()
+        if since.first_at is None or is_landing:
+            return None
+        due_at = since.first_at + config.every_s if config.every_s else None
+        if (config.every_operations and since.num_operations >= config.every_operations) or (
+            config.every_bytes and since.size_bytes >= config.every_bytes
+        ):
+            due_at = 0.0
+        return None if due_at is None else max(0.0, max(due_at, self._retry_at) - _clock())
+
+    async def take(self, on_landed: Callable[[], None]) -> None:
+        """Copy the state as of the last turn; it is written and journaled in the background.
+
+        Raises `WorkerLostError`. `on_landed`: another one may be due.
+        """
+        run, seq = self._run, self._run.sequencer.turn - 1
+        info = CheckpointInfo(
+            checkpoint_id=automatic_id(seq, run.token),
+            version=run.version,
+            seq=seq,
+            replay_from_seq=run.window.replay_from(seq),
+            created_at=run.ports.now(),
+            size_bytes=0,
+        )
+        run.reach(CrashPoint.ENGINE_BEFORE_CHECKPOINT)
+        try:
+            digest = await run.ports.worker.snapshot(run.token)
+        except RatoonError as error:
+            self._failed(info, error)
+            return
+        taken, self._since = self._since, _Since()
+        landing = self._land(Checkpoint(info=info, weights_digest=digest), taken)
+        self._landing = asyncio.get_running_loop().create_task(landing)
+        self._landing.add_done_callback(lambda _: on_landed())
+
+    async def take_now(self) -> None:
+        """The same, to its end."""
+        await self.take(lambda: None)
+        if self._landing is not None:
+            await self._landing
+
+    async def drop_unsaved(self, checkpoint_id: str) -> None:
+        """A caller's checkpoint is journaled to have failed: its folder goes.
+
+        From the archive at the next start, or once the name is used again.
+        """
+        await asyncio.to_thread(drop_checkpoint_folder, self._run.paths, checkpoint_id)
+
+    async def cover_saved(self) -> None:
+        """A caller's checkpoint is journaled: it covers as much as one of ours."""
+        self._since = _Since()
+        await self._cover(None)
+
+    async def _land(self, checkpoint: Checkpoint, taken: _Since) -> None:
+        run, info = self._run, checkpoint.info
+        try:
+            await self._write(checkpoint)
+        except FencedError as err:
+            _LOG.warning("fenced", policy_id=run.policy_id, reason=str(err))
+        except Exception as err:  # noqa: BLE001 - nothing is lost: the older checkpoint stays
+            since = self._since
+            self._since = _Since(
+                num_operations=taken.num_operations + since.num_operations,
+                size_bytes=taken.size_bytes + since.size_bytes,
+                first_at=taken.first_at,
+            )
+            self._failed(info, err)
+        else:
+            _LOG.info("checkpoint", policy_id=run.policy_id, checkpoint_id=info.checkpoint_id)
+            run.send([metrics.CHECKPOINTS.sample(1, "written")])
+
+    async def _write(self, checkpoint: Checkpoint) -> None:
+        run, info = self._run, checkpoint.info
+        known = await run.ports.journal.checkpoints(run.policy_id)
+        if info.checkpoint_id not in {earlier.info.checkpoint_id for earlier in known}:
+            folder = run.paths.checkpoint(info.checkpoint_id)
+            # Of a try that failed before it could be journaled.
+            await _drop(run, info.checkpoint_id)
+            size_bytes = await run.ports.worker.write_snapshot(run.token, str(folder))
+            await run.archive.keep_checkpoint(info.checkpoint_id)
+            checkpoint = replace(checkpoint, info=replace(info, size_bytes=size_bytes))
+        run.reach(CrashPoint.ENGINE_BEFORE_COVER)
+        await self._cover(checkpoint)
+        run.reach(CrashPoint.ENGINE_AFTER_COLLECT)
+
+    async def _cover(self, automatic: Checkpoint | None) -> None:
+        run, keep = self._run, self._config.keep
+        covered = await run.ports.journal.cover(run.token, run.policy_id, automatic, keep)
+        run.reach(CrashPoint.ENGINE_AFTER_COVER)
+        await self._collect(covered)
+
+    async def _collect(self, covered: Covered) -> None:
+        """Delete what the journal needs no more; the next start deletes what a crash leaves."""
+        run = self._run
+        for operation_id, digest in covered.bodies:
+            await run.bodies.release(operation_id, digest)
+        for checkpoint_id in covered.checkpoint_ids:
+            await _drop(run, checkpoint_id)
+
+    def _failed(self, info: CheckpointInfo, error: Exception) -> None:
+        run = self._run
+        _LOG.error(
+            "checkpoint failed",
+            policy_id=run.policy_id,
+            checkpoint_id=info.checkpoint_id,
+            reason=f"{type(error).__name__}: {error}",
+        )
+        run.send([metrics.CHECKPOINTS.sample(1, "failed")])
+        self._retry_at = _clock() + _RETRY_S
+
+
+async def drop_unknown_checkpoints(run: PolicyRun, known: Collection[str]) -> None:
+    """Delete checkpoints that were never journaled: their names are free.
+
+    `known`: the names that are, or will be. Raises `FencedError` where another controller has taken
+    over: what is not known may be its own. What it makes later is not in the list.
+    """
+    here = await asyncio.to_thread(names_in, run.paths.checkpoints)
+    archived = frozenset[str]()
+    try:
+        archived = await run.archive.checkpoint_names()
+    except RatoonError as error:  # The next start deletes them.
+        _LOG.warning("archive not cleaned", policy_id=run.policy_id, error=error.message)
+    await run.check_newest()
+    for name in {*here}.difference(known):
+        await asyncio.to_thread(drop_checkpoint_folder, run.paths, name)
+    for name in archived.difference(known):
+        await run.archive.drop_checkpoint(name)
+
+
+async def _drop(run: PolicyRun, checkpoint_id: str) -> None:
+    await asyncio.to_thread(drop_checkpoint_folder, run.paths, checkpoint_id)
+    await run.archive.drop_checkpoint(checkpoint_id)
+
+
+def _clock() -> float:
+    return asyncio.get_running_loop().time()

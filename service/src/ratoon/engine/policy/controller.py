@@ -1,0 +1,299 @@
+"""The owner of one policy: takes submissions, runs them in seq order, answers for them.
+
+An operation belongs to the controller, not to its caller: a caller that goes away changes nothing.
+
+States are the policy's: creating -> ready -> deleting, or failed where the loop cannot go on.
+Whatever the loop does not handle sends it back to `start_policy`, which believes the journal and
+the worker only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from functools import partial
+
+from ratoon.engine.files.disk import full_disk_refused, is_disk_full
+from ratoon.engine.files.paths import drop_expired_results
+from ratoon.engine.files.uploads import UploadFiles
+from ratoon.engine.journal.codec import payload_hash
+from ratoon.engine.journal.records import (
+    JournalState,
+    OperationEnd,
+    OperationRecord,
+)
+from ratoon.engine.policy import telemetry
+from ratoon.engine.policy.admission import (
+    Admission,
+    JournalUnknownError,
+    named_forward,
+    new_operation_id,
+)
+from ratoon.engine.policy.checkpointer import Checkpointer
+from ratoon.engine.policy.executor import Executor
+from ratoon.engine.policy.ledger import LiveOperation
+from ratoon.engine.policy.publisher import Publisher
+from ratoon.engine.policy.run import PolicyRun
+from ratoon.engine.policy.turns import TurnLoop
+from ratoon.engine.policy.views import OperationViews, view_of
+from ratoon.engine.refusals import cancelled, draining, overtaken, policy_not_ready
+from ratoon.engine.types import (
+    NOBODY,
+    FailedResult,
+    ForwardResult,
+    Holder,
+    NoKey,
+    Operation,
+    PolicyState,
+    Submission,
+)
+from ratoon.engine.worker.tasks import FencedError, WorkerLostError
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon.stream.manifest import WeightManifest
+
+
+class Controller:
+    """Its methods may be called concurrently on one event loop."""
+
+    def __init__(self, run: PolicyRun) -> None:
+        self._run = run
+        self._views = OperationViews(run)
+        self._publisher = Publisher(run)
+        self._admission = Admission(run)
+        # Held by whoever changes the queue: submissions, cancellations, a restart.
+        self._lock = asyncio.Lock()
+        checkpointer = Checkpointer(run)
+        executor = Executor(run, self._publisher, checkpointer)
+        self._turns = TurnLoop(run, executor, self._publisher, checkpointer, self._lock)
+        self._uploads = UploadFiles(
+            run.paths,
+            ttl_s=run.limits.upload_ttl_s,
+            max_upload_bytes=run.limits.max_body_bytes,
+            max_total_bytes=run.limits.max_queued_bytes,
+        )
+        # The journal may have a seq that memory has not, which would be given or counted again.
+        self._lacks_seq = False
+        self._is_draining = False
+
+    @property
+    def state(self) -> PolicyState:
+        return self._run.state
+
+    async def start(self) -> None:
+        """Own the policy and begin to take turns. Raises `RatoonError` where it cannot load."""
+        await self._turns.start()
+
+    async def close(self, grace_s: float) -> None:
+        """Take nothing more, cancel what is open, and stop; for a policy that is deleted."""
+        self._run.state = PolicyState.DELETING
+        for live in self._run.ledger.open_operations():
+            with contextlib.suppress(Exception):  # The policy and its journal go anyway.
+                await self.cancel_operation(live.operation_id)
+        await self._turns.stop(grace_s)
+        for live in self._run.ledger.open_operations():
+            live.fail(cancelled(live.operation_id), self._run.ports.now())
+            self._run.ledger.settle(live)
+
+    async def drain(self, grace_s: float) -> None:
+        """Take nothing more and let what runs end within `grace_s` seconds.
+
+        What is queued is in the journal; the next start goes on with it.
+        """
+        self._is_draining = True
+        self._turns.pause()
+        await self._turns.stop(grace_s)
+        self._views.let_go()
+
+    def abandon(self) -> None:
+        """Stop at once and without a word, as a crash would; who waits is let go."""
+        self._turns.abandon()
+        self._run.claims.restore(self._run.policy_id, ())
+        self._views.let_go()
+
+    async def submit(self, submission: Submission) -> Operation:
+        """Accept an operation durably, or return the first one's handle for a retry.
+
+        Raises POLICY_NOT_READY, INVALID_ARGUMENT, KEY_REUSED, RESOURCE_EXHAUSTED (nothing is
+        accepted then, and no seq is taken), and UNAVAILABLE where the journal does not answer: the
+        operation may have been accepted, and a retry finds out.
+        """
+        self._check_taking()
+        await self._admission.check(submission)
+        operation_id = new_operation_id(self._run.policy_id)
+        refusal = await self._admission.hold(operation_id, submission)
+        try:
+            async with self._lock:
+                self._check_taking()
+                first = await self._first(submission)
+                if first is None and refusal is not None:
+                    raise refusal
+                self._lacks_seq = self._lacks_seq and not self._turns.is_known
+                if first is None and self._lacks_seq:
+                    raise _read_again()
+                record = first or await self._accept(operation_id, submission)
+        except JournalUnknownError as err:
+            self._lacks_seq = True
+            raise self._unknown() from err
+        except FencedError as err:
+            self._run.state = PolicyState.FAILED
+            raise overtaken() from err
+        except Exception:
+            await self._admission.drop(operation_id, submission, None)
+            raise
+        if first is not None:
+            await self._admission.drop(operation_id, submission, first)
+        live = self._run.ledger.find(record.operation_id)
+        return view_of(record) if live is None else await self._views.of(live)
+
+    async def get_operation(self, operation_id: str, wait_s: float) -> Operation:
+        """See `OperationViews.get`."""
+        return await self._views.get(operation_id, wait_s)
+
+    async def watch_operation(self, seen: Operation, wait_s: float) -> Operation:
+        """See `OperationViews.watch`."""
+        return await self._views.watch(seen, wait_s)
+
+    async def cancel_operation(self, operation_id: str) -> Operation:
+        """End a queued operation, ask a running one to stop; an ended one stays as it is.
+
+        Raises OPERATION_NOT_FOUND, UNAVAILABLE where the journal does not answer or must be read
+        again, POLICY_NOT_READY where it is not read again.
+        """
+        live = self._run.ledger.find(operation_id)
+        if live is None:
+            record = await self._views.past(operation_id)
+            if not record.state.is_final:
+                self._check_ready()
+                raise _read_again()
+            return view_of(record)
+        async with self._lock:
+            if not live.is_started and not live.is_final:
+                await self._cancel_queued(live)
+                self._turns.wake()
+        if not live.is_final:
+            live.cancel_requested = True
+            with contextlib.suppress(WorkerLostError):  # The loop sees it too, and acts on it.
+                await self._run.ports.worker.cancel(operation_id)
+        return await self._views.of(live)
+
+    async def weight_manifest(self, version: int | None) -> WeightManifest:
+        """Of a published version, None: the newest; published now where that is on request.
+
+        What a failed policy has published can be read still. Raises WEIGHTS_NOT_FOUND,
+        POLICY_NOT_READY.
+        """
+        if not self._run.failure:
+            self._check_ready()
+            if self._publisher.is_wanted(version):
+                await self._turns.publish()
+        async with self._lock:  # Not while versions are rolled back.
+            return await self._publisher.manifest(version)
+
+    async def put_upload_part(
+        self, upload_id: str, part_index: int, body: bytes, holder: Holder = NOBODY
+    ) -> None:
+        """Keep a part of a batch.
+
+        Raises KEY_REUSED, BODY_TOO_LARGE, POLICY_NOT_READY, RESOURCE_EXHAUSTED.
+        """
+        self._check_taking()
+        refusal = await self._admission.disk_refusal(len(body))
+        if refusal is not None:
+            raise refusal
+        with full_disk_refused():
+            await asyncio.to_thread(
+                self._uploads.put,
+                upload_id,
+                part_index,
+                body,
+                key_id=holder.key_id,
+                check_key=partial(self._run.claims.check_upload, holder),
+            )
+
+    async def get_upload_parts(self, upload_id: str, num_parts: int) -> list[bytes]:
+        """Parts 0 to num_parts - 1. Raises UPLOAD_NOT_FOUND naming the missing one."""
+        self._check_ready()
+        return await asyncio.to_thread(self._uploads.get, upload_id, num_parts)
+
+    async def sweep(self) -> None:
+        """Delete uploads and results that have expired."""
+        protected = await self._named_results()
+        ttl_s = self._run.limits.result_ttl_s
+        await asyncio.to_thread(self._uploads.drop_expired)
+        await asyncio.to_thread(drop_expired_results, self._run.paths, ttl_s, protected)
+
+    async def _first(self, submission: Submission) -> OperationRecord | None:
+        """The operation that this is a retry of."""
+        if isinstance(submission.key, NoKey):
+            return None
+        payload = payload_hash(submission.command)
+        return await self._admission.find(submission.key, payload)
+
+    async def _accept(self, operation_id: str, submission: Submission) -> OperationRecord:
+        payload = payload_hash(submission.command)
+        record = await self._admission.accept(operation_id, submission, payload)
+        if 0 < record.seq < self._run.sequencer.highest:
+            for live in self._run.ledger.open_operations():
+                live.wake()  # `blocked_by_seq` of those behind it has changed.
+        self._turns.wake()
+        return record
+
+    async def _named_results(self) -> frozenset[str]:
+        """Digests of Forward results that open operations, or a recovery, will read."""
+        run = self._run
+        records = [live.record for live in run.ledger.open_operations()]
+        digests = set(await run.ports.journal.results_in_use(run.policy_id))
+        # Of what runs, or has run and is not journaled to have ended.
+        names = [r.choices.old_logprobs for r in records if r.choices is not None]
+        digests.update(name.partition(".")[0] for name in names if name)
+        for operation_id in filter(None, (named_forward(record.command) for record in records)):
+            live = run.ledger.find(operation_id)
+            record = live.record if live else await run.ports.journal.find_operation(operation_id)
+            if record is not None and isinstance(record.result, ForwardResult):
+                digests.add(record.result.digest)
+        return frozenset(digests)
+
+    async def _cancel_queued(self, live: LiveOperation) -> None:
+        run, record = self._run, live.record
+        error = cancelled(record.operation_id)
+        result, now = FailedResult(error=error.to_dict()), run.ports.now()
+        if record.seq:
+            end = OperationEnd(
+                operation_id=record.operation_id,
+                state=JournalState.CANCELLED,
+                result=result,
+                version=run.version,
+                started_at=None,
+                finished_at=now,
+            )
+            try:
+                await run.ports.journal.end(run.token, run.policy_id, end)
+            except Exception as err:
+                if is_disk_full(err):
+                    raise
+                raise self._unknown() from err
+            run.sequencer.consume(record.seq)
+        live.end(JournalState.CANCELLED, result, now)
+        run.ledger.settle(live)
+        run.send(telemetry.entered(live.record, JournalState.CANCELLED))
+        if record.body_digest:
+            await run.bodies.release(record.operation_id, record.body_digest)
+
+    def _unknown(self) -> RatoonError:
+        """A write was not answered: no turn is taken before the journal has been read again."""
+        self._turns.restart()
+        return RatoonError(ErrorCode.UNAVAILABLE, "the journal does not answer; ask again")
+
+    def _check_taking(self) -> None:
+        if self._is_draining:
+            raise draining()
+        self._check_ready()
+
+    def _check_ready(self) -> None:
+        if self._run.state is not PolicyState.READY:
+            run = self._run
+            raise policy_not_ready(run.policy_id, run.state, run.failure)
+
+
+def _read_again() -> RatoonError:
+    return RatoonError(ErrorCode.UNAVAILABLE, "the journal is read again; ask again")

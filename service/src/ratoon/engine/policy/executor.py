@@ -1,0 +1,274 @@
+"""One operation from its turn to its end: choose, apply, journal, publish.
+
+The worker counts a seq before the journal says how it ended, so that after a crash the worker's
+last outcome completes the record, with all that was chosen for it; what neither of them has ended
+was told to nobody, and is chosen anew.
+
+    accepted -> [choose, apply] -> applied, failed or cancelled -> [publish, restore]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from dataclasses import replace
+from typing import TypeVar
+
+from ratoon.engine.crash_points import CrashPoint
+from ratoon.engine.journal.checkpoints import Checkpoint
+from ratoon.engine.journal.records import CLOSING_KINDS, JournalState, OperationEnd, OperationRecord
+from ratoon.engine.policy import telemetry
+from ratoon.engine.policy.builder import TaskBuilder
+from ratoon.engine.policy.checkpointer import Checkpointer
+from ratoon.engine.policy.ledger import LiveOperation
+from ratoon.engine.policy.publisher import Publisher
+from ratoon.engine.policy.run import PolicyRun
+from ratoon.engine.policy.window import Window
+from ratoon.engine.refusals import cancelled
+from ratoon.engine.types import (
+    CheckpointInfo,
+    FailedResult,
+    OperationKind,
+    OperationResult,
+    OperationState,
+    OptimStepCommand,
+    StepResult,
+)
+from ratoon.engine.worker.tasks import Choices, Outcome, Task, WorkerLostError
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon.log import get_logger
+
+T = TypeVar("T")
+
+_LOG = get_logger("executor")
+# Workers that may be lost to one operation, one after the other.
+MAX_LOSSES = 4
+
+_JOURNAL_STATE = {
+    OperationState.DONE: JournalState.APPLIED,
+    OperationState.FAILED: JournalState.FAILED,
+    OperationState.CANCELLED: JournalState.CANCELLED,
+}
+
+
+class Executor:
+    """Used by one coroutine at a time. Lets `WorkerLostError` and `FencedError` through.
+
+    An operation to which worker after worker is lost ends failed: the policy goes on without it.
+    """
+
+    def __init__(self, run: PolicyRun, publisher: Publisher, checkpointer: Checkpointer) -> None:
+        self._run = run
+        # The operation that a worker was last lost to, and why each was.
+        self._losses: tuple[str, tuple[str, ...]] = ("", ())
+        self._checkpointer = checkpointer
+        self._builder = TaskBuilder(run)
+        self._publisher = publisher
+
+    async def run_sequenced(self, live: LiveOperation) -> None:
+        """The operation whose seq is next; it ends, and its seq is consumed, whatever happens."""
+        run = self._run
+        outcome, run.stored_outcome = run.stored_outcome, None
+        if outcome is not None:
+            assert outcome.operation_id == live.operation_id
+        else:
+            outcome = await self._apply(live)
+        if live.record.kind is OperationKind.SAVE_CHECKPOINT:
+            outcome = await self._archived(outcome)
+        await self._conclude(live, outcome)
+
+    async def _archived(self, outcome: Outcome) -> Outcome:
+        """A checkpoint that has no copy, where it should have, is not saved."""
+        if outcome.state is not OperationState.DONE:
+            return outcome
+        assert isinstance(outcome.result, CheckpointInfo)
+        try:
+            await self._run.archive.keep_checkpoint(outcome.result.checkpoint_id)
+        except RatoonError as error:
+            failed = FailedResult(error=error.to_dict())
+            state = OperationState.FAILED
+            return replace(outcome, state=state, result=failed, weights_digest="")
+        return outcome
+
+    async def pass_over(self, record: OperationRecord) -> None:
+        """An operation that ended before its turn: the worker counts its seq."""
+        run = self._run
+        error = cancelled(record.operation_id)
+        outcome = Outcome.unrun(record.operation_id, OperationState.CANCELLED, error)
+        await run.ports.worker.skip(run.token, record.seq, outcome)
+        has_failed = record.state is JournalState.FAILED
+        if has_failed and record.kind is OperationKind.FORWARD_BACKWARD:
+            run.window = run.window.with_failed(record.seq)
+
+    async def run_forward(self, live: LiveOperation) -> None:
+        """A Forward without a key: not journaled, reads the newest version."""
+        run = self._run
+        live.start(run.ports.now())
+        try:
+            task = await self._task(live)
+        except RatoonError as error:
+            outcome = Outcome.unrun(live.operation_id, OperationState.FAILED, error)
+        else:
+            outcome = await self._counted(live, run.ports.worker.forward(run.token, task))
+        await run.bodies.release(live.operation_id, live.record.body_digest)
+        self._settle(live, _JOURNAL_STATE[outcome.state], outcome.result)
+
+    async def restore_window(self) -> None:
+        """Make the worker's gradients those of the window's applied operations."""
+        await self._restore(self._run.window.applied)
+
+    async def _apply(self, live: LiveOperation) -> Outcome:
+        run = self._run
+        live.start(run.ports.now())
+        run.send(telemetry.entered(live.record, JournalState.APPLYING))
+        try:
+            task = await self._task(live)
+        except RatoonError as error:
+            return await self._skip(live, OperationState.FAILED, error)
+        if live.cancel_requested:
+            error = cancelled(live.operation_id)
+            return await self._skip(live, OperationState.CANCELLED, error)
+        command = live.record.command
+        if isinstance(command, OptimStepCommand):
+            selected = run.window.select(command.include_seqs)
+            if selected != run.window.applied:
+                await self._restore(selected)
+        return await self._counted(live, run.ports.worker.apply(run.token, task))
+
+    async def _task(self, live: LiveOperation) -> Task:
+        """Raises `RatoonError` where the operation may not run."""
+        self._check_losses(live)
+        choices = await self._builder.choose(live.record)
+        live.set_record(replace(live.record, choices=choices))
+        return live.record.to_task(self._run.paths)
+
+    async def _counted(self, live: LiveOperation, call: Awaitable[T]) -> T:
+        """What the worker answers; a worker that is lost meanwhile is lost to the operation."""
+        try:
+            return await call
+        except WorkerLostError as err:
+            losing_id, reasons = self._losses
+            reasons = reasons if losing_id == live.operation_id else ()
+            self._losses = live.operation_id, (*reasons, str(err))
+            raise
+
+    def _check_losses(self, live: LiveOperation) -> None:
+        """Raises WORKER_LOST where too many workers were lost to the operation."""
+        losing_id, reasons = self._losses
+        if losing_id == live.operation_id and len(reasons) >= MAX_LOSSES:
+            message = f"{len(reasons)} workers in a row were lost to it, the last: {reasons[-1]}"
+            raise RatoonError(ErrorCode.WORKER_LOST, message)
+
+    async def _skip(
+        self, live: LiveOperation, state: OperationState, error: RatoonError
+    ) -> Outcome:
+        outcome = Outcome.unrun(live.operation_id, state, error, live.record.started_at)
+        await self._run.ports.worker.skip(self._run.token, live.record.seq, outcome)
+        return outcome
+
+    async def _conclude(self, live: LiveOperation, outcome: Outcome) -> None:
+        """Journal how the operation ended, and what follows from it."""
+        run, state, result = self._run, _JOURNAL_STATE[outcome.state], outcome.result
+        choices, started_at = outcome.choices, outcome.started_at
+        record = replace(live.record, choices=choices, started_at=started_at)
+        live.set_record(record)
+        done = state is JournalState.APPLIED
+        closes = done and record.kind in CLOSING_KINDS
+        version = _version_after(result, run.version) if done else run.version
+        saved = None
+        if done and record.kind is OperationKind.SAVE_CHECKPOINT:
+            assert isinstance(result, CheckpointInfo)
+            result = replace(result, created_at=run.ports.now())
+            saved = Checkpoint(info=result, weights_digest=outcome.weights_digest)
+        end = OperationEnd(
+            operation_id=record.operation_id,
+            state=state,
+            result=result,
+            version=version,
+            started_at=started_at,
+            finished_at=run.ports.now(),
+            choices=choices if done else None,
+            weights_digest=outcome.weights_digest,
+            numerics=run.numerics,
+            checkpoint=saved,
+            frees_window=closes and not run.replays,
+        )
+        run.reach(CrashPoint.ENGINE_BEFORE_END)
+        await run.ports.journal.end(run.token, run.policy_id, end)
+        run.reach(CrashPoint.ENGINE_AFTER_END)
+        stepped = version != run.version
+        run.version, run.max_version = version, max(run.max_version, version)
+        await self._follow_window(live, state, closes=closes)
+        if stepped:
+            result = await self._publisher.publish_after(record.operation_id, result)
+        self._checkpointer.note(replace(record, state=state))
+        if saved is not None and run.replays:
+            await self._checkpointer.cover_saved()
+        self._settle(live, state, result, version=version if done else None)
+        if record.kind is OperationKind.SAVE_CHECKPOINT and not done:
+            await self._drop_unsaved(choices)
+        if outcome.must_restore or (not done and _has_subset(record)):
+            await self.restore_window()
+
+    async def _follow_window(
+        self, live: LiveOperation, state: JournalState, *, closes: bool
+    ) -> None:
+        """The window after the operation; bodies go unless a checkpoint must cover them first.
+
+        What was cancelled is never run again.
+        """
+        run, record = self._run, live.record
+        if record.kind is OperationKind.FORWARD_BACKWARD:
+            if state is JournalState.APPLIED:
+                run.window = run.window.with_applied(record.seq)
+                run.window_records[record.seq] = record
+                return
+            if state is JournalState.FAILED:
+                run.window = run.window.with_failed(record.seq)
+        doomed = [record] if record.body_digest else []
+        if closes:
+            doomed += run.window_records.values()
+            run.window = Window()
+            run.window_records.clear()
+        if run.replays and state is not JournalState.CANCELLED:
+            return
+        for ended in doomed:
+            await run.bodies.release(ended.operation_id, ended.body_digest)
+
+    async def _drop_unsaved(self, choices: Choices | None) -> None:
+        """What a save that failed has left; one that was not run has none."""
+        if choices is not None and choices.checkpoint is not None:
+            await self._checkpointer.drop_unsaved(choices.checkpoint.checkpoint_id)
+
+    async def _restore(self, seqs: tuple[int, ...]) -> None:
+        run = self._run
+        tasks = tuple(run.window_records[seq].to_task(run.paths) for seq in seqs)
+        await run.ports.worker.restore(run.token, tasks)
+
+    def _settle(
+        self,
+        live: LiveOperation,
+        state: JournalState,
+        result: OperationResult,
+        version: int | None = None,
+    ) -> None:
+        """The operation has ended for its callers."""
+        run = self._run
+        live.set_record(replace(live.record, version=version))
+        live.end(state, result, run.ports.now())
+        run.ledger.settle(live)
+        run.send(telemetry.entered(live.record, state))
+        run.send(telemetry.result(run.policy_id, live.record.kind, result))
+        run.send(telemetry.versions(run.policy_id, run.version, run.published))
+
+
+def _has_subset(record: OperationRecord) -> bool:
+    """An OptimStep that may have put only a part of the window on the worker."""
+    return isinstance(record.command, OptimStepCommand) and bool(record.command.include_seqs)
+
+
+def _version_after(result: OperationResult, version: int) -> int:
+    match result:
+        case StepResult() | CheckpointInfo():
+            return result.version
+        case _:
+            return version

@@ -1,0 +1,99 @@
+"""The operations that a controller has in memory: all open ones and the newest ended.
+
+Enters records as they change, leaves handles and wake-ups for those who wait. Invariant: an
+operation that is not here is in the journal, or was a Forward without a key that ended long ago.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from ratoon.engine.journal.records import NO_PROGRESS, JournalState, OperationRecord
+from ratoon.engine.types import FailedResult, OperationResult, Progress
+from ratoon.errors import RatoonError
+
+# Ended operations kept in memory, so that the common wait ends without the journal.
+_MAX_ENDED = 128
+
+
+@dataclass(slots=True, kw_only=True)
+class LiveOperation:
+    """One operation in memory."""
+
+    record: OperationRecord
+    progress: Progress = NO_PROGRESS
+    # Its turn has come: it can only be asked to stop.
+    is_started: bool = False
+    cancel_requested: bool = False
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def operation_id(self) -> str:
+        return self.record.operation_id
+
+    @property
+    def is_final(self) -> bool:
+        return self.record.state.is_final
+
+    def set_record(self, record: OperationRecord) -> None:
+        self.record = record
+        self.wake()
+
+    def start(self, started_at: float | None) -> None:
+        record = replace(self.record, state=JournalState.APPLYING, started_at=started_at)
+        self.set_record(record)
+
+    def end(self, state: JournalState, result: OperationResult, now: float) -> None:
+        self.set_record(replace(self.record, state=state, result=result, finished_at=now))
+
+    def fail(self, error: RatoonError, now: float) -> None:
+        self.end(JournalState.FAILED, FailedResult(error=error.to_dict()), now)
+
+    def wake(self) -> None:
+        """Let all who wait look again."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def wait_change(self, timeout_s: float) -> None:
+        """Until something changes, or the time is up."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+
+
+class Ledger:
+    """Operations by id; the open ones are never dropped. `on_settled` is told of each that ends."""
+
+    def __init__(self, *, on_settled: Callable[[str], None]) -> None:
+        self._on_settled = on_settled
+        self._open: dict[str, LiveOperation] = {}
+        self._ended: OrderedDict[str, LiveOperation] = OrderedDict()
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def open_operations(self) -> Iterator[LiveOperation]:
+        """In order of arrival; a copy, so that they may end meanwhile."""
+        return iter(tuple(self._open.values()))
+
+    def find(self, operation_id: str) -> LiveOperation | None:
+        return self._open.get(operation_id) or self._ended.get(operation_id)
+
+    def add(self, record: OperationRecord) -> LiveOperation:
+        live = LiveOperation(record=record)
+        self._open[record.operation_id] = live
+        return live
+
+    def settle(self, live: LiveOperation) -> None:
+        """The operation has ended."""
+        assert live.is_final
+        self._open.pop(live.operation_id, None)
+        self._on_settled(live.operation_id)
+        self._ended[live.operation_id] = live
+        while len(self._ended) > _MAX_ENDED:
+            self._ended.popitem(last=False)

@@ -1,0 +1,92 @@
+"""What a controller knows of its policy between two events, and the ports it acts through.
+
+Enters from the journal at start, changes on the controller's event loop only. Invariant: it never
+says more than the journal does: a field changes after the write that makes it true.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ratoon.config import CheckpointConfig, LimitsConfig
+from ratoon.engine.crash_points import Reach
+from ratoon.engine.files.archive import Archive, NoArchive
+from ratoon.engine.files.paths import BodyFiles, PolicyPaths
+from ratoon.engine.journal.journal import Journal
+from ratoon.engine.journal.records import OperationRecord
+from ratoon.engine.policy.claims import Claims
+from ratoon.engine.policy.ledger import Ledger
+from ratoon.engine.policy.sequencer import Sequencer
+from ratoon.engine.policy.window import Window
+from ratoon.engine.types import PolicySpec, PolicyState, Recovery
+from ratoon.engine.worker.numerics import Numerics
+from ratoon.engine.worker.tasks import Outcome, WorkerPort
+from ratoon.metrics import Change, MetricsSink
+from ratoon.train.spec import TrainerSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ports:
+    """The world outside the controller. `now` gives seconds since the epoch."""
+
+    journal: Journal
+    worker: WorkerPort
+    metrics: MetricsSink
+    now: Callable[[], float]
+
+
+@dataclass(slots=True, kw_only=True)
+class PolicyRun:
+    """Mutable; see the module."""
+
+    spec: PolicySpec
+    trainer: TrainerSpec
+    ports: Ports
+    limits: LimitsConfig
+    checkpoints: CheckpointConfig
+    paths: PolicyPaths
+    bodies: BodyFiles
+    # Of all policies.
+    claims: Claims
+    reach: Reach
+    archive: Archive = field(default_factory=NoArchive)
+    state: PolicyState = PolicyState.CREATING
+    # Why it is failed.
+    failure: str = ""
+    token: int = 0
+    version: int = 0
+    max_version: int = 0
+    published: tuple[int, ...] = ()
+    # Optimizer steps skipped for their numbers since the last that was taken.
+    skipped_in_row: int = 0
+    # Where the worker runs.
+    numerics: Numerics = field(default_factory=lambda: Numerics.of({}))
+    window: Window = field(default_factory=Window)
+    # The applied ForwardBackwards of the open window, by seq.
+    window_records: dict[int, OperationRecord] = field(default_factory=dict[int, OperationRecord])
+    sequencer: Sequencer = field(default_factory=lambda: Sequencer(turn=1))
+    # How the worker's last operation ended, where the journal does not know it yet.
+    stored_outcome: Outcome | None = None
+    ledger: Ledger = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ledger = Ledger(on_settled=self.claims.drop)
+
+    @property
+    def policy_id(self) -> str:
+        return self.spec.policy_id
+
+    @property
+    def replays(self) -> bool:
+        """What is lost is run again: bodies are kept until a checkpoint covers them."""
+        return self.spec.recovery is Recovery.REPLAY
+
+    async def check_newest(self) -> None:
+        """Raises `FencedError` where another controller has taken over. Not before `published` is
+        what the journal has.
+        """
+        await self.ports.journal.set_published(self.token, self.policy_id, self.published)
+
+    def send(self, changes: Sequence[Change]) -> None:
+        self.ports.metrics.send(changes)

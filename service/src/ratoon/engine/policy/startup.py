@@ -1,0 +1,232 @@
+"""How a controller comes to own its policy, at first and after any crash.
+
+Enters the journal's history and the worker's status, leaves a run that goes on where the journal
+ends. Invariant: the token is raised on the journal, and on the worker, before that is read.
+
+A worker that agrees with the journal is kept; the outcome that it holds and the journal does not
+completes the record. Otherwise what is lost is run again (`replay`), or, with `recovery: fail`, the
+policy goes back to its newest checkpoint, or its initial weights, and everything past it fails
+explicitly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+
+from ratoon import metrics
+from ratoon.engine.files.paths import make_policy_folders, policy_leftovers
+from ratoon.engine.journal.records import JournalState, PolicyHistory, RollBack
+from ratoon.engine.policy import telemetry
+from ratoon.engine.policy.adoption import adopt, agrees, fail_unsequenced, settle_ended
+from ratoon.engine.policy.breakers import read_run
+from ratoon.engine.policy.checkpointer import Checkpointer, drop_unknown_checkpoints
+from ratoon.engine.policy.executor import Executor
+from ratoon.engine.policy.publisher import Publisher
+from ratoon.engine.policy.replay import (
+    Base,
+    RecoveryStoppedError,
+    bases,
+    replay_policy,
+    unusable,
+)
+from ratoon.engine.policy.run import PolicyRun
+from ratoon.engine.types import PolicyState
+from ratoon.engine.worker.numerics import Numerics
+from ratoon.engine.worker.tasks import (
+    Loaded,
+    LoadRequest,
+    UnusableCheckpointError,
+    WorkerLostError,
+    WorkerStatus,
+)
+from ratoon.log import get_logger
+from ratoon.model.spec import ModelInfo
+from ratoon.stream.files import remove_paths
+from ratoon.stream.versions import list_versions
+from ratoon.train.config import OptimizerStates
+from ratoon.train.spec import TrainerSpec
+
+_LOG = get_logger("startup")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Standing:
+    """A worker that may take the next turn. `info` None: it was kept."""
+
+    status: WorkerStatus
+    info: ModelInfo | None
+    is_rebased: bool
+
+
+async def start_policy(
+    run: PolicyRun, executor: Executor, publisher: Publisher, checkpointer: Checkpointer
+) -> None:
+    """Make `run` ready to take turns.
+
+    Raises `RatoonError` where the model cannot be loaded, `RecoveryStoppedError`, and
+    `NumbersFailedError` where the policy was given up.
+    """
+    journal, is_first = run.ports.journal, run.state is PolicyState.CREATING
+    run.token = await journal.acquire(run.policy_id)
+    history = await journal.history(run.policy_id)
+    run.published = history.policy.published
+    run.trainer = _with_kept_states(run.trainer, history.policy.info)
+    # A policy that was given up gets no worker.
+    await read_run(run, history.policy.next_seq)
+    status = await _fence(run)
+    if is_first:
+        # Not before the worker has stopped writing for an earlier controller, and not where this
+        # process is writing bodies meanwhile.
+        await asyncio.to_thread(make_policy_folders, run.paths)
+        leftovers = await asyncio.to_thread(policy_leftovers, run.paths)
+        await run.check_newest()  # What another writes by now is not among them.
+        await asyncio.to_thread(remove_paths, leftovers)
+        await run.archive.start()
+    history = await _with_given_versions(run, history, status)
+    if run.replays:
+        await run.archive.restore_bodies((await _needed_bodies(run)).values())
+    if status.is_loaded and agrees(history, status):
+        standing = _Standing(status=status, info=None, is_rebased=False)
+    else:
+        standing = await _recover(run, history, status)
+        history = await journal.history(run.policy_id)
+        await read_run(run, history.policy.next_seq)
+    run.numerics = Numerics.of(standing.status.numerics)
+    adopt(run, history, standing.status)
+    await settle_ended(run)
+    fail_unsequenced(run)
+    listed, needed = await run.bodies.names(), await _needed_bodies(run)
+    await run.check_newest()  # Another's bodies are not in `needed`.
+    await run.bodies.reconcile(needed, listed)
+    records = [live.record for live in run.ledger.open_operations()]
+    run.claims.restore(run.policy_id, records)
+    is_kept = standing.info is None
+    if is_kept and run.stored_outcome is None:
+        # An empty one too: a ForwardBackward that was cancelled may have left a part of its own.
+        await executor.restore_window()
+    if run.stored_outcome is None:
+        await publisher.catch_up()
+    await checkpointer.start()
+    if standing.is_rebased:
+        await checkpointer.take_now()
+    await journal.set_policy(run.token, run.policy_id, PolicyState.READY, standing.info)
+    run.state, run.failure = PolicyState.READY, ""
+    run.send(telemetry.versions(run.policy_id, run.version, run.published))
+    if standing.info is not None:
+        run.send(telemetry.model(run.policy_id, standing.info))
+
+
+async def _with_given_versions(
+    run: PolicyRun, history: PolicyHistory, status: WorkerStatus
+) -> PolicyHistory:
+    """A number that was given, and that a database which failed over has lost, is not given again.
+
+    The worker has it, or a folder of weights, until either is made anew: the journal has it first.
+    """
+    there = await asyncio.to_thread(list_versions, run.paths.weights)
+    given = max(status.version, *there, 0)
+    if given <= history.policy.max_version:
+        return history
+    await run.ports.journal.raise_max_version(run.token, run.policy_id, given)
+    return replace(history, policy=replace(history.policy, max_version=given))
+
+
+def _with_kept_states(trainer: TrainerSpec, info: ModelInfo | None) -> TrainerSpec:
+    """What was chosen when the policy was first loaded stays, whatever fits by now: checkpoints are
+    of that kind, and replay gives other bits under another."""
+    if trainer.optimizer_states is not None or info is None or not info.optimizer_states:
+        return trainer
+    return replace(trainer, optimizer_states=OptimizerStates(info.optimizer_states))
+
+
+async def _fence(run: PolicyRun) -> WorkerStatus:
+    worker = run.ports.worker
+    try:
+        return await worker.fence(run.token)
+    except WorkerLostError:
+        await worker.replace()
+        return await worker.fence(run.token)
+
+
+async def _recover(run: PolicyRun, history: PolicyHistory, status: WorkerStatus) -> _Standing:
+    """Bring a worker that was lost, or is not where the journal is, to a state that is known."""
+    known = [checkpoint.info.checkpoint_id for checkpoint in history.checkpoints]
+    await drop_unknown_checkpoints(run, known)
+    is_new = history.policy.next_seq == 1
+    if not run.replays:
+        loaded, last_seq, outcome = *await _roll_back(run, history), "rolled_back"
+        is_rebased = False
+    else:
+        try:
+            replayed = await replay_policy(run, history)
+        except RecoveryStoppedError:
+            run.send([metrics.RECOVERIES.sample(1, "stopped")])
+            raise
+        loaded, last_seq = replayed.loaded, replayed.last_seq
+        is_rebased = bool(replayed.rebased)
+        outcome = "rebased" if is_rebased else "replayed"
+        if is_rebased:
+            numerics = Numerics.of(loaded.numerics)
+            await run.ports.journal.rebase(run.token, run.policy_id, replayed.rebased, numerics)
+    if not is_new:
+        run.send([metrics.RECOVERIES.sample(1, outcome)])
+    status = replace(status, last_seq=last_seq, last_outcome=None, numerics=loaded.numerics)
+    return _Standing(status=status, info=loaded.info, is_rebased=is_rebased)
+
+
+async def _roll_back(run: PolicyRun, history: PolicyHistory) -> tuple[Loaded, int]:
+    """Fail everything past the newest checkpoint that can be used, and load that."""
+    last_seq = history.policy.next_seq - 1
+    # Nothing is run again: whether bodies are still there does not matter.
+    for base in bases(run, history, 1):
+        await _fail_past(run, history, base)
+        request = LoadRequest(
+            trainer=run.trainer,
+            source=base.source,
+            version=base.version,
+            last_seq=last_seq,
+            digests=False,
+        )
+        await run.archive.restore_checkpoint(base.checkpoint_id)
+        try:
+            return await run.ports.worker.load(run.token, request), last_seq
+        except UnusableCheckpointError as error:
+            unusable(run, error)
+    raise AssertionError("initial weights can be used")
+
+
+async def _fail_past(run: PolicyRun, history: PolicyHistory, base: Base) -> None:
+    roll_back = RollBack(
+        seq=base.seq,
+        replay_from_seq=base.replay_from_seq,
+        version=base.version,
+        checkpoint_id=base.checkpoint_id,
+        finished_at=run.ports.now(),
+    )
+    changed = await run.ports.journal.roll_back(run.token, run.policy_id, roll_back)
+    for record in changed:
+        run.send(telemetry.entered(record, JournalState.FAILED))
+        live = run.ledger.find(record.operation_id)
+        if live is not None:
+            live.set_record(record)
+            run.ledger.settle(live)
+    if changed:
+        _LOG.warning(
+            "policy rolled back",
+            policy_id=run.policy_id,
+            version=roll_back.version,
+            num_failed=len(changed),
+        )
+    kept = tuple(v for v in history.policy.published if v <= roll_back.version)
+    if kept != history.policy.published:
+        await run.ports.journal.set_published(run.token, run.policy_id, kept)
+
+
+async def _needed_bodies(run: PolicyRun) -> dict[str, str]:
+    """Digests by operation: of what a recovery may run again, or of open window and queue."""
+    if run.replays:
+        return dict(await run.ports.journal.bodies_in_use(run.policy_id))
+    records = [live.record for live in run.ledger.open_operations()]
+    records += run.window_records.values()
+    return {record.operation_id: record.body_digest for record in records if record.body_digest}

@@ -1,0 +1,148 @@
+"""What happens to operations, as changes of metrics. Pure.
+
+Enters kinds, states and reports, leaves samples. Invariant: the operations counter has one sample
+for each journaled transition, so that its sums are the journal's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from ratoon import metrics
+from ratoon.engine.journal.records import JournalState, OperationRecord
+from ratoon.engine.types import (
+    ForwardResult,
+    OperationKind,
+    OperationResult,
+    OperationState,
+    StepResult,
+)
+from ratoon.metrics import Change, Metric
+from ratoon.model.spec import ModelInfo
+from ratoon.train.report.step_report import PhaseSeconds, SelfCheckReport, StepReport
+
+
+def entered(record: OperationRecord, state: JournalState) -> list[Change]:
+    """An operation entered a state."""
+    if record.seq == 0 and record.kind is OperationKind.FORWARD:
+        return [metrics.UNSEQUENCED_FORWARDS.sample(1, state.public)]
+    return [metrics.OPERATIONS.sample(1, record.kind, state.public)]
+
+
+def journal_counts(counts: Mapping[tuple[str, str], int]) -> list[Change]:
+    """What the counters of a new process start from: records by (kind, journal state)."""
+    changes: list[Change] = []
+    for (kind, name), count in counts.items():
+        state = JournalState(name)
+        changes.append(metrics.OPERATIONS.sample(count, kind, OperationState.QUEUED))
+        if state is not JournalState.ACCEPTED:
+            changes.append(metrics.OPERATIONS.sample(count, kind, state.public))
+    return changes
+
+
+def open_operations(policy_id: str, num_queued: int, num_running: int) -> list[Change]:
+    return [
+        metrics.OPEN_OPERATIONS.sample(num_queued, policy_id, OperationState.QUEUED),
+        metrics.OPEN_OPERATIONS.sample(num_running, policy_id, OperationState.RUNNING),
+    ]
+
+
+def versions(policy_id: str, version: int, published: tuple[int, ...]) -> list[Change]:
+    changes: list[Change] = [metrics.POLICY_VERSION.sample(version, policy_id)]
+    if published:
+        changes.append(metrics.PUBLISHED_VERSION.sample(published[-1], policy_id))
+    return changes
+
+
+def model(policy_id: str, info: ModelInfo) -> list[Change]:
+    return [metrics.BACKEND.sample(1, policy_id, "tree_attention", info.attention_backend)]
+
+
+def result(policy_id: str, kind: OperationKind, result: OperationResult) -> list[Change]:
+    """What a finished operation reports."""
+    match result:
+        case StepResult(report=report):
+            changes = _seconds(report.seconds) + _figures(policy_id, report)
+            if kind in (OperationKind.UPDATE, OperationKind.FORWARD_BACKWARD):
+                changes += _batch(policy_id, report) + _self_check(policy_id, report.self_check)
+            if kind in (OperationKind.UPDATE, OperationKind.OPTIM_STEP):
+                changes += _step(policy_id, report)
+            return changes
+        case ForwardResult(report=report):
+            return _seconds(report.seconds)
+        case _:
+            return []
+
+
+def _figures(policy_id: str, report: StepReport) -> list[Change]:
+    """Of a batch, or of the whole window of an OptimStep."""
+    values = ((*gauge, getattr(report, name)) for name, gauge in metrics.REPORT_GAUGES.items())
+    return [
+        metric.sample(value, policy_id, *labels)
+        for metric, labels, value in values
+        if value is not None
+    ]
+
+
+def _batch(policy_id: str, report: StepReport) -> list[Change]:
+    return [
+        metrics.TOKENS.sample(report.unshared_tokens, "unshared"),
+        metrics.TOKENS.sample(report.packed_tokens, "packed"),
+        metrics.TOKENS.sample(report.trained_tokens, "trained"),
+        metrics.MICRO_BATCHES.sample(report.num_micro_batches),
+        metrics.DROPPED_SEQUENCES.sample(report.dropped_stale, "stale"),
+        metrics.DROPPED_SEQUENCES.sample(report.dropped_truncated, "truncated"),
+        metrics.DROPPED_SEQUENCES.sample(report.dropped_zero_variance, "zero_variance"),
+        metrics.CLAMPED_TERMS.sample(report.clamped_ratios, "ratio"),
+        metrics.CLAMPED_TERMS.sample(report.clamped_kls, "kl"),
+        metrics.CLAMPED_TERMS.sample(report.clamped_sampler_gaps, "sampler_gap"),
+        *_gauges(
+            policy_id,
+            (metrics.TOKEN_REDUCTION, report.token_reduction),
+            (metrics.TOKEN_RATE, report.tokens_per_second),
+            (metrics.PEAK_MEMORY, report.peak_memory_bytes),
+        ),
+    ]
+
+
+def _self_check(policy_id: str, self_check: SelfCheckReport | None) -> list[Change]:
+    if self_check is None:
+        return []
+    return [
+        metrics.SELF_CHECKS.sample(1, "exceeded" if self_check.exceeds_limits else "within"),
+        metrics.PHASE_SECONDS.sample(self_check.seconds, "self_check"),
+        *_gauges(
+            policy_id,
+            (metrics.SELF_CHECK_LOGPROB_MAX, self_check.logprob_max_difference),
+            (metrics.SELF_CHECK_LOGPROB_MEAN, self_check.logprob_mean_difference),
+            (metrics.SELF_CHECK_GRADIENT, self_check.gradient_difference),
+            (metrics.SELF_CHECK_WORST_PARAMETER, self_check.worst_parameter_difference),
+        ),
+    ]
+
+
+def _step(policy_id: str, report: StepReport) -> list[Change]:
+    reason = report.skip_reason
+    skipped = [] if reason is None else [metrics.SKIPPED_STEPS.sample(1, reason)]
+    return [*skipped, *_gauges(policy_id, (metrics.GRAD_NORM, report.grad_norm))]
+
+
+def _gauges(policy_id: str, *values: tuple[Metric, float | None]) -> list[Change]:
+    """Gauges of the quantities that exist; a value that is not finite is shown as it is."""
+    return [metric.sample(value, policy_id) for metric, value in values if value is not None]
+
+
+def _seconds(seconds: PhaseSeconds) -> list[Change]:
+    phases = {
+        "plan": seconds.plan,
+        "forward": seconds.forward,
+        "backward": seconds.backward,
+        "optimizer": seconds.optimizer,
+        "publish": seconds.publish,
+    }
+    return [
+        metrics.PHASE_SECONDS.sample(value, phase)
+        for phase, value in phases.items()
+        if value > 0 and math.isfinite(value)
+    ]

@@ -1,0 +1,289 @@
+"""The loop that runs a policy's operations, one at a time.
+
+Enters wake-ups, leaves operations that have ended. Invariant: a seq runs only when its turn has
+come, and nothing else touches the worker's weights; Forwards without a key and requested
+publications run between two turns, alternating with them so that neither starves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+from ratoon.engine.files.disk import is_room_awaited
+from ratoon.engine.journal.records import JournalAwayError
+from ratoon.engine.policy import telemetry
+from ratoon.engine.policy.breakers import NumbersFailedError, note_end
+from ratoon.engine.policy.checkpointer import Checkpointer
+from ratoon.engine.policy.executor import MAX_LOSSES, Executor
+from ratoon.engine.policy.ledger import LiveOperation
+from ratoon.engine.policy.publisher import Publisher
+from ratoon.engine.policy.replay import RecoveryStoppedError
+from ratoon.engine.policy.run import PolicyRun
+from ratoon.engine.policy.startup import start_policy
+from ratoon.engine.refusals import operation_not_found, policy_not_ready
+from ratoon.engine.types import PolicyState
+from ratoon.engine.worker.tasks import FencedError, WorkerLostError
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon.log import get_logger
+
+_LOG = get_logger("turns")
+# More than there may be of workers that one operation takes.
+_MAX_FAILURES = MAX_LOSSES + 1
+_BACKOFF_S = 0.2
+_AWAY_S = 1.0
+_NO_ROOM_S = 2.0
+
+Step = Callable[[], Awaitable[None]]
+
+
+class TurnLoop:
+    """Owns the task that runs the loop."""
+
+    def __init__(
+        self,
+        run: PolicyRun,
+        executor: Executor,
+        publisher: Publisher,
+        checkpointer: Checkpointer,
+        lock: asyncio.Lock,
+    ) -> None:
+        self._run = run
+        self._executor = executor
+        self._publisher = publisher
+        self._checkpointer = checkpointer
+        self._lock = lock
+        self._wake = asyncio.Event()
+        self._must_restart = False
+        self._is_paused = False
+        self._prefers_between = False
+        self._publications: list[asyncio.Future[None]] = []
+        # Queued and running, as last sent to the metrics.
+        self._reported = (0, 0)
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Own the policy, then run in the background. Raises `RatoonError`.
+
+        A policy whose recovery was stopped, or that was given up, is failed and runs nothing.
+        """
+        assert self._task is None
+        try:
+            await self._own()
+        except (RecoveryStoppedError, NumbersFailedError) as err:
+            await self._give_up(str(err))
+            return
+        except WorkerLostError as err:
+            # Whoever asks next starts again, with another worker.
+            raise policy_not_ready(self._run.policy_id, self._run.state) from err
+        self._task = asyncio.get_running_loop().create_task(self._loop())
+
+    async def stop(self, grace_s: float) -> None:
+        """Let what runs end within `grace_s` seconds, then stop."""
+        deadline = asyncio.get_running_loop().time() + grace_s
+        while any(live.is_started for live in self._run.ledger.open_operations()):
+            if asyncio.get_running_loop().time() > deadline:
+                break
+            await asyncio.sleep(0.02)
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        await self._checkpointer.stop()
+        self._end_publications(policy_not_ready(self._run.policy_id, self._run.state))
+
+    def abandon(self) -> None:
+        """Stop at once; what runs is left where it is."""
+        if self._task is not None:
+            self._task.cancel()
+        self._checkpointer.abandon()
+        self._end_publications(policy_not_ready(self._run.policy_id, self._run.state))
+
+    def wake(self) -> None:
+        """There may be something to do."""
+        self._report()
+        self._wake.set()
+
+    def pause(self) -> None:
+        """Begin nothing more; what runs goes on to its end, what is queued stays queued."""
+        self._is_paused = True
+
+    @property
+    def is_known(self) -> bool:
+        """Whether memory is what the journal says, but for what runs."""
+        return not self._must_restart
+
+    def restart(self) -> None:
+        """Memory may differ from the journal: read it again before the next turn."""
+        self._must_restart = True
+        self.wake()
+
+    async def publish(self) -> None:
+        """Publish the current version between two turns. Raises what publishing raises."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._publications.append(future)
+        self.wake()
+        await future
+
+    async def _loop(self) -> None:
+        failures, failure, last = 0, "", ""
+        while failures < _MAX_FAILURES:
+            try:
+                if self._must_restart:
+                    await self._own()
+                if await self._take_one():
+                    failures = 0
+            except FencedError as err:
+                # The policy is another controller's: nothing is wrong with it.
+                _LOG.warning("fenced", policy_id=self._run.policy_id, reason=str(err))
+                await self._give_up("")
+                return
+            except (RecoveryStoppedError, NumbersFailedError) as err:
+                failure = str(err)
+                break
+            except JournalAwayError as err:
+                # Nothing is wrong with the policy: it goes on where the journal does.
+                _LOG.warning("journal away", policy_id=self._run.policy_id, reason=str(err))
+                self._must_restart = True
+                await asyncio.sleep(_AWAY_S)
+            except (Exception, asyncio.CancelledError) as err:
+                # Whatever it is: the journal and the worker decide what is true.
+                if is_cancelled():
+                    raise
+                if is_room_awaited(err):
+                    # Nothing is wrong with the policy: it goes on once there is room.
+                    _LOG.error("no room", policy_id=self._run.policy_id, reason=str(err))
+                    self._must_restart = True
+                    await asyncio.sleep(_NO_ROOM_S)
+                    continue
+                _LOG.exception("turn failed", policy_id=self._run.policy_id, failures=failures)
+                self._must_restart, failures = True, failures + 1
+                last = f"{type(err).__name__}: {err}"
+                await asyncio.sleep(_BACKOFF_S * 2**failures)
+        in_a_row = f"its controller failed {failures} times in a row, the last time with {last}"
+        await self._give_up(failure or in_a_row)
+
+    async def _give_up(self, failure: str) -> None:
+        """The policy runs nothing more here until its controller is started again, in a new worker.
+
+        What the old one held is for others: the journal and a checkpoint have what they need of it.
+        """
+        run = self._run
+        _LOG.error("policy stopped", policy_id=run.policy_id, reason=failure)
+        await self._checkpointer.stop()
+        run.state, run.failure = PolicyState.FAILED, failure
+        self._end_publications(policy_not_ready(run.policy_id, run.state, failure))
+        try:
+            await run.ports.journal.fail(run.token, run.policy_id, failure)
+        except FencedError:
+            return  # The worker is the other controller's.
+        except Exception as err:  # noqa: BLE001 - the journal does not answer
+            _LOG.warning("failure not journaled", policy_id=run.policy_id, reason=str(err))
+        try:
+            await run.ports.worker.release()
+        except Exception as err:  # noqa: BLE001 - Ray does not end it; deleting the policy does
+            _LOG.error("worker not released", policy_id=run.policy_id, reason=str(err))
+
+    async def _own(self) -> None:
+        async with self._lock:
+            await self._checkpointer.stop()
+            await start_policy(self._run, self._executor, self._publisher, self._checkpointer)
+            self._must_restart = False
+
+    async def _take_one(self) -> bool:
+        """Run one thing, or wait for a wake-up; whether anything ran."""
+        self._wake.clear()
+        async with self._lock:
+            if self._must_restart:
+                return False
+            between = None if self._is_paused else self._pick_between()
+            turn = None if self._is_paused else self._pick_turn()
+            steps = [between, turn] if self._prefers_between else [turn, between]
+            step = next((step for step in steps if step is not None), None)
+            if step is not None:
+                self._prefers_between = step is turn
+                live = step[0]
+                if live is not None:
+                    live.is_started = True
+        self._report()
+        if step is None:
+            with contextlib.suppress(TimeoutError):
+                # `asyncio.wait_for` of Python 3.11 loses a cancel that comes with the wake-up.
+                async with asyncio.timeout(self._checkpointer.wait_s()):
+                    await self._wake.wait()
+            return False
+        await step[1]()
+        return True
+
+    def _pick_turn(self) -> tuple[LiveOperation | None, Step] | None:
+        run = self._run
+        turn = run.sequencer.peek()
+        if turn is None:
+            return None
+        if turn.is_consumed:
+            return None, partial(self._pass_over, turn.operation_id)
+        live = run.ledger.find(turn.operation_id)
+        assert live is not None, "a queued operation is in memory"
+        return live, partial(self._run_sequenced, live)
+
+    def _pick_between(self) -> tuple[LiveOperation | None, Step] | None:
+        if self._publications:
+            return None, self._publish
+        if self._checkpointer.wait_s() == 0.0:
+            return None, partial(self._checkpointer.take, self.wake)
+        for live in self._run.ledger.open_operations():
+            if live.record.seq == 0:
+                return live, partial(self._executor.run_forward, live)
+        return None
+
+    async def _run_sequenced(self, live: LiveOperation) -> None:
+        await self._executor.run_sequenced(live)
+        self._run.sequencer.advance()
+        async with self._lock:
+            await note_end(self._run, live.record)
+
+    async def _pass_over(self, operation_id: str) -> None:
+        record = await self._run.ports.journal.find_operation(operation_id)
+        if record is None:
+            raise operation_not_found(operation_id)
+        await self._executor.pass_over(record)
+        self._run.sequencer.advance()
+
+    async def _publish(self) -> None:
+        waiting, self._publications = self._publications, []
+        try:
+            await self._publisher.publish()
+        except RatoonError as error:
+            _fail(waiting, error)
+        except BaseException:
+            _fail(waiting, RatoonError(ErrorCode.WORKER_LOST, "the worker was lost; ask again"))
+            raise
+        else:
+            for future in waiting:
+                if not future.done():
+                    future.set_result(None)
+
+    def _end_publications(self, error: RatoonError) -> None:
+        _fail(self._publications, error)
+        self._publications = []
+
+    def _report(self) -> None:
+        num_running = sum(live.is_started for live in self._run.ledger.open_operations())
+        counts = (self._run.ledger.num_open - num_running, num_running)
+        if counts != self._reported:
+            self._reported = counts
+            self._run.send(telemetry.open_operations(self._run.policy_id, *counts))
+
+
+def is_cancelled() -> bool:
+    """Whether this task is to end; a `CancelledError` may be of something that it waited for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _fail(futures: list[asyncio.Future[None]], error: RatoonError) -> None:
+    for future in futures:
+        if not future.done():
+            future.set_exception(error)

@@ -1,0 +1,138 @@
+"""What callers see of one policy's operations: now, once they change, once they have ended.
+
+Enters operation ids and how long a caller waits, leaves operations. Invariant: nothing is changed
+here; an operation that memory does not hold is as the journal has it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from ratoon.engine.journal.records import LIFE_KINDS, OperationRecord, ended_progress
+from ratoon.engine.policy.ledger import LiveOperation
+from ratoon.engine.policy.run import PolicyRun
+from ratoon.engine.refusals import draining, operation_not_found, seq_gap
+from ratoon.engine.types import Operation
+from ratoon.engine.worker.tasks import WorkerLostError
+
+# How often a waiting caller's view of a running operation is refreshed.
+_PROGRESS_S = 0.25
+# How long who looks is held for it.
+_PROGRESS_WAIT_S = 0.05
+# How long an answer is held back from who waits for what memory does not know of yet.
+_AWAY_S = 0.5
+
+
+class OperationViews:
+    """Its methods may be called concurrently on one event loop."""
+
+    def __init__(self, run: PolicyRun) -> None:
+        self._run = run
+        self._progress_until = 0.0
+        self._asking: asyncio.Task[None] | None = None
+        self._is_over = False
+
+    def let_go(self) -> None:
+        """Nothing ends here any more: who waits is to ask the next process."""
+        self._is_over = True
+        for live in self._run.ledger.open_operations():
+            live.wake()
+
+    async def get(self, operation_id: str, wait_s: float) -> Operation:
+        """The operation, after at most `wait_s` seconds or once it has ended.
+
+        Raises OPERATION_NOT_FOUND, SEQ_GAP where the wait ends behind a missing seq, and
+        UNAVAILABLE where it would not end before the service does.
+        """
+        live = self._run.ledger.find(operation_id)
+        if live is None:
+            return await self._ended_or_later(operation_id, wait_s)
+        clock, limits = asyncio.get_running_loop().time, self._run.limits
+        begin = clock()
+        wait_s = min(wait_s, limits.max_wait_s)
+        deadline, gap_deadline = begin + wait_s, begin + min(wait_s, limits.gap_wait_s)
+        while not live.is_final and clock() < deadline:
+            if self._is_over:
+                raise draining()
+            missing = self._missing(live)
+            if missing and clock() >= gap_deadline:
+                raise seq_gap(live.record.seq, missing)
+            until = gap_deadline if missing else deadline
+            await live.wait_change(until - clock())
+        missing = self._missing(live)
+        if missing and wait_s > 0:
+            raise seq_gap(live.record.seq, missing)
+        return await self.of(live)
+
+    async def watch(self, seen: Operation, wait_s: float) -> Operation:
+        """The operation once it differs from `seen`, or after `wait_s` seconds.
+
+        Raises UNAVAILABLE where the watch would not end before the service does.
+        """
+        live = self._run.ledger.find(seen.operation_id)
+        if live is None:
+            return await self._ended_or_later(seen.operation_id, wait_s)
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + min(wait_s, self._run.limits.max_wait_s)
+        while True:
+            view = await self.of(live)
+            remaining = deadline - clock()
+            if view != seen or remaining <= 0:
+                return view
+            if self._is_over:
+                raise draining()
+            await live.wait_change(min(remaining, _PROGRESS_S) if live.is_started else remaining)
+
+    async def past(self, operation_id: str) -> OperationRecord:
+        """A journaled operation that is no longer in memory. Raises OPERATION_NOT_FOUND."""
+        record = await self._run.ports.journal.find_operation(operation_id)
+        if record is None or record.policy_id != self._run.policy_id:
+            raise operation_not_found(operation_id)
+        if record.kind in LIFE_KINDS:
+            raise operation_not_found(operation_id)  # The coordinator's: it knows when they end.
+        return record
+
+    async def of(self, live: LiveOperation) -> Operation:
+        """What memory holds, as it is now."""
+        if live.is_started and not live.is_final:
+            await self._refresh(live)
+        progress = ended_progress(live.record.result) if live.is_final else live.progress
+        return live.record.to_operation(progress=progress, blocked_by_seq=self._missing(live))
+
+    async def _ended_or_later(self, operation_id: str, wait_s: float) -> Operation:
+        """What the journal says; memory hears of an open one when the journal is read again."""
+        record = await self.past(operation_id)
+        if not record.state.is_final:
+            await asyncio.sleep(min(wait_s, _AWAY_S))
+        return view_of(record)
+
+    async def _refresh(self, live: LiveOperation) -> None:
+        """Ask the worker how far it is, at most once in `_PROGRESS_S` for all who ask.
+
+        A worker that computes, or hangs, does not hold those who only look: an answer that is late
+        is for whoever looks next.
+        """
+        now = asyncio.get_running_loop().time()
+        is_asked = self._asking is not None and not self._asking.done()
+        if is_asked or now < self._progress_until:
+            return
+        self._progress_until = now + _PROGRESS_S
+        self._asking = asyncio.create_task(self._ask_progress(live))
+        await asyncio.wait({self._asking}, timeout=_PROGRESS_WAIT_S)
+
+    async def _ask_progress(self, live: LiveOperation) -> None:
+        with contextlib.suppress(WorkerLostError):
+            live.progress = await self._run.ports.worker.progress()
+
+    def _missing(self, live: LiveOperation) -> int:
+        """The seq that a queued operation waits for and that never arrived; 0: none."""
+        if live.is_final or live.record.seq == 0:
+            return 0
+        return self._run.sequencer.blocked_by(live.record.seq)
+
+
+def view_of(record: OperationRecord) -> Operation:
+    """Of an operation that runs no more, or is in no queue."""
+    progress = ended_progress(record.result)
+    return record.to_operation(progress=progress, blocked_by_seq=0)

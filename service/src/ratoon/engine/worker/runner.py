@@ -1,0 +1,291 @@
+"""Tasks to calls of a trainer: bodies read, losses resolved, batches cut, reports made results.
+
+Everything that can be refused is refused by `plan`, which touches no state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ratoon.engine.files.results import (
+    read_entropy,
+    read_old_logprobs,
+    write_forward_output,
+)
+from ratoon.engine.refusals import disk_fault
+from ratoon.engine.types import (
+    CheckpointInfo,
+    DiscardGradientsCommand,
+    EmptyResult,
+    ForwardBackwardCommand,
+    ForwardCommand,
+    ForwardResult,
+    LoadCheckpointCommand,
+    OperationResult,
+    OptimStepCommand,
+    SaveCheckpointCommand,
+    StepResult,
+    UpdateCommand,
+)
+from ratoon.engine.worker.tasks import NO_FORWARD, Task
+from ratoon.engine.worker.trainer_port import IsCancelled, OnProgress, SnapshotPort, TrainerPort
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon.model.spec import LoraTuning
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.packed import UpdatePlan
+from ratoon.rollout.plan import plan_from_dict, plan_to_dict
+from ratoon.rollout.serial import batch_from_bytes
+from ratoon.stream.files import remove_folder
+from ratoon.stream.manifest import WeightKind
+from ratoon.train.config import OptimRequest
+from ratoon.train.loss.resolve import resolve_loss
+from ratoon.train.loss.spec import Loss, Normalisation, OptimStep
+from ratoon.train.optim.resolve import resolve_optim
+from ratoon.train.report.step_report import StepReport
+from ratoon.train.spec import TrainerSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Inputs:
+    """A batch command's files, read, and how the batch is cut. A Forward has no loss."""
+
+    batch: RolloutBatch
+    plan: UpdatePlan
+    loss: Loss | None
+    old_logprobs_J: NDArray[np.floating] | None
+    entropy_J: NDArray[np.floating] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedTask:
+    """A task with every choice made. `inputs`: of a command that has a batch."""
+
+    task: Task
+    inputs: _Inputs | None
+
+
+class TaskRunner:
+    """Owns a trainer for as long as its state is known."""
+
+    def __init__(self, spec: TrainerSpec, trainer: TrainerPort) -> None:
+        self.trainer = trainer
+        self._spec = spec
+
+    @property
+    def version(self) -> int:
+        return self.trainer.version
+
+    @property
+    def weight_kind(self) -> WeightKind:
+        is_adapter = isinstance(self._spec.model.tuning, LoraTuning)
+        return WeightKind.ADAPTER if is_adapter else WeightKind.FULL
+
+    def plan(self, task: Task) -> PlannedTask:
+        """Read the batch, and cut it where the task does not say how. Raises `RatoonError`."""
+        match task.command:
+            case UpdateCommand(loss=request) | ForwardBackwardCommand(loss=request):
+                batch = _read_batch(task)
+                loss = resolve_loss(request, batch, has_frozen_reference=self._spec.keep_reference)
+                old, entropy = _read_forward(task, batch, entropy_share=request.top_entropy_share)
+            case ForwardCommand():
+                batch, loss, old, entropy = _read_batch(task), None, None, None
+            case _:
+                return PlannedTask(task=task, inputs=None)
+        if task.choices.plan is not None:
+            plan = plan_from_dict(task.choices.plan)
+        else:
+            trainer = self.trainer
+            plan = trainer.prepare(batch, loss).plan if loss else trainer.plan_forward(batch)
+        choices = replace(task.choices, plan=task.choices.plan or plan_to_dict(plan))
+        inputs = _Inputs(batch=batch, plan=plan, loss=loss, old_logprobs_J=old, entropy_J=entropy)
+        return PlannedTask(task=replace(task, choices=choices), inputs=inputs)
+
+    def run(
+        self, planned: PlannedTask, on_progress: OnProgress, is_cancelled: IsCancelled
+    ) -> OperationResult:
+        task, choices = planned.task, planned.task.choices
+        match task.command:
+            case UpdateCommand(optim=optim):
+                report = self._update(planned, optim, on_progress, is_cancelled)
+                return self._stepped(report, choices.next_version)
+            case ForwardBackwardCommand():
+                report = self._forward_backward(planned, on_progress, is_cancelled)
+                return StepResult(version=self.version, report=report)
+            case ForwardCommand() as command:
+                return self._forward(planned, command, on_progress, is_cancelled)
+            case OptimStepCommand(optim=optim):
+                step = self._step(optim, self.trainer.normalisation)
+                return self._stepped(self.trainer.optim_step(step), choices.next_version)
+            case DiscardGradientsCommand():
+                self.trainer.discard_gradients()
+                return EmptyResult()
+            case SaveCheckpointCommand():
+                return self._save(task)
+            case LoadCheckpointCommand():
+                return self._load(task)
+
+    def restore(self, tasks: tuple[Task, ...]) -> None:
+        """The window holds the gradients of `tasks` alone."""
+        self.trainer.discard_gradients()
+        for task in tasks:
+            self._forward_backward(self.plan(task), _no_progress, _never)
+
+    def _update(
+        self,
+        planned: PlannedTask,
+        optim: OptimRequest,
+        on_progress: OnProgress,
+        is_cancelled: IsCancelled,
+    ) -> StepReport:
+        inputs, loss = _with_loss(planned)
+        return self.trainer.update(
+            inputs.batch,
+            loss,
+            self._step(optim, loss.normalisation),
+            inputs.plan,
+            old_logprobs_J=inputs.old_logprobs_J,
+            entropy_J=inputs.entropy_J,
+            on_progress=on_progress,
+            is_cancelled=is_cancelled,
+        )
+
+    def _forward_backward(
+        self, planned: PlannedTask, on_progress: OnProgress, is_cancelled: IsCancelled
+    ) -> StepReport:
+        inputs, loss = _with_loss(planned)
+        return self.trainer.forward_backward(
+            inputs.batch,
+            loss,
+            inputs.plan,
+            old_logprobs_J=inputs.old_logprobs_J,
+            entropy_J=inputs.entropy_J,
+            on_progress=on_progress,
+            is_cancelled=is_cancelled,
+        )
+
+    def _forward(
+        self,
+        planned: PlannedTask,
+        command: ForwardCommand,
+        on_progress: OnProgress,
+        is_cancelled: IsCancelled,
+    ) -> OperationResult:
+        task, inputs = planned.task, planned.inputs
+        assert inputs is not None
+        arrays = self.trainer.forward(
+            inputs.batch,
+            inputs.plan,
+            with_entropy=command.with_entropy,
+            use_reference=command.use_reference,
+            on_progress=on_progress,
+            is_cancelled=is_cancelled,
+        )
+        digest, size_bytes = write_forward_output(
+            task.paths.results,
+            task.operation_id,
+            inputs.batch,
+            arrays.logprobs,
+            arrays.entropy,
+            is_reference=command.use_reference,
+        )
+        return ForwardResult(
+            version=self.version, digest=digest, size_bytes=size_bytes, report=arrays.report
+        )
+
+    def _save(self, task: Task) -> CheckpointInfo:
+        info = task.choices.checkpoint
+        assert info is not None
+        assert info.version == self.version
+        folder = task.paths.checkpoint(info.checkpoint_id)
+        return replace(info, size_bytes=write_checkpoint(self.trainer.snapshot(), folder))
+
+    def _load(self, task: Task) -> CheckpointInfo:
+        info = task.choices.checkpoint
+        assert info is not None
+        self.trainer.load_checkpoint(task.paths.checkpoint(info.checkpoint_id))
+        self.trainer.version = info.version
+        return info
+
+    def _stepped(self, report: StepReport, next_version: int) -> StepResult:
+        """Numbers of versions that were rolled back are not given again."""
+        if not report.skipped:
+            self.trainer.version = next_version
+        return StepResult(version=self.version, report=report)
+
+    def _step(self, request: OptimRequest, normalisation: Normalisation) -> OptimStep:
+        return resolve_optim(request, normalisation, self._spec.optimizer)
+
+
+def write_checkpoint(snapshot: SnapshotPort, folder: Path) -> int:
+    """Write a folder, which may not exist, and read it back; its size in bytes.
+
+    Raises RESOURCE_EXHAUSTED where the disk is full, UNAVAILABLE for its other faults, INTERNAL for
+    what reads as damaged; the folder does not exist then.
+    """
+    try:
+        size_bytes = snapshot.write(folder)
+    except OSError as err:
+        raise disk_fault("checkpoint", err) from err
+    try:
+        snapshot.verify(folder)
+    except (RatoonError, OSError):
+        remove_folder(folder)
+        raise
+    return size_bytes
+
+
+def _with_loss(planned: PlannedTask) -> tuple[_Inputs, Loss]:
+    assert planned.inputs is not None
+    assert planned.inputs.loss is not None
+    return planned.inputs, planned.inputs.loss
+
+
+def _read_batch(task: Task) -> RolloutBatch:
+    assert isinstance(task.command, UpdateCommand | ForwardBackwardCommand | ForwardCommand)
+    return batch_from_bytes(_read_body(task.paths.body(task.command.body_digest)))
+
+
+def _read_forward(
+    task: Task, batch: RolloutBatch, *, entropy_share: float | None
+) -> tuple[NDArray[np.floating] | None, NDArray[np.floating] | None]:
+    """Old log-probs and entropies of the Forward that the task names."""
+    if task.choices.old_logprobs == NO_FORWARD:
+        return None, None
+    path = task.paths.results / task.choices.old_logprobs
+    entropy = None if entropy_share is None else read_entropy(path, batch)
+    return read_old_logprobs(path, batch), entropy
+
+
+def _read_body(path: Path) -> bytes:
+    """A body, which is named by its SHA-256. Raises INTERNAL where it is another by now."""
+    try:
+        body = path.read_bytes()
+    except FileNotFoundError as err:
+        raise _damaged_body(path, "no file") from err
+    digest = hashlib.sha256(body).hexdigest()
+    if digest != path.name:
+        raise _damaged_body(path, f"{len(body)} bytes of SHA-256 {digest}")
+    return body
+
+
+def _damaged_body(path: Path, got: str) -> RatoonError:
+    return RatoonError(
+        ErrorCode.INTERNAL,
+        f"the body {path.name} is damaged: got {got}",
+        field="body_digest",
+        got=got,
+        expected=f"bytes of SHA-256 {path.name}",
+    )
+
+
+def _no_progress(_done: int, _planned: int, _tokens: int) -> None:
+    pass
+
+
+def _never() -> bool:
+    return False

@@ -1,0 +1,351 @@
+"""A policy's worker: the one place where its weights change.
+
+An older fencing token, or a seq other than the last one plus one, is refused before any state is
+touched; the last seq is answered with its stored outcome.
+
+States: bare -> loaded -> lost. A failure that leaves the trainer in doubt, or a device that fails,
+is not survived: a lost worker refuses every call, and its controller goes on with another process.
+No torch is imported here: the trainer comes in as an argument.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from ratoon.engine.crash_points import CrashPoint, Reach
+from ratoon.engine.refusals import disk_fault, unexpected
+from ratoon.engine.types import (
+    ForwardBackwardCommand,
+    LoadCheckpointCommand,
+    OperationState,
+    OptimStepCommand,
+    Progress,
+    UpdateCommand,
+)
+from ratoon.engine.worker.meter import Meter
+from ratoon.engine.worker.runner import TaskRunner, write_checkpoint
+from ratoon.engine.worker.tasks import (
+    CheckpointWeights,
+    FencedError,
+    Loaded,
+    LoadRequest,
+    Outcome,
+    Task,
+    UnusableCheckpointError,
+    WorkerLostError,
+    WorkerStatus,
+)
+from ratoon.engine.worker.trainer_port import (
+    CreateTrainer,
+    ExportWeights,
+    SnapshotPort,
+    TrainerPort,
+)
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon.log import get_logger
+from ratoon.stream.manifest import WeightManifest
+from ratoon.stream.versions import publish_version
+
+T = TypeVar("T")
+
+_LOG = get_logger("worker")
+_NO_OPERATION = ""
+
+
+class WorkerOrderError(Exception):
+    """A seq that is neither the last one nor the next, or is another operation's last one.
+
+    Controller and worker do not agree.
+    """
+
+
+class WorkerCore:
+    """`fence`, `progress` and `cancel` may be called from any thread, all else from one thread.
+
+    `write_snapshot` has a thread of its own.
+    """
+
+    def __init__(self, create_trainer: CreateTrainer, export: ExportWeights, reach: Reach) -> None:
+        self._create_trainer = create_trainer
+        self._export = export
+        self._reach = reach
+        self._runner: TaskRunner | None = None
+        self._token = 0
+        self._token_lock = threading.Lock()
+        self._is_lost = False
+        self._policy_id = ""
+        self._last_seq = 0
+        self._last_outcome: Outcome | None = None
+        self._takes_digests = False
+        self._digest = ""
+        # Waits to be written.
+        self._snapshot: SnapshotPort | None = None
+        self._meter = Meter()
+        self._cancelled_id = _NO_OPERATION
+
+    # From any thread.
+
+    def fence(self, token: int) -> None:
+        """Refuse all older tokens from now on. Raises `FencedError` where this one is older.
+
+        Raises `WorkerLostError` where the worker is lost, as all that has a token does.
+        """
+        with self._token_lock:
+            if token < self._token:
+                raise FencedError(f"token {token} is older than {self._token}")
+            self._token = token
+        if self._is_lost:
+            raise WorkerLostError("the trainer failed, and what it held is not known")
+
+    def progress(self) -> Progress:
+        return self._meter.progress()
+
+    def cancel(self, operation_id: str) -> None:
+        """Stop this operation, running or next, before it changes weights."""
+        self._cancelled_id = operation_id
+
+    # From the compute thread.
+
+    def status(self) -> WorkerStatus:
+        """Where the worker stands; being on the compute thread, after what was running."""
+        return WorkerStatus(
+            is_loaded=self._runner is not None,
+            version=self._runner.version if self._runner else 0,
+            numerics=self._runner.trainer.fingerprint() if self._runner else {},
+            weights_digest=self._digest,
+            last_seq=self._last_seq,
+            last_outcome=self._last_outcome,
+        )
+
+    def load(self, token: int, policy_id: str, request: LoadRequest) -> Loaded:
+        """Become the policy as of a checkpoint or its start.
+
+        Raises `RatoonError`, and `UnusableCheckpointError`.
+        """
+        self.fence(token)
+        self._runner = self._snapshot = None
+        # Layers refer to themselves: without it a trainer of before would still be on the device,
+        # and what that has left decides what is kept for a backward.
+        gc.collect()
+        started = time.perf_counter()
+        try:
+            trainer = self._create_trainer(request.trainer)
+            if isinstance(request.source, CheckpointWeights):
+                _load_checkpoint(trainer, request.source)
+            trainer.version = request.version
+            loaded = time.perf_counter()
+            self._takes_digests = request.digests
+            self._digest = trainer.state_digest() if request.digests else ""
+        except (RatoonError, UnusableCheckpointError):
+            raise
+        except Exception as err:
+            self._is_lost = True
+            raise unexpected(err) from err
+        self._runner = TaskRunner(request.trainer, trainer)
+        self._policy_id = policy_id
+        self._last_seq, self._last_outcome = request.last_seq, None
+        digest_s = time.perf_counter() - loaded
+        seconds = {"load_s": round(loaded - started, 3), "digest_s": round(digest_s, 3)}
+        _LOG.info("policy loaded", policy_id=policy_id, version=request.version, **seconds)
+        return Loaded(info=trainer.info(), numerics=trainer.fingerprint())
+
+    def apply(self, token: int, task: Task) -> Outcome:
+        """Run the task whose seq is next, or say again how the last one ended."""
+        self.fence(token)
+        runner = self._loaded()
+        if task.seq == self._last_seq and self._last_outcome is not None:
+            self._check_last(task.operation_id)
+            return self._last_outcome
+        self._check_next(task.seq)
+        self._reach(CrashPoint.WORKER_BEFORE_APPLY)
+        outcome = self._run(runner, task)
+        try:
+            outcome = self._with_digest(runner, task, outcome)
+        except Exception as err:
+            # The step was taken, and its outcome is nowhere.
+            raise self._lost("the trainer's state cannot be read") from err
+        self._last_seq, self._last_outcome = task.seq, outcome
+        self._reach(CrashPoint.WORKER_AFTER_APPLY)
+        return outcome
+
+    def skip(self, token: int, seq: int, outcome: Outcome) -> None:
+        """Count a seq that ended without being run."""
+        self.fence(token)
+        self._loaded()
+        if seq == self._last_seq:
+            self._check_last(outcome.operation_id)
+            return
+        self._check_next(seq)
+        self._last_seq, self._last_outcome = seq, outcome
+
+    def forward(self, token: int, task: Task) -> Outcome:
+        """Run a Forward that has no seq."""
+        self.fence(token)
+        return self._run(self._loaded(), task)
+
+    def restore(self, token: int, tasks: tuple[Task, ...]) -> None:
+        """Run the window's ForwardBackwards again, from none. Raises `WorkerLostError`."""
+        self.fence(token)
+        try:
+            self._loaded().restore(tasks)
+        except Exception as err:
+            raise self._lost("the open window could not be restored") from err
+
+    def publish(
+        self, token: int, version: int, weights_root: str, created_at: float
+    ) -> WeightManifest:
+        """Write the current weights for readers. Raises `RatoonError` and `WorkerLostError`."""
+        self.fence(token)
+        runner = self._loaded()
+        assert version == runner.version, "weights stand still while they are published"
+        export = partial(self._export, runner.trainer)
+        args = Path(weights_root), self._policy_id, version, runner.weight_kind, export, created_at
+
+        def publish() -> WeightManifest:
+            try:
+                return publish_version(*args)
+            except OSError as err:
+                raise disk_fault(f"version {version}", err) from err
+
+        return self._guarded(runner, "publish", publish)
+
+    def snapshot(self, token: int) -> str:
+        """Hold a copy of the state at the last step boundary; its digest.
+
+        Raises `RatoonError` and `WorkerLostError`.
+        """
+        self.fence(token)
+        runner = self._loaded()
+        self._snapshot = None
+        self._snapshot = snapshot = self._guarded(runner, "snapshot", runner.trainer.snapshot)
+        self._reach(CrashPoint.WORKER_BEFORE_CHECKPOINT)
+        return snapshot.digest
+
+    # From a thread of its own.
+
+    def write_snapshot(self, token: int, folder: str) -> int:
+        """Write the copy that is held, read it back, and let it go; its size in bytes."""
+        self.fence(token)
+        snapshot, self._snapshot = self._snapshot, None
+        if snapshot is None:
+            raise RatoonError(ErrorCode.INTERNAL, "no copy of the state is held")
+        size_bytes = write_checkpoint(snapshot, Path(folder))
+        self._reach(CrashPoint.WORKER_AFTER_CHECKPOINT)
+        return size_bytes
+
+    def _with_digest(self, runner: TaskRunner, task: Task, outcome: Outcome) -> Outcome:
+        """The outcome with the digest of the state that it left."""
+        if outcome.state is not OperationState.DONE or not self._takes_digests:
+            return outcome
+        if isinstance(task.command, UpdateCommand | OptimStepCommand | LoadCheckpointCommand):
+            self._digest = runner.trainer.state_digest()
+        return replace(outcome, weights_digest=self._digest)
+
+    def _run(self, runner: TaskRunner, task: Task) -> Outcome:
+        self._meter = Meter(started=time.perf_counter())
+        name = task.operation_id
+        try:
+            planned = self._guarded(runner, name, partial(runner.plan, task))
+        except RatoonError as error:
+            return Outcome.of_error(task, error, must_restore=False)
+        run = partial(runner.run, planned, self._on_progress, self._is_cancelled(name))
+        try:
+            result = self._guarded(runner, name, run, partial(self._may_have_stepped, task))
+        except RatoonError as error:
+            is_torn = isinstance(task.command, ForwardBackwardCommand)
+            return Outcome.of_error(planned.task, error, must_restore=is_torn)
+        return Outcome(
+            operation_id=name,
+            state=OperationState.DONE,
+            result=result,
+            must_restore=False,
+            weights_digest="",
+            choices=planned.task.choices,
+            started_at=task.started_at,
+        )
+
+    def _may_have_stepped(self, task: Task) -> bool:
+        """Whether a task that failed in a way of its own may have changed weights or moments."""
+        if isinstance(task.command, UpdateCommand):
+            return 0 < self._meter.planned <= self._meter.done
+        return isinstance(task.command, OptimStepCommand | LoadCheckpointCommand)
+
+    def _guarded(
+        self,
+        runner: TaskRunner,
+        what: str,
+        call: Callable[[], T],
+        may_have_stepped: Callable[[], bool] = lambda: False,
+    ) -> T:
+        """What the call returns. Raises `RatoonError` after which the trainer is as it was before.
+
+        But for gradients of the window. Raises `WorkerLostError` where it may be otherwise.
+        """
+        try:
+            return call()
+        except RatoonError:
+            raise
+        except Exception as err:  # noqa: BLE001 - whatever it is, the caller must hear of it
+            _LOG.exception("failed", what=what)
+            failure = unexpected(err)
+        # The handler is over, whose traceback held what the call had on the device.
+        gc.collect()
+        if may_have_stepped():
+            raise self._lost("the trainer was stopped in the middle of a step")
+        try:
+            digest = runner.trainer.state_digest()
+        except Exception as err:
+            raise self._lost("the trainer's state cannot be read") from err
+        if self._takes_digests and digest != self._digest:
+            raise self._lost("the trainer's state has changed")
+        raise failure
+
+    def _lost(self, reason: str) -> WorkerLostError:
+        """The worker is lost; to be raised."""
+        self._is_lost, self._runner = True, None
+        _LOG.error("worker lost", reason=reason)
+        return WorkerLostError(reason)
+
+    def _on_progress(self, done: int, planned: int, tokens: int) -> None:
+        self._meter.done, self._meter.planned, self._meter.tokens = done, planned, tokens
+        if done > 0:
+            self._reach(CrashPoint.WORKER_IN_APPLY)
+
+    def _is_cancelled(self, operation_id: str) -> Callable[[], bool]:
+        return lambda: self._cancelled_id == operation_id
+
+    def _loaded(self) -> TaskRunner:
+        if self._runner is None:
+            raise WorkerLostError("no policy is loaded")
+        return self._runner
+
+    def _check_last(self, operation_id: str) -> None:
+        last = self._last_outcome
+        if last is not None and last.operation_id != operation_id:
+            message = f"{operation_id} has the seq {self._last_seq} of {last.operation_id}"
+            raise WorkerOrderError(message)
+
+    def _check_next(self, seq: int) -> None:
+        if seq != self._last_seq + 1:
+            raise WorkerOrderError(f"seq {seq} after {self._last_seq}")
+
+
+def _load_checkpoint(trainer: TrainerPort, source: CheckpointWeights) -> None:
+    """Raises `UnusableCheckpointError` naming the folder."""
+    name = Path(source.folder).name
+    try:
+        trainer.load_checkpoint(Path(source.folder))
+    except (RatoonError, OSError) as err:
+        raise UnusableCheckpointError(f"checkpoint {name}: {err}") from err
+    if source.weights_digest and (digest := trainer.state_digest()) != source.weights_digest:
+        raise UnusableCheckpointError(
+            f"checkpoint {name}: its state has the digest {digest}, in the journal it is "
+            f"{source.weights_digest}"
+        )
