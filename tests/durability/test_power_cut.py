@@ -59,9 +59,7 @@ def test_the_recorded_life_has_the_weights_of_an_undisturbed_one(recording: Reco
 
 
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.more)])
-def test_a_power_cut_at_any_promise_loses_none(
-    recording: Recording, ram: Path, every: int
-) -> None:
+def test_a_power_cut_at_any_promise_loses_none(recording: Recording, ram: Path, every: int) -> None:
     cuts = distinct(cuts_at_promises(recording))
     assert len(cuts) > 40
     for cut in cuts[::every]:

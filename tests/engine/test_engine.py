@@ -59,6 +59,9 @@ class LocalCluster:
         if policy_id in self.workers:
             await self.workers[policy_id].release()
 
+    async def close(self) -> None:
+        """Nothing runs for no policy."""
+
     async def backends(self) -> tuple[BackendInfo, ...]:
         self.num_backends += 1
         await asyncio.sleep(0.01)

@@ -25,9 +25,11 @@ from sqlalchemy import create_engine, text
 from ratoon.config import CheckpointConfig, RatoonConfig, RayConfig, WorkerConfig
 from ratoon.engine.client import EngineClient
 from ratoon.engine.cluster.bootstrap import start_engine, stop_engine
+from ratoon.engine.cluster.ray_calls import ask, find_actor
 from ratoon.engine.cluster.remote import connect
+from ratoon.engine.cluster.worker_process import find_worker
 from ratoon.engine.crash_points import CrashPoint
-from ratoon.engine.settings import ENGINE_NAME, worker_name
+from ratoon.engine.settings import ENGINE_NAME
 from ratoon.engine.types import (
     CheckpointInfo,
     FailedResult,
@@ -75,8 +77,7 @@ def engine(ray_cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) ->
         checkpoints=CheckpointConfig(every_operations=3, keep=1),
         crash_points=True,
     )
-    start_engine(config)
-    start_engine(config)
+    ray.get([start_engine(config), start_engine(config)])
     yield Engine(config)
     stop_engine(config)
 
@@ -101,6 +102,9 @@ def test_a_policy_is_created_once(engine: Engine) -> None:
         assert policy.info is not None
         assert policy.info.vocab_size == 260
         assert await client.list_policies() == (policy,)
+        spare = find_actor("ratoon-spare-worker", engine.config.ray.namespace)
+        assert spare is not None
+        assert await ask(spare.holder.remote()) == POLICY
 
     engine.run(main)
 
@@ -279,7 +283,7 @@ def test_killed_processes_come_back_at_the_checkpoint(engine: Engine) -> None:
         step = await done(client, await client.submit(submission(14, update(0), random_batch(14))))
         assert isinstance(step.result, StepResult)
         retired = step.result.version
-        ray.kill(ray.get_actor(worker_name(POLICY), namespace))
+        ray.kill(await find_worker(POLICY, namespace))
         lost = await client.submit(submission(15, update(0), random_batch(15)))
         ended = await client.get_operation(lost.operation_id, 60.0)
         assert isinstance(ended.result, FailedResult)
@@ -319,14 +323,15 @@ def test_kills_at_crash_points_change_nothing_of_a_policy_that_replays(engine: E
                 return now
             await asyncio.sleep(0.05)
 
-    def lose_worker(policy_id: str) -> None:
+    async def lose_worker(policy_id: str) -> None:
         """What it is asked fails in a way of its own, after which it refuses everything."""
         query = text("SELECT token FROM policies WHERE policy_id = :policy_id")
         with create_engine(journal_url(engine)).connect() as connection:
             token = connection.execute(query, {"policy_id": policy_id}).scalar_one()
-        worker = ray.get_actor(worker_name(policy_id), engine.config.ray.namespace)
+        worker = await find_worker(policy_id, engine.config.ray.namespace)
+        assert worker is not None
         with pytest.raises(RatoonError, match="AttributeError"):
-            ray.get(worker.load.remote(token, None))
+            await ask(worker.load.remote(token, None))
 
     async def run(client: EngineClient, policy_id: str, kills: bool) -> tuple[list[object], str]:
         spec = replace(SPEC, policy_id=policy_id, recovery=Recovery.REPLAY)
@@ -336,7 +341,7 @@ def test_kills_at_crash_points_change_nothing_of_a_policy_that_replays(engine: E
             if kills and seq in points:
                 (folder / points[seq]).write_text("1")
             if kills and seq == 5:
-                lose_worker(policy_id)
+                await lose_worker(policy_id)
             submitted = submission(seq, update(0), random_batch(seq), policy_id)
             result = (await ended(client, await client.submit(submitted))).result
             assert isinstance(result, StepResult), result
@@ -357,7 +362,7 @@ def test_kills_at_crash_points_change_nothing_of_a_policy_that_replays(engine: E
 
 def test_a_restarted_engine_brings_its_policies_back(engine: Engine) -> None:
     stop_engine(engine.config)
-    start_engine(engine.config)
+    ray.get(start_engine(engine.config))
 
     async def main(client: EngineClient) -> None:
         while (await client.get_policy(POLICY)).version != 2:  # noqa: ASYNC110

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import ray
 
 from ratoon.config import RatoonConfig, RayConfig
-from ratoon.engine.cluster import placement
-from ratoon.engine.cluster.placement import end_worker, place
+from ratoon.engine.cluster import placement, worker_process
+from ratoon.engine.cluster.placement import place
 from ratoon.engine.cluster.ray_calls import find_actor
 from ratoon.engine.cluster.ray_cluster import RayCluster as Workers
-from ratoon.engine.settings import EngineSettings, worker_name
+from ratoon.engine.cluster.worker_process import end_worker, find_worker
+from ratoon.engine.settings import EngineSettings
 from ratoon.engine.worker.tasks import WorkerLostError
 from ratoon.errors import ErrorCode, RatoonError
 from tests.conftest import RayCluster
@@ -27,7 +30,7 @@ async def test_a_worker_that_was_released_is_made_by_no_question(ray_cluster: Ra
     settings = EngineSettings.from_config(
         RatoonConfig(ray=RayConfig(namespace=ray_cluster.namespace))
     )
-    name = worker_name("idle")
+    name = worker_process._name("idle")
     idle = ray.remote(Idle).options(name=name, namespace=settings.namespace, lifetime="detached")
     handle = idle.remote()
     assert ray.get(handle.answer.remote()) == 1
@@ -38,6 +41,52 @@ async def test_a_worker_that_was_released_is_made_by_no_question(ray_cluster: Ra
             await question
     assert find_actor(name, settings.namespace) is None
     await end_worker("idle", settings.namespace)
+
+
+class Spare:
+    """Of a policy, or of none; one that `hangs` does not say whose it is."""
+
+    def __init__(self, hangs: bool) -> None:
+        self._hangs = hangs
+        self._policy_id = ""
+
+    @ray.method
+    def take(self, policy_id: str) -> bool:
+        if self._hangs:
+            time.sleep(60.0)
+        self._policy_id = self._policy_id or policy_id
+        return self._policy_id == policy_id
+
+    @ray.method
+    def holder(self) -> str:
+        return self._policy_id
+
+
+def start_spare(namespace: str, *, hangs: bool) -> None:
+    options = {"name": worker_process._SPARE, "namespace": namespace, "lifetime": "detached"}
+    ray.get(ray.remote(Spare).options(**options).remote(hangs).holder.remote())
+
+
+async def test_a_spare_is_one_policys_until_it_ends(ray_cluster: RayCluster) -> None:
+    namespace = f"{ray_cluster.namespace}-spare"
+    assert await find_worker("a", namespace) is None
+    start_spare(namespace, hangs=False)
+    for policy_id, has_it in (("a", True), ("b", False), ("a", True)):
+        assert (await find_worker(policy_id, namespace) is not None) is has_it
+    await end_worker("b", namespace)
+    assert await find_worker("a", namespace) is not None
+    await end_worker("a", namespace)
+    assert find_actor(worker_process._SPARE, namespace) is None
+
+
+async def test_a_spare_that_hangs_holds_no_policy_up(
+    ray_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    namespace = f"{ray_cluster.namespace}-hangs"
+    monkeypatch.setattr(worker_process, "_SPARE_S", 0.2)
+    start_spare(namespace, hangs=True)
+    assert await find_worker("a", namespace) is None
+    assert find_actor(worker_process._SPARE, namespace) is None
 
 
 async def test_a_gpu_that_is_not_there_is_refused_and_not_waited_for(

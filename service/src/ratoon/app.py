@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray import ObjectRef
 from ray.exceptions import RayActorError
 
 from ratoon.api.gateway import Gateway
@@ -51,8 +52,7 @@ def app_builder(args: dict[str, Any]) -> Application:
 
     config = RatoonConfig(**args)
     check_start(config)
-    start_engine(config)
-    _start_gateway(config)
+    ray.get([start_engine(config), _start_gateway(config)])
     return build_app(config)
 
 
@@ -70,8 +70,7 @@ def start(config: RatoonConfig, *, show_logs: bool = False) -> ServiceAddresses:
     if not ray.is_initialized():
         connect_ray(config, show_logs=show_logs)
     try:
-        start_engine(config)
-        _start_gateway(config)
+        ray.get([start_engine(config), _start_gateway(config)])
         addresses = _addresses(config)
         # Callers are answered from here on, while Serve is imported and comes up.
         _log.info("gateway answers", http=addresses.http, grpc=addresses.grpc)
@@ -157,8 +156,8 @@ def check_tls(config: RatoonConfig) -> None:
         _log.warning("served without TLS", hosts=public)
 
 
-def _start_gateway(config: RatoonConfig) -> None:
-    """Start it where it is not running; returns when both of its ports are open."""
+def _start_gateway(config: RatoonConfig) -> ObjectRef[None]:
+    """Start it where it is not running; once the reference is there, both of its ports are open."""
     gateway: Any = (
         ray.remote(Gateway)
         .options(
@@ -172,7 +171,7 @@ def _start_gateway(config: RatoonConfig) -> None:
         )
         .remote(config)
     )
-    ray.get(gateway.wait_until_ready.remote())
+    return gateway.wait_until_ready.remote()
 
 
 def _stop_gateway(config: RatoonConfig) -> None:

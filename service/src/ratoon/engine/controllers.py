@@ -43,8 +43,12 @@ class Cluster(Protocol):
         """End the policy's worker, if there is one, and give back what it holds."""
         ...
 
+    async def close(self) -> None:
+        """End what runs for no policy."""
+        ...
+
     async def backends(self) -> tuple[BackendInfo, ...]:
-        """Of the workers' device, asked for in a process that ends afterwards."""
+        """Of the workers' device."""
         ...
 
 

@@ -186,6 +186,7 @@ class Engine:
         self._lifecycle.stop()
         for policy_id in self._lifecycle.policy_ids:
             await self._controllers.end(policy_id)
+        await self._cluster.close()
 
     async def _recover(self) -> None:
         counts = await until_room(self._journal.count_operations)

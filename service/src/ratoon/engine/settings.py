@@ -13,10 +13,6 @@ from ratoon.train.config import OptimizerStates
 ENGINE_NAME = "ratoon-engine"
 
 
-def worker_name(policy_id: str) -> str:
-    return f"ratoon-worker-{policy_id}"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
     """`device` is "auto", "cpu" or "cuda"; `num_threads` 0: the machine's cores."""

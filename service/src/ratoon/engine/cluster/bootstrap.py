@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, cast
 
 import ray
+from ray import ObjectRef
 
 from ratoon.config import RatoonConfig
 from ratoon.engine.cluster.engine_actor import EngineActor
@@ -30,8 +31,11 @@ _MAX_CONCURRENCY = 100_000
 _LATE_S = 15.0
 
 
-def start_engine(config: RatoonConfig) -> None:
-    """Start what is not running. Raises what opening the database and the object store raises."""
+def start_engine(config: RatoonConfig) -> ObjectRef[None]:
+    """Start what is not running; it is up once the reference is there.
+
+    Raises what opening the object store raises, and `ray.get` what opening the database does.
+    """
     settings = EngineSettings.from_config(config)
     check_store(settings.storage_url)
     engine = (
@@ -48,9 +52,10 @@ def start_engine(config: RatoonConfig) -> None:
         )
         .remote(settings)
     )
-    ray.get(engine.call.remote("recover"))
-    # Loads torch, which the first caller of GetServerInfo would wait for; nobody waits here.
+    is_up = engine.call.remote("recover")
+    # On a CPU the first policy's process is started by that; nobody waits for it here.
     engine.call.remote("backends")
+    return is_up
 
 
 def drain_engine(config: RatoonConfig) -> None:

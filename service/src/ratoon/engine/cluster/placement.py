@@ -21,8 +21,6 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ratoon.engine.cluster.ray_calls import kill_actor
-from ratoon.engine.settings import worker_name
 from ratoon.errors import ErrorCode, RatoonError
 
 _PLACEMENT_S = 8.0
@@ -41,9 +39,8 @@ async def place(policy_id: str) -> PlacementGroup:
     return group
 
 
-async def end_worker(policy_id: str, namespace: str) -> None:
-    """End the worker, if there is one, and give its GPU back."""
-    await kill_actor(worker_name(policy_id), namespace)
+def free_gpu(policy_id: str) -> None:
+    """Give back what `place` has reserved, if anything."""
     group = _find_group(policy_id)
     if group is not None:
         remove_placement_group(group)

@@ -14,9 +14,10 @@ from typing import cast
 import ray
 from prometheus_client import disable_created_metrics
 
-from ratoon.engine.cluster.placement import check_free_gpu, end_worker, on_gpu_node
+from ratoon.engine.cluster.placement import check_free_gpu, free_gpu, on_gpu_node
 from ratoon.engine.cluster.ray_calls import ask
 from ratoon.engine.cluster.ray_worker import RayWorker
+from ratoon.engine.cluster.worker_process import end_spare, end_worker, make_spare
 from ratoon.engine.engine import Engine
 from ratoon.engine.files.paths import require_known
 from ratoon.engine.journal.journal import Journal
@@ -76,10 +77,16 @@ class RayCluster:
 
     async def end_worker(self, policy_id: str) -> None:
         await end_worker(policy_id, self._settings.namespace)
+        free_gpu(policy_id)
+
+    async def close(self) -> None:
+        await end_spare(self._settings.namespace)
 
     async def backends(self) -> tuple[BackendInfo, ...]:
-        where = "DEFAULT" if self.device == "cpu" else on_gpu_node()
-        task = ray.remote(num_cpus=0, max_calls=1, scheduling_strategy=where)(list_backends)
+        if self.device == "cpu":
+            return await ask(make_spare(self._settings).backends.remote())
+        node = on_gpu_node()
+        task = ray.remote(num_cpus=0, max_calls=1, scheduling_strategy=node)(list_backends)
         return await ask(task.remote())
 
     def trainer(self, spec: PolicySpec) -> TrainerSpec:

@@ -9,21 +9,20 @@ A worker that is lost is `WorkerLostError`.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
-import ray
 from ray import ObjectRef
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ratoon.engine.cluster.gpu_environment import GPU_ENVIRONMENT
-from ratoon.engine.cluster.placement import end_worker, place
-from ratoon.engine.cluster.ray_calls import ActorLostError, ask, find_actor, kill_actor
-from ratoon.engine.cluster.worker_actor import CONCURRENCY_GROUPS, WorkerActor
-from ratoon.engine.settings import EngineSettings, worker_name
+from ratoon.engine.cluster.placement import free_gpu, place
+from ratoon.engine.cluster.ray_calls import ActorLostError, ask
+from ratoon.engine.cluster.worker_process import end_worker, find_worker, make_worker
+from ratoon.engine.settings import EngineSettings
 from ratoon.engine.worker.tasks import WorkerLostError, WorkerStatus
 
 if TYPE_CHECKING:
-    from ray.actor import ActorClass, ActorProxy
+    from ratoon.engine.cluster.worker_process import Worker
 
 T = TypeVar("T")
 
@@ -35,7 +34,7 @@ class RayWorker:
         self._policy_id = policy_id
         self._settings = settings
         self._on_gpu = on_gpu
-        self._handle: ActorProxy[WorkerActor] | None = None
+        self._handle: Worker | None = None
 
     async def fence(self, token: int) -> WorkerStatus:
         worker = self._handle = self._handle or await self._find_or_make()
@@ -44,11 +43,12 @@ class RayWorker:
 
     async def replace(self) -> None:
         self._handle = None
-        await kill_actor(worker_name(self._policy_id), self._settings.namespace)
+        await end_worker(self._policy_id, self._settings.namespace)
 
     async def release(self) -> None:
         self._handle = None
         await end_worker(self._policy_id, self._settings.namespace)
+        free_gpu(self._policy_id)
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[object]]:
         """The others are the worker's own."""
@@ -58,16 +58,15 @@ class RayWorker:
 
         return call
 
-    def _worker(self) -> ActorProxy[WorkerActor]:
+    def _worker(self) -> Worker:
         """What is asked of a worker that was released makes no other."""
         if self._handle is None:
             raise WorkerLostError(f"policy {self._policy_id} has no worker")
         return self._handle
 
-    async def _find_or_make(self) -> ActorProxy[WorkerActor]:
+    async def _find_or_make(self) -> Worker:
         """Raises RESOURCE_EXHAUSTED."""
-        name, namespace = worker_name(self._policy_id), self._settings.namespace
-        found = cast("ActorProxy[WorkerActor] | None", find_actor(name, namespace))
+        found = await find_worker(self._policy_id, self._settings.namespace)
         if found is not None:
             return found
         options: dict[str, object] = {}
@@ -76,17 +75,7 @@ class RayWorker:
             options["num_gpus"] = 1
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group)
             options["runtime_env"] = {"env_vars": GPU_ENVIRONMENT}
-        # Ray takes concurrency groups here, and its types do not know it.
-        remote = cast(
-            "Callable[..., Callable[[type[WorkerActor]], ActorClass[WorkerActor]]]", ray.remote
-        )
-        actor = remote(num_cpus=0, concurrency_groups=CONCURRENCY_GROUPS)(WorkerActor).options(
-            name=name, namespace=namespace, lifetime="detached", get_if_exists=True, **options
-        )
-        settings = self._settings
-        return actor.remote(
-            self._policy_id, settings.log_level, settings.crash_points, settings.compiled
-        )
+        return make_worker(self._policy_id, self._settings, **options)
 
 
 async def _ask_worker(reference: ObjectRef[T]) -> T:

@@ -11,6 +11,7 @@ the constructor: whoever looks the actor up imports this module.
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -19,6 +20,7 @@ import ray
 
 from ratoon.engine.crash_points import make_reach
 from ratoon.engine.types import Progress
+from ratoon.engine.worker.backends import BackendInfo, list_backends
 from ratoon.engine.worker.tasks import Loaded, LoadRequest, Outcome, Task, WorkerStatus
 from ratoon.log import configure_logging, get_logger
 from ratoon.stream.manifest import WeightManifest
@@ -39,13 +41,13 @@ class WorkerActor:
     def __init__(
         self, policy_id: str, log_level: str, crash_points: Path | None, compiled: Path
     ) -> None:
-        """`compiled`: where compiled kernels are kept."""
+        """`policy_id` "": of none yet. `compiled`: where compiled kernels are kept."""
         configure_logging(log_level)
         started = time.perf_counter()
         from ratoon.engine.worker.worker import WorkerCore
         from ratoon.train.trainer import Trainer
 
-        self._policy_id = policy_id
+        self._policy_id, self._taking = policy_id, threading.Lock()
         self._create_trainer = Trainer.create
         self._compiled = compiled
         self._cache: CompileCache | None = None
@@ -60,6 +62,22 @@ class WorkerActor:
         if self._cache is None and spec.device != "cpu":
             self._cache = CompileCache(self._compiled, trainer.fingerprint())
         return trainer
+
+    @ray.method(concurrency_group="control")
+    def take(self, policy_id: str) -> bool:
+        """Whether this is the policy's process, as it is from now on if it was none's."""
+        with self._taking:
+            self._policy_id = self._policy_id or policy_id
+            return self._policy_id == policy_id
+
+    @ray.method(concurrency_group="control")
+    def holder(self) -> str:
+        """The policy whose process this is; "": none's."""
+        return self._policy_id
+
+    @ray.method(concurrency_group="control")
+    def backends(self) -> tuple[BackendInfo, ...]:
+        return list_backends()
 
     @ray.method(concurrency_group="control")
     def fence(self, token: int) -> None:

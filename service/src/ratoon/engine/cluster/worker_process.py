@@ -1,0 +1,95 @@
+"""Workers' processes: found by their policy, made, ended.
+
+Importing torch and transformers takes a process seconds. On CPUs one is started ahead: a spare,
+which the first policy that looks for a worker takes, and has until it ends.
+"""
+
+# Ray's decorators are only partly typed.
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar, cast
+
+import ray
+from ray import ObjectRef
+
+from ratoon.engine.cluster.ray_calls import ActorLostError, ask, find_actor, kill_actor
+from ratoon.engine.cluster.worker_actor import CONCURRENCY_GROUPS, WorkerActor
+from ratoon.engine.settings import EngineSettings
+
+if TYPE_CHECKING:
+    from ray.actor import ActorClass, ActorProxy
+
+    Worker = ActorProxy[WorkerActor]
+
+T = TypeVar("T")
+_SPARE = "ratoon-spare-worker"
+# A process that has not said in this time whose it is says nothing any more.
+_SPARE_S = 60.0
+
+
+def make_worker(policy_id: str, settings: EngineSettings, **options: object) -> Worker:
+    """A policy's process; `options` are those of its actor."""
+    return _make(_name(policy_id), policy_id, settings, options)
+
+
+def make_spare(settings: EngineSettings) -> Worker:
+    """The spare, which may be some policy's by now."""
+    return _make(_SPARE, "", settings, {})
+
+
+async def find_worker(policy_id: str, namespace: str) -> Worker | None:
+    """A policy's process, which may be the spare from now on; None: it has none."""
+    named = _find(_name(policy_id), namespace)
+    if named is not None:
+        return named
+    spare = _find(_SPARE, namespace)
+    if spare is None or not await _told(spare.take.remote(policy_id), namespace):
+        return None
+    return spare
+
+
+async def end_worker(policy_id: str, namespace: str) -> None:
+    """End a policy's process, if there is one."""
+    await kill_actor(_name(policy_id), namespace)
+    spare = _find(_SPARE, namespace)
+    if spare is not None and await _told(spare.holder.remote(), namespace) == policy_id:
+        await kill_actor(_SPARE, namespace)
+
+
+async def end_spare(namespace: str) -> None:
+    """End the spare, whoever has it."""
+    await kill_actor(_SPARE, namespace)
+
+
+def _name(policy_id: str) -> str:
+    return f"ratoon-worker-{policy_id}"
+
+
+def _find(name: str, namespace: str) -> Worker | None:
+    return cast("Worker | None", find_actor(name, namespace))
+
+
+def _make(
+    name: str, policy_id: str, settings: EngineSettings, options: dict[str, object]
+) -> Worker:
+    # Ray takes concurrency groups here, and its types do not know it.
+    remote = cast(
+        "Callable[..., Callable[[type[WorkerActor]], ActorClass[WorkerActor]]]", ray.remote
+    )
+    actor = remote(num_cpus=0, concurrency_groups=CONCURRENCY_GROUPS)(WorkerActor).options(
+        name=name, namespace=settings.namespace, lifetime="detached", get_if_exists=True, **options
+    )
+    return actor.remote(policy_id, settings.log_level, settings.crash_points, settings.compiled)
+
+
+async def _told(reference: ObjectRef[T], namespace: str) -> T | None:
+    """What the spare says; one that does not is ended, and its policy goes on with another."""
+    try:
+        return await asyncio.wait_for(ask(reference), _SPARE_S)
+    except (ActorLostError, TimeoutError):
+        await kill_actor(_SPARE, namespace)
+        return None
