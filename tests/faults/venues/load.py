@@ -123,6 +123,7 @@ async def _run(service: Service, seed: int, seconds: float) -> LoadResult:
 
 
 async def _calls(load: _Load, player: Player, client: AsyncRatoonClient, deadline: float) -> None:
+    await client.get_policy(_POLICY)  # Its connection is no growth.
     await asyncio.sleep(load.rng.uniform(0.0, PAUSE_S[1]))
     while time.monotonic() < deadline:
         call = Call(
