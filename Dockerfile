@@ -12,8 +12,9 @@ FROM ${PYTHON_IMAGE} AS build
 ARG DEVICE=cpu
 ARG TORCH_INDEX=
 WORKDIR /src
-COPY constraints.txt ./
 COPY deploy/install.sh deploy/install.sh
+COPY deploy/torch.lock deploy/torch.lock
+COPY deploy/requirements.lock deploy/requirements.lock
 COPY proto proto
 COPY kernels kernels
 COPY clients clients

@@ -20,7 +20,7 @@ NVIDIA = $(wildcard /dev/nvidiactl)$(shell command -v nvidia-smi 2>/dev/null)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-more lint type audit fmt proto proto-check bench bench-cpu bench-gpu bench-step-gpu \
+.PHONY: help demo test test-more lint type audit fmt lock proto proto-check bench bench-cpu bench-gpu bench-step-gpu \
 	bench-states-gpu bench-service-gpu bench-hostile bench-floor faults test-gpu up down clean env env-dev env-proto
 
 help:
@@ -57,6 +57,9 @@ audit: env-dev ## look up known vulnerabilities of what is installed; asks a ser
 fmt: env-dev ## format and fix what can be fixed
 	@$(BIN)/ruff check --fix-only .
 	@$(BIN)/ruff format .
+
+lock: ## resolve deploy/*.lock anew, at the versions of constraints.txt
+	@PYTHON=$(PYTHON) scripts/lock.sh
 
 proto: env-proto ## generate proto/src/ratoon_proto/v1
 	@scripts/proto.sh proto/src

@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# Install the four distributions of this checkout into a virtual environment.
+# Install the four distributions of this checkout into a virtual environment. All that they need is of
+# the versions and SHA-256 digests of torch.lock and requirements.lock (scripts/lock.sh writes them).
 #
 #   deploy/install.sh VENV [cpu|cuda]
 #
-# cpu   torch from TORCH_INDEX where that is set (a CPU build is about 0.2 GB, the default one 3 GB)
+# cpu   torch from TORCH_INDEX where that is set (a CPU build is about 0.2 GB, the default one 3 GB): of
+#       the lock's version, but by whatever digest that index gives
 # cuda  torch's default build, which brings its CUDA libraries; the kernels are compiled ahead, which
 #       needs no GPU
 #
@@ -33,12 +35,15 @@ if sys.version_info < (3, 11):
 EOF
 
 "$python" -m venv "$venv"
-pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
-pip+=(--constraint "$root/constraints.txt")
-
+# The locks name all that is needed; pip is not to look for more.
+pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps)
 if [ "$device" = cpu ] && [ -n "${TORCH_INDEX:-}" ]; then
-  "${pip[@]}" --index-url "$TORCH_INDEX" torch
+  torch=$(grep --only-matching --extended-regexp '^torch==[0-9.]+' "$root/deploy/torch.lock")
+  "${pip[@]}" --index-url "$TORCH_INDEX" "$torch"
+else
+  "${pip[@]}" --require-hashes --requirement "$root/deploy/torch.lock"
 fi
+"${pip[@]}" --require-hashes --requirement "$root/deploy/requirements.lock"
 # Built from a copy: the checkout may be read-only, and a build writes beside the sources.
 build=$(mktemp -d)
 trap 'rm -rf "$build"' EXIT
@@ -47,7 +52,9 @@ for part in proto kernels clients/python service; do
   cp -R "$root/$part/pyproject.toml" "$root/$part/README.md" "$root/$part/src" "$build/$part/"
   find "$build/$part/src" \( -name '*.egg-info' -o -name cubins \) -prune -exec rm -rf {} +
 done
-"${pip[@]}" "$build/proto" "$build/kernels" "$build/clients/python" "$build/service[s3]"
+# With the lock's setuptools: a build of its own environment would fetch another.
+"${pip[@]}" --no-build-isolation "$build"/{proto,kernels,clients/python,service}
+"$venv/bin/python" -m pip --disable-pip-version-check check >/dev/null
 if [ "$device" = cuda ]; then
   "$venv/bin/python" -m ratoon_kernels.jit.prebuild
 fi

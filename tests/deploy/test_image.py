@@ -31,6 +31,34 @@ def test_images_are_named_by_digest() -> None:
     assert set(bases) == {"${PYTHON_IMAGE}"}
 
 
+def read_lock(name: str) -> dict[str, str]:
+    """Versions by package, each of which has a digest."""
+    locked: dict[str, str] = {}
+    with_digest: set[str] = set()
+    package = ""
+    for line in (ROOT / "deploy" / name).read_text().splitlines():
+        if found := re.match(r"([a-z0-9-]+)==(\S+)", line):
+            package = found[1]
+            locked[package] = found[2]
+        elif re.match(r" +--hash=sha256:[0-9a-f]{64}( |$)", line):
+            with_digest.add(package)
+        else:
+            assert line.startswith("#"), line
+    assert with_digest == locked.keys()
+    return locked
+
+
+def test_what_an_image_installs_is_named_by_digest() -> None:
+    """At the versions that the tests run on."""
+    locked = read_lock("torch.lock") | read_lock("requirements.lock")
+    pins = re.findall(r"^([^#=\s]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    pinned = {name.lower().replace("_", "-"): version for name, version in pins}
+    assert {"torch", "ray", "transformers", "fastapi", "grpcio"} <= pinned.keys() & locked.keys()
+    assert all(locked[name] == pinned[name] for name in pinned.keys() & locked.keys())
+    install = (ROOT / "deploy" / "install.sh").read_text()
+    assert install.count("--require-hashes") == 2
+
+
 def test_an_image_for_gpus_has_a_c_compiler() -> None:
     """Triton builds a C module at run time: without gcc nothing that it compiles could run."""
     _, final = (ROOT / "Dockerfile").read_text().split("FROM ${PYTHON_IMAGE}\n")

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from ratoon.ports import free_port
 
@@ -32,10 +33,26 @@ def _run(*command: str | Path, **environment: str) -> subprocess.CompletedProces
     )
 
 
+def _torch_index(folder: Path) -> str:
+    """One of this machine's own CPU build of torch; "" where it has another, or names an index."""
+    if torch.version.cuda is not None or "TORCH_INDEX" in os.environ:
+        return os.environ.get("TORCH_INDEX", "")
+    packages = folder / "torch"
+    version = torch.__version__.partition("+")[0]
+    got = _run(
+        sys.executable, "-m", "pip", "download", "--no-deps", "-d", packages, f"torch=={version}"
+    )
+    assert got.returncode == 0, got.stderr[-4000:]
+    links = "".join(f'<a href="{path.name}">{path.name}</a>' for path in packages.iterdir())
+    (packages / "index.html").write_text(links)
+    return folder.as_uri()
+
+
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    venv = tmp_path_factory.mktemp("install") / "venv"
-    done = _run(INSTALL, venv, "cpu")
+    folder = tmp_path_factory.mktemp("install")
+    venv = folder / "venv"
+    done = _run(INSTALL, venv, "cpu", TORCH_INDEX=_torch_index(folder / "index"))
     assert done.returncode == 0, done.stderr[-4000:]
     return venv
 
