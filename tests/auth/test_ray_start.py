@@ -162,6 +162,8 @@ def test_a_ray_of_our_own_is_small_closed_and_leaves_nothing(tmp_path: Path) -> 
         "connect_ray(RatoonConfig(data_root=Path(sys.argv[1])), show_logs=True);"
         "say = ray.remote(lambda: print('said by a worker'));"
         "ray.get(say.remote());"
+        "nice = ray.remote(lambda: os.nice(0));"
+        "assert ray.get(nice.remote()) == os.nice(0);"
         "context = ray.get_runtime_context();"
         "print(ended_processes());"
         "children = psutil.Process().children(recursive=True);"

@@ -20,6 +20,8 @@ from ray._private.parameter import RayParams
 
 # Every call would be reported to a dashboard that is not there, and kept in the head's memory.
 _NO_REPORTS = {"task_events_report_interval_ms": 0, "enable_metrics_collection": False}
+# Ray's default is 15: beside anything else that computes, a worker would get a thirtieth of a core.
+_AS_NICE_AS_THIS = {"worker_niceness": 0}
 # Without them nothing that is lost comes back. Ray starts neither again on one machine.
 _ESSENTIAL = (ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SERVER)
 
@@ -39,7 +41,7 @@ class LocalRay:
             include_dashboard=False,
             include_log_monitor=cast("Any", False),  # Ray says that it is text.
             no_monitor=True,
-            _system_config=_NO_REPORTS,
+            _system_config=_NO_REPORTS | _AS_NICE_AS_THIS,
         )
         self._node = _Head(
             parameters,
