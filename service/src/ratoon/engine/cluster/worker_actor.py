@@ -22,6 +22,7 @@ from ratoon.engine.crash_points import make_reach
 from ratoon.engine.types import Progress
 from ratoon.engine.worker.backends import BackendInfo, list_backends
 from ratoon.engine.worker.tasks import Loaded, LoadRequest, Outcome, Task, WorkerStatus
+from ratoon.garbage import freeze_garbage
 from ratoon.log import configure_logging, get_logger
 from ratoon.stream.manifest import WeightManifest
 
@@ -53,6 +54,7 @@ class WorkerActor:
         self._cache: CompileCache | None = None
         _LOG.info("worker started", imports_s=round(time.perf_counter() - started, 3))
         self._core = WorkerCore(self._create, _export, make_reach(crash_points))
+        freeze_garbage()
 
     def _create(self, spec: TrainerSpec) -> Trainer:
         from ratoon.engine.worker.compile_cache import CompileCache
