@@ -10,7 +10,7 @@ import pytest
 
 from ratoon.api import gate as gate_module
 from ratoon.api.gate import Gate
-from ratoon.api.holding import acting_for
+from ratoon.api.request_context import acting_for
 from ratoon.auth.access import OpenAccess, Presented
 from ratoon.auth.key_file import KeyFile
 from ratoon.auth.rates import InFlight, Rates

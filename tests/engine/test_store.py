@@ -201,21 +201,21 @@ def test_lives_of_policies(stores: Stores) -> None:
     with pytest.raises(RatoonError) as caught:
         stores.store.insert_policy(policy_spec(), life_record("p", "p.again"))
     assert caught.value.code is ErrorCode.POLICY_EXISTS
-    created = stores.store.find_life("p", OperationKind.CREATE_POLICY)
+    created = stores.store.find_lifecycle_operation("p", OperationKind.CREATE_POLICY)
     assert created is not None
     assert created.operation_id == "p.create"
     stores.accept(1)
     deletion = life_record("p", "p.delete", OperationKind.DELETE_POLICY)
     stores.store.mark_deleting("p", deletion)
-    assert stores.store.find_life("p", OperationKind.DELETE_POLICY) == deletion
+    assert stores.store.find_lifecycle_operation("p", OperationKind.DELETE_POLICY) == deletion
     stores.store.remove_policy("p", keep_operation_id="p.delete")
-    stores.store.end_life_operation("p.delete", JournalState.APPLIED, EmptyResult(), 30.0)
+    stores.store.end_lifecycle_operation("p.delete", JournalState.APPLIED, EmptyResult(), 30.0)
     assert stores.store.policies() == ()
     assert stores.store.find_operation("p.1") is None
     assert stores.store.count_operations() == {("delete_policy", "applied"): 1}
-    stores.store.forget_ended_lives(before=30.0)
+    stores.store.forget_ended_lifecycle_operations(before=30.0)
     assert stores.store.find_operation("p.delete") is not None
-    stores.store.forget_ended_lives(before=31.0)
+    stores.store.forget_ended_lifecycle_operations(before=31.0)
     assert stores.store.find_operation("p.delete") is None
     stores.with_policy()
     assert stores.store.history("p").records == ()
@@ -233,10 +233,10 @@ def test_a_policy_being_deleted_stays_so(stores: Stores) -> None:
     with pytest.raises(RatoonError, match="policy p is deleting") as caught:
         stores.store.mark_deleting("p", replace(deletion, operation_id="p.other"))
     assert caught.value.code is ErrorCode.POLICY_NOT_READY
-    stores.store.end_life_operation("p.delete", JournalState.FAILED, EmptyResult(), 3.0)
+    stores.store.end_lifecycle_operation("p.delete", JournalState.FAILED, EmptyResult(), 3.0)
     again = replace(deletion, operation_id="p.again")
     stores.store.mark_deleting("p", again)
-    assert stores.store.find_life("p", OperationKind.DELETE_POLICY) == again
+    assert stores.store.find_lifecycle_operation("p", OperationKind.DELETE_POLICY) == again
 
 
 def test_numbers_of_64_bits_fit(stores: Stores) -> None:

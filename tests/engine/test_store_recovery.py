@@ -151,8 +151,8 @@ def test_lives_whose_policy_is_gone_are_found(stores: Stores) -> None:
     spec = policy_spec("gone")
     stores.store.insert_policy(spec, life_record("gone", "gone.create"))
     stores.store.mark_deleting("gone", ended)
-    assert stores.store.lives_without_policy() == ()
+    assert stores.store.orphaned_lifecycle_operations() == ()
     stores.store.remove_policy("gone", keep_operation_id="gone.delete")
-    (found,) = stores.store.lives_without_policy()
+    (found,) = stores.store.orphaned_lifecycle_operations()
     assert (found.operation_id, found.state) == ("gone.delete", JournalState.ACCEPTED)
     assert replace(found, created_at=1.0) == ended

@@ -17,7 +17,7 @@ from google.protobuf.message import Message
 
 from ratoon.api.chunk import FileChunk
 from ratoon.api.convert.checks import POLICY_ID
-from ratoon.api.holding import acting_for
+from ratoon.api.request_context import acting_for
 from ratoon.auth.access import Access, Caller, Presented, access_of, denied, nobody
 from ratoon.auth.audit import Audit, AuditEntry, AuditLog
 from ratoon.auth.rates import InFlight, Rates

@@ -34,8 +34,8 @@ from ratoon.api.convert.operation import operation_message
 from ratoon.api.convert.policy import SpecDefaults, policy_message, policy_spec
 from ratoon.api.convert.records import write
 from ratoon.api.convert.server import server_info
-from ratoon.api.holding import current_holder
 from ratoon.api.ports import Engine
+from ratoon.api.request_context import current_holder
 from ratoon.api.watch import throttled
 from ratoon.config import LimitsConfig
 from ratoon.engine.types import ForwardResult, Operation, Policy, Submission

@@ -107,7 +107,7 @@ class Lifecycle:
 
     async def recover(self) -> None:
         """Take up what an earlier engine left; returns before policies are loaded."""
-        for record in await until_room(self._journal.lives_without_policy):
+        for record in await until_room(self._journal.orphaned_lifecycle_operations):
             self._spawn(self._end_without_policy(self._ledger.add(record)))
         for row in await until_room(self._journal.policies):
             policy_id = row.spec.policy_id
@@ -164,7 +164,7 @@ class Lifecycle:
             await self._fleet.check(spec)
             record = self._record(spec.policy_id, OperationKind.CREATE_POLICY, to_text(spec))
             horizon = self._now() - self._limits.result_ttl_s
-            await self._journal.forget_ended_lives(horizon)
+            await self._journal.forget_ended_lifecycle_operations(horizon)
             await self._journal.insert_policy(spec, record)
             self._policy_ids.add(spec.policy_id)
             live = self._accepted(record)
@@ -181,7 +181,7 @@ class Lifecycle:
             if row.state is PolicyState.CREATING:
                 raise policy_not_ready(policy_id, row.state)
             kind = OperationKind.DELETE_POLICY
-            first = await self._journal.find_life(policy_id, kind)
+            first = await self._journal.find_lifecycle_operation(policy_id, kind)
             if first is not None:
                 return _view(first)
             record = self._record(policy_id, OperationKind.DELETE_POLICY, policy_id)
@@ -241,7 +241,7 @@ class Lifecycle:
     async def _existing(self, row: PolicyRow, spec: PolicySpec) -> Operation:
         """A retry of the same spec is the same operation."""
         kind, policy_id = OperationKind.CREATE_POLICY, spec.policy_id
-        first = await self._journal.find_life(policy_id, kind)
+        first = await self._journal.find_lifecycle_operation(policy_id, kind)
         if first is None or row.spec != spec or row.state is PolicyState.DELETING:
             raise RatoonError(
                 ErrorCode.POLICY_EXISTS,
@@ -314,14 +314,14 @@ class Lifecycle:
 
     async def _resume_create(self, policy_id: str) -> LiveOperation:
         kind = OperationKind.CREATE_POLICY
-        record = await until_room(lambda: self._journal.find_life(policy_id, kind))
+        record = await until_room(lambda: self._journal.find_lifecycle_operation(policy_id, kind))
         assert record is not None, "a policy's life begins with a record"
         return self._ledger.add(record)
 
     async def _resume_delete(self, policy_id: str) -> LiveOperation:
         """The DeletePolicy that is open; where the last one failed, another one."""
         kind = OperationKind.DELETE_POLICY
-        record = await until_room(lambda: self._journal.find_life(policy_id, kind))
+        record = await until_room(lambda: self._journal.find_lifecycle_operation(policy_id, kind))
         if record is not None:
             return self._ledger.add(record)
         again = self._record(policy_id, kind, policy_id)
@@ -338,7 +338,9 @@ class Lifecycle:
 
     async def _end(self, live: LiveOperation, state: JournalState, result: OperationResult) -> None:
         operation_id, now = live.operation_id, self._now()
-        await until_room(lambda: self._journal.end_life_operation(operation_id, state, result, now))
+        await until_room(
+            lambda: self._journal.end_lifecycle_operation(operation_id, state, result, now)
+        )
         live.end(state, result, now)
         self._ledger.settle(live)
         self._metrics.send(telemetry.entered(live.record, state))

@@ -82,7 +82,7 @@ def is_disk_full(error: Exception) -> bool:
     return isinstance(error, RatoonError) and error.details.get("resource") == _DISK
 
 
-def is_room_awaited(error: BaseException) -> bool:
+def is_waiting_for_capacity(error: BaseException) -> bool:
     """Whether `error` is a refusal for want of what others give back: room on a disk, a GPU."""
     return isinstance(error, RatoonError) and error.details.get("resource") in (_DISK, "GPU")
 

@@ -25,7 +25,7 @@ from ratoon.engine.journal.checkpoints import (
 from ratoon.engine.journal.codec import to_text
 from ratoon.engine.journal.connections import timeline_of
 from ratoon.engine.journal.records import (
-    LIFE_KINDS,
+    LIFECYCLE_KINDS,
     JournalAwayError,
     JournalState,
     OperationEnd,
@@ -190,7 +190,7 @@ class FencedStore:
         """Fail what is open and what was applied past the checkpoint; returns what changed."""
         with self._engine.begin() as connection:
             policy = _fence(connection, policy_id, token)
-            is_sequenced = OPERATIONS.c.kind.not_in(LIFE_KINDS)
+            is_sequenced = OPERATIONS.c.kind.not_in(LIFECYCLE_KINDS)
             is_concerned = or_(
                 OPERATIONS.c.state.not_in(_FINAL),
                 and_(

@@ -118,8 +118,8 @@ class Journal:
     fail_policy = _awaited(SqlStore.fail_policy)
     mark_deleting = _awaited(SqlStore.mark_deleting)
     remove_policy = _awaited(SqlStore.remove_policy)
-    end_life_operation = _awaited(SqlStore.end_life_operation)
-    forget_ended_lives = _awaited(SqlStore.forget_ended_lives)
+    end_lifecycle_operation = _awaited(SqlStore.end_lifecycle_operation)
+    forget_ended_lifecycle_operations = _awaited(SqlStore.forget_ended_lifecycle_operations)
 
     # What everyone reads.
     policy = _awaited(SqlStore.policy)
@@ -131,8 +131,8 @@ class Journal:
     numerics = _awaited(SqlStore.numerics)
     find_key = _awaited(SqlStore.find_key)
     find_operation = _awaited(SqlStore.find_operation)
-    find_life = _awaited(SqlStore.find_life)
-    lives_without_policy = _awaited(SqlStore.lives_without_policy)
+    find_lifecycle_operation = _awaited(SqlStore.find_lifecycle_operation)
+    orphaned_lifecycle_operations = _awaited(SqlStore.orphaned_lifecycle_operations)
     checkpoints = _awaited(SqlStore.checkpoints)
     count_operations = _awaited(SqlStore.count_operations)
 

@@ -29,7 +29,7 @@ from ratoon.engine.worker.tasks import Choices, Task
 from ratoon.model.spec import ModelInfo
 
 # Not sequenced: they begin and end a policy.
-LIFE_KINDS = (OperationKind.CREATE_POLICY, OperationKind.DELETE_POLICY)
+LIFECYCLE_KINDS = (OperationKind.CREATE_POLICY, OperationKind.DELETE_POLICY)
 
 # The operations that end a window once they are applied.
 CLOSING_KINDS = (

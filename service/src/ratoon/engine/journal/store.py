@@ -18,7 +18,7 @@ from ratoon.engine.journal.checkpoints import Checkpoint
 from ratoon.engine.journal.codec import to_text
 from ratoon.engine.journal.records import (
     CLOSING_KINDS,
-    LIFE_KINDS,
+    LIFECYCLE_KINDS,
     JournalState,
     OperationRecord,
     PolicyHistory,
@@ -134,7 +134,7 @@ class SqlStore:
                 )
             )
 
-    def end_life_operation(
+    def end_lifecycle_operation(
         self, operation_id: str, state: JournalState, result: OperationResult, finished_at: float
     ) -> None:
         """A CreatePolicy or DeletePolicy ended."""
@@ -147,12 +147,12 @@ class SqlStore:
                 finished_at=finished_at,
             )
 
-    def forget_ended_lives(self, before: float) -> None:
+    def forget_ended_lifecycle_operations(self, before: float) -> None:
         """Drop records of policies that are gone and that ended before a time, in seconds."""
         with self._engine.begin() as connection:
             connection.execute(
                 delete(OPERATIONS).where(
-                    OPERATIONS.c.kind.in_(LIFE_KINDS),
+                    OPERATIONS.c.kind.in_(LIFECYCLE_KINDS),
                     OPERATIONS.c.finished_at < before,
                     OPERATIONS.c.policy_id.not_in(select(POLICIES.c.policy_id)),
                 )
@@ -221,17 +221,19 @@ class SqlStore:
         with self._engine.begin() as connection:
             return select_operation(connection, OPERATIONS.c.operation_id == operation_id)
 
-    def find_life(self, policy_id: str, kind: OperationKind) -> OperationRecord | None:
+    def find_lifecycle_operation(
+        self, policy_id: str, kind: OperationKind
+    ) -> OperationRecord | None:
         """The CreatePolicy or DeletePolicy of a policy that is there."""
         with self._engine.begin() as connection:
             return select_operation(connection, _life(policy_id, kind))
 
-    def lives_without_policy(self) -> tuple[OperationRecord, ...]:
+    def orphaned_lifecycle_operations(self) -> tuple[OperationRecord, ...]:
         """CreatePolicys and DeletePolicys that did not end, of policies that are gone."""
         with self._engine.begin() as connection:
             rows = connection.execute(
                 select(OPERATIONS).where(
-                    OPERATIONS.c.kind.in_(LIFE_KINDS),
+                    OPERATIONS.c.kind.in_(LIFECYCLE_KINDS),
                     OPERATIONS.c.state.not_in(_FINAL),
                     OPERATIONS.c.policy_id.not_in(select(POLICIES.c.policy_id)),
                 )

@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from ratoon.engine.files.disk import is_room_awaited
+from ratoon.engine.files.disk import is_waiting_for_capacity
 from ratoon.engine.journal.records import JournalAwayError
 from ratoon.engine.policy import telemetry
 from ratoon.engine.policy.breakers import NumbersFailedError, note_end
@@ -152,7 +152,7 @@ class TurnLoop:
                 # Whatever it is: the journal and the worker decide what is true.
                 if is_cancelled():
                     raise
-                if is_room_awaited(err):
+                if is_waiting_for_capacity(err):
                     # Nothing is wrong with the policy: it goes on once there is room.
                     _LOG.error("no room", policy_id=self._run.policy_id, reason=str(err))
                     self._must_restart = True
