@@ -59,8 +59,8 @@ def app_builder(args: dict[str, Any]) -> Application:
 def start(config: RatoonConfig, *, show_logs: bool = False) -> ServiceAddresses:
     """Start the service on this machine, or on the cluster of `config.ray.address`.
 
-    A port of 0 takes a free one. `show_logs`: the logs of all processes on this one's standard
-    error. Raises what the parts raise; nothing is left running then.
+    Port 0 picks a free port. `show_logs` copies the logs of all processes to this process's
+    standard error. Raises what the parts raise, and leaves nothing running then.
     """
     configure_logging(config.log_level)
     _check_serve(config)
@@ -72,7 +72,7 @@ def start(config: RatoonConfig, *, show_logs: bool = False) -> ServiceAddresses:
     try:
         ray.get([start_engine(config), _start_gateway(config)])
         addresses = _addresses(config)
-        # Callers are answered from here on, while Serve is imported and comes up.
+        # Callers are answered from here on, while Serve is still being imported and started.
         _log.info("gateway answers", http=addresses.http, grpc=addresses.grpc)
         if config.serve.has_http:
             from ratoon.ray_serve import start_serve
@@ -86,10 +86,10 @@ def start(config: RatoonConfig, *, show_logs: bool = False) -> ServiceAddresses:
 
 
 def stop(config: RatoonConfig, *, ends_ray: bool = False) -> None:
-    """Drain and stop the service; Ray itself is left to who connected to it.
+    """Drain and stop the service. Ray keeps running: whoever connected to it stops it.
 
-    New work is refused at once, by every wire, and what runs may end; then the wires go.
-    `ends_ray`: the caller ends Ray next, and with it what need not be ended by itself.
+    Every wire refuses new work at once and running operations may finish; then the wires stop.
+    `ends_ray`: the caller stops Ray next, so whatever ends with Ray is not stopped here.
     """
     drain_engine(config)
     _stop_gateway(config)
@@ -104,10 +104,10 @@ def stop(config: RatoonConfig, *, ends_ray: bool = False) -> None:
 def running(
     config: RatoonConfig, *, show_logs: bool = False
 ) -> Generator[ServiceAddresses, None, None]:
-    """The service for as long as the block lasts; a Ray that was started for it ends with it.
+    """Run the service for the duration of the block. A Ray started for it stops with it.
 
-    Raises as `start`, and INVALID_ARGUMENT where another service has its folder or a port, before
-    anything is started. On a cluster that was there, a service that is started twice is one.
+    Raises as `start`. Raises INVALID_ARGUMENT, before anything is started, where another service
+    has its folder or a port. On an existing cluster, starting twice gives one service.
     """
     has_ray = ray.is_initialized()
     is_sole = not has_ray and not config.ray.address
@@ -135,9 +135,9 @@ def _addresses(config: RatoonConfig) -> ServiceAddresses:
 
 
 def _check_serve(config: RatoonConfig) -> None:
-    """Serve's ports are not to be weaker ways in where others are strong.
+    """Refuse Serve ports that would be weaker ways in than the gateway's.
 
-    Its gRPC has plain text and no bind address; its HTTP asks for no client's certificate.
+    Serve's gRPC is plain text without a bind address; its HTTP asks for no client certificate.
     """
     public = public_hosts(config)
     if public and config.serve.has_grpc:
@@ -148,7 +148,7 @@ def _check_serve(config: RatoonConfig) -> None:
 
 
 def check_tls(config: RatoonConfig) -> None:
-    """Raises INVALID_ARGUMENT naming the file that is not good; says so where there is none."""
+    """Raises INVALID_ARGUMENT naming the bad file. Public addresses without TLS log a warning."""
     files, public = files_of(config), public_hosts(config)
     if files is not None:
         load_certificates(files)
@@ -157,7 +157,7 @@ def check_tls(config: RatoonConfig) -> None:
 
 
 def _start_gateway(config: RatoonConfig) -> ObjectRef[None]:
-    """Start it where it is not running; once the reference is there, both of its ports are open."""
+    """Start it unless it runs. Once the reference resolves, both of its ports are open."""
     gateway: Any = (
         ray.remote(Gateway)
         .options(
@@ -179,14 +179,14 @@ def _stop_gateway(config: RatoonConfig) -> None:
         gateway = ray.get_actor(GATEWAY_NAME, config.ray.namespace)
     except ValueError:
         return
-    # One that could not start, its port being taken, has nothing to drain.
+    # A gateway that failed to start, as on a taken port, has nothing to drain.
     with suppress(RayActorError):
         ray.get(gateway.drain.remote())
     ray.kill(gateway, no_restart=True)
 
 
 def _with_ports(config: RatoonConfig) -> RatoonConfig:
-    """Every port of 0 replaced by a free one: a process that restarts must find its own again."""
+    """Replace every port 0 by a free one, which a restarted process must find again."""
     http, grpc, serve = config.http, config.grpc, config.serve
     sections = {
         "http": http.model_copy(update={"port": http.port or free_port(http.host)}),

@@ -1,7 +1,7 @@
 """The `ratoon` command: serve, health, keys, demo, doctor.
 
-A command imports what it needs when it runs, so that `--help` is quick and `doctor` works where
-half of the rest does not.
+Commands import what they need when they run, so `--help` is quick and `doctor` works on a broken
+installation.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def serve(config: ConfigOption = None) -> None:
     from ratoon.ray_start import ended_processes, exit_without_ray
 
     stop = threading.Event()
-    # Before the start, which answers callers before it is over: what they have begun is drained.
+    # Before the start: callers are answered while it is under way, and SIGTERM must drain their
+    # calls.
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     try:
         with app.running(settings, show_logs=True) as addresses:
@@ -119,7 +120,7 @@ def demo(
     ] = False,
 ) -> None:
     """Start the service here and watch a tiny policy learn; exit 1 where it does not."""
-    # It reads the environment too, and is to be refused as the others are.
+    # The demo reads the environment too, so bad variables are refused as in the other commands.
     _read_config(None)
     from ratoon.demo.run import run_demo
 
@@ -202,7 +203,7 @@ def list_keys(config: ConfigOption = None) -> None:
         own = key.limits.model_dump(exclude_none=True)
         limits = ", ".join(f"{name} {value:g}" for name, value in own.items())
         table.add_row(key.key_id, key.scope, policies, state, *times, limits, escape(key.note))
-    # An id is never cut, however narrow the terminal is.
+    # Ids are never truncated, however narrow the terminal.
     Console(soft_wrap=True, width=LIST_COLUMNS).print(table)
 
 

@@ -1,7 +1,7 @@
 """The server's settings: one YAML file and `RATOON_*` environment variables, read only here.
 
-Nested names take two underscores: `RATOON_HTTP__PORT=8000`. Unknown names are refused, those of
-variables too. docs/settings.md lists all settings.
+Nested names take two underscores: `RATOON_HTTP__PORT=8000`. Unknown settings and variables are
+refused. docs/settings.md lists all settings.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MIB = 2**20
 GIB = 2**30
 _PREFIX = "RATOON_"
 _DELIMITER = "__"
-# Variables of the project that are no settings: the client's, the kernels', the benchmarks'.
+# Variables of the project that are not settings: the client's, the kernels', the benchmarks'.
 OTHER_VARIABLES = frozenset(
     {
         "RATOON_URL",
@@ -40,8 +40,8 @@ OTHER_VARIABLES = frozenset(
         "RATOON_COMMIT",
     }
 )
-# What Kubernetes sets in every pod for a Service named `ratoon` or `ratoon-...`: names that nothing
-# else has, and `..._PORT`, which is told from a setting by its value.
+# What Kubernetes sets in every pod for a Service named `ratoon` or `ratoon-...`. Only `..._PORT`
+# could be mistaken for a setting; its value tells which it is.
 _OF_KUBERNETES = re.compile(
     r"RATOON(_\w+)?_(SERVICE_HOST|SERVICE_PORT(_\w+)?"
     r"|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
@@ -57,8 +57,8 @@ class _Section(BaseModel):
 class HttpConfig(_Section):
     """HTTP of the gateway.
 
-    `allowed_hosts`: where no keys are asked for, names beside those of loopback under which it is
-    called; "*": any, also that of a web page that has made its name this machine's address.
+    `allowed_hosts`: host names accepted besides loopback's where no API keys are required. "*"
+    accepts any, which also lets in web pages that rebind their name to this machine's address.
     """
 
     host: str = "127.0.0.1"
@@ -77,8 +77,8 @@ class GrpcConfig(_Section):
 class ServeConfig(_Section):
     """Ray Serve: the same HTTP in replicas, for callers inside a cluster. 0 replicas: no Serve.
 
-    Its ports have none of the gateway's bounds on slow callers and ask for no client's certificate.
-    `grpc`: its gRPC port too, in plain text and on all interfaces; refused beside a public bind.
+    Its ports lack the gateway's bounds on slow callers and ask for no client certificate. `grpc`:
+    its gRPC port too, in plain text and on all interfaces; refused beside a public bind.
     """
 
     num_replicas: int = Field(default=1, ge=0)
@@ -99,14 +99,14 @@ class ServeConfig(_Section):
 class AuthConfig(_Section):
     """Who is let in: docs/security.md.
 
-    `required` None: API keys are needed where an address other than loopback is bound, and callers
-    of other machines are refused where none is; true: always; false: never. `metrics`: what
+    `required` true: API keys always; false: never; None: keys are required where a non-loopback
+    address is bound, and otherwise only callers of this machine are let in. `metrics`: what
     `/metrics` needs where keys are required.
     """
 
     required: bool | None = None
     metrics: Literal["read", "free"] = "read"
-    # The audit log: a file that is larger is put aside, of which so many are kept. 0: never.
+    # The audit log rotates at this size and keeps this many old files. 0: it never rotates.
     audit_file_bytes: int = Field(default=64 * MIB, ge=0)
     audit_files: int = Field(default=16, ge=1)
 
@@ -114,8 +114,8 @@ class AuthConfig(_Section):
 class TlsConfig(_Section):
     """TLS of the gateway (docs/security.md): PEM files, which may change while it runs.
 
-    Without `cert_file` it speaks plain text. `client_ca_file`: clients need a certificate of one
-    of these authorities.
+    Without `cert_file` the gateway speaks plain text. With `client_ca_file` clients need a
+    certificate signed by one of its authorities.
     """
 
     cert_file: Path | None = None
@@ -135,7 +135,7 @@ class LimitsConfig(_Section):
     """Bounds that are checked before anything is allocated. Sizes in bytes, times in seconds."""
 
     max_body_bytes: int = Field(default=64 * MIB, ge=1024)
-    # For a request to come: all of it, and the longest pause in it.
+    # For reading a request: the whole body, and the longest pause within it.
     max_body_s: float = Field(default=600.0, gt=0)
     max_body_pause_s: float = Field(default=30.0, gt=0)
     max_fetch_bytes: int = Field(default=16 * MIB, ge=1024, le=16 * MIB)
@@ -143,20 +143,20 @@ class LimitsConfig(_Section):
     max_sequences: int = Field(default=131_072, ge=1)
     max_tokens: int = Field(default=64 * MIB, ge=1)
     max_wait_s: float = Field(default=60.0, gt=0)
-    # How long a caller's wait may be held by a missing seq.
+    # How long a caller may wait for an operation that is blocked by a missing seq.
     gap_wait_s: float = Field(default=30.0, gt=0)
     max_policies: int = Field(default=16, ge=1)
-    # Of a policy; a single operation, for which all others wait, is let in nevertheless.
+    # Per policy. The next seq bypasses it, or the queue would deadlock.
     max_open_operations: int = Field(default=1024, ge=1)
-    # Bodies of open operations, and uploads that wait for theirs: of a policy, of all together.
+    # Bodies of open operations, and uploads not yet used by a call: per policy, and over all.
     max_queued_bytes: int = Field(default=8 * GIB, ge=1024)
     max_total_queued_bytes: int = Field(default=32 * GIB, ge=1024)
-    # Calls that are not answered yet, of one process: in all, and of a key (or host without one).
+    # Unanswered calls per process: in all, and per API key (or host, without a key).
     max_requests_in_flight: int = Field(default=4096, ge=1)
     max_requests_in_flight_of_caller: int = Field(default=1024, ge=1)
-    # Left of the disk for what was accepted already; new work is refused before. 0: no such bound.
+    # Reserved for work that was already accepted; new work is refused below it. 0: no reserve.
     min_free_disk_bytes: int = Field(default=GIB, ge=0)
-    # At SIGTERM: for what runs to end. What is queued waits for the next start.
+    # At SIGTERM: grace for running operations. Queued ones wait for the next start.
     drain_s: float = Field(default=30.0, ge=0)
     upload_ttl_s: float = Field(default=3600.0, gt=0)
     result_ttl_s: float = Field(default=3600.0, gt=0)
@@ -164,15 +164,15 @@ class LimitsConfig(_Section):
 
 
 class KeyLimits(_Section):
-    """What one API key may use; None: as much as there is.
+    """What one API key may use; None: no limit.
 
-    As the section `quotas` of the config these are for keys that were made without their own.
-    All is counted over all processes. Tokens are replicated ones (each rollout alone) of the work
-    that is accepted, in minutes, hours and days of UTC.
+    The config section `quotas` holds the defaults of keys that were made without limits of their
+    own. Everything is counted over all processes. Tokens are unshared (each rollout counted alone),
+    of accepted work, per minute, hour and day of UTC.
     """
 
     requests_per_second: float | None = Field(default=None, gt=0)
-    # Requests at once after a pause. None: those of one second, at least one.
+    # Requests at once after a pause. None: as many as in one second, at least one.
     burst: int | None = Field(default=None, ge=1)
     tokens_per_minute: int | None = Field(default=None, ge=1)
     tokens_per_hour: int | None = Field(default=None, ge=1)
@@ -182,7 +182,7 @@ class KeyLimits(_Section):
     max_queued_bytes: int | None = Field(default=None, ge=1024)
 
     def or_else(self, default: KeyLimits) -> KeyLimits:
-        """These, and where one is None, that of `default`."""
+        """These limits, with `default`'s where one is None."""
         own = self.model_dump(exclude_none=True)
         return KeyLimits.model_validate(default.model_dump() | own)
 
@@ -191,34 +191,34 @@ class WorkerConfig(_Section):
     """`device` "auto": a GPU where there is one, else the CPU."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    # Threads of torch in a CPU worker; 0: the machine's cores.
+    # Threads of torch in a CPU worker; 0: as many as the machine has cores.
     num_threads: int = Field(default=0, ge=0)
-    # Of policies that ask for none. None: 16384 on a CPU; on a GPU each plan takes what is fastest.
+    # For policies that set none. None: 16384 on a CPU; on a GPU each plan takes the fastest.
     micro_batch_tokens: int | None = Field(default=None, ge=1)
-    # What is kept of bfloat16 policies beside their gradients; wider ones always keep fp32. "auto":
-    # bf16_split, on a GPU where little is left then bf16_split_8bit; a policy keeps its first.
+    # Optimizer states of bfloat16 policies; wider policies always keep fp32. "auto": bf16_split, or
+    # bf16_split_8bit on a GPU that is short of memory. A policy keeps its first choice.
     optimizer_states: Literal[
         "auto", "fp32", "bf16_split", "bf16_split_8bit", "bf16_stochastic", "bf16_8bit"
     ] = "auto"
-    # Pinned memory of the host, a policy, for activations of GPU policies that do not fit the GPU,
-    # those of streamed prefixes first. Allocated as it is needed, and kept.
+    # Pinned host memory per policy, for activations that do not fit the GPU, those of streamed
+    # prefixes first. Allocated on demand, and kept.
     host_activation_bytes: int = Field(default=0, ge=0)
-    # Every how many versions one rollout is also run alone and compared; 0: never.
+    # Every so many versions one rollout is also run alone and compared; 0: never.
     self_check_every: int = Field(default=100, ge=0)
 
 
 class CheckpointConfig(_Section):
-    """Automatic checkpoints of policies with `recovery: replay`: when one of the measures is full.
+    """Automatic checkpoints of policies with `recovery: replay`, taken at any threshold.
 
-    0: not by this measure. A checkpoint frees request bodies and shortens a recovery.
+    0 turns a threshold off. A checkpoint frees request bodies and shortens recovery.
     """
 
-    # That change weights or gradients.
+    # Operations that change weights or gradients.
     every_operations: int = Field(default=50, ge=0)
     every_s: float = Field(default=600.0, ge=0)
-    # Of request bodies.
+    # Bytes of request bodies.
     every_bytes: int = Field(default=1024 * MIB, ge=0)
-    # Checkpoints, callers' own among them, that a recovery can begin at.
+    # Checkpoints kept for recovery, callers' own among them.
     keep: int = Field(default=2, ge=1)
 
 
@@ -240,17 +240,18 @@ class RatoonConfig(BaseSettings):
     )
 
     data_root: Path = Path("ratoon-data")
-    # Folders that CreatePolicy may name are below it. None: `models`, below data_root.
+    # CreatePolicy may name folders below it. None: `models`, below data_root.
     models_root: Path | None = None
-    # None: below data_root. Published weights; may be a file system in memory.
+    # Published weights; may be a file system in memory. None: below data_root.
     weights_root: Path | None = None
     # "": SQLite below data_root; or postgresql://USER:PASSWORD@HOST:PORT/NAME.
     database_url: str = Field(default="", repr=False)
-    # "": data_root is all there is; or s3://BUCKET/PREFIX, which has a copy of what recovery needs.
-    # Credentials, region and endpoint: the usual variables of AWS.
+    # "": only data_root; or s3://BUCKET/PREFIX, which gets a copy of all that recovery needs.
+    # Credentials, region and endpoint come from the usual AWS variables.
     storage_url: str = ""
     log_level: str = "INFO"
-    # For tests: processes end at the points named in data_root/crash-points (docs/operations.md).
+    # For tests: processes kill themselves at the points named in data_root/crash-points
+    # (docs/operations.md).
     crash_points: bool = False
     http: HttpConfig = HttpConfig()
     grpc: GrpcConfig = GrpcConfig()
@@ -277,14 +278,14 @@ class RatoonConfig(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """The environment wins over the YAML file, which comes in by the constructor."""
+        """The environment overrides the YAML file, whose values are passed to the constructor."""
         return (env_settings, init_settings, _UnknownVariables(settings_cls))
 
 
 class _UnknownVariables(PydanticBaseSettingsSource):
-    """Variables that say nothing to anybody, as fields that do not exist, so that they are refused.
+    """Turns unknown RATOON_ variables into unknown fields, so that they are refused.
 
-    pydantic-settings passes over them: a misspelt RATOON_AUTH__REQUIRED would leave keys off.
+    pydantic-settings ignores them: a misspelt RATOON_AUTH__REQUIRED would leave keys off.
     """
 
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
@@ -304,7 +305,7 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
             continue
         first, _, rest = upper.removeprefix(_PREFIX).lower().partition(_DELIMITER)
         field = RatoonConfig.model_fields.get(first)
-        # Names inside of a section are pydantic's to judge.
+        # pydantic judges the names within a section.
         is_setting = field is not None and (not rest or isinstance(field.default, BaseModel))
         if not is_setting and not _is_of_kubernetes(upper, value):
             found.append(name)
@@ -328,7 +329,7 @@ def load_config(path: Path | None) -> RatoonConfig:
 
 
 def public_hosts(config: RatoonConfig) -> list[str]:
-    """The addresses that are bound and are not loopback."""
+    """The bound addresses that are not loopback."""
     hosts = [config.http.host, config.grpc.host]
     if config.serve.has_http:
         hosts.append(config.serve.http_host)
@@ -356,7 +357,7 @@ def is_ray_tls() -> bool:
 
 @contextmanager
 def ray_tls_files(*, cert: Path, key: Path, authority: Path) -> Generator[None, None, None]:
-    """Ports that Ray's Python opens in the block have these; the core has read its own before."""
+    """Set Ray's TLS variables for the ports that its Python opens in the block, not its core."""
     variables = {
         "RAY_USE_TLS": "1",
         "RAY_TLS_SERVER_CERT": str(cert),
@@ -377,7 +378,7 @@ def ray_tls_files(*, cert: Path, key: Path, authority: Path) -> Generator[None, 
 
 @contextmanager
 def ray_token_file(path: Path) -> Generator[None, None, None]:
-    """Ray's token is in `path` for processes started in the block; one that is set already wins."""
+    """Point Ray processes started in the block at the token in `path`, unless one is set."""
     name = "RAY_AUTH_TOKEN_PATH"
     before = os.environ.get(name)
     if before is None and "RAY_AUTH_TOKEN" not in os.environ:
@@ -390,6 +391,6 @@ def ray_token_file(path: Path) -> Generator[None, None, None]:
 
 
 def set_compile_cache(folder: Path) -> None:
-    """Where torch's compiler keeps what it compiles; who has named a place keeps his."""
+    """Set where torch's compiler caches its output, unless the environment says so already."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
     os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))

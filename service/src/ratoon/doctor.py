@@ -1,7 +1,6 @@
-"""`ratoon doctor`: what this machine can do, and why not where it cannot.
+"""`ratoon doctor`: what this machine can do, and where it cannot, why.
 
-Enters the server's config, leaves one `Check` a line. Invariant: nothing is started or changed; a
-check that cannot be made is itself a failed check with its reason.
+Nothing is started or changed. A check that cannot be made is itself a failed check.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Check:
 
 
 def run_checks(config: RatoonConfig) -> tuple[Check, ...]:
-    """All checks, in the order of a start-up. Never raises for what it looks at."""
+    """All checks, in start-up order. Never raises for what it examines."""
     groups: tuple[tuple[str, Callable[[], Iterator[Check]]], ...] = (
         ("python", _check_python),
         ("torch", _check_torch),

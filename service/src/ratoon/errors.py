@@ -1,7 +1,7 @@
 """Typed errors: what went wrong, on which field, and what the caller may do about it.
 
-Every user-visible failure is a `RatoonError` whose code is a row of `ERROR_TABLE`; the wires render
-the row's HTTP or gRPC status and never invent one.
+Every user-visible failure is a `RatoonError` whose code is a row of `ERROR_TABLE`, which alone
+decides its HTTP and gRPC status.
 """
 
 from __future__ import annotations
@@ -133,14 +133,14 @@ class RatoonError(Exception):
 
     @property
     def retry_after_s(self) -> int | None:
-        """Whole seconds after which to ask again; None: it does not say when, or never."""
+        """Seconds after which to retry, rounded up; None: unknown, or never."""
         row = ERROR_TABLE[self.code]
         if not row.retryable or row.http not in (429, 503):
             return None
         return int(self.details.get(RETRY_AFTER_DETAIL, 1))
 
     def to_dict(self) -> dict[str, object]:
-        """The wire form, one key a field of `ErrorDetail`."""
+        """The wire form, with one key per field of `ErrorDetail`."""
         return {
             "code": str(self.code),
             "message": self.message,
@@ -184,7 +184,7 @@ def invalid(field: str, got: object, expected: str) -> RatoonError:
 def exhausted(
     message: str, *, resource: str, wanted: int, free: int, limit: int, retry_after_s: float
 ) -> RatoonError:
-    """A bound is reached: `limit` of `resource`, of which `free` is left and `wanted` was asked."""
+    """A limit is reached: `limit` of `resource`, with `free` left and `wanted` asked for."""
     numbers = {"wanted": wanted, "free": max(free, 0), "limit": limit}
     return RatoonError(
         ErrorCode.RESOURCE_EXHAUSTED,

@@ -1,7 +1,7 @@
 """A Ray of this machine alone, with no more processes than the service needs.
 
-`ray.init` would start a dashboard too, which it waits for, a monitor of clusters that grow, and one
-that reads logs: nobody asks the one or the other here, and `ray_logs` reads what is to be seen.
+`ray.init` would also start a dashboard and wait for it, an autoscaler monitor and a log monitor.
+The service uses none of them; `ray_logs` reads the logs.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from ray._private.authentication.authentication_token_setup import (
 from ray._private.node import Node
 from ray._private.parameter import RayParams
 
-# Every call would be reported to a dashboard that is not there, and kept in the head's memory.
+# Without this every call is reported to a dashboard that does not run, and kept in the head's
+# memory.
 _NO_REPORTS = {"task_events_report_interval_ms": 0, "enable_metrics_collection": False}
-# Ray's default is 15: beside anything else that computes, a worker would get a thirtieth of a core.
+# Ray's default is 15: beside other busy processes a worker would get a thirtieth of a core.
 _AS_NICE_AS_THIS = {"worker_niceness": 0}
-# Without them nothing that is lost comes back. Ray starts neither again on one machine.
+# Nothing recovers without these two, and Ray restarts neither on a single machine.
 _ESSENTIAL = (ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SERVER)
 
 
 class LocalRay:
-    """Its processes, from construction to `end`; they end with this process in any case."""
+    """Ray's processes, from construction to `end`; they end with this process in any case."""
 
     def __init__(self, *, num_cpus: int, object_store_bytes: int, temp_folder: str) -> None:
-        """It asks for the token that the environment names, unless that says otherwise."""
+        """Ray requires the token that the environment names, unless token auth is off there."""
         enable_token_auth_by_default()
         ensure_token_if_auth_enabled(_NO_REPORTS, create_token_if_missing=False)
         parameters = RayParams(
@@ -46,7 +47,7 @@ class LocalRay:
         self._node = _Head(
             parameters,
             head=True,
-            # Would set a handler for SIGTERM.
+            # True would install a SIGTERM handler.
             shutdown_at_exit=False,
             spawn_reaper=True,
             ray_init_cluster=True,
@@ -58,20 +59,20 @@ class LocalRay:
 
     @property
     def session_folder(self) -> Path:
-        """Of sockets and logs."""
+        """Holds Ray's sockets and logs."""
         return Path(str(self._node.get_session_dir_path()))
 
     def ended_processes(self) -> list[str]:
-        """Names of those processes that have ended and that there is no Ray without."""
+        """Names of the essential processes that have ended."""
         ended = [str(name) for name, _ in self._node.dead_processes()]
         return [name for name in ended if name in _ESSENTIAL]
 
     def end(self, *, is_orderly: bool) -> None:
-        """End its processes, and with them all workers. `is_orderly`: they are asked first."""
+        """End Ray's processes, and with them all workers. `is_orderly`: ask them to stop first."""
         self._node.kill_all_processes(check_alive=False, allow_graceful=is_orderly)
 
 
 class _Head(Node):
     def start_api_server(self, **_: Any) -> None:
-        """None: even without a dashboard it is a process, and waited for."""
+        """None: even without a dashboard Ray would start this process, and wait for it."""
         self._webui_url = ""

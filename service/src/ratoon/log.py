@@ -13,7 +13,7 @@ import structlog
 
 
 def configure_logging(level: str) -> None:
-    """Set the process up: JSON lines, or coloured text where a person is looking."""
+    """Set the process up: JSON lines, or coloured text on a terminal."""
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
@@ -33,14 +33,14 @@ def configure_logging(level: str) -> None:
     structlog.configure(
         processors=[*shared, *last],
         wrapper_class=structlog.make_filtering_bound_logger(_level(level)),
-        # Looked up at each event: who replaces standard error (a test) gets what follows.
+        # Looked up at each event, so that a test that replaces standard error gets its events.
         logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
         cache_logger_on_first_use=False,
     )
 
 
 def get_logger(component: str) -> structlog.stdlib.BoundLogger:
-    """A logger whose events say which component they are of."""
+    """A logger whose events name their component."""
     return cast("structlog.stdlib.BoundLogger", structlog.get_logger(component=component))
 
 

@@ -1,6 +1,6 @@
 """Every metric of the service, declared once, and the totals that `/metrics` shows.
 
-Labels are bounded: kinds, states, phases, methods, ids of living policies.
+Labels are bounded: kinds, states, phases, methods, ids of existing policies.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyGone:
-    """Drops every series with the policy's label."""
+    """Drops every series labelled with the policy."""
 
     policy_id: str
 
@@ -168,8 +168,8 @@ BACKEND = _gauge(
     "ratoon_backend_info", "The kernel backend in use: 1.", POLICY_LABEL, "op", "backend"
 )
 
-# What each figure of a report sets: a gauge, and its labels after the policy's. A report is of the
-# newest batch, or of an OptimStep's whole window; training.proto says what each figure is.
+# The gauge that each figure of a report sets, and its labels after the policy's. A report covers
+# the newest batch, or the whole window of an OptimStep; training.proto says what each figure is.
 REPORT_GAUGES: Mapping[str, tuple[Metric, tuple[str, ...]]] = {
     "loss": (LOSS, ()),
     "clip_fraction_low": (CLIP_FRACTION, ("low",)),
@@ -251,7 +251,7 @@ class MetricsSink(Protocol):
 
 
 class MetricsTotals:
-    """Owns a registry with one collector a declared metric."""
+    """Owns a registry with one collector per declared metric."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -260,7 +260,7 @@ class MetricsTotals:
         }
 
     def send(self, changes: Sequence[Change]) -> None:
-        """Take changes in. A sample of an undeclared metric is a `KeyError`."""
+        """Add changes to the totals. Raises `KeyError` for a sample of an undeclared metric."""
         for change in changes:
             if isinstance(change, PolicyGone):
                 self._forget(change.policy_id)

@@ -1,7 +1,7 @@
-"""Ports to listen on later.
+"""Chooses ports to listen on later.
 
-A port is chosen outside the range that the system gives to connections (32768 on, on Linux; 49152
-on, elsewhere), so that it is still free when the service comes to use it.
+They lie outside the system's range of ephemeral ports (32768 on, on Linux; 49152 on, elsewhere), so
+that a port is still free when the service comes to bind it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ _LOWEST, _HIGHEST = 20_000, 32_767
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """At random, so that two who choose at once hardly meet.
+    """A random free port, so that two processes that choose at once hardly ever collide.
 
-    Raises `OSError` where none of a hundred is free, or the address is none of this machine.
+    Raises `OSError` where none of a hundred is free, or the address is not this machine's.
     """
-    # Of no seed: processes that are seeded alike would choose alike.
+    # Not seeded: processes with equal seeds would choose the same port.
     *ports, last = random.SystemRandom().sample(range(_LOWEST, _HIGHEST + 1), 100)
     for port in ports:
         with suppress(OSError):
@@ -28,12 +28,12 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether nobody listens there, not even one that would share the port.
+    """Whether nobody listens on the port, not even a socket that would share it.
 
-    Raises `OSError` where the address is none of this machine, or the port not for this user.
+    Raises `OSError` where the address is not this machine's, or the port not for this user.
     """
     with socket.socket(_family(host, port)) as probe:
-        # What is left of connections that are over does not matter to one who listens.
+        # Connections in TIME_WAIT do not keep a listener from binding.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

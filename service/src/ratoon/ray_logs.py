@@ -1,6 +1,6 @@
-"""The logs of Ray's processes on one stream: each line with the actor that wrote it.
+"""Copies the logs of Ray's processes to one stream, each line labelled with its actor.
 
-Ray's workers write to files of their session's folder, which this process reads as they grow.
+Ray's workers write to files in their session's folder, which this process tails.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TextIO
 
 _POLL_S = 0.25
-# Of a file at a time, so that one that writes much does not hold up the others.
+# Read per file and round, so that a busy file does not hold up the others.
 _MOST_BYTES = 2**20
-# What Ray writes between lines to say whose they are.
+# Markers that Ray writes between lines to say whose they are.
 _ACTOR, _OTHER_MARKS = ":actor_name:", (":job_id:", ":task_name:")
 _WORKER = re.compile(r"worker-[0-9a-f]+-[0-9a-f]+-(?P<pid>\d+)\.(?:out|err)")
 _DAEMON = re.compile(r"(?P<name>raylet|gcs_server)(?:\.\d+)?\.err")
@@ -24,14 +24,14 @@ _DAEMON = re.compile(r"(?P<name>raylet|gcs_server)(?:\.\d+)?\.err")
 class _File:
     path: Path
     label: str
-    # "": a daemon, whose label stays.
+    # "": a daemon, whose label never changes.
     pid: str
     offset: int = 0
     rest: bytes = b""
 
 
 class RayLogs:
-    """Follows a folder of logs from `start` to `stop`, which writes what is there by then."""
+    """Tails a folder of logs from `start` to `stop`, which copies what is left."""
 
     def __init__(self, folder: Path, stream: TextIO) -> None:
         self._folder = folder
@@ -49,7 +49,7 @@ class RayLogs:
         self.copy()
 
     def copy(self) -> None:
-        """Write the whole lines that have come since the last time."""
+        """Write the complete lines added since the last call."""
         for path in sorted(self._folder.glob("*.*")):
             file = self._files.get(path.name) or _file_of(path)
             if file is not None:

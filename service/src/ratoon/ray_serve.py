@@ -1,6 +1,6 @@
 """Ray Serve: the same HTTP application in replicas, for callers inside a cluster.
 
-Everything is set by Serve's own options and variables; what they cannot do is the gateway's
+Everything is set by Serve's own options and variables; what they cannot do is left to the gateway
 (docs/decisions/0016-edges.md).
 """
 
@@ -31,8 +31,8 @@ from ratoon.replica_port import closed_replica_port
 APP_NAME = "ratoon"
 SERVICER_FUNCTION = "ratoon.api.grpc.wiring.add_policy_service"
 
-# Serve gives a proxy three times that long to import what it needs, and ends the start otherwise;
-# its own 5 s are too few where the machine is busy, as when many policies are coming back.
+# Serve fails the start where a proxy takes three times this long to import its modules. Its default
+# of 5 s is too short on a busy machine, as when many policies are recovering.
 _PROXY_START_S = 30.0
 
 
@@ -50,7 +50,7 @@ class Ingress(PolicyServicer):
             status_needs_message=True,
             gate=build_gate(config, service.record_refusal),
         )
-        # Serve opens its port next, and then asks for health.
+        # Serve opens the replica's port next, and then asks for health.
         self._opening = ExitStack()
         self._opening.enter_context(closed_replica_port())
 
@@ -60,12 +60,12 @@ class Ingress(PolicyServicer):
         )
 
     def check_health(self) -> None:
-        """Serve calls it first when the replica's own port is open."""
+        """First called by Serve once the replica's own port is open."""
         self._opening.close()
 
 
 def build_app(config: RatoonConfig) -> serve.Application:
-    """The Serve application. The engine must run before it is deployed."""
+    """The Serve application. The engine must run before deployment."""
     wrapped = cast("type[Ingress]", serve.ingress()(Ingress))
     deployment = serve.deployment(
         name="Ingress",
@@ -81,13 +81,13 @@ def build_app(config: RatoonConfig) -> serve.Application:
 
 
 def start_serve(config: RatoonConfig, *, show_logs: bool) -> None:
-    """Returns when the replicas answer. What is no option is a variable of Serve's processes."""
+    """Returns once the replicas answer. Variables of Serve's processes set what no option does."""
     if not show_logs:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
     variables = {
         "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(config.grpc.max_message_bytes),
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(_PROXY_START_S),
-        # uvicorn's: by default it takes the word of local callers for who they are.
+        # uvicorn by default trusts the forwarded addresses that local callers send.
         "FORWARDED_ALLOW_IPS": "",
     }
     serve.start(
@@ -100,15 +100,15 @@ def start_serve(config: RatoonConfig, *, show_logs: bool) -> None:
 
 
 def stop_serve(*, ends_with_ray: bool) -> None:
-    """Drain the replicas and end Serve; of a Ray that ends next, the replicas alone.
+    """Drain the replicas and end Serve. Where Ray ends next, only delete the application.
 
-    Serve's own end kills the controller under the call that asks for it, which Ray then reports as
-    a failure.
+    Serve's shutdown kills its controller while that answers the call, which Ray reports as a
+    failure.
     """
     if not ends_with_ray:
         serve.shutdown()
         return
-    # There may be none; what is left of it ends with Ray.
+    # There may be no application; whatever is left of Serve ends with Ray.
     with suppress(RayServeException, RayActorError, TimeoutError):
         serve.delete(APP_NAME)
 

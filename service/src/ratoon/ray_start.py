@@ -1,7 +1,7 @@
-"""How this process gets its Ray: a cluster's, or one of its own for this machine alone.
+"""Connects this process to Ray: to a cluster, or to one that it starts for this machine alone.
 
-Enters the config, leaves a connected process. Invariant: whoever reaches Ray's ports can run code,
-so every one of them is on loopback and asks for a token that only this user can read.
+Whoever reaches Ray's ports can run code, so a Ray started here listens on loopback only and
+requires a token that only this user can read.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ _log = get_logger("ray")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Own:
-    """A Ray that this process has started. `logs` None: its processes' are not shown."""
+    """A Ray that this process has started. `logs` None: its logs are not shown."""
 
     ray: LocalRay
     logs: RayLogs | None
 
 
-# One at most, as a process has one connection to Ray.
+# At most one: a process has one connection to Ray.
 _own: list[_Own] = []
 
 
 def connect_ray(config: RatoonConfig, *, show_logs: bool) -> None:
-    """To the cluster of `config.ray.address`, or to a new Ray. `show_logs`: of its processes, here.
+    """Connect to the cluster of `config.ray.address`, or start Ray. `show_logs`: its logs here.
 
-    Who sets Ray's own variables for its token has his way, with a warning where there is none.
+    Ray's own variables for its token take precedence; turning the token off logs a warning.
     """
     options: dict[str, Any] = {
         "namespace": config.ray.namespace,
@@ -68,7 +68,7 @@ def _start_ray(config: RatoonConfig, options: dict[str, Any], *, show_logs: bool
     sessions = SessionFolders(config.data_root.absolute())
     if is_ray_open():
         _log.warning("Ray asks for no token: every user of this machine can run code in it")
-    # It says at every start that there is a token.
+    # Ray logs at every start that there is a token.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     with ray_token_file(token_file), _on_loopback():
         AuthenticationTokenLoader.instance().reset_cache()
@@ -94,22 +94,22 @@ def _start_ray(config: RatoonConfig, options: dict[str, Any], *, show_logs: bool
 
 
 def is_own_ray() -> bool:
-    """Whether this process has started its Ray, and will end it."""
+    """Whether this process started its Ray, and will end it."""
     return bool(_own)
 
 
 def ended_processes() -> list[str]:
-    """Names of those processes of our own Ray that have ended and that it cannot do without.
+    """Names of the essential processes of our own Ray that have ended.
 
-    Of a cluster there are none: that one is somebody else's to watch.
+    Always empty on a cluster, which others watch.
     """
     return [name for own in _own for name in own.ray.ended_processes()]
 
 
 def exit_without_ray() -> NoReturn:
-    """End this process with status 1, and what is left of our own Ray; its workers follow it.
+    """End this process with status 1, and the rest of our own Ray; its workers follow.
 
-    Nothing is drained: an orderly end would ask the processes that are gone, for a minute.
+    Nothing is drained: an orderly end would wait a minute for the processes that are gone.
     """
     for own in _own:
         own.ray.end(is_orderly=False)
@@ -119,9 +119,9 @@ def exit_without_ray() -> NoReturn:
 
 
 def leave_ray() -> None:
-    """End what `connect_ray` began; the next Ray of this process has a token of its own.
+    """End what `connect_ray` began, with the session folder of a Ray that was started here.
 
-    The folder of a Ray that this process has started goes with it.
+    The next Ray of this process gets a token of its own.
     """
     ray.shutdown()
     while _own:
@@ -134,16 +134,17 @@ def leave_ray() -> None:
 
 
 class SessionFolders:
-    """Names of the folders, with sockets and logs, of each Ray that a data root's service started.
+    """The session folders (sockets and logs) of every Ray started for a data root.
 
-    One that was killed leaves its own, which its logs are read in; the next but one removes it.
+    The folder of a killed Ray is kept, so that its logs can be read; the start after next removes
+    it.
     """
 
     def __init__(self, data_root: Path) -> None:
         self._names = access_folder(data_root) / "ray-sessions"
 
     def begin(self, folder: Path) -> None:
-        """Remove what is left of all but the last, and note `folder`."""
+        """Remove all earlier folders but the newest, and record `folder`."""
         text = self._names.read_text("utf-8") if self._names.exists() else ""
         left = [path for path in map(Path, text.splitlines()) if path.is_dir()]
         for path in left[:-1]:
@@ -153,18 +154,18 @@ class SessionFolders:
 
 
 def remove_session(folder: Path) -> None:
-    """And Ray's link to the latest one, where it is this."""
+    """Remove the folder, and Ray's link to the latest session where it points there."""
     latest = folder.parent / ray_constants.SESSION_LATEST
     if latest.is_symlink() and latest.readlink() == folder:
         latest.unlink(missing_ok=True)
     if folder.name.startswith("session_") and not folder.is_symlink():
-        # What Ray's last processes write meanwhile is not worth an error.
+        # Ray's last processes may still be writing here; that is not worth an error.
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
 def _own_sigterm() -> Generator[None, None, None]:
-    """Ray sets a handler that ends the process where it stands; who has one keeps it."""
+    """Restore the caller's SIGTERM handler: Ray's own ends the process at once."""
     handler = signal.getsignal(signal.SIGTERM)
     yield
     if callable(handler):
@@ -173,7 +174,7 @@ def _own_sigterm() -> Generator[None, None, None]:
 
 @contextmanager
 def _on_loopback() -> Generator[None, None, None]:
-    """Without clusters the address of a node is loopback's, and its processes listen there."""
+    """With Ray's clustering off, a node's address is loopback, and its processes listen there."""
     before = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:
@@ -183,7 +184,7 @@ def _on_loopback() -> Generator[None, None, None]:
 
 
 def make_token_file(data_root: Path) -> Path:
-    """Where the token is; made once and whole, so that a Ray that runs with it goes on."""
+    """The token's path. The file is made once, atomically; a Ray that runs with it goes on."""
     make_access_folder(data_root)
     path = access_folder(data_root) / "ray-token"
     if path.exists():
@@ -204,10 +205,10 @@ def make_token_file(data_root: Path) -> Path:
 
 
 def make_ray_folder() -> Path:
-    """Where Ray has its sockets and logs, for this user alone: Ray opens its own to everybody.
+    """A folder for Ray's sockets and logs, for this user alone: Ray opens its own to everybody.
 
-    Not below the data root: the path of a socket has at most 107 bytes. Raises INVALID_ARGUMENT
-    where somebody else has made the folder.
+    Not below the data root: a socket path has at most 107 bytes. Raises INVALID_ARGUMENT where
+    another user has made the folder.
     """
     folder = Path(tempfile.gettempdir()) / f"ratoon-{os.getuid()}"
     with suppress(FileExistsError):
@@ -217,7 +218,7 @@ def make_ray_folder() -> Path:
     if not is_ours or status.st_mode & 0o077:
         got = f"none, and {folder} is open to other users"
         raise invalid("ray.temp_folder", got, "a folder of this user alone (chmod 700)")
-    # Ray opens the folder that it is given, so that one is within.
+    # Ray opens the folder it is given to everybody, so give it one inside.
     inner = folder / "ray"
     inner.mkdir(exist_ok=True)
     return inner

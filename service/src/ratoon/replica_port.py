@@ -1,8 +1,8 @@
-"""The port that Serve opens in each replica, on all interfaces, for pickles: nobody gets in.
+"""Closes the port that Serve opens in each replica, on all interfaces, for pickles.
 
-Proxies reach replicas as Ray actors, so the port has no callers, but Serve has no option against
-it. It honours Ray's variables for TLS as they are when it is opened, after the replica's
-constructor: clients are then asked for a certificate of an authority whose key nobody has.
+Proxies reach replicas as Ray actors, so the port has no callers, but Serve has no option to turn it
+off. Serve reads Ray's TLS variables when it opens the port, after the replica's constructor. They
+are set to demand a client certificate of an authority whose key nobody has.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LIFE = timedelta(days=3650)
 def closed_replica_port() -> Generator[None, None, None]:
     """A port that Serve opens within the block completes no handshake.
 
-    Where Ray itself has TLS the port asks for a certificate of Ray's authority instead.
+    Where Ray itself has TLS, the port demands a certificate of Ray's authority instead.
     """
     if is_ray_tls():
         yield
@@ -38,7 +38,7 @@ def closed_replica_port() -> Generator[None, None, None]:
         own, own_key = _self_signed()
         cert.write_bytes(own)
         key.write_bytes(own_key)
-        # Its key is forgotten here, so it has signed no client's certificate and never will.
+        # The authority's key is discarded here, so it can never sign a client certificate.
         authority.write_bytes(_self_signed()[0])
         with ray_tls_files(cert=cert, key=key, authority=authority):
             yield

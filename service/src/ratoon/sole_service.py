@@ -1,7 +1,6 @@
-"""One service a `data_root`, on ports of its own: looked at before anything of it starts.
+"""One service per `data_root`, on ports of its own, checked before anything starts.
 
-Enters the config, leaves a context. Invariant: inside, no other service that looks holds the same
-folders. The kernel ends the hold with the process, however that ends.
+File locks on its folders keep other services out; the kernel drops them with the process.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from ratoon.ports import is_free
 from ratoon.stream.files import make_folder
 
 LOCK_NAME = "service.lock"
-# Those of a service that was killed a moment ago may be there still.
+# Ports of a service that was just killed may still be bound.
 PORT_PATIENCE_S = 10.0
 _POLL_S = 0.1
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS)
@@ -31,7 +30,7 @@ _log = get_logger("sole_service")
 
 @contextmanager
 def sole_service(config: RatoonConfig) -> Iterator[None]:
-    """Raises INVALID_ARGUMENT for a folder or a port that another process has."""
+    """Hold the folders for the block. Raises INVALID_ARGUMENT where a folder or port is taken."""
     with ExitStack() as held:
         for field in ("data_root", "weights_root"):
             folder: Path | None = getattr(config, field)
@@ -44,7 +43,7 @@ def sole_service(config: RatoonConfig) -> Iterator[None]:
 
 
 def _ports(config: RatoonConfig) -> Iterator[tuple[str, str, int]]:
-    """Setting, address and port of each wire; 0 takes a free one anyway."""
+    """Setting, address and port of each wire; port 0 picks a free port anyway."""
     yield "http.port", config.http.host, config.http.port
     yield "grpc.port", config.grpc.host, config.grpc.port
     serve = config.serve

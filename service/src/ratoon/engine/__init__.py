@@ -1,1 +1,1 @@
-"""Order, durability and workers of a policy."""
+"""Order, durability and workers of policies."""

@@ -1,6 +1,6 @@
 """The engine as the wires see it: one object per process, from anywhere in the cluster.
 
-Every failure is a `RatoonError`; a call that was begun is not undone by the caller's cancellation.
+Every failure is a `RatoonError`. Cancelling a caller does not undo a call that has begun.
 `cluster.remote.connect` makes one.
 """
 
@@ -41,12 +41,12 @@ T = TypeVar("T")
 
 
 class EngineClient:
-    """`engine`: in this process, or another's whose calls raise `RatoonError` alone."""
+    """`engine`: in this process, or a proxy to another one whose calls raise only `RatoonError`."""
 
     def __init__(self, engine: Engine, settings: EngineSettings) -> None:
         self._engine = engine
         self._settings = settings
-        # Of requests, there are more than of anything else: they wait to be sent together.
+        # Requests outnumber all other changes, so their samples are batched.
         self._changes: list[Change] = []
         self._sending: set[asyncio.Task[None]] = set()
         self._reach = make_reach(settings.crash_points)
@@ -101,7 +101,7 @@ class EngineClient:
     async def put_upload_part(
         self, policy_id: str, upload_id: str, part_index: int, body: bytes, holder: Holder = NOBODY
     ) -> None:
-        """Keep a part of a batch. Raises KEY_REUSED for other bytes, BODY_TOO_LARGE."""
+        """Store a part of a batch. Raises KEY_REUSED for other bytes, BODY_TOO_LARGE."""
         await self._engine.put_upload_part(policy_id, upload_id, part_index, body, holder)
 
     async def get_upload_parts(self, policy_id: str, upload_id: str, num_parts: int) -> list[bytes]:
@@ -109,12 +109,12 @@ class EngineClient:
         return await self._engine.get_upload_parts(policy_id, upload_id, num_parts)
 
     async def list_checkpoints(self, policy_id: str) -> tuple[CheckpointInfo, ...]:
-        """Callers' own, by seq. Raises POLICY_NOT_FOUND."""
+        """Callers' own checkpoints, by seq. Raises POLICY_NOT_FOUND."""
         known = await self._engine.checkpoints(policy_id)
         return tuple(checkpoint.info for checkpoint in known if not checkpoint.is_automatic)
 
     async def weight_manifest(self, policy_id: str, version: int | None) -> WeightManifest:
-        """Of a published version, None: the newest. Raises WEIGHTS_NOT_FOUND."""
+        """Manifest of a published version; None: the newest. Raises WEIGHTS_NOT_FOUND."""
         return await self._engine.weight_manifest(policy_id, version)
 
     async def fetch_chunk(self, policy_id: str, digest: str, offset: int, length: int) -> bytes:
@@ -146,7 +146,7 @@ class EngineClient:
         return await self._read(policy_id, read)
 
     async def check_well(self) -> None:
-        """Raises UNAVAILABLE where the engine is draining, or does not answer, or its database."""
+        """Raises UNAVAILABLE where the engine drains, or it or its database does not answer."""
         await self._engine.check_well()
 
     async def backends(self) -> tuple[BackendInfo, ...]:
@@ -158,7 +158,7 @@ class EngineClient:
         return await self._engine.metrics_text()
 
     def record_metrics(self, changes: Sequence[Change]) -> None:
-        """Send changes without waiting, those of `_RECORD_S` seconds together."""
+        """Send changes without waiting, batched over `_RECORD_S` seconds."""
         if not self._changes:
             asyncio.get_running_loop().call_later(_RECORD_S, self._send_metrics)
         self._changes += changes
@@ -170,12 +170,12 @@ class EngineClient:
         sending.add_done_callback(self._sending.discard)
 
     async def _record(self, changes: tuple[Change, ...]) -> None:
-        """What cannot be sent is lost, as a metric may be."""
+        """Samples that cannot be sent are dropped."""
         with suppress(RatoonError):
             await self._engine.record_metrics(changes)
 
     async def _read(self, policy_id: str, read: Callable[[PolicyPaths], T]) -> T:
-        """Read files in a thread; where they are not, say whether the policy is."""
+        """Read files in a thread. Raises POLICY_NOT_FOUND where the policy is missing as well."""
         try:
             paths = self._settings.paths(policy_id)
             return await asyncio.to_thread(read, paths)

@@ -1,6 +1,6 @@
-"""The controllers of all policies: started once, kept apart, ended one by one.
+"""The controllers of all policies: each is started once, and ended separately.
 
-Each controller works in tasks of its own; what fails in one is the failure of its policy alone.
+A failure in one controller's tasks fails its policy alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ratoon.train.spec import TrainerSpec
 
 _LOG = get_logger("controllers")
 _SWEEP_S = 60.0
-# For what a policy that is deleted still runs.
+# Grace for what a deleted policy still runs.
 _GRACE_S = 10.0
 
 
@@ -28,7 +28,7 @@ class Cluster(Protocol):
     """Where workers run: `ray_cluster.RayCluster`."""
 
     async def check(self, spec: PolicySpec) -> None:
-        """Raises UNSUPPORTED, and RESOURCE_EXHAUSTED with what is wanted and free."""
+        """Raises UNSUPPORTED, and RESOURCE_EXHAUSTED with the wanted and free amounts."""
         ...
 
     def trainer(self, spec: PolicySpec) -> TrainerSpec:
@@ -40,20 +40,20 @@ class Cluster(Protocol):
         ...
 
     async def end_worker(self, policy_id: str) -> None:
-        """End the policy's worker, if there is one, and give back what it holds."""
+        """End the policy's worker, if any, and release its resources."""
         ...
 
     async def close(self) -> None:
-        """End what runs for no policy."""
+        """End the processes that belong to no policy."""
         ...
 
     async def backends(self) -> tuple[BackendInfo, ...]:
-        """Of the workers' device."""
+        """Kernel backends on the workers' device."""
         ...
 
 
 class Controllers:
-    """By policy id. `make` gives a policy's controller, which has not been started."""
+    """Controllers by policy id. `make` gives a policy's controller, not yet started."""
 
     def __init__(self, make: Callable[[PolicySpec], Controller], cluster: Cluster) -> None:
         self._make = make
@@ -65,7 +65,7 @@ class Controllers:
         await self._cluster.check(spec)
 
     async def start(self, spec: PolicySpec) -> None:
-        """Start the policy's controller, unless it runs; it is ready then.
+        """Start the policy's controller, unless it runs; it is ready on return.
 
         Raises `RatoonError` where the model cannot be loaded.
         """
@@ -80,12 +80,12 @@ class Controllers:
         return None if kept is None else await kept.started()
 
     def find_started(self, policy_id: str) -> Controller | None:
-        """The policy's controller, if it has started: a question is not held up by a start."""
+        """The policy's controller, if it has started, so that a query does not wait for a start."""
         kept = self._kept.get(policy_id)
         return kept.controller if kept is not None and kept.is_started else None
 
     async def stop(self, policy_id: str) -> None:
-        """End the policy's controller and worker, those that are there."""
+        """End the policy's controller and worker, where they exist."""
         kept = self._kept.get(policy_id)
         if kept is not None:
             try:
@@ -95,18 +95,18 @@ class Controllers:
         await self.end(policy_id)
 
     async def end(self, policy_id: str) -> None:
-        """The same without a word, as a crash would."""
+        """Stop all controllers at once, without draining, as a crash would."""
         kept = self._kept.pop(policy_id, None)
         if kept is not None:
             kept.abandon()
         await self._cluster.end_worker(policy_id)
 
     async def release(self, policy_id: str) -> None:
-        """End the policy's worker, if there is one, and give back what it holds."""
+        """End the policy's worker, if any, and release its resources."""
         await self._cluster.end_worker(policy_id)
 
     async def drain(self, policy_id: str, grace_s: float) -> None:
-        """Let what the policy runs end within `grace_s` seconds, and begin nothing more."""
+        """Let the policy's running operation finish within `grace_s` seconds; start no other."""
         kept = self._kept.get(policy_id)
         if kept is None:
             return
@@ -129,7 +129,7 @@ class _Kept:
         return self._start is not None and self._start.done()
 
     async def started(self) -> Controller:
-        """The first caller starts it, the others wait for it. Raises `RatoonError`."""
+        """The started controller: the first caller starts it, others wait. Raises `RatoonError`."""
         start = self._start
         if start is None:
             start = self._start = asyncio.get_running_loop().create_task(self.controller.start())
@@ -146,7 +146,7 @@ class _Kept:
         return self.controller
 
     def abandon(self) -> None:
-        """Cancel all that runs."""
+        """Cancel all its tasks."""
         self._sweep.cancel()
         if self._start is not None:
             self._start.cancel()

@@ -1,9 +1,8 @@
-"""Named moments at which a test may kill a process: one before and after each durable step.
+"""Named points at which a test may kill a process: before and after each durable step.
 
-A process that was given no folder is never killed here.
-
-A file of the point's name in the folder holds a count n, in decimal: from then on the n-th time
-that one process reaches the point it removes the file and kills itself with SIGKILL.
+A file named after a point, in the crash folder, holds a decimal count n. The n-th time that one
+process reaches the point, counted from then on, it removes the file and sends itself SIGKILL. A
+process that was given no folder is never killed here.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ FOLDER_NAME = "crash-points"
 
 
 class CrashPoint(StrEnum):
-    """All there are, by the process that reaches them; docs/operations.md says what each means."""
+    """All crash points, by the process that reaches them; docs/operations.md explains each."""
 
     INGRESS_BEFORE_SUBMIT = "ingress-before-submit"
     INGRESS_AFTER_SUBMIT = "ingress-after-submit"
@@ -49,11 +48,11 @@ Reach = Callable[[CrashPoint], None]
 
 
 def never(_point: CrashPoint) -> None:
-    """`Reach` of a process that is not to be killed."""
+    """`Reach` of a process that must not be killed."""
 
 
 def make_reach(folder: Path | None) -> Reach:
-    """`Reach` of this process; None: `never`. The folder need not be there."""
+    """`Reach` of this process; `never` without a folder. The folder need not exist."""
     if folder is None:
         return never
     _LOG.warning("crash points are on: this process may be killed", folder=str(folder))
@@ -61,7 +60,7 @@ def make_reach(folder: Path | None) -> Reach:
 
 
 class _CrashFolder:
-    """Counts from when a file is first seen; may be used by any thread."""
+    """Counts from when a file is first seen. Thread-safe."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -74,7 +73,7 @@ class _CrashFolder:
             try:
                 wanted = int(path.read_text())
             except (FileNotFoundError, ValueError):
-                # No file, or one that is being written.
+                # No file, or one that is still being written.
                 self._counts.pop(point, None)
                 return
             self._counts[point] = self._counts.get(point, 0) + 1
@@ -83,7 +82,7 @@ class _CrashFolder:
             try:
                 path.unlink()
             except FileNotFoundError:
-                # Another process took it.
+                # Another process took the file.
                 self._counts.pop(point, None)
                 return
             os.kill(os.getpid(), signal.SIGKILL)

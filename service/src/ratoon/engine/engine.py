@@ -1,7 +1,7 @@
 """The engine: all that the wires may ask, in one process that owns the journal and all controllers.
 
-A call that names a policy goes to its controller; lifecycle operations, and those whose controller
-is not up, to `lifecycle`.
+A call about a policy goes to its controller. Lifecycle operations, and calls whose controller is
+not up, go to `lifecycle`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.metrics import Change, MetricsTotals
 from ratoon.stream.manifest import WeightManifest
 
-# How long a call waits for an engine that has just started to know its policies.
+# How long a call waits while a newly started engine reads its policies.
 _RECOVER_S = 5.0
-# What a controller says of an operation that is not its own, or that it answers for no more.
+# A controller's errors for an operation that it does not have, or no longer answers for.
 _NOT_HERE = (
     ErrorCode.OPERATION_NOT_FOUND,
     ErrorCode.POLICY_NOT_READY,
@@ -68,7 +68,7 @@ class Engine:
         self._backends: asyncio.Task[tuple[BackendInfo, ...]] | None = None
 
     async def recover(self) -> None:
-        """Take up what an earlier engine left, once; waits for the database, not for policies."""
+        """Continue what an earlier engine left, once. Waits for the database, not for policies."""
         if self._recovering is None:
             self._recovering = asyncio.get_running_loop().create_task(self._recover())
         await asyncio.shield(self._recovering)
@@ -99,7 +99,10 @@ class Engine:
         return await (await self._controller(submission.policy_id)).submit(submission)
 
     async def get_operation(self, operation_id: str, wait_s: float) -> Operation:
-        """Once it has ended, or after `wait_s` seconds. Raises OPERATION_NOT_FOUND, SEQ_GAP."""
+        """The operation once it has ended, or after `wait_s` seconds.
+
+        Raises OPERATION_NOT_FOUND, SEQ_GAP.
+        """
         clock = asyncio.get_running_loop().time
         deadline = clock() + min(wait_s, self._settings.limits.max_wait_s)
         while True:
@@ -109,12 +112,12 @@ class Engine:
                 lambda controller, left_s=left_s: controller.get_operation(operation_id, left_s),
                 lambda left_s=left_s: self._lifecycle.get_operation(operation_id, left_s),
             )
-            # While a controller comes back, the journal answers at once.
+            # While a controller recovers, the journal's answer comes early: keep polling.
             if operation.state.is_final or clock() >= deadline:
                 return operation
 
     async def watch_operation(self, seen: Operation, wait_s: float) -> Operation:
-        """Once it differs from `seen`, or after `wait_s` seconds."""
+        """The operation once it differs from `seen`, or after `wait_s` seconds."""
         return await self._operation(
             seen.operation_id,
             lambda controller: controller.watch_operation(seen, wait_s),
@@ -151,7 +154,7 @@ class Engine:
         return await (await self._controller(policy_id)).get_upload_parts(upload_id, num_parts)
 
     async def checkpoints(self, policy_id: str) -> tuple[Checkpoint, ...]:
-        """By seq. Raises POLICY_NOT_FOUND."""
+        """Checkpoints by seq. Raises POLICY_NOT_FOUND."""
         await self._lifecycle.policy(policy_id)
         return await self._journal.checkpoints(policy_id)
 
@@ -164,25 +167,25 @@ class Engine:
         self._lifecycle.check_well()
 
     async def backends(self) -> tuple[BackendInfo, ...]:
-        """Of the workers' device; asked for once, for all who ask."""
+        """Kernel backends on the workers' device; determined once."""
         if self._backends is None or (self._backends.done() and self._backends.exception()):
             self._backends = asyncio.get_running_loop().create_task(self._cluster.backends())
         return await asyncio.shield(self._backends)
 
     async def record_metrics(self, changes: Sequence[Change]) -> None:
-        """Changes that other processes have counted."""
+        """Add changes that other processes have counted."""
         self._metrics.send(changes)
 
     async def metrics_text(self) -> bytes:
-        """Of all processes, as Prometheus text."""
+        """Totals of all processes, as Prometheus text."""
         return await asyncio.to_thread(self._metrics.render)
 
     async def drain(self, grace_s: float) -> None:
-        """Take nothing more, and let what runs end within `grace_s` seconds."""
+        """Refuse new work, and let running operations finish within `grace_s` seconds."""
         await self._lifecycle.drain(grace_s)
 
     async def stop_policies(self) -> None:
-        """End all controllers and workers; the journal keeps what it knows of them."""
+        """End all controllers and workers; the journal stays as it is."""
         self._lifecycle.stop()
         for policy_id in self._lifecycle.policy_ids:
             await self._controllers.end(policy_id)
@@ -194,14 +197,17 @@ class Engine:
         await self._lifecycle.recover()
 
     async def _recovered(self) -> None:
-        """Raises `JournalAwayError` where the engine has not read its journal in time."""
+        """Raises `JournalAwayError` where the engine cannot read its journal in time."""
         try:
             await asyncio.wait_for(self.recover(), _RECOVER_S)
         except TimeoutError:
             raise JournalAwayError("the engine still reads its journal") from None
 
     async def _controller(self, policy_id: str) -> Controller:
-        """Once it has started. Raises POLICY_NOT_FOUND, POLICY_NOT_READY, POLICY_FAILED."""
+        """The policy's started controller.
+
+        Raises POLICY_NOT_FOUND, POLICY_NOT_READY, POLICY_FAILED.
+        """
         await self._recovered()
         controller = await self._controllers.find(policy_id)
         if controller is None:

@@ -1,7 +1,6 @@
-"""Create and delete policies, and bring them back after a restart of the engine.
+"""Creates and deletes policies, and recovers them after a restart of the engine.
 
-What was acknowledged is in the journal, and a restarted engine finishes it: a policy that was being
-created is created, one that was being deleted is deleted.
+The journal has every acknowledged lifecycle operation, and a restarted engine finishes it.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from ratoon.log import get_logger
 from ratoon.metrics import MetricsSink, PolicyGone
 
 _LOG = get_logger("lifecycle")
-# How long an answer is held back from those who wait while a controller is away.
+# How long a caller that waits is held while its policy's controller is away.
 _AWAY_S = 0.5
 
 
@@ -52,26 +51,26 @@ class Fleet(Protocol):
     """What runs policies: `controllers.Controllers`."""
 
     async def check(self, spec: PolicySpec) -> None:
-        """Raises UNSUPPORTED, and RESOURCE_EXHAUSTED with what is wanted and free."""
+        """Raises UNSUPPORTED, and RESOURCE_EXHAUSTED with the wanted and free amounts."""
         ...
 
     async def start(self, spec: PolicySpec) -> None:
-        """Start the policy's controller and worker, unless they run; it is ready then.
+        """Start the policy's controller and worker, unless they run; it is ready on return.
 
         Raises `RatoonError` where the model cannot be loaded.
         """
         ...
 
     async def stop(self, policy_id: str) -> None:
-        """End the policy's controller and worker, those that are there."""
+        """End the policy's controller and worker, where they exist."""
         ...
 
     async def release(self, policy_id: str) -> None:
-        """End the policy's worker, if there is one, and give back what it holds."""
+        """End the policy's worker, if any, and release its resources."""
         ...
 
     async def drain(self, policy_id: str, grace_s: float) -> None:
-        """Let what the policy runs end within `grace_s` seconds, and begin nothing more."""
+        """Let the policy's running operation finish within `grace_s` seconds; start no other."""
         ...
 
 
@@ -102,11 +101,11 @@ class Lifecycle:
         self._lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_draining = self._is_drained = False
-        # Those that may have a worker; the database need not answer to end them.
+        # Policies that may have a worker: they can be stopped while the database is away.
         self._policy_ids: set[str] = set()
 
     async def recover(self) -> None:
-        """Take up what an earlier engine left; returns before policies are loaded."""
+        """Continue what an earlier engine left; returns before policies are loaded."""
         for record in await until_room(self._journal.orphaned_lifecycle_operations):
             self._spawn(self._end_without_policy(self._ledger.add(record)))
         for row in await until_room(self._journal.policies):
@@ -123,7 +122,7 @@ class Lifecycle:
                     self._spawn(self._bring_back(row.spec))
 
     async def drain(self, grace_s: float) -> None:
-        """Take nothing more, and let what runs end within `grace_s` seconds."""
+        """Refuse new work, and let running operations finish within `grace_s` seconds."""
         self._is_draining = True
         await asyncio.gather(*(self._fleet.drain(name, grace_s) for name in self._policy_ids))
         self._is_drained = True
@@ -131,27 +130,27 @@ class Lifecycle:
             live.wake()
 
     def stop(self) -> None:
-        """Go on with nothing: the next engine does."""
+        """Cancel all tasks; the next engine continues them."""
         for task in self._tasks:
             task.cancel()
 
     @property
     def policy_ids(self) -> frozenset[str]:
-        """Of the policies that may have a worker, by what this engine has begun."""
+        """Policies that this engine has started, so that they may have a worker."""
         return frozenset(self._policy_ids)
 
     def check_taking(self) -> None:
-        """Raises UNAVAILABLE where this process takes nothing more."""
+        """Raises UNAVAILABLE where this process takes no new work."""
         if self._is_draining:
             raise draining()
 
     def check_well(self) -> None:
-        """Raises UNAVAILABLE, `JournalAwayError`; by what is known, so it may be asked often."""
+        """Raises UNAVAILABLE, `JournalAwayError`, from cached state: it may be called often."""
         self.check_taking()
         self._journal.check()
 
     async def create_policy(self, spec: PolicySpec) -> Operation:
-        """Begin to create a policy; the same spec again is the first operation's handle.
+        """Begin to create a policy; a retry with the same spec returns the first operation.
 
         Raises POLICY_EXISTS, RESOURCE_EXHAUSTED, UNSUPPORTED.
         """
@@ -191,7 +190,7 @@ class Lifecycle:
         return _view(live.record)
 
     async def get_operation(self, operation_id: str, wait_s: float) -> Operation:
-        """A CreatePolicy or DeletePolicy, after `wait_s` seconds or once it has ended.
+        """A lifecycle operation, once it has ended or after `wait_s` seconds.
 
         Raises OPERATION_NOT_FOUND, and UNAVAILABLE where it would not end before the service does.
         """
@@ -206,7 +205,7 @@ class Lifecycle:
         return _view(live.record)
 
     async def watch_operation(self, seen: Operation, wait_s: float) -> Operation:
-        """A CreatePolicy or DeletePolicy once it differs from `seen`, or after `wait_s` seconds."""
+        """A lifecycle operation once it differs from `seen`, or after `wait_s` seconds."""
         live = self._ledger.find(seen.operation_id)
         if live is None:
             return await self._past(seen.operation_id, wait_s)
@@ -223,7 +222,7 @@ class Lifecycle:
         return row
 
     async def _past(self, operation_id: str, wait_s: float) -> Operation:
-        """An operation that is only in the store; if it is open, its controller is coming back."""
+        """An operation known to the journal only. If it is open, its controller is recovering."""
         if wait_s > 0:
             self._check_goes_on()
         record = await self._journal.find_operation(operation_id)
@@ -234,12 +233,12 @@ class Lifecycle:
         return _view(record)
 
     def _check_goes_on(self) -> None:
-        """Nothing ends here any more: who waits is to ask the next process."""
+        """Raises UNAVAILABLE once drained: no operation ends here any more."""
         if self._is_drained:
             raise draining()
 
     async def _existing(self, row: PolicyRow, spec: PolicySpec) -> Operation:
-        """A retry of the same spec is the same operation."""
+        """The first operation, for a retry with the same spec. Raises POLICY_EXISTS."""
         kind, policy_id = OperationKind.CREATE_POLICY, spec.policy_id
         first = await self._journal.find_lifecycle_operation(policy_id, kind)
         if first is None or row.spec != spec or row.state is PolicyState.DELETING:
@@ -292,7 +291,7 @@ class Lifecycle:
             await self._end(live, JournalState.APPLIED, EmptyResult())
 
     async def _forget(self, policy_id: str, *, keep_operation_id: str) -> None:
-        """End a policy's processes, files and rows, but for the operation that ends it."""
+        """Delete a policy's processes, files and rows, all but the record of this operation."""
         await self._fleet.stop(policy_id)
         self._policy_ids.discard(policy_id)
         paths = self._paths_of(policy_id)
@@ -319,7 +318,7 @@ class Lifecycle:
         return self._ledger.add(record)
 
     async def _resume_delete(self, policy_id: str) -> LiveOperation:
-        """The DeletePolicy that is open; where the last one failed, another one."""
+        """The open DeletePolicy, or a new one where the last one failed."""
         kind = OperationKind.DELETE_POLICY
         record = await until_room(lambda: self._journal.find_lifecycle_operation(policy_id, kind))
         if record is not None:
@@ -329,7 +328,7 @@ class Lifecycle:
         return self._accepted(again)
 
     async def _end_without_policy(self, live: LiveOperation) -> None:
-        """The policy went, and the engine before it could say so."""
+        """End an orphaned operation: its policy is gone, and the engine died before saying so."""
         if live.record.kind is OperationKind.DELETE_POLICY:
             await self._end(live, JournalState.APPLIED, EmptyResult())
             return

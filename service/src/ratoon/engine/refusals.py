@@ -1,7 +1,4 @@
-"""Typed errors that several parts of the engine raise.
-
-Enter names, leave `RatoonError`s. Invariant: one failure has one wording.
-"""
+"""Typed errors that several parts of the engine raise, so that one failure has one wording."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ def operation_not_found(operation_id: str) -> RatoonError:
 
 
 def policy_not_ready(policy_id: str, state: PolicyState, failure: str = "") -> RatoonError:
-    """`failure`: why it is failed, which no retry changes; "": of a policy that is not."""
+    """`failure`: why the policy failed, which no retry changes; "": it has not failed."""
     return RatoonError(
         ErrorCode.POLICY_FAILED if failure else ErrorCode.POLICY_NOT_READY,
         f"policy {policy_id} is {state}" + (f": {failure}" if failure else ""),
@@ -46,8 +43,8 @@ def disk_fault(what: str, error: OSError) -> RatoonError:
 
 
 def unexpected(error: Exception) -> RatoonError:
-    """What a caller is told of an exception that was not meant for one."""
-    # Of torch's own no more than the name is known here.
+    """The error that a caller gets for an unexpected exception."""
+    # torch is not imported here, so its out-of-memory error is told by name.
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return RatoonError(
             ErrorCode.RESOURCE_EXHAUSTED,
@@ -58,7 +55,7 @@ def unexpected(error: Exception) -> RatoonError:
 
 
 def overtaken() -> RatoonError:
-    """Of a controller that was replaced, to who still asks it."""
+    """For callers of a controller that was replaced."""
     return RatoonError(ErrorCode.UNAVAILABLE, "another controller took over; ask again")
 
 

@@ -19,22 +19,22 @@ class EngineSettings:
 
     namespace: str
     data_root: Path
-    # Of published weights; None: they are with the policy's other files.
+    # Published weights; None: with the policy's other files.
     weights_root: Path | None
     # May hold a password.
     database_url: str = field(repr=False)
-    # "": the local disk is all there is.
+    # "": only the local disk.
     storage_url: str
     log_level: str
     limits: LimitsConfig
     checkpoints: CheckpointConfig
     device: str
     num_threads: int
-    # Of bfloat16 policies. None: what fits is chosen where the model is loaded.
+    # Optimizer states of bfloat16 policies; None: chosen to fit when the model is loaded.
     optimizer_states: OptimizerStates | None
     host_activation_bytes: int
     self_check_every: int
-    # None: no process is killed.
+    # Crash points (tests only); None: off.
     crash_points: Path | None
 
     @classmethod
@@ -59,7 +59,7 @@ class EngineSettings:
 
     @property
     def compiled(self) -> Path:
-        """Where compiled kernels are kept between starts, of all policies."""
+        """Compiled kernels of all policies, kept between starts."""
         return self.data_root / "compiled"
 
     def paths(self, policy_id: str) -> PolicyPaths:

@@ -1,7 +1,7 @@
 """The engine's nouns: policy, operation, command, result. No torch, no wire.
 
-Enters from the api's conversion, kept by the journal, leaves in operations. Invariant: a value here
-is validated; ids match their patterns, enums are resolved, a command is complete.
+Values are validated before they get here: ids match their patterns, enums are resolved, commands
+are complete.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class PolicySpec:
     on_changed_numerics: OnChangedNumerics
     publish: PublishConfig
     keep_versions: int
-    # Packed tokens of one micro-batch; None: each plan has its own.
+    # Packed tokens per micro-batch; None: each plan chooses.
     micro_batch_tokens: int | None
     reference: ReferencePolicy
     num_workers: int
@@ -87,7 +87,7 @@ class Policy:
     created_at: float
     info: ModelInfo | None
     published_version: int | None
-    # Why it is failed; "": it is not, or nobody could say.
+    # Why the policy failed; "": it has not, or the cause is unknown.
     failure: str = ""
 
 
@@ -117,14 +117,14 @@ class OperationState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeqKey:
-    """Client sequencing: contiguous from 1."""
+    """Client sequencing: seqs are contiguous from 1."""
 
     seq: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestKey:
-    """Server sequencing: the caller's own id."""
+    """Server sequencing: the caller's own idempotency key."""
 
     request_id: str
 
@@ -160,7 +160,7 @@ class ForwardBackwardCommand:
 class OptimStepCommand:
     optim: OptimRequest
     expected_version: int | None
-    # Empty: the whole window, no operation of which may have failed.
+    # Empty: the whole window, none of whose operations may have failed.
     include_seqs: tuple[int, ...]
 
 
@@ -179,7 +179,7 @@ class ForwardCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveCheckpointCommand:
-    # "": named by seq and version.
+    # "": named after seq and version.
     checkpoint_id: str
 
 
@@ -201,7 +201,7 @@ Command = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """Whose an operation is. `key_id` "": nobody's that is known; `limits` count for nothing."""
+    """The API key that an operation belongs to. `key_id` "": none; `limits` do not apply then."""
 
     key_id: str
     limits: KeyLimits
@@ -214,8 +214,8 @@ NOBODY = Holder(key_id="", limits=KeyLimits())
 class Submission:
     """One sequenced call, validated: what the controller accepts, journals and hashes.
 
-    `body` is b"" for commands without a batch. The payload hash covers command and body, not key.
-    `num_tokens` counts each rollout alone, prompt and response.
+    `body` is b"" for commands without a batch. The payload hash covers command and body, not the
+    key. `num_tokens` counts prompt and response of each rollout alone.
     """
 
     policy_id: str
@@ -228,7 +228,7 @@ class Submission:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Counts are micro-batches; planned is 0 until planned."""
+    """Counts of micro-batches; `planned` is 0 until the batch is cut."""
 
     micro_batches_done: int = 0
     micro_batches_planned: int = 0
@@ -288,7 +288,7 @@ OperationResult = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """The handle of anything asynchronous. seq 0: not sequenced; blocked_by_seq 0: not blocked."""
+    """Handle of an asynchronous operation. seq 0: not sequenced; blocked_by_seq 0: not blocked."""
 
     operation_id: str
     policy_id: str
