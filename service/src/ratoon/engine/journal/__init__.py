@@ -1,1 +1,1 @@
-"""The database: what was accepted, how it ended, and who may write."""
+"""The database: what was accepted, how it ended, and which controller may write."""

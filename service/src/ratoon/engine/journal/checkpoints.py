@@ -1,8 +1,7 @@
-"""Checkpoints as the journal knows them: callers' own and automatic ones. Pure.
+"""Checkpoints as the journal records them: callers' own and automatic ones. Pure.
 
-Enters `CheckpointInfo`, leaves rows and what they cover. Invariant: an id that starts with
-`AUTOMATIC_PREFIX` is no caller's: such checkpoints are made for recovery and deleted when it needs
-them no more; a caller's checkpoint is never deleted while its policy lives.
+Ids that start with `AUTOMATIC_PREFIX` are refused to callers. Automatic checkpoints are deleted
+once recovery no longer needs them; a caller's lives as long as its policy.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ AUTOMATIC_PREFIX = "auto-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """`weights_digest`: of the state that is in it; "": not known."""
+    """`weights_digest`: of the saved state; "": not known."""
 
     info: CheckpointInfo
     weights_digest: str
@@ -36,29 +35,29 @@ class Covered:
 
 
 def automatic_id(seq: int, token: int) -> str:
-    """Of the automatic checkpoint at `seq` that the controller of a fencing token takes.
+    """Id of the automatic checkpoint at `seq` by the controller with this fencing token.
 
-    No two controllers make one of the same name, so that none takes away another's.
+    The token makes it unique, so no controller deletes another's checkpoint.
     """
     return f"{AUTOMATIC_PREFIX}{seq}-{token}"
 
 
 def check_own_id(checkpoint_id: str) -> None:
-    """Refuse an id that callers may not use. Raises INVALID_ARGUMENT."""
+    """Raises INVALID_ARGUMENT for an id that callers may not use."""
     if checkpoint_id.startswith(AUTOMATIC_PREFIX):
         raise invalid("checkpoint_id", checkpoint_id, f"a name without {AUTOMATIC_PREFIX} in front")
 
 
 def kept_checkpoints(checkpoints: tuple[Checkpoint, ...], keep: int) -> tuple[Checkpoint, ...]:
-    """The newest `keep` of all, given by seq: those that recovery may begin at."""
+    """The newest `keep` of `checkpoints`, which are in seq order: recovery may begin at these."""
     assert keep >= 1
     return checkpoints[-keep:]
 
 
 def first_uncovered_seq(checkpoints: tuple[Checkpoint, ...], keep: int) -> int:
-    """The lowest seq that recovery may run again from one of the newest `keep`, given by seq.
+    """The lowest seq that a recovery from the newest `keep` checkpoints (in seq order) may replay.
 
-    Where there are fewer it may begin at the initial weights: nothing is covered.
+    With fewer checkpoints it may begin at the initial weights, so nothing is covered.
     """
     if len(checkpoints) < keep:
         return 1

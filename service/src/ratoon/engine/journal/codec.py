@@ -1,7 +1,7 @@
-"""Engine values as JSON text and back: the journal's columns and the payload hash.
+"""Engine values as JSON text and back, for the journal's columns and the payload hash.
 
-Each object carries the tag of its class, which is what the journal has: a class may be renamed or
-moved, its tag may not. `from_text(to_text(v)) == v`, and nothing but the classes below is built.
+Objects are stored under a tag rather than a class name: a class may be renamed or moved, its tag
+may not. `from_text(to_text(v)) == v`, and only the classes below are ever built.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from ratoon.train.report.step_report import LayerGradNorm, PhaseSeconds, SelfChe
 
 _TAG = "$"
 
-# On disk and in payload hashes: a tag is never changed, and never given to another class.
+# Tags are on disk and in payload hashes: never change one, or give it to another class.
 TAGS: dict[str, type] = {
     "policy": Policy,
     "policy_spec": PolicySpec,
@@ -111,14 +111,14 @@ def to_text(value: object) -> str:
 
 
 def from_text(text: str) -> object:
-    """Inverse of `to_text` for a tagged object. Raises `ValueError` for what is in no class."""
+    """Inverse of `to_text` for a tagged object. Raises `ValueError` for text that fits no class."""
     return _decode(object, json.loads(text))
 
 
 def payload_hash(command: Command) -> str:
     """SHA-256 of the validated command, which names its body by digest: 64 hexadecimal digits.
 
-    The key is not in it, so a retry over another wire or by an upload in parts hashes the same.
+    It excludes the key, so a retry over another wire or by an upload in parts hashes the same.
     """
     return hash_text(to_text(command))
 
@@ -179,7 +179,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _arms(hint: Any) -> tuple[Any, ...]:
-    """The alternatives of a union; anything else is its own only one."""
+    """The alternatives of a union; for any other type, the type itself."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return typing.get_args(hint)
     return (hint,)

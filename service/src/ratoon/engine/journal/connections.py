@@ -1,7 +1,7 @@
 """Connections to the journal's database: SQLite or PostgreSQL, by URL, durable at each commit.
 
-Enters a URL, leaves an engine. Invariant: once a transaction's commit returns, what it wrote
-survives a power cut; what it read under `FOR UPDATE` did not change until then, on either kind.
+What a transaction wrote survives a power cut once its commit returns, and what it read under `FOR
+UPDATE` cannot change before then.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ if TYPE_CHECKING:
 
 _LOG = get_logger("connections")
 _EXPECTED = "sqlite:///PATH or postgresql://USER:PASSWORD@HOST:PORT/NAME"
-# How long a writer of SQLite waits for another process's transaction.
+# How long a SQLite writer waits for another process's transaction.
 _BUSY_S = 30
 _SWITCH_S = 0.01
-# Of each PostgreSQL session, whatever the server's defaults are. The time limits end what a lost
-# host would otherwise hold for ever: a lock, or our wait for one.
+# Set in each PostgreSQL session, whatever the server's defaults are. The time limits release locks
+# and connections of a host that has gone.
 _SESSION = {
     "lock_timeout": "30s",
     "statement_timeout": "60s",
     "idle_in_transaction_session_timeout": "60s",
 }
-# Of `synchronous_commit`: those that wait for this server's log, and a synchronous standby's.
+# Values of `synchronous_commit` that wait for this server's log, or a synchronous standby's too.
 _DURABLE = ("on", "remote_apply")
-# How long a session that cannot be had is tried for, and how often.
+# How long, and how often, to retry opening a session.
 _PATIENCE_S = 60.0
 _RETRY_S = 0.5
 _TIMELINE = "timeline"
 _CONNECT = {
-    # A standby is no database to write to: it is waited for, or passed over where the URL has more.
+    # A standby takes no writes: wait for it, or try the URL's other hosts.
     "target_session_attrs": "read-write",
     "connect_timeout": 10,
     "keepalives_idle": 10,
@@ -64,16 +64,16 @@ _CONNECT = {
 
 
 def connect(url: str) -> Engine:
-    """An engine; nothing is in the database yet.
+    """A SQLAlchemy engine for a database that may be empty.
 
     Raises INVALID_ARGUMENT for a URL of another kind, UNSUPPORTED for a PostgreSQL server that does
     not sync its log, `sqlalchemy.exc.OperationalError` where the database cannot be reached, and
-    INTERNAL for a damaged log of SQLite; the first use of a damaged SQLite file raises it too.
+    INTERNAL for a damaged SQLite log. A damaged SQLite file raises INTERNAL at its first use.
     """
     try:
         parsed = make_url(url)
     except ArgumentError:
-        # The URL may hold a password: it is in no message.
+        # The URL may hold a password, so the message leaves it out.
         raise invalid("database_url", "no URL", _EXPECTED) from None
     match parsed.get_backend_name():
         case "sqlite":
@@ -85,7 +85,7 @@ def connect(url: str) -> Engine:
 
 
 def _sqlite(url: URL) -> Engine:
-    """One connection, which threads take in turn; other processes may have theirs."""
+    """One connection, which threads share in turn; other processes may have their own."""
     if url.database and url.database != ":memory:":
         check_log(Path(url.database))
     engine = create_engine(
@@ -104,10 +104,11 @@ def _sqlite(url: URL) -> Engine:
 
 
 def _make_durable(connection: sqlite3.Connection, _record: object) -> None:
-    """WAL with an fsync at each commit; folding the log back every 256 pages keeps it small."""
-    # The module would begin a transaction at the first write: after the reads that decided it.
+    """WAL with an fsync at each commit; a checkpoint every 256 pages keeps it small."""
+    # The sqlite3 module would begin a transaction only at the first write, after the reads that
+    # decided it.
     connection.isolation_level = None
-    # Text that is none any more is to be found by its row's digest, which needs to see it.
+    # Damaged text must still be readable, so that the row's digest can detect it.
     connection.text_factory = _decode
     try:
         _log_ahead(connection)
@@ -115,12 +116,12 @@ def _make_durable(connection: sqlite3.Connection, _record: object) -> None:
             connection.execute(f"PRAGMA {pragma}")
         fault = str(connection.execute("PRAGMA integrity_check(1)").fetchone()[0])
     except sqlite3.DatabaseError as err:
-        # The rest is of another kind: locked, full, not to be opened.
+        # Other errors mean locked, full or unreadable.
         if err.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
             raise
         fault = str(err)
     except UnicodeDecodeError as err:
-        # SQLite's own words, with a damaged name in them.
+        # SQLite's own message, which contains a damaged name.
         fault = f"a name is {err.object!r}"
     if fault != "ok":
         path = connection.execute("PRAGMA database_list").fetchone()[2]
@@ -134,7 +135,7 @@ def _make_durable(connection: sqlite3.Connection, _record: object) -> None:
 
 
 def _log_ahead(connection: sqlite3.Connection) -> None:
-    """WAL mode. Others that switch a new file at the same moment are not waited for by SQLite."""
+    """WAL mode. SQLite does not wait for processes that switch a new file at the same moment."""
     deadline = time.monotonic() + _BUSY_S
     while True:
         try:
@@ -157,7 +158,7 @@ def _begin(connection: Connection) -> None:
 
 
 def _postgresql(url: URL) -> Engine:
-    """Sessions that wait for the log; a row that is read under `FOR UPDATE` is the newest one."""
+    """Sessions that wait for the log. A row read under `FOR UPDATE` is the newest one."""
     given = url.query.get("options", "")
     settings = " ".join(f"-c {name}={value}" for name, value in _SESSION.items())
     options = f"{given if isinstance(given, str) else ' '.join(given)} {settings}".strip()
@@ -192,14 +193,14 @@ def _postgresql(url: URL) -> Engine:
 
 
 def _name_full_disk(context: ExceptionContext) -> None:
-    """Raises RESOURCE_EXHAUSTED in the place of a full disk; the transaction is undone by then."""
+    """Turn a full disk into RESOURCE_EXHAUSTED; the transaction is rolled back by then."""
     refusal = disk_full(context.original_exception)
     if refusal is not None:
         raise refusal from context.original_exception
 
 
 def _end_read_only_session(context: ExceptionContext) -> None:
-    """A server that takes writes no more is away, and its sessions with it; nothing was written."""
+    """Treat a server that became read-only as disconnected; nothing was written."""
     from psycopg.errors import ReadOnlySqlTransaction
 
     if isinstance(context.original_exception, ReadOnlySqlTransaction):
@@ -212,9 +213,9 @@ def _end_read_only_session(context: ExceptionContext) -> None:
 def _wait_for_server(
     _dialect: Dialect, _record: object, _arguments: object, parameters: dict[str, Any]
 ) -> psycopg.Connection:
-    """A session that writes; a server that is down, starting or a standby is waited for.
+    """A session that can write. Waits for a server that is down, starting or a standby.
 
-    Raises `psycopg.OperationalError` after `_PATIENCE_S`, and at once where the server refuses.
+    Raises `psycopg.OperationalError` after `_PATIENCE_S`, or at once where the server refuses.
     """
     import psycopg
 
@@ -230,7 +231,7 @@ def _wait_for_server(
 
 
 def _made_durable(session: psycopg.Connection) -> psycopg.Connection:
-    """A commit waits for the log, or for more where server, database or URL say so."""
+    """Make commits wait for the log, unless server, database or URL ask for more."""
     level = session.execute("SELECT current_setting('synchronous_commit')").fetchone()
     if level is None or level[0] not in _DURABLE:
         session.execute("SET synchronous_commit = on")
@@ -239,7 +240,7 @@ def _made_durable(session: psycopg.Connection) -> psycopg.Connection:
 
 
 def _note_timeline(session: psycopg.Connection, record: ConnectionPoolEntry) -> None:
-    """A session is on one timeline for as long as it lasts: each promotion begins another."""
+    """Record the session's timeline, which cannot change: each promotion begins another session."""
     row = session.execute("SELECT left(pg_walfile_name(pg_current_wal_lsn()), 8)").fetchone()
     assert row is not None
     record.info[_TIMELINE] = int(row[0], 16)
@@ -247,18 +248,18 @@ def _note_timeline(session: psycopg.Connection, record: ConnectionPoolEntry) -> 
 
 
 def timeline_of(connection: Connection) -> int:
-    """Of the PostgreSQL server that the session is on; 0: SQLite."""
+    """Timeline of the PostgreSQL server that the session is on; 0: SQLite."""
     return int(connection.info.get(_TIMELINE, 0))
 
 
 def is_server_away(error: DBAPIError) -> bool:
-    """Whether no PostgreSQL server that takes writes could be reached, or it starts or stops."""
+    """Whether no writable PostgreSQL server was reached, or it is starting or stopping."""
     import psycopg
 
     return isinstance(error.orig, psycopg.OperationalError) and not _is_refused(error.orig)
 
 
 def _is_refused(error: psycopg.OperationalError) -> bool:
-    """A server that goes down or comes up says: the database system is ..."""
+    """A server that is starting or stopping says: the database system is ..."""
     reason = str(error)
     return "FATAL" in reason and "database system is" not in reason

@@ -1,10 +1,7 @@
-"""What controllers write to the journal: each write fenced, each one transaction.
+"""The journal writes of controllers: each carries a fencing token and is one transaction.
 
-Enters records and ends of operations, leaves rows. Invariant: a write carries its controller's
-fencing token and is refused once a newer one is known; it is durable when the method returns.
-
-Writes may be repeated (a caller cannot know whether a lost answer was a lost write): a second time
-changes nothing.
+A write with an older token is refused. Every write is durable when its method returns, and
+idempotent, so a caller that lost the answer may repeat it.
 """
 
 from __future__ import annotations
@@ -58,13 +55,13 @@ _FINAL = tuple(state for state in JournalState if state.is_final)
 
 
 class FencedStore:
-    """Shares the database with `SqlStore`; used by the same one thread at a time."""
+    """Shares the database, and its one thread, with `SqlStore`."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def acquire(self, policy_id: str) -> int:
-        """Above every token of every policy that there ever was, lost commits included."""
+        """A new fencing token, above all tokens of all policies, those of lost commits included."""
         with self._engine.begin() as connection:
             row = require_policy(connection, policy_id)
             token = next_token(last_token(connection), row.token, timeline_of(connection))
@@ -75,7 +72,7 @@ class FencedStore:
     def set_policy(
         self, token: int, policy_id: str, state: PolicyState, info: ModelInfo | None
     ) -> None:
-        """The state, but of one being deleted; what the model said of itself (None: as it was)."""
+        """Set the state, unless the policy is being deleted, and `info` (None: leave it)."""
         with self._engine.begin() as connection:
             if _fence(connection, policy_id, token).state is not PolicyState.DELETING:
                 set_policy(connection, policy_id, state=state, failure=None)
@@ -83,7 +80,7 @@ class FencedStore:
                 set_policy(connection, policy_id, info=to_text(info))
 
     def fail(self, token: int, policy_id: str, failure: str) -> None:
-        """The policy is failed, and why; one being deleted stays so."""
+        """Mark the policy failed, and why; one being deleted stays so."""
         with self._engine.begin() as connection:
             if _fence(connection, policy_id, token).state is not PolicyState.DELETING:
                 set_policy(connection, policy_id, state=PolicyState.FAILED, failure=failure)
@@ -95,7 +92,7 @@ class FencedStore:
         published: tuple[int, ...],
         step: tuple[str, OperationResult] | None = None,
     ) -> None:
-        """The versions that can be fetched, and what the report of the newest one's step lacked."""
+        """Set the fetchable versions, and complete the report of the step that made the newest."""
         with self._engine.begin() as connection:
             _fence(connection, policy_id, token)
             set_policy(connection, policy_id, published=json.dumps(published))
@@ -103,13 +100,13 @@ class FencedStore:
                 set_operation(connection, step[0], result=to_text(step[1]))
 
     def raise_max_version(self, token: int, policy_id: str, version: int) -> None:
-        """The next version has a higher number, whatever the journal knows of those before."""
+        """Make sure that the next version number is above `version`."""
         with self._engine.begin() as connection:
             policy = _fence(connection, policy_id, token)
             set_policy(connection, policy_id, max_version=max(policy.max_version, version))
 
     def accept(self, token: int, record: OperationRecord, next_seq: int) -> None:
-        """A new record. Raises `IntegrityError` where its key names another operation."""
+        """Add a record. Raises `IntegrityError` where its key names another operation."""
         with self._engine.begin() as connection:
             _fence(connection, record.policy_id, token)
             if select_operation(connection, OPERATIONS.c.operation_id == record.operation_id):
@@ -118,7 +115,7 @@ class FencedStore:
             set_policy(connection, record.policy_id, next_seq=next_seq)
 
     def end(self, token: int, policy_id: str, end: OperationEnd) -> None:
-        """How an operation was run and ended; the policy's version, checkpoint, closed window."""
+        """Record how an operation ended, with the policy's version, checkpoint and window."""
         with self._engine.begin() as connection:
             policy = _fence(connection, policy_id, token)
             record = require_operation(connection, end.operation_id)
@@ -175,7 +172,7 @@ class FencedStore:
     def rebase(
         self, token: int, policy_id: str, digests: Mapping[int, str], numerics: Numerics
     ) -> None:
-        """Replace weights digests by seq: the operations were run again under other numerics."""
+        """Replace weights digests by seq, after a replay under other numerics."""
         with self._engine.begin() as connection:
             _fence(connection, policy_id, token)
             _know_numerics(connection, numerics)
@@ -187,7 +184,7 @@ class FencedStore:
     def roll_back(
         self, token: int, policy_id: str, roll_back: RollBack
     ) -> tuple[OperationRecord, ...]:
-        """Fail what is open and what was applied past the checkpoint; returns what changed."""
+        """Fail open operations and those applied past the checkpoint; returns what changed."""
         with self._engine.begin() as connection:
             policy = _fence(connection, policy_id, token)
             is_sequenced = OPERATIONS.c.kind.not_in(LIFECYCLE_KINDS)
@@ -219,8 +216,8 @@ class FencedStore:
 def _fence(connection: Connection, policy_id: str, token: int) -> PolicyRow:
     """The policy, locked. Raises `FencedError` for an older token, or where the policy is gone.
 
-    Raises `JournalAwayError` where the database has failed over since the token was given: it may
-    have lost commits, so that its controller reads the journal again.
+    Raises `JournalAwayError` where the database has failed over since the token was given: commits
+    may be lost, so the controller must read the journal again.
     """
     if is_before(token, timeline_of(connection)):
         raise JournalAwayError("the database has failed over: what it has is to be read again")
@@ -231,7 +228,7 @@ def _fence(connection: Connection, policy_id: str, token: int) -> PolicyRow:
 
 
 def _free(connection: Connection, policy_id: str, before_seq: int) -> tuple[OperationRecord, ...]:
-    """Drop commands and choices that nothing re-runs: idempotency needs only the hash."""
+    """Drop commands and choices that no recovery needs: idempotency needs only the hash."""
     condition = and_(
         OPERATIONS.c.policy_id == policy_id,
         OPERATIONS.c.seq < before_seq,
@@ -244,7 +241,7 @@ def _free(connection: Connection, policy_id: str, before_seq: int) -> tuple[Oper
 
 
 def _know_numerics(connection: Connection, numerics: Numerics) -> None:
-    """Keep the fields, once; the lock on a policy does not keep another's from being first."""
+    """Store the fields once. Another policy's write may come first, despite the policy's lock."""
     query = select(NUMERICS.c.numerics).where(NUMERICS.c.numerics == numerics.digest)
     if connection.execute(query).first() is not None:
         return

@@ -1,6 +1,6 @@
-"""The journal as the engine's event loop uses it: the store's methods, awaited.
+"""The journal for the engine's event loop: the store's methods as coroutines.
 
-They run on one thread, one at a time, in the order of their calls.
+They run on one thread, one at a time, in call order.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ T = TypeVar("T")
 P = ParamSpec("P")
 _AWAY_S = 0.5
 _DISK_FULL_S = 2.0
-# How old what is known of the database may be, and how long its answer may take.
+# How old the known state of the database may be, and how long a look at it may take.
 _LOOK_S = 2.0
 _HANGS_S = 10.0
 
 
 class StoreCalls:
-    """Owns the thread."""
+    """Owns the store's thread."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
@@ -54,10 +54,10 @@ class StoreCalls:
         return answer
 
     def check(self, look: Callable[[], object]) -> None:
-        """Raises `JournalAwayError` by what was last met; waits for nothing.
+        """Raises `JournalAwayError` by the last known state; never waits.
 
-        `look` asks the database for anything. It is called for the next who checks, at most every
-        `_LOOK_S` seconds, behind what the thread has to do.
+        `look` queries the database. It runs at most every `_LOOK_S` seconds, queued behind the
+        thread's other calls, and its result serves later checks.
         """
         now = asyncio.get_running_loop().time()
         if self._look is None or (self._look.done() and now - self._looked_at >= _LOOK_S):
@@ -79,7 +79,7 @@ class StoreCalls:
 def _awaited(
     method: Callable[Concatenate[Any, P], T],
 ) -> Callable[Concatenate[Journal, P], Coroutine[Any, Any, T]]:
-    """The same method of the store, awaited."""
+    """The store's method as a coroutine."""
     name = method.__name__
 
     async def call(self: Journal, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -92,16 +92,16 @@ def _awaited(
 class Journal:
     """What is durably known of policies and operations; docstrings are those of the store.
 
-    Writes of controllers carry their token and raise `FencedError` where a newer one is known. They
-    are durable when they return, and may be repeated: a second time changes nothing. All methods
-    raise `JournalAwayError` where the database does not answer.
+    Writes of controllers carry their fencing token and raise `FencedError` where a newer one is
+    known. They are durable when they return, and idempotent. All methods raise `JournalAwayError`
+    where the database does not answer.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.store, self.fenced = SqlStore(engine), FencedStore(engine)
         self._calls = StoreCalls()
 
-    # One controller's, by its token.
+    # Writes of a controller, fenced by its token.
     acquire = _awaited(FencedStore.acquire)
     raise_max_version = _awaited(FencedStore.raise_max_version)
     set_policy = _awaited(FencedStore.set_policy)
@@ -113,7 +113,7 @@ class Journal:
     rebase = _awaited(FencedStore.rebase)
     roll_back = _awaited(FencedStore.roll_back)
 
-    # Policies coming and going.
+    # Policies and their lifecycle operations.
     insert_policy = _awaited(SqlStore.insert_policy)
     fail_policy = _awaited(SqlStore.fail_policy)
     mark_deleting = _awaited(SqlStore.mark_deleting)
@@ -121,7 +121,7 @@ class Journal:
     end_lifecycle_operation = _awaited(SqlStore.end_lifecycle_operation)
     forget_ended_lifecycle_operations = _awaited(SqlStore.forget_ended_lifecycle_operations)
 
-    # What everyone reads.
+    # Reads, which need no token.
     policy = _awaited(SqlStore.policy)
     policies = _awaited(SqlStore.policies)
     history = _awaited(SqlStore.history)
@@ -137,17 +137,17 @@ class Journal:
     count_operations = _awaited(SqlStore.count_operations)
 
     def check(self) -> None:
-        """Raises `JournalAwayError` by what was last met; waits for nothing."""
+        """Raises `JournalAwayError` by the last known state; never waits."""
         self._calls.check(self.store.look)
 
     async def ask(self, name: str, call: Callable[[], T]) -> T:
-        """Run a method of the store, whose name is `name`."""
+        """Run a store method. `name` is its name, for subclasses."""
         del name
         return await self._calls.once(call)
 
 
 async def until_there(call: Callable[[], Awaitable[T]]) -> T:
-    """Call until the database answers. Raises what else the call raises."""
+    """Retry until the database answers. Raises what else the call raises."""
     while True:
         try:
             return await call()
@@ -157,7 +157,7 @@ async def until_there(call: Callable[[], Awaitable[T]]) -> T:
 
 
 async def until_room(call: Callable[[], Awaitable[T]]) -> T:
-    """The same, and until no disk is full: what was accepted waits for room."""
+    """The same, and retry while a disk is full: accepted work waits for space."""
     while True:
         try:
             return await until_there(call)

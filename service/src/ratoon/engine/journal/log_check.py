@@ -1,11 +1,10 @@
-"""Whether SQLite's log was damaged after it was written: SQLite itself cannot say so.
+"""Detects damage to a SQLite log after it was written, which SQLite itself cannot.
 
-Enters the bytes of a `-wal` file that nobody has opened yet, leaves what is wrong with it, if
-anything. Invariant: no state that a power cut leaves is called damaged.
+Reads a `-wal` file before anybody opens it. No state that a power cut leaves is called damaged.
 
-SQLite reads the log up to the first frame whose checksum is wrong, and takes all that follows for
-the remains of a transaction that was being written. But every commit is synced before the next
-transaction begins: what follows can be one transaction, never more.
+SQLite reads the log up to the first frame with a wrong checksum, and takes the rest for an
+unfinished transaction. But every commit is synced before the next transaction begins, so the rest
+can hold one transaction at most. More means damage.
 
 Format: https://www.sqlite.org/fileformat2.html#the_write_ahead_log
 """
@@ -23,7 +22,7 @@ from ratoon.errors import ErrorCode, RatoonError
 
 _HEADER = struct.Struct(">8I")
 _FRAME_HEADER_BYTES = 24
-# The last bit says whether checksums are of big-endian words.
+# The last bit says whether checksums are over big-endian words.
 _MAGIC = 0x377F0682
 _DEFAULT_PAGE_BYTES = 4096
 _MASK = 2**32 - 1
@@ -44,7 +43,7 @@ def check_log(database: Path) -> None:
     """Raises INTERNAL for a damaged log of the SQLite file `database`."""
     path = database.with_name(f"{database.name}-wal")
     fault, seen = "", None
-    # What another process changes while it is read is read again.
+    # Read again what another process changed meanwhile.
     while (data := _read(path)) != seen:
         fault, seen = find_damage(data), data
     if fault:
@@ -65,7 +64,7 @@ def find_damage(data: bytes) -> str:
         return ""
     num_lost = int(np.count_nonzero(log.commits_F[log.num_read :]))
     if not log.has_header and num_lost:
-        # It is synced before the first frame is written.
+        # The header is synced before the first frame is written.
         return f"its header, {num_lost} transactions follow"
     if num_lost > 1:
         return f"after frame {log.num_read}, {num_lost} transactions follow"
@@ -73,7 +72,7 @@ def find_damage(data: bytes) -> str:
 
 
 def _parse(data: bytes) -> _Log | None:
-    """None: there are no frames."""
+    """None: the log has no frames."""
     if len(data) < _HEADER.size:
         return None
     magic, _, page_bytes, _, *salts, sum1, sum2 = _HEADER.unpack_from(data)
@@ -86,7 +85,7 @@ def _parse(data: bytes) -> _Log | None:
         return None
     frames_FB = np.frombuffer(data, np.uint8, num_frames * frame_bytes, _HEADER.size)
     frames_FB = frames_FB.reshape(num_frames, frame_bytes)
-    # Page, size of the database after a commit (0: no commit), salts, checksums.
+    # Page, database size after a commit (0: no commit), salts, checksums.
     heads_F6 = np.ascontiguousarray(frames_FB[:, :_FRAME_HEADER_BYTES]).view(">u4")
     is_ours_F = (heads_F6[:, 2:4] == (salts if has_header else heads_F6[0, 2:4])).all(axis=1)
     commits_F = heads_F6[:, 1] != 0
@@ -97,7 +96,7 @@ def _parse(data: bytes) -> _Log | None:
         sums = checksum.after(sums, frame)
         if not is_ours_F[frame] or sums != (heads_F6[frame, 4], heads_F6[frame, 5]):
             break
-        # A transaction without an end is not read.
+        # A transaction without a commit frame is not read.
         num_read = frame + 1 if commits_F[frame] else num_read
     return _Log(has_header=has_header, commits_F=commits_F & is_ours_F, num_read=num_read)
 
@@ -105,8 +104,8 @@ def _parse(data: bytes) -> _Log | None:
 class _Checksum:
     """SQLite's running checksum over rows of 32-bit words [F, 2 M].
 
-    For each pair (x, y): s += x + t, t += y + s, all modulo 2**32. That is linear: a row adds a sum
-    of its words with fixed weights to a fixed multiple of what was before.
+    For each pair (x, y): s += x + t, t += y + s, all modulo 2**32. That is linear: a row adds a
+    weighted sum of its words to a fixed multiple of the previous checksum.
     """
 
     def __init__(self, rows: NDArray[np.uint32]) -> None:
@@ -127,7 +126,7 @@ class _Checksum:
         )
 
     def after(self, before: tuple[int, int], row: int) -> tuple[int, int]:
-        """The checksum of a row that follows what has the checksum `before`."""
+        """The checksum of a row whose predecessor has the checksum `before`."""
         (a, b, c, d), (s, t) = self._power, before
         s_row, t_row = (int(sums[row]) for sums in self._sums)
         return (a * s + b * t + s_row) & _MASK, (c * s + d * t + t_row) & _MASK

@@ -1,4 +1,4 @@
-"""Bring a database to the newest revision of the journal's schema.
+"""Upgrades a database to the newest revision of the journal's schema.
 
 An upgrade is one transaction, run by one process at a time: it happens whole or not at all.
 """
@@ -16,23 +16,23 @@ from sqlalchemy import Engine, func, select, text
 from ratoon.errors import ErrorCode, RatoonError
 
 _FOLDER = Path(__file__).parent / "migrations"
-# PostgreSQL's advisory lock of those who upgrade; any number that nobody else takes.
+# PostgreSQL's advisory lock for upgrades; any number that nobody else uses.
 _LOCK = 0x7261746F6F6E
 
 
 def upgrade(engine: Engine) -> None:
-    """Run what is missing, which may be nothing.
+    """Run the missing revisions, if any.
 
     Raises UNSUPPORTED, changing nothing, for a revision that this version of Ratoon does not know.
     """
     with engine.begin() as connection:
         if connection.dialect.name == "postgresql":
-            # However long the one before, or a large table, takes.
+            # However long another upgrade, or a large table, takes.
             connection.execute(text("SET LOCAL lock_timeout = 0"))
             connection.execute(text("SET LOCAL statement_timeout = 0"))
             connection.execute(select(func.pg_advisory_xact_lock(_LOCK)))
         config = Config()
-        # ConfigParser reads a percent sign as the start of a variable.
+        # ConfigParser interpolates percent signs.
         config.set_main_option("script_location", str(_FOLDER).replace("%", "%%"))
         config.attributes["connection"] = connection
         revision = MigrationContext.configure(connection).get_current_revision()

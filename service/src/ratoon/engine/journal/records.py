@@ -1,7 +1,7 @@
 """The journal's nouns: what is durably known of a policy and of each of its operations.
 
-A record is written twice: accepted, then applied, failed or cancelled, and never back; only applied
-ones have changed weights. That an operation runs is in memory alone.
+A record is written twice: accepted, then applied, failed or cancelled, and never back. Only applied
+ones changed weights. That an operation is running is known in memory only.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from ratoon.engine.worker.numerics import Numerics
 from ratoon.engine.worker.tasks import Choices, Task
 from ratoon.model.spec import ModelInfo
 
-# Not sequenced: they begin and end a policy.
+# Lifecycle operations create or delete a policy and are not sequenced.
 LIFECYCLE_KINDS = (OperationKind.CREATE_POLICY, OperationKind.DELETE_POLICY)
 
-# The operations that end a window once they are applied.
+# Operations that close a window when applied.
 CLOSING_KINDS = (
     OperationKind.UPDATE,
     OperationKind.OPTIM_STEP,
@@ -39,17 +39,17 @@ CLOSING_KINDS = (
     OperationKind.LOAD_CHECKPOINT,
 )
 
-# The operations that change weights or gradients; recovery passes over the others.
+# Operations that change weights or gradients; recovery skips all others.
 RUN_KINDS = (*CLOSING_KINDS, OperationKind.FORWARD_BACKWARD)
 
 
 class JournalAwayError(Exception):
-    """The database does not answer, or has failed over; what it has is to be read again."""
+    """The database does not answer, or has failed over and must be read again."""
 
 
 class JournalState(StrEnum):
     ACCEPTED = "accepted"
-    # Of records in memory: the journal has such an operation as accepted.
+    # In memory only: the journal has such an operation as accepted.
     APPLYING = "applying"
     APPLIED = "applied"
     FAILED = "failed"
@@ -61,7 +61,7 @@ class JournalState(StrEnum):
 
     @property
     def public(self) -> OperationState:
-        """The state that callers see."""
+        """The state as callers see it."""
         return _PUBLIC[self]
 
 
@@ -83,18 +83,18 @@ class OperationRecord:
     operation_id: str
     policy_id: str
     kind: OperationKind
-    # 0 and "": CreatePolicy, DeletePolicy and a Forward without a key.
+    # 0 and "": lifecycle operations, and a Forward without a key.
     seq: int
     request_id: str
     payload_hash: str
-    # None: CreatePolicy and DeletePolicy, and records that nothing will run again.
+    # None: lifecycle operations, and records that nothing will replay.
     command: Command | None
     body_digest: str
     body_bytes: int
-    # Of whom it counts as open; "": of no API key.
+    # The API key that it counts against while open; "": none.
     key_id: str
     state: JournalState
-    # None: not applied, or nothing will run it again.
+    # None: not applied, or nothing will replay it.
     choices: Choices | None
     result: OperationResult | None
     # The policy's version once applied.
@@ -108,7 +108,7 @@ class OperationRecord:
     finished_at: float | None
 
     def to_operation(self, *, progress: Progress, blocked_by_seq: int) -> Operation:
-        """The handle that callers see."""
+        """The handle as callers see it."""
         return Operation(
             operation_id=self.operation_id,
             policy_id=self.policy_id,
@@ -125,7 +125,7 @@ class OperationRecord:
         )
 
     def to_task(self, paths: PolicyPaths) -> Task:
-        """The task of a record whose choices are made."""
+        """The worker's task, once the choices are made."""
         assert self.command is not None
         assert self.choices is not None
         return Task(
@@ -140,7 +140,7 @@ class OperationRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyRow:
-    """`max_version` is the highest number ever given to weights; it never falls."""
+    """`max_version` is the highest version number ever given to weights; it never falls."""
 
     spec: PolicySpec
     state: PolicyState
@@ -148,13 +148,13 @@ class PolicyRow:
     max_version: int
     # The lowest seq never accepted.
     next_seq: int
-    # Of the newest controller; 0: none yet.
+    # Fencing token of the newest controller; 0: none yet.
     token: int
     created_at: float
     info: ModelInfo | None
-    # Versions whose weights can be fetched, in the order in which they were published.
+    # Versions whose weights can be fetched, in publication order.
     published: tuple[int, ...]
-    # Why it is failed; "": it is not, or nobody could say.
+    # Why the policy failed; "": it has not, or the cause is unknown.
     failure: str
 
     def to_policy(self) -> Policy:
@@ -174,9 +174,9 @@ class PolicyRow:
 class OperationEnd:
     """How an operation ended. `version`: the policy's afterwards.
 
-    `choices`: those it was applied with. `numerics`: where it ran; None: nowhere. `checkpoint`: the
-    one that it saved. `frees_window`: nothing will run it, or what was before it, again (`recovery:
-    fail`).
+    `choices`: those it was applied with. `numerics`: those it ran under; None: it did not run.
+    `checkpoint`: the one that it saved. `frees_window`: neither it nor anything before it will be
+    replayed (`recovery: fail`).
     """
 
     operation_id: str
@@ -194,7 +194,7 @@ class OperationEnd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollBack:
-    """The policy is again as of `seq`, the newest checkpoint's or 0; all after it fails explicitly.
+    """Back to `seq`, the newest checkpoint's or 0; later operations fail explicitly.
 
     ForwardBackwards fail from `replay_from_seq` on: a checkpoint holds no gradients.
     """
@@ -210,8 +210,8 @@ class RollBack:
 class PolicyHistory:
     """What a starting controller reads: the policy and its records since the last closed window.
 
-    `closed`: the operation that closed it. Commands and choices are there of `kept_from_seq` and
-    all after it. Checkpoints are by seq.
+    `closed`: the operation that closed it. Commands and choices are kept from `kept_from_seq` on.
+    Checkpoints are in seq order.
     """
 
     policy: PolicyRow
@@ -222,7 +222,7 @@ class PolicyHistory:
 
 
 def ended_progress(result: OperationResult | None) -> Progress:
-    """The progress of an operation that has ended with `result`: all that was planned."""
+    """The progress of an operation that ended with `result`: all that was planned."""
     if not isinstance(result, StepResult | ForwardResult):
         return NO_PROGRESS
     report = result.report

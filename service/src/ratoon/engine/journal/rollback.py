@@ -1,8 +1,4 @@
-"""What losing the weights means for a record: it fails explicitly, or it is as it was. Pure.
-
-Enters a record that is open, or applied past the checkpoint; leaves its failed form or None.
-Invariant: nothing whose effect is gone is still called done.
-"""
+"""How a rollback changes a record: an operation whose effect is lost fails explicitly. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from ratoon.engine.journal.records import JournalState, OperationRecord, RollBac
 from ratoon.engine.types import FailedResult, OperationKind
 from ratoon.errors import ErrorCode, RatoonError
 
-# Applied after the checkpoint, these changed weights that are gone now.
+# Applied after the checkpoint, these changed weights that are now lost.
 _LOST_KINDS = (
     OperationKind.UPDATE,
     OperationKind.OPTIM_STEP,
@@ -21,7 +17,7 @@ _LOST_KINDS = (
 
 
 def rolled_back(record: OperationRecord, roll_back: RollBack) -> OperationRecord | None:
-    """The record as it stands after the roll-back; None: unchanged."""
+    """The record after the rollback; None: unchanged."""
     if not record.state.is_final:
         return _failed(record, roll_back, _lost(record, roll_back, "was not applied"))
     if record.kind is OperationKind.FORWARD_BACKWARD and record.seq >= roll_back.replay_from_seq:

@@ -1,7 +1,6 @@
-"""Rows of the journal's tables as values and back.
+"""Values of the journal as rows of its tables, and back.
 
-Enters an open transaction or a row, leaves `journal` values. Invariant: a record written and read
-again is equal, or is refused as damaged (`sealed.DamagedRowError`).
+A record written and read again is equal, or refused as damaged (`sealed.DamagedRowError`).
 """
 
 from __future__ import annotations
@@ -60,14 +59,14 @@ def require_operation(connection: Connection, operation_id: str) -> OperationRec
 def select_operations(
     connection: Connection, policy_id: str, *conditions: ColumnElement[bool]
 ) -> tuple[OperationRecord, ...]:
-    """By seq."""
+    """Matching operations in seq order."""
     query = select(OPERATIONS).where(OPERATIONS.c.policy_id == policy_id, *conditions)
     rows = connection.execute(query.order_by(OPERATIONS.c.seq)).mappings()
     return tuple(to_record(row) for row in rows)
 
 
 def select_checkpoints(connection: Connection, policy_id: str) -> tuple[Checkpoint, ...]:
-    """By seq."""
+    """Checkpoints in seq order."""
     query = select(CHECKPOINTS).where(CHECKPOINTS.c.policy_id == policy_id)
     order = (CHECKPOINTS.c.seq, CHECKPOINTS.c.created_at)
     rows = connection.execute(query.order_by(*order)).mappings()

@@ -1,8 +1,7 @@
-"""Rows with a digest of themselves: what was damaged on its way through a disk is never loaded.
+"""Rows sealed with a digest of their columns, so that damaged ones are never loaded.
 
-Enters column values, leaves rows and, read again, the same values. Invariant: every write of a
-row goes through here, and what is not the row's own digest any more is refused by name. A column
-that is null counts for nothing, so that a new one leaves old rows as they are.
+Every write of a row goes through here, and a row that does not match its digest is refused by name.
+Null columns are left out of the digest, so a new column leaves old rows valid.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ DIGEST = "row_digest"
 
 
 class DamagedRowError(Exception):
-    """A row of the journal is not what was written; it names the table and the row."""
+    """A row does not match its digest; the message names the table and the row."""
 
 
 def insert_row(connection: Connection, table: Table, values: Mapping[str, Any]) -> None:
@@ -31,7 +30,7 @@ def insert_row(connection: Connection, table: Table, values: Mapping[str, Any]) 
 def update_rows(
     connection: Connection, table: Table, condition: ColumnElement[bool], columns: Mapping[str, Any]
 ) -> None:
-    """Set `columns` of the rows that meet `condition`. Raises `DamagedRowError`."""
+    """Set `columns` of the rows that match `condition`. Raises `DamagedRowError`."""
     rows = connection.execute(select(table).where(condition).with_for_update()).mappings().all()
     for row in rows:
         changed = {**verified(table, row), **columns}
@@ -48,7 +47,7 @@ def verified(table: Table, row: RowMapping) -> dict[str, Any]:
 
 
 def check_all(connection: Connection, *tables: Table) -> None:
-    """Read every row. Raises INTERNAL naming the first damaged one, or why it cannot be read."""
+    """Read every row. Raises INTERNAL naming the first damaged one, or why reading failed."""
     try:
         for table in tables:
             for row in connection.execute(select(table)).mappings():
@@ -74,9 +73,9 @@ def _write(
 
 
 def _digest(table: Table, values: Mapping[str, Any]) -> str:
-    """Of names and values as JSON; a float may have been given as an integer.
+    """Digest of names and values as JSON. Integers given for a float column count as floats.
 
-    What no JSON can be is no value of ours: SQLite has a damaged number as bytes.
+    A value that JSON cannot hold is not ours: SQLite returns a damaged number as bytes.
     """
     fields = {
         name: float(value)

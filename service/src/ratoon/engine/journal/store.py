@@ -1,8 +1,7 @@
-"""The policy table and the journal in SQL: lives of policies, and what everyone reads.
+"""The policy table and the journal in SQL: lifecycle operations, and reads for everyone.
 
-Enters records, leaves records; every method is one transaction, durable when it returns. Invariant:
-what a method decides on is locked before it is read, so that a second process's writes come whole
-before or whole after.
+Every method is one transaction, durable when it returns. Rows that a decision depends on are locked
+before they are read, so another process's writes come wholly before or wholly after.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class SqlStore:
         self._engine = engine
 
     def insert_policy(self, spec: PolicySpec, record: OperationRecord) -> None:
-        """A new policy and the record of its CreatePolicy. Raises POLICY_EXISTS."""
+        """Add a policy and the record of its CreatePolicy. Raises POLICY_EXISTS."""
         with self._engine.begin() as connection:
             row = {
                 "policy_id": spec.policy_id,
@@ -89,29 +88,29 @@ class SqlStore:
             return select_policy(connection, policy_id)
 
     def policies(self) -> tuple[PolicyRow, ...]:
-        """All, oldest first."""
+        """All policies, oldest first."""
         with self._engine.begin() as connection:
             order = (POLICIES.c.created_at, POLICIES.c.policy_id)
             rows = connection.execute(select(POLICIES).order_by(*order)).mappings()
             return tuple(to_policy(row) for row in rows)
 
     def look(self) -> None:
-        """Ask the database for nothing, and without the write lock that transactions begin with.
+        """Run an empty query, without the write lock that transactions begin with.
 
-        Raises what its driver raises where it does not answer.
+        Raises the driver's error where the database does not answer.
         """
         with closing(self._engine.raw_connection()) as connection:
             connection.cursor().execute("SELECT 1")
 
     def fail_policy(self, policy_id: str, failure: str) -> None:
-        """For what no controller can say: that there is none. One being deleted stays so."""
+        """Mark a policy failed whose controller did not start; one being deleted stays so."""
         with self._engine.begin() as connection:
             policy = select_policy(connection, policy_id)
             if policy is not None and policy.state is not PolicyState.DELETING:
                 set_policy(connection, policy_id, state=PolicyState.FAILED, failure=failure)
 
     def mark_deleting(self, policy_id: str, record: OperationRecord) -> None:
-        """The policy takes no more work; `record` is its DeletePolicy.
+        """Refuse the policy's further work; `record` is its DeletePolicy.
 
         Raises POLICY_NOT_FOUND, and POLICY_NOT_READY where another DeletePolicy is under way.
         """
@@ -123,7 +122,7 @@ class SqlStore:
             insert_row(connection, OPERATIONS, to_columns(record))
 
     def remove_policy(self, policy_id: str, *, keep_operation_id: str) -> None:
-        """Forget a policy and all its records but one, that of its end."""
+        """Delete a policy and all its records but one, the operation that ends it."""
         with self._engine.begin() as connection:
             for table in (POLICIES, CHECKPOINTS):
                 connection.execute(delete(table).where(table.c.policy_id == policy_id))
@@ -137,7 +136,7 @@ class SqlStore:
     def end_lifecycle_operation(
         self, operation_id: str, state: JournalState, result: OperationResult, finished_at: float
     ) -> None:
-        """A CreatePolicy or DeletePolicy ended."""
+        """Record how a CreatePolicy or DeletePolicy ended."""
         with self._engine.begin() as connection:
             set_operation(
                 connection,
@@ -148,7 +147,7 @@ class SqlStore:
             )
 
     def forget_ended_lifecycle_operations(self, before: float) -> None:
-        """Drop records of policies that are gone and that ended before a time, in seconds."""
+        """Drop lifecycle records of deleted policies that ended before a time, in seconds."""
         with self._engine.begin() as connection:
             connection.execute(
                 delete(OPERATIONS).where(
@@ -159,7 +158,7 @@ class SqlStore:
             )
 
     def history(self, policy_id: str) -> PolicyHistory:
-        """Records since the last closed window, and the checkpoints, by seq."""
+        """Records since the last closed window, and the checkpoints, in seq order."""
         with self._engine.begin() as connection:
             policy = require_policy(connection, policy_id)
             closes = and_(
@@ -177,12 +176,12 @@ class SqlStore:
             )
 
     def records_from(self, policy_id: str, seq: int) -> tuple[OperationRecord, ...]:
-        """Those of `seq` and after it, by seq."""
+        """Records from `seq` on, in seq order."""
         with self._engine.begin() as connection:
             return select_operations(connection, policy_id, OPERATIONS.c.seq >= seq)
 
     def bodies_in_use(self, policy_id: str) -> Mapping[str, str]:
-        """Digests by operation, of all that may run, or run again."""
+        """Body digests by operation, of all that may run or be replayed."""
         may_run = and_(
             OPERATIONS.c.command.is_not(None), OPERATIONS.c.state != JournalState.CANCELLED
         )
@@ -191,14 +190,14 @@ class SqlStore:
             return {r.operation_id: r.body_digest for r in kept if r.body_digest}
 
     def results_in_use(self, policy_id: str) -> frozenset[str]:
-        """Digests of the Forward results that kept choices name."""
+        """Digests of Forward results that stored choices refer to."""
         with self._engine.begin() as connection:
             kept = select_operations(connection, policy_id, OPERATIONS.c.choices.is_not(None))
             names = {r.choices.old_logprobs for r in kept if r.choices is not None}
             return frozenset(name.partition(".")[0] for name in names if name)
 
     def numerics(self, digest: str) -> Mapping[str, str]:
-        """The fields of a record's numerics; none where they are not known."""
+        """The fields behind a record's numerics digest; empty where they are not known."""
         with self._engine.begin() as connection:
             query = select(NUMERICS).where(NUMERICS.c.numerics == digest)
             row = connection.execute(query).mappings().first()
@@ -224,12 +223,12 @@ class SqlStore:
     def find_lifecycle_operation(
         self, policy_id: str, kind: OperationKind
     ) -> OperationRecord | None:
-        """The CreatePolicy or DeletePolicy of a policy that is there."""
+        """The CreatePolicy, or open DeletePolicy, of an existing policy."""
         with self._engine.begin() as connection:
             return select_operation(connection, _life(policy_id, kind))
 
     def orphaned_lifecycle_operations(self) -> tuple[OperationRecord, ...]:
-        """CreatePolicys and DeletePolicys that did not end, of policies that are gone."""
+        """Open CreatePolicy and DeletePolicy operations whose policy is gone."""
         with self._engine.begin() as connection:
             rows = connection.execute(
                 select(OPERATIONS).where(
@@ -241,12 +240,12 @@ class SqlStore:
             return tuple(to_record(row) for row in rows)
 
     def checkpoints(self, policy_id: str) -> tuple[Checkpoint, ...]:
-        """By seq."""
+        """Checkpoints in seq order."""
         with self._engine.begin() as connection:
             return select_checkpoints(connection, policy_id)
 
     def count_operations(self) -> Mapping[tuple[str, str], int]:
-        """How many records there are of each (kind, journal state)."""
+        """Number of records by (kind, journal state)."""
         columns = (OPERATIONS.c.kind, OPERATIONS.c.state)
         with self._engine.begin() as connection:
             rows = connection.execute(select(*columns, func.count()).group_by(*columns))
@@ -254,13 +253,13 @@ class SqlStore:
 
 
 def _max_seq(connection: Connection, policy_id: str, condition: ColumnElement[bool]) -> int:
-    """Of a policy's sequenced operations that meet a condition; 0: there is none."""
+    """Highest seq of the policy's operations that match a condition; 0: none."""
     query = select(func.max(OPERATIONS.c.seq)).where(OPERATIONS.c.policy_id == policy_id, condition)
     return connection.execute(query).scalar_one() or 0
 
 
 def _life(policy_id: str, kind: OperationKind) -> ColumnElement[bool]:
-    """The policy's CreatePolicy, or its DeletePolicy that has not ended."""
+    """Matches the policy's CreatePolicy, or its open DeletePolicy."""
     return and_(
         OPERATIONS.c.policy_id == policy_id,
         OPERATIONS.c.kind == kind,

@@ -1,8 +1,8 @@
-"""The journal's tables, for SQLite and PostgreSQL alike, and the database that has them.
+"""The journal's tables, for SQLite and PostgreSQL alike, and opening their database.
 
-Values that are only read back whole are text columns of JSON; bodies are files, never columns.
-Invariants: (policy_id, seq) and (policy_id, request_id) name at most one operation; the tables are
-those that the newest revision of `migrations` leaves.
+Values that are only read back whole are JSON text columns; bodies are files, never columns.
+(policy_id, seq) and (policy_id, request_id) are unique. The newest revision of `migrations` must
+leave exactly these tables.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from ratoon.log import get_logger
 
 _LOG = get_logger("store")
 METADATA = MetaData()
-# Versions, seqs and bytes; SQLite's integers are of 64 bits under their own name.
+# Versions, seqs and bytes. SQLite's own integers have 64 bits.
 _WIDE = BigInteger().with_variant(Integer, "sqlite")
 
 
 def _digest() -> Column[str]:
-    """Of the row: see `sealed`."""
+    """Digest of the row: see `sealed`."""
     return Column(DIGEST, String(32), nullable=False, server_default="")
 
 
@@ -50,9 +50,9 @@ POLICIES = Table(
     Column("token", _WIDE, nullable=False),
     Column("created_at", Float, nullable=False),
     Column("info", Text),
-    # JSON list of versions, in the order in which they were published.
+    # JSON list of versions, in publication order.
     Column("published", Text, nullable=False),
-    # Why it is failed.
+    # Why the policy failed.
     Column("failure", Text),
     _digest(),
 )
@@ -80,7 +80,7 @@ OPERATIONS = Table(
     Column("created_at", Float, nullable=False),
     Column("started_at", Float),
     Column("finished_at", Float),
-    # A row of NUMERICS: where it ran.
+    # Key of a NUMERICS row: the numerics it ran under.
     Column("numerics", String(32)),
     _digest(),
     UniqueConstraint("policy_id", "seq"),
@@ -102,7 +102,7 @@ CHECKPOINTS = Table(
     _digest(),
 )
 
-# One row: the last fencing token that any policy's controller was given.
+# One row: the last fencing token given to any policy's controller.
 TOKENS = Table(
     "tokens",
     METADATA,
@@ -123,7 +123,7 @@ NUMERICS = Table(
 
 
 def open_database(url: str) -> Engine:
-    """A database with these tables: made where they are not, upgraded where they are older.
+    """A database with these tables, created or upgraded as needed.
 
     Every row is read once. Raises what `connect`, `upgrade` and `check_all` raise.
     """
@@ -135,7 +135,7 @@ def open_database(url: str) -> Engine:
 
 
 def await_database(url: str) -> Engine:
-    """`open_database` once its server is there, however long that takes."""
+    """`open_database`, retried until its server is up."""
     while True:
         try:
             return open_database(url)

@@ -1,7 +1,7 @@
-"""Fencing tokens: integers that only grow, over all policies, their deletions, and failovers.
+"""Fencing tokens: integers that only grow, across policies, deletions and database failovers.
 
-The upper bits are PostgreSQL's timeline, which each promotion of a standby raises: tokens whose
-commits a failover lost are not given again, and one of before it is known as such.
+The upper bits are PostgreSQL's timeline, which each promotion of a standby raises. So a token whose
+commit was lost in a failover is never given again, and older tokens are recognised.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ _NAME = "last"
 
 
 def next_token(last: int, own: int, timeline: int) -> int:
-    """The token after `last`, of any policy, and after `own`, of before they were counted. Pure."""
+    """The token after `last` (of any policy) and `own` (from before tokens were shared). Pure."""
     return max(last, own, timeline << _TIMELINE_BITS) + 1
 
 
 def is_before(token: int, timeline: int) -> bool:
-    """Whether a token is of an earlier timeline. Pure."""
+    """Whether a token is from an earlier timeline. Pure."""
     return token >> _TIMELINE_BITS < timeline
 
 
 def last_token(connection: Connection) -> int:
-    """Locked until the transaction ends; 0: none was given yet."""
+    """The last token, locked until the transaction ends; 0: none was given yet."""
     query = select(TOKENS).where(TOKENS.c.name == _NAME).with_for_update()
     return int(verified(TOKENS, connection.execute(query).mappings().one())["last"])
 

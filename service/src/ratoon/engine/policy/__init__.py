@@ -1,1 +1,1 @@
-"""One policy: the order of its operations, each run once, and its way back after a crash."""
+"""One policy: the order of its operations, each run once, and its recovery after a crash."""

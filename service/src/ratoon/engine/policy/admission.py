@@ -1,8 +1,7 @@
-"""From a submission to an accepted operation: keys, bounds, the body, the record.
+"""From a submission to an accepted operation: keys, limits, the body, the record.
 
-Enters a validated submission, leaves a queued record, the first one for a retry, or a typed error.
-Invariant: an operation is in the queue only once its body, then its record, are durable; what is
-refused takes no seq and leaves nothing behind.
+An operation is queued only once its body, then its record, are durable. A refused one takes no seq
+and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -57,22 +56,22 @@ KINDS: dict[type[Command], OperationKind] = {
 
 
 class JournalUnknownError(Exception):
-    """A write of the journal was not answered: whether it happened must be read again."""
+    """The journal did not answer a write, so whether it happened must be read again."""
 
 
 def new_operation_id(policy_id: str) -> str:
-    """The policy is in it, so that routing a handle needs no lookup."""
+    """It contains the policy's id, so that routing a handle needs no lookup."""
     return f"{policy_id}.{uuid.uuid4().hex}"
 
 
 class Admission:
-    """`find` and `accept` are called by whoever holds the controller's lock."""
+    """Callers of `find` and `accept` hold the controller's lock."""
 
     def __init__(self, run: PolicyRun) -> None:
         self._run = run
 
     async def check(self, submission: Submission) -> None:
-        """Judge what depends on nothing else. Raises INVALID_ARGUMENT."""
+        """Check what needs no state. Raises INVALID_ARGUMENT."""
         command, key = submission.command, submission.key
         if not (isinstance(key, NoKey) and isinstance(command, ForwardCommand)):
             check_key(key, self._run.spec.sequencing)
@@ -90,7 +89,8 @@ class Admission:
     async def hold(self, operation_id: str, submission: Submission) -> RatoonError | None:
         """Make the body durable, for the operation that the submission may become.
 
-        Returns why not, where the disk has no room for it: what it is a retry of needs none.
+        Returns the refusal where the disk has no room, for the caller to raise unless the
+        submission turns out to be a retry, which needs none.
         """
         if not self._is_awaited(submission.key):
             refusal = await self.disk_refusal(len(submission.body))
@@ -101,7 +101,7 @@ class Admission:
             try:
                 await self._run.bodies.hold(operation_id, digest, submission.body)
             except FileNotFoundError as err:
-                # The temporary file: a controller that starts takes it for a crashed one's.
+                # A newly started controller has removed the temporary file as a leftover.
                 raise overtaken() from err
             except OSError as err:
                 refusal = disk_full(err)
@@ -112,7 +112,7 @@ class Admission:
         return None
 
     async def disk_refusal(self, wanted_bytes: int) -> RatoonError | None:
-        """Why so many bytes more are not taken; None: there is room."""
+        """Why `wanted_bytes` more are refused; None: there is room."""
         run = self._run
         reserve = run.limits.min_free_disk_bytes
         return await asyncio.to_thread(disk_refusal, run.paths.root, wanted_bytes, reserve)
@@ -120,12 +120,12 @@ class Admission:
     async def drop(
         self, operation_id: str, submission: Submission, first: OperationRecord | None
     ) -> None:
-        """Let go of the body: the submission is not accepted, or it is a retry of `first`."""
+        """Release the body: the submission is not accepted, or it is a retry of `first`."""
         digest = body_digest(submission.command)
         if not digest:
             return
-        # A record has its command for as long as its body is needed. Where this controller was
-        # replaced, the newer one may have accepted the same meanwhile.
+        # A record keeps its command for as long as its body is needed. If this controller was
+        # replaced, the newer one may have accepted the same submission meanwhile.
         is_needed = first is not None and first.command is not None
         if is_needed or self._run.state is PolicyState.FAILED:
             await self._run.bodies.forget(operation_id, digest)
@@ -133,7 +133,7 @@ class Admission:
             await self._run.bodies.release(operation_id, digest)
 
     async def find(self, key: OperationKey, payload: str) -> OperationRecord | None:
-        """The operation that a retry means. Raises KEY_REUSED for another payload."""
+        """The operation that a retry repeats. Raises KEY_REUSED for another payload."""
         record = await self._run.ports.journal.find_key(self._run.policy_id, key)
         if record is None:
             return None
@@ -144,7 +144,7 @@ class Admission:
     async def accept(
         self, operation_id: str, submission: Submission, payload: str
     ) -> OperationRecord:
-        """Make a new operation, whose body is held, durable and queue it.
+        """Journal and queue a new operation, whose body is held.
 
         Raises RESOURCE_EXHAUSTED, BODY_TOO_LARGE over a quota, and `JournalUnknownError` where the
         journal did not answer.
@@ -187,7 +187,7 @@ class Admission:
     async def _claimed(
         self, operation_id: str, submission: Submission
     ) -> AsyncGenerator[None, None]:
-        """Count the operation as open, and its tokens, unless the block refuses it."""
+        """Count the operation as open, and its tokens as used, unless the block refuses it."""
         run, now = self._run, self._run.ports.now()
         holder, num_tokens = submission.holder, submission.num_tokens
         with full_disk_refused():
@@ -207,7 +207,7 @@ class Admission:
             raise
 
     def _is_awaited(self, key: OperationKey) -> bool:
-        """The seq that all others wait for is let in even where the queue has no room."""
+        """Whether its seq is next. It bypasses the queue limit, or the queue would deadlock."""
         return self._seq(key) == self._run.sequencer.turn
 
     def _check_room(self, submission: Submission) -> None:
@@ -248,7 +248,7 @@ class Admission:
 
 
 def body_digest(command: Command) -> str:
-    """SHA-256 of the body that the command names; "": it has none."""
+    """SHA-256 of the command's body; "": it has none."""
     match command:
         case (
             UpdateCommand(body_digest=digest)
@@ -261,7 +261,7 @@ def body_digest(command: Command) -> str:
 
 
 def named_forward(command: Command | None) -> str:
-    """Id of the Forward whose log-probs the command asks for; "": none."""
+    """Id of the Forward whose log-probs the command uses; "": none."""
     if not isinstance(command, UpdateCommand | ForwardBackwardCommand):
         return ""
     old = command.loss.old_logprobs

@@ -1,7 +1,7 @@
 """What a starting controller takes over from the journal: versions, window, queue.
 
-Enters a history and where the worker stands, leaves a run that says the same. Invariant: records
-below the turn are past, those from it on are queued; memory and journal agree on what has ended.
+Operations below the current turn are past, the others are queued; afterwards memory and journal
+agree on what has ended.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ratoon.errors import ErrorCode, RatoonError
 
 
 def agrees(history: PolicyHistory, status: WorkerStatus) -> bool:
-    """Whether a worker's state is what the journal says, but for the end of its last seq. Pure."""
+    """Whether a worker's state matches the journal, except for how its last seq ended. Pure."""
     closed, is_pending = history.closed, False
     if history.policy.info is None:
-        return False  # Its first load was not finished, and what the model says of itself is lost.
+        return False  # Its first load did not finish, so the model info is lost.
     if closed is not None and closed.seq > status.last_seq:
-        return False  # A recovery was not finished.
+        return False  # A recovery did not finish.
     if not _has_journaled_seqs(history, status):
         return False
     for record in history.records:
@@ -43,7 +43,7 @@ def agrees(history: PolicyHistory, status: WorkerStatus) -> bool:
 
 
 def adopt(run: PolicyRun, history: PolicyHistory, status: WorkerStatus) -> None:
-    """Take over what the journal says: versions, window, queue."""
+    """Take over versions, window and queue from the journal."""
     policy = history.policy
     run.version, run.max_version = policy.version, policy.max_version
     run.published = policy.published
@@ -63,9 +63,9 @@ def adopt(run: PolicyRun, history: PolicyHistory, status: WorkerStatus) -> None:
 
 
 async def settle_ended(run: PolicyRun) -> None:
-    """What the journal knows to have ended, and memory does not: an answer was lost.
+    """Settle open operations that have ended in the journal, whose answer was lost.
 
-    What the journal does not know at all was lost by it; the caller may submit it again.
+    One that the journal lost altogether fails; the caller may submit it again.
     """
     for live in run.ledger.open_operations():
         record = await run.ports.journal.find_operation(live.operation_id)
@@ -81,7 +81,7 @@ async def settle_ended(run: PolicyRun) -> None:
 
 
 def fail_unsequenced(run: PolicyRun) -> None:
-    """Forwards without a key are not journaled: those in flight are lost, and say so."""
+    """Fail open Forwards without a key: they are not journaled, so they are lost."""
     for live in run.ledger.open_operations():
         if live.record.seq == 0:
             error = RatoonError(ErrorCode.WORKER_LOST, "the worker was lost; submit it again")
@@ -93,7 +93,7 @@ def fail_unsequenced(run: PolicyRun) -> None:
 def _has_journaled_seqs(history: PolicyHistory, status: WorkerStatus) -> bool:
     """Whether every operation that the worker has seen is in the journal, the last one by its id.
 
-    It is not where a database that failed over has lost some.
+    A database that failed over may have lost some.
     """
     seen = [record for record in history.records if record.seq <= status.last_seq]
     closed_seq = history.closed.seq if history.closed else 0
@@ -106,7 +106,7 @@ def _has_journaled_seqs(history: PolicyHistory, status: WorkerStatus) -> bool:
 
 
 def _ended_alike(record: OperationRecord, status: WorkerStatus) -> bool:
-    """Whether an operation that may change weights or gradients did, as the journal says."""
+    """Whether worker and journal agree that the operation was applied, where that matters."""
     outcome = status.last_outcome
     assert outcome is not None
     is_done = outcome.state is OperationState.DONE
@@ -114,7 +114,7 @@ def _ended_alike(record: OperationRecord, status: WorkerStatus) -> bool:
 
 
 def _has_journaled_state(history: PolicyHistory, status: WorkerStatus) -> bool:
-    """The version, and the digest where both sides have one."""
+    """Whether versions match, and digests where both sides have one."""
     journaled = history.closed.weights_digest if history.closed else ""
     has_digests = bool(journaled and status.weights_digest)
     is_same = not has_digests or journaled == status.weights_digest
@@ -138,10 +138,10 @@ def _adopt_open(run: PolicyRun, record: OperationRecord) -> None:
         return
     live = run.ledger.find(record.operation_id) or run.ledger.add(record)
     live.set_record(record)
-    # Where the worker has run it: it is too late to cancel it as a queued one.
+    # The worker has run it, so it can no longer be cancelled as a queued one.
     stored = run.stored_outcome
     live.is_started = stored is not None and stored.operation_id == record.operation_id
     if stored is not None and live.is_started:
         live.start(stored.started_at)
-        # The files that they name are needed.
+        # Keeps the files that the choices name.
         live.set_record(replace(live.record, choices=stored.choices))

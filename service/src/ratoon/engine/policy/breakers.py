@@ -1,11 +1,10 @@
-"""When a policy whose steps are skipped for their numbers, one after the other, is given up.
+"""Fails a policy after too many steps in a row were skipped for their numbers.
 
-Enters operations as they end, leaves the length of the run, or the policy failed with all that was
-open. Invariant: the run is a function of the journal: whoever reads it anew gets the same, and a
-policy that was given up is not brought back.
+The count is a function of the journal, so every reader gets the same, and a failed policy is not
+brought back.
 
-A step that was taken ends the run, and so does a checkpoint that was loaded; what changed no
-weights, and a step that had no token to count, leave it as it is.
+A step that was taken, or a loaded checkpoint, resets the count. Operations that change no weights,
+and steps without tokens, leave it as it is.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ from ratoon.engine.types import (
 from ratoon.train.report.step_report import SkipReason
 
 _STEPS = (OperationKind.UPDATE, OperationKind.OPTIM_STEP)
-# Records read first from the end of the journal; then as many more again, until the run is known.
+# Records read first from the end of the journal; doubled until the count is known.
 _FIRST_SPAN = 64
 
 
 class NumbersFailedError(Exception):
-    """The policy is given up; the message says why."""
+    """The policy is failed for its numbers; the message says why."""
 
 
 async def note_end(run: PolicyRun, record: OperationRecord) -> None:
-    """A sequenced operation has ended. Raises `NumbersFailedError` once nothing more may run.
+    """Count a sequenced operation that ended. Raises `NumbersFailedError` at the limit.
 
-    Nobody may submit meanwhile.
+    The caller holds the controller's lock, so that nothing is submitted meanwhile.
     """
     run.skipped_in_row = skipped_after(run.skipped_in_row, record)
     if is_run_too_long(run, run.skipped_in_row):
@@ -46,7 +45,7 @@ async def note_end(run: PolicyRun, record: OperationRecord) -> None:
 
 
 async def read_run(run: PolicyRun, next_seq: int) -> None:
-    """Take the run's length from the journal. Raises as `note_end`."""
+    """Read the count from the journal. Raises as `note_end`."""
     span = _FIRST_SPAN
     while True:
         start = max(1, next_seq - span)
@@ -62,7 +61,7 @@ async def read_run(run: PolicyRun, next_seq: int) -> None:
 
 
 def skipped_in_row(records: Iterable[OperationRecord]) -> int:
-    """The run after records by seq, counted from their first. Pure."""
+    """The count after `records`, in seq order, starting from 0. Pure."""
     count = 0
     for record in records:
         count = skipped_after(count, record)
@@ -70,14 +69,14 @@ def skipped_in_row(records: Iterable[OperationRecord]) -> int:
 
 
 def skipped_after(count: int, record: OperationRecord) -> int:
-    """The run's length after a record, given that before it. Pure."""
+    """The count after a record, given the count before it. Pure."""
     if ends_run(record):
         return 0
     return count + _is_skipped_for_numbers(record)
 
 
 def ends_run(record: OperationRecord) -> bool:
-    """Whether weights are others after it, so that the numbers may be. Pure."""
+    """Whether it changed the weights, which resets the count. Pure."""
     if record.state is not JournalState.APPLIED:
         return False
     if record.kind is OperationKind.LOAD_CHECKPOINT:
@@ -100,7 +99,7 @@ def _is_skipped_for_numbers(record: OperationRecord) -> bool:
 
 
 async def _give_up(run: PolicyRun, count: int) -> None:
-    """Nothing more is taken, and what is open fails; a second time is the same."""
+    """Fail the policy and its open operations. Idempotent."""
     history = await run.ports.journal.history(run.policy_id)
     reason = f"{count} optimizer steps in a row were skipped for their numbers"
     # A skipped step closes its window too.

@@ -1,6 +1,6 @@
-"""What is chosen for an operation whose turn has come, or the reason why it may not run.
+"""Makes an operation's choices when its turn comes, or refuses to run it.
 
-Nothing has been touched when it raises, so a refused operation needs no repair.
+It changes no state, so a refused operation needs no repair.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TaskBuilder:
         self._run = run
 
     async def choose(self, record: OperationRecord) -> Choices:
-        """All but the cuts of a batch, which are the worker's.
+        """All choices but the cuts of a batch, which the worker makes.
 
         Raises VERSION_MISMATCH, WINDOW_OPEN, WINDOW_EMPTY, WINDOW_POISONED, CHECKPOINT_NOT_FOUND.
         """
@@ -67,7 +67,7 @@ class TaskBuilder:
         known = {checkpoint.info.checkpoint_id for checkpoint in checkpoints}
         if checkpoint_id in known:
             raise invalid("checkpoint_id", checkpoint_id, "a name that no checkpoint has yet")
-        # Of a save that failed and was killed before it could take it away.
+        # Left by a failed save whose controller was killed before it could delete it.
         await run.check_newest()
         await asyncio.to_thread(drop_checkpoint_folder, run.paths, checkpoint_id)
         return CheckpointInfo(
@@ -116,7 +116,7 @@ class TaskBuilder:
                 return
 
     async def _forward_file(self, command: UpdateCommand | ForwardBackwardCommand) -> str:
-        """Name of the file with the old log-probs that the command asks for; "": none asked for."""
+        """Name of the file with the old log-probs that the command uses; "": none."""
         operation_id = named_forward(command)
         if not operation_id:
             return NO_FORWARD
@@ -124,7 +124,7 @@ class TaskBuilder:
         live = run.ledger.find(operation_id)
         record = live.record if live else await run.ports.journal.find_operation(operation_id)
         if record is None:
-            # One without a key is in no journal; its files are there while they are kept.
+            # A Forward without a key is not journaled; its files exist until they expire.
             for path in run.paths.results.iterdir():
                 if path.suffix and operation_id == run.policy_id + path.suffix:
                     return path.name
@@ -142,5 +142,5 @@ class TaskBuilder:
 
 
 def forward_file_name(operation_id: str, digest: str) -> str:
-    """The file beside a Forward's output that says whose log-probs are in it."""
+    """The file beside a Forward's output that maps its log-probs to rollouts."""
     return f"{digest}.{operation_id.rpartition('.')[2]}"

@@ -1,10 +1,9 @@
 """Automatic checkpoints of a policy that recovers by replay: when, and what they make superfluous.
 
-Enters operations as they end, leaves checkpoints, and less on disk. Invariant: bodies and older
-checkpoints are deleted only after the journal says that a checkpoint which was read back covers
-them; whatever fails on the way loses nothing and is tried again.
+Bodies and older checkpoints are deleted only once the journal says that a checkpoint, which was
+read back, covers them. A failure at any step loses nothing and is retried.
 
-    due -> copied between two turns -> written while others run -> journaled -> superseded deleted
+due -> copied between two turns -> written while others run -> journaled -> superseded deleted
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from ratoon.errors import RatoonError
 from ratoon.log import get_logger
 
 _LOG = get_logger("checkpointer")
-# After a failure.
+# Delay after a failure.
 _RETRY_S = 30.0
 
 
@@ -45,7 +44,7 @@ class _Since:
 
 
 class Checkpointer:
-    """Used by the turn loop's coroutine. A policy with `recovery: fail` has none taken."""
+    """Used by the turn loop's coroutine. Takes no checkpoints of a policy with `recovery: fail`."""
 
     def __init__(self, run: PolicyRun) -> None:
         self._run = run
@@ -64,7 +63,7 @@ class Checkpointer:
         known = await run.ports.journal.checkpoints(run.policy_id)
         names = {checkpoint.info.checkpoint_id for checkpoint in known}
         if run.stored_outcome is not None:
-            # Its record is completed in its turn.
+            # Its record is completed when its turn comes.
             result = run.stored_outcome.result
             names |= {result.checkpoint_id} if isinstance(result, CheckpointInfo) else set()
         await drop_unknown_checkpoints(run, names)
@@ -77,19 +76,19 @@ class Checkpointer:
         await self._cover(None)
 
     async def stop(self) -> None:
-        """Land nothing more; what is being written is not journaled."""
+        """Stop, and do not journal the checkpoint that is being written."""
         landing, self._landing = self._landing, None
         if landing is not None:
             landing.cancel()
-            await asyncio.wait([landing])  # A cancel of who stops it is not taken for its own.
+            await asyncio.wait([landing])  # Its cancel is not this task's.
 
     def abandon(self) -> None:
-        """The same, and wait for nothing."""
+        """The same, without waiting."""
         if self._landing is not None:
             self._landing.cancel()
 
     def note(self, record: OperationRecord) -> None:
-        """A sequenced operation has ended."""
+        """Count a sequenced operation that ended."""
         run, since = self._run, self._since
         if not run.replays:
             return
@@ -102,7 +101,7 @@ class Checkpointer:
             since.first_at = _clock()
 
     def wait_s(self) -> float | None:
-        """Seconds until one is due, if nothing ends meanwhile; 0: now; None: never."""
+        """Seconds until a checkpoint is due if nothing else ends; 0: now; None: never."""
         since, config = self._since, self._config
         is_landing = self._landing is not None and not self._landing.done()
         if since.first_at is None or is_landing:
@@ -115,9 +114,9 @@ class Checkpointer:
         return None if due_at is None else max(0.0, max(due_at, self._retry_at) - _clock())
 
     async def take(self, on_landed: Callable[[], None]) -> None:
-        """Copy the state as of the last turn; it is written and journaled in the background.
+        """Copy the state after the last turn; it is written and journaled in the background.
 
-        Raises `WorkerLostError`. `on_landed`: another one may be due.
+        Raises `WorkerLostError`. `on_landed` is called then, as another one may be due.
         """
         run, seq = self._run, self._run.sequencer.turn - 1
         info = CheckpointInfo(
@@ -140,20 +139,20 @@ class Checkpointer:
         self._landing.add_done_callback(lambda _: on_landed())
 
     async def take_now(self) -> None:
-        """The same, to its end."""
+        """Take one and wait until it is journaled."""
         await self.take(lambda: None)
         if self._landing is not None:
             await self._landing
 
     async def drop_unsaved(self, checkpoint_id: str) -> None:
-        """A caller's checkpoint is journaled to have failed: its folder goes.
+        """Delete the folder of a caller's checkpoint whose failure is journaled.
 
-        From the archive at the next start, or once the name is used again.
+        Its archived copy goes at the next start, or once the name is used again.
         """
         await asyncio.to_thread(drop_checkpoint_folder, self._run.paths, checkpoint_id)
 
     async def cover_saved(self) -> None:
-        """A caller's checkpoint is journaled: it covers as much as one of ours."""
+        """A caller's checkpoint is journaled: it covers as much as an automatic one."""
         self._since = _Since()
         await self._cover(None)
 
@@ -180,7 +179,7 @@ class Checkpointer:
         known = await run.ports.journal.checkpoints(run.policy_id)
         if info.checkpoint_id not in {earlier.info.checkpoint_id for earlier in known}:
             folder = run.paths.checkpoint(info.checkpoint_id)
-            # Of a try that failed before it could be journaled.
+            # Left by an attempt that failed before it was journaled.
             await _drop(run, info.checkpoint_id)
             size_bytes = await run.ports.worker.write_snapshot(run.token, str(folder))
             await run.archive.keep_checkpoint(info.checkpoint_id)
@@ -196,7 +195,7 @@ class Checkpointer:
         await self._collect(covered)
 
     async def _collect(self, covered: Covered) -> None:
-        """Delete what the journal needs no more; the next start deletes what a crash leaves."""
+        """Delete what the journal no longer needs; after a crash the next start does."""
         run = self._run
         for operation_id, digest in covered.bodies:
             await run.bodies.release(operation_id, digest)
@@ -216,10 +215,11 @@ class Checkpointer:
 
 
 async def drop_unknown_checkpoints(run: PolicyRun, known: Collection[str]) -> None:
-    """Delete checkpoints that were never journaled: their names are free.
+    """Delete checkpoints that were never journaled, which frees their names.
 
-    `known`: the names that are, or will be. Raises `FencedError` where another controller has taken
-    over: what is not known may be its own. What it makes later is not in the list.
+    `known`: names that are journaled, or will be. Raises `FencedError` where another controller has
+    taken over, since unknown ones may be its own. The names are listed before that check, so those
+    it makes later are safe.
     """
     here = await asyncio.to_thread(names_in, run.paths.checkpoints)
     archived = frozenset[str]()

@@ -1,6 +1,6 @@
-"""Bounds of open operations: over all policies, and those of each API key.
+"""Limits on open operations: over all policies, and per API key.
 
-Counters in memory, which each controller fills from the journal when it starts.
+The counters are in memory; each controller fills them from the journal when it starts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ratoon.engine.types import Holder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """What an open operation holds. `key_id` "": of no API key."""
+    """What an open operation holds. `key_id` "": no API key."""
 
     policy_id: str
     key_id: str
@@ -27,7 +27,7 @@ class Claim:
 
 
 class Claims:
-    """Of all policies, by operation id; one operation is let in at a time."""
+    """Claims of all policies, by operation id; operations are admitted one at a time."""
 
     def __init__(self, data_root: Path, *, max_total_bytes: int) -> None:
         self._policies = data_root / "policies"
@@ -37,12 +37,12 @@ class Claims:
         self._lock = asyncio.Lock()
 
     def open_bytes(self, policy_id: str) -> int:
-        """Of the bodies of the policy's open operations."""
+        """Bytes of the bodies of the policy's open operations."""
         claims = self._open.values()
         return sum(claim.body_bytes for claim in claims if claim.policy_id == policy_id)
 
     def restore(self, policy_id: str, records: Iterable[OperationRecord]) -> None:
-        """Count as open, of a policy, what the journal says, and nothing else."""
+        """Replace the policy's claims by those of `records`."""
         others = {name: claim for name, claim in self._open.items() if claim.policy_id != policy_id}
         self._open = others | {
             record.operation_id: Claim(
@@ -64,9 +64,9 @@ class Claims:
     ) -> None:
         """Count an operation as open and its tokens as used, or neither.
 
-        `num_tokens`: replicated ones, each rollout alone. `is_awaited`: all others of the policy
-        wait for it, so that no queue is too full for it. Raises RESOURCE_EXHAUSTED, BODY_TOO_LARGE
-        for more tokens than a quota has in all.
+        `num_tokens`: unshared, each rollout counted alone. `is_awaited`: its seq is next, so it
+        bypasses the limits on open operations. Raises RESOURCE_EXHAUSTED, and BODY_TOO_LARGE for
+        more tokens than a whole quota.
         """
         async with self._lock:
             if not is_awaited:
@@ -77,23 +77,23 @@ class Claims:
             )
 
     async def undo(self, operation_id: str, holder: Holder, num_tokens: int, now: float) -> None:
-        """The operation was not accepted after all."""
+        """Undo `take`: the operation was not accepted."""
         self.drop(operation_id)
         async with self._lock:
             await asyncio.to_thread(self._quotas.give_back, holder.key_id, num_tokens, now)
 
     def drop(self, operation_id: str) -> None:
-        """The operation has ended."""
+        """Release the claim of an operation that has ended."""
         self._open.pop(operation_id, None)
 
     def check_upload(self, holder: Holder, num_bytes: int) -> None:
-        """Raises RESOURCE_EXHAUSTED where a part has more bytes than its sender's key has left.
+        """Raises RESOURCE_EXHAUSTED where a part exceeds what its sender's API key has left.
 
         Reads files: call it in a thread.
         """
         limit = holder.limits.max_queued_bytes
         if holder.key_id and limit is not None:
-            # An upload that a call names is that call's, whose body counts from then on.
+            # An upload used by a call is counted as that call's body instead.
             used = sum(claim.body_bytes for claim in self._of_key(holder.key_id))
             used += upload_bytes_of(self._policies, holder.key_id)
             name = f"API key {holder.key_id}: bytes of open operations and uploads"

@@ -1,10 +1,9 @@
-"""The owner of one policy: takes submissions, runs them in seq order, answers for them.
+"""Owns one policy: takes submissions, runs them in seq order, answers for them.
 
-An operation belongs to the controller, not to its caller: a caller that goes away changes nothing.
+An operation belongs to the controller, not to its caller: a disconnect changes nothing.
 
-States are the policy's: creating -> ready -> deleting, or failed where the loop cannot go on.
-Whatever the loop does not handle sends it back to `start_policy`, which believes the journal and
-the worker only.
+States are the policy's: creating -> ready -> deleting, or failed where the loop cannot go on. On an
+unhandled error the loop restarts from `start_policy`, which trusts only the journal and the worker.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class Controller:
         self._views = OperationViews(run)
         self._publisher = Publisher(run)
         self._admission = Admission(run)
-        # Held by whoever changes the queue: submissions, cancellations, a restart.
+        # Guards the queue: held for submissions, cancellations and restarts.
         self._lock = asyncio.Lock()
         checkpointer = Checkpointer(run)
         executor = Executor(run, self._publisher, checkpointer)
@@ -71,7 +70,7 @@ class Controller:
             max_upload_bytes=run.limits.max_body_bytes,
             max_total_bytes=run.limits.max_queued_bytes,
         )
-        # The journal may have a seq that memory has not, which would be given or counted again.
+        # The journal may have a seq that memory lacks; it must not be assigned or counted again.
         self._lacks_seq = False
         self._is_draining = False
 
@@ -84,7 +83,7 @@ class Controller:
         await self._turns.start()
 
     async def close(self, grace_s: float) -> None:
-        """Take nothing more, cancel what is open, and stop; for a policy that is deleted."""
+        """Refuse new work, cancel open operations, and stop: the policy is being deleted."""
         self._run.state = PolicyState.DELETING
         for live in self._run.ledger.open_operations():
             with contextlib.suppress(Exception):  # The policy and its journal go anyway.
@@ -95,9 +94,9 @@ class Controller:
             self._run.ledger.settle(live)
 
     async def drain(self, grace_s: float) -> None:
-        """Take nothing more and let what runs end within `grace_s` seconds.
+        """Refuse new work, and let the running operation finish within `grace_s` seconds.
 
-        What is queued is in the journal; the next start goes on with it.
+        Queued operations are in the journal; the next start continues them.
         """
         self._is_draining = True
         self._turns.pause()
@@ -105,7 +104,7 @@ class Controller:
         self._views.let_go()
 
     def abandon(self) -> None:
-        """Stop at once and without a word, as a crash would; who waits is let go."""
+        """Stop at once, as a crash would, and wake all waiting callers."""
         self._turns.abandon()
         self._run.claims.restore(self._run.policy_id, ())
         self._views.let_go()
@@ -113,9 +112,9 @@ class Controller:
     async def submit(self, submission: Submission) -> Operation:
         """Accept an operation durably, or return the first one's handle for a retry.
 
-        Raises POLICY_NOT_READY, INVALID_ARGUMENT, KEY_REUSED, RESOURCE_EXHAUSTED (nothing is
-        accepted then, and no seq is taken), and UNAVAILABLE where the journal does not answer: the
-        operation may have been accepted, and a retry finds out.
+        Raises POLICY_NOT_READY, INVALID_ARGUMENT, KEY_REUSED, RESOURCE_EXHAUSTED (then nothing is
+        accepted, and no seq is taken), and UNAVAILABLE where the journal does not answer: the
+        operation may have been accepted, which a retry finds out.
         """
         self._check_taking()
         await self._admission.check(submission)
@@ -154,10 +153,10 @@ class Controller:
         return await self._views.watch(seen, wait_s)
 
     async def cancel_operation(self, operation_id: str) -> Operation:
-        """End a queued operation, ask a running one to stop; an ended one stays as it is.
+        """Cancel a queued operation, ask a running one to stop; an ended one stays as it is.
 
-        Raises OPERATION_NOT_FOUND, UNAVAILABLE where the journal does not answer or must be read
-        again, POLICY_NOT_READY where it is not read again.
+        Raises OPERATION_NOT_FOUND; UNAVAILABLE where the journal does not answer or must be read
+        again first; POLICY_NOT_READY where it will not be.
         """
         live = self._run.ledger.find(operation_id)
         if live is None:
@@ -172,27 +171,26 @@ class Controller:
                 self._turns.wake()
         if not live.is_final:
             live.cancel_requested = True
-            with contextlib.suppress(WorkerLostError):  # The loop sees it too, and acts on it.
+            with contextlib.suppress(WorkerLostError):  # The turn loop recovers.
                 await self._run.ports.worker.cancel(operation_id)
         return await self._views.of(live)
 
     async def weight_manifest(self, version: int | None) -> WeightManifest:
-        """Of a published version, None: the newest; published now where that is on request.
+        """Manifest of a published version, None: the newest. Publishes it first if on request.
 
-        What a failed policy has published can be read still. Raises WEIGHTS_NOT_FOUND,
-        POLICY_NOT_READY.
+        Versions of a failed policy stay readable. Raises WEIGHTS_NOT_FOUND, POLICY_NOT_READY.
         """
         if not self._run.failure:
             self._check_ready()
             if self._publisher.is_wanted(version):
                 await self._turns.publish()
-        async with self._lock:  # Not while versions are rolled back.
+        async with self._lock:  # Not during a rollback of versions.
             return await self._publisher.manifest(version)
 
     async def put_upload_part(
         self, upload_id: str, part_index: int, body: bytes, holder: Holder = NOBODY
     ) -> None:
-        """Keep a part of a batch.
+        """Store a part of a batch.
 
         Raises KEY_REUSED, BODY_TOO_LARGE, POLICY_NOT_READY, RESOURCE_EXHAUSTED.
         """
@@ -223,7 +221,7 @@ class Controller:
         await asyncio.to_thread(drop_expired_results, self._run.paths, ttl_s, protected)
 
     async def _first(self, submission: Submission) -> OperationRecord | None:
-        """The operation that this is a retry of."""
+        """The operation that this submission retries, if any."""
         if isinstance(submission.key, NoKey):
             return None
         payload = payload_hash(submission.command)
@@ -234,7 +232,7 @@ class Controller:
         record = await self._admission.accept(operation_id, submission, payload)
         if 0 < record.seq < self._run.sequencer.highest:
             for live in self._run.ledger.open_operations():
-                live.wake()  # `blocked_by_seq` of those behind it has changed.
+                live.wake()  # Their `blocked_by_seq` may have changed.
         self._turns.wake()
         return record
 
@@ -243,7 +241,7 @@ class Controller:
         run = self._run
         records = [live.record for live in run.ledger.open_operations()]
         digests = set(await run.ports.journal.results_in_use(run.policy_id))
-        # Of what runs, or has run and is not journaled to have ended.
+        # Of operations that run, or whose end is not journaled yet.
         names = [r.choices.old_logprobs for r in records if r.choices is not None]
         digests.update(name.partition(".")[0] for name in names if name)
         for operation_id in filter(None, (named_forward(record.command) for record in records)):
@@ -280,7 +278,7 @@ class Controller:
             await run.bodies.release(record.operation_id, record.body_digest)
 
     def _unknown(self) -> RatoonError:
-        """A write was not answered: no turn is taken before the journal has been read again."""
+        """A write got no answer: read the journal again before the next turn."""
         self._turns.restart()
         return RatoonError(ErrorCode.UNAVAILABLE, "the journal does not answer; ask again")
 

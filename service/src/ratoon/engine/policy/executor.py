@@ -1,10 +1,10 @@
 """One operation from its turn to its end: choose, apply, journal, publish.
 
-The worker counts a seq before the journal says how it ended, so that after a crash the worker's
-last outcome completes the record, with all that was chosen for it; what neither of them has ended
-was told to nobody, and is chosen anew.
+The worker stores a seq's outcome before the journal does. After a crash that outcome completes the
+record, with all choices made for it. Where the worker has none either, no caller has been told, and
+the choices are made anew.
 
-    accepted -> [choose, apply] -> applied, failed or cancelled -> [publish, restore]
+accepted -> [choose, apply] -> applied, failed or cancelled -> [publish, restore]
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ratoon.log import get_logger
 T = TypeVar("T")
 
 _LOG = get_logger("executor")
-# Workers that may be lost to one operation, one after the other.
+# Workers in a row that may be lost to one operation.
 MAX_LOSSES = 4
 
 _JOURNAL_STATE = {
@@ -51,21 +51,21 @@ _JOURNAL_STATE = {
 
 
 class Executor:
-    """Used by one coroutine at a time. Lets `WorkerLostError` and `FencedError` through.
+    """Used by one coroutine at a time. Propagates `WorkerLostError` and `FencedError`.
 
-    An operation to which worker after worker is lost ends failed: the policy goes on without it.
+    An operation that too many workers in a row are lost to fails; the policy goes on.
     """
 
     def __init__(self, run: PolicyRun, publisher: Publisher, checkpointer: Checkpointer) -> None:
         self._run = run
-        # The operation that a worker was last lost to, and why each was.
+        # The last operation that lost a worker, and the reason of each loss.
         self._losses: tuple[str, tuple[str, ...]] = ("", ())
         self._checkpointer = checkpointer
         self._builder = TaskBuilder(run)
         self._publisher = publisher
 
     async def run_sequenced(self, live: LiveOperation) -> None:
-        """The operation whose seq is next; it ends, and its seq is consumed, whatever happens."""
+        """Run the operation whose seq is next. It ends, and its seq is consumed, in any case."""
         run = self._run
         outcome, run.stored_outcome = run.stored_outcome, None
         if outcome is not None:
@@ -77,7 +77,7 @@ class Executor:
         await self._conclude(live, outcome)
 
     async def _archived(self, outcome: Outcome) -> Outcome:
-        """A checkpoint that has no copy, where it should have, is not saved."""
+        """Archive a saved checkpoint; where that fails, the save fails."""
         if outcome.state is not OperationState.DONE:
             return outcome
         assert isinstance(outcome.result, CheckpointInfo)
@@ -90,7 +90,7 @@ class Executor:
         return outcome
 
     async def pass_over(self, record: OperationRecord) -> None:
-        """An operation that ended before its turn: the worker counts its seq."""
+        """Skip an operation that ended before its turn; the worker counts its seq."""
         run = self._run
         error = cancelled(record.operation_id)
         outcome = Outcome.unrun(record.operation_id, OperationState.CANCELLED, error)
@@ -100,7 +100,7 @@ class Executor:
             run.window = run.window.with_failed(record.seq)
 
     async def run_forward(self, live: LiveOperation) -> None:
-        """A Forward without a key: not journaled, reads the newest version."""
+        """Run a Forward without a key: not journaled, on the newest version."""
         run = self._run
         live.start(run.ports.now())
         try:
@@ -142,7 +142,7 @@ class Executor:
         return live.record.to_task(self._run.paths)
 
     async def _counted(self, live: LiveOperation, call: Awaitable[T]) -> T:
-        """What the worker answers; a worker that is lost meanwhile is lost to the operation."""
+        """Await the worker's answer, and count a loss of the worker against the operation."""
         try:
             return await call
         except WorkerLostError as err:
@@ -166,7 +166,7 @@ class Executor:
         return outcome
 
     async def _conclude(self, live: LiveOperation, outcome: Outcome) -> None:
-        """Journal how the operation ended, and what follows from it."""
+        """Journal how the operation ended, then act on it."""
         run, state, result = self._run, _JOURNAL_STATE[outcome.state], outcome.result
         choices, started_at = outcome.choices, outcome.started_at
         record = replace(live.record, choices=choices, started_at=started_at)
@@ -212,9 +212,9 @@ class Executor:
     async def _follow_window(
         self, live: LiveOperation, state: JournalState, *, closes: bool
     ) -> None:
-        """The window after the operation; bodies go unless a checkpoint must cover them first.
+        """Update the window, and release bodies, unless replay needs them until a checkpoint.
 
-        What was cancelled is never run again.
+        A cancelled operation is never replayed.
         """
         run, record = self._run, live.record
         if record.kind is OperationKind.FORWARD_BACKWARD:
@@ -235,7 +235,7 @@ class Executor:
             await run.bodies.release(ended.operation_id, ended.body_digest)
 
     async def _drop_unsaved(self, choices: Choices | None) -> None:
-        """What a save that failed has left; one that was not run has none."""
+        """Delete what a failed save left; one that did not run left nothing."""
         if choices is not None and choices.checkpoint is not None:
             await self._checkpointer.drop_unsaved(choices.checkpoint.checkpoint_id)
 
@@ -251,7 +251,7 @@ class Executor:
         result: OperationResult,
         version: int | None = None,
     ) -> None:
-        """The operation has ended for its callers."""
+        """Report the end of the operation to its callers and the metrics."""
         run = self._run
         live.set_record(replace(live.record, version=version))
         live.end(state, result, run.ports.now())
@@ -262,7 +262,7 @@ class Executor:
 
 
 def _has_subset(record: OperationRecord) -> bool:
-    """An OptimStep that may have put only a part of the window on the worker."""
+    """Whether an OptimStep may have left only part of the window's gradients on the worker."""
     return isinstance(record.command, OptimStepCommand) and bool(record.command.include_seqs)
 
 

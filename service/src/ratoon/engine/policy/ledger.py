@@ -1,7 +1,6 @@
 """The operations that a controller has in memory: all open ones and the newest ended.
 
-Enters records as they change, leaves handles and wake-ups for those who wait. Invariant: an
-operation that is not here is in the journal, or was a Forward without a key that ended long ago.
+Any other operation is in the journal, or was a Forward without a key that ended long ago.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from ratoon.engine.journal.records import NO_PROGRESS, JournalState, OperationRe
 from ratoon.engine.types import FailedResult, OperationResult, Progress
 from ratoon.errors import RatoonError
 
-# Ended operations kept in memory, so that the common wait ends without the journal.
+# Ended operations kept in memory, so that most waits end without a journal read.
 _MAX_ENDED = 128
 
 
@@ -54,19 +53,19 @@ class LiveOperation:
         self.end(JournalState.FAILED, FailedResult(error=error.to_dict()), now)
 
     def wake(self) -> None:
-        """Let all who wait look again."""
+        """Wake all waiters."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def wait_change(self, timeout_s: float) -> None:
-        """Until something changes, or the time is up."""
+        """Wait for a change, at most until the timeout."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
 
 
 class Ledger:
-    """Operations by id; the open ones are never dropped. `on_settled` is told of each that ends."""
+    """Operations by id; open ones are never dropped. `on_settled` is called for each that ends."""
 
     def __init__(self, *, on_settled: Callable[[str], None]) -> None:
         self._on_settled = on_settled
@@ -78,7 +77,7 @@ class Ledger:
         return len(self._open)
 
     def open_operations(self) -> Iterator[LiveOperation]:
-        """In order of arrival; a copy, so that they may end meanwhile."""
+        """Open operations in order of arrival; a copy, so that they may end meanwhile."""
         return iter(tuple(self._open.values()))
 
     def find(self, operation_id: str) -> LiveOperation | None:
@@ -90,7 +89,7 @@ class Ledger:
         return live
 
     def settle(self, live: LiveOperation) -> None:
-        """The operation has ended."""
+        """Move an operation to the ended ones."""
         assert live.is_final
         self._open.pop(live.operation_id, None)
         self._on_settled(live.operation_id)

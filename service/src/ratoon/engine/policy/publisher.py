@@ -1,6 +1,6 @@
-"""Which versions readers can fetch: publish the current one when it is due, drop the oldest.
+"""Publishes the current version when it is due, and drops the oldest.
 
-A version is published only after the journal says that it was applied.
+A version is published only once the journal says that it was applied.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LOG = get_logger("publisher")
 
 
 class Publisher:
-    """Acts between operations only: the worker's weights stand still meanwhile."""
+    """Acts only between operations, while the worker's weights do not change."""
 
     def __init__(self, run: PolicyRun) -> None:
         self._run = run
@@ -40,16 +40,16 @@ class Publisher:
                 return False
 
     def is_wanted(self, version: int | None) -> bool:
-        """Whether a reader who asks for `version` (None: the newest) asks to publish it."""
+        """Whether a read of `version` (None: the newest) triggers its publication."""
         run = self._run
         on_request = run.spec.publish.kind is PublishKind.ON_REQUEST
         return on_request and version in (None, run.version) and run.version not in run.published
 
     async def catch_up(self) -> None:
-        """After a crash: publish the current version where that is due and it cannot be read.
+        """After a crash: publish the current version where that is due and it is not readable.
 
-        Of the others those that cannot be read are published no more; what the journal does not
-        know is removed. Raises as `publish`.
+        Other unreadable versions are no longer listed, and folders that the journal does not know
+        are removed. Raises as `publish`.
         """
         run = self._run
         there = await asyncio.to_thread(_keep_readable, run.paths.weights, run.published)
@@ -69,7 +69,7 @@ class Publisher:
             )
 
     async def publish(self) -> float:
-        """Publish the current version; the seconds it took. Raises what the export raises."""
+        """Publish the current version; returns the seconds taken. Raises as the export."""
         seconds = await self._write()
         await self._show(None)
         return seconds
@@ -77,8 +77,8 @@ class Publisher:
     async def publish_after(self, operation_id: str, result: OperationResult) -> OperationResult:
         """Publish the version that an operation has made, where that is due.
 
-        Returns its result, whose report says how long that took, or that it failed; one write of
-        the journal has the version and the report.
+        Returns the result with the publication's duration, or a warning that it failed. One journal
+        write holds version and report.
         """
         run = self._run
         if not self.is_due():
@@ -96,7 +96,7 @@ class Publisher:
         return result
 
     async def _write(self) -> float:
-        """The current version's folder; the seconds it took."""
+        """Write the current version's folder; returns the seconds it took."""
         run, started = self._run, time.perf_counter()
         run.reach(CrashPoint.ENGINE_BEFORE_PUBLISH)
         root = str(run.paths.weights)
@@ -104,7 +104,7 @@ class Publisher:
         return time.perf_counter() - started
 
     async def _show(self, step: tuple[str, OperationResult] | None) -> None:
-        """The folder is there: readers may have it, and the oldest goes."""
+        """List the written version for readers, and drop the oldest."""
         run = self._run
         others = tuple(version for version in run.published if version != run.version)
         published = (*others, run.version)[-run.spec.keep_versions :]
@@ -130,10 +130,10 @@ class Publisher:
 
 
 def _keep_readable(root: Path, versions: tuple[int, ...]) -> tuple[int, ...]:
-    """Those whose files are there; what is left of the others is removed.
+    """The versions whose files are complete; all other folders are removed.
 
-    So is any other version: a folder of weights may be older than the journal beside it, and would
-    pass for the version that is published next.
+    A folder of an unknown version may be older than the journal, and would be taken for the version
+    of that number published next.
     """
     kept = tuple(version for version in versions if _is_readable(root, version))
     for version in {*versions, *list_versions(root)} - set(kept):

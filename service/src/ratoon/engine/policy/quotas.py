@@ -1,8 +1,7 @@
-"""Tokens that API keys have used, `access/usage/<key_id>.json` below the data root.
+"""Tokens used per API key, in `access/usage/<key_id>.json` below the data root.
 
-Windows are minutes, hours and days of UTC. A count is durable before its operation is; an engine
-killed between the count and the journal counts twice. Whoever writes holds the lock of
-`engine.claims`.
+Windows are minutes, hours and days of UTC. A count is durable before its operation is, so an engine
+killed in between counts a retry twice. Writers hold the lock of `engine.policy.claims`.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ _WINDOWS_S = {"minute": 60, "hour": 3_600, "day": 86_400}
 
 
 class QuotaFiles:
-    """One file a key that has a quota."""
+    """One file per API key that has a quota."""
 
     def __init__(self, data_root: Path) -> None:
         self._folder = data_root / "access" / "usage"
 
     def use(self, key_id: str, limits: KeyLimits, num_tokens: int, now: float) -> None:
-        """Count tokens of a key. Raises RESOURCE_EXHAUSTED, BODY_TOO_LARGE; nothing is counted."""
+        """Count tokens of a key, unless it raises RESOURCE_EXHAUSTED or BODY_TOO_LARGE."""
         quotas = _quotas(limits)
         if not key_id or not num_tokens or not quotas:
             return
@@ -49,14 +48,14 @@ class QuotaFiles:
         self._write(key_id, {window: used[window] + num_tokens for window in _WINDOWS_S}, now)
 
     def give_back(self, key_id: str, num_tokens: int, now: float) -> None:
-        """Tokens that were counted and not used."""
+        """Return tokens that were counted and not used."""
         if key_id and num_tokens and self._path(key_id).exists():
             used = self._used(key_id, now)
             left = {window: max(used[window] - num_tokens, 0) for window in _WINDOWS_S}
             self._write(key_id, left, now)
 
     def _used(self, key_id: str, now: float) -> dict[str, int]:
-        """Tokens of the windows that `now` is in."""
+        """Tokens used in the windows that contain `now`."""
         try:
             data: Any = json.loads(self._path(key_id).read_bytes())
             return {

@@ -1,12 +1,11 @@
-"""Running a policy's operations again where its worker was lost, to the same bits.
+"""Replays a policy's operations after its worker was lost, to the same bits.
 
-Enters the journal's history, leaves a worker that is as it was after the last operation that ended.
-Invariant: nothing in the journal or on disk changes meanwhile; a digest other than the journal's
-stops the policy, and nothing goes on with such weights.
+Starts at the newest usable checkpoint, or the initial weights. Restores the open window's
+ForwardBackwards, then runs every applied operation in seq order with its journaled choices. Failed
+and cancelled ones, and those that changed no weights, are skipped.
 
-From the newest checkpoint that can be used, or the initial weights: the open window's
-ForwardBackwards, then every applied operation in seq order with its journaled choices. Failed and
-cancelled ones are passed over, and so is what changed no weights.
+Replay changes neither the journal nor the disk. A digest that differs from the journal's stops the
+policy.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from ratoon.log import get_logger
 
 _LOG = get_logger("replay")
 
-# Those of `RUN_KINDS` whose bits depend on where they run.
+# The `RUN_KINDS` whose bits depend on the hardware and software they run on.
 _COMPUTED_KINDS = (
     OperationKind.UPDATE,
     OperationKind.FORWARD_BACKWARD,
@@ -52,7 +51,7 @@ _COMPUTED_KINDS = (
 
 
 class RecoveryStoppedError(Exception):
-    """The policy cannot come to where the journal says it was; the message says why."""
+    """The policy cannot reach the state that the journal records; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,10 +67,10 @@ class Base:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """Where the worker stands, which has seen all up to `last_seq`.
+    """The worker's state, which includes all operations up to `last_seq`.
 
-    `rebased`: weights digests by seq of all that ran, where they ran under other numerics than the
-    journal has; else empty.
+    `rebased`: new weights digests by seq, where the replay ran under other numerics than the
+    journal's; else empty.
     """
 
     loaded: Loaded
@@ -80,7 +79,7 @@ class Replayed:
 
 
 def bases(run: PolicyRun, history: PolicyHistory, kept_from_seq: int) -> Iterator[Base]:
-    """Checkpoints, newest first, then the initial weights: those after which nothing was freed."""
+    """Checkpoints, newest first, then initial weights, where nothing after them was freed."""
     for checkpoint in reversed(history.checkpoints):
         info = checkpoint.info
         if info.replay_from_seq >= kept_from_seq:
@@ -97,13 +96,13 @@ def bases(run: PolicyRun, history: PolicyHistory, kept_from_seq: int) -> Iterato
 
 
 def unusable(run: PolicyRun, error: UnusableCheckpointError) -> None:
-    """Say that a checkpoint was passed over."""
+    """Report a checkpoint that was skipped as unusable."""
     _LOG.error("checkpoint unusable", policy_id=run.policy_id, reason=str(error))
     run.send([metrics.CHECKPOINTS.sample(1, "unusable")])
 
 
 async def replay_policy(run: PolicyRun, history: PolicyHistory) -> Replayed:
-    """Load the worker and run what the journal says was run.
+    """Load the worker and replay the journal.
 
     Raises `RecoveryStoppedError`, `WorkerLostError`, and `RatoonError` where the model cannot be
     loaded.
@@ -133,7 +132,7 @@ async def replay_policy(run: PolicyRun, history: PolicyHistory) -> Replayed:
 def ended_in_order(
     records: tuple[OperationRecord, ...], from_seq: int
 ) -> tuple[OperationRecord, ...]:
-    """The records from `from_seq` on that have ended, up to one that has not or is missing."""
+    """The contiguous ended records from `from_seq` on, up to the first that is open or missing."""
     past: list[OperationRecord] = []
     for record in records:
         if record.seq != from_seq + len(past) or not record.state.is_final:
@@ -143,7 +142,7 @@ def ended_in_order(
 
 
 def _check_whole(records: tuple[OperationRecord, ...], past: tuple[OperationRecord, ...]) -> None:
-    """Raises `RecoveryStoppedError` where the journal lacks what ran before an applied one."""
+    """Raises `RecoveryStoppedError` where the journal lacks operations before an applied one."""
     applied = [r.seq for r in records[len(past) :] if r.state is JournalState.APPLIED]
     if applied:
         before = f"all before it but the last {len(past)}" if past else "what was before it"
@@ -174,7 +173,7 @@ async def _load(run: PolicyRun, history: PolicyHistory) -> tuple[Base, Loaded]:
 
 
 class _Again:
-    """Runs records in seq order on a worker that was loaded."""
+    """Replays records in seq order on a loaded worker."""
 
     def __init__(self, run: PolicyRun, numerics: Numerics) -> None:
         self._run = run
@@ -182,11 +181,11 @@ class _Again:
         self._window: dict[int, OperationRecord] = {}
         self.is_rebasing = False
         self.num_run = 0
-        # Of what ran, by seq.
+        # Weights digests of what ran, by seq.
         self.digests: dict[int, str] = {}
 
     async def check_numerics(self, past: tuple[OperationRecord, ...]) -> None:
-        """Whether the journal's bits can be expected here. Raises `RecoveryStoppedError`."""
+        """Check that these numerics can give the journal's bits. Raises `RecoveryStoppedError`."""
         run = self._run
         for record in past:
             is_run = record.state is JournalState.APPLIED and record.kind in _COMPUTED_KINDS
@@ -202,7 +201,7 @@ class _Again:
             return
 
     async def open_window(self, records: list[OperationRecord]) -> None:
-        """Put the gradients of the window that the checkpoint was taken in on the worker."""
+        """Restore the gradients of the window that was open when the checkpoint was taken."""
         for record in records:
             if _is_gradient(record):
                 self._window[record.seq] = record
@@ -210,7 +209,7 @@ class _Again:
             await self._restore(tuple(self._window))
 
     async def pass_or_run(self, record: OperationRecord) -> None:
-        """One operation, as the journal says it ended. Raises `RecoveryStoppedError`."""
+        """Skip or replay one operation. Raises `RecoveryStoppedError`."""
         run = self._run
         run.reach(CrashPoint.ENGINE_IN_REPLAY)
         if record.state is not JournalState.APPLIED or record.kind not in RUN_KINDS:
@@ -228,7 +227,7 @@ class _Again:
             self._window.clear()
 
     async def _select(self, record: OperationRecord) -> None:
-        """An OptimStep that lists operations steps on their gradients alone."""
+        """Restore only the gradients that an OptimStep with `include_seqs` steps on."""
         command = record.command
         if isinstance(command, OptimStepCommand) and command.include_seqs:
             selected = tuple(sorted(command.include_seqs))

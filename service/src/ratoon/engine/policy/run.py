@@ -1,7 +1,7 @@
-"""What a controller knows of its policy between two events, and the ports it acts through.
+"""The state of a policy in memory, and the ports its controller acts through.
 
-Enters from the journal at start, changes on the controller's event loop only. Invariant: it never
-says more than the journal does: a field changes after the write that makes it true.
+Filled from the journal at start, changed on the controller's event loop only. A field changes only
+after the journal write that makes it true.
 """
 
 from __future__ import annotations
@@ -47,26 +47,26 @@ class PolicyRun:
     checkpoints: CheckpointConfig
     paths: PolicyPaths
     bodies: BodyFiles
-    # Of all policies.
+    # Shared by all policies.
     claims: Claims
     reach: Reach
     archive: Archive = field(default_factory=NoArchive)
     state: PolicyState = PolicyState.CREATING
-    # Why it is failed.
+    # Why the policy failed.
     failure: str = ""
     token: int = 0
     version: int = 0
     max_version: int = 0
     published: tuple[int, ...] = ()
-    # Optimizer steps skipped for their numbers since the last that was taken.
+    # Optimizer steps skipped for their numbers since the last one taken.
     skipped_in_row: int = 0
-    # Where the worker runs.
+    # Numerics of the worker.
     numerics: Numerics = field(default_factory=lambda: Numerics.of({}))
     window: Window = field(default_factory=Window)
     # The applied ForwardBackwards of the open window, by seq.
     window_records: dict[int, OperationRecord] = field(default_factory=dict[int, OperationRecord])
     sequencer: Sequencer = field(default_factory=lambda: Sequencer(turn=1))
-    # How the worker's last operation ended, where the journal does not know it yet.
+    # The worker's last outcome, where the journal does not have it yet.
     stored_outcome: Outcome | None = None
     ledger: Ledger = field(init=False)
 
@@ -79,7 +79,7 @@ class PolicyRun:
 
     @property
     def replays(self) -> bool:
-        """What is lost is run again: bodies are kept until a checkpoint covers them."""
+        """Whether lost work is replayed, so that bodies are kept until a checkpoint covers them."""
         return self.spec.recovery is Recovery.REPLAY
 
     async def check_newest(self) -> None:

@@ -1,7 +1,7 @@
 """Which seqs of a policy are accepted and whose turn it is. Pure: no clock, no I/O.
 
-Enters keys in any order of arrival, leaves turns in seq order. Invariant: the turn only grows, by
-one, and only past a seq that was accepted; so the order of execution is a function of the seqs.
+Turns come in seq order, whatever the order of arrival. The turn grows by one at a time, and only
+past accepted seqs, so the order of execution depends on the seqs alone.
 
 A seq is unknown (a gap), then waiting or consumed (ended ahead of its turn), then past.
 """
@@ -24,7 +24,7 @@ class Known:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """The seq that runs, or is passed over, next."""
+    """The seq to run, or to skip, next."""
 
     seq: int
     operation_id: str
@@ -32,7 +32,7 @@ class Turn:
 
 
 def check_key(key: OperationKey, sequencing: Sequencing) -> None:
-    """Refuse a key of the other kind of sequencing. Raises INVALID_ARGUMENT."""
+    """Raises INVALID_ARGUMENT for a key of the other kind of sequencing."""
     match key, sequencing:
         case SeqKey(seq=seq), Sequencing.CLIENT:
             if seq < 1:
@@ -49,7 +49,7 @@ def check_key(key: OperationKey, sequencing: Sequencing) -> None:
 
 
 def check_reuse(key: OperationKey, payload_hash: str, known: Known) -> None:
-    """Let a retry of the same payload pass. Raises KEY_REUSED for any other."""
+    """Raises KEY_REUSED unless a retry has the same payload."""
     if known.payload_hash == payload_hash:
         return
     field, got = ("key", "none")
@@ -82,7 +82,7 @@ class Sequencer:
 
     @property
     def turn(self) -> int:
-        """The seq that runs next; all below are past."""
+        """The seq that runs next; all lower ones are past."""
         return self._turn
 
     @property
@@ -96,7 +96,7 @@ class Sequencer:
         return max(self._waiting, default=0)
 
     def accept(self, seq: int, operation_id: str) -> None:
-        """Take a seq for an operation; it may be far ahead."""
+        """Accept a seq, which may be far ahead, for an operation."""
         assert seq >= self._turn, f"seq {seq} is past"
         assert seq not in self._waiting, f"seq {seq} is taken"
         self._waiting[seq] = operation_id
@@ -111,7 +111,7 @@ class Sequencer:
         return free
 
     def consume(self, seq: int) -> None:
-        """An accepted operation will not run; its turn comes all the same."""
+        """Mark an accepted operation as ended ahead of its turn, which is then skipped."""
         assert seq in self._waiting
         self._consumed.add(seq)
 
@@ -130,7 +130,7 @@ class Sequencer:
         )
 
     def advance(self) -> None:
-        """The operation whose turn it was has ended."""
+        """End the current turn."""
         del self._waiting[self._turn]
         self._consumed.discard(self._turn)
         self._turn += 1

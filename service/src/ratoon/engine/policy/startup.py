@@ -1,12 +1,9 @@
 """How a controller comes to own its policy, at first and after any crash.
 
-Enters the journal's history and the worker's status, leaves a run that goes on where the journal
-ends. Invariant: the token is raised on the journal, and on the worker, before that is read.
-
-A worker that agrees with the journal is kept; the outcome that it holds and the journal does not
-completes the record. Otherwise what is lost is run again (`replay`), or, with `recovery: fail`, the
-policy goes back to its newest checkpoint, or its initial weights, and everything past it fails
-explicitly.
+It raises the fencing token on the journal, then on the worker, before it reads either. A worker
+that agrees with the journal is kept, and its stored outcome completes the record. Otherwise lost
+work is replayed (`replay`). With `recovery: fail` the policy rolls back to its newest checkpoint or
+its initial weights instead, and everything after that fails explicitly.
 """
 
 from __future__ import annotations
@@ -52,7 +49,7 @@ _LOG = get_logger("startup")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Standing:
-    """A worker that may take the next turn. `info` None: it was kept."""
+    """A worker ready for the next turn. `info` None: it was kept rather than loaded."""
 
     status: WorkerStatus
     info: ModelInfo | None
@@ -65,22 +62,22 @@ async def start_policy(
     """Make `run` ready to take turns.
 
     Raises `RatoonError` where the model cannot be loaded, `RecoveryStoppedError`, and
-    `NumbersFailedError` where the policy was given up.
+    `NumbersFailedError` where the policy failed for its numbers.
     """
     journal, is_first = run.ports.journal, run.state is PolicyState.CREATING
     run.token = await journal.acquire(run.policy_id)
     history = await journal.history(run.policy_id)
     run.published = history.policy.published
     run.trainer = _with_kept_states(run.trainer, history.policy.info)
-    # A policy that was given up gets no worker.
+    # First, so that a policy failed for its numbers gets no worker.
     await read_run(run, history.policy.next_seq)
     status = await _fence(run)
     if is_first:
-        # Not before the worker has stopped writing for an earlier controller, and not where this
-        # process is writing bodies meanwhile.
+        # Only after the worker has stopped writing for an earlier controller, and only at the first
+        # start: later this process may be writing bodies.
         await asyncio.to_thread(make_policy_folders, run.paths)
         leftovers = await asyncio.to_thread(policy_leftovers, run.paths)
-        await run.check_newest()  # What another writes by now is not among them.
+        await run.check_newest()  # A newer controller's files would not be in the list.
         await asyncio.to_thread(remove_paths, leftovers)
         await run.archive.start()
     history = await _with_given_versions(run, history, status)
@@ -97,13 +94,13 @@ async def start_policy(
     await settle_ended(run)
     fail_unsequenced(run)
     listed, needed = await run.bodies.names(), await _needed_bodies(run)
-    await run.check_newest()  # Another's bodies are not in `needed`.
+    await run.check_newest()  # A newer controller's bodies are not in `needed`.
     await run.bodies.reconcile(needed, listed)
     records = [live.record for live in run.ledger.open_operations()]
     run.claims.restore(run.policy_id, records)
     is_kept = standing.info is None
     if is_kept and run.stored_outcome is None:
-        # An empty one too: a ForwardBackward that was cancelled may have left a part of its own.
+        # Even an empty window: a cancelled ForwardBackward may have left partial gradients.
         await executor.restore_window()
     if run.stored_outcome is None:
         await publisher.catch_up()
@@ -120,9 +117,9 @@ async def start_policy(
 async def _with_given_versions(
     run: PolicyRun, history: PolicyHistory, status: WorkerStatus
 ) -> PolicyHistory:
-    """A number that was given, and that a database which failed over has lost, is not given again.
+    """Never reuse a version number that a failed-over database has lost.
 
-    The worker has it, or a folder of weights, until either is made anew: the journal has it first.
+    The worker or a weights folder still has it, so journal it before either is made anew.
     """
     there = await asyncio.to_thread(list_versions, run.paths.weights)
     given = max(status.version, *there, 0)
@@ -150,7 +147,7 @@ async def _fence(run: PolicyRun) -> WorkerStatus:
 
 
 async def _recover(run: PolicyRun, history: PolicyHistory, status: WorkerStatus) -> _Standing:
-    """Bring a worker that was lost, or is not where the journal is, to a state that is known."""
+    """Bring a worker that is lost, or disagrees with the journal, to a known state."""
     known = [checkpoint.info.checkpoint_id for checkpoint in history.checkpoints]
     await drop_unknown_checkpoints(run, known)
     is_new = history.policy.next_seq == 1
@@ -176,9 +173,9 @@ async def _recover(run: PolicyRun, history: PolicyHistory, status: WorkerStatus)
 
 
 async def _roll_back(run: PolicyRun, history: PolicyHistory) -> tuple[Loaded, int]:
-    """Fail everything past the newest checkpoint that can be used, and load that."""
+    """Fail everything past the newest usable checkpoint, and load that."""
     last_seq = history.policy.next_seq - 1
-    # Nothing is run again: whether bodies are still there does not matter.
+    # Nothing is replayed, so missing bodies do not matter.
     for base in bases(run, history, 1):
         await _fail_past(run, history, base)
         request = LoadRequest(
@@ -224,7 +221,7 @@ async def _fail_past(run: PolicyRun, history: PolicyHistory, base: Base) -> None
 
 
 async def _needed_bodies(run: PolicyRun) -> dict[str, str]:
-    """Digests by operation: of what a recovery may run again, or of open window and queue."""
+    """Body digests by operation, of what recovery, the open window or the queue needs."""
     if run.replays:
         return dict(await run.ports.journal.bodies_in_use(run.policy_id))
     records = [live.record for live in run.ledger.open_operations()]

@@ -1,7 +1,6 @@
-"""What happens to operations, as changes of metrics. Pure.
+"""Operations as changes of metrics. Pure.
 
-Enters kinds, states and reports, leaves samples. Invariant: the operations counter has one sample
-for each journaled transition, so that its sums are the journal's.
+The operations counter has one sample per journaled transition, so its sums match the journal's.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def entered(record: OperationRecord, state: JournalState) -> list[Change]:
 
 
 def journal_counts(counts: Mapping[tuple[str, str], int]) -> list[Change]:
-    """What the counters of a new process start from: records by (kind, journal state)."""
+    """Initial counters of a new process: records by (kind, journal state)."""
     changes: list[Change] = []
     for (kind, name), count in counts.items():
         state = JournalState(name)
@@ -60,7 +59,7 @@ def model(policy_id: str, info: ModelInfo) -> list[Change]:
 
 
 def result(policy_id: str, kind: OperationKind, result: OperationResult) -> list[Change]:
-    """What a finished operation reports."""
+    """Samples of a finished operation's report."""
     match result:
         case StepResult(report=report):
             changes = _seconds(report.seconds) + _figures(policy_id, report)
@@ -76,7 +75,7 @@ def result(policy_id: str, kind: OperationKind, result: OperationResult) -> list
 
 
 def _figures(policy_id: str, report: StepReport) -> list[Change]:
-    """Of a batch, or of the whole window of an OptimStep."""
+    """Figures of a batch, or of the whole window of an OptimStep."""
     values = ((*gauge, getattr(report, name)) for name, gauge in metrics.REPORT_GAUGES.items())
     return [
         metric.sample(value, policy_id, *labels)
@@ -129,7 +128,7 @@ def _step(policy_id: str, report: StepReport) -> list[Change]:
 
 
 def _gauges(policy_id: str, *values: tuple[Metric, float | None]) -> list[Change]:
-    """Gauges of the quantities that exist; a value that is not finite is shown as it is."""
+    """Gauges of the figures that exist; non-finite values are shown as they are."""
     return [metric.sample(value, policy_id) for metric, value in values if value is not None]
 
 

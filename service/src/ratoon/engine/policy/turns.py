@@ -1,8 +1,7 @@
-"""The loop that runs a policy's operations, one at a time.
+"""The loop that runs a policy's operations, one at a time and in seq order.
 
-Enters wake-ups, leaves operations that have ended. Invariant: a seq runs only when its turn has
-come, and nothing else touches the worker's weights; Forwards without a key and requested
-publications run between two turns, alternating with them so that neither starves.
+Only the loop touches the worker's weights. Forwards without a key and requested publications run
+between turns, alternating with them so that neither starves.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import get_logger
 
 _LOG = get_logger("turns")
-# More than there may be of workers that one operation takes.
+# More than the number of workers that one operation may lose.
 _MAX_FAILURES = MAX_LOSSES + 1
 _BACKOFF_S = 0.2
 _AWAY_S = 1.0
@@ -60,14 +59,15 @@ class TurnLoop:
         self._is_paused = False
         self._prefers_between = False
         self._publications: list[asyncio.Future[None]] = []
-        # Queued and running, as last sent to the metrics.
+        # Queued and running counts as last sent to the metrics.
         self._reported = (0, 0)
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Own the policy, then run in the background. Raises `RatoonError`.
 
-        A policy whose recovery was stopped, or that was given up, is failed and runs nothing.
+        Where recovery stops, or the policy failed for its numbers, it is marked failed and runs
+        nothing.
         """
         assert self._task is None
         try:
@@ -76,12 +76,12 @@ class TurnLoop:
             await self._give_up(str(err))
             return
         except WorkerLostError as err:
-            # Whoever asks next starts again, with another worker.
+            # The next caller starts again, with another worker.
             raise policy_not_ready(self._run.policy_id, self._run.state) from err
         self._task = asyncio.get_running_loop().create_task(self._loop())
 
     async def stop(self, grace_s: float) -> None:
-        """Let what runs end within `grace_s` seconds, then stop."""
+        """Wait up to `grace_s` seconds for the running operation, then stop."""
         deadline = asyncio.get_running_loop().time() + grace_s
         while any(live.is_started for live in self._run.ledger.open_operations()):
             if asyncio.get_running_loop().time() > deadline:
@@ -95,28 +95,28 @@ class TurnLoop:
         self._end_publications(policy_not_ready(self._run.policy_id, self._run.state))
 
     def abandon(self) -> None:
-        """Stop at once; what runs is left where it is."""
+        """Stop at once; the running operation is left where it is."""
         if self._task is not None:
             self._task.cancel()
         self._checkpointer.abandon()
         self._end_publications(policy_not_ready(self._run.policy_id, self._run.state))
 
     def wake(self) -> None:
-        """There may be something to do."""
+        """Make the loop look for work."""
         self._report()
         self._wake.set()
 
     def pause(self) -> None:
-        """Begin nothing more; what runs goes on to its end, what is queued stays queued."""
+        """Start nothing more; the running operation finishes, queued ones stay queued."""
         self._is_paused = True
 
     @property
     def is_known(self) -> bool:
-        """Whether memory is what the journal says, but for what runs."""
+        """Whether memory matches the journal, except for what is running."""
         return not self._must_restart
 
     def restart(self) -> None:
-        """Memory may differ from the journal: read it again before the next turn."""
+        """Read the journal again before the next turn, as memory may differ from it."""
         self._must_restart = True
         self.wake()
 
@@ -136,7 +136,7 @@ class TurnLoop:
                 if await self._take_one():
                     failures = 0
             except FencedError as err:
-                # The policy is another controller's: nothing is wrong with it.
+                # Another controller owns the policy, which is fine.
                 _LOG.warning("fenced", policy_id=self._run.policy_id, reason=str(err))
                 await self._give_up("")
                 return
@@ -144,16 +144,16 @@ class TurnLoop:
                 failure = str(err)
                 break
             except JournalAwayError as err:
-                # Nothing is wrong with the policy: it goes on where the journal does.
+                # The policy is fine: it continues once the journal answers.
                 _LOG.warning("journal away", policy_id=self._run.policy_id, reason=str(err))
                 self._must_restart = True
                 await asyncio.sleep(_AWAY_S)
             except (Exception, asyncio.CancelledError) as err:
-                # Whatever it is: the journal and the worker decide what is true.
+                # Whatever the error, restart from the journal and the worker.
                 if is_cancelled():
                     raise
                 if is_waiting_for_capacity(err):
-                    # Nothing is wrong with the policy: it goes on once there is room.
+                    # The policy is fine: it continues once there is capacity.
                     _LOG.error("no room", policy_id=self._run.policy_id, reason=str(err))
                     self._must_restart = True
                     await asyncio.sleep(_NO_ROOM_S)
@@ -166,9 +166,9 @@ class TurnLoop:
         await self._give_up(failure or in_a_row)
 
     async def _give_up(self, failure: str) -> None:
-        """The policy runs nothing more here until its controller is started again, in a new worker.
+        """Fail the policy here and release its worker, until its controller is started again.
 
-        What the old one held is for others: the journal and a checkpoint have what they need of it.
+        The journal and the checkpoints have all that recovery needs.
         """
         run = self._run
         _LOG.error("policy stopped", policy_id=run.policy_id, reason=failure)
@@ -178,7 +178,7 @@ class TurnLoop:
         try:
             await run.ports.journal.fail(run.token, run.policy_id, failure)
         except FencedError:
-            return  # The worker is the other controller's.
+            return  # The worker belongs to the other controller.
         except Exception as err:  # noqa: BLE001 - the journal does not answer
             _LOG.warning("failure not journaled", policy_id=run.policy_id, reason=str(err))
         try:
@@ -193,7 +193,7 @@ class TurnLoop:
             self._must_restart = False
 
     async def _take_one(self) -> bool:
-        """Run one thing, or wait for a wake-up; whether anything ran."""
+        """Run one thing, or wait for a wake-up; returns whether anything ran."""
         self._wake.clear()
         async with self._lock:
             if self._must_restart:
@@ -278,7 +278,7 @@ class TurnLoop:
 
 
 def is_cancelled() -> bool:
-    """Whether this task is to end; a `CancelledError` may be of something that it waited for."""
+    """Whether this task itself is cancelled, rather than something it awaited."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 

@@ -1,7 +1,6 @@
-"""What callers see of one policy's operations: now, once they change, once they have ended.
+"""One policy's operations as callers see them: now, on change, or once ended (long poll).
 
-Enters operation ids and how long a caller waits, leaves operations. Invariant: nothing is changed
-here; an operation that memory does not hold is as the journal has it.
+It changes nothing. Operations that are not in memory are read from the journal.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from ratoon.engine.refusals import draining, operation_not_found, seq_gap
 from ratoon.engine.types import Operation
 from ratoon.engine.worker.tasks import WorkerLostError
 
-# How often a waiting caller's view of a running operation is refreshed.
+# How often the progress of a running operation is refreshed.
 _PROGRESS_S = 0.25
-# How long who looks is held for it.
+# How long a reader is held for a refresh.
 _PROGRESS_WAIT_S = 0.05
-# How long an answer is held back from who waits for what memory does not know of yet.
+# How long a waiting caller is held while an open operation is not in memory.
 _AWAY_S = 0.5
 
 
@@ -34,13 +33,13 @@ class OperationViews:
         self._is_over = False
 
     def let_go(self) -> None:
-        """Nothing ends here any more: who waits is to ask the next process."""
+        """Wake all waiters, who must ask the next process: no operation ends here any more."""
         self._is_over = True
         for live in self._run.ledger.open_operations():
             live.wake()
 
     async def get(self, operation_id: str, wait_s: float) -> Operation:
-        """The operation, after at most `wait_s` seconds or once it has ended.
+        """The operation once it has ended, or after `wait_s` seconds.
 
         Raises OPERATION_NOT_FOUND, SEQ_GAP where the wait ends behind a missing seq, and
         UNAVAILABLE where it would not end before the service does.
@@ -90,28 +89,27 @@ class OperationViews:
         if record is None or record.policy_id != self._run.policy_id:
             raise operation_not_found(operation_id)
         if record.kind in LIFECYCLE_KINDS:
-            raise operation_not_found(operation_id)  # The coordinator's: it knows when they end.
+            raise operation_not_found(operation_id)  # `lifecycle` answers these.
         return record
 
     async def of(self, live: LiveOperation) -> Operation:
-        """What memory holds, as it is now."""
+        """The current view of an operation in memory."""
         if live.is_started and not live.is_final:
             await self._refresh(live)
         progress = ended_progress(live.record.result) if live.is_final else live.progress
         return live.record.to_operation(progress=progress, blocked_by_seq=self._missing(live))
 
     async def _ended_or_later(self, operation_id: str, wait_s: float) -> Operation:
-        """What the journal says; memory hears of an open one when the journal is read again."""
+        """The operation from the journal; open operations reappear after recovery."""
         record = await self.past(operation_id)
         if not record.state.is_final:
             await asyncio.sleep(min(wait_s, _AWAY_S))
         return view_of(record)
 
     async def _refresh(self, live: LiveOperation) -> None:
-        """Ask the worker how far it is, at most once in `_PROGRESS_S` for all who ask.
+        """Ask the worker for its progress, at most once per `_PROGRESS_S` for all readers.
 
-        A worker that computes, or hangs, does not hold those who only look: an answer that is late
-        is for whoever looks next.
+        A busy or hung worker does not hold readers up: a late answer serves the next one.
         """
         now = asyncio.get_running_loop().time()
         is_asked = self._asking is not None and not self._asking.done()
@@ -126,13 +124,13 @@ class OperationViews:
             live.progress = await self._run.ports.worker.progress()
 
     def _missing(self, live: LiveOperation) -> int:
-        """The seq that a queued operation waits for and that never arrived; 0: none."""
+        """The missing seq that blocks a queued operation; 0: none."""
         if live.is_final or live.record.seq == 0:
             return 0
         return self._run.sequencer.blocked_by(live.record.seq)
 
 
 def view_of(record: OperationRecord) -> Operation:
-    """Of an operation that runs no more, or is in no queue."""
+    """View of an operation that is neither running nor queued."""
     progress = ended_progress(record.result)
     return record.to_operation(progress=progress, blocked_by_seq=0)

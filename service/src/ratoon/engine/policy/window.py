@@ -1,7 +1,6 @@
-"""The open window of a policy: whose gradients are in it, and which operation may touch it. Pure.
+"""The open gradient accumulation window of a policy, and which operation may touch it. Pure.
 
-Enters one event an operation in seq order, leaves the same for every order of arrival. Invariant:
-an entry is a ForwardBackward that was applied or that failed; a cancelled one leaves no trace.
+An entry is a ForwardBackward that was applied or that failed; a cancelled one leaves no trace.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Window:
         return bool(self.entries)
 
     def replay_from(self, seq: int) -> int:
-        """The first seq that a checkpoint taken at `seq` must run again."""
+        """The first seq to replay from a checkpoint taken at `seq`."""
         return self.entries[0].seq if self.entries else seq + 1
 
     def with_applied(self, seq: int) -> Window:
@@ -46,7 +45,7 @@ class Window:
         return self._with(WindowEntry(seq=seq, has_failed=True))
 
     def check_update(self) -> None:
-        """An Update brings its own gradients. Raises WINDOW_OPEN."""
+        """Raises WINDOW_OPEN: an Update brings its own gradients."""
         if self.is_open:
             raise RatoonError(
                 ErrorCode.WINDOW_OPEN,

@@ -1,1 +1,1 @@
-"""Revisions, oldest first by name. Invariant: they form one line, without branches."""
+"""Revisions, oldest first by name; they form one line, without branches."""

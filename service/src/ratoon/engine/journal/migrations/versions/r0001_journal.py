@@ -1,4 +1,4 @@
-"""The journal's tables, and the one row of its last fencing token."""
+"""The journal's tables, and the one row that holds the last fencing token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ratoon.engine.journal.sealed import insert_row
 revision = "0001"
 down_revision = None
 
-# 64 bits: a seq is the caller's, and a checkpoint may be larger than 2 GiB.
+# 64 bits: callers choose seqs, and a checkpoint may be larger than 2 GiB.
 _WIDE = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 
 
