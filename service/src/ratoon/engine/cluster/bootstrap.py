@@ -1,6 +1,6 @@
-"""The engine up with one call, down with another.
+"""Starts and stops the engine.
 
-Starting twice is starting once; the engine brings its policies back by itself.
+Starting is idempotent; the engine recovers its policies by itself.
 """
 
 # Ray's decorators are only partly typed.
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 # Long polls wait inside the engine.
 _MAX_CONCURRENCY = 100_000
-# For the engine's answers, beyond what it was given. One that waits for its database at its start
-# gives none.
+# For an answer, beyond the call's own time. An engine that waits for its database at start gives
+# none.
 _LATE_S = 15.0
 
 
 def start_engine(config: RatoonConfig) -> ObjectRef[None]:
-    """Start what is not running; it is up once the reference is there.
+    """Start the engine unless it runs; it is up once the reference resolves.
 
     Raises what opening the object store raises, and `ray.get` what opening the database does.
     """
@@ -53,19 +53,19 @@ def start_engine(config: RatoonConfig) -> ObjectRef[None]:
         .remote(settings)
     )
     is_up = engine.call.remote("recover")
-    # On a CPU the first policy's process is started by that; nobody waits for it here.
+    # Asked for its side effect: on a CPU it starts the spare worker. Nobody waits for the answer.
     engine.call.remote("backends")
     return is_up
 
 
 def drain_engine(config: RatoonConfig) -> None:
-    """Take nothing new, and wait until what runs has ended, `limits.drain_s` at most."""
+    """Refuse new work, and let running operations finish, `limits.drain_s` at most."""
     grace_s = config.limits.drain_s
     asyncio.run(_tell(config.ray.namespace, grace_s + _LATE_S, "drain", grace_s))
 
 
 def stop_engine(config: RatoonConfig) -> None:
-    """End all processes of the engine; what is in the store stays, a running operation does not."""
+    """End all processes of the engine, running operations too; the journal stays."""
     asyncio.run(_stop(config.ray.namespace))
 
 
@@ -75,7 +75,7 @@ async def _stop(namespace: str) -> None:
 
 
 async def _tell(namespace: str, timeout_s: float, name: str, *args: object) -> None:
-    """Call a method of the engine, if there is one that answers."""
+    """Call a method of the engine, if one runs and answers."""
     found = find_actor(ENGINE_NAME, namespace)
     if found is None:
         return

@@ -1,7 +1,7 @@
 """The engine's process: a detached actor around `engine.Engine`.
 
-It needs nothing but its settings and the journal to go on after a restart, which it does by itself.
-Whoever looks the actor up imports this module: the engine's own are imported by the constructor.
+After a restart it recovers by itself, from its settings and the journal. Processes that look the
+actor up import this module, so the constructor imports the engine.
 """
 
 # Ray's decorators are only partly typed.
@@ -19,12 +19,12 @@ from ratoon.engine.settings import EngineSettings
 from ratoon.garbage import freeze_garbage
 from ratoon.log import configure_logging
 
-# Of all policies together: they read, write and hash files.
+# Shared by all policies, to read, write and hash files.
 _NUM_THREADS = 64
 
 
 class EngineActor:
-    """Shell of `Engine`: `call` is any of its methods."""
+    """Wraps `Engine`: `call` runs any of its methods."""
 
     def __init__(self, settings: EngineSettings) -> None:
         configure_logging(settings.log_level)

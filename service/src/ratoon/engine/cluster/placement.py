@@ -1,7 +1,6 @@
-"""What a policy's worker holds of the cluster: its process, and on GPUs a reservation by its name.
+"""Reserves GPUs for workers: one placement group per policy, by its name.
 
-Enter policy ids, leave placement groups. Invariant: nothing waits for a GPU for longer than
-`_PLACEMENT_S`, and a worker that is ended holds none.
+A reservation fails after `_PLACEMENT_S`, and an ended worker holds none.
 """
 
 # Ray's decorators are only partly typed.
@@ -40,16 +39,16 @@ async def place(policy_id: str) -> PlacementGroup:
 
 
 def free_gpu(policy_id: str) -> None:
-    """Give back what `place` has reserved, if anything."""
+    """Remove the policy's placement group, if any."""
     group = _find_group(policy_id)
     if group is not None:
         remove_placement_group(group)
 
 
 def on_gpu_node() -> Any:
-    """A scheduling strategy, whose kind Ray's types lack, for what takes no GPU and is to see some.
+    """A scheduling strategy for a task that must see a GPU without reserving one.
 
-    Policies may have them all: who asked for a part of one would wait.
+    A task that reserved even a fraction would wait while policies hold all GPUs.
     """
     nodes = cast("list[dict[str, Any]]", ray.nodes())
     for node in nodes:
@@ -61,7 +60,7 @@ def on_gpu_node() -> Any:
 async def check_free_gpu() -> None:
     """Raises RESOURCE_EXHAUSTED where no GPU is free.
 
-    A policy that has just ended may take a moment to give its own back.
+    A policy that has just ended may take a moment to release its own.
     """
     deadline = asyncio.get_running_loop().time() + _RELEASE_S
     while (free := float(ray.available_resources().get("GPU", 0.0))) < 1:

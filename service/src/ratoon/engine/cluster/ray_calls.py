@@ -1,4 +1,4 @@
-"""Calls to actors: the actor's own exceptions come out, a lost actor is one exception."""
+"""Calls to actors, which raise the actor's own exceptions, or `ActorLostError`."""
 
 # Ray's decorators are only partly typed.
 # pyright: reportUnknownMemberType=false
@@ -19,7 +19,7 @@ _POLL_S = 0.05
 
 
 class ActorLostError(Exception):
-    """The actor died, or cannot be reached; whether the call took effect is not known."""
+    """The actor died or is unreachable; whether the call took effect is not known."""
 
 
 async def ask(reference: ObjectRef[T]) -> T:
@@ -35,7 +35,7 @@ async def ask(reference: ObjectRef[T]) -> T:
 
 
 def find_actor(name: str, namespace: str) -> ActorHandle[Any] | None:
-    """A named actor's handle; None: there is none of that name."""
+    """A named actor's handle; None: there is none."""
     try:
         return cast("ActorHandle[Any]", ray.get_actor(name, namespace))
     except ValueError:
@@ -43,7 +43,7 @@ def find_actor(name: str, namespace: str) -> ActorHandle[Any] | None:
 
 
 async def kill_actor(name: str, namespace: str) -> None:
-    """End a named actor, if there is one, and wait until its name is free."""
+    """End a named actor, if any, and wait until its name is free."""
     deadline = asyncio.get_running_loop().time() + _GONE_S
     while (handle := find_actor(name, namespace)) is not None:
         ray.kill(handle, no_restart=True)

@@ -1,6 +1,6 @@
 """The engine on a Ray cluster: its database, and where its workers run.
 
-What a policy needs is counted before it is asked for.
+Free capacity is checked before it is reserved.
 """
 
 # Ray's decorators are only partly typed.
@@ -34,7 +34,7 @@ from ratoon.train.spec import TrainerSpec
 
 
 def open_engine(settings: EngineSettings) -> Engine:
-    """An engine that is to be recovered. Raises what opening its database and folders raises."""
+    """An engine to be recovered. Raises what opening its database and folders raises."""
     disable_created_metrics()
     make_folder(settings.data_root)
     if settings.weights_root is not None:
@@ -90,7 +90,7 @@ class RayCluster:
         return await ask(task.remote())
 
     def trainer(self, spec: PolicySpec) -> TrainerSpec:
-        # Wider weights are their own masters.
+        # Wider weights need no separate master copy.
         is_bf16 = spec.model.dtype is ModelDtype.BFLOAT16
         return TrainerSpec(
             model=spec.model,
@@ -109,7 +109,7 @@ class RayCluster:
 
 
 def _cores() -> int:
-    """Those that this process may use; where the system does not say (macOS), those it has."""
+    """Cores that this process may use, or all where the system does not say (macOS)."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

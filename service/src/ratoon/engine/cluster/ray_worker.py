@@ -1,6 +1,6 @@
-"""A policy's worker over Ray: a process of its own, which is started when it is first fenced.
+"""A policy's worker over Ray: a process of its own, started when it is first fenced.
 
-A worker that is lost is `WorkerLostError`.
+A lost worker raises `WorkerLostError`.
 """
 
 # Ray's decorators are only partly typed.
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class RayWorker:
-    """`WorkerPort` by name: what is not written here is asked of the worker as it is."""
+    """`WorkerPort` by name: methods not defined here are forwarded to the worker."""
 
     def __init__(self, policy_id: str, settings: EngineSettings, *, on_gpu: bool) -> None:
         self._policy_id = policy_id
@@ -51,7 +51,7 @@ class RayWorker:
         free_gpu(self._policy_id)
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[object]]:
-        """The others are the worker's own."""
+        """Forward any other method."""
 
         async def call(*args: object) -> object:
             return await _ask_worker(getattr(self._worker(), name).remote(*args))
@@ -59,13 +59,13 @@ class RayWorker:
         return call
 
     def _worker(self) -> Worker:
-        """What is asked of a worker that was released makes no other."""
+        """The worker. A call after `release` must not start another one."""
         if self._handle is None:
             raise WorkerLostError(f"policy {self._policy_id} has no worker")
         return self._handle
 
     async def _find_or_make(self) -> Worker:
-        """Raises RESOURCE_EXHAUSTED."""
+        """The policy's worker, found or started. Raises RESOURCE_EXHAUSTED."""
         found = await find_worker(self._policy_id, self._settings.namespace)
         if found is not None:
             return found

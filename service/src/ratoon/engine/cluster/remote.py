@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 async def connect(namespace: str) -> EngineClient:
-    """A client, in a process that is attached to Ray. Raises UNAVAILABLE where no engine runs."""
+    """A client, in a process connected to Ray. Raises UNAVAILABLE where no engine runs."""
     found = find_actor(ENGINE_NAME, namespace)
     if found is None:
         raise RatoonError(ErrorCode.UNAVAILABLE, f"no engine runs as {namespace}")
@@ -37,7 +37,7 @@ async def connect(namespace: str) -> EngineClient:
 
 
 class _RemoteEngine:
-    """The engine's methods by name, in its own process."""
+    """Forwards the engine's methods by name to its process."""
 
     def __init__(self, actor: ActorProxy[EngineActor]) -> None:
         self._actor = actor
@@ -50,7 +50,7 @@ class _RemoteEngine:
 
 
 async def _answer(reference: ObjectRef[T]) -> T:
-    """Raises `RatoonError` alone."""
+    """Await the answer. Raises only `RatoonError`."""
     try:
         return await ask(reference)
     except RatoonError:

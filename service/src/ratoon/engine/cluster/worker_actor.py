@@ -1,9 +1,8 @@
 """The worker's process: a detached actor around `worker.WorkerCore`.
 
-Enters calls from the policy's controller, leaves outcomes. Invariant: trainer calls run on one
-thread, always the same, but for the writing of copies of its state; `fence`, `progress` and
-`cancel` never wait for them. Torch is imported by
-the constructor: whoever looks the actor up imports this module.
+Trainer calls run on one thread, always the same, except for writing snapshots; `fence`, `progress`
+and `cancel` never wait for them. Processes that look the actor up import this module, so the
+constructor imports torch.
 """
 
 # Ray's decorators are only partly typed.
@@ -37,12 +36,12 @@ CONCURRENCY_GROUPS = {"compute": 1, "control": 4, "files": 1}
 
 
 class WorkerActor:
-    """Shell of `WorkerCore`."""
+    """Wraps `WorkerCore`."""
 
     def __init__(
         self, policy_id: str, log_level: str, crash_points: Path | None, compiled: Path
     ) -> None:
-        """`policy_id` "": of none yet. `compiled`: where compiled kernels are kept."""
+        """`policy_id` "": none yet (a spare). `compiled`: where compiled kernels are kept."""
         configure_logging(log_level)
         started = time.perf_counter()
         from ratoon.engine.worker.worker import WorkerCore
@@ -60,21 +59,21 @@ class WorkerActor:
         from ratoon.engine.worker.compile_cache import CompileCache
 
         trainer = self._create_trainer(spec)
-        # On a CPU nothing is compiled.
+        # Nothing is compiled on a CPU.
         if self._cache is None and spec.device != "cpu":
             self._cache = CompileCache(self._compiled, trainer.fingerprint())
         return trainer
 
     @ray.method(concurrency_group="control")
     def take(self, policy_id: str) -> bool:
-        """Whether this is the policy's process, as it is from now on if it was none's."""
+        """Claim the spare for a policy; returns whether the process is that policy's."""
         with self._taking:
             self._policy_id = self._policy_id or policy_id
             return self._policy_id == policy_id
 
     @ray.method(concurrency_group="control")
     def holder(self) -> str:
-        """The policy whose process this is; "": none's."""
+        """The policy that the process belongs to; "": none yet."""
         return self._policy_id
 
     @ray.method(concurrency_group="control")

@@ -1,7 +1,7 @@
-"""Workers' processes: found by their policy, made, ended.
+"""Finds, starts and ends workers' processes.
 
-Importing torch and transformers takes a process seconds. On CPUs one is started ahead: a spare,
-which the first policy that looks for a worker takes, and has until it ends.
+Importing torch and transformers takes a process seconds. So on CPUs a spare is started ahead; the
+first policy that looks for a worker takes it, and keeps it until it ends.
 """
 
 # Ray's decorators are only partly typed.
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _SPARE = "ratoon-spare-worker"
-# A process that has not said in this time whose it is says nothing any more.
+# A spare that has not answered in this time never will.
 _SPARE_S = 60.0
 
 
 def make_worker(policy_id: str, settings: EngineSettings, **options: object) -> Worker:
-    """A policy's process; `options` are those of its actor."""
+    """Start a policy's process; `options` are those of its actor."""
     return _make(_name(policy_id), policy_id, settings, options)
 
 
@@ -42,7 +42,7 @@ def make_spare(settings: EngineSettings) -> Worker:
 
 
 async def find_worker(policy_id: str, namespace: str) -> Worker | None:
-    """A policy's process, which may be the spare from now on; None: it has none."""
+    """A policy's process, which may be the spare, taken now; None: it has none."""
     named = _find(_name(policy_id), namespace)
     if named is not None:
         return named
@@ -61,7 +61,7 @@ async def end_worker(policy_id: str, namespace: str) -> None:
 
 
 async def end_spare(namespace: str) -> None:
-    """End the spare, whoever has it."""
+    """End the spare, even if a policy has taken it."""
     await kill_actor(_SPARE, namespace)
 
 
@@ -76,7 +76,7 @@ def _find(name: str, namespace: str) -> Worker | None:
 def _make(
     name: str, policy_id: str, settings: EngineSettings, options: dict[str, object]
 ) -> Worker:
-    # Ray takes concurrency groups here, and its types do not know it.
+    # Ray accepts concurrency groups here, but its types do not say so.
     remote = cast(
         "Callable[..., Callable[[type[WorkerActor]], ActorClass[WorkerActor]]]", ray.remote
     )
@@ -87,7 +87,7 @@ def _make(
 
 
 async def _told(reference: ObjectRef[T], namespace: str) -> T | None:
-    """What the spare says; one that does not is ended, and its policy goes on with another."""
+    """The spare's answer. One that does not answer is ended; its policy gets another worker."""
     try:
         return await asyncio.wait_for(ask(reference), _SPARE_S)
     except (ActorLostError, TimeoutError):

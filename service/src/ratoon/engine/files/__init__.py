@@ -1,1 +1,1 @@
-"""What lies on a disk or in an object store beside the journal, and how much of it may."""
+"""The files beside the journal, on a disk or in an object store, and their limits."""

@@ -1,11 +1,10 @@
-"""A policy's bodies and checkpoints in a second place, from which an empty disk is filled again.
+"""A second copy of a policy's bodies and checkpoints, from which an empty disk is restored.
 
-Enters what the local disk has, leaves copies by the same names. Invariant: where there is an
-archive, an operation is acknowledged, and a checkpoint journaled, only after its copy is durable;
-what the journal needs no more is deleted from both, from the archive at the next start at the
-latest. Results of Forwards and published weights have no copy.
+With an archive, an operation is acknowledged, and a checkpoint journaled, only after its copy is
+durable. What the journal no longer needs is deleted from both places, from the archive by the next
+start at the latest. Forward results and published weights have no copy.
 
-    policies/<policy_id>/{bodies,checkpoints}
+policies/<policy_id>/{bodies,checkpoints}
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ if TYPE_CHECKING:
     from ratoon.stream.object_store import ObjectStore
 
 _LOG = get_logger("archive")
-# Of one call to the store, with its retries.
+# Per call to the store, with its retries.
 _TIMEOUT_S = 30.0
 
 
 class Archive(Protocol):
-    """All raise UNAVAILABLE where the store does not answer, but for what only deletes."""
+    """All but the drops raise UNAVAILABLE where the store does not answer."""
 
     async def start(self) -> None:
-        """Remove what writers that were cut off left."""
+        """Remove what interrupted writers left."""
         ...
 
     async def keep_body(self, digest: str, body: bytes) -> None: ...
@@ -40,19 +39,19 @@ class Archive(Protocol):
     async def drop_body(self, digest: str) -> None: ...
 
     async def restore_bodies(self, digests: Collection[str]) -> None:
-        """Put those on the disk that it lacks and the archive has."""
+        """Restore bodies that the disk lacks and the archive has."""
         ...
 
     async def body_names(self) -> frozenset[str]: ...
 
     async def keep_checkpoint(self, checkpoint_id: str) -> None:
-        """Copy what is on the disk and not yet journaled, in the place of what has the name."""
+        """Copy a checkpoint that is not journaled yet, replacing any of the same name."""
         ...
 
     async def drop_checkpoint(self, checkpoint_id: str) -> None: ...
 
     async def restore_checkpoint(self, checkpoint_id: str) -> None:
-        """Put it on the disk where it is not, if the archive has it whole; "": there is none."""
+        """Restore a missing checkpoint, if the archive has it whole; "": there is none."""
         ...
 
     async def checkpoint_names(self) -> frozenset[str]: ...
@@ -63,7 +62,7 @@ class Archive(Protocol):
 
 
 class NoArchive:
-    """The local disk is all there is."""
+    """No archive: the local disk has the only copy."""
 
     async def start(self) -> None:
         """Nothing."""
@@ -97,7 +96,7 @@ class NoArchive:
 
 
 class BlobArchive:
-    """In an object store, or wherever `Blobs` are."""
+    """An archive in an object store, or any other `Blobs`."""
 
     def __init__(self, blobs: Blobs, paths: PolicyPaths) -> None:
         self._blobs = blobs
@@ -140,7 +139,7 @@ class BlobArchive:
         try:
             self._blobs.put_folder(key, folder)
         except FileExistsError:
-            # Another state's, by a save of that name that was never journaled.
+            # A save of that name, never journaled, left another state here.
             self._blobs.delete_folder(key)
             self._blobs.put_folder(key, folder)
 
@@ -161,7 +160,7 @@ class BlobArchive:
         except RatoonError as error:
             if error.code is not ErrorCode.INTERNAL:
                 raise
-            # Not one to load: recovery takes an older one.
+            # Do not load it: recovery takes an older one.
             _LOG.error("archived checkpoint is damaged", error=error.message)
         else:
             policy_id = self._paths.root.name
@@ -191,7 +190,7 @@ class ArchivedBodyFiles(BodyFiles):
         super().__init__(paths)
         self._archive = archive
         self._archived: set[str] = set()
-        # Serialises what is done to both places.
+        # Serialises changes of both places.
         self._both = asyncio.Lock()
 
     async def hold(self, holder: str, digest: str, body: bytes) -> None:
@@ -226,19 +225,19 @@ class ArchivedBodyFiles(BodyFiles):
 
 
 def open_archive(storage_url: str, paths: PolicyPaths) -> Archive:
-    """That of one policy; "": none. Raises INVALID_ARGUMENT for a URL of another kind."""
+    """The archive of one policy; "": none. Raises INVALID_ARGUMENT for a URL of another kind."""
     return BlobArchive(open_store(storage_url), paths) if storage_url else NoArchive()
 
 
 def check_store(storage_url: str) -> None:
-    """Raises INVALID_ARGUMENT where the store may not be written, UNAVAILABLE where it is away."""
+    """Raises INVALID_ARGUMENT for a read-only store, UNAVAILABLE where it does not answer."""
     if storage_url:
         open_store(storage_url).check()
 
 
 def open_store(storage_url: str) -> ObjectStore:
     try:
-        # An extra; and the libraries of AWS are large.
+        # An optional dependency; and the AWS libraries are large.
         from ratoon.stream.object_store import ObjectStore
     except ImportError as err:
         raise invalid("storage_url", f"no library for it ({err})", "ratoon[s3] installed") from err
@@ -246,5 +245,5 @@ def open_store(storage_url: str) -> ObjectStore:
 
 
 def _left_behind(error: RatoonError) -> None:
-    """The next start deletes it."""
+    """Log it; the next start deletes what is left."""
     _LOG.warning("not deleted from the archive", error=error.message)

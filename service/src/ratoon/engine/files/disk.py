@@ -1,7 +1,6 @@
-"""Room on the disk: new work is refused while there is some left, and a full one has one name.
+"""Disk capacity: new work is refused below a reserve, and a full disk is one typed error.
 
-Enters a folder, or what a write has raised; leaves a typed refusal, or nothing. Invariant: what was
-accepted may use the reserve (its journal, its checkpoints, its versions); what is new may not.
+Only accepted work may use the reserve (its journal, checkpoints, versions).
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from pathlib import Path
 
 from ratoon.errors import RatoonError, exhausted
 
-# Room comes back when bodies and versions go, or when somebody makes some.
+# Space comes back when bodies and versions are deleted, or an operator frees some.
 _RETRY_S = 10.0
-# A place in a queue, when something has run.
+# A place in a queue comes free when an operation ends.
 _QUEUE_RETRY_S = 2.0
 _DISK = "disk"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -26,7 +25,7 @@ _POSTGRESQL_DISK_FULL = "53100"
 
 
 def check_room(name: str, resource: str, used: int, wanted: int, limit: int) -> None:
-    """Raises RESOURCE_EXHAUSTED where `wanted` more of `resource` would be over `limit`."""
+    """Raises RESOURCE_EXHAUSTED where `wanted` more of `resource` would exceed `limit`."""
     if used + wanted > limit:
         raise exhausted(
             f"{name}: {used} of at most {limit}, {wanted} more wanted",
@@ -39,9 +38,9 @@ def check_room(name: str, resource: str, used: int, wanted: int, limit: int) -> 
 
 
 def disk_refusal(folder: Path, wanted_bytes: int, min_free_bytes: int) -> RatoonError | None:
-    """Why `wanted_bytes` more are not begun: fewer than `min_free_bytes` would be left of the disk.
+    """The refusal of `wanted_bytes` more, where they would leave less than `min_free_bytes`.
 
-    None: there is room. `folder` is there.
+    None: there is room. `folder` must exist.
     """
     if min_free_bytes == 0:
         return None
@@ -60,15 +59,15 @@ def disk_refusal(folder: Path, wanted_bytes: int, min_free_bytes: int) -> Ratoon
 
 
 def disk_full(error: BaseException) -> RatoonError | None:
-    """The refusal that `error` stands for where it says that a disk, or a quota of it, is full."""
-    cause = getattr(error, "orig", error)  # SQLAlchemy's have the driver's own.
+    """The refusal for an error that says that a disk, or a quota of it, is full; else None."""
+    cause = getattr(error, "orig", error)  # SQLAlchemy wraps the driver's.
     match cause:
         case OSError():
             is_full = cause.errno in _FULL
         case sqlite3.Error():
             is_full = _primary(cause) == sqlite3.SQLITE_FULL
         case _:
-            # PostgreSQL's, whose library is imported where it is used alone.
+            # PostgreSQL's error; its library is not imported here.
             is_full = getattr(cause, "sqlstate", None) == _POSTGRESQL_DISK_FULL
     if not is_full:
         return None
@@ -78,18 +77,18 @@ def disk_full(error: BaseException) -> RatoonError | None:
 
 
 def is_disk_full(error: Exception) -> bool:
-    """Whether `error` is a refusal for want of room on a disk."""
+    """Whether `error` is a refusal because a disk is full."""
     return isinstance(error, RatoonError) and error.details.get("resource") == _DISK
 
 
 def is_waiting_for_capacity(error: BaseException) -> bool:
-    """Whether `error` is a refusal for want of what others give back: room on a disk, a GPU."""
+    """Whether `error` means waiting for disk space or a GPU that others will free."""
     return isinstance(error, RatoonError) and error.details.get("resource") in (_DISK, "GPU")
 
 
 @contextmanager
 def full_disk_refused() -> Generator[None, None, None]:
-    """A full disk leaves the block as RESOURCE_EXHAUSTED, everything else as it is."""
+    """Raise RESOURCE_EXHAUSTED for a full disk in the block; other errors pass."""
     try:
         yield
     except Exception as err:
@@ -100,5 +99,5 @@ def full_disk_refused() -> Generator[None, None, None]:
 
 
 def _primary(error: sqlite3.Error) -> int:
-    """SQLite's primary code; its low byte."""
+    """SQLite's primary error code, the low byte."""
     return (error.sqlite_errorcode or 0) & 0xFF

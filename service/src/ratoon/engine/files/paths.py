@@ -1,9 +1,9 @@
 """The files of one policy: request bodies, uploaded parts, results, checkpoints, weights.
 
-Enters bytes, leaves names that exist only whole (see `stream.files`). Invariant: every path is
-built here, from names that cannot leave the policy's folder.
+Every path is built here, from names that cannot leave the policy's folder. Files appear whole under
+their names (see `stream.files`).
 
-    policies/<policy_id>/{bodies,uploads,results,checkpoints,weights,open}
+policies/<policy_id>/{bodies,uploads,results,checkpoints,weights,open}
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NAME = re.compile(r"[a-zA-Z0-9_-][a-zA-Z0-9._-]{0,127}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyPaths:
-    """Where a policy's files are; nothing is touched."""
+    """Paths of a policy's files; touches no file."""
 
     root: Path
     weights: Path
@@ -81,7 +81,7 @@ def make_policy_folders(paths: PolicyPaths) -> None:
     """Make the folders."""
     for folder in paths.folders:
         make_folder(folder)
-    # A process that was killed may have made them, and not have come to sync their names.
+    # A killed process may have made them without syncing their names.
     for folder in (paths.root, paths.root.parent, paths.root.parent.parent):
         fsync_folder(folder)
 
@@ -92,16 +92,16 @@ def policy_leftovers(paths: PolicyPaths) -> list[Path]:
 
 
 def remove_policy_files(paths: PolicyPaths) -> None:
-    """Forget everything; the folders may be gone already."""
+    """Delete all of the policy's files; the folders may be gone already."""
     for folder in (paths.weights, paths.root):
         remove_folder(folder)
 
 
 def require_known(data_root: Path, policy_ids: Collection[str]) -> None:
-    """Raises INTERNAL where there are files of a policy that the journal does not know.
+    """Raises INTERNAL where files exist for a policy that the journal does not know.
 
-    A row comes before the first file and goes after the last: such a journal is not the one that
-    the files were written with, but an empty or an older one in its place.
+    A policy's row is written before its first file and deleted after its last, so the journal must
+    have been replaced by an empty or older one.
     """
     folder = data_root / "policies"
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set[str]()
@@ -126,23 +126,23 @@ class _FileId:
 class BodyFiles:
     """Request bodies by digest, each kept while some operation holds it.
 
-    A holder is an operation's id. It is *in flight* until its fate is the journal's (`land`): only
-    then may `reconcile` take its body away. Invariants: `hold` returns after the file is durable;
-    only a file that this process has written or listed is deleted, not one that a controller which
-    has taken over wrote in its place.
+    A holder is an operation's id. It is *in flight* until the journal decides its fate (`land`),
+    and `reconcile` keeps its body until then. `hold` returns after the file is durable. Only files
+    that this process wrote or listed are deleted, so one that a newer controller wrote in their
+    place stays.
     """
 
     def __init__(self, paths: PolicyPaths) -> None:
         self._paths = paths
         self._holders: dict[str, set[str]] = {}
-        # Which file a digest's was when it was last written or listed here.
+        # Identity of each digest's file when it was last written or listed here.
         self._known: dict[str, _FileId | None] = {}
         self._in_flight: set[str] = set()
-        # Serialises writing and deleting, so that no holder sees another's deletion.
+        # Serialises writes and deletions, so that no file is deleted under a new holder.
         self._lock = asyncio.Lock()
 
     async def hold(self, holder: str, digest: str, body: bytes) -> None:
-        """Keep a body, writing it where it is not there."""
+        """Hold a body, writing its file where it is missing."""
         async with self._lock:
             path = self._paths.body(digest)
             if digest not in self._holders or not path.exists():
@@ -151,32 +151,32 @@ class BodyFiles:
             self._in_flight.add(holder)
 
     def held(self) -> frozenset[str]:
-        """Digests of all that somebody holds."""
+        """Digests of all bodies with a holder."""
         return frozenset(self._holders)
 
     def is_held(self, digest: str) -> bool:
         return digest in self._holders
 
     def land(self, holder: str) -> None:
-        """The journal has the operation, or will say that it has not."""
+        """The journal has the operation, or will say that it does not."""
         self._in_flight.discard(holder)
 
     async def release(self, holder: str, digest: str) -> None:
-        """The holder needs the body no more; the last one's release deletes the file."""
+        """Drop a holder; the last one's release deletes the file."""
         async with self._lock:
             if self._take_off(holder, digest):
                 await self._delete(digest)
 
     async def forget(self, holder: str, digest: str) -> None:
-        """The holder needs the body no more, and the journal has somebody who does.
+        """Drop a holder, but keep the file: an operation in the journal needs it.
 
-        That one may be another controller's, which has taken over: the file stays.
+        That operation may belong to another controller, which has taken over.
         """
         async with self._lock:
             self._take_off(holder, digest)
 
     def _take_off(self, holder: str, digest: str) -> bool:
-        """Whether nobody holds the body any more, now that this holder does not."""
+        """Remove a holder; returns whether the body has none left."""
         self._in_flight.discard(holder)
         holders = self._holders.get(digest, set())
         holders.discard(holder)
@@ -185,24 +185,24 @@ class BodyFiles:
         return not holders
 
     async def names(self) -> frozenset[str]:
-        """Digests of all that is there, whoever wrote it."""
+        """Digests of all files present, whoever wrote them."""
         async with self._lock:
             known = await asyncio.to_thread(_file_ids, self._paths.bodies)
             self._known = {**known}
             return frozenset(known)
 
     async def reconcile(self, digests: Mapping[str, str], listed: Collection[str]) -> None:
-        """Hold what the journal's operations need (digest by holder) and what is in flight only.
+        """Hold only what journaled operations need (digest by holder) and what is in flight.
 
-        Of the rest that goes which was `listed` before the journal was asked: what has come since
-        may be a controller's that takes over.
+        Delete the rest, if it was `listed` before the journal was read: newer files may belong to a
+        controller that is taking over.
         """
         async with self._lock:
             kept = {digest: holders & self._in_flight for digest, holders in self._holders.items()}
             for holder, digest in digests.items():
                 kept.setdefault(digest, set()).add(holder)
             self._holders = {digest: holders for digest, holders in kept.items() if holders}
-            # What an archive has put back since is this process's too.
+            # Files restored from an archive since then belong to this process too.
             for digest in self._holders.keys() - self._known.keys():
                 path = self._paths.body(digest)
                 self._known[digest] = await asyncio.to_thread(_file_id, path)
@@ -230,7 +230,7 @@ def _file_ids(folder: Path) -> dict[str, _FileId]:
 
 
 def _file_id(path: Path) -> _FileId | None:
-    """Another after each write: the old file is there until the new one has its name."""
+    """Changes with each write: the old file exists until the new one takes its name."""
     try:
         stat = path.stat()
     except FileNotFoundError:
@@ -243,14 +243,14 @@ def names_in(folder: Path) -> list[str]:
 
 
 def drop_checkpoint_folder(paths: PolicyPaths, name: str) -> None:
-    """Delete a checkpoint, or what a writer left of one; it may be gone already."""
+    """Delete a checkpoint, or a partial one; it may be gone already."""
     folder = paths.checkpoints / name
     if folder.exists():
         remove_folder(folder)
 
 
 def drop_expired_results(paths: PolicyPaths, ttl_s: float, protected: frozenset[str]) -> None:
-    """Delete result files older than `ttl_s`, but for those that open operations name."""
+    """Delete result files older than `ttl_s`, except those that open operations name."""
     horizon = time.time() - ttl_s
     for path in paths.results.iterdir():
         if path.stem not in protected and path.stat().st_mtime < horizon:

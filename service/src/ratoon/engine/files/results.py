@@ -1,10 +1,9 @@
-"""A Forward's output as files: the log-probs that callers fetch, and whose they are.
+"""A Forward's output as files: log-probs for callers, and an index of the rollouts they are for.
 
-Enters a batch and its log-probs, leaves `<digest>` (a serialized `ForwardOutput`) and
-`<digest>.<operation>` (16 bytes a rollout that name it, sealed); and back, for a loss with
-`from_forward`. Invariant: old log-probs are found by the rollout's tokens, mask and temperature,
-never by position alone: they cannot belong to other tokens, and a mini-batch of the Forward's batch
-finds its own.
+`<digest>` is a serialized `ForwardOutput`; `<digest>.<operation>` is its sealed index, 16 bytes per
+rollout. A loss with `from_forward` reads both. Old log-probs are found by the rollout's tokens,
+mask and temperature, never by position alone, so they cannot belong to other tokens, and a
+mini-batch of the Forward's batch finds its own.
 """
 
 from __future__ import annotations
@@ -59,15 +58,15 @@ def write_forward_output(
 def read_old_logprobs(keys_path: Path, batch: RolloutBatch) -> NDArray[np.floating]:
     """Old log-probs of `batch`, [J] in the dtype they were taken in, from the Forward's files.
 
-    Raises INVALID_ARGUMENT where the files have expired, are damaged, are of the reference, or do
-    not hold a rollout of the batch.
+    Raises INVALID_ARGUMENT where the files have expired, are damaged, are of the reference, or lack
+    a rollout of the batch.
     """
     output, sources = _read(keys_path, batch)
     return _at_rollouts(output, output.logprobs, batch, sources)
 
 
 def read_entropy(keys_path: Path, batch: RolloutBatch) -> NDArray[np.floating]:
-    """The same of its entropies. Raises INVALID_ARGUMENT too where the Forward has kept none."""
+    """Entropies likewise. Raises INVALID_ARGUMENT too where the Forward has kept none."""
     output, sources = _read(keys_path, batch)
     if not output.HasField("entropy"):
         raise invalid("loss.top_entropy_share", "a Forward without", "a Forward with_entropy")
@@ -77,7 +76,7 @@ def read_entropy(keys_path: Path, batch: RolloutBatch) -> NDArray[np.floating]:
 def _at_rollouts(
     output: ForwardOutput, column: Tensor, batch: RolloutBatch, sources: list[int]
 ) -> NDArray[np.floating]:
-    """Values of the batch's rollouts, [J], which are the Forward's `sources`."""
+    """Values of the batch's rollouts, [J], at the Forward's `sources`."""
     most = output.ByteSize()
     values = cast("NDArray[np.floating]", decode_tensor(column, max_bytes=most))
     offsets = decode_tensor(output.offsets, max_bytes=most).astype(np.int64)
@@ -89,7 +88,7 @@ def _at_rollouts(
 
 
 def _read(keys_path: Path, batch: RolloutBatch) -> tuple[ForwardOutput, list[int]]:
-    """The Forward's output, and which of its rollouts each of the batch's is."""
+    """The Forward's output, and the index in it of each of the batch's rollouts."""
     data_path = keys_path.with_suffix("")
     try:
         keys, data = unseal_bytes(keys_path.read_bytes()), data_path.read_bytes()
@@ -120,7 +119,7 @@ def _read(keys_path: Path, batch: RolloutBatch) -> tuple[ForwardOutput, list[int
 
 
 def _rollout_keys(batch: RolloutBatch, *, is_reference: bool) -> list[bytes]:
-    """What decides a rollout's log-probs, as one hash each."""
+    """One hash per rollout of all that decides its log-probs."""
     prompts = [
         batch.prompt_tokens[start:stop].tobytes()
         for start, stop in zip(batch.prompt_offsets[:-1], batch.prompt_offsets[1:], strict=True)

@@ -1,8 +1,7 @@
 """Parts of batches that were sent ahead of their operation, as files of the policy.
 
-Enter parts, leave all of an upload's in order. Synchronous: call it in threads. Invariants: a
-part's bytes never change, unless a disk changed them: then there is no such part; one that no call
-has named yet is never taken away for want of room.
+Synchronous: call it in threads. Parts are immutable; a corrupt part counts as missing. Only uploads
+that a call has used are evicted to make room.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ from ratoon.stream.files import (
 
 _LOG = get_logger("uploads")
 _PARTS = "[0-9]*"
-# Beside the parts of an upload that a call has named, since when.
+# Marks an upload that a call has used; its mtime says when.
 _USED = "used"
-# In front of the id of the API key that sent one.
+# Prefix of the mark that names the sender's API key.
 _BY = "by~"
 
 
 class UploadFiles:
-    """All uploads of a policy; one is dropped `ttl_s` after its newest part.
+    """All uploads of a policy; each expires `ttl_s` after its newest part.
 
-    Those that a call has named are there for its retries, until others want their room.
+    Used uploads are kept for retries of their calls, until others need the space.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class UploadFiles:
         self._ttl_s = ttl_s
         self._max_upload_bytes = max_upload_bytes
         self._max_total_bytes = max_total_bytes
-        # One part at a time: what is summed stays true, and no folder goes while a part comes.
+        # One part at a time, so that sums stay true and no folder goes while a part arrives.
         self._lock = threading.Lock()
 
     def put(
@@ -61,7 +60,7 @@ class UploadFiles:
         key_id: str = "",
         check_key: Callable[[int], None] = lambda _num_bytes: None,
     ) -> None:
-        """Store a part. `check_key` refuses bytes that are too many for the API key `key_id`.
+        """Store a part. `check_key` refuses bytes beyond the limit of the API key `key_id`.
 
         Raises KEY_REUSED for other bytes of a part, BODY_TOO_LARGE for the sum of one upload,
         RESOURCE_EXHAUSTED for the sum of all, and what `check_key` raises.
@@ -73,12 +72,12 @@ class UploadFiles:
     def _put(self, path: Path, body: bytes, key_id: str, check_key: Callable[[int], None]) -> None:
         folder, upload_id, part_index = path.parent, path.parent.name, int(path.name)
         make_folder(folder)
-        # Of another call that is to come, though all of it may be there already.
+        # The part belongs to a call that is yet to come, even if all parts are here already.
         (folder / _USED).unlink(missing_ok=True)
         stored = _read_part(path)
         if stored == body:
             path.touch()
-            # By a process that may have been killed before it synced the names.
+            # The process that stored it may have been killed before it synced the names.
             fsync_folder(folder)
             fsync_folder(self._folder)
             return
@@ -126,12 +125,12 @@ class UploadFiles:
                     details={"missing_part": str(part_index)},
                 )
             parts.append(part)
-        with suppress(FileNotFoundError):  # Dropped meanwhile.
+        with suppress(FileNotFoundError):  # Evicted meanwhile.
             (folder / _USED).touch()
         return parts
 
     def _drop_used(self, wanted_bytes: int) -> int:
-        """Drop uploads that calls have named, the first named first; the bytes that came free."""
+        """Evict used uploads, the first used first; returns the bytes freed."""
         freed = 0
         if wanted_bytes > 0:
             for mark in sorted(self._folder.glob(f"*/{_USED}"), key=_modified):
@@ -151,7 +150,7 @@ class UploadFiles:
 
 
 def upload_bytes_of(policies: Path, key_id: str) -> int:
-    """Of uploads that `key_id` has sent and no call has named, of all policies in a folder."""
+    """Bytes of `key_id`'s unused uploads, over all policies in a folder."""
     marks = policies.glob(f"*/uploads/*/{_BY}{key_id}")
     folders = [mark.parent for mark in marks if not (mark.parent / _USED).exists()]
     return sum(_total_bytes(folder.glob(_PARTS)) for folder in folders)
@@ -164,7 +163,7 @@ def _part_name(part_index: int) -> str:
 
 
 def _read_part(path: Path) -> bytes | None:
-    """A stored part; None where there is none, or one that is damaged, which is sent again."""
+    """A stored part; None where it is missing or damaged, so that it is sent again."""
     try:
         return unseal_bytes(path.read_bytes())
     except FileNotFoundError:
@@ -189,4 +188,4 @@ def _size_bytes(part: Path) -> int:
     try:
         return part.stat().st_size - SEAL_BYTES
     except FileNotFoundError:
-        return 0  # Another part's temporary name, which it has no more.
+        return 0  # A temporary file, renamed meanwhile.

@@ -83,8 +83,9 @@ class PolicyRun:
         return self.spec.recovery is Recovery.REPLAY
 
     async def check_newest(self) -> None:
-        """Raises `FencedError` where another controller has taken over. Not before `published` is
-        what the journal has.
+        """Raises `FencedError` where another controller has taken over.
+
+        It writes `published` again, so call it only once that matches the journal.
         """
         await self.ports.journal.set_published(self.token, self.policy_id, self.published)
 

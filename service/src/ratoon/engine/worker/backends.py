@@ -1,7 +1,6 @@
-"""Which kernel backends the workers' device has.
+"""Lists the kernel backends of the workers' device.
 
-Enters nothing, leaves one `BackendInfo` a backend. Invariant: torch is imported only by the call,
-which is made in a process of its own.
+The call imports torch, so it is made in a process of its own.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Compiled kernels that outlive the process that compiled them, in one folder per fingerprint.
 
-A folder that a worker uses is locked, shared, for as long as the worker lives: it is never removed.
+A worker holds a shared lock on its folder for as long as it lives, so the folder is never removed
+under it.
 """
 
 from __future__ import annotations
@@ -22,26 +23,25 @@ _LOG = get_logger("compile_cache")
 
 
 class CompileCache:
-    """This process's folder; kernels that it compiles go there, and are found there next time.
+    """This process's folder of compiled kernels, kept for later processes.
 
-    One process that starts to use it makes room first: the folders that were used longest ago go,
-    until all together have at most `max_bytes`.
+    Before use it evicts the least recently used folders, until all have at most `max_bytes`.
     """
 
     def __init__(self, root: Path, numerics: Mapping[str, str], max_bytes: int = MAX_BYTES) -> None:
         self.folder = root / Numerics.of(numerics).digest
-        os.close(_locked(self.folder))  # It is the one that was used last.
+        os.close(_locked(self.folder))  # Marks it as the most recently used.
         _evict(root, max_bytes)
         self._lock = _locked(self.folder)
         set_compile_cache(self.folder)
 
     def close(self) -> None:
-        """Let others remove the folder."""
+        """Allow others to remove the folder."""
         os.close(self._lock)
 
 
 def _locked(folder: Path) -> int:
-    """A descriptor that holds the folder, which is made where there is none."""
+    """A descriptor that holds the shared lock of the folder, which is made where it is missing."""
     while True:
         make_folder(folder)
         descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
@@ -50,7 +50,7 @@ def _locked(folder: Path) -> int:
             os.utime(folder / _LOCK)
             if os.path.samestat((folder / _LOCK).stat(), os.fstat(descriptor)):
                 return descriptor
-        os.close(descriptor)  # Another process has removed it in between.
+        os.close(descriptor)  # Another process removed it in between.
 
 
 def _evict(root: Path, max_bytes: int) -> None:
@@ -66,7 +66,7 @@ def _evict(root: Path, max_bytes: int) -> None:
 
 
 def _remove(folder: Path) -> bool:
-    """Whether it went: nobody uses it."""
+    """Whether it was removed; a folder in use is not."""
     descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -88,6 +88,6 @@ def _used_at(folder: Path) -> float:
 def _size_bytes(folder: Path) -> int:
     total = 0
     for path in folder.rglob("*"):
-        with suppress(FileNotFoundError):  # Compilers rename what they have written.
+        with suppress(FileNotFoundError):  # Compilers rename their output.
             total += path.lstat().st_size
     return total

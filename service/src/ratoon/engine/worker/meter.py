@@ -1,7 +1,4 @@
-"""How far a worker's task is.
-
-Enters counts as micro-batches end, leaves what callers are told.
-"""
+"""Progress of a worker's task, in micro-batches."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from ratoon.engine.types import Progress
 
 @dataclass(slots=True)
 class Meter:
-    """How far the running task is; written by the compute thread, read by any."""
+    """Progress of the running task; written by the compute thread, read by any."""
 
     done: int = 0
     planned: int = 0

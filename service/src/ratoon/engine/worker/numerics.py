@@ -1,7 +1,6 @@
 """The numerics fingerprint: what an operation's bits depend on besides journal and plan. Pure.
 
-Enters names and values from the trainer, leaves a digest for each operation's record. Invariant:
-equal digests are equal fields.
+Equal digests mean equal fields.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Tasks to calls of a trainer: bodies read, losses resolved, batches cut, reports made results.
+"""Turns tasks into calls of a trainer: reads bodies, resolves losses, cuts batches, builds results.
 
-Everything that can be refused is refused by `plan`, which touches no state.
+`plan` makes every refusal that can be made without touching state.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from ratoon.train.spec import TrainerSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Inputs:
-    """A batch command's files, read, and how the batch is cut. A Forward has no loss."""
+    """A batch command's files, read, and the plan of its micro-batches. A Forward has no loss."""
 
     batch: RolloutBatch
     plan: UpdatePlan
@@ -63,7 +63,7 @@ class _Inputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedTask:
-    """A task with every choice made. `inputs`: of a command that has a batch."""
+    """A task with every choice made. `inputs`: for commands with a batch."""
 
     task: Task
     inputs: _Inputs | None
@@ -86,7 +86,7 @@ class TaskRunner:
         return WeightKind.ADAPTER if is_adapter else WeightKind.FULL
 
     def plan(self, task: Task) -> PlannedTask:
-        """Read the batch, and cut it where the task does not say how. Raises `RatoonError`."""
+        """Read the batch, and plan it unless the task has a plan. Raises `RatoonError`."""
         match task.command:
             case UpdateCommand(loss=request) | ForwardBackwardCommand(loss=request):
                 batch = _read_batch(task)
@@ -130,7 +130,7 @@ class TaskRunner:
                 return self._load(task)
 
     def restore(self, tasks: tuple[Task, ...]) -> None:
-        """The window holds the gradients of `tasks` alone."""
+        """Make the window hold exactly the gradients of `tasks`."""
         self.trainer.discard_gradients()
         for task in tasks:
             self._forward_backward(self.plan(task), _no_progress, _never)
@@ -212,7 +212,7 @@ class TaskRunner:
         return info
 
     def _stepped(self, report: StepReport, next_version: int) -> StepResult:
-        """Numbers of versions that were rolled back are not given again."""
+        """The step's result. `next_version` reuses no number of a rolled-back version."""
         if not report.skipped:
             self.trainer.version = next_version
         return StepResult(version=self.version, report=report)
@@ -222,10 +222,10 @@ class TaskRunner:
 
 
 def write_checkpoint(snapshot: SnapshotPort, folder: Path) -> int:
-    """Write a folder, which may not exist, and read it back; its size in bytes.
+    """Write a new folder and read it back; returns its size in bytes.
 
     Raises RESOURCE_EXHAUSTED where the disk is full, UNAVAILABLE for its other faults, INTERNAL for
-    what reads as damaged; the folder does not exist then.
+    damage found on reading; the folder does not exist then.
     """
     try:
         size_bytes = snapshot.write(folder)
@@ -262,7 +262,7 @@ def _read_forward(
 
 
 def _read_body(path: Path) -> bytes:
-    """A body, which is named by its SHA-256. Raises INTERNAL where it is another by now."""
+    """A body, which is named by its SHA-256. Raises INTERNAL where the bytes do not match."""
     try:
         body = path.read_bytes()
     except FileNotFoundError as err:

@@ -27,11 +27,11 @@ NO_FORWARD = ""
 
 
 class FencedError(Exception):
-    """A newer controller owns the policy: whoever gets this stops, and touches nothing more."""
+    """A newer controller owns the policy: whoever gets this must stop, and touch nothing more."""
 
 
 class WorkerLostError(Exception):
-    """The worker is gone, or its state is no longer known; nothing on it can be relied on."""
+    """The worker is gone or its state unknown, so nothing on it can be relied on."""
 
 
 class UnusableCheckpointError(Exception):
@@ -40,19 +40,19 @@ class UnusableCheckpointError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """What is decided of an operation beside its command, so that running it again is the same.
+    """The decisions that, with its command, make an operation's replay exact.
 
-    The journal has it once the operation has ended; until then nobody was told, and it may be
-    decided anew.
+    They are journaled when the operation ends. Until then no caller has been told, and they may be
+    made anew.
     """
 
-    # How the batch is cut; None: the worker decides, or there is no batch.
+    # The batch's cut into micro-batches; None: the worker decides, or there is no batch.
     plan: dict[str, object] | None = None
-    # The file among the results that says whose old log-probs there are (`forward_output`).
+    # The results file that maps old log-probs to rollouts (`files.results`).
     old_logprobs: str = NO_FORWARD
-    # What the weights are called if they change; 0: they do not.
+    # Version of the weights if they change; 0: they do not.
     next_version: int = 0
-    # To be loaded, or to be saved; of the latter size and time are not known yet.
+    # The checkpoint to load, or to save; size and time of the latter are not known yet.
     checkpoint: CheckpointInfo | None = None
 
 
@@ -73,11 +73,11 @@ class Task:
 class Outcome:
     """How a task ended: done, failed or cancelled.
 
-    `operation_id`: whose it is; a seq may have been another's that a failed-over database has lost.
-    `must_restore`: the open window's gradients are gone or mixed with a part of this task's.
-    `weights_digest`: of weights, moments and counters afterwards, of a task that is done; "" where
-    the worker was not asked to take digests. `choices`: those it was run with, the worker's own
-    among them; None: it was not run.
+    `operation_id`: the operation's; after a database failover the same seq may have been another's.
+    `must_restore`: the open window's gradients are gone or include part of this task's.
+    `weights_digest`: of weights, moments and counters after a task that is done; "" where the
+    worker takes no digests. `choices`: those it ran with, including the worker's own; None: it did
+    not run.
     """
 
     operation_id: str
@@ -96,7 +96,7 @@ class Outcome:
         error: RatoonError,
         started_at: float | None = None,
     ) -> Outcome:
-        """Of an operation that fails, or is cancelled, before the worker has it."""
+        """Outcome of an operation that fails, or is cancelled, before it reaches the worker."""
         return cls(
             operation_id=operation_id,
             state=state,
@@ -109,7 +109,7 @@ class Outcome:
 
     @classmethod
     def of_error(cls, task: Task, error: RatoonError, *, must_restore: bool) -> Outcome:
-        """Of a task that has failed or was cancelled."""
+        """Outcome of a task that has failed or was cancelled."""
         is_cancelled = error.code is ErrorCode.CANCELLED
         return cls(
             operation_id=task.operation_id,
@@ -124,7 +124,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitialWeights:
-    """Those of the model spec."""
+    """The weights of the model spec."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +137,7 @@ class CheckpointWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRequest:
-    """How a worker becomes the policy as of `last_seq`. `digests`: it takes them from then on."""
+    """State to load: the policy as of `last_seq`. `digests`: take digests from then on."""
 
     trainer: TrainerSpec
     source: InitialWeights | CheckpointWeights
@@ -148,7 +148,7 @@ class LoadRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """What a trainer that was built says of itself; `numerics` as it names the fields."""
+    """A new trainer's own description, and its numerics by field name."""
 
     info: ModelInfo
     numerics: Mapping[str, str]
@@ -174,13 +174,13 @@ class WorkerPort(Protocol):
     """A policy's worker, as its controller sees it.
 
     Every call raises `WorkerLostError` where the worker is gone and `FencedError` where it has seen
-    a newer token. `apply` raises nothing else; what went wrong with the task is its outcome.
+    a newer fencing token. `apply` raises nothing else: a task's failure is part of its outcome.
     """
 
     async def fence(self, token: int) -> WorkerStatus:
-        """Raise the token, let what runs come to its end, and say where the worker stands.
+        """Raise the fencing token, let the running task end, and return the worker's status.
 
-        Makes a worker where there is none. Raises RESOURCE_EXHAUSTED where there is no room for it.
+        Starts a worker where there is none. Raises RESOURCE_EXHAUSTED where there is no capacity.
         """
         ...
 
@@ -192,19 +192,19 @@ class WorkerPort(Protocol):
         ...
 
     async def replace(self) -> None:
-        """Drop the worker; the next `fence` has a bare one."""
+        """End the worker; the next `fence` starts another."""
         ...
 
     async def release(self) -> None:
-        """End the worker and give back what it holds; until the next `fence` there is none."""
+        """End the worker and release its resources, until the next `fence`."""
         ...
 
     async def apply(self, token: int, task: Task) -> Outcome:
-        """Plan and run the task whose seq is next; for the last one again, say how it ended."""
+        """Plan and run the task whose seq is next; for the last seq, return its stored outcome."""
         ...
 
     async def skip(self, token: int, seq: int, outcome: Outcome) -> None:
-        """Count a seq that is not run."""
+        """Count a seq that does not run."""
         ...
 
     async def forward(self, token: int, task: Task) -> Outcome:
@@ -212,7 +212,7 @@ class WorkerPort(Protocol):
         ...
 
     async def restore(self, token: int, tasks: tuple[Task, ...]) -> None:
-        """Make the open window hold the gradients of these ForwardBackwards and of nothing else."""
+        """Make the open window hold exactly the gradients of these ForwardBackwards."""
         ...
 
     async def publish(
@@ -220,21 +220,21 @@ class WorkerPort(Protocol):
     ) -> WeightManifest: ...
 
     async def snapshot(self, token: int) -> str:
-        """Copy the state at the last step boundary; its digest. Raises `RatoonError`.
+        """Copy the state at the last step boundary; returns its digest. Raises `RatoonError`.
 
-        The copy is held, instead of an earlier one, until it is written.
+        The copy replaces an earlier one, and is held until it is written.
         """
         ...
 
     async def write_snapshot(self, token: int, folder: str) -> int:
-        """Write the copy as a checkpoint and read it back; its size in bytes.
+        """Write the copy as a checkpoint and read it back; returns its size in bytes.
 
-        Other calls go on meanwhile. Raises `RatoonError`; there is no folder then.
+        Runs beside other calls. Raises `RatoonError`; there is no folder then.
         """
         ...
 
     async def progress(self) -> Progress: ...
 
     async def cancel(self, operation_id: str) -> None:
-        """Ask what runs, or is about to, to stop before it changes weights."""
+        """Ask the running or next task to stop before it changes weights."""
         ...

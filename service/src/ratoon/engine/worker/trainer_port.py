@@ -1,7 +1,4 @@
-"""What a worker needs of a trainer; `train.trainer.Trainer` is one. No torch.
-
-Enter batches, complete losses and steps, leave reports. Invariant: those of `Trainer`.
-"""
+"""What a worker needs of a trainer; `train.trainer.Trainer` implements it. No torch."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ class ForwardArraysPort(Protocol):
 
 
 class SnapshotPort(Protocol):
-    """A trainer's state between two steps; the trainer goes on without changing it."""
+    """A trainer's state between two steps; later steps do not change it."""
 
     @property
     def version(self) -> int: ...
@@ -46,11 +43,11 @@ class SnapshotPort(Protocol):
     def digest(self) -> str: ...
 
     def write(self, folder: Path) -> int:
-        """A checkpoint; its size in bytes. From any thread. Raises `FileExistsError`."""
+        """Write a checkpoint; its size in bytes. Thread-safe. Raises `FileExistsError`."""
         ...
 
     def verify(self, folder: Path) -> None:
-        """Read it back. From any thread. Raises `RatoonError` where it is damaged."""
+        """Read it back. Thread-safe. Raises `RatoonError` where it is damaged."""
         ...
 
 

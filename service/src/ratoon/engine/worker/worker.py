@@ -1,11 +1,11 @@
 """A policy's worker: the one place where its weights change.
 
-An older fencing token, or a seq other than the last one plus one, is refused before any state is
-touched; the last seq is answered with its stored outcome.
+It refuses an older fencing token, or a seq other than the next, before it touches any state. For
+the last seq it returns the stored outcome.
 
-States: bare -> loaded -> lost. A failure that leaves the trainer in doubt, or a device that fails,
-is not survived: a lost worker refuses every call, and its controller goes on with another process.
-No torch is imported here: the trainer comes in as an argument.
+States: bare -> loaded -> lost. A failure that leaves the trainer's state in doubt, or a failed
+device, loses the worker: it refuses every call, and the controller replaces the process. No torch
+is imported here: the trainer comes in as an argument.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ _NO_OPERATION = ""
 
 
 class WorkerOrderError(Exception):
-    """A seq that is neither the last one nor the next, or is another operation's last one.
+    """Controller and worker disagree on the order.
 
-    Controller and worker do not agree.
+    The seq is neither the last nor the next, or it is the last one of another operation.
     """
 
 
 class WorkerCore:
-    """`fence`, `progress` and `cancel` may be called from any thread, all else from one thread.
+    """`fence`, `progress` and `cancel` are thread-safe; all else runs on one thread.
 
     `write_snapshot` has a thread of its own.
     """
@@ -85,7 +85,7 @@ class WorkerCore:
         self._last_outcome: Outcome | None = None
         self._takes_digests = False
         self._digest = ""
-        # Waits to be written.
+        # To be written by `write_snapshot`.
         self._snapshot: SnapshotPort | None = None
         self._meter = Meter()
         self._cancelled_id = _NO_OPERATION
@@ -93,9 +93,9 @@ class WorkerCore:
     # From any thread.
 
     def fence(self, token: int) -> None:
-        """Refuse all older tokens from now on. Raises `FencedError` where this one is older.
+        """Refuse older fencing tokens from now on. Raises `FencedError` where this one is older.
 
-        Raises `WorkerLostError` where the worker is lost, as all that has a token does.
+        Raises `WorkerLostError` where the worker is lost, as does every call with a token.
         """
         with self._token_lock:
             if token < self._token:
@@ -114,7 +114,7 @@ class WorkerCore:
     # From the compute thread.
 
     def status(self) -> WorkerStatus:
-        """Where the worker stands; being on the compute thread, after what was running."""
+        """Current state. Runs on the compute thread, so after the task that was running."""
         return WorkerStatus(
             is_loaded=self._runner is not None,
             version=self._runner.version if self._runner else 0,
@@ -125,14 +125,14 @@ class WorkerCore:
         )
 
     def load(self, token: int, policy_id: str, request: LoadRequest) -> Loaded:
-        """Become the policy as of a checkpoint or its start.
+        """Load the policy from a checkpoint or its initial weights.
 
         Raises `RatoonError`, and `UnusableCheckpointError`.
         """
         self.fence(token)
         self._runner = self._snapshot = None
-        # Layers refer to themselves: without it a trainer of before would still be on the device,
-        # and what that has left decides what is kept for a backward.
+        # Layers have reference cycles: without this an earlier trainer would stay on the device,
+        # and the memory that is free decides what is kept for a backward.
         gc.collect()
         started = time.perf_counter()
         try:
@@ -157,7 +157,7 @@ class WorkerCore:
         return Loaded(info=trainer.info(), numerics=trainer.fingerprint())
 
     def apply(self, token: int, task: Task) -> Outcome:
-        """Run the task whose seq is next, or say again how the last one ended."""
+        """Run the task whose seq is next, or return the last one's stored outcome."""
         self.fence(token)
         runner = self._loaded()
         if task.seq == self._last_seq and self._last_outcome is not None:
@@ -169,14 +169,14 @@ class WorkerCore:
         try:
             outcome = self._with_digest(runner, task, outcome)
         except Exception as err:
-            # The step was taken, and its outcome is nowhere.
+            # The step was taken, but its outcome is lost.
             raise self._lost("the trainer's state cannot be read") from err
         self._last_seq, self._last_outcome = task.seq, outcome
         self._reach(CrashPoint.WORKER_AFTER_APPLY)
         return outcome
 
     def skip(self, token: int, seq: int, outcome: Outcome) -> None:
-        """Count a seq that ended without being run."""
+        """Count a seq that ended without running."""
         self.fence(token)
         self._loaded()
         if seq == self._last_seq:
@@ -191,7 +191,7 @@ class WorkerCore:
         return self._run(self._loaded(), task)
 
     def restore(self, token: int, tasks: tuple[Task, ...]) -> None:
-        """Run the window's ForwardBackwards again, from none. Raises `WorkerLostError`."""
+        """Restore the window by running its ForwardBackwards again. Raises `WorkerLostError`."""
         self.fence(token)
         try:
             self._loaded().restore(tasks)
@@ -217,7 +217,7 @@ class WorkerCore:
         return self._guarded(runner, "publish", publish)
 
     def snapshot(self, token: int) -> str:
-        """Hold a copy of the state at the last step boundary; its digest.
+        """Hold a copy of the state at the last step boundary; returns its digest.
 
         Raises `RatoonError` and `WorkerLostError`.
         """
@@ -231,7 +231,7 @@ class WorkerCore:
     # From a thread of its own.
 
     def write_snapshot(self, token: int, folder: str) -> int:
-        """Write the copy that is held, read it back, and let it go; its size in bytes."""
+        """Write the held copy, read it back, and release it; returns its size in bytes."""
         self.fence(token)
         snapshot, self._snapshot = self._snapshot, None
         if snapshot is None:
@@ -241,7 +241,7 @@ class WorkerCore:
         return size_bytes
 
     def _with_digest(self, runner: TaskRunner, task: Task, outcome: Outcome) -> Outcome:
-        """The outcome with the digest of the state that it left."""
+        """The outcome, with the digest of the resulting state."""
         if outcome.state is not OperationState.DONE or not self._takes_digests:
             return outcome
         if isinstance(task.command, UpdateCommand | OptimStepCommand | LoadCheckpointCommand):
@@ -272,7 +272,7 @@ class WorkerCore:
         )
 
     def _may_have_stepped(self, task: Task) -> bool:
-        """Whether a task that failed in a way of its own may have changed weights or moments."""
+        """Whether a task that failed unexpectedly may have changed weights or moments."""
         if isinstance(task.command, UpdateCommand):
             return 0 < self._meter.planned <= self._meter.done
         return isinstance(task.command, OptimStepCommand | LoadCheckpointCommand)
@@ -284,9 +284,9 @@ class WorkerCore:
         call: Callable[[], T],
         may_have_stepped: Callable[[], bool] = lambda: False,
     ) -> T:
-        """What the call returns. Raises `RatoonError` after which the trainer is as it was before.
+        """Run a call. Raises `RatoonError` where the trainer is unchanged but for window gradients.
 
-        But for gradients of the window. Raises `WorkerLostError` where it may be otherwise.
+        Raises `WorkerLostError` where more may have changed.
         """
         try:
             return call()
@@ -295,7 +295,7 @@ class WorkerCore:
         except Exception as err:  # noqa: BLE001 - whatever it is, the caller must hear of it
             _LOG.exception("failed", what=what)
             failure = unexpected(err)
-        # The handler is over, whose traceback held what the call had on the device.
+        # Past the handler, whose traceback kept the call's tensors on the device.
         gc.collect()
         if may_have_stepped():
             raise self._lost("the trainer was stopped in the middle of a step")
@@ -308,7 +308,7 @@ class WorkerCore:
         raise failure
 
     def _lost(self, reason: str) -> WorkerLostError:
-        """The worker is lost; to be raised."""
+        """Mark the worker lost; returns the error to raise."""
         self._is_lost, self._runner = True, None
         _LOG.error("worker lost", reason=reason)
         return WorkerLostError(reason)
