@@ -1,7 +1,6 @@
-"""The service of one process, from its config.
+"""Builds a process's service from its config.
 
-Enters the config, leaves a `PolicyService` that reaches the engine through Ray. Invariant:
-importing this brings in no torch, whatever process it is in.
+Importing this must not import torch, whatever the process.
 """
 
 from __future__ import annotations
@@ -13,7 +12,10 @@ from ratoon.engine.cluster.remote import connect
 
 
 async def build_service(config: RatoonConfig) -> PolicyService:
-    """Ray must be connected. Raises UNAVAILABLE where no engine runs (`engine.bootstrap`)."""
+    """A service that reaches the engine through Ray, which must be connected.
+
+    Raises UNAVAILABLE where no engine runs (`engine.bootstrap`).
+    """
     return PolicyService(
         engine=await connect(config.ray.namespace),
         limits=config.limits,

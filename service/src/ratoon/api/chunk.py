@@ -1,7 +1,6 @@
-"""A chunk of a file as an answer: a FetchWeightsResponse whose bytes are copied once.
+"""A file chunk as an answer: a FetchWeightsResponse whose bytes are copied only once.
 
-Enters bytes, leaves what either wire sends of them. Invariant: `SerializeToString` gives bytes that
-any reader of `ratoon.v1` takes for a FetchWeightsResponse.
+`SerializeToString` gives bytes that parse as a FetchWeightsResponse.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from google.protobuf.descriptor import Descriptor
 from ratoon_proto.v1 import service_pb2
 
 _DATA = service_pb2.FetchWeightsResponse.DESCRIPTOR.fields_by_name["data"]
-# Of the wire format: a field that says its length.
+# Wire type of the format's length-delimited fields.
 _LENGTH_DELIMITED = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileChunk:
-    """`data`, and its xxh3-128 in hexadecimal digits. Its names are those of a message."""
+    """`data`, and its xxh3-128 in hexadecimal digits. It mimics a protobuf message."""
 
     DESCRIPTOR: ClassVar[Descriptor] = service_pb2.FetchWeightsResponse.DESCRIPTOR
     data: bytes = field(repr=False)
@@ -33,7 +32,7 @@ class FileChunk:
         return cls(data=data, digest=await asyncio.to_thread(xxhash.xxh3_128_hexdigest, data))
 
     def SerializeToString(self) -> bytes:
-        """Protobuf itself copies a field of megabytes more than once, into memory that grows."""
+        """Protobuf itself would copy a field of megabytes more than once, into a growing buffer."""
         others = service_pb2.FetchWeightsResponse(digest=self.digest).SerializeToString()
         head = bytes([_DATA.number << 3 | _LENGTH_DELIMITED]) + _varint(len(self.data))
         return b"".join((others, head, self.data))
@@ -41,13 +40,13 @@ class FileChunk:
 
 @dataclass(frozen=True, slots=True)
 class Serialized:
-    """An answer that is bytes already."""
+    """An answer that is already serialized."""
 
     _bytes: bytes = field(repr=False)
 
     @classmethod
     async def of(cls, answer: FileChunk | service_pb2.FetchWeightsResponse) -> Serialized:
-        """Off the event loop, which megabytes would hold up."""
+        """Serialize in a thread, as megabytes would block the event loop."""
         return cls(await asyncio.to_thread(answer.SerializeToString))
 
     def SerializeToString(self) -> bytes:

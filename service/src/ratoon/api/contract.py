@@ -1,4 +1,4 @@
-"""The calls of `ratoon.v1.PolicyService`, as their descriptors have them."""
+"""The calls of `ratoon.v1.PolicyService`, from their descriptors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from ratoon_proto.v1 import service_pb2
 
 SERVICE = service_pb2.DESCRIPTOR.services_by_name["PolicyService"]
-# Calls that bring rollouts.
+# Calls that carry rollouts.
 BATCHES = frozenset(
     method.name
     for method in SERVICE.methods
@@ -16,5 +16,5 @@ BATCHES = frozenset(
 
 
 def call_name(rpc: str) -> str:
-    """The method of `PolicyService`, and the name of a route: `get_policy` of `GetPolicy`."""
+    """The method of `PolicyService`, and the route's name: `get_policy` for `GetPolicy`."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", rpc).lower()

@@ -1,8 +1,7 @@
-"""How many objects a body would become, counted in its bytes before it is parsed.
+"""Counts the objects that a body would become, in its bytes, before it is parsed.
 
-An empty message has two bytes on the wire and a hundred in memory, a JSON value two and eighty.
-What is counted is what a parser would make: messages by their type, and all fields together, or
-JSON's brackets and commas.
+An empty message takes two bytes on the wire and a hundred in memory, a JSON value two and eighty.
+So messages are counted by type and fields in all, or JSON's brackets and commas.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from google.protobuf.descriptor import Descriptor
 from ratoon.config import LimitsConfig
 from ratoon.errors import ErrorCode, RatoonError
 
-# Tensors and segments of a batch; fields of all its messages, elements of packed ones among them.
+# Tensors and segments per batch; fields of all its messages, with the elements of packed ones.
 MAX_PARTS = 2**20
 MAX_FIELDS = 2**22
 MAX_JSON_VALUES = 2**22
@@ -26,14 +25,14 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
 class MalformedError(Exception):
-    """The bytes are no message."""
+    """The bytes are not a message."""
 
 
 @dataclass(slots=True)
 class _Kind:
-    """A message type: its fields that are messages, and those that are packed numbers.
+    """A message type: its message fields, and its packed numeric ones.
 
-    `name`: what callers call them. `most`: of them in a whole request.
+    `name`: what callers call them. `most`: the limit per request.
     """
 
     name: str
@@ -43,14 +42,14 @@ class _Kind:
 
 
 class MessageCounter:
-    """Of one request type. `limits` bound groups and rollouts."""
+    """For one request type. `limits` bound groups and rollouts."""
 
     def __init__(self, descriptor: Descriptor, limits: LimitsConfig) -> None:
         most = {"RolloutGroup": limits.max_groups, "Rollout": limits.max_sequences}
         self._root = _kind(descriptor, most)
 
     def count(self, data: bytes) -> int:
-        """Messages in `data`. Raises BODY_TOO_LARGE, `MalformedError`."""
+        """Number of messages in `data`. Raises BODY_TOO_LARGE, `MalformedError`."""
         counts: Counter[str] = Counter()
         try:
             self._walk(data, 0, len(data), self._root, counts)
@@ -59,7 +58,7 @@ class MessageCounter:
         return counts.total() - counts[""]
 
     def _walk(self, data: bytes, at: int, end: int, kind: _Kind, counts: Counter[str]) -> None:
-        """Counts below "" are those of fields. The event loop waits for it: no call is for free."""
+        """`counts[""]` counts fields. It blocks the event loop, so it avoids calls."""
         children, packed = kind.children, kind.packed
         num_fields = counts[""]
         while at < end:
@@ -104,7 +103,7 @@ class MessageCounter:
 
 
 def check_json(body: bytes) -> None:
-    """Raises BODY_TOO_LARGE. Commas and brackets in texts count too; they are few."""
+    """Raises BODY_TOO_LARGE. Commas and brackets within strings count too; they are few."""
     num_objects = body.count(b"{")
     if num_objects > MAX_JSON_OBJECTS:
         raise _too_many("JSON objects", MAX_JSON_OBJECTS)
@@ -113,7 +112,7 @@ def check_json(body: bytes) -> None:
 
 
 def _kind(descriptor: Descriptor, most: Mapping[str, int]) -> _Kind:
-    """Messages of a request are not recursive."""
+    """Recursion ends, as request messages are not recursive."""
     fields = list(descriptor.fields)
     return _Kind(
         name=_NAMES.get(descriptor.name, f"{descriptor.name.lower()}s"),

@@ -1,9 +1,8 @@
-"""Between the wires and the service: who may make this call about this policy, and the audit of it.
+"""Between the wires and the service: who may make this call about this policy, and its audit.
 
-Enters a call's name with what its caller presented, then its request; leaves the service's answer.
-Invariant: a request reaches the service only after `enter` and `check`; every call that changes
-something or is refused is in the audit log; a call that goes on is looked at again, so that a key
-that is revoked sees nothing more after `RECHECK_S` seconds.
+A request reaches the service only after `enter` and `check`. Every call that changes something or
+is refused is in the audit log. A long call is checked again, so a revoked key sees nothing more
+after `RECHECK_S` seconds.
 """
 
 from __future__ import annotations
@@ -29,22 +28,23 @@ from ratoon_proto.v1 import service_pb2
 
 RequestT = TypeVar("RequestT", bound=Message)
 ResponseT = TypeVar("ResponseT", bound=Message | FileChunk)
-# (reason, id of the key) of a refusal.
+# Called with the reason of a refusal, and the id of the key.
 OnRefusal = Callable[[str, str], None]
-# Calls about no policy. ListPolicies answers those that its caller may see.
+# Calls about no single policy. ListPolicies returns those that its caller may see.
 OF_NO_POLICY = frozenset({"list_policies", "get_server_info", "health", "api_document"})
 # Calls that wait for something to happen; they change nothing.
 WAITING = frozenset({"get_operation"})
 RECHECK_S = 5.0
-# Calls that a process takes beyond those that the gate lets in: they are refused in the one shape.
+# Calls that a process accepts beyond the gate's limit, so that the gate can refuse them with the
+# usual error.
 ROOM_TO_REFUSE = 256
 ANSWERED = "OK"
-# The caller left before there was an answer; what was begun goes on.
+# The caller left before there was an answer; work that was begun goes on.
 NO_ANSWER = "CANCELLED"
 
 
 class Visit:
-    """One call that was let in, up to `leave`; recorded where it has its line in the audit log."""
+    """One authorized call, up to `leave`. `is_recorded`: its line is in the audit log."""
 
     def __init__(self, caller: Caller, call: str, presented: Presented) -> None:
         self.caller = caller
@@ -54,7 +54,7 @@ class Visit:
 
 
 class Gate:
-    """One a process. A wire calls `enter`, then `run`, `stream` or `check`, and always `leave`."""
+    """One per process. Wires call `enter`, then `run`, `stream` or `check`, always `leave`."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Gate:
         self._on_refusal = on_refusal
 
     def enter(self, call: str, presented: Presented) -> Visit:
-        """Before the request is read.
+        """Authorize a call before its request is read.
 
         Raises UNAUTHENTICATED, PERMISSION_DENIED, UNAVAILABLE, and RESOURCE_EXHAUSTED for too many
         requests.
@@ -90,7 +90,7 @@ class Gate:
         return visit
 
     def _judged(self, call: str, presented: Presented) -> tuple[Caller, RatoonError | None]:
-        """Who calls, as far as that is proven, and why not."""
+        """The caller, as far as it is authenticated, and the refusal, if any."""
         try:
             caller = self._access.enter(call, presented)
         except RatoonError as error:
@@ -103,7 +103,7 @@ class Gate:
             self._refuse(visit, policy_of(request), seq_of(request), denied())
 
     def check_all(self, visit: Visit) -> None:
-        """Of a call about all policies at once. Raises PERMISSION_DENIED for a key of some."""
+        """For calls about all policies. Raises PERMISSION_DENIED for a key limited to some."""
         if visit.caller.policies is not None:
             self._refuse(visit, "", 0, denied())
 
@@ -113,13 +113,13 @@ class Gate:
         call: Callable[[RequestT], Awaitable[ResponseT]],
         request: RequestT,
     ) -> ResponseT:
-        """The service's answer to `request`, as far as the caller may see it."""
+        """The service's answer to `request`, reduced to what the caller may see."""
         self.check(visit, request)
         seq, outcome = seq_of(request), NO_ANSWER
         try:
             with acting_for(Holder(key_id=visit.caller.key_id, limits=visit.caller.limits)):
                 answer = await self._called(visit, call, request)
-            # Under server sequencing the service has given it.
+            # Under server sequencing the answer has the seq.
             seq, outcome = seq_of(answer) or seq, ANSWERED
         except RatoonError as error:
             outcome = str(error.code)
@@ -140,7 +140,7 @@ class Gate:
         call: Callable[[RequestT], AsyncGenerator[ResponseT, None]],
         request: RequestT,
     ) -> AsyncGenerator[ResponseT, None]:
-        """The service's messages, for as long as the caller may see them."""
+        """The service's messages, for as long as the caller's key is valid."""
         self.check(visit, request)
         async with aclosing(call(request)) as messages:
             while True:
@@ -151,7 +151,7 @@ class Gate:
                 yield message
 
     def leave(self, visit: Visit, policy_id: str, outcome: str) -> None:
-        """The call has ended, once; one that changes something is recorded where it is not yet."""
+        """End a call, once. One that changes something is recorded now, if it was not yet."""
         self._in_flight.end(visit.caller.name)
         if is_changing(visit.call) and not visit.is_recorded:
             self._write(visit, policy_id, 0, outcome)
@@ -169,7 +169,7 @@ class Gate:
     async def _watched(
         self, visit: Visit, request: Message, waiting: Awaitable[ResponseT]
     ) -> ResponseT:
-        """What `waiting` brings, unless the caller's key ends before."""
+        """The result of `waiting`, unless the caller's key becomes invalid first."""
         task = asyncio.ensure_future(waiting)
         try:
             while not (await asyncio.wait({task}, timeout=RECHECK_S))[0]:
@@ -197,7 +197,7 @@ class Gate:
                 key_id=visit.caller.key_id,
                 peer=visit.caller.peer,
                 call=visit.call,
-                # What is no id may be anything, a key given by mistake too.
+                # An invalid id could be anything, even an API key pasted by mistake.
                 policy_id=policy_id if POLICY_ID.fullmatch(policy_id) else "?" * bool(policy_id),
                 seq=seq,
                 outcome=outcome,
@@ -206,7 +206,7 @@ class Gate:
 
 
 def build_gate(config: RatoonConfig, on_refusal: OnRefusal = lambda _reason, _key_id: None) -> Gate:
-    """What the config asks for; the audit log is kept whoever is let in."""
+    """The gate of a config; the audit log is kept even without keys."""
     data_root = config.data_root.absolute()
     audit = AuditLog(
         data_root,
@@ -221,13 +221,13 @@ def build_gate(config: RatoonConfig, on_refusal: OnRefusal = lambda _reason, _ke
 
 
 def policy_of(request: Message) -> str:
-    """The policy that a request is about; "" where it names none."""
+    """The policy that a request names; "" where it names none."""
     fields = request.DESCRIPTOR.fields_by_name
     message = cast("Any", request)
     if "policy_id" in fields:
         return str(message.policy_id)
     if "operation_id" in fields:
-        # What follows the policy's id has no dot, and neither has the id.
+        # A suffix of the policy's id has no dot, and neither has the id.
         return str(message.operation_id).rpartition(".")[0]
     if "spec" in fields:
         return str(message.spec.policy_id)
@@ -235,7 +235,7 @@ def policy_of(request: Message) -> str:
 
 
 def seq_of(message: Message | FileChunk) -> int:
-    """The seq of a request, in its key, or of an operation; 0 where there is none."""
+    """The seq in a request's key, or of an operation; 0: none."""
     fields = message.DESCRIPTOR.fields_by_name
     if "key" in fields:
         return int(cast("Any", message).key.seq)
@@ -245,7 +245,7 @@ def seq_of(message: Message | FileChunk) -> int:
 
 
 def visible(caller: Caller, answer: ResponseT) -> ResponseT:
-    """`answer` without the policies that `caller` may not see."""
+    """`answer` without policies that `caller` may not see."""
     if caller.policies is None or not isinstance(answer, service_pb2.ListPoliciesResponse):
         return answer
     seen = [policy for policy in answer.policies if caller.may_see(policy.spec.policy_id)]
@@ -253,5 +253,5 @@ def visible(caller: Caller, answer: ResponseT) -> ResponseT:
 
 
 def _reason(error: RatoonError) -> str:
-    """What was short, or the code: few, and known beforehand."""
+    """The exhausted resource, or the code: a bounded set of labels."""
     return error.details.get("resource") or str(error.code).lower()

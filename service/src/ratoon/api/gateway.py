@@ -1,11 +1,10 @@
 """The gateway: gRPC and HTTP for callers anywhere, in one process that outlives Serve's replicas.
 
-After SIGTERM or `drain` no new call is taken and those under way are answered, up to `DRAIN_S`
-seconds.
+After SIGTERM or `drain` it refuses new calls and answers those under way, within `DRAIN_S` seconds.
 
-It is a plain (not asyncio) Ray actor, for then its constructor runs on the process's main thread,
-the only one that may install signal handlers. That thread waits in Ray's C++ loop, where no Python
-handler would run: the signal is read from the wakeup pipe by a thread of our own.
+It is a plain (not asyncio) Ray actor, so its constructor runs on the process's main thread, the
+only one that may install signal handlers. That thread waits in Ray's C++ loop, where no Python
+handler would run, so a thread of our own reads the signal from the wakeup pipe.
 """
 
 from __future__ import annotations
@@ -42,18 +41,18 @@ _log = get_logger("gateway")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edges:
-    """Both servers of one service."""
+    """The servers of both wires."""
 
     grpc: RunningServer
     http: RunningHttp
 
     async def stop(self, grace_s: float) -> None:
-        """Take no new call, and answer those under way within `grace_s` seconds."""
+        """Refuse new calls, and answer those under way within `grace_s` seconds."""
         await asyncio.gather(self.grpc.stop(grace_s), self.http.stop(grace_s))
 
 
 class Gateway:
-    """Serving from construction to `drain`; a restart by Ray listens on the same ports again."""
+    """Serves from construction to `drain`; after a restart by Ray it listens on the same ports."""
 
     def __init__(self, config: RatoonConfig) -> None:
         configure_logging(config.log_level)
@@ -65,10 +64,10 @@ class Gateway:
         _log.info("gateway listens", grpc=self._edges.grpc.port, http=self._edges.http.port)
 
     def wait_until_ready(self) -> None:
-        """Answered once the constructor has ended, so both ports are open."""
+        """Returns once the constructor has ended, so both ports are open."""
 
     def drain(self) -> None:
-        """Take no new call, answer those under way; returns when it is done."""
+        """Refuse new calls, and return once those under way are answered."""
         self._call(self._edges.stop(DRAIN_S)).result()
 
     def _call(self, coroutine: Any) -> Future[Any]:
@@ -90,11 +89,11 @@ class Gateway:
 
 
 def _leave_to_thread(signal_number: int, frame: FrameType | None) -> None:
-    """Without a handler in Python, nothing would be written to the wakeup pipe."""
+    """Without a Python handler nothing would be written to the wakeup pipe."""
 
 
 async def start_edges(config: RatoonConfig) -> Edges:
-    """Both wires of one service, behind one gate. Raises OSError where a port is taken."""
+    """Serve both wires behind one gate. Raises OSError where a port is taken."""
     service = await build_service(config)
     gate = build_gate(config, service.record_refusal)
     servicer = PolicyServicer(
@@ -126,7 +125,7 @@ async def start_edges(config: RatoonConfig) -> Edges:
 
 
 def _context(config: RatoonConfig, *protocols: str) -> ssl.SSLContext | None:
-    """Each wire has a store of its own, for what is spoken inside is a property of the context."""
+    """Each wire has its own store, as its ALPN protocols are a property of the context."""
     files = files_of(config)
     if files is None:
         return None

@@ -1,7 +1,6 @@
-"""What the wires need of the engine. `engine.client.EngineClient` is one; tests have their own.
+"""What the wires need of the engine; `engine.client.EngineClient` implements it.
 
-Enter validated commands, leave operations and files. Invariant: each call raises `RatoonError` or
-returns; a call that was begun is not undone by the caller's cancellation.
+Every failure is a `RatoonError`. Cancelling a caller does not undo a call that has begun.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Whose call this is, for the code that the call runs.
+"""The authenticated principal of the call being served.
 
-Enters a holder at the gate, leaves it where an operation is submitted. Invariant: it is the
-context's own, so it follows a call into its tasks and threads and never into another call. The
-calls of the service have one argument, the request, whatever wire they came by.
+It is a context variable, so it follows a call into its tasks and threads but never into another
+call. Calls of the service need no second argument for it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _HOLDER: ContextVar[Holder] = ContextVar("ratoon_holder", default=NOBODY)
 
 @contextmanager
 def acting_for(holder: Holder) -> Generator[None, None, None]:
-    """What is submitted in the block is `holder`'s."""
+    """Operations submitted in the block belong to `holder`."""
     token = _HOLDER.set(holder)
     try:
         yield

@@ -1,8 +1,7 @@
-"""The policy service, free of any wire: a request message in, a response message out.
+"""The policy service, independent of any wire: a request message in, a response message out.
 
-Enters what gRPC received or HTTP translated, leaves what either sends. Invariant: nothing reaches
-the engine unjudged; what has reached it goes on when the caller goes away, though Serve cancels the
-handler then.
+Every request is validated before it reaches the engine. From then on it runs to its end even if the
+caller leaves, when Serve cancels the handler.
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ from ratoon.stream.manifest import WeightFile
 from ratoon_proto.v1 import operation_pb2, policy_pb2, rollout_pb2, service_pb2, weights_pb2
 
 T = TypeVar("T")
-# Of a batch: where its groups come from.
+# A batch's groups: inline, or from an upload.
 BatchRequest = (
     service_pb2.UpdateRequest | service_pb2.ForwardBackwardRequest | service_pb2.ForwardRequest
 )
 MAX_UPLOAD_PARTS = 65_536
-# How old an answer of Health may be, and how long the engine's may take.
+# Maximum age of a Health answer, and how long the engine's answer may take.
 HEALTH_S = 1.0
 HEALTH_ANSWER_S = 5.0
 # Seconds between two messages of a watched operation.
@@ -58,7 +57,7 @@ WATCH_INTERVAL_S = 0.25
 
 
 class PolicyService:
-    """One method a call of `ratoon.v1.PolicyService`; all raise `RatoonError`. No policy state."""
+    """A method per call of `ratoon.v1.PolicyService`; all raise `RatoonError`. No policy state."""
 
     def __init__(
         self, *, engine: Engine, limits: LimitsConfig, defaults: SpecDefaults, device: str
@@ -133,7 +132,7 @@ class PolicyService:
     async def upload_part(
         self, request: service_pb2.UploadPartRequest
     ) -> service_pb2.UploadPartResponse:
-        """A part is decoded here for its errors alone, and judged as part of its batch."""
+        """Store a part, decoded here only to find errors; its batch is validated whole."""
         policy_id = matched("policy_id", request.policy_id, POLICY_ID)
         upload_id = matched("upload_id", request.upload_id, UPLOAD_ID)
         if not 0 <= request.part_index < MAX_UPLOAD_PARTS:
@@ -218,9 +217,10 @@ class PolicyService:
         return server_info(self._limits, device=self._device, backends=backends)
 
     async def health(self, request: service_pb2.HealthRequest) -> service_pb2.HealthResponse:
-        """Whether the engine answers; what is wrong is text, not an error.
+        """Whether the engine answers; a problem is text in the answer, not an error.
 
-        Asked without a key, so the engine is asked once in `HEALTH_S` seconds, whoever asks.
+        It needs no key, so the engine is asked at most once per `HEALTH_S` seconds over all
+        callers.
         """
         now = asyncio.get_running_loop().time()
         if self._health is None or (self._health.done() and now - self._asked_at >= HEALTH_S):
@@ -238,7 +238,7 @@ class PolicyService:
         return "ok"
 
     async def metrics_text(self) -> bytes:
-        """Prometheus text of all processes together."""
+        """Prometheus text of all processes."""
         return await self._engine.metrics_text()
 
     def record_request(self, *, transport: str, method: str, code: str, seconds: float) -> None:
@@ -251,11 +251,11 @@ class PolicyService:
         )
 
     def record_refusal(self, reason: str, key_id: str) -> None:
-        """Count a call that was refused at the gate, or for want of what is bounded."""
+        """Count a call refused by the gate or by a limit."""
         self._engine.record_metrics([REFUSALS.sample(1, reason, key_id)])
 
     async def _policy(self, policy_id: str) -> Policy:
-        """The policy as it is now: a cached one may have been deleted and made anew elsewhere."""
+        """The current policy: a cached one may have been deleted and recreated elsewhere."""
         return await self._engine.get_policy(matched("policy_id", policy_id, POLICY_ID))
 
     async def _submit_batch(
@@ -291,7 +291,7 @@ class PolicyService:
                 raise required("source", "batch or upload")
 
     async def _message(self, operation: Operation) -> operation_pb2.Operation:
-        """The wire form; a Forward's output is inline where it is small and still kept."""
+        """The wire form; a Forward's output is inline if it is small and not expired."""
         output = None
         result = operation.result
         if isinstance(result, ForwardResult) and result.size_bytes <= self._inline_bytes:
@@ -309,7 +309,7 @@ class PolicyService:
         return min(self._limits.inline_result_bytes, self._limits.max_fetch_bytes)
 
     async def _finish(self, call: Coroutine[Any, Any, T]) -> T:
-        """Await a call that changes something; it runs to its end though the caller leaves."""
+        """Await a call that changes something; it runs to its end even if the caller leaves."""
         task = asyncio.create_task(call)
         self._begun.add(task)
         task.add_done_callback(self._end)
@@ -317,7 +317,7 @@ class PolicyService:
 
     def _end(self, task: asyncio.Task[Any]) -> None:
         self._begun.discard(task)
-        # Where the caller has left, nobody else looks at the exception.
+        # If the caller has left, nobody else retrieves the exception.
         if not task.cancelled():
             task.exception()
 

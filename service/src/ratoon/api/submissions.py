@@ -1,8 +1,7 @@
-"""Sequenced requests to submissions: everything that is judged before an operation takes a seq.
+"""Sequenced requests to submissions: all validation before an operation takes a seq.
 
-Enters a request, its policy and its decoded groups, leaves a `Submission`. Invariant: pure and
-without I/O (it runs in a thread), and what it lets through depends on its arguments alone, so the
-same batch has the same body, digest and payload hash on every wire.
+Pure and without I/O, as it runs in a thread. The result depends on the arguments alone, so a batch
+has the same body, digest and payload hash on every wire.
 """
 
 from __future__ import annotations
@@ -135,13 +134,13 @@ def load_checkpoint(request: service_pb2.LoadCheckpointRequest, policy: Policy) 
 
 
 def unshared_tokens(batch: RolloutBatch) -> int:
-    """Prompt and response of every sequence, each alone."""
+    """Prompt and response tokens of every sequence, each counted alone."""
     sequences_G, prompts_G = np.diff(batch.group_offsets), np.diff(batch.prompt_offsets)
     return int(sequences_G @ prompts_G) + len(batch.response_tokens)
 
 
 def operation_key(request: _Keyed, policy: Policy) -> OperationKey:
-    """The key of a sequenced call, of the kind that the policy was created with."""
+    """The key of a sequenced call, which must be of the policy's kind of sequencing."""
     sequencing = policy.spec.sequencing
     match request.key.WhichOneof("key"), sequencing:
         case "seq", Sequencing.CLIENT:
@@ -161,7 +160,7 @@ def operation_key(request: _Keyed, policy: Policy) -> OperationKey:
 
 
 def model_info(policy: Policy) -> ModelInfo:
-    """What the loaded model says of itself. Raises POLICY_NOT_READY before it is loaded."""
+    """The loaded model's description. Raises POLICY_NOT_READY before it is loaded."""
     if policy.info is None:
         raise RatoonError(
             ErrorCode.POLICY_NOT_READY,
@@ -174,7 +173,7 @@ def model_info(policy: Policy) -> ModelInfo:
 
 
 def _include_seqs(seqs: Sequence[int]) -> tuple[int, ...]:
-    """The window's operations to include, ascending; the order they were named in is no matter."""
+    """The seqs of the window to include, ascending; their order in the request does not matter."""
     seen: set[int] = set()
     for index, seq in enumerate(seqs):
         if seq in seen:

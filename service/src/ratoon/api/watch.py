@@ -1,7 +1,6 @@
-"""A watched operation, slowed down to what a reader needs.
+"""A watched operation, throttled for its reader.
 
-Enters every change, leaves the first, the newest at most once an interval, and the last. Invariant:
-what is waiting for a slow reader is one value, whatever the number of changes.
+A slow reader has at most one value waiting, the newest, however many changes there were.
 """
 
 from __future__ import annotations

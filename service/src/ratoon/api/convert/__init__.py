@@ -1,1 +1,1 @@
-"""Wire messages to the service's own types and back; see docs/api.md for what each field means."""
+"""Wire messages to the service's own types and back; docs/api.md explains each field."""

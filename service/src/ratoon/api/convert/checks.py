@@ -1,7 +1,6 @@
 """Checks of single fields: ids, numbers, sizes.
 
-Enters a field's name and what the caller sent, leaves the same value or a typed error naming the
-field. Invariant: an id that leaves here is safe in a file name, a URL and a log line.
+Errors name the field. An id that passes is safe in a file name, a URL and a log line.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ MAX_SHOWN = 80
 
 
 def shown(value: object) -> str:
-    """`value` as it may stand in a message: printable ASCII, cut short."""
+    """`value` for use in a message: printable ASCII, truncated."""
     text = ascii(value)
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
 
 
 def matched(field: str, value: str, pattern: re.Pattern[str]) -> str:
-    """`value`, which matches `pattern` as a whole."""
+    """`value`, if all of it matches `pattern`. Raises INVALID_ARGUMENT."""
     if pattern.fullmatch(value) is None:
         raise invalid(field, shown(value), f"text of the form {pattern.pattern}")
     return value
@@ -63,5 +62,5 @@ def not_negative(field: str, value: float) -> float:
 
 
 def required(field: str, expected: str) -> RatoonError:
-    """The error of a field that was left out."""
+    """The error for a missing field."""
     return invalid(field, "nothing", expected)

@@ -26,8 +26,8 @@ from ratoon_proto.fields import enum_name, one_of
 E = TypeVar("E", bound=StrEnum)
 
 
-# What an enum that the caller left out stands for. An enum that is not here has no default of its
-# own: it is required, or its absence means something else.
+# Meaning of an enum that the caller left out. One that is not listed here is required, or its
+# absence means something else.
 DEFAULTS: Mapping[type[StrEnum], StrEnum] = {
     ModelDtype: ModelDtype.FLOAT32,
     OnChangedNumerics: OnChangedNumerics.STOP,
@@ -43,8 +43,7 @@ DEFAULTS: Mapping[type[StrEnum], StrEnum] = {
 def from_wire(message: Message, name: str, enum: type[E], path: str) -> E:
     """The member that a field holds, or the enum's default.
 
-    Raises INVALID_ARGUMENT for a number that this version does not know, and for an enum without a
-    default that was left out.
+    Raises INVALID_ARGUMENT for an unknown number, and for a missing enum without a default.
     """
     field = cast("FieldDescriptor", message.DESCRIPTOR.fields_by_name[name])
     assert field.enum_type is not None

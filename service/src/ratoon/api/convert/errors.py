@@ -1,7 +1,7 @@
 """Errors on the wire: `RatoonError` to `ErrorDetail` and back.
 
-Enters whatever was raised, leaves a message small enough for a gRPC trailer (8 KiB of metadata).
-Invariant: an exception that is not a `RatoonError` leaves as INTERNAL without its text.
+Texts are cut so that a message fits a gRPC trailer (8 KiB of metadata). Any other exception becomes
+INTERNAL without its text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MAX_DETAILS = 16
 
 
 def cut(text: str) -> str:
-    """`text` without what UTF-8 cannot carry, at most MAX_TEXT characters."""
+    """`text` without what UTF-8 cannot encode, at most MAX_TEXT characters."""
     safe = text.encode("utf-8", "backslashreplace").decode("utf-8")
     return safe if len(safe) <= MAX_TEXT else f"{safe[: MAX_TEXT - 3]}..."
 

@@ -1,6 +1,6 @@
-"""Rollout groups from the wire: tensors decoded, nothing judged yet.
+"""Decodes rollout groups from the wire, without validating them.
 
-No tensor is decoded before its size has been checked, and an error names group and rollout.
+A tensor's size is checked before it is decoded; errors name group and rollout.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ratoon_proto.codec import CodecError, decode_tensor
 from ratoon_proto.v1 import rollout_pb2 as wire
 from ratoon_proto.v1.tensor_pb2 import Tensor
 
-# Bytes of the widest element that a caller may send a token or a value as.
+# Bytes per element of the widest dtype that a caller may send.
 _WIDEST_BYTES = 8
 _KINDS = {"tokens": "iu", "values": "f", "flags": "b"}
 # Per-token arrays of a rollout.
@@ -98,7 +98,7 @@ def _segments(field: str, message: wire.Rollout, max_bytes: int) -> tuple[RawSeg
 
 
 def _tokens(field: str, tensor: Tensor, max_bytes: int) -> NDArray[np.integer]:
-    """Token ids; a tensor that was left out (no dtype, no bytes) is an empty one."""
+    """Token ids; a missing tensor (no dtype, no bytes) is an empty one."""
     if not tensor.dtype and not tensor.data and not tensor.shape:
         return np.empty(0, dtype=np.int32)
     return cast("NDArray[np.integer]", _array(field, tensor, "tokens", max_bytes))

@@ -1,7 +1,6 @@
 """Loss and optimizer step of a call.
 
-Only names and presence are judged here; whether the numbers make sense is for `train.loss.resolve`,
-against the batch.
+Only names and presence are checked here; `train.loss.resolve` checks the numbers against the batch.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def _old_logprobs(message: wire.OldLogprobs) -> OldLogprobs | None:
 
 
 def _correction(message: wire.LossConfig) -> RolloutCorrection | None:
-    """`low` is for one mode alone, and 0 where it is left out."""
+    """`low` belongs to one mode only, and defaults to 0."""
     if not message.HasField("correction"):
         return None
     correction = message.correction

@@ -1,7 +1,6 @@
 """Operations and their results to the wire.
 
-A final operation carries exactly one result; the output of a Forward is inline only where this
-module is handed its bytes.
+A final operation has exactly one result. A Forward's output is inline only if its bytes are given.
 """
 
 from __future__ import annotations

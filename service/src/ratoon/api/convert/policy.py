@@ -1,7 +1,7 @@
 """Policy specs from the wire, policies to it.
 
-A model folder that leaves here lies below the models root, every symbolic link followed, and every
-default is written out, on both sides.
+A returned model folder lies below the models root, with all symbolic links followed. Defaults are
+written out in both directions.
 """
 
 from __future__ import annotations
@@ -106,8 +106,7 @@ def policy_spec(message: wire.PolicySpec, defaults: SpecDefaults) -> PolicySpec:
 
 
 def model_folder(field: str, given: str, models_root: Path) -> Path:
-    """The folder that a caller names, absolute, with its files below `models_root` after following
-    links.
+    """A caller's model folder, absolute; with links followed its files are below `models_root`.
 
     Raises INVALID_ARGUMENT; the message says nothing of folders outside the root.
     """
@@ -118,7 +117,7 @@ def model_folder(field: str, given: str, models_root: Path) -> Path:
     try:
         folder = (root / given).resolve()
         is_folder = folder.is_relative_to(root) and folder != root and folder.is_dir()
-        # Its files may be links too, as in a cache of Hugging Face.
+        # Its files may be links too, as in a Hugging Face cache.
         is_inside = is_folder and all(
             file.resolve().is_relative_to(root) for file in folder.iterdir()
         )
@@ -203,7 +202,7 @@ def spec_message(spec: PolicySpec, models_root: Path) -> wire.PolicySpec:
 
 
 def _relative(folder: Path, models_root: Path) -> str:
-    """`folder` below the root, or its last name where the root has moved since."""
+    """`folder` relative to the root, or its last name if the root has moved since."""
     root = models_root.resolve()
     return str(folder.relative_to(root)) if folder.is_relative_to(root) else folder.name
 

@@ -1,4 +1,4 @@
-"""Messages and the dataclasses that have their fields; errors name fields as callers know them."""
+"""Messages to dataclasses with the same fields, and back; errors use callers' field names."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ MessageT = TypeVar("MessageT", bound=Message)
 
 
 def read(message: Message, record: type[T], path: str, **given: Any) -> T:
-    """A record of `message`, whose path is `path`; `given` are fields that it says otherwise.
+    """A record of `message`, whose path is `path`; `given` replaces its fields.
 
-    Raises INVALID_ARGUMENT for a field without a default that is absent, and for an unknown enum.
+    Raises INVALID_ARGUMENT for a missing field without a default, and for an unknown enum.
     """
     try:
         return to_record(message, record, path, given=given)
@@ -28,6 +28,6 @@ def read(message: Message, record: type[T], path: str, **given: Any) -> T:
 
 
 def write(message: MessageT, record: object, *, skip: Collection[str] = ()) -> MessageT:
-    """`message` with the fields of `record` but those in `skip`; times are Unix seconds."""
+    """Fill `message` from `record`, except the fields in `skip`; times are Unix seconds."""
     fill(message, record, skip=skip)
     return message

@@ -1,4 +1,4 @@
-"""What the server is, to the wire. Versions are those of the installed distributions."""
+"""Server information for the wire. Versions are those of the installed distributions."""
 
 from __future__ import annotations
 

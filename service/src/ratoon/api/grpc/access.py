@@ -1,4 +1,4 @@
-"""What the caller of a gRPC call has presented: its key and the host that it calls from."""
+"""The credentials of a gRPC call: its API key and the host that it comes from."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def presented_of(context: CallContext) -> Presented:
 
 
 def host_of(peer: str) -> str:
-    """The host of a peer as gRPC names it (`ipv4:127.0.0.1:4711`); what is no address, as it is."""
+    """The host of a peer as gRPC names it (`ipv4:127.0.0.1:4711`); other text unchanged."""
     kind, separator, rest = peer.partition(":")
     if not separator or kind not in ("ipv4", "ipv6"):
         return peer

@@ -1,9 +1,9 @@
-"""The frames of one HTTP/2 connection, watched on their way to gRPC: how long each message is.
+"""Watches the frames of an HTTP/2 connection on their way to gRPC, for each message's length.
 
-gRPC allocates a message as it comes, whatever its length, and tells nobody until it is whole: its
-own limit is looked at afterwards. So the five bytes in front of a message are read here, and each
-call gets a header that names its `Arrival`, by which the handler finds them before it asks gRPC for
-the message. Nothing else is changed or judged; HPACK is not decoded. RFC 9113, section 4 and 6.
+gRPC allocates a message as it arrives, checks its limit only afterwards, and reports the length
+only with the whole message. So the five bytes before a message are read here. Each call gets a
+header that names its `Arrival`, where the handler finds the length before it asks gRPC for the
+message. Nothing else is changed or checked; HPACK is not decoded. RFC 9113, section 4 and 6.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ _HEAD_BYTES = 9
 _PREFIX_BYTES = 5
 _DATA, _HEADERS, _RST_STREAM, _CONTINUATION = 0, 1, 3, 9
 _END_STREAM, _END_HEADERS, _PADDED = 1, 4, 8
-# Of one connection. gRPC refuses calls beyond its own bound, so the oldest of more are nobody's.
+# Per connection. gRPC refuses calls beyond its own limit, so the oldest beyond this are stale.
 _MAX_ARRIVALS = 2048
 
 
 class Arrival:
-    """The request of one call, as far as it has come. `host`: of its caller."""
+    """What has arrived of one call's request. `host`: of its caller."""
 
     __slots__ = ("_has_ended", "_prefix", "_waiter", "host", "num_bytes")
 
     def __init__(self, host: str) -> None:
         self.host = host
-        # Of the stream: what has come, headers apart.
+        # Bytes of the stream so far, without headers.
         self.num_bytes = 0
         self._prefix = b""
         self._waiter: asyncio.Future[None] | None = None
@@ -46,13 +46,13 @@ class Arrival:
         return len(self._prefix) == _PREFIX_BYTES
 
     def add(self, data: memoryview) -> None:
-        """The next bytes of the message, its prefix first."""
+        """Add the next bytes of the message, its prefix first."""
         if not self._is_known:
             self._prefix += data[: _PREFIX_BYTES - len(self._prefix)].tobytes()
             self._wake()
 
     def end(self) -> None:
-        """Nothing more comes."""
+        """Nothing more will arrive."""
         self._has_ended = True
         self._wake()
 
@@ -62,9 +62,9 @@ class Arrival:
 
 
 class Frames:
-    """One connection's bytes from its caller. `header`: its name, and the value's first part.
+    """One connection's bytes from its caller. `header`: our header's name, and its value's prefix.
 
-    `on_call` hears of each call that begins.
+    `on_call` is called for each new call.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Frames:
         self._name, self._mark = header
         self._on_call = on_call
         self._arrivals: OrderedDict[int, Arrival] = OrderedDict()
-        # Of the frame, or the preface, that is under way.
+        # State of the frame, or the preface, being read.
         self._head = bytearray()
         self._left = PREFACE_BYTES
         self._kind, self._flags, self._stream = -1, 0, 0
@@ -84,20 +84,20 @@ class Frames:
         self._named: int | None = None
 
     def take(self, stream: int) -> Arrival | None:
-        """Of a call whose handler has begun."""
+        """The arrival of a call whose handler has started."""
         return self._arrivals.get(stream)
 
     def forget(self, stream: int) -> None:
-        """Its handler has ended."""
+        """The call's handler has ended."""
         self._arrivals.pop(stream, None)
 
     def end(self) -> None:
-        """The connection has."""
+        """The connection has ended."""
         for arrival in self._arrivals.values():
             arrival.end()
 
     def feed(self, data: bytes) -> bytes:
-        """`data` for gRPC, with the header of each call that begins in it."""
+        """Process `data`; returns it for gRPC, with our header added to each new call."""
         out, view, at = bytearray(), memoryview(data), 0
         while at < len(view):
             if self._left:
@@ -118,7 +118,7 @@ class Frames:
         return bytes(out)
 
     def _begin(self) -> None:
-        """A frame; its head is changed where our header is to follow."""
+        """Start a frame. Clears END_HEADERS in its head where our header is to follow."""
         self._left = int.from_bytes(self._head[:3], "big")
         self._kind, self._flags = self._head[3], self._head[4]
         self._stream = int.from_bytes(self._head[5:], "big") & 0x7FFFFFFF
@@ -146,7 +146,7 @@ class Frames:
         arrival.add(piece)
 
     def _end(self) -> bytes:
-        """After a frame: what is to be put in behind it."""
+        """End a frame; returns the bytes to insert after it."""
         kind, flags, self._kind = self._kind, self._flags, -1
         ends = kind == _RST_STREAM or (kind in (_DATA, _HEADERS) and flags & _END_STREAM)
         if ends and self._stream in self._arrivals:
@@ -158,7 +158,7 @@ class Frames:
         stream, self._named = self._named, None
         text = f"{self._mark}{stream}".encode()
         name = self._name.encode()
-        # A literal that no table keeps: RFC 7541, 6.2.2.
+        # A literal that is not indexed: RFC 7541, 6.2.2.
         block = bytes([0, len(name)]) + name + bytes([len(text)]) + text
         size = len(block).to_bytes(3, "big")
         return size + bytes([_CONTINUATION, _END_HEADERS]) + stream.to_bytes(4, "big") + block

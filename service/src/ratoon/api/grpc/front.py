@@ -1,8 +1,8 @@
-"""What listens for the gateway: connections, TLS, and the bytes between callers and gRPC.
+"""The gateway's gRPC listener: connections, TLS, and the bytes between callers and gRPC.
 
-gRPC itself listens on a Unix socket in a folder of this process, and everything in between passes
-as it is, but for `frames`. Connections are bounded in all and for one host, one that says nothing
-is closed, and gRPC hears of one only when HTTP/2 has begun on it.
+gRPC itself listens on a Unix socket in a folder of this process; everything between passes
+unchanged except for `frames`. Connections are limited in all and per host, silent ones are closed,
+and gRPC sees a connection only once HTTP/2 has begun on it.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ MAX_CONNECTIONS = 2048
 MAX_CONNECTIONS_OF_HOST = 1024
 HANDSHAKE_S = 20.0
 _HEADER = "ratoon-call"
-# Calls of a host that the gate has not judged yet: the rest of what it sends is not read until
-# then, or a flood of calls would stand in line before those of others. One that gRPC refused by
-# itself is never judged, and counts no longer after `_JUDGED_S`.
+# Unauthorized calls per host: beyond it the host's bytes are not read until the gate has judged
+# some, or a flood of calls would queue ahead of other hosts'. Calls that gRPC itself refuses are
+# never judged, so they stop counting after `_JUDGED_S`.
 MAX_UNJUDGED = 32
 _JUDGED_S = 2.0
-# So much of what has come is looked at between two looks at that bound.
+# Bytes processed between two checks of that limit.
 _PIECE_BYTES = 2048
-# What is written to a peer that does not read is kept so long, then dropped with its connection.
+# How long data for a peer that does not read is kept, before its connection is dropped.
 _LINGER_S = 60.0
 
 
 class _Host:
-    """One host's connections: the calls that are not judged yet, and who waits for that."""
+    """One host's connections: its unjudged calls, and the connections that wait for them."""
 
     def __init__(self) -> None:
         self.num_connections = 0
@@ -50,7 +50,7 @@ class _Host:
             self._go_on()
 
     def is_full(self, connection: _Outside) -> bool:
-        """If so, `connection` goes on later."""
+        """Whether the limit is reached; if so, `connection` is resumed later."""
         if len(self._unjudged) < MAX_UNJUDGED:
             return False
         self._waiting.append(connection)
@@ -65,7 +65,7 @@ class _Host:
         self._go_on()
 
     def _go_on(self) -> None:
-        """In turns: one that finds no room waits behind the others."""
+        """Resume connections in turn; one that finds the limit reached queues again."""
         for _ in range(len(self._waiting)):
             if len(self._unjudged) >= MAX_UNJUDGED:
                 break
@@ -80,7 +80,7 @@ class Front:
     def __init__(self, upstream: Path, context: ssl.SSLContext | None) -> None:
         self.upstream = upstream
         self._context = context
-        # Callers do not know it, so no header of theirs is taken for ours.
+        # Callers do not know it, so they cannot forge our header.
         self._secret = secrets.token_hex(8)
         self._numbers = itertools.count()
         self._open: dict[str, _Outside] = {}
@@ -88,7 +88,7 @@ class Front:
         self._server: asyncio.Server | None = None
 
     async def listen(self, host: str, port: int) -> int:
-        """The port. Raises OSError where it is taken."""
+        """Listen; returns the port. Raises OSError where it is taken."""
         self._server = await asyncio.get_running_loop().create_server(
             lambda: _Outside(self),
             host,
@@ -100,7 +100,7 @@ class Front:
         return int(self._server.sockets[0].getsockname()[1])
 
     def close(self) -> None:
-        """Take no more connections; those that are open go on."""
+        """Accept no more connections; open ones continue."""
         if self._server is not None:
             self._server.close()
 
@@ -122,7 +122,7 @@ class Front:
         return None
 
     def admit(self, connection: _Outside, name: str) -> bool:
-        """Whether there is a place for a connection of a host."""
+        """Whether the limits allow another connection of the host; if so, register it."""
         host = self._hosts.get(name, _Host())
         if len(self._open) >= MAX_CONNECTIONS or host.num_connections >= MAX_CONNECTIONS_OF_HOST:
             return False
@@ -141,7 +141,7 @@ class Front:
 
 
 class Call:
-    """A call that has a handler."""
+    """A call whose handler has started."""
 
     def __init__(self, connection: _Outside, stream: int, arrival: Arrival) -> None:
         self.arrival = arrival
@@ -149,7 +149,7 @@ class Call:
         self._stream = stream
 
     def judged(self) -> None:
-        """The gate has let it in, or not."""
+        """The gate has decided on the call."""
         self._connection.host.judged(self.arrival)
 
     def end(self) -> None:
@@ -158,14 +158,14 @@ class Call:
 
 
 class _Pipe(asyncio.Protocol):
-    """One end; what comes is written to the other, and not read while that one is full."""
+    """One end of a connection: forwards to the other, and stops reading while that is full."""
 
     transport: asyncio.Transport
     other: _Pipe | None = None
     _is_other_full = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # Of uvloop, where Ray has put it in, they are not of this class.
+        # uvloop's transports, where Ray installed it, are not of this class.
         self.transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
@@ -191,7 +191,7 @@ class _Pipe(asyncio.Protocol):
             self.other.close()
 
     def close(self) -> None:
-        """After what is written; a peer that does not read it has `_LINGER_S`."""
+        """Close once all is written; a peer that does not read has `_LINGER_S`."""
         self.transport.close()
         loop = asyncio.get_running_loop()
         loop.call_later(_LINGER_S, self.transport.abort)
@@ -229,7 +229,7 @@ class _Outside(_Pipe):
             self.advance()
 
     def advance(self) -> None:
-        """Pass on what has come, up to where its host has too many calls."""
+        """Forward what has arrived, until its host reaches the limit of unjudged calls."""
         self._is_held = False
         while self._unseen:
             if self.host.is_full(self):
@@ -249,7 +249,7 @@ class _Outside(_Pipe):
             return
         if self._timer is not None:
             self._timer.cancel()
-        # Nothing more comes until there is where to put it.
+        # Read no more until gRPC's end is connected.
         self.transport.pause_reading()
         self._connecting = asyncio.create_task(self._connect())
 
@@ -268,7 +268,7 @@ class _Outside(_Pipe):
     async def _connect(self) -> None:
         loop = asyncio.get_running_loop()
         inside = _Pipe()
-        # gRPC speaks first, and may have before its connection is ours to see.
+        # gRPC speaks first, possibly before its connection is visible here.
         inside.other = self
         try:
             path = str(self._front.upstream)
@@ -285,7 +285,7 @@ class _Outside(_Pipe):
         self._read_on()
 
     def _read_on(self) -> None:
-        """Unless something else is waited for: the other end, or the gate."""
+        """Resume reading, unless it waits for the other end or the gate."""
         is_connecting = self._connecting is not None and self.other is None
         is_held = self._is_held or is_connecting or self._is_other_full
         if not is_held and not self.transport.is_closing():

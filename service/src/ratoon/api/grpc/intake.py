@@ -1,9 +1,9 @@
-"""What of a request is read, when, and how much of all at once.
+"""Backpressure on requests: what is read of them, when, and how much in all.
 
-A handler is called before anything of its message is read, so that the servicer lets the caller in
-first; then the message's length is known before gRPC is asked for it, and is taken from a budget
-that the call keeps until its answer is with gRPC. Calls without a batch have `SMALL_BYTES` and no
-budget, and Health has no message that would be read.
+A handler runs before its message is read, so that the servicer authorizes the caller first. The
+message's length is known before gRPC is asked for it; its bytes are taken from a budget that the
+call keeps until its answer is with gRPC. Calls without a batch are limited to `SMALL_BYTES`
+instead, and Health's message is not read.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from ratoon.config import LimitsConfig
 from ratoon.errors import ErrorCode, RatoonError, exhausted
 
 SMALL_BYTES = 64 * 1024
-# Batches that are read or judged, and chunks of files that wait for their readers: of one process.
+# Per process: batches being read or validated, and file chunks waiting for their readers.
 BATCH_BYTES = 256 * 2**20
 UNSENT_BYTES = 128 * 2**20
 _MAX_PARSING = 2
 _FETCHES = frozenset({"FetchWeights", "FetchGradients"})
 _UNREAD = frozenset({"Health"})
-# How long a call waits for its place, and when to ask again where there was none.
+# How long a call waits for its share, and when to retry if there was none.
 _PLACE_S = 10.0
 _RETRY_S = 1.0
 
 
 class Budget:
-    """Bytes that calls hold: so many in all, and half of them for one caller."""
+    """Bytes that calls hold: a limit in all, and half of it per caller."""
 
     def __init__(self, most: int, *, resource: str) -> None:
         self._most = most
@@ -46,7 +46,7 @@ class Budget:
 
     @asynccontextmanager
     async def hold(self, caller: str, num_bytes: int) -> AsyncGenerator[None, None]:
-        """For the length of the block. Raises RESOURCE_EXHAUSTED after `_PLACE_S`."""
+        """Hold the bytes for the block. Raises RESOURCE_EXHAUSTED after `_PLACE_S`."""
         try:
             await asyncio.wait_for(self._take(caller, num_bytes), _PLACE_S)
         except TimeoutError as err:
@@ -64,8 +64,8 @@ class Budget:
             self._taken[caller] += num_bytes
 
     def _has_room(self, caller: str, num_bytes: int) -> bool:
-        """One that alone is larger than its caller's half is let in when there is nothing else."""
-        self._taken += Counter()  # Callers without any are forgotten.
+        """A request larger than its caller's half is admitted if nothing else is held."""
+        self._taken += Counter()  # Drops callers without any.
         own, total = self._taken[caller], self._taken.total()
         fits = total + num_bytes <= self._most and own + num_bytes <= self._most // 2
         return fits or not total
@@ -82,7 +82,7 @@ class Budget:
 
 
 class Intake(grpc.aio.ServerInterceptor):
-    """Makes each handler one of streams of bytes: there the waiting is ours."""
+    """Wraps each handler in one over byte streams, so that waiting for messages is done here."""
 
     def __init__(self, front: Front, limits: LimitsConfig, *, max_message_bytes: int) -> None:
         self._front = front
@@ -141,12 +141,12 @@ class Intake(grpc.aio.ServerInterceptor):
         return await self._whole(request)
 
     async def parsed(self, parse: Callable[[bytes], Any], data: bytes) -> Any:
-        """In a thread, for other calls go on; a few at once, for that is where memory is made."""
+        """Parse in a thread. Few at once, as parsing is what allocates memory."""
         async with self._parsing:
             return await asyncio.to_thread(parse, data)
 
     async def _whole(self, request: Request) -> bytes:
-        """The message, which has a time in all and one for each pause."""
+        """Read the message, within limits on its total time and on each pause."""
         loop = asyncio.get_running_loop()
         ends_at, pause_s = loop.time() + self._limits.max_body_s, self._limits.max_body_pause_s
         reading = asyncio.ensure_future(anext(request.messages, None))
@@ -169,7 +169,7 @@ class Intake(grpc.aio.ServerInterceptor):
 
 
 class Request:
-    """A request that may not have come yet. `read` gives it, once its caller is known."""
+    """A request that may not have arrived; `read` returns it, once its caller is authorized."""
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class Request:
         self._intake = intake
 
     async def read(self, caller: str) -> Any:
-        """The message, or what stands for one that is none. Raises as `Intake.read`."""
+        """The message, or a `Refused`. Raises as `Intake.read`."""
         self.call.judged()
         if self.rpc in _UNREAD:
             return self._parse(b"")
@@ -199,7 +199,7 @@ class Request:
 
 
 class _Context:
-    """gRPC's, but for the peer, which there is this process itself."""
+    """gRPC's context with the caller's host as peer, which gRPC sees as this process."""
 
     def __init__(self, context: Any, host: str) -> None:
         self._context = context
@@ -213,14 +213,14 @@ class _Context:
 
 
 async def _answered(handler: Any, request: Request, context: Any) -> None:
-    """Sends the answer or answers; a status that is not OK is on the context already."""
+    """Send the answer or answers. An error status is on the context already."""
     if handler.unary_unary is None:
         async for answer in handler.unary_stream(request, context):
             await context.write(handler.response_serializer(answer))
         return
     answer = handler.response_serializer(await handler.unary_unary(request, context))
     if context.code() in (None, 0, grpc.StatusCode.OK):
-        # Not to be given up: what gRPC has begun to send it cannot take back.
+        # Not cancellable: gRPC cannot take back what it has begun to send.
         await context.write(answer)
 
 

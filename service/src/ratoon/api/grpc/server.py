@@ -1,8 +1,7 @@
 """A grpc.aio server around a servicer, behind its `Front`.
 
-Enters a servicer and where to listen, leaves a running server and its port. Invariant: a port that
-is taken is an error, never shared, no connection is held for nothing, and no message is read of
-which the intake does not know the size.
+A taken port is an error, never shared. Idle connections are closed, and no message is read before
+the intake knows its size.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from ratoon.api.grpc.servicer import PolicyServicer
 from ratoon.api.grpc.wiring import add_policy_service
 from ratoon.config import LimitsConfig
 
-# A peer that is gone is noticed within 40 s; every connection ends after ten minutes, and two more
-# for what is under way. Clients open another by themselves; a reader that stalls is rid of so.
+# A dead peer is noticed within 40 s. Every connection ends after ten minutes, plus two for calls
+# under way; clients reconnect by themselves, and stalled readers are dropped.
 _CONNECTION_OPTIONS = (
-    # gRPC inflates a message whole before it looks at its size: a few KiB could be many GiB.
+    # gRPC inflates a whole message before it checks the size: a few KiB could become many GiB.
     ("grpc.compression_enabled_algorithms_bitset", 1),
-    # What a call may send before its message is asked for. Probing for bandwidth would raise it to
+    # What a call may send before its message is asked for. Bandwidth probing would raise it to
     # megabytes.
     ("grpc.http2.lookahead_bytes", 16 * 1024),
     ("grpc.http2.bdp_probe", 0),
@@ -47,14 +46,14 @@ _CONNECTION_OPTIONS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningServer:
-    """A started server; `port` is the one that was bound."""
+    """A started server; `port` is the bound one."""
 
     server: grpc.aio.Server
     front: Front
     port: int
 
     async def stop(self, grace_s: float | None) -> None:
-        """Take no new call, and answer those under way within `grace_s` seconds."""
+        """Refuse new calls, and answer those under way within `grace_s` seconds."""
         self.front.close()
         await self.server.stop(grace_s)
         self.front.abort()
@@ -74,7 +73,7 @@ async def start_server(
 
     Raises OSError where the port is taken.
     """
-    # For this user alone; short, for the path of a socket has at most 107 bytes.
+    # For this user alone, and short: a socket path has at most 107 bytes.
     socket = Path(tempfile.mkdtemp(prefix="ratoon-")) / "grpc"
     front = Front(socket, context)
     server = grpc.aio.server(

@@ -1,10 +1,10 @@
 """`ratoon.v1.PolicyService` over gRPC.
 
-Every RPC of the contract has a method; one that the service has not is answered UNIMPLEMENTED.
+Every RPC of the contract has a method; one that the service lacks answers UNIMPLEMENTED.
 
-A method is called by the gateway with `grpc.aio`'s context and by a Serve replica with Serve's own.
-The latter reaches the caller only along with a message, so on Serve a stream that fails ends with
-one empty message before its status.
+The gateway calls methods with `grpc.aio`'s context, a Serve replica with Serve's own. The latter
+reaches the caller only along with a message, so on Serve a failed stream ends with one empty
+message before its status.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ratoon.errors import ErrorCode, RatoonError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rpc:
-    """`call`: the service's method, and the row of the gate's table."""
+    """`call`: the service's method, and its row in the gate's table."""
 
     name: str
     call: str
@@ -44,13 +44,13 @@ class _NotBuiltError(Exception):
 
 
 class _Outcome:
-    """How a request ended, so far."""
+    """How a request ended; CANCELLED until then."""
 
     code = grpc.StatusCode.CANCELLED
 
 
 class PolicyServicer:
-    """Holds nothing but the service and its gate; has a method per RPC, named as it.
+    """Has the service, its gate, and a method per RPC of the same name.
 
     `max_body_bytes` bounds a request's serialized size.
     """
@@ -102,21 +102,21 @@ class PolicyServicer:
                     yield rpc.response()
 
     def _built(self, rpc: _Rpc) -> Callable[[Message], Any]:
-        """The service's own method."""
+        """The service's method for an RPC."""
         call = getattr(self._service, rpc.call, None)
         if call is None:
             raise _NotBuiltError(rpc.name)
         return call
 
     async def _message(self, request: Message | Refused | Request, visit: Visit) -> Message:
-        """The request itself, which is read here where it has not come yet."""
+        """The request, read now if it has not arrived yet."""
         if isinstance(request, Request):
             request = cast("Message | Refused", await request.read(visit.caller.name))
         return sized(request, self._max_body_bytes)
 
     @contextmanager
     def _measured(self, method: str) -> Generator[_Outcome, None, None]:
-        """Counts one request; a caller that left has no other outcome than CANCELLED."""
+        """Count one request; CANCELLED if its caller left."""
         outcome, start = _Outcome(), time.perf_counter()
         try:
             yield outcome
@@ -175,7 +175,7 @@ def _streaming(rpc: _Rpc) -> Callable[..., Any]:
 
 
 def _add_methods() -> None:
-    """Serve looks for methods on the class, by the names of RPCs."""
+    """Serve looks methods up on the class, by the names of RPCs."""
     for one in SERVICE.methods:
         response = GetMessageClass(one.output_type)
         rpc = _Rpc(name=one.name, call=call_name(one.name), response=response)

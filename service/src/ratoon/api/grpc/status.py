@@ -1,7 +1,6 @@
-"""A failed call's status: code, message and the trailer that carries the whole error.
+"""A failed call's status: code, message and the trailer with the whole error.
 
-Enters what a handler raised, leaves a gRPC status on the call's context. Invariant: the same on
-Serve's proxy and on the gateway, whose contexts both have these methods.
+Works on Serve's proxy and on the gateway, whose contexts both have these methods.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class CallContext(Protocol):
 
 
 def set_status(context: CallContext, error: RatoonError) -> grpc.StatusCode:
-    """End the call of `context` with `error`, whose status is returned."""
+    """End the call of `context` with `error`; returns the status."""
     code = grpc.StatusCode[ERROR_TABLE[error.code].grpc]
     context.set_code(code)
     context.set_details(cut(error.message))
@@ -47,7 +46,7 @@ def set_status(context: CallContext, error: RatoonError) -> grpc.StatusCode:
 
 
 def as_ratoon_error(error: Exception, call: str) -> RatoonError:
-    """`error` itself, or, for one that is our bug, INTERNAL; the log has its text."""
+    """`error` itself, or INTERNAL for an unexpected one, whose text is only logged."""
     if isinstance(error, RatoonError):
         return error
     _log.error("call failed", call=call, exc_info=error)

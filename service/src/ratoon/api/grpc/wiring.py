@@ -1,8 +1,7 @@
-"""The service's method handlers, for Serve's proxy and for the gateway alike.
+"""The service's method handlers, for Serve's proxy and for the gateway.
 
-Enters a servicer and a server, leaves handlers on it. Invariant: bytes that are no message of their
-type, or too many messages, reach the servicer as `Refused`, to be answered with a typed error;
-gRPC's own answer would be INTERNAL without a trailer.
+Bytes that do not parse, or hold too many messages, reach the servicer as `Refused`, which it
+answers with a typed error; gRPC's own answer would be INTERNAL without a trailer.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from ratoon.config import LimitsConfig
 from ratoon.errors import ErrorCode, RatoonError
 
 RequestT = TypeVar("RequestT", bound=Message)
-# Of Serve's proxy, which has no config.
+# For Serve's proxy, which has no config.
 _DEFAULT_LIMITS = LimitsConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
-    """What came instead of a request that may be answered."""
+    """Replaces a request that must be refused."""
 
     error: RatoonError
 
@@ -42,14 +41,14 @@ class Server(Protocol):
 def add_policy_service(
     servicer: object, server: Server, limits: LimitsConfig = _DEFAULT_LIMITS
 ) -> None:
-    """Mount `servicer`, whose methods are named as the RPCs. Serve calls it with a stand-in."""
+    """Mount `servicer`, whose methods are named as the RPCs. Serve passes a stand-in."""
     handlers = {method.name: _handler(servicer, method, limits) for method in SERVICE.methods}
     generic = grpc.method_handlers_generic_handler(SERVICE.full_name, handlers)
     server.add_generic_rpc_handlers((generic,))
 
 
 def deserializer(rpc: str, limits: LimitsConfig) -> Callable[[bytes], Any]:
-    """From bytes to the request of `rpc`, or `Refused`."""
+    """Parses the bytes of an `rpc` request, or returns `Refused`."""
     return _Deserializer(SERVICE.methods_by_name[rpc], limits)
 
 
@@ -69,7 +68,7 @@ def _handler(
 
 
 class _Deserializer:
-    """Of one RPC. Objects are counted before there are any."""
+    """Deserializer of one RPC. It counts objects before any are made."""
 
     def __init__(self, method: MethodDescriptor, limits: LimitsConfig) -> None:
         self._class = GetMessageClass(method.input_type)
@@ -92,7 +91,7 @@ def _serialize(message: Message) -> bytes:
 
 
 def sized(request: RequestT | Refused, max_bytes: int) -> RequestT:
-    """Raises MALFORMED_BODY, BODY_TOO_LARGE."""
+    """The request. Raises MALFORMED_BODY, BODY_TOO_LARGE."""
     if isinstance(request, Refused):
         raise request.error
     size_bytes = request.ByteSize()

@@ -1,8 +1,7 @@
-"""The gate on HTTP.
+"""The gate on HTTP: a request is authorized before its body is read.
 
-Enters a request, leaves it as a visit, or refused before its body is read. Invariant: a route
-that maps to no row of `CALL_SCOPES` is our bug and fails loudly; what matches no route passes, for
-there is nothing behind it.
+A route without a row in `CALL_SCOPES` is our bug and fails loudly. A request that matches no route
+passes, as nothing is behind it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from ratoon.auth.access import Presented
 from ratoon.auth.scopes import CALL_SCOPES
 from ratoon.errors import ERROR_TABLE, ErrorCode, RatoonError
 
-# Routes that have not the name of a call.
+# Routes whose name is not that of a call.
 _CALLS: Mapping[str, str] = MappingProxyType(
     {
         "get_weight_manifest_latest": "get_weight_manifest",
@@ -37,16 +36,16 @@ _VISIT = "ratoon_visit"
 
 
 def call_of(route_name: str) -> str:
-    """The row of `CALL_SCOPES` that a route needs."""
+    """The row of `CALL_SCOPES` for a route."""
     call = _CALLS.get(route_name, route_name)
     assert call in CALL_SCOPES, f"the route {route_name} has no scope"
     return call
 
 
 class AccessGate:
-    """ASGI middleware, outside of everything that reads the body. `routes`: all, with full paths.
+    """ASGI middleware, outside everything that reads the body. `routes`: all, with full paths.
 
-    A route that is missing there has no visit, and so cannot answer.
+    A route that is missing from them gets no visit, so it cannot answer.
     """
 
     def __init__(self, app: ASGIApp, *, gate: Gate, routes: Sequence[BaseRoute]) -> None:
@@ -60,7 +59,7 @@ class AccessGate:
             await self._app(scope, receive, send)
             return
         route, policy_id = found
-        # The meter counts by it, and a refused request never gets to the router.
+        # For the meter's label: a refused request never reaches the router.
         scope["route"] = route
         try:
             visit = self._gate.enter(call_of(_name(route)), presented_of(scope))
@@ -116,6 +115,6 @@ def _name(route: BaseRoute) -> str:
 
 
 def _outcome(status: int) -> str:
-    """What a status says of a body that was no request."""
+    """The audit outcome for a status, for bodies that did not parse as requests."""
     codes = (str(code) for code, row in ERROR_TABLE.items() if row.http == status)
     return next(codes, ANSWERED if status < 400 else str(ErrorCode.INTERNAL))

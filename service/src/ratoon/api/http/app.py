@@ -1,4 +1,4 @@
-"""The ASGI application of the gateway and of Serve's replicas: all routes, one shape of error.
+"""The ASGI application of the gateway and of Serve's replicas: all routes, one error format.
 
 Its OpenAPI document names exactly the calls that are built.
 """
@@ -35,7 +35,7 @@ def create_app(
     gate: Gate,
     allowed_hosts: Iterable[str] | None = None,
 ) -> FastAPI:
-    """`allowed_hosts`: names beside loopback's that it answers under; None: under any."""
+    """`allowed_hosts`: host names accepted besides loopback's; None: any."""
     app = FastAPI(
         title="Ratoon",
         version=__version__,
@@ -67,7 +67,7 @@ def create_app(
 
 
 def _document(app: FastAPI) -> Route:
-    """The API document, free to all, so made once: FastAPI's own route renders it per request."""
+    """The API document, rendered once: it needs no key, and FastAPI renders per request."""
     body: asyncio.Task[bytes] | None = None
 
     def render() -> bytes:

@@ -1,8 +1,7 @@
-"""JSON bodies read off the event loop.
+"""Reads JSON bodies off the event loop, and hands FastAPI the finished model.
 
-Enters a request of a route with a model, leaves the model for FastAPI, which takes it as it is.
-Invariant: what is refused is refused with the field that FastAPI itself would name. A body of a
-million tokens takes half a second to read; every other call of the process would wait for it.
+A body of a million tokens takes half a second, which would block every other call of the process.
+Errors name the same field as FastAPI's own.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class BodyRoute(APIRoute):
 
 
 class _ModelRequest(Request):
-    """Its JSON is the model already."""
+    """A request whose `json` returns the finished model."""
 
     def __init__(self, scope: Any, receive: Any, model: type[BaseModel]) -> None:
         super().__init__(scope, receive)
@@ -47,7 +46,7 @@ class _ModelRequest(Request):
     async def json(self) -> BaseModel:
         """Raises MALFORMED_BODY, INVALID_ARGUMENT, BODY_TOO_LARGE."""
         body = await self.body()
-        # A few at once: a list in JSON takes twenty times its bytes.
+        # Few at once: a parsed JSON list takes twenty times its bytes.
         async with self.app.state.parsing:
             return await asyncio.to_thread(_parsed, self._model, body)
 
@@ -62,7 +61,7 @@ def _parsed(model: type[BaseModel], body: bytes) -> BaseModel:
 
 
 def fill_request(request: Message, body: BaseModel) -> None:
-    """Write a validated body into its message; where two fields exclude each other, refuse."""
+    """Copy a validated body into its message; refuse fields that exclude each other."""
     try:
         fill(request, body)
     except FieldError as err:

@@ -1,7 +1,7 @@
-"""Routes of the calls that are the same over HTTP as over gRPC, made from service.proto.
+"""HTTP routes of the calls that gRPC has too, generated from service.proto.
 
-A route's method and path, its parameters, body and answer are the descriptor's; here is only what
-the contract does not say: which errors a call may have, and how a parameter is written.
+Method, path, parameters, body and answer come from the descriptor. Only what the contract does not
+say is here: a call's possible errors, and how parameters are written.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _KEYED = (
     ErrorCode.RESOURCE_EXHAUSTED,
 )
 _BATCH = (*_KEYED, ErrorCode.UPLOAD_NOT_FOUND, ErrorCode.OPERATION_NOT_FOUND)
-# Of each call, the tag of its route and the errors that it may have beside those of all.
+# Per call: the tag of its route, and its errors beyond the common ones.
 CALLS: Mapping[str, tuple[str, tuple[ErrorCode, ...]]] = MappingProxyType(
     {
         "CreatePolicy": (
@@ -81,7 +81,7 @@ CALLS: Mapping[str, tuple[str, tuple[ErrorCode, ...]]] = MappingProxyType(
         "GetServerInfo": ("server", ()),
     }
 )
-# They answer with an operation, but begin none.
+# They return an operation, but start none.
 _AT_ONCE = frozenset({"GetOperation", "CancelOperation"})
 _PARAMETERS: Mapping[str, Any] = MappingProxyType(
     {
@@ -163,7 +163,7 @@ def _endpoint(
 def _signature(
     method: MethodDescriptor, verb: str, path: str, body: type[WireModel] | None
 ) -> inspect.Signature:
-    """What FastAPI reads: the visit, parameters of path and query, the body."""
+    """The signature that FastAPI reads: the visit, parameters of path and query, the body."""
     names = _PLACE.findall(path)
     if verb in ("GET", "DELETE"):
         fields = fields_of(method.input_type)

@@ -1,7 +1,7 @@
-"""A connection of an HTTP server that is not held open, nor filled, for nothing.
+"""An HTTP connection with limits on its time and memory.
 
 For uvicorn's `http` option: `partial(BoundedConnection, budget=EdgeBudget(bounds))`. uvicorn itself
-bounds neither headers, readers, connections nor bodies that no handler reads.
+limits neither headers, readers, connections nor bodies that no handler reads.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from ratoon.api.http.errors import error_response
 from ratoon.api.http.zero_copy import ZERO_COPY, FileSender
 from ratoon.errors import RatoonError
 
-# What uvicorn takes for the address of whoever calls, where it is told so from loopback.
+# uvicorn takes the caller's address from these if they come from loopback.
 _FORWARDED = frozenset({b"x-forwarded-for", b"x-forwarded-proto"})
-# Of a file that is sent with TLS, in memory at a time.
+# In memory at a time, of a file that is sent over TLS.
 _PIECE_BYTES = 256 * 1024
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """One request at a time. Each state has a timer of its own, which no byte restarts:
+    """One request at a time. Each state has its own timer, which incoming bytes do not restart.
 
     headers (from the connection, or a request's first byte, to the end of its headers), idle (from
     an answer to the next request's first byte: uvicorn's `timeout_keep_alive`), unread (from the
@@ -49,7 +49,7 @@ class BoundedConnection(HttpToolsProtocol):
         budget: EdgeBudget,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        # A WebSocket's protocol would take the connection over, without these bounds.
+        # A WebSocket protocol would take over the connection, without these limits.
         self.ws_protocol_class = None
         self._handler = self.app
         self.app = self._answer
@@ -60,9 +60,9 @@ class BoundedConnection(HttpToolsProtocol):
         self._unread = _Timer(self.loop, self._bounds.stalled_s, self._abort)
         self._sending = _Timer(self.loop, self._bounds.stalled_s, self._abort)
         self._is_counted = False
-        # What comes now is not read: it was sent before the answer to what came first.
+        # Ignore further input: it was pipelined before the first request's answer.
         self._is_deaf = False
-        # Whether the parser has done more with the last piece than to keep it, and since when not.
+        # Whether the parser consumed any of the last piece, and the bytes buffered since it did.
         self._has_moved = False
         self._num_kept_bytes = 0
         self._max_body_bytes = 0
@@ -72,8 +72,8 @@ class BoundedConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # `pause_writing` is then called for every byte that is not sent at once. asyncio's TLS
-        # takes a 0 for a buffer that is always full.
+        # So `pause_writing` is called for every byte that is not sent at once. asyncio's TLS would
+        # take 0 as a buffer that is always full.
         transport.set_write_buffer_limits(high=1 if self.scheme == "https" else 0, low=0)
         self._is_counted = self._budget.enter(self, self.client[0] if self.client else "")
         if self._is_counted:
@@ -95,7 +95,7 @@ class BoundedConnection(HttpToolsProtocol):
             return
         self._has_moved = False
         super().data_received(data)
-        # The parser keeps a header, or a trailer, until it is whole.
+        # The parser buffers a header, or a trailer, until it is complete.
         self._num_kept_bytes = 0 if self._has_moved else self._num_kept_bytes + len(data)
         is_over = self._num_kept_bytes > self._bounds.max_header_bytes
         if is_over and not self.transport.is_closing():
@@ -103,7 +103,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         if self._is_answering() and not self.cycle.more_body:
-            # The answer to the request that was well formed goes first, and is the last.
+            # Answer the well-formed request first, then close.
             self.cycle.keep_alive = False
             self._is_deaf = True
         else:
@@ -124,7 +124,7 @@ class BoundedConnection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        # Its task, which `_answer` is, begins later.
+        # Its task, which is `_answer`, starts later.
         super().on_headers_complete()
         self._has_moved = True
         self._headers.stop()
@@ -139,7 +139,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._has_moved = True
         if not self._is_answering() or self._is_over():
             return
-        # One byte more than it may be says that it is too large.
+        # Keep one byte beyond the limit, which marks the body as too large.
         body = body[: self._max_body_bytes + 1 - self._num_body_bytes]
         self._num_body_bytes += len(body)
         if not self._budget.hold(self, self._num_body_bytes):
@@ -149,7 +149,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._has_moved = True
-        # A body of which something was left out is never whole.
+        # A truncated body never counts as complete.
         if not self._is_over():
             super().on_message_complete()
 
@@ -172,7 +172,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._budget.go_on(self)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The application, but where the budget has refused."""
+        """Run the application, or answer the budget's refusal."""
         if self._refusal is not None:
             await error_response(self._refusal)(scope, receive, send)
             return
@@ -184,7 +184,7 @@ class BoundedConnection(HttpToolsProtocol):
         await self._handler(scope, receive, send_file_too)  # type: ignore[arg-type]
 
     async def _send_file(self, message: Message) -> None:
-        """The body of an answer whose head has been sent, from the file itself."""
+        """Send an answer's body, whose head has been sent, from the file itself."""
         if self.flow.write_paused:
             await self.flow.drain()
         if not self._is_counted or self.transport.is_closing():
@@ -197,7 +197,7 @@ class BoundedConnection(HttpToolsProtocol):
         finally:
             self._sending.stop()
         if not is_sent:
-            # As uvicorn says it of a peer that is gone.
+            # As uvicorn marks a disconnected peer.
             self.cycle.disconnected = True
             self.transport.abort()
 
@@ -228,7 +228,7 @@ class BoundedConnection(HttpToolsProtocol):
         return int(length) if length.isdigit() else 0
 
     def _is_answering(self) -> bool:
-        # uvicorn types it as always there.
+        # uvicorn types it as never None.
         cycle: Any = self.cycle
         return cycle is not None and not cycle.response_complete
 
@@ -239,7 +239,7 @@ class BoundedConnection(HttpToolsProtocol):
         self.transport.abort()
 
     def _close(self) -> None:
-        """Once what is written is taken, for which `unread` is the bound."""
+        """Close once all is written; `unread` limits how long that takes."""
         self.transport.close()
 
 
@@ -253,7 +253,7 @@ class _Timer:
         self._handle: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """From now on, whatever was before."""
+        """(Re)start the timer."""
         self.stop()
         self._handle = self._loop.call_later(self._seconds, self._end)
 

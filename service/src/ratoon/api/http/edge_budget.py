@@ -1,4 +1,4 @@
-"""What the connections of an HTTP server may hold together: places, bodies, unread answers."""
+"""Limits over all connections of an HTTP server: their number, bodies and unread answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Protocol
 from ratoon.errors import RatoonError, exhausted
 
 MIB = 2**20
-# The most that a route of files answers at once.
+# The most that a file route sends per answer.
 CHUNK_BYTES = 16 * MIB
 # Bodies of calls without a batch.
 SMALL_BODY_BYTES = 64 * 1024
@@ -26,7 +26,7 @@ _FILE = re.compile(r"/v1/policies/[^/]+/(weights/[^/]+/)?files/[^/]+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EdgeBounds:
-    """Times in seconds. `max_held_bytes` None: four bodies of the largest size."""
+    """Times in seconds. `max_held_bytes` None: four bodies of maximum size."""
 
     headers_s: float = 20.0
     idle_s: int = 90
@@ -45,7 +45,7 @@ class EdgeBounds:
 
 
 class Held(Protocol):
-    """A connection, as far as it is counted."""
+    """A connection as the budget sees it."""
 
     transport: asyncio.Transport
 
@@ -53,14 +53,14 @@ class Held(Protocol):
 @dataclass(slots=True, eq=False)
 class _Host:
     num_connections: int = 0
-    # Those without a request that is being answered, and those whose reader is behind: in order.
+    # Connections without a request under way, and those whose reader is behind; oldest first.
     waiting: dict[Held, None] = field(default_factory=dict[Held, None])
     stalled: dict[Held, None] = field(default_factory=dict[Held, None])
 
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """One connection's. Bytes are those of the request that is being answered."""
+    """One connection's share. Bytes are those of the request under way."""
 
     host: str
     fetch_bytes: int = 0
@@ -68,7 +68,7 @@ class _Place:
 
 
 class EdgeBudget:
-    """One a server; its event loop alone calls it."""
+    """One per server, used on its event loop only."""
 
     def __init__(self, bounds: EdgeBounds) -> None:
         self.bounds = bounds
@@ -78,7 +78,7 @@ class EdgeBudget:
         self._body_bytes = 0
 
     def enter(self, connection: Held, peer: str) -> bool:
-        """Whether there is a place for it; one that waits for a request gives way to it."""
+        """Whether there is room for a connection, evicting an idle one if needed."""
         name = host_of(peer)
         host = self._hosts.setdefault(name, _Host())
         is_in = self._has_room(host)
@@ -90,7 +90,7 @@ class EdgeBudget:
         return is_in
 
     def leave(self, connection: Held) -> None:
-        """It is closed."""
+        """The connection has closed."""
         if connection not in self._places:
             return
         self.finish(connection)
@@ -104,7 +104,7 @@ class EdgeBudget:
     def begin(
         self, connection: Held, method: str, path: str, declared_bytes: int
     ) -> RatoonError | None:
-        """A request's headers have come: why it is not begun, None: it is."""
+        """Admit a request whose headers have arrived. Returns the refusal; None: it is admitted."""
         place = self._places[connection]
         self._hosts[place.host].waiting.pop(connection, None)
         fetch_bytes = CHUNK_BYTES if method == "GET" and _FILE.fullmatch(path) else 0
@@ -118,7 +118,7 @@ class EdgeBudget:
         return None
 
     def hold(self, connection: Held, num_bytes: int) -> bool:
-        """Whether there is room for so many bytes of its request's body."""
+        """Whether so many bytes of its request's body may be held."""
         place = self._places[connection]
         more = max(num_bytes - place.body_bytes, 0)
         if self._body_bytes + more > self.bounds.held_bytes:
@@ -127,12 +127,12 @@ class EdgeBudget:
         return True
 
     def release_chunk(self, connection: Held) -> None:
-        """What its request fetches is sent from a file, and is not in memory."""
+        """Its answer is sent from a file, so it takes no memory."""
         place = self._places[connection]
         self._set(place, 0, place.body_bytes)
 
     def finish(self, connection: Held) -> None:
-        """Its request is answered, as far as the transport goes; it waits for another."""
+        """The answer is with the transport; the connection is idle until its next request."""
         place = self._places[connection]
         self._set(place, 0, 0)
         self._hosts[place.host].waiting[connection] = None
@@ -146,11 +146,11 @@ class EdgeBudget:
         self._hosts[self._places[connection].host].stalled[connection] = None
 
     def go_on(self, connection: Held) -> None:
-        """Its reader has all that was sent."""
+        """Its reader has caught up."""
         self._hosts[self._places[connection].host].stalled.pop(connection, None)
 
     def body_bound(self, method: str, path: str) -> int:
-        """Bytes that a body may have here; what is no call of ours is one without a batch."""
+        """Maximum body size; unknown paths count as calls without a batch."""
         if method in WITHOUT_BODY:
             return 0
         most = self.bounds.max_body_bytes
@@ -174,7 +174,7 @@ class EdgeBudget:
         place.fetch_bytes, place.body_bytes = fetch_bytes, body_bytes
 
     def _unsent_bytes(self) -> int:
-        """What is in buffers, or will be."""
+        """Bytes in write buffers, or reserved for them."""
         return self._fetch_bytes + sum(
             connection.transport.get_write_buffer_size() for connection in self._stalled()
         )
@@ -185,7 +185,7 @@ class EdgeBudget:
 
 
 def host_of(peer: str) -> str:
-    """By which connections are counted: an IPv6 network of 64 bits is one host's."""
+    """The host that connections are counted by; an IPv6 /64 network is one host."""
     try:
         address = ip_address(peer)
     except ValueError:
@@ -198,11 +198,11 @@ def host_of(peer: str) -> str:
 
 
 def _end_first(connections: dict[Held, None]) -> bool:
-    """End the one that is there the longest; False: there is none."""
+    """Evict the connection that has waited longest; False: there is none."""
     first = next(iter(connections), None)
     if first is None:
         return False
-    # Its transport tells it in the next turn of the loop; its buffer is empty at once.
+    # The transport reports it only in the next loop iteration, but its buffer is empty at once.
     del connections[first]
     first.transport.abort()
     return True

@@ -1,7 +1,7 @@
 """Every failure of the HTTP wire as `{"error": ErrorDetail}`.
 
-Enters what a handler, FastAPI or a middleware raised, leaves a JSON response with the status of
-`ERROR_TABLE`. Invariant: no other shape of error leaves this server.
+The status comes from `ERROR_TABLE`. No other error format leaves this server, whatever a handler,
+FastAPI or a middleware raised.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _STATUS_CODES = {
     404: ErrorCode.ROUTE_NOT_FOUND,
     405: ErrorCode.METHOD_NOT_ALLOWED,
 }
-# What any route may answer, whatever it does.
+# Errors that any route may answer.
 _COMMON = (
     ErrorCode.MALFORMED_BODY,
     ErrorCode.INVALID_ARGUMENT,
@@ -42,7 +42,7 @@ _COMMON = (
 
 
 def error_responses(*codes: ErrorCode) -> dict[int | str, dict[str, Any]]:
-    """The `responses` of a route that may fail with `codes` and what is common to all."""
+    """The `responses` of a route that may fail with `codes` or the common ones."""
     by_status: dict[int | str, list[ErrorCode]] = {}
     for code in (*codes, *_COMMON):
         by_status.setdefault(ERROR_TABLE[code].http, []).append(code)
@@ -60,7 +60,7 @@ def error_response(error: RatoonError, headers: dict[str, str] | None = None) ->
     if error.code is ErrorCode.UNAUTHENTICATED:
         all_headers["WWW-Authenticate"] = "Bearer"
     if error.code is ErrorCode.REQUEST_TIMEOUT:
-        # Whoever did not send the rest of it will send no other request.
+        # A caller that did not send the rest of this request will send no other.
         all_headers["Connection"] = "close"
     return JSONResponse(
         {"error": to_json(detail_of(error))}, status_code=row.http, headers=all_headers
@@ -68,7 +68,7 @@ def error_response(error: RatoonError, headers: dict[str, str] | None = None) ->
 
 
 def install(app: FastAPI) -> None:
-    """Answer every exception of `app`'s routes in the one shape."""
+    """Answer every exception of `app`'s routes in this format."""
     app.add_exception_handler(RatoonError, cast("_Handler", _answer_ratoon))
     app.add_exception_handler(RequestValidationError, cast("_Handler", _answer_validation))
     app.add_exception_handler(HTTPException, cast("_Handler", _answer_http))
@@ -83,14 +83,14 @@ async def _answer_ratoon(_: Request, error: RatoonError) -> JSONResponse:
 
 async def _answer_validation(request: Request, error: RequestValidationError) -> JSONResponse:
     errors = error.errors()
-    # A body that is still bytes was not read as JSON.
+    # FastAPI leaves a body as bytes if it did not read it as JSON.
     if isinstance(errors[0].get("input"), bytes):
         return error_response(_no_json(request.headers.get("Content-Type", "")))
     return error_response(validation_error(errors))
 
 
 def _no_json(content_type: str) -> RatoonError:
-    """As of what curl's `-d` sends, unless it is told another type."""
+    """The error for another content type, such as the default of curl's `-d`."""
     got = shown(content_type) if content_type else "nothing"
     return RatoonError(
         ErrorCode.MALFORMED_BODY,
@@ -102,7 +102,7 @@ def _no_json(content_type: str) -> RatoonError:
 
 
 async def _answer_http(request: Request, error: HTTPException) -> JSONResponse:
-    """FastAPI's own refusals; it wraps what was raised while it read the body."""
+    """FastAPI's own refusals, which wrap errors raised while it read the body."""
     cause = error.__cause__
     if isinstance(cause, RatoonError):
         return error_response(cause)
@@ -114,7 +114,7 @@ async def _answer_http(request: Request, error: HTTPException) -> JSONResponse:
 
 
 def validation_error(errors: Sequence[Any]) -> RatoonError:
-    """The first of pydantic's errors, its path as a field: `groups[3].rollouts[17].reward`."""
+    """The first of pydantic's errors, with its path as a field: `groups[3].rollouts[17].reward`."""
     first = errors[0]
     if first["type"] == "json_invalid":
         return RatoonError(
@@ -136,7 +136,7 @@ def validation_error(errors: Sequence[Any]) -> RatoonError:
 
 
 def field_path(location: Iterable[str | int]) -> str:
-    """As the rest of the service names fields: groups are named without the message they are in."""
+    """The path as the rest of the service names fields: groups without the message around them."""
     path = ""
     for part in location:
         path += f"[{part}]" if isinstance(part, int) else f".{part}"
@@ -144,14 +144,14 @@ def field_path(location: Iterable[str | int]) -> str:
 
 
 def _described(value: object) -> str:
-    """A scalar as it is; of anything else only what it is, for it may be large or private."""
+    """A scalar as it is; of anything else only its type, as it may be large or private."""
     if value is None or isinstance(value, str | int | float | bool):
         return shown(value)
     return type(value).__name__
 
 
 class ErrorBoundary:
-    """Outermost: an exception that nobody expected is logged and answered as INTERNAL."""
+    """Outermost middleware: logs an unexpected exception and answers INTERNAL."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,7 +1,7 @@
 """A watched operation as server-sent events.
 
-Enters operations as they change, leaves `event: operation` with JSON data, and `event: error` where
-the watch fails. Invariant: a watch that fails at once is an ordinary HTTP error, not a stream.
+Sends `event: operation` with JSON data per change, and `event: error` where the watch fails. A
+watch that fails at once is an ordinary HTTP error, not a stream.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from ratoon_proto.v1 import service_pb2 as wire
 BINARY = "application/octet-stream"
 # xxh3-128 of the body, 32 hexadecimal digits.
 CHUNK_DIGEST = "Ratoon-Chunk-Digest"
-# Read and digested at a time: it stays in a core's cache.
+# Read and digested at a time: fits a core's cache.
 _PIECE_BYTES = 256 * 1024
 Offset = Annotated[int, Query(ge=0, lt=2**63)]
 Length = Annotated[int, Query(ge=1, lt=2**63)]
@@ -117,7 +117,7 @@ async def _file_response(
 
 
 class FileResponse(Response):
-    """A part of a file with its digest: sent from the file where the server can, else read."""
+    """A file range with its digest, sent by the kernel where the server supports it."""
 
     media_type = BINARY
 
@@ -132,7 +132,7 @@ class FileResponse(Response):
     async def of(
         cls, path: FilePath, start: int, stop: int, headers: dict[str, str], *, status_code: int
     ) -> FileResponse:
-        """Raises WEIGHTS_NOT_FOUND where the version has just been retired."""
+        """Raises WEIGHTS_NOT_FOUND where the version has just been dropped."""
         file, digest = await asyncio.to_thread(_opened, path, start, stop)
         return cls(
             file, start, stop, headers=headers | {CHUNK_DIGEST: digest}, status_code=status_code

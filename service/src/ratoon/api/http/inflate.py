@@ -1,8 +1,8 @@
-"""Compressed bodies, inflated piece by piece.
+"""Inflates compressed bodies piece by piece.
 
-Enters bytes as they come, leaves pieces of at most some MiB. Invariant: what is held beyond the
-decoder's window is one piece; a body that is over `max_bytes` inflated, or grows more than
-`MAX_RATIO` times after `FREE_BYTES`, is refused before more of it is made.
+Beyond the decoder's window only one piece, of at most some MiB, is held. A body that exceeds
+`max_bytes` inflated, or grows more than `MAX_RATIO` times after `FREE_BYTES`, is refused before
+more of it is made.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import zstandard
 
 from ratoon.errors import ErrorCode, RatoonError
 
-# JSON of tokens and log-probs shrinks to a third; nothing that means anything to a hundredth.
+# JSON of tokens and log-probs shrinks to a third; no real batch to a hundredth.
 MAX_RATIO = 100
 FREE_BYTES = 2**20
 _PIECE_BYTES = 256 * 1024
-# zstd's decoder has no bound on what one call makes. The smallest block, 4 bytes, makes 128 KiB.
+# zstd's decoder has no limit per call. The smallest block, 4 bytes, makes 128 KiB.
 _ZSTD_SLICE_BYTES = 256
 _ZSTD_WINDOW_BYTES = 8 * 2**20
 
@@ -41,7 +41,7 @@ class Inflater:
         self._num_out = 0
 
     def pieces(self, data: bytes) -> Iterator[bytes]:
-        """What `data` adds. Raises BODY_TOO_LARGE, MALFORMED_BODY."""
+        """The pieces that `data` adds. Raises BODY_TOO_LARGE, MALFORMED_BODY."""
         self._num_in += len(data)
         try:
             for piece in self._decoder.decode(data):
@@ -53,7 +53,7 @@ class Inflater:
             raise self._malformed() from err
 
     def check_end(self) -> None:
-        """Raises MALFORMED_BODY for a body that was cut."""
+        """Raises MALFORMED_BODY for a truncated body."""
         if not self._decoder.is_at_end:
             raise self._malformed()
 
@@ -80,7 +80,7 @@ class Inflater:
 
 
 class _Gzip:
-    """One member; what follows it is malformed."""
+    """One member; anything after it is malformed."""
 
     def __init__(self) -> None:
         self._decoder = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
@@ -101,7 +101,7 @@ class _Gzip:
 
 
 class _Zstd:
-    """One frame; what follows it is malformed."""
+    """One frame; anything after it is malformed."""
 
     def __init__(self) -> None:
         decompressor = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES)

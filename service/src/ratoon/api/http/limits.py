@@ -1,8 +1,7 @@
-"""The size of a body, and the time that it may take, bounded while it is read.
+"""Limits a body's size and time while it is read.
 
-Enters an HTTP request, leaves it with a plain body, or refused. Invariant: no more than
-`max_body_bytes` of a body are ever held, whatever Content-Length said and however it is compressed;
-a compressed one is inflated piece by piece, and given up where it grows as no batch does.
+At most `max_body_bytes` of a body are held, whatever Content-Length said and however it is
+compressed. A compressed one is inflated piece by piece, and refused if it grows as no batch does.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from ratoon.errors import ErrorCode, RatoonError
 
 
 class BodyLimit:
-    """ASGI middleware; a body that lies about its length, or says none, is counted as it comes."""
+    """ASGI middleware. A body with a false or missing Content-Length is counted as it arrives."""
 
     def __init__(self, app: ASGIApp, *, limits: LimitsConfig) -> None:
         self._app = app
@@ -55,7 +54,7 @@ class BodyLimit:
 
 
 class _Body:
-    """One request's body as it comes."""
+    """One request's body as it arrives."""
 
     def __init__(self, receive: Receive, limits: LimitsConfig, inflater: Inflater | None) -> None:
         self._receive = receive
@@ -63,7 +62,7 @@ class _Body:
         self._inflater = inflater
         self._num_bytes = 0
         self._ends_at = asyncio.get_running_loop().time() + limits.max_body_s
-        # All of it has come; all of it was passed on.
+        # `_is_whole`: all of it has arrived; `_is_done`: all of it was passed on.
         self._is_whole = False
         self._is_done = False
         self._pieces: Iterator[bytes] = iter(())
@@ -71,7 +70,7 @@ class _Body:
     async def receive(self) -> Message:
         """ASGI's `receive`. Raises BODY_TOO_LARGE, MALFORMED_BODY, REQUEST_TIMEOUT."""
         if self._is_done:
-            # Nothing but the end of the connection, however late.
+            # Only the disconnect can follow, however late.
             return await self._receive()
         if self._inflater is None:
             message = await self._next()
@@ -110,7 +109,7 @@ class _Body:
 
 
 def _check_place(scope: Scope, headers: Headers) -> None:
-    """Raises MALFORMED_BODY for a body of a method that takes none: nobody would read it."""
+    """Raises MALFORMED_BODY for a body of a method without one: nobody would read it."""
     has_body = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
     if has_body and scope["method"] in WITHOUT_BODY:
         raise RatoonError(
@@ -122,7 +121,7 @@ def _check_place(scope: Scope, headers: Headers) -> None:
 
 
 def _coding(headers: Headers) -> str:
-    """Raises UNSUPPORTED for one that is not known, and for several at once."""
+    """Raises UNSUPPORTED for an unknown coding, or several at once."""
     coding = headers.get("content-encoding", "identity").strip().lower()
     if coding != "identity" and coding not in CODINGS:
         raise RatoonError(

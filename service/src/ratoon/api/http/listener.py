@@ -20,14 +20,14 @@ _POLL_S = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningHttp:
-    """A started server; `port` is the one that was bound."""
+    """A started server; `port` is the bound one."""
 
     server: uvicorn.Server
     serving: asyncio.Task[None]
     port: int
 
     async def stop(self, grace_s: float | None) -> None:
-        """Take no new request, and answer those under way within `grace_s` seconds. None: cut."""
+        """Refuse new requests, and answer those under way within `grace_s` seconds. None: cut."""
         self.server.should_exit = True
         self.server.force_exit = grace_s is None
         self.server.config.timeout_graceful_shutdown = None if grace_s is None else int(grace_s)
@@ -46,7 +46,7 @@ async def start_http(
 
     Raises OSError where the port is taken.
     """
-    # uvicorn itself would end the process where it is.
+    # uvicorn itself would end the process.
     sockets = _bound(host, port)
     protocol = partial(BoundedConnection, budget=EdgeBudget(bounds))
     config = uvicorn.Config(
@@ -56,7 +56,7 @@ async def start_http(
         lifespan="off",
         ssl_context_factory=None if context is None else _always(context),
         timeout_keep_alive=bounds.idle_s,
-        # Nobody's word is taken for another's address.
+        # Trust no forwarded address.
         proxy_headers=False,
         server_header=False,
         access_log=False,
@@ -80,7 +80,7 @@ def _always(context: ssl.SSLContext) -> Callable[..., ssl.SSLContext]:
 
 
 def _bound(host: str, port: int) -> list[socket.socket]:
-    """A socket for each address of `host`, of which a port of 0 is the same for all."""
+    """A socket for each address of `host`; port 0 picks one port for all."""
     found: list[socket.socket] = []
     try:
         for family, kind, _, _, address in socket.getaddrinfo(
@@ -88,7 +88,7 @@ def _bound(host: str, port: int) -> list[socket.socket]:
         ):
             one = socket.socket(family, kind)
             found.append(one)
-            # What is left of connections that are over keeps no port from a restarted gateway.
+            # Connections in TIME_WAIT must not keep a restarted gateway from its port.
             one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
                 one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)

@@ -1,7 +1,7 @@
-"""Web pages kept out of a service that asks for no keys.
+"""Keeps web pages out of a service that asks for no keys.
 
-What a browser sends for a page of another origin gets no further than this, whether the page has
-made its name an address of this machine (DNS rebinding) or just posts to it.
+A browser's request for a page of another origin is refused, whether the page has rebound its name
+to this machine (DNS rebinding) or just posts to it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from ratoon.config import is_loopback
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import get_logger
 
-# It is free elsewhere too, and balancers ask for it under any name.
+# It needs no key elsewhere either, and load balancers call it under any name.
 _HEALTH = "/v1/health"
 _log = get_logger("http")
 
 
 class LocalNames:
-    """ASGI middleware, outside of all others. `allowed`: names beside those of loopback."""
+    """ASGI middleware, the outermost. `allowed`: host names besides loopback's."""
 
     def __init__(self, app: ASGIApp, *, allowed: Iterable[str] = ()) -> None:
         self._app = app
@@ -39,7 +39,7 @@ class LocalNames:
         await self._app(scope, receive, send)
 
     def _refusal(self, headers: Headers) -> RatoonError | None:
-        # Browsers always send the one, and the other with all that may change something.
+        # Browsers always send Host, and Origin with every request that may change something.
         host, origin = headers.get("host"), headers.get("origin")
         if host is not None and not self._is_known(host):
             return _refused("host", "localhost, 127.0.0.1, [::1] or one of http.allowed_hosts")

@@ -1,7 +1,6 @@
-"""Requests counted and timed.
+"""Counts and times requests.
 
-Enters an HTTP request, leaves it unchanged. Invariant: labels are bounded; a method is a route's
-name, and what matches no route is `unknown`.
+Labels are bounded: the method is a route's name, or `unknown` where none matches.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """HTTP Range requests over a file (RFC 9110, section 14): which bytes to send.
 
-One response never holds more than `max_bytes`, for Serve's proxy would buffer the rest of it for a
-reader that stalls.
+A response holds at most `max_bytes`, as Serve's proxy would buffer the rest for a stalled reader.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def choose(
 ) -> Whole | Part | NotModified:
     """What to answer. A range over `max_bytes` is answered with its beginning, as the RFC allows.
 
-    Several ranges at once are not served: the header is ignored then, as the RFC allows too. Raises
+    Multiple ranges are not served: the header is ignored then, as the RFC allows too. Raises
     RANGE_NOT_SATISFIABLE for a range outside the file, and for a whole file over `max_bytes`.
     """
     if if_none_match is not None and _matches(if_none_match, digest):

@@ -1,4 +1,4 @@
-"""Routes of the server itself: whether it is well, its metrics."""
+"""Routes of the server itself: health and metrics."""
 
 from __future__ import annotations
 

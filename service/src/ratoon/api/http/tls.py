@@ -1,6 +1,6 @@
-"""TLS of the gateway's ports: contexts whose handshakes use the certificates as they are then.
+"""TLS of the gateway's ports: each handshake uses the certificates current at that time.
 
-Connections that are open go on.
+Open connections continue.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from ratoon.config import RatoonConfig
 
 _PROBE_S = 10.0
 _HEALTH = "/v1/health"
-# Where a server that listens on all addresses is reached from its own machine; nothing is bound.
+# How a server bound to all addresses is reached from its own machine; nothing is bound here.
 _OWN = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  # nosec B104
 
 
 def server_context(store: CertificateStore, *, protocols: Sequence[str] = ()) -> ssl.SSLContext:
-    """Clients must have a certificate where the store has authorities for them.
+    """Requires client certificates if the store has authorities for them.
 
-    `protocols`: what is spoken inside, for clients that ask (ALPN).
+    `protocols`: the ALPN protocols to offer.
     """
     context = store.current().context
     if protocols:
@@ -36,16 +36,16 @@ def server_context(store: CertificateStore, *, protocols: Sequence[str] = ()) ->
                 now.set_alpn_protocols(list(protocols))
             connection.context = now
 
-    # OpenSSL asks it in every handshake, with a server name and without.
+    # OpenSSL calls it in every handshake, with a server name or without.
     context.sni_callback = take_current
     return context
 
 
 def own_health(config: RatoonConfig) -> str | None:
-    """Why the service of `config`, on this machine, is not well; None: it is.
+    """Why the service of `config`, on this machine, is not healthy; None: it is.
 
-    Whose certificate it is does not matter: nothing is said to it. A service that lets in holders
-    of a certificate alone, and not of its own, is well where it says so.
+    Its certificate is not verified, as the probe sends no secret. A service that refuses the probe
+    because it requires another client certificate counts as healthy.
     """
     host = _OWN.get(config.http.host, config.http.host)
     files = files_of(config)
@@ -67,7 +67,7 @@ def own_health(config: RatoonConfig) -> str | None:
         connection.request("GET", _HEALTH)
         status = connection.getresponse().status
     except (OSError, http.client.HTTPException) as err:
-        # Of TLS 1.3 a server hangs up only once its own part of the handshake is done.
+        # In TLS 1.3 a server refuses a client only after its own part of the handshake.
         is_refused = is_connected or (isinstance(err, ssl.SSLError) and "ALERT" in str(err))
         if asks_clients and is_refused and not isinstance(err, TimeoutError):
             return None

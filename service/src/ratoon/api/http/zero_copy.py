@@ -1,4 +1,4 @@
-"""Bytes of a file from the page cache to a socket: ASGI's `http.response.zerocopysend`."""
+"""File bytes from the page cache to a socket: ASGI's `http.response.zerocopysend`."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import asyncio
 import os
 import socket
 
-# Of the ASGI specification: `file` is a descriptor, `offset` and `count` are bytes.
+# As in the ASGI specification: `file` is a descriptor, `offset` and `count` are bytes.
 ZERO_COPY = "http.response.zerocopysend"
 
 
 class FileSender:
-    """One file range on its way. `stop` ends it, from wherever the connection ends."""
+    """One file range being sent. `stop` ends it, however the connection ends."""
 
     def __init__(self, connection: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
-        # A transport lets nobody else wait for its own descriptor.
+        # A transport forbids waiting on its own descriptor, so duplicate it.
         self._descriptor = os.dup(connection.fileno())
         self._loop = loop
         self._writable: asyncio.Future[None] | None = None
         self._is_stopped = False
 
     async def send(self, file: int, offset: int, count: int) -> bool:
-        """Whether all of it was taken by the kernel. The transport's own buffer must be empty."""
+        """Whether the kernel took all of it. The transport's own buffer must be empty."""
         try:
             stop = offset + count
             while offset < stop and not self._is_stopped:
@@ -32,10 +32,10 @@ class FileSender:
                 except OSError:
                     return False
                 if sent == 0:
-                    return False  # The file ends before.
+                    return False  # The file is shorter.
                 offset += sent or 0
                 if offset < stop:
-                    # Others have their turn too, whatever the kernel would still take.
+                    # Yield to other connections, even if the kernel would take more.
                     await self._wait()
             return offset >= stop
         finally:

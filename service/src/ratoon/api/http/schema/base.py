@@ -1,4 +1,4 @@
-"""What all JSON models are made of: strict scalars and arrays.
+"""Base types of all JSON models: strict scalars and arrays.
 
 An integer may be written 253.0 but not "253" or true; nothing is rounded, truncated or guessed.
 """
@@ -69,12 +69,12 @@ Bytes = Annotated[
 
 
 ItemT = TypeVar("ItemT")
-# Without the errors of the items behind the first that is wrong: there may be many.
+# Report only the first wrong item: there may be many.
 Each = Annotated[list[ItemT], Field(fail_fast=True)]
 
 
 class Tensor(WireModel):
-    """Little-endian bytes in C order, in base64; as large as dtype and shape say."""
+    """Little-endian bytes in C order, in base64; their length must match dtype and shape."""
 
     dtype: Literal["bool", "uint8", "int32", "int64", "float16", "float32", "float64"]
     shape: list[Annotated[Int64, Field(ge=0)]] = Field(default=[], max_length=8)
@@ -94,9 +94,9 @@ class _ListOr:
 
 
 def _from_list(dtype: str, allowed: frozenset[type], expected: str) -> Callable[[object], object]:
-    """A validator that turns a JSON list into a `Tensor` of one dimension.
+    """A validator that turns a JSON list into a one-dimensional `Tensor`.
 
-    Types are compared by a set, not value by value: a list may have a million items.
+    Types are compared as a set, not value by value: a list may have a million items.
     """
 
     def convert(value: object) -> object:
@@ -132,7 +132,7 @@ def _exact_array(items: list[object], dtype: str) -> np.ndarray[Any, Any] | None
     except OverflowError:
         return None
     if target.kind != "i":
-        # What overflows becomes infinite, and is refused by name with all other infinities.
+        # Overflow becomes infinite, and is refused by name with all other infinities.
         with np.errstate(over="ignore"):
             return wide.astype(target)
     bounds = np.iinfo(target)

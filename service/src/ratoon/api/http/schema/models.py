@@ -1,6 +1,6 @@
 """Pydantic models of messages, made from descriptors: types, names, enums, comments.
 
-What a request may hold is strict; a field is required where service.proto and its imports say so.
+Requests are strict; service.proto and its imports say which fields are required.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _LISTS: Mapping[str, Any] = MappingProxyType(
 
 @cache
 def model_of(message: Descriptor, without: frozenset[str] = frozenset()) -> type[WireModel]:
-    """The model of `message`, `without` the fields that stand elsewhere than in the body."""
+    """The model of `message`, `without` the fields that are not in the body."""
     if message.full_name == Tensor.DESCRIPTOR.full_name:
         return base.Tensor
     strict = message.full_name in _requested()
@@ -102,7 +102,7 @@ def _comments() -> Mapping[str, str]:
 
 
 def comment(full_name: str) -> str:
-    """What the .proto files say of a message, field or method; "" where they say nothing."""
+    """The .proto comment of a message, field or method; "": none."""
     return _comments().get(full_name, "")
 
 
@@ -116,7 +116,7 @@ def _made(name: str, doc: str, fields: Mapping[str, Any]) -> type[WireModel]:
 
 @cache
 def _requested() -> frozenset[str]:
-    """Names of all messages that a request may hold, those of requests among them."""
+    """Names of all request messages, and of the messages within them."""
 
     def below(message: Descriptor) -> Iterator[str]:
         yield message.full_name
@@ -130,7 +130,7 @@ def _requested() -> frozenset[str]:
 def _request_field(field: FieldDescriptor) -> tuple[Any, Any]:
     kind: Any = _LISTS.get(list_dtype(field)) or _type(field, _STRICT)
     if field.is_repeated:
-        # Without the errors of the items behind the first that is wrong: there may be many.
+        # Report only the first wrong item: there may be many.
         kind = Annotated[list[kind], Field(fail_fast=True)]
     if is_required(field):
         return _described(field, kind), ...
@@ -138,7 +138,7 @@ def _request_field(field: FieldDescriptor) -> tuple[Any, Any]:
 
 
 def _answer_field(field: FieldDescriptor) -> tuple[Any, Any]:
-    """Always there; null where a message has none of it, and for a number that is not finite."""
+    """Always present; null for an absent message, and for a number that is not finite."""
     if is_map(field):
         return _described(field, dict[str, str]), ...
     kind = _type(field, _PLAIN)
