@@ -1,7 +1,4 @@
-"""Where and on what a figure was measured.
-
-Enters a seed, leaves plain values for a result file.
-"""
+"""Describes where and on what a figure was measured, for result files."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""What every result of a GPU run carries, and when one may be made.
+"""What every result of a GPU run contains, and when one may be made.
 
-Enters what was measured, leaves a JSON file. Invariant: a result names the commit, the sources, the
-GPU and the versions that it was measured on, so that a test can tell when it no longer speaks of
-the tree.
+A result names the commit, the sources, the GPU and the versions that it was measured on, so that a
+test can tell when it is stale.
 
 A result keeps its raw samples, under a key `samples` beside each figure made of them. One that is
 kept though the sources have changed says why in a top-level `stale`.

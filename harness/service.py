@@ -1,7 +1,6 @@
-"""The real service as processes to be killed: `ratoon serve` with a Ray of its own.
+"""The real service as processes to kill: `ratoon serve` with a Ray of its own.
 
-Enter a folder and settings, leaves addresses. Invariant: nothing is killed but what the service of
-this object started; ports and data stay the same from one start to the next.
+Only processes of this object's service are killed; ports and data stay the same between starts.
 """
 
 from __future__ import annotations

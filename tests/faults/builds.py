@@ -1,7 +1,6 @@
 """Builds of the engine that are broken on purpose, to see that a fault run finds each of them.
 
-Enters a build's name in a process of its own, leaves its classes patched. Invariant: nothing of
-this is in the service's code, and no process but those of a fault run calls it.
+Each patches classes in a process of its own; the service's code contains none of this.
 """
 
 from __future__ import annotations

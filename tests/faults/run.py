@@ -1,8 +1,8 @@
 """`make faults`: nothing that is killed, torn or hostile loses or doubles what was acknowledged.
 
-Enter how many kills, minutes of load and inputs, leave one result file, a line of the self-test
-and a line of the whole; exit 1 where anything was lost, doubled, loaded or crashed. The long form
-is the same with more of each. Invariant: nothing of ours runs beside what is timed, the load.
+Runs a number of kills, minutes of load and hostile inputs. Writes one result file, a line of the
+self-test and a line of the whole; exit 1 where anything was lost, doubled, loaded or crashed. The
+long form is the same with more of each. Nothing of ours runs beside the load, which is timed.
 
     python -m tests.faults.run
     python -m tests.faults.run --kills 300 --minutes 30 --inputs 1000000 \\

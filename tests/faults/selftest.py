@@ -1,7 +1,6 @@
 """Would a fault run see it? Each build that is broken on purpose must be reported, a whole one not.
 
-Enter a model folder and a seed, leaves which builds were found out. Invariant: a build counts as
-found only where the same schedule on the whole build loses and doubles nothing.
+A build counts as found only where the same schedule on the whole build loses and doubles nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""What a whole fault run came to: whether it is good, its result file and its last lines.
+"""The verdict on a whole fault run, its result file and its last lines.
 
-Enters what each part has found, leaves a verdict and text. Invariant: nothing is forgiven; a part
-that did not end, tore nothing or killed too little is as bad as one that lost something.
+A part that did not end, tore nothing or killed too little is as bad as one that lost something.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""When a whole fault run is good: each reason for which it is not, and what is written then."""
+"""When a whole fault run passes: each reason for which it does not, and what is written then."""
 
 from __future__ import annotations
 

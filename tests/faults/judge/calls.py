@@ -1,7 +1,6 @@
 """The calls of a fault run: what clients ask of a policy, the same for the service and the oracle.
 
-Enters a seed, leaves segments of calls with their batches. Invariant: a call is a function of the
-seed and its number, so that whoever needs its batch makes it again.
+A call is a function of the seed and its number, so its batch can be recreated anywhere.
 """
 
 from __future__ import annotations

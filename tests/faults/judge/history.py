@@ -1,7 +1,6 @@
 """What became of a run's calls: what callers were told, what the journal says, and the verdict.
 
-Enter acknowledgements and a journal, leave counts of what was lost and what was doubled. Invariant:
-a difference is counted, never forgiven; what counts as which is said in `Verdict`.
+It counts the lost and the doubled. `Verdict` defines both; no difference is forgiven.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The accepted history run without faults: one plain trainer in this process, one call at a time.
 
-Enter the journal's operations in their order with the calls that they are, leaves how each must
-have ended and the bits of the weights. Invariant: nothing of `ratoon.engine` decides here but the
-form of results; a call cancelled in the journal counts as absent, as its caller was told.
+It computes how each operation must have ended and the bits of the weights. Of `ratoon.engine` it
+uses only the result types. A call that the journal has as cancelled counts as absent, as its caller
+was told.
 """
 
 from __future__ import annotations

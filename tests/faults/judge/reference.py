@@ -1,8 +1,7 @@
 """The accepted history once more, by a plain Hugging Face model and torch's AdamW in float64.
 
-Enter the journal's operations and a model folder, leaves how far our trainer, in float64 too, is
-from it. Invariant: the loop here has nothing of the service but the order of the calls and their
-batches; one forward and one backward a rollout.
+It measures how far our trainer, in float64 too, is from that. The loop here shares only the order
+of the calls and their batches with the service; it runs one forward and one backward per rollout.
 """
 
 from __future__ import annotations

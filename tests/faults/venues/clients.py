@@ -1,7 +1,7 @@
 """Callers of the real service: one policy's segments, through the public client.
 
-Enter calls, leave notes of what was answered. Invariant: only the client's own retries are at work;
-an error that reaches a caller of something that was acknowledged is noted as lost.
+Only the client's own retries are at work. An error about something that was acknowledged is noted
+as lost.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Where the processes of a light run are killed: every crash point, inside windows, at random.
 
-Enter a run, leaves how often it was killed and where. Invariant: a crash point counts only where
-its file was taken, that is, where a process has killed itself there.
+A crash point counts only where its file was taken, so that a process killed itself there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A database fails over to a standby that lags, in mid-flight of an engine whose parts are killed.
+"""A database fails over to a lagging standby, under an engine whose processes are being killed.
 
-What the standby lacks is lost, which callers are told; none of it may be taken for what they send
+Callers are told that what the standby lacks is lost. None of it may be mistaken for what they send
 again under the same seqs.
 """
 

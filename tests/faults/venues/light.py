@@ -1,7 +1,6 @@
-"""A fault run on two processes without Ray: callers, crash points, and what it comes to.
+"""A fault run on two processes without Ray: callers, crash points, and the verdict.
 
-Enter a seed and how often to kill, leave counts and a verdict. Invariant: every call is retried as
-a client retries it, and whatever was acknowledged is judged.
+Every call is retried as a client retries it, and whatever was acknowledged is judged.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""A fault run on the real service: two policies, callers of both edges, kills of all.
+"""A fault run on the real service: two policies, callers of both edges, kills of every process.
 
-Enter a seed and how many rounds of kills, leave counts and a verdict. Invariant: after each kill
-both policies have gone through a whole segment before the next one.
+After each kill both policies complete a whole segment before the next one.
 """
 
 from __future__ import annotations

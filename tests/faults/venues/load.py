@@ -1,8 +1,8 @@
-"""Two hundred callers at once: how fast control calls are, what memory and descriptors do.
+"""Two hundred callers at once: latency of control calls, growth of memory and descriptors.
 
-Enter seconds and a seed, leaves percentiles, growth and a verdict. Invariant: every call is judged
-as in a fault run; memory is the summed PSS of all processes of the service; latencies are those
-that callers see, what their own event loop was late included, which is measured and reported.
+Every call is judged as in a fault run. Memory is the summed PSS of all processes of the service.
+Latencies are as callers see them, including the lag of their own event loop, which is measured and
+reported.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Engine and worker as processes that are killed and come back, and their callers.
+"""Engine and worker as processes that are killed and restarted, and their callers.
 
-The engine is started again whenever it ends, as Ray does with its actor; a worker only where the
-engine asks for a new one.
+The engine restarts whenever it ends, as Ray does with its actor; a worker only when the engine asks
+for a new one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A power cut: the disk as it is where nothing is written that nobody synced.
+"""A power cut: the disk as if nothing was written that was not synced.
 
-Enters every fsync of a process, leaves, after all processes are killed, a folder whose files end
-where they were last synced and whose names are those of the last sync of their folder. Invariant:
-nothing that was synced is lost. SQLite's own files are left alone: it syncs where we do not see it.
+It records every fsync of a process. After all processes are killed, it leaves a folder whose files
+end where they were last synced and whose names are those of the last sync of their folder. SQLite's
+own files are left alone: its syncs are not visible here.
 """
 
 from __future__ import annotations

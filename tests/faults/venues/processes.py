@@ -1,7 +1,7 @@
 """The engine of one policy, and its worker, as two processes without Ray.
 
-What decides is the engine's own code; here is only what carries its calls, with the guarantee that
-Ray gives: a call of a lost worker fails at once.
+All decisions are the engine's own code. This only carries its calls, with Ray's guarantee that a
+call of a lost worker fails at once.
 """
 
 from __future__ import annotations

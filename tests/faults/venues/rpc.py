@@ -1,8 +1,7 @@
 """Calls between the processes of a fault run, over sockets that a killed process closes.
 
-Enters a method's name and arguments, leaves its value or its exception. Invariant: a call to a
-process that is gone, or goes meanwhile, is `PeerLostError`, at once: whether it took effect is not
-known, as with the calls that it stands for.
+A call to a process that is gone, or dies meanwhile, raises `PeerLostError` at once. As in Ray, it
+is not known whether the call took effect.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Who may call what: API keys, their scopes, and the record of what was done with them."""
+"""Who may call what: API keys, their scopes, and the audit log."""

@@ -1,6 +1,6 @@
 """Who is let in: everybody, this machine, or holders of a key.
 
-A refusal tells neither which keys nor which policies there are.
+A refusal reveals neither which keys nor which policies exist.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _log = get_logger("auth")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Presented:
-    """What comes with a call: the `authorization` header or metadata, and the other end's host.
+    """The credentials of a call: the `authorization` header or metadata, and the peer's host.
 
     `peer` "": it is not known.
     """
@@ -33,7 +33,7 @@ class Presented:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Who calls. `key_id` "": no key was needed. `policies` None: all."""
+    """An authenticated principal. `key_id` "": no key was needed. `policies` None: all."""
 
     key_id: str
     peer: str
@@ -43,7 +43,7 @@ class Caller:
 
     @property
     def name(self) -> str:
-        """By which requests in flight are counted."""
+        """The name that requests in flight are counted under."""
         return f"key {self.key_id}" if self.key_id else f"host {self.peer}"
 
     def may_call(self, call: str) -> bool:
@@ -55,7 +55,7 @@ class Caller:
 
 
 class Access(Protocol):
-    """Raises UNAUTHENTICATED for who is nobody that it knows; what a caller may do is its own."""
+    """Authenticates callers. Raises UNAUTHENTICATED; `Caller` says what each may do."""
 
     def enter(self, call: str, presented: Presented) -> Caller: ...
 
@@ -70,7 +70,7 @@ class OpenAccess:
 class LocalAccess:
     """This machine: the default where only loopback addresses are bound.
 
-    On a cluster of your own Serve's gRPC port listens on all interfaces even then.
+    On an existing cluster Serve's gRPC port listens on all interfaces even then.
     """
 
     def enter(self, call: str, presented: Presented) -> Caller:
@@ -83,7 +83,7 @@ class LocalAccess:
 
 
 class KeyAccess:
-    """Holders of a valid key. `free` calls need none; `quotas` are for keys without their own."""
+    """Holders of a valid key. `free` calls need none; `quotas` apply to keys without their own."""
 
     def __init__(
         self,
@@ -129,12 +129,12 @@ class KeyAccess:
 
 
 def anybody(presented: Presented) -> Caller:
-    """A caller of which no key is asked."""
+    """A caller that needs no key."""
     return _without_key(presented, Scope.ADMIN, None)
 
 
 def nobody(presented: Presented) -> Caller:
-    """A caller that has proven nothing."""
+    """A caller that is not authenticated."""
     return _without_key(presented, Scope.READ, ())
 
 
@@ -145,27 +145,27 @@ def _without_key(presented: Presented, scope: Scope, policies: tuple[str, ...] |
 
 
 def denied() -> RatoonError:
-    """One text for a scope that is too small and for any policy of others, be there one or not."""
+    """One text for a missing scope and for another's policy, whether that exists or not."""
     return RatoonError(ErrorCode.PERMISSION_DENIED, "the API key does not allow this call")
 
 
 def needs_keys(config: RatoonConfig) -> bool:
-    """Whether keys are asked for."""
+    """Whether keys are required."""
     required = config.auth.required
     return bool(public_hosts(config)) if required is None else required
 
 
 def checked_hosts(config: RatoonConfig) -> tuple[str, ...] | None:
-    """Names beside loopback's under which it is called; None: they are not looked at.
+    """Host names accepted besides loopback's; None: names are not checked.
 
-    Without keys, that a page is of this service's own name is all that tells it from any other.
+    Without keys the name is all that tells this service's own page from any other.
     """
     allowed = config.http.allowed_hosts
     return None if needs_keys(config) or "*" in allowed else allowed
 
 
 def access_of(config: RatoonConfig) -> Access:
-    """What the config asks for."""
+    """The access that the config asks for."""
     if config.auth.required is False:
         return OpenAccess()
     if not needs_keys(config):
@@ -175,7 +175,7 @@ def access_of(config: RatoonConfig) -> Access:
 
 
 def check_start(config: RatoonConfig) -> None:
-    """Nothing is served to other machines without keys but by an explicit, logged choice.
+    """Other machines are served without keys only by an explicit, logged choice.
 
     Raises INVALID_ARGUMENT naming `auth.required`.
     """

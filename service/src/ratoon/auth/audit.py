@@ -1,11 +1,11 @@
-"""The audit log, `access/audit.jsonl` below the data root: who did what, and how it was answered.
+"""The audit log, `access/audit.jsonl` below the data root: who did what, and with what outcome.
 
-Lines are only ever added, by one write each, so that processes do not mix theirs; the file is
-opened anew for each, so that it may be moved away at any time. A line is not synced, and where it
-cannot be written the call goes on.
+Each line is appended by one write, so lines of several processes do not mix. The file is opened for
+each line, so it may be moved away at any time. Lines are not synced, and a call goes on if its line
+cannot be written.
 
-Refusals of a host beyond `REFUSALS_A_MINUTE` are counted instead, and so are those of all hosts
-together beyond ten times as many; a line SUPPRESSED says how many once the minute is over.
+Refusals beyond `REFUSALS_A_MINUTE` per host, or ten times as many over all hosts, are only counted;
+a SUPPRESSED line gives the count once the minute is over.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REFUSALS_A_MINUTE = 60
 _REFUSALS_OF_ALL = 10 * REFUSALS_A_MINUTE
 _MINUTE_S = 60.0
 SUPPRESSED = "SUPPRESSED"
-# What anybody can cause as often as it likes.
+# Refusals that anybody can cause at any rate.
 _REFUSALS = frozenset(
     {ErrorCode.UNAUTHENTICATED, ErrorCode.PERMISSION_DENIED, ErrorCode.RESOURCE_EXHAUSTED}
 )
@@ -39,7 +39,7 @@ _log = get_logger("audit")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditEntry:
-    """`key_id` "": nobody that is known; `policy_id` "": none, "?": no id; `seq` 0: none.
+    """`key_id` "": not authenticated; `policy_id` "": none, "?": no valid id; `seq` 0: none.
 
     `outcome` is OK (for an operation: accepted) or the code of the error.
     """
@@ -59,7 +59,7 @@ class Audit(Protocol):
 
 
 class AuditLog:
-    """The file. Any number of processes may hold one; each counts refusals by itself."""
+    """The file. Any number of processes may write it; each counts refusals separately."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class AuditLog:
         self._max_files = max_files
         self._now = now
         self._minute_ends = 0.0
-        # Of this minute, by host; those that are not told apart have the name "".
+        # This minute's refusals by host; hosts beyond those with a line of their own are "".
         self._written: Counter[str] = Counter()
         self._suppressed: Counter[str] = Counter()
 
@@ -93,7 +93,7 @@ class AuditLog:
         if own < REFUSALS_A_MINUTE and self._written.total() < _REFUSALS_OF_ALL:
             self._written[peer] += 1
             return True
-        # Only hosts that have a line are told apart: there may be any number of others.
+        # Only hosts that have a line are counted separately: their number has no bound.
         self._suppressed[peer if own else ""] += 1
         return False
 
@@ -121,7 +121,7 @@ class AuditLog:
             _log.error("audit line lost", error=str(err), outcome=outcome)
 
     def _put_aside(self, descriptor: int, at: str) -> None:
-        """Begin a new file, and drop the oldest; of processes that meet, one does it."""
+        """Rotate the file, and drop the oldest; of concurrent processes, one does it."""
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         if os.fstat(descriptor).st_ino != self._path.stat().st_ino:
             return

@@ -1,8 +1,6 @@
-"""The server's certificate, its key and its clients' authorities, as files that may change while it
-runs.
+"""The server's certificate, its key and its clients' authorities, from files that may change.
 
-Files that do not fit together or have ended are refused by name at start; later they change
-nothing.
+Files that do not match or have expired are refused by name at start; later they are ignored.
 """
 
 from __future__ import annotations
@@ -23,8 +21,8 @@ from ratoon.errors import RatoonError, invalid
 from ratoon.log import get_logger
 
 ENDS_SOON = timedelta(days=14)
-# Of a key: anything for others, writing for the group. Reading by the group is what volumes of
-# secrets in clusters give.
+# Key file modes that are refused: any access by others, writing by the group. Group reading is
+# allowed, as Kubernetes secret volumes set it.
 _TOO_OPEN = stat.S_IRWXO | stat.S_IWGRP
 
 _log = get_logger("tls")
@@ -41,7 +39,7 @@ class CertificateFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificates:
-    """PEM as it was read; `context` is made of the same files. `ends_at`: of what ends first."""
+    """PEM texts, and the `context` made from them. `ends_at`: the earliest expiry."""
 
     chain: bytes
     key: bytes = field(repr=False)
@@ -51,16 +49,16 @@ class Certificates:
 
 
 class CertificateStore:
-    """The certificates as they are now. A handshake asks for them; any thread may.
+    """The current certificates, for each handshake. Thread-safe.
 
-    A changed file is read at the next handshake. Where what it then finds is not good, it says so
-    in the log, once a change, and goes on with what it has.
+    A changed file is read at the next handshake. If it is not valid, that is logged once per
+    change, and the old certificates stay.
     """
 
     def __init__(self, files: CertificateFiles) -> None:
         self._files = files
         self._lock = threading.Lock()
-        # Taken before the files are read: what is replaced in between is read again.
+        # Before the files are read, so that a replacement in between is noticed.
         self._signature = _signature(files)
         self._current = load_certificates(files)
 
@@ -83,7 +81,7 @@ class CertificateStore:
 
 
 def files_of(config: RatoonConfig) -> CertificateFiles | None:
-    """What the config names, with absolute paths; None: no TLS."""
+    """The configured files, with absolute paths; None: no TLS."""
     tls = config.tls
     if tls.cert_file is None or tls.key_file is None:
         return None
@@ -95,7 +93,7 @@ def files_of(config: RatoonConfig) -> CertificateFiles | None:
 
 
 def load_certificates(files: CertificateFiles) -> Certificates:
-    """Read and judge all of them. Raises INVALID_ARGUMENT naming the setting."""
+    """Read and check all files. Raises INVALID_ARGUMENT naming the setting."""
     key_pem = _read("tls.key_file", files.key)
     key = _private_key(files.key, key_pem)
     chain_pem = _read("tls.cert_file", files.cert)
@@ -121,7 +119,7 @@ def load_certificates(files: CertificateFiles) -> Certificates:
 def _context(files: CertificateFiles, client_ca: bytes | None) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    # A resumed session would not be asked for its certificate again.
+    # A resumed session would skip the certificate check.
     context.options |= ssl.OP_NO_TICKET
     context.num_tickets = 0
     try:
@@ -135,7 +133,7 @@ def _context(files: CertificateFiles, client_ca: bytes | None) -> ssl.SSLContext
 
 
 def _certificates(name: str, path: Path, pem: bytes) -> list[x509.Certificate]:
-    """At least one, each valid now."""
+    """The certificates of a PEM text, all valid now. Raises INVALID_ARGUMENT."""
     try:
         found = x509.load_pem_x509_certificates(pem)
     except ValueError as err:
@@ -177,7 +175,7 @@ def _signature(files: CertificateFiles) -> tuple[tuple[int, int, int] | None, ..
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """Inode, change time and size of what the path leads to; None: nothing."""
+    """Inode, change time and size of the file behind the path; None: there is none."""
     try:
         status = path.stat()
     except OSError:

@@ -1,7 +1,7 @@
 """The file of API keys, `access/keys.json` below the data root.
 
-Every process looks at each call whether it was replaced, so a revoked key is refused at once; a
-damaged file lets nobody in.
+Every process checks at each call whether the file was replaced, so a revoked key is refused at
+once. A damaged file lets nobody in.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ _log = get_logger("auth")
 
 @checked_dataclass(frozen=True, slots=True, kw_only=True)
 class _Table:
-    """The file's content."""
+    """Content of the file."""
 
     format: Literal[1]
     keys: tuple[ApiKey, ...]
 
 
 def access_folder(data_root: Path) -> Path:
-    """Where keys and audit log are; nothing is touched."""
+    """The folder of keys and audit log; touches no file."""
     return data_root / "access"
 
 
 def make_access_folder(data_root: Path) -> Path:
-    """The same, made for its owner alone; a data root that is not there is made so too."""
+    """Make that folder, and a missing data root, accessible to the owner alone."""
     folder = access_folder(data_root)
-    # Rollouts and weights are to be here. One that an operator has made stays as it is.
+    # It will hold rollouts and weights. One that an operator has made keeps its mode.
     make_folder(data_root, 0o700)
     make_folder(folder, 0o700)
     return folder
 
 
 class KeyFile:
-    """The keys of one data root. Nothing is made before the first key is."""
+    """The keys of one data root. The file is made with the first key."""
 
     def __init__(self, data_root: Path) -> None:
         self._data_root = data_root
@@ -66,14 +66,14 @@ class KeyFile:
         self._keys = _NO_KEYS
 
     def keys(self) -> Keys:
-        """Every key by its id, revoked ones too; none where there is no file.
+        """Every key by its id, revoked ones too; none without a file.
 
         Raises UNAVAILABLE where the file cannot be read: then nobody is let in.
         """
         try:
             status = self._path.stat()
             signature = (status.st_ino, status.st_mtime_ns, status.st_size)
-            # Taken before the file is read: what is replaced in between is read again.
+            # Before the file is read, so that a replacement in between is noticed.
             if signature != self._signature:
                 self._keys = _parsed(self._path.read_bytes())
                 self._signature = signature
@@ -89,7 +89,7 @@ class KeyFile:
         self._change(lambda keys: {**keys, key.key_id: key})
 
     def revoke(self, key_id: str, now: float) -> None:
-        """A key that is revoked already stays as it is. Raises INVALID_ARGUMENT for no key."""
+        """Revoke a key; idempotent. Raises INVALID_ARGUMENT for an unknown key."""
 
         def revoked(keys: Keys) -> Keys:
             if key_id not in keys:

@@ -1,7 +1,7 @@
-"""An API key: made, written as text, recognised.
+"""API keys: creating, writing as text, verifying.
 
-A record holds the SHA-256 of the secret alone; the secret has 256 random bits, so a slow hash would
-add nothing.
+A record holds only the SHA-256 of the secret, which has 256 random bits, so a slow hash would add
+nothing.
 
     ratoon_<id: 12 hexadecimal digits>_<secret: 64 hexadecimal digits>
 """
@@ -37,7 +37,7 @@ class ApiKey:
     created_at: float
     expires_at: float | None
     revoked_at: float | None
-    # What the key has of its own.
+    # Limits of the key's own.
     limits: KeyLimits = NO_LIMITS
 
     def is_valid(self, now: float) -> bool:
@@ -53,7 +53,7 @@ def new_key(
     expires_at: float | None,
     limits: KeyLimits = NO_LIMITS,
 ) -> tuple[ApiKey, str]:
-    """A record, and the text that its owner sends: it is nowhere else."""
+    """A record, and the text for its owner, which is kept nowhere else."""
     key_id, secret = secrets.token_hex(_ID_BYTES), secrets.token_hex(_SECRET_BYTES)
     key = ApiKey(
         key_id=key_id,
@@ -76,7 +76,7 @@ def split_key(text: str) -> tuple[str, str] | None:
 
 
 def is_secret_of(secret: str, key: ApiKey | None) -> bool:
-    """Whether `secret` is that of `key`, in a time that says nothing of either."""
+    """Whether `secret` is that of `key`, in constant time."""
     known = _NO_HASH if key is None else key.secret_sha256
     return hmac.compare_digest(_hash(secret), known) and key is not None
 

@@ -1,4 +1,4 @@
-"""Rates and concurrency: requests per second of a key, requests in flight of a caller.
+"""Rates and concurrency: requests per second per key, requests in flight per caller.
 
 A key's rate is over all processes, by a file per key (`access/rates/<key_id>` below the data root);
 requests in flight are counted per process.
@@ -23,15 +23,15 @@ from ratoon.log import get_logger
 from ratoon.stream.files import make_folder
 
 _IN_FLIGHT_RETRY_S = 1.0
-# A count from further ahead than clocks of two machines differ is of a clock that was wrong.
+# A time further ahead than the clocks of two machines may differ came from a wrong clock.
 _SKEW_S = 60.0
 _BUCKET = struct.Struct("<dd")
 
 _log = get_logger("rates")
 
 
-# Calls that need no key: of a host by each process, a second and at once. Hosts beyond so many
-# share what is left.
+# Calls that need no key, per host and process: per second, and at once. Further hosts share one
+# bucket.
 FREE_RATE = 50.0
 FREE_BURST = 100
 _MAX_HOSTS = 4096
@@ -39,17 +39,17 @@ _MAX_HOSTS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bucket:
-    """`level` requests could be made at once at `at`."""
+    """At the time `at`, `level` requests may be made at once."""
 
     level: float
     at: float
 
 
 class Rates:
-    """A token bucket for each key that has a rate. `now`: seconds since the epoch.
+    """A token bucket per key that has a rate. `now`: seconds since the epoch.
 
-    A file is not synced: what a power cut takes is a full bucket again. Where it cannot be written
-    the call goes on.
+    Files are not synced: after a power cut a bucket may be full again. A call goes on if its file
+    cannot be written.
     """
 
     def __init__(self, data_root: Path, now: Callable[[], float] = time.time) -> None:
@@ -58,7 +58,7 @@ class Rates:
         self._hosts: dict[str, _Bucket] = {}
 
     def take(self, key_id: str, limits: KeyLimits) -> RatoonError | None:
-        """Count a request of the key, unless it is refused."""
+        """Count a request of the key, or return the refusal."""
         rate = limits.requests_per_second
         if not key_id or rate is None:
             return None
@@ -80,7 +80,7 @@ class Rates:
         )
 
     def take_free(self, host: str) -> RatoonError | None:
-        """Count a call that needs no key, unless it is refused."""
+        """Count a call that needs no key, or return the refusal."""
         now = self._now()
         if len(self._hosts) >= _MAX_HOSTS:
             full_after = now - FREE_BURST / FREE_RATE
@@ -102,7 +102,7 @@ class Rates:
         return None
 
     def _level(self, key_id: str, rate: float, burst: int) -> float:
-        """Of the bucket now, before one is taken from it, if it has one. Raises `OSError`."""
+        """The bucket's level, from which one is taken if it has one. Raises `OSError`."""
         descriptor = self._open(key_id)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -123,18 +123,18 @@ class Rates:
 
 
 def _filled(data: bytes, now: float, rate: float, burst: int) -> _Bucket:
-    """A bucket as it is now; what cannot be one is full."""
+    """The bucket as of `now`; an invalid one counts as full."""
     if len(data) == _BUCKET.size:
         level, at = _BUCKET.unpack(data)
         if 0.0 <= level <= burst and at <= now + _SKEW_S:
-            # The fastest clock's time counts, so that clocks that differ add nothing.
+            # Keep the latest time seen, so that clock differences add no tokens.
             filled = level + max(now - at, 0.0) * rate
             return _Bucket(level=min(filled, float(burst)), at=max(now, at))
     return _Bucket(level=float(burst), at=now)
 
 
 class InFlight:
-    """Requests that are not answered yet, in all and of each caller (a key, or else a host)."""
+    """Unanswered requests, in all and per caller (a key, or else a host)."""
 
     def __init__(self, *, most: int, most_of_caller: int) -> None:
         self._most = most
@@ -142,7 +142,7 @@ class InFlight:
         self._of_caller: Counter[str] = Counter()
 
     def refusal(self, caller: str) -> RatoonError | None:
-        """Why one more is not taken."""
+        """Why one more request is refused; None: it is not."""
         for name, used, limit in (
             ("requests", self._of_caller.total(), self._most),
             (f"requests of {caller}", self._of_caller[caller], self._most_of_caller),

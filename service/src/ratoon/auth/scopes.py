@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 
 class Scope(StrEnum):
-    """What a key is for. Each includes those before it."""
+    """What a key may do. Each scope includes those before it."""
 
     READ = "read"
     TRAIN = "train"
@@ -19,7 +19,7 @@ class Scope(StrEnum):
         return order.index(self) >= order.index(other)
 
 
-# None: free, no key is looked at.
+# None: free, the key is not checked.
 CALL_SCOPES: Mapping[str, Scope | None] = MappingProxyType(
     {
         "create_policy": Scope.ADMIN,
@@ -47,7 +47,7 @@ CALL_SCOPES: Mapping[str, Scope | None] = MappingProxyType(
         "fetch_gradients": Scope.TRAIN,
         "get_server_info": Scope.READ,
         "health": None,
-        # Of HTTP alone. `auth.metrics` may make it free.
+        # HTTP only. `auth.metrics` may make it free.
         "metrics": Scope.READ,
         "api_document": None,
     }
@@ -55,5 +55,5 @@ CALL_SCOPES: Mapping[str, Scope | None] = MappingProxyType(
 
 
 def is_changing(call: str) -> bool:
-    """Whether a call is one that the audit log has a line of, though it is answered."""
+    """Whether the call gets an audit line even if it succeeds."""
     return CALL_SCOPES[call] not in (None, Scope.READ)

@@ -1,4 +1,4 @@
-"""The demo's two ways to train one policy: in step with its sampler, and behind it."""
+"""The demo's two ways to train one policy: in step with its sampler, and one version behind it."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ OPTIM = Optim(learning_rate=2e-3, max_grad_norm=1.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Groups of one version's samples, each as long as the others, and their mean reward."""
+    """Groups of one version's samples, all of one length, and their mean reward."""
 
     groups: Sequence[Group]
     reward: float
 
     @property
     def halves(self) -> tuple[Sequence[Group], Sequence[Group]]:
-        """Two mini-batches of whole groups, whose advantages are over the group."""
+        """Two mini-batches of whole groups; advantages are computed over each group."""
         middle = len(self.groups) // 2
         return self.groups[:middle], self.groups[middle:]
 
@@ -59,7 +59,7 @@ class Update:
 
 
 class Loop:
-    """One policy and its sampler, which has no weights but those it pulled."""
+    """One policy and its sampler, which uses only weights that it pulled."""
 
     def __init__(
         self, *, client: RatoonClient, folder: Path, seed: int, shuffle_rewards: bool
@@ -78,7 +78,7 @@ class Loop:
 
     @property
     def version(self) -> int:
-        """Of the sampler's weights."""
+        """Version of the sampler's weights."""
         return self._sampler.version
 
     def evaluate(self) -> float:
@@ -88,7 +88,7 @@ class Loop:
         return float(np.mean([reward(s.query, s.text) for (s,) in samples]))
 
     def synchronous(self) -> Iterator[Update]:
-        """Sample, update, pull: every batch is of the newest version, and used once."""
+        """Sample, update, pull: every batch is from the newest version, and used once."""
         loss = Loss("grpo", entropy_coefficient=ENTROPY_COEFFICIENT)
         while True:
             batch = self._sample()
@@ -97,10 +97,10 @@ class Loop:
             yield Update(reward=batch.reward, report=step.report)
 
     def asynchronous(self) -> Iterator[Round]:
-        """One Forward over a batch, then an Update for each half, with its log-probs as the old.
+        """One Forward over a batch, then an Update per half, with its log-probs as the old ones.
 
-        The next batch is sampled while the second Update runs, from the first one's version: when
-        its turn comes, it is one version old.
+        The next batch is sampled during the second Update, from the first one's version, so it is
+        one version old when its turn comes.
         """
         batch = self._sample()
         next(self.synchronous())

@@ -1,4 +1,4 @@
-"""`ratoon demo`: start the service here, train a tiny policy through it, say what happened."""
+"""`ratoon demo`: start the service here, train a tiny policy through it, report the outcome."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from ratoon.demo.loop import POLICY_ID, Loop, Update
 from ratoon.demo.verdict import Round, Verdict
 from ratoon_client import RatoonClient
 
-# A leg ends where the mean reward of its last steps has come so far, or after so many of them.
+# A leg ends at this mean reward of its last steps, or after this many steps.
 WINDOW = 6
 SYNCHRONOUS_REWARD, MAX_UPDATES = 0.6, 120
 ASYNCHRONOUS_REWARD, MAX_ROUNDS = 0.9, 40
 
 
 def run_demo(*, seed: int, shuffle_rewards: bool, console: Console) -> bool:
-    """Run the whole demo; True where all is as it should be. Raises what the client raises."""
+    """Run the whole demo; True if it passes. Raises what the client raises."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ratoon-demo-") as folder:
         root = Path(folder)
@@ -69,7 +69,7 @@ def train(loop: Loop, console: Console, start: float) -> Verdict:
         first_reward=first_reward,
         middle_reward=middle_reward,
         last_reward=last_reward,
-        # The second leg begins with one more of the first's.
+        # The second leg begins with one more update of the first's kind.
         num_updates=len(reports) + 1,
         token_reduction=float(np.mean([report.token_reduction for report in reports])),
         version=loop.version,
@@ -126,7 +126,7 @@ def _reached(rewards: list[float], wanted: float) -> bool:
 
 
 class _Rows:
-    """The last rows of a table whose columns have these names."""
+    """The last rows of a table with these column names."""
 
     def __init__(self, *names: str) -> None:
         self._names = names

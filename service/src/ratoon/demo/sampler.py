@@ -1,6 +1,6 @@
 """The demo's rollout system: transformers on weights pulled and verified through the public client.
 
-It samples at temperature 1 from the whole distribution.
+It samples at temperature 1 from the full distribution.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Sample:
 
     @property
     def text(self) -> bytes:
-        """The response as bytes; a token that is no byte reads as nothing."""
+        """The response as bytes; tokens that are not bytes are dropped."""
         return bytes(int(token) for token in self.response if token < 256)
 
 
@@ -54,7 +54,7 @@ class Sampler:
     def load(self, folder: Path, version: int) -> None:
         """Replace the weights by those in `folder` (config.json and safetensors files).
 
-        Raises `RuntimeError` where a parameter of the model is in none of the files.
+        Raises `RuntimeError` where none of the files has a parameter of the model.
         """
         if self._model is None:
             config = AutoConfig.from_pretrained(folder, local_files_only=True)

@@ -1,7 +1,7 @@
 """The demo's verifiable task: copy the marked word.
 
 A prompt is a shared few-shot preamble followed by a query like `wyuzca=`; the right answer is the
-word of the letters a to d before the equals sign. No evaluation query is ever drawn for training.
+word of the letters a to d before the equals sign. Evaluation queries are never drawn for training.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ FILLER_LENGTH = 4
 WORD_LENGTH = 2
 NUM_SHOTS = 4
 NUM_EVALUATION = 256
-# A wrong letter of the right alphabet earns a little, so that a random policy has somewhere to
-# start; answers are balanced, so always giving one word earns 0.25 + 0.75 * 0.1 = 0.325.
+# A wrong letter of the alphabet earns a little, so that a random policy has a gradient to follow.
+# Answers are balanced, so one constant word earns 0.25 + 0.75 * 0.1 = 0.325.
 WRONG_LETTER_REWARD = 0.1
 
 

@@ -1,4 +1,4 @@
-"""What the demo has to show: the policy learned, and each part of the loss did its work."""
+"""The demo's pass criteria: the policy learned, and each part of the loss did its work."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_FIRST_REWARD = 0.3
 # Copying one letter of two and guessing the other among the right four scores 0.66.
 MIN_LAST_REWARD = 0.75
 MIN_TOKEN_REDUCTION = 2.0
-# Rounding of float32 under another cut of the batch, and less than any update moves a ratio.
+# float32 rounding under another cut of the batch; any update moves a ratio further.
 SAME = 1e-4
 MOVED = 1e-2
 
@@ -45,11 +45,11 @@ class Verdict:
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """What is not as it should be, a sentence each; none: the demo passed."""
+        """One sentence per failure; none: the demo passed."""
         return (*self._learning_faults(), *loss_faults(self.rounds))
 
     def lines(self) -> tuple[str, ...]:
-        """What the second leg's reports say, what is wrong, and the line that ends the demo."""
+        """The second leg's figures, the failures, and the line that ends the demo."""
         summary = (
             f"demo: reward {self.first_reward:.3f} -> {self.middle_reward:.3f}"
             f" -> {self.last_reward:.3f} in {self.num_updates} updates,"
@@ -114,7 +114,7 @@ def _clipped(report: StepReport) -> float:
 
 
 def _distance(report: StepReport) -> float:
-    """Of the ratio furthest from 1."""
+    """Distance from 1 of the furthest ratio."""
     if report.ratio_max is None or report.ratio_min is None:
         return 0.0
     return max(report.ratio_max - 1, 1 - report.ratio_min)

@@ -1,9 +1,9 @@
-"""Bytes and folders by key, wherever they are kept: what an object store and a disk have in common.
+"""Bytes and folders by key: the interface common to an object store and a disk.
 
-A folder exists once its manifest, written last, does; a key has one content for ever; no key leads
-out of the place that a `Blobs` was made for. Bytes are read back only as what their digest says.
+A folder exists once its manifest, written last, does. A key never changes its content, and none
+leads out of the root of its `Blobs`. Reads are verified by digest.
 
-All calls block, and come from any thread; a key has one writer.
+All calls block, and may come from any thread; a key has one writer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ratoon.stream.files import (
 )
 from ratoon.stream.manifest import WeightFile
 
-# No key has it: components do not start with a dot.
+# Never a key: components do not start with a dot.
 FOLDER_MANIFEST = ".files"
 _FORMAT = 1
 _COMPONENT = re.compile(r"[a-zA-Z0-9_-][a-zA-Z0-9._-]{0,127}")
@@ -40,18 +40,18 @@ _SHA256_DIGITS = 64
 
 
 class Blobs(Protocol):
-    """Keys are plain names joined by `/`; any other is refused with INVALID_ARGUMENT.
+    """Keys are plain names joined by `/`; others raise INVALID_ARGUMENT.
 
-    What is not there is a FileNotFoundError; what has other bytes than it was given, INTERNAL; a
-    store that does not answer within its bounds, UNAVAILABLE, and then the call may be made again.
+    What is missing raises FileNotFoundError, what is damaged INTERNAL. A store that does not answer
+    in time raises UNAVAILABLE, and the call may be retried.
     """
 
     def put(self, key: str, data: bytes) -> None:
-        """Durable when it returns; readers see nothing or all of it."""
+        """Durable on return, and atomic for readers."""
         ...
 
     def get(self, key: str, digest: str) -> bytes:
-        """The bytes, which have this digest: SHA-256 (64 digits) or xxh3-128 (32 digits)."""
+        """The bytes, verified by their digest: SHA-256 (64 digits) or xxh3-128 (32 digits)."""
         ...
 
     def get_range(self, key: str, offset: int, length: int) -> bytes:
@@ -59,34 +59,34 @@ class Blobs(Protocol):
         ...
 
     def delete(self, key: str) -> None:
-        """The key may be gone already."""
+        """Delete the key, which may be gone already."""
         ...
 
     def names(self, key: str) -> tuple[str, ...]:
-        """Names of bytes directly below `key`, ascending."""
+        """Names of the blobs directly below `key`, ascending."""
         ...
 
     def put_folder(self, key: str, source: Path) -> None:
-        """A copy of the flat folder `source`.
+        """Copy the flat folder `source`.
 
-        Raises FileExistsError where there is one of other files; one of the same is the copy.
+        Raises FileExistsError where the key has other files; if it has the same, nothing is copied.
         """
         ...
 
     def get_folder(self, key: str, target: Path) -> None:
-        """A verified copy at `target`, which may not exist and is whole once it does."""
+        """A verified copy at `target`, which may not exist yet and appears whole."""
         ...
 
     def delete_folder(self, key: str) -> None:
-        """It is gone from the first moment on; it may be gone already."""
+        """Delete a folder, atomically for readers; it may be gone already."""
         ...
 
     def folder_names(self, key: str) -> tuple[str, ...]:
-        """Names of the whole folders directly below `key`, ascending."""
+        """Names of the complete folders directly below `key`, ascending."""
         ...
 
     def remove_leftovers(self, key: str) -> None:
-        """Remove what writers that were cut off left below `key`."""
+        """Remove what interrupted writers left below `key`."""
         ...
 
 
@@ -106,7 +106,7 @@ def check_digest(key: str, data: bytes, digest: str) -> None:
 
 
 def check_file(key: str, path: Path, file: WeightFile) -> None:
-    """Raises INTERNAL where `path` is not the file that a manifest names."""
+    """Raises INTERNAL where `path` does not match its entry in a manifest."""
     size_bytes = path.stat().st_size
     if size_bytes != file.size_bytes:
         raise damaged(f"{key}/{file.name}", f"{size_bytes} bytes", f"{file.size_bytes} bytes")
@@ -134,7 +134,7 @@ def encode_manifest(files: Sequence[WeightFile]) -> bytes:
 
 
 def decode_manifest(key: str, data: bytes) -> tuple[WeightFile, ...]:
-    """Raises INTERNAL for bytes that `encode_manifest` would not write."""
+    """The files by name. Raises INTERNAL for bytes that `encode_manifest` would not write."""
     try:
         document = json.loads(unseal_bytes(data))
     except DamagedFileError as err:
@@ -152,14 +152,14 @@ def decode_manifest(key: str, data: bytes) -> tuple[WeightFile, ...]:
 
 
 def check_same(key: str, manifest: bytes, files: Sequence[WeightFile]) -> None:
-    """Raises FileExistsError where a manifest that is there names other files than these."""
+    """Raises FileExistsError where an existing manifest names other files than these."""
     if manifest != encode_manifest(files):
         raise FileExistsError(key)
 
 
 @contextmanager
 def made_folder(target: Path) -> Generator[Path, None, None]:
-    """A folder to fill: on disk and named `target` after the block, gone where that fails."""
+    """A folder to fill. After the block it is durable and named `target`; on failure it is gone."""
     make_folder(target.parent)
     temporary = temporary_name(target)
     temporary.mkdir()

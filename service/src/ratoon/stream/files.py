@@ -1,8 +1,8 @@
-"""Durable writes on a local file system: what the journal, checkpoints and versions are made of.
+"""Durable writes on a local file system, for the journal, checkpoints and versions.
 
-A name is given (renamed to) only after its content is on disk, and the folder that holds the name
-is synced before the call returns. A crash leaves at most names that start with `TEMPORARY_PREFIX`.
-What a disk changed later is found by digests: `seal_bytes`, `seal_document`.
+A file gets its name only after its content is on disk, and the folder is synced before the call
+returns. A crash leaves at most names that start with `TEMPORARY_PREFIX`. Later damage is detected
+by digests: `seal_bytes`, `seal_document`.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from typing import Any, cast
 import xxhash
 
 TEMPORARY_PREFIX = ".tmp-"
-# What `seal_bytes` adds.
+# Bytes that `seal_bytes` adds.
 SEAL_BYTES = 16
 _READ_BYTES = 2**20
 _DIGEST_FIELD = "digest"
 
 
 class DamagedFileError(ValueError):
-    """Bytes that are not what was written."""
+    """The bytes are not what was written."""
 
 
 def temporary_name(path: Path) -> Path:
-    """A name beside `path` that no other call gets; a rename to `path` stays on one file system."""
+    """A unique name beside `path`, so that a rename to `path` stays on one file system."""
     return path.parent / f"{TEMPORARY_PREFIX}{path.name}-{uuid.uuid4().hex}"
 
 
 def fsync_file(path: Path) -> None:
-    """Put the content of a file on disk."""
+    """Sync a file's content to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -44,7 +44,7 @@ def fsync_file(path: Path) -> None:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Put the names of a folder on disk (not the content of its files)."""
+    """Sync a folder's names to disk (not the content of its files)."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -53,9 +53,9 @@ def fsync_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path, mode: int = 0o777) -> None:
-    """Make a folder, and its parents, that a crash does not take away; it may be there.
+    """Make a folder and its parents durably; it may exist.
 
-    `mode`: of the folder itself, less the umask, from its first moment on.
+    `mode`: of the folder itself, less the umask, set when it is made.
     """
     if folder.is_dir():
         return
@@ -65,7 +65,7 @@ def make_folder(folder: Path, mode: int = 0o777) -> None:
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Write `data` to `path`, replacing what is there; readers see the old or the new, whole."""
+    """Write `data` to `path`, replacing it atomically: readers see all of the old or the new."""
     temporary = temporary_name(path)
     try:
         with temporary.open("xb") as file:
@@ -80,7 +80,7 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 def fsync_tree(folder: Path) -> None:
-    """Put a folder on disk with everything below it, innermost first."""
+    """Sync a folder with everything below it, innermost first."""
     for parent, _, names in os.walk(folder, topdown=False):
         for name in names:
             fsync_file(Path(parent) / name)
@@ -88,9 +88,9 @@ def fsync_tree(folder: Path) -> None:
 
 
 def rename_folder(source: Path, target: Path) -> None:
-    """Give a folder, already synced by `fsync_tree`, its final name; `target` may not exist.
+    """Rename a folder, synced by `fsync_tree`, to its final name.
 
-    Raises `FileExistsError` where it does.
+    Raises `FileExistsError` where `target` exists.
     """
     if target.exists():
         raise FileExistsError(target)
@@ -99,22 +99,22 @@ def rename_folder(source: Path, target: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder so that no reader ever sees half of it under its own name; it may be gone.
+    """Remove a folder, which may be gone. Readers never see half of it under its name.
 
-    Not after a power cut either: the name is gone from the disk before the first file is.
+    Nor after a power cut: the name is gone from the disk before the first file is.
     """
     doomed = temporary_name(folder)
-    with contextlib.suppress(FileNotFoundError):  # Somebody else removes it, or its leftovers.
+    with contextlib.suppress(FileNotFoundError):  # Another process removes it, or its leftovers.
         folder.rename(doomed)
         fsync_folder(folder.parent)
         shutil.rmtree(doomed)
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what crashed writers left in `folder`, of which the caller is the one writer.
+    """Remove what crashed writers left in `folder`, whose only writer is the caller.
 
-    One that was replaced, and has not heard of it, may still write or remove here: what it takes
-    away first is gone, and what it adds to meanwhile is left to the next call.
+    A replaced writer that has not noticed may still write or remove here: files that vanish are
+    ignored, and a folder that it adds to is left to the next call.
     """
     remove_paths(find_leftovers(folder))
 
@@ -125,7 +125,7 @@ def find_leftovers(folder: Path) -> list[Path]:
 
 
 def remove_paths(paths: Iterable[Path]) -> None:
-    """Remove files and folders, of which any may be gone."""
+    """Remove files and folders, any of which may be gone."""
     for path in paths:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -153,7 +153,7 @@ def seal_bytes(data: bytes) -> bytes:
 
 
 def unseal_bytes(sealed: bytes) -> bytes:
-    """What was sealed. Raises `DamagedFileError`."""
+    """The sealed bytes. Raises `DamagedFileError`."""
     data, digest = sealed[:-SEAL_BYTES], sealed[-SEAL_BYTES:]
     if xxhash.xxh3_128_digest(data) != digest:
         raise DamagedFileError(f"{len(data)} bytes of another digest")
@@ -161,13 +161,13 @@ def unseal_bytes(sealed: bytes) -> bytes:
 
 
 def seal_document(fields: Mapping[str, Any]) -> bytes:
-    """The one way to write these fields as JSON, with a digest of them as a field more."""
+    """JSON of the fields, in one canonical form, with a digest of them as an extra field."""
     digest = digest_bytes(_json(fields))
     return _json({**fields, _DIGEST_FIELD: digest})
 
 
 def unseal_document(data: bytes) -> dict[str, Any]:
-    """The fields that were sealed. Raises `DamagedFileError` for any other bytes."""
+    """The sealed fields. Raises `DamagedFileError` for any other bytes."""
     try:
         document: object = json.loads(data)
     except (ValueError, RecursionError) as err:

@@ -1,4 +1,4 @@
-"""A version's weights as a list of files with digests, written last: what it names is whole."""
+"""A version's weights as a list of files with digests, written last: its files are complete."""
 
 from __future__ import annotations
 

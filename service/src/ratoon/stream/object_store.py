@@ -1,8 +1,8 @@
 """`Blobs` in an S3-compatible object store, through fsspec.
 
-An object is there whole or not at all (the store's own promise, also for uploads in parts), a
-folder is there once its manifest is, and its manifest goes first; a call that the store does not
-answer is made again for at most `timeout_s` seconds and one attempt, then it is UNAVAILABLE.
+The store writes objects atomically, uploads in parts too. A folder exists while its manifest does,
+which is deleted first. Unanswered calls are retried for at most `timeout_s` seconds plus one
+attempt, then raise UNAVAILABLE.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ T = TypeVar("T")
 
 
 class ObjectStore:
-    """See `Blobs`. Credentials, region and endpoint come by the usual variables of AWS.
+    """See `Blobs`. Credentials, region and endpoint come from the usual AWS variables.
 
-    Raises INVALID_ARGUMENT where `url` is no `s3://bucket/prefix`.
+    Raises INVALID_ARGUMENT where `url` is not `s3://bucket/prefix`.
     """
 
     def __init__(self, url: str, *, timeout_s: float) -> None:
@@ -54,11 +54,11 @@ class ObjectStore:
                 "retries": {"total_max_attempts": 1},
             },
         )
-        # Once: the time for all attempts together is ours to keep.
+        # One attempt per call: `_call` limits the time of all attempts together.
         self._store.retries = 1
 
     def check(self) -> None:
-        """That the bucket is there and may be written. Raises UNAVAILABLE, INVALID_ARGUMENT."""
+        """Check that the bucket exists and is writable. Raises UNAVAILABLE, INVALID_ARGUMENT."""
         probe = f"{self._place}/.probe"
         try:
             self._call(lambda: self._store.pipe_file(probe, b""))
@@ -122,7 +122,7 @@ class ObjectStore:
         return tuple(sorted(name for name in names if "/" not in name))
 
     def remove_leftovers(self, key: str) -> None:
-        """Files of folders that have no manifest, and uploads that were never completed."""
+        """Remove files of folders without a manifest, and incomplete uploads."""
         path = self._path(key)
         whole = set(self.folder_names(key))
         for name in self._names(key):
@@ -149,7 +149,7 @@ class ObjectStore:
         return f"{self._place}/{blobs.checked_key(key)}"
 
     def _names(self, key: str) -> list[str]:
-        """All objects below `key`, relative to it."""
+        """Names of all objects below `key`, relative to it."""
         path = self._path(key)
         found = cast("list[str]", self._call(lambda: self._store.find(f"{path}/")))
         return [name.removeprefix(f"{path}/") for name in found]
@@ -162,11 +162,11 @@ class ObjectStore:
             self._remove(name)
 
     def _remove(self, path: str) -> None:
-        """S3 says nothing of an object that was not there."""
+        """Deleting a missing object is no error in S3."""
         self._call(lambda: self._store.rm_file(path))
 
     def _call(self, attempt: Callable[[], T]) -> T:
-        """`attempt`, again while the store does not answer and time is left."""
+        """Run `attempt`, retrying while the store does not answer and time is left."""
         deadline = time.monotonic() + self._timeout_s
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception(_may_pass),

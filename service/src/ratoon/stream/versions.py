@@ -1,7 +1,7 @@
 """Versions of a policy's weights as folders: publish, read, prune.
 
-A version folder is there only when it is whole: files and their digests in `manifest.json` on disk,
-then the name. A version number never names two contents. A root has one writer, many readers.
+A version folder gets its name once its files, and their digests in `manifest.json`, are on disk. A
+version number never names two contents. A root has one writer, many readers.
 
     root/00000007/{manifest.json, config.json, model.safetensors, ...}
 """
@@ -31,7 +31,7 @@ from ratoon.stream.manifest import WeightFile, WeightKind, WeightManifest
 
 MANIFEST_NAME = "manifest.json"
 MANIFEST_FORMAT = 1
-# Of one chunk; the wire's own bound.
+# Per chunk; the wire's own limit.
 MAX_CHUNK_BYTES = 16 * 2**20
 # Files of a version that are read at a time.
 _DIGEST_THREADS = 8
@@ -41,7 +41,7 @@ _DIGEST_PATTERN = re.compile(r"[0-9a-f]{32}")
 
 
 def version_folder(root: Path, version: int) -> Path:
-    """Where a version is, or would be."""
+    """The folder of a version, whether it exists or not."""
     return root / f"{version:08d}"
 
 
@@ -55,16 +55,16 @@ def publish_version(
 ) -> WeightManifest:
     """Make `version` visible with the files that `write` puts in the (flat) folder it is given.
 
-    Publishing a version that is there already returns its manifest and calls nothing: after a crash
-    the same step gives the same bits. Raises INVALID_ARGUMENT where the version that is there is
-    another policy's or of another kind, and whatever `write` raises; nothing is visible then.
+    If the version exists, return its manifest without calling `write`: after a crash the same step
+    gives the same bits. Raises INVALID_ARGUMENT where the existing version is another policy's or
+    of another kind, and whatever `write` raises; nothing is visible then.
     """
     if version < 0:
         raise invalid("version", version, "at least 0")
     make_folder(root)
     target = version_folder(root, version)
     if (target / MANIFEST_NAME).exists():
-        # By a process that may have been killed before it synced the name.
+        # The process that published it may have been killed before it synced the name.
         fsync_folder(root)
         return _same_version(read_manifest(root, version), policy_id, kind)
     remove_leftovers(root)
@@ -108,7 +108,7 @@ def read_manifest(root: Path, version: int) -> WeightManifest:
 
 
 def list_versions(root: Path) -> tuple[int, ...]:
-    """Published versions, ascending; a root that is not there has none."""
+    """Published versions, ascending; none where the root is missing."""
     if not root.is_dir():
         return ()
     return tuple(
@@ -146,7 +146,7 @@ def file_path(root: Path, version: int, name: str) -> Path:
 def find_file(root: Path, digest: str) -> tuple[Path, WeightFile]:
     """The newest published file with this digest.
 
-    Raises INVALID_ARGUMENT where `digest` is no digest, WEIGHTS_NOT_FOUND where no file has it.
+    Raises INVALID_ARGUMENT for an invalid digest, WEIGHTS_NOT_FOUND where no file has it.
     """
     if not _DIGEST_PATTERN.fullmatch(digest):
         raise invalid("digest", repr(digest), "32 lower-case hexadecimal digits")

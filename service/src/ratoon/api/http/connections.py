@@ -31,10 +31,10 @@ _PIECE_BYTES = 256 * 1024
 class BoundedConnection(HttpToolsProtocol):
     """One request at a time. Each state has its own timer, which incoming bytes do not restart.
 
-    headers (from the connection, or a request's first byte, to the end of its headers), idle (from
-    an answer to the next request's first byte: uvicorn's `timeout_keep_alive`), unread (from the
-    first byte that the kernel does not take to the last of those behind it) and sending (of a file,
-    from its first byte to its last).
+    The states: headers (from the connection, or a request's first byte, to the end of its headers),
+    idle (from an answer to the next request's first byte: uvicorn's `timeout_keep_alive`), unread
+    (from the first byte that the kernel does not take to the last of those behind it) and sending
+    (of a file, from its first byte to its last).
 
     Applications find `http.response.zerocopysend` among the scope's extensions.
     """

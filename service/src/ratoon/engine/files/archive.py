@@ -4,7 +4,7 @@ With an archive, an operation is acknowledged, and a checkpoint journaled, only 
 durable. What the journal no longer needs is deleted from both places, from the archive by the next
 start at the latest. Forward results and published weights have no copy.
 
-policies/<policy_id>/{bodies,checkpoints}
+    policies/<policy_id>/{bodies,checkpoints}
 """
 
 from __future__ import annotations

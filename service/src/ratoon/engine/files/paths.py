@@ -3,7 +3,7 @@
 Every path is built here, from names that cannot leave the policy's folder. Files appear whole under
 their names (see `stream.files`).
 
-policies/<policy_id>/{bodies,uploads,results,checkpoints,weights,open}
+    policies/<policy_id>/{bodies,uploads,results,checkpoints,weights,open}
 """
 
 from __future__ import annotations

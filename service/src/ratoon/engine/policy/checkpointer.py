@@ -3,7 +3,7 @@
 Bodies and older checkpoints are deleted only once the journal says that a checkpoint, which was
 read back, covers them. A failure at any step loses nothing and is retried.
 
-due -> copied between two turns -> written while others run -> journaled -> superseded deleted
+    due -> copied between two turns -> written while others run -> journaled -> superseded deleted
 """
 
 from __future__ import annotations

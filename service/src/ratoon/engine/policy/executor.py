@@ -4,7 +4,7 @@ The worker stores a seq's outcome before the journal does. After a crash that ou
 record, with all choices made for it. Where the worker has none either, no caller has been told, and
 the choices are made anew.
 
-accepted -> [choose, apply] -> applied, failed or cancelled -> [publish, restore]
+    accepted -> [choose, apply] -> applied, failed or cancelled -> [publish, restore]
 """
 
 from __future__ import annotations
