@@ -46,7 +46,7 @@ class ServiceAddresses:
 def app_builder(args: dict[str, Any]) -> Application:
     """For a Serve config file, whose `args` are the fields of `RatoonConfig`.
 
-    Starts the engine and the gateway where they are not running.
+    Starts the engine and the gateway unless they run.
     """
     from ratoon.ray_serve import build_app
 

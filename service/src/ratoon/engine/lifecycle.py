@@ -171,7 +171,10 @@ class Lifecycle:
         return _view(live.record)
 
     async def delete_policy(self, policy_id: str) -> Operation:
-        """Begin to delete a policy and all its files. Raises POLICY_NOT_FOUND, POLICY_NOT_READY."""
+        """Begin to delete a policy and all its files.
+
+        Raises POLICY_NOT_FOUND, POLICY_NOT_READY.
+        """
         self.check_taking()
         async with self._lock:
             row = await self._journal.policy(policy_id)

@@ -130,8 +130,10 @@ async def _with_given_versions(
 
 
 def _with_kept_states(trainer: TrainerSpec, info: ModelInfo | None) -> TrainerSpec:
-    """What was chosen when the policy was first loaded stays, whatever fits by now: checkpoints are
-    of that kind, and replay gives other bits under another."""
+    """Keep the optimizer states chosen at the policy's first load.
+
+    Its checkpoints are of that kind, and replay under another gives other bits.
+    """
     if trainer.optimizer_states is not None or info is None or not info.optimizer_states:
         return trainer
     return replace(trainer, optimizer_states=OptimizerStates(info.optimizer_states))
