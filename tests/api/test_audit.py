@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ratoon.api.gate import Gate, Visit
+from ratoon.api.gate import AuthorizedCall, Gate
 from ratoon.auth.access import OpenAccess, Presented, anybody
 from ratoon.auth.audit import AuditLog
 from ratoon.auth.rates import InFlight, Rates
@@ -101,6 +101,6 @@ async def test_an_operation_keeps_the_seq_that_the_service_gave(tmp_path: Path) 
 
     request = service_pb2.UpdateRequest(policy_id=MINE)
     presented = Presented(authorization="", peer="p")
-    await gate.run(Visit(anybody(presented), "update", presented), update, request)
+    await gate.run(AuthorizedCall(anybody(presented), "update", presented), update, request)
     (line,) = (tmp_path / "access" / "audit.jsonl").read_text().splitlines()
     assert json.loads(line)["seq"] == 7

@@ -118,9 +118,9 @@ async def test_one_more_than_may_be_in_flight_is_refused() -> None:
         return operation_pb2.Operation()
 
     for _ in range(2):
-        visit = gate.enter("get_policy", presented)
-        await gate.run(visit, answer, service_pb2.GetPolicyRequest())
-        gate.leave(visit, "", "OK")
+        authorized = gate.enter("get_policy", presented)
+        await gate.run(authorized, answer, service_pb2.GetPolicyRequest())
+        gate.leave(authorized, "", "OK")
 
 
 async def test_a_wire_lets_its_requests_go(guarded: Guarded, wire_name: str) -> None:

@@ -43,7 +43,7 @@ ANSWERED = "OK"
 NO_ANSWER = "CANCELLED"
 
 
-class Visit:
+class AuthorizedCall:
     """One authorized call, up to `leave`. `is_recorded`: its line is in the audit log."""
 
     def __init__(self, caller: Caller, call: str, presented: Presented) -> None:
@@ -70,14 +70,14 @@ class Gate:
         self._rates = rates
         self._on_refusal = on_refusal
 
-    def enter(self, call: str, presented: Presented) -> Visit:
+    def enter(self, call: str, presented: Presented) -> AuthorizedCall:
         """Authorize a call before its request is read.
 
         Raises UNAUTHENTICATED, PERMISSION_DENIED, UNAVAILABLE, and RESOURCE_EXHAUSTED for too many
         requests.
         """
         caller, error = self._judged(call, presented)
-        visit = Visit(caller, call, presented)
+        authorized = AuthorizedCall(caller, call, presented)
         if error is None:
             error = self._in_flight.refusal(caller.name)
         if error is None:
@@ -85,9 +85,9 @@ class Gate:
         if error is None and CALL_SCOPES[call] is None:
             error = self._rates.take_free(caller.peer)
         if error is not None:
-            self._refuse(visit, "", 0, error)
+            self._refuse(authorized, "", 0, error)
         self._in_flight.begin(caller.name)
-        return visit
+        return authorized
 
     def _judged(self, call: str, presented: Presented) -> tuple[Caller, RatoonError | None]:
         """The caller, as far as it is authenticated, and the refusal, if any."""
@@ -97,106 +97,112 @@ class Gate:
             return nobody(presented), error
         return caller, None if caller.may_call(call) else denied()
 
-    def check(self, visit: Visit, request: Message) -> None:
+    def check(self, authorized: AuthorizedCall, request: Message) -> None:
         """Raises PERMISSION_DENIED where `request` is about a policy that the key is not for."""
-        if visit.call not in OF_NO_POLICY and not visit.caller.may_see(policy_of(request)):
-            self._refuse(visit, policy_of(request), seq_of(request), denied())
+        if authorized.call not in OF_NO_POLICY and not authorized.caller.may_see(
+            policy_of(request)
+        ):
+            self._refuse(authorized, policy_of(request), seq_of(request), denied())
 
-    def check_all(self, visit: Visit) -> None:
+    def check_all(self, authorized: AuthorizedCall) -> None:
         """For calls about all policies. Raises PERMISSION_DENIED for a key limited to some."""
-        if visit.caller.policies is not None:
-            self._refuse(visit, "", 0, denied())
+        if authorized.caller.policies is not None:
+            self._refuse(authorized, "", 0, denied())
 
     async def run(
         self,
-        visit: Visit,
+        authorized: AuthorizedCall,
         call: Callable[[RequestT], Awaitable[ResponseT]],
         request: RequestT,
     ) -> ResponseT:
         """The service's answer to `request`, reduced to what the caller may see."""
-        self.check(visit, request)
+        self.check(authorized, request)
         seq, outcome = seq_of(request), NO_ANSWER
         try:
-            with acting_for(Holder(key_id=visit.caller.key_id, limits=visit.caller.limits)):
-                answer = await self._called(visit, call, request)
+            with acting_for(
+                Holder(key_id=authorized.caller.key_id, limits=authorized.caller.limits)
+            ):
+                answer = await self._called(authorized, call, request)
             # Under server sequencing the answer has the seq.
             seq, outcome = seq_of(answer) or seq, ANSWERED
         except RatoonError as error:
             outcome = str(error.code)
             if error.code in (ErrorCode.RESOURCE_EXHAUSTED, ErrorCode.BODY_TOO_LARGE):
-                self._on_refusal(_reason(error), visit.caller.key_id)
+                self._on_refusal(_reason(error), authorized.caller.key_id)
             raise
         except Exception:
             outcome = str(ErrorCode.INTERNAL)
             raise
         finally:
-            if is_changing(visit.call):
-                self._write(visit, policy_of(request), seq, outcome)
-        return visible(visit.caller, answer)
+            if is_changing(authorized.call):
+                self._write(authorized, policy_of(request), seq, outcome)
+        return visible(authorized.caller, answer)
 
     async def stream(
         self,
-        visit: Visit,
+        authorized: AuthorizedCall,
         call: Callable[[RequestT], AsyncGenerator[ResponseT, None]],
         request: RequestT,
     ) -> AsyncGenerator[ResponseT, None]:
         """The service's messages, for as long as the caller's key is valid."""
-        self.check(visit, request)
+        self.check(authorized, request)
         async with aclosing(call(request)) as messages:
             while True:
                 try:
-                    message = await self._watched(visit, request, anext(messages))
+                    message = await self._watched(authorized, request, anext(messages))
                 except StopAsyncIteration:
                     return
                 yield message
 
-    def leave(self, visit: Visit, policy_id: str, outcome: str) -> None:
+    def leave(self, authorized: AuthorizedCall, policy_id: str, outcome: str) -> None:
         """End a call, once. One that changes something is recorded now, if it was not yet."""
-        self._in_flight.end(visit.caller.name)
-        if is_changing(visit.call) and not visit.is_recorded:
-            self._write(visit, policy_id, 0, outcome)
+        self._in_flight.end(authorized.caller.name)
+        if is_changing(authorized.call) and not authorized.is_recorded:
+            self._write(authorized, policy_id, 0, outcome)
 
     async def _called(
         self,
-        visit: Visit,
+        authorized: AuthorizedCall,
         call: Callable[[RequestT], Awaitable[ResponseT]],
         request: RequestT,
     ) -> ResponseT:
-        if visit.call not in WAITING:
+        if authorized.call not in WAITING:
             return await call(request)
-        return await self._watched(visit, request, call(request))
+        return await self._watched(authorized, request, call(request))
 
     async def _watched(
-        self, visit: Visit, request: Message, waiting: Awaitable[ResponseT]
+        self, authorized: AuthorizedCall, request: Message, waiting: Awaitable[ResponseT]
     ) -> ResponseT:
         """The result of `waiting`, unless the caller's key becomes invalid first."""
         task = asyncio.ensure_future(waiting)
         try:
             while not (await asyncio.wait({task}, timeout=RECHECK_S))[0]:
-                self._check_again(visit, request)
-            self._check_again(visit, request)
+                self._check_again(authorized, request)
+            self._check_again(authorized, request)
             return task.result()
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    def _check_again(self, visit: Visit, request: Message) -> None:
-        _, error = self._judged(visit.call, visit.presented)
+    def _check_again(self, authorized: AuthorizedCall, request: Message) -> None:
+        _, error = self._judged(authorized.call, authorized.presented)
         if error is not None:
-            self._refuse(visit, policy_of(request), 0, error)
+            self._refuse(authorized, policy_of(request), 0, error)
 
-    def _refuse(self, visit: Visit, policy_id: str, seq: int, error: RatoonError) -> NoReturn:
-        self._on_refusal(_reason(error), visit.caller.key_id)
-        self._write(visit, policy_id, seq, str(error.code))
+    def _refuse(
+        self, authorized: AuthorizedCall, policy_id: str, seq: int, error: RatoonError
+    ) -> NoReturn:
+        self._on_refusal(_reason(error), authorized.caller.key_id)
+        self._write(authorized, policy_id, seq, str(error.code))
         raise error
 
-    def _write(self, visit: Visit, policy_id: str, seq: int, outcome: str) -> None:
-        visit.is_recorded = True
+    def _write(self, authorized: AuthorizedCall, policy_id: str, seq: int, outcome: str) -> None:
+        authorized.is_recorded = True
         self._audit.write(
             AuditEntry(
-                key_id=visit.caller.key_id,
-                peer=visit.caller.peer,
-                call=visit.call,
+                key_id=authorized.caller.key_id,
+                peer=authorized.caller.peer,
+                call=authorized.call,
                 # An invalid id could be anything, even an API key pasted by mistake.
                 policy_id=policy_id if POLICY_ID.fullmatch(policy_id) else "?" * bool(policy_id),
                 seq=seq,

@@ -21,7 +21,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from ratoon.api.chunk import FileChunk, Serialized
 from ratoon.api.contract import SERVICE, call_name
-from ratoon.api.gate import ANSWERED, NO_ANSWER, Gate, Visit
+from ratoon.api.gate import ANSWERED, NO_ANSWER, AuthorizedCall, Gate
 from ratoon.api.grpc.access import presented_of
 from ratoon.api.grpc.intake import Request
 from ratoon.api.grpc.status import CallContext, as_ratoon_error, set_status
@@ -74,10 +74,10 @@ class PolicyServicer:
         """The response, or an empty one that gRPC drops for the status of `context`."""
         with self._measured(rpc.call) as outcome:
             try:
-                with self._visit(rpc.call, context) as visit:
+                with self._authorized(rpc.call, context) as authorized:
                     call = self._built(rpc)
-                    message = await self._message(request, visit)
-                    answer = await self._gate.run(visit, call, message)
+                    message = await self._message(request, authorized)
+                    answer = await self._gate.run(authorized, call, message)
             except Exception as error:  # noqa: BLE001 - the border of the process
                 outcome.code = _ended(context, rpc, error)
                 return rpc.response()
@@ -89,10 +89,10 @@ class PolicyServicer:
     ) -> AsyncGenerator[Message, None]:
         with self._measured(rpc.call) as outcome:
             try:
-                with self._visit(rpc.call, context) as visit:
+                with self._authorized(rpc.call, context) as authorized:
                     call = self._built(rpc)
-                    message = await self._message(request, visit)
-                    async with aclosing(self._gate.stream(visit, call, message)) as answers:
+                    message = await self._message(request, authorized)
+                    async with aclosing(self._gate.stream(authorized, call, message)) as answers:
                         async for answer in answers:
                             yield answer
                 outcome.code = grpc.StatusCode.OK
@@ -108,10 +108,12 @@ class PolicyServicer:
             raise _NotBuiltError(rpc.name)
         return call
 
-    async def _message(self, request: Message | Refused | Request, visit: Visit) -> Message:
+    async def _message(
+        self, request: Message | Refused | Request, authorized: AuthorizedCall
+    ) -> Message:
         """The request, read now if it has not arrived yet."""
         if isinstance(request, Request):
-            request = cast("Message | Refused", await request.read(visit.caller.name))
+            request = cast("Message | Refused", await request.read(authorized.caller.name))
         return sized(request, self._max_body_bytes)
 
     @contextmanager
@@ -129,12 +131,12 @@ class PolicyServicer:
             )
 
     @contextmanager
-    def _visit(self, call: str, context: CallContext) -> Generator[Visit, None, None]:
+    def _authorized(self, call: str, context: CallContext) -> Generator[AuthorizedCall, None, None]:
         """Enter the gate and leave it. Raises what `Gate.enter` raises."""
-        visit = self._gate.enter(call, presented_of(context))
+        authorized = self._gate.enter(call, presented_of(context))
         outcome = NO_ANSWER
         try:
-            yield visit
+            yield authorized
             outcome = ANSWERED
         except RatoonError as error:
             outcome = str(error.code)
@@ -143,7 +145,7 @@ class PolicyServicer:
             outcome = str(ErrorCode.INTERNAL)
             raise
         finally:
-            self._gate.leave(visit, "", outcome)
+            self._gate.leave(authorized, "", outcome)
 
 
 def _ended(context: CallContext, rpc: _Rpc, error: Exception) -> grpc.StatusCode:

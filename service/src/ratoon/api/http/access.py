@@ -15,7 +15,7 @@ from starlette.datastructures import Headers
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ratoon.api.gate import ANSWERED, NO_ANSWER, Gate, Visit
+from ratoon.api.gate import ANSWERED, NO_ANSWER, AuthorizedCall, Gate
 from ratoon.api.http.errors import error_response
 from ratoon.auth.access import Presented
 from ratoon.auth.scopes import CALL_SCOPES
@@ -32,7 +32,7 @@ _CALLS: Mapping[str, str] = MappingProxyType(
         "redoc_html": "api_document",
     }
 )
-_VISIT = "ratoon_visit"
+_AUTHORIZED = "ratoon_authorized"
 
 
 def call_of(route_name: str) -> str:
@@ -45,7 +45,7 @@ def call_of(route_name: str) -> str:
 class AccessGate:
     """ASGI middleware, outside everything that reads the body. `routes`: all, with full paths.
 
-    A route that is missing from them gets no visit, so it cannot answer.
+    A route that is missing from them gets no authorized call, so it cannot answer.
     """
 
     def __init__(self, app: ASGIApp, *, gate: Gate, routes: Sequence[BaseRoute]) -> None:
@@ -62,11 +62,11 @@ class AccessGate:
         # For the meter's label: a refused request never reaches the router.
         scope["route"] = route
         try:
-            visit = self._gate.enter(call_of(_name(route)), presented_of(scope))
+            authorized = self._gate.enter(call_of(_name(route)), presented_of(scope))
         except RatoonError as error:
             await error_response(error)(scope, receive, send)
             return
-        scope.setdefault("state", {})[_VISIT] = visit
+        scope.setdefault("state", {})[_AUTHORIZED] = authorized
         outcome = NO_ANSWER
 
         async def note_status(message: Message) -> None:
@@ -81,7 +81,7 @@ class AccessGate:
             outcome = str(ErrorCode.INTERNAL)
             raise
         finally:
-            self._gate.leave(visit, policy_id, outcome)
+            self._gate.leave(authorized, policy_id, outcome)
 
 
 def presented_of(scope: Scope) -> Presented:
@@ -92,13 +92,13 @@ def presented_of(scope: Scope) -> Presented:
     )
 
 
-def _visit_of(request: Request) -> Visit:
-    visit = getattr(request.state, _VISIT)
-    assert isinstance(visit, Visit)
-    return visit
+def _authorized_of(request: Request) -> AuthorizedCall:
+    authorized = getattr(request.state, _AUTHORIZED)
+    assert isinstance(authorized, AuthorizedCall)
+    return authorized
 
 
-VisitOf = Annotated[Visit, Depends(_visit_of)]
+AuthorizedCallOf = Annotated[AuthorizedCall, Depends(_authorized_of)]
 
 
 def _route_of(routes: Sequence[BaseRoute], scope: Scope) -> tuple[BaseRoute, str] | None:

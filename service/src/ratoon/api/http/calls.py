@@ -20,8 +20,8 @@ from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
 from ratoon.api.contract import BATCHES, SERVICE, call_name
-from ratoon.api.gate import Gate, Visit
-from ratoon.api.http.access import VisitOf
+from ratoon.api.gate import AuthorizedCall, Gate
+from ratoon.api.http.access import AuthorizedCallOf
 from ratoon.api.http.bodies import BodyRoute, fill_request
 from ratoon.api.http.errors import error_responses
 from ratoon.api.http.responses import (
@@ -148,14 +148,14 @@ def _endpoint(
     is_large = method.name in BATCHES
 
     async def endpoint(
-        *, visit: Visit, body: WireModel | None = None, **fields: Any
+        *, authorized: AuthorizedCall, body: WireModel | None = None, **fields: Any
     ) -> JSONResponse:
         request = request_type(**fields)
         if body is not None and is_large:
             await asyncio.to_thread(fill_request, request, body)
         elif body is not None:
             fill_request(request, body)
-        return json_of(await gate.run(visit, call, request), status=status)
+        return json_of(await gate.run(authorized, call, request), status=status)
 
     return endpoint
 
@@ -163,12 +163,12 @@ def _endpoint(
 def _signature(
     method: MethodDescriptor, verb: str, path: str, body: type[WireModel] | None
 ) -> inspect.Signature:
-    """The signature that FastAPI reads: the visit, parameters of path and query, the body."""
+    """The signature that FastAPI reads: the authorized call, parameters of path and query, the body."""
     names = _PLACE.findall(path)
     if verb in ("GET", "DELETE"):
         fields = fields_of(method.input_type)
         names += [one.name for one in fields if one.name not in names and not one.has_presence]
-    kinds = {"visit": VisitOf} | {name: _PARAMETERS[name] for name in names}
+    kinds = {"authorized": AuthorizedCallOf} | {name: _PARAMETERS[name] for name in names}
     if body is not None:
         kinds["body"] = body
     return inspect.Signature(

@@ -15,7 +15,7 @@ from fastapi.responses import StreamingResponse
 
 from ratoon.api.convert.errors import detail_of
 from ratoon.api.gate import Gate
-from ratoon.api.http.access import VisitOf
+from ratoon.api.http.access import AuthorizedCallOf
 from ratoon.api.http.errors import error_responses
 from ratoon.api.http.responses import OperationId
 from ratoon.api.service import PolicyService
@@ -39,10 +39,12 @@ def router(service: PolicyService, gate: Gate) -> APIRouter:
             **error_responses(ErrorCode.OPERATION_NOT_FOUND),
         },
     )
-    async def watch_operation(visit: VisitOf, operation_id: OperationId) -> StreamingResponse:
+    async def watch_operation(
+        authorized: AuthorizedCallOf, operation_id: OperationId
+    ) -> StreamingResponse:
         """The operation now and as it changes, up to its end; leaving does not cancel it."""
         request = WatchOperationRequest(operation_id=operation_id)
-        return await event_stream(gate.stream(visit, service.watch_operation, request))
+        return await event_stream(gate.stream(authorized, service.watch_operation, request))
 
     return routes
 

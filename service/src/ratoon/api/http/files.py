@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from ratoon.api.gate import Gate
 from ratoon.api.http import ranges
-from ratoon.api.http.access import VisitOf
+from ratoon.api.http.access import AuthorizedCallOf
 from ratoon.api.http.calls import Version
 from ratoon.api.http.errors import error_response, error_responses
 from ratoon.api.http.responses import Digest, PolicyId
@@ -52,7 +52,7 @@ def router(service: PolicyService, gate: Gate, *, max_fetch_bytes: int) -> APIRo
         },
     )
     async def get_weight_file(
-        visit: VisitOf,
+        authorized: AuthorizedCallOf,
         policy_id: PolicyId,
         version: Version,
         name: str,
@@ -62,7 +62,7 @@ def router(service: PolicyService, gate: Gate, *, max_fetch_bytes: int) -> APIRo
     ) -> Response:
         """A file of a version; its ETag is its digest. At most `max_fetch_bytes` an answer."""
         asked = wire.GetWeightManifestRequest(policy_id=policy_id)
-        gate.check(visit, asked)
+        gate.check(authorized, asked)
         path, file = await service.weight_file(policy_id, version, name)
         headers = {"ETag": ranges.etag_of(file.digest), "Accept-Ranges": "bytes"}
         try:
@@ -88,13 +88,17 @@ def router(service: PolicyService, gate: Gate, *, max_fetch_bytes: int) -> APIRo
         },
     )
     async def fetch_weights(
-        visit: VisitOf, policy_id: PolicyId, digest: Digest, offset: Offset, length: Length
+        authorized: AuthorizedCallOf,
+        policy_id: PolicyId,
+        digest: Digest,
+        offset: Offset,
+        length: Length,
     ) -> Response:
         """One chunk of a file of a manifest, or of a result file."""
         request = wire.FetchWeightsRequest(
             policy_id=policy_id, digest=digest, offset=offset, length=length
         )
-        chunk = await gate.run(visit, service.fetch_weights, request)
+        chunk = await gate.run(authorized, service.fetch_weights, request)
         return Response(chunk.data, media_type=BINARY, headers={CHUNK_DIGEST: chunk.digest})
 
     return routes

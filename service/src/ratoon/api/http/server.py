@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 
 from ratoon.api.gate import Gate
-from ratoon.api.http.access import VisitOf
+from ratoon.api.http.access import AuthorizedCallOf
 from ratoon.api.http.errors import error_response, error_responses
 from ratoon.api.http.responses import json_of
 from ratoon.api.http.schema.models import model_of
@@ -25,9 +25,9 @@ def router(service: PolicyService, gate: Gate) -> APIRouter:
         response_model=model_of(wire.HealthResponse.DESCRIPTOR),
         responses=error_responses(),
     )
-    async def health(visit: VisitOf) -> JSONResponse:
+    async def health(authorized: AuthorizedCallOf) -> JSONResponse:
         """200 where the server can take work, 503 otherwise."""
-        answer = await gate.run(visit, service.health, wire.HealthRequest())
+        answer = await gate.run(authorized, service.health, wire.HealthRequest())
         if answer.status != "ok":
             return error_response(RatoonError(ErrorCode.UNAVAILABLE, answer.status))
         return json_of(answer)
@@ -40,9 +40,9 @@ def router(service: PolicyService, gate: Gate) -> APIRouter:
             **error_responses(),
         },
     )
-    async def metrics(visit: VisitOf) -> Response:
+    async def metrics(authorized: AuthorizedCallOf) -> Response:
         """Totals over all processes: any replica answers the same."""
-        gate.check_all(visit)
+        gate.check_all(authorized)
         return Response(await service.metrics_text(), media_type=PROMETHEUS)
 
     return routes
