@@ -163,7 +163,7 @@ def _endpoint(
 def _signature(
     method: MethodDescriptor, verb: str, path: str, body: type[WireModel] | None
 ) -> inspect.Signature:
-    """The signature that FastAPI reads: the authorized call, parameters of path and query, the body."""
+    """What FastAPI reads: the authorized call, parameters of path and query, the body."""
     names = _PLACE.findall(path)
     if verb in ("GET", "DELETE"):
         fields = fields_of(method.input_type)
