@@ -181,11 +181,17 @@ class Pair:
         return None
 
     def _wait_for(self, role: str) -> None:
-        """Until it listens; the first processes load torch before."""
+        """Until it listens; the first processes load torch before.
+
+        A worker that was killed before it did is not waited for: the engine asks for another.
+        """
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             with suppress(PeerLostError):
                 Peer(self.settings.socket(role)).connect()
                 return
+            with self._lock:
+                if role == "worker" and not self._processes[role].is_alive():
+                    return
             time.sleep(_POLL_S)
         raise TimeoutError(f"the {role} does not start")
