@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from ratoon.config import RatoonConfig
+from ratoon.config import RatoonConfig, WorkerConfig
 from ratoon.engine.cluster.bootstrap import start_engine
 
 
@@ -26,5 +26,6 @@ def test_a_start_asks_for_the_backends_and_does_not_wait(
         return SimpleNamespace(options=lambda **_options: made)
 
     monkeypatch.setattr(ray, "remote", remote)
-    assert start_engine(RatoonConfig(data_root=tmp_path)) == "recover"
+    config = RatoonConfig(data_root=tmp_path, worker=WorkerConfig(device="cuda"))
+    assert start_engine(config) == "recover"
     assert asked == ["recover", "backends"]

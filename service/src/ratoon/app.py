@@ -18,7 +18,7 @@ from ratoon.api.gateway import Gateway
 from ratoon.auth.access import check_start
 from ratoon.auth.certificates import files_of, load_certificates
 from ratoon.config import RatoonConfig, is_loopback, public_hosts
-from ratoon.engine.cluster.bootstrap import drain_engine, start_engine, stop_engine
+from ratoon.engine.cluster.bootstrap import drain_engine, start_engine, stop_engine, wait_for_spare
 from ratoon.errors import invalid
 from ratoon.log import configure_logging, get_logger
 from ratoon.ports import free_port
@@ -77,6 +77,8 @@ def start(config: RatoonConfig, *, show_logs: bool = False) -> ServiceAddresses:
         if config.serve.has_http:
             from ratoon.ray_serve import start_serve
 
+            # Serve's processes would take the cores from it that the first policy waits for.
+            wait_for_spare(config)
             start_serve(config, show_logs=show_logs)
     except BaseException:
         stop(config)

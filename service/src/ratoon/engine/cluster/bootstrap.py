@@ -17,7 +17,9 @@ from ray import ObjectRef
 
 from ratoon.config import RatoonConfig
 from ratoon.engine.cluster.engine_actor import EngineActor
+from ratoon.engine.cluster.placement import worker_device
 from ratoon.engine.cluster.ray_calls import ActorLostError, ask, find_actor, kill_actor
+from ratoon.engine.cluster.worker_process import find_spare, make_spare
 from ratoon.engine.files.archive import check_store
 from ratoon.engine.settings import ENGINE_NAME, EngineSettings
 
@@ -29,6 +31,7 @@ _MAX_CONCURRENCY = 100_000
 # For an answer, beyond the call's own time. An engine that waits for its database at start gives
 # none.
 _LATE_S = 15.0
+_START_S = 15.0
 
 
 def start_engine(config: RatoonConfig) -> ObjectRef[None]:
@@ -38,6 +41,9 @@ def start_engine(config: RatoonConfig) -> ObjectRef[None]:
     """
     settings = EngineSettings.from_config(config)
     check_store(settings.storage_url)
+    if worker_device(settings) == "cpu":
+        # Before the engine: nothing else takes as long to import.
+        make_spare(settings)
     engine = (
         ray.remote(EngineActor)
         .options(
@@ -53,9 +59,16 @@ def start_engine(config: RatoonConfig) -> ObjectRef[None]:
         .remote(settings)
     )
     is_up = engine.call.remote("recover")
-    # Asked for its side effect: on a CPU it starts the spare worker. Nobody waits for the answer.
+    # The first GetServerInfo would wait for torch; nobody waits for it here.
     engine.call.remote("backends")
     return is_up
+
+
+def wait_for_spare(config: RatoonConfig) -> None:
+    """Return once the spare worker has started, where there is one; after `_START_S` at most."""
+    spare = find_spare(config.ray.namespace)
+    if spare is not None:
+        ray.wait([spare.holder.remote()], timeout=_START_S)
 
 
 def drain_engine(config: RatoonConfig) -> None:

@@ -20,11 +20,19 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ratoon.engine.settings import EngineSettings
 from ratoon.errors import ErrorCode, RatoonError
 
 _PLACEMENT_S = 8.0
 _RELEASE_S = 1.0
 _POLL_S = 0.1
+
+
+def worker_device(settings: EngineSettings) -> str:
+    """ "cpu" or "cuda:0": a GPU worker sees its own GPU only."""
+    if settings.device == "auto":
+        return "cuda:0" if float(ray.cluster_resources().get("GPU", 0.0)) > 0 else "cpu"
+    return "cuda:0" if settings.device == "cuda" else settings.device
 
 
 async def place(policy_id: str) -> PlacementGroup:

@@ -14,7 +14,7 @@ from typing import cast
 import ray
 from prometheus_client import disable_created_metrics
 
-from ratoon.engine.cluster.placement import check_free_gpu, free_gpu, on_gpu_node
+from ratoon.engine.cluster.placement import check_free_gpu, free_gpu, on_gpu_node, worker_device
 from ratoon.engine.cluster.ray_calls import ask
 from ratoon.engine.cluster.ray_worker import RayWorker
 from ratoon.engine.cluster.worker_process import end_spare, end_worker, make_spare
@@ -54,11 +54,7 @@ class RayCluster:
 
     @property
     def device(self) -> str:
-        """ "cpu" or "cuda:0": a GPU worker sees its own GPU only."""
-        device = self._settings.device
-        if device == "auto":
-            return "cuda:0" if _total_gpus() > 0 else "cpu"
-        return "cuda:0" if device == "cuda" else device
+        return worker_device(self._settings)
 
     async def check(self, spec: PolicySpec) -> None:
         if spec.num_workers != 1:
@@ -113,7 +109,3 @@ def _cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _total_gpus() -> float:
-    return float(ray.cluster_resources().get("GPU", 0.0))

@@ -41,12 +41,17 @@ def make_spare(settings: EngineSettings) -> Worker:
     return _make(_SPARE, "", settings, {})
 
 
+def find_spare(namespace: str) -> Worker | None:
+    """The spare, which may be some policy's by now; None: there is none."""
+    return _find(_SPARE, namespace)
+
+
 async def find_worker(policy_id: str, namespace: str) -> Worker | None:
     """A policy's process, which may be the spare, taken now; None: it has none."""
     named = _find(_name(policy_id), namespace)
     if named is not None:
         return named
-    spare = _find(_SPARE, namespace)
+    spare = find_spare(namespace)
     if spare is None or not await _told(spare.take.remote(policy_id), namespace):
         return None
     return spare
@@ -55,7 +60,7 @@ async def find_worker(policy_id: str, namespace: str) -> Worker | None:
 async def end_worker(policy_id: str, namespace: str) -> None:
     """End a policy's process, if there is one."""
     await kill_actor(_name(policy_id), namespace)
-    spare = _find(_SPARE, namespace)
+    spare = find_spare(namespace)
     if spare is not None and await _told(spare.holder.remote(), namespace) == policy_id:
         await kill_actor(_SPARE, namespace)
 
