@@ -14,7 +14,7 @@ import sys
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -283,7 +283,9 @@ def test_killed_processes_come_back_at_the_checkpoint(engine: Engine) -> None:
         step = await done(client, await client.submit(submission(14, update(0), random_batch(14))))
         assert isinstance(step.result, StepResult)
         retired = step.result.version
-        ray.kill(await find_worker(POLICY, namespace))
+        worker = await find_worker(POLICY, namespace)
+        assert worker is not None
+        ray.kill(worker)
         lost = await client.submit(submission(15, update(0), random_batch(15)))
         ended = await client.get_operation(lost.operation_id, 60.0)
         assert isinstance(ended.result, FailedResult)
@@ -331,7 +333,7 @@ def test_kills_at_crash_points_change_nothing_of_a_policy_that_replays(engine: E
         worker = await find_worker(policy_id, engine.config.ray.namespace)
         assert worker is not None
         with pytest.raises(RatoonError, match="AttributeError"):
-            await ask(worker.load.remote(token, None))
+            await ask(worker.load.remote(token, cast("Any", None)))
 
     async def run(client: EngineClient, policy_id: str, kills: bool) -> tuple[list[object], str]:
         spec = replace(SPEC, policy_id=policy_id, recovery=Recovery.REPLAY)

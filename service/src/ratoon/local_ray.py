@@ -42,7 +42,9 @@ class LocalRay:
             include_dashboard=False,
             include_log_monitor=cast("Any", False),  # Ray says that it is text.
             no_monitor=True,
-            _system_config=_NO_REPORTS | _AS_NICE_AS_THIS,
+            _system_config=cast(
+                "Any", _NO_REPORTS | _AS_NICE_AS_THIS
+            ),  # Ray says that they are texts.
         )
         self._node = _Head(
             parameters,
