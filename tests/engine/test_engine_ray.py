@@ -284,8 +284,7 @@ def test_killed_processes_come_back_at_the_checkpoint(engine: Engine) -> None:
         assert isinstance(step.result, StepResult)
         retired = step.result.version
         worker = await find_worker(POLICY, namespace)
-        assert worker is not None
-        ray.kill(worker)
+        ray.kill(cast("Any", worker))
         lost = await client.submit(submission(15, update(0), random_batch(15)))
         ended = await client.get_operation(lost.operation_id, 60.0)
         assert isinstance(ended.result, FailedResult)
