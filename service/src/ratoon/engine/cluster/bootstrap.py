@@ -31,6 +31,7 @@ _MAX_CONCURRENCY = 100_000
 # For an answer, beyond the call's own time. An engine that waits for its database at start gives
 # none.
 _LATE_S = 15.0
+# How long Serve's start waits for the spare worker's imports.
 _START_S = 15.0
 
 

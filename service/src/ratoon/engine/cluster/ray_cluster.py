@@ -14,10 +14,10 @@ from typing import cast
 import ray
 from prometheus_client import disable_created_metrics
 
-from ratoon.engine.cluster.placement import check_free_gpu, free_gpu, on_gpu_node, worker_device
+from ratoon.engine.cluster.placement import check_free_gpu, on_gpu_node, worker_device
 from ratoon.engine.cluster.ray_calls import ask
 from ratoon.engine.cluster.ray_worker import RayWorker
-from ratoon.engine.cluster.worker_process import end_spare, end_worker, make_spare
+from ratoon.engine.cluster.worker_process import end_spare, make_spare
 from ratoon.engine.engine import Engine
 from ratoon.engine.files.paths import require_known
 from ratoon.engine.journal.journal import Journal
@@ -72,8 +72,7 @@ class RayCluster:
         return cast("WorkerPort", RayWorker(policy_id, self._settings, on_gpu=self.device != "cpu"))
 
     async def end_worker(self, policy_id: str) -> None:
-        await end_worker(policy_id, self._settings.namespace)
-        free_gpu(policy_id)
+        await self.worker(policy_id).release()
 
     async def close(self) -> None:
         await end_spare(self._settings.namespace)

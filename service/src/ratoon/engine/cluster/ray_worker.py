@@ -1,4 +1,4 @@
-"""A policy's worker over Ray: a process of its own, started when it is first fenced.
+"""A policy's worker over Ray: a process of its own, started or taken when it is first fenced.
 
 A lost worker raises `WorkerLostError`.
 """
