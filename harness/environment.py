@@ -14,7 +14,7 @@ LIBRARIES = ("torch", "transformers", "numpy", "ray", "grpcio", "protobuf", "rat
 
 
 def describe(seed: int) -> dict[str, object]:
-    """Commit (with `-dirty` where the tree differs), device, versions and seed of a run."""
+    """Commit (with `-dirty` if the tree differs), device, versions and seed of a run."""
     return {
         "commit": _commit(),
         "device": _cpu_model(),

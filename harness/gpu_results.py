@@ -1,10 +1,8 @@
-"""What every result of a GPU run contains, and when one may be made.
+"""What every GPU result contains, and when one may be written.
 
-A result names the commit, the sources, the GPU and the versions that it was measured on, so that a
-test can tell when it is stale.
-
-A result keeps its raw samples, under a key `samples` beside each figure made of them. One that is
-kept though the sources have changed says why in a top-level `stale`.
+A result names the commit, sources, GPU and versions that it was measured on, so that a test can
+tell when it is stale. A result that is kept although the sources have changed says why in a
+top-level `stale`. Raw samples are under a key `samples` beside each figure made from them.
 """
 
 from __future__ import annotations
@@ -57,7 +55,7 @@ def source_sha256(root: Path = ROOT) -> str:
 
 
 def describe_gpu(seed: int) -> dict[str, object]:
-    """Commit, GPU, versions, seed and digest of the sources of the run that is under way."""
+    """Commit, GPU, versions, seed and source digest of the current run."""
     has_gpu = torch.cuda.is_available()
     return {
         "commit": _commit(),
@@ -70,10 +68,10 @@ def describe_gpu(seed: int) -> dict[str, object]:
 
 
 def write_result(path: Path, payload: Mapping[str, object], *, seed: int) -> None:
-    """Writes `payload` and what `describe_gpu` says as one JSON object; makes the folder.
+    """Writes `payload` and `describe_gpu` as one JSON object, creating the folder.
 
     Raises:
-        ValueError: The payload has a field that `describe_gpu` gives.
+        ValueError: The payload has a field of `describe_gpu`.
     """
     environment = describe_gpu(seed)
     if clash := sorted(environment.keys() & payload.keys()):
@@ -83,11 +81,11 @@ def write_result(path: Path, payload: Mapping[str, object], *, seed: int) -> Non
 
 
 def require_green_tests(path: Path = TESTS) -> None:
-    """Lets a benchmark go on only where the GPU tests passed on these very sources.
+    """Lets a benchmark continue only if the GPU tests passed on these very sources.
 
     Raises:
-        SystemExit: The report is absent, of other sources, or not green; the message says which.
-        RuntimeError: The commit of this tree is not known, so that no result could be written.
+        SystemExit: The report is missing, of other sources, or not green; the message says which.
+        RuntimeError: This tree's commit is unknown, so no result could be written.
     """
     _commit()
     problem = ""
@@ -107,7 +105,7 @@ def require_green_tests(path: Path = TESTS) -> None:
 
 
 def red_tests(report: Mapping[str, Any]) -> list[str]:
-    """Why a report of `make test-gpu` is not green, one line a reason; empty where it is."""
+    """Why a report of `make test-gpu` is not green, one line per reason; empty if it is."""
     problems = [f"{t['outcome']}: {t['id']}" for t in report["tests"] if t["outcome"] != "passed"]
     problems += [f"not run: {test_id}" for test_id in report["not_run"]]
     if not report["tests"]:
@@ -118,10 +116,10 @@ def red_tests(report: Mapping[str, Any]) -> list[str]:
 def _commit() -> str:
     """HEAD, with `-dirty` where the tree differs from it by more than result files.
 
-    A copy of the tree without its .git is told through the environment.
+    A copy of the tree without .git gets it from the environment.
 
     Raises:
-        RuntimeError: It was not.
+        RuntimeError: There is neither.
     """
     if commit := os.environ.get(COMMIT_VARIABLE):
         return commit

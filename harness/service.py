@@ -1,6 +1,6 @@
-"""The real service as processes to kill: `ratoon serve` with a Ray of its own.
+"""The real service as killable processes: `ratoon serve` with a Ray of its own.
 
-Only processes of this object's service are killed; ports and data stay the same between starts.
+Only processes of the object's own service are killed. Ports and data persist between starts.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import yaml
 from ratoon.ports import free_port
 
 START_S = 900.0
-# Until `ratoon serve` is to have noticed that its Ray is gone, whose head is waited for a minute.
+# Time for `ratoon serve` to notice that its Ray is gone; it waits a minute for the head.
 END_S = 600.0
 _POLL_S = 0.1
-# What the title of a role's processes begins with or contains.
+# What the titles of a role's processes start with or contain.
 TITLES = {
     "worker": "ray::WorkerActor",
     "engine": "ray::EngineActor",
@@ -36,7 +36,7 @@ TITLES = {
 
 
 class Service:
-    """Use it as a context manager: nothing of it runs afterwards."""
+    """A context manager, after which none of its processes run."""
 
     def __init__(self, root: Path, **settings: object) -> None:
         self.root = root
@@ -72,7 +72,7 @@ class Service:
 
     @property
     def serve(self) -> str:
-        """HTTP through Serve, which is up some seconds after the gateway's."""
+        """URL of HTTP through Serve, which comes up seconds after the gateway's."""
         return f"http://127.0.0.1:{self.serve_port}"
 
     def __enter__(self) -> Service:
@@ -83,7 +83,7 @@ class Service:
         self._end()
 
     def start(self) -> None:
-        """Until it says that it is well. Raises `RuntimeError` with the end of its log."""
+        """Waits until it is healthy. Raises `RuntimeError` with the end of its log."""
         command = [sys.executable, "-c", "from ratoon.cli import main; main()"]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -103,7 +103,7 @@ class Service:
         raise RuntimeError(self._log.read_text()[-4000:])
 
     def processes(self) -> list[psutil.Process]:
-        """All of the service: its session is its own, and nothing of Ray leaves it."""
+        """All processes of the service: those of its session, which Ray's do not leave."""
         assert self._process is not None
         found: list[psutil.Process] = []
         for pid in psutil.pids():
@@ -121,7 +121,7 @@ class Service:
         return found
 
     def kill(self, role: str) -> None:
-        """SIGKILL to the role's process, the first one where there are several."""
+        """SIGKILL to the role's process, the first if there are several."""
         deadline = time.monotonic() + START_S
         while not (pids := self.pids(role)):
             if time.monotonic() > deadline:
@@ -136,7 +136,7 @@ class Service:
         self.num_kills += 1
 
     def restart_once_it_ends(self) -> None:
-        """As a supervisor does. Raises `RuntimeError` where it goes on, or ends with status 0."""
+        """Restarts like a supervisor. Raises `RuntimeError` if it keeps running or exits with 0."""
         assert self._process is not None
         try:
             status = self._process.wait(END_S)
@@ -154,7 +154,7 @@ class Service:
         return self._process.wait(timeout_s)
 
     def pause(self, seconds: float) -> None:
-        """Every process stands still for that long."""
+        """Suspends every process for that long."""
         processes = self.processes()
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -165,7 +165,7 @@ class Service:
                 process.resume()
 
     def arm(self, point: str, count: int) -> None:
-        """The process that reaches the point for the `count`-th time from now kills itself."""
+        """Makes the process that reaches the point for the `count`-th time from now kill itself."""
         folder = self.data_root / "crash-points"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / point).write_text(str(count))
@@ -181,7 +181,7 @@ class Service:
         processes = self.processes()
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
-                process.suspend()  # None may start another one meanwhile.
+                process.suspend()  # So that none starts another one meanwhile.
         for process in {*processes, *self.processes()}:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()

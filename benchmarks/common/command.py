@@ -1,7 +1,6 @@
-"""What the commands of benchmarks have in common: to measure, to draft, or to report from a file.
+"""Command-line options that the benchmarks share: measure into a file, draft, or report from one.
 
-Enter a benchmark's own options and what it writes, leave its parsed arguments or its report.
-Invariant: a GPU is not measured into a file unless the GPU tests are green for these sources.
+A GPU is measured into a file only if the GPU tests are green for these sources.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ Result = dict[str, Any]
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """With the options of all benchmarks; one of --out, --draft and --report is required."""
+    """A parser with the shared options; one of --out, --draft and --report is required."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -33,21 +32,21 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def add_document_options(parser: argparse.ArgumentParser) -> None:
-    """Of a benchmark whose report has a plot and a section of a document."""
+    """Options for benchmarks whose report includes a plot and a section of a document."""
     parser.add_argument("--plot", type=Path, help="with --report: write this PNG")
     parser.add_argument("--markdown", type=Path, help="with --report: fill in this document")
 
 
 def names(text: str) -> tuple[str, ...]:
-    """An option's value a,b,c."""
+    """Parses an option's value `a,b,c`."""
     return tuple(text.split(","))
 
 
 def is_for_gpu(args: argparse.Namespace) -> bool:
-    """Whether a GPU is to be measured.
+    """Whether to measure a GPU.
 
     Raises:
-        SystemExit: It may not be: the GPU tests are absent, red, or of other sources.
+        SystemExit: The GPU tests are missing, red, or of other sources.
     """
     is_gpu = args.device == "cuda"
     if is_gpu and not args.draft:
@@ -61,10 +60,10 @@ def write_report(
     plot: Callable[[Result, Path], None],
     write_markdown: Callable[[Result, Path, str, str], None],
 ) -> None:
-    """Prints the tables of --report's file, and fills in what --plot and --markdown name.
+    """Prints the tables of --report's file, and writes what --plot and --markdown name.
 
-    `write_markdown` takes the document and links from it to the file and the plot, the latter empty
-    where there is none.
+    `write_markdown` takes the document and its relative links to the file and the plot; the latter
+    is empty if there is no plot.
     """
     result = json.loads(args.report.read_text(encoding="utf-8"))
     print(format_tables(result))

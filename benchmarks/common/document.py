@@ -1,18 +1,17 @@
-"""The tables that benchmarks print, and the sections of documents that they write.
+"""Aligned text tables for the terminal, and generated sections of documents.
 
-Enters cells or lines, leaves the one as columns, the other in a document between two markers of
-their own. Invariant: nothing else of the document changes.
+A section lies between two markers; the rest of the document is left untouched.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 
 def aligned(cells: Sequence[Sequence[str]], num_text_columns: int = 1) -> list[str]:
-    """Lines of equal columns: text, which comes first, to the left and numbers to the right."""
+    """Lines of aligned columns; the first `num_text_columns` are left-aligned, the rest right."""
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     return [
         "  ".join(
@@ -24,15 +23,31 @@ def aligned(cells: Sequence[Sequence[str]], num_text_columns: int = 1) -> list[s
 
 
 def link(path: Path, document: Path) -> str:
-    """`path` as a document has to write it."""
+    """A relative link from `document` to `path`."""
     return Path(os.path.relpath(path, document.parent)).as_posix()
+
+
+def markdown_table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], num_text_columns: int = 1
+) -> Iterator[str]:
+    """Lines of a Markdown table; the first `num_text_columns` are left-aligned, the rest right."""
+    marks = ["---"] * num_text_columns + ["---:"] * (len(columns) - num_text_columns)
+    yield f"| {' | '.join(columns)} |"
+    yield f"|{'|'.join(marks)}|"
+    yield from (f"| {' | '.join(row)} |" for row in rows)
+
+
+def write_section(path: Path, begin: str, end: str, lines: Iterable[str]) -> None:
+    """`replace_section` in the document at `path`."""
+    text = path.read_text(encoding="utf-8")
+    path.write_text(replace_section(text, begin, end, lines), encoding="utf-8")
 
 
 def replace_section(document: str, begin: str, end: str, lines: Iterable[str]) -> str:
     """The document with `lines` between its two markers.
 
     Raises:
-        ValueError: It does not have each marker once, in order.
+        ValueError: The markers are not there exactly once each, in order.
     """
     before, found_begin, rest = document.partition(begin)
     _, found_end, after = rest.partition(end)

@@ -1,7 +1,7 @@
-"""The forests of the kernel benchmarks: Table 1 of DualKV, real batches, agents' trees.
+"""The forests that kernels are benchmarked on: Table 1 of DualKV, real batches, agents' trees.
 
-Enters a name and a seed, leaves node arrays in packed depth-first order, heaviest child first.
-Invariant: the same name and seed give the same forest on every machine.
+A name and a seed give the same forest on every machine. Nodes are in packed depth-first order,
+heaviest child first.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 Int64Array = npt.NDArray[np.int64]
 
-# Response lengths of one recorded group with a prompt of 5,059 tokens.
+# Response lengths, in tokens, of one recorded group whose prompt has 5,059 tokens.
 PAPER_LENGTHS = (
     *(1432, 1866, 504, 379, 1588, 411, 152, 218, 918, 416, 1770, 1826, 1456, 378, 1575, 297),
     *(1503, 1944, 1503, 731, 753, 1311, 1448, 1925, 457, 1940, 1655, 941, 1483, 1106, 1185, 1193),
@@ -44,7 +44,7 @@ class Nodes:
 
     @property
     def num_pairs(self) -> int:
-        """Attended pairs of query and key: the work that no attention can leave out."""
+        """Attended (query, key) pairs: the least work that any attention does."""
         length = self.stop - self.start
         return int((length * (self.end - self.stop) + length * (length + 1) // 2).sum())
 
@@ -67,7 +67,7 @@ class Tree:
 
 
 def groups(prompt: int, responses: list[list[int]]) -> Tree:
-    """One tree for each list of response lengths, all with a prompt of `prompt` tokens."""
+    """One tree per list of response lengths, each with a prompt of `prompt` tokens."""
     parents: list[int] = []
     lengths: list[int] = []
     for group in responses:
@@ -82,7 +82,7 @@ def binary(depth: int, lengths: list[int]) -> Tree:
 
 
 def spine(turns: list[int], leaves: list[list[int]]) -> Tree:
-    """A chain of turns, each of which also has side leaves of the given lengths."""
+    """A chain of turns, each with side leaves of the given lengths."""
     parents = list(range(-1, len(turns) - 1))
     lengths = list(turns)
     for turn, group in enumerate(leaves):
@@ -124,12 +124,12 @@ SHAPES: dict[str, Callable[[np.random.Generator], Tree]] = {
 
 
 def build(name: str, seed: int) -> Nodes:
-    """Returns the nodes of a shape of `SHAPES`; equal weights keep their order, roots as well."""
+    """The nodes of a shape of `SHAPES`; ties in weight keep their order, roots included."""
     return pack(SHAPES[name](np.random.default_rng(seed)))
 
 
 def pack(tree: Tree) -> Nodes:
-    """Lays a tree out depth-first, of each node's children the heaviest first."""
+    """Lays a tree out depth-first, each node's heaviest child first."""
     weights = list(tree.lengths)
     children: list[list[int]] = [[] for _ in weights]
     roots: list[int] = []
@@ -139,12 +139,12 @@ def pack(tree: Tree) -> Nodes:
         if parent >= 0:
             weights[parent] += weights[node]
     order: list[int] = []
-    # `roots` is last to first, as a stack wants them.
+    # `roots` is last to first, as the stack needs it.
     stack = roots
     while stack:
         node = stack.pop()
         order.append(node)
-        # The stack gives back the last first: of equal weights that is the first child.
+        # The stack pops the last first: among equal weights, the first child.
         stack += sorted(children[node], key=lambda child: weights[child])
     row_of = np.full(len(order) + 1, -1)
     row_of[order] = np.arange(len(order))

@@ -1,8 +1,7 @@
-"""Attention over packed forests: our kernels against every backend and replicated baselines.
+"""Benchmarks attention over packed forests: our kernels, other backends and replicated baselines.
 
-Enters names of shapes and backends, leaves a result file; or enters a result file, leaves its
-table, its plot or its section of a document. Invariant: no file is written where the GPU tests are
-not green for these sources, and all rows of a shape are of one run.
+Measures into a result file, or prints a file's table, plot and section of a document. A file is
+written only if the GPU tests are green for these sources; all rows of a shape are of one run.
 
     python benchmarks/kernels/attention.py --out benchmarks/results/h200/attention.json
     python benchmarks/kernels/attention.py --report benchmarks/results/h200/attention.json
@@ -21,7 +20,7 @@ from typing import Any
 
 import torch
 
-# Run as a file, its own folder is on the path in the place of the repository's root.
+# Run as a script, its own folder is on the path instead of the repository's root.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.common.command import (
@@ -40,7 +39,7 @@ from benchmarks.kernels.attention_subjects import CPU_BACKENDS, GPU_BACKENDS
 from benchmarks.kernels.attention_timing import BUSY_CYCLES, FLUSH_BYTES, MIN_SAMPLES, measure_gemm
 from harness.gpu_results import describe_gpu, write_result
 
-# One token a node says nothing of attention: that forest is for the layout.
+# A forest of one token per node is for the layout; it says nothing about attention.
 ALL_SHAPES = tuple(name for name in SHAPES if name != "one_token_nodes")
 GPU_GEOMETRY = Geometry(num_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
 CPU_GEOMETRY = Geometry(num_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16)
@@ -88,7 +87,7 @@ def _measure(args: argparse.Namespace) -> None:
         payload["runs"][-1]["seconds"] = time.monotonic() - start
         print(f"{shape}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
         if args.out is not None:
-            # After every shape, so that a run that is cut off leaves what it has.
+            # After every shape, so that an interrupted run keeps what it has.
             write_result(args.out, payload, seed=run.seed)
     if left_out := [name for name in run.shapes if name not in payload["runs"][-1]["shapes"]]:
         print(f"out of time, left out: {left_out}", file=sys.stderr)
@@ -126,10 +125,10 @@ def _new_run(run: Run) -> dict[str, Any]:
 
 
 def _mergeable(old: dict[str, Any], new: dict[str, Any], run: Run) -> dict[str, Any]:
-    """The old result's payload with a new run begun in it.
+    """The old result's payload with a new run added.
 
     Raises:
-        SystemExit: The old result is of other sources, another machine, seed or geometry.
+        SystemExit: The old result is of other sources, or another machine, seed or geometry.
     """
     now = {**describe_gpu(run.seed), **new}
     if differing := [name for name in SAME_ON_MERGE if old[name] != now[name]]:
@@ -142,7 +141,7 @@ def _mergeable(old: dict[str, Any], new: dict[str, Any], run: Run) -> dict[str, 
 def _add(
     payload: dict[str, Any], shape: str, sizes: dict[str, int], rows: list[dict[str, Any]]
 ) -> None:
-    """Puts a whole shape in; its rows from another run go, and so does a run without shapes."""
+    """Replaces a shape's rows; runs that are left without shapes are dropped."""
     current = payload["runs"][-1]
     for run in payload["runs"]:
         run["shapes"] = [name for name in run["shapes"] if name != shape]

@@ -1,15 +1,13 @@
-"""The gate: no backend is reported whose results are wrong on the very tensors it is timed on.
+"""Correctness gate: a backend is reported only if it is right on the tensors it is timed on.
 
-Enters a subject and the truth, leaves its errors or `GateError`. Invariant: every row of the
-output, the log-sum-exp and all three gradients is compared with the fp32 reference.
+Every row of the output, the log-sum-exp and all three gradients is compared with the fp32
+reference, for replicated subjects too: only the replica that owns a token gets the output's
+gradient, so gradients summed over replicas are those of the packed forest.
 
-Replicated subjects are compared too: only the replica that owns a token is given its gradient of
-the output, so that the gradients summed over replicas are those of the packed forest.
-
-A backward reads delta = dout . out of an output that was rounded to 16 bits. In rows whose
-dP - delta cancels, the first few of a sequence, that rounding is most of dQ's error, in every
-backend alike; it is known, since the output is, and dQ is linear in delta. So dQ is compared with
-the exact gradient given the delta of the output that was returned.
+A backward computes delta = dout . out from an output that was rounded to 16 bits. In the first few
+rows of a sequence, where dP - delta cancels, that rounding is most of dQ's error in every backend.
+dQ is linear in delta, so it is compared with the exact gradient for the delta of the output that
+the backend returned.
 """
 
 from __future__ import annotations
@@ -27,12 +25,12 @@ from ratoon_kernels import (
     tree_attention_partial_forward,
 )
 
-# Of 16-bit results against fp32: products of probabilities rounded to 16 bits, and outputs so.
+# 16-bit results against fp32: probabilities and outputs are rounded to 16 bits.
 MAX_RELATIVE_ERROR = 0.01
 MAX_ROW_ERROR = 0.05
 MAX_LSE_ERROR = 2e-3
-# A row's error is taken relative to its norm and this share of the usual one: the gradient of a
-# token that attends only itself is truly 0.
+# A row's error is relative to its norm plus this share of the usual norm: the gradient of a token
+# that attends only to itself is exactly 0.
 ROW_FLOOR = 0.25
 
 
@@ -44,8 +42,8 @@ class GateError(RuntimeError):
 class Truth:
     """The fp32 reference on the packed forest: T rows, all fp32.
 
-    `dq_by_delta_TNH` is the derivative of a row of dQ by its delta: minus the scale times the mean
-    of the keys that the row attends, weighted by P.
+    `dq_by_delta_TNH` is the derivative of a row of dQ with respect to its delta: minus the scale
+    times the P-weighted mean of the keys that the row attends to.
     """
 
     out_TNH: Tensor
@@ -85,14 +83,14 @@ def compute_truth(tensors: Tensors, layout: TreeLayout, geometry: Geometry) -> T
 
 
 def check(subject: Subject, tensors: Tensors, truth: Truth) -> dict[str, float]:
-    """Runs a subject once and compares all that it gives.
+    """Runs a subject once and compares all its results with the reference.
 
     Returns:
-        For each result the relative error over all rows, and for `*_row` that of the worst row; for
-        `lse` the largest difference.
+        Per result, the relative error over all rows, and as `*_row` that of the worst row; for
+        `lse`, the largest difference.
 
     Raises:
-        GateError: One of them is over its bound, or not a number.
+        GateError: An error is above its bound, or NaN.
     """
     errors: dict[str, float] = {}
     dq, dk, dv = (torch.zeros_like(x) for x in (truth.dq_TNH, truth.dk_TKH, truth.dv_TKH))
@@ -125,7 +123,7 @@ def check_repeats(subject: Subject, tensors: Tensors) -> None:
     """Runs a deterministic subject twice.
 
     Raises:
-        GateError: A result has other bits the second time.
+        GateError: The two runs differ in some bit.
     """
     (part,) = subject.parts
     runs: list[Results] = []
@@ -150,7 +148,7 @@ def _forward_errors(results: Results, truth: Truth, source_T: Tensor) -> dict[st
 
 
 def _relative_errors(got_THD: Tensor, want_THD: Tensor) -> tuple[float, float]:
-    """Over all rows, and of the worst row, a row being one token and head."""
+    """Error over all rows, and of the worst row; a row is one token and head."""
     row = torch.linalg.vector_norm(got_THD - want_THD, dim=-1)
     want_row = torch.linalg.vector_norm(want_THD, dim=-1)
     usual = want_row.median()

@@ -1,8 +1,7 @@
-"""What attention is measured on: random tensors over a packed forest, and their replicas.
+"""Inputs of the attention benchmark: random tensors over a packed forest, and their replicas.
 
-Enters the nodes of a forest, leaves tensors on the device and the parts in which the same rollouts
-are run unshared. Invariant: the replicas of a part, in order, are whole root-to-leaf paths, and
-over all parts each packed token has one replica that owns it.
+The sequences of a part are whole root-to-leaf paths. Over all parts, each packed token has exactly
+one replica that owns it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from ratoon_kernels import TreeLayout, build_layout
 
 Int64Array = npt.NDArray[np.int64]
 
-# torch's varlen attention and cuDNN both index a tensor of a batch with 32 bits in places.
+# torch's varlen attention and cuDNN index a batch's tensors with 32 bits in places.
 MAX_PART_ELEMENTS = 2**31 - 1
 
 
@@ -38,11 +37,11 @@ class Geometry:
         return self.head_dim**-0.5
 
     def forward_flops(self, num_pairs: int) -> int:
-        """Two products, each of 2 * head_dim operations a pair and query head."""
+        """Two products, each 2 * head_dim operations per pair and query head."""
         return 4 * self.num_heads * self.head_dim * num_pairs
 
     def backward_flops(self, num_pairs: int) -> float:
-        """Five products where the forward has two."""
+        """Five products to the forward's two."""
         return 2.5 * self.forward_flops(num_pairs)
 
 
@@ -91,7 +90,7 @@ class Part:
 
 
 def random_tensors(num_tokens: int, geometry: Geometry, device: torch.device, seed: int) -> Tensors:
-    """Normally distributed: constants would let the chip run faster than real data does."""
+    """Normally distributed: on constants the chip would run faster than on real data."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def draw(num_heads: int) -> Tensor:
@@ -112,7 +111,7 @@ def layout_of(nodes: Nodes, device: torch.device) -> TreeLayout:
 
 
 def packed_part(nodes: Nodes, device: torch.device) -> Part:
-    """All packed tokens, as the one part of a shared run; its sequences are the trees."""
+    """All packed tokens as a single part, whose sequences are the trees."""
     num_tokens = nodes.num_tokens
     roots = np.flatnonzero(nodes.parent < 0)
     return Part(
@@ -125,9 +124,9 @@ def packed_part(nodes: Nodes, device: torch.device) -> Part:
 def replicated_parts(
     nodes: Nodes, max_tokens: int, device: torch.device, *, is_padded: bool
 ) -> list[Part]:
-    """One sequence for each leaf, in packed order, in parts of at most `max_tokens` tokens.
+    """One sequence per leaf, in packed order, in parts of at most `max_tokens` tokens.
 
-    With `is_padded` each sequence counts as many tokens as the longest.
+    With `is_padded`, each sequence counts as many tokens as the longest one.
     """
     is_owned = np.zeros(nodes.num_tokens, np.bool_)
     paths = _paths(nodes)
@@ -145,7 +144,7 @@ def replicated_parts(
 
 
 def max_part_tokens(geometry: Geometry) -> int:
-    """Tokens that a replicated micro-batch may have."""
+    """The most tokens that a replicated micro-batch may have."""
     return MAX_PART_ELEMENTS // (geometry.num_heads * geometry.head_dim)
 
 

@@ -1,7 +1,7 @@
-"""TFLOP/s of each backend on each shape, as an image.
+"""Plots TFLOP/s per backend and shape.
 
-Enters a result of the attention benchmark, leaves a PNG. Invariant: only backends that compute each
-packed token once are in it, since only their figures count the same work.
+Only backends that compute each packed token once are drawn, as only their figures count the same
+work.
 """
 
 from __future__ import annotations

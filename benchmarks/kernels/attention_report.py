@@ -1,7 +1,6 @@
-"""What a result of the attention benchmark says: its table, the targets, a section of a document.
+"""Table, targets and document section of an attention result.
 
-Enters the result file's content, leaves text. Invariant: nothing is shown that the file does not
-hold; a backend without figures shows its reason, and a missed target shows what was reached.
+A backend without figures shows its reason, a missed target what was reached.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.document import aligned, replace_section
+from benchmarks.common.document import aligned, markdown_table, replace_section
 
 Row = dict[str, Any]
 
-# DualKV, Table 1: its attention's speed-up over replicated FlashAttention-2, forward and backward.
+# DualKV, Table 1: speed-up of its attention over replicated FlashAttention-2, forward and backward.
 PUBLISHED_SPEEDUPS = {"t1-28-4k": 1.62, "t1-28-16k": 3.74, "t1-16-32k": 5.16, "t1-28-32k": 6.00}
 FASTER_THAN_PUBLISHED = 1.5
 TFLOPS_SHAPES = (*PUBLISHED_SPEEDUPS, "paper")
@@ -38,7 +37,7 @@ END = "<!-- end of attention results -->"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What one figure was to be and what it is."""
+    """A figure's target and what was reached."""
 
     name: str
     bound: float
@@ -47,7 +46,7 @@ class Target:
 
 
 class Table:
-    """The rows of a result that have figures, by shape and backend."""
+    """A result's rows with figures, by shape and backend."""
 
     def __init__(self, rows: list[Row]) -> None:
         self.rows = rows
@@ -66,12 +65,12 @@ class Table:
 
 
 def gemm_tflops(result: dict[str, Any]) -> float:
-    """The bf16 matrix product's figure, the best of the runs."""
+    """TFLOP/s of the bf16 matrix product, the best of the runs."""
     return max(run["gemm"]["tflops"] for run in result["runs"])
 
 
 def targets(rows: list[Row]) -> list[Target]:
-    """Every target that the rows have the figures of."""
+    """Every target for which the rows have figures."""
     table = Table(rows)
     found: list[Target] = []
     for shape in table.shapes:
@@ -82,7 +81,7 @@ def targets(rows: list[Row]) -> list[Target]:
 
 
 def format_table(result: dict[str, Any]) -> str:
-    """The table for a terminal, with what it was measured on."""
+    """The table for a terminal, with its provenance."""
     lines = aligned([list(COLUMNS), *_cells(Table(result["rows"]))], NUM_TEXT_COLUMNS)
     lines.insert(1, "-" * max(map(len, lines)))
     notes = [_provenance(result), *_errors(result["rows"]), *_target_lines(result["rows"])]
@@ -90,16 +89,16 @@ def format_table(result: dict[str, Any]) -> str:
 
 
 def write_markdown(result: dict[str, Any], path: Path, link: str, image: str) -> None:
-    """Replaces what stands between the two markers of a document, or appends it with them.
+    """Replaces the section between the two markers of a document, or appends it with them.
 
     Args:
         result: The result file's content.
         path: The document.
-        link: To the result file, as the document has to write it.
-        image: To the plot, likewise; empty where there is none.
+        link: To the result file, relative to the document.
+        image: To the plot, likewise; empty if there is none.
 
     Raises:
-        ValueError: The document has one of the markers alone, or more than once, or out of order.
+        ValueError: One marker is missing, repeated or out of order.
     """
     text = path.read_text(encoding="utf-8")
     if BEGIN not in text and END not in text:
@@ -112,10 +111,7 @@ def _markdown(result: dict[str, Any], link: str, image: str) -> Iterator[str]:
     yield f"\n{_provenance(result)} [Raw samples]({link}).\n"
     if image:
         yield f"![TFLOP/s of unmasked work, by shape and backend]({image})\n"
-    yield "| " + " | ".join(COLUMNS) + " |"
-    yield "|" + "|".join(["---"] * NUM_TEXT_COLUMNS + ["---:"] * (len(COLUMNS) - 2)) + "|"
-    for row in _cells(Table(result["rows"])):
-        yield "| " + " | ".join(row) + " |"
+    yield from markdown_table(COLUMNS, _cells(Table(result["rows"])), NUM_TEXT_COLUMNS)
     yield ""
     yield from (f"- {line}" for line in _errors(result["rows"]))
     yield from (f"- {line}" for line in _target_lines(result["rows"]))

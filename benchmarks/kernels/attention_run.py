@@ -1,12 +1,11 @@
-"""One run of the attention benchmark: shapes one after another, within a budget of seconds.
+"""Runs the attention benchmark: one shape after another, within a time budget.
 
-Enters shapes and backends, leaves plain values for the result file. Invariant: a backend that
-cannot run or does not pass the gate on a shape has a row that says why, and no figures.
+A backend that cannot run a shape, or fails the gate on it, has a row that says why, and no
+figures.
 """
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.common.forests import Nodes, build
+from benchmarks.common.timing import release
 from benchmarks.kernels.attention_gate import Truth, check, check_repeats, compute_truth
 from benchmarks.kernels.attention_inputs import (
     Geometry,
@@ -44,12 +44,12 @@ class Run:
     """What one run measures.
 
     Attributes:
-        shapes: Names of `benchmarks.common.forests.SHAPES`.
+        shapes: Keys of `benchmarks.common.forests.SHAPES`.
         backends: Rows of each shape, as `attention_subjects.candidates` names them.
         geometry: Heads and dtype.
         device: A CUDA device, or a CPU.
-        budget_s: Seconds for everything; shapes that it does not reach are left out.
-        seed: Of the forests and of the tensors.
+        budget_s: Seconds for everything; shapes beyond it are left out.
+        seed: For the forests and the tensors.
     """
 
     shapes: tuple[str, ...]
@@ -65,12 +65,12 @@ class Run:
         return self.device.type == "cuda"
 
     def clock(self) -> Clock:
-        """Times work on the device."""
+        """The clock that times work on the device."""
         return CudaClock() if self.is_gpu else HostClock()
 
 
 def measure(run: Run) -> Iterator[tuple[str, dict[str, int], list[Row]]]:
-    """Yields each shape's name, sizes and rows as soon as they are measured."""
+    """Yields each shape's name, sizes and rows as soon as it is measured."""
     stop_at = time.monotonic() + run.budget_s
     clock = run.clock()
     for index, shape in enumerate(run.shapes):
@@ -80,7 +80,7 @@ def measure(run: Run) -> Iterator[tuple[str, dict[str, int], list[Row]]]:
         shape_stop_at = time.monotonic() + remaining_s / (len(run.shapes) - index)
         nodes = build(shape, run.seed)
         yield shape, _sizes(nodes), _measure_shape(run, shape, nodes, clock, shape_stop_at)
-        _free(run)
+        release(run.device)
 
 
 def _measure_shape(run: Run, shape: str, nodes: Nodes, clock: Clock, stop_at: float) -> list[Row]:
@@ -96,14 +96,14 @@ def _measure_shape(run: Run, shape: str, nodes: Nodes, clock: Clock, stop_at: fl
         try:
             ways = candidates(backend, nodes, layout, run.geometry)
             subjects[backend], details = _prepare(ways, tensors, truth, clock, run)
-        except Exception as error:  # noqa: BLE001  whatever a library raises is its row's content
+        except Exception as error:  # noqa: BLE001  whatever a library raises goes into its row
             row["error"] = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS]
         else:
             row |= details
         row["setup_s"] = time.monotonic() - start
-        _free(run)
+        release(run.device)
     del truth
-    _free(run)
+    release(run.device)
     budget_s = max(stop_at - time.monotonic(), 0.0)
     samples = sample_rounds(list(subjects.values()), tensors, clock, budget_s)
     return [_finish(row, subjects, samples, run.geometry, nodes) for row in rows]
@@ -112,7 +112,7 @@ def _measure_shape(run: Run, shape: str, nodes: Nodes, clock: Clock, stop_at: fl
 def _prepare(
     ways: list[Subject], tensors: Tensors, truth: Truth, clock: Clock, run: Run
 ) -> tuple[Subject, Row]:
-    """The fastest way that a backend has, all of them checked, and what is known of it."""
+    """A backend's fastest way, after checking all of them, and its row so far."""
     errors = {way.how: check(way, tensors, truth) for way in ways}
     for way in ways:
         if way.backend.endswith(DETERMINISTIC):
@@ -130,7 +130,7 @@ def _prepare(
 
 
 def _fp32_gradient_bytes(tensors: Tensors) -> int:
-    """What a packed backend's workspace is to stay within: fp32 dQ, dK and dV."""
+    """The bound on a packed backend's workspace: fp32 dQ, dK and dV."""
     elements = sum(x.numel() for x in (tensors.q_TNH, tensors.k_TKH, tensors.v_TKH))
     return elements * torch.float32.itemsize
 
@@ -142,7 +142,7 @@ def _finish(
     geometry: Geometry,
     nodes: Nodes,
 ) -> Row:
-    """Adds the figures to a row that has no error."""
+    """Adds the figures to a row without an error."""
     backend = row["backend"]
     if backend not in subjects:
         return row
@@ -171,9 +171,3 @@ def _sizes(nodes: Nodes) -> dict[str, int]:
         "replicated_tokens": sum(len(path.source_T) for path in paths),
         "replicated_pairs": sum(path.num_pairs for path in paths),
     }
-
-
-def _free(run: Run) -> None:
-    gc.collect()
-    if run.is_gpu:
-        torch.cuda.empty_cache()

@@ -1,7 +1,6 @@
-"""What is measured: tree attention through each backend, and replicated attention of libraries.
+"""What the attention benchmark measures: our tree attention, and libraries' on replicas.
 
-Enters tensors of one part, leaves calls whose forward and backward can be timed apart. Invariant:
-a call's forward and backward do the work of that attention and nothing else; gathering, padding and
+Forward and backward can be timed apart, and do that attention's work alone: gathering, padding and
 building a layout happen before the clock starts.
 """
 
@@ -42,7 +41,7 @@ _varlen_backward = torch.ops.aten._flash_attention_backward
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    """What one call gave, T rows each; `lse_NT` is None where the library does not return it."""
+    """Results of one call, T rows each; `lse_NT` is None if the library does not return it."""
 
     out_TNH: Tensor
     lse_NT: Tensor | None
@@ -52,7 +51,7 @@ class Results:
 
 
 class Call(Protocol):
-    """One forward and its backward on loaded inputs."""
+    """A forward and its backward on loaded inputs."""
 
     def forward(self) -> None: ...
 
@@ -71,9 +70,9 @@ class Subject:
 
     Attributes:
         backend: Its name in the table.
-        how: What a reader must know of it; may be empty.
+        how: A note for the reader; may be empty.
         parts: Micro-batches, run one after another.
-        load: Makes the call of one part from its tensors, which are not copied.
+        load: Makes a part's call from its tensors, without copying them.
     """
 
     backend: str
@@ -83,12 +82,12 @@ class Subject:
 
     @property
     def is_packed(self) -> bool:
-        """Every packed token is computed once."""
+        """Whether every packed token is computed once."""
         return all(bool(part.is_owner_T.all()) for part in self.parts)
 
 
 def candidates(backend: str, nodes: Nodes, layout: TreeLayout, geometry: Geometry) -> list[Subject]:
-    """The ways to run a backend of the table, of which the fastest is to be reported.
+    """The ways to run a backend of the table; the fastest is reported.
 
     `X-deterministic` is the tree attention backend X in deterministic mode; `*-replicated` runs
     each rollout unshared; any other name is that tree attention backend.
@@ -203,7 +202,7 @@ class VarlenCall:
 class SdpaCall:
     """`scaled_dot_product_attention` over replicated sequences, in blocks of equal lengths.
 
-    Either one block of all sequences, padded to the longest, or one block for each sequence.
+    Either one block of all sequences, padded to the longest, or one block per sequence.
     """
 
     def __init__(

@@ -1,11 +1,10 @@
-"""How attention is timed: forward and backward apart, subject by subject, round after round.
+"""Times attention: forward and backward apart, round-robin over the subjects.
 
-Enters subjects that passed the gate, leaves every sample in milliseconds. Invariant: within a round
-each subject runs once, so that a change of clocks or temperature meets all of them alike.
+Each subject runs once per round, so that changes of clocks or temperature affect all alike.
 
 On a GPU a sample is the time between two CUDA events. Before it the L2 is overwritten and the GPU
-kept busy for about a millisecond, during which the host launches what is timed: launch latency up
-to that is not counted, as it is not in a training step.
+kept busy for about a millisecond, while the host launches the timed work: as in a training step,
+launch latency up to that is hidden.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """For CPUs."""
+    """Clock for CPUs."""
 
     def milliseconds(self, work: Callable[[], None]) -> float:
         start = time.perf_counter()
@@ -45,7 +44,7 @@ class HostClock:
 
 
 class CudaClock:
-    """For GPUs; owns the buffer that overwrites the L2."""
+    """Clock for GPUs; owns the buffer that overwrites the L2."""
 
     def __init__(self) -> None:
         self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
@@ -63,7 +62,7 @@ class CudaClock:
 
 @dataclass(slots=True)
 class Samples:
-    """Milliseconds of each round, all parts of a subject together."""
+    """Milliseconds per round, summed over a subject's parts."""
 
     fwd_ms: list[float] = field(default_factory=list)
     bwd_ms: list[float] = field(default_factory=list)
@@ -72,12 +71,12 @@ class Samples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """GiB of GPU memory, the largest of any part, beyond the call's inputs.
+    """GiB of GPU memory beyond the call's inputs, of the part with the most.
 
     Attributes:
         peak_gib: At any moment of forward and backward: outputs, gradients and workspace.
-        forward_workspace_gib: The forward's peak less its outputs.
-        backward_workspace_gib: The backward's peak less outputs and gradients.
+        forward_workspace_gib: The forward's peak minus its outputs.
+        backward_workspace_gib: The backward's peak minus outputs and gradients.
     """
 
     peak_gib: float
@@ -100,9 +99,9 @@ def run_once(subject: Subject, tensors: Tensors, clock: Clock) -> tuple[float, f
 def sample_rounds(
     subjects: list[Subject], tensors: Tensors, clock: Clock, budget_s: float
 ) -> dict[str, Samples]:
-    """Round-robin until the budget is spent; at least `MIN_SAMPLES` of each subject.
+    """Round-robin until the budget is spent, with at least `MIN_SAMPLES` per subject.
 
-    A subject that has as many and has spent its share of the budget stays out of later rounds.
+    A subject that has these and has spent its share of the budget skips later rounds.
     """
     samples = {subject.backend: Samples() for subject in subjects}
     stop_at = time.monotonic() + budget_s
@@ -145,7 +144,7 @@ def measure_memory(subject: Subject, tensors: Tensors) -> Memory:
 
 
 def measure_gemm(device: torch.device, clock: Clock) -> dict[str, Any]:
-    """What a plain bf16 matrix product reaches here and now: the ceiling of all attention."""
+    """TFLOP/s of a plain bf16 matrix product here and now: the ceiling for any attention."""
     size = GEMM_SIZES[device.type]
     a, b = torch.randn((2, size, size), device=device, dtype=torch.bfloat16)
     out = torch.empty_like(a)
@@ -161,7 +160,7 @@ def measure_gemm(device: torch.device, clock: Clock) -> dict[str, Any]:
 
 
 def fastest(subjects: list[Subject], tensors: Tensors, clock: Clock) -> Subject:
-    """The subject with the least forward + backward, each run twice and the second counted."""
+    """The subject with the fastest forward + backward; each is run twice, the second counts."""
 
     def seconds(subject: Subject) -> float:
         run_once(subject, tensors, clock)

@@ -1,8 +1,7 @@
-"""Milliseconds of a layout with its work lists, on one thread.
+"""Times a layout with its work lists, on one thread.
 
-Enters nothing but the machine, leaves one result file. Invariant: what is timed is what a
-micro-batch pays on the host, from node arrays to the buffer that is uploaded; the upload itself is
-not in it.
+The time is what a micro-batch costs the host, from node arrays to the buffer to upload, without the
+upload.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def main() -> None:
 
 
 def _measure(name: str, nodes: Nodes, repeats: int) -> dict[str, Any]:
-    """Times the whole layout, the schedule in it, and the schedule of one half against another."""
+    """Times the whole layout, its schedule, and the schedule of one half against the other."""
     layout = build_layout(**nodes.arrays(), device="cpu")
     end_T = layout.end_T.numpy()
     whole = Span(0, nodes.num_tokens)

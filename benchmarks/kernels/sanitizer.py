@@ -1,7 +1,7 @@
-"""What compute-sanitizer said, as a result file.
+"""Turns the logs of compute-sanitizer into a result file and an exit status.
 
-Enters the logs of its tools, leaves a JSON file and an exit status. Invariant: a tool is clean only
-where it ended with a summary of no error and no warning, and the program under it succeeded.
+A tool is clean only if its log ends with a summary of no errors and no warnings, and the program
+under it succeeded.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# Run as a file, its own folder is on the path in the place of the repository's root.
+# Run as a script, its own folder is on the path instead of the repository's root.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from harness.gpu_results import write_result
@@ -29,7 +29,7 @@ MAX_REPORTED_LINES = 60
 
 
 def read_log(tool: str, text: str, exit_status: int) -> dict[str, Any]:
-    """What a tool found; `is_clean` is false where it says nothing."""
+    """What a tool found; `is_clean` is false if it says nothing."""
     found = list(SUMMARIES[tool].finditer(text))
     counts = {name: int(n) for name, n in found[-1].groupdict().items()} if found else {}
     are_values_right = SUCCESS in text
@@ -46,7 +46,7 @@ def read_log(tool: str, text: str, exit_status: int) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Writes the file; returns 0 where every tool is clean."""
+    """Writes the file; returns 0 if every tool is clean."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument(

@@ -1,8 +1,7 @@
-"""Token log-probs at the size of Qwen3-8B: ours against torch and Liger, and where the time goes.
+"""Benchmarks token log-probs at the size of Qwen3-8B: ours, torch and Liger, and our time by phase.
 
-Enters numbers of rows, leaves a result file; or enters a result file, leaves its table. Invariant:
-no file is written where the GPU tests are not green for these sources, and a subject whose values
-or gradients are wrong has no figures.
+Measures into a result file, or prints a file's tables. A file is written only if the GPU tests are
+green for these sources; a subject with wrong values or gradients has no figures.
 
     python benchmarks/kernels/token_logprobs.py --out benchmarks/results/h200/token_logprobs.json
     python benchmarks/kernels/token_logprobs.py --report benchmarks/results/h200/token_logprobs.json
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 
-# Run as a file, its own folder is on the path in the place of the repository's root.
+# Run as a script, its own folder is on the path instead of the repository's root.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.common.command import is_for_gpu, make_parser, names
@@ -29,7 +28,7 @@ from benchmarks.kernels.token_logprobs_run import Geometry, Run, gate, measure
 from benchmarks.kernels.token_logprobs_subjects import SUBJECTS
 from harness.gpu_results import describe_gpu, write_result
 
-# The LM head of Qwen3-8B; the rows are a micro-batch and all responses of the forest `paper`.
+# The LM head of Qwen3-8B; rows of a micro-batch, and of all responses of the forest `paper`.
 GPU_GEOMETRY = Geometry(vocab_size=151_936, width=4096, dtype=torch.bfloat16, gate_rows=2048)
 GPU_ROWS = (4096, 36_264)
 CPU_GEOMETRY = Geometry(vocab_size=307, width=32, dtype=torch.bfloat16, gate_rows=16)

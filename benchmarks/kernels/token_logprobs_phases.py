@@ -1,7 +1,4 @@
-"""Where the time of our token log-probs goes: each part alone, and other sizes of chunks.
-
-Enters a run of the benchmark on a GPU, leaves plain values for its result file.
-"""
+"""Profiles our token log-probs on a GPU: each phase alone, and other chunk sizes."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ SWEPT_ROWS = ((512, 4096), (1024, 1024), (1024, 2048), (1024, 4096), (2048, 4096
 
 
 def measure_phases(run: Run) -> list[Row]:
-    """Milliseconds of each part, for the chunk sizes that ours takes by itself."""
+    """Milliseconds of each phase, at the chunk sizes that ours chooses."""
     g = run.geometry
     chunk = fused.rows_within(fused.LOGIT_BYTES, g.vocab_size, torch.float32)
     group = fused.rows_within(fused.DLOGIT_BYTES, g.vocab_size, g.dtype)
@@ -37,7 +34,7 @@ def measure_phases(run: Run) -> list[Row]:
 
 
 def measure_sweep(run: Run, num_rows: int) -> list[Row]:
-    """Ours with other numbers of rows a chunk and a group."""
+    """Ours with other numbers of rows per chunk and per group."""
     problem, function, g = run.problem(num_rows), find(OURS), run.geometry
     kept = fused.LOGIT_BYTES, fused.DLOGIT_BYTES
     found: list[Row] = []
@@ -72,7 +69,7 @@ def _timed(run: Run, name: str, num_rows: int, work: Callable[[], Any]) -> Row:
 
 
 def _products(run: Run, chunk: int, group: int) -> dict[str, Callable[[], Any]]:
-    """The four matrix products, each to fp32."""
+    """The four matrix products, each with fp32 output."""
     g, p, fp32 = run.geometry, run.problem(group), torch.float32
     hidden_CD, head_VD = p.hidden_RD[:chunk], p.lm_head_VD
     logits_CV = torch.empty((chunk, g.vocab_size), device=run.device)
@@ -90,7 +87,7 @@ def _products(run: Run, chunk: int, group: int) -> dict[str, Callable[[], Any]]:
 
 
 def _kernels(run: Run, chunk: int) -> dict[str, tuple[Callable[[], Any], int]]:
-    """The two kernels between them, and the bytes that each moves a logit."""
+    """The two kernels between them, and the bytes that each moves per logit."""
     from ratoon_kernels.token_logprobs import fused_kernels
 
     g, p, device = run.geometry, run.problem(chunk), run.device

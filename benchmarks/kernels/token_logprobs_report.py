@@ -1,7 +1,6 @@
-"""The tables of a result of the token log-probs benchmark.
+"""Tables of a token log-probs result.
 
-Enters the result file's content, leaves text. Invariant: nothing is shown that the file does not
-hold; a subject without figures shows its reason.
+A subject without figures shows its reason.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ MODES = ("fwd", "fwd_bwd", "frozen")
 
 
 def format_table(result: Row) -> str:
-    """Subjects with milliseconds, rates, memory and errors; then the parts of ours; the sweep."""
+    """Milliseconds, rates, memory and errors by subject; then our phases and the sweep."""
     gemm = result["gemm"]["tflops"]
     commit = result["commit"].partition("-")[0][:12]
     head = result["geometry"]

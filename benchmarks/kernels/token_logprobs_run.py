@@ -1,13 +1,11 @@
-"""One run of the token log-probs benchmark.
+"""Runs the token log-probs benchmark.
 
-Enters geometry and subjects, leaves plain values for the result file. Invariant: a subject that
-cannot run, or is wrong, has a row that says why and no figures; within a round each subject runs
-once, so that a change of clocks meets all of them alike.
+A subject that cannot run, or is wrong, has a row that says why, and no figures. Each subject runs
+once per round, so that changes of clocks affect all alike.
 """
 
 from __future__ import annotations
 
-import gc
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -16,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.common.timing import release
 from benchmarks.kernels.attention_timing import Clock
 from benchmarks.kernels.token_logprobs_subjects import (
     OURS,
@@ -28,13 +27,13 @@ from benchmarks.kernels.token_logprobs_subjects import (
 
 Row = dict[str, Any]
 
-# Products of R x V x D that each mode has to compute, the second time of the logits included.
+# Products of R x V x D per mode, including the recomputed logits.
 PRODUCTS = {"fwd": 1, "fwd_bwd": 4, "frozen": 3}
-# Log-probs of ours are exact to fp32. Others round logits to 16 bits: what that does is in the
-# result, and only what is not rounding is refused.
+# Our log-probs are exact to fp32. Others round logits to 16 bits: the result shows that error, and
+# only larger ones are refused.
 MAX_ERROR_OF_OURS = {"logprob": 5e-6, "dhidden": 2**-7, "dlm_head": 2**-7}
 MAX_ERROR = {"logprob": 2e-2, "dhidden": 5e-2, "dlm_head": 5e-2}
-# The eager reference takes seconds a call beyond this.
+# Beyond this the eager reference takes seconds per call.
 MAX_REFERENCE_ROWS = 4096
 MAX_MESSAGE_CHARACTERS = 300
 
@@ -54,7 +53,7 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What one run measures, and with what clock."""
+    """What one run measures, and its clock."""
 
     geometry: Geometry
     subjects: tuple[str, ...]
@@ -64,7 +63,7 @@ class Run:
     seed: int
 
     def problem(self, num_rows: int) -> Problem:
-        """The same for the same seed and number of rows."""
+        """Deterministic in the seed and the number of rows."""
         generator = torch.Generator(self.device).manual_seed(self.seed)
         g = self.geometry
         return make_problem(
@@ -73,7 +72,7 @@ class Run:
 
 
 def measure(run: Run, num_rows: int, errors: dict[str, Row]) -> Iterator[Row]:
-    """Yields the rows of all subjects for one number of rows; `errors` is what `gate` found."""
+    """Yields a result row per subject for one number of rows; `errors` is what `gate` found."""
     problem = run.problem(num_rows)
     ready: dict[str, Function] = {}
     peaks: dict[str, dict[str, float]] = {}
@@ -91,7 +90,7 @@ def measure(run: Run, num_rows: int, errors: dict[str, Row]) -> Iterator[Row]:
             ready[name] = function
         except torch.OutOfMemoryError:
             rows[name] = _refusal(num_rows, name, "out of memory")
-        _release(run)
+        release(run.device)
     samples = _sample(run, ready, problem)
     for name, of_modes in samples.items():
         rows[name] |= _figures(run, num_rows, of_modes)
@@ -100,7 +99,7 @@ def measure(run: Run, num_rows: int, errors: dict[str, Row]) -> Iterator[Row]:
 
 
 def gate(run: Run) -> dict[str, Row]:
-    """Errors of every subject against fp64, or the reason why it is not measured."""
+    """Each subject's errors against fp64, or the reason why it is not measured."""
     problem = run.problem(run.geometry.gate_rows)
     wide = replace(
         problem,
@@ -109,7 +108,7 @@ def gate(run: Run) -> dict[str, Row]:
     )
     expected = _values(_truth, wide)
     del wide
-    _release(run)
+    release(run.device)
     found: dict[str, Row] = {}
     for name in run.subjects:
         try:
@@ -126,7 +125,7 @@ def gate(run: Run) -> dict[str, Row]:
         limits = MAX_ERROR_OF_OURS if name == OURS else MAX_ERROR
         if wrong := {key: error for key, error in errors.items() if not error <= limits[key]}:
             found[name] = {"error": f"wrong: {wrong}"}
-        _release(run)
+        release(run.device)
     return found
 
 
@@ -155,7 +154,7 @@ def _leaves(problem: Problem, *, is_frozen: bool) -> Problem:
 
 
 def work_of(function: Function, problem: Problem, mode: str) -> Callable[[], None]:
-    """Returns a call of one mode: forward alone, with all gradients, or with a frozen head."""
+    """A call of one mode: forward alone, with all gradients, or with a frozen head."""
 
     def forward() -> None:
         with torch.no_grad():
@@ -169,7 +168,7 @@ def work_of(function: Function, problem: Problem, mode: str) -> Callable[[], Non
 
 
 def peak_gib(run: Run, function: Function, problem: Problem, mode: str) -> float:
-    """Memory beyond the inputs at any moment of a call, gradients included; also its warm-up."""
+    """Peak GiB beyond the inputs during a call, gradients included; also the warm-up."""
     work = work_of(function, problem, mode)
     work()
     if run.device.type != "cuda":
@@ -197,7 +196,7 @@ def _sample(
 
 
 def samples_of(run: Run, work: Callable[[], Any]) -> list[float]:
-    """Milliseconds of one piece of work, after two that are not counted."""
+    """Milliseconds per sample, after two warm-ups."""
     for _ in range(2):
         run.clock.milliseconds(work)
     return [run.clock.milliseconds(work) for _ in range(run.num_samples)]
@@ -215,9 +214,3 @@ def _figures(run: Run, num_rows: int, samples: dict[str, list[float]]) -> Row:
 
 def _refusal(num_rows: int, subject: str, reason: str) -> Row:
     return {"num_rows": num_rows, "subject": subject, "error": reason}
-
-
-def _release(run: Run) -> None:
-    gc.collect()
-    if run.device.type == "cuda":
-        torch.cuda.empty_cache()

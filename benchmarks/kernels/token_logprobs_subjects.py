@@ -1,8 +1,7 @@
 """What computes token log-probs in the benchmark: ours, plain torch, compiled torch, Liger.
 
-Enters a name, leaves a function of hidden states, LM head, targets and temperature, or the reason
-why there is none. Invariant: all of them are called alike, one target a row, temperature 1: the
-only call that each of them can serve.
+All take the same call, one target per row at temperature 1: the only call that all of them
+support.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ IGNORED_TARGET = -100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """R rows that predict one target each.
+    """R rows that each predict one target.
 
     Attributes:
         hidden_RD: Hidden states.
         lm_head_VD: LM head.
         target_R: int64 tokens.
         temperature_R: fp32, all 1.
-        dlogprob_R: fp32 gradient of the log-probs.
+        dlogprob_R: fp32 gradient with respect to the log-probs.
     """
 
     hidden_RD: Tensor
@@ -52,7 +51,7 @@ Function = Callable[[Problem], Tensor]
 def make_problem(
     num_rows: int, head_VD: Tensor, generator: torch.Generator, scale: float = 1.0
 ) -> Problem:
-    """Random rows whose logits have a standard deviation of about 2 x `scale`."""
+    """Random rows whose logits have a standard deviation of about 2 * `scale`."""
     vocab_size, width = head_VD.shape
     device = head_VD.device
     hidden = torch.randn((num_rows, width), generator=generator, device=device)
@@ -74,10 +73,10 @@ def make_head(
 
 
 def find(name: str) -> Function:
-    """Returns the function of a subject.
+    """The function of a subject.
 
     Raises:
-        ImportError: A library that it needs is not there; the message says which.
+        ImportError: A library that it needs is missing; the message says which.
     """
     return _SUBJECTS[name]()
 
@@ -101,7 +100,7 @@ def _of_backend(name: str) -> Function:
 def _dense(
     hidden_RD: Tensor, lm_head_VD: Tensor, target_R: Tensor, temperature_R: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As training code writes it: a 16-bit product, widened, with entropies."""
+    """As training code has it: a 16-bit product, upcast, with entropies."""
     logits_RV = (hidden_RD @ lm_head_VD.T).float() / temperature_R[:, None]
     logp_RV = torch.log_softmax(logits_RV, dim=-1)
     entropy_R = -(logp_RV.exp() * logp_RV).sum(dim=-1)
@@ -113,7 +112,7 @@ def _torch_full() -> Function:
 
 
 def _torch_compiled() -> Function:
-    # Else what comes after eight shapes and modes runs uncompiled.
+    # Otherwise everything after eight shapes and modes would run uncompiled.
     dynamo_config.recompile_limit = MAX_COMPILATIONS
     compiled: Any = torch.compile(_dense, dynamic=False)
 
@@ -137,8 +136,8 @@ def _liger(budget_multiplier: int) -> Function:
     op: Any = module.LigerFusedLinearCrossEntropyFunction
 
     def run(problem: Problem) -> Tensor:
-        # No bias, no class weights, no z-loss, no label smoothing, no soft cap; gradient of the
-        # head accumulated in fp32; the last is its multiplier of the memory for logits.
+        # No bias, class weights, z-loss, label smoothing or soft cap; the head's gradient is
+        # accumulated in fp32; the last argument multiplies the memory for logits.
         loss_R, *_ = op.apply(
             problem.hidden_RD, problem.lm_head_VD, problem.target_R,
             None, None, IGNORED_TARGET, 0.0, 0.0, "none", None, False, torch.float32,

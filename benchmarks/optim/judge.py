@@ -1,12 +1,12 @@
-"""Whether optimizer states train as float32 ones do: their losses, up to seed noise, and weights.
+"""Judges whether optimizer states train as float32 ones do: losses within seed noise, and weights.
 
-Verdicts follow from the runs in a result file alone, so that a test can give them again.
+Verdicts follow from the runs in a result file alone, so that a test can reproduce them.
 
-All runs share their first weights, and those of one seed their batches. So a kind's shift is the
-mean over its seeds of its loss minus that of float32 states with the same seed, and the shift's own
-error comes of those differences. The band is what the seeds of float32 states would move a
-difference of two such means if these had no seeds in common: two standard errors,
-2 s sqrt(1 / n + 1 / n_fp32), s being the standard deviation over float32's seeds.
+All runs share their initial weights, and runs of one seed their batches. So the shift of a kind of
+states is the mean over seeds of its loss minus float32's with the same seed, and the shift's error
+is that of these paired differences. The band is how far seed noise alone would move the difference
+of two unpaired means: two standard errors, 2 s sqrt(1 / n + 1 / n_fp32), where s is the standard
+deviation over float32's seeds.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ Run = dict[str, Any]
 
 WINDOW = 10
 LAST = 50
-# Of the updates of states with masters; RL's learning rates are up to this one.
+# For the total update of states with masters, at RL's learning rates: up to MAX_RL_RATE.
 MIN_COSINE = 0.9
 MAX_RL_RATE = 1e-5
-# Two standard errors leave out so much of what is chance alone.
+# Two standard errors cover this share of pure chance.
 MIN_SHARE_WITHIN = 0.95
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Losses in nats a token, over updates [start, stop): a mean over seeds and two differences."""
+    """Mean loss over seeds, shift and band, in nats per token over updates [start, stop)."""
 
     start: int
     stop: int
@@ -52,9 +52,9 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Of one kind at one rate; `last` is of the last updates, spreads are standard deviations.
+    """One kind of states at one learning rate; `last` is the window of the last updates.
 
-    `cosine` and `error` are means over seeds, of all updates together.
+    `cosine` and `error` are means over seeds, for all updates together.
     """
 
     learning_rate: float
@@ -62,7 +62,7 @@ class Verdict:
     num_seeds: int
     windows: tuple[Window, ...]
     last: Window
-    # Of the losses over seeds, and of the mean of the paired differences.
+    # Standard deviations of the losses over seeds, and of the mean of the paired differences.
     spread: float
     shift_error: float
     cosine: float
@@ -96,7 +96,7 @@ class Verdict:
 
 
 def conclusions(runs: list[Run]) -> dict[str, Any]:
-    """The fields of a result that follow from its runs."""
+    """The fields of a result that are computed from its runs."""
     verdicts = judge(runs)
     return {
         "verdicts": [verdict.as_json() for verdict in verdicts],
@@ -105,7 +105,7 @@ def conclusions(runs: list[Run]) -> dict[str, Any]:
 
 
 def judge(runs: list[Run]) -> list[Verdict]:
-    """One for each rate and kind that was run, float32 first, whose shifts are 0."""
+    """One verdict per rate and kind that ran; float32 comes first, with shifts of 0."""
     verdicts: list[Verdict] = []
     for rate in dict.fromkeys(run["learning_rate"] for run in runs):
         of_rate = [run for run in runs if run["learning_rate"] == rate]
@@ -118,9 +118,11 @@ def judge(runs: list[Run]) -> list[Verdict]:
 
 
 def targets(verdicts: list[Verdict]) -> list[dict[str, Any]]:
-    """Losses stay within the band: with masters at every rate, without them at the highest, where
-    the control shows by leaving it that the band is narrow enough to tell. At RL's rates the
-    updates of states with masters point where float32's do."""
+    """Whether losses stay within the band: with masters at every rate, without them at the highest.
+
+    There the control leaves the band, which shows that it is narrow enough. At RL's rates, updates
+    of states with masters must point where float32's do.
+    """
     highest = max(verdict.learning_rate for verdict in verdicts)
     found: list[dict[str, Any]] = []
     for v in verdicts:
@@ -181,5 +183,5 @@ def _window(
 
 
 def _means(curves: dict[int, list[float]], start: int, stop: int) -> dict[int, float]:
-    """By seed, over updates [start, stop)."""
+    """Mean loss per seed, over updates [start, stop)."""
     return {seed: statistics.mean(losses[start:stop]) for seed, losses in curves.items()}

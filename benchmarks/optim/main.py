@@ -1,7 +1,7 @@
-"""What optimizer states do to training: losses and weights against those of float32 states.
+"""Benchmarks what optimizer states do to training: losses and weights against float32 states.
 
-Measures into a result file, or writes a result's table, plot or section of a document. No file is
-written where the GPU tests are not green for these sources.
+Measures into a result file, or prints a file's table, plot and section of a document. A file is
+written only if the GPU tests are green for these sources.
 
     python benchmarks/optim/main.py --out benchmarks/results/h200/optimizer_states.json
     python benchmarks/optim/main.py --report benchmarks/results/h200/optimizer_states.json
@@ -19,7 +19,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-# Run as a file, its own folder is on the path in the place of the repository's root.
+# Run as a script, its own folder is on the path instead of the repository's root.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.common.command import add_document_options, is_for_gpu, make_parser, write_report
@@ -55,7 +55,7 @@ def _measure(args: argparse.Namespace) -> None:
 
 
 def _run(plan: Plan, device: str) -> list[Run]:
-    """By seed; on a GPU, which one of these small models does not fill, seeds share it."""
+    """All runs: seeds in turn on a CPU, at once on a GPU, which one small model does not fill."""
     seeds = range(plan.baseline_seeds)
     if device == "cpu":
         return [run for seed in seeds for run in train_seed(plan, seed, device)]

@@ -1,4 +1,4 @@
-"""What a result of the benchmark of optimizer states says: a table, a plot, a document's section.
+"""Table, plot and document section of an optimizer-states result.
 
 Every figure is computed from the runs in the file.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.document import aligned, replace_section
+from benchmarks.common.document import aligned, write_section
 from benchmarks.optim.judge import LAST, WINDOW, Verdict, judge, targets
 from benchmarks.optim.run import BASELINE, NEAREST
 
@@ -39,30 +39,28 @@ _COLUMNS = (
 
 
 def format_table(result: dict[str, Any]) -> str:
-    """The table for a terminal, and what it was measured on."""
+    """The table for a terminal, with its provenance."""
     table = aligned([list(_COLUMNS), *(_row(verdict) for verdict in judge(result["runs"]))])
     return "\n".join([_provenance(result), *table, *_notes(result)])
 
 
 def write_markdown(result: dict[str, Any], path: Path, link: str, image: str) -> None:
-    """Replaces what stands between the two markers of a document.
+    """Replaces the section between the two markers of a document.
 
     Args:
         result: The result file's content.
         path: The document.
-        link: To the result file, as the document has to write it.
-        image: To the plot, likewise; empty where there is none.
+        link: To the result file, relative to the document.
+        image: To the plot, likewise; empty if there is none.
 
     Raises:
-        ValueError: The document does not have each marker once, in order.
+        ValueError: The markers are not there exactly once each, in order.
     """
-    text = path.read_text(encoding="utf-8")
-    written = replace_section(text, BEGIN, END, _markdown(result, link, image))
-    path.write_text(written, encoding="utf-8")
+    write_section(path, BEGIN, END, _markdown(result, link, image))
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Writes two panels per rate: loss, and what it is above float32 states' with the same seeds.
+    """Writes two panels per rate: loss, and its excess over float32's with the same seeds.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed (requirements-dev.txt).
@@ -78,7 +76,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
         _plot_rate(panels, [v for v in verdicts if v.learning_rate == rate])
         panels[0].set_title(f"learning rate {rate:g}", fontsize=10)
         panels[1].set_xlabel("update")
-    # The lower rates are far from it after so few updates.
+    # At lower rates so few updates do not get near it.
     columns[0, 0].axhline(result["best_loss"], color="#777777", linewidth=0.8, linestyle="--")
     columns[0, 0].set_ylabel("loss, nats per token")
     columns[1, 0].set_ylabel("minus fp32")

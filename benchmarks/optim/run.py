@@ -1,8 +1,7 @@
 """Trains a preset with one kind of optimizer states, through the service's own trainer.
 
-All runs start at the same weights, and those of one seed see the same batches in the same order,
-whatever their states. A run gives the loss of every update, and how far all updates together are
-from those of float32 states.
+All runs start from the same weights, and runs of one seed see the same batches in the same order. A
+run records the loss of every update, and how far all updates together are from float32's.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from benchmarks.common.timing import release
 from benchmarks.optim.task import Task, draw_batches
-from benchmarks.step.timing import release
 from ratoon.model.loader import load_model
 from ratoon.model.spec import FullTuning, ModelDtype, ModelSpec, PresetBase
 from ratoon.rollout.batch import RolloutBatch
@@ -40,7 +39,7 @@ from ratoon.train.trainer import Trainer
 
 Run = dict[str, Any]
 
-# bfloat16 weights and moments that AdamW rounds to nearest: what the others are better than.
+# The control: bfloat16 weights and moments, which AdamW rounds to nearest.
 NEAREST = "bf16_nearest"
 BASELINE = OptimizerStates.FP32.value
 WITH_MASTERS = (OptimizerStates.BF16_SPLIT.value, OptimizerStates.BF16_SPLIT_8BIT.value)
@@ -53,25 +52,25 @@ _INITIAL_SEED = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is trained, for how long and how often; the seeds of the others are the first of FP32's.
+    """What is trained, for how long and how often; other kinds use the first of float32's seeds.
 
-    A seed decides the groups that are drawn and how states are rounded. Initial weights are the
-    same for all: as policies start from one model, and since seed noise without theirs is smaller.
+    A seed decides the groups drawn and how states are rounded, not the initial weights: policies
+    start from one model too, and it keeps seed noise small.
     """
 
     preset: str
     task: Task
-    # The baseline first.
+    # Baseline first.
     kinds: tuple[str, ...]
     num_updates: int
-    # The highest first.
+    # Highest first.
     learning_rates: tuple[float, ...]
     max_grad_norm: float
     baseline_seeds: int
     seeds: int
 
     def runs(self, seed: int) -> list[tuple[float, str]]:
-        """Learning rate and kind of each run of a seed; of each rate the baseline is first."""
+        """Learning rate and kind of each of a seed's runs; each rate starts with the baseline."""
         kinds = self.kinds if seed < self.seeds else (BASELINE,)
         return [(rate, kind) for rate in self.learning_rates for kind in kinds]
 
@@ -99,11 +98,11 @@ SMALL = Plan(
 
 
 class NearestAdamW:
-    """AdamW of bfloat16 parameters as torch has it: a control, whose roundings lose small steps."""
+    """torch's AdamW on bfloat16 parameters: a control, whose rounding loses small steps."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], config: AdamWConfig) -> None:
         self._parameters = dict(parameters)
-        # Fused: float32 within a step; what is kept is rounded to nearest.
+        # Fused: computes a step in float32, rounds what it keeps to nearest.
         self._adamw = torch.optim.AdamW(
             list(parameters.values()),
             lr=0.0,
@@ -113,7 +112,7 @@ class NearestAdamW:
         )
 
     def step(self, sums: Mapping[str, Tensor], divisor: float, step: OptimStep) -> StepOutcome:
-        """As `MasterAdamW.step`; the gradients are rounded too."""
+        """Like `MasterAdamW.step`, but rounds the gradients too."""
         norm = global_norm(sums.values()) / divisor
         if not math.isfinite(norm):
             return StepOutcome(grad_norm=norm, skipped=True)
@@ -129,11 +128,11 @@ class NearestAdamW:
 
 
 def train_seed(plan: Plan, seed: int, device_name: str) -> list[Run]:
-    """All runs of a seed. `samples`: the loss of each update before its step, in nats per token.
+    """All runs of a seed. `samples`: each update's loss before its step, in nats per token.
 
-    `cosine` and `error` compare w_T - w_0 with that of the seed's baseline at the same rate: the
-    error is the norm of the difference over that of the baseline's. Raises RuntimeError where a
-    step was skipped.
+    `cosine` and `error` compare w_T - w_0 with that of the seed's baseline at the same rate; the
+    error is the norm of the difference over the baseline's. Raises RuntimeError if a step is
+    skipped.
     """
     device = torch.device(device_name)
     batches = draw_batches(plan.task, plan.num_updates, seed)
@@ -141,7 +140,7 @@ def train_seed(plan: Plan, seed: int, device_name: str) -> list[Run]:
     baseline: dict[str, Tensor] = {}
     for rate, kind in plan.runs(seed):
         start = time.perf_counter()
-        # Each kind has steps of its own, and what is compiled for one process is limited.
+        # Each kind compiles its own steps, and one process can hold only so many.
         torch.compiler.reset()
         trainer = _trainer(plan, kind, seed, device)
         before = _exact_weights(trainer)
@@ -158,7 +157,7 @@ def train_seed(plan: Plan, seed: int, device_name: str) -> list[Run]:
 
 
 def _exact_weights(trainer: Trainer) -> dict[str, Tensor]:
-    """Copies in float32: the masters, where there are any."""
+    """Float32 copies: of the masters, if there are any."""
     optimizer = cast("Any", trainer)._optimizer
     if isinstance(optimizer, NearestAdamW):
         return {name: p.detach().float() for name, p in trainer.model.named_trainable().items()}
@@ -173,7 +172,7 @@ def _exact_weights(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def _compare(moved: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[str, float]:
-    """Over all parameters together, in float64."""
+    """Cosine and relative error over all parameters together, in float64."""
 
     def dot(one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> float:
         products = [(tensor.double() * two[name].double()).sum() for name, tensor in one.items()]
@@ -182,7 +181,7 @@ def _compare(moved: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[s
     norms = math.sqrt(dot(moved, moved) * dot(exact, exact))
     difference = {name: tensor - exact[name] for name, tensor in moved.items()}
     return {
-        # No update has no direction.
+        # A zero update has no direction.
         "cosine": dot(moved, exact) / norms if norms else 0.0,
         "error": math.sqrt(dot(difference, difference) / dot(exact, exact)),
     }
@@ -198,7 +197,7 @@ def _trainer(plan: Plan, kind: str, seed: int, device: torch.device) -> Trainer:
             seed=seed,
         ),
         optimizer=AdamWConfig(),
-        # So that what differs from the baseline comes of the states alone.
+        # So that only the states differ from the baseline.
         deterministic=True,
         micro_batch_tokens=1 << 20,
         keep_reference=False,
@@ -208,19 +207,19 @@ def _trainer(plan: Plan, kind: str, seed: int, device: torch.device) -> Trainer:
         optimizer_states=states,
     )
     configure_torch(spec)
-    # Not compiled: that takes longer than so few updates of so small a model.
+    # Not compiled, which would take longer than so few updates of so small a model.
     initial = replace(spec.model, seed=_INITIAL_SEED)
     model = load_model(initial, device=device, attention_backend="", deterministic=True)
     trainer = Trainer(spec, model)
     if kind == NEAREST:
-        # No setting of the service, and not to become one.
+        # Deliberately not a setting of the service.
         nearest = NearestAdamW(model.named_trainable(), spec.optimizer)
         cast("Any", trainer)._optimizer = nearest
     return trainer
 
 
 def _update(trainer: Trainer, batch: RolloutBatch, plan: Plan, learning_rate: float) -> float:
-    """Cross-entropy of the batch, a mean over its trained tokens, before the update by it."""
+    """Mean cross-entropy over the batch's trained tokens, before its update."""
     request = LossRequest(kind=LossKind.CROSS_ENTROPY)
     loss = resolve_loss(request, batch, has_frozen_reference=False)
     optim = OptimRequest(

@@ -1,7 +1,6 @@
-"""Something to learn whose best loss is known: groups of responses drawn from a random source.
+"""A task whose best loss is known: groups of responses drawn from a random Markov source.
 
-Enters sizes and seeds, leaves `RolloutBatch`es of the service's own form. Invariant: the source is
-one for all seeds; a seed draws other groups from it, and the same seed the same ones.
+The source is the same for all seeds; a seed decides which groups are drawn from it.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from ratoon.rollout.raw import RawGroup, RawRollout, RawSegment, SamplerLogprobs
 from ratoon.rollout.validate import BatchLimits, validate_groups
 
 _SOURCE_SEED = 20_240_229
-# Spread of a symbol's logits after the two before it.
+# Standard deviation of a symbol's logits, given the two before it.
 _LOGIT_STD = 2.0
 _FIRST_SYMBOL = ord("a")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """Each update trains on groups of its own: `num_responses` continuations of each prompt.
+    """Each update trains on new groups: `num_responses` continuations per prompt.
 
-    `num_symbols` bytes follow each other by a Markov chain of order two; lengths are in tokens.
+    Text is a second-order Markov chain over `num_symbols` bytes; lengths are in tokens.
     """
 
     num_symbols: int
@@ -37,14 +36,14 @@ class Task:
 
 
 def transitions(task: Task) -> NDArray[np.float64]:
-    """Probabilities [symbol before the last, last, next] of the source."""
+    """The source's probabilities, [symbol before the last, last, next]."""
     rng = np.random.default_rng(_SOURCE_SEED)
     weight = np.exp(rng.normal(scale=_LOGIT_STD, size=(task.num_symbols,) * 3))
     return weight / weight.sum(axis=2, keepdims=True)
 
 
 def best_loss(task: Task) -> float:
-    """Nats a token of a policy that knows the source: its entropy in the long run."""
+    """Nats per token of a policy that knows the source: the source's entropy rate."""
     chain = transitions(task)
     pair = np.full(chain.shape[:2], 1 / task.num_symbols**2)
     for _ in range(200):
@@ -53,7 +52,7 @@ def best_loss(task: Task) -> float:
 
 
 def draw_batches(task: Task, num_updates: int, seed: int) -> list[RolloutBatch]:
-    """One batch an update; every token of every response is trained with weight 1."""
+    """One batch per update; every response token is trained with weight 1."""
     rng = np.random.default_rng(seed)
     groups = num_updates * task.num_groups
     start = rng.integers(0, task.num_symbols, (groups, 2))
@@ -70,9 +69,9 @@ def draw_batches(task: Task, num_updates: int, seed: int) -> list[RolloutBatch]:
 def _continue(
     task: Task, last_two: NDArray[np.integer], length: int, rng: np.random.Generator
 ) -> NDArray[np.int32]:
-    """int32 [rows, length]: symbols that follow `last_two` [rows, 2]."""
+    """Symbols after `last_two` [rows, 2], as int32 [rows, length]."""
     cumulative = np.cumsum(transitions(task), axis=2)
-    # The last sum is 1 up to rounding; a draw beyond it would name no symbol.
+    # The last sum is 1 only up to rounding; a draw beyond it would index past the end.
     cumulative[:, :, -1] = math.inf
     before, last = last_two[:, 0], last_two[:, 1]
     columns: list[NDArray[np.integer]] = []

@@ -1,4 +1,4 @@
-"""`make bench-floor`: the least that a caller waits for, and what an idle service holds.
+"""`make bench-floor`: the least latency of a caller, and what an idle service holds.
 
 Each run starts `ratoon serve` on an empty folder, creates a `tiny` policy and sends it updates of
 two rollouts of one token, first over HTTP by a plain client, then over gRPC by `ratoon_client`.
@@ -22,7 +22,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.common.document import aligned, link, replace_section
+from benchmarks.common.document import aligned, link, write_section
 from benchmarks.service.floor_counts import committed_writes, held
 from harness.environment import describe
 from harness.service import Service
@@ -34,7 +34,7 @@ POLICY = "floor"
 PATIENCE_S = 300.0
 POLL_WAIT_S = 30.0
 SETTLE_S = 5.0
-# From the first update on, so that medians are of a service that has done it before.
+# Warm-up updates, which the medians leave out.
 WARM_UPDATES = 3
 TARGETS = {
     "serve_s": 8.0,
@@ -56,7 +56,7 @@ WHAT = {
     "resident_gb": "resident memory of all, shared pages counted once, GB",
     "durable_writes": "transactions of the database per update",
 }
-# Seconds of one update, and of the phases of its report.
+# Seconds of one update for the caller, and of the phases in its report.
 Wire = Callable[[], tuple[float, dict[str, float]]]
 
 
@@ -86,7 +86,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def measure(repeats: int, updates: int, seed: int) -> dict[str, Any]:
-    """Medians over `repeats` services, each of which sees `updates` on either wire; all runs."""
+    """Medians over `repeats` services with `updates` on each wire, and every run."""
     environment = describe(seed)
     runs: list[dict[str, Any]] = []
     for _ in range(repeats):
@@ -98,7 +98,7 @@ def measure(repeats: int, updates: int, seed: int) -> dict[str, Any]:
 
 
 def _run(root: Path, updates: int, seed: int) -> dict[str, Any]:
-    # As it is by default, but for its folders and ports.
+    # Default settings, except for folders and ports.
     settings = {"crash_points": False, "log_level": "INFO", "worker": {"device": "cpu"}}
     started = time.perf_counter()
     with Service(root, **settings) as service:
@@ -124,7 +124,7 @@ def _run(root: Path, updates: int, seed: int) -> dict[str, Any]:
                 of_grpc = _updates(_over_grpc(caller), updates)
             time.sleep(SETTLE_S)
             rows = held(service.processes())
-            # gRPC's session has counted on.
+            # Skip the numbers that the gRPC session has used.
             for _ in range(WARM_UPDATES + updates):
                 next(seqs)
             writes = [_writes(service, over_http) for _ in range(5)]
@@ -144,7 +144,7 @@ def _run(root: Path, updates: int, seed: int) -> dict[str, Any]:
 
 
 def _updates(wire: Wire, updates: int) -> dict[str, Any]:
-    """Milliseconds of updates one after the other, and medians of the report's phases."""
+    """Milliseconds of successive updates, and medians of the report's phases."""
     taken = [wire() for _ in range(WARM_UPDATES + updates)][WARM_UPDATES:]
     names = taken[0][1]
     phases_ms = {
@@ -159,7 +159,7 @@ def _updates(wire: Wire, updates: int) -> dict[str, Any]:
 
 
 def _writes(service: Service, wire: Wire) -> int:
-    """Transactions that one update makes durable; it waits until what follows it is over, too."""
+    """Transactions committed by one update, including what it does after its answer."""
     database = service.data_root / "ratoon.sqlite"
     before = committed_writes(database)
     wire()
@@ -215,7 +215,7 @@ def _over_grpc(client: RatoonClient) -> Wire:
 
 
 def write_markdown(result: dict[str, Any], path: Path, result_link: str) -> None:
-    """Replaces what stands between the two markers of a document. Raises `ValueError`."""
+    """Replaces the section between a document's two markers. Raises `ValueError`."""
     where = (
         f"{result['cores']} cores of {result['device']}, torch {result['versions']['torch']}, "
         f"Ray {result['versions']['ray']}, commit {result['commit'][:12]}, medians of "
@@ -227,8 +227,7 @@ def write_markdown(result: dict[str, Any], path: Path, result_link: str) -> None
         "|---|---:|---:|",
         *("| " + " | ".join(row) + " |" for row in _cells(result)),
     ]
-    text = path.read_text(encoding="utf-8")
-    path.write_text(replace_section(text, BEGIN, END, lines), encoding="utf-8")
+    write_section(path, BEGIN, END, lines)
 
 
 def _cells(result: dict[str, Any]) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""What a service's processes hold, and how often its database has committed."""
+"""Counts what a service's processes hold, and how often its database commits."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ _FRAME_HEADER = 24
 
 
 def held(processes: Iterable[psutil.Process]) -> list[dict[str, Any]]:
-    """Largest first: name, CPU seconds since its start, PSS (shared pages divided among their
-    users) and RSS in MB."""
+    """Processes, largest first: name, CPU seconds since start, PSS and RSS in MB.
+
+    PSS divides shared pages among their users.
+    """
     found: list[dict[str, Any]] = []
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -27,7 +29,7 @@ def held(processes: Iterable[psutil.Process]) -> list[dict[str, Any]]:
 
 
 def _name(process: psutil.Process) -> str:
-    """What Ray titles a process, or its program or script."""
+    """The title that Ray gives a process, or else its program or script."""
     words = process.cmdline() or [process.name()]
     if words[0].startswith("ray::"):
         return words[0]
@@ -36,10 +38,10 @@ def _name(process: psutil.Process) -> str:
 
 
 def committed_writes(database: Path) -> int:
-    """Transactions in the write-ahead log of an SQLite database, since it was last begun anew.
+    """Transactions in an SQLite database's write-ahead log, since it last restarted.
 
-    A frame's header says the size of the database where it ends a transaction, and else 0; frames
-    of an earlier log have other salts (https://www.sqlite.org/fileformat2.html#walformat).
+    A frame that ends a transaction has the database's size in its header, others 0; frames of an
+    earlier log have other salts (https://www.sqlite.org/fileformat2.html#walformat).
     """
     log = database.with_name(database.name + "-wal").read_bytes()
     page_size = struct.unpack_from(">I", log, 8)[0]

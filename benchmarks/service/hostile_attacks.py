@@ -1,8 +1,7 @@
 """The attacks of `hostile_callers`, each a process of its own that ends by itself.
 
-Enters an attack's name and where the service is, leaves what it got done, as a line of JSON. They
-come from another loopback address than the good caller, and yield the cores to the service: real
-ones have their own.
+An attack prints what it achieved as a line of JSON. Attacks come from another loopback address than
+the good caller, and yield the cores to the service, as real attackers have their own.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _EMPTY_GROUPS = b"\x0a\x00" * MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ground:
-    """`key`: one that may train, of no use to the good caller."""
+    """Where and for how long to attack. `key` may train, and is not the good caller's."""
 
     http_port: int
     grpc_port: int
@@ -48,7 +47,7 @@ class Ground:
 
 
 async def withheld_without_key(ground: Ground) -> Mapping[str, object]:
-    """4,352 streams of 255 MiB, each withheld by a byte, of Health and of calls without a key."""
+    """4,352 streams of 255 MiB, each short of a byte, of Health and of calls without a key."""
     sent = Sent()
     rpcs = ["Health", "Update", "GetOperation", "WatchOperation"]
     one = withheld_messages
@@ -63,7 +62,7 @@ async def withheld_without_key(ground: Ground) -> Mapping[str, object]:
 
 
 async def withheld_batches(ground: Ground) -> Mapping[str, object]:
-    """256 batches of 60 MiB with a key, each withheld by a byte."""
+    """256 batches of 60 MiB with a key, each short of a byte."""
     sent = Sent()
     rpcs = ["Update", "ForwardBackward", "Forward", "UploadPart"]
     await asyncio.gather(
@@ -79,13 +78,13 @@ async def withheld_batches(ground: Ground) -> Mapping[str, object]:
 
 
 async def idle_connections(ground: Ground) -> Mapping[str, object]:
-    """Connections that are given nothing more: silent, after an answer, after a refused body."""
+    """Connections left idle: silent, after an answer, after a refused body."""
     makers = (http.silent, http.newline_after_answer, http.byte_of_body_after_answer)
     return await _kept(ground, [lambda m=m: m(ground.target) for m in makers], most=9000)
 
 
 async def stalled_readers(ground: Ground) -> Mapping[str, object]:
-    """Answers that nobody reads, with a second request behind the first and without."""
+    """Answers that nobody reads, with and without a second request behind the first."""
     path = "/openapi.json"
     makers: list[Callable[[], Awaitable[http.Connection]]] = [
         lambda: http.stalled_reader(ground.target, path),
@@ -96,7 +95,7 @@ async def stalled_readers(ground: Ground) -> Mapping[str, object]:
 
 
 async def unread_bodies(ground: Ground) -> Mapping[str, object]:
-    """Bodies without end where no handler reads one."""
+    """Endless bodies where no handler reads one."""
     paths = [("GET", "/v1/health"), ("GET", "/v1/operations/x/events"), ("DELETE", _POLICY_PATH)]
     num_bytes = num_calls = 0
     ends_at = time.monotonic() + ground.seconds
@@ -115,7 +114,7 @@ async def unread_bodies(ground: Ground) -> Mapping[str, object]:
 
 
 async def health_flood(ground: Ground) -> Mapping[str, object]:
-    """Health without a key, over both wires, as often as it is answered."""
+    """Health without a key, over both wires, as fast as it is answered."""
     sent = Sent()
     ends_at = time.monotonic() + ground.seconds
     statuses: dict[str, int] = {}
@@ -142,7 +141,7 @@ async def health_flood(ground: Ground) -> Mapping[str, object]:
 
 
 async def many_objects(ground: Ground) -> Mapping[str, object]:
-    """With a key: 2 MiB of empty groups over gRPC, 3 MiB of them in JSON."""
+    """With a key: 2 MiB of empty groups over gRPC, 3 MiB of them as JSON."""
     sent = Sent()
     num_posted = 0
     ends_at = time.monotonic() + ground.seconds
@@ -164,7 +163,7 @@ async def many_objects(ground: Ground) -> Mapping[str, object]:
                 num_posted += 1
             await asyncio.sleep(0.01)
 
-    # A group's field of an uploaded part has number 4.
+    # The field for groups of an uploaded part has number 4.
     message = _EMPTY_GROUPS.replace(b"\x0a", b"\x22")
     calls = message_calls(
         ground.grpc, rpc="UploadPart", message=message, num_streams=4, seconds=ground.seconds,
@@ -174,7 +173,7 @@ async def many_objects(ground: Ground) -> Mapping[str, object]:
     return {"http_calls": num_posted, "grpc_calls": sent.num_calls, "grpc_bytes": sent.num_bytes}
 
 
-# Attack -> the point of the service that it is aimed at.
+# Attack -> what of the service it aims at.
 ATTACKS: Mapping[str, Callable[[Ground], Awaitable[Mapping[str, object]]]] = {
     attack.__name__: attack
     for attack in (
@@ -192,7 +191,7 @@ ATTACKS: Mapping[str, Callable[[Ground], Awaitable[Mapping[str, object]]]] = {
 async def _kept(
     ground: Ground, makers: list[Callable[[], Awaitable[http.Connection]]], *, most: int
 ) -> Mapping[str, object]:
-    """As many connections as are to be had, each made anew once the service has closed it."""
+    """As many connections as the service accepts, each reopened once it is closed."""
     kept: list[http.Connection] = []
     ends_at, num_made, num_refused = time.monotonic() + ground.seconds, 0, 0
     while time.monotonic() < ends_at:

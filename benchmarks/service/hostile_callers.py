@@ -1,12 +1,12 @@
-"""`make bench-hostile`: a service under hostile callers, and a good one beside them.
+"""`make bench-hostile`: a service under hostile callers, with a good caller beside them.
 
-Enters seconds per attack, leaves one result file: resident memory and open connections of the
-gateway and of the engine, sampled once a second, and the good caller's latency.
-Invariant: the file is written only where every attack ran; misses stand in it as they are.
+Records resident memory and open connections of gateway and engine, sampled once per second, and the
+good caller's latency. The file is written only if every attack ran; missed bounds are recorded as
+they are.
 
-A quantity is flat where its most over the last minute is at most a tenth above its most over the
-first, with `SLACK` beside. The good caller polls GetOperation over both wires, from another
-loopback address than the attacks.
+A quantity is flat if its maximum over the last minute is at most a tenth plus `SLACK` above its
+maximum over the first. The good caller polls GetOperation over both wires, from another loopback
+address than the attacks.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _CONNECTED = (psutil.CONN_ESTABLISHED, psutil.CONN_CLOSE_WAIT)
 
 @dataclass(slots=True, kw_only=True)
 class Samples:
-    """Of one attack: by role, one value a second; by wire, milliseconds of each good call."""
+    """One attack: one value per second by role, and milliseconds per good call by wire."""
 
     memory_mib: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
     connections: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
@@ -63,7 +63,7 @@ class Samples:
 
 
 class GoodCaller:
-    """One operation that has ended, asked for again and again."""
+    """Polls one finished operation."""
 
     def __init__(self, service: Service, key: str, operation_id: str) -> None:
         self._headers = {"authorization": f"Bearer {key}"}
@@ -87,7 +87,7 @@ class GoodCaller:
                 await (self._over_grpc() if wire == "grpc" else self._over_http())
             except (grpc.aio.AioRpcError, httpx.HTTPError) as error:
                 samples.failures[f"{wire}: {type(error).__name__}"] += 1
-            # One that fails has taken that long too.
+            # Failed calls count with their time too.
             latencies.append((time.perf_counter() - begin) * 1000)
             await asyncio.sleep(_CALL_S)
 
@@ -102,7 +102,7 @@ class GoodCaller:
 
 
 async def sample_until(service: Service, ends_at: float, samples: Samples) -> None:
-    """Once a second. A process that is gone counts as none."""
+    """Samples once per second. A process that is gone counts as nothing."""
     pids = {role: service.pids(role) for role in ROLES}
     due = time.monotonic()
     while time.monotonic() < ends_at:
@@ -130,14 +130,14 @@ def _resident(pid: int) -> int:
 
 
 def flatness(values: Sequence[float], slack: float) -> dict[str, float | bool]:
-    """The most of the first and the last window, and whether the latter is no more."""
+    """Maxima of the first and the last window, and whether the values are flat."""
     window = min(WINDOW_S, max(len(values) // 2, 1))
     first, last = max(values[:window]), max(values[-window:])
     return {"first": first, "last": last, "flat": last <= FLAT_RATIO * first + slack}
 
 
 def judged(samples: Samples) -> dict[str, Any]:
-    """What one attack showed, samples last."""
+    """The verdicts on one attack, samples last."""
     flat = {
         what: {
             role: flatness(values, SLACK[what]) for role, values in getattr(samples, what).items()
@@ -172,7 +172,7 @@ def judged(samples: Samples) -> dict[str, Any]:
 async def attacked(
     service: Service, name: str, seconds: float, keys: Mapping[str, str], operation_id: str
 ) -> dict[str, Any]:
-    """One attack from its first second to its last."""
+    """Samples one attack from start to end."""
     attack = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "benchmarks.service.hostile_attacks", name,
         "--http-port", str(service.http_port), "--grpc-port", str(service.grpc_port),
@@ -208,7 +208,7 @@ def _keys(data_root: Path) -> dict[str, str]:
 
 
 def run(names: Sequence[str], seconds: float) -> dict[str, dict[str, Any]]:
-    """All attacks, one after another, on one service."""
+    """Runs the attacks one after another on one service."""
     attacks: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="hc-", dir="/tmp") as folder:
         root = Path(folder)
@@ -241,7 +241,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # The service ends with this process.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Ends the service with this process.
     environment = describe(args.seed)
     attacks = run(args.only or list(ATTACKS), args.seconds)
     for attack in attacks.values():

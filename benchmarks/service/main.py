@@ -1,8 +1,7 @@
-"""Updates through the whole service on one device: their seconds by part, and kills in the midst.
+"""Benchmarks updates through the whole service on one device, with worker kills in mid-update.
 
-Enters a device, leaves a result file, written anew after each update; or enters a result file,
-leaves its table or its section of a document. Invariant: no file is written where the GPU tests are
-not green for these sources.
+Measures into a result file, written after each update, or prints a file's table and section of a
+document. A file is written only if the GPU tests are green for these sources.
 
     python benchmarks/service/main.py --out benchmarks/results/h200/service.json
     python benchmarks/service/main.py --report benchmarks/results/h200/service.json
@@ -21,11 +20,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-# Run as a file, its own folder is on the path in the place of the repository's root.
+# Run as a script, its own folder is on the path instead of the repository's root.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.common.command import is_for_gpu, make_parser
-from benchmarks.common.document import aligned, link, replace_section
+from benchmarks.common.document import aligned, link, markdown_table, write_section
 from benchmarks.service.run import (
     FULL,
     KILLED,
@@ -71,7 +70,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _measure(args: argparse.Namespace) -> None:
-    # The service ends with this process, and its worker leaves the device.
+    # Ends the service with this process, so that its worker frees the device.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
     def keep(payload: dict[str, Any]) -> None:
@@ -93,12 +92,12 @@ def _measure(args: argparse.Namespace) -> None:
 
 
 def measured_rows(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Rows by policy; that of one which a run was cut off in has no figures."""
+    """Rows by policy; that of an interrupted policy is left out."""
     return {row["policy"]: row for row in result["rows"] if row["failure"] != NOT_FINISHED}
 
 
 def is_same_as_steady(result: dict[str, Any], policy: str) -> bool:
-    """Whether a policy was told, and has, what the steady one was and has: bit for bit."""
+    """Whether a policy's answers and weights equal the steady one's, bit for bit."""
     rows = {row["policy"]: row for row in result["rows"]}
     steady, other = rows[STEADY], rows[policy]
     if steady["failure"] or other["failure"]:
@@ -112,27 +111,24 @@ def is_same_as_steady(result: dict[str, Any], policy: str) -> bool:
 
 
 def format_table(result: dict[str, Any]) -> str:
-    """For a terminal."""
+    """The table for a terminal."""
     table = aligned([list(COLUMNS), *map(_cells, measured_rows(result).values())])
     return "\n".join([_provenance(result), *table, *_notes(result)])
 
 
 def write_markdown(result: dict[str, Any], path: Path, result_link: str) -> None:
-    """Replaces what stands between the two markers of a document. Raises `ValueError`."""
+    """Replaces the section between a document's two markers. Raises `ValueError`."""
     lines = [
         f"\n{_provenance(result)} [Raw samples]({result_link}).\n",
-        "| " + " | ".join(COLUMNS) + " |",
-        "|---|" + "---:|" * (len(COLUMNS) - 1),
-        *("| " + " | ".join(_cells(row)) + " |" for row in measured_rows(result).values()),
+        *markdown_table(COLUMNS, map(_cells, measured_rows(result).values())),
         "",
         *(f"- {note}" for note in _notes(result)),
     ]
-    text = path.read_text(encoding="utf-8")
-    path.write_text(replace_section(text, BEGIN, END, lines), encoding="utf-8")
+    write_section(path, BEGIN, END, lines)
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    """Medians over the updates that nothing happened to, the first, which compiles, left out."""
+    """Medians over undisturbed updates, without the first, which compiles."""
     if row["failure"]:
         return [row["policy"], *("–" for _ in COLUMNS[1:])]
     whole = [update for update in row["updates"][1:] if not update["is_killed"]]

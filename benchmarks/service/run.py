@@ -1,9 +1,8 @@
-"""Updates through the whole service: what callers wait beyond the trainer, and through a kill.
+"""Runs updates through the whole service: what callers wait beyond the trainer, and through a kill.
 
-Enters a plan and a device, leaves one row a policy. Invariant: all policies begin at the same
-weights and are sent the same updates, one at a time, over gRPC, of numbers of tokens that differ;
-those that repeat their bits differ in nothing but where the worker of one is killed in the middle
-of an update, and what is run again then.
+All policies start from the same weights and get the same updates, one at a time over gRPC, with
+varying numbers of tokens. Deterministic ones differ only in whether their worker is killed in the
+middle of an update, and in what is rerun then.
 """
 
 from __future__ import annotations
@@ -20,10 +19,9 @@ import numpy as np
 import torch
 
 from benchmarks.common.forests import PAPER_LENGTHS
-from benchmarks.step.rollouts import Group
-from benchmarks.step.sizes import QWEN3_1_7B, TINY, ModelSize
+from benchmarks.common.timing import release
 from benchmarks.step.subjects import build_module
-from benchmarks.step.timing import release
+from benchmarks.step.workload import QWEN3_1_7B, TINY, Group, ModelSize
 from harness.service import Service
 from ratoon.engine.crash_points import CrashPoint
 from ratoon_client import Group as Rollouts
@@ -34,8 +32,8 @@ from ratoon_client.results import StepResult
 Row = dict[str, Any]
 
 MODEL = "model"
-# Nothing happens to `steady`. The worker of `resumed` is killed after a checkpoint, from which it
-# goes on, that of `killed` without one: all is run again. `fast` does not repeat its bits.
+# `steady` is undisturbed. The worker of `resumed` is killed after a checkpoint and resumes from it;
+# that of `killed` has none and reruns everything. `fast` is not deterministic.
 STEADY, RESUMED, KILLED, FAST = "steady", "resumed", "killed", "fast"
 POLICIES = (STEADY, RESUMED, KILLED, FAST)
 LEARNING_RATE = 1e-6
@@ -49,13 +47,13 @@ class Plan:
     """What is trained.
 
     Attributes:
-        model: Of random weights, in a folder as Hugging Face writes it.
-        dtype: Of its weights.
-        group: Rollouts of the first update; tokens are drawn anew for each.
-        longer_by: Tokens that the prompt of each update has more than that of the one before.
-        num_updates: Of each policy.
-        killed_in: The update, from 1 on, in the middle of which the worker is killed.
-        num_threads: Of torch, and processors of Ray.
+        model: With random weights, in a Hugging Face folder.
+        dtype: For its weights.
+        group: Rollouts of the first update; each update draws new tokens.
+        longer_by: Tokens by which the prompt grows per update.
+        num_updates: Per policy.
+        killed_in: The update, counted from 1, during which the worker is killed.
+        num_threads: Of torch, and CPUs of Ray.
     """
 
     model: ModelSize
@@ -96,15 +94,16 @@ def measure(
     weights_root: Path | None,
     on_payload: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """Seconds until the service was well, and the rows of its policies, also after each update.
+    """Seconds until the service was healthy, and its policies' rows.
 
-    Raises `RuntimeError` where it does not start or a kill did not happen.
+    `on_payload` gets what there is whenever a row has changed. Raises `RuntimeError` if the service
+    does not start, or a kill did not happen.
     """
     _write_model(plan, device, root / "models" / MODEL, seed)
     worker = {
         "device": device,
         "num_threads": plan.num_threads,
-        # Of bfloat16 weights alone.
+        # Only for bfloat16 weights.
         "optimizer_states": "bf16_8bit",
     }
     ray = {
@@ -138,7 +137,7 @@ def measure(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """Policies one after the other; `on_row` is called whenever a row has got something."""
+    """Plays one policy after another; `on_row` is called whenever a row has changed."""
 
     plan: Plan
     service: Service
@@ -147,7 +146,7 @@ class _Run:
     on_row: Callable[[], None]
 
     def play(self, row: Row) -> None:
-        """One policy from its creation to its end, which frees its worker's device."""
+        """One policy, from its creation to its deletion, which frees the device."""
         row["failure"] = NOT_FINISHED
         try:
             self._train(row)
@@ -159,7 +158,7 @@ class _Run:
             self.client.delete_policy(row["policy"]).result(PATIENCE_S)
 
     def _train(self, row: Row) -> None:
-        """Adds to `row` what it measures, and says so each time."""
+        """Adds measurements to `row`, calling `on_row` for each."""
         name = row["policy"]
         begin = time.monotonic()
         self.client.create_policy(
@@ -201,7 +200,7 @@ class _Run:
 
 
 def _update_row(result: StepResult, seconds: float, *, is_killed: bool) -> Row:
-    """`seconds` are the caller's, the others the service's; `beyond_s` is what these leave."""
+    """`seconds` are the caller's, others the service's; `beyond_s` is the difference."""
     report = result.report
     phases = asdict(report.seconds)
     trained_s = report.seconds.forward + report.seconds.backward + report.seconds.optimizer
@@ -220,7 +219,7 @@ def _update_row(result: StepResult, seconds: float, *, is_killed: bool) -> Row:
 
 
 def _rollouts(plan: Plan, number: int, seed: int) -> Rollouts:
-    """Of update `number`, from 1 on."""
+    """The rollouts of update `number`, counted from 1."""
     rng, vocab_size = np.random.default_rng(seed), plan.model.vocab_size
     return group(
         f"group-{seed}",
@@ -237,7 +236,7 @@ def _rollouts(plan: Plan, number: int, seed: int) -> Rollouts:
 
 
 def _write_model(plan: Plan, device: str, folder: Path, seed: int) -> None:
-    """Made where it is fast; the device is free again afterwards."""
+    """Makes the model on the device, as that is faster, and frees it afterwards."""
     target = torch.device(device)
     module = build_module(plan.model, target, getattr(torch, plan.dtype), seed)
     module.save_pretrained(folder)

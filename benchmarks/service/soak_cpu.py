@@ -1,8 +1,7 @@
-"""Updates through the whole service, and what memory and disk they leave behind.
+"""Soaks the whole service with updates, and measures the growth of memory and disk.
 
-Enters a number of updates, leaves the summed PSS of all processes and the size of the store halfway
-and at the end. Invariant: every update goes over gRPC and its weights are pulled, as a rollout
-system would.
+Memory is the PSS of all processes, disk the size of the store, halfway and at the end. Updates go
+over gRPC and their weights are pulled, as by a rollout system.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ SETTLE_S = 2.0
 
 
 def measure_soak(num_updates: int, seed: int) -> dict[str, object]:
-    """`pss_growth` and `store_growth`: the last over the halfway figure, minus 1."""
+    """`pss_growth` and `store_growth` are the final figure over the halfway one, minus 1."""
     rng = np.random.default_rng(seed)
     samples: dict[int, dict[str, int]] = {}
     with tempfile.TemporaryDirectory(prefix="ratoon-soak-") as folder:
@@ -84,7 +83,7 @@ def _groups(rng: np.random.Generator, update: int) -> list[Group]:
 
 
 def _summed_pss_bytes() -> int:
-    """Of this process and all below it: Ray's own daemons, the actors, the driver and client."""
+    """PSS of this process and its descendants: Ray's daemons, actors, driver and client."""
     total = 0
     me = psutil.Process()
     for process in [me, *me.children(recursive=True)]:

@@ -1,7 +1,7 @@
-"""Seconds from `ratoon serve` to the first update of a model of a size, cold and warm, by parts.
+"""Times `ratoon serve` up to a model's first update, cold and warm, by phase.
 
 The model has random weights, made here. The service is started twice on one folder: the second time
-finds what the first has compiled, and files that the system still has in memory.
+it finds compiled code, and files in the page cache.
 
     python -m benchmarks.service.start --out benchmarks/results/h200/start.json
     python -m benchmarks.service.start --draft --device cpu
@@ -26,10 +26,9 @@ import torch
 from benchmarks.common.command import is_for_gpu, make_parser
 from benchmarks.common.document import aligned
 from benchmarks.common.forests import PAPER_LENGTHS
-from benchmarks.step.rollouts import Group
-from benchmarks.step.sizes import QWEN3_1_7B, QWEN3_8B, TINY, ModelSize
+from benchmarks.common.timing import release
 from benchmarks.step.subjects import build_module
-from benchmarks.step.timing import release
+from benchmarks.step.workload import QWEN3_1_7B, QWEN3_8B, TINY, Group, ModelSize
 from harness.gpu_results import write_result
 from harness.service import Service
 from ratoon_client import Group as Rollouts
@@ -38,17 +37,17 @@ from ratoon_client.policy_options import ModelDtype
 
 MODEL, POLICY = "model", "start"
 PATIENCE_S = 1800.0
-# Of a warm start, all three together, of Qwen3-8B.
+# For a warm start of Qwen3-8B, all three phases together.
 TARGET_S = 75.0
 SIZES = {size.name: size for size in (QWEN3_8B, QWEN3_1_7B, TINY)}
-# What the worker logs of itself, and of a creation.
+# What the worker logs about its start and a creation.
 _EVENT = re.compile(r"\{.*\}")
 _EVENTS = ("worker started", "policy loaded", "version published")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is started. `optimizer_states`: of bfloat16 weights alone."""
+    """What is started. `optimizer_states` applies to bfloat16 weights only."""
 
     model: ModelSize
     dtype: ModelDtype
@@ -98,7 +97,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(plan: Plan, device: str, root: Path, seed: int) -> dict[str, Any]:
-    """Both starts; `total_s` is of the warm one. Raises what the service or its client raises."""
+    """Both starts; `total_s` is the warm one's. Raises errors of the service or its client."""
     target = torch.device(device)
     module = build_module(plan.model, target, getattr(torch, plan.dtype), seed)
     module.save_pretrained(root / "models" / MODEL)
@@ -128,7 +127,7 @@ def _start(plan: Plan, device: str, root: Path, seed: int) -> dict[str, Any]:
             POLICY, model_folder=MODEL, dtype=plan.dtype, seed=seed, recovery="replay"
         ).result(PATIENCE_S)
         create_s = time.monotonic() - begin
-        # What has come up by now is written.
+        # Time for the logs to be written.
         time.sleep(1.0)
         events = _events(log.read_bytes()[logged:].decode("utf-8", "replace"))
         begin = time.monotonic()
@@ -154,7 +153,7 @@ def _start(plan: Plan, device: str, root: Path, seed: int) -> dict[str, Any]:
 
 
 def _events(log: str) -> dict[str, Mapping[str, float]]:
-    """The seconds that each event has, by its name; the first of each."""
+    """The seconds in each event's first record, by event name."""
     found: dict[str, Mapping[str, float]] = {}
     for line in log.splitlines():
         matched = _EVENT.search(line)
@@ -183,7 +182,7 @@ def _rollouts(plan: Plan, seed: int) -> Rollouts:
 
 
 def format_table(result: dict[str, Any]) -> list[str]:
-    """For a terminal."""
+    """The table for a terminal."""
     starts = result["starts"]
     names = ("total_s", "serve_s", "create_s", "first_update_s")
     rows = [["", *starts]]

@@ -1,31 +1,33 @@
-"""Section `costs`: seconds of forwards and backwards beside those that planning counts on.
+"""Section `costs`: measured seconds of forwards and backwards against the planner's cost model.
 
-Enters a run, leaves a row of each group and way to cut it, run by the service's trainer. Invariant:
-layers keep all that they can, so that no product runs twice; a row has all that rates are fitted to
-(`step_costs_fit.py`).
+The service's trainer runs them with enough memory that no matrix product is recomputed. A row holds
+all that `fit_rates` needs. Predictions and fits use the planner's own `device_costs` and
+`CostModel`.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
+from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
-from benchmarks.step.costs_fit import predicted_s
-from benchmarks.step.rollouts import CutGroup, make_batch
-from benchmarks.step.run import Row, Run, Scale, refusal
-from benchmarks.step.timing import release, require_time
+from benchmarks.common.timing import release, require_time
+from benchmarks.step.run import Row, Run, Scale, Section, figures_or_refusal
 from benchmarks.step.updates import open_trainer
 from benchmarks.step.ways import Ways
-from ratoon.model.activation_plan import Kept, most_tokens
-from ratoon.model.device_costs import H200_RATES
+from benchmarks.step.workload import CutGroup, make_batch
+from ratoon.model.activation_plan import DecoderSizes, Kept, most_tokens
+from ratoon.model.device_costs import H200_RATES, DeviceRates, device_costs
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.costs import CostModel
+from ratoon.rollout.costs import CostModel, Work
 from ratoon.rollout.costs import measure as measure_sizes
-from ratoon.rollout.packed import UpdatePlan
+from ratoon.rollout.packed import Stage, UpdatePlan
 from ratoon.rollout.plan import make_plan
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.sharing import planned_prefixes
@@ -42,7 +44,12 @@ from ratoon.train.loss.spec import Loss
 from ratoon.train.numerics import activation_bytes
 from ratoon.train.trainer import Trainer
 
-# With these a plan shares and streams whatever it can, or nothing.
+# Stages with fewer tokens are bound by host launches, which the cost model hardly covers.
+MIN_STAGE_TOKENS = 2048
+# In column order. Bandwidth is not fitted: it accounts for a few per cent.
+FITTED = ("linear_flops", "attention_flops", "head_flops", "layer_call_s")
+_SECONDS = ("layer_call_s",)
+# With these a plan shares and streams whatever it can, or shares nothing.
 _SHARED = CostModel(pair=0.0, row=0.0, call=0.0, resident=0.0)
 _ALONE = replace(_SHARED, pair=1.0, fork=1e12)
 _AT_ONCE = 1 << 30
@@ -53,21 +60,18 @@ def cases(scale: Scale) -> list[str]:
 
 
 def measure(run: Run, wanted: list[str]) -> Iterator[tuple[str, list[Row]]]:
-    """Yields each case and its row."""
+    """Yields each case with its row."""
     if not wanted:
         return
     ways = Ways(run, run.scale.cost_model)
-    # No optimizer step is run: the narrowest states leave the most memory.
+    # No optimizer step runs, so the smallest states leave the most memory.
     trainer = open_trainer(ways, OptimizerStates.BF16_8BIT, has_reference=False)
     free_bytes = activation_bytes(run.device)
     for shape in run.scale.costs:
         if shape.name not in wanted or run.is_out_of_time:
             continue
         row: Row = {"how": run.scale.ours.how, "model": ways.size.name}
-        try:
-            row |= _measure_shape(run, trainer, free_bytes, shape)
-        except Exception as error:  # noqa: BLE001  what the device says is the row's content
-            row |= refusal(error)
+        row |= figures_or_refusal(partial(_measure_shape, run, trainer, free_bytes, shape))
         trainer.discard_gradients()
         release(run.device)
         yield shape.name, [row]
@@ -102,7 +106,7 @@ def _measure_shape(run: Run, trainer: Trainer, free_bytes: int | None, shape: Cu
 
 
 def plan_of(batch: RolloutBatch, shape: CutGroup) -> UpdatePlan:
-    """The plan that cuts it as the shape says."""
+    """The plan that cuts the batch as `shape` says."""
     return make_plan(
         batch,
         sort_sequences(batch),
@@ -113,7 +117,7 @@ def plan_of(batch: RolloutBatch, shape: CutGroup) -> UpdatePlan:
 
 
 def parts_of(batch: RolloutBatch, plan: UpdatePlan) -> list[Row]:
-    """Work and stages (start, stop, parent) of each micro-batch."""
+    """Work and stages [start, stop, parent] per micro-batch."""
     prefixes = planned_prefixes(sort_sequences(batch), plan)
     sizes = measure_sizes(batch, prefixes)
     return [
@@ -126,7 +130,7 @@ def parts_of(batch: RolloutBatch, plan: UpdatePlan) -> list[Row]:
 
 
 def _require_all_kept(trainer: Trainer, free_bytes: int | None, plan: UpdatePlan) -> None:
-    """Raises RuntimeError where some of it would run again, for want of memory."""
+    """Raises RuntimeError if memory is too small to keep the outputs of all products."""
     if free_bytes is None:
         return
     sizes = trainer.model.sizes
@@ -138,7 +142,82 @@ def _require_all_kept(trainer: Trainer, free_bytes: int | None, plan: UpdatePlan
 
 
 def _run_once(trainer: Trainer, batch: RolloutBatch, loss: Loss, plan: UpdatePlan) -> float:
-    """Seconds of a forward and backward on the device's clock; gradients start from none."""
+    """Device seconds of a forward and backward that start without gradients."""
     trainer.discard_gradients()
     seconds = trainer.forward_backward(batch, loss, plan).seconds
     return seconds.forward + seconds.backward
+
+
+def predicted_s(row: Row, rates: DeviceRates) -> float:
+    """Seconds that the planner predicts for a row's work."""
+    costs = device_costs(DecoderSizes(**row["sizes"]), rates)
+    total = 0.0
+    for part in row["parts"]:
+        work = Work(**part["work"])
+        stages = [Stage(start=a, stop=b, parent=parent) for a, b, parent in part["stages"]]
+        total += costs.streamed(work, stages) if stages else costs.packed(work)
+    return total
+
+
+def is_launch_bound(row: Row) -> bool:
+    """Whether host launches dominate, so that the row says little about the device's rates."""
+    return row["packed_tokens"] < MIN_STAGE_TOKENS * row["num_stages"]
+
+
+def fitted_rows(rows: list[Row]) -> list[Row]:
+    """The rows that rates are fitted to and predictions judged by."""
+    return [row for row in rows if "error" not in row and not is_launch_bound(row)]
+
+
+def fit_rates(rows: list[Row], bandwidth: DeviceRates = H200_RATES) -> DeviceRates | None:
+    """Rates of least squared relative error; None if there are too few rows to fit them.
+
+    `memory_bytes` is that of `bandwidth`. A rate that no row spends time on is infinite.
+    """
+    found = fitted_rows(rows)
+    if len(found) < len(FITTED):
+        return None
+    nothing = _only(memory_bytes=bandwidth.memory_bytes)
+    fixed_s = np.array([predicted_s(row, nothing) for row in found])
+    unit_s = np.array(
+        [[predicted_s(row, _only(**{name: 1.0})) for name in FITTED] for row in found]
+    )
+    seconds = np.array([row["seconds"] for row in found])
+    weights = _least_squares(unit_s / seconds[:, None], (seconds - fixed_s) / seconds)
+    by_name = dict(zip(FITTED, weights.tolist(), strict=True))
+    return replace(nothing, **{name: _rate(name, weight) for name, weight in by_name.items()})
+
+
+def worst_error(rows: list[Row], rates: DeviceRates) -> float:
+    """Largest relative error of predictions with these rates, over `fitted_rows`."""
+    return max(abs(predicted_s(row, rates) / row["seconds"] - 1) for row in fitted_rows(rows))
+
+
+def _only(**rates: float) -> DeviceRates:
+    """A device that takes no time for anything but these."""
+    names = [field.name for field in fields(DeviceRates)]
+    free = {name: 0.0 if name in _SECONDS else math.inf for name in names}
+    return DeviceRates(**{**free, **rates})
+
+
+def _rate(name: str, weight: float) -> float:
+    """The rate for a fitted weight, which is in seconds per unit."""
+    if name in _SECONDS:
+        return weight
+    return 1.0 / weight if weight > 0 else math.inf
+
+
+def _least_squares(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Least squares of a x = b with x >= 0; components that are not positive become 0 for good."""
+    kept = np.arange(a.shape[1])
+    while True:
+        x = np.linalg.lstsq(a[:, kept], b, rcond=None)[0]
+        if (x > 0).all():
+            break
+        kept = kept[x > 0]
+    whole = np.zeros(a.shape[1])
+    whole[kept] = x
+    return whole
+
+
+COSTS = Section(cases=cases, measure=measure)

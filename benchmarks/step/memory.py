@@ -1,8 +1,8 @@
-"""Section `memory`: how long a prompt fits, and what a group takes beyond weights and gradients.
+"""Section `memory`: the longest prompt that fits, and memory beyond weights and gradients.
 
-Enters a run, leaves one row for each prompt of the sweep, the rows of the group whose activation
-peak is compared, and those of many responses beside a few. Invariant: a way that has no figures
-says whether the service refused it, the device had no room or the budget no time.
+It has a sweep over prompts, a group whose activation peak is compared between ways, and many
+responses against a few. A way without figures says whether the service refused it, the device ran
+out of memory or the budget out of time.
 """
 
 from __future__ import annotations
@@ -11,30 +11,38 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from benchmarks.step.memory_plan import keep_each_kind, keep_the_least
-from benchmarks.step.rollouts import Group, make_batch, packed_batch, packed_work, replicated_work
-from benchmarks.step.rows import ACTIVATIONS, MANY
-from benchmarks.step.run import Row, Run, Scale, refusal
-from benchmarks.step.sizes import PEAK_FLOPS, mfu, step_flops
-from benchmarks.step.subjects import Way, run_step
-from benchmarks.step.timing import held_gib, require_time
-from benchmarks.step.timing import measure as measure_samples
+from benchmarks.common.timing import held_gib, require_time
+from benchmarks.common.timing import measure as measure_samples
+from benchmarks.step.run import Row, Run, Scale, Section, figures_or_refusal
+from benchmarks.step.subjects import Way, keep_each_kind, keep_the_least, run_step
 from benchmarks.step.ways import Plan, Ways, compare_ways, load_packed, memory_figures
+from benchmarks.step.workload import (
+    PEAK_FLOPS,
+    Group,
+    make_batch,
+    mfu,
+    packed_batch,
+    packed_work,
+    replicated_work,
+    step_flops,
+)
 from ratoon.model.stage_plan import HeldTokens
 
-# Of an estimate of seconds, for the budget alone.
+# Prefixes of case names.
+ACTIVATIONS, MANY = "activations ", "many "
+# For estimates of seconds, which only the budget uses.
 EXPECTED_MFU = 0.45
-# Longer steps have one sample, and no other run before it unless the budget has room for both.
+# Longer steps have one sample, and a warm-up only if the budget allows both.
 LONG_STEP_S = 20.0
-# Pinned memory of the sweep, and of prompts that wait for their waves.
+# Pinned host memory for the sweep, and for prompts that wait for their waves.
 HOST_BYTES = 100 * 2**30
-# The groups that compile whatever the long ones run, of two lengths.
+# Two short lengths, which compile whatever the long groups run.
 WARM_UP_PROMPTS = (96, 160)
-# What is predicted of a step that only compiles.
+# For the plan of a step that only compiles.
 NO_TOKENS = [HeldTokens(tokens=0, above=0, waits=False, stream=None)]
-# Of the comparison: responses in a wave, rollouts in a replicated micro-batch.
+# Of the comparison: responses per wave, rollouts per replicated micro-batch.
 WAVE = CUT = 4
-# Of the sweep, measured first.
+# The prompt of the sweep that is measured first.
 FIRST_PROMPT = 131_072
 
 
@@ -49,7 +57,7 @@ def cases(scale: Scale) -> list[str]:
 
 
 def measure(run: Run, wanted: list[str]) -> Iterator[tuple[str, list[Row]]]:
-    """Yields each case and its rows, those first that must not be left out."""
+    """Yields each case with its rows, the most important ones first."""
     scale = run.scale
     prompts, count, length = scale.memory
     *sweep, comparison, many = cases(scale)
@@ -72,15 +80,15 @@ def measure(run: Run, wanted: list[str]) -> Iterator[tuple[str, list[Row]]]:
 
 
 def _sweep(ways: Ways, group: Group) -> list[Row]:
-    """One packed group, its layers keeping what fits."""
+    """One packed group, keeping whatever activations fit."""
     plan = Plan(cuts=(), host_bytes=HOST_BYTES)
     return [{"prompt": group.prompt, **_try_step(ways, ways.run.scale.ours, group, plan)}]
 
 
 def _compare_activations(ways: Ways) -> list[Row]:
-    """Packed, streamed and replicated, all with everything but attention run again.
+    """Packed, streamed and replicated, all recomputing everything but attention.
 
-    What waits of the streamed one does so on the host.
+    The streamed one's waiting stages are offloaded to the host.
     """
     scale = ways.run.scale
     batch = make_batch((scale.activations,), scale.model.vocab_size, ways.run.seed)
@@ -91,9 +99,9 @@ def _compare_activations(ways: Ways) -> list[Row]:
 
 
 def _many_beside_few(ways: Ways) -> list[Row]:
-    """All responses in waves, their prompt on the host, and as many as one wave has, packed.
+    """One wave's worth of responses, packed; then all in waves, their prompt on the host.
 
-    All but attention runs again.
+    Everything but attention is recomputed.
     """
     scale = ways.run.scale
     few = Group(prompt=scale.many.prompt, responses=scale.many.responses[: scale.many_wave])
@@ -102,7 +110,7 @@ def _many_beside_few(ways: Ways) -> list[Row]:
     rows: list[Row] = []
     for way, group in ((scale.ours, few), (streamed, scale.many)):
         keep_the_least(ways.policy(way), NO_TOKENS, host_bytes=HOST_BYTES)
-        # Memory of the host is allocated at its first use, which takes seconds.
+        # Host memory is allocated on first use, which takes seconds.
         prompts = (*WARM_UP_PROMPTS, *([group.prompt] if way.wave else []))
         _compile(ways, way, group.responses[0], prompts)
         row = _try_step(ways, way, group, plan)
@@ -112,7 +120,7 @@ def _many_beside_few(ways: Ways) -> list[Row]:
 
 
 def _compile(ways: Ways, way: Way, response_tokens: int, prompts: tuple[int, ...]) -> None:
-    """What a long step runs, on short ones: for any number of tokens."""
+    """Compiles what a long step runs, for any number of tokens, by running short ones."""
     policy = ways.policy(way)
     if policy.device.type != "cuda":
         return
@@ -124,15 +132,12 @@ def _compile(ways: Ways, way: Way, response_tokens: int, prompts: tuple[int, ...
 
 
 def _try_step(ways: Ways, way: Way, group: Group, plan: Plan) -> Row:
-    """Figures of one packed group by our backend, or why there are none."""
-    try:
-        return _step(ways, way, group, plan)
-    except Exception as error:  # noqa: BLE001  what the device says is the row's content
-        return {"how": way.how, **refusal(error)}
+    """Figures of one packed group by our backend, or the reason why there are none."""
+    return {"how": way.how, **figures_or_refusal(partial(_step, ways, way, group, plan))}
 
 
 def _step(ways: Ways, way: Way, group: Group, plan: Plan) -> Row:
-    """Raises OutOfTimeError, what the device says, or RatoonError where it does not fit."""
+    """Raises OutOfTimeError, the device's errors, or RatoonError if the group does not fit."""
     run = ways.run
     batch = make_batch((group,), ways.size.vocab_size, run.seed)
     work = packed_work(packed_batch(batch))
@@ -156,7 +161,6 @@ def _step(ways: Ways, way: Way, group: Group, plan: Plan) -> Row:
         stop_at=run.stop_at,
     )
     return {
-        "how": way.how,
         "model": ways.size.name,
         "warm_up_s": warm_up_s,
         "is_warm": is_warm,
@@ -168,3 +172,6 @@ def _step(ways: Ways, way: Way, group: Group, plan: Plan) -> Row:
         "packed_tokens": work.tokens,
         "samples": measured.samples,
     }
+
+
+MEMORY = Section(cases=cases, measure=measure)

@@ -1,35 +1,23 @@
-"""Rows of a result of the step benchmark: who is compared with whom, and how figures are written.
+"""Ratios between rows of a step result, and the targets they have to meet.
 
-Enters rows of a section, leaves those of a case, ratios between them, and text. Invariant: a ratio
-is between two rows of one case, and a row without figures is in none.
+A ratio is between two rows of one case, which are of one run. Rows without figures are left out,
+and so are targets without the figures that they need.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-Row = dict[str, Any]
+from benchmarks.step.costs import fit_rates, fitted_rows, worst_error
+from benchmarks.step.memory import ACTIVATIONS
+from benchmarks.step.run import Row
+from benchmarks.step.subjects import REPLICATED, STREAMED
+
 Cell = dict[str, Row]
-NOTHING = "–"
 OURS = ("cuda", "reference")
 FLASH = "flash"
-REPLICATED = "-replicated"
-STREAMED = "-waves-of-"
-ACTIVATIONS = "activations "
-MANY = "many "
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    """Cells of a header and rows; notes stand below."""
-
-    title: str
-    columns: list[str]
-    num_text_columns: int
-    rows: list[list[str]]
-    notes: list[str]
 
 
 def by_case(rows: list[Row]) -> dict[str, Cell]:
@@ -53,7 +41,7 @@ def streamed_of(cell: Cell) -> Cell:
 
 
 def replicated_of(cell: Cell) -> Row | None:
-    """The fastest replicated row of a case."""
+    """The fastest replicated row of a case, if any."""
     found = [row for how, row in cell.items() if REPLICATED in how]
     return min(found, key=lambda row: row["seconds"], default=None)
 
@@ -70,15 +58,15 @@ def unshared_of(cell: Cell) -> Row | None:
 
 
 def planned_of(cell: Cell) -> Row | None:
-    """What the planner runs of our two ways, by whether it shares."""
+    """Our row that the planner would run: shared or not."""
     mine = ours_of(cell)
     return unshared_of(cell) if mine is not None and not mine["is_shared"] else mine
 
 
 def planned_speedup(cell: Cell) -> float | None:
-    """Seconds of the fastest replicated way over those of what the planner runs.
+    """Seconds of the fastest replicated way over those of the way that the planner runs.
 
-    Where that is our replicated way itself, of the fastest other one.
+    If that is our own replicated way, it is compared with the fastest other one.
     """
     planned = planned_of(cell)
     if planned is None:
@@ -87,74 +75,154 @@ def planned_speedup(cell: Cell) -> float | None:
     return None if other is None else other["seconds"] / planned["seconds"]
 
 
-def errors(rows: list[Row]) -> list[str]:
-    """A line for each row without figures."""
-    return [
-        f"{row['case']}, {row['how']}: {' '.join(row['error'].split())}"
-        for row in rows
-        if "error" in row
-    ]
-
-
-def over(other: Row | None, mine: Row | None) -> str:
-    if other is None or mine is None:
-        return NOTHING
-    return f"{other['seconds'] / mine['seconds']:.2f}"
-
-
-def percent(row: Row, name: str, digits: int) -> str:
-    return f"{100 * row[name]:.{digits}f}%"
-
-
-def gib(row: Row, name: str) -> str:
-    return f"{row[name]:.1f}" if name in row else NOTHING
-
-
 def activation_gib(row: Row) -> float | None:
-    """Beyond weights and gradients; None where not all gradients were there at the peak.
+    """Peak GiB beyond weights and gradients; None if not all gradients existed at the peak.
 
-    A row that does not say whether they were is of waves or micro-batches, which find those of
-    the ones before them, or of a group that ran at once, without.
+    If a row does not say so, they did for waves and micro-batches, which accumulate into the
+    gradients of earlier ones, and did not for a group that ran at once.
     """
     in_parts = STREAMED in row["how"] or REPLICATED in row["how"]
     return row.get("activation_gib") if row.get("gradients_stay", in_parts) else None
 
 
-def models_of(rows: list[Row]) -> str:
-    """The models of the rows, and the shape where it is one."""
-    names = dict.fromkeys(row["model"] for row in rows if "model" in row)
-    cases = list(dict.fromkeys(row["case"] for row in rows))
-    return ", ".join([*names, *(cases if len(cases) == 1 else [])])
-
-
-def how_of(row: Row) -> str:
-    """A replicated way with its micro-batch, where it has one."""
-    cut = row.get("micro_batch_sequences")
-    return row["how"] if cut is None else f"{row['how']}, {cut} a micro-batch"
-
-
-def agreement(rows: list[Row]) -> Iterator[str]:
-    worst = [max(row["errors"].values()) for row in rows if "errors" in row]
-    if worst:
-        yield f"relative errors against replicated, of log-probs and gradients: <= {max(worst):.1e}"
-
-
-def layers_kept(row: Row) -> str:
-    """Layers of each kind of the activation plan; of stages that wait, where theirs differ."""
-    kept, waiting = row.get("layers_kept", {}), row.get("layers_waiting", {})
-    parts = [" ".join(f"{n} {kind}" for kind, n in layers.items()) for layers in (kept, waiting)]
-    is_alike = not waiting or waiting == kept
-    return (parts[0] if is_alike else f"{parts[0]}, waiting {parts[1]}") or NOTHING
-
-
-def update_over_step(row: Row) -> str:
-    """Forward, backward and optimizer over a plain forward and backward of the same run."""
-    ratio = update_ratio(row)
-    return NOTHING if ratio is None else f"{ratio:.2f}"
-
-
 def update_ratio(row: Row) -> float | None:
-    """The same as a number; None where there is no plain step, or a reference is in the forward."""
+    """Seconds of an update over its plain step; None without one, or with a reference pass."""
     if not row.get("step") or row["has_reference"]:
         return None
     return row["update_s"] / row["step"]["seconds"]
+
+
+MAX_PAPER_SECONDS = 3.9
+MIN_PAPER_MFU = 0.60
+MIN_PROMPT = 131_072
+MAX_PREDICTION_ERROR = 0.10
+MAX_ACTIVATION_SHARE = 0.5
+MAX_UPDATE_RATIO = 1.15
+MAX_GAP_SHARE = 0.03
+MAX_STREAMED_RATIO = 1.05
+MAX_LINEAR_ERROR = 0.05
+MAX_COST_ERROR = 0.05
+# Above 1, as the prompt's keys and values stay, with their float32 gradients.
+MAX_MANY_RATIO = 1.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A figure's target and what was reached."""
+
+    name: str
+    bound: float
+    reached: float
+    is_met: bool
+
+
+def targets(result: dict[str, Any]) -> list[Target]:
+    """Every target for which the result has figures."""
+    return [
+        *_paper(result["paper"]),
+        *_profile(result["profile"]),
+        *_never_slower("table2", result["table2"]),
+        *_memory(result["memory"]),
+        *_never_slower("crossover", result["crossover"], planned_speedup),
+        *_costs(result["costs"]),
+        *_updates(result["updates"]),
+    ]
+
+
+def _paper(rows: list[Row]) -> Iterator[Target]:
+    for case, cell in by_case(rows).items():
+        ours = ours_of(cell)
+        if ours is None:
+            continue
+        yield at_most(f"paper {case}: seconds", MAX_PAPER_SECONDS, ours["seconds"])
+        yield at_least(f"paper {case}: hardware MFU", MIN_PAPER_MFU, ours["hardware_mfu"])
+        for how, row in streamed_of(cell).items():
+            ratio = row["seconds"] / ours["seconds"]
+            yield at_most(f"paper {case}: {how} over packed", MAX_STREAMED_RATIO, ratio)
+    yield from _never_slower("paper", rows)
+    yield from _predictions("paper", rows)
+
+
+def _profile(rows: list[Row]) -> Iterator[Target]:
+    for case, cell in by_case(rows).items():
+        ours = ours_of(cell)
+        if ours is not None and ours["gap_share"] is not None and " " not in case:
+            yield at_most(f"profile {case}: nothing runs", MAX_GAP_SHARE, ours["gap_share"])
+
+
+def _never_slower(
+    section: str,
+    rows: list[Row],
+    ratio_of: Callable[[Cell], float | None] = speedup,
+) -> Iterator[Target]:
+    """The least speed-up over all cases, against 1."""
+    found = {case: ratio_of(cell) for case, cell in by_case(rows).items()}
+    known = {case: ratio for case, ratio in found.items() if ratio is not None}
+    if known:
+        case = min(known, key=lambda case: known[case])
+        yield at_least(f"{section}: least speed-up over replicated, {case}", 1.0, known[case])
+
+
+def _memory(rows: list[Row]) -> Iterator[Target]:
+    cells = by_case(rows)
+    prompts = [row["prompt"] for row in rows if "prompt" in row]
+    if prompts and max(prompts) >= MIN_PROMPT:
+        fitting = [row["prompt"] for row in rows if "prompt" in row and "error" not in row]
+        yield at_least("memory: longest prompt", MIN_PROMPT, max(fitting, default=0))
+    for case, cell in cells.items():
+        yield from _activations(case, cell)
+    swept = [row for row in rows if "prompt" in row]
+    yield from _predictions("memory", swept)
+
+
+def _activations(case: str, cell: Cell) -> Iterator[Target]:
+    """Activations streamed over replicated, or of many responses over few, if both are known."""
+    streamed = next(iter(streamed_of(cell).values()), None)
+    other = replicated_of(cell) or ours_of(cell)
+    if streamed is None or other is None:
+        return
+    mine, others = activation_gib(streamed), activation_gib(other)
+    if mine is None or others is None:
+        return
+    if REPLICATED in other["how"]:
+        name = f"memory: streamed over replicated, {case.removeprefix(ACTIVATIONS)}"
+        yield at_most(name, MAX_ACTIVATION_SHARE, mine / others)
+    else:
+        name = f"memory: {streamed['responses']} responses over {other['responses']}"
+        yield at_most(name, MAX_MANY_RATIO, mine / others)
+
+
+def _predictions(section: str, rows: list[Row]) -> Iterator[Target]:
+    """The worst prediction of the peak of a packed micro-batch that runs at once."""
+    wrong = [
+        abs(row["predicted_gib"] / row["beyond_weights_gib"] - 1)
+        for cell in by_case(rows).values()
+        if (row := ours_of(cell)) is not None and "predicted_gib" in row
+    ]
+    if wrong:
+        name = f"{section}: error of the predicted peak"
+        yield at_most(name, MAX_PREDICTION_ERROR, max(wrong))
+
+
+def _costs(rows: list[Row]) -> Iterator[Target]:
+    wrong = [abs(row["predicted_s"] / row["seconds"] - 1) for row in fitted_rows(rows)]
+    if wrong:
+        yield at_most("costs: error of predicted seconds", MAX_COST_ERROR, max(wrong))
+    if (fitted := fit_rates(rows)) is not None:
+        name = "costs: error of seconds linear in calls, tokens, pairs and rows"
+        yield at_most(name, MAX_LINEAR_ERROR, worst_error(rows, fitted))
+
+
+def _updates(rows: list[Row]) -> Iterator[Target]:
+    for row in rows:
+        ratio = update_ratio(row) if "error" not in row else None
+        if ratio is not None:
+            yield at_most(f"updates {row['case']}: update over step", MAX_UPDATE_RATIO, ratio)
+
+
+def at_least(name: str, bound: float, reached: float) -> Target:
+    return Target(name=name, bound=bound, reached=reached, is_met=reached >= bound)
+
+
+def at_most(name: str, bound: float, reached: float) -> Target:
+    return Target(name=name, bound=bound, reached=reached, is_met=reached <= bound)

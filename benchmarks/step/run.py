@@ -1,12 +1,12 @@
-"""What one run of the step benchmark measures, and on what: full size on a GPU, tiny on a CPU.
+"""What the step benchmark measures: models, groups and cases, full size on a GPU, tiny on a CPU.
 
-Enters a device and a budget, leaves the sizes and cases of every section. Invariant: a section's
-cases have names that say their shape, and the same name is the same rollouts in every run.
+A case's name says its shape, and stands for the same rollouts in every run.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,10 +14,9 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.common.forests import PAPER_LENGTHS
-from benchmarks.step.rollouts import CutGroup, Group
-from benchmarks.step.sizes import QWEN3_1_7B, QWEN3_8B, TINY, ModelSize
 from benchmarks.step.subjects import Way, build_module
 from benchmarks.step.varlen import FA2
+from benchmarks.step.workload import QWEN3_1_7B, QWEN3_8B, TINY, CutGroup, Group, ModelSize
 
 Row = dict[str, Any]
 MAX_ERROR_CHARACTERS = 500
@@ -28,23 +27,23 @@ class Scale:
     """Sizes of the models and shapes of the rollouts, by section.
 
     Attributes:
-        dtype: Of weights, activations and gradients.
-        packed: Backends of packed rollouts, ours first.
-        replicated: Backend of replicated rollouts.
-        cuts: Sequences in a replicated micro-batch, of which the fastest is taken.
-        waves: Responses in a wave of the recorded group, streamed.
-        model: Of `paper`, `memory` and `profile`.
+        dtype: For weights, activations and gradients.
+        packed: Backends for packed rollouts, ours first.
+        replicated: Backend for replicated rollouts.
+        cuts: Sequences per replicated micro-batch to try; the fastest is used.
+        waves: Responses per wave of the recorded group, streamed.
+        model: For `paper`, `memory` and `profile`.
         paper: The recorded group.
-        table2: (P, N) of `table2`; its responses are the first N of the recorded group's.
-        memory: P of the sweep, ascending, and N and R of all of it.
+        table2: (P, N) of `table2`; responses are the first N of the recorded group.
+        memory: Prompts of the sweep, ascending; its N; and its R.
         activations: The group whose activation peak is compared.
-        many: The group of many responses, which runs in waves of `many_wave`.
-        crossover_model: Of `crossover`.
+        many: The group of many responses, run in waves of `many_wave`.
+        crossover_model: For `crossover`.
         crossover: N; prompts, ascending; and R.
-        cost_model: Of `costs`.
-        costs: Its groups, each cut in its way.
-        update_models: Of `updates`.
-        updates: The groups of each algorithm's update; `-kl`: with a reference pass.
+        cost_model: For `costs`.
+        costs: The groups of `costs`, and how each is cut.
+        update_models: For `updates`.
+        updates: Groups per algorithm; `-kl` adds a reference pass.
     """
 
     dtype: torch.dtype
@@ -72,7 +71,7 @@ class Scale:
 
     @property
     def streamed(self) -> tuple[Way, ...]:
-        """Our ways to run the recorded group in waves."""
+        """Our ways to stream the recorded group in waves."""
         return tuple(replace(self.ours, wave=wave) for wave in self.waves)
 
     @property
@@ -84,11 +83,11 @@ _PAPER = Group(prompt=5059, responses=PAPER_LENGTHS)
 
 
 def _group(prompt: int, length: int, count: int) -> Group:
-    """Responses of one length."""
+    """A group of `count` responses of `length` tokens."""
     return Group(prompt=prompt, responses=(length,) * count)
 
 
-# Of GRPO one recorded group, of DAPO the forest `forest16`'s sizes.
+# GRPO runs the recorded group, DAPO groups of the sizes of the forest `forest16`.
 FULL = Scale(
     dtype=torch.bfloat16,
     packed=("cuda", "flash", "flex"),
@@ -105,7 +104,7 @@ FULL = Scale(
     crossover_model=replace(QWEN3_8B, name="Qwen3-8B, 4 layers", num_layers=4),
     crossover=((2, 16), (8, 16, 32, 128, 512, 2048, 8192), 2048),
     cost_model=replace(QWEN3_8B, name="Qwen3-8B, 8 layers", num_layers=8),
-    # What one rate decides, in turn: many rows or few, long prompts, small stages, and little.
+    # Each is dominated by another rate: head rows, pairs of long prompts, small stages, launches.
     costs=(
         CutGroup(group=_PAPER),
         *(CutGroup(group=_PAPER, budget=budget) for budget in (24_000, 9700)),
@@ -166,9 +165,9 @@ class Run:
     Attributes:
         device: A CUDA device, or a CPU.
         scale: FULL or SMALL.
-        num_samples: Of a figure, where the budget lets it.
-        stop_at: `time.monotonic()` past which nothing is begun.
-        seed: Of weights, tokens and rewards.
+        num_samples: Per figure, if the budget allows.
+        stop_at: `time.monotonic()` after which nothing new starts.
+        seed: For weights, tokens and rewards.
     """
 
     device: torch.device
@@ -182,8 +181,29 @@ class Run:
         return time.monotonic() >= self.stop_at
 
     def module(self, size: ModelSize) -> PreTrainedModel:
-        """Random weights of this run's seed."""
+        """A model with random weights from this run's seed."""
         return build_module(size, self.device, self.scale.dtype, self.seed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """A part of the result that can be measured on its own.
+
+    Attributes:
+        cases: Names of its cases, in the result's order.
+        measure: Yields each of the wanted cases with its rows, until the run is out of time.
+    """
+
+    cases: Callable[[Scale], list[str]]
+    measure: Callable[[Run, list[str]], Iterator[tuple[str, list[Row]]]]
+
+
+def figures_or_refusal(measure: Callable[[], Row]) -> Row:
+    """What `measure` returns; if it raises, the error as the row's content."""
+    try:
+        return measure()
+    except Exception as error:  # noqa: BLE001  whatever a library or the device says
+        return refusal(error)
 
 
 def refusal(error: Exception) -> Row:

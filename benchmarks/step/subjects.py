@@ -1,13 +1,14 @@
-"""What a step is run by: one model of given sizes, and the ways to attend in it.
+"""A model with random weights, the ways to attend in it, and steps over its micro-batches.
 
-Enters sizes and the name of a way, leaves a `PolicyModel` and steps over its micro-batches.
-Invariant: the ways differ in tree attention's backend and in whether prefixes are shared, and in
-nothing else: module, weights, compilation, activations, loss head and gradients are the same.
+Ways differ only in the backend of tree attention and in whether prefixes are shared: module,
+weights, compilation, activation plan, loss head and gradients are the same. The service's own
+planner decides what layers keep for the backward; its refusals are raised before anything runs.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -19,31 +20,34 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from benchmarks.step import varlen as step_varlen
-from benchmarks.step.rollouts import SeededBatch
-from benchmarks.step.sizes import ModelSize
+from benchmarks.step.workload import ModelSize, SeededBatch
+from ratoon.model.activation_plan import Kept
 from ratoon.model.attention import ATTENTION_NAME, TreeAttention, register_tree_attention
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import FullTuning, ModelDtype, ModelSpec, PresetBase
+from ratoon.model.stage_plan import ForwardPlan, HeldTokens, least_plan, plan_forward
 from ratoon.train.device_batch import DeviceBatch, put
 from ratoon.train.loss.compute import LossOutput
 from ratoon.train.loss.row_loss import LossOfTerms
 from ratoon.train.loss.sums import pack_sums
+from ratoon.train.numerics import activation_bytes
 from ratoon.train.passes import train_rows
 from ratoon.train.report.clock import DeviceClock
 from ratoon.train.streamed.passes import StagedBatch
 
 REPLICATED = "-replicated"
-WAVES = "-waves-of-"
+STREAMED = "-waves-of-"
 MAX_RECOMPILES = 64
+_PLANS = "_plan_activations"
 LayerCalls = list[Callable[..., Any]]
 _COMPARED = re.compile(r"layers\.(\d+)\.(self_attn\.[qv]_proj|mlp\.down_proj)\.weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """A row of a table: `backend` of tree attention, over packed or replicated rollouts.
+    """A row of a table: a backend of tree attention, over packed or replicated rollouts.
 
-    `wave` > 0: packed ones are streamed, so many responses at a time.
+    With `wave` > 0, packed rollouts are streamed, that many responses at a time.
     """
 
     backend: str
@@ -52,15 +56,15 @@ class Way:
 
     @property
     def how(self) -> str:
-        """Its name in a result."""
-        streamed = f"{WAVES}{self.wave}" if self.wave else ""
+        """The way's name in a result."""
+        streamed = f"{STREAMED}{self.wave}" if self.wave else ""
         return self.backend + ("" if self.is_packed else REPLICATED) + streamed
 
 
 def build_module(
     size: ModelSize, device: torch.device, dtype: torch.dtype, seed: int
 ) -> PreTrainedModel:
-    """A model with random weights, made on the device; global random state stays as it was."""
+    """A model with random weights, made on the device; leaves the global random state alone."""
     register_tree_attention()
     config = Qwen3Config(
         vocab_size=size.vocab_size,
@@ -87,16 +91,16 @@ def build_module(
 def open_policy(
     module: PreTrainedModel, way: Way, frozen: PreTrainedModel | None = None
 ) -> PolicyModel:
-    """The service's own model around `module`; `frozen` answers inside `reference()`.
+    """The service's own model around `module`; `frozen` is used inside `reference()`.
 
-    It takes over the calls of the module's layers, see `layer_calls`.
+    It replaces the layers' `forward`, see `layer_calls`.
     """
     weight = next(module.parameters())
     is_gpu = weight.device.type == "cuda"
     if is_gpu:
-        # Before anything is compiled, which is of one table of backends.
+        # Before anything is compiled, as compiled code is for one table of backends.
         step_varlen.install()
-        # Each way compiles its own layers; all of them stay.
+        # Each way compiles its own layers, and all of them stay.
         cast("Any", torch)._dynamo.config.recompile_limit = MAX_RECOMPILES
     spec = ModelSpec(
         base=PresetBase(name="benchmark"),
@@ -116,12 +120,12 @@ def open_policy(
 
 
 def layer_calls(module: PreTrainedModel) -> LayerCalls:
-    """How the layers are called at present: by the policy that was opened last."""
+    """The layers' present `forward`s: those of the policy that was opened last."""
     return [layer.forward for layer in cast("Any", module).get_decoder().layers]
 
 
 def restore_calls(module: PreTrainedModel, calls: LayerCalls) -> None:
-    """Hands the layers back to the policy whose calls these are."""
+    """Gives the layers back to the policy that these calls belong to."""
     for layer, call in zip(cast("Any", module).get_decoder().layers, calls, strict=True):
         layer.forward = call
 
@@ -129,16 +133,16 @@ def restore_calls(module: PreTrainedModel, calls: LayerCalls) -> None:
 def run_step(
     policy: PolicyModel, batches: Sequence[SeededBatch], *, gradients_stay: bool = False
 ) -> list[Tensor]:
-    """Forward and backward of every micro-batch, whose gradients add up.
+    """Forward and backward of every micro-batch, accumulating gradients.
 
     Args:
-        policy: Any gradients that it has are forgotten.
+        policy: Its present gradients are dropped.
         batches: The micro-batches.
-        gradients_stay: All are there from the start, zeros, as the service's sums are; else each
-            begins to be with its first backward.
+        gradients_stay: Allocate all gradients up front, as zeros, as the service does; otherwise
+            the first backward allocates each.
 
     Returns:
-        Log-prob of each term, by micro-batch.
+        Per micro-batch, the log-prob of each term.
     """
     policy.module.zero_grad(set_to_none=not gradients_stay)
     if gradients_stay:
@@ -162,7 +166,7 @@ def _run_streamed(policy: PolicyModel, seeded: SeededBatch) -> Tensor:
 
 
 def _seeded_loss(seeded: SeededBatch) -> tuple[Tensor, LossOfTerms]:
-    """A loss whose gradients are the batch's weights, and where it leaves log-probs, by term."""
+    """A loss whose gradients are the batch's weights, and the tensor it writes log-probs to."""
     found_L = torch.zeros_like(seeded.weight_L)
     no_sums = pack_sums({}, None, torch.zeros(0))
 
@@ -178,7 +182,7 @@ def _seeded_loss(seeded: SeededBatch) -> tuple[Tensor, LossOfTerms]:
 def compared_values(
     policy: PolicyModel, batches: Sequence[SeededBatch], *, gradients_stay: bool = False
 ) -> dict[str, Tensor]:
-    """Runs a step; leaves log-probs by response token, and some gradients, to judge the way by."""
+    """Runs a step; log-probs per response token and some gradients, to check the way by."""
     outputs = run_step(policy, batches, gradients_stay=gradients_stay)
     columns = torch.cat([seeded.column_L for seeded in batches])
     logprob_J = torch.empty(len(columns), device=columns.device)
@@ -187,7 +191,7 @@ def compared_values(
 
 
 def compared_gradients(policy: PolicyModel) -> dict[str, Tensor]:
-    """Copies of the gradients of a few weights of the first and the last layer."""
+    """Copies of the gradients of a few weights in the first and the last layer."""
     last = int(policy.config.num_hidden_layers) - 1
     found: dict[str, Tensor] = {}
     for name, parameter in policy.module.named_parameters():
@@ -202,8 +206,8 @@ def layer_step(
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """A forward and backward of the first decoder layer alone, for hidden states of `batch`.
 
-    The returned call takes hidden_TD and its output's gradient and returns the gradient of
-    hidden_TD; gradients of weights add up in the module.
+    The returned call maps hidden_TD and the output's gradient to the gradient of hidden_TD; weight
+    gradients accumulate in the module.
     """
     decoder = cast("Any", policy.module).get_decoder()
     attention = TreeAttention(layout=batch.layout, backend=way.backend, deterministic=False)
@@ -223,3 +227,96 @@ def layer_step(
         return leaf.grad[0]
 
     return step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """What layers keep for the backward, and the memory that follows from it.
+
+    Attributes:
+        layers: Number of layers by kind, for the largest forward whose backward comes at once.
+        waiting: The same for the largest stage that waits for others; empty if there is none.
+        predicted_bytes: The peak beyond weights that the service predicts.
+        gradients_stay: Whether all gradients exist at the peak.
+    """
+
+    layers: dict[str, int]
+    waiting: dict[str, int]
+    predicted_bytes: int
+    gradients_stay: bool
+
+
+def keep_what_fits(
+    policy: PolicyModel, held: Sequence[HeldTokens], *, gradients_stay: bool, host_bytes: int
+) -> MemoryPlan | None:
+    """Limits the policy to the device's free memory; None on a CPU, where there is no limit.
+
+    Args:
+        policy: Without gradients.
+        held: What each forward holds.
+        gradients_stay: Gradients exist from an earlier micro-batch or stage, instead of only from
+            the end of each layer's backward on.
+        host_bytes: Host memory for what does not fit the device.
+    """
+    free = activation_bytes(policy.device)
+    if free is None:
+        return None
+    all_bytes, layer_bytes = _gradient_bytes(policy)
+    # The plan counts the head's gradients itself, and the layers' too unless they stay.
+    resident = all_bytes if gradients_stay else 0
+    vars(policy).pop(_PLANS, None)
+    layer_gradient_bytes = 0 if gradients_stay else layer_bytes
+    policy.limit_activations(
+        free - resident, host_bytes=host_bytes, layer_gradient_bytes=layer_gradient_bytes
+    )
+    plans = [plan_forward(policy.sizes, one, free - resident, host_bytes) for one in held]
+    return _plan(held, plans, resident)
+
+
+def keep_the_least(
+    policy: PolicyModel, held: Sequence[HeldTokens], *, host_bytes: int
+) -> MemoryPlan | None:
+    """Makes every forward recompute all but attention in its backward; None on a CPU.
+
+    All gradients must exist from the start. `held` is as in `keep_what_fits`; `host_bytes` is host
+    memory for stages that wait for others, and nothing else.
+    """
+    if policy.device.type != "cuda":
+        return None
+    resident, _ = _gradient_bytes(policy)
+    policy.limit_activations(None, layer_gradient_bytes=0)
+    sizes = policy.sizes
+    # With a budget, the smaller forwards of a stream would keep more.
+    vars(policy)[_PLANS] = lambda one: least_plan(sizes, one, host_bytes).kept
+    return _plan(held, [least_plan(sizes, one, host_bytes) for one in held], resident)
+
+
+def keep_each_kind(policy: PolicyModel) -> None:
+    """Spreads all kinds over the layers, in a plan's order, so that one step compiles them all."""
+    kinds, num_layers = tuple(Kept), policy.sizes.num_layers
+    mixed = tuple(kinds[i * len(kinds) // num_layers] for i in range(num_layers))
+    vars(policy)[_PLANS] = lambda _held: mixed
+
+
+def _plan(held: Sequence[HeldTokens], plans: Sequence[ForwardPlan], resident: int) -> MemoryPlan:
+    by_waiting: dict[bool, ForwardPlan] = {}
+    for one, plan in sorted(zip(held, plans, strict=True), key=lambda pair: pair[0].tokens):
+        by_waiting[one.waits] = plan
+    running, waiting = (
+        dict(Counter(map(str, by_waiting[waits].kept))) if waits in by_waiting else {}
+        for waits in (False, True)
+    )
+    return MemoryPlan(
+        layers=running,
+        waiting=waiting,
+        predicted_bytes=resident + max(plan.peak_bytes for plan in plans),
+        gradients_stay=resident > 0,
+    )
+
+
+def _gradient_bytes(policy: PolicyModel) -> tuple[int, int]:
+    """Gradient bytes of all trained parameters, and of one layer's, in their own dtype."""
+    named = policy.named_trainable().items()
+    of_layers = sum(p.numel() * p.element_size() for name, p in named if ".layers." in name)
+    everything = sum(p.numel() * p.element_size() for _, p in named)
+    return everything, of_layers // policy.sizes.num_layers

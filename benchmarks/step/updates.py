@@ -1,8 +1,7 @@
-"""Section `updates`: whole updates of GRPO and DAPO through the service's trainer.
+"""Section `updates`: whole GRPO and DAPO updates by the service's trainer, in seconds per phase.
 
-Enters a run, leaves the rows of each algorithm and model: seconds of the old log-probs, of forward
-and backward, of the optimizer, and of all of it. Invariant: old log-probs, plan and update are the
-service's own calls, in its order; micro-batches follow from the memory that is free.
+Old log-probs, plan and update are the service's own calls, in its order; free memory decides the
+number of micro-batches.
 """
 
 from __future__ import annotations
@@ -10,15 +9,24 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
-from benchmarks.step.rollouts import make_batch, packed_batch, packed_work, replicated_work
-from benchmarks.step.run import Row, Run, Scale, refusal
-from benchmarks.step.sizes import PEAK_FLOPS, ModelSize, StepWork, step_flops
+from benchmarks.common.timing import measure as measure_samples
+from benchmarks.common.timing import release, require_time, timed
+from benchmarks.step.run import Row, Run, Scale, Section, figures_or_refusal
 from benchmarks.step.subjects import open_policy
-from benchmarks.step.timing import measure as measure_samples
-from benchmarks.step.timing import release, require_time, timed
 from benchmarks.step.ways import Plan, Ways, measure_way
+from benchmarks.step.workload import (
+    PEAK_FLOPS,
+    ModelSize,
+    StepWork,
+    make_batch,
+    packed_batch,
+    packed_work,
+    replicated_work,
+    step_flops,
+)
 from ratoon.model.spec import ModelDtype
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.train.config import (
@@ -40,12 +48,12 @@ from ratoon.train.report.step_report import StepReport
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
 
-# float32 states of more parameters than this do not fit one GPU.
+# Beyond this, float32 states do not fit one GPU.
 MAX_FP32_PARAMETERS = 3e9
 KL_COEFFICIENT = 1e-3
 LEARNING_RATE = 1e-6
 WITH_KL = "-kl"
-# Of a forward and backward's work, that of a forward.
+# The forward's share of the work of forward and backward.
 FORWARD_SHARE = {"weights": 2 / 6, "pairs": 4 / 14}
 
 
@@ -54,7 +62,7 @@ def cases(scale: Scale) -> list[str]:
 
 
 def measure(run: Run, wanted: list[str]) -> Iterator[tuple[str, list[Row]]]:
-    """Yields each case and its row."""
+    """Yields each case with its row."""
     scale = run.scale
     for size in scale.update_models:
         for kind, groups in scale.updates.items():
@@ -63,10 +71,7 @@ def measure(run: Run, wanted: list[str]) -> Iterator[tuple[str, list[Row]]]:
                 continue
             batch = make_batch(groups, size.vocab_size, run.seed)
             row: Row = {"how": scale.ours.how, "model": size.name, "algorithm": kind}
-            try:
-                row |= _measure_update(run, size, kind, batch)
-            except Exception as error:  # noqa: BLE001  what the device says is the row's content
-                row |= refusal(error)
+            row |= figures_or_refusal(partial(_measure_update, run, size, kind, batch))
             release(run.device)
             yield case, [row]
 
@@ -112,14 +117,14 @@ def _measure_update(run: Run, size: ModelSize, algorithm: str, batch: RolloutBat
 
 
 def _plain_step(ways: Ways, batch: RolloutBatch) -> Row:
-    """Forward and backward alone, before the optimizer's states are there."""
+    """Forward and backward alone, before optimizer states are allocated."""
     row, _ = measure_way(ways, ways.run.scale.ours, batch, Plan(cuts=()))
     ways.clear()
     return {name: row[name] for name in ("seconds", "peak_gib", "samples")}
 
 
 def update_flops(size: ModelSize, work: StepWork, num_forwards: int) -> float:
-    """Of a forward and backward and so many forwards beside it."""
+    """FLOPs of a forward and backward plus `num_forwards` more forwards."""
     weights = step_flops(size, StepWork(tokens=work.tokens, rows=work.rows, pairs=0))
     pairs = step_flops(size, work) - weights
     forward = FORWARD_SHARE["weights"] * weights + FORWARD_SHARE["pairs"] * pairs
@@ -128,14 +133,14 @@ def update_flops(size: ModelSize, work: StepWork, num_forwards: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """An update of the service's trainer that can be run again and again."""
+    """A repeatable update by the service's trainer."""
 
     trainer: Trainer
     batch: RolloutBatch
     loss: Loss
 
     def old_logprobs(self) -> ForwardArrays:
-        """A Forward of the policy as it is now."""
+        """A Forward of the policy's present weights."""
         plan = self.trainer.plan_forward(self.batch)
         return self.trainer.forward(self.batch, plan, with_entropy=False, use_reference=False)
 
@@ -143,7 +148,7 @@ class Update:
         """Plan, forward, backward and optimizer.
 
         Raises:
-            RuntimeError: It did not change the weights.
+            RuntimeError: The trainer skipped the step.
         """
         request = OptimRequest(learning_rate=LEARNING_RATE, max_grad_norm=1.0)
         step = resolve_optim(request, self.loss.normalisation, self.trainer.spec.optimizer)
@@ -155,7 +160,7 @@ class Update:
 
 
 def open_update(ways: Ways, algorithm: str, batch: RolloutBatch) -> Update:
-    """Of an algorithm of `Scale.updates`, with optimizer states that fit the model's size."""
+    """An update by an algorithm of `Scale.updates`, with optimizer states that fit the GPU."""
     has_reference = algorithm.endswith(WITH_KL)
     kl = KlConfig(kind=KlKind.K3, coefficient=KL_COEFFICIENT, reference=ReferenceKind.FROZEN)
     request = LossRequest(
@@ -171,9 +176,9 @@ def open_update(ways: Ways, algorithm: str, batch: RolloutBatch) -> Update:
 
 
 def open_trainer(ways: Ways, states: OptimizerStates, *, has_reference: bool) -> Trainer:
-    """The service's, within the memory that is free; weights in float32 have states in it."""
+    """The service's trainer, limited to free memory; float32 weights always get float32 states."""
     run, module = ways.run, ways.module
-    # Weights of its own: a copy would share the layers' calls.
+    # Built anew: a copy would share the layers' `forward`s.
     frozen = run.module(ways.size) if has_reference else None
     policy = open_policy(module, run.scale.ours, frozen)
     is_narrow = policy.spec.dtype is ModelDtype.BFLOAT16
@@ -194,7 +199,7 @@ def open_trainer(ways: Ways, states: OptimizerStates, *, has_reference: bool) ->
 
 
 def _run_phases(update: Update) -> dict[str, float]:
-    """Old log-probs, then one update with them; seconds by phase, and of the whole update."""
+    """Old log-probs, then an update with them; seconds per phase and in total."""
     old = update.old_logprobs()
     reports: list[StepReport] = []
     update_s = timed(lambda: reports.append(update.step(old)), update.trainer.model.device)
@@ -206,3 +211,6 @@ def _run_phases(update: Update) -> dict[str, float]:
         "optimizer_s": report.seconds.optimizer,
     }
     return {**phases, "update_s": update_s, "total_s": sum(phases.values())}
+
+
+UPDATES = Section(cases=cases, measure=measure)

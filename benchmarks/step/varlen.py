@@ -1,8 +1,7 @@
-"""FlashAttention-2 of torch as one more backend of tree attention, for replicated rollouts.
+"""torch's FlashAttention-2 as another backend of tree attention, for replicated rollouts.
 
-Enters forests whose trees are single nodes, leaves their attention through the same op, so that
-compiled layers and what they keep are those of every other backend. Invariant: nothing of the
-kernels' own registry changes but that one name more is known; it is never chosen unasked.
+It takes forests of single-node trees. As it goes through the same op, compiled layers and kept
+activations are those of the other backends. It is never chosen unless named.
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 
 def unavailable_reason() -> str | None:
-    """Returns why this machine cannot run it, or None."""
+    """Why this machine cannot run it, or None."""
     return None if torch.cuda.is_available() else "torch finds no CUDA GPU"
 
 
 def unsupported_reason(
     device: torch.device, dtype: torch.dtype, _head_dim: int, is_deterministic: bool
 ) -> str | None:
-    """Returns why it does not serve such a call, or None."""
+    """Why it does not support such a call, or None."""
     is_served = device.type == "cuda" and dtype in _DTYPES and not is_deterministic
     return None if is_served else "for 16-bit tensors on CUDA GPUs, not deterministic"
 
 
 def plan(layout: TreeLayout) -> list[Tensor]:
-    """Returns the host node table, of which each node is a sequence."""
+    """The host node table, in which each node is a sequence."""
     return [layout.node_table_M4]
 
 
@@ -52,7 +51,7 @@ def forward(operands: Operands) -> tuple[Tensor, Tensor]:
 def backward(operands: Operands, upstream: Upstream) -> tuple[Tensor, Tensor, Tensor]:
     """Returns dq_TNH, dk_TKH and dv_TKH."""
     q, k, v = operands.q_QNH, operands.k_SKH, operands.v_SKH
-    # State of the random numbers, which no dropout reads.
+    # RNG state, unread without dropout.
     unread = torch.zeros(2, dtype=torch.uint64, device=q.device)
     return torch.ops.aten._flash_attention_backward(
         *(upstream.dout_QNH, q, k, v, upstream.out_QNH, upstream.lse_NQ),
@@ -62,7 +61,7 @@ def backward(operands: Operands, upstream: Upstream) -> tuple[Tensor, Tensor, Te
 
 
 def install() -> None:
-    """Make the name `fa2` known to the op and its registry; once or more often."""
+    """Registers the name `fa2` with the op and its registry; idempotent."""
     of_op: Any = op
     of_registry: Any = registry
     if FA2 in of_op.BACKENDS:
@@ -74,10 +73,10 @@ def install() -> None:
 
 
 def sequence_bounds(node_table_M4: Tensor) -> tuple[Tensor, int]:
-    """Offsets int32 [M + 1] on the CPU and the longest sequence of a forest of single nodes.
+    """Offsets, int32 [M + 1] on the CPU, and the longest sequence, of single-node trees.
 
     Raises:
-        ValueError: A node has a parent: its attention is not causal within one sequence.
+        ValueError: A node has a parent, so attention is not causal within one sequence.
     """
     if bool((node_table_M4[:, 3] >= 0).any()):
         raise ValueError("replicated attention got a forest with shared prefixes")

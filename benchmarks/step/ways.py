@@ -1,15 +1,14 @@
-"""One way to run a step over some rollouts, measured and held against the others.
+"""Measures the ways to run a step over the same rollouts, and checks them against each other.
 
-Enters a model, a way and rollouts, leaves a row of figures, or one with the reason why there are
-none. Invariant: a way whose log-probs or gradients are not those of the replicated run has no
-figures.
+A way whose log-probs or gradients are not those of the replicated run has no figures, only the
+reason.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,10 +16,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.step.drift import drift
-from benchmarks.step.memory_plan import MemoryPlan, keep_the_least, keep_what_fits
-from benchmarks.step.rollouts import (
+from benchmarks.common.timing import held_gib, measure, release, require_time, timed
+from benchmarks.step.run import Row, Run, refusal
+from benchmarks.step.subjects import (
+    LayerCalls,
+    MemoryPlan,
+    Way,
+    compared_values,
+    keep_the_least,
+    keep_what_fits,
+    layer_calls,
+    open_policy,
+    restore_calls,
+    run_step,
+)
+from benchmarks.step.workload import (
+    ModelSize,
     SeededBatch,
+    mfu,
     packed_batch,
     packed_work,
     replicated_batches,
@@ -28,32 +41,20 @@ from benchmarks.step.rollouts import (
     upload,
     waves,
 )
-from benchmarks.step.run import Row, Run, refusal
-from benchmarks.step.sizes import ModelSize, mfu
-from benchmarks.step.subjects import (
-    LayerCalls,
-    Way,
-    compared_values,
-    layer_calls,
-    open_policy,
-    restore_calls,
-    run_step,
-)
-from benchmarks.step.timing import held_gib, measure, release, require_time, timed
 from ratoon.errors import RatoonError
 from ratoon.model.policy_model import PolicyModel
 from ratoon.rollout.batch import RolloutBatch
 
-# Of ways timed in turns: rounds go on for so long, and for so many at most.
+# Timing in turns stops after these seconds (and the minimum of rounds), or this many rounds.
 TURNS_S = 10.0
 MAX_ROUNDS = 25
-# Relative L2 errors between two 16-bit runs; a wrong mask gives errors of order 1.
+# Relative L2 error allowed between two 16-bit runs; a wrong mask gives errors of order 1.
 MAX_ERROR = 0.1
 LOGPROB = "logprob"
 
 
 class Ways:
-    """Owns the module of one model and the policy around it, that of one way at a time."""
+    """Owns one model's module, and a policy around it per backend, of which one is active."""
 
     def __init__(self, run: Run, size: ModelSize) -> None:
         self.run = run
@@ -62,9 +63,9 @@ class Ways:
         self._opened: dict[str, tuple[PolicyModel, LayerCalls]] = {}
 
     def policy(self, way: Way) -> PolicyModel:
-        """The one of the way's backend; that of another backend is not to be run until asked for.
+        """Activates and returns the policy of the way's backend; no other may run until asked for.
 
-        One is opened once, so that what it compiled is found again.
+        Each is opened once, to keep what it compiled.
         """
         if way.backend not in self._opened:
             policy = open_policy(self.module, way)
@@ -74,20 +75,20 @@ class Ways:
         return policy
 
     def clear(self) -> None:
-        """Lets go of gradients and of memory that is free."""
+        """Drops gradients and returns free memory to the device."""
         self.module.zero_grad(set_to_none=True)
         release(self.run.device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How rollouts are cut and what is kept of them.
+    """How rollouts are cut and which activations are kept.
 
     Attributes:
-        cuts: Sequences in a replicated micro-batch, of which the fastest is taken.
-        keeps_the_least: All but attention runs again, and gradients are there from the start, so
-            that peaks compare; else what fits is kept.
-        host_bytes: Of the host, for what does not fit the device; of the least, for the stages
+        cuts: Sequences per replicated micro-batch to try; the fastest is used.
+        keeps_the_least: Recompute all but attention and allocate gradients up front, so that peaks
+            compare; otherwise keep what fits.
+        host_bytes: Host memory for what does not fit the device; with `keeps_the_least`, for stages
             that wait for others.
     """
 
@@ -96,7 +97,7 @@ class Plan:
     host_bytes: int = 0
 
     def limit(self, policy: PolicyModel, batches: Sequence[SeededBatch]) -> MemoryPlan | None:
-        """Limits the policy for these micro-batches."""
+        """Limits the policy's activations for these micro-batches."""
         held = [one for seeded in batches for one in seeded.held]
         if self.keeps_the_least:
             return keep_the_least(policy, held, host_bytes=self.host_bytes)
@@ -107,12 +108,19 @@ class Plan:
 
 
 def compare_ways(ways: Ways, batch: RolloutBatch, order: Sequence[Way], plan: Plan) -> list[Row]:
-    """Rows of all ways over the same rollouts, checked against the replicated one where it ran."""
+    """Rows of all ways over the same rollouts, checked against the replicated one if it ran."""
+    return compare_each(ways, order, lambda way: measure_way(ways, way, batch, plan))
+
+
+def compare_each(
+    ways: Ways, order: Sequence[Way], measure_one: Callable[[Way], tuple[Row, dict[str, Tensor]]]
+) -> list[Row]:
+    """A checked row per way; `measure_one` returns figures, and values to compare it by."""
     found: list[tuple[Row, dict[str, Tensor]]] = []
     for way in order:
         try:
-            found.append(measure_way(ways, way, batch, plan))
-        except Exception as error:  # noqa: BLE001  whatever a library raises is its row's content
+            found.append(measure_one(way))
+        except Exception as error:  # noqa: BLE001  whatever a library raises goes into its row
             found.append(({"how": way.how, **refusal(error)}, {}))
         ways.clear()
     return check(order, found)
@@ -121,12 +129,12 @@ def compare_ways(ways: Ways, batch: RolloutBatch, order: Sequence[Way], plan: Pl
 def measure_way(
     ways: Ways, way: Way, batch: RolloutBatch, plan: Plan
 ) -> tuple[Row, dict[str, Tensor]]:
-    """Figures of one way and what it is to be compared by.
+    """Figures of one way, and values to compare it by.
 
     Raises:
         OutOfTimeError: The budget is spent.
-        RuntimeError: What the backend or the device says, out of memory for one.
-        RatoonError: The service would not run it: it does not fit.
+        RuntimeError: An error of the backend or the device, such as out of memory.
+        RatoonError: The service refuses it, as it does not fit.
     """
     run, policy = ways.run, ways.policy(way)
     require_time(run.stop_at, 0.0)
@@ -140,8 +148,8 @@ def measure_way(
         memory = plan.limit(policy, batches)
         row |= {"micro_batch_sequences": cut, **tried}
     started = time.monotonic()
-    # Compiles what there is to compile, and the allocator has its memory from then on.
-    # On the host, so that all ways find the same memory free.
+    # The warm-up: compiles, and fills the allocator's cache.
+    # Values go to the host, so that every way has the same memory free.
     stay = plan.keeps_the_least
     compared = compared_values(policy, batches, gradients_stay=stay).items()
     values = {name: value.cpu() for name, value in compared}
@@ -178,15 +186,15 @@ def sample_in_turns(
     rows: Sequence[Row],
     min_rounds: int,
 ) -> list[Row]:
-    """The rows of `order`, timed anew in rounds: each way once, another one first in each.
+    """The rows of `order`, timed again in rounds: each way once per round, starting in rotation.
 
     Args:
-        ways: As `compare_ways` left it: all is compiled, and little memory in use.
-        batch: All of it has room on the device, in every way's form at once.
+        ways: As `compare_ways` left it: everything compiled, little memory in use.
+        batch: Must fit the device in the forms of all ways at once.
         order: Ways of one cut.
-        plan: Of that cut.
-        rows: Of `compare_ways`; those without figures stay as they are.
-        min_rounds: However long they take, unless the budget is spent.
+        plan: Has only that cut.
+        rows: From `compare_ways`; those without figures are returned as they are.
+        min_rounds: Run at least these, unless the budget is spent.
     """
     run = ways.run
     (cut,) = plan.cuts
@@ -221,10 +229,10 @@ def _retimed(row: Row, samples: list[float]) -> Row:
 def memory_figures(
     policy: PolicyModel, plan: MemoryPlan | None, peak: float, resident: float
 ) -> Row:
-    """GiB beyond weights, as they are and as predicted, and beyond gradients; none on a CPU.
+    """GiB beyond weights, measured and predicted, and beyond gradients; empty on a CPU.
 
-    What is beyond gradients is known only where all of them are there at the peak. `peak` and
-    `resident` are GiB at the peak and with weights and inputs alone.
+    The latter is known only if all gradients exist at the peak. `peak` and `resident` are GiB at
+    the peak, and with weights and inputs alone.
     """
     if plan is None:
         return {}
@@ -241,10 +249,10 @@ def memory_figures(
 
 
 def check(order: Sequence[Way], found: list[tuple[Row, dict[str, Tensor]]]) -> list[Row]:
-    """The rows with their errors against a replicated way, or the first, that has figures.
+    """The rows with their errors against the first replicated way with figures, or else the first.
 
-    Where there are log-probs, also their drift from that way and from the first packed one of
-    another backend.
+    If there are log-probs, also their drift from that way and from the first packed one of another
+    backend.
     """
     ran = [i for i, (row, _) in enumerate(found) if "error" not in row]
     truth = min(ran, key=lambda i: (order[i].is_packed, i), default=-1)
@@ -277,21 +285,21 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 
 
 def load_packed(ways: Ways, way: Way, batch: RolloutBatch) -> list[SeededBatch]:
-    """The one packed micro-batch on the device, with its stages where the way streams it."""
+    """The single packed micro-batch on the device, with its stages if the way streams it."""
     packed = packed_batch(batch)
     stages = waves(packed, way.wave) if way.wave else ()
     return [upload(batch, packed, ways.run.device, stages)]
 
 
 def replicas(batch: RolloutBatch, cut: int, run: Run) -> list[SeededBatch]:
-    """Replicated micro-batches of `cut` rollouts, on the device."""
+    """Replicated micro-batches of `cut` rollouts each, on the device."""
     return [upload(batch, packed, run.device) for packed in replicated_batches(batch, cut)]
 
 
 def _fastest_cut(ways: Ways, way: Way, batch: RolloutBatch, plan: Plan) -> tuple[int, Row]:
-    """The cut that takes the least time on the first few rollouts, and the seconds of each.
+    """The fastest cut on the first few rollouts, and the seconds of each.
 
-    They are those of the largest cut's first micro-batch; what they compile runs before.
+    These rollouts are the largest cut's first micro-batch; each cut is warmed up.
     """
     if len(plan.cuts) == 1:
         return plan.cuts[0], {}
@@ -305,10 +313,25 @@ def _fastest_cut(ways: Ways, way: Way, batch: RolloutBatch, plan: Plan) -> tuple
             run_step(policy, first[:1])
             seconds[cut] = timed(partial(run_step, policy, first), ways.run.device)
         except (torch.OutOfMemoryError, RatoonError) as error:
-            # With its frames it would hold the memory that was not enough.
+            # Its frames would keep the memory alive.
             failed = error.with_traceback(None)
         ways.clear()
     if failed is not None and not seconds:
         raise failed
     tried = {str(cut): seconds.get(cut) for cut in plan.cuts}
     return min(seconds, key=lambda cut: seconds[cut]), {"tried_seconds": tried}
+
+
+def drift(got_J: Tensor, other_J: Tensor) -> Row:
+    """Mean and largest absolute difference, and the mean of exp(d) - 1 - d with d = got - other.
+
+    The last is the k3 estimate of a KL divergence (Schulman, "Approximating KL divergence", 2020),
+    taking the tokens as samples of `other`. Neither side is the truth: both round to the model's
+    dtype.
+    """
+    d_J = got_J.double() - other_J.double()
+    return {
+        "mean_abs": float(d_J.abs().mean()),
+        "max_abs": float(d_J.abs().max()),
+        "k3": float((d_J.expm1() - d_J).mean()),
+    }

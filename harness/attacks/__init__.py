@@ -1,1 +1,1 @@
-"""Ways of callers to cost a service more than it is worth, for tests and benchmarks alike."""
+"""Attacks by hostile callers on the service's resources, for tests and benchmarks."""

@@ -1,6 +1,6 @@
-"""Attacks over HTTP by hand: no client library sends what these send.
+"""HTTP attacks written by hand, as no client library sends these bytes.
 
-Each opens a connection, does its worst and gives it back as it is then.
+Each opens a connection, attacks, and returns the connection as it is then.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ _PIECE_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """`source`: the address to come from; "" takes what there is."""
+    """`source`: the address to connect from; "" for any."""
 
     host: str
     port: int
     source: str = ""
 
     async def connect(self, *, receive_bytes: int | None = None) -> Connection:
-        """`receive_bytes`: of the kernel's buffer, so that what is not read soon fills it."""
+        """`receive_bytes`: size of the kernel's buffer; unread bytes soon fill a small one."""
         raw = socket.socket()
         raw.setblocking(False)
         if receive_bytes is not None:
@@ -34,7 +34,7 @@ class Target:
 
 
 class Connection:
-    """What is left of an attack."""
+    """The connection that an attack leaves."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
@@ -45,7 +45,7 @@ class Connection:
         await self.writer.drain()
 
     async def answer(self) -> int:
-        """The status of the next answer; its body is read where its length is said. 0: none."""
+        """Status of the next answer, 0 if none; its body is read if its length is given."""
         try:
             status = await self.reader.readline()
             length = 0
@@ -58,7 +58,7 @@ class Connection:
         return int(status.split()[1]) if status else 0
 
     async def seconds_until_end(self, within_s: float) -> float:
-        """How long it takes until the other end hangs up. Raises TimeoutError."""
+        """Seconds until the other end hangs up. Raises TimeoutError."""
         begin = time.monotonic()
         async with asyncio.timeout(within_s):
             try:
@@ -77,12 +77,12 @@ def head(method: str, path: str, *headers: str) -> bytes:
 
 
 async def silent(target: Target) -> Connection:
-    """A connection, and nothing else."""
+    """A connection that sends nothing."""
     return await target.connect()
 
 
 async def newline_after_answer(target: Target) -> Connection:
-    """Data, and no request."""
+    """A newline after an answer: data, but no request."""
     connection = await target.connect()
     await connection.send(head("GET", "/v1/health"))
     await connection.answer()
@@ -91,7 +91,7 @@ async def newline_after_answer(target: Target) -> Connection:
 
 
 async def byte_of_body_after_answer(target: Target) -> Connection:
-    """The rest of a request that is answered already, and never whole."""
+    """More of a request's body, never complete, after its answer."""
     connection = await target.connect()
     await connection.send(head("POST", "/nothing", "Content-Length: 1000"))
     await connection.answer()
@@ -110,7 +110,7 @@ async def stalled_reader(target: Target, path: str) -> Connection:
 async def stalled_reader_with_another(
     target: Target, path: str, pause_s: float = 0.1
 ) -> Connection:
-    """The same, and a second request behind it."""
+    """The same, with a second request behind it."""
     connection = await stalled_reader(target, path)
     await asyncio.sleep(pause_s)
     await connection.send(head("GET", "/v1/health"))
@@ -118,21 +118,21 @@ async def stalled_reader_with_another(
 
 
 async def many_at_once(target: Target, path: str, num_requests: int) -> Connection:
-    """So many requests in one piece, without waiting for answers."""
+    """Many requests in one write, without waiting for answers."""
     connection = await target.connect()
     await connection.send(head("GET", path) * num_requests)
     return connection
 
 
 async def endless_header(target: Target, max_bytes: int) -> int:
-    """One header that never ends; how many bytes of it were taken."""
+    """One endless header; returns the bytes of it that were taken."""
     connection = await target.connect()
     await connection.send(b"GET /v1/health HTTP/1.1\r\nHost: localhost\r\nX-Long: ")
     return await _pour(connection, b"x" * _PIECE_BYTES, max_bytes)
 
 
 async def endless_trailer(target: Target, path: str, max_bytes: int) -> int:
-    """A body whose trailer never ends."""
+    """A body with an endless trailer."""
     connection = await target.connect()
     await connection.send(head("POST", path, "Transfer-Encoding: chunked"))
     await connection.send(b"2\r\n{}\r\n0\r\nX-Long: ")
@@ -140,7 +140,7 @@ async def endless_trailer(target: Target, path: str, max_bytes: int) -> int:
 
 
 async def endless_body(target: Target, method: str, path: str, max_bytes: int) -> int:
-    """A chunked body where nobody reads one."""
+    """An endless chunked body where no handler reads one."""
     connection = await target.connect()
     await connection.send(head(method, path, "Transfer-Encoding: chunked"))
     piece = b"%x\r\n%s\r\n" % (_PIECE_BYTES, b" " * _PIECE_BYTES)
@@ -148,7 +148,7 @@ async def endless_body(target: Target, method: str, path: str, max_bytes: int) -
 
 
 async def withheld_body(target: Target, path: str, num_bytes: int) -> Connection:
-    """A body that is whole but for its last byte."""
+    """A body without its last byte."""
     connection = await target.connect()
     await connection.send(head("POST", path, f"Content-Length: {num_bytes}"))
     await _pour_open(connection, b" " * _PIECE_BYTES, num_bytes - 1)
@@ -162,7 +162,7 @@ async def _pour(connection: Connection, piece: bytes, max_bytes: int) -> int:
 
 
 async def _pour_open(connection: Connection, piece: bytes, max_bytes: int) -> int:
-    """Bytes that were sent before the other end hung up, or took nothing for a second."""
+    """Bytes sent until the other end hung up, or took nothing for a second."""
     sent = 0
     try:
         while sent < max_bytes:

@@ -1,7 +1,7 @@
-"""gRPC calls as no client library makes them: HTTP/2 by hand, messages that never end.
+"""gRPC attacks written by hand, as HTTP/2 with messages that no client library would send.
 
-Only loopback addresses are connected to, from another one than a good caller has, and every attack
-ends by itself.
+Connects only to loopback addresses, from another one than a good caller's; every attack ends by
+itself.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
 
 
 def header_block(rpc: str, more: Mapping[str, str] | None = None) -> bytes:
-    """The headers of a call, all literal."""
+    """The headers of a call, all as HPACK literals."""
     headers = {
         ":method": "POST",
         ":scheme": "http",
@@ -48,12 +48,12 @@ def _text(value: str) -> bytes:
 
 @dataclass(slots=True, kw_only=True)
 class Sent:
-    """What became of an attack so far."""
+    """Counts of an attack so far."""
 
     num_bytes: int = 0
     num_calls: int = 0
     num_connections: int = 0
-    # Streams that the other side has ended; connections that it has closed.
+    # Streams ended, and connections closed, by the other side.
     num_ended: int = 0
     num_closed: int = 0
     statuses: dict[str, int] = field(default_factory=dict[str, int])
@@ -75,8 +75,8 @@ async def withheld_messages(
 ) -> Sent:
     """One connection of calls whose message of `message_bytes` lacks its last byte.
 
-    As fast as flow control lets it, a stream that the other side ends is made anew, a connection
-    that it closes too; `sent` counts meanwhile.
+    It sends as fast as flow control allows, and replaces streams and connections that the other
+    side ends; `sent` counts meanwhile.
     """
     sent = Sent() if sent is None else sent
     clock = asyncio.get_running_loop().time
@@ -102,7 +102,7 @@ async def message_calls(
     source: str = "127.0.0.2",
     sent: Sent | None = None,
 ) -> Sent:
-    """One connection of calls with a whole message, so many at once, as often as they end."""
+    """One connection of calls with a complete message, each repeated as soon as it ends."""
     sent = Sent() if sent is None else sent
     clock = asyncio.get_running_loop().time
     ends_at = clock() + seconds
@@ -117,7 +117,7 @@ async def message_calls(
 
 
 class _Calls:
-    """One connection. `message` None: of zeros, and without its last byte."""
+    """One connection. `message` None: zeros, without the last byte."""
 
     def __init__(
         self,
@@ -132,11 +132,11 @@ class _Calls:
         self._num_streams = num_streams
         self._message_bytes = message_bytes
         self._message = message
-        # With its prefix.
+        # Including the message's prefix.
         self._most = message_bytes + (4 if message is None else 5)
         self._sent = sent
         self._window, self._initial = _INITIAL_WINDOW, _INITIAL_WINDOW
-        # Of each open stream: credit, and what is to be sent before the withheld byte.
+        # Per open stream: flow-control credit, and bytes to send before the withheld one.
         self._credit: dict[int, int] = {}
         self._left: dict[int, int] = {}
         self._next = 1
@@ -207,7 +207,7 @@ class _Calls:
             elif kind == RST_STREAM or (kind == HEADERS and flags & END_STREAM):
                 if self._credit.pop(stream, None) is not None:
                     self._sent.num_ended += 1
-                # What was ended is taken back, or it would count as open on our side.
+                # Reset what was ended, or it would count as open on our side.
                 if kind == HEADERS:
                     writer.write(frame(RST_STREAM, 0, stream, struct.pack(">I", 8)))
             elif kind == GOAWAY:

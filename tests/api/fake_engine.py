@@ -319,9 +319,23 @@ class FakeEngine:
         results = [operation.result for operation in self.operations.values()]
         return [result for result in results if isinstance(result, CheckpointInfo)]
 
-    async def weight_manifest(self, policy_id: str, version: int | None) -> WeightManifest:
-        policy = await self.get_policy(policy_id)
-        if version is not None and version > policy.version:
+    async def weight_manifest(
+        self,
+        policy_id: str,
+        version: int | None,
+        known_version: int | None = None,
+        wait_s: float = 0.0,
+    ) -> WeightManifest:
+        start = time.monotonic()
+        while True:
+            policy = await self.get_policy(policy_id)
+            is_there = (
+                policy.version != known_version if version is None else version <= policy.version
+            )
+            if is_there or time.monotonic() - start >= wait_s:
+                break
+            await asyncio.sleep(0.01)
+        if version is not None and not is_there:
             raise RatoonError(
                 ErrorCode.WEIGHTS_NOT_FOUND, f"version {version} is not kept", field="version"
             )
@@ -332,6 +346,14 @@ class FakeEngine:
             files=tuple(self._weight_files()),
             created_at=5.25,
         )
+
+    async def watch_weights(
+        self, policy_id: str, known_version: int | None
+    ) -> AsyncIterator[WeightManifest]:
+        while True:
+            newest = await self.weight_manifest(policy_id, None, known_version, 60.0)
+            yield newest
+            known_version = newest.version
 
     def _weight_files(self) -> list[WeightFile]:
         return [

@@ -18,6 +18,7 @@ from ratoon.api.http.edge_budget import SMALL_BODY_BYTES, EdgeBounds, EdgeBudget
 from tests.api.conftest import Api
 from tests.api.open_gate import OPEN_GATE
 from tests.api.served import served, target_at
+from tests.until import until
 
 MIB = 2**20
 BATCH = "/v1/policies/p/update"
@@ -218,7 +219,7 @@ async def test_what_is_fetched_is_told_by_the_path_alone() -> None:
     async with served(app, max_unsent_bytes=20 * MIB) as port:
         other = asyncio.create_task(_status(port, "/held?/files/"))
         first = asyncio.create_task(_status(port, FETCH.replace("files", "%66iles")))
-        await asyncio.sleep(0.2)
+        await until(lambda: len(app.paths) == 2)
         assert await _status(port, "/v1/health?/files/") == 200
         assert await _status(port, "/v1/files/files/files") == 200
         assert await _status(port, FETCH + "?offset=0&length=1") == 429

@@ -6,12 +6,14 @@ import asyncio
 
 import pytest
 
+from ratoon.engine.types import Operation
 from ratoon.metrics import MetricsTotals, Sample
 from ratoon_proto.v1 import service_pb2
 from ratoon_proto.v1.service_pb2_grpc import PolicyServiceStub
 from tests.api import requests
 from tests.api.conftest import Api
 from tests.api.wires import WireError
+from tests.until import until
 
 
 def _requests(api: Api) -> list[tuple[str, ...]]:
@@ -42,15 +44,23 @@ async def test_requests_are_counted_by_call_and_outcome(api: Api) -> None:
     ]
 
 
-async def test_a_caller_that_left_is_counted_as_such(api: Api) -> None:
+async def test_a_caller_that_left_is_counted_as_such(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await api.create_policy()
     api.engine.hold = True
     operation = await api.grpc.call("Update", requests.update())
+    asked, get_operation = asyncio.Event(), api.engine.get_operation
+
+    async def note(operation_id: str, wait_s: float) -> Operation:
+        asked.set()
+        return await get_operation(operation_id, wait_s)
+
+    monkeypatch.setattr(api.engine, "get_operation", note)
     stub = PolicyServiceStub(api.grpc.channel)
     poll = stub.GetOperation(
-        service_pb2.GetOperationRequest(operation_id=operation.operation_id, wait_s=1.0)
+        service_pb2.GetOperationRequest(operation_id=operation.operation_id, wait_s=30.0)
     )
-    await asyncio.sleep(0.1)
+    await asked.wait()
     poll.cancel()
-    await asyncio.sleep(0.1)
-    assert _requests(api)[-1] == ("grpc", "get_operation", "CANCELLED")
+    await until(lambda: _requests(api)[-1] == ("grpc", "get_operation", "CANCELLED"))

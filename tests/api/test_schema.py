@@ -233,7 +233,7 @@ def test_every_field_of_a_report_arrives() -> None:
         kind = str(field.type)
         if kind == "PhaseSeconds":
             values[field.name] = PhaseSeconds(
-                plan=1.0, forward=2.0, backward=3.0, optimizer=4.0, publish=5.0
+                plan=1.0, forward=2.0, backward=3.0, optimizer=4.0, publish=5.0, digest=6.0
             )
         elif kind.startswith("SelfCheckReport"):
             values[field.name] = SelfCheckReport(
@@ -259,7 +259,7 @@ def test_every_field_of_a_report_arrives() -> None:
     message = write(training_pb2.StepReport(), StepReport(**values))
     for name, value in values.items():
         if name == "seconds":
-            assert (message.seconds.plan, message.seconds.publish) == (1.0, 5.0)
+            assert (message.seconds.plan, message.seconds.digest) == (1.0, 6.0)
         elif name == "self_check":
             for part in fields(SelfCheckReport):
                 if part.name == "worst_parameter_difference":

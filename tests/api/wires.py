@@ -48,6 +48,7 @@ ROUTES = {
 # Elsewhere on HTTP, by their own means: server-sent events, bytes with a digest header.
 OTHER_ROUTES = {
     "WatchOperation": ("GET", "/v1/operations/{operation_id}/events"),
+    "WatchWeights": ("GET", "/v1/policies/{policy_id}/weights/events"),
     "FetchWeights": ("GET", "/v1/policies/{policy_id}/files/{digest}"),
 }
 HTTP_ALONE = {
@@ -55,9 +56,7 @@ HTTP_ALONE = {
     ("GET", "/v1/policies/{policy_id}/weights/{version}/files/{name}"),
     ("GET", "/metrics"),
 }
-NOT_BUILT = (
-    "WatchWeights", "AckWeights", "ImportWeights", "GetGradientManifest", "FetchGradients"
-)  # fmt: skip
+NOT_BUILT = ("AckWeights", "ImportWeights", "GetGradientManifest", "FetchGradients")
 
 
 def rpc_call(rpc: str) -> str:

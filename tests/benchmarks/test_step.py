@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from dataclasses import replace
@@ -13,24 +14,30 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.common import timing as step_timing
 from benchmarks.common.forests import build
 from benchmarks.step import main as step
-from benchmarks.step import timing as step_timing
 from benchmarks.step import varlen as step_varlen
 from benchmarks.step import ways as step_ways
-from benchmarks.step.result import add_case, empty_payload, joined_result, merged_payload
-from benchmarks.step.rollouts import (
+from benchmarks.step.main import add_case, empty_payload, joined_result, merged_payload
+from benchmarks.step.run import FULL, SMALL, Run
+from benchmarks.step.subjects import Way, build_module, compared_values, open_policy
+from benchmarks.step.ways import drift
+from benchmarks.step.workload import (
+    QWEN3_1_7B,
+    QWEN3_8B,
+    TINY,
     Group,
+    StepWork,
     make_batch,
+    mfu,
     packed_batch,
     packed_work,
     replicated_batches,
     replicated_work,
+    step_flops,
     upload,
 )
-from benchmarks.step.run import FULL, SMALL, Run
-from benchmarks.step.sizes import QWEN3_1_7B, QWEN3_8B, TINY, StepWork, mfu, step_flops
-from benchmarks.step.subjects import Way, build_module, compared_values, open_policy
 from harness import gpu_results
 from ratoon.engine.cluster.gpu_environment import GPU_ENVIRONMENT
 from ratoon.train.report import flops
@@ -298,3 +305,16 @@ def test_unknown_cases_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         step.main(["--draft", "--device", "cpu", "--only", "paper", "--cases", "1x1"])
     assert "12x4" in capsys.readouterr().err
+
+
+def test_drift_is_that_of_two_distributions() -> None:
+    """Tokens drawn from `other` in their true shares: the estimate is the divergence itself."""
+    other, got = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.25, 0.5, 0.25])
+    tokens = torch.tensor([0, 0, 1, 2])
+    found = drift(got.log()[tokens], other.log()[tokens])
+    assert found["max_abs"] == pytest.approx(math.log(2))
+    assert found["mean_abs"] == pytest.approx(0.75 * math.log(2))
+    divergence = float((other * (other.log() - got.log())).sum())
+    assert found["k3"] == pytest.approx(divergence)
+    same = drift(other.log(), other.log())
+    assert set(same.values()) == {0.0}

@@ -11,25 +11,24 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.step import comparisons as step_comparisons
 from benchmarks.step import costs as step_costs
-from benchmarks.step import crossover as step_crossover
 from benchmarks.step import ways as step_ways
-from benchmarks.step.cost_tables import costs as costs_table
-from benchmarks.step.cost_tables import crossover as crossover_table
-from benchmarks.step.costs import parts_of, plan_of
-from benchmarks.step.costs_fit import (
+from benchmarks.step.comparisons import CROSSOVER
+from benchmarks.step.costs import (
     fit_rates,
     fitted_rows,
     is_launch_bound,
+    parts_of,
+    plan_of,
     predicted_s,
     worst_error,
 )
-from benchmarks.step.result import SECTIONS
-from benchmarks.step.rollouts import CutGroup, Group, make_batch
-from benchmarks.step.rows import by_case, planned_speedup
+from benchmarks.step.main import SECTIONS
+from benchmarks.step.rows import Target, by_case, planned_speedup, targets
 from benchmarks.step.run import FULL, SMALL, Run
-from benchmarks.step.sizes import QWEN3_8B, TINY
-from benchmarks.step.targets import Target, targets
+from benchmarks.step.tables import cost_table, crossover_table
+from benchmarks.step.workload import QWEN3_8B, TINY, CutGroup, Group, make_batch
 from ratoon.model.activation_plan import DecoderSizes
 from ratoon.model.device_costs import H200_RATES, DeviceRates, device_costs
 from ratoon.rollout.costs import Work
@@ -190,7 +189,7 @@ def _cost_targets(rows: list[dict[str, Any]]) -> list[Target]:
 
 
 def test_costs_show_rates_that_fit_and_rates_in_use() -> None:
-    table = costs_table(_measured(RATES))
+    table = cost_table(_measured(RATES))
     assert [row[0] for row in table.rows][-2:] == ["medium", "tiny*"]
     ratio = predicted_s(_measured(RATES)[0], H200_RATES) / _measured(RATES)[0]["seconds"]
     assert table.rows[0][-1] == f"{ratio:.3f}"
@@ -203,7 +202,7 @@ def test_costs_show_rates_that_fit_and_rates_in_use() -> None:
 
 
 def test_crossover_has_the_cost_models_word_beside_the_clocks() -> None:
-    found = _rows(step_crossover, "2x4", "32x4")
+    found = _rows(CROSSOVER, "2x4", "32x4")
     few, many = (found[case][0] for case in ("2x4", "32x4"))
     assert 1 < few["predicted_speedup"] < many["predicted_speedup"]
     for rows in found.values():
@@ -213,7 +212,7 @@ def test_crossover_has_the_cost_models_word_beside_the_clocks() -> None:
             assert row["seconds"] == statistics.median(row["samples"])
         assert len(rows[0]["samples"]) == len(rows[1]["samples"]) >= 2
     # One response is right behind the prompt of 32, the three others pay for the fork.
-    costs = step_crossover.costs_of(TINY)
+    costs = step_comparisons.costs_of(TINY)
     packed = Work(tokens=32 + 4 * 8, pairs=33 * 16 + 4 * (8 * 32 + 36), rows=29)
     expected = costs.packed(packed) + costs.pair * costs.fork * 3 * 8
     assert many["predicted_packed_s"] == pytest.approx(expected)
@@ -232,7 +231,7 @@ def test_ways_are_timed_in_turns_each_first_as_often(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(step_ways, "timed", timed)
     monkeypatch.setattr(step_ways, "MAX_ROUNDS", 4)
-    (rows,) = _rows(step_crossover, "32x4").values()
+    (rows,) = _rows(CROSSOVER, "32x4").values()
     shared, alone = 32 + 4 * 8, 4 * 40
     assert turns == [shared, alone, alone, shared] * 2
     assert [row["samples"] for row in rows] == [[1, 4, 5, 8], [2, 3, 6, 7]]
@@ -242,9 +241,9 @@ def test_ways_are_timed_in_turns_each_first_as_often(monkeypatch: pytest.MonkeyP
 
 
 def test_crossover_says_where_the_planner_shares_no_more() -> None:
-    costs = step_crossover.costs_of(QWEN3_8B)
+    costs = step_comparisons.costs_of(QWEN3_8B)
     found = {
-        prompt: step_crossover.predicted(
+        prompt: step_comparisons.predicted(
             costs, make_batch((Group(prompt=prompt, responses=(2048,) * 4),), 1000, 0)
         )
         for prompt in (8, 64)
@@ -258,9 +257,9 @@ def test_crossover_says_where_the_planner_shares_no_more() -> None:
 
 def test_full_crossover_has_cases_on_both_sides_of_the_gate() -> None:
     counts, prompts, length = FULL.crossover
-    costs = step_crossover.costs_of(FULL.crossover_model)
+    costs = step_comparisons.costs_of(FULL.crossover_model)
     shared = {
-        prompt: step_crossover.predicted(
+        prompt: step_comparisons.predicted(
             costs, make_batch((Group(prompt=prompt, responses=(length,) * counts[0]),), 151_936, 0)
         )["is_shared"]
         for prompt in (*prompts[:2], prompts[4])

@@ -11,16 +11,17 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from benchmarks.step import profiles as step_profile
-from benchmarks.step.kernels import (
+from benchmarks.step.profiles import (
     Kernel,
     Kind,
+    ProfiledStep,
     busy_us,
+    gap_share,
     kinds_of,
     longest_gap_us,
     longest_kernels,
     milliseconds_by_kind,
 )
-from benchmarks.step.profiles import ProfiledStep, gap_share
 from benchmarks.step.run import SMALL, Run
 
 pytestmark = pytest.mark.more

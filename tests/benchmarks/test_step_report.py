@@ -11,16 +11,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.step.main import missing_cases
-from benchmarks.step.plot import color_of, plot
-from benchmarks.step.report import BEGIN, END, format_tables, write_markdown
-from benchmarks.step.result import SECTIONS
-from benchmarks.step.rollouts import make_batch, packed_batch, packed_work, replicated_work
-from benchmarks.step.rows import by_case, replicated_of, speedup
+from benchmarks.step.main import SECTIONS, missing_cases
+from benchmarks.step.report import BEGIN, END, color_of, format_tables, plot, write_markdown
+from benchmarks.step.rows import by_case, replicated_of, speedup, targets
 from benchmarks.step.run import FULL
-from benchmarks.step.sizes import mfu
 from benchmarks.step.tables import tables
-from benchmarks.step.targets import targets
+from benchmarks.step.workload import make_batch, mfu, packed_batch, packed_work, replicated_work
 from harness.gpu_results import RESULTS, ROOT
 
 pytestmark = pytest.mark.more

@@ -10,28 +10,36 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.step import layer as step_layer
+from benchmarks.step import comparisons as step_comparisons
 from benchmarks.step import memory as step_memory
-from benchmarks.step import memory_plan as step_memory_plan
 from benchmarks.step import subjects as step_subjects
 from benchmarks.step import updates as step_updates
-from benchmarks.step.main import MEASURES
-from benchmarks.step.memory_plan import MemoryPlan, keep_each_kind, keep_the_least, keep_what_fits
-from benchmarks.step.result import SECTIONS
-from benchmarks.step.rollouts import (
+from benchmarks.step.comparisons import TABLE2
+from benchmarks.step.main import SECTIONS
+from benchmarks.step.run import FULL, SMALL, Run
+from benchmarks.step.subjects import (
+    MemoryPlan,
+    Way,
+    keep_each_kind,
+    keep_the_least,
+    keep_what_fits,
+    run_step,
+)
+from benchmarks.step.tables import layers_kept
+from benchmarks.step.ways import Plan, Ways, compare_ways, load_packed, memory_figures
+from benchmarks.step.workload import (
+    TINY,
     Group,
     SeededBatch,
+    StepWork,
     make_batch,
+    mfu,
     packed_batch,
     packed_work,
+    step_flops,
     upload,
     waves,
 )
-from benchmarks.step.rows import layers_kept
-from benchmarks.step.run import FULL, SMALL, Run
-from benchmarks.step.sizes import TINY, StepWork, mfu, step_flops
-from benchmarks.step.subjects import Way, run_step
-from benchmarks.step.ways import Plan, Ways, compare_ways, load_packed, memory_figures
 from ratoon.errors import RatoonError
 from ratoon.model.activation_plan import Kept, peak_bytes
 from ratoon.model.stage_plan import HeldTokens, StreamTokens
@@ -51,12 +59,8 @@ def _rows(section: Any, *wanted: str) -> dict[str, list[dict[str, Any]]]:
     return dict(section.measure(_run(), list(wanted) or section.cases(SMALL)))
 
 
-def test_sections_are_those_of_a_result() -> None:
-    assert tuple(MEASURES) == SECTIONS
-
-
 def test_full_cases_are_the_ones_to_be_measured() -> None:
-    cases = {name: section.cases(FULL) for name, section in MEASURES.items()}
+    cases = {name: section.cases(FULL) for name, section in SECTIONS.items()}
     assert cases["paper"] == ["5059x32"]
     assert cases["table2"] == [
         *("5059x32", "8192x16", "16384x8", "32768x4", "65536x4", "131072x8"),
@@ -74,7 +78,7 @@ def test_full_cases_are_the_ones_to_be_measured() -> None:
 
 
 def test_one_layer_is_compared_by_hidden_gradients_and_weights() -> None:
-    found = _rows(step_layer)
+    found = _rows(TABLE2)
     assert list(found) == ["12x4", "20x2"]
     for rows in found.values():
         ours, replicated = rows
@@ -94,7 +98,7 @@ def _unshared_pairs(responses: tuple[int, ...]) -> int:
 
 def test_a_layer_that_shares_wrongly_has_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients of the output that are not the owners' alone count shared tokens twice."""
-    honest = step_layer._load
+    honest = step_comparisons._load
 
     def doubled(*arguments: Any) -> Any:
         parts = honest(*arguments)
@@ -102,8 +106,8 @@ def test_a_layer_that_shares_wrongly_has_no_figures(monkeypatch: pytest.MonkeyPa
             return parts
         return [replace(part, dout_TD=arguments[4][part.source_T]) for part in parts]
 
-    monkeypatch.setattr(step_layer, "_load", doubled)
-    (rows,) = _rows(step_layer, "12x4").values()
+    monkeypatch.setattr(step_comparisons, "_load", doubled)
+    (rows,) = _rows(TABLE2, "12x4").values()
     assert "hidden" in rows[0]["error"]
 
 
@@ -168,14 +172,14 @@ def _held(tokens: int) -> list[HeldTokens]:
 def test_what_is_kept_follows_from_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = Ways(_run(), TINY).policy(SMALL.ours)
     assert keep_what_fits(policy, _held(100), gradients_stay=False, host_bytes=0) is None
-    monkeypatch.setattr(step_memory_plan, "activation_bytes", lambda _device: 4_000_000)
+    monkeypatch.setattr(step_subjects, "activation_bytes", lambda _device: 4_000_000)
     rich = keep_what_fits(policy, _held(100), gradients_stay=False, host_bytes=0)
     assert rich is not None
     assert rich.layers == {"products": TINY.num_layers}
     gradients = sum(p.numel() * 4 for p in policy.named_trainable().values())
     # Just enough, so that gradients which stay are too much.
     enough = rich.predicted_bytes
-    monkeypatch.setattr(step_memory_plan, "activation_bytes", lambda _device: enough)
+    monkeypatch.setattr(step_subjects, "activation_bytes", lambda _device: enough)
     assert keep_what_fits(policy, _held(100), gradients_stay=False, host_bytes=0) == rich
     poor = keep_what_fits(policy, _held(100), gradients_stay=True, host_bytes=0)
     assert poor != rich

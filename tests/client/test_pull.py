@@ -23,7 +23,14 @@ from ratoon_client import (
 from ratoon_client.weights.checks import MANIFEST_NAME
 from ratoon_client.weights.partial import PartialFile
 from tests.client.conftest import serving
-from tests.client.fake_service import CHUNK_BYTES, FakePolicy, FakeService, LostAnswerError
+from tests.client.fake_service import (
+    CHUNK_BYTES,
+    FakePolicy,
+    FakeService,
+    Fault,
+    LostAnswerError,
+    RefusalError,
+)
 
 CONFIG_JSON = b'{"model_type": "llama"}'
 NUM_CHUNKS = 10
@@ -345,6 +352,28 @@ def test_a_name_that_leads_elsewhere_is_refused(
         client.pull_weights("p", root)
     assert {path.name for path in root.iterdir()} == {".lock"}
     assert not (root.parent / "evil").exists()
+
+
+def test_versions_are_watched_through_lost_answers(service: FakeService, client: RatoonClient):
+    service.publish(4, {"a": b"1"})
+    service.faults = [
+        Fault(name="GetWeightManifest", error=LostAnswerError()),
+        Fault(name="GetWeightManifest", error=RefusalError("WEIGHTS_NOT_FOUND", field="version")),
+    ]
+    versions: list[int] = []
+    for newest in client.watch_weights("p", known_version=3):
+        versions.append(newest.version)
+        if newest.version == 7:
+            break
+        # Who is slow gets the newest alone.
+        for version in (newest.version + 1, newest.version + 2, newest.version + 3):
+            service.publish(version, {"a": b"1"})
+    assert versions == [4, 7]
+
+
+def test_a_watch_ends_with_its_policy(client: RatoonClient):
+    with pytest.raises(RatoonApiError, match="POLICY_NOT_FOUND"):
+        next(client.watch_weights("nobody"))
 
 
 def test_a_single_chunk_is_fetched_and_verified(service: FakeService, client: RatoonClient):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,16 @@ def test_weights_are_pulled_and_listed(service: FakeService, ctl: Ctl, tmp_path:
     (manifest,) = ctl.json("weights", "manifest", "p", "--version", "3")
     assert [file["name"] for file in manifest["files"]] == ["model.safetensors", "config.json"]
     assert ctl("weights", "pull", "p", str(tmp_path / "w"), "--version", "9")[0] == 1
+
+
+def test_weights_are_watched(service: FakeService, ctl: Ctl):
+    """Until the policy is gone, which is an error as any other."""
+    service.publish(3, {"model.safetensors": b"abc" * 100})
+    threading.Timer(0.3, service.policies.clear).start()
+    status, out, error = ctl("weights", "watch", "p")
+    assert status == 1
+    assert "300" in out
+    assert "POLICY_NOT_FOUND" in error
 
 
 def test_checkpoints_are_saved_loaded_and_listed(service: FakeService, ctl: Ctl):

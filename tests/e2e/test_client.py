@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -84,7 +85,7 @@ def batch() -> list[Group]:
 
 def untimed(report: StepReport) -> StepReport:
     """Without what depends on the clock and the machine's memory."""
-    nothing = PhaseSeconds(plan=0, forward=0, backward=0, optimizer=0, publish=0)
+    nothing = PhaseSeconds(plan=0, forward=0, backward=0, optimizer=0, publish=0, digest=0)
     self_check = report.self_check
     return replace(
         report,
@@ -149,6 +150,20 @@ def test_training_does_not_depend_on_the_wire(
         latest = tmp_path / name / "latest"
         for file, digest in gateway["weights"].items():
             assert xxhash.xxh3_128_hexdigest((latest / file).read_bytes()) == digest
+
+
+def test_versions_are_watched_over_every_wire_as_they_are_published(
+    clients: dict[str, RatoonClient], policies: dict[str, str]
+):
+    policy_id = policies["http"]
+    watches = [clients[name].watch_weights(policy_id) for name in WIRES]
+    (newest,) = {next(watch).version for watch in watches}
+    with ThreadPoolExecutor(len(watches)) as threads:
+        upcoming = [threads.submit(next, watch) for watch in watches]
+        step = clients["http"].policy(policy_id).update(batch(), loss=Loss("grpo"), optim=OPTIM)
+        version = step.result().version
+        assert version > newest
+        assert {manifest.result().version for manifest in upcoming} == {version}
 
 
 @pytest.mark.parametrize("name", [*WIRES, "parts"])

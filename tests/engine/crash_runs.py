@@ -133,7 +133,7 @@ class Survivor:
         while is_first or self._is_dead(hits):
             self._num_seen = len(hits)
             if not is_first and self.loses_worker:
-                self.machine.worker.is_dead = True
+                await self.machine.worker.kill()
             try:
                 if is_first:
                     await self.machine.start()

@@ -213,10 +213,12 @@ class Machine:
         return await self.submit(seq, optim_step(*include_seqs), 0)
 
     async def end(self, operation: Operation) -> Operation:
-        """The operation once it has ended."""
-        ended = await self.controller.get_operation(operation.operation_id, PATIENCE_S)
-        assert ended.state.is_final, ended
-        return ended
+        """The operation once it has ended; while a controller recovers, answers come early."""
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                ended = await self.controller.get_operation(operation.operation_id, PATIENCE_S)
+                if ended.state.is_final:
+                    return ended
 
     @property
     def weights(self) -> list[tuple[list[float], float]]:

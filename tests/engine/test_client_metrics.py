@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -13,6 +12,7 @@ from ratoon.engine import client as module
 from ratoon.engine.client import EngineClient
 from ratoon.engine.settings import EngineSettings
 from ratoon.metrics import REQUESTS, Change
+from tests.until import until
 
 
 class Sink:
@@ -32,8 +32,6 @@ async def test_changes_of_many_requests_are_sent_together(monkeypatch: pytest.Mo
     for change in changes:
         client.record_metrics([change])
     assert sink.sent == []
-    await asyncio.sleep(0.1)
-    assert sink.sent == [changes]
+    await until(lambda: sink.sent == [changes])
     client.record_metrics(changes[:1])
-    await asyncio.sleep(0.1)
-    assert sink.sent == [changes, changes[:1]]
+    await until(lambda: sink.sent == [changes, changes[:1]])

@@ -115,7 +115,7 @@ def test_a_value_comes_back_equal(value: object) -> None:
 
 
 def test_a_class_without_a_tag_is_neither_written_nor_built() -> None:
-    with pytest.raises(KeyError):
+    with pytest.raises(TypeError, match="SeqKey'> has no tag"):
         to_text(SeqKey(seq=1))
     for tag in ("Popen", "EmptyResult"):
         with pytest.raises(ValueError, match="no such tag"):

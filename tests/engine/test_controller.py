@@ -34,6 +34,7 @@ from tests.engine.harness import (
     started,
     update,
 )
+from tests.until import until
 
 
 async def test_arrival_order_2_3_4_1_gives_the_weights_of_1_2_3_4(machine: Machine) -> None:
@@ -84,8 +85,7 @@ async def test_the_caller_that_goes_away_does_not_stop_the_update(machine: Machi
         await machine.controller.get_operation(operation.operation_id, 30.0)
 
     task = asyncio.create_task(caller())
-    await asyncio.sleep(0.1)
-    assert machine.run.ledger.num_open == 1
+    await until(lambda: machine.run.ledger.num_open == 1)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -305,6 +305,7 @@ def test_killed_processes_come_back_at_the_checkpoint(engine: Engine) -> None:
     engine.run(main)
 
 
+@pytest.mark.more
 def test_kills_at_crash_points_change_nothing_of_a_policy_that_replays(engine: Engine) -> None:
     """Every process but the ingress, whose caller this is; beside a policy that nothing happens to.
 

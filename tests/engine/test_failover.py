@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,6 +38,7 @@ async def insist(machine: Machine, seq: int, number: float) -> Operation:
             return await machine.end(await machine.update(seq, number))
         except RatoonError as error:
             assert error.retryable or error.code is ErrorCode.OPERATION_NOT_FOUND, error
+        await asyncio.sleep(0.005)
 
 
 @pytest.mark.more

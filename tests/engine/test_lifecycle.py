@@ -197,8 +197,7 @@ async def test_a_new_engine_finishes_what_the_old_one_acknowledged(town: Town) -
     await town.lifecycle.recover()
     ended = await town.end(created)
     assert ended.state is OperationState.DONE
-    await asyncio.sleep(0.05)
-    assert town.fleet.running == {"a", "b"}
+    await until(lambda: town.fleet.running == {"a", "b"})
 
 
 async def test_a_policy_that_does_not_come_back_is_failed_and_has_no_worker(town: Town) -> None:
@@ -267,8 +266,7 @@ async def test_a_database_that_is_away_is_waited_for(
     town.fleet.running.clear()
     town.lifecycle = town.new()
     await town.lifecycle.recover()
-    await asyncio.sleep(0.05)
-    assert town.fleet.running == {"a"}
+    await until(lambda: town.fleet.running == {"a"})
 
 
 async def test_an_unknown_operation_is_not_found(town: Town) -> None:
@@ -355,8 +353,7 @@ async def test_a_policy_comes_back_once_a_full_disk_has_room(
     monkeypatch.setattr(town.fleet.fenced, "acquire", acquire_with_room)
     town.lifecycle = town.new()
     await town.lifecycle.recover()
-    await asyncio.sleep(0.2)
-    assert (refused, town.fleet.running) == (3, {"a"})
+    await until(lambda: (refused, town.fleet.running) == (3, {"a"}))
     assert (await town.lifecycle.policy("a")).state is PolicyState.READY
 
 

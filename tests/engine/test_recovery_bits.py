@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import pickle
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,9 +23,18 @@ from ratoon.engine.types import (
     StepResult,
     Submission,
 )
+from ratoon.engine.worker.tasks import WorkerStatus
 from ratoon.engine.worker.worker import WorkerCore
+from ratoon.rollout.raw import RawGroup
 from ratoon.rollout.serial import batch_to_bytes
 from ratoon.stream.files import digest_file
+from ratoon.train.config import (
+    LossKind,
+    LossRequest,
+    OptimRequest,
+    Staleness,
+    StalenessAction,
+)
 from ratoon.train.trainer import Trainer
 from tests import builders
 from tests.engine.harness import Machine, forward_backward, optim_step, policy_spec, save, update
@@ -59,13 +71,19 @@ class Drive:
             folder, spec, LimitsConfig(), make_worker=TrainingWorker, checkpoints=KEEP_ONE
         )
 
-    async def run(self, command: Command) -> Operation:
-        """The next operation, to its end."""
+    async def run(self, command: Command, versions: tuple[tuple[int, int], ...] = ()) -> Operation:
+        """The next operation, to its end. `versions`: of its first rollout's tokens."""
         self.seq += 1
         body = b""
         if hasattr(command, "body_digest"):
             rng = np.random.default_rng(self.seq)
-            groups = builders.random_groups(rng, num_groups=1, kinds=("flat",))
+            groups = builders.random_groups(
+                rng,
+                num_groups=1,
+                kinds=("flat",),
+                policy_version=versions[-1][1] if versions else None,
+            )
+            groups = [_sampled_across(group, versions) for group in groups]
             body = batch_to_bytes(builders.validate_groups(groups, builders.limits()))
             digest = hashlib.sha256(body).hexdigest()
             command = replace(command, body_digest=digest)  # pyright: ignore[reportCallIssue]
@@ -78,7 +96,7 @@ class Drive:
 
     async def kill(self) -> None:
         """Worker and controller."""
-        self.machine.worker.is_dead = True
+        await self.machine.worker.kill()
         await self.machine.restart_controller()
 
     def bits(self) -> Bits:
@@ -89,6 +107,14 @@ class Drive:
             version=version,
             weights=digest_file(paths.weights / f"{version:08d}" / "model.safetensors"),
         )
+
+
+def _sampled_across(group: RawGroup, versions: tuple[tuple[int, int], ...]) -> RawGroup:
+    """The same with a first rollout whose tokens are of several versions."""
+    first, *others = group.rollouts
+    if versions:
+        first = replace(first, policy_version=None, version_spans=versions)
+    return replace(group, rollouts=(first, *others))
 
 
 async def window_of_six(folder: Path, *, is_killed: bool) -> Bits:
@@ -125,3 +151,58 @@ def test_a_window_across_a_checkpoint_and_a_kill_has_the_undisturbed_bits(tmp_pa
     assert killed == whole
     assert whole.version == 3
     assert len(set(whole.journaled)) == 3, "one for each step"
+
+
+async def steps_that_say_more(folder: Path, *, is_killed: bool, beta1: float = 0.5) -> Bits:
+    """Two updates with betas of their own, of which the second drops what is a version old."""
+    drive = Drive(folder)
+    machine = await drive.machine.start()
+    optim = OptimRequest(learning_rate=0.5, beta1=beta1, beta2=0.75, eps=1e-3)
+    await drive.run(update(0, optim=optim))
+    fresh = LossRequest(
+        kind=LossKind.GRPO, staleness=Staleness(max_versions=0, action=StalenessAction.DROP)
+    )
+    stepped = await drive.run(update(0, optim=optim, loss=fresh), versions=((0, 0), (1, 1)))
+    assert isinstance(stepped.result, StepResult)
+    assert stepped.result.report.dropped_stale == 1
+    if is_killed:
+        await drive.kill()
+    await drive.run(update(0))
+    bits = drive.bits()
+    await machine.controller.close(1.0)
+    return bits
+
+
+def test_what_a_step_says_of_optimizer_and_versions_is_replayed(tmp_path: Path) -> None:
+    for name in ("whole", "killed", "other"):
+        (tmp_path / name).mkdir()
+    whole = asyncio.run(steps_that_say_more(tmp_path / "whole", is_killed=False))
+    killed = asyncio.run(steps_that_say_more(tmp_path / "killed", is_killed=True))
+    other = asyncio.run(steps_that_say_more(tmp_path / "other", is_killed=False, beta1=0.9))
+    assert killed == whole
+    assert len({*whole.journaled, *other.journaled}) == 6
+
+
+def test_what_a_worker_answers_is_read_without_torch(tmp_path: Path) -> None:
+    """One string of torch's own class would have the engine import torch."""
+
+    async def main() -> WorkerStatus:
+        drive = Drive(tmp_path)
+        machine = await drive.machine.start()
+        ended = await drive.run(update(0))
+        assert isinstance(ended.result, StepResult)
+        assert ended.result.report.seconds.digest > 0
+        status = machine.worker.core.status()
+        await machine.controller.close(1.0)
+        return status
+
+    status = asyncio.run(main())
+    assert status.numerics
+    assert status.last_outcome is not None
+    (tmp_path / "status").write_bytes(pickle.dumps(status))
+    script = (
+        "import pathlib, pickle, sys; pickle.loads(pathlib.Path(sys.argv[1]).read_bytes()); "
+        "assert not {'torch', 'transformers'} & sys.modules.keys()"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "status")]
+    subprocess.run(command, check=True, timeout=120)

@@ -14,7 +14,8 @@ from unittest import mock
 
 from ratoon.engine.journal import fenced
 from ratoon.engine.journal.records import JournalState, OperationEnd, OperationRecord
-from ratoon.engine.journal.rows import select_policy
+from ratoon.engine.journal.sealed import lock_row
+from ratoon.engine.journal.tables import POLICIES
 from ratoon.engine.policy.admission import Admission
 from ratoon.engine.policy.executor import Executor
 from ratoon.engine.types import StepResult, UpdateCommand
@@ -50,7 +51,7 @@ def no_fencing() -> None:
     """Tokens are given and not looked at."""
 
     def fence(connection: Any, policy_id: str, _token: int) -> Any:
-        return select_policy(connection, policy_id)
+        return lock_row(connection, POLICIES, policy_id)
 
     def let_in(self: WorkerCore, token: int) -> None:
         self._token = max(token, self._token)

@@ -226,7 +226,7 @@ def _load_text(load: LoadResult | None) -> str:
     if load is None:
         return "none"
     return (
-        f"{load.operations} operations, GetOperation p99 {1000 * load.p99_s:.0f} ms beside other "
-        f"programs' {load.others:.0%}, memory {load.pss_growth:+.1%}, "
-        f"descriptors {load.more_descriptors:+.1f}"
+        f"{load.operations} operations, GetOperation p99 {1000 * load.p99_s:.0f} ms (of the "
+        f"{load.quiet:.0%} of the time without busy programs beside), memory "
+        f"{load.pss_growth:+.1%}, descriptors {load.more_descriptors:+.1f}"
     )

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.stream import versions
+from ratoon.stream import files, versions
 from ratoon.stream.manifest import WeightFile, WeightKind, WeightManifest
 from ratoon.stream.versions import (
     file_path,
@@ -65,6 +65,28 @@ def test_publish_again_returns_the_first_and_writes_nothing(tmp_path: Path) -> N
     second = publish(tmp_path, 1, {"a": b"two"})
     assert second == first
     assert (version_folder(tmp_path, 1) / "a").read_bytes() == b"one"
+
+
+@pytest.mark.parametrize("data", [b"same", b"other"])
+def test_publish_beside_a_replaced_writer_takes_the_same_files_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes
+) -> None:
+    real = files.rename_folder
+    monkeypatch.setattr(versions, "remove_leftovers", lambda _root: None)
+
+    def race(source: Path, target: Path) -> None:
+        monkeypatch.setattr(versions, "rename_folder", real)
+        assert publish(tmp_path, 1, {"a": data}).version == 1
+        real(source, target)
+
+    monkeypatch.setattr(versions, "rename_folder", race)
+    if data == b"same":
+        assert publish(tmp_path, 1, {"a": b"same"}) == read_manifest(tmp_path, 1)
+    else:
+        with pytest.raises(FileExistsError, match="File exists"):
+            publish(tmp_path, 1, {"a": b"same"})
+    assert [path.name for path in tmp_path.iterdir()] == ["00000001"]
+    assert (version_folder(tmp_path, 1) / "a").read_bytes() == data
 
 
 def test_publish_of_another_policy_or_kind_is_refused(tmp_path: Path) -> None:

@@ -7,21 +7,27 @@ from dataclasses import replace
 
 import pytest
 import torch
-import xxhash
 from torch import Tensor, nn
 
 from ratoon.model.spec import FolderBase, ModelDtype
 from ratoon.train.config import OptimizerStates
+from ratoon.train.optim import digest
 from ratoon.train.optim.adamw import OptimizerState
 from ratoon.train.optim.choice import make_optimizer
-from ratoon.train.optim.digest import StateDigest, digest_text, part_key, part_sums
+from ratoon.train.optim.digest import (
+    BLOCK,
+    StateDigest,
+    device_sums,
+    digest_text,
+    host_sums,
+    odd_words,
+)
 from ratoon.train.trainer import Trainer
 from tests.train.optimizer_runs import CONFIG, make_gradients, make_parameters, optim_step
 from tests.train.trainer_runs import make_batch, make_loss, make_step, make_trainer
 
 _CPU = torch.device("cpu")
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_MASK = (1 << 64) - 1
 
 
 def _state(kind: OptimizerStates, dtype: torch.dtype = torch.bfloat16) -> OptimizerState:
@@ -85,9 +91,11 @@ def test_digest_knows_places_and_names() -> None:
 
 
 def test_equal_tensors_of_two_names_are_not_interchangeable() -> None:
-    """A tensor's name is in the hash of each of its elements: no two of them cancel or pair."""
-    tensors = (torch.arange(10), torch.arange(10))
-    one, two = part_sums(tensors, part_key(0, ("a", "b"))).tolist()
+    """A tensor's name is in the multiplier of each of its elements: no two of them cancel or
+    pair."""
+    words = torch.arange(10, dtype=torch.int32)
+    blocks = torch.stack([odd_words("a", 1), odd_words("b", 1)])
+    one, two = host_sums((words, words), odd_words("place", BLOCK), blocks).tolist()
     assert one != two
 
 
@@ -114,40 +122,43 @@ def test_digest_is_that_of_the_bits(kind: OptimizerStates) -> None:
     assert len(nans) == 3
 
 
-def test_sums_of_shards_add_up_to_those_of_the_whole() -> None:
-    tensor = torch.randn(1000).view(torch.int32)
-    whole = part_sums((tensor,), part_key(0, ("a",)))
-    for cuts in ([1, 999], [300, 256, 444]):
-        start, total = 0, torch.zeros_like(whole)
-        for part in tensor.split(cuts):
-            total += part_sums((part,), part_key(start, ("a",)))
-            start += len(part)
-        assert torch.equal(total, whole)
-    wrong = part_sums((tensor[:1],), part_key(0, ("a",))) + part_sums(
-        (tensor[1:],), part_key(2, ("a",))
-    )
-    assert not torch.equal(wrong, whole)
-
-
-def test_digest_is_the_sum_of_the_hashes_in_the_docstring() -> None:
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+def test_digest_is_the_sum_in_the_docstring(dtype: torch.dtype) -> None:
     """Against integers of Python, of any size: what wraps, wraps modulo 2**64."""
+    bits = torch.iinfo(dtype)
+    words = torch.randint(bits.min, bits.max + 1, (2 * BLOCK + 5,)).to(dtype)
+    places, blocks = odd_words("place", BLOCK), odd_words("w", 3)
+    expected = [
+        sum(
+            word * places[which, index % BLOCK].item() * blocks[which, index // BLOCK].item()
+            for index, word in enumerate(words.tolist())
+        )
+        for which in range(2)
+    ]
+    on_host = host_sums((words,), places, blocks.unsqueeze(0))[0]
+    assert digest_text(*on_host.tolist()) == digest_text(*expected)
+    whole = device_sums((words[:-5].view(2, BLOCK),), places, blocks[None, :, :2])[0]
+    rest = device_sums((words[None, -5:],), places[:, :5], blocks[None, :, 2:])[0]
+    assert torch.equal(whole + rest, on_host)
 
-    def fold(word: int, shift: int) -> int:
-        return word ^ (word >> shift)
 
-    def hashes(bits: int, index: int, name: str) -> tuple[int, int]:
-        seed = xxhash.xxh3_64_intdigest(name.encode())
-        word = (index * 0x9E3779B97F4A7C15 + seed + bits) & _MASK
-        word = fold(word, 30) * 0xBF58476D1CE4E5B9 & _MASK
-        word = fold(word, 27) * 0x94D049BB133111EB & _MASK
-        first = fold(word, 31)
-        return first, fold(fold(first, 29) * 0xD6E8FEB86659FD93 & _MASK, 32)
+def test_multipliers_are_odd_and_differ() -> None:
+    words = torch.cat([odd_words("place", BLOCK), odd_words("w", BLOCK)]).flatten()
+    assert torch.equal(words & 1, torch.ones_like(words))
+    assert len(set(words.tolist())) == len(words)
+    assert torch.equal(odd_words("w", 7), odd_words("w", BLOCK)[:, :7])
 
-    values, start = [0, 1, -1, 77, -(1 << 31)], 1 << 40
-    pairs = [hashes(bits, start + i, "w") for i, bits in enumerate(values)]
-    expected = digest_text(sum(column) for column in zip(*pairs, strict=True))
-    part = torch.tensor(values, dtype=torch.int32)
-    assert digest_text(part_sums((part,), part_key(start, ("w",)))[0].tolist()) == expected
+
+def test_digest_knows_the_block_and_the_place_in_it() -> None:
+    """Of a tensor of several blocks and a part of one."""
+    weights = {"w": torch.randn(5 * BLOCK + 77)}
+    state = replace(
+        _state(OptimizerStates.FP32), weights=weights, exp_avg=weights, exp_avg_sq=weights
+    )
+    seen = {_digest(state)}
+    for shift in (BLOCK, 1):
+        seen.add(_digest(replace(state, weights={"w": weights["w"].roll(shift)})))
+    assert len(seen) == 3
 
 
 def test_trainers_digest_follows_its_steps(base: FolderBase) -> None:
@@ -181,12 +192,18 @@ def test_compiled_digest_is_that_of_the_cpu(kind: OptimizerStates, dtype: torch.
 
 
 @pytest.mark.gpu
-def test_digest_of_a_large_tensor_is_that_of_its_parts() -> None:
+def test_digest_of_large_tensors_does_not_depend_on_the_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     torch.compiler.reset()
-    part = torch.randint(-(1 << 31), 1 << 31, (3 << 20,), dtype=torch.int32)
-    compiled = torch.compile(part_sums, dynamic=True, fullgraph=True)
-    key = part_key((1 << 33) + 5, ("a",))
-    assert torch.equal(compiled((part.cuda(),), key.cuda()).cpu(), part_sums((part,), key))
+    weights = {"w": torch.randn(384 * BLOCK + 77, device="cuda")}
+    state = replace(
+        _state(OptimizerStates.FP32), weights=weights, exp_avg=weights, exp_avg_sq=weights
+    )
+    on_host = _digest(_moved(state, lambda tensor: tensor.cpu()))
+    for blocks in (384, 100):
+        monkeypatch.setattr(digest, "CHUNK", blocks * BLOCK)
+        assert StateDigest(torch.device("cuda")).of(state) == on_host
 
 
 def _moved(state: OptimizerState, move: Callable[[Tensor], Tensor]) -> OptimizerState:

@@ -126,6 +126,7 @@ def test_gsm8k_three_steps(
     assert pair.trainer.version == len(requests)
 
 
+@pytest.mark.more
 def test_airline_three_steps(pair: Pair, airline_groups: tuple[RecordedGroup, ...]) -> None:
     """Three tasks, all four paths, conversations cut at 4,096 tokens: all at once, then by task."""
     tasks = airline_groups[:3]

@@ -18,7 +18,12 @@ from ratoon.api.gateway import Gateway
 from ratoon.auth.access import check_start
 from ratoon.auth.certificates import files_of, load_certificates
 from ratoon.config import RatoonConfig, is_loopback, public_hosts
-from ratoon.engine.cluster.bootstrap import drain_engine, start_engine, stop_engine, wait_for_spare
+from ratoon.engine.cluster.bootstrap import (
+    drain_engine,
+    start_engine,
+    stop_engine,
+    wait_for_workers,
+)
 from ratoon.errors import invalid
 from ratoon.log import configure_logging, get_logger
 from ratoon.ports import free_port
@@ -70,15 +75,18 @@ def start(config: RatoonConfig, *, show_logs: bool = False) -> ServiceAddresses:
     if not ray.is_initialized():
         connect_ray(config, show_logs=show_logs)
     try:
-        ray.get([start_engine(config), _start_gateway(config)])
+        # One after the other: the gateway asks the engine first, and the spare worker, which the
+        # first policy waits for, has a core of two for itself.
+        ray.get(start_engine(config))
+        ray.get(_start_gateway(config))
         addresses = _addresses(config)
         # Callers are answered from here on, while Serve is still being imported and started.
         _log.info("gateway answers", http=addresses.http, grpc=addresses.grpc)
         if config.serve.has_http:
             from ratoon.ray_serve import start_serve
 
-            # Serve's processes would take the cores from it that the first policy waits for.
-            wait_for_spare(config)
+            # Serve's processes would take the cores that policies' workers need to start.
+            wait_for_workers(config)
             start_serve(config, show_logs=show_logs)
     except BaseException:
         stop(config)

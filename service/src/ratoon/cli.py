@@ -26,6 +26,7 @@ from ratoon.auth.keys import new_key
 from ratoon.auth.scopes import Scope
 from ratoon.config import KeyLimits, RatoonConfig, load_config
 from ratoon.errors import RatoonError
+from ratoon.garbage import frozen_imports
 
 cli = typer.Typer(
     name="ratoon",
@@ -61,8 +62,9 @@ def _read_config(path: Path | None) -> RatoonConfig:
 def serve(config: ConfigOption = None) -> None:
     """Run the service on this machine until SIGTERM or Ctrl-C; exit 1 where its Ray has ended."""
     settings = _read_config(config)
-    from ratoon import app
-    from ratoon.ray_start import ended_processes, exit_without_ray
+    with frozen_imports():
+        from ratoon import app
+        from ratoon.ray_start import ended_processes, exit_without_ray
 
     stop = threading.Event()
     # Before the start: callers are answered while it is under way, and SIGTERM must drain their

@@ -6,6 +6,7 @@ The service uses none of them; `ray_logs` reads the logs.
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,6 +24,9 @@ from ray._private.parameter import RayParams
 _NO_REPORTS = {"task_events_report_interval_ms": 0, "enable_metrics_collection": False}
 # Ray's default is 15: beside other busy processes a worker would get a thirtieth of a core.
 _AS_NICE_AS_THIS = {"worker_niceness": 0}
+# Ray waits as long for its node.
+_RAYLET_S = 30.0
+_POLL_S = 0.02
 # Nothing recovers without these two, and Ray restarts neither on a single machine.
 _ESSENTIAL = (ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SERVER)
 
@@ -78,3 +82,12 @@ class _Head(Node):
     def start_api_server(self, **_: Any) -> None:
         """None: even without a dashboard Ray would start this process, and wait for it."""
         self._webui_url = ""
+
+    def start_raylet(self, *args: Any, **options: Any) -> None:
+        """Return once the head knows it: Ray asks next, and again only a second after a no."""
+        super().start_raylet(*args, **options)
+        head, deadline = cast("Any", self.get_gcs_client()), time.monotonic() + _RAYLET_S
+        while not head.get_all_node_info() and time.monotonic() < deadline:
+            if self.dead_processes():
+                return
+            time.sleep(_POLL_S)

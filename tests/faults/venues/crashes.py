@@ -14,7 +14,8 @@ from ratoon.engine.crash_points import CrashPoint
 from tests.faults.judge.calls import Call, Kind
 from tests.faults.venues.light import LightRun
 
-MAX_SEGMENTS = 4
+# Until a point is given up. How many checkpoints a segment has is a matter of the machine's speed.
+MAX_SEGMENTS = 40
 # Who is killed in a window, where nobody dies at a crash point.
 WINDOW_ROLES = ("worker", "engine", "engine", "worker", "worker", "engine")
 # Calls of windows have numbers that no segment comes to.

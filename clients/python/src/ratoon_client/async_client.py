@@ -5,7 +5,7 @@ A method that returns a handle has been durably accepted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +17,7 @@ from ratoon_client.caller import Caller
 from ratoon_client.config import ClientConfig, with_api_key, with_timeouts, with_tls_files
 from ratoon_client.errors import RatoonApiError
 from ratoon_client.loss import Loss, Optim
-from ratoon_client.operation import AsyncOperationHandle
+from ratoon_client.operation import POLL_S, AsyncOperationHandle
 from ratoon_client.policy_options import PolicyOptions
 from ratoon_client.results import (
     Checkpoint,
@@ -276,10 +276,52 @@ class AsyncRatoonClient:
         answer = await self._caller.call(rpcs.LIST_CHECKPOINTS, request)
         return [decode(checkpoint, Checkpoint) for checkpoint in answer.checkpoints]
 
-    async def weight_manifest(self, policy_id: str, version: int | None = None) -> WeightManifest:
-        """The files of a version; None is the newest published."""
-        request = service_pb2.GetWeightManifestRequest(policy_id=policy_id, version=version)
-        return decode(await self._caller.call(rpcs.GET_WEIGHT_MANIFEST, request), WeightManifest)
+    async def weight_manifest(
+        self,
+        policy_id: str,
+        version: int | None = None,
+        *,
+        known_version: int | None = None,
+        wait_s: float = 0.0,
+    ) -> WeightManifest:
+        """The files of a version; None is the newest published.
+
+        Waits up to `wait_s` seconds for a version that is not published yet, or until the newest is
+        another than `known_version`.
+        """
+        check_seconds("wait_s", wait_s)
+        request = service_pb2.GetWeightManifestRequest(
+            policy_id=policy_id, version=version, known_version=known_version, wait_s=wait_s
+        )
+        message = await self._caller.call(
+            rpcs.GET_WEIGHT_MANIFEST,
+            request,
+            timeout_s=wait_s + self._config.timeout_s,
+            attempt_timeout_s=wait_s + self._config.attempt_timeout_s,
+        )
+        return decode(message, WeightManifest)
+
+    async def watch_weights(
+        self, policy_id: str, *, known_version: int | None = None
+    ) -> AsyncGenerator[WeightManifest, None]:
+        """The newest version, unless it is `known_version`, then each time it is another.
+
+        Who is slow gets the newest alone, which after a LoadCheckpoint may be an earlier one. Lost
+        connections are made again; raises TransportError where the service has not answered for the
+        client's `timeout_s`.
+        """
+        while True:
+            try:
+                newest = await self.weight_manifest(
+                    policy_id, known_version=known_version, wait_s=POLL_S
+                )
+            except RatoonApiError as error:
+                if error.code != "WEIGHTS_NOT_FOUND":
+                    raise
+                continue  # Nothing is published yet.
+            if newest.version != known_version:
+                known_version = newest.version
+                yield newest
 
     async def fetch_weights(
         self, policy_id: str, digest: str, *, offset: int, length: int

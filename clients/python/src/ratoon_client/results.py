@@ -142,6 +142,7 @@ class PhaseSeconds:
     backward: float
     optimizer: float
     publish: float
+    digest: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

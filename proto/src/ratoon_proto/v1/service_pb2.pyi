@@ -581,21 +581,36 @@ class GetWeightManifestRequest(_message.Message):
 
     POLICY_ID_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    KNOWN_VERSION_FIELD_NUMBER: _builtins.int
+    WAIT_S_FIELD_NUMBER: _builtins.int
     policy_id: _builtins.str
     version: _builtins.int
     """Absent: the newest published."""
+    known_version: _builtins.int
+    """Without `version`: what the caller has. The newest is waited for until it is another, which after
+    a LoadCheckpoint may be an earlier one.
+    """
+    wait_s: _builtins.float
+    """How long to wait for what is not published yet, at most the server's `max_wait_s`."""
     def __init__(
         self,
         *,
         policy_id: _builtins.str = ...,
         version: _builtins.int | None = ...,
+        known_version: _builtins.int | None = ...,
+        wait_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_known_version", b"_known_version", "_version", b"_version", "known_version", b"known_version", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "policy_id", b"policy_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_known_version", b"_known_version", "_version", b"_version", "known_version", b"known_version", "policy_id", b"policy_id", "version", b"version", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__known_version: _TypeAlias = _typing.Literal["known_version"]  # noqa: Y015
+    _WhichOneofArgType__known_version: _TypeAlias = _typing.Literal["_known_version", b"_known_version"]  # noqa: Y015
     _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
     _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__known_version) -> _WhichOneofReturnType__known_version | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__version) -> _WhichOneofReturnType__version | None: ...
 
 Global___GetWeightManifestRequest: _TypeAlias = GetWeightManifestRequest  # noqa: Y015
@@ -605,21 +620,23 @@ class WatchWeightsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     POLICY_ID_FIELD_NUMBER: _builtins.int
-    AFTER_VERSION_FIELD_NUMBER: _builtins.int
+    KNOWN_VERSION_FIELD_NUMBER: _builtins.int
     policy_id: _builtins.str
-    after_version: _builtins.int
-    """Manifests of versions above this one."""
+    known_version: _builtins.int
+    """What the caller has: the first manifest is that of the newest version once it is another."""
     def __init__(
         self,
         *,
         policy_id: _builtins.str = ...,
-        after_version: _builtins.int = ...,
+        known_version: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_known_version", b"_known_version", "known_version", b"known_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_version", b"after_version", "policy_id", b"policy_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_known_version", b"_known_version", "known_version", b"known_version", "policy_id", b"policy_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__known_version: _TypeAlias = _typing.Literal["known_version"]  # noqa: Y015
+    _WhichOneofArgType__known_version: _TypeAlias = _typing.Literal["_known_version", b"_known_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__known_version) -> _WhichOneofReturnType__known_version | None: ...
 
 Global___WatchWeightsRequest: _TypeAlias = WatchWeightsRequest  # noqa: Y015
 

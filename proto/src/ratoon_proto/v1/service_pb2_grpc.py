@@ -291,7 +291,9 @@ class PolicyServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchWeights(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """The newest manifest now and as versions are published, until the caller leaves. Who reads slowly
+        gets the newest alone.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

@@ -73,6 +73,9 @@ class PolicyServiceStub:
     GetWeightManifest: _grpc.UnaryUnaryMultiCallable[_service_pb2.GetWeightManifestRequest, _weights_pb2.WeightManifest]
     """The files of a published version, with their digests."""
     WatchWeights: _grpc.UnaryStreamMultiCallable[_service_pb2.WatchWeightsRequest, _weights_pb2.WeightManifest]
+    """The newest manifest now and as versions are published, until the caller leaves. Who reads slowly
+    gets the newest alone.
+    """
     AckWeights: _grpc.UnaryUnaryMultiCallable[_service_pb2.AckWeightsRequest, _service_pb2.AckWeightsResponse]
     FetchWeights: _grpc.UnaryUnaryMultiCallable[_service_pb2.FetchWeightsRequest, _service_pb2.FetchWeightsResponse]
     """One chunk of a file of a manifest, or of a result file."""
@@ -126,6 +129,9 @@ class PolicyServiceAsyncStub(PolicyServiceStub):
     GetWeightManifest: _aio.UnaryUnaryMultiCallable[_service_pb2.GetWeightManifestRequest, _weights_pb2.WeightManifest]  # type: ignore[assignment]
     """The files of a published version, with their digests."""
     WatchWeights: _aio.UnaryStreamMultiCallable[_service_pb2.WatchWeightsRequest, _weights_pb2.WeightManifest]  # type: ignore[assignment]
+    """The newest manifest now and as versions are published, until the caller leaves. Who reads slowly
+    gets the newest alone.
+    """
     AckWeights: _aio.UnaryUnaryMultiCallable[_service_pb2.AckWeightsRequest, _service_pb2.AckWeightsResponse]  # type: ignore[assignment]
     FetchWeights: _aio.UnaryUnaryMultiCallable[_service_pb2.FetchWeightsRequest, _service_pb2.FetchWeightsResponse]  # type: ignore[assignment]
     """One chunk of a file of a manifest, or of a result file."""
@@ -283,7 +289,10 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _service_pb2.WatchWeightsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_weights_pb2.WeightManifest], _abc.AsyncIterator[_weights_pb2.WeightManifest]]: ...
+    ) -> _typing.Union[_abc.Iterator[_weights_pb2.WeightManifest], _abc.AsyncIterator[_weights_pb2.WeightManifest]]:
+        """The newest manifest now and as versions are published, until the caller leaves. Who reads slowly
+        gets the newest alone.
+        """
 
     @_abc_1.abstractmethod
     def AckWeights(

@@ -760,11 +760,14 @@ class PhaseSeconds(_message.Message):
     BACKWARD_FIELD_NUMBER: _builtins.int
     OPTIMIZER_FIELD_NUMBER: _builtins.int
     PUBLISH_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
     plan: _builtins.float
     forward: _builtins.float
     backward: _builtins.float
     optimizer: _builtins.float
     publish: _builtins.float
+    digest: _builtins.float
+    """Of the digest of weights and moments, by which a recovery is known to be exact."""
     def __init__(
         self,
         *,
@@ -773,10 +776,11 @@ class PhaseSeconds(_message.Message):
         backward: _builtins.float = ...,
         optimizer: _builtins.float = ...,
         publish: _builtins.float = ...,
+        digest: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backward", b"backward", "forward", b"forward", "optimizer", b"optimizer", "plan", b"plan", "publish", b"publish"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backward", b"backward", "digest", b"digest", "forward", b"forward", "optimizer", b"optimizer", "plan", b"plan", "publish", b"publish"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

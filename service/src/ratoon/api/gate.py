@@ -22,7 +22,7 @@ from ratoon.auth.audit import Audit, AuditEntry, AuditLog
 from ratoon.auth.rates import InFlight, Rates
 from ratoon.auth.scopes import CALL_SCOPES, is_changing
 from ratoon.config import RatoonConfig
-from ratoon.engine.types import Holder
+from ratoon.engine.types import NOBODY, Holder
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon_proto.v1 import service_pb2
 
@@ -33,7 +33,7 @@ OnRefusal = Callable[[str, str], None]
 # Calls about no single policy. ListPolicies returns those that its caller may see.
 OF_NO_POLICY = frozenset({"list_policies", "get_server_info", "health", "api_document"})
 # Calls that wait for something to happen; they change nothing.
-WAITING = frozenset({"get_operation"})
+WAITING = frozenset({"get_operation", "get_weight_manifest"})
 RECHECK_S = 5.0
 # Calls that a process accepts beyond the gate's limit, so that the gate can refuse them with the
 # usual error.
@@ -119,9 +119,7 @@ class Gate:
         self.check(authorized, request)
         seq, outcome = seq_of(request), NO_ANSWER
         try:
-            with acting_for(
-                Holder(key_id=authorized.caller.key_id, limits=authorized.caller.limits)
-            ):
+            with acting_for(_holder(authorized.caller)):
                 answer = await self._called(authorized, call, request)
             # Under server sequencing the answer has the seq.
             seq, outcome = seq_of(answer) or seq, ANSWERED
@@ -209,6 +207,10 @@ class Gate:
                 outcome=outcome,
             )
         )
+
+
+def _holder(caller: Caller) -> Holder:
+    return Holder(key_id=caller.key_id, limits=caller.limits) if caller.key_id else NOBODY
 
 
 def build_gate(config: RatoonConfig, on_refusal: OnRefusal = lambda _reason, _key_id: None) -> Gate:

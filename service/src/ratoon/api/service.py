@@ -187,11 +187,23 @@ class PolicyService:
         self, request: service_pb2.GetWeightManifestRequest
     ) -> weights_pb2.WeightManifest:
         policy_id = matched("policy_id", request.policy_id, POLICY_ID)
-        version = None
-        if request.HasField("version"):
-            version = at_least("version", request.version, 0)
-        manifest = await self._engine.weight_manifest(policy_id, version)
+        version = _version(request, "version")
+        known_version = _version(request, "known_version")
+        if None not in (version, known_version):
+            raise invalid("known_version", known_version, "none beside a version")
+        wait_s = min(not_negative("wait_s", request.wait_s), self._limits.max_wait_s)
+        manifest = await self._engine.weight_manifest(policy_id, version, known_version, wait_s)
         return write(weights_pb2.WeightManifest(), manifest)
+
+    async def watch_weights(
+        self, request: service_pb2.WatchWeightsRequest
+    ) -> AsyncGenerator[weights_pb2.WeightManifest, None]:
+        """The newest manifest, once it is not of `known_version`, then those that follow."""
+        policy_id = matched("policy_id", request.policy_id, POLICY_ID)
+        known_version = _version(request, "known_version")
+        await self._policy(policy_id)
+        async for manifest in self._engine.watch_weights(policy_id, known_version):
+            yield write(weights_pb2.WeightManifest(), manifest)
 
     async def fetch_weights(self, request: service_pb2.FetchWeightsRequest) -> FileChunk:
         policy_id = matched("policy_id", request.policy_id, POLICY_ID)
@@ -320,6 +332,11 @@ class PolicyService:
         # If the caller has left, nobody else retrieves the exception.
         if not task.cancelled():
             task.exception()
+
+
+def _version(request: Any, field: str) -> int | None:
+    """An optional version of a request. Raises INVALID_ARGUMENT."""
+    return at_least(field, getattr(request, field), 0) if request.HasField(field) else None
 
 
 def _part_body(groups: Sequence[rollout_pb2.RolloutGroup]) -> bytes:

@@ -113,9 +113,30 @@ class EngineClient:
         known = await self._engine.checkpoints(policy_id)
         return tuple(checkpoint.info for checkpoint in known if not checkpoint.is_automatic)
 
-    async def weight_manifest(self, policy_id: str, version: int | None) -> WeightManifest:
-        """Manifest of a published version; None: the newest. Raises WEIGHTS_NOT_FOUND."""
-        return await self._engine.weight_manifest(policy_id, version)
+    async def weight_manifest(
+        self,
+        policy_id: str,
+        version: int | None,
+        known_version: int | None = None,
+        wait_s: float = 0.0,
+    ) -> WeightManifest:
+        """Manifest of a published version, None: the newest; see `Controller.weight_manifest`."""
+        return await self._engine.weight_manifest(policy_id, version, known_version, wait_s)
+
+    async def watch_weights(
+        self, policy_id: str, known_version: int | None
+    ) -> AsyncIterator[WeightManifest]:
+        """The newest manifest, once it is not of `known_version`, then each time it is another."""
+        while True:
+            try:
+                newest = await self.weight_manifest(policy_id, None, known_version, _WATCH_S)
+            except RatoonError as error:
+                if error.code is not ErrorCode.WEIGHTS_NOT_FOUND:
+                    raise
+                continue  # Nothing is published yet.
+            if newest.version != known_version:
+                known_version = newest.version
+                yield newest
 
     async def fetch_chunk(self, policy_id: str, digest: str, offset: int, length: int) -> bytes:
         """Bytes [offset, offset + length) of a weights file or a result, fewer at its end.

@@ -158,9 +158,16 @@ class Engine:
         await self._lifecycle.policy(policy_id)
         return await self._journal.checkpoints(policy_id)
 
-    async def weight_manifest(self, policy_id: str, version: int | None) -> WeightManifest:
+    async def weight_manifest(
+        self,
+        policy_id: str,
+        version: int | None,
+        known_version: int | None = None,
+        wait_s: float = 0.0,
+    ) -> WeightManifest:
         """See `Controller.weight_manifest`."""
-        return await (await self._controller(policy_id)).weight_manifest(version)
+        controller = await self._controller(policy_id)
+        return await controller.weight_manifest(version, known_version, wait_s)
 
     async def check_well(self) -> None:
         """Raises UNAVAILABLE where the engine drains, or its database does not answer."""

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
-from ratoon.config import KeyLimits
 from ratoon.model.spec import ModelInfo, ModelSpec
 from ratoon.train.config import DEFAULT_GUARD, AdamWConfig, LossRequest, NumericsGuard, OptimRequest
 from ratoon.train.report.step_report import StepReport
+
+if TYPE_CHECKING:
+    # Workers have no settings: they import no pydantic.
+    from ratoon.config import KeyLimits
 
 
 class Sequencing(StrEnum):
@@ -204,10 +208,10 @@ class Holder:
     """The API key that an operation belongs to. `key_id` "": none; `limits` do not apply then."""
 
     key_id: str
-    limits: KeyLimits
+    limits: KeyLimits | None
 
 
-NOBODY = Holder(key_id="", limits=KeyLimits())
+NOBODY = Holder(key_id="", limits=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,7 +37,7 @@ class DeviceRates:
 
 
 # Fitted to shapes of eight layers of Qwen3-8B, packed, streamed and replicated, between what a
-# cooler and a warmer device gave; section `costs` of benchmarks/step.py reports what they predict.
+# cooler and a warmer device gave; section `costs` of benchmarks/step reports what they predict.
 # The head's is that of losses of single tokens, whose logits are computed once; others take a
 # quarter more. Bandwidth: data sheet, less what is not reached.
 H200_RATES = DeviceRates(

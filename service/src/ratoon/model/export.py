@@ -6,14 +6,11 @@ the base's.
 
 from __future__ import annotations
 
-import copy
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from peft import PeftModel, get_peft_model_state_dict
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -24,7 +21,6 @@ from ratoon.model.safetensors_files import write_weights
 from ratoon.model.spec import PresetBase
 from ratoon.model.tokenizer import byte_tokenizer
 
-ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"
 # Of a folder base: what is copied beside the weights, where the folder has it.
 _COPIED_FILES = (
     "added_tokens.json",
@@ -50,7 +46,9 @@ def export_weights(
     """
     values = _trained_values(model, state)
     if model.adapter is not None:
-        _export_adapter(model.adapter, folder, values)
+        from ratoon.model.lora import export_adapter
+
+        export_adapter(model.adapter, folder, values)
     else:
         _export_full(model, folder, values)
         _export_tokenizer(model, folder)
@@ -80,17 +78,6 @@ def _export_full(model: PolicyModel, folder: Path, values: dict[str, Tensor]) ->
         # To part experts takes as much memory as they do: the host's.
         values = {name: value.to("cpu", copy=False) for name, value in values.items()}
     write_weights(folder, revert_weight_conversion(model.module, values))
-
-
-def _export_adapter(adapter: PeftModel, folder: Path, values: dict[str, Tensor]) -> None:
-    tensors = get_peft_model_state_dict(adapter, state_dict=values, save_embedding_layers=False)
-    host = {name: value.to("cpu").contiguous() for name, value in tensors.items()}
-    save_file(host, folder / ADAPTER_WEIGHTS_NAME, metadata={"format": "pt"})
-    config = copy.copy(adapter.peft_config["default"])
-    config.inference_mode = True
-    # peft keeps a set, whose order differs between processes; files of equal weights are equal.
-    cast("Any", config).target_modules = sorted(cast("Any", config).target_modules)
-    config.save_pretrained(str(folder))
 
 
 def _export_tokenizer(model: PolicyModel, folder: Path) -> None:

@@ -17,7 +17,6 @@ from transformers.utils import logging as transformers_logging
 
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.model.attention import ATTENTION_NAME, register_tree_attention
-from ratoon.model.lora import add_adapter
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.presets import build_preset
 from ratoon.model.spec import LoraTuning, ModelDtype, ModelSpec, PresetBase
@@ -63,6 +62,8 @@ def load_model(
     )
     adapter, frozen = None, None
     if isinstance(spec.tuning, LoraTuning):
+        from ratoon.model.lora import add_adapter
+
         adapter = add_adapter(module, spec.tuning, spec.seed, name)
     elif keep_reference:
         frozen = copy.deepcopy(module).to(cast("Any", device))

@@ -1,17 +1,22 @@
 """Low-rank adapters (Hu et al., 2021, arXiv:2106.09685) on the linear maps of a decoder, by peft.
 
+All that needs peft is here: other modules import this one late, for workers without adapters.
+
 A is random from (seed, name), B is zero, so that at first the adapter changes nothing. Adapters
 have the dtype of the base; the optimizer keeps its masters in float32.
 """
 
 from __future__ import annotations
 
+import copy
 import math
+from pathlib import Path
 from typing import Any, cast
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from torch import nn
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import save_file
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ratoon.errors import invalid
@@ -19,6 +24,7 @@ from ratoon.model.seeding import tensor_generator
 from ratoon.model.spec import LoraTuning
 from ratoon.model.support import unsupported
 
+ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
@@ -72,6 +78,18 @@ def resolve_targets(module: PreTrainedModel, requested: tuple[str, ...]) -> list
                 f"tuning.lora.target_modules[{index}]", target, f"one of {', '.join(available)}"
             )
     return sorted(set(requested)) or available
+
+
+def export_adapter(adapter: PeftModel, folder: Path, values: dict[str, Tensor]) -> None:
+    """Write an adapter as peft does; `values` by the names of `named_trainable()`."""
+    tensors = get_peft_model_state_dict(adapter, state_dict=values, save_embedding_layers=False)
+    host = {name: value.to("cpu").contiguous() for name, value in tensors.items()}
+    save_file(host, folder / ADAPTER_WEIGHTS_NAME, metadata={"format": "pt"})
+    config = copy.copy(adapter.peft_config["default"])
+    config.inference_mode = True
+    # peft keeps a set, whose order differs between processes; files of equal weights are equal.
+    cast("Any", config).target_modules = sorted(cast("Any", config).target_modules)
+    config.save_pretrained(str(folder))
 
 
 def _available_targets(module: PreTrainedModel, names: tuple[str, ...]) -> list[str]:

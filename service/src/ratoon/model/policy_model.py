@@ -7,10 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from peft import PeftModel
 from torch import Tensor
 from torch.nn import Parameter
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -26,6 +25,9 @@ from ratoon.model.stage_plan import HeldTokens, StreamTokens, plan_forward
 from ratoon.model.streamed_attention import AttentionStream
 from ratoon.model.support import longest_sequence
 from ratoon_kernels import TreeLayout
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 
 class PolicyModel:

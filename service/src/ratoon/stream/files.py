@@ -8,6 +8,7 @@ by digests: `seal_bytes`, `seal_document`.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -90,11 +91,14 @@ def fsync_tree(folder: Path) -> None:
 def rename_folder(source: Path, target: Path) -> None:
     """Rename a folder, synced by `fsync_tree`, to its final name.
 
-    Raises `FileExistsError` where `target` exists.
+    Raises `FileExistsError` where `target` exists and is not empty.
     """
-    if target.exists():
-        raise FileExistsError(target)
-    source.rename(target)
+    try:
+        source.rename(target)
+    except OSError as err:
+        if err.errno == errno.ENOTEMPTY:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from err
+        raise
     fsync_folder(target.parent)
 
 

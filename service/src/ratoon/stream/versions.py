@@ -81,11 +81,24 @@ def publish_version(
         )
         (temporary / MANIFEST_NAME).write_bytes(_encode(manifest))
         fsync_tree(temporary)
-        rename_folder(temporary, target)
+        return _name(temporary, target, manifest)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    return manifest
+
+
+def _name(temporary: Path, target: Path, manifest: WeightManifest) -> WeightManifest:
+    """Give a version its name, or return the manifest of the same files that have it already."""
+    try:
+        rename_folder(temporary, target)
+        return manifest
+    except FileExistsError:
+        # A replaced worker that has not noticed published meanwhile.
+        there = read_manifest(target.parent, manifest.version)
+        if there.files != manifest.files:
+            raise
+    shutil.rmtree(temporary)
+    return _same_version(there, manifest.policy_id, manifest.kind)
 
 
 def read_manifest(root: Path, version: int) -> WeightManifest:

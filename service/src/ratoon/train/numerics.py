@@ -52,7 +52,8 @@ def numerics_fingerprint(spec: TrainerSpec, attention_backend: str) -> dict[str,
         # By it stages keep more or less, and what they keep decides how operations are fused.
         "host_activation_bytes": str(spec.host_activation_bytes * (device.type == "cuda")),
         "deterministic": str(spec.deterministic).lower(),
-        "torch": torch.__version__,
+        # A plain string: to read torch's own class, the engine would import torch.
+        "torch": str(torch.__version__),
         "transformers": version("transformers"),
         "kernels": version("ratoon-kernels"),
         "numpy": np.__version__,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
@@ -244,8 +244,25 @@ class RatoonClient:
     def list_checkpoints(self, policy_id: str) -> list[Checkpoint]:
         return self._loop.run(self._client.list_checkpoints(policy_id))
 
-    def weight_manifest(self, policy_id: str, version: int | None = None) -> WeightManifest:
-        return self._loop.run(self._client.weight_manifest(policy_id, version))
+    def weight_manifest(
+        self,
+        policy_id: str,
+        version: int | None = None,
+        *,
+        known_version: int | None = None,
+        wait_s: float = 0.0,
+    ) -> WeightManifest:
+        return self._loop.run(
+            self._client.weight_manifest(
+                policy_id, version, known_version=known_version, wait_s=wait_s
+            )
+        )
+
+    def watch_weights(
+        self, policy_id: str, *, known_version: int | None = None
+    ) -> Iterator[WeightManifest]:
+        watch = self._client.watch_weights(policy_id, known_version=known_version)
+        return self._loop.iterate(watch)
 
     def fetch_weights(self, policy_id: str, digest: str, *, offset: int, length: int) -> bytes:
         return self._loop.run(

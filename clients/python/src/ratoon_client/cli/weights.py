@@ -36,6 +36,15 @@ def pull(
 
 
 @cli.command()
+def watch(context: typer.Context, policy_id: str) -> None:
+    """A line for the newest version, and for each that is published from now on."""
+    with open_client(context) as client:
+        for newest in client.watch_weights(policy_id):
+            num_bytes = sum(file.size_bytes for file in newest.files)
+            show(context, newest, {"version": newest.version, "bytes": num_bytes})
+
+
+@cli.command()
 def manifest(context: typer.Context, policy_id: str, version: Version = None) -> None:
     """The files of a version, with their digests."""
     with open_client(context) as client:

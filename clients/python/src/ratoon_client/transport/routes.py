@@ -40,8 +40,12 @@ class Route:
         """The query: all other fields of a call without a body."""
         if self.has_body:
             return {}
-        names = (field.name for field in fields_of(request.DESCRIPTOR))
-        return {name: getattr(request, name) for name in names if name not in self.fields}
+        return {
+            field.name: getattr(request, field.name)
+            for field in fields_of(request.DESCRIPTOR)
+            if field.name not in self.fields
+            and not (field.has_presence and not request.HasField(field.name))
+        }
 
 
 def _part(request: Message, name: str) -> str:

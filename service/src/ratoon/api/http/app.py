@@ -48,8 +48,9 @@ def create_app(
     app.router.routes.insert(0, _document(app))
     errors.install(app)
     routers = (
-        calls.router(service, gate),
+        # Ahead of a version's route, whose path would fit too.
         events.router(service, gate),
+        calls.router(service, gate),
         files.router(service, gate, max_fetch_bytes=limits.max_fetch_bytes),
         server.router(service, gate),
     )

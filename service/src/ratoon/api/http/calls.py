@@ -27,6 +27,7 @@ from ratoon.api.http.errors import error_responses
 from ratoon.api.http.responses import (
     ACCEPTED,
     CheckpointId,
+    KnownVersion,
     OperationId,
     PolicyId,
     UploadId,
@@ -91,9 +92,11 @@ _PARAMETERS: Mapping[str, Any] = MappingProxyType(
         "upload_id": UploadId,
         "part_index": PartIndex,
         "version": Version,
+        "known_version": KnownVersion,
         "wait_s": WaitSeconds,
     }
 )
+_DEFAULTS: Mapping[str, Any] = MappingProxyType({"known_version": None, "wait_s": 0.0})
 
 
 def router(service: PolicyService, gate: Gate) -> APIRouter:
@@ -166,8 +169,10 @@ def _signature(
     """What FastAPI reads: the authorized call, parameters of path and query, the body."""
     names = _PLACE.findall(path)
     if verb in ("GET", "DELETE"):
-        fields = fields_of(method.input_type)
-        names += [one.name for one in fields if one.name not in names and not one.has_presence]
+        route = http_route(method)
+        assert route is not None
+        places = _PLACE.findall(route[1])
+        names += [one.name for one in fields_of(method.input_type) if one.name not in places]
     kinds = {"authorized": AuthorizedCallOf} | {name: _PARAMETERS[name] for name in names}
     if body is not None:
         kinds["body"] = body
@@ -177,7 +182,7 @@ def _signature(
                 name,
                 inspect.Parameter.KEYWORD_ONLY,
                 annotation=kind,
-                default=0.0 if name == "wait_s" else inspect.Parameter.empty,
+                default=_DEFAULTS.get(name, inspect.Parameter.empty),
             )
             for name, kind in kinds.items()
         ]

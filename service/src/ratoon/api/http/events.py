@@ -1,7 +1,7 @@
-"""A watched operation as server-sent events.
+"""What is watched, operations and weights, as server-sent events.
 
-Sends `event: operation` with JSON data per change, and `event: error` where the watch fails. A
-watch that fails at once is an ordinary HTTP error, not a stream.
+Sends `event: operation` or `event: weights` with JSON data per change, and `event: error` where the
+watch fails. A watch that fails at once is an ordinary HTTP error, not a stream.
 """
 
 from __future__ import annotations
@@ -12,27 +12,30 @@ from collections.abc import AsyncGenerator
 
 from fastapi import APIRouter
 from fastapi.responses import StreamingResponse
+from google.protobuf.message import Message
 
 from ratoon.api.convert.errors import detail_of
 from ratoon.api.gate import Gate
 from ratoon.api.http.access import AuthorizedCallOf
 from ratoon.api.http.errors import error_responses
-from ratoon.api.http.responses import OperationId
+from ratoon.api.http.responses import KnownVersion, OperationId, PolicyId
 from ratoon.api.service import PolicyService
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon_proto.json_form import to_json
-from ratoon_proto.v1.operation_pb2 import Operation
-from ratoon_proto.v1.service_pb2 import WatchOperationRequest
+from ratoon_proto.v1.service_pb2 import WatchOperationRequest, WatchWeightsRequest
 
 MEDIA_TYPE = "text/event-stream"
 KEEP_ALIVE_S = 15.0
+# Later failures are events.
+_AT_ONCE_S = 1.0
 
 
 def router(service: PolicyService, gate: Gate) -> APIRouter:
-    routes = APIRouter(tags=["operations"])
+    routes = APIRouter()
 
     @routes.get(
         "/v1/operations/{operation_id}/events",
+        tags=["operations"],
         response_class=StreamingResponse,
         responses={
             200: {"content": {MEDIA_TYPE: {}}, "description": "Events named `operation`."},
@@ -44,32 +47,51 @@ def router(service: PolicyService, gate: Gate) -> APIRouter:
     ) -> StreamingResponse:
         """The operation now and as it changes, up to its end; leaving does not cancel it."""
         request = WatchOperationRequest(operation_id=operation_id)
-        return await event_stream(gate.stream(authorized, service.watch_operation, request))
+        changes = gate.stream(authorized, service.watch_operation, request)
+        return await event_stream("operation", changes)
+
+    @routes.get(
+        "/v1/policies/{policy_id}/weights/events",
+        tags=["weights"],
+        response_class=StreamingResponse,
+        responses={
+            200: {"content": {MEDIA_TYPE: {}}, "description": "Events named `weights`."},
+            **error_responses(ErrorCode.POLICY_NOT_FOUND),
+        },
+    )
+    async def watch_weights(
+        authorized: AuthorizedCallOf, policy_id: PolicyId, known_version: KnownVersion = None
+    ) -> StreamingResponse:
+        """The newest manifest now and as versions are published, until the caller leaves."""
+        request = WatchWeightsRequest(policy_id=policy_id, known_version=known_version)
+        changes = gate.stream(authorized, service.watch_weights, request)
+        return await event_stream("weights", changes)
 
     return routes
 
 
-async def event_stream(operations: AsyncGenerator[Operation, None]) -> StreamingResponse:
-    """Raises what `operations` raises before its first value."""
-    first = await anext(operations)
+async def event_stream(name: str, changes: AsyncGenerator[Message, None]) -> StreamingResponse:
+    """Raises what `changes` raises before its first value, where that comes at once."""
+    first = asyncio.ensure_future(anext(changes))
+    done, _ = await asyncio.wait({first}, timeout=_AT_ONCE_S)
+    if done and isinstance(first.exception(), RatoonError):
+        first.result()
     return StreamingResponse(
-        _events(first, operations), media_type=MEDIA_TYPE, headers={"Cache-Control": "no-store"}
+        _events(name, first, changes), media_type=MEDIA_TYPE, headers={"Cache-Control": "no-store"}
     )
 
 
 async def _events(
-    first: Operation, operations: AsyncGenerator[Operation, None]
+    name: str, upcoming: asyncio.Future[Message], changes: AsyncGenerator[Message, None]
 ) -> AsyncGenerator[bytes, None]:
-    yield _event("operation", to_json(first))
-    upcoming = asyncio.ensure_future(anext(operations))
     try:
         while True:
             done, _ = await asyncio.wait({upcoming}, timeout=KEEP_ALIVE_S)
             if not done:
                 yield b": keep-alive\n\n"
                 continue
-            yield _event("operation", to_json(upcoming.result()))
-            upcoming = asyncio.ensure_future(anext(operations))
+            yield _event(name, to_json(upcoming.result()))
+            upcoming = asyncio.ensure_future(anext(changes))
     except StopAsyncIteration:
         return
     except RatoonError as error:
@@ -77,7 +99,7 @@ async def _events(
     finally:
         upcoming.cancel()
         await asyncio.gather(upcoming, return_exceptions=True)
-        await operations.aclose()
+        await changes.aclose()
 
 
 def _event(name: str, data: dict[str, object]) -> bytes:

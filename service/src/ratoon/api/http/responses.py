@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import Path
+from fastapi import Path, Query
 from fastapi.responses import JSONResponse
 from google.protobuf.message import Message
 
@@ -20,6 +20,7 @@ PolicyId = Annotated[str, Path(examples=["tiny-grpo"], pattern=f"^{POLICY_ID.pat
 UploadId = Annotated[str, Path(examples=["batch-17"], pattern=f"^{UPLOAD_ID.pattern}$")]
 Digest = Annotated[str, Path(pattern=f"^{DIGEST.pattern}$")]
 CheckpointId = Annotated[str, Path(examples=["after-warmup"])]
+KnownVersion = Annotated[int | None, Query(ge=0, lt=2**63)]
 OperationId = Annotated[str, Path(pattern=f"^{OPERATION_ID.pattern}$")]
 
 

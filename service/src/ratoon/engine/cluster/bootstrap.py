@@ -9,11 +9,13 @@ Starting is idempotent; the engine recovers its policies by itself.
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, cast
 
 import ray
 from ray import ObjectRef
+from ray.exceptions import RayTaskError
 
 from ratoon.config import RatoonConfig
 from ratoon.engine.cluster.engine_actor import EngineActor
@@ -22,6 +24,7 @@ from ratoon.engine.cluster.ray_calls import ActorLostError, ask, find_actor, kil
 from ratoon.engine.cluster.worker_process import find_spare, make_spare
 from ratoon.engine.files.archive import check_store
 from ratoon.engine.settings import ENGINE_NAME, EngineSettings
+from ratoon.engine.types import Policy, PolicyState
 
 if TYPE_CHECKING:
     from ray.actor import ActorProxy
@@ -31,8 +34,9 @@ _MAX_CONCURRENCY = 100_000
 # For an answer, beyond the call's own time. An engine that waits for its database at start gives
 # none.
 _LATE_S = 15.0
-# How long Serve's start waits for the spare worker's imports.
+# How long Serve's start waits for workers.
 _START_S = 15.0
+_POLL_S = 1.0
 
 
 def start_engine(config: RatoonConfig) -> ObjectRef[None]:
@@ -65,11 +69,23 @@ def start_engine(config: RatoonConfig) -> ObjectRef[None]:
     return is_up
 
 
-def wait_for_spare(config: RatoonConfig) -> None:
-    """Return once the spare worker has started, where there is one; after `_START_S` at most."""
+def wait_for_workers(config: RatoonConfig) -> None:
+    """Return once the spare worker has started and no policy is being created.
+
+    After `_START_S` at most, and where the engine does not know its policies.
+    """
+    deadline = time.monotonic() + _START_S
     spare = find_spare(config.ray.namespace)
     if spare is not None:
         ray.wait([spare.holder.remote()], timeout=_START_S)
+    engine = find_actor(ENGINE_NAME, config.ray.namespace)
+    while engine is not None and time.monotonic() < deadline:
+        with suppress(RayTaskError):
+            policies = cast("tuple[Policy, ...]", ray.get(engine.call.remote("policies")))
+            if any(policy.state is PolicyState.CREATING for policy in policies):
+                time.sleep(_POLL_S)
+                continue
+        return
 
 
 def drain_engine(config: RatoonConfig) -> None:

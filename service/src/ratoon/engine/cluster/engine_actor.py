@@ -16,7 +16,7 @@ from typing import Any
 import ray
 
 from ratoon.engine.settings import EngineSettings
-from ratoon.garbage import freeze_garbage
+from ratoon.garbage import frozen_imports
 from ratoon.log import configure_logging
 
 # Shared by all policies, to read, write and hash files.
@@ -28,11 +28,11 @@ class EngineActor:
 
     def __init__(self, settings: EngineSettings) -> None:
         configure_logging(settings.log_level)
-        from ratoon.engine.cluster.ray_cluster import open_engine
+        with frozen_imports():
+            from ratoon.engine.cluster.ray_cluster import open_engine
 
-        self._engine = open_engine(settings)
+            self._engine = open_engine(settings)
         self._threads: ThreadPoolExecutor | None = None
-        freeze_garbage()
         # Nobody else would call it after a restart.
         ray.get_runtime_context().current_actor.call.remote("recover")
 

@@ -21,7 +21,7 @@ from ratoon.engine.crash_points import make_reach
 from ratoon.engine.types import Progress
 from ratoon.engine.worker.backends import BackendInfo, list_backends
 from ratoon.engine.worker.tasks import Loaded, LoadRequest, Outcome, Task, WorkerStatus
-from ratoon.garbage import freeze_garbage
+from ratoon.garbage import frozen_imports
 from ratoon.log import configure_logging, get_logger
 from ratoon.stream.manifest import WeightManifest
 
@@ -44,8 +44,9 @@ class WorkerActor:
         """`policy_id` "": none yet (a spare). `compiled`: where compiled kernels are kept."""
         configure_logging(log_level)
         started = time.perf_counter()
-        from ratoon.engine.worker.worker import WorkerCore
-        from ratoon.train.trainer import Trainer
+        with frozen_imports():
+            from ratoon.engine.worker.worker import WorkerCore
+            from ratoon.train.trainer import Trainer
 
         self._policy_id, self._taking = policy_id, threading.Lock()
         self._create_trainer = Trainer.create
@@ -53,7 +54,6 @@ class WorkerActor:
         self._cache: CompileCache | None = None
         _LOG.info("worker started", imports_s=round(time.perf_counter() - started, 3))
         self._core = WorkerCore(self._create, _export, make_reach(crash_points))
-        freeze_garbage()
 
     def _create(self, spec: TrainerSpec) -> Trainer:
         from ratoon.engine.worker.compile_cache import CompileCache

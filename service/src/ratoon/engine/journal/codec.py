@@ -11,7 +11,7 @@ import json
 import types
 import typing
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from enum import StrEnum
 from functools import cache
 from typing import Any, cast
@@ -103,6 +103,7 @@ TAGS: dict[str, type] = {
     "layer_grad_norm": LayerGradNorm,
 }
 _TAG_OF = {cls: tag for tag, cls in TAGS.items()}
+_PLAIN = (bool, int, float, str)
 
 
 def to_text(value: object) -> str:
@@ -129,11 +130,12 @@ def hash_text(text: str) -> str:
 
 
 def _encode(value: object) -> object:
-    if is_dataclass(value) and not isinstance(value, type):
-        encoded: dict[str, object] = {_TAG: _TAG_OF[type(value)]}
-        for field in fields(value):
-            encoded[field.name] = _encode(getattr(value, field.name))
-        return encoded
+    cls = type(value)
+    if value is None or cls in _PLAIN:
+        return value
+    if cls in _TAG_OF:
+        items = {name: _encode(getattr(value, name)) for name in _names(cls)}
+        return {_TAG: _TAG_OF[cls], **items}
     if isinstance(value, StrEnum):
         return str(value)
     if isinstance(value, tuple | list):
@@ -141,8 +143,9 @@ def _encode(value: object) -> object:
     if isinstance(value, dict):
         mapping = cast("dict[str, object]", value)
         return {name: _encode(item) for name, item in mapping.items()}
-    assert value is None or isinstance(value, bool | int | float | str), type(value)
-    return value
+    if isinstance(value, int | float | str):
+        return value
+    raise TypeError(f"{cls} has no tag")
 
 
 def _decode(hint: Any, value: object) -> object:
@@ -171,6 +174,11 @@ def _decode_object(mapping: dict[str, object]) -> object:
     return build(
         **{name: _decode(hints[name], item) for name, item in mapping.items() if name != _TAG}
     )
+
+
+@cache
+def _names(cls: type) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(cls))
 
 
 @cache

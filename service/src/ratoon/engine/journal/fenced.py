@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping
+from typing import Any
 
 from sqlalchemy import Connection, Engine, and_, delete, or_, select
 from sqlalchemy.exc import IntegrityError
@@ -27,25 +28,20 @@ from ratoon.engine.journal.records import (
     JournalState,
     OperationEnd,
     OperationRecord,
-    PolicyRow,
     RollBack,
 )
 from ratoon.engine.journal.rollback import rolled_back
 from ratoon.engine.journal.rows import (
     insert_checkpoint,
-    require_operation,
-    require_policy,
     select_checkpoints,
-    select_operation,
     select_operations,
-    select_policy,
     set_operation,
-    set_policy,
     to_columns,
 )
-from ratoon.engine.journal.sealed import insert_row, update_rows
-from ratoon.engine.journal.tables import CHECKPOINTS, NUMERICS, OPERATIONS
+from ratoon.engine.journal.sealed import insert_row, lock_row, update_row, update_rows
+from ratoon.engine.journal.tables import CHECKPOINTS, NUMERICS, OPERATIONS, POLICIES
 from ratoon.engine.journal.tokens import is_before, last_token, next_token, set_last_token
+from ratoon.engine.refusals import operation_not_found, policy_not_found
 from ratoon.engine.types import OperationResult, PolicyState
 from ratoon.engine.worker.numerics import Numerics
 from ratoon.engine.worker.tasks import FencedError
@@ -63,10 +59,12 @@ class FencedStore:
     def acquire(self, policy_id: str) -> int:
         """A new fencing token, above all tokens of all policies, those of lost commits included."""
         with self._engine.begin() as connection:
-            row = require_policy(connection, policy_id)
-            token = next_token(last_token(connection), row.token, timeline_of(connection))
+            policy = lock_row(connection, POLICIES, policy_id)
+            if policy is None:
+                raise policy_not_found(policy_id)
+            token = next_token(last_token(connection), policy["token"], timeline_of(connection))
             set_last_token(connection, token)
-            set_policy(connection, policy_id, token=token)
+            update_row(connection, POLICIES, policy, {"token": token})
             return token
 
     def set_policy(
@@ -74,16 +72,19 @@ class FencedStore:
     ) -> None:
         """Set the state, unless the policy is being deleted, and `info` (None: leave it)."""
         with self._engine.begin() as connection:
-            if _fence(connection, policy_id, token).state is not PolicyState.DELETING:
-                set_policy(connection, policy_id, state=state, failure=None)
-            if info is not None:
-                set_policy(connection, policy_id, info=to_text(info))
+            policy = _fence(connection, policy_id, token)
+            columns: dict[str, Any] = {} if info is None else {"info": to_text(info)}
+            if policy["state"] != PolicyState.DELETING:
+                columns |= {"state": state, "failure": None}
+            update_row(connection, POLICIES, policy, columns)
 
     def fail(self, token: int, policy_id: str, failure: str) -> None:
         """Mark the policy failed, and why; one being deleted stays so."""
         with self._engine.begin() as connection:
-            if _fence(connection, policy_id, token).state is not PolicyState.DELETING:
-                set_policy(connection, policy_id, state=PolicyState.FAILED, failure=failure)
+            policy = _fence(connection, policy_id, token)
+            if policy["state"] != PolicyState.DELETING:
+                columns = {"state": PolicyState.FAILED, "failure": failure}
+                update_row(connection, POLICIES, policy, columns)
 
     def set_published(
         self,
@@ -94,57 +95,55 @@ class FencedStore:
     ) -> None:
         """Set the fetchable versions, and complete the report of the step that made the newest."""
         with self._engine.begin() as connection:
-            _fence(connection, policy_id, token)
-            set_policy(connection, policy_id, published=json.dumps(published))
+            policy = _fence(connection, policy_id, token)
+            update_row(connection, POLICIES, policy, {"published": json.dumps(published)})
             if step is not None:
-                set_operation(connection, step[0], result=to_text(step[1]))
+                operation = _lock_operation(connection, step[0])
+                update_row(connection, OPERATIONS, operation, {"result": to_text(step[1])})
 
     def raise_max_version(self, token: int, policy_id: str, version: int) -> None:
         """Make sure that the next version number is above `version`."""
         with self._engine.begin() as connection:
             policy = _fence(connection, policy_id, token)
-            set_policy(connection, policy_id, max_version=max(policy.max_version, version))
+            columns = {"max_version": max(policy["max_version"], version)}
+            update_row(connection, POLICIES, policy, columns)
 
     def accept(self, token: int, record: OperationRecord, next_seq: int) -> None:
         """Add a record. Raises `IntegrityError` where its key names another operation."""
         with self._engine.begin() as connection:
-            _fence(connection, record.policy_id, token)
-            if select_operation(connection, OPERATIONS.c.operation_id == record.operation_id):
+            policy = _fence(connection, record.policy_id, token)
+            if lock_row(connection, OPERATIONS, record.operation_id) is not None:
                 return
             insert_row(connection, OPERATIONS, to_columns(record))
-            set_policy(connection, record.policy_id, next_seq=next_seq)
+            update_row(connection, POLICIES, policy, {"next_seq": next_seq})
 
     def end(self, token: int, policy_id: str, end: OperationEnd) -> None:
         """Record how an operation ended, with the policy's version, checkpoint and window."""
         with self._engine.begin() as connection:
             policy = _fence(connection, policy_id, token)
-            record = require_operation(connection, end.operation_id)
-            if record.state.is_final:
+            operation = _lock_operation(connection, end.operation_id)
+            if operation["state"] in _FINAL:
                 return
-            set_operation(
-                connection,
-                end.operation_id,
-                state=end.state,
-                choices=None if end.choices is None else to_text(end.choices),
-                result=to_text(end.result),
-                version=end.version if end.state is JournalState.APPLIED else None,
-                weights_digest=end.weights_digest,
-                numerics=None if end.numerics is None else end.numerics.digest,
-                started_at=end.started_at,
-                finished_at=end.finished_at,
-            )
-            set_policy(
-                connection,
-                policy_id,
-                version=end.version,
-                max_version=max(policy.max_version, end.version),
-            )
+            columns = {
+                "state": end.state,
+                "choices": None if end.choices is None else to_text(end.choices),
+                "result": to_text(end.result),
+                "version": end.version if end.state is JournalState.APPLIED else None,
+                "weights_digest": end.weights_digest,
+                "numerics": None if end.numerics is None else end.numerics.digest,
+                "started_at": end.started_at,
+                "finished_at": end.finished_at,
+            }
+            update_row(connection, OPERATIONS, operation, columns)
+            max_version = max(policy["max_version"], end.version)
+            columns = {"version": end.version, "max_version": max_version}
+            update_row(connection, POLICIES, policy, columns)
             if end.numerics is not None:
                 _know_numerics(connection, end.numerics)
             if end.checkpoint is not None:
                 insert_checkpoint(connection, policy_id, end.checkpoint)
             if end.frees_window:
-                _free(connection, policy_id, record.seq + 1)
+                _free(connection, policy_id, (operation["seq"] or 0) + 1)
 
     def cover(self, token: int, policy_id: str, automatic: Checkpoint | None, keep: int) -> Covered:
         """Add an automatic checkpoint, and free what the newest `keep` of all make superfluous."""
@@ -204,27 +203,32 @@ class FencedStore:
             for record in changed:
                 columns = to_columns(record)
                 set_operation(connection, columns.pop("operation_id"), **columns)
-            set_policy(
-                connection,
-                policy_id,
-                version=roll_back.version,
-                max_version=max(policy.max_version, roll_back.version),
-            )
+            max_version = max(policy["max_version"], roll_back.version)
+            columns = {"version": roll_back.version, "max_version": max_version}
+            update_row(connection, POLICIES, policy, columns)
             return changed
 
 
-def _fence(connection: Connection, policy_id: str, token: int) -> PolicyRow:
-    """The policy, locked. Raises `FencedError` for an older token, or where the policy is gone.
+def _fence(connection: Connection, policy_id: str, token: int) -> dict[str, Any]:
+    """The policy's row, locked.
 
-    Raises `JournalAwayError` where the database has failed over since the token was given: commits
-    may be lost, so the controller must read the journal again.
+    Raises `FencedError` for an older token, or where the policy is gone. Raises `JournalAwayError`
+    where the database has failed over since the token was given: commits may be lost, so the
+    controller must read the journal again.
     """
     if is_before(token, timeline_of(connection)):
         raise JournalAwayError("the database has failed over: what it has is to be read again")
-    policy = select_policy(connection, policy_id)
-    if policy is None or policy.token != token:
+    policy = lock_row(connection, POLICIES, policy_id)
+    if policy is None or policy["token"] != token:
         raise FencedError(f"token {token} of {policy_id} is not the newest")
     return policy
+
+
+def _lock_operation(connection: Connection, operation_id: str) -> dict[str, Any]:
+    operation = lock_row(connection, OPERATIONS, operation_id)
+    if operation is None:
+        raise operation_not_found(operation_id)
+    return operation
 
 
 def _free(connection: Connection, policy_id: str, before_seq: int) -> tuple[OperationRecord, ...]:

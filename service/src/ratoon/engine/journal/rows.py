@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from functools import lru_cache
 from typing import Any, cast
 
 from sqlalchemy import ColumnElement, Connection, RowMapping, select
@@ -16,7 +17,7 @@ from ratoon.engine.journal.codec import from_text, to_text
 from ratoon.engine.journal.records import JournalState, OperationRecord, PolicyRow
 from ratoon.engine.journal.sealed import insert_row, update_rows, verified
 from ratoon.engine.journal.tables import CHECKPOINTS, OPERATIONS, POLICIES
-from ratoon.engine.refusals import operation_not_found, policy_not_found
+from ratoon.engine.refusals import policy_not_found
 from ratoon.engine.types import (
     CheckpointInfo,
     Command,
@@ -47,13 +48,6 @@ def select_operation(
 ) -> OperationRecord | None:
     row = connection.execute(select(OPERATIONS).where(condition)).mappings().first()
     return None if row is None else to_record(row)
-
-
-def require_operation(connection: Connection, operation_id: str) -> OperationRecord:
-    record = select_operation(connection, OPERATIONS.c.operation_id == operation_id)
-    if record is None:
-        raise operation_not_found(operation_id)
-    return record
 
 
 def select_operations(
@@ -118,17 +112,23 @@ def to_record(row: RowMapping) -> OperationRecord:
     return OperationRecord(**decoded)
 
 
+@lru_cache(256)
+def _of_policy(text: str) -> object:
+    """A policy's spec or info: immutable, the same text each time, and read at every call."""
+    return from_text(text)
+
+
 def to_policy(row: RowMapping) -> PolicyRow:
     values = verified(POLICIES, row)
     return PolicyRow(
-        spec=cast("PolicySpec", from_text(values["spec"])),
+        spec=cast("PolicySpec", _of_policy(values["spec"])),
         state=PolicyState(values["state"]),
         version=values["version"],
         max_version=values["max_version"],
         next_seq=values["next_seq"],
         token=values["token"],
         created_at=values["created_at"],
-        info=None if values["info"] is None else cast("ModelInfo", from_text(values["info"])),
+        info=None if values["info"] is None else cast("ModelInfo", _of_policy(values["info"])),
         published=tuple(json.loads(values["published"])),
         failure=values["failure"] or "",
     )

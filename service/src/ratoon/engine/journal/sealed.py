@@ -8,10 +8,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import xxhash
-from sqlalchemy import ColumnElement, Connection, Float, RowMapping, Table, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Float,
+    Insert,
+    RowMapping,
+    Select,
+    Table,
+    Update,
+    bindparam,
+    select,
+    update,
+)
 from sqlalchemy.exc import DBAPIError
 
 from ratoon.errors import ErrorCode, RatoonError
@@ -24,7 +37,25 @@ class DamagedRowError(Exception):
 
 
 def insert_row(connection: Connection, table: Table, values: Mapping[str, Any]) -> None:
-    connection.execute(table.insert().values(**values, **{DIGEST: _digest(table, values)}))
+    connection.execute(_insert(table), {**values, DIGEST: _digest(table, values)})
+
+
+def lock_row(connection: Connection, table: Table, key: str) -> dict[str, Any] | None:
+    """The row of a primary key of one column, its own until the transaction ends; None: no row.
+
+    Raises `DamagedRowError`.
+    """
+    row = connection.execute(_locked(table), {"key": key}).mappings().first()
+    return None if row is None else verified(table, row)
+
+
+def update_row(
+    connection: Connection, table: Table, row: Mapping[str, Any], columns: Mapping[str, Any]
+) -> None:
+    """Set `columns` of a verified row that the transaction has locked."""
+    keys = {f"key_{column.name}": row[column.name] for column in table.primary_key}
+    digest = _digest(table, {**row, **columns})
+    connection.execute(_update(table), {**keys, **columns, DIGEST: digest})
 
 
 def update_rows(
@@ -33,8 +64,7 @@ def update_rows(
     """Set `columns` of the rows that match `condition`. Raises `DamagedRowError`."""
     rows = connection.execute(select(table).where(condition).with_for_update()).mappings().all()
     for row in rows:
-        changed = {**verified(table, row), **columns}
-        _write(connection, table, row, {**columns, DIGEST: _digest(table, changed)})
+        update_row(connection, table, verified(table, row), columns)
 
 
 def verified(table: Table, row: RowMapping) -> dict[str, Any]:
@@ -63,26 +93,42 @@ def check_all(connection: Connection, *tables: Table) -> None:
         ) from err
 
 
-def _write(
-    connection: Connection, table: Table, row: RowMapping, values: Mapping[str, Any]
-) -> None:
-    statement = update(table)
-    for column in table.primary_key:
-        statement = statement.where(column == row[column.name])
-    connection.execute(statement.values(**values))
-
-
 def _digest(table: Table, values: Mapping[str, Any]) -> str:
     """Digest of names and values as JSON. Integers given for a float column count as floats.
 
     A value that JSON cannot hold is not ours: SQLite returns a damaged number as bytes.
     """
+    floats = _floats(table)
     fields = {
-        name: float(value)
-        if isinstance(table.c[name].type, Float) and isinstance(value, int)
-        else value
+        name: float(value) if name in floats and isinstance(value, int) else value
         for name, value in values.items()
         if name != DIGEST and value is not None
     }
     text = json.dumps(fields, sort_keys=True, separators=(",", ":"), default=repr)
     return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+# Statements are built once: building one takes longer than running it.
+
+
+@cache
+def _floats(table: Table) -> frozenset[str]:
+    return frozenset(column.name for column in table.c if isinstance(column.type, Float))
+
+
+@cache
+def _insert(table: Table) -> Insert:
+    return table.insert()
+
+
+@cache
+def _locked(table: Table) -> Select[Any]:
+    (column,) = table.primary_key
+    return select(table).where(column == bindparam("key")).with_for_update()
+
+
+@cache
+def _update(table: Table) -> Update:
+    """Sets the columns that are named when it is executed."""
+    keys = (column == bindparam(f"key_{column.name}") for column in table.primary_key)
+    return update(table).where(*keys)

@@ -55,6 +55,10 @@ KINDS: dict[type[Command], OperationKind] = {
 }
 
 
+# Hashed sooner than a thread is woken.
+_SMALL_BYTES = 2**16
+
+
 class JournalUnknownError(Exception):
     """The journal did not answer a write, so whether it happened must be read again."""
 
@@ -83,7 +87,7 @@ class Admission:
             case _:
                 pass
         digest = body_digest(command)
-        if digest and await asyncio.to_thread(_sha256, submission.body) != digest:
+        if digest and await _sha256(submission.body) != digest:
             raise invalid("body_digest", digest, "the SHA-256 of the body")
 
     async def hold(self, operation_id: str, submission: Submission) -> RatoonError | None:
@@ -268,5 +272,7 @@ def named_forward(command: Command | None) -> str:
     return old.forward_operation_id if old is not None else ""
 
 
-def _sha256(body: bytes) -> str:
-    return hashlib.sha256(body).hexdigest()
+async def _sha256(body: bytes) -> str:
+    if len(body) < _SMALL_BYTES:
+        return hashlib.sha256(body).hexdigest()
+    return (await asyncio.to_thread(hashlib.sha256, body)).hexdigest()

@@ -71,7 +71,9 @@ class Claims:
         async with self._lock:
             if not is_awaited:
                 await self._check_open(holder, body_bytes)
-            await asyncio.to_thread(self._quotas.use, holder.key_id, holder.limits, num_tokens, now)
+            if holder.key_id and holder.limits is not None:
+                limits = holder.limits
+                await asyncio.to_thread(self._quotas.use, holder.key_id, limits, num_tokens, now)
             self._open[operation_id] = Claim(
                 policy_id=policy_id, key_id=holder.key_id, body_bytes=body_bytes
             )
@@ -91,7 +93,7 @@ class Claims:
 
         Reads files: call it in a thread.
         """
-        limit = holder.limits.max_queued_bytes
+        limit = None if holder.limits is None else holder.limits.max_queued_bytes
         if holder.key_id and limit is not None:
             # An upload used by a call is counted as that call's body instead.
             used = sum(claim.body_bytes for claim in self._of_key(holder.key_id))
@@ -101,11 +103,12 @@ class Claims:
 
     async def _check_open(self, holder: Holder, body_bytes: int) -> None:
         key_id, limits = holder.key_id, holder.limits
-        if key_id and limits.max_open_operations is not None:
-            name, used = f"API key {key_id}: open operations", len(self._of_key(key_id))
-            check_room(name, "key_open_operations", used, 1, limits.max_open_operations)
-        if key_id and limits.max_queued_bytes is not None:
-            await asyncio.to_thread(self.check_upload, holder, body_bytes)
+        if key_id and limits is not None:
+            if limits.max_open_operations is not None:
+                name, used = f"API key {key_id}: open operations", len(self._of_key(key_id))
+                check_room(name, "key_open_operations", used, 1, limits.max_open_operations)
+            if limits.max_queued_bytes is not None:
+                await asyncio.to_thread(self.check_upload, holder, body_bytes)
         used = sum(claim.body_bytes for claim in self._open.values())
         name = "bytes of open operations of all policies"
         check_room(name, "total_queued_bytes", used, body_bytes, self._max_total_bytes)

@@ -73,6 +73,7 @@ class Controller:
         # The journal may have a seq that memory lacks; it must not be assigned or counted again.
         self._lacks_seq = False
         self._is_draining = False
+        self._is_over = False
 
     @property
     def state(self) -> PolicyState:
@@ -92,6 +93,7 @@ class Controller:
         for live in self._run.ledger.open_operations():
             live.fail(cancelled(live.operation_id), self._run.ports.now())
             self._run.ledger.settle(live)
+        self._publisher.wake()
 
     async def drain(self, grace_s: float) -> None:
         """Refuse new work, and let the running operation finish within `grace_s` seconds.
@@ -101,13 +103,19 @@ class Controller:
         self._is_draining = True
         self._turns.pause()
         await self._turns.stop(grace_s)
-        self._views.let_go()
+        self._let_go()
 
     def abandon(self) -> None:
         """Stop at once, as a crash would, and wake all waiting callers."""
         self._turns.abandon()
         self._run.claims.restore(self._run.policy_id, ())
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Wake all waiting callers, who must ask the next process."""
+        self._is_over = True
         self._views.let_go()
+        self._publisher.wake()
 
     async def submit(self, submission: Submission) -> Operation:
         """Accept an operation durably, or return the first one's handle for a retry.
@@ -142,7 +150,7 @@ class Controller:
         if first is not None:
             await self._admission.drop(operation_id, submission, first)
         live = self._run.ledger.find(record.operation_id)
-        return view_of(record) if live is None else await self._views.of(live)
+        return view_of(record) if live is None else self._views.known(live)
 
     async def get_operation(self, operation_id: str, wait_s: float) -> Operation:
         """See `OperationViews.get`."""
@@ -175,17 +183,32 @@ class Controller:
                 await self._run.ports.worker.cancel(operation_id)
         return await self._views.of(live)
 
-    async def weight_manifest(self, version: int | None) -> WeightManifest:
+    async def weight_manifest(
+        self, version: int | None, known_version: int | None = None, wait_s: float = 0.0
+    ) -> WeightManifest:
         """Manifest of a published version, None: the newest. Publishes it first if on request.
 
-        Versions of a failed policy stay readable. Raises WEIGHTS_NOT_FOUND, POLICY_NOT_READY.
+        Waits up to `wait_s` seconds until it is there; with `known_version` until the newest is
+        another. Versions of a failed policy stay readable. Raises WEIGHTS_NOT_FOUND,
+        POLICY_NOT_READY, POLICY_FAILED where it would wait for a failed policy, and UNAVAILABLE
+        where the wait would not end before the service does.
         """
-        if not self._run.failure:
-            self._check_ready()
-            if self._publisher.is_wanted(version):
-                await self._turns.publish()
-        async with self._lock:  # Not during a rollback of versions.
-            return await self._publisher.manifest(version)
+        run, clock = self._run, asyncio.get_running_loop().time
+        deadline = clock() + min(wait_s, run.limits.max_wait_s)
+        while True:
+            if not run.failure:
+                self._check_ready()
+                if self._publisher.is_wanted(version):
+                    await self._turns.publish()
+            left_s = deadline - clock()
+            if left_s <= 0 or self._publisher.is_there(version, known_version):
+                async with self._lock:  # Not during a rollback of versions.
+                    return await self._publisher.manifest(version)
+            if run.failure:
+                raise policy_not_ready(run.policy_id, run.state, run.failure)
+            if self._is_over:
+                raise draining()
+            await self._publisher.wait_change(left_s)
 
     async def put_upload_part(
         self, upload_id: str, part_index: int, body: bytes, holder: Holder = NOBODY

@@ -20,7 +20,25 @@ _MAX_ENDED = 128
 
 
 @dataclass(slots=True, kw_only=True)
-class LiveOperation:
+class Awaited:
+    """What callers wait for a change of."""
+
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def wake(self) -> None:
+        """Wake all waiters."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def wait_change(self, timeout_s: float) -> None:
+        """Wait for a change, at most until the timeout."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+
+
+@dataclass(slots=True, kw_only=True)
+class LiveOperation(Awaited):
     """One operation in memory."""
 
     record: OperationRecord
@@ -28,7 +46,6 @@ class LiveOperation:
     # Its turn has come: it can only be asked to stop.
     is_started: bool = False
     cancel_requested: bool = False
-    _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def operation_id(self) -> str:
@@ -51,17 +68,6 @@ class LiveOperation:
 
     def fail(self, error: RatoonError, now: float) -> None:
         self.end(JournalState.FAILED, FailedResult(error=error.to_dict()), now)
-
-    def wake(self) -> None:
-        """Wake all waiters."""
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def wait_change(self, timeout_s: float) -> None:
-        """Wait for a change, at most until the timeout."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._changed.wait()
 
 
 class Ledger:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ratoon.engine.crash_points import CrashPoint
+from ratoon.engine.policy.ledger import Awaited
 from ratoon.engine.policy.run import PolicyRun
 from ratoon.engine.types import OperationResult, PublishKind, StepResult
 from ratoon.errors import ErrorCode, RatoonError
@@ -22,10 +23,14 @@ from ratoon.stream.versions import list_versions, prune_versions, read_manifest,
 _LOG = get_logger("publisher")
 
 
-class Publisher:
-    """Acts only between operations, while the worker's weights do not change."""
+class Publisher(Awaited):
+    """Acts only between operations, while the worker's weights do not change.
+
+    Who waits for a version is woken when the published ones change.
+    """
 
     def __init__(self, run: PolicyRun) -> None:
+        super().__init__()
         self._run = run
 
     def is_due(self) -> bool:
@@ -44,6 +49,13 @@ class Publisher:
         run = self._run
         on_request = run.spec.publish.kind is PublishKind.ON_REQUEST
         return on_request and version in (None, run.version) and run.version not in run.published
+
+    def is_there(self, version: int | None, known_version: int | None) -> bool:
+        """Whether `version`, or with None a newest other than `known_version`, is published."""
+        published = self._run.published
+        if version is not None:
+            return version in published
+        return bool(published) and published[-1] != known_version
 
     async def catch_up(self) -> None:
         """After a crash: publish the current version where that is due and it is not readable.
@@ -82,6 +94,7 @@ class Publisher:
         """
         run = self._run
         if not self.is_due():
+            self.wake()  # Who waits may request it.
             return result
         try:
             seconds = await self._write()
@@ -110,6 +123,7 @@ class Publisher:
         published = (*others, run.version)[-run.spec.keep_versions :]
         await run.ports.journal.set_published(run.token, run.policy_id, published, step)
         run.published = published
+        self.wake()
         run.reach(CrashPoint.ENGINE_AFTER_PUBLISH)
         await asyncio.to_thread(prune_versions, run.paths.weights, 1, published)
 

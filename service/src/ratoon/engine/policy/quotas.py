@@ -29,7 +29,7 @@ class QuotaFiles:
     def use(self, key_id: str, limits: KeyLimits, num_tokens: int, now: float) -> None:
         """Count tokens of a key, unless it raises RESOURCE_EXHAUSTED or BODY_TOO_LARGE."""
         quotas = _quotas(limits)
-        if not key_id or not num_tokens or not quotas:
+        if not num_tokens or not quotas:
             return
         used = self._used(key_id, now)
         for window, limit in quotas.items():

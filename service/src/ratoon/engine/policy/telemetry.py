@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
 
 from ratoon import metrics
 from ratoon.engine.journal.records import JournalState, OperationRecord
@@ -133,15 +134,8 @@ def _gauges(policy_id: str, *values: tuple[Metric, float | None]) -> list[Change
 
 
 def _seconds(seconds: PhaseSeconds) -> list[Change]:
-    phases = {
-        "plan": seconds.plan,
-        "forward": seconds.forward,
-        "backward": seconds.backward,
-        "optimizer": seconds.optimizer,
-        "publish": seconds.publish,
-    }
     return [
         metrics.PHASE_SECONDS.sample(value, phase)
-        for phase, value in phases.items()
+        for phase, value in asdict(seconds).items()
         if value > 0 and math.isfinite(value)
     ]

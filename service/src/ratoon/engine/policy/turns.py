@@ -175,6 +175,7 @@ class TurnLoop:
         await self._checkpointer.stop()
         run.state, run.failure = PolicyState.FAILED, failure
         self._end_publications(policy_not_ready(run.policy_id, run.state, failure))
+        self._publisher.wake()
         try:
             await run.ports.journal.fail(run.token, run.policy_id, failure)
         except FencedError:

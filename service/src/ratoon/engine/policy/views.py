@@ -96,6 +96,10 @@ class OperationViews:
         """The current view of an operation in memory."""
         if live.is_started and not live.is_final:
             await self._refresh(live)
+        return self.known(live)
+
+    def known(self, live: LiveOperation) -> Operation:
+        """The same with the progress that was last asked for."""
         progress = ended_progress(live.record.result) if live.is_final else live.progress
         return live.record.to_operation(progress=progress, blocked_by_seq=self._missing(live))
 

@@ -27,6 +27,7 @@ from ratoon.engine.types import (
     OperationState,
     OptimStepCommand,
     Progress,
+    StepResult,
     UpdateCommand,
 )
 from ratoon.engine.worker.meter import Meter
@@ -245,7 +246,12 @@ class WorkerCore:
         if outcome.state is not OperationState.DONE or not self._takes_digests:
             return outcome
         if isinstance(task.command, UpdateCommand | OptimStepCommand | LoadCheckpointCommand):
+            started = time.perf_counter()
             self._digest = runner.trainer.state_digest()
+            if isinstance(result := outcome.result, StepResult):
+                seconds = replace(result.report.seconds, digest=time.perf_counter() - started)
+                report = replace(result.report, seconds=seconds)
+                outcome = replace(outcome, result=replace(result, report=report))
         return replace(outcome, weights_digest=self._digest)
 
     def _run(self, runner: TaskRunner, task: Task) -> Outcome:

@@ -1,44 +1,38 @@
 """The digest of an optimizer state: weights, moments and step counter in 128 bits.
 
-It is a sum of hashes of single elements, each of the element's bits, its index in the whole tensor
-and the tensor's name and dtype; so neither the order nor the cut into shards or chunks decides
-anything, and one bit that differs in one element always changes it.
+It is two sums, modulo 2**64, over all elements: the element's bits as an integer, times an odd
+multiplier of its tensor and place (multilinear hashing, Carter and Wegman, 1979). So neither the
+order nor the cut into chunks decides anything; one element that differs always changes both sums,
+and several by chance leave them as they were less than once in 2**60.
+
+A multiplier is a product of two random words, of the place in a block of `BLOCK` elements and of
+the block: so few of them need to be kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import cast
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
 from ratoon.train.optim.adamw import OptimizerState
 
-_BITS = 64
-# Odd: 2**64 over the golden ratio, the multipliers of SplitMix64 (Steele, Lea and Flood, OOPSLA
-# 2014, as revised by Vigna), and one more; all as int64.
-_STRIDE = 0x9E3779B97F4A7C15 - (1 << _BITS)
-_FIRST = 0xBF58476D1CE4E5B9 - (1 << _BITS)
-_SECOND = 0x94D049BB133111EB - (1 << _BITS)
-_THIRD = 0xD6E8FEB86659FD93 - (1 << _BITS)
-_NUM_STEPS = "num_steps"
-# Fields whose tensors of one name have one size: one read of the index serves those there are.
+BLOCK = 1 << 13
+# Fields whose tensors of one name have one size: one read of the multipliers serves those there
+# are.
 _ALIKE = (
     ("weights", "weight_remainder", "exp_avg", "exp_avg_sq"),
     ("exp_avg_scale", "exp_avg_sq_scale"),
 )
-# Elements hashed at a time: within the cache of a CPU; on a GPU few calls, and what a state that
-# lies on the host may take there while it is hashed.
-_HOST_CHUNK = 1 << 14
-_DEVICE_CHUNK = 1 << 28
-# A GPU adds up rows of so many side by side, and then their sums; a single row takes one of its
-# many processors.
-_DEVICE_ROW = 1 << 12
-_BITS_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-_Sums = Callable[[tuple[Tensor, ...], Tensor], Tensor]
+# Elements that a state on the host may take on a device at a time.
+CHUNK = 1 << 28
+# Words of 32 bits at most: a multiplier must not be shifted out by a bit that differs.
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
 class StateDigest:
@@ -46,78 +40,92 @@ class StateDigest:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._chunk = _DEVICE_CHUNK if device.type == "cuda" else _HOST_CHUNK
-        self._sums: _Sums = part_sums
-        # Compiled, each element is read once; on a CPU that is not worth a compiler.
+        self._device_sums: Any = device_sums
+        # Compiled, each element is read once; a CPU has numpy for it, and no need of a compiler.
         if device.type == "cuda":
-            self._sums = cast("_Sums", torch.compile(part_sums, dynamic=True, fullgraph=True))
-        # Start and seeds of a part, on the device, by the names that they are made of.
-        self._keys: dict[tuple[int, tuple[str, ...]], Tensor] = {}
+            self._device_sums = torch.compile(device_sums, dynamic=True, fullgraph=True)
+        # On the device: those of places, and those of blocks by the names of their tensors.
+        self._places = odd_words("place", BLOCK).to(device)
+        self._blocks: dict[tuple[str, ...], Tensor] = {}
 
     def of(self, state: OptimizerState) -> str:
         """The digest of `state`, 32 hexadecimal digits; waits for the device once."""
+        listing = [f"num_steps {state.num_steps}"]
         found: list[Tensor] = []
         for names, tensors in _rows(state):
-            flat = [tensor.detach().reshape(-1) for tensor in tensors]
-            for start, stop in self._spans(flat[0].numel()):
-                parts = tuple(_bits(tensor[start:stop]) for tensor in flat)
-                found.append(self._sums(self._moved(parts), self._key(start, names)))
+            listing.extend(names)
+            words = [_words(tensor) for tensor in tensors]
+            blocks = self._blocks_of(names, -(-len(words[0]) // BLOCK))
+            if self._device.type == "cuda":
+                found.extend(self._sums_by_parts(words, blocks))
+            else:
+                found.append(host_sums(words, self._places, blocks))
         sums = torch.cat(found).sum(dim=0).tolist() if found else [0, 0]
-        counter = part_sums((torch.tensor([state.num_steps]),), part_key(0, (_NUM_STEPS,)))
-        return digest_text(s + c for s, c in zip(sums, counter[0].tolist(), strict=True))
+        listed = xxhash.xxh3_128_intdigest("\n".join(sorted(listing)).encode())
+        return digest_text(sums[0] + listed, sums[1] + (listed >> 64))
 
-    def _spans(self, count: int) -> Iterator[tuple[int, int]]:
-        """Chunks of `count` elements; on a GPU one is of whole rows, or shorter than a row."""
-        whole = count - count % _DEVICE_ROW if self._device.type == "cuda" else count
-        for first, last in ((0, whole), (whole, count)):
-            for start in range(first, last, self._chunk):
-                yield start, min(start + self._chunk, last)
+    def _sums_by_parts(self, words: Sequence[Tensor], blocks: Tensor) -> Iterator[Tensor]:
+        """`device_sums` of whole blocks, `CHUNK` words at a time, and of what is left."""
+        count = len(words[0])
+        whole = count - count % BLOCK
+        starts = [*range(0, whole, CHUNK), *([whole] if whole < count else [])]
+        for start, stop in pairwise([*starts, count]):
+            # `.data` is no view: of a view, the compiler would look at the shape of the whole too.
+            parts = tuple(
+                tensor[start:stop].to(self._device).view(-1, min(BLOCK, stop - start)).data
+                for tensor in words
+            )
+            places = self._places[:, : parts[0].shape[1]].contiguous().data
+            of_part = blocks[..., start // BLOCK : -(-stop // BLOCK)].contiguous().data
+            yield self._device_sums(parts, places, of_part)
 
-    def _moved(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        # `.data` is no view: of a view, the compiler would look at the shape of the whole too.
-        moved = (part.to(self._device).data for part in parts)
-        if self._device.type != "cuda":
-            return tuple(moved)
-        return tuple(part.view(-1, min(_DEVICE_ROW, len(part))).data for part in moved)
-
-    def _key(self, start: int, names: tuple[str, ...]) -> Tensor:
-        if (start, names) not in self._keys:
-            self._keys[start, names] = part_key(start, names).to(self._device)
-        return self._keys[start, names]
-
-
-def part_key(start: int, names: Sequence[str]) -> Tensor:
-    """For `part_sums`, int64 [1 + k]: the index of the first element and each tensor's seed."""
-    seeds = (xxhash.xxh3_64_intdigest(name.encode()) for name in names)
-    return torch.tensor([start, *(_signed(seed) for seed in seeds)], dtype=torch.int64)
+    def _blocks_of(self, names: tuple[str, ...], count: int) -> Tensor:
+        if names not in self._blocks:
+            words = torch.stack([odd_words(name, count) for name in names])
+            self._blocks[names] = words.to(self._device)
+        return self._blocks[names]
 
 
-def part_sums(parts: tuple[Tensor, ...], key: Tensor) -> Tensor:
-    """Sums of two hashes over the elements of each of k parts, int64 [k, 2], modulo 2**64.
+def odd_words(name: str, count: int) -> Tensor:
+    """Random odd words that the name decides, int64 [2, count]; fewer are the first of more."""
+    keys = (xxhash.xxh3_128_intdigest(f"{name} {which}".encode()) for which in range(2))
+    words = np.stack([np.random.Philox(key=key).random_raw(count) for key in keys])
+    return torch.from_numpy((words | 1).view(np.int64))
 
-    `parts`: integers of one shape, [n] or rows [r, w] of it, the bits of the elements; `key`: int64
-    [1 + k]. The sums of a tensor are those of its parts added up.
+
+def device_sums(parts: Sequence[Tensor], places: Tensor, blocks: Tensor) -> Tensor:
+    """Both sums over the words of each of k parts, int64 [k, 2]; a tensor's are those of its parts
+    added up.
+
+    `parts`: integers [r, w], the bits of r blocks; `places` [2, w] and `blocks` [k, 2, r]: the
+    multipliers, int64.
     """
-    index = torch.arange(parts[0].numel(), dtype=torch.int64, device=key.device)
-    index = index.view(parts[0].shape)
-    # A sum with a tensor first: a compiler must not count a product of indices in 32 bits.
-    places = (index + key[0]) * _STRIDE
     sums: list[Tensor] = []
     for number, part in enumerate(parts):
-        word = places + key[1 + number] + part.to(torch.int64)
-        # Each line is a bijection of 64 bits.
-        word = _fold(word, 30).mul_(_FIRST)
-        word = _fold(word, 27).mul_(_SECOND)
-        word = _fold(word, 31)
-        sums.append(word.sum(dim=-1).sum())
-        word = _fold(word, 29).mul_(_THIRD)
-        sums.append(_fold(word, 32).sum(dim=-1).sum())
+        wide = part.to(torch.int64)
+        for which in range(2):
+            of_blocks = (wide * places[which]).sum(dim=-1)
+            sums.append((of_blocks * blocks[number, which]).sum())
     return torch.stack(sums).view(-1, 2)
 
 
-def digest_text(sums: Iterable[int]) -> str:
+def host_sums(words: Sequence[Tensor], places: Tensor, blocks: Tensor) -> Tensor:
+    """`device_sums` of whole tensors [n], where numpy reads each word once without a compiler."""
+    sums = np.empty((len(words), 2), np.int64)
+    for number, tensor in enumerate(words):
+        array, of_blocks = tensor.numpy(), np.zeros(blocks.shape[1:], np.int64)
+        full = len(array) // BLOCK
+        whole, rest = array[: full * BLOCK].reshape(-1, BLOCK), array[full * BLOCK :]
+        of_blocks[:, :full] = np.einsum("rw,sw->sr", whole, places.numpy(), dtype=np.int64)
+        if len(rest):
+            of_blocks[:, full] = np.einsum("w,sw->s", rest, places.numpy()[:, : len(rest)])
+        sums[number] = (of_blocks * blocks[number].numpy()).sum(axis=-1)
+    return torch.from_numpy(sums)
+
+
+def digest_text(*sums: int) -> str:
     """Sums, signed or not and of any size, as hexadecimal digits, 16 each."""
-    return "".join(f"{total % (1 << _BITS):016x}" for total in sums)
+    return "".join(f"{total % (1 << 64):016x}" for total in sums)
 
 
 def _rows(state: OptimizerState) -> Iterator[tuple[tuple[str, ...], list[Tensor]]]:
@@ -131,15 +139,5 @@ def _rows(state: OptimizerState) -> Iterator[tuple[tuple[str, ...], list[Tensor]
             yield tuple(texts), list(found.values())
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.view(_BITS_OF_SIZE[tensor.element_size()])
-
-
-def _fold(word: Tensor, shift: int) -> Tensor:
-    """`word ^ (word >>> shift)`, in place; torch's shift of int64 keeps the sign."""
-    return word.bitwise_xor_((word >> shift).bitwise_and_((1 << (_BITS - shift)) - 1))
-
-
-def _signed(number: int) -> int:
-    """The same 64 bits as int64."""
-    return number - (1 << _BITS) if number >> (_BITS - 1) else number
+def _words(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()])

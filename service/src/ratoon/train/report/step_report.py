@@ -27,6 +27,7 @@ class PhaseSeconds:
     backward: float = 0.0
     optimizer: float = 0.0
     publish: float = 0.0
+    digest: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,6 @@
-"""How a step is timed: whole, between two synchronisations of host and device.
+"""Times a piece of work as a whole, between two synchronisations of host and device.
 
-Enters a piece of work, leaves its seconds, each of them, and the peak of memory while it ran.
-Invariant: what is compiled, tuned or allocated at first happens before the first sample.
+The caller has warmed the work up: compilation, tuning and first allocations are not in a sample.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ from dataclasses import dataclass
 
 import torch
 
-# Seconds beyond which there are no more than so many samples.
+# (seconds, samples): work slower than this gets at most that many samples.
 _FEWER_SAMPLES = ((30.0, 1), (10.0, 2), (4.5, 3))
 
 
 class OutOfTimeError(RuntimeError):
-    """The budget does not reach for another piece of work."""
+    """The time budget does not allow another piece of work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Seconds of each sample; GiB of the device at the peak of all of them, 0 on a CPU."""
+    """Seconds of each sample, and their peak of device memory in GiB; 0 on a CPU."""
 
     samples: list[float]
     peak_gib: float
@@ -35,7 +34,7 @@ class Measured:
 
 
 def timed(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one run, until the device is done."""
+    """Seconds of one run, until the device has finished."""
     synchronise(device)
     start = time.perf_counter()
     work()
@@ -46,10 +45,9 @@ def timed(work: Callable[[], object], device: torch.device) -> float:
 def measure(
     work: Callable[[], object], device: torch.device, *, num_samples: int, stop_at: float
 ) -> Measured:
-    """Up to `num_samples` samples, fewer where one takes long or `stop_at` (`time.monotonic()`)
-    comes; at least one.
+    """At least one sample, up to `num_samples`; fewer if one is slow or `stop_at` has come.
 
-    The caller has run the work before.
+    The caller has run the work before. `stop_at` is of `time.monotonic()`.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -62,12 +60,12 @@ def measure(
 
 
 def peak_gib(device: torch.device) -> float:
-    """Most memory held by tensors since the last reset; 0 on a CPU."""
+    """Peak GiB allocated by tensors since the last reset; 0 on a CPU."""
     return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
 
 
 def held_gib(device: torch.device) -> float:
-    """Memory held by tensors now; 0 on a CPU."""
+    """GiB allocated by tensors now; 0 on a CPU."""
     return torch.cuda.memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
 
 
@@ -77,14 +75,14 @@ def synchronise(device: torch.device) -> None:
 
 
 def release(device: torch.device) -> None:
-    """Gives back what nothing holds, so that the next way finds the same room."""
+    """Frees unreferenced memory, so that whatever is measured next starts with as much of it."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def require_time(stop_at: float, seconds: float) -> None:
-    """Raises OutOfTimeError where `seconds` more would be past `stop_at`."""
+    """Raises OutOfTimeError if another `seconds` would go past `stop_at`."""
     left_s = stop_at - time.monotonic()
     if left_s < seconds:
         raise OutOfTimeError(f"not run: needs about {seconds:.0f} s, {left_s:.0f} s are left")

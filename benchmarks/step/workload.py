@@ -1,8 +1,8 @@
-"""Groups of random rollouts, packed or each rollout alone, ready to be run.
+"""What steps are measured on: models, groups of random rollouts, and their floating-point work.
 
-Enters prompt and response lengths and a seed, leaves `PackedBatch`es whose terms carry the same
-weights in either form. Invariant: the gradients of a packed batch and those of the same rollouts
-replicated, however they are cut, are sums of the same terms.
+All ways to run the same rollouts are credited with the same work, so MFU compares as time does.
+Gradients of a packed batch and of the same rollouts replicated, however cut, are sums of the same
+terms.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from benchmarks.step.sizes import StepWork
 from ratoon.model.stage_plan import HeldTokens
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.forest import build_forest
@@ -27,10 +26,78 @@ from ratoon.rollout.waves import resident_tokens
 from ratoon.train.device_batch import DeviceBatch, to_device
 from ratoon.train.streamed.passes import stream_tokens
 
+# Dense bfloat16 FLOP/s of an H200 (data sheet).
+PEAK_FLOPS = 989e12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSize:
+    """A Qwen3-style decoder: RMSNorm, normed queries and keys, SwiGLU, no biases."""
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    ties_embeddings: bool
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of all layers, without embedding, head and final norm."""
+        d, h = self.hidden_size, self.head_dim
+        attention = d * h * (2 * self.num_heads + 2 * self.num_kv_heads) + 2 * h
+        return self.num_layers * (attention + 3 * d * self.intermediate_size + 2 * d)
+
+
+QWEN3_8B = ModelSize(
+    name="Qwen3-8B", num_layers=36, hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128,
+    intermediate_size=12_288, vocab_size=151_936, ties_embeddings=False,
+)  # fmt: skip
+QWEN3_1_7B = ModelSize(
+    name="Qwen3-1.7B", num_layers=28, hidden_size=2048, num_heads=16, num_kv_heads=8, head_dim=128,
+    intermediate_size=6144, vocab_size=151_936, ties_embeddings=True,
+)  # fmt: skip
+# For a CPU: runs everything in seconds, and says nothing about speed.
+TINY = ModelSize(
+    name="tiny", num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=8,
+    intermediate_size=48, vocab_size=67, ties_embeddings=False,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWork:
+    """The work of one forward and backward.
+
+    Attributes:
+        tokens: Tokens through the layers.
+        rows: Hidden states that reach the LM head.
+        pairs: Attended (query, key) pairs of one head of one layer, causal.
+    """
+
+    tokens: int
+    rows: int
+    pairs: int
+
+
+def step_flops(size: ModelSize, work: StepWork) -> float:
+    """6 per token and weight, 14 per pair and head dimension; recomputation is not counted."""
+    layers = 6 * size.layer_parameters * work.tokens
+    head = 6 * size.vocab_size * size.hidden_size * work.rows
+    attention = 14 * size.head_dim * size.num_heads * size.num_layers * work.pairs
+    return float(layers + head + attention)
+
+
+def mfu(size: ModelSize, work: StepWork, seconds: float) -> float:
+    """Model FLOPs utilization, of an H200's peak whatever the device."""
+    return step_flops(size, work) / seconds / PEAK_FLOPS
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Tokens of a prompt and of each of its responses."""
+    """Lengths, in tokens, of a prompt and of each of its responses."""
 
     prompt: int
     responses: tuple[int, ...]
@@ -42,8 +109,8 @@ class CutGroup:
 
     Attributes:
         group: Its rollouts.
-        budget: Packed tokens at a time, in which a larger group is streamed; 0: it runs at once.
-        is_shared: False: each rollout is a tree of its own.
+        budget: Packed tokens at a time; a larger group is streamed. 0: it runs at once.
+        is_shared: Whether rollouts share their prompt; otherwise each is a tree of its own.
     """
 
     group: Group
@@ -52,7 +119,7 @@ class CutGroup:
 
     @property
     def name(self) -> str:
-        """Tells the shapes of one section apart."""
+        """Unique within a section."""
         shape = f"{self.group.prompt}x{len(self.group.responses)}"
         streamed = f" by {self.budget}" if self.budget else ""
         return shape + streamed + ("" if self.is_shared else " replicated")
@@ -60,13 +127,13 @@ class CutGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeededBatch:
-    """A micro-batch on the device and the gradient of the loss by each of its terms.
+    """A micro-batch on the device, with the loss's gradient with respect to each of its terms.
 
     Attributes:
         batch: The micro-batch.
-        column_L: int64; response token of each term, to compare ways by.
+        column_L: int64; the response token of each term, for comparing ways.
         packed: The same on the host.
-        stages: Of a batch that is streamed; empty: it is run at once.
+        stages: Stages of a streamed batch; empty if it runs at once.
         weight_L: float32; the terms' weights.
     """
 
@@ -78,7 +145,7 @@ class SeededBatch:
 
     @property
     def held(self) -> list[HeldTokens]:
-        """By which the service plans what the layers of each of its forwards keep."""
+        """What the service plans each forward's kept activations by."""
         if not self.stages:
             return [HeldTokens(tokens=self.packed_tokens, above=0, waits=False, stream=None)]
         stream, parents = stream_tokens(self.stages), {stage.parent for stage in self.stages}
@@ -94,7 +161,7 @@ class SeededBatch:
 
 
 def make_batch(groups: tuple[Group, ...], vocab_size: int, seed: int) -> RolloutBatch:
-    """Uniformly random tokens, normal rewards, sampler log-probs near those of random weights."""
+    """Uniform random tokens, normal rewards, sampler log-probs near those of random weights."""
     rng = np.random.default_rng(seed)
     lengths = np.array([length for group in groups for length in group.responses], np.int64)
     prompts = np.array([group.prompt for group in groups], np.int64)
@@ -123,13 +190,13 @@ def make_batch(groups: tuple[Group, ...], vocab_size: int, seed: int) -> Rollout
 
 
 def packed_batch(batch: RolloutBatch) -> PackedBatch:
-    """All rollouts in one micro-batch, every shared prefix once."""
+    """All rollouts in one micro-batch, each shared prefix once."""
     forest = build_forest(batch, sort_sequences(batch), np.arange(batch.num_sequences))
     return pack(batch, forest, batch.loss_mask)
 
 
 def replicated_batches(batch: RolloutBatch, sequences_per_batch: int) -> list[PackedBatch]:
-    """The same rollouts in request order, `sequences_per_batch` in a micro-batch, none shared."""
+    """The same rollouts in request order, `sequences_per_batch` per micro-batch, unshared."""
     return [
         pack(
             batch,
@@ -146,10 +213,10 @@ def upload(
     device: torch.device,
     stages: tuple[Stage, ...] = (),
 ) -> SeededBatch:
-    """Onto the device, with the gradient of the GRPO loss at ratio 1 by each log-prob.
+    """Uploads the batch, with the gradient of the GRPO loss at ratio 1 per log-prob.
 
-    That is -A / (tokens of the response * sequences), A being the rewards, which are random and
-    different in every response.
+    That is -A / (tokens of the response * sequences), where A are the random rewards, different for
+    every response.
     """
     assert batch.rewards is not None
     lengths_S = np.diff(batch.response_offsets)
@@ -165,7 +232,7 @@ def upload(
 
 
 def waves(packed: PackedBatch, num_subtrees: int) -> tuple[Stage, ...]:
-    """Stages of one tree: its root, which stays, and the subtrees below it, so many at a time."""
+    """Stages of one tree: its root, which stays, then `num_subtrees` subtrees at a time."""
     forest = packed.forest
     starts = forest.node_start[forest.node_parent == 0].tolist()[::num_subtrees]
     bounds = [*starts, forest.num_tokens]
@@ -175,7 +242,7 @@ def waves(packed: PackedBatch, num_subtrees: int) -> tuple[Stage, ...]:
 
 
 def packed_work(packed: PackedBatch) -> StepWork:
-    """What one packed micro-batch runs."""
+    """The work of one packed micro-batch."""
     forest = packed.forest
     own = forest.node_stop - forest.node_start
     pairs = own * forest.node_depth + own * (own + 1) // 2
@@ -183,7 +250,7 @@ def packed_work(packed: PackedBatch) -> StepWork:
 
 
 def replicated_work(batch: RolloutBatch) -> StepWork:
-    """What all rollouts run, each alone: tokens and causal pairs in place of the packed ones."""
+    """The work of all rollouts, each run alone."""
     length = sequence_lengths(batch)
     return StepWork(
         tokens=int(length.sum()),
@@ -193,7 +260,7 @@ def replicated_work(batch: RolloutBatch) -> StepWork:
 
 
 def _separate_trees(batch: RolloutBatch, sequences: NDArray[np.int64]) -> Forest:
-    """One root for each sequence, though sequences may share a prefix."""
+    """One root per sequence, even if sequences share a prefix."""
     length = sequence_lengths(batch)[sequences]
     bounds = _offsets(length)
     return Forest(
