@@ -23,8 +23,6 @@ from ratoon.engine.types import (
     SaveCheckpointCommand,
 )
 from ratoon.engine.worker.tasks import Outcome, Task
-from ratoon.engine.worker.trainer_port import TrainerPort
-from ratoon.model.export import export_weights
 from ratoon.model.spec import FolderBase, FullTuning, ModelDtype, ModelSpec
 from ratoon.stream.files import make_folder
 from ratoon.train.spec import TrainerSpec
@@ -71,10 +69,6 @@ class TrainingWorker(LocalWorker):
         self.digests: dict[int, tuple[str, str]] = {}
         self.real: list[Trainer] = []
         super().__init__(faults)
-
-    def _start(self) -> None:
-        super()._start()
-        self.core._export = _export
 
     def _create(self, spec: TrainerSpec) -> Any:
         self.real.append(Trainer.create(spec))
@@ -161,8 +155,3 @@ def _require_policy(url: str, policy_id: str) -> None:
     engine.dispose()
     if not is_there:
         raise PolicyGoneError(policy_id)
-
-
-def _export(trainer: TrainerPort, folder: Path) -> None:
-    real = cast("Trainer", trainer)
-    export_weights(real.model, folder, real.export_state())

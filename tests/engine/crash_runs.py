@@ -96,11 +96,12 @@ class Survivor:
         )
 
     async def _rest(self) -> None:
-        """Until no checkpoint is under way."""
+        """Until no publication or checkpoint is under way."""
         while True:
             await self.revive()
-            landing = self.machine.controller._turns._checkpointer._landing
-            if landing is None or landing.done():
+            turns = self.machine.controller._turns
+            landings = turns._publisher._landing, turns._checkpointer._landing
+            if all(landing is None or landing.done() for landing in landings):
                 return
             await asyncio.sleep(0.002)
 

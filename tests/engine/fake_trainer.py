@@ -292,6 +292,10 @@ class FakeTrainer:
         logprobs = np.full(len(batch.loss_mask), -float(self.version), np.float32)
         return FakeForward(logprobs, None, StepReport(num_micro_batches=1))
 
+    def copy_weights(self) -> FakeCopy:
+        self.check_device()
+        return FakeCopy(json.dumps([self.weights, self.version]))
+
     def snapshot(self) -> FakeSnapshot:
         self.check_device()
         text = json.dumps({"weights": self.weights, "version": self.version})
@@ -317,9 +321,12 @@ def number_of(batch: RolloutBatch) -> float:
     return float(batch.rewards[0])
 
 
-def export_fake(trainer: FakeTrainer, folder: Path) -> None:
-    trainer.check_device()
-    (folder / "model.json").write_text(json.dumps([trainer.weights, trainer.version]))
+@dataclass(frozen=True)
+class FakeCopy:
+    text: str
+
+    def write(self, folder: Path) -> None:
+        (folder / "model.json").write_text(self.text)
 
 
 def fake_trainers(faults: Faults) -> Callable[[TrainerSpec], FakeTrainer]:

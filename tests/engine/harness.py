@@ -220,6 +220,10 @@ class Machine:
                 if ended.state.is_final:
                     return ended
 
+    async def landed(self) -> None:
+        """Until no publication is under way."""
+        await self.controller._turns._publisher.landed()
+
     @property
     def weights(self) -> list[tuple[list[float], float]]:
         return self.worker.trainer.weights

@@ -194,7 +194,11 @@ async def test_versions_are_published_and_pruned(machine: Machine) -> None:
         with pytest.raises(RatoonError) as caught:
             await machine.controller.weight_manifest(version)
         assert caught.value.code is ErrorCode.WEIGHTS_NOT_FOUND
-    assert sorted(path.name for path in machine.paths.weights.iterdir()) == ["00000002", "00000003"]
+    assert sorted(path.name for path in machine.paths.weights.iterdir()) == [
+        ".spare",
+        "00000002",
+        "00000003",
+    ]
 
 
 async def test_a_version_that_the_journal_does_not_know_is_published_anew(

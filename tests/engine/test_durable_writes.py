@@ -40,11 +40,13 @@ class Writes:
 async def test_an_update_is_written_three_times(
     make_machine: MakeMachine, recovery: Recovery
 ) -> None:
-    """Accepted, ended, published; its report is whole after the third."""
+    """Accepted, ended, published."""
     machine = await make_machine(recovery=recovery).start()
+    await machine.landed()
     writes = Writes(machine)
     for seq in (1, 2):
         ended = await machine.end(await machine.update(seq, seq))
+        await machine.landed()
         assert writes.take() == 3
         record = machine.journal.store.find_operation(ended.operation_id)
         assert record is not None
@@ -56,10 +58,12 @@ async def test_an_update_is_written_three_times(
 
 async def test_what_publishes_nothing_is_written_twice(make_machine: MakeMachine) -> None:
     machine = await make_machine(recovery=Recovery.REPLAY).start()
+    await machine.landed()
     writes = Writes(machine)
     await machine.end(await machine.forward_backward(1, 1))
     assert writes.take() == 2
     await machine.end(await machine.step(2))
+    await machine.landed()
     assert writes.take() == 3
     await machine.end(await machine.submit(3, DISCARD, 0))
     assert writes.take() == 2
@@ -77,17 +81,18 @@ async def test_an_update_that_is_published_on_request_is_written_twice(
     assert writes.take() == 1
 
 
-async def test_an_update_that_cannot_be_published_says_so_in_its_third_write(
+async def test_an_update_whose_weights_cannot_be_copied_says_so(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    await machine.landed()
     writes = Writes(machine)
 
     async def refuse(*_: object) -> None:
         raise RatoonError(ErrorCode.RESOURCE_EXHAUSTED, "disk full")
 
-    monkeypatch.setattr(machine.worker, "publish", refuse)
+    monkeypatch.setattr(machine.worker, "hold", refuse)
     ended = await machine.end(await machine.update(1, 1))
-    assert writes.take() == 3
+    assert writes.take() == 2
     assert isinstance(ended.result, StepResult)
     assert ended.result.report.warnings == ("version 1 is not published: disk full",)
     record = machine.journal.store.find_operation(ended.operation_id)

@@ -97,6 +97,7 @@ def test_a_policy_is_created_once(engine: Engine) -> None:
         ended = await client.create_policy(SPEC)
         assert ended.operation_id == created.operation_id
         assert isinstance(ended.result, PolicyResult)
+        assert (await client.weight_manifest(POLICY, None)).version == 0
         policy = await client.get_policy(POLICY)
         assert (policy.state, policy.version, policy.published_version) == (PolicyState.READY, 0, 0)
         assert policy.info is not None
@@ -283,6 +284,8 @@ def test_killed_processes_come_back_at_the_checkpoint(engine: Engine) -> None:
         step = await done(client, await client.submit(submission(14, update(0), random_batch(14))))
         assert isinstance(step.result, StepResult)
         retired = step.result.version
+        # Or its publication finds the worker lost, and 15 runs after that.
+        assert (await client.weight_manifest(POLICY, None)).version == retired
         worker = await find_worker(POLICY, namespace)
         ray.kill(cast("Any", worker))
         lost = await client.submit(submission(15, update(0), random_batch(15)))

@@ -110,6 +110,7 @@ async def test_another_digest_stops_the_policy_with_both(
     for seq in range(1, num_updates + 1):
         await machine.end(await machine.update(seq, seq))
     journaled = [record.weights_digest for record in machine.journal.store.records_from("p", 1)]
+    await machine.landed()
     files, machine.faults.noise = snapshot_of(machine.paths.root), 1.0
     await lose_worker(machine)
     for _ in range(2):  # Nor does the worker that has these weights serve the next controller.

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 
 from ratoon.config import CheckpointConfig, LimitsConfig
-from ratoon.engine.cluster.worker_actor import _export
 from ratoon.engine.types import (
     Command,
     Operation,
@@ -49,7 +48,7 @@ class TrainingWorker(LocalWorker):
 
     def _start(self) -> None:
         super()._start()
-        self.core = WorkerCore(Trainer.create, _export, self._reach)
+        self.core = WorkerCore(Trainer.create, self._reach)
 
 
 @dataclass(frozen=True)
@@ -99,9 +98,10 @@ class Drive:
         await self.machine.worker.kill()
         await self.machine.restart_controller()
 
-    def bits(self) -> Bits:
+    async def bits(self) -> Bits:
         store, paths = self.machine.journal.store, self.machine.paths
         version = store.history("p").policy.version
+        await self.machine.landed()
         return Bits(
             journaled=tuple(record.weights_digest for record in store.records_from("p", 1)),
             version=version,
@@ -138,7 +138,7 @@ async def window_of_six(folder: Path, *, is_killed: bool) -> Bits:
     await drive.run(update(0))
     if is_killed:
         await drive.kill()
-    bits = drive.bits()
+    bits = await drive.bits()
     await machine.controller.close(1.0)
     return bits
 
@@ -168,7 +168,7 @@ async def steps_that_say_more(folder: Path, *, is_killed: bool, beta1: float = 0
     if is_killed:
         await drive.kill()
     await drive.run(update(0))
-    bits = drive.bits()
+    bits = await drive.bits()
     await machine.controller.close(1.0)
     return bits
 

@@ -52,6 +52,7 @@ async def test_a_full_disk_refuses_new_work_and_loses_none(
     machine = on_small_disk
     first = await machine.end(await machine.update(1, 1.0))
     waits = await machine.update(4, 4.0)
+    await machine.landed()
     small_disk.fill()
     for key, number in ((2, 2.0), (3, 3.0), (2, 2.0)):
         with pytest.raises(RatoonError) as caught:

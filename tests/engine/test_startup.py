@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 
 from ratoon.config import CheckpointConfig
-from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.files.paths import PolicyPaths
 from ratoon.engine.journal.records import PolicyHistory
 from ratoon.engine.policy import startup, turns
@@ -209,12 +208,16 @@ async def test_a_first_start_that_failed_is_made_up_for(
 
 
 async def test_a_first_start_that_was_killed_after_the_load_says_what_the_model_is(
-    make_machine: MakeMachine,
+    make_machine: MakeMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A policy that was ready and had none took no operation, for as long as its worker lived."""
     machine = make_machine()
-    machine.crashes.armed[CrashPoint.ENGINE_BEFORE_PUBLISH] = 1
-    with pytest.raises(Crash):
+
+    async def crash(*_: object) -> None:
+        raise Crash
+
+    with monkeypatch.context() as patched, pytest.raises(Crash):
+        patched.setattr(machine.journal, "set_policy", crash)
         await machine.start()
     await machine.restart_controller()
     assert machine.journal.store.history("p").policy.info == INFO

@@ -20,11 +20,9 @@ from ratoon.engine.types import (
     PolicyState,
     RequestKey,
     SeqKey,
-    StepResult,
 )
 from ratoon.engine.worker.tasks import Choices, FencedError
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.train.report.step_report import PhaseSeconds, StepReport
 from tests.engine.fake_trainer import INFO
 from tests.engine.harness import life_record, policy_spec, update
 from tests.engine.stores import Stores, end_of, journaled, record_of
@@ -63,7 +61,7 @@ def test_an_older_token_writes_nothing(stores: Stores) -> None:
         lambda: fenced.accept(old, record_of(2), 3),
         lambda: fenced.end(old, "p", end_of(1, 1)),
         lambda: fenced.set_published(old, "p", (1,)),
-        lambda: fenced.set_published(old, "p", (1,), ("p.1", EmptyResult())),
+        lambda: fenced.check_token(old, "p"),
         lambda: fenced.set_policy(old, "p", PolicyState.READY, INFO),
         lambda: fenced.roll_back(old, "p", roll_back_to(0)),
     ):
@@ -87,18 +85,6 @@ def test_a_repeated_write_changes_nothing(stores: Stores) -> None:
     assert policy is not None
     assert (found.state, found.version, found.started_at) == (JournalState.APPLIED, 1, 5.0)
     assert (policy.version, policy.max_version, policy.next_seq) == (1, 1, 2)
-
-
-def test_a_publication_completes_the_report_of_its_step(stores: Stores) -> None:
-    stores.accept(1)
-    stores.end(1, 1)
-    told = StepResult(version=1, report=StepReport(seconds=PhaseSeconds(publish=0.25)))
-    for _ in range(2):
-        stores.fenced.set_published(stores.token, "p", (0, 1), ("p.1", told))
-    found, policy = stores.store.find_operation("p.1"), stores.store.policy("p")
-    assert found is not None
-    assert policy is not None
-    assert (found.result, policy.published) == (told, (0, 1))
 
 
 def test_a_closed_window_keeps_hashes_and_drops_plans(stores: Stores) -> None:

@@ -37,6 +37,7 @@ async def test_a_wait_ends_where_the_newest_is_an_earlier_one(machine: Machine) 
     """A reader that waited for a higher number would keep weights that were given up."""
     await machine.submit(1, save("mine"), 0)
     await machine.end(await machine.update(2, 2))
+    await machine.landed()
     wait = await waiting(machine, 1)
     await machine.submit(3, load("mine"), 0)
     assert (await wait).version == 0

@@ -23,7 +23,7 @@ from ratoon.engine.worker.tasks import (
 )
 from ratoon.engine.worker.worker import WorkerCore, WorkerOrderError
 from ratoon.errors import ErrorCode, RatoonError
-from tests.engine.fake_trainer import FakeTrainer, Faults, export_fake, number_body
+from tests.engine.fake_trainer import FakeTrainer, Faults, number_body
 from tests.engine.harness import (
     DISCARD,
     RATE,
@@ -43,7 +43,7 @@ class Bench:
         self.folder, self.faults = folder, Faults()
         self.paths = policy_paths(folder, "p")
         self.trainers: list[FakeTrainer] = []
-        self.core = WorkerCore(self.create, export_fake, never)  # pyright: ignore[reportArgumentType]
+        self.core = WorkerCore(self.create, never)  # pyright: ignore[reportArgumentType]
         self.core.load(1, "p", load_request())
 
     def create(self, _spec: object) -> FakeTrainer:
@@ -117,6 +117,7 @@ def test_an_older_token_is_refused_before_anything_is_touched(bench: Bench) -> N
         lambda: bench.core.skip(1, 1, SKIPPED),
         lambda: bench.core.restore(1, ()),
         lambda: bench.core.load(1, "p", load_request()),
+        lambda: bench.core.hold(1, 0),
         lambda: bench.core.publish(1, 0, str(bench.folder / "weights"), 0.0),
         lambda: bench.core.fence(1),
     ):
@@ -153,7 +154,7 @@ def test_a_skipped_seq_is_counted_once(bench: Bench) -> None:
 
 
 def test_a_bare_worker_refuses_to_work(bench: Bench) -> None:
-    core = WorkerCore(lambda _spec: FakeTrainer(Faults()), export_fake, never)  # pyright: ignore[reportArgumentType]
+    core = WorkerCore(lambda _spec: FakeTrainer(Faults()), never)  # pyright: ignore[reportArgumentType]
     assert not core.status().is_loaded
     with pytest.raises(WorkerLostError):
         core.apply(1, bench.task(1, DISCARD))
@@ -164,12 +165,22 @@ def test_versions_are_named_by_the_controller(bench: Bench) -> None:
     outcome = bench.core.apply(1, bench.update(1, 1, next_version=8))
     assert isinstance(outcome.result, StepResult)
     assert outcome.result.version == 8
+    bench.core.hold(1, 8)
     manifest = bench.core.publish(1, 8, str(bench.folder / "weights"), 1.0)
     assert (manifest.version, [file.name for file in manifest.files]) == (8, ["model.json"])
     bench.faults.skips.add(2.0)
     skipped = bench.core.apply(1, bench.update(2, 2, next_version=9))
     assert isinstance(skipped.result, StepResult)
     assert (skipped.result.version, bench.trainer.version) == (8, 8)
+
+
+def test_a_repeated_call_gives_what_the_first_has_written(bench: Bench) -> None:
+    root = str(bench.folder / "weights")
+    bench.core.hold(1, 0)
+    first = bench.core.publish(1, 0, root, 1.0)
+    assert bench.core.publish(1, 0, root, 2.0) is first
+    with pytest.raises(RatoonError, match="no copy of version 1"):
+        bench.core.publish(1, 1, root, 2.0)
 
 
 def test_a_broken_forward_backward_asks_for_the_window_back(bench: Bench) -> None:
@@ -217,7 +228,7 @@ def test_a_trainer_of_before_is_gone_when_the_next_is_made() -> None:
         made.append(weakref.ref(trainer))
         return trainer
 
-    core = WorkerCore(create, export_fake, never)  # pyright: ignore[reportArgumentType]
+    core = WorkerCore(create, never)  # pyright: ignore[reportArgumentType]
     for _ in range(3):
         core.load(1, "p", load_request())
     assert len(made) == 3
@@ -239,7 +250,7 @@ def test_a_model_that_does_not_fit_is_refused_by_name() -> None:
     def create(_spec: object) -> FakeTrainer:
         raise OutOfMemoryError("tried to allocate 9 GiB")
 
-    core = WorkerCore(create, export_fake, never)  # pyright: ignore[reportArgumentType]
+    core = WorkerCore(create, never)  # pyright: ignore[reportArgumentType]
     with pytest.raises(RatoonError, match="9 GiB") as caught:
         core.load(1, "p", load_request())
     assert caught.value.code is ErrorCode.RESOURCE_EXHAUSTED
@@ -287,7 +298,7 @@ def test_so_does_a_step_of_a_window(bench: Bench) -> None:
 def test_whatever_finds_a_device_dead_loses_the_worker(bench: Bench) -> None:
     bench.trainer.is_device_dead = True
     with pytest.raises(WorkerLostError, match="cannot be read"):
-        bench.core.publish(1, 0, str(bench.folder / "weights"), 1.0)
+        bench.core.hold(1, 0)
     assert_lost(bench)
 
 

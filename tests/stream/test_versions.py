@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import subprocess
 import sys
 from collections.abc import Callable
@@ -173,7 +174,8 @@ def test_prune_keeps_newest_and_protected(tmp_path: Path) -> None:
         publish(tmp_path, version, {"a": str(version).encode()})
     assert prune_versions(tmp_path, 2, {1}) == (0, 2, 3)
     assert list_versions(tmp_path) == (1, 4, 5)
-    assert len(list(tmp_path.iterdir())) == 3
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name[0] == ".") == [".spare"]
+    assert len(list(tmp_path.iterdir())) == 4
     assert prune_versions(tmp_path, 2, {1}) == ()
     assert code_of(lambda: prune_versions(tmp_path, 0, ())) is ErrorCode.INVALID_ARGUMENT
 
@@ -265,3 +267,53 @@ def test_publishing_again_syncs_the_name(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(versions, "fsync_folder", synced.append)
     publish(tmp_path, 1, {"a": b"x"})
     assert synced == [tmp_path]
+
+
+WEIGHTS = "model.safetensors"
+
+
+def test_the_next_version_is_written_over_the_pages_of_the_one_pruned_last(tmp_path: Path) -> None:
+    inodes = []
+    for version in range(4):
+        publish(tmp_path, version, {WEIGHTS: bytes([version]) * 5000, "config.json": b"{}"})
+        inodes.append((version_folder(tmp_path, version) / WEIGHTS).stat().st_ino)
+        prune_versions(tmp_path, 1, ())
+    assert inodes[2:] == inodes[:2]
+    assert sorted(path.name for path in version_folder(tmp_path, 3).iterdir()) == [
+        "config.json",
+        "manifest.json",
+        WEIGHTS,
+    ]
+    assert (version_folder(tmp_path, 3) / WEIGHTS).read_bytes() == b"\3" * 5000
+    assert not list(tmp_path.glob(".tmp-*"))
+
+
+@pytest.mark.parametrize("way", ["open", "mapped", "linked"])
+def test_what_is_still_read_is_not_written_over(tmp_path: Path, way: str) -> None:
+    publish(tmp_path, 0, {WEIGHTS: b"0" * 5000})
+    path = version_folder(tmp_path, 0) / WEIGHTS
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        if way == "linked":
+            (tmp_path / "mine").hardlink_to(path)
+        if way != "open":
+            file.close()
+        if way != "mapped":
+            mapped.close()
+        publish(tmp_path, 1, {WEIGHTS: b"1" * 5000})
+        prune_versions(tmp_path, 1, ())
+        publish(tmp_path, 2, {WEIGHTS: b"2" * 5000})
+        kept = {
+            "open": file.read,
+            "mapped": lambda: mapped[:],
+            "linked": (tmp_path / "mine").read_bytes,
+        }[way]()
+    assert kept == b"0" * 5000
+    assert (version_folder(tmp_path, 2) / WEIGHTS).read_bytes() == b"2" * 5000
+
+
+def test_files_that_the_next_version_does_not_have_go_with_the_spare_one(tmp_path: Path) -> None:
+    publish(tmp_path, 0, {"a.safetensors": b"0" * 9, "b.safetensors": b"0" * 9})
+    publish(tmp_path, 1, {"a.safetensors": b"1"})
+    prune_versions(tmp_path, 1, ())
+    manifest = publish(tmp_path, 2, {"a.safetensors": b"2"})
+    assert [(file.name, file.size_bytes) for file in manifest.files] == [("a.safetensors", 1)]

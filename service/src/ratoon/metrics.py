@@ -105,6 +105,12 @@ POLICY_VERSION = _gauge("ratoon_policy_version", "Version of the weights.", POLI
 PUBLISHED_VERSION = _gauge(
     "ratoon_published_version", "Newest version that can be fetched.", POLICY_LABEL
 )
+PUBLISH_SECONDS = Metric(
+    "ratoon_publish_seconds",
+    MetricKind.HISTOGRAM,
+    "Seconds from a version's end of step until it can be fetched.",
+)
+PUBLISH_FAILURES = _counter("ratoon_publish_failures_total", "Versions not published.")
 TOKEN_REDUCTION = _gauge(
     "ratoon_token_reduction_ratio", "Replicated over packed tokens, newest batch.", POLICY_LABEL
 )
@@ -227,6 +233,8 @@ METRICS: tuple[Metric, ...] = (
     OPEN_OPERATIONS,
     POLICY_VERSION,
     PUBLISHED_VERSION,
+    PUBLISH_SECONDS,
+    PUBLISH_FAILURES,
     TOKEN_REDUCTION,
     GRAD_NORM,
     *dict.fromkeys(metric for metric, _ in REPORT_GAUGES.values()),

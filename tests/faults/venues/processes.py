@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from ratoon.config import CheckpointConfig, LimitsConfig
-from ratoon.engine.cluster.worker_actor import _export
 from ratoon.engine.crash_points import make_reach
 from ratoon.engine.files.archive import ArchivedBodyFiles, BlobArchive, NoArchive
 from ratoon.engine.files.paths import BodyFiles, policy_paths
@@ -36,7 +35,7 @@ from tests.faults.builds import break_build
 from tests.faults.venues.power import record_syncs
 from tests.faults.venues.rpc import POOL, Peer, PeerLostError, Server
 
-_ASIDE = ("fence", "progress", "cancel", "write_snapshot")
+_ASIDE = ("fence", "progress", "cancel", "publish", "write_snapshot")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +77,7 @@ class Settings:
 def run_worker(settings: Settings) -> None:
     """Trainer calls on one thread; those of `_ASIDE` do not wait for them."""
     _begin(settings)
-    core = WorkerCore(Trainer.create, _export, make_reach(settings.crash_points))
+    core = WorkerCore(Trainer.create, make_reach(settings.crash_points))
     compute = ThreadPoolExecutor(1)
 
     def answer(name: str, args: tuple[Any, ...]) -> object:

@@ -766,6 +766,7 @@ class PhaseSeconds(_message.Message):
     backward: _builtins.float
     optimizer: _builtins.float
     publish: _builtins.float
+    """Of the copy of the weights, which is published beside what runs next."""
     digest: _builtins.float
     """Of the digest of weights and moments, by which a recovery is known to be exact."""
     def __init__(

@@ -40,6 +40,8 @@ class CrashPoint(StrEnum):
     WORKER_BEFORE_APPLY = "worker-before-apply"
     WORKER_IN_APPLY = "worker-in-apply"
     WORKER_AFTER_APPLY = "worker-after-apply"
+    WORKER_BEFORE_PUBLISH = "worker-before-publish"
+    WORKER_AFTER_PUBLISH = "worker-after-publish"
     WORKER_BEFORE_CHECKPOINT = "worker-before-checkpoint"
     WORKER_AFTER_CHECKPOINT = "worker-after-checkpoint"
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -35,6 +36,38 @@ _COPIED_FILES = (
     "vocab.json",
 )
 
+# Memory of the host is taken in slabs: torch rounds what it pins up to a power of two.
+_SLAB_BYTES = 2**30
+
+
+class WeightsCopy:
+    """A copy on the host of what a model trains, in memory that is used again for the next copy.
+
+    `take` runs between two steps, `write` on any thread beside later ones.
+    """
+
+    def __init__(self, model: PolicyModel) -> None:
+        self._model = model
+        self._values: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Copy the values as they are now, cast to the model's dtype."""
+        trainable = self._model.named_trainable()
+        if not self._values:
+            dtype = TORCH_DTYPES[self._model.spec.dtype]
+            shapes = {name: value.shape for name, value in trainable.items()}
+            is_pinned = self._model.device.type == "cuda"
+            self._values = _host_tensors(shapes, dtype, is_pinned=is_pinned)
+        for name, value in trainable.items():
+            self._values[name].copy_(value, non_blocking=True)
+        if self._model.device.type == "cuda":
+            torch.cuda.current_stream(self._model.device).synchronize()
+
+    def write(self, folder: Path) -> None:
+        """As `export_weights`, of the values copied last."""
+        export_weights(self._model, folder, self._values)
+
 
 def export_weights(
     model: PolicyModel, folder: Path, state: Mapping[str, Tensor] | None
@@ -53,6 +86,22 @@ def export_weights(
         _export_full(model, folder, values)
         _export_tokenizer(model, folder)
     return sorted(path.name for path in folder.iterdir())
+
+
+def _host_tensors(
+    shapes: Mapping[str, torch.Size], dtype: torch.dtype, *, is_pinned: bool
+) -> dict[str, Tensor]:
+    """Uninitialized tensors by name, several to a slab."""
+    slab_numel = _SLAB_BYTES // dtype.itemsize
+    tensors: dict[str, Tensor] = {}
+    rest = torch.empty(0, dtype=dtype)
+    for name, shape in shapes.items():
+        if (numel := shape.numel()) > rest.numel():
+            left_numel = sum(s.numel() for n, s in shapes.items() if n not in tensors)
+            slab = max(numel, min(slab_numel, left_numel))
+            rest = torch.empty(slab, dtype=dtype, pin_memory=is_pinned)
+        tensors[name], rest = rest[:numel].view(shape), rest[numel:]
+    return tensors
 
 
 def _trained_values(model: PolicyModel, state: Mapping[str, Tensor] | None) -> dict[str, Tensor]:

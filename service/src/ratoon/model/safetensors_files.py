@@ -58,7 +58,8 @@ def write_weights(
 ) -> None:
     """Write `tensors`, of floats, in files of at most so many bytes of data, or of one tensor.
 
-    Raises `OSError`; files that are not whole are left to the caller then.
+    Files that are there are written over in place, so that their pages are used again. Raises
+    `OSError`; files that are not whole are left to the caller then.
     """
     names = _split({name: tensors[name].nbytes for name in sorted(tensors)}, max_file_bytes)
     count = len(names)
@@ -100,13 +101,15 @@ def _write(folder: Path, files: Mapping[str, Mapping[str, Tensor]]) -> None:
     with ExitStack() as opened, ThreadPoolExecutor(_NUM_THREADS) as threads:
         parts: list[_Part] = []
         for name, tensors in files.items():
-            descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT, 0o666)
             opened.callback(os.close, descriptor)
             # By size of elements, so that each is aligned.
             ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
             header = _header(ordered)
             _write_at(descriptor, 0, memoryview(header))
             parts += _parts(descriptor, len(header), ordered)
+            size = len(header) + sum(tensor.nbytes for tensor in ordered.values())
+            os.ftruncate(descriptor, size)
         try:
             for _ in threads.map(write, parts):
                 pass

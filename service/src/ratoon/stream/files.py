@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -121,6 +122,22 @@ def remove_leftovers(folder: Path) -> None:
     ignored, and a folder that it adds to is left to the next call.
     """
     remove_paths(find_leftovers(folder))
+
+
+def is_open_elsewhere(path: Path) -> bool:
+    """Whether anybody has the file open or mapped, or it has another name; True if unknown."""
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        if os.fstat(descriptor).st_nlink > 1:
+            return True
+        # A write lease is given only to who alone has the file open: see fcntl(2).
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except (OSError, AttributeError):  # No leases on this system or file system.
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def find_leftovers(folder: Path) -> list[Path]:

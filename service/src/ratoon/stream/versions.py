@@ -4,10 +4,14 @@ A version folder gets its name once its files, and their digests in `manifest.js
 version number never names two contents. A root has one writer, many readers.
 
     root/00000007/{manifest.json, config.json, model.safetensors, ...}
+    root/.spare/    the version pruned last; the next is written over its pages: new ones take ten
+                    times as long
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import shutil
 from collections.abc import Callable, Collection
@@ -19,9 +23,11 @@ from ratoon.stream.files import (
     digest_file,
     fsync_folder,
     fsync_tree,
+    is_open_elsewhere,
     make_folder,
     remove_folder,
     remove_leftovers,
+    remove_paths,
     rename_folder,
     seal_document,
     temporary_name,
@@ -30,6 +36,7 @@ from ratoon.stream.files import (
 from ratoon.stream.manifest import WeightFile, WeightKind, WeightManifest
 
 MANIFEST_NAME = "manifest.json"
+SPARE_NAME = ".spare"
 MANIFEST_FORMAT = 1
 # Per chunk; the wire's own limit.
 MAX_CHUNK_BYTES = 16 * 2**20
@@ -55,9 +62,10 @@ def publish_version(
 ) -> WeightManifest:
     """Make `version` visible with the files that `write` puts in the (flat) folder it is given.
 
-    If the version exists, return its manifest without calling `write`: after a crash the same step
-    gives the same bits. Raises INVALID_ARGUMENT where the existing version is another policy's or
-    of another kind, and whatever `write` raises; nothing is visible then.
+    `write` may find files there, to be written over. If the version exists, return its manifest
+    without calling `write`: after a crash the same step gives the same bits. Raises
+    INVALID_ARGUMENT where the existing version is another policy's or of another kind, and whatever
+    `write` raises; nothing is visible then.
     """
     if version < 0:
         raise invalid("version", version, "at least 0")
@@ -69,9 +77,12 @@ def publish_version(
         return _same_version(read_manifest(root, version), policy_id, kind)
     remove_leftovers(root)
     temporary = temporary_name(target)
-    temporary.mkdir()
+    spares = _take_spare(root, temporary)
     try:
         write(temporary)
+        for path in spares:
+            if path.exists() and path.stat().st_mtime_ns == 0:
+                path.unlink()
         manifest = WeightManifest(
             policy_id=policy_id,
             version=version,
@@ -138,9 +149,37 @@ def prune_versions(root: Path, keep: int, protected: Collection[int]) -> tuple[i
     if keep < 1:
         raise invalid("keep_versions", keep, "at least 1")
     removed = tuple(v for v in list_versions(root)[:-keep] if v not in protected)
-    for version in removed:
+    for version in removed[:-1]:
         remove_folder(version_folder(root, version))
+    if removed:
+        _make_spare(root, removed[-1])
     return removed
+
+
+def _make_spare(root: Path, version: int) -> None:
+    """The version's folder in place of an earlier spare one."""
+    spare = root / SPARE_NAME
+    remove_paths([spare])
+    with contextlib.suppress(FileNotFoundError, FileExistsError):
+        rename_folder(version_folder(root, version), spare)
+
+
+def _take_spare(root: Path, temporary: Path) -> list[Path]:
+    """Make `temporary`, with the weight files of the spare folder that nobody reads any more.
+
+    Their time of change is 0 until they are written over.
+    """
+    try:
+        (root / SPARE_NAME).rename(temporary)
+    except FileNotFoundError:
+        temporary.mkdir()
+        return []
+    paths = list(temporary.iterdir())
+    spares = [p for p in paths if p.suffix == ".safetensors" and not is_open_elsewhere(p)]
+    for path in spares:
+        os.utime(path, ns=(0, 0))
+    remove_paths(set(paths).difference(spares))
+    return spares
 
 
 def file_path(root: Path, version: int, name: str) -> Path:

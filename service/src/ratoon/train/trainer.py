@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon.model.export import WeightsCopy
 from ratoon.model.loader import load_model
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import ModelInfo
@@ -74,6 +75,7 @@ class Trainer:
         self._planner = cpu_planner(spec.micro_batch_tokens)
         self._window = GradientWindow()
         self._meter = UsageMeter(model)
+        self._weights_copy = WeightsCopy(model)
 
     @classmethod
     def create(cls, spec: TrainerSpec) -> Trainer:
@@ -290,6 +292,11 @@ class Trainer:
     def export_state(self) -> Mapping[str, Tensor]:
         """Weights by name, live, as the model has them, for `model.export.export_weights`."""
         return {name: p.detach() for name, p in self.model.named_trainable().items()}
+
+    def copy_weights(self) -> WeightsCopy:
+        """The weights of now on the host, which any thread may write until the next call."""
+        self._weights_copy.take()
+        return self._weights_copy
 
     def _self_check(
         self,

@@ -1,8 +1,8 @@
 """The worker's process: a detached actor around `worker.WorkerCore`.
 
-Trainer calls run on one thread, always the same, except for writing snapshots; `fence`, `progress`
-and `cancel` never wait for them. Processes that look the actor up import this module, so the
-constructor imports torch.
+Trainer calls run on one thread, always the same, except for writing snapshots and versions;
+`fence`, `progress` and `cancel` never wait for them. Processes that look the actor up import this
+module, so the constructor imports torch.
 """
 
 # Ray's decorators are only partly typed.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import ray
 
@@ -27,12 +27,11 @@ from ratoon.stream.manifest import WeightManifest
 
 if TYPE_CHECKING:
     from ratoon.engine.worker.compile_cache import CompileCache
-    from ratoon.engine.worker.trainer_port import TrainerPort
     from ratoon.train.spec import TrainerSpec
     from ratoon.train.trainer import Trainer
 
 _LOG = get_logger("worker")
-CONCURRENCY_GROUPS = {"compute": 1, "control": 4, "files": 1}
+CONCURRENCY_GROUPS = {"compute": 1, "control": 4, "files": 1, "versions": 1}
 
 
 class WorkerActor:
@@ -53,7 +52,7 @@ class WorkerActor:
         self._compiled = compiled
         self._cache: CompileCache | None = None
         _LOG.info("worker started", imports_s=round(time.perf_counter() - started, 3))
-        self._core = WorkerCore(self._create, _export, make_reach(crash_points))
+        self._core = WorkerCore(self._create, make_reach(crash_points))
 
     def _create(self, spec: TrainerSpec) -> Trainer:
         from ratoon.engine.worker.compile_cache import CompileCache
@@ -117,6 +116,10 @@ class WorkerActor:
         self._core.restore(token, tasks)
 
     @ray.method(concurrency_group="compute")
+    def hold(self, token: int, version: int) -> None:
+        self._core.hold(token, version)
+
+    @ray.method(concurrency_group="versions")
     def publish(
         self, token: int, version: int, weights_root: str, created_at: float
     ) -> WeightManifest:
@@ -129,10 +132,3 @@ class WorkerActor:
     @ray.method(concurrency_group="files")
     def write_snapshot(self, token: int, folder: str) -> int:
         return self._core.write_snapshot(token, folder)
-
-
-def _export(trainer: TrainerPort, folder: Path) -> None:
-    from ratoon.model.export import export_weights
-
-    real = cast("Trainer", trainer)
-    export_weights(real.model, folder, real.export_state())

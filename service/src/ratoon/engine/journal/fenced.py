@@ -42,7 +42,7 @@ from ratoon.engine.journal.sealed import insert_row, lock_row, update_row, updat
 from ratoon.engine.journal.tables import CHECKPOINTS, NUMERICS, OPERATIONS, POLICIES
 from ratoon.engine.journal.tokens import is_before, last_token, next_token, set_last_token
 from ratoon.engine.refusals import operation_not_found, policy_not_found
-from ratoon.engine.types import OperationResult, PolicyState
+from ratoon.engine.types import PolicyState
 from ratoon.engine.worker.numerics import Numerics
 from ratoon.engine.worker.tasks import FencedError
 from ratoon.model.spec import ModelInfo
@@ -86,20 +86,16 @@ class FencedStore:
                 columns = {"state": PolicyState.FAILED, "failure": failure}
                 update_row(connection, POLICIES, policy, columns)
 
-    def set_published(
-        self,
-        token: int,
-        policy_id: str,
-        published: tuple[int, ...],
-        step: tuple[str, OperationResult] | None = None,
-    ) -> None:
-        """Set the fetchable versions, and complete the report of the step that made the newest."""
+    def check_token(self, token: int, policy_id: str) -> None:
+        """Raises `FencedError` where the token is not the newest."""
+        with self._engine.begin() as connection:
+            _fence(connection, policy_id, token)
+
+    def set_published(self, token: int, policy_id: str, published: tuple[int, ...]) -> None:
+        """Set the fetchable versions."""
         with self._engine.begin() as connection:
             policy = _fence(connection, policy_id, token)
             update_row(connection, POLICIES, policy, {"published": json.dumps(published)})
-            if step is not None:
-                operation = _lock_operation(connection, step[0])
-                update_row(connection, OPERATIONS, operation, {"result": to_text(step[1])})
 
     def raise_max_version(self, token: int, policy_id: str, version: int) -> None:
         """Make sure that the next version number is above `version`."""

@@ -106,6 +106,7 @@ class Journal:
     raise_max_version = _awaited(FencedStore.raise_max_version)
     set_policy = _awaited(FencedStore.set_policy)
     fail = _awaited(FencedStore.fail)
+    check_token = _awaited(FencedStore.check_token)
     set_published = _awaited(FencedStore.set_published)
     accept = _awaited(FencedStore.accept)
     end = _awaited(FencedStore.end)

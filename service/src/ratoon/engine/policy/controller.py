@@ -188,6 +188,7 @@ class Controller:
     ) -> WeightManifest:
         """Manifest of a published version, None: the newest. Publishes it first if on request.
 
+        A publication under way is waited for: what an operation that has ended made can be read.
         Waits up to `wait_s` seconds until it is there; with `known_version` until the newest is
         another. Versions of a failed policy stay readable. Raises WEIGHTS_NOT_FOUND,
         POLICY_NOT_READY, POLICY_FAILED where it would wait for a failed policy, and UNAVAILABLE
@@ -200,6 +201,8 @@ class Controller:
                 self._check_ready()
                 if self._publisher.is_wanted(version):
                     await self._turns.publish()
+                if known_version is None and self._publisher.is_under_way(version):
+                    await self._publisher.landed()
             left_s = deadline - clock()
             if left_s <= 0 or self._publisher.is_there(version, known_version):
                 async with self._lock:  # Not during a rollback of versions.

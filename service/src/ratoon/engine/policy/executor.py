@@ -4,7 +4,7 @@ The worker stores a seq's outcome before the journal does. After a crash that ou
 record, with all choices made for it. Where the worker has none either, no caller has been told, and
 the choices are made anew.
 
-    accepted -> [choose, apply] -> applied, failed or cancelled -> [publish, restore]
+    accepted -> [choose, apply, hold] -> applied, failed or cancelled -> [begin to publish, restore]
 """
 
 from __future__ import annotations
@@ -174,6 +174,9 @@ class Executor:
         done = state is JournalState.APPLIED
         closes = done and record.kind in CLOSING_KINDS
         version = _version_after(result, run.version) if done else run.version
+        stepped = version != run.version
+        if stepped:
+            result = await self._publisher.hold(version, result)
         saved = None
         if done and record.kind is OperationKind.SAVE_CHECKPOINT:
             assert isinstance(result, CheckpointInfo)
@@ -195,11 +198,10 @@ class Executor:
         run.reach(CrashPoint.ENGINE_BEFORE_END)
         await run.ports.journal.end(run.token, run.policy_id, end)
         run.reach(CrashPoint.ENGINE_AFTER_END)
-        stepped = version != run.version
         run.version, run.max_version = version, max(run.max_version, version)
         await self._follow_window(live, state, closes=closes)
         if stepped:
-            result = await self._publisher.publish_after(record.operation_id, result)
+            self._publisher.begin()
         self._checkpointer.note(replace(record, state=state))
         if saved is not None and run.replays:
             await self._checkpointer.cover_saved()

@@ -1,19 +1,26 @@
-"""Publishes the current version when it is due, and drops the oldest.
+"""Publishes the current version when it is due, beside what runs next, and drops the oldest.
 
-A version is published only once the journal says that it was applied.
+A version can be fetched only once the journal says that it was applied. The next one is held once
+this one can be fetched, so that no crash leaves a version out.
+
+    applied -> held: copied -> journaled -> landing: written while others run -> published
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from ratoon import metrics
 from ratoon.engine.crash_points import CrashPoint
+from ratoon.engine.policy import telemetry
 from ratoon.engine.policy.ledger import Awaited
 from ratoon.engine.policy.run import PolicyRun
 from ratoon.engine.types import OperationResult, PublishKind, StepResult
+from ratoon.engine.worker.tasks import FencedError
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import get_logger
 from ratoon.stream.files import remove_folder
@@ -24,31 +31,41 @@ _LOG = get_logger("publisher")
 
 
 class Publisher(Awaited):
-    """Acts only between operations, while the worker's weights do not change.
+    """Holds versions between operations, while the worker's weights do not change.
 
-    Who waits for a version is woken when the published ones change.
+    Who waits for a version is woken when the published ones change. `on_stopped` is called where a
+    publication ends for a reason that only a new start can clear.
     """
+
+    on_stopped: Callable[[], None]
 
     def __init__(self, run: PolicyRun) -> None:
         super().__init__()
         self._run = run
+        self._landing: asyncio.Task[None] | None = None
+        # The version that is held or lands, and the one that could not be published.
+        self._under_way: int | None = None
+        self._refused: tuple[int, RatoonError] | None = None
 
-    def is_due(self) -> bool:
-        """Whether the policy publishes its current version without being asked."""
+    def is_due(self, version: int) -> bool:
+        """Whether the policy publishes this version without being asked."""
         publish = self._run.spec.publish
         match publish.kind:
             case PublishKind.EVERY:
                 return True
             case PublishKind.EVERY_N:
-                return self._run.version % publish.every_n == 0
+                return version % publish.every_n == 0
             case PublishKind.ON_REQUEST:
                 return False
 
     def is_wanted(self, version: int | None) -> bool:
         """Whether a read of `version` (None: the newest) triggers its publication."""
-        run = self._run
-        on_request = run.spec.publish.kind is PublishKind.ON_REQUEST
-        return on_request and version in (None, run.version) and run.version not in run.published
+        current = self._run.version
+        if current in self._run.published or current == self._under_way:
+            return False
+        if self._run.spec.publish.kind is PublishKind.ON_REQUEST:
+            return version in (None, current)
+        return version == current and self.is_due(current)
 
     def is_there(self, version: int | None, known_version: int | None) -> bool:
         """Whether `version`, or with None a newest other than `known_version`, is published."""
@@ -57,100 +74,183 @@ class Publisher(Awaited):
             return version in published
         return bool(published) and published[-1] != known_version
 
+    def is_under_way(self, version: int | None) -> bool:
+        """Whether `version` (None: any) is held or lands."""
+        return self._under_way is not None and version in (None, self._under_way)
+
     async def catch_up(self) -> None:
         """After a crash: publish the current version where that is due and it is not readable.
 
-        Other unreadable versions are no longer listed, and folders that the journal does not know
-        are removed. Raises as `publish`.
+        A worker that may be a step ahead of the journal still has the copy of it. Other unreadable
+        versions are no longer listed, and folders that the journal does not know are removed.
+        Raises `WorkerLostError`.
         """
         run = self._run
-        there = await asyncio.to_thread(_keep_readable, run.paths.weights, run.published)
+        is_ahead = run.stored_outcome is not None
+        spared = run.version if is_ahead else None
+        there = await asyncio.to_thread(_keep_readable, run.paths.weights, run.published, spared)
+        is_wanted = run.version in run.published or self.is_due(run.version)
         if there != run.published:
             _LOG.warning("versions lost", policy_id=run.policy_id, published=run.published)
             await run.ports.journal.set_published(run.token, run.policy_id, there)
-            was_published, run.published = run.version in run.published, there
+            run.published = there
+        if run.version in there or not is_wanted:
+            return
+        if is_ahead:
+            self._under_way = run.version
+            self.begin()
+            await self._landed_well()
         else:
-            was_published = False
-        if run.version not in there and (was_published or self.is_due()):
-            seconds = await self.publish()
-            _LOG.info(
-                "version published",
-                policy_id=self._run.policy_id,
-                version=self._run.version,
-                publish_s=round(seconds, 3),
-            )
+            await self.publish()
 
-    async def publish(self) -> float:
-        """Publish the current version; returns the seconds taken. Raises as the export."""
-        seconds = await self._write()
-        await self._show(None)
-        return seconds
+    async def publish(self) -> None:
+        """Begin to publish the current version, if it is not. Raises `WorkerLostError`."""
+        version = self._run.version
+        if version not in self._run.published and version != self._under_way:
+            await self._hold(version)
+            self.begin()
 
-    async def publish_after(self, operation_id: str, result: OperationResult) -> OperationResult:
-        """Publish the version that an operation has made, where that is due.
+    async def hold(self, version: int, result: OperationResult) -> OperationResult:
+        """Copy the weights of the `version` that an operation has made, where that is due.
 
-        Returns the result with the publication's duration, or a warning that it failed. One journal
-        write holds version and report.
+        Returns the result with the seconds that the worker was held, or a warning that the version
+        is not published. Raises `WorkerLostError`, and what stopped the version before.
+        """
+        if not self.is_due(version):
+            return result
+        started = time.perf_counter()
+        error = await self._hold(version)
+        if error is not None:
+            return _with_warning(result, f"version {version} is not published: {error}")
+        return _with_seconds(result, time.perf_counter() - started)
+
+    def begin(self) -> None:
+        """Publish what is held, if anything, now that the journal has its step."""
+        if self._under_way is None:
+            self.wake()  # Who waits may request it.
+            return
+        landing = self._land(self._under_way)
+        self._landing = asyncio.get_running_loop().create_task(landing)
+        self._landing.add_done_callback(self._over)
+
+    async def landed(self, timeout_s: float | None = None) -> None:
+        """Wait until no publication is under way, at most so many seconds; None: for ever."""
+        if self._landing is not None:
+            await asyncio.wait([self._landing], timeout=timeout_s)
+
+    async def stop(self) -> None:
+        """Leave what is under way to the next start."""
+        landing, self._landing, self._under_way = self._landing, None, None
+        if landing is not None:
+            landing.cancel()
+            await asyncio.wait([landing])  # Its cancel is not this task's.
+
+    def abandon(self) -> None:
+        """The same, without waiting."""
+        if self._landing is not None:
+            self._landing.cancel()
+
+    async def manifest(self, version: int | None) -> WeightManifest:
+        """The manifest of a published version, None: the newest.
+
+        Raises WEIGHTS_NOT_FOUND, or why the version could not be published.
         """
         run = self._run
-        if not self.is_due():
-            self.wake()  # Who waits may request it.
-            return result
-        try:
-            seconds = await self._write()
-        except RatoonError as error:
-            _LOG.error("publish failed", policy_id=run.policy_id, error=error.message)
-            result = _with_warning(result, f"version {run.version} is not published: {error}")
-            step, published = (operation_id, result), run.published
-            await run.ports.journal.set_published(run.token, run.policy_id, published, step)
-            return result
-        result = _with_seconds(result, seconds)
-        await self._show((operation_id, result))
-        return result
+        if version is None and run.published:
+            version = run.published[-1]
+        if version is not None and version in run.published:
+            return await asyncio.to_thread(read_manifest, run.paths.weights, version)
+        if self._refused is not None and version in (None, self._refused[0]):
+            raise self._refused[1]
+        raise RatoonError(
+            ErrorCode.WEIGHTS_NOT_FOUND,
+            f"version: policy {run.policy_id} has published {list(run.published)}",
+            field="version",
+            got="none" if version is None else str(version),
+            expected=f"one of {list(run.published)}",
+        )
 
-    async def _write(self) -> float:
-        """Write the current version's folder; returns the seconds it took."""
+    async def _hold(self, version: int) -> RatoonError | None:
+        """Hold a version once the one before is published; returns why that cannot be."""
+        run = self._run
+        await self._landed_well()
+        self._under_way = version
+        try:
+            await run.ports.worker.hold(run.token, version)
+        except RatoonError as error:
+            self._refuse(version, error)
+            return error
+        except BaseException:
+            self._under_way = None
+            raise
+        return None
+
+    async def _landed_well(self) -> None:
+        """Raises what stopped the publication that was under way."""
+        await self.landed()
+        if self._landing is not None:
+            self._landing.result()
+
+    async def _land(self, version: int) -> None:
         run, started = self._run, time.perf_counter()
         run.reach(CrashPoint.ENGINE_BEFORE_PUBLISH)
-        root = str(run.paths.weights)
-        await run.ports.worker.publish(run.token, run.version, root, run.ports.now())
-        return time.perf_counter() - started
+        try:
+            root = str(run.paths.weights)
+            await run.ports.worker.publish(run.token, version, root, run.ports.now())
+        except RatoonError as error:
+            self._refuse(version, error)
+            return
+        await self._show(version)
+        seconds = time.perf_counter() - started
+        run.send([metrics.PUBLISH_SECONDS.sample(seconds)])
+        _LOG.info(
+            "version published",
+            policy_id=run.policy_id,
+            version=version,
+            publish_s=round(seconds, 3),
+        )
 
-    async def _show(self, step: tuple[str, OperationResult] | None) -> None:
+    async def _show(self, version: int) -> None:
         """List the written version for readers, and drop the oldest."""
         run = self._run
-        others = tuple(version for version in run.published if version != run.version)
-        published = (*others, run.version)[-run.spec.keep_versions :]
-        await run.ports.journal.set_published(run.token, run.policy_id, published, step)
-        run.published = published
+        others = tuple(other for other in run.published if other != version)
+        published = (*others, version)[-run.spec.keep_versions :]
+        await run.ports.journal.set_published(run.token, run.policy_id, published)
+        run.published, self._under_way = published, None
+        run.send(telemetry.versions(run.policy_id, run.version, published))
         self.wake()
         run.reach(CrashPoint.ENGINE_AFTER_PUBLISH)
         await asyncio.to_thread(prune_versions, run.paths.weights, 1, published)
 
-    async def manifest(self, version: int | None) -> WeightManifest:
-        """The manifest of a published version, None: the newest. Raises WEIGHTS_NOT_FOUND."""
-        run = self._run
-        if version is None and run.published:
-            version = run.published[-1]
-        if version is None or version not in run.published:
-            raise RatoonError(
-                ErrorCode.WEIGHTS_NOT_FOUND,
-                f"version: policy {run.policy_id} has published {list(run.published)}",
-                field="version",
-                got="none" if version is None else str(version),
-                expected=f"one of {list(run.published)}",
-            )
-        return await asyncio.to_thread(read_manifest, run.paths.weights, version)
+    def _refuse(self, version: int, error: RatoonError) -> None:
+        """Nobody gets this version until it is asked for again."""
+        policy_id = self._run.policy_id
+        _LOG.error("publish failed", policy_id=policy_id, version=version, error=error.message)
+        self._run.send([metrics.PUBLISH_FAILURES.sample(1)])
+        self._refused, self._under_way = (version, error), None
+
+    def _over(self, landing: asyncio.Task[None]) -> None:
+        self.wake()
+        if landing.cancelled() or landing is not self._landing:
+            return
+        error = landing.exception()
+        if error is None:
+            self._landing = None
+        # Where there is a newer controller, which is fine, the next turn ends this one.
+        if isinstance(error, Exception) and not isinstance(error, FencedError):
+            _LOG.error("publication stopped", reason=f"{type(error).__name__}: {error}")
+            self.on_stopped()
 
 
-def _keep_readable(root: Path, versions: tuple[int, ...]) -> tuple[int, ...]:
-    """The versions whose files are complete; all other folders are removed.
+def _keep_readable(root: Path, versions: tuple[int, ...], spared: int | None) -> tuple[int, ...]:
+    """The versions whose files are complete; all other folders but `spared` are removed.
 
     A folder of an unknown version may be older than the journal, and would be taken for the version
     of that number published next.
     """
     kept = tuple(version for version in versions if _is_readable(root, version))
-    for version in {*versions, *list_versions(root)} - set(kept):
+    for version in {*versions, *list_versions(root)} - {*kept, spared}:
+        assert version is not None
         remove_folder(version_folder(root, version))
     return kept
 

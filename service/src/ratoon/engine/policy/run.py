@@ -83,11 +83,8 @@ class PolicyRun:
         return self.spec.recovery is Recovery.REPLAY
 
     async def check_newest(self) -> None:
-        """Raises `FencedError` where another controller has taken over.
-
-        It writes `published` again, so call it only once that matches the journal.
-        """
-        await self.ports.journal.set_published(self.token, self.policy_id, self.published)
+        """Raises `FencedError` where another controller has taken over."""
+        await self.ports.journal.check_token(self.token, self.policy_id)
 
     def send(self, changes: Sequence[Change]) -> None:
         self.ports.metrics.send(changes)

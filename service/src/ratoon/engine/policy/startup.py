@@ -102,8 +102,7 @@ async def start_policy(
     if is_kept and run.stored_outcome is None:
         # Even an empty window: a cancelled ForwardBackward may have left partial gradients.
         await executor.restore_window()
-    if run.stored_outcome is None:
-        await publisher.catch_up()
+    await publisher.catch_up()
     await checkpointer.start()
     if standing.is_rebased:
         await checkpointer.take_now()

@@ -52,6 +52,7 @@ class TurnLoop:
         self._run = run
         self._executor = executor
         self._publisher = publisher
+        publisher.on_stopped = self.restart
         self._checkpointer = checkpointer
         self._lock = lock
         self._wake = asyncio.Event()
@@ -87,11 +88,13 @@ class TurnLoop:
             if asyncio.get_running_loop().time() > deadline:
                 break
             await asyncio.sleep(0.02)
+        await self._publisher.landed(max(0.0, deadline - asyncio.get_running_loop().time()))
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
         await self._checkpointer.stop()
+        await self._publisher.stop()
         self._end_publications(policy_not_ready(self._run.policy_id, self._run.state))
 
     def abandon(self) -> None:
@@ -99,6 +102,7 @@ class TurnLoop:
         if self._task is not None:
             self._task.cancel()
         self._checkpointer.abandon()
+        self._publisher.abandon()
         self._end_publications(policy_not_ready(self._run.policy_id, self._run.state))
 
     def wake(self) -> None:
@@ -121,7 +125,7 @@ class TurnLoop:
         self.wake()
 
     async def publish(self) -> None:
-        """Publish the current version between two turns. Raises what publishing raises."""
+        """Begin to publish the current version between two turns."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._publications.append(future)
         self.wake()
@@ -173,6 +177,7 @@ class TurnLoop:
         run = self._run
         _LOG.error("policy stopped", policy_id=run.policy_id, reason=failure)
         await self._checkpointer.stop()
+        await self._publisher.stop()
         run.state, run.failure = PolicyState.FAILED, failure
         self._end_publications(policy_not_ready(run.policy_id, run.state, failure))
         self._publisher.wake()
@@ -190,6 +195,7 @@ class TurnLoop:
     async def _own(self) -> None:
         async with self._lock:
             await self._checkpointer.stop()
+            await self._publisher.stop()
             await start_policy(self._run, self._executor, self._publisher, self._checkpointer)
             self._must_restart = False
 

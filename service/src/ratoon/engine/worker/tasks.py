@@ -215,9 +215,18 @@ class WorkerPort(Protocol):
         """Make the open window hold exactly the gradients of these ForwardBackwards."""
         ...
 
+    async def hold(self, token: int, version: int) -> None:
+        """Copy the weights, which are of this version; raises `RatoonError`.
+
+        The copy replaces an earlier one, once a publication under way is over.
+        """
+        ...
+
     async def publish(
         self, token: int, version: int, weights_root: str, created_at: float
-    ) -> WeightManifest: ...
+    ) -> WeightManifest:
+        """Write the copy for readers. Runs beside other calls. Raises `RatoonError`."""
+        ...
 
     async def snapshot(self, token: int) -> str:
         """Copy the state at the last step boundary; returns its digest. Raises `RatoonError`.

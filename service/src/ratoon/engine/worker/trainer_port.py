@@ -51,6 +51,14 @@ class SnapshotPort(Protocol):
         ...
 
 
+class WeightsCopyPort(Protocol):
+    """A trainer's weights between two steps; later steps do not change it."""
+
+    def write(self, folder: Path) -> None:
+        """Write model or adapter files into an empty folder. Thread-safe."""
+        ...
+
+
 class TrainerPort(Protocol):
     version: int
 
@@ -109,9 +117,11 @@ class TrainerPort(Protocol):
 
     def snapshot(self) -> SnapshotPort: ...
 
+    def copy_weights(self) -> WeightsCopyPort:
+        """Replaces what an earlier call gave."""
+        ...
+
     def load_checkpoint(self, folder: Path) -> None: ...
 
 
 CreateTrainer = Callable[[TrainerSpec], TrainerPort]
-# Writes the trainer's weights into an empty folder.
-ExportWeights = Callable[[TrainerPort, Path], None]

@@ -14,7 +14,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -45,19 +45,26 @@ from ratoon.engine.worker.tasks import (
 )
 from ratoon.engine.worker.trainer_port import (
     CreateTrainer,
-    ExportWeights,
     SnapshotPort,
     TrainerPort,
+    WeightsCopyPort,
 )
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import get_logger
-from ratoon.stream.manifest import WeightManifest
+from ratoon.stream.manifest import WeightKind, WeightManifest
 from ratoon.stream.versions import publish_version
 
 T = TypeVar("T")
 
 _LOG = get_logger("worker")
 _NO_OPERATION = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _HeldWeights:
+    version: int
+    kind: WeightKind
+    copy: WeightsCopyPort
 
 
 class WorkerOrderError(Exception):
@@ -70,12 +77,11 @@ class WorkerOrderError(Exception):
 class WorkerCore:
     """`fence`, `progress` and `cancel` are thread-safe; all else runs on one thread.
 
-    `write_snapshot` has a thread of its own.
+    `publish` and `write_snapshot` have a thread of their own each.
     """
 
-    def __init__(self, create_trainer: CreateTrainer, export: ExportWeights, reach: Reach) -> None:
+    def __init__(self, create_trainer: CreateTrainer, reach: Reach) -> None:
         self._create_trainer = create_trainer
-        self._export = export
         self._reach = reach
         self._runner: TaskRunner | None = None
         self._token = 0
@@ -88,6 +94,10 @@ class WorkerCore:
         self._digest = ""
         # To be written by `write_snapshot`.
         self._snapshot: SnapshotPort | None = None
+        # Written by `publish`, which has the lock meanwhile, and what it gave.
+        self._held: _HeldWeights | None = None
+        self._published: WeightManifest | None = None
+        self._held_lock = threading.Lock()
         self._meter = Meter()
         self._cancelled_id = _NO_OPERATION
 
@@ -132,6 +142,8 @@ class WorkerCore:
         """
         self.fence(token)
         self._runner = self._snapshot = None
+        with self._held_lock:
+            self._held = self._published = None
         # Layers have reference cycles: without this an earlier trainer would stay on the device,
         # and the memory that is free decides what is kept for a backward.
         gc.collect()
@@ -199,23 +211,18 @@ class WorkerCore:
         except Exception as err:
             raise self._lost("the open window could not be restored") from err
 
-    def publish(
-        self, token: int, version: int, weights_root: str, created_at: float
-    ) -> WeightManifest:
-        """Write the current weights for readers. Raises `RatoonError` and `WorkerLostError`."""
+    def hold(self, token: int, version: int) -> None:
+        """Hold a copy of the weights, for `publish`; waits for a publication under way.
+
+        Raises `RatoonError` and `WorkerLostError`.
+        """
         self.fence(token)
         runner = self._loaded()
-        assert version == runner.version, "weights stand still while they are published"
-        export = partial(self._export, runner.trainer)
-        args = Path(weights_root), self._policy_id, version, runner.weight_kind, export, created_at
-
-        def publish() -> WeightManifest:
-            try:
-                return publish_version(*args)
-            except OSError as err:
-                raise disk_fault(f"version {version}", err) from err
-
-        return self._guarded(runner, "publish", publish)
+        assert version == runner.version, "weights stand still while they are copied"
+        with self._held_lock:
+            self._held = self._published = None
+            copy = self._guarded(runner, "hold", runner.trainer.copy_weights)
+            self._held = _HeldWeights(version=version, kind=runner.weight_kind, copy=copy)
 
     def snapshot(self, token: int) -> str:
         """Hold a copy of the state at the last step boundary; returns its digest.
@@ -229,7 +236,25 @@ class WorkerCore:
         self._reach(CrashPoint.WORKER_BEFORE_CHECKPOINT)
         return snapshot.digest
 
-    # From a thread of its own.
+    # From threads of their own.
+
+    def publish(
+        self, token: int, version: int, weights_root: str, created_at: float
+    ) -> WeightManifest:
+        """Write the held weights for readers, once; returns their manifest.
+
+        Raises `RatoonError`; nothing is visible then, and the copy is held still.
+        """
+        with self._held_lock:
+            self.fence(token)
+            held = self._held
+            if held is None or held.version != version:
+                raise RatoonError(ErrorCode.INTERNAL, f"no copy of version {version} is held")
+            if self._published is None:
+                self._reach(CrashPoint.WORKER_BEFORE_PUBLISH)
+                self._published = self._write(held, Path(weights_root), created_at)
+                self._reach(CrashPoint.WORKER_AFTER_PUBLISH)
+            return self._published
 
     def write_snapshot(self, token: int, folder: str) -> int:
         """Write the held copy, read it back, and release it; returns its size in bytes."""
@@ -240,6 +265,18 @@ class WorkerCore:
         size_bytes = write_checkpoint(snapshot, Path(folder))
         self._reach(CrashPoint.WORKER_AFTER_CHECKPOINT)
         return size_bytes
+
+    def _write(self, held: _HeldWeights, root: Path, created_at: float) -> WeightManifest:
+        args = root, self._policy_id, held.version, held.kind, held.copy.write, created_at
+        try:
+            return publish_version(*args)
+        except RatoonError:
+            raise
+        except OSError as err:
+            raise disk_fault(f"version {held.version}", err) from err
+        except Exception as err:
+            _LOG.exception("failed", what=f"publication of version {held.version}")
+            raise unexpected(err) from err
 
     def _with_digest(self, runner: TaskRunner, task: Task, outcome: Outcome) -> Outcome:
         """The outcome, with the digest of the resulting state."""

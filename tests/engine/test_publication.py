@@ -1,0 +1,142 @@
+"""Versions are published beside what runs next, each of them, whole or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ratoon.engine.crash_points import CrashPoint
+from ratoon.engine.types import OperationState, Recovery
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon.metrics import PUBLISH_FAILURES, PUBLISH_SECONDS, Sample
+from tests.engine.conftest import MakeMachine
+from tests.engine.fake_trainer import FakeCopy
+from tests.engine.harness import Machine
+from tests.until import until
+
+
+class Gate:
+    """Holds what writes a version until it is opened; `begun` once one has come to it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.opened = threading.Event(), threading.Event()
+        write: Callable[[FakeCopy, Path], None] = FakeCopy.write
+
+        def wait(copy: FakeCopy, folder: Path) -> None:
+            self.begun.set()
+            assert self.opened.wait(60.0)
+            write(copy, folder)
+
+        monkeypatch.setattr(FakeCopy, "write", wait)
+
+
+async def test_the_next_operation_runs_while_a_version_is_written(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await machine.landed()
+    gate = Gate(monkeypatch)
+    first = await machine.end(await machine.update(1, 1))
+    await asyncio.to_thread(gate.begun.wait, 60.0)
+    second = await machine.end(await machine.forward_backward(2, 2))
+    assert (first.state, second.state) == (OperationState.DONE, OperationState.DONE)
+    assert machine.run.published == (0,)
+    asked = [asyncio.create_task(machine.controller.weight_manifest(v)) for v in (None, 1)]
+    step = await machine.step(3)
+    await asyncio.sleep(0.01)
+    # A step whose version would take the copy's place waits.
+    assert not any(task.done() for task in asked)
+    assert not (await machine.controller.get_operation(step.operation_id, 0.0)).state.is_final
+    gate.opened.set()
+    assert [(await task).version for task in asked] == [1, 1]
+    assert (await machine.end(step)).state is OperationState.DONE
+    assert (await machine.controller.weight_manifest(None)).version == 2
+    assert machine.run.published == (1, 2)
+    names = [change.metric for change in machine.metrics.changes if isinstance(change, Sample)]
+    assert names.count(PUBLISH_SECONDS.name) == 3
+
+
+async def test_what_is_written_is_the_version_not_what_came_after(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await machine.landed()
+    gate = Gate(monkeypatch)
+    await machine.end(await machine.update(1, 10))
+    late = await machine.update(2, 20)
+    await asyncio.to_thread(gate.begun.wait, 60.0)
+    gate.opened.set()
+    await machine.end(late)
+    await machine.landed()
+    texts = [
+        (machine.paths.weights / f"{version:08d}" / "model.json").read_text() for version in (1, 2)
+    ]
+    assert ["20.0" in text for text in texts] == [False, True]
+    assert all("10.0" in text for text in texts)
+
+
+@pytest.mark.parametrize("kills_worker", [False, True])
+async def test_a_crash_leaves_no_version_out(
+    make_machine: MakeMachine, monkeypatch: pytest.MonkeyPatch, *, kills_worker: bool
+) -> None:
+    """The worker is a step ahead of the journal when the engine ends: it has both versions."""
+    machine = await make_machine(recovery=Recovery.REPLAY).start()
+    await machine.landed()
+    gate = Gate(monkeypatch)
+    await machine.end(await machine.update(1, 1))
+    await asyncio.to_thread(gate.begun.wait, 60.0)
+    second = await machine.update(2, 2)
+    await until(lambda: len(machine.worker.trainer.weights) == 2)
+    machine.controller.abandon()
+    if kills_worker:
+        gate.opened.set()
+        await machine.worker.kill()
+    restarted = asyncio.create_task(machine.restart_controller())
+    gate.opened.set()
+    await restarted
+    assert (await machine.end(second)).state is OperationState.DONE
+    await machine.landed()
+    assert machine.run.published == (1, 2)
+
+
+@pytest.mark.parametrize("name", ["hold", "publish"])
+async def test_a_version_that_is_refused_can_be_asked_for_again(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    await machine.landed()
+    real, is_full = getattr(machine.worker, name), True
+
+    async def full(*args: object) -> object:
+        if is_full:
+            raise RatoonError(ErrorCode.RESOURCE_EXHAUSTED, "disk full")
+        return await real(*args)
+
+    monkeypatch.setattr(machine.worker, name, full)
+    ended = await machine.end(await machine.update(1, 1))
+    await machine.landed()
+    assert ended.state is OperationState.DONE
+    assert (await machine.controller.weight_manifest(None)).version == 0
+    with pytest.raises(RatoonError) as caught:
+        await machine.controller.weight_manifest(1)
+    assert caught.value.code is ErrorCode.RESOURCE_EXHAUSTED
+    assert machine.metrics.changes.count(PUBLISH_FAILURES.sample(1)) == 2
+    is_full = False
+    assert (await machine.controller.weight_manifest(1)).version == 1
+    assert machine.run.published == (0, 1)
+
+
+@pytest.mark.parametrize(
+    "point", [CrashPoint.WORKER_BEFORE_PUBLISH, CrashPoint.WORKER_AFTER_PUBLISH]
+)
+async def test_a_version_whose_worker_dies_is_made_again(
+    make_machine: MakeMachine, point: CrashPoint
+) -> None:
+    """Without another call: the controller starts anew by itself."""
+    machine = await make_machine(recovery=Recovery.REPLAY).start()
+    await machine.landed()
+    machine.crashes.armed[point] = 1
+    await machine.end(await machine.update(1, 1))
+    await until(lambda: machine.run.published == (0, 1))
+    assert len(machine.worker.trainers) == 2
