@@ -21,7 +21,7 @@ NVIDIA = $(wildcard /dev/nvidiactl)$(shell command -v nvidia-smi 2>/dev/null)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-more lint type audit fmt lock proto proto-check bench bench-cpu bench-gpu bench-step-gpu \
-	bench-states-gpu bench-service-gpu bench-hostile bench-floor faults test-gpu up down clean env env-dev env-proto
+	bench-states-gpu bench-service-gpu bench-hostile bench-floor bench-streams faults test-gpu up down clean env env-dev env-proto
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "%-16s %s\n", $$1, $$2 }'
@@ -72,6 +72,9 @@ bench: bench-cpu $(if $(NVIDIA),bench-gpu) ## run the benchmarks of this machine
 bench-cpu: env ## packed against replicated training on the CPU; milliseconds of a layout
 	@$(BIN)/python -m benchmarks.step.cpu --out benchmarks/results/cpu/step.json $(ARGS)
 	@$(BIN)/python -m benchmarks.kernels.layout --out benchmarks/results/cpu/layout.json
+
+bench-streams: env-dev ## how fast versions leave, and what publishing them adds; 15 minutes
+	@$(BIN)/python -m benchmarks.service.streams --out benchmarks/results/cpu/streams.json $(ARGS)
 
 bench-floor: env-dev ## what a caller waits for at least, and what an idle service holds; 5 minutes
 	@$(BIN)/python -m benchmarks.service.floor --out benchmarks/results/cpu/floor.json $(ARGS)

@@ -99,7 +99,7 @@ def measure(
     `on_payload` gets what there is whenever a row has changed. Raises `RuntimeError` if the service
     does not start, or a kill did not happen.
     """
-    _write_model(plan, device, root / "models" / MODEL, seed)
+    write_model(plan, device, root / "models" / MODEL, seed)
     worker = {
         "device": device,
         "num_threads": plan.num_threads,
@@ -173,7 +173,7 @@ class _Run:
         self.on_row()
         session = self.client.policy(name)
         for number in range(1, self.plan.num_updates + 1):
-            rollouts = _rollouts(self.plan, number, self.seed + number)
+            batch = rollouts(self.plan, number, self.seed + number)
             is_killed = name in (RESUMED, KILLED) and number == self.plan.killed_in
             if is_killed and name == RESUMED:
                 session.save_checkpoint().result(PATIENCE_S)
@@ -181,7 +181,7 @@ class _Run:
                 self.service.arm(CrashPoint.WORKER_IN_APPLY, 1)
             begin = time.monotonic()
             update = session.update(
-                [rollouts], loss=Loss("grpo"), optim=Optim(learning_rate=LEARNING_RATE)
+                [batch], loss=Loss("grpo"), optim=Optim(learning_rate=LEARNING_RATE)
             )
             result = update.result(PATIENCE_S)
             seconds = time.monotonic() - begin
@@ -218,7 +218,7 @@ def _update_row(result: StepResult, seconds: float, *, is_killed: bool) -> Row:
     }
 
 
-def _rollouts(plan: Plan, number: int, seed: int) -> Rollouts:
+def rollouts(plan: Plan, number: int, seed: int) -> Rollouts:
     """The rollouts of update `number`, counted from 1."""
     rng, vocab_size = np.random.default_rng(seed), plan.model.vocab_size
     return group(
@@ -235,7 +235,7 @@ def _rollouts(plan: Plan, number: int, seed: int) -> Rollouts:
     )
 
 
-def _write_model(plan: Plan, device: str, folder: Path, seed: int) -> None:
+def write_model(plan: Plan, device: str, folder: Path, seed: int) -> None:
     """Makes the model on the device, as that is faster, and frees it afterwards."""
     target = torch.device(device)
     module = build_module(plan.model, target, getattr(torch, plan.dtype), seed)

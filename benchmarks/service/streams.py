@@ -1,0 +1,278 @@
+"""`make bench-streams`: versions on their way out, on the CPU and over loopback.
+
+A service publishes versions of 2 GB in memory. Its edge is read by plain readers that keep nothing,
+over HTTP beside a bare server that calls sendfile, over gRPC beside a bare `grpc.aio` server that
+reads the same file; in turn, each as often. Updates with and without a publication are compared.
+
+    python -m benchmarks.service.streams --out benchmarks/results/cpu/streams.json
+    python -m benchmarks.service.streams --report FILE --markdown docs/performance.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shutil
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.common.document import aligned, link, write_section
+from benchmarks.service import bare_servers
+from benchmarks.service.run import Plan, rollouts, write_model
+from benchmarks.step.workload import TINY, Group, ModelSize
+from harness.environment import describe
+from harness.service import Service
+from ratoon_client import Loss, Optim, Publish, RatoonClient
+from ratoon_client.results import WeightManifest
+
+BEGIN = "<!-- streams: written by benchmarks/service/streams.py -->"
+END = "<!-- end of streams -->"
+POLICY = "streams"
+PATIENCE_S = 600.0
+GB = 1e9
+READ_BYTES = 2**20
+# A caller that reads nothing more, and how long its memory is waited for.
+STALL_S = 5.0
+# 500 million float32: a version of 2 GB, beside which gradients and moments have room.
+SIZE = ModelSize(
+    name="500M", num_layers=12, hidden_size=1536, num_heads=12, num_kv_heads=4, head_dim=128,
+    intermediate_size=6144, vocab_size=48_000, ties_embeddings=True,
+)  # fmt: skip
+FULL = Plan(
+    model=SIZE,
+    dtype="float32",
+    group=Group(prompt=256, responses=(64, 64, 64, 64)),
+    longer_by=0,
+    num_updates=5,
+    killed_in=0,
+    num_threads=2,
+)
+SMALL = Plan(
+    model=TINY,
+    dtype="float32",
+    group=Group(prompt=24, responses=(5, 3)),
+    longer_by=0,
+    num_updates=2,
+    killed_in=0,
+    num_threads=1,
+)
+TARGETS = {
+    "http_gb_s": ">= 1.5, or the next",
+    "http_over_sendfile": ">= 0.8",
+    "grpc_over_bare": ">= 0.7",
+    "publish_adds": "< 0.05",
+    "stall_s": "",
+    "visible_s": "",
+    "stalled_mb": "< 64",
+}
+WHAT = {
+    "http_gb_s": "a version read over HTTP, GB/s",
+    "http_over_sendfile": "the same over a bare sendfile server",
+    "grpc_over_bare": "over gRPC over a bare grpc.aio server",
+    "publish_adds": "what publishing each version adds to an update, of 1",
+    "stall_s": "publishing holds the trainer, seconds",
+    "visible_s": "from a step's end until its version can be fetched, seconds",
+    "stalled_mb": "memory that a reader who stalls takes of the gateway, MB",
+}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    mode = parser.add_mutually_exclusive_group(required=True)
+    mode.add_argument("--out", type=Path, help="measure into this result file")
+    mode.add_argument("--report", type=Path, help="print the table of this result file")
+    parser.add_argument("--markdown", type=Path, help="with --report: fill in this document")
+    parser.add_argument("--small", action="store_true", help="a tiny model, to see that it runs")
+    parser.add_argument("--repeats", type=int, default=5, help="reads of each kind")
+    parser.add_argument("--weights-root", type=Path, default=Path("/dev/shm/rt-streams"))
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(arguments)
+    if args.report is not None:
+        result = json.loads(args.report.read_text(encoding="utf-8"))
+    else:
+        plan = SMALL if args.small else FULL
+        result = measure(plan, args.repeats, args.weights_root, args.seed)
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print("\n".join(aligned([["", "measured", "wanted"], *_cells(result)])))
+    if args.report is not None and args.markdown is not None:
+        write_markdown(result, args.markdown, link(args.report, args.markdown))
+
+
+def measure(plan: Plan, repeats: int, weights_root: Path, seed: int) -> dict[str, Any]:
+    """All figures of one service, and the samples they are medians of."""
+    environment = describe(seed)
+    with tempfile.TemporaryDirectory(prefix="rt-") as folder:
+        root = Path(folder)
+        write_model(plan, "cpu", root / "models" / POLICY, seed)
+        worker = {"device": "cpu", "num_threads": plan.num_threads}
+        try:
+            with Service(root, worker=worker, weights_root=str(weights_root)) as service:
+                updates = {
+                    kind: _updates(service, plan, kind, seed) for kind in ("on_request", "every")
+                }
+                with RatoonClient(service.grpc, timeout_s=PATIENCE_S) as client:
+                    manifest = client.weight_manifest(POLICY)
+                reads = _reads(service, manifest, weights_root, repeats)
+                stalled = _stalled_mb(service, manifest)
+        finally:
+            shutil.rmtree(weights_root, ignore_errors=True)
+    medians = {name: statistics.median(samples) for name, samples in reads.items()}
+    without, published = (
+        statistics.median(row["seconds"] for row in updates[kind])
+        for kind in ("on_request", "every")
+    )
+    return {
+        "http_gb_s": medians["http"],
+        "http_over_sendfile": medians["http"] / medians["sendfile"],
+        "grpc_over_bare": medians["grpc"] / medians["bare grpc"],
+        "publish_adds": published / without - 1,
+        "stall_s": statistics.median(row["stall_s"] for row in updates["every"]),
+        "visible_s": statistics.median(row["visible_s"] for row in updates["every"]),
+        "stalled_mb": stalled,
+        **environment,
+        "version_gb": sum(file.size_bytes for file in manifest.files) / GB,
+        "reads_gb_s": reads,
+        "updates": updates,
+    }
+
+
+def _updates(service: Service, plan: Plan, kind: str, seed: int) -> list[dict[str, float]]:
+    """Seconds of updates one after the other, the first left out; the policy of `every` stays.
+
+    Its versions are waited for in as many more updates, whose own seconds are not looked at.
+    """
+    rows: list[dict[str, float]] = []
+    with RatoonClient(service.grpc, timeout_s=PATIENCE_S) as client:
+        publish = Publish("every") if kind == "every" else Publish("on_request")
+        client.create_policy(
+            POLICY, model_folder=POLICY, dtype=plan.dtype, publish=publish, recovery="fail"
+        ).result(PATIENCE_S)
+        client.weight_manifest(POLICY)
+        session = client.policy(POLICY)
+        num_waited = plan.num_updates if kind == "every" else 0
+        for number in range(1 + plan.num_updates + num_waited):
+            batch = [rollouts(plan, number + 1, seed + number)]
+            started = time.perf_counter()
+            update = session.update(batch, loss=Loss("grpo"), optim=Optim(learning_rate=1e-6))
+            result = update.result(PATIENCE_S)
+            ended = time.perf_counter()
+            if number <= plan.num_updates:
+                stall_s = result.report.seconds.publish
+                rows.append({"seconds": ended - started, "stall_s": stall_s})
+            else:
+                client.weight_manifest(POLICY, version=result.version)
+                rows[number - plan.num_updates]["visible_s"] = time.perf_counter() - ended
+        if kind != "every":
+            client.delete_policy(POLICY).result(PATIENCE_S)
+    return rows[1:]
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """The largest file of a version, as its readers name it and as it lies on the disk."""
+
+    name: str
+    digest: str
+    size_bytes: int
+    url_path: str
+    path: Path
+
+
+def _reads(
+    service: Service, manifest: WeightManifest, weights_root: Path, repeats: int
+) -> dict[str, list[float]]:
+    """GB/s of each reader, `repeats` times in turn, after one that warms up."""
+    largest = max(manifest.files, key=lambda file: file.size_bytes)
+    found = next(weights_root.rglob(f"{manifest.version:08d}/{largest.name}"))
+    url_path = f"/v1/policies/{POLICY}/weights/{manifest.version}/files/{largest.name}"
+    file = _File(largest.name, largest.digest, largest.size_bytes, url_path, found)
+    samples: dict[str, list[float]] = {}
+    with bare_servers.serving(file.path) as (sendfile_port, grpc_port):
+        readers: dict[str, Callable[[], None]] = {
+            "sendfile": lambda: _read_http(sendfile_port, file),
+            "http": lambda: _read_http(service.http_port, file),
+            "bare grpc": lambda: bare_servers.read_grpc(grpc_port, POLICY, file),
+            "grpc": lambda: bare_servers.read_grpc(service.grpc_port, POLICY, file),
+            "pull http": lambda: _pull(service.http, weights_root.parent),
+            "pull grpc": lambda: _pull(service.grpc, weights_root.parent),
+        }
+        for number in range(repeats + 1):
+            for name, read in readers.items():
+                started = time.perf_counter()
+                read()
+                rate = file.size_bytes / GB / (time.perf_counter() - started)
+                if number:
+                    samples.setdefault(name, []).append(round(rate, 4))
+    return samples
+
+
+def _read_http(port: int, file: _File) -> None:
+    """A GET of the whole file, into one buffer. Raises `RuntimeError` where bytes are missing."""
+    with _got(port, file) as reader:
+        buffer, length = bytearray(READ_BYTES), 0
+        while taken := reader.recv_into(buffer):
+            length += taken
+    if length < file.size_bytes:
+        raise RuntimeError(f"{length} of {file.size_bytes} bytes")
+
+
+@contextlib.contextmanager
+def _got(port: int, file: _File) -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as reader:
+        request = f"GET {file.url_path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+        reader.sendall(request.encode())
+        yield reader
+
+
+def _pull(target: str, beside: Path) -> None:
+    """What a caller does: fetched in chunks, verified, on the disk (in memory) at the end."""
+    with (
+        tempfile.TemporaryDirectory(dir=beside) as folder,
+        RatoonClient(target, timeout_s=PATIENCE_S) as client,
+    ):
+        client.pull_weights(POLICY, Path(folder) / "pulled")
+
+
+def _stalled_mb(service: Service, manifest: WeightManifest) -> float:
+    """What the gateway's memory grows by for one reader that stalls after its first bytes."""
+    largest = max(manifest.files, key=lambda file: file.size_bytes)
+    url_path = f"/v1/policies/{POLICY}/weights/{manifest.version}/files/{largest.name}"
+    file = _File(largest.name, largest.digest, largest.size_bytes, url_path, Path())
+    gateway = psutil.Process(service.pids("gateway")[0])
+    before = gateway.memory_info().rss
+    with _got(service.http_port, file) as reader:
+        reader.recv(100)
+        time.sleep(STALL_S)
+        return (gateway.memory_info().rss - before) / 1e6
+
+
+def write_markdown(result: dict[str, Any], path: Path, result_link: str) -> None:
+    """Replaces the section between a document's two markers. Raises `ValueError`."""
+    where = (
+        f"{result['cores']} cores of {result['device']}, torch {result['versions']['torch']}, "
+        f"commit {result['commit'][:12]}, versions of {result['version_gb']:.2g} GB, medians of "
+        f"{len(result['reads_gb_s']['http'])}. [Raw samples]({result_link})."
+    )
+    rows = ("| " + " | ".join(row) + " |" for row in _cells(result))
+    lines = [f"\n{where}\n", "| | measured | wanted |", "|---|---:|---:|", *rows]
+    write_section(path, BEGIN, END, lines)
+
+
+def _cells(result: dict[str, Any]) -> list[list[str]]:
+    return [[what, f"{result[name]:.3g}", TARGETS[name]] for name, what in WHAT.items()]
+
+
+if __name__ == "__main__":
+    main()
