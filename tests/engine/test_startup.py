@@ -216,9 +216,10 @@ async def test_a_first_start_that_was_killed_after_the_load_says_what_the_model_
     async def crash(*_: object) -> None:
         raise Crash
 
-    with monkeypatch.context() as patched, pytest.raises(Crash):
+    with monkeypatch.context() as patched:
         patched.setattr(machine.journal, "set_policy", crash)
-        await machine.start()
+        with pytest.raises(Crash):
+            await machine.start()
     await machine.restart_controller()
     assert machine.journal.store.history("p").policy.info == INFO
 
