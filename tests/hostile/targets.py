@@ -37,6 +37,7 @@ from ratoon.errors import RatoonError
 from ratoon.model.spec import FullTuning, ModelDtype, ModelSpec, PresetBase
 from ratoon.rollout.serial import batch_from_bytes, batch_to_bytes
 from ratoon.stream.blobs import decode_manifest, encode_manifest
+from ratoon.stream.files import seal_document, unseal_document
 from ratoon.stream.manifest import WeightFile, WeightKind
 from ratoon.stream.versions import MANIFEST_NAME, publish_version, read_manifest, version_folder
 from ratoon.train import checkpoint
@@ -345,12 +346,12 @@ def _checkpoint(folder: Path) -> Callable[[random.Random], None]:
         else:
             data = mutated_bytes(dice, [whole])
             path.write_bytes(data)
-            fields = json.loads(right)
+            fields = unseal_document(right)
             fields["files"][0] |= {
                 "size_bytes": len(data),
                 "digest": xxhash.xxh3_128_hexdigest(data),
             }
-            listing.write_bytes(checkpoint.manifest_bytes(fields))
+            listing.write_bytes(seal_document(fields))
         try:
             checkpoint.load_checkpoint(saved, state, model, lambda _: _ZEROS)
         finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +16,8 @@ from torch import Tensor
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.spec import FolderBase, FullTuning, LoraTuning, ModelDtype
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.train.checkpoint import MANIFEST_NAME, MOMENTS_NAME, WEIGHTS_NAME, manifest_bytes
+from ratoon.stream.files import digest_file, seal_document, unseal_document
+from ratoon.train.checkpoint import MANIFEST_NAME, MOMENTS_NAME, WEIGHTS_NAME
 from ratoon.train.config import (
     KlConfig,
     KlKind,
@@ -239,17 +239,15 @@ def test_missing_checkpoint_is_not_found(base: FolderBase, tmp_path: Path) -> No
 
 def _rewrite(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
     """Change the weights and make the manifest agree, as a careless tool might."""
-    from ratoon.stream.files import digest_file
-
     path = folder / WEIGHTS_NAME
     tensors = load_file(path)
     change(tensors)
     save_file(tensors, path)
-    manifest = json.loads((folder / MANIFEST_NAME).read_text())
+    manifest = unseal_document((folder / MANIFEST_NAME).read_bytes())
     for entry in manifest["files"]:
         if entry["name"] == WEIGHTS_NAME:
             entry["digest"], entry["size_bytes"] = digest_file(path), path.stat().st_size
-    (folder / MANIFEST_NAME).write_bytes(manifest_bytes(manifest))
+    (folder / MANIFEST_NAME).write_bytes(seal_document(manifest))
 
 
 _EMBEDDING = "model.embed_tokens.weight"

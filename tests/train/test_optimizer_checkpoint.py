@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import Tensor
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.export import export_weights
 from ratoon.model.spec import FolderBase, LoraTuning, ModelDtype
-from ratoon.train.checkpoint import MANIFEST_NAME, Snapshot, load_checkpoint, write_snapshot
+from ratoon.train.checkpoint import Snapshot, load_checkpoint, write_snapshot
 from ratoon.train.config import OptimizerStates
 from ratoon.train.optim.bf16_adamw import Bf16AdamW
 from ratoon.train.optim.digest import StateDigest
@@ -135,27 +134,6 @@ def test_checkpoint_of_another_kind_is_refused_by_name(
     assert caught.value.got == kind.value
     assert_equal(weights_of(trainer), before)
     assert trainer.version == 0
-
-
-def test_manifest_that_does_not_name_its_kind_is_of_fp32_states(
-    base: FolderBase, tmp_path: Path
-) -> None:
-    """As those were written before there was another kind."""
-    saving = _trainer(base, OptimizerStates.FP32)
-    _update(saving, 0)
-    saving.save_checkpoint(tmp_path / "one")
-    path = tmp_path / "one" / MANIFEST_NAME
-    manifest = json.loads(path.read_text())
-    assert manifest.pop("optimizer_states") == "fp32"
-    del manifest["state_digest"], manifest["manifest_digest"]
-    manifest["format"] = 1
-    path.write_text(json.dumps(manifest))
-    trainer = _trainer(base, OptimizerStates.FP32)
-    trainer.load_checkpoint(tmp_path / "one")
-    assert_equal(weights_of(trainer), weights_of(saving))
-    with pytest.raises(RatoonError) as caught:
-        _trainer(base, OptimizerStates.BF16_8BIT).load_checkpoint(tmp_path / "one")
-    assert caught.value.field == "checkpoint.optimizer_states"
 
 
 @pytest.mark.parametrize("kind", list(OptimizerStates))

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -20,26 +20,23 @@ from torch import Tensor
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.model.spec import ModelSpec
 from ratoon.stream.files import (
-    digest_bytes,
+    DamagedFileError,
     digest_file,
     fsync_tree,
     make_folder,
     rename_folder,
+    seal_document,
     temporary_name,
+    unseal_document,
 )
-from ratoon.train.config import OptimizerStates
 from ratoon.train.optim.adamw import OptimizerState
 
 MANIFEST_NAME = "checkpoint.json"
 WEIGHTS_NAME = "weights.safetensors"
 MOMENTS_NAME = "moments.safetensors"
-_FORMAT = 2
-# Without the two digests below.
-_OLD_FORMAT = 1
-# Of a manifest without it, which is FP32.
+_FORMAT = 3
 _KIND = "optimizer_states"
 _STATE_DIGEST = "state_digest"
-_MANIFEST_DIGEST = "manifest_digest"
 _WEIGHTS = "weights"
 
 
@@ -95,7 +92,7 @@ def write_snapshot(folder: Path, snapshot: Snapshot) -> int:
             "model": _plain(snapshot.model),
             "files": [_describe(temporary / name) for name in (WEIGHTS_NAME, MOMENTS_NAME)],
         }
-        (temporary / MANIFEST_NAME).write_bytes(manifest_bytes(manifest))
+        (temporary / MANIFEST_NAME).write_bytes(seal_document(manifest))
         size_bytes = sum(path.stat().st_size for path in temporary.iterdir())
         fsync_tree(temporary)
         rename_folder(temporary, folder)
@@ -103,13 +100,6 @@ def write_snapshot(folder: Path, snapshot: Snapshot) -> int:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return size_bytes
-
-
-def manifest_bytes(manifest: Mapping[str, object]) -> bytes:
-    """The one way to write these fields; a digest of them is one of its own."""
-    fields = {name: value for name, value in manifest.items() if name != _MANIFEST_DIGEST}
-    digest = digest_bytes(_json(fields))
-    return _json({**fields, _MANIFEST_DIGEST: digest})
 
 
 def load_checkpoint(
@@ -124,7 +114,7 @@ def load_checkpoint(
     manifest = _read_manifest(folder)
     if manifest["model"] != _plain(model):
         raise invalid("checkpoint.model", manifest["model"], f"the policy's own: {_plain(model)}")
-    if (kind := manifest.get(_KIND, OptimizerStates.FP32.value)) != like.kind.value:
+    if (kind := manifest[_KIND]) != like.kind.value:
         raise invalid(f"checkpoint.{_KIND}", kind, f"the trainer's own: {like.kind.value}")
     _verify_files(folder, manifest)
     weights = _load(folder / WEIGHTS_NAME)
@@ -138,10 +128,8 @@ def load_checkpoint(
     }
     num_steps = cast("int", manifest["num_steps"])
     state = OptimizerState(kind=like.kind, weights=weights, num_steps=num_steps, **fields)
-    if manifest["format"] != _OLD_FORMAT:
-        got, expected = digest_of(state), str(manifest.get(_STATE_DIGEST))
-        if got != expected:
-            raise _damaged(folder / _STATE_DIGEST, got, expected)
+    if (got := digest_of(state)) != manifest[_STATE_DIGEST]:
+        raise _damaged(folder / _STATE_DIGEST, got, str(manifest[_STATE_DIGEST]))
     return LoadedCheckpoint(version=cast("int", manifest["version"]), state=state)
 
 
@@ -155,10 +143,6 @@ def _moments(state: OptimizerState) -> dict[str, Tensor]:
     }
 
 
-def _json(fields: Mapping[str, object]) -> bytes:
-    return json.dumps(fields, indent=1, sort_keys=True).encode()
-
-
 def _plain(model: ModelSpec) -> object:
     """JSON values of a model's spec."""
     return json.loads(json.dumps(asdict(model)))
@@ -168,33 +152,27 @@ def _describe(path: Path) -> dict[str, object]:
     return {"name": path.name, "size_bytes": path.stat().st_size, "digest": digest_file(path)}
 
 
-def _read_manifest(folder: Path) -> dict[str, object]:
+def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST_NAME
     if not path.is_file():
         raise RatoonError(
             ErrorCode.CHECKPOINT_NOT_FOUND, f"no checkpoint {folder.name}", field="checkpoint_id"
         )
-    data = path.read_bytes()
     try:
-        manifest = json.loads(data)
-    except ValueError as err:
-        raise _damaged(path, "no JSON", "a manifest") from err
-    if not isinstance(manifest, dict) or not _is_manifest(cast("dict[str, object]", manifest)):
-        raise _damaged(path, "other fields", "those of a manifest")
-    manifest = cast("dict[str, object]", manifest)
-    has_digests = _STATE_DIGEST in manifest or _MANIFEST_DIGEST in manifest
-    if manifest["format"] != (_FORMAT if has_digests else _OLD_FORMAT):
-        raise _damaged(path, f"format {manifest['format']}", f"format {_FORMAT}")
-    if has_digests and data != manifest_bytes(manifest):
-        got, expected = digest_bytes(data), digest_bytes(manifest_bytes(manifest))
-        raise _damaged(path, f"digest {got}", f"digest {expected}")
+        manifest = unseal_document(path.read_bytes())
+    except DamagedFileError as err:
+        raise _damaged(path, str(err), "a sealed manifest") from err
+    if manifest.get("format") != _FORMAT or not _is_manifest(manifest):
+        raise _damaged(path, f"format {manifest.get('format')}", f"a manifest of format {_FORMAT}")
     return manifest
 
 
 def _is_manifest(manifest: dict[str, object]) -> bool:
     files = manifest.get("files")
     return (
-        all(isinstance(manifest.get(name), int) for name in ("format", "version", "num_steps"))
+        all(isinstance(manifest.get(name), int) for name in ("version", "num_steps"))
+        and all(isinstance(manifest.get(name), str) for name in (_KIND, _STATE_DIGEST))
+        and "model" in manifest
         and isinstance(files, list)
         and all(isinstance(entry, dict) for entry in cast("list[object]", files))
         and {entry.get("name") for entry in cast("list[dict[str, object]]", files)}
