@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
 import torch
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from ratoon.errors import invalid
+from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.model.loader import TORCH_DTYPES, quiet_transformers
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.safetensors_files import write_weights
@@ -52,11 +53,15 @@ class WeightsCopy:
 
     @torch.no_grad()
     def take(self) -> None:
-        """Copy the values as they are now, cast to the model's dtype."""
+        """Copy the values as they are now, cast to the model's dtype.
+
+        Raises RESOURCE_EXHAUSTED where the host has no memory for a first copy.
+        """
         trainable = self._model.named_trainable()
         if not self._values:
             dtype = TORCH_DTYPES[self._model.spec.dtype]
             shapes = {name: value.shape for name, value in trainable.items()}
+            _check_host(sum(shape.numel() for shape in shapes.values()) * dtype.itemsize)
             is_pinned = self._model.device.type == "cuda"
             self._values = _host_tensors(shapes, dtype, is_pinned=is_pinned)
         for name, value in trainable.items():
@@ -86,6 +91,16 @@ def export_weights(
         _export_full(model, folder, values)
         _export_tokenizer(model, folder)
     return sorted(path.name for path in folder.iterdir())
+
+
+def _check_host(num_bytes: int) -> None:
+    free_bytes = psutil.virtual_memory().available
+    if num_bytes > free_bytes:
+        message = (
+            f"the copy of the weights that is published takes {num_bytes / 2**30:.1f} GiB of the "
+            f"host's memory, of which {free_bytes / 2**30:.1f} GiB are free"
+        )
+        raise RatoonError(ErrorCode.RESOURCE_EXHAUSTED, message)
 
 
 def _host_tensors(

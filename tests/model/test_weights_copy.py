@@ -1,0 +1,74 @@
+"""The copy of the weights that is published beside later steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+
+from ratoon.errors import ErrorCode
+from ratoon.model import export
+from ratoon.model.export import WeightsCopy, export_weights
+from ratoon.model.spec import FullTuning, LoraTuning, ModelDtype
+from ratoon.stream.files import digest_file
+from tests.model.builders import FULL, LORA, error_of, load, randomize
+from tests.tiny_models import ARCHITECTURES, write_folder
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    return {path.name: digest_file(path) for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tuning"),
+    [*((architecture, FULL) for architecture in ARCHITECTURES), ("qwen3", LORA)],
+)
+def test_a_copy_is_written_as_the_weights_were_when_it_was_taken(
+    tmp_path: Path, architecture: str, tuning: FullTuning | LoraTuning
+) -> None:
+    """Twice: the second copy is in the memory of the first."""
+    base = write_folder(tmp_path / "base", architecture)
+    model = load(base, tuning=tuning, dtype=ModelDtype.BFLOAT16)
+    copy = WeightsCopy(model)
+    for number in (1, 2):
+        randomize(model, number)
+        written, copied = tmp_path / f"written-{number}", tmp_path / f"copied-{number}"
+        written.mkdir()
+        copied.mkdir()
+        export_weights(model, written, None)
+        copy.take()
+        randomize(model, 10 + number)
+        copy.write(copied)
+        assert _digests(copied) == _digests(written)
+    assert _digests(tmp_path / "copied-1") != _digests(tmp_path / "copied-2")
+
+
+def test_tensors_share_slabs_and_overlap_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "_SLAB_BYTES", 100)
+    shapes = {
+        str(index): torch.Size(shape)
+        for index, shape in enumerate([(5, 4), (30,), (), (10, 10), (0,), (7,), (1, 2, 3)])
+    }
+    tensors = export._host_tensors(shapes, torch.float32, is_pinned=False)
+    for index, (name, tensor) in enumerate(tensors.items()):
+        assert (tensor.shape, tensor.dtype) == (shapes[name], torch.float32)
+        assert tensor.is_contiguous()
+        tensor.fill_(index)
+    for index, tensor in enumerate(tensors.values()):
+        assert (tensor == index).all()
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors.values()}
+    assert sum(held.values()) <= 4 * sum(shape.numel() for shape in shapes.values()) + 2 * 100
+
+
+def test_a_copy_that_the_host_has_no_memory_for_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(write_folder(tmp_path / "base", "qwen3"))
+    memory = SimpleNamespace(available=1000)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    error = error_of(WeightsCopy(model).take)
+    assert error.code is ErrorCode.RESOURCE_EXHAUSTED
+    assert "0.0 GiB are free" in error.message
