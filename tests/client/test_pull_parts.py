@@ -45,6 +45,7 @@ def test_a_manifest_that_lies_is_refused(changes: dict[str, Any], text: str):
         kind="full",
         files=changes.get("files", (file,) * (2 if "twice" in changes else 1)),
         created_at=datetime.now(UTC),
+        deltas=(),
     )
     with pytest.raises(IntegrityError, match=text):
         check_manifest(manifest, policy_id="p", version=3)

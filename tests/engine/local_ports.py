@@ -168,9 +168,9 @@ class LocalWorker:
         await self._run(lambda: self.core.restore(token, tasks))
 
     async def publish(
-        self, token: int, version: int, weights_root: str, created_at: float
+        self, token: int, version: int, weights_root: str, created_at: float, deltas: bool = False
     ) -> WeightManifest:
-        args = token, version, weights_root, created_at
+        args = token, version, weights_root, created_at, deltas
         return await self._run(lambda: self.core.publish(*args), self._versions)
 
     async def hold(self, token: int, version: int) -> None:

@@ -19,6 +19,7 @@ from ratoon.stream import files, versions
 from ratoon.stream.manifest import WeightFile, WeightKind, WeightManifest
 from ratoon.stream.versions import (
     file_path,
+    find_file,
     list_versions,
     open_chunk,
     prune_versions,
@@ -26,6 +27,8 @@ from ratoon.stream.versions import (
     read_manifest,
     version_folder,
 )
+from ratoon_client.weights.deltas import read_delta, rebuild
+from tests.stream.samples import flipped, safetensors
 
 
 def writer(contents: dict[str, bytes]) -> Callable[[Path], None]:
@@ -123,11 +126,14 @@ def write(folder):
     if point == "write":
         os._exit(9)
 
-versions.publish_version(pathlib.Path({root!r}), "p", 4, WeightKind.FULL, write, 0.0)
+root = pathlib.Path({root!r})
+versions.publish_version(root, "p", 4, WeightKind.FULL, write, 0.0, deltas=True)
 """
 
 
-@pytest.mark.parametrize("point", ["write", "seal_document", "fsync_tree", "rename_folder"])
+@pytest.mark.parametrize(
+    "point", ["write", "write_delta", "seal_document", "fsync_tree", "rename_folder"]
+)
 def test_publish_killed_anywhere_shows_nothing_and_can_be_repeated(
     tmp_path: Path, point: str
 ) -> None:
@@ -244,7 +250,7 @@ def test_damaged_manifest_is_an_error_not_a_version(tmp_path: Path, text: str) -
 def test_manifest_is_json_of_a_stated_format(tmp_path: Path) -> None:
     publish(tmp_path, 1, {"a": b"x"})
     document = json.loads((version_folder(tmp_path, 1) / "manifest.json").read_text())
-    assert document["format"] == 1
+    assert document["format"] == 2
     assert [file["name"] for file in document["files"]] == ["a"]
 
 
@@ -317,3 +323,65 @@ def test_files_that_the_next_version_does_not_have_go_with_the_spare_one(tmp_pat
     prune_versions(tmp_path, 1, ())
     manifest = publish(tmp_path, 2, {"a.safetensors": b"2"})
     assert [(file.name, file.size_bytes) for file in manifest.files] == [("a.safetensors", 1)]
+
+
+def weights(changed: range = range(0)) -> dict[str, bytes]:
+    """A tensor of 1000 words, of which those in `changed` are others, and a file beside it."""
+    data = flipped(bytes(range(200)) * 10, 2, changed, seed=0)
+    return {"model.safetensors": safetensors([("BF16", data)]), "config.json": b"{}"}
+
+
+def publish_with_deltas(
+    root: Path, version: int, contents: dict[str, bytes], kind: WeightKind = WeightKind.FULL
+) -> WeightManifest:
+    return publish_version(root, "p", version, kind, writer(contents), 12.5, deltas=True)
+
+
+def test_a_version_has_a_delta_from_the_newest_before_it(tmp_path: Path) -> None:
+    assert publish_with_deltas(tmp_path, 3, weights()).deltas == ()
+    publish(tmp_path, 4, weights(range(10)))
+    manifest = publish_with_deltas(tmp_path, 6, weights(range(60)))
+    assert read_manifest(tmp_path, 6) == manifest
+    # The first ten have changed alike in both.
+    assert manifest.changed_share == 0.05
+    (delta,) = manifest.deltas
+    assert (delta.parent_version, delta.file.name) == (4, "delta-from-00000004.bin")
+    assert [file.name for file in manifest.files] == ["config.json", "model.safetensors"]
+    path = version_folder(tmp_path, 6) / delta.file.name
+    assert find_file(tmp_path, delta.file.digest) == (path, delta.file)
+    assert file_path(tmp_path, 6, delta.file.name) == path
+    (made,) = read_delta(path)
+    rebuild(made, version_folder(tmp_path, 4) / made.name, tmp_path / "made")
+    assert (tmp_path / "made").read_bytes() == weights(range(60))["model.safetensors"]
+    assert publish_with_deltas(tmp_path, 6, {}) == manifest
+
+
+@pytest.mark.parametrize(
+    ("contents", "share"),
+    [(weights(), 0.0), (weights(range(1000)), 1.0), ({"config.json": b"[]"}, None)],
+)
+def test_a_delta_of_no_use_is_not_kept(
+    tmp_path: Path, contents: dict[str, bytes], share: float | None
+) -> None:
+    publish(tmp_path, 1, weights())
+    manifest = publish_with_deltas(tmp_path, 2, contents)
+    assert (manifest.deltas, manifest.changed_share) == ((), share)
+    names = {path.name for path in version_folder(tmp_path, 2).iterdir()}
+    assert names == {*contents, "manifest.json"}
+
+
+@pytest.mark.parametrize("fault", ["kind", "manifest", "file", "size"])
+def test_a_parent_that_is_not_whole_or_alike_gives_no_delta(tmp_path: Path, fault: str) -> None:
+    publish(tmp_path, 1, weights())
+    model = version_folder(tmp_path, 1) / "model.safetensors"
+    match fault:
+        case "manifest":
+            (version_folder(tmp_path, 1) / "manifest.json").write_bytes(b"")
+        case "file":
+            model.unlink()
+        case "size":
+            model.write_bytes(model.read_bytes()[:-1])
+    kind = WeightKind.ADAPTER if fault == "kind" else WeightKind.FULL
+    manifest = publish_with_deltas(tmp_path, 2, weights(range(10)), kind)
+    assert (manifest.deltas, manifest.changed_share) == ((), None)
+    assert list_versions(tmp_path) == (1, 2)

@@ -39,6 +39,7 @@ from ratoon_client.results import (
     ServerInfo,
     StepReport,
     StepResult,
+    WeightDelta,
     WeightFile,
     WeightManifest,
 )
@@ -93,6 +94,7 @@ __all__ = [
     "TransportError",
     "UnusableClientError",
     "VersionSpan",
+    "WeightDelta",
     "WeightFile",
     "WeightManifest",
     "by_autograd",

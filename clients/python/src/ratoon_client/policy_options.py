@@ -38,10 +38,14 @@ class AdamW:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """When weights are written for readers; `every_n` counts versions, for that kind alone."""
+    """When weights are written for readers; `every_n` counts versions, for that kind alone.
+
+    With `deltas` a reader that has the version before pulls only what changed since.
+    """
 
     kind: PublishKind
     every_n: int | None = None
+    deltas: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,6 +52,7 @@ class AdamWConfig:
 class PublishConfig:
     kind: Literal["unspecified", "every", "every_n", "on_request"]
     every_n: int
+    deltas: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,14 +308,27 @@ class WeightFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WeightDelta:
+    """What makes a version's files out of those of `parent_version`."""
+
+    parent_version: int
+    file: WeightFile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightManifest:
-    """`full`: a folder that transformers loads; `adapter`: one that peft loads."""
+    """`full`: a folder that transformers loads; `adapter`: one that peft loads.
+
+    `changed_share` is of the values of the newest version before; None: not compared.
+    """
 
     policy_id: str
     version: int
     kind: Literal["unspecified", "full", "adapter"]
     files: tuple[WeightFile, ...]
     created_at: datetime
+    deltas: tuple[WeightDelta, ...]
+    changed_share: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -258,17 +258,21 @@ class PublishConfig(_message.Message):
 
     KIND_FIELD_NUMBER: _builtins.int
     EVERY_N_FIELD_NUMBER: _builtins.int
+    DELTAS_FIELD_NUMBER: _builtins.int
     kind: Global___PublishKind.ValueType
     every_n: _builtins.int
+    deltas: _builtins.bool
+    """With each version, the delta to it from the newest one before it, where that is less than half as large."""
     def __init__(
         self,
         *,
         kind: Global___PublishKind.ValueType = ...,
         every_n: _builtins.int = ...,
+        deltas: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["every_n", b"every_n", "kind", b"kind"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deltas", b"deltas", "every_n", b"every_n", "kind", b"kind"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -71,6 +71,33 @@ class WeightFile(_message.Message):
 Global___WeightFile: _TypeAlias = WeightFile  # noqa: Y015
 
 @_typing.final
+class WeightDelta(_message.Message):
+    """What makes a version's files out of those of `parent_version`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARENT_VERSION_FIELD_NUMBER: _builtins.int
+    FILE_FIELD_NUMBER: _builtins.int
+    parent_version: _builtins.int
+    @_builtins.property
+    def file(self) -> Global___WeightFile:
+        """Fetched as a file of the version that the delta leads to."""
+
+    def __init__(
+        self,
+        *,
+        parent_version: _builtins.int = ...,
+        file: Global___WeightFile | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["file", b"file"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["file", b"file", "parent_version", b"parent_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightDelta: _TypeAlias = WeightDelta  # noqa: Y015
+
+@_typing.final
 class WeightManifest(_message.Message):
     """The files of a version's weights."""
 
@@ -81,13 +108,23 @@ class WeightManifest(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     FILES_FIELD_NUMBER: _builtins.int
     CREATED_AT_FIELD_NUMBER: _builtins.int
+    DELTAS_FIELD_NUMBER: _builtins.int
+    CHANGED_SHARE_FIELD_NUMBER: _builtins.int
     policy_id: _builtins.str
     version: _builtins.int
     kind: Global___WeightKind.ValueType
+    changed_share: _builtins.float
+    """Of the values of the newest version before it, how many have other bits: 0 to 1. Absent: not
+    compared.
+    """
     @_builtins.property
     def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightFile]: ...
     @_builtins.property
     def created_at(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def deltas(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightDelta]:
+        """Not among `files`."""
+
     def __init__(
         self,
         *,
@@ -96,12 +133,16 @@ class WeightManifest(_message.Message):
         kind: Global___WeightKind.ValueType = ...,
         files: _abc.Iterable[Global___WeightFile] | None = ...,
         created_at: _timestamp_pb2.Timestamp | None = ...,
+        deltas: _abc.Iterable[Global___WeightDelta] | None = ...,
+        changed_share: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_changed_share", b"_changed_share", "changed_share", b"changed_share", "created_at", b"created_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at", "files", b"files", "kind", b"kind", "policy_id", b"policy_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_changed_share", b"_changed_share", "changed_share", b"changed_share", "created_at", b"created_at", "deltas", b"deltas", "files", b"files", "kind", b"kind", "policy_id", b"policy_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__changed_share: _TypeAlias = _typing.Literal["changed_share"]  # noqa: Y015
+    _WhichOneofArgType__changed_share: _TypeAlias = _typing.Literal["_changed_share", b"_changed_share"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__changed_share) -> _WhichOneofReturnType__changed_share | None: ...
 
 Global___WeightManifest: _TypeAlias = WeightManifest  # noqa: Y015
 

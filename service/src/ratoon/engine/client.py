@@ -161,7 +161,7 @@ class EngineClient:
 
         def read(paths: PolicyPaths) -> tuple[Path, WeightFile]:
             path = file_path(paths.weights, version, name)
-            files = read_manifest(paths.weights, version).files
+            files = read_manifest(paths.weights, version).fetchable
             return path, next(file for file in files if file.name == name)
 
         return await self._read(policy_id, read)

@@ -54,10 +54,14 @@ class PolicyState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishConfig:
-    """When a version's weights are written for readers; `every_n` counts versions."""
+    """When a version's weights are written for readers; `every_n` counts versions.
+
+    With `deltas` also what makes them out of those of the newest version before.
+    """
 
     kind: PublishKind
     every_n: int
+    deltas: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,11 +21,29 @@ class WeightFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WeightDelta:
+    """What makes a version's files out of those of `parent_version`."""
+
+    parent_version: int
+    file: WeightFile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightManifest:
-    """Time in seconds since the epoch."""
+    """Time in seconds since the epoch.
+
+    `changed_share` is of the values of the newest version before; None: not compared.
+    """
 
     policy_id: str
     version: int
     kind: WeightKind
     files: tuple[WeightFile, ...]
     created_at: float
+    deltas: tuple[WeightDelta, ...] = ()
+    changed_share: float | None = None
+
+    @property
+    def fetchable(self) -> tuple[WeightFile, ...]:
+        """The files of the version and of its deltas."""
+        return (*self.files, *(delta.file for delta in self.deltas))

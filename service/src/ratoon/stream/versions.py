@@ -3,7 +3,7 @@
 A version folder gets its name once its files, and their digests in `manifest.json`, are on disk. A
 version number never names two contents. A root has one writer, many readers.
 
-    root/00000007/{manifest.json, config.json, model.safetensors, ...}
+    root/00000007/{manifest.json, config.json, model.safetensors, delta-from-00000006.bin, ...}
     root/.spare/    the version pruned last; the next is written over its pages: new ones take ten
                     times as long
 """
@@ -16,9 +16,12 @@ import re
 import shutil
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from ratoon.errors import ErrorCode, RatoonError, invalid
+from ratoon.stream.deltas import write_delta
 from ratoon.stream.files import (
     digest_file,
     fsync_folder,
@@ -33,11 +36,11 @@ from ratoon.stream.files import (
     temporary_name,
     unseal_document,
 )
-from ratoon.stream.manifest import WeightFile, WeightKind, WeightManifest
+from ratoon.stream.manifest import WeightDelta, WeightFile, WeightKind, WeightManifest
 
 MANIFEST_NAME = "manifest.json"
 SPARE_NAME = ".spare"
-MANIFEST_FORMAT = 1
+MANIFEST_FORMAT = 2
 # Per chunk; the wire's own limit.
 MAX_CHUNK_BYTES = 16 * 2**20
 # Files of a version that are read at a time.
@@ -59,13 +62,16 @@ def publish_version(
     kind: WeightKind,
     write: Callable[[Path], None],
     created_at: float,
+    *,
+    deltas: bool = False,
 ) -> WeightManifest:
     """Make `version` visible with the files that `write` puts in the (flat) folder it is given.
 
     `write` may find files there, to be written over. If the version exists, return its manifest
-    without calling `write`: after a crash the same step gives the same bits. Raises
-    INVALID_ARGUMENT where the existing version is another policy's or of another kind, and whatever
-    `write` raises; nothing is visible then.
+    without calling `write`: after a crash the same step gives the same bits. With `deltas` it has a
+    delta from the newest other version, where that is small enough. Raises INVALID_ARGUMENT where
+    the existing version is another policy's or of another kind, and whatever `write` raises;
+    nothing is visible then.
     """
     if version < 0:
         raise invalid("version", version, "at least 0")
@@ -90,12 +96,45 @@ def publish_version(
             files=_digest_files(temporary),
             created_at=created_at,
         )
+        if deltas:
+            manifest = _with_delta(root, temporary, manifest)
         (temporary / MANIFEST_NAME).write_bytes(_encode(manifest))
         fsync_tree(temporary)
         return _name(temporary, target, manifest)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _with_delta(root: Path, folder: Path, manifest: WeightManifest) -> WeightManifest:
+    """The manifest with the delta from the newest other version, which is written to `folder`."""
+    parent = _newest_other(root, manifest)
+    if parent is None:
+        return manifest
+    path = folder / f"delta-from-{parent.version:08d}.bin"
+    before = version_folder(root, parent.version)
+    share = write_delta(path, before, parent, folder, manifest.files)
+    deltas: tuple[WeightDelta, ...] = ()
+    if path.exists():
+        deltas = (WeightDelta(parent_version=parent.version, file=_describe(path)),)
+    return replace(manifest, deltas=deltas, changed_share=share)
+
+
+def _newest_other(root: Path, manifest: WeightManifest) -> WeightManifest | None:
+    """The newest other version; None where it cannot be read, or is of another policy or kind."""
+    others = [version for version in list_versions(root) if version != manifest.version]
+    if not others:
+        return None
+    folder = version_folder(root, others[-1])
+    try:
+        parent = read_manifest(root, others[-1])
+        is_whole = all(
+            (folder / file.name).stat().st_size == file.size_bytes for file in parent.files
+        )
+    except (RatoonError, OSError):
+        return None
+    is_alike = (parent.policy_id, parent.kind) == (manifest.policy_id, manifest.kind)
+    return parent if is_whole and is_alike else None
 
 
 def _name(temporary: Path, target: Path, manifest: WeightManifest) -> WeightManifest:
@@ -184,7 +223,7 @@ def _take_spare(root: Path, temporary: Path) -> list[Path]:
 
 def file_path(root: Path, version: int, name: str) -> Path:
     """The path of a file that the manifest names. Raises WEIGHTS_NOT_FOUND for any other name."""
-    if not any(file.name == name for file in read_manifest(root, version).files):
+    if not any(file.name == name for file in read_manifest(root, version).fetchable):
         raise RatoonError(
             ErrorCode.WEIGHTS_NOT_FOUND,
             f"version {version} has no file of that name",
@@ -209,7 +248,7 @@ def find_file(root: Path, digest: str) -> tuple[Path, WeightFile]:
             if err.code is ErrorCode.WEIGHTS_NOT_FOUND:
                 continue  # Pruned since it was listed.
             raise
-        for file in manifest.files:
+        for file in manifest.fetchable:
             if file.digest == digest:
                 return version_folder(root, version) / file.name, file
     raise _digest_not_found(digest)
@@ -270,10 +309,11 @@ def _digest_files(folder: Path) -> tuple[WeightFile, ...]:
     assert all(path.is_file() and not path.is_symlink() for path in paths), "a version is flat"
     assert all(path.name != MANIFEST_NAME for path in paths), "manifest.json is ours"
     with ThreadPoolExecutor(_DIGEST_THREADS) as threads:
-        return tuple(
-            WeightFile(name=path.name, size_bytes=path.stat().st_size, digest=digest)
-            for path, digest in zip(paths, threads.map(digest_file, paths), strict=True)
-        )
+        return tuple(threads.map(_describe, paths))
+
+
+def _describe(path: Path) -> WeightFile:
+    return WeightFile(name=path.name, size_bytes=path.stat().st_size, digest=digest_file(path))
 
 
 def _encode(manifest: WeightManifest) -> bytes:
@@ -283,10 +323,9 @@ def _encode(manifest: WeightManifest) -> bytes:
         "version": manifest.version,
         "kind": manifest.kind.value,
         "created_at": manifest.created_at,
-        "files": [
-            {"name": file.name, "size_bytes": file.size_bytes, "digest": file.digest}
-            for file in manifest.files
-        ],
+        "files": [asdict(file) for file in manifest.files],
+        "deltas": [asdict(delta) for delta in manifest.deltas],
+        "changed_share": manifest.changed_share,
     }
     return seal_document(document)
 
@@ -295,17 +334,24 @@ def _decode(data: bytes) -> WeightManifest:
     document = unseal_document(data)
     if document["format"] != MANIFEST_FORMAT:
         raise ValueError(f"format {document['format']}, expected {MANIFEST_FORMAT}")
+    share = document["changed_share"]
     return WeightManifest(
         policy_id=str(document["policy_id"]),
         version=int(document["version"]),
         kind=WeightKind(document["kind"]),
-        files=tuple(
-            WeightFile(
-                name=str(file["name"]),
-                size_bytes=int(file["size_bytes"]),
-                digest=str(file["digest"]),
-            )
-            for file in document["files"]
-        ),
+        files=tuple(_decode_file(file) for file in document["files"]),
         created_at=float(document["created_at"]),
+        deltas=tuple(
+            WeightDelta(
+                parent_version=int(delta["parent_version"]), file=_decode_file(delta["file"])
+            )
+            for delta in document["deltas"]
+        ),
+        changed_share=None if share is None else float(share),
+    )
+
+
+def _decode_file(file: dict[str, Any]) -> WeightFile:
+    return WeightFile(
+        name=str(file["name"]), size_bytes=int(file["size_bytes"]), digest=str(file["digest"])
     )

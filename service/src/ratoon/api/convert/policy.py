@@ -165,12 +165,11 @@ def _optimizer(message: wire.AdamWConfig) -> AdamWConfig:
 def _publish(message: wire.PublishConfig) -> PublishConfig:
     kind = from_wire(message, "kind", PublishKind, "spec.publish.kind")
     if kind is PublishKind.EVERY_N:
-        return PublishConfig(
-            kind=kind, every_n=at_least("spec.publish.every_n", message.every_n, 1)
-        )
+        every_n = at_least("spec.publish.every_n", message.every_n, 1)
+        return PublishConfig(kind=kind, every_n=every_n, deltas=message.deltas)
     if message.every_n not in (0, 1):
         raise invalid("spec.publish.every_n", message.every_n, f"absent: kind is {kind}")
-    return PublishConfig(kind=kind, every_n=1)
+    return PublishConfig(kind=kind, every_n=1, deltas=message.deltas)
 
 
 def _guard(message: wire.NumericsGuard) -> NumericsGuard:

@@ -121,9 +121,9 @@ class WorkerActor:
 
     @ray.method(concurrency_group="versions")
     def publish(
-        self, token: int, version: int, weights_root: str, created_at: float
+        self, token: int, version: int, weights_root: str, created_at: float, deltas: bool
     ) -> WeightManifest:
-        return self._core.publish(token, version, weights_root, created_at)
+        return self._core.publish(token, version, weights_root, created_at, deltas)
 
     @ray.method(concurrency_group="compute")
     def snapshot(self, token: int) -> str:

@@ -194,9 +194,9 @@ class Publisher(Awaited):
     async def _land(self, version: int) -> None:
         run, started = self._run, time.perf_counter()
         run.reach(CrashPoint.ENGINE_BEFORE_PUBLISH)
+        root, deltas = str(run.paths.weights), run.spec.publish.deltas
         try:
-            root = str(run.paths.weights)
-            await run.ports.worker.publish(run.token, version, root, run.ports.now())
+            await run.ports.worker.publish(run.token, version, root, run.ports.now(), deltas)
         except RatoonError as error:
             self._refuse(version, error)
             return

@@ -223,7 +223,7 @@ class WorkerPort(Protocol):
         ...
 
     async def publish(
-        self, token: int, version: int, weights_root: str, created_at: float
+        self, token: int, version: int, weights_root: str, created_at: float, deltas: bool
     ) -> WeightManifest:
         """Write the copy for readers. Runs beside other calls. Raises `RatoonError`."""
         ...

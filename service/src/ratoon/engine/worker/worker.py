@@ -239,7 +239,7 @@ class WorkerCore:
     # From threads of their own.
 
     def publish(
-        self, token: int, version: int, weights_root: str, created_at: float
+        self, token: int, version: int, weights_root: str, created_at: float, deltas: bool = False
     ) -> WeightManifest:
         """Write the held weights for readers, once; returns their manifest.
 
@@ -252,7 +252,7 @@ class WorkerCore:
                 raise RatoonError(ErrorCode.INTERNAL, f"no copy of version {version} is held")
             if self._published is None:
                 self._reach(CrashPoint.WORKER_BEFORE_PUBLISH)
-                self._published = self._write(held, Path(weights_root), created_at)
+                self._published = self._write(held, Path(weights_root), created_at, deltas)
                 self._reach(CrashPoint.WORKER_AFTER_PUBLISH)
             return self._published
 
@@ -266,10 +266,12 @@ class WorkerCore:
         self._reach(CrashPoint.WORKER_AFTER_CHECKPOINT)
         return size_bytes
 
-    def _write(self, held: _HeldWeights, root: Path, created_at: float) -> WeightManifest:
+    def _write(
+        self, held: _HeldWeights, root: Path, created_at: float, deltas: bool
+    ) -> WeightManifest:
         args = root, self._policy_id, held.version, held.kind, held.copy.write, created_at
         try:
-            return publish_version(*args)
+            return publish_version(*args, deltas=deltas)
         except RatoonError:
             raise
         except OSError as err:
