@@ -131,7 +131,8 @@ class _Handler(BaseHTTPRequestHandler):
             service_pb2.GetWeightManifestRequest(policy_id=policy_id, version=version),
         )
         self.fake.calls["GetWeightManifest"] -= 1
-        file = next(file for file in manifest.files if file.name == name)
+        files = [*manifest.files, *(delta.file for delta in manifest.deltas)]
+        file = next(file for file in files if file.name == name)
         match = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers["Range"])
         assert match is not None
         assert self.headers["If-Range"] == f'"{file.digest}"'

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,6 +65,8 @@ class FakePolicy:
     next_seq: int = 1
     keys: dict[Any, tuple[bytes, str]] = field(default_factory=dict)
     weights: dict[int, dict[str, bytes]] = field(default_factory=dict)
+    # By the version that they lead to: parent and bytes.
+    deltas: dict[int, list[tuple[int, bytes]]] = field(default_factory=dict)
     uploads: dict[str, dict[int, list[Any]]] = field(default_factory=dict)
 
 
@@ -108,15 +110,22 @@ class FakeService:
                 raise fault.error
             return answer
 
-    def publish(self, version: int, files: dict[str, bytes], policy_id: str = "p") -> None:
+    def publish(
+        self,
+        version: int,
+        files: dict[str, bytes],
+        policy_id: str = "p",
+        deltas: Sequence[tuple[int, bytes]] = (),
+    ) -> None:
         policy = self.policies[policy_id]
         policy.version = version
         policy.weights[version] = files
+        policy.deltas[version] = list(deltas)
 
     def file(self, digest: str) -> bytes:
         for policy in self.policies.values():
-            for files in policy.weights.values():
-                for data in files.values():
+            for version, files in policy.weights.items():
+                for data in (*files.values(), *(data for _, data in policy.deltas[version])):
                     if xxhash.xxh3_128_hexdigest(data) == digest:
                         return data
         if digest in self.result_files:
@@ -331,11 +340,12 @@ class FakeService:
             policy_id=request.policy_id,
             version=version,
             kind=weights_pb2.WEIGHT_KIND_FULL,
-            files=[
-                weights_pb2.WeightFile(
-                    name=name, size_bytes=len(data), digest=xxhash.xxh3_128_hexdigest(data)
+            files=[_weight_file(name, data) for name, data in policy.weights[version].items()],
+            deltas=[
+                weights_pb2.WeightDelta(
+                    parent_version=parent, file=_weight_file(f"delta-from-{parent:08d}.bin", data)
                 )
-                for name, data in policy.weights[version].items()
+                for parent, data in policy.deltas[version]
             ],
         )
 
@@ -360,3 +370,9 @@ class FakeService:
 
     def _health(self, request: service_pb2.HealthRequest) -> Message:
         return service_pb2.HealthResponse(status="ok")
+
+
+def _weight_file(name: str, data: bytes) -> weights_pb2.WeightFile:
+    return weights_pb2.WeightFile(
+        name=name, size_bytes=len(data), digest=xxhash.xxh3_128_hexdigest(data)
+    )

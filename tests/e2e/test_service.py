@@ -26,7 +26,17 @@ from harness.attacks import http as attacks
 from harness.attacks.http import Target
 from ratoon import app
 from ratoon.ray_serve import APP_NAME
-from ratoon_client import OperationHandle, RatoonApiError, RatoonClient, StepResult
+from ratoon_client import (
+    Loss,
+    OperationHandle,
+    Optim,
+    Publish,
+    RatoonApiError,
+    RatoonClient,
+    StepResult,
+    group,
+    rollout,
+)
 from ratoon_proto.v1 import operation_pb2, service_pb2
 from ratoon_proto.v1.service_pb2_grpc import PolicyServiceStub
 from tests.api import requests
@@ -103,6 +113,45 @@ async def test_weights_are_pulled_over_both_wires_alike(
     with safe_open(tmp_path / "model.safetensors", framework="np") as tensors:
         embedding = tensors.get_slice("model.embed_tokens.weight")
         assert embedding.get_shape() == [config["vocab_size"], config["hidden_size"]]
+
+
+def test_what_changed_is_pulled_as_a_delta_over_both_wires(
+    service: Service, tmp_path: Path
+) -> None:
+    groups = [
+        group(
+            "a", [1, 2], [rollout(response=[n], sampler_logprobs=[-5.5], reward=n) for n in (3, 4)]
+        )
+    ]
+    with (
+        RatoonClient(service.addresses.grpc) as by_grpc,
+        RatoonClient(service.addresses.http) as by_http,
+    ):
+        publish = Publish("every", deltas=True)
+        created = by_grpc.create_policy(
+            "e2e-deltas", preset="tiny", dtype="bfloat16", publish=publish, keep_versions=3
+        )
+        assert created.result().spec.publish.deltas
+        try:
+            session = by_grpc.policy("e2e-deltas")
+            for client, name in ((by_grpc, "grpc"), (by_http, "http")):
+                client.pull_weights("e2e-deltas", tmp_path / name)
+            for _ in range(2):
+                optim = Optim(learning_rate=1e-5)
+                session.update(groups, loss=Loss("grpo"), optim=optim).result()
+            newest = by_http.weight_manifest("e2e-deltas")
+            assert newest.changed_share is not None
+            assert 0 < newest.changed_share < 0.5
+            whole = by_http.pull_weights("e2e-deltas", tmp_path / "whole")
+            for client, name in ((by_grpc, "grpc"), (by_http, "http")):
+                pulled = client.pull_weights("e2e-deltas", tmp_path / name)
+                assert (pulled.version, pulled.parent_version) == (2, 0)
+                assert pulled.fetched_bytes < whole.fetched_bytes / 2
+                for file in whole.manifest.files:
+                    path = pulled.folder / file.name
+                    assert path.read_bytes() == (whole.folder / file.name).read_bytes()
+        finally:
+            by_grpc.delete_policy("e2e-deltas").result()
 
 
 @pytest.mark.parametrize("wire_name", ["gateway", "serve"])

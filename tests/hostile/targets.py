@@ -37,16 +37,17 @@ from ratoon.errors import RatoonError
 from ratoon.model.spec import FullTuning, ModelDtype, ModelSpec, PresetBase
 from ratoon.rollout.serial import batch_from_bytes, batch_to_bytes
 from ratoon.stream.blobs import decode_manifest, encode_manifest
-from ratoon.stream.files import seal_document, unseal_document
+from ratoon.stream.files import seal_bytes, seal_document, unseal_document
 from ratoon.stream.manifest import WeightFile, WeightKind
 from ratoon.stream.versions import MANIFEST_NAME, publish_version, read_manifest, version_folder
 from ratoon.train import checkpoint
 from ratoon.train.config import OptimizerStates
 from ratoon.train.optim.adamw import OptimizerState
 from ratoon_client.caller import Caller
-from ratoon_client.errors import RatoonClientError
+from ratoon_client.errors import IntegrityError, RatoonClientError
 from ratoon_client.outcome import outcome
 from ratoon_client.results import Operation
+from ratoon_client.weights.deltas import read_delta, rebuild
 from ratoon_client.wire.decode import decode
 from ratoon_proto.codec import CodecError, decode_tensor
 from ratoon_proto.v1 import operation_pb2, service_pb2
@@ -57,6 +58,7 @@ from tests.api.fake_engine import INFO, FakeEngine
 from tests.api.open_gate import OPEN_GATE
 from tests.hostile import corpus
 from tests.hostile.mutate import mutated_bytes, mutated_json, mutated_message
+from tests.stream.samples import NAME, flipped, safetensors
 
 POLICY = requests.POLICY
 UPDATE_BODY = cast("type[BaseModel]", body_of(SERVICE.methods_by_name["Update"]))
@@ -111,6 +113,7 @@ def all_targets(folder: Path) -> list[Target]:
         Target(name="spec", weight=6, take=_spec(loop, folder), may_raise=(RatoonError,)),
         Target(name="http", weight=4, take=_http(loop, folder), may_raise=()),
         Target(name="files", weight=3, take=_files(folder), may_raise=(RatoonError,)),
+        Target(name="delta", weight=2, take=_delta(folder), may_raise=(IntegrityError,)),
         Target(name="checkpoint", weight=1, take=_checkpoint(folder), may_raise=(RatoonError,)),
         Target(
             name="answers",
@@ -315,6 +318,42 @@ def _files(folder: Path) -> Callable[[random.Random], None]:
                 read_old_logprobs(keys, batch)
         finally:
             path.write_bytes(whole[path])
+
+    return take
+
+
+def _delta(folder: Path) -> Callable[[random.Random], None]:
+    """Deltas whose header has the right seal, so that its reader has to say no."""
+    root = folder / "delta"
+    old = bytes(range(200)) * 40
+    new = flipped(flipped(old, 2, range(0, 3000, 7), 0), 2, [3999], 1)
+    for version, data in enumerate((old, new)):
+        content = safetensors([("BF16", data)])
+
+        def write(version: Path, content: bytes = content) -> None:
+            (version / NAME).write_bytes(content)
+
+        publish_version(root, "p", version, WeightKind.FULL, write, 1.5, deltas=True)
+    (offered,) = read_manifest(root, 1).deltas
+    path, parent = version_folder(root, 1) / offered.file.name, version_folder(root, 0) / NAME
+    whole = path.read_bytes()
+    place = len(whole) - 8 - int.from_bytes(whole[-8:], "little")
+    payload, header = whole[:place], json.loads(whole[place:-24])
+    digest, made = header["files"][0]["digest"], root / "made"
+
+    def take(dice: random.Random) -> None:
+        data, text = payload, json.dumps(header).encode()
+        if dice.random() < 0.5:
+            # Of the same length, or its streams are not looked at.
+            data = mutated_bytes(dice, [payload])[:place].ljust(place, b"\0")
+        else:
+            text = mutated_json(dice, [header])
+        sealed = seal_bytes(text)
+        path.write_bytes(data + sealed + len(sealed).to_bytes(8, "little"))
+        for file in read_delta(path):
+            if file.digest == digest:
+                rebuild(file, parent, made)
+                assert made.read_bytes() == (version_folder(root, 1) / NAME).read_bytes()
 
     return take
 

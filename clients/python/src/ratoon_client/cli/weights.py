@@ -31,6 +31,7 @@ def pull(
         "folder": pulled.folder,
         "files": len(pulled.manifest.files),
         "fetched bytes": pulled.fetched_bytes,
+        "from version": pulled.parent_version,
     }
     show(context, pulled, fields)
 

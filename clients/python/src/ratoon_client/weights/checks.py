@@ -25,7 +25,7 @@ def check_manifest(manifest: WeightManifest, *, policy_id: str, version: int | N
     if manifest.version < 0 or not manifest.files:
         raise IntegrityError(f"{policy_id}: version {manifest.version} names no files")
     names: set[str] = set()
-    for file in manifest.files:
+    for file in (*manifest.files, *(delta.file for delta in manifest.deltas)):
         if _NAME.fullmatch(file.name) is None or file.name == MANIFEST_NAME:
             raise IntegrityError(f"{policy_id}: {file.name!r:.80} is no name of a weight file")
         if file.name in names:

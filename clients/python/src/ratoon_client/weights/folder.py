@@ -76,6 +76,15 @@ class VersionsFolder:
                     return path
         return None
 
+    def listed(self) -> dict[int, dict[str, Path]]:
+        """Files of local versions by digest, as they were when they were pulled."""
+        return {
+            int(folder.name.removeprefix("version-")): {
+                file.digest: folder / file.name for file in files_of(folder)
+            }
+            for folder in self._versions()
+        }
+
     def add(self, manifest: WeightManifest, sources: Mapping[str, Path]) -> Path:
         """Make version-N of whole files, by digest; those in `.partial` move, others are linked."""
         staged = self._root / f"{_STAGED}{uuid.uuid4().hex}"

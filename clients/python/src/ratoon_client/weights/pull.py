@@ -7,7 +7,7 @@ name; whatever fails leaves the versions and `latest` as they were.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator
+from collections.abc import Awaitable, Collection, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from pathlib import Path
 from ratoon_client.caller import Caller, retried
 from ratoon_client.errors import IntegrityError, RatoonApiError
 from ratoon_client.results import WeightFile, WeightManifest
+from ratoon_client.weights.chain import Rebuilt, rebuild_missing
 from ratoon_client.weights.checks import check_manifest
 from ratoon_client.weights.chunks import ChunkRange, chunk_ranges
 from ratoon_client.weights.folder import VersionsFolder
@@ -31,13 +32,23 @@ _MAX_MANIFESTS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PulledWeights:
-    """`folder` is that of the version; bytes that were not fetched were here already."""
+    """`folder` is that of the version; bytes that were not fetched were here already.
+
+    `parent_version` is the local version that deltas began with; None: none was applied.
+    """
 
     policy_id: str
     version: int
     folder: Path
     manifest: WeightManifest
     fetched_bytes: int
+    parent_version: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fetched:
+    num_bytes: int
+    parent_version: int | None = None
 
 
 async def pull_weights(
@@ -46,8 +57,9 @@ async def pull_weights(
     """Pull `version`, or the newest published, which `latest` then names.
 
     `keep` is how many of the last pulled versions stay; None: all. Files that an earlier version
-    has are linked, what an interrupted pull fetched is used. Raises IntegrityError where bytes are
-    not what their digests say.
+    has are linked, what an interrupted pull fetched is used, and deltas are fetched in place of
+    files where they are fewer bytes. Raises IntegrityError where bytes are not what their digests
+    say.
     """
     folder = VersionsFolder(root)
     async with folder.locked():
@@ -55,7 +67,7 @@ async def pull_weights(
         manifest = await _manifest(caller, policy_id, version)
         for _ in range(_MAX_MANIFESTS):
             try:
-                fetched_bytes = await _pull(caller, folder, manifest)
+                fetched = await _pull(caller, folder, manifest)
                 break
             except RatoonApiError as error:
                 if version is not None or error.code != "WEIGHTS_NOT_FOUND":
@@ -72,7 +84,8 @@ async def pull_weights(
         version=manifest.version,
         folder=folder.version_folder(manifest.version),
         manifest=manifest,
-        fetched_bytes=fetched_bytes,
+        fetched_bytes=fetched.num_bytes,
+        parent_version=fetched.parent_version,
     )
 
 
@@ -92,29 +105,65 @@ async def _manifest(caller: Caller, policy_id: str, version: int | None) -> Weig
     return manifest
 
 
-async def _pull(caller: Caller, folder: VersionsFolder, manifest: WeightManifest) -> int:
-    """Make the version's folder where it is not there. Gives the bytes that were fetched."""
+async def _pull(caller: Caller, folder: VersionsFolder, manifest: WeightManifest) -> _Fetched:
+    """Make the version's folder where it is not there."""
     if await in_thread(folder.has, manifest):
-        return 0
+        return _Fetched(num_bytes=0)
     sources: dict[str, Path] = {}
-    fetched_bytes = 0
+    missing: dict[str, WeightFile] = {}
+    for file in manifest.files:
+        local = await in_thread(folder.find, file)
+        if local is None:
+            missing[file.digest] = file
+        else:
+            sources[file.digest] = local
+    fetched_bytes, rebuilt = await _rebuild(caller, folder, manifest, missing.values())
+    sources |= rebuilt.files
     with ExitStack() as open_files, _first_error():
         # A file is verified and written to the disk while the next one comes.
         async with asyncio.TaskGroup() as finishing:
-            for file in manifest.files:
-                if file.digest in sources:
+            for digest, file in missing.items():
+                if digest in rebuilt.files:
                     continue
-                local = await in_thread(folder.find, file)
-                if local is None:
-                    local = folder.partial_path(file.digest)
-                    partial = open_files.enter_context(
-                        PartialFile(local, size_bytes=file.size_bytes)
-                    )
-                    fetched_bytes += await _fetch_missing(caller, manifest, file, partial)
-                    finishing.create_task(_finish(manifest, file, partial))
-                sources[file.digest] = local
+                path = folder.partial_path(digest)
+                partial = open_files.enter_context(PartialFile(path, size_bytes=file.size_bytes))
+                fetched_bytes += await _fetch_missing(caller, manifest, file, partial)
+                finishing.create_task(_finish(manifest, file, partial))
+                sources[digest] = path
     await in_thread(folder.add, manifest, sources)
-    return fetched_bytes
+    return _Fetched(num_bytes=fetched_bytes, parent_version=rebuilt.parent_version)
+
+
+async def _rebuild(
+    caller: Caller,
+    folder: VersionsFolder,
+    manifest: WeightManifest,
+    missing: Collection[WeightFile],
+) -> tuple[int, Rebuilt]:
+    """The bytes fetched, and what deltas made of missing files; nothing where one is not whole."""
+    fetched_bytes = 0
+    rebuilt = Rebuilt(files={}, parent_version=None)
+
+    async def fetch(of: WeightManifest, file: WeightFile) -> Path:
+        nonlocal fetched_bytes
+        path = folder.partial_path(file.digest)
+        with PartialFile(path, size_bytes=file.size_bytes) as partial:
+            fetched_bytes += await _fetch_missing(caller, of, file, partial)
+            await _finish(of, file, partial)
+        return path
+
+    def parent(version: int) -> Awaitable[WeightManifest]:
+        return _manifest(caller, manifest.policy_id, version)
+
+    try:
+        rebuilt = await rebuild_missing(folder, manifest, missing, parent, fetch)
+    except (IntegrityError, OSError):
+        pass
+    except RatoonApiError as error:
+        # A version between was retired; or this one, which the files themselves will tell.
+        if error.code != "WEIGHTS_NOT_FOUND":
+            raise
+    return fetched_bytes, rebuilt
 
 
 async def _fetch_missing(
