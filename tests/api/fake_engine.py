@@ -41,7 +41,7 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.metrics import Change
 from ratoon.model.spec import ModelInfo
 from ratoon.stream.manifest import WeightFile, WeightKind, WeightManifest
-from ratoon.train.report.step_report import LayerGradNorm, PhaseSeconds, StepReport
+from ratoon.train.report.step_report import PhaseSeconds, StepReport, TensorGradNorm
 
 INFO = ModelInfo(
     num_parameters=1000,
@@ -60,7 +60,7 @@ REPORT = StepReport(
     seconds=PhaseSeconds(plan=0.1, forward=0.2),
     ratio_max=float("inf"),
     warnings=("sampled with top_p",),
-    layer_grad_norms=(LayerGradNorm(layer="lm_head", norm=1.25),),
+    tensor_grad_norms=(TensorGradNorm(name="lm_head.weight", norm=1.25, max_abs=0.75),),
 )
 _KINDS = {
     "UpdateCommand": OperationKind.UPDATE,

@@ -24,11 +24,11 @@ from ratoon.stream import manifest
 from ratoon.train import config
 from ratoon.train.report import step_report as report
 from ratoon.train.report.step_report import (
-    LayerGradNorm,
     PhaseSeconds,
     SelfCheckReport,
     SkipReason,
     StepReport,
+    TensorGradNorm,
 )
 from ratoon_proto.fields import list_dtype
 from ratoon_proto.json_form import to_json
@@ -246,8 +246,8 @@ def test_every_field_of_a_report_arrives() -> None:
                 exceeds_limits=True,
                 seconds=2.0,
             )
-        elif "LayerGradNorm" in kind:
-            values[field.name] = (LayerGradNorm(layer="a", norm=1.5),)
+        elif "TensorGradNorm" in kind:
+            values[field.name] = (TensorGradNorm(name="a", norm=1.5, max_abs=0.5),)
         elif kind.startswith("tuple"):
             values[field.name] = ("a", "b")
         elif kind == "bool":
@@ -266,9 +266,9 @@ def test_every_field_of_a_report_arrives() -> None:
                     assert not message.self_check.HasField("worst_parameter_difference")
                 else:
                     assert getattr(message.self_check, part.name) == getattr(value, part.name)
-        elif name == "layer_grad_norms":
-            (norm,) = message.layer_grad_norms
-            assert (norm.layer, norm.norm) == ("a", 1.5)
+        elif name == "tensor_grad_norms":
+            (norm,) = message.tensor_grad_norms
+            assert (norm.name, norm.norm, norm.max_abs) == ("a", 1.5, 0.5)
         elif name == "skip_reason":
             assert message.skip_reason == training_pb2.SKIP_REASON_REFERENCE_KL
         elif name == "warnings":

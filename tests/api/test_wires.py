@@ -109,7 +109,7 @@ async def test_update_reaches_the_engine_complete(api: Api, wire_name: str) -> N
     request = requests.update(seq=1)
     request.loss.clip_high = 0.3
     request.optim.max_grad_norm = 2.0
-    request.optim.layer_grad_norms = True
+    request.optim.tensor_grad_norms = True
     request.expected_version = 0
     operation = await api.wire(wire_name).call("Update", request)
 
@@ -119,14 +119,15 @@ async def test_update_reaches_the_engine_complete(api: Api, wire_name: str) -> N
     assert (report.loss, report.grad_norm, report.seconds.forward) == (0.5, 1.25, 0.2)
     assert not report.HasField("kl")
     assert list(report.warnings) == ["sampled with top_p"]
-    assert [(each.layer, each.norm) for each in report.layer_grad_norms] == [("lm_head", 1.25)]
+    (norm,) = report.tensor_grad_norms
+    assert (norm.name, norm.norm, norm.max_abs) == ("lm_head.weight", 1.25, 0.75)
     (submission,) = api.engine.log
     assert submission.key == SeqKey(seq=1)
     command = submission.command
     assert isinstance(command, UpdateCommand)
     assert (command.loss.kind, command.loss.clip_low, command.loss.clip_high) == ("grpo", None, 0.3)
     assert (command.optim.learning_rate, command.optim.max_grad_norm) == (1e-3, 2.0)
-    assert command.optim.layer_grad_norms
+    assert command.optim.tensor_grad_norms
     assert command.optim.divide_by is None
     assert command.expected_version == 0
     batch = batch_from_bytes(submission.body)

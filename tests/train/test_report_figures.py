@@ -261,8 +261,8 @@ def test_mask_that_leaves_no_token_warns(pair: Pair, level: CorrectionLevel) -> 
     assert len([text for text in updated.warnings if "leave none of" in text]) == 1
 
 
-def test_gradient_norms_of_layers_are_of_what_the_step_takes(pair: Pair) -> None:
-    """After division, before clipping; their squares add up to that of the whole norm."""
+def test_gradient_norms_of_tensors_are_of_what_the_step_takes(pair: Pair) -> None:
+    """After division, before clipping; squares of norms add up to that of the whole norm."""
     batch, request = _batch(pair, 8), LossRequest(kind=LossKind.GRPO)
     for _ in range(2):
         _run(pair, batch, request, 50)
@@ -271,25 +271,22 @@ def test_gradient_norms_of_layers_are_of_what_the_step_takes(pair: Pair) -> None
     pair.discard()
     for _ in range(2):
         _run(pair, batch, request, 50)
-    asked = OptimRequest(learning_rate=0.0, max_grad_norm=1e-3, layer_grad_norms=True)
+    asked = OptimRequest(learning_rate=0.0, max_grad_norm=1e-3, tensor_grad_norms=True)
     report = pair.trainer.optim_step(resolve_optim(asked, pair.trainer.normalisation, ADAMW))
-    expected: dict[str, float] = {}
+    found = {each.name: (each.norm, each.max_abs) for each in report.tensor_grad_norms}
+    assert list(found) == list(gradients)
+    assert {"model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"} <= found.keys()
     for name, gradient in gradients.items():
-        parts = name.split(".")
-        depth = 3 if parts[1] == "layers" else len(parts) - 1
-        layer = ".".join(parts[:depth])
-        square = float((gradient.double() / divisor).square().sum())
-        expected[layer] = expected.get(layer, 0.0) + square
-    found = {each.layer: each.norm for each in report.layer_grad_norms}
-    assert list(found) == list(expected)
-    assert {"model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm"} <= found.keys()
-    for layer, square in expected.items():
-        assert found[layer] == pytest.approx(math.sqrt(square), rel=1e-9), layer
-    assert report.grad_norm == pytest.approx(math.sqrt(sum(expected.values())), rel=1e-9)
+        divided = gradient.double() / divisor
+        expected = float(divided.square().sum().sqrt()), float(divided.abs().max())
+        assert 0 < expected[1] < expected[0], name
+        assert found[name] == pytest.approx(expected, rel=1e-9), name
+    square = sum(norm**2 for norm, _ in found.values())
+    assert report.grad_norm == pytest.approx(math.sqrt(square), rel=1e-9)
     _run(pair, batch, request)
-    unasked = replace(asked, layer_grad_norms=False)
+    unasked = replace(asked, tensor_grad_norms=False)
     report = pair.trainer.optim_step(resolve_optim(unasked, pair.trainer.normalisation, ADAMW))
-    assert report.layer_grad_norms == ()
+    assert report.tensor_grad_norms == ()
 
 
 @pytest.mark.parametrize("kind", [LossKind.IPO, LossKind.GRPO, LossKind.CISPO])

@@ -127,8 +127,8 @@ class Loss:
 class Optim:
     """One optimizer step; schedules are the caller's. `max_grad_norm` 0: no clipping.
 
-    `beta1`, `beta2`, `eps`: AdamW's for this step; None: the policy's. `layer_grad_norms`: the
-    report has the gradient norm of each layer too.
+    `beta1`, `beta2`, `eps`: AdamW's for this step; None: the policy's. `tensor_grad_norms`: the
+    report has norm and largest value of each tensor's gradient too.
     """
 
     learning_rate: float
@@ -139,4 +139,4 @@ class Optim:
     beta1: float | None = None
     beta2: float | None = None
     eps: float | None = None
-    layer_grad_norms: bool = False
+    tensor_grad_norms: bool = False

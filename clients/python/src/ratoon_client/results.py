@@ -172,11 +172,12 @@ SkipReason = Literal[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerGradNorm:
-    """`layer` is what the names of its parameters begin with, such as `model.layers.3`."""
+class TensorGradNorm:
+    """`name` is the parameter's, `max_abs` its gradient's largest absolute value."""
 
-    layer: str
+    name: str
     norm: float
+    max_abs: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,8 +238,8 @@ class StepReport:
     response_length_max: int
     sampler_gap_mean: float | None = None
     sampler_gap_abs_mean: float | None = None
-    # Only where `Optim.layer_grad_norms` asked for them.
-    layer_grad_norms: tuple[LayerGradNorm, ...]
+    # Only where `Optim.tensor_grad_norms` asked for them.
+    tensor_grad_norms: tuple[TensorGradNorm, ...]
     zero_advantage_sequences: int
     clip_fraction_positive: float | None = None
     clip_fraction_negative: float | None = None

@@ -684,7 +684,7 @@ class OptimStepConfig(_message.Message):
     BETA1_FIELD_NUMBER: _builtins.int
     BETA2_FIELD_NUMBER: _builtins.int
     EPS_FIELD_NUMBER: _builtins.int
-    LAYER_GRAD_NORMS_FIELD_NUMBER: _builtins.int
+    TENSOR_GRAD_NORMS_FIELD_NUMBER: _builtins.int
     learning_rate: _builtins.float
     """Required, also where it is 0."""
     weight_decay: _builtins.float
@@ -699,8 +699,8 @@ class OptimStepConfig(_message.Message):
     """Of AdamW, for this step. Default: the policy's."""
     beta2: _builtins.float
     eps: _builtins.float
-    layer_grad_norms: _builtins.bool
-    """Report the gradient norm of each layer too: the gradient is read once more."""
+    tensor_grad_norms: _builtins.bool
+    """Report norm and largest value of each tensor's gradient too: the gradient is read twice more."""
     def __init__(
         self,
         *,
@@ -712,11 +712,11 @@ class OptimStepConfig(_message.Message):
         beta1: _builtins.float | None = ...,
         beta2: _builtins.float | None = ...,
         eps: _builtins.float | None = ...,
-        layer_grad_norms: _builtins.bool = ...,
+        tensor_grad_norms: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_divide_constant", b"_divide_constant", "_eps", b"_eps", "_learning_rate", b"_learning_rate", "_max_grad_norm", b"_max_grad_norm", "_weight_decay", b"_weight_decay", "beta1", b"beta1", "beta2", b"beta2", "divide_constant", b"divide_constant", "eps", b"eps", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "weight_decay", b"weight_decay"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_divide_constant", b"_divide_constant", "_eps", b"_eps", "_learning_rate", b"_learning_rate", "_max_grad_norm", b"_max_grad_norm", "_weight_decay", b"_weight_decay", "beta1", b"beta1", "beta2", b"beta2", "divide_by", b"divide_by", "divide_constant", b"divide_constant", "eps", b"eps", "layer_grad_norms", b"layer_grad_norms", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "weight_decay", b"weight_decay"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_divide_constant", b"_divide_constant", "_eps", b"_eps", "_learning_rate", b"_learning_rate", "_max_grad_norm", b"_max_grad_norm", "_weight_decay", b"_weight_decay", "beta1", b"beta1", "beta2", b"beta2", "divide_by", b"divide_by", "divide_constant", b"divide_constant", "eps", b"eps", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "tensor_grad_norms", b"tensor_grad_norms", "weight_decay", b"weight_decay"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__beta1: _TypeAlias = _typing.Literal["beta1"]  # noqa: Y015
     _WhichOneofArgType__beta1: _TypeAlias = _typing.Literal["_beta1", b"_beta1"]  # noqa: Y015
@@ -848,30 +848,33 @@ class SelfCheckReport(_message.Message):
 Global___SelfCheckReport: _TypeAlias = SelfCheckReport  # noqa: Y015
 
 @_typing.final
-class LayerGradNorm(_message.Message):
-    """Gradient norm over the parameters of one decoder layer, or of one module that is in none."""
+class TensorGradNorm(_message.Message):
+    """The gradient of one trained tensor. As grad_norm: after division, before clipping."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    LAYER_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
     NORM_FIELD_NUMBER: _builtins.int
-    layer: _builtins.str
-    """What the names of its parameters begin with: model.layers.3, lm_head."""
+    MAX_ABS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """The parameter's: model.layers.3.mlp.up_proj.weight. Fused experts are one tensor."""
     norm: _builtins.float
-    """As grad_norm: after division, before clipping."""
+    """Over its elements: the root of the sum of squares, and the largest absolute value."""
+    max_abs: _builtins.float
     def __init__(
         self,
         *,
-        layer: _builtins.str = ...,
+        name: _builtins.str = ...,
         norm: _builtins.float = ...,
+        max_abs: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["layer", b"layer", "norm", b"norm"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_abs", b"max_abs", "name", b"name", "norm", b"norm"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___LayerGradNorm: _TypeAlias = LayerGradNorm  # noqa: Y015
+Global___TensorGradNorm: _TypeAlias = TensorGradNorm  # noqa: Y015
 
 @_typing.final
 class StepReport(_message.Message):
@@ -936,7 +939,7 @@ class StepReport(_message.Message):
     RESPONSE_LENGTH_MAX_FIELD_NUMBER: _builtins.int
     SAMPLER_GAP_MEAN_FIELD_NUMBER: _builtins.int
     SAMPLER_GAP_ABS_MEAN_FIELD_NUMBER: _builtins.int
-    LAYER_GRAD_NORMS_FIELD_NUMBER: _builtins.int
+    TENSOR_GRAD_NORMS_FIELD_NUMBER: _builtins.int
     CLIP_FRACTION_POSITIVE_FIELD_NUMBER: _builtins.int
     CLIP_FRACTION_NEGATIVE_FIELD_NUMBER: _builtins.int
     CLAMPED_RATIOS_FIELD_NUMBER: _builtins.int
@@ -1058,8 +1061,8 @@ class StepReport(_message.Message):
         """Absent where no self-check was due."""
 
     @_builtins.property
-    def layer_grad_norms(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerGradNorm]:
-        """Where OptimStepConfig.layer_grad_norms asks for it, and a token counts."""
+    def tensor_grad_norms(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorGradNorm]:
+        """Where OptimStepConfig.tensor_grad_norms asks for it, and a token counts; in the model's order."""
 
     def __init__(
         self,
@@ -1117,7 +1120,7 @@ class StepReport(_message.Message):
         response_length_max: _builtins.int = ...,
         sampler_gap_mean: _builtins.float | None = ...,
         sampler_gap_abs_mean: _builtins.float | None = ...,
-        layer_grad_norms: _abc.Iterable[Global___LayerGradNorm] | None = ...,
+        tensor_grad_norms: _abc.Iterable[Global___TensorGradNorm] | None = ...,
         clip_fraction_positive: _builtins.float | None = ...,
         clip_fraction_negative: _builtins.float | None = ...,
         clamped_ratios: _builtins.int = ...,
@@ -1128,7 +1131,7 @@ class StepReport(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_advantage_mean", b"_advantage_mean", "_advantage_std", b"_advantage_std", "_clip_fraction_negative", b"_clip_fraction_negative", "_clip_fraction_positive", b"_clip_fraction_positive", "_correction_ess_fraction", b"_correction_ess_fraction", "_correction_masked_fraction", b"_correction_masked_fraction", "_correction_truncated_fraction", b"_correction_truncated_fraction", "_correction_weight_mean", b"_correction_weight_mean", "_grad_norm", b"_grad_norm", "_hardware_mfu", b"_hardware_mfu", "_kl", b"_kl", "_logical_mfu", b"_logical_mfu", "_old_kl", b"_old_kl", "_ratio_max", b"_ratio_max", "_ratio_mean", b"_ratio_mean", "_ratio_min", b"_ratio_min", "_ratio_p01", b"_ratio_p01", "_ratio_p50", b"_ratio_p50", "_ratio_p99", b"_ratio_p99", "_reward_mean", b"_reward_mean", "_reward_std", b"_reward_std", "_sampler_gap_abs_mean", b"_sampler_gap_abs_mean", "_sampler_gap_max", b"_sampler_gap_max", "_sampler_gap_mean", b"_sampler_gap_mean", "_sampler_kl", b"_sampler_kl", "_skip_reason", b"_skip_reason", "_staleness_max", b"_staleness_max", "_staleness_mean", b"_staleness_mean", "_token_staleness_mean", b"_token_staleness_mean", "_zero_variance_fraction", b"_zero_variance_fraction", "advantage_mean", b"advantage_mean", "advantage_std", b"advantage_std", "clip_fraction_negative", b"clip_fraction_negative", "clip_fraction_positive", b"clip_fraction_positive", "correction_ess_fraction", b"correction_ess_fraction", "correction_masked_fraction", b"correction_masked_fraction", "correction_truncated_fraction", b"correction_truncated_fraction", "correction_weight_mean", b"correction_weight_mean", "grad_norm", b"grad_norm", "hardware_mfu", b"hardware_mfu", "kl", b"kl", "logical_mfu", b"logical_mfu", "old_kl", b"old_kl", "ratio_max", b"ratio_max", "ratio_mean", b"ratio_mean", "ratio_min", b"ratio_min", "ratio_p01", b"ratio_p01", "ratio_p50", b"ratio_p50", "ratio_p99", b"ratio_p99", "reward_mean", b"reward_mean", "reward_std", b"reward_std", "sampler_gap_abs_mean", b"sampler_gap_abs_mean", "sampler_gap_max", b"sampler_gap_max", "sampler_gap_mean", b"sampler_gap_mean", "sampler_kl", b"sampler_kl", "seconds", b"seconds", "self_check", b"self_check", "skip_reason", b"skip_reason", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "token_staleness_mean", b"token_staleness_mean", "zero_variance_fraction", b"zero_variance_fraction"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_advantage_mean", b"_advantage_mean", "_advantage_std", b"_advantage_std", "_clip_fraction_negative", b"_clip_fraction_negative", "_clip_fraction_positive", b"_clip_fraction_positive", "_correction_ess_fraction", b"_correction_ess_fraction", "_correction_masked_fraction", b"_correction_masked_fraction", "_correction_truncated_fraction", b"_correction_truncated_fraction", "_correction_weight_mean", b"_correction_weight_mean", "_grad_norm", b"_grad_norm", "_hardware_mfu", b"_hardware_mfu", "_kl", b"_kl", "_logical_mfu", b"_logical_mfu", "_old_kl", b"_old_kl", "_ratio_max", b"_ratio_max", "_ratio_mean", b"_ratio_mean", "_ratio_min", b"_ratio_min", "_ratio_p01", b"_ratio_p01", "_ratio_p50", b"_ratio_p50", "_ratio_p99", b"_ratio_p99", "_reward_mean", b"_reward_mean", "_reward_std", b"_reward_std", "_sampler_gap_abs_mean", b"_sampler_gap_abs_mean", "_sampler_gap_max", b"_sampler_gap_max", "_sampler_gap_mean", b"_sampler_gap_mean", "_sampler_kl", b"_sampler_kl", "_skip_reason", b"_skip_reason", "_staleness_max", b"_staleness_max", "_staleness_mean", b"_staleness_mean", "_token_staleness_mean", b"_token_staleness_mean", "_zero_variance_fraction", b"_zero_variance_fraction", "advantage_mean", b"advantage_mean", "advantage_std", b"advantage_std", "attention_pair_reduction", b"attention_pair_reduction", "clamped_kls", b"clamped_kls", "clamped_ratios", b"clamped_ratios", "clamped_sampler_gaps", b"clamped_sampler_gaps", "clip_fraction_dual", b"clip_fraction_dual", "clip_fraction_high", b"clip_fraction_high", "clip_fraction_low", b"clip_fraction_low", "clip_fraction_negative", b"clip_fraction_negative", "clip_fraction_positive", b"clip_fraction_positive", "correction_ess_fraction", b"correction_ess_fraction", "correction_masked_fraction", b"correction_masked_fraction", "correction_truncated_fraction", b"correction_truncated_fraction", "correction_weight_mean", b"correction_weight_mean", "dropped_stale", b"dropped_stale", "dropped_truncated", b"dropped_truncated", "dropped_zero_variance", b"dropped_zero_variance", "entropy", b"entropy", "grad_norm", b"grad_norm", "hardware_mfu", b"hardware_mfu", "kl", b"kl", "layer_grad_norms", b"layer_grad_norms", "logical_mfu", b"logical_mfu", "loss", b"loss", "num_groups", b"num_groups", "num_micro_batches", b"num_micro_batches", "num_sequences", b"num_sequences", "old_kl", b"old_kl", "packed_tokens", b"packed_tokens", "peak_memory_bytes", b"peak_memory_bytes", "policy_gradient_loss", b"policy_gradient_loss", "ratio_max", b"ratio_max", "ratio_mean", b"ratio_mean", "ratio_min", b"ratio_min", "ratio_p01", b"ratio_p01", "ratio_p50", b"ratio_p50", "ratio_p99", b"ratio_p99", "response_length_max", b"response_length_max", "response_length_mean", b"response_length_mean", "reward_mean", b"reward_mean", "reward_std", b"reward_std", "sampler_gap_abs_mean", b"sampler_gap_abs_mean", "sampler_gap_max", b"sampler_gap_max", "sampler_gap_mean", b"sampler_gap_mean", "sampler_kl", b"sampler_kl", "seconds", b"seconds", "self_check", b"self_check", "skip_reason", b"skip_reason", "skipped", b"skipped", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "token_reduction", b"token_reduction", "token_staleness_mean", b"token_staleness_mean", "tokens_per_second", b"tokens_per_second", "trained_tokens", b"trained_tokens", "truncated_fraction", b"truncated_fraction", "unshared_tokens", b"unshared_tokens", "warnings", b"warnings", "zero_advantage_sequences", b"zero_advantage_sequences", "zero_variance_fraction", b"zero_variance_fraction"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_advantage_mean", b"_advantage_mean", "_advantage_std", b"_advantage_std", "_clip_fraction_negative", b"_clip_fraction_negative", "_clip_fraction_positive", b"_clip_fraction_positive", "_correction_ess_fraction", b"_correction_ess_fraction", "_correction_masked_fraction", b"_correction_masked_fraction", "_correction_truncated_fraction", b"_correction_truncated_fraction", "_correction_weight_mean", b"_correction_weight_mean", "_grad_norm", b"_grad_norm", "_hardware_mfu", b"_hardware_mfu", "_kl", b"_kl", "_logical_mfu", b"_logical_mfu", "_old_kl", b"_old_kl", "_ratio_max", b"_ratio_max", "_ratio_mean", b"_ratio_mean", "_ratio_min", b"_ratio_min", "_ratio_p01", b"_ratio_p01", "_ratio_p50", b"_ratio_p50", "_ratio_p99", b"_ratio_p99", "_reward_mean", b"_reward_mean", "_reward_std", b"_reward_std", "_sampler_gap_abs_mean", b"_sampler_gap_abs_mean", "_sampler_gap_max", b"_sampler_gap_max", "_sampler_gap_mean", b"_sampler_gap_mean", "_sampler_kl", b"_sampler_kl", "_skip_reason", b"_skip_reason", "_staleness_max", b"_staleness_max", "_staleness_mean", b"_staleness_mean", "_token_staleness_mean", b"_token_staleness_mean", "_zero_variance_fraction", b"_zero_variance_fraction", "advantage_mean", b"advantage_mean", "advantage_std", b"advantage_std", "attention_pair_reduction", b"attention_pair_reduction", "clamped_kls", b"clamped_kls", "clamped_ratios", b"clamped_ratios", "clamped_sampler_gaps", b"clamped_sampler_gaps", "clip_fraction_dual", b"clip_fraction_dual", "clip_fraction_high", b"clip_fraction_high", "clip_fraction_low", b"clip_fraction_low", "clip_fraction_negative", b"clip_fraction_negative", "clip_fraction_positive", b"clip_fraction_positive", "correction_ess_fraction", b"correction_ess_fraction", "correction_masked_fraction", b"correction_masked_fraction", "correction_truncated_fraction", b"correction_truncated_fraction", "correction_weight_mean", b"correction_weight_mean", "dropped_stale", b"dropped_stale", "dropped_truncated", b"dropped_truncated", "dropped_zero_variance", b"dropped_zero_variance", "entropy", b"entropy", "grad_norm", b"grad_norm", "hardware_mfu", b"hardware_mfu", "kl", b"kl", "logical_mfu", b"logical_mfu", "loss", b"loss", "num_groups", b"num_groups", "num_micro_batches", b"num_micro_batches", "num_sequences", b"num_sequences", "old_kl", b"old_kl", "packed_tokens", b"packed_tokens", "peak_memory_bytes", b"peak_memory_bytes", "policy_gradient_loss", b"policy_gradient_loss", "ratio_max", b"ratio_max", "ratio_mean", b"ratio_mean", "ratio_min", b"ratio_min", "ratio_p01", b"ratio_p01", "ratio_p50", b"ratio_p50", "ratio_p99", b"ratio_p99", "response_length_max", b"response_length_max", "response_length_mean", b"response_length_mean", "reward_mean", b"reward_mean", "reward_std", b"reward_std", "sampler_gap_abs_mean", b"sampler_gap_abs_mean", "sampler_gap_max", b"sampler_gap_max", "sampler_gap_mean", b"sampler_gap_mean", "sampler_kl", b"sampler_kl", "seconds", b"seconds", "self_check", b"self_check", "skip_reason", b"skip_reason", "skipped", b"skipped", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "tensor_grad_norms", b"tensor_grad_norms", "token_reduction", b"token_reduction", "token_staleness_mean", b"token_staleness_mean", "tokens_per_second", b"tokens_per_second", "trained_tokens", b"trained_tokens", "truncated_fraction", b"truncated_fraction", "unshared_tokens", b"unshared_tokens", "warnings", b"warnings", "zero_advantage_sequences", b"zero_advantage_sequences", "zero_variance_fraction", b"zero_variance_fraction"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__advantage_mean: _TypeAlias = _typing.Literal["advantage_mean"]  # noqa: Y015
     _WhichOneofArgType__advantage_mean: _TypeAlias = _typing.Literal["_advantage_mean", b"_advantage_mean"]  # noqa: Y015

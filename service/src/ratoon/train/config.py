@@ -206,7 +206,7 @@ class OptimRequest:
     beta1: float | None = None
     beta2: float | None = None
     eps: float | None = None
-    layer_grad_norms: bool = False
+    tensor_grad_norms: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,8 +41,8 @@ from ratoon.train.numerics import (
 from ratoon.train.optim.choice import choose_states, make_optimizer, rounding_warning
 from ratoon.train.optim.digest import StateDigest
 from ratoon.train.optim.gradients import GradientSums
-from ratoon.train.optim.layer_norms import LayerNorms
 from ratoon.train.optim.step_guard import WARNINGS, guarded_step
+from ratoon.train.optim.tensor_norms import TensorNorms
 from ratoon.train.passes import forward_backward_pass
 from ratoon.train.planning import cpu_planner, device_planner
 from ratoon.train.prepare import Prepared
@@ -314,9 +314,9 @@ class Trainer:
     def _step(self, step: OptimStep, base: StepReport) -> StepReport:
         clock = DeviceClock(self.model.device)
         divisor = self._window.divisor(step.divisor)
-        totals, layer_norms = self._window.totals, None
-        if step.layer_grad_norms and divisor:
-            layer_norms = LayerNorms(self._gradients.sums(), divisor)
+        totals, norms = self._window.totals, None
+        if step.tensor_grad_norms and divisor:
+            norms = TensorNorms(self._gradients.sums(), divisor)
         outcome = guarded_step(
             self._optimizer, self._gradients, totals.sums, divisor, step, self.spec.guard
         )
@@ -331,7 +331,7 @@ class Trainer:
         base = replace(
             base,
             grad_norm=outcome.grad_norm,
-            layer_grad_norms=() if layer_norms is None else layer_norms.read(),
+            tensor_grad_norms=() if norms is None else norms.read(),
             skipped=reason is not None,
             skip_reason=reason,
             warnings=warnings,

@@ -57,7 +57,12 @@ from ratoon.train.config import (
     RolloutCorrection,
     Staleness,
 )
-from ratoon.train.report.step_report import LayerGradNorm, PhaseSeconds, SelfCheckReport, StepReport
+from ratoon.train.report.step_report import (
+    PhaseSeconds,
+    SelfCheckReport,
+    StepReport,
+    TensorGradNorm,
+)
 
 _TAG = "$"
 
@@ -100,7 +105,7 @@ TAGS: dict[str, type] = {
     "report": StepReport,
     "seconds": PhaseSeconds,
     "self_check": SelfCheckReport,
-    "layer_grad_norm": LayerGradNorm,
+    "tensor_grad_norm": TensorGradNorm,
 }
 _TAG_OF = {cls: tag for tag, cls in TAGS.items()}
 _PLAIN = (bool, int, float, str)

@@ -146,7 +146,7 @@ class OptimStep:
     """One optimizer step. `max_grad_norm` infinity: no clipping.
 
     A gradient of a norm above `max_norm_to_step` before clipping is not stepped on. With
-    `layer_grad_norms` its norm is reported layer by layer, too.
+    `tensor_grad_norms` its norms are reported tensor by tensor, too.
     """
 
     learning_rate: float
@@ -154,7 +154,7 @@ class OptimStep:
     max_grad_norm: float
     divisor: CounterDivisor | NoDivisor
     max_norm_to_step: float = math.inf
-    layer_grad_norms: bool = False
+    tensor_grad_norms: bool = False
     # Of this step's AdamW; None: the policy's.
     beta1: float | None = None
     beta2: float | None = None

@@ -73,7 +73,7 @@ def resolve_optim(
         weight_decay=policy.weight_decay if request.weight_decay is None else request.weight_decay,
         max_grad_norm=_resolve_max_grad_norm(request, divide_by),
         divisor=_resolve_divisor(request, divide_by),
-        layer_grad_norms=request.layer_grad_norms,
+        tensor_grad_norms=request.tensor_grad_norms,
         beta1=request.beta1,
         beta2=request.beta2,
         eps=request.eps,

@@ -49,11 +49,12 @@ class SelfCheckReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerGradNorm:
-    """`layer`: what the names of its parameters have in common."""
+class TensorGradNorm:
+    """`name`: the parameter's. `max_abs`: its gradient's largest absolute value."""
 
-    layer: str
+    name: str
     norm: float
+    max_abs: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +114,7 @@ class StepReport:
     response_length_max: int = 0
     sampler_gap_mean: float | None = None
     sampler_gap_abs_mean: float | None = None
-    layer_grad_norms: tuple[LayerGradNorm, ...] = ()
+    tensor_grad_norms: tuple[TensorGradNorm, ...] = ()
     clip_fraction_positive: float | None = None
     clip_fraction_negative: float | None = None
     clamped_ratios: int = 0
