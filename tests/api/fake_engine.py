@@ -16,6 +16,7 @@ import xxhash
 
 from ratoon.engine.journal.codec import payload_hash
 from ratoon.engine.types import (
+    Acknowledgement,
     CheckpointInfo,
     EmptyResult,
     ForwardCommand,
@@ -84,6 +85,7 @@ class FakeBackend:
 class FakeEngine:
     def __init__(self, *, folder: Path, gap_wait_s: float) -> None:
         self.log: list[Submission] = []
+        self.acks: list[Acknowledgement] = []
         self.metrics: list[Change] = []
         self.hold = False
         self.submit_delay_s = 0.0
@@ -354,6 +356,11 @@ class FakeEngine:
             newest = await self.weight_manifest(policy_id, None, known_version, 60.0)
             yield newest
             known_version = newest.version
+
+    async def ack_weights(self, policy_id: str, ack: Acknowledgement) -> int | None:
+        policy = await self.get_policy(policy_id)
+        self.acks.append(ack)
+        return policy.published_version
 
     def _weight_files(self) -> list[WeightFile]:
         return [

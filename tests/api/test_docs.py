@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ratoon.api.contract import SERVICE
-from ratoon.api.convert.checks import CHECKPOINT_ID, POLICY_ID, REQUEST_ID, UPLOAD_ID
+from ratoon.api.convert.checks import CHECKPOINT_ID, POLICY_ID, RECEIVER_ID, REQUEST_ID, UPLOAD_ID
 from ratoon.api.convert.enums import DEFAULTS
 from ratoon.api.http.files import CHUNK_DIGEST
 from ratoon.api.http.schema.models import body_of
@@ -57,7 +57,7 @@ def test_defaults_and_ids_are_those_of_the_code() -> None:
     }
     own = {enum: member for enum, member in DEFAULTS.items() if enum is not SamplerLogprobsKind}
     assert stated == {names[enum.__name__]: str(member) for enum, member in own.items()}
-    for pattern in (POLICY_ID, UPLOAD_ID, CHECKPOINT_ID, REQUEST_ID):
+    for pattern in (POLICY_ID, UPLOAD_ID, CHECKPOINT_ID, RECEIVER_ID, REQUEST_ID):
         # A pattern's exceptions are told in words.
         allowed = re.sub(r"^\(\?!.*?\)", "", pattern.pattern)
         assert f"`{allowed}`" in " ".join(TEXT.split())

@@ -349,6 +349,10 @@ class FakeService:
             ],
         )
 
+    def _ack_weights(self, request: service_pb2.AckWeightsRequest) -> Message:
+        policy = self._policy(request.policy_id)
+        return service_pb2.AckWeightsResponse(published_version=max(policy.weights, default=None))
+
     def _fetch_weights(self, request: service_pb2.FetchWeightsRequest) -> Message:
         data = self.file(request.digest)[request.offset : request.offset + request.length]
         digest = xxhash.xxh3_128_hexdigest(data)

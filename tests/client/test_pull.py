@@ -16,12 +16,14 @@ from ratoon_client import (
     AsyncRatoonClient,
     ClientConfig,
     IntegrityError,
+    InvalidArgumentError,
     RatoonApiError,
     RatoonClient,
     TransportError,
 )
 from ratoon_client.weights.checks import MANIFEST_NAME
 from ratoon_client.weights.partial import PartialFile
+from ratoon_proto.v1 import service_pb2
 from tests.client.conftest import serving
 from tests.client.fake_service import (
     CHUNK_BYTES,
@@ -374,6 +376,23 @@ def test_versions_are_watched_through_lost_answers(service: FakeService, client:
 def test_a_watch_ends_with_its_policy(client: RatoonClient):
     with pytest.raises(RatoonApiError, match="POLICY_NOT_FOUND"):
         next(client.watch_weights("nobody"))
+
+
+def test_a_receiver_says_what_it_serves_and_holds(service: FakeService, client: RatoonClient):
+    service.faults = [Fault(name="AckWeights", error=LostAnswerError())]
+    newest = client.weight_manifest("p").version
+    assert client.ack_weights("p", "r", version=1, holds_version=2, hold_s=30.0) == newest
+    assert client.ack_weights("p", "r", version=2) == newest
+    asked = [request for name, request in service.requests if name == "AckWeights"]
+    whole = service_pb2.AckWeightsRequest(
+        policy_id="p", receiver_id="r", version=1, holds_version=2, hold_s=30.0
+    )
+    serving = service_pb2.AckWeightsRequest(policy_id="p", receiver_id="r", version=2)
+    assert asked == [whole, whole, serving]
+    service.policies["p"].weights.clear()
+    assert client.ack_weights("p", "r") is None
+    with pytest.raises(InvalidArgumentError, match="hold_s"):
+        client.ack_weights("p", "r", holds_version=1, hold_s=-1.0)
 
 
 def test_a_single_chunk_is_fetched_and_verified(service: FakeService, client: RatoonClient):

@@ -15,7 +15,7 @@ from ratoon import metrics
 from ratoon.engine.policy import telemetry
 from ratoon.engine.types import OperationKind, StepResult
 from ratoon.log import configure_logging, get_logger
-from ratoon.metrics import METRICS, MetricKind, MetricsTotals, PolicyGone
+from ratoon.metrics import METRICS, POLICY_LABEL, RECEIVER_LABEL, Gone, MetricKind, MetricsTotals
 from ratoon.train.report.step_report import PhaseSeconds, SelfCheckReport, SkipReason, StepReport
 
 
@@ -49,9 +49,22 @@ def test_a_policy_that_is_gone_has_no_series() -> None:
     totals = MetricsTotals()
     totals.send([metrics.LOSS.sample(1, "p"), metrics.LOSS.sample(2, "q")])
     totals.send([metrics.BACKEND.sample(1, "p", "tree_attention", "reference")])
-    totals.send([PolicyGone(policy_id="p")])
+    totals.send([Gone(labels={POLICY_LABEL: "p"})])
     policies = {name for name in series(totals) if "policy_id" in name}
     assert policies == {'ratoon_loss{policy_id="q"}'}
+
+
+def test_a_receiver_that_is_gone_leaves_the_others() -> None:
+    totals = MetricsTotals()
+    totals.send([metrics.RECEIVER_LAG.sample(1, policy, name) for policy in "pq" for name in "ab"])
+    totals.send([metrics.LOSS.sample(1, "p")])
+    totals.send([Gone(labels={POLICY_LABEL: "p", RECEIVER_LABEL: "a"})])
+    assert {name for name in series(totals) if "policy_id" in name} == {
+        'ratoon_receiver_lag_versions{policy_id="p",receiver_id="b"}',
+        'ratoon_receiver_lag_versions{policy_id="q",receiver_id="a"}',
+        'ratoon_receiver_lag_versions{policy_id="q",receiver_id="b"}',
+        'ratoon_loss{policy_id="p"}',
+    }
 
 
 def test_names_follow_the_prometheus_rules() -> None:

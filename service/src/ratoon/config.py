@@ -160,6 +160,9 @@ class LimitsConfig(_Section):
     drain_s: float = Field(default=30.0, ge=0)
     upload_ttl_s: float = Field(default=3600.0, gt=0)
     result_ttl_s: float = Field(default=3600.0, gt=0)
+    # Versions that receivers hold beyond `keep_versions`, per policy, and for how long each.
+    max_held_versions: int = Field(default=2, ge=0)
+    max_hold_s: float = Field(default=3600.0, gt=0)
     inline_result_bytes: int = Field(default=4 * MIB, ge=0)
 
 

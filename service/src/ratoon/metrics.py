@@ -1,6 +1,6 @@
 """Every metric of the service, declared once, and the totals that `/metrics` shows.
 
-Labels are bounded: kinds, states, phases, methods, ids of existing policies.
+Labels are bounded: kinds, states, phases, methods, ids of existing policies and their receivers.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Protocol
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 POLICY_LABEL = "policy_id"
+RECEIVER_LABEL = "receiver_id"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
@@ -32,13 +33,13 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyGone:
-    """Drops every series labelled with the policy."""
+class Gone:
+    """Drops every series that has these labels, whatever others it has."""
 
-    policy_id: str
+    labels: Mapping[str, str]
 
 
-Change = Sample | PolicyGone
+Change = Sample | Gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,12 @@ PUBLISH_SECONDS = Metric(
     "Seconds from a version's end of step until it can be fetched.",
 )
 PUBLISH_FAILURES = _counter("ratoon_publish_failures_total", "Versions not published.")
+RECEIVER_LAG = _gauge(
+    "ratoon_receiver_lag_versions",
+    "Newest published version less what the receiver serves.",
+    POLICY_LABEL,
+    RECEIVER_LABEL,
+)
 TOKEN_REDUCTION = _gauge(
     "ratoon_token_reduction_ratio", "Replicated over packed tokens, newest batch.", POLICY_LABEL
 )
@@ -235,6 +242,7 @@ METRICS: tuple[Metric, ...] = (
     PUBLISHED_VERSION,
     PUBLISH_SECONDS,
     PUBLISH_FAILURES,
+    RECEIVER_LAG,
     TOKEN_REDUCTION,
     GRAD_NORM,
     *dict.fromkeys(metric for metric, _ in REPORT_GAUGES.values()),
@@ -270,8 +278,8 @@ class MetricsTotals:
     def send(self, changes: Sequence[Change]) -> None:
         """Add changes to the totals. Raises `KeyError` for a sample of an undeclared metric."""
         for change in changes:
-            if isinstance(change, PolicyGone):
-                self._forget(change.policy_id)
+            if isinstance(change, Gone):
+                self._forget(change.labels)
                 continue
             collector = self._collectors[change.metric]
             series = collector.labels(*change.labels) if change.labels else collector
@@ -286,10 +294,10 @@ class MetricsTotals:
         """Prometheus text format 0.0.4."""
         return generate_latest(self._registry)
 
-    def _forget(self, policy_id: str) -> None:
+    def _forget(self, labels: Mapping[str, str]) -> None:
         for metric in METRICS:
-            if POLICY_LABEL in metric.labels:
-                self._collectors[metric.name].remove_by_labels({POLICY_LABEL: policy_id})
+            if labels.keys() <= {*metric.labels}:
+                self._collectors[metric.name].remove_by_labels(dict(labels))
 
 
 def _collector(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge | Histogram:

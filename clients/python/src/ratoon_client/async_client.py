@@ -45,6 +45,9 @@ from ratoon_client.wire.decode import decode
 from ratoon_client.wire.encode import group_messages, policy_spec_message
 from ratoon_proto.v1 import service_pb2
 
+# How long a version is held for a receiver that says nothing more.
+HOLD_S = 600.0
+
 
 class AsyncRatoonClient:
     """Use it on one event loop, and as a context manager or with `close`.
@@ -322,6 +325,31 @@ class AsyncRatoonClient:
             if newest.version != known_version:
                 known_version = newest.version
                 yield newest
+
+    async def ack_weights(
+        self,
+        policy_id: str,
+        receiver_id: str,
+        *,
+        version: int | None = None,
+        holds_version: int | None = None,
+        hold_s: float = HOLD_S,
+    ) -> int | None:
+        """Say what a receiver serves and reads; gives the newest published version, if any.
+
+        `receiver_id` is the same over the receiver's restarts. `holds_version` is kept until its
+        next call, at most `hold_s` seconds.
+        """
+        check_seconds("hold_s", hold_s)
+        request = service_pb2.AckWeightsRequest(
+            policy_id=policy_id,
+            receiver_id=receiver_id,
+            version=version,
+            holds_version=holds_version,
+            hold_s=0.0 if holds_version is None else hold_s,
+        )
+        answer = await self._caller.call(rpcs.ACK_WEIGHTS, request)
+        return answer.published_version if answer.HasField("published_version") else None
 
     async def fetch_weights(
         self, policy_id: str, digest: str, *, offset: int, length: int

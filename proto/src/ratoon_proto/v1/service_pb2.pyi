@@ -642,43 +642,71 @@ Global___WatchWeightsRequest: _TypeAlias = WatchWeightsRequest  # noqa: Y015
 
 @_typing.final
 class AckWeightsRequest(_message.Message):
+    """Replaces what the receiver has said before: one that holds a version no longer says so by leaving
+    `holds_version` out.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     POLICY_ID_FIELD_NUMBER: _builtins.int
-    READER_ID_FIELD_NUMBER: _builtins.int
+    RECEIVER_ID_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    HOLDS_VERSION_FIELD_NUMBER: _builtins.int
+    HOLD_S_FIELD_NUMBER: _builtins.int
     policy_id: _builtins.str
-    reader_id: _builtins.str
+    receiver_id: _builtins.str
+    """[a-zA-Z0-9._-]{1,64}, the same over restarts of the receiver."""
     version: _builtins.int
+    """What it serves now; absent: none."""
+    holds_version: _builtins.int
+    """A published version that it reads: kept until its next acknowledgement, at most `hold_s` seconds."""
+    hold_s: _builtins.float
+    """With `holds_version` alone; above 0 and at most the server's `max_hold_s`."""
     def __init__(
         self,
         *,
         policy_id: _builtins.str = ...,
-        reader_id: _builtins.str = ...,
-        version: _builtins.int = ...,
+        receiver_id: _builtins.str = ...,
+        version: _builtins.int | None = ...,
+        holds_version: _builtins.int | None = ...,
+        hold_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_holds_version", b"_holds_version", "_version", b"_version", "holds_version", b"holds_version", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_id", b"policy_id", "reader_id", b"reader_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_holds_version", b"_holds_version", "_version", b"_version", "hold_s", b"hold_s", "holds_version", b"holds_version", "policy_id", b"policy_id", "receiver_id", b"receiver_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__holds_version: _TypeAlias = _typing.Literal["holds_version"]  # noqa: Y015
+    _WhichOneofArgType__holds_version: _TypeAlias = _typing.Literal["_holds_version", b"_holds_version"]  # noqa: Y015
+    _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
+    _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__holds_version) -> _WhichOneofReturnType__holds_version | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__version) -> _WhichOneofReturnType__version | None: ...
 
 Global___AckWeightsRequest: _TypeAlias = AckWeightsRequest  # noqa: Y015
 
 @_typing.final
 class AckWeightsResponse(_message.Message):
-    """Noted."""
+    """What there is to serve."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    PUBLISHED_VERSION_FIELD_NUMBER: _builtins.int
+    published_version: _builtins.int
+    """The newest; absent: none is published."""
     def __init__(
         self,
+        *,
+        published_version: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_published_version", b"_published_version", "published_version", b"published_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_published_version", b"_published_version", "published_version", b"published_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__published_version: _TypeAlias = _typing.Literal["published_version"]  # noqa: Y015
+    _WhichOneofArgType__published_version: _TypeAlias = _typing.Literal["_published_version", b"_published_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__published_version) -> _WhichOneofReturnType__published_version | None: ...
 
 Global___AckWeightsResponse: _TypeAlias = AckWeightsResponse  # noqa: Y015
 

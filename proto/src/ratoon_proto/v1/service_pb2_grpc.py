@@ -299,7 +299,8 @@ class PolicyServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AckWeights(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """What a receiver serves, and which version is to be kept while it reads it.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

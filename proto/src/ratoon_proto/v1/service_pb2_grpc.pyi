@@ -77,6 +77,7 @@ class PolicyServiceStub:
     gets the newest alone.
     """
     AckWeights: _grpc.UnaryUnaryMultiCallable[_service_pb2.AckWeightsRequest, _service_pb2.AckWeightsResponse]
+    """What a receiver serves, and which version is to be kept while it reads it."""
     FetchWeights: _grpc.UnaryUnaryMultiCallable[_service_pb2.FetchWeightsRequest, _service_pb2.FetchWeightsResponse]
     """One chunk of a file of a manifest, or of a result file."""
     ImportWeights: _grpc.UnaryUnaryMultiCallable[_service_pb2.ImportWeightsRequest, _operation_pb2.Operation]
@@ -133,6 +134,7 @@ class PolicyServiceAsyncStub(PolicyServiceStub):
     gets the newest alone.
     """
     AckWeights: _aio.UnaryUnaryMultiCallable[_service_pb2.AckWeightsRequest, _service_pb2.AckWeightsResponse]  # type: ignore[assignment]
+    """What a receiver serves, and which version is to be kept while it reads it."""
     FetchWeights: _aio.UnaryUnaryMultiCallable[_service_pb2.FetchWeightsRequest, _service_pb2.FetchWeightsResponse]  # type: ignore[assignment]
     """One chunk of a file of a manifest, or of a result file."""
     ImportWeights: _aio.UnaryUnaryMultiCallable[_service_pb2.ImportWeightsRequest, _operation_pb2.Operation]  # type: ignore[assignment]
@@ -299,7 +301,8 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _service_pb2.AckWeightsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_service_pb2.AckWeightsResponse, _abc.Awaitable[_service_pb2.AckWeightsResponse]]: ...
+    ) -> _typing.Union[_service_pb2.AckWeightsResponse, _abc.Awaitable[_service_pb2.AckWeightsResponse]]:
+        """What a receiver serves, and which version is to be kept while it reads it."""
 
     @_abc_1.abstractmethod
     def FetchWeights(

@@ -9,7 +9,15 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from ratoon.engine.types import CheckpointInfo, Holder, Operation, Policy, PolicySpec, Submission
+from ratoon.engine.types import (
+    Acknowledgement,
+    CheckpointInfo,
+    Holder,
+    Operation,
+    Policy,
+    PolicySpec,
+    Submission,
+)
 from ratoon.metrics import Change
 from ratoon.stream.manifest import WeightFile, WeightManifest
 
@@ -55,6 +63,7 @@ class Engine(Protocol):
     def watch_weights(
         self, policy_id: str, known_version: int | None
     ) -> AsyncIterator[WeightManifest]: ...
+    async def ack_weights(self, policy_id: str, ack: Acknowledgement) -> int | None: ...
     async def fetch_chunk(self, policy_id: str, digest: str, offset: int, length: int) -> bytes: ...
     async def weight_file(
         self, policy_id: str, version: int, name: str

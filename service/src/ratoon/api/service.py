@@ -22,6 +22,7 @@ from ratoon.api.convert.checks import (
     FILE_NAME,
     OPERATION_ID,
     POLICY_ID,
+    RECEIVER_ID,
     UPLOAD_ID,
     at_least,
     matched,
@@ -37,7 +38,7 @@ from ratoon.api.ports import Engine
 from ratoon.api.request_context import current_holder
 from ratoon.api.watch import throttled
 from ratoon.config import LimitsConfig
-from ratoon.engine.types import ForwardResult, Operation, Policy, Submission
+from ratoon.engine.types import Acknowledgement, ForwardResult, Operation, Policy, Submission
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.metrics import REFUSALS, REQUEST_SECONDS, REQUESTS
 from ratoon.stream.manifest import WeightFile
@@ -204,6 +205,24 @@ class PolicyService:
         await self._policy(policy_id)
         async for manifest in self._engine.watch_weights(policy_id, known_version):
             yield write(weights_pb2.WeightManifest(), manifest)
+
+    async def ack_weights(
+        self, request: service_pb2.AckWeightsRequest
+    ) -> service_pb2.AckWeightsResponse:
+        policy_id = matched("policy_id", request.policy_id, POLICY_ID)
+        ack = Acknowledgement(
+            receiver_id=matched("receiver_id", request.receiver_id, RECEIVER_ID),
+            version=_version(request, "version"),
+            holds_version=_version(request, "holds_version"),
+            hold_s=not_negative("hold_s", request.hold_s),
+        )
+        if ack.holds_version is None and ack.hold_s:
+            raise invalid("hold_s", ack.hold_s, "none without holds_version")
+        most = self._limits.max_hold_s
+        if ack.holds_version is not None and not 0 < ack.hold_s <= most:
+            raise invalid("hold_s", ack.hold_s, f"above 0 and at most {most} seconds")
+        newest = await self._engine.ack_weights(policy_id, ack)
+        return service_pb2.AckWeightsResponse(published_version=newest)
 
     async def fetch_weights(self, request: service_pb2.FetchWeightsRequest) -> FileChunk:
         policy_id = matched("policy_id", request.policy_id, POLICY_ID)

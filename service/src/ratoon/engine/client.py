@@ -17,6 +17,7 @@ from ratoon.engine.files.paths import PolicyPaths, read_result
 from ratoon.engine.settings import EngineSettings
 from ratoon.engine.types import (
     NOBODY,
+    Acknowledgement,
     CheckpointInfo,
     Holder,
     Operation,
@@ -137,6 +138,13 @@ class EngineClient:
             if newest.version != known_version:
                 known_version = newest.version
                 yield newest
+
+    async def ack_weights(self, policy_id: str, ack: Acknowledgement) -> int | None:
+        """Note what a receiver serves and holds; returns the newest published version.
+
+        Raises POLICY_NOT_FOUND, POLICY_NOT_READY, WEIGHTS_NOT_FOUND, RESOURCE_EXHAUSTED.
+        """
+        return await self._engine.ack_weights(policy_id, ack)
 
     async def fetch_chunk(self, policy_id: str, digest: str, offset: int, length: int) -> bytes:
         """Bytes [offset, offset + length) of a weights file or a result, fewer at its end.

@@ -24,7 +24,14 @@ from ratoon.engine.policy.controller import Controller
 from ratoon.engine.policy.run import PolicyRun, Ports
 from ratoon.engine.refusals import operation_not_found, policy_not_ready
 from ratoon.engine.settings import EngineSettings
-from ratoon.engine.types import Holder, Operation, Policy, PolicySpec, Submission
+from ratoon.engine.types import (
+    Acknowledgement,
+    Holder,
+    Operation,
+    Policy,
+    PolicySpec,
+    Submission,
+)
 from ratoon.engine.worker.backends import BackendInfo
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.metrics import Change, MetricsTotals
@@ -168,6 +175,10 @@ class Engine:
         """See `Controller.weight_manifest`."""
         controller = await self._controller(policy_id)
         return await controller.weight_manifest(version, known_version, wait_s)
+
+    async def ack_weights(self, policy_id: str, ack: Acknowledgement) -> int | None:
+        """See `Controller.ack_weights`."""
+        return await (await self._controller(policy_id)).ack_weights(ack)
 
     async def check_well(self) -> None:
         """Raises UNAVAILABLE where the engine drains, or its database does not answer."""

@@ -40,7 +40,7 @@ from ratoon.engine.types import (
 )
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import get_logger
-from ratoon.metrics import MetricsSink, PolicyGone
+from ratoon.metrics import POLICY_LABEL, Gone, MetricsSink
 
 _LOG = get_logger("lifecycle")
 # How long a caller that waits is held while its policy's controller is away.
@@ -303,7 +303,7 @@ class Lifecycle:
         await until_room(
             lambda: self._journal.remove_policy(policy_id, keep_operation_id=keep_operation_id)
         )
-        self._metrics.send([PolicyGone(policy_id=policy_id)])
+        self._metrics.send([Gone(labels={POLICY_LABEL: policy_id})])
 
     async def _bring_back(self, spec: PolicySpec) -> None:
         try:

@@ -235,6 +235,20 @@ class Submission:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Acknowledgement:
+    """What a receiver of weights says of itself.
+
+    `version`: what it serves; None: nothing. `holds_version`: what it reads, kept for it until its
+    next acknowledgement, at most `hold_s` seconds; None: nothing.
+    """
+
+    receiver_id: str
+    version: int | None
+    holds_version: int | None
+    hold_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
     """Counts of micro-batches; `planned` is 0 until the batch is cut."""
 

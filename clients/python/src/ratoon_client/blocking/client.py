@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
-from ratoon_client.async_client import AsyncRatoonClient
+from ratoon_client.async_client import HOLD_S, AsyncRatoonClient
 from ratoon_client.blocking.loop import LoopThread
 from ratoon_client.blocking.operation import OperationHandle
 from ratoon_client.blocking.session import PolicySession
@@ -263,6 +263,25 @@ class RatoonClient:
     ) -> Iterator[WeightManifest]:
         watch = self._client.watch_weights(policy_id, known_version=known_version)
         return self._loop.iterate(watch)
+
+    def ack_weights(
+        self,
+        policy_id: str,
+        receiver_id: str,
+        *,
+        version: int | None = None,
+        holds_version: int | None = None,
+        hold_s: float = HOLD_S,
+    ) -> int | None:
+        return self._loop.run(
+            self._client.ack_weights(
+                policy_id,
+                receiver_id,
+                version=version,
+                holds_version=holds_version,
+                hold_s=hold_s,
+            )
+        )
 
     def fetch_weights(self, policy_id: str, digest: str, *, offset: int, length: int) -> bytes:
         return self._loop.run(

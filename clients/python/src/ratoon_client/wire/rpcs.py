@@ -63,6 +63,7 @@ LIST_CHECKPOINTS = _rpc(
 GET_WEIGHT_MANIFEST = _rpc(
     "GetWeightManifest", service_pb2.GetWeightManifestRequest, weights_pb2.WeightManifest
 )
+ACK_WEIGHTS = _rpc("AckWeights", service_pb2.AckWeightsRequest, service_pb2.AckWeightsResponse)
 FETCH_WEIGHTS = _rpc(
     "FetchWeights", service_pb2.FetchWeightsRequest, service_pb2.FetchWeightsResponse
 )

@@ -79,6 +79,15 @@ CALLS: Mapping[str, tuple[str, tuple[ErrorCode, ...]]] = MappingProxyType(
             "weights",
             (ErrorCode.POLICY_NOT_FOUND, ErrorCode.WEIGHTS_NOT_FOUND),
         ),
+        "AckWeights": (
+            "weights",
+            (
+                ErrorCode.POLICY_NOT_FOUND,
+                ErrorCode.POLICY_NOT_READY,
+                ErrorCode.WEIGHTS_NOT_FOUND,
+                ErrorCode.RESOURCE_EXHAUSTED,
+            ),
+        ),
         "GetServerInfo": ("server", ()),
     }
 )

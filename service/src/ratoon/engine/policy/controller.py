@@ -38,6 +38,7 @@ from ratoon.engine.policy.views import OperationViews, view_of
 from ratoon.engine.refusals import cancelled, draining, overtaken, policy_not_ready
 from ratoon.engine.types import (
     NOBODY,
+    Acknowledgement,
     FailedResult,
     ForwardResult,
     Holder,
@@ -212,6 +213,13 @@ class Controller:
             if self._is_over:
                 raise draining()
             await self._publisher.wait_change(left_s)
+
+    async def ack_weights(self, ack: Acknowledgement) -> int | None:
+        """See `Publisher.acknowledge`. Raises POLICY_NOT_READY too."""
+        if not self._run.failure:
+            self._check_ready()
+        async with self._lock:  # Not during a rollback of versions.
+            return await self._publisher.acknowledge(ack)
 
     async def put_upload_part(
         self, upload_id: str, part_index: int, body: bytes, holder: Holder = NOBODY

@@ -18,8 +18,9 @@ from ratoon import metrics
 from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.policy import telemetry
 from ratoon.engine.policy.ledger import Awaited
+from ratoon.engine.policy.receivers import Receivers
 from ratoon.engine.policy.run import PolicyRun
-from ratoon.engine.types import OperationResult, PublishKind, StepResult
+from ratoon.engine.types import Acknowledgement, OperationResult, PublishKind, StepResult
 from ratoon.engine.worker.tasks import FencedError
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import get_logger
@@ -42,6 +43,9 @@ class Publisher(Awaited):
     def __init__(self, run: PolicyRun) -> None:
         super().__init__()
         self._run = run
+        self.receivers = Receivers(max_held=run.limits.max_held_versions)
+        # Held while versions leave the published ones.
+        self._listing = asyncio.Lock()
         self._landing: asyncio.Task[None] | None = None
         # The version that is held or lands, and the one that could not be published.
         self._under_way: int | None = None
@@ -162,13 +166,24 @@ class Publisher(Awaited):
             return await asyncio.to_thread(read_manifest, run.paths.weights, version)
         if self._refused is not None and version in (None, self._refused[0]):
             raise self._refused[1]
-        raise RatoonError(
-            ErrorCode.WEIGHTS_NOT_FOUND,
-            f"version: policy {run.policy_id} has published {list(run.published)}",
-            field="version",
-            got="none" if version is None else str(version),
-            expected=f"one of {list(run.published)}",
-        )
+        raise self._not_published("version", version)
+
+    async def acknowledge(self, ack: Acknowledgement) -> int | None:
+        """Note what a receiver serves and holds; returns the newest published version.
+
+        Raises WEIGHTS_NOT_FOUND where what it would hold is not published, and what
+        `Receivers.acknowledge` raises.
+        """
+        run = self._run
+        async with self._listing:
+            if ack.holds_version is not None and ack.holds_version not in run.published:
+                raise self._not_published("holds_version", ack.holds_version)
+            unknown = self.receivers.acknowledge(ack)
+            newest = run.published[-1] if run.published else None
+        run.send(telemetry.receivers_gone(run.policy_id, unknown))
+        if newest is not None:
+            run.send(telemetry.receiver_lags(run.policy_id, self.receivers.lags(newest)))
+        return newest
 
     async def _hold(self, version: int) -> RatoonError | None:
         """Hold a version once the one before is published; returns why that cannot be."""
@@ -211,13 +226,17 @@ class Publisher(Awaited):
         )
 
     async def _show(self, version: int) -> None:
-        """List the written version for readers, and drop the oldest."""
+        """List the written version for readers, and drop the oldest that no receiver holds."""
         run = self._run
-        others = tuple(other for other in run.published if other != version)
-        published = (*others, version)[-run.spec.keep_versions :]
-        await run.ports.journal.set_published(run.token, run.policy_id, published)
-        run.published, self._under_way = published, None
+        async with self._listing:
+            others = tuple(other for other in run.published if other != version)
+            there, held = (*others, version), self.receivers.held()
+            kept = there[-run.spec.keep_versions :]
+            published = tuple(one for one in there if one in kept or one in held)
+            await run.ports.journal.set_published(run.token, run.policy_id, published)
+            run.published, self._under_way = published, None
         run.send(telemetry.versions(run.policy_id, run.version, published))
+        run.send(telemetry.receiver_lags(run.policy_id, self.receivers.lags(version)))
         self.wake()
         run.reach(CrashPoint.ENGINE_AFTER_PUBLISH)
         await asyncio.to_thread(prune_versions, run.paths.weights, 1, published)
@@ -240,6 +259,16 @@ class Publisher(Awaited):
         if isinstance(error, Exception) and not isinstance(error, FencedError):
             _LOG.error("publication stopped", reason=f"{type(error).__name__}: {error}")
             self.on_stopped()
+
+    def _not_published(self, field: str, version: int | None) -> RatoonError:
+        run = self._run
+        return RatoonError(
+            ErrorCode.WEIGHTS_NOT_FOUND,
+            f"{field}: policy {run.policy_id} has published {list(run.published)}",
+            field=field,
+            got="none" if version is None else str(version),
+            expected=f"one of {list(run.published)}",
+        )
 
 
 def _keep_readable(root: Path, versions: tuple[int, ...], spared: int | None) -> tuple[int, ...]:

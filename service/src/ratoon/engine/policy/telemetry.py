@@ -6,7 +6,7 @@ The operations counter has one sample per journaled transition, so its sums matc
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 
 from ratoon import metrics
@@ -18,7 +18,7 @@ from ratoon.engine.types import (
     OperationState,
     StepResult,
 )
-from ratoon.metrics import Change, Metric
+from ratoon.metrics import Change, Gone, Metric
 from ratoon.model.spec import ModelInfo
 from ratoon.train.report.step_report import PhaseSeconds, SelfCheckReport, StepReport
 
@@ -53,6 +53,16 @@ def versions(policy_id: str, version: int, published: tuple[int, ...]) -> list[C
     if published:
         changes.append(metrics.PUBLISHED_VERSION.sample(published[-1], policy_id))
     return changes
+
+
+def receiver_lags(policy_id: str, lags: Mapping[str, int]) -> list[Change]:
+    return [metrics.RECEIVER_LAG.sample(lag, policy_id, name) for name, lag in lags.items()]
+
+
+def receivers_gone(policy_id: str, receiver_ids: Iterable[str]) -> list[Change]:
+    """Their lag is no longer known."""
+    of_policy = {metrics.POLICY_LABEL: policy_id}
+    return [Gone(labels={**of_policy, metrics.RECEIVER_LABEL: name}) for name in receiver_ids]
 
 
 def model(policy_id: str, info: ModelInfo) -> list[Change]:

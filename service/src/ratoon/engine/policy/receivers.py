@@ -1,0 +1,86 @@
+"""Who reads a policy's versions: which one each serves, and which one it holds while it reads it.
+
+In memory alone: an engine that starts knows of no receiver and no hold.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ratoon.engine.types import Acknowledgement
+from ratoon.errors import exhausted
+
+# Per policy; then the one that was silent for the longest is forgotten.
+MAX_RECEIVERS = 64
+# A hold ends with its reader's next acknowledgement.
+_RETRY_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Receiver:
+    """`version` None: it serves none. `held` None: it holds none; else until `until`."""
+
+    version: int | None
+    held: int | None
+    until: float
+
+
+class Receivers:
+    """What each of a policy's receivers has said last, the longest silent first."""
+
+    def __init__(self, *, max_held: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """At most `max_held` different versions are held at a time."""
+        self._max_held = max_held
+        self._clock = clock
+        self._receivers: dict[str, _Receiver] = {}
+
+    def acknowledge(self, ack: Acknowledgement) -> tuple[str, ...]:
+        """Replace what the receiver said before; returns the ids whose lag is no longer known.
+
+        Raises RESOURCE_EXHAUSTED where it would hold one version too many; nothing changes then.
+        """
+        self._check_held(ack)
+        earlier = self._receivers.pop(ack.receiver_id, None)
+        self._receivers[ack.receiver_id] = _Receiver(
+            version=ack.version, held=ack.holds_version, until=self._clock() + ack.hold_s
+        )
+        unknown: list[str] = []
+        if ack.version is None and earlier is not None:
+            unknown.append(ack.receiver_id)
+        if len(self._receivers) > MAX_RECEIVERS:
+            silent = next(iter(self._receivers))
+            del self._receivers[silent]
+            unknown.append(silent)
+        return tuple(unknown)
+
+    def held(self, *, without: str = "") -> frozenset[int]:
+        """Versions that a receiver, other than `without`, holds now."""
+        now = self._clock()
+        return frozenset(
+            receiver.held
+            for name, receiver in self._receivers.items()
+            if receiver.held is not None and now < receiver.until and name != without
+        )
+
+    def lags(self, newest: int) -> Mapping[str, int]:
+        """Versions from what each serves to `newest`, by receiver."""
+        return {
+            name: newest - receiver.version
+            for name, receiver in self._receivers.items()
+            if receiver.version is not None
+        }
+
+    def _check_held(self, ack: Acknowledgement) -> None:
+        held = self.held(without=ack.receiver_id)
+        if ack.holds_version is None or ack.holds_version in held or len(held) < self._max_held:
+            return
+        raise exhausted(
+            f"receivers hold versions {sorted(held)}, of at most {self._max_held}",
+            resource="held_versions",
+            wanted=1,
+            free=self._max_held - len(held),
+            limit=self._max_held,
+            retry_after_s=_RETRY_S,
+        )
