@@ -41,7 +41,7 @@ from ratoon.engine.types import (
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.metrics import Change
 from ratoon.model.spec import ModelInfo
-from ratoon.stream.manifest import WeightFile, WeightKind, WeightManifest
+from ratoon.stream.manifest import GradientManifest, WeightFile, WeightKind, WeightManifest
 from ratoon.train.report.step_report import PhaseSeconds, StepReport, TensorGradNorm
 
 INFO = ModelInfo(
@@ -361,6 +361,19 @@ class FakeEngine:
         policy = await self.get_policy(policy_id)
         self.acks.append(ack)
         return policy.published_version
+
+    async def gradient_manifest(self, policy_id: str, names: tuple[str, ...]) -> GradientManifest:
+        policy = await self.get_policy(policy_id)
+        data = "\n".join(names).encode()
+        return GradientManifest(
+            policy_id=policy_id,
+            version=policy.version,
+            file=WeightFile(name="g", size_bytes=len(data), digest=self.add_file(data)),
+            seqs=(1, 3),
+            trained_tokens=7,
+            num_sequences=5,
+            num_groups=2,
+        )
 
     def _weight_files(self) -> list[WeightFile]:
         return [

@@ -109,9 +109,11 @@ def test_models_are_frozen_and_closed(name: str) -> None:
 
 # What a request is refused without; a rule of the contract, so it stands here a second time.
 REQUIRED = {
+    "AckWeightsRequest": {"receiver_id"},
     "CorrectionMask": {"level", "low", "high"},
     "CreatePolicyRequest": {"spec"},
     "ForwardBackwardRequest": {"loss"},
+    "GetGradientManifestRequest": {"names"},
     "KlConfig": {"kind", "coefficient", "reference"},
     "LoraTuning": {"rank", "alpha"},
     "LossConfig": {"kind"},

@@ -42,6 +42,7 @@ ROUTES = {
     "GetOperation": ("GET", "/v1/operations/{operation_id}"),
     "CancelOperation": ("POST", "/v1/operations/{operation_id}/cancel"),
     "GetWeightManifest": ("GET", "/v1/policies/{policy_id}/weights/{version}"),
+    "GetGradientManifest": ("POST", "/v1/policies/{policy_id}/gradients"),
     "AckWeights": ("POST", "/v1/policies/{policy_id}/weights/acks"),
     "GetServerInfo": ("GET", "/v1/info"),
     "Health": ("GET", "/v1/health"),
@@ -57,7 +58,7 @@ HTTP_ALONE = {
     ("GET", "/v1/policies/{policy_id}/weights/{version}/files/{name}"),
     ("GET", "/metrics"),
 }
-NOT_BUILT = ("ImportWeights", "GetGradientManifest", "FetchGradients")
+NOT_BUILT = ("ImportWeights",)
 
 
 def rpc_call(rpc: str) -> str:

@@ -353,6 +353,15 @@ class FakeService:
         policy = self._policy(request.policy_id)
         return service_pb2.AckWeightsResponse(published_version=max(policy.weights, default=None))
 
+    def _get_gradient_manifest(self, request: service_pb2.GetGradientManifestRequest) -> Message:
+        data = " ".join(request.names).encode() * 50
+        digest = xxhash.xxh3_128_hexdigest(data)
+        self.result_files[digest] = data
+        file = weights_pb2.WeightFile(name="g", size_bytes=len(data), digest=digest)
+        return weights_pb2.GradientManifest(
+            policy_id=request.policy_id, version=3, file=file, seqs=[4, 6], trained_tokens=7
+        )
+
     def _fetch_weights(self, request: service_pb2.FetchWeightsRequest) -> Message:
         data = self.file(request.digest)[request.offset : request.offset + request.length]
         digest = xxhash.xxh3_128_hexdigest(data)

@@ -378,6 +378,19 @@ def test_a_watch_ends_with_its_policy(client: RatoonClient):
         next(client.watch_weights("nobody"))
 
 
+def test_gradients_are_a_file(service: FakeService, client: RatoonClient):
+    manifest = client.gradient_manifest("p", ["model.norm.weight", "lm_head.weight"])
+    assert (manifest.version, manifest.seqs, manifest.trained_tokens) == (3, (4, 6), 7)
+    data = client.fetch_file("p", manifest.file)
+    assert data == b"model.norm.weight lm_head.weight" * 50
+    assert len(data) > CHUNK_BYTES
+    service.tamper = lambda data, _: b"\0" * len(data)
+    with pytest.raises(IntegrityError):
+        client.fetch_file("p", manifest.file)
+    with pytest.raises(InvalidArgumentError, match=r"names\[0\]"):
+        client.gradient_manifest("p", [3])  # pyright: ignore[reportArgumentType]
+
+
 def test_a_receiver_says_what_it_serves_and_holds(service: FakeService, client: RatoonClient):
     service.faults = [Fault(name="AckWeights", error=LostAnswerError())]
     newest = client.weight_manifest("p").version

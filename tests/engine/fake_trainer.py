@@ -12,17 +12,18 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ratoon.errors import ErrorCode, RatoonError
+from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.model.spec import ModelInfo
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import MicroBatch, UpdatePlan
+from ratoon.rollout.selection import Counters
 from ratoon.rollout.serial import batch_to_bytes
 from ratoon.stream.files import digest_bytes
 from ratoon.train.config import DivideBy, TokenWeight
@@ -276,6 +277,23 @@ class FakeTrainer:
 
     def discard_gradients(self) -> None:
         self.gradients = []
+
+    @property
+    def window_counters(self) -> Counters:
+        return Counters(tokens=2 * len(self.gradients), sequences=len(self.gradients), groups=1)
+
+    def gradient_bytes(self, names: Sequence[str]) -> int:
+        self.check_device()
+        if set(names) - {"w", "b"}:
+            raise invalid("names[0]", repr(names[0]), "a tensor of the policy's exported weights")
+        return 1000 * len(names)
+
+    def write_gradients(self, path: Path, names: Sequence[str]) -> None:
+        """JSON of the window's numbers, by name."""
+        if self.faults.full_disk:
+            path.write_text("half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        path.write_text(json.dumps(dict.fromkeys(names, self.gradients)))
 
     def forward(
         self,

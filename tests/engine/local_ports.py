@@ -17,6 +17,8 @@ from ratoon.engine.journal.records import (
 from ratoon.engine.journal.tables import open_database
 from ratoon.engine.types import Progress
 from ratoon.engine.worker.tasks import (
+    GradientFile,
+    GradientRequest,
     Loaded,
     LoadRequest,
     Outcome,
@@ -175,6 +177,9 @@ class LocalWorker:
 
     async def hold(self, token: int, version: int) -> None:
         await self._run(lambda: self.core.hold(token, version))
+
+    async def write_gradients(self, token: int, request: GradientRequest) -> GradientFile:
+        return await self._run(lambda: self.core.write_gradients(token, request))
 
     async def snapshot(self, token: int) -> str:
         return await self._run(lambda: self.core.snapshot(token))

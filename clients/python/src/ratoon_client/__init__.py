@@ -32,6 +32,7 @@ from ratoon_client.policy_options import AdamW, Lora, NumericsGuard, PolicyOptio
 from ratoon_client.results import (
     Checkpoint,
     ForwardResult,
+    GradientManifest,
     Health,
     Operation,
     Policy,
@@ -61,6 +62,7 @@ __all__ = [
     "CustomLoss",
     "ForwardResult",
     "FromForward",
+    "GradientManifest",
     "Group",
     "Health",
     "IntegrityError",

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self, Unpack
 
 from ratoon_client import calls
-from ratoon_client.arguments import check_seconds
+from ratoon_client.arguments import all_of, check_seconds
 from ratoon_client.caller import Caller
 from ratoon_client.config import ClientConfig, with_api_key, with_timeouts, with_tls_files
 from ratoon_client.errors import RatoonApiError
@@ -22,12 +22,14 @@ from ratoon_client.policy_options import PolicyOptions
 from ratoon_client.results import (
     Checkpoint,
     ForwardResult,
+    GradientManifest,
     Health,
     Operation,
     OperationResult,
     Policy,
     ServerInfo,
     StepResult,
+    WeightFile,
     WeightManifest,
 )
 from ratoon_client.rollouts import Group
@@ -38,7 +40,7 @@ from ratoon_client.transport.target import (
     check_target,
     open_transport,
 )
-from ratoon_client.weights.fetch import fetch_chunk
+from ratoon_client.weights.fetch import fetch_chunk, fetch_result_file
 from ratoon_client.weights.pull import KEEP_VERSIONS, PulledWeights, pull_weights
 from ratoon_client.wire import rpcs
 from ratoon_client.wire.decode import decode
@@ -350,6 +352,20 @@ class AsyncRatoonClient:
         )
         answer = await self._caller.call(rpcs.ACK_WEIGHTS, request)
         return answer.published_version if answer.HasField("published_version") else None
+
+    async def gradient_manifest(self, policy_id: str, names: Sequence[str]) -> GradientManifest:
+        """Gradient sums of the open window as a file, of tensors named as in published weights."""
+        names = all_of("names", names, str)
+        request = service_pb2.GetGradientManifestRequest(policy_id=policy_id, names=names)
+        return decode(
+            await self._caller.call(rpcs.GET_GRADIENT_MANIFEST, request), GradientManifest
+        )
+
+    async def fetch_file(self, policy_id: str, file: WeightFile) -> bytes:
+        """A whole file of a manifest in memory, verified; of gradients, `safetensors.numpy.load`
+        reads it.
+        """
+        return await fetch_result_file(self._caller, policy_id, file.digest, file.size_bytes)
 
     async def fetch_weights(
         self, policy_id: str, digest: str, *, offset: int, length: int

@@ -333,6 +333,19 @@ class WeightManifest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GradientManifest:
+    """Gradient sums of a window, and what divides them; `seqs` are of its ForwardBackwards."""
+
+    policy_id: str
+    version: int
+    file: WeightFile
+    seqs: tuple[int, ...]
+    trained_tokens: int
+    num_sequences: int
+    num_groups: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BackendInfo:
     op: str
     name: str

@@ -793,74 +793,30 @@ Global___ImportWeightsRequest: _TypeAlias = ImportWeightsRequest  # noqa: Y015
 
 @_typing.final
 class GetGradientManifestRequest(_message.Message):
+    """Whose gradients, at least one."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     POLICY_ID_FIELD_NUMBER: _builtins.int
+    NAMES_FIELD_NUMBER: _builtins.int
     policy_id: _builtins.str
+    @_builtins.property
+    def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Of the tensors, as in published weights: model.layers.3.mlp.up_proj.weight."""
+
     def __init__(
         self,
         *,
         policy_id: _builtins.str = ...,
+        names: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_id", b"policy_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["names", b"names", "policy_id", b"policy_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetGradientManifestRequest: _TypeAlias = GetGradientManifestRequest  # noqa: Y015
-
-@_typing.final
-class FetchGradientsRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    POLICY_ID_FIELD_NUMBER: _builtins.int
-    DIGEST_FIELD_NUMBER: _builtins.int
-    OFFSET_FIELD_NUMBER: _builtins.int
-    LENGTH_FIELD_NUMBER: _builtins.int
-    policy_id: _builtins.str
-    digest: _builtins.str
-    offset: _builtins.int
-    length: _builtins.int
-    def __init__(
-        self,
-        *,
-        policy_id: _builtins.str = ...,
-        digest: _builtins.str = ...,
-        offset: _builtins.int = ...,
-        length: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "length", b"length", "offset", b"offset", "policy_id", b"policy_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___FetchGradientsRequest: _TypeAlias = FetchGradientsRequest  # noqa: Y015
-
-@_typing.final
-class FetchGradientsResponse(_message.Message):
-    """A chunk of a file."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    DATA_FIELD_NUMBER: _builtins.int
-    DIGEST_FIELD_NUMBER: _builtins.int
-    data: _builtins.bytes
-    digest: _builtins.str
-    def __init__(
-        self,
-        *,
-        data: _builtins.bytes = ...,
-        digest: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "digest", b"digest"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___FetchGradientsResponse: _TypeAlias = FetchGradientsResponse  # noqa: Y015
 
 @_typing.final
 class GetServerInfoRequest(_message.Message):

@@ -149,11 +149,6 @@ class PolicyServiceStub(object):
                 request_serializer=ratoon__proto_dot_v1_dot_service__pb2.GetGradientManifestRequest.SerializeToString,
                 response_deserializer=ratoon__proto_dot_v1_dot_weights__pb2.GradientManifest.FromString,
                 _registered_method=True)
-        self.FetchGradients = channel.unary_unary(
-                '/ratoon.v1.PolicyService/FetchGradients',
-                request_serializer=ratoon__proto_dot_v1_dot_service__pb2.FetchGradientsRequest.SerializeToString,
-                response_deserializer=ratoon__proto_dot_v1_dot_service__pb2.FetchGradientsResponse.FromString,
-                _registered_method=True)
         self.GetServerInfo = channel.unary_unary(
                 '/ratoon.v1.PolicyService/GetServerInfo',
                 request_serializer=ratoon__proto_dot_v1_dot_service__pb2.GetServerInfoRequest.SerializeToString,
@@ -306,7 +301,7 @@ class PolicyServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def FetchWeights(self, request, context):
-        """One chunk of a file of a manifest, or of a result file.
+        """One chunk of a file of a manifest, of weights or gradients, or of a result file.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -319,13 +314,8 @@ class PolicyServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetGradientManifest(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def FetchGradients(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Gradient sums of the open window, between two operations, as a file for FetchWeights.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -456,11 +446,6 @@ def add_PolicyServiceServicer_to_server(servicer, server):
                     servicer.GetGradientManifest,
                     request_deserializer=ratoon__proto_dot_v1_dot_service__pb2.GetGradientManifestRequest.FromString,
                     response_serializer=ratoon__proto_dot_v1_dot_weights__pb2.GradientManifest.SerializeToString,
-            ),
-            'FetchGradients': grpc.unary_unary_rpc_method_handler(
-                    servicer.FetchGradients,
-                    request_deserializer=ratoon__proto_dot_v1_dot_service__pb2.FetchGradientsRequest.FromString,
-                    response_serializer=ratoon__proto_dot_v1_dot_service__pb2.FetchGradientsResponse.SerializeToString,
             ),
             'GetServerInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetServerInfo,
@@ -1069,33 +1054,6 @@ class PolicyService(object):
             '/ratoon.v1.PolicyService/GetGradientManifest',
             ratoon__proto_dot_v1_dot_service__pb2.GetGradientManifestRequest.SerializeToString,
             ratoon__proto_dot_v1_dot_weights__pb2.GradientManifest.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def FetchGradients(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/ratoon.v1.PolicyService/FetchGradients',
-            ratoon__proto_dot_v1_dot_service__pb2.FetchGradientsRequest.SerializeToString,
-            ratoon__proto_dot_v1_dot_service__pb2.FetchGradientsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -79,10 +79,10 @@ class PolicyServiceStub:
     AckWeights: _grpc.UnaryUnaryMultiCallable[_service_pb2.AckWeightsRequest, _service_pb2.AckWeightsResponse]
     """What a receiver serves, and which version is to be kept while it reads it."""
     FetchWeights: _grpc.UnaryUnaryMultiCallable[_service_pb2.FetchWeightsRequest, _service_pb2.FetchWeightsResponse]
-    """One chunk of a file of a manifest, or of a result file."""
+    """One chunk of a file of a manifest, of weights or gradients, or of a result file."""
     ImportWeights: _grpc.UnaryUnaryMultiCallable[_service_pb2.ImportWeightsRequest, _operation_pb2.Operation]
     GetGradientManifest: _grpc.UnaryUnaryMultiCallable[_service_pb2.GetGradientManifestRequest, _weights_pb2.GradientManifest]
-    FetchGradients: _grpc.UnaryUnaryMultiCallable[_service_pb2.FetchGradientsRequest, _service_pb2.FetchGradientsResponse]
+    """Gradient sums of the open window, between two operations, as a file for FetchWeights."""
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_service_pb2.GetServerInfoRequest, _service_pb2.ServerInfo]
     """What the server is and what it takes at most."""
     Health: _grpc.UnaryUnaryMultiCallable[_service_pb2.HealthRequest, _service_pb2.HealthResponse]
@@ -136,10 +136,10 @@ class PolicyServiceAsyncStub(PolicyServiceStub):
     AckWeights: _aio.UnaryUnaryMultiCallable[_service_pb2.AckWeightsRequest, _service_pb2.AckWeightsResponse]  # type: ignore[assignment]
     """What a receiver serves, and which version is to be kept while it reads it."""
     FetchWeights: _aio.UnaryUnaryMultiCallable[_service_pb2.FetchWeightsRequest, _service_pb2.FetchWeightsResponse]  # type: ignore[assignment]
-    """One chunk of a file of a manifest, or of a result file."""
+    """One chunk of a file of a manifest, of weights or gradients, or of a result file."""
     ImportWeights: _aio.UnaryUnaryMultiCallable[_service_pb2.ImportWeightsRequest, _operation_pb2.Operation]  # type: ignore[assignment]
     GetGradientManifest: _aio.UnaryUnaryMultiCallable[_service_pb2.GetGradientManifestRequest, _weights_pb2.GradientManifest]  # type: ignore[assignment]
-    FetchGradients: _aio.UnaryUnaryMultiCallable[_service_pb2.FetchGradientsRequest, _service_pb2.FetchGradientsResponse]  # type: ignore[assignment]
+    """Gradient sums of the open window, between two operations, as a file for FetchWeights."""
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_service_pb2.GetServerInfoRequest, _service_pb2.ServerInfo]  # type: ignore[assignment]
     """What the server is and what it takes at most."""
     Health: _aio.UnaryUnaryMultiCallable[_service_pb2.HealthRequest, _service_pb2.HealthResponse]  # type: ignore[assignment]
@@ -310,7 +310,7 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _service_pb2.FetchWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_service_pb2.FetchWeightsResponse, _abc.Awaitable[_service_pb2.FetchWeightsResponse]]:
-        """One chunk of a file of a manifest, or of a result file."""
+        """One chunk of a file of a manifest, of weights or gradients, or of a result file."""
 
     @_abc_1.abstractmethod
     def ImportWeights(
@@ -324,14 +324,8 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _service_pb2.GetGradientManifestRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_weights_pb2.GradientManifest, _abc.Awaitable[_weights_pb2.GradientManifest]]: ...
-
-    @_abc_1.abstractmethod
-    def FetchGradients(
-        self,
-        request: _service_pb2.FetchGradientsRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_service_pb2.FetchGradientsResponse, _abc.Awaitable[_service_pb2.FetchGradientsResponse]]: ...
+    ) -> _typing.Union[_weights_pb2.GradientManifest, _abc.Awaitable[_weights_pb2.GradientManifest]]:
+        """Gradient sums of the open window, between two operations, as a file for FetchWeights."""
 
     @_abc_1.abstractmethod
     def GetServerInfo(

@@ -26,7 +26,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from ratoon_proto.v1 import options_pb2 as ratoon__proto_dot_v1_dot_options__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dratoon_proto/v1/weights.proto\x12\tratoon.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1dratoon_proto/v1/options.proto\">\n\nWeightFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"P\n\x0bWeightDelta\x12\x16\n\x0eparent_version\x18\x01 \x01(\x03\x12)\n\x04\x66ile\x18\x02 \x01(\x0b\x32\x15.ratoon.v1.WeightFileB\x04\x88\xb5\x18\x01\"\x8b\x02\n\x0eWeightManifest\x12\x11\n\tpolicy_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12#\n\x04kind\x18\x03 \x01(\x0e\x32\x15.ratoon.v1.WeightKind\x12$\n\x05\x66iles\x18\x04 \x03(\x0b\x32\x15.ratoon.v1.WeightFile\x12\x34\n\ncreated_at\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\x88\xb5\x18\x01\x12&\n\x06\x64\x65ltas\x18\x06 \x03(\x0b\x32\x16.ratoon.v1.WeightDelta\x12\x1a\n\rchanged_share\x18\x07 \x01(\x01H\x00\x88\x01\x01\x42\x10\n\x0e_changed_share\"\x9f\x01\n\x10GradientManifest\x12\x11\n\tpolicy_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12$\n\x05\x66iles\x18\x03 \x03(\x0b\x32\x15.ratoon.v1.WeightFile\x12\x16\n\x0etrained_tokens\x18\x04 \x01(\x03\x12\x15\n\rnum_sequences\x18\x05 \x01(\x03\x12\x12\n\nnum_groups\x18\x06 \x01(\x03*X\n\nWeightKind\x12\x1b\n\x17WEIGHT_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10WEIGHT_KIND_FULL\x10\x01\x12\x17\n\x13WEIGHT_KIND_ADAPTER\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dratoon_proto/v1/weights.proto\x12\tratoon.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1dratoon_proto/v1/options.proto\">\n\nWeightFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"P\n\x0bWeightDelta\x12\x16\n\x0eparent_version\x18\x01 \x01(\x03\x12)\n\x04\x66ile\x18\x02 \x01(\x0b\x32\x15.ratoon.v1.WeightFileB\x04\x88\xb5\x18\x01\"\x8b\x02\n\x0eWeightManifest\x12\x11\n\tpolicy_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12#\n\x04kind\x18\x03 \x01(\x0e\x32\x15.ratoon.v1.WeightKind\x12$\n\x05\x66iles\x18\x04 \x03(\x0b\x32\x15.ratoon.v1.WeightFile\x12\x34\n\ncreated_at\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\x88\xb5\x18\x01\x12&\n\x06\x64\x65ltas\x18\x06 \x03(\x0b\x32\x16.ratoon.v1.WeightDelta\x12\x1a\n\rchanged_share\x18\x07 \x01(\x01H\x00\x88\x01\x01\x42\x10\n\x0e_changed_share\"\xb2\x01\n\x10GradientManifest\x12\x11\n\tpolicy_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12)\n\x04\x66ile\x18\x03 \x01(\x0b\x32\x15.ratoon.v1.WeightFileB\x04\x88\xb5\x18\x01\x12\x0c\n\x04seqs\x18\x04 \x03(\x03\x12\x16\n\x0etrained_tokens\x18\x05 \x01(\x03\x12\x15\n\rnum_sequences\x18\x06 \x01(\x03\x12\x12\n\nnum_groups\x18\x07 \x01(\x03*X\n\nWeightKind\x12\x1b\n\x17WEIGHT_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10WEIGHT_KIND_FULL\x10\x01\x12\x17\n\x13WEIGHT_KIND_ADAPTER\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,8 +37,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WEIGHTDELTA'].fields_by_name['file']._serialized_options = b'\210\265\030\001'
   _globals['_WEIGHTMANIFEST'].fields_by_name['created_at']._loaded_options = None
   _globals['_WEIGHTMANIFEST'].fields_by_name['created_at']._serialized_options = b'\210\265\030\001'
-  _globals['_WEIGHTKIND']._serialized_start=686
-  _globals['_WEIGHTKIND']._serialized_end=774
+  _globals['_GRADIENTMANIFEST'].fields_by_name['file']._loaded_options = None
+  _globals['_GRADIENTMANIFEST'].fields_by_name['file']._serialized_options = b'\210\265\030\001'
+  _globals['_WEIGHTKIND']._serialized_start=705
+  _globals['_WEIGHTKIND']._serialized_end=793
   _globals['_WEIGHTFILE']._serialized_start=108
   _globals['_WEIGHTFILE']._serialized_end=170
   _globals['_WEIGHTDELTA']._serialized_start=172
@@ -46,5 +48,5 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WEIGHTMANIFEST']._serialized_start=255
   _globals['_WEIGHTMANIFEST']._serialized_end=522
   _globals['_GRADIENTMANIFEST']._serialized_start=525
-  _globals['_GRADIENTMANIFEST']._serialized_end=684
+  _globals['_GRADIENTMANIFEST']._serialized_end=703
 # @@protoc_insertion_point(module_scope)

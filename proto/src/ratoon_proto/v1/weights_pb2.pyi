@@ -148,36 +148,45 @@ Global___WeightManifest: _TypeAlias = WeightManifest  # noqa: Y015
 
 @_typing.final
 class GradientManifest(_message.Message):
-    """The files of a window's gradient sums, and the counters that divide them."""
+    """Gradient sums of a window, and the counters that an OptimStep divides them by."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     POLICY_ID_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
-    FILES_FIELD_NUMBER: _builtins.int
+    FILE_FIELD_NUMBER: _builtins.int
+    SEQS_FIELD_NUMBER: _builtins.int
     TRAINED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_SEQUENCES_FIELD_NUMBER: _builtins.int
     NUM_GROUPS_FIELD_NUMBER: _builtins.int
     policy_id: _builtins.str
     version: _builtins.int
+    """Of the weights."""
     trained_tokens: _builtins.int
     num_sequences: _builtins.int
     num_groups: _builtins.int
     @_builtins.property
-    def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightFile]: ...
+    def file(self) -> Global___WeightFile:
+        """In safetensors, float32, not divided; kept for the server's result_ttl_s."""
+
+    @_builtins.property
+    def seqs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The window's ForwardBackwards."""
+
     def __init__(
         self,
         *,
         policy_id: _builtins.str = ...,
         version: _builtins.int = ...,
-        files: _abc.Iterable[Global___WeightFile] | None = ...,
+        file: Global___WeightFile | None = ...,
+        seqs: _abc.Iterable[_builtins.int] | None = ...,
         trained_tokens: _builtins.int = ...,
         num_sequences: _builtins.int = ...,
         num_groups: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["file", b"file"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "num_groups", b"num_groups", "num_sequences", b"num_sequences", "policy_id", b"policy_id", "trained_tokens", b"trained_tokens", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["file", b"file", "num_groups", b"num_groups", "num_sequences", b"num_sequences", "policy_id", b"policy_id", "seqs", b"seqs", "trained_tokens", b"trained_tokens", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

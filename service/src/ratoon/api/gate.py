@@ -33,7 +33,7 @@ OnRefusal = Callable[[str, str], None]
 # Calls about no single policy. ListPolicies returns those that its caller may see.
 OF_NO_POLICY = frozenset({"list_policies", "get_server_info", "health", "api_document"})
 # Calls that wait for something to happen; they change nothing.
-WAITING = frozenset({"get_operation", "get_weight_manifest"})
+WAITING = frozenset({"get_operation", "get_weight_manifest", "get_gradient_manifest"})
 RECHECK_S = 5.0
 # Calls that a process accepts beyond the gate's limit, so that the gate can refuse them with the
 # usual error.

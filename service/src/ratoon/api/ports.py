@@ -19,7 +19,7 @@ from ratoon.engine.types import (
     Submission,
 )
 from ratoon.metrics import Change
-from ratoon.stream.manifest import WeightFile, WeightManifest
+from ratoon.stream.manifest import GradientManifest, WeightFile, WeightManifest
 
 
 class Backend(Protocol):
@@ -64,6 +64,9 @@ class Engine(Protocol):
         self, policy_id: str, known_version: int | None
     ) -> AsyncIterator[WeightManifest]: ...
     async def ack_weights(self, policy_id: str, ack: Acknowledgement) -> int | None: ...
+    async def gradient_manifest(
+        self, policy_id: str, names: tuple[str, ...]
+    ) -> GradientManifest: ...
     async def fetch_chunk(self, policy_id: str, digest: str, offset: int, length: int) -> bytes: ...
     async def weight_file(
         self, policy_id: str, version: int, name: str

@@ -224,6 +224,16 @@ class PolicyService:
         newest = await self._engine.ack_weights(policy_id, ack)
         return service_pb2.AckWeightsResponse(published_version=newest)
 
+    async def get_gradient_manifest(
+        self, request: service_pb2.GetGradientManifestRequest
+    ) -> weights_pb2.GradientManifest:
+        policy_id = matched("policy_id", request.policy_id, POLICY_ID)
+        if not request.names:
+            raise required("names", "at least one tensor")
+        names = tuple(dict.fromkeys(request.names))
+        manifest = await self._engine.gradient_manifest(policy_id, names)
+        return write(weights_pb2.GradientManifest(), manifest)
+
     async def fetch_weights(self, request: service_pb2.FetchWeightsRequest) -> FileChunk:
         policy_id = matched("policy_id", request.policy_id, POLICY_ID)
         digest = matched("digest", request.digest, DIGEST)

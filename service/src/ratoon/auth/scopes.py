@@ -44,7 +44,6 @@ CALL_SCOPES: Mapping[str, Scope | None] = MappingProxyType(
         "fetch_weights": Scope.READ,
         "import_weights": Scope.TRAIN,
         "get_gradient_manifest": Scope.TRAIN,
-        "fetch_gradients": Scope.TRAIN,
         "get_server_info": Scope.READ,
         "health": None,
         # HTTP only. `auth.metrics` may make it free.

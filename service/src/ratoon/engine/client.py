@@ -29,7 +29,7 @@ from ratoon.engine.worker.backends import BackendInfo
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.log import get_logger
 from ratoon.metrics import Change
-from ratoon.stream.manifest import WeightFile, WeightManifest
+from ratoon.stream.manifest import GradientManifest, WeightFile, WeightManifest
 from ratoon.stream.versions import file_path, open_chunk, read_manifest
 
 if TYPE_CHECKING:
@@ -145,6 +145,10 @@ class EngineClient:
         Raises POLICY_NOT_FOUND, POLICY_NOT_READY, WEIGHTS_NOT_FOUND, RESOURCE_EXHAUSTED.
         """
         return await self._engine.ack_weights(policy_id, ack)
+
+    async def gradient_manifest(self, policy_id: str, names: tuple[str, ...]) -> GradientManifest:
+        """Write gradient sums as a result file. Raises as `Controller.read_gradients`."""
+        return await self._engine.gradient_manifest(policy_id, names)
 
     async def fetch_chunk(self, policy_id: str, digest: str, offset: int, length: int) -> bytes:
         """Bytes [offset, offset + length) of a weights file or a result, fewer at its end.

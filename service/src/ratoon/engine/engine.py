@@ -35,7 +35,7 @@ from ratoon.engine.types import (
 from ratoon.engine.worker.backends import BackendInfo
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.metrics import Change, MetricsTotals
-from ratoon.stream.manifest import WeightManifest
+from ratoon.stream.manifest import GradientManifest, WeightManifest
 
 # How long a call waits while a newly started engine reads its policies.
 _RECOVER_S = 5.0
@@ -179,6 +179,10 @@ class Engine:
     async def ack_weights(self, policy_id: str, ack: Acknowledgement) -> int | None:
         """See `Controller.ack_weights`."""
         return await (await self._controller(policy_id)).ack_weights(ack)
+
+    async def gradient_manifest(self, policy_id: str, names: tuple[str, ...]) -> GradientManifest:
+        """See `Controller.read_gradients`."""
+        return await (await self._controller(policy_id)).read_gradients(names)
 
     async def check_well(self) -> None:
         """Raises UNAVAILABLE where the engine drains, or its database does not answer."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -119,6 +120,33 @@ def _host_tensors(
     return tensors
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportedTensor:
+    """A tensor of exported weights, of `num_elements`: the trained `parameter`, or a part of it."""
+
+    parameter: str
+    num_elements: int
+
+
+def exported_tensors(model: PolicyModel) -> dict[str, ExportedTensor]:
+    """What `export_weights` writes, by name: of a fused parameter there are several."""
+    found: dict[str, ExportedTensor] = {}
+    for name, parameter in model.named_trainable().items():
+        like = torch.empty_like(parameter, device="meta")
+        for exported, part in exported_values(model, {name: like}).items():
+            found[exported] = ExportedTensor(parameter=name, num_elements=part.numel())
+    return found
+
+
+def exported_values(model: PolicyModel, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Values of trained parameters, all or some, by the names and in the shapes of an export."""
+    if model.adapter is not None:
+        from ratoon.model.lora import adapter_tensors
+
+        return adapter_tensors(model.adapter, values)
+    return revert_weight_conversion(model.module, values)
+
+
 def _trained_values(model: PolicyModel, state: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
     trainable = model.named_trainable()
     if state is None:
@@ -141,7 +169,7 @@ def _export_full(model: PolicyModel, folder: Path, values: dict[str, Tensor]) ->
     if getattr(model.config, "num_experts", 0):
         # To part experts takes as much memory as they do: the host's.
         values = {name: value.to("cpu", copy=False) for name, value in values.items()}
-    write_weights(folder, revert_weight_conversion(model.module, values))
+    write_weights(folder, exported_values(model, values))
 
 
 def _export_tokenizer(model: PolicyModel, folder: Path) -> None:

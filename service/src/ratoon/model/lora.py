@@ -82,7 +82,7 @@ def resolve_targets(module: PreTrainedModel, requested: tuple[str, ...]) -> list
 
 def export_adapter(adapter: PeftModel, folder: Path, values: dict[str, Tensor]) -> None:
     """Write an adapter as peft does; `values` by the names of `named_trainable()`."""
-    tensors = get_peft_model_state_dict(adapter, state_dict=values, save_embedding_layers=False)
+    tensors = adapter_tensors(adapter, values)
     host = {name: value.to("cpu").contiguous() for name, value in tensors.items()}
     save_file(host, folder / ADAPTER_WEIGHTS_NAME, metadata={"format": "pt"})
     config = copy.copy(adapter.peft_config["default"])
@@ -90,6 +90,11 @@ def export_adapter(adapter: PeftModel, folder: Path, values: dict[str, Tensor]) 
     # peft keeps a set, whose order differs between processes; files of equal weights are equal.
     cast("Any", config).target_modules = sorted(cast("Any", config).target_modules)
     config.save_pretrained(str(folder))
+
+
+def adapter_tensors(adapter: PeftModel, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Some of `named_trainable()`'s values by the names of peft's files."""
+    return get_peft_model_state_dict(adapter, state_dict=values, save_embedding_layers=False)
 
 
 def _available_targets(module: PreTrainedModel, names: tuple[str, ...]) -> list[str]:

@@ -78,6 +78,11 @@ def write_weights(
         (folder / INDEX_NAME).write_text(text + "\n", encoding="utf-8")
 
 
+def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write one new file, whatever its size, its tensors by name. Raises as `write_weights`."""
+    _write(path.parent, {path.name: {name: tensors[name] for name in sorted(tensors)}})
+
+
 def _split(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
     """Names by file, in their order, each file filled up before the next."""
     files: list[list[str]] = [[]]

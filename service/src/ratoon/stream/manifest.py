@@ -29,6 +29,22 @@ class WeightDelta:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GradientManifest:
+    """Gradient sums of an open window at `version`: a result file, and what divides them.
+
+    `seqs`: the window's ForwardBackwards.
+    """
+
+    policy_id: str
+    version: int
+    file: WeightFile
+    seqs: tuple[int, ...]
+    trained_tokens: int
+    num_sequences: int
+    num_groups: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightManifest:
     """Time in seconds since the epoch.
 

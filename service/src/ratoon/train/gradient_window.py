@@ -68,7 +68,7 @@ class GradientWindow:
     @property
     def normalisation(self) -> Normalisation:
         """How the sums were weighted. Raises `RatoonError` WINDOW_EMPTY."""
-        self._require_open()
+        self.require_open()
         only = next(iter(self._defaults)) if len(self._defaults) == 1 else None
         return Normalisation(token_weight=self._token_weight, default_divide_by=only)
 
@@ -113,7 +113,7 @@ class GradientWindow:
 
         Raises `RatoonError` WINDOW_EMPTY or WINDOW_POISONED.
         """
-        self._require_open()
+        self.require_open()
         if self._tokens == 0:
             return 0.0
         return divide_number(divisor, self.counters)
@@ -122,7 +122,8 @@ class GradientWindow:
         """Back to EMPTY."""
         self.__init__()
 
-    def _require_open(self) -> None:
+    def require_open(self) -> None:
+        """Raises `RatoonError` WINDOW_EMPTY or WINDOW_POISONED."""
         if self.state is WindowState.TORN:
             raise _torn()
         if self.state is WindowState.EMPTY:

@@ -7,7 +7,7 @@ whole or not at all.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,12 +25,14 @@ from ratoon.model.spec import ModelInfo
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.prefixes import sort_sequences
+from ratoon.rollout.selection import Counters
 from ratoon.train import prepare
 from ratoon.train.checkpoint import Snapshot, load_checkpoint
 from ratoon.train.forward_arrays import ForwardArrays, check_forward_logprobs, run_forward
 from ratoon.train.gradient_window import GradientWindow, Totals, WindowState
 from ratoon.train.loss.spec import Loss, Normalisation, OptimStep
 from ratoon.train.micro_batches import PassHooks, never_cancelled, no_progress
+from ratoon.train.named_gradients import NamedGradients
 from ratoon.train.numerics import (
     activation_bytes,
     configure_torch,
@@ -68,6 +70,7 @@ class Trainer:
         self.version = 0
         parameters = model.named_trainable()
         self._gradients = GradientSums(parameters)
+        self._named = NamedGradients(model, self._gradients)
         self._optimizer = make_optimizer(
             parameters, spec.optimizer, spec.kept_states, spec.model.seed
         )
@@ -135,6 +138,12 @@ class Trainer:
     def normalisation(self) -> Normalisation:
         """Of the open window, for `resolve_optim`. Raises WINDOW_EMPTY or WINDOW_POISONED."""
         return self._window.normalisation
+
+    @property
+    def window_counters(self) -> Counters:
+        """Of the open window: what divides its sums. Raises WINDOW_EMPTY or WINDOW_POISONED."""
+        self._window.require_open()
+        return self._window.counters
 
     def prepare(self, batch: RolloutBatch, loss: Loss) -> Prepared:
         """Decide drops, advantages, counters and cuts; touches no state.
@@ -298,6 +307,22 @@ class Trainer:
         self._weights_copy.take()
         return self._weights_copy
 
+    def gradient_bytes(self, names: Sequence[str]) -> int:
+        """Size of the gradient sums of these tensors, named as in exported weights.
+
+        Raises INVALID_ARGUMENT for a name that is none of theirs.
+        """
+        return self._named.size_bytes(names)
+
+    def write_gradients(self, path: Path, names: Sequence[str]) -> None:
+        """Write the open window's sums of these tensors as a new safetensors file.
+
+        They are float32 at least, and not divided. Changes nothing. Raises WINDOW_EMPTY,
+        WINDOW_POISONED.
+        """
+        self._window.require_open()
+        self._named.write(path, names)
+
     def _self_check(
         self,
         prepared: Prepared,
@@ -316,7 +341,7 @@ class Trainer:
         divisor = self._window.divisor(step.divisor)
         totals, norms = self._window.totals, None
         if step.tensor_grad_norms and divisor:
-            norms = TensorNorms(self._gradients.sums(), divisor)
+            norms = TensorNorms(self._named.by_tensor(), divisor)
         outcome = guarded_step(
             self._optimizer, self._gradients, totals.sums, divisor, step, self.spec.guard
         )

@@ -18,12 +18,14 @@ from ratoon_client.policy_options import PolicyOptions
 from ratoon_client.results import (
     Checkpoint,
     ForwardResult,
+    GradientManifest,
     Health,
     Operation,
     OperationResult,
     Policy,
     ServerInfo,
     StepResult,
+    WeightFile,
     WeightManifest,
 )
 from ratoon_client.rollouts import Group
@@ -282,6 +284,12 @@ class RatoonClient:
                 hold_s=hold_s,
             )
         )
+
+    def gradient_manifest(self, policy_id: str, names: Sequence[str]) -> GradientManifest:
+        return self._loop.run(self._client.gradient_manifest(policy_id, names))
+
+    def fetch_file(self, policy_id: str, file: WeightFile) -> bytes:
+        return self._loop.run(self._client.fetch_file(policy_id, file))
 
     def fetch_weights(self, policy_id: str, digest: str, *, offset: int, length: int) -> bytes:
         return self._loop.run(

@@ -64,6 +64,9 @@ GET_WEIGHT_MANIFEST = _rpc(
     "GetWeightManifest", service_pb2.GetWeightManifestRequest, weights_pb2.WeightManifest
 )
 ACK_WEIGHTS = _rpc("AckWeights", service_pb2.AckWeightsRequest, service_pb2.AckWeightsResponse)
+GET_GRADIENT_MANIFEST = _rpc(
+    "GetGradientManifest", service_pb2.GetGradientManifestRequest, weights_pb2.GradientManifest
+)
 FETCH_WEIGHTS = _rpc(
     "FetchWeights", service_pb2.FetchWeightsRequest, service_pb2.FetchWeightsResponse
 )

@@ -28,7 +28,7 @@ SMALL_BYTES = 64 * 1024
 BATCH_BYTES = 256 * 2**20
 UNSENT_BYTES = 128 * 2**20
 _MAX_PARSING = 2
-_FETCHES = frozenset({"FetchWeights", "FetchGradients"})
+_FETCHES = frozenset({"FetchWeights"})
 _UNREAD = frozenset({"Health"})
 # How long a call waits for its share, and when to retry if there was none.
 _PLACE_S = 10.0

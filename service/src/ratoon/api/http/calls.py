@@ -79,6 +79,18 @@ CALLS: Mapping[str, tuple[str, tuple[ErrorCode, ...]]] = MappingProxyType(
             "weights",
             (ErrorCode.POLICY_NOT_FOUND, ErrorCode.WEIGHTS_NOT_FOUND),
         ),
+        "GetGradientManifest": (
+            "training",
+            (
+                ErrorCode.POLICY_NOT_FOUND,
+                ErrorCode.POLICY_NOT_READY,
+                ErrorCode.POLICY_FAILED,
+                ErrorCode.WINDOW_EMPTY,
+                ErrorCode.WINDOW_POISONED,
+                ErrorCode.WORKER_LOST,
+                ErrorCode.RESOURCE_EXHAUSTED,
+            ),
+        ),
         "AckWeights": (
             "weights",
             (

@@ -20,7 +20,15 @@ import ray
 from ratoon.engine.crash_points import make_reach
 from ratoon.engine.types import Progress
 from ratoon.engine.worker.backends import BackendInfo, list_backends
-from ratoon.engine.worker.tasks import Loaded, LoadRequest, Outcome, Task, WorkerStatus
+from ratoon.engine.worker.tasks import (
+    GradientFile,
+    GradientRequest,
+    Loaded,
+    LoadRequest,
+    Outcome,
+    Task,
+    WorkerStatus,
+)
 from ratoon.garbage import frozen_imports
 from ratoon.log import configure_logging, get_logger
 from ratoon.stream.manifest import WeightManifest
@@ -124,6 +132,10 @@ class WorkerActor:
         self, token: int, version: int, weights_root: str, created_at: float, deltas: bool
     ) -> WeightManifest:
         return self._core.publish(token, version, weights_root, created_at, deltas)
+
+    @ray.method(concurrency_group="compute")
+    def write_gradients(self, token: int, request: GradientRequest) -> GradientFile:
+        return self._core.write_gradients(token, request)
 
     @ray.method(concurrency_group="compute")
     def snapshot(self, token: int) -> str:

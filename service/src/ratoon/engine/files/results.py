@@ -1,4 +1,4 @@
-"""A Forward's output as files: log-probs for callers, and an index of the rollouts they are for.
+"""Results as files. A Forward's output: log-probs, and an index of the rollouts they are for.
 
 `<digest>` is a serialized `ForwardOutput`; `<digest>.<operation>` is its sealed index, 16 bytes per
 rollout. A loss with `from_forward` reads both. Old log-probs are found by the rollout's tokens,
@@ -9,6 +9,7 @@ mini-batch of the Forward's batch finds its own.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
@@ -20,7 +21,11 @@ from ratoon.rollout.batch import RolloutBatch
 from ratoon.stream.files import (
     DamagedFileError,
     digest_bytes,
+    digest_file,
+    fsync_file,
+    fsync_folder,
     seal_bytes,
+    temporary_name,
     unseal_bytes,
     write_atomic,
 )
@@ -53,6 +58,24 @@ def write_forward_output(
     write_atomic(folder / f"{digest}.{operation_id.rpartition('.')[2]}", seal_bytes(keys))
     write_atomic(folder / digest, data)
     return digest, len(data)
+
+
+def keep_result(folder: Path, write: Callable[[Path], None]) -> tuple[str, int]:
+    """Keep the new file that `write` makes where it is told; its digest and its size in bytes.
+
+    The digest is its name. Raises what `write` raises; nothing is kept then.
+    """
+    temporary = temporary_name(folder / "result")
+    try:
+        write(temporary)
+        digest, size_bytes = digest_file(temporary), temporary.stat().st_size
+        fsync_file(temporary)
+        temporary.replace(folder / digest)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_folder(folder)
+    return digest, size_bytes
 
 
 def read_old_logprobs(keys_path: Path, batch: RolloutBatch) -> NDArray[np.floating]:

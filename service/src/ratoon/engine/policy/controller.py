@@ -30,6 +30,7 @@ from ratoon.engine.policy.admission import (
 )
 from ratoon.engine.policy.checkpointer import Checkpointer
 from ratoon.engine.policy.executor import Executor
+from ratoon.engine.policy.gradients import GradientReads
 from ratoon.engine.policy.ledger import LiveOperation
 from ratoon.engine.policy.publisher import Publisher
 from ratoon.engine.policy.run import PolicyRun
@@ -49,7 +50,7 @@ from ratoon.engine.types import (
 )
 from ratoon.engine.worker.tasks import FencedError, WorkerLostError
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.stream.manifest import WeightManifest
+from ratoon.stream.manifest import GradientManifest, WeightManifest
 
 
 class Controller:
@@ -64,7 +65,10 @@ class Controller:
         self._lock = asyncio.Lock()
         checkpointer = Checkpointer(run)
         executor = Executor(run, self._publisher, checkpointer)
-        self._turns = TurnLoop(run, executor, self._publisher, checkpointer, self._lock)
+        self._gradients = GradientReads(run)
+        self._turns = TurnLoop(
+            run, executor, self._publisher, checkpointer, self._gradients, self._lock
+        )
         self._uploads = UploadFiles(
             run.paths,
             ttl_s=run.limits.upload_ttl_s,
@@ -220,6 +224,17 @@ class Controller:
             self._check_ready()
         async with self._lock:  # Not during a rollback of versions.
             return await self._publisher.acknowledge(ack)
+
+    async def read_gradients(self, names: tuple[str, ...]) -> GradientManifest:
+        """Gradient sums of the open window, of the tensors of these names in exported weights.
+
+        Raises INVALID_ARGUMENT, WINDOW_EMPTY, WINDOW_POISONED, RESOURCE_EXHAUSTED, WORKER_LOST,
+        POLICY_NOT_READY, POLICY_FAILED.
+        """
+        self._check_taking()
+        manifest = self._gradients.ask(names)
+        self._turns.wake()
+        return await asyncio.shield(manifest)
 
     async def put_upload_part(
         self, upload_id: str, part_index: int, body: bytes, holder: Holder = NOBODY

@@ -1,7 +1,7 @@
 """The loop that runs a policy's operations, one at a time and in seq order.
 
-Only the loop touches the worker's weights. Forwards without a key and requested publications run
-between turns, alternating with them so that neither starves.
+Only the loop touches the worker's weights. Forwards without a key, requested publications and
+reads of gradients run between turns, alternating with them so that neither starves.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from ratoon.engine.policy import telemetry
 from ratoon.engine.policy.breakers import NumbersFailedError, note_end
 from ratoon.engine.policy.checkpointer import Checkpointer
 from ratoon.engine.policy.executor import MAX_LOSSES, Executor
+from ratoon.engine.policy.gradients import GradientReads
 from ratoon.engine.policy.ledger import LiveOperation
 from ratoon.engine.policy.publisher import Publisher
 from ratoon.engine.policy.replay import RecoveryStoppedError
@@ -47,6 +48,7 @@ class TurnLoop:
         executor: Executor,
         publisher: Publisher,
         checkpointer: Checkpointer,
+        gradients: GradientReads,
         lock: asyncio.Lock,
     ) -> None:
         self._run = run
@@ -54,6 +56,7 @@ class TurnLoop:
         self._publisher = publisher
         publisher.on_stopped = self.restart
         self._checkpointer = checkpointer
+        self._gradients = gradients
         self._lock = lock
         self._wake = asyncio.Event()
         self._must_restart = False
@@ -95,7 +98,7 @@ class TurnLoop:
                 await self._task
         await self._checkpointer.stop()
         await self._publisher.stop()
-        self._end_publications(policy_not_ready(self._run.policy_id, self._run.state))
+        self._end_requests(policy_not_ready(self._run.policy_id, self._run.state))
 
     def abandon(self) -> None:
         """Stop at once; the running operation is left where it is."""
@@ -103,7 +106,7 @@ class TurnLoop:
             self._task.cancel()
         self._checkpointer.abandon()
         self._publisher.abandon()
-        self._end_publications(policy_not_ready(self._run.policy_id, self._run.state))
+        self._end_requests(policy_not_ready(self._run.policy_id, self._run.state))
 
     def wake(self) -> None:
         """Make the loop look for work."""
@@ -179,7 +182,7 @@ class TurnLoop:
         await self._checkpointer.stop()
         await self._publisher.stop()
         run.state, run.failure = PolicyState.FAILED, failure
-        self._end_publications(policy_not_ready(run.policy_id, run.state, failure))
+        self._end_requests(policy_not_ready(run.policy_id, run.state, failure))
         self._publisher.wake()
         try:
             await run.ports.journal.fail(run.token, run.policy_id, failure)
@@ -240,6 +243,8 @@ class TurnLoop:
             return None, self._publish
         if self._checkpointer.wait_s() == 0.0:
             return None, partial(self._checkpointer.take, self.wake)
+        if self._gradients.is_waiting:
+            return None, self._gradients.run_next
         for live in self._run.ledger.open_operations():
             if live.record.seq == 0:
                 return live, partial(self._executor.run_forward, live)
@@ -272,9 +277,10 @@ class TurnLoop:
                 if not future.done():
                     future.set_result(None)
 
-    def _end_publications(self, error: RatoonError) -> None:
+    def _end_requests(self, error: RatoonError) -> None:
         _fail(self._publications, error)
         self._publications = []
+        self._gradients.end(error)
 
     def _report(self) -> None:
         num_running = sum(live.is_started for live in self._run.ledger.open_operations())

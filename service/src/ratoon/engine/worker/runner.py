@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ratoon.engine.files.disk import disk_refusal
 from ratoon.engine.files.results import (
+    keep_result,
     read_entropy,
     read_old_logprobs,
     write_forward_output,
@@ -32,9 +35,9 @@ from ratoon.engine.types import (
     StepResult,
     UpdateCommand,
 )
-from ratoon.engine.worker.tasks import NO_FORWARD, Task
+from ratoon.engine.worker.tasks import NO_FORWARD, GradientFile, GradientRequest, Task
 from ratoon.engine.worker.trainer_port import IsCancelled, OnProgress, SnapshotPort, TrainerPort
-from ratoon.errors import ErrorCode, RatoonError
+from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.model.spec import LoraTuning
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
@@ -237,6 +240,28 @@ def write_checkpoint(snapshot: SnapshotPort, folder: Path) -> int:
         remove_folder(folder)
         raise
     return size_bytes
+
+
+def write_gradients(trainer: TrainerPort, request: GradientRequest) -> GradientFile:
+    """Write sums of the open window as a result file.
+
+    Raises what the trainer raises, INVALID_ARGUMENT for too many bytes, RESOURCE_EXHAUSTED where
+    the disk has no room for them, UNAVAILABLE for its other faults.
+    """
+    counters, num_bytes = trainer.window_counters, trainer.gradient_bytes(request.names)
+    if num_bytes > request.max_bytes:
+        expected = f"at most {request.max_bytes} (limits.max_gradient_bytes): fewer at a time"
+        raise invalid("names", f"{num_bytes} bytes of gradients", expected)
+    folder = Path(request.folder)
+    refusal = disk_refusal(folder, num_bytes, request.min_free_disk_bytes)
+    if refusal is not None:
+        raise refusal
+    write = partial(trainer.write_gradients, names=request.names)
+    try:
+        digest, size_bytes = keep_result(folder, write)
+    except OSError as err:
+        raise disk_fault("file of gradients", err) from err
+    return GradientFile(digest=digest, size_bytes=size_bytes, counters=counters)
 
 
 def _with_loss(planned: PlannedTask) -> tuple[_Inputs, Loss]:

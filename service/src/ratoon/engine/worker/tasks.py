@@ -20,6 +20,7 @@ from ratoon.engine.types import (
 )
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.spec import ModelInfo
+from ratoon.rollout.selection import Counters
 from ratoon.stream.manifest import WeightManifest
 from ratoon.train.spec import TrainerSpec
 
@@ -147,6 +148,25 @@ class LoadRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GradientRequest:
+    """The sums to write to `folder`, by their names in exported weights; bounds in bytes."""
+
+    names: tuple[str, ...]
+    folder: str
+    max_bytes: int
+    min_free_disk_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientFile:
+    """A result file of gradient sums, and the counters of their window."""
+
+    digest: str
+    size_bytes: int
+    counters: Counters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
     """A new trainer's own description, and its numerics by field name."""
 
@@ -226,6 +246,10 @@ class WorkerPort(Protocol):
         self, token: int, version: int, weights_root: str, created_at: float, deltas: bool
     ) -> WeightManifest:
         """Write the copy for readers. Runs beside other calls. Raises `RatoonError`."""
+        ...
+
+    async def write_gradients(self, token: int, request: GradientRequest) -> GradientFile:
+        """Write sums of the open window as a result file. Raises `RatoonError`."""
         ...
 
     async def snapshot(self, token: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from ratoon.model.spec import ModelInfo
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
+from ratoon.rollout.selection import Counters
 from ratoon.train.loss.spec import Loss, Normalisation, OptimStep
 from ratoon.train.report.step_report import StepReport
 from ratoon.train.spec import TrainerSpec
@@ -103,6 +104,13 @@ class TrainerPort(Protocol):
     ) -> StepReport: ...
 
     def discard_gradients(self) -> None: ...
+
+    @property
+    def window_counters(self) -> Counters: ...
+
+    def gradient_bytes(self, names: Sequence[str]) -> int: ...
+
+    def write_gradients(self, path: Path, names: Sequence[str]) -> None: ...
 
     def forward(
         self,

@@ -31,10 +31,12 @@ from ratoon.engine.types import (
     UpdateCommand,
 )
 from ratoon.engine.worker.meter import Meter
-from ratoon.engine.worker.runner import TaskRunner, write_checkpoint
+from ratoon.engine.worker.runner import TaskRunner, write_checkpoint, write_gradients
 from ratoon.engine.worker.tasks import (
     CheckpointWeights,
     FencedError,
+    GradientFile,
+    GradientRequest,
     Loaded,
     LoadRequest,
     Outcome,
@@ -223,6 +225,16 @@ class WorkerCore:
             self._held = self._published = None
             copy = self._guarded(runner, "hold", runner.trainer.copy_weights)
             self._held = _HeldWeights(version=version, kind=runner.weight_kind, copy=copy)
+
+    def write_gradients(self, token: int, request: GradientRequest) -> GradientFile:
+        """Write sums of the open window as a result file; changes nothing.
+
+        Raises INVALID_ARGUMENT, WINDOW_EMPTY, WINDOW_POISONED, RESOURCE_EXHAUSTED, and
+        `WorkerLostError`.
+        """
+        self.fence(token)
+        runner = self._loaded()
+        return self._guarded(runner, "gradients", partial(write_gradients, runner.trainer, request))
 
     def snapshot(self, token: int) -> str:
         """Hold a copy of the state at the last step boundary; returns its digest.

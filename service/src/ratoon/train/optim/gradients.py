@@ -35,6 +35,17 @@ class GradientSums:
             for name, parameter in self._parameters.items()
         }
 
+    def sum_of(self, name: str) -> Tensor:
+        """The live sum of one parameter, zeros where nothing flowed; changes nothing."""
+        if name in self._buffers:
+            return self._buffers[name]
+        parameter = self._parameters[name]
+        return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+    def element_bytes(self, name: str) -> int:
+        """Of a sum."""
+        return max(self._parameters[name].element_size(), torch.float32.itemsize)
+
     def clear(self) -> None:
         """Forget all sums."""
         for buffer in self._buffers.values():

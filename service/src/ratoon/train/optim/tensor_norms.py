@@ -15,7 +15,7 @@ class TensorNorms:
     """Norms of gradient sums as they are now; they are on the device until they are read."""
 
     def __init__(self, sums: Mapping[str, Tensor], divisor: float) -> None:
-        """`sums` by parameter name; they may change afterwards."""
+        """`sums` by name; they may change afterwards."""
         self._names = list(sums)
         self._divisor = divisor
         norm = torch.linalg.vector_norm
@@ -23,7 +23,7 @@ class TensorNorms:
         self._maxima = [norm(each, math.inf, dtype=torch.float64) for each in sums.values()]
 
     def read(self) -> tuple[TensorGradNorm, ...]:
-        """In the order of the model's parameters, after division; waits for the device."""
+        """In the order of the sums, after division; waits for the device."""
         both = torch.stack([torch.stack(self._norms), torch.stack(self._maxima)]) / self._divisor
         return tuple(
             TensorGradNorm(name=name, norm=norm, max_abs=largest)
