@@ -14,6 +14,7 @@ import httpx
 import numpy as np
 import pytest
 import xxhash
+from safetensors.numpy import load
 
 from ratoon_client import (
     ClientConfig,
@@ -164,6 +165,54 @@ def test_versions_are_watched_over_every_wire_as_they_are_published(
         version = step.result().version
         assert version > newest
         assert {manifest.result().version for manifest in upcoming} == {version}
+
+
+def test_gradients_read_over_every_wire_are_those_that_the_step_divides(
+    clients: dict[str, RatoonClient], policies: dict[str, str]
+):
+    policy_id = policies["gateway"]
+    session = clients["gateway"].policy(policy_id)
+    names = ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"]
+    with pytest.raises(RatoonApiError) as caught:
+        clients["http"].gradient_manifest(policy_id, names)
+    assert caught.value.code == "WINDOW_EMPTY"
+    for _ in range(2):
+        session.forward_backward(batch(), loss=Loss("grpo")).result()
+    (manifest,) = {clients[name].gradient_manifest(policy_id, names) for name in WIRES}
+    assert len(manifest.seqs) == 2
+    (data,) = {clients[name].fetch_file(policy_id, manifest.file) for name in WIRES}
+    sums = load(data)
+    assert sorted(sums) == names
+    asked = replace(OPTIM, tensor_grad_norms=True)
+    report = session.optim_step(optim=asked).result().report
+    found = {each.name: (each.norm, each.max_abs) for each in report.tensor_grad_norms}
+    for name, values in sums.items():
+        divided = values.astype(np.float64) / manifest.num_sequences
+        expected = np.sqrt(np.square(divided).sum()), np.abs(divided).max()
+        assert found[name] == pytest.approx(expected, rel=1e-9)
+    assert set(found) > set(names)
+
+
+def test_receivers_acknowledge_over_every_wire(
+    clients: dict[str, RatoonClient], policies: dict[str, str], service: Service
+):
+    policy_id = policies["http"]
+    newest = clients["http"].weight_manifest(policy_id).version
+    for name in WIRES:
+        client = clients[name]
+        assert client.ack_weights(policy_id, name, version=newest, holds_version=newest) == newest
+    session = clients["http"].policy(policy_id)
+    for _ in range(3):
+        session.update(batch(), loss=Loss("grpo"), optim=OPTIM).result()
+    assert clients["gateway"].weight_manifest(policy_id, newest).version == newest
+    for name in WIRES:
+        assert clients[name].ack_weights(policy_id, name, version=newest) == newest + 3
+    lines = httpx.get(f"{service.addresses.http}/metrics").text.splitlines()
+    lag = f'ratoon_receiver_lag_versions{{policy_id="{policy_id}",receiver_id="%s"}} 3.0'
+    assert {lag % name for name in WIRES} <= {*lines}
+    session.update(batch(), loss=Loss("grpo"), optim=OPTIM).result()
+    with pytest.raises(RatoonApiError, match="WEIGHTS_NOT_FOUND"):
+        clients["http"].weight_manifest(policy_id, newest)
 
 
 @pytest.mark.parametrize("name", [*WIRES, "parts"])
