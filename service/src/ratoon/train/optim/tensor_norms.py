@@ -10,6 +10,9 @@ from torch import Tensor
 
 from ratoon.train.report.step_report import TensorGradNorm
 
+# Elements of a sum that go into its norm at a time: a device copies them in float64.
+_BLOCK = 1 << 25
+
 
 class TensorNorms:
     """Norms of gradient sums as they are now; they are on the device until they are read."""
@@ -18,9 +21,8 @@ class TensorNorms:
         """`sums` by name; they may change afterwards."""
         self._names = list(sums)
         self._divisor = divisor
-        norm = torch.linalg.vector_norm
-        self._norms = [norm(each, dtype=torch.float64) for each in sums.values()]
-        self._maxima = [norm(each, math.inf, dtype=torch.float64) for each in sums.values()]
+        self._norms = [_norm(each) for each in sums.values()]
+        self._maxima = [torch.linalg.vector_norm(each, math.inf).double() for each in sums.values()]
 
     def read(self) -> tuple[TensorGradNorm, ...]:
         """In the order of the sums, after division; waits for the device."""
@@ -29,3 +31,9 @@ class TensorNorms:
             TensorGradNorm(name=name, norm=norm, max_abs=largest)
             for name, norm, largest in zip(self._names, *both.tolist(), strict=True)
         )
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    """Euclidean norm, float64 []."""
+    norm, blocks = torch.linalg.vector_norm, tensor.reshape(-1).split(_BLOCK)
+    return norm(torch.stack([norm(block, dtype=torch.float64) for block in blocks]))

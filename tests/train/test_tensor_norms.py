@@ -1,0 +1,49 @@
+"""Norm and largest value of each tensor, whatever the size of blocks and the values."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from ratoon.train.optim import tensor_norms
+from ratoon.train.optim.tensor_norms import TensorNorms
+
+
+@pytest.mark.parametrize("block", [1, 7, 2**25])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_norms_do_not_depend_on_blocks(
+    monkeypatch: pytest.MonkeyPatch, block: int, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(tensor_norms, "_BLOCK", block)
+    sums = {
+        "b": torch.tensor([[3.0, -4.0], [0.0, 0.0]], dtype=dtype),
+        "a": torch.arange(-20.0, 12.0, dtype=dtype).reshape(4, 8).T,
+        # Squares of these are no float32.
+        "large": torch.full((3,), 1e30, dtype=dtype),
+        "small": torch.full((3,), 1e-30, dtype=dtype),
+    }
+    norms = TensorNorms(sums, 2.0)
+    for each in sums.values():
+        each.zero_()
+    found = {each.name: (each.norm, each.max_abs) for each in norms.read()}
+    assert list(found) == list(sums)
+    assert found["b"] == (2.5, 2.0)
+    square = sum(float(number) ** 2 for number in range(-20, 12))
+    assert found["a"] == pytest.approx((math.sqrt(square) / 2, 10.0), rel=1e-12)
+    assert found["large"] == pytest.approx((math.sqrt(3) * 5e29, 5e29), rel=1e-6)
+    assert found["small"] == pytest.approx((math.sqrt(3) * 5e-31, 5e-31), rel=1e-6)
+
+
+def test_what_is_not_finite_is_said_of_its_tensor() -> None:
+    sums = {
+        "nan": torch.tensor([1.0, math.nan, 2.0]),
+        "infinite": torch.tensor([1.0, -math.inf]),
+        "fine": torch.tensor([1.0]),
+    }
+    nan, infinite, fine = TensorNorms(sums, 1.0).read()
+    assert math.isnan(nan.norm)
+    assert math.isnan(nan.max_abs)
+    assert (infinite.norm, infinite.max_abs) == (math.inf, math.inf)
+    assert (fine.norm, fine.max_abs) == (1.0, 1.0)
