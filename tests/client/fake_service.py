@@ -91,6 +91,9 @@ class FakeService:
         self.tamper: Callable[[bytes, int], bytes] = lambda data, _: data
         # What HTTP says is the file's entity tag, from its digest.
         self.tag: Callable[[str], str] = lambda digest: f'"{digest}"'
+        # How long a read of the newest manifest may wait for another version.
+        self.long_poll_s = 0.0
+        self.published = threading.Condition(self.lock)
         self.max_in_flight = 0
         self._in_flight = 0
 
@@ -117,10 +120,12 @@ class FakeService:
         policy_id: str = "p",
         deltas: Sequence[tuple[int, bytes]] = (),
     ) -> None:
-        policy = self.policies[policy_id]
-        policy.version = version
-        policy.weights[version] = files
-        policy.deltas[version] = list(deltas)
+        with self.lock:
+            policy = self.policies[policy_id]
+            policy.version = version
+            policy.weights[version] = files
+            policy.deltas[version] = list(deltas)
+            self.published.notify_all()
 
     def file(self, digest: str) -> bytes:
         for policy in self.policies.values():
@@ -333,6 +338,11 @@ class FakeService:
 
     def _get_weight_manifest(self, request: service_pb2.GetWeightManifestRequest) -> Message:
         policy = self._policy(request.policy_id)
+        if not request.HasField("version") and request.HasField("known_version"):
+            self.published.wait_for(
+                lambda: policy.version != request.known_version,
+                min(request.wait_s, self.long_poll_s),
+            )
         version = request.version if request.HasField("version") else policy.version
         if version not in policy.weights:
             raise RefusalError("WEIGHTS_NOT_FOUND", field="version")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ratoon_client import VllmAdapter
 from ratoon_client.cli import main
 from ratoon_client.config import DEFAULT_URL, default_url
 from tests.client.fake_service import FakeService, Fault, LostAnswerError, RefusalError
@@ -101,6 +102,15 @@ def test_update_without_waiting_can_be_watched(service: FakeService, ctl: Ctl, f
     status, out, err = ctl("--json", "watch", begun["operation_id"])
     assert (status, json.loads(out)["state"]) == (0, "done")
     assert "update running 1/4 micro-batches" in err
+
+
+def test_weights_are_followed_into_one_engine(ctl: Ctl, tmp_path: Path):
+    follow = ("weights", "follow", "p", "--root", str(tmp_path / "mirror"))
+    status, _, err = ctl(*follow, "--vllm", "http://localhost:1", "--sglang", "http://localhost:1")
+    assert (status, "expected one engine" in err) == (2, True)
+    with VllmAdapter("http://localhost:1"):
+        status, _, err = ctl(*follow, "--vllm", "http://localhost:1")
+    assert (status, "another receiver" in err) == (1, True)
 
 
 def test_text_needs_byte_tokens(service: FakeService, ctl: Ctl, tmp_path: Path):

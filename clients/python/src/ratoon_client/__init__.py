@@ -3,10 +3,12 @@
 from ratoon_client.async_client import AsyncRatoonClient
 from ratoon_client.blocking.client import RatoonClient
 from ratoon_client.blocking.operation import OperationHandle
+from ratoon_client.blocking.receiver import WeightReceiver
 from ratoon_client.blocking.session import PolicySession
 from ratoon_client.config import ClientConfig
 from ratoon_client.custom_loss import CustomLoss, by_autograd
 from ratoon_client.errors import (
+    EngineError,
     IntegrityError,
     InvalidArgumentError,
     RatoonApiError,
@@ -46,20 +48,33 @@ from ratoon_client.results import (
 )
 from ratoon_client.rollouts import Group, Rollout, Segment, VersionSpan, group, rollout
 from ratoon_client.session import AsyncPolicySession
+from ratoon_client.weights.adapter import Adapter, FolderAdapter
 from ratoon_client.weights.pull import PulledWeights
+from ratoon_client.weights.receiver import (
+    AsyncWeightReceiver,
+    Received,
+    ReceiveFailure,
+    ReceiverEvent,
+)
+from ratoon_client.weights.sglang import SglangAdapter
+from ratoon_client.weights.vllm import VllmAdapter
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AdamW",
+    "Adapter",
     "AsyncOperationHandle",
     "AsyncPolicySession",
     "AsyncRatoonClient",
+    "AsyncWeightReceiver",
     "Checkpoint",
     "ClientConfig",
     "Correction",
     "CorrectionMask",
     "CustomLoss",
+    "EngineError",
+    "FolderAdapter",
     "ForwardResult",
     "FromForward",
     "GradientManifest",
@@ -85,10 +100,14 @@ __all__ = [
     "RatoonApiError",
     "RatoonClient",
     "RatoonClientError",
+    "ReceiveFailure",
+    "Received",
+    "ReceiverEvent",
     "ResultTimeoutError",
     "Rollout",
     "Segment",
     "ServerInfo",
+    "SglangAdapter",
     "Staleness",
     "StepReport",
     "StepResult",
@@ -96,9 +115,11 @@ __all__ = [
     "TransportError",
     "UnusableClientError",
     "VersionSpan",
+    "VllmAdapter",
     "WeightDelta",
     "WeightFile",
     "WeightManifest",
+    "WeightReceiver",
     "by_autograd",
     "group",
     "rollout",

@@ -5,7 +5,7 @@ A method that returns a handle has been durably accepted.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -40,8 +40,10 @@ from ratoon_client.transport.target import (
     check_target,
     open_transport,
 )
+from ratoon_client.weights.adapter import Adapter
 from ratoon_client.weights.fetch import fetch_chunk, fetch_result_file
 from ratoon_client.weights.pull import KEEP_VERSIONS, PulledWeights, pull_weights
+from ratoon_client.weights.receiver import AsyncWeightReceiver, ReceiverEvent, log_event
 from ratoon_client.wire import rpcs
 from ratoon_client.wire.decode import decode
 from ratoon_client.wire.encode import group_messages, policy_spec_message
@@ -383,6 +385,18 @@ class AsyncRatoonClient:
     ) -> PulledWeights:
         """Bring `folder`/version-N up to date; see `weights.pull.pull_weights`."""
         return await pull_weights(self._caller, policy_id, Path(folder), version=version, keep=keep)
+
+    def weight_receiver(
+        self,
+        policy_id: str,
+        root: Path | str,
+        adapter: Adapter | None = None,
+        *,
+        keep: int = KEEP_VERSIONS,
+        on_event: Callable[[ReceiverEvent], None] = log_event,
+    ) -> AsyncWeightReceiver:
+        """Versions into an engine as they are published; without `adapter` into `root` alone."""
+        return AsyncWeightReceiver(self, policy_id, root, adapter, keep=keep, on_event=on_event)
 
     async def server_info(self) -> ServerInfo:
         request = service_pb2.GetServerInfoRequest()

@@ -78,6 +78,10 @@ class IntegrityError(RatoonClientError):
     """Bytes are not what their digest, size or name says. Nothing was applied."""
 
 
+class EngineError(RatoonClientError):
+    """An engine does not answer, or did not take a version; the text says what it serves then."""
+
+
 class ResultTimeoutError(RatoonClientError, TimeoutError):
     """The caller's wait is over; the operation goes on."""
 

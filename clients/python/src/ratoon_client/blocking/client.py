@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
@@ -10,6 +10,7 @@ from typing import Any, Self, TypeVar, Unpack
 from ratoon_client.async_client import HOLD_S, AsyncRatoonClient
 from ratoon_client.blocking.loop import LoopThread
 from ratoon_client.blocking.operation import OperationHandle
+from ratoon_client.blocking.receiver import WeightReceiver
 from ratoon_client.blocking.session import PolicySession
 from ratoon_client.config import ClientConfig
 from ratoon_client.loss import Loss, Optim
@@ -29,7 +30,9 @@ from ratoon_client.results import (
     WeightManifest,
 )
 from ratoon_client.rollouts import Group
+from ratoon_client.weights.adapter import Adapter
 from ratoon_client.weights.pull import KEEP_VERSIONS, PulledWeights
+from ratoon_client.weights.receiver import ReceiverEvent, log_event
 
 ResultT = TypeVar("ResultT")
 
@@ -305,6 +308,20 @@ class RatoonClient:
         keep: int | None = KEEP_VERSIONS,
     ) -> PulledWeights:
         return self._loop.run(self._client.pull_weights(policy_id, folder, version, keep=keep))
+
+    def weight_receiver(
+        self,
+        policy_id: str,
+        root: Path | str,
+        adapter: Adapter | None = None,
+        *,
+        keep: int = KEEP_VERSIONS,
+        on_event: Callable[[ReceiverEvent], None] = log_event,
+    ) -> WeightReceiver:
+        receiver = self._client.weight_receiver(
+            policy_id, root, adapter, keep=keep, on_event=on_event
+        )
+        return WeightReceiver(self._loop, receiver)
 
     def server_info(self) -> ServerInfo:
         return self._loop.run(self._client.server_info())

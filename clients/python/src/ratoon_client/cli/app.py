@@ -43,7 +43,7 @@ cli = typer.Typer(
     pretty_exceptions_enable=False,
 )
 cli.add_typer(policies.cli, name="policies", help="Make, list and remove policies.")
-cli.add_typer(weights.cli, name="weights", help="Pull and list weights.")
+cli.add_typer(weights.cli, name="weights", help="Pull, list and follow weights.")
 cli.add_typer(checkpoints.cli, name="checkpoints", help="Save, load and list checkpoints.")
 cli.command()(training.update)
 cli.command()(training.watch)

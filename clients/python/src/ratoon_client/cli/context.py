@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, is_dataclass
@@ -65,6 +66,12 @@ def show(context: typer.Context, value: object, fields: Mapping[str, object]) ->
     for name, field in fields.items():
         table.add_row(name, _text(field))
     Console(soft_wrap=True).print(table)
+
+
+def show_line(context: typer.Context, value: object, text: str) -> None:
+    """`value` whole as JSON, or `text`; at once, for who reads as it comes."""
+    typer.echo(json.dumps(_plain(value)) if settings_of(context).as_json else text)
+    sys.stdout.flush()
 
 
 def show_rows(

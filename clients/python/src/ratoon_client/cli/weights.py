@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import signal
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ratoon_client.cli.context import open_client, show, show_rows
+from ratoon_client.cli.context import open_client, show, show_line, show_rows
+from ratoon_client.errors import InvalidArgumentError
+from ratoon_client.weights.adapter import Adapter, FolderAdapter
 from ratoon_client.weights.pull import KEEP_VERSIONS
+from ratoon_client.weights.receiver import Received, ReceiverEvent
+from ratoon_client.weights.sglang import SglangAdapter
+from ratoon_client.weights.vllm import VllmAdapter
 
 cli = typer.Typer(no_args_is_help=True)
 
@@ -43,6 +50,49 @@ def watch(context: typer.Context, policy_id: str) -> None:
         for newest in client.watch_weights(policy_id):
             num_bytes = sum(file.size_bytes for file in newest.files)
             show(context, newest, {"version": newest.version, "bytes": num_bytes})
+
+
+@cli.command()
+def follow(
+    context: typer.Context,
+    policy_id: str,
+    root: Annotated[Path, typer.Option(help="A folder of its own, which the engine can read.")],
+    vllm: Annotated[str, typer.Option(help="Load versions into this server.")] = "",
+    sglang: Annotated[str, typer.Option(help="Load versions into this server.")] = "",
+) -> None:
+    """Each version as it is published, until SIGINT or SIGTERM; a line for each on the way."""
+
+    def on_event(event: ReceiverEvent) -> None:
+        if isinstance(event, Received):
+            show_line(context, event, _received_line(event))
+        else:
+            version = "" if event.version is None else f"version {event.version}: "
+            again = f"(again in {event.retry_s:.1f} s)"
+            typer.echo(f"ratoonctl: {version}{event.error} {again}", err=True)
+
+    with suppress(KeyboardInterrupt), ExitStack() as stack:
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        stack.callback(signal.signal, signal.SIGTERM, before)
+        adapter = _adapter(stack, vllm, sglang)
+        client = stack.enter_context(open_client(context))
+        client.weight_receiver(policy_id, root, adapter, on_event=on_event).follow()
+
+
+def _adapter(stack: ExitStack, vllm: str, sglang: str) -> Adapter:
+    if vllm and sglang:
+        raise InvalidArgumentError("--sglang", "beside --vllm", "one engine")
+    if vllm:
+        return stack.enter_context(VllmAdapter(vllm))
+    if sglang:
+        return stack.enter_context(SglangAdapter(sglang))
+    return FolderAdapter()
+
+
+def _received_line(event: Received) -> str:
+    return (
+        f"version {event.version}  {event.size_bytes} bytes  fetched {event.fetched_bytes} in"
+        f" {event.fetch_s:.2f} s  verified in {event.verify_s:.2f} s  paused {event.pause_s:.2f} s"
+    )
 
 
 @cli.command()

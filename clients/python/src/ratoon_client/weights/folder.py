@@ -4,6 +4,7 @@
     latest               link to the version that was newest at the last pull
     .partial/            files on their way, by digest
     .lock                held while a pull changes any of this
+    .receiver.json       what a receiver committed last; .receiver.lock while there is one
 
 `version-N` is either whole and verified or not there; it gets its name by one rename.
 """
@@ -118,10 +119,10 @@ class VersionsFolder:
     def drop_partial(self) -> None:
         _remove(self._root / ".partial")
 
-    def prune(self, *, keep: int, current: int) -> None:
-        """Keep the `keep` last pulled versions, `current` among them, and what `latest` names."""
+    def prune(self, *, keep: int, versions: Iterable[int]) -> None:
+        """Keep `versions` and what `latest` names, and the last pulled, up to `keep`."""
         latest = self._root / "latest"
-        held = {self.version_folder(current)}
+        held = {self.version_folder(version) for version in versions}
         if latest.is_symlink():
             held.add(self._root / latest.readlink())
         for folder in self._versions():

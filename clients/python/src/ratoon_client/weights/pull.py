@@ -7,6 +7,7 @@ name; whatever fails leaves the versions and `latest` as they were.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Collection, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -34,7 +35,9 @@ _MAX_MANIFESTS = 5
 class PulledWeights:
     """`folder` is that of the version; bytes that were not fetched were here already.
 
-    `parent_version` is the local version that deltas began with; None: none was applied.
+    `parent_version` is the local version that deltas began with; None: none was applied. `fetch_s`
+    are the seconds in which bytes came, which are verified meanwhile; `verify_s` those of what was
+    verified, rebuilt and written before and after.
     """
 
     policy_id: str
@@ -43,11 +46,16 @@ class PulledWeights:
     manifest: WeightManifest
     fetched_bytes: int
     parent_version: int | None
+    fetch_s: float
+    verify_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _Fetched:
-    num_bytes: int
+    """What came, and in how many seconds."""
+
+    num_bytes: int = 0
+    seconds: float = 0.0
     parent_version: int | None = None
 
 
@@ -67,7 +75,9 @@ async def pull_weights(
         manifest = await _manifest(caller, policy_id, version)
         for _ in range(_MAX_MANIFESTS):
             try:
+                begun = time.monotonic()
                 fetched = await _pull(caller, folder, manifest)
+                verify_s = time.monotonic() - begun - fetched.seconds
                 break
             except RatoonApiError as error:
                 if version is not None or error.code != "WEIGHTS_NOT_FOUND":
@@ -86,6 +96,8 @@ async def pull_weights(
         manifest=manifest,
         fetched_bytes=fetched.num_bytes,
         parent_version=fetched.parent_version,
+        fetch_s=fetched.seconds,
+        verify_s=verify_s,
     )
 
 
@@ -95,7 +107,7 @@ def _settle(folder: VersionsFolder, version: int, *, is_latest: bool, keep: int 
         folder.point_latest(version)
     folder.drop_partial()
     if keep is not None:
-        folder.prune(keep=keep, current=version)
+        folder.prune(keep=keep, versions=[version])
 
 
 async def _manifest(caller: Caller, policy_id: str, version: int | None) -> WeightManifest:
@@ -107,8 +119,9 @@ async def _manifest(caller: Caller, policy_id: str, version: int | None) -> Weig
 
 async def _pull(caller: Caller, folder: VersionsFolder, manifest: WeightManifest) -> _Fetched:
     """Make the version's folder where it is not there."""
+    fetched = _Fetched()
     if await in_thread(folder.has, manifest):
-        return _Fetched(num_bytes=0)
+        return fetched
     sources: dict[str, Path] = {}
     missing: dict[str, WeightFile] = {}
     for file in manifest.files:
@@ -117,7 +130,7 @@ async def _pull(caller: Caller, folder: VersionsFolder, manifest: WeightManifest
             missing[file.digest] = file
         else:
             sources[file.digest] = local
-    fetched_bytes, rebuilt = await _rebuild(caller, folder, manifest, missing.values())
+    rebuilt = await _rebuild(caller, folder, manifest, missing.values(), fetched)
     sources |= rebuilt.files
     with ExitStack() as open_files, _first_error():
         # A file is verified and written to the disk while the next one comes.
@@ -127,11 +140,12 @@ async def _pull(caller: Caller, folder: VersionsFolder, manifest: WeightManifest
                     continue
                 path = folder.partial_path(digest)
                 partial = open_files.enter_context(PartialFile(path, size_bytes=file.size_bytes))
-                fetched_bytes += await _fetch_missing(caller, manifest, file, partial)
+                await _fetch_missing(caller, manifest, file, partial, fetched)
                 finishing.create_task(_finish(manifest, file, partial))
                 sources[digest] = path
     await in_thread(folder.add, manifest, sources)
-    return _Fetched(num_bytes=fetched_bytes, parent_version=rebuilt.parent_version)
+    fetched.parent_version = rebuilt.parent_version
+    return fetched
 
 
 async def _rebuild(
@@ -139,16 +153,14 @@ async def _rebuild(
     folder: VersionsFolder,
     manifest: WeightManifest,
     missing: Collection[WeightFile],
-) -> tuple[int, Rebuilt]:
-    """The bytes fetched, and what deltas made of missing files; nothing where one is not whole."""
-    fetched_bytes = 0
-    rebuilt = Rebuilt(files={}, parent_version=None)
+    fetched: _Fetched,
+) -> Rebuilt:
+    """What deltas make of missing files; nothing where one is not whole."""
 
     async def fetch(of: WeightManifest, file: WeightFile) -> Path:
-        nonlocal fetched_bytes
         path = folder.partial_path(file.digest)
         with PartialFile(path, size_bytes=file.size_bytes) as partial:
-            fetched_bytes += await _fetch_missing(caller, of, file, partial)
+            await _fetch_missing(caller, of, file, partial, fetched)
             await _finish(of, file, partial)
         return path
 
@@ -156,20 +168,24 @@ async def _rebuild(
         return _manifest(caller, manifest.policy_id, version)
 
     try:
-        rebuilt = await rebuild_missing(folder, manifest, missing, parent, fetch)
+        return await rebuild_missing(folder, manifest, missing, parent, fetch)
     except (IntegrityError, OSError):
         pass
     except RatoonApiError as error:
         # A version between was retired; or this one, which the files themselves will tell.
         if error.code != "WEIGHTS_NOT_FOUND":
             raise
-    return fetched_bytes, rebuilt
+    return Rebuilt(files={}, parent_version=None)
 
 
 async def _fetch_missing(
-    caller: Caller, manifest: WeightManifest, file: WeightFile, partial: PartialFile
-) -> int:
-    """Gives the bytes that were missing."""
+    caller: Caller,
+    manifest: WeightManifest,
+    file: WeightFile,
+    partial: PartialFile,
+    fetched: _Fetched,
+) -> None:
+    begun = time.monotonic()
     ranges = list(chunk_ranges(file.size_bytes, await caller.chunk_bytes()))
     in_flight = asyncio.Semaphore(caller.config.fetches_in_flight)
 
@@ -193,7 +209,8 @@ async def _fetch_missing(
         async with asyncio.TaskGroup() as tasks:
             for part in missing:
                 tasks.create_task(fetch(part))
-    return sum(part.length for part in missing)
+    fetched.num_bytes += sum(part.length for part in missing)
+    fetched.seconds += time.monotonic() - begun
 
 
 async def _finish(manifest: WeightManifest, file: WeightFile, partial: PartialFile) -> None:

@@ -1,0 +1,266 @@
+"""Versions of a policy into an engine, each as soon as it is published.
+
+What is committed was pulled and verified whole; until the engine has taken it, and where it does
+not, the version before it is served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import tenacity
+
+from ratoon_client.caller import may_pass
+from ratoon_client.errors import (
+    EngineError,
+    IntegrityError,
+    InvalidArgumentError,
+    RatoonApiError,
+    RatoonClientError,
+)
+from ratoon_client.operation import POLL_S
+from ratoon_client.results import WeightManifest
+from ratoon_client.weights.adapter import Adapter, FolderAdapter
+from ratoon_client.weights.committed import Committed, read_committed, write_committed
+from ratoon_client.weights.file_lock import held
+from ratoon_client.weights.folder import VersionsFolder, files_of
+from ratoon_client.weights.pull import KEEP_VERSIONS
+from ratoon_client.weights.threads import in_thread
+
+if TYPE_CHECKING:
+    from ratoon_client.async_client import AsyncRatoonClient
+
+_LOG = logging.getLogger("ratoon_client")
+_FIRST_RETRY_S = 0.5
+_MAX_RETRY_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Received:
+    """A version that the engine took. `size_bytes` is all of it, `fetched_bytes` what came now.
+
+    `fetch_s` and `verify_s` are `PulledWeights`'; in `pause_s` of them the engine sampled nothing.
+    """
+
+    policy_id: str
+    version: int
+    folder: Path
+    size_bytes: int
+    fetched_bytes: int
+    fetch_s: float
+    verify_s: float
+    pause_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiveFailure:
+    """Why `version` (None: it is not known which) is not served; tried again in `retry_s`."""
+
+    policy_id: str
+    version: int | None
+    error: BaseException
+    retry_s: float
+
+
+ReceiverEvent = Received | ReceiveFailure
+
+
+def log_event(event: ReceiverEvent) -> None:
+    """What a receiver does with its events where it is not told."""
+    if isinstance(event, Received):
+        _LOG.info("%s: version %d is served", event.policy_id, event.version)
+    else:
+        _LOG.warning("%s: version %s: %s", event.policy_id, event.version, event.error)
+
+
+class AsyncWeightReceiver:
+    """`root` is this receiver's alone: `keep` versions at most, and `latest`, the one committed.
+
+    `on_event` is called on the event loop for each version, and by `follow` for each failure.
+    """
+
+    def __init__(
+        self,
+        client: AsyncRatoonClient,
+        policy_id: str,
+        root: Path | str,
+        adapter: Adapter | None = None,
+        *,
+        keep: int = KEEP_VERSIONS,
+        on_event: Callable[[ReceiverEvent], None] = log_event,
+    ) -> None:
+        if keep < 2:
+            raise InvalidArgumentError("keep", keep, "2 or more: what is served, and what comes")
+        self._client = client
+        self._policy_id = policy_id
+        # Engines are told whole paths.
+        self._root = Path(root).absolute()
+        self._folder = VersionsFolder(self._root)
+        self._adapter = FolderAdapter() if adapter is None else adapter
+        self._keep = keep
+        self._on_event = on_event
+        self._wanted: int | None = None
+
+    async def sync_once(self, wait_s: float = 0.0) -> Received | None:
+        """Bring the engine to the newest version; None where it has it after `wait_s` seconds.
+
+        Raises EngineError, IntegrityError, TransportError, RatoonApiError or OSError where that
+        fails: the engine serves what it did, unless an EngineError says otherwise.
+        """
+        with self._alone():
+            return await self._sync(wait_s)
+
+    async def follow(self) -> None:
+        """The same for each version, until cancelled; what fails is tried again, ever later.
+
+        Who is slow gets the newest alone. Raises what no retry helps, as that the policy is gone.
+        """
+        retrying = tenacity.AsyncRetrying(
+            retry=tenacity.retry_if_exception(_may_pass),
+            wait=tenacity.wait_random_exponential(multiplier=_FIRST_RETRY_S, max=_MAX_RETRY_S),
+            before_sleep=self._report,
+            sleep=self._rest,
+        )
+        with self._alone():
+            while True:
+                await retrying(self._sync, POLL_S)
+
+    @contextmanager
+    def _alone(self) -> Generator[None]:
+        try:
+            with held(self._root / ".receiver.lock"):
+                yield
+        except BlockingIOError:
+            raise InvalidArgumentError(
+                "root", f"{self._root}, another receiver's", "a folder of this one's own"
+            ) from None
+
+    async def _sync(self, wait_s: float) -> Received | None:
+        gone: WeightManifest | None = None
+        while True:
+            self._wanted = None
+            committed = await in_thread(read_committed, self._root, self._policy_id)
+            served = committed if await self._is_served(committed) else None
+            newest = await self._newest(served, wait_s)
+            if newest is None:
+                return None
+            try:
+                return await self._receive(newest, committed)
+            except RatoonApiError as error:
+                # Retired while it was pulled: then the newest is another one.
+                if error.code != "WEIGHTS_NOT_FOUND" or newest == gone:
+                    raise
+                gone, wait_s = newest, 0.0
+
+    async def _is_served(self, committed: Committed | None) -> bool:
+        """Whether the engine still has it; one that cannot tell is not trusted."""
+        tag = await self._adapter.tag()
+        return committed is not None and tag is not None and committed.tag == tag
+
+    async def _newest(self, served: Committed | None, wait_s: float) -> WeightManifest | None:
+        """The newest version, where it is another than what is served."""
+        known = None if served is None else served.version
+        try:
+            newest = await self._client.weight_manifest(
+                self._policy_id, known_version=known, wait_s=wait_s
+            )
+        except RatoonApiError as error:
+            if error.code != "WEIGHTS_NOT_FOUND":
+                raise
+            return None  # Nothing is published yet.
+        if newest.version == known:
+            # A policy that was made anew has other files under its old numbers.
+            files = await in_thread(files_of, self._folder.version_folder(newest.version))
+            if files == set(newest.files):
+                return None
+        return newest
+
+    async def _receive(self, newest: WeightManifest, committed: Committed | None) -> Received:
+        self._wanted = newest.version
+        await self._acknowledge(holds_version=newest.version)
+        await self._make_room(newest, committed)
+        pulled = await self._client.pull_weights(
+            self._policy_id, self._root, newest.version, keep=None
+        )
+        if committed is not None:
+            # Who ends in between leaves an engine of which nothing is known.
+            await in_thread(write_committed, self._root, replace(committed, tag=None))
+        pause_s = await self._adapter.commit(
+            pulled.folder, pulled.manifest, previous=self._previous(newest, committed)
+        )
+        async with self._folder.locked():
+            await in_thread(self._folder.point_latest, pulled.version)
+        tag = await self._adapter.tag()
+        done = Committed(policy_id=self._policy_id, version=pulled.version, tag=tag)
+        await in_thread(write_committed, self._root, done)
+        await self._acknowledge(version=pulled.version)
+        received = Received(
+            policy_id=self._policy_id,
+            version=pulled.version,
+            folder=pulled.folder,
+            size_bytes=sum(file.size_bytes for file in pulled.manifest.files),
+            fetched_bytes=pulled.fetched_bytes,
+            fetch_s=pulled.fetch_s,
+            verify_s=pulled.verify_s,
+            pause_s=pause_s,
+        )
+        self._on_event(received)
+        return received
+
+    async def _make_room(self, newest: WeightManifest, committed: Committed | None) -> None:
+        """Before the pull: a folder in memory must not hold more than it has to."""
+        versions = [newest.version] if committed is None else [newest.version, committed.version]
+        async with self._folder.locked():
+            await in_thread(self._folder.prune, keep=self._keep, versions=versions)
+
+    def _previous(self, newest: WeightManifest, committed: Committed | None) -> Path | None:
+        """What an engine may be given back where it does not take the new version."""
+        if committed is None or committed.version == newest.version:
+            return None
+        folder = self._folder.version_folder(committed.version)
+        return folder if files_of(folder) else None
+
+    async def _acknowledge(
+        self, *, version: int | None = None, holds_version: int | None = None
+    ) -> None:
+        """Where the service hears what is served, and what must stay while it is fetched."""
+
+    def _report(self, state: tenacity.RetryCallState) -> None:
+        error = None if state.outcome is None else state.outcome.exception()
+        assert error is not None
+        self._on_event(
+            ReceiveFailure(
+                policy_id=self._policy_id,
+                version=self._wanted,
+                error=error,
+                retry_s=state.upcoming_sleep,
+            )
+        )
+
+    async def _rest(self, seconds: float) -> None:
+        """Until then, or until another version than the one that failed is the newest."""
+        end = time.monotonic() + seconds
+        if self._wanted is not None:
+            try:
+                newest = await self._client.weight_manifest(
+                    self._policy_id, known_version=self._wanted, wait_s=seconds
+                )
+            except RatoonClientError:
+                pass  # The next try says what is wrong.
+            else:
+                if newest.version != self._wanted:
+                    return
+        await asyncio.sleep(max(end - time.monotonic(), 0.0))
+
+
+def _may_pass(error: BaseException) -> bool:
+    if isinstance(error, RatoonApiError) and error.code == "WEIGHTS_NOT_FOUND":
+        return True
+    return isinstance(error, IntegrityError | EngineError | OSError) or may_pass(error)

@@ -1,0 +1,158 @@
+"""Versions into a vLLM server, by the routes that it has with VLLM_SERVER_DEV_MODE=1.
+
+A full version is loaded in place while generation is paused; the engine samples again once the
+new weights or the old ones are in whole, and stays paused where neither could be loaded. LoRA
+versions (VLLM_ALLOW_RUNTIME_LORA_UPDATING=True) get a name each, without a pause.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import tenacity
+
+from ratoon_client.errors import EngineError
+from ratoon_client.results import WeightManifest
+from ratoon_client.weights.engine_http import EngineHttp
+from ratoon_client.weights.threads import in_thread
+
+_STARTED = re.compile(r"^process_start_time_seconds(?:\{.*\})? (\S+)$", re.MULTILINE)
+_ATTEMPTS = 4
+
+
+class VllmAdapter(EngineHttp):
+    """Holds the engine at `url` from construction to `close`, or as a context manager.
+
+    `drain_s` bounds the wait for requests that are being answered, `load_s` a load, `call_s` all
+    other calls. Raises EngineError where another receiver of this machine has the engine.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        drain_s: float = 300.0,
+        load_s: float = 300.0,
+        call_s: float = 30.0,
+    ) -> None:
+        super().__init__(url, api_key=api_key, call_s=call_s)
+        self._drain_s = drain_s
+        self._load_s = load_s
+
+    async def tag(self) -> str | None:
+        """When the server was started, which forgets all versions; None: its metrics lack it."""
+        return await in_thread(self._started_at)
+
+    async def commit(
+        self, folder: Path, manifest: WeightManifest, *, previous: Path | None
+    ) -> float:
+        if manifest.kind == "adapter":
+            await in_thread(self._commit_lora, folder, manifest)
+            return 0.0
+        return await in_thread(self._commit_full, folder, previous)
+
+    def _started_at(self) -> str | None:
+        metrics = self._find("/metrics")
+        started = None if metrics is None else _STARTED.search(metrics.text)
+        return None if started is None else started[1]
+
+    def _commit_full(self, folder: Path, previous: Path | None) -> float:
+        # Without a version before it, what the server was started with.
+        old = str(previous) if previous is not None else self._model_root()
+        self._pause()
+        begun = time.monotonic()
+        try:
+            self._load(str(folder))
+        except EngineError as error:
+            self._load_again(old, error)
+        self._resume()
+        return time.monotonic() - begun
+
+    def _model_root(self) -> str | None:
+        """The folder, or name on the hub, of the model that the server was started with."""
+        for model in self._models():
+            if model.get("parent") is None and isinstance(model.get("root"), str):
+                return model["root"]
+        return None
+
+    def _models(self) -> list[dict[str, Any]]:
+        return self._get("/v1/models").fields.get("data") or []
+
+    def _pause(self) -> None:
+        before = self._find("/is_paused")
+        try:
+            self._post("/pause?mode=wait", timeout_s=self._drain_s)
+        except EngineError:
+            # It may be paused all the same; one that was before may have half of a version.
+            if before is None or before.fields.get("is_paused") is not True:
+                with suppress(EngineError):
+                    self._post("/resume")
+            raise
+
+    def _load(self, path: str) -> None:
+        """Old keys and values would answer for tokens that the new weights have not seen."""
+        body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+        self._post("/collective_rpc", body, timeout_s=self._load_s)
+        # Refused while blocks are still on their way to another memory.
+        self._insist("/reset_prefix_cache")
+
+    def _load_again(self, old: str | None, error: EngineError) -> None:
+        """Resume with the weights from before; raises EngineError, whatever became of it."""
+        if old is None:
+            raise EngineError(f"{error}; nothing to load again: the engine is left paused")
+        try:
+            self._load(old)
+        except EngineError as again:
+            raise EngineError(
+                f"{error}; {old} could not be loaded again ({again}): the engine is left paused"
+            ) from error
+        self._resume()
+        raise EngineError(f"{error}; {old} is loaded again") from error
+
+    def _resume(self) -> None:
+        try:
+            self._insist("/resume")
+        except EngineError as err:
+            raise EngineError(f"{err}; the engine is left paused") from err
+
+    def _insist(self, path: str) -> None:
+        attempts = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(EngineError),
+            stop=tenacity.stop_after_attempt(_ATTEMPTS),
+            wait=tenacity.wait_exponential(multiplier=0.1),
+            reraise=True,
+        )
+        attempts(self._post, path)
+
+    def _commit_lora(self, folder: Path, manifest: WeightManifest) -> None:
+        """Under a name of its own: blocks that are cached under a name outlive its adapter."""
+        name = lora_name(manifest)
+        pattern = re.compile(re.escape(name.removesuffix(str(manifest.version))) + r"\d+")
+        ours = [str(model["id"]) for model in self._models() if pattern.fullmatch(str(model["id"]))]
+        if name in ours:
+            # Of a commit that was not recorded, or of a policy of this name that was made anew.
+            self._unload(name)
+            self._post("/reset_prefix_cache")
+        self._post(
+            "/v1/load_lora_adapter",
+            {"lora_name": name, "lora_path": str(folder)},
+            timeout_s=self._load_s,
+        )
+        for old in ours:
+            if old != name:
+                # The next version's commit finds it again.
+                with suppress(EngineError):
+                    self._unload(old)
+
+    def _unload(self, name: str) -> None:
+        self._post("/v1/unload_lora_adapter", {"lora_name": name})
+
+
+def lora_name(manifest: WeightManifest) -> str:
+    """What requests name as their `model`."""
+    return f"{manifest.policy_id}-v{manifest.version}"
