@@ -85,6 +85,7 @@ class FakeService:
         self.is_holding = False
         self.max_body_bytes = 2**28
         self.steps = 0
+        self.acks: list[service_pb2.AckWeightsRequest] = []
         self.result_files: dict[str, bytes] = {}
         self.forward_in_file = False
         # Given a file's bytes and an offset, the chunk as it is sent.
@@ -361,6 +362,7 @@ class FakeService:
 
     def _ack_weights(self, request: service_pb2.AckWeightsRequest) -> Message:
         policy = self._policy(request.policy_id)
+        self.acks.append(request)
         return service_pb2.AckWeightsResponse(published_version=max(policy.weights, default=None))
 
     def _get_gradient_manifest(self, request: service_pb2.GetGradientManifestRequest) -> Message:

@@ -41,7 +41,12 @@ def llama(seed: int, *, tied: bool = True) -> LlamaForCausalLM:
 def manifest(version: int, kind: Literal["full", "adapter"] = "full") -> WeightManifest:
     file = WeightFile(name=FILE, size_bytes=0, digest="0" * 32)
     return WeightManifest(
-        policy_id="p", version=version, kind=kind, files=(file,), created_at=datetime.now(UTC)
+        policy_id="p",
+        version=version,
+        kind=kind,
+        deltas=(),
+        files=(file,),
+        created_at=datetime.now(UTC),
     )
 
 

@@ -41,6 +41,7 @@ from tests.client.fake_service import (
     FakeService,
     Fault,
     LostAnswerError,
+    RefusalError,
 )
 
 NUM_CHUNKS = 4
@@ -161,6 +162,39 @@ async def test_a_folder_follows_the_newest_version(
     assert versions(root) == {"version-4", "version-5", "version-6"}
     with pytest.raises(InvalidArgumentError, match="2 or more"):
         client.weight_receiver("p", root, keep=1)
+
+
+async def test_the_service_hears_what_is_served_and_what_is_fetched(
+    service: FakeService, client: AsyncRatoonClient, root: Path
+):
+    def said() -> list[tuple[int | None, int | None]]:
+        acks, service.acks = service.acks, []
+        (name,) = {ack.receiver_id for ack in acks}
+        assert re.fullmatch(r"[a-zA-Z0-9._-]{1,64}", name)
+        assert name == "mine" or len(name) > 17
+        return [
+            (
+                ack.version if ack.HasField("version") else None,
+                ack.holds_version if ack.HasField("holds_version") else None,
+            )
+            for ack in acks
+        ]
+
+    await client.weight_receiver("p", root).sync_once()
+    assert said() == [(None, 1), (1, None)]
+    publish(service, 2)
+    await client.weight_receiver("p", root, receiver_id="mine").sync_once()
+    assert said() == [(1, 2), (2, None)]
+
+
+async def test_a_version_is_served_where_the_service_hears_nothing(
+    service: FakeService, client: AsyncRatoonClient, root: Path
+):
+    error = RefusalError("RESOURCE_EXHAUSTED", field="holds_version")
+    service.faults = [Fault(name="AckWeights", error=error) for _ in range(2)]
+    received = await client.weight_receiver("p", root).sync_once()
+    assert received is not None
+    assert service.faults == []
 
 
 async def test_a_receiver_waits_for_a_version(
@@ -573,6 +607,7 @@ async def test_lora_versions_have_a_name_each(
             policy_id=policy_id,
             version=version,
             kind="adapter",
+            deltas=(),
             files=(file,),
             created_at=datetime.now(UTC),
         )

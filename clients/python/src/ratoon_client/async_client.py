@@ -392,11 +392,20 @@ class AsyncRatoonClient:
         root: Path | str,
         adapter: Adapter | None = None,
         *,
+        receiver_id: str | None = None,
         keep: int = KEEP_VERSIONS,
         on_event: Callable[[ReceiverEvent], None] = log_event,
     ) -> AsyncWeightReceiver:
         """Versions into an engine as they are published; without `adapter` into `root` alone."""
-        return AsyncWeightReceiver(self, policy_id, root, adapter, keep=keep, on_event=on_event)
+        return AsyncWeightReceiver(
+            self,
+            policy_id,
+            root,
+            adapter,
+            receiver_id=receiver_id,
+            keep=keep,
+            on_event=on_event,
+        )
 
     async def server_info(self) -> ServerInfo:
         request = service_pb2.GetServerInfoRequest()

@@ -315,11 +315,12 @@ class RatoonClient:
         root: Path | str,
         adapter: Adapter | None = None,
         *,
+        receiver_id: str | None = None,
         keep: int = KEEP_VERSIONS,
         on_event: Callable[[ReceiverEvent], None] = log_event,
     ) -> WeightReceiver:
         receiver = self._client.weight_receiver(
-            policy_id, root, adapter, keep=keep, on_event=on_event
+            policy_id, root, adapter, receiver_id=receiver_id, keep=keep, on_event=on_event
         )
         return WeightReceiver(self._loop, receiver)
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import platform
+import re
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import tenacity
+import xxhash
 
 from ratoon_client.caller import may_pass
 from ratoon_client.errors import (
@@ -83,6 +86,7 @@ def log_event(event: ReceiverEvent) -> None:
 class AsyncWeightReceiver:
     """`root` is this receiver's alone: `keep` versions at most, and `latest`, the one committed.
 
+    `receiver_id` is its name in the service's metrics; None: of this host and `root`.
     `on_event` is called on the event loop for each version, and by `follow` for each failure.
     """
 
@@ -93,6 +97,7 @@ class AsyncWeightReceiver:
         root: Path | str,
         adapter: Adapter | None = None,
         *,
+        receiver_id: str | None = None,
         keep: int = KEEP_VERSIONS,
         on_event: Callable[[ReceiverEvent], None] = log_event,
     ) -> None:
@@ -102,6 +107,7 @@ class AsyncWeightReceiver:
         self._policy_id = policy_id
         # Engines are told whole paths.
         self._root = Path(root).absolute()
+        self._receiver_id = receiver_id or _own_id(self._root)
         self._folder = VersionsFolder(self._root)
         self._adapter = FolderAdapter() if adapter is None else adapter
         self._keep = keep
@@ -184,7 +190,8 @@ class AsyncWeightReceiver:
 
     async def _receive(self, newest: WeightManifest, committed: Committed | None) -> Received:
         self._wanted = newest.version
-        await self._acknowledge(holds_version=newest.version)
+        served = None if committed is None else committed.version
+        await self._acknowledge(served, holds_version=newest.version)
         await self._make_room(newest, committed)
         pulled = await self._client.pull_weights(
             self._policy_id, self._root, newest.version, keep=None
@@ -200,7 +207,7 @@ class AsyncWeightReceiver:
         tag = await self._adapter.tag()
         done = Committed(policy_id=self._policy_id, version=pulled.version, tag=tag)
         await in_thread(write_committed, self._root, done)
-        await self._acknowledge(version=pulled.version)
+        await self._acknowledge(pulled.version)
         received = Received(
             policy_id=self._policy_id,
             version=pulled.version,
@@ -227,10 +234,17 @@ class AsyncWeightReceiver:
         folder = self._folder.version_folder(committed.version)
         return folder if files_of(folder) else None
 
-    async def _acknowledge(
-        self, *, version: int | None = None, holds_version: int | None = None
-    ) -> None:
-        """Where the service hears what is served, and what must stay while it is fetched."""
+    async def _acknowledge(self, version: int | None, holds_version: int | None = None) -> None:
+        """Tell the service what is served, and what must stay while it is fetched.
+
+        One that does not hear it, or holds enough already, has its versions all the same.
+        """
+        try:
+            await self._client.ack_weights(
+                self._policy_id, self._receiver_id, version=version, holds_version=holds_version
+            )
+        except RatoonClientError as error:
+            _LOG.info("%s: not acknowledged: %s", self._policy_id, error)
 
     def _report(self, state: tenacity.RetryCallState) -> None:
         error = None if state.outcome is None else state.outcome.exception()
@@ -258,6 +272,12 @@ class AsyncWeightReceiver:
                 if newest.version != self._wanted:
                     return
         await asyncio.sleep(max(end - time.monotonic(), 0.0))
+
+
+def _own_id(root: Path) -> str:
+    """The same after a restart: characters that the service takes, at most 64."""
+    host = re.sub(r"[^a-zA-Z0-9._-]", "-", platform.node())[:47]
+    return f"{host}-{xxhash.xxh3_64_hexdigest(str(root).encode())}"
 
 
 def _may_pass(error: BaseException) -> bool:
