@@ -22,6 +22,8 @@ from ratoon.engine.types import (
     ForwardCommand,
     ForwardResult,
     Holder,
+    ImportResult,
+    ImportWeightsCommand,
     NoKey,
     Operation,
     OperationKind,
@@ -71,6 +73,7 @@ _KINDS = {
     "ForwardCommand": OperationKind.FORWARD,
     "SaveCheckpointCommand": OperationKind.SAVE_CHECKPOINT,
     "LoadCheckpointCommand": OperationKind.LOAD_CHECKPOINT,
+    "ImportWeightsCommand": OperationKind.IMPORT_WEIGHTS,
 }
 
 
@@ -215,6 +218,14 @@ class FakeEngine:
                 replay_from_seq=operation.seq + 1,
                 created_at=2.5,
                 size_bytes=10,
+            )
+        if isinstance(submission.command, ImportWeightsCommand):
+            result = ImportResult(
+                version=policy.version,
+                num_tensors=3,
+                size_bytes=2**40,
+                dtypes=("BF16", "F32"),
+                digest="0" * 32,
             )
         if isinstance(submission.command, ForwardCommand):
             output = self.forward_output

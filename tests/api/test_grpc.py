@@ -1,4 +1,4 @@
-"""What gRPC alone has: calls that are not built, streams, callers that leave."""
+"""What gRPC alone has: streams, callers that leave."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ratoon_proto.v1.service_pb2_grpc import PolicyServiceServicer, PolicyServic
 from tests.api import requests
 from tests.api.conftest import Api
 from tests.api.open_gate import OPEN_GATE
-from tests.api.wires import NOT_BUILT, SERVICE, grpc_error
+from tests.api.wires import SERVICE, grpc_error
 
 
 def test_the_servicer_has_every_rpc_of_the_contract() -> None:
@@ -30,16 +30,6 @@ def test_the_servicer_has_every_rpc_of_the_contract() -> None:
 
 def test_every_row_of_the_table_has_a_grpc_status() -> None:
     assert {row.grpc for row in ERROR_TABLE.values()} <= {code.name for code in grpc.StatusCode}
-
-
-@pytest.mark.parametrize("rpc", NOT_BUILT)
-async def test_calls_that_are_not_built_are_unimplemented(api: Api, rpc: str) -> None:
-    stub = PolicyServiceStub(api.grpc.channel)
-    request = getattr(service_pb2, f"{rpc}Request")()
-    call = getattr(stub, rpc)(request)
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await (anext(aiter(call)) if rpc == "WatchWeights" else call)
-    assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
 
 
 async def test_an_error_has_code_message_and_trailer(api: Api) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ratoon.api.convert.policy import model_folder
+from ratoon.engine.files.model_folders import model_folder, plain_path
 from ratoon.errors import RatoonError
 
 
@@ -49,3 +49,19 @@ def test_links_within_the_root_are_followed(root: Path) -> None:
     (root / "own/generation_config.json").symlink_to("../blob")
     (root / "newest").symlink_to("own")
     assert model_folder("spec.model_folder", "newest", root) == root / "own"
+
+
+@pytest.mark.parametrize(
+    ("given", "plain"), [("own", "own"), ("./a//b/", "a/b"), ("a b/c.d", "a b/c.d"), ("..a", "..a")]
+)
+def test_a_path_has_one_form_whatever_is_there(given: str, plain: str) -> None:
+    assert plain_path("model_folder", given) == plain
+    assert plain_path("model_folder", plain) == plain
+
+
+@pytest.mark.parametrize(
+    "given", ["", ".", "/", "//a", "..", "a/..", "../a", "a/../b", "a\0b", "x" * 2000]
+)
+def test_a_path_that_does_not_lead_below_is_refused_by_its_text(given: str) -> None:
+    with pytest.raises(RatoonError):
+        plain_path("model_folder", given)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from ratoon.engine.types import (
     ForwardCommand,
+    ImportMode,
+    ImportWeightsCommand,
     NoKey,
     RequestKey,
     SeqKey,
@@ -411,6 +415,62 @@ async def test_the_window_in_parts_and_checkpoints(api: Api, wire_name: str) -> 
     )
     (checkpoint,) = listed.checkpoints
     assert (checkpoint.checkpoint_id, checkpoint.seq, checkpoint.replay_from_seq) == ("a.b", 4, 5)
+
+
+async def test_a_folder_is_imported_as_it_is_asked_for(api: Api, wire_name: str) -> None:
+    await api.create_policy()
+    wire = api.wire(wire_name)
+    plain = service_pb2.ImportWeightsRequest(
+        policy_id=requests.POLICY,
+        key=service_pb2.OperationKey(seq=1),
+        model_folder="outer//./step-1/",
+    )
+    operation = await wire.call("ImportWeights", plain)
+    assert operation.kind == operation_pb2.OPERATION_KIND_IMPORT_WEIGHTS
+    assert operation.imported == operation_pb2.ImportResult(
+        version=1, num_tensors=3, size_bytes=2**40, dtypes=["BF16", "F32"], digest="0" * 32
+    )
+    again = service_pb2.ImportWeightsRequest()
+    again.CopyFrom(plain)
+    again.model_folder, again.mode = "outer/step-1", service_pb2.IMPORT_MODE_FULL
+    assert (await wire.call("ImportWeights", again)).operation_id == operation.operation_id
+    again.key.seq, again.mode = 2, service_pb2.IMPORT_MODE_DELTA
+    again.reset_optimizer, again.expected_version = True, 0
+    await wire.call("ImportWeights", again)
+    full = ImportWeightsCommand(
+        folder="outer/step-1",
+        mode=ImportMode.FULL,
+        reset_optimizer=False,
+        expected_version=None,
+    )
+    delta = replace(full, mode=ImportMode.DELTA, reset_optimizer=True, expected_version=0)
+    assert [submission.command for submission in api.engine.log] == [full, delta]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(
+            ("model_folder", given)
+            for given in ("", ".", "/etc", "../outside", "a/../../b", "a\0b")
+        ),
+        ("model_folder", "a/" * 1000),
+        ("expected_version", -1),
+    ],
+)
+async def test_a_folder_or_version_that_cannot_be_takes_no_seq(
+    api: Api, wire_name: str, field: str, value: object
+) -> None:
+    await api.create_policy()
+    request = service_pb2.ImportWeightsRequest(
+        policy_id=requests.POLICY, key=service_pb2.OperationKey(seq=1), model_folder="outer"
+    )
+    setattr(request, field, value)
+    with pytest.raises(WireError) as caught:
+        await api.wire(wire_name).call("ImportWeights", request)
+    assert (caught.value.detail.code, caught.value.detail.field) == ("INVALID_ARGUMENT", field)
+    assert len(caught.value.detail.message) < 300
+    assert api.engine.log == []
 
 
 async def test_long_poll_ends_with_the_operation(api: Api, wire_name: str) -> None:

@@ -44,6 +44,7 @@ ROUTES = {
     "GetWeightManifest": ("GET", "/v1/policies/{policy_id}/weights/{version}"),
     "GetGradientManifest": ("POST", "/v1/policies/{policy_id}/gradients"),
     "AckWeights": ("POST", "/v1/policies/{policy_id}/weights/acks"),
+    "ImportWeights": ("POST", "/v1/policies/{policy_id}/weights"),
     "GetServerInfo": ("GET", "/v1/info"),
     "Health": ("GET", "/v1/health"),
 }
@@ -58,7 +59,6 @@ HTTP_ALONE = {
     ("GET", "/v1/policies/{policy_id}/weights/{version}/files/{name}"),
     ("GET", "/metrics"),
 }
-NOT_BUILT = ("ImportWeights",)
 
 
 def rpc_call(rpc: str) -> str:

@@ -227,7 +227,7 @@ class FakeService:
             seqs = {self.operations[known].seq for _, known in policy.keys.values()}
             while policy.next_seq in seqs:
                 policy.next_seq += 1
-        if kind in ("Update", "OptimStep"):
+        if kind in ("Update", "OptimStep", "ImportWeights"):
             self.steps += 1
             policy.version += 1
         self._finish(operation, **self._result(kind, policy, groups))
@@ -256,6 +256,15 @@ class FakeService:
                 return {"empty": operation_pb2.EmptyResult()}
             case "SaveCheckpoint" | "LoadCheckpoint":
                 return {"checkpoint": operation_pb2.CheckpointInfo(checkpoint_id="c-1", version=3)}
+            case "ImportWeights":
+                imported = operation_pb2.ImportResult(
+                    version=policy.version,
+                    num_tensors=3,
+                    size_bytes=2**40,
+                    dtypes=["BF16", "F32"],
+                    digest="0" * 32,
+                )
+                return {"imported": imported}
             case "Forward":
                 return {"forward": self._forward_result(groups, report, policy.version)}
             case _:

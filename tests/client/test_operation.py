@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ratoon_client import (
     ClientConfig,
+    ImportResult,
     IntegrityError,
     InvalidArgumentError,
     RatoonApiError,
@@ -16,6 +19,7 @@ from ratoon_client import (
     ResultTimeoutError,
     TransportError,
 )
+from ratoon_proto.v1 import service_pb2
 from tests.client.fake_service import CHUNK_BYTES, FakeService, Fault, LostAnswerError, RefusalError
 from tests.client.samples import LOSS, OPTIM, one_group
 
@@ -189,6 +193,52 @@ def test_a_large_forward_is_fetched_in_verified_chunks(service: FakeService, cli
     service.tamper = lambda data, offset: bytes(len(data)) if offset else data
     with pytest.raises(IntegrityError, match=f"chunk at {CHUNK_BYTES}"):
         client.forward("p", groups).result()
+
+
+def test_a_folder_is_imported(service: FakeService, client: RatoonClient):
+    """The session gives it a seq; defaults are the service's to complete, but for the mode."""
+    session = client.policy("p")
+    done = session.import_weights("outer/step-1", expected_version=0).result()
+    assert done == ImportResult(
+        version=1, num_tensors=3, size_bytes=2**40, dtypes=("BF16", "F32"), digest="0" * 32
+    )
+    delta = session.import_weights("outer/step-2", mode="delta", reset_optimizer=True)
+    operation = delta.wait()
+    assert (operation.kind, operation.imported) == ("import_weights", delta.result())
+    client.import_weights("p", "outer/step-3", seq=3).result()
+    first, second, third = (r for name, r in service.requests if name == "ImportWeights")
+    assert first == service_pb2.ImportWeightsRequest(
+        policy_id="p",
+        key=service_pb2.OperationKey(seq=1),
+        model_folder="outer/step-1",
+        mode=service_pb2.IMPORT_MODE_FULL,
+        expected_version=0,
+    )
+    assert second == service_pb2.ImportWeightsRequest(
+        policy_id="p",
+        key=service_pb2.OperationKey(seq=2),
+        model_folder="outer/step-2",
+        mode=service_pb2.IMPORT_MODE_DELTA,
+        reset_optimizer=True,
+    )
+    assert third.key.seq == 3  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    ("folder", "options", "field"),
+    [
+        (Path("outer"), {}, "model_folder"),
+        ("outer", {"mode": "sum"}, "mode"),
+        ("outer", {"expected_version": "new"}, "expected_version"),
+    ],
+)
+def test_what_has_no_form_on_the_wire_is_refused_here(
+    service: FakeService, client: RatoonClient, folder: Any, options: dict[str, Any], field: str
+):
+    with pytest.raises(InvalidArgumentError) as caught:
+        client.policy("p").import_weights(folder, **options)
+    assert caught.value.field == field
+    assert service.calls["ImportWeights"] == 0
 
 
 def test_the_handle_of_somebody_elses_operation(client: RatoonClient):

@@ -12,6 +12,7 @@ import pytest
 from ratoon_client import VllmAdapter
 from ratoon_client.cli import main
 from ratoon_client.config import DEFAULT_URL, default_url
+from ratoon_proto.v1 import service_pb2
 from tests.client.fake_service import FakeService, Fault, LostAnswerError, RefusalError
 
 LINE = json.dumps(
@@ -212,6 +213,30 @@ def test_weights_are_watched(service: FakeService, ctl: Ctl):
     assert status == 1
     assert "300" in out
     assert "POLICY_NOT_FOUND" in error
+
+
+def test_a_folder_is_imported(service: FakeService, ctl: Ctl):
+    imported = ctl.json("weights", "import", "p", "outer/step-1")
+    assert (imported["version"], imported["dtypes"]) == (1, ["BF16", "F32"])
+    options = ("--delta", "--reset-optimizer", "--expected-version", "1", "--seq", "2")
+    status, out, _ = ctl("weights", "import", "p", "outer/step-2", *options)
+    assert status == 0
+    assert "BF16, F32" in out
+    full, delta = (request for name, request in service.requests if name == "ImportWeights")
+    assert full == service_pb2.ImportWeightsRequest(
+        policy_id="p",
+        key=service_pb2.OperationKey(seq=1),
+        model_folder="outer/step-1",
+        mode=service_pb2.IMPORT_MODE_FULL,
+    )
+    assert delta == service_pb2.ImportWeightsRequest(
+        policy_id="p",
+        key=service_pb2.OperationKey(seq=2),
+        model_folder="outer/step-2",
+        mode=service_pb2.IMPORT_MODE_DELTA,
+        reset_optimizer=True,
+        expected_version=1,
+    )
 
 
 def test_checkpoints_are_saved_loaded_and_listed(service: FakeService, ctl: Ctl):

@@ -27,10 +27,12 @@ from harness.attacks.http import Target
 from ratoon import app
 from ratoon.ray_serve import APP_NAME
 from ratoon_client import (
+    ForwardResult,
     Loss,
     OperationHandle,
     Optim,
     Publish,
+    PulledWeights,
     RatoonApiError,
     RatoonClient,
     StepResult,
@@ -181,9 +183,6 @@ async def test_errors_have_their_trailer_on_both_grpc_ports(
     with pytest.raises(grpc.aio.AioRpcError) as failed:
         await update(b"\x0a" + b"\xff" * MAX_MESSAGE_BYTES)
     assert failed.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-    with pytest.raises(grpc.aio.AioRpcError) as failed:
-        await stub.ImportWeights(service_pb2.ImportWeightsRequest(policy_id=policy))
-    assert failed.value.code() == grpc.StatusCode.UNIMPLEMENTED
     assert await _next_seq(wires) == bad.key.seq
 
 
@@ -205,6 +204,47 @@ async def test_a_body_over_the_limit_is_refused_and_the_service_lives(
     assert caught.value.detail.code == "BODY_TOO_LARGE"
     assert (await wire.call("Health", service_pb2.HealthRequest())).status == "ok"
     assert await _next_seq(wires) == request.key.seq
+
+
+def test_a_version_that_was_pulled_is_imported_bit_for_bit(service: Service, policy: str) -> None:
+    """Train on, import it: its log-probs are there again, over both wires."""
+    sampled = rollout(response=[52, 53], sampler_logprobs=[-5.0, -5.5], reward=1.0)
+    other = rollout(response=[54], sampler_logprobs=[-5.2], reward=0.0)
+    groups, optim = [group("g", [50, 43], [sampled, other])], Optim(learning_rate=1e-2)
+    for target in (service.addresses.grpc, service.addresses.http):
+        with RatoonClient(target) as client:
+            session = client.policy(policy)
+            pulled = client.pull_weights(policy, service.config.models_folder / "kept")
+            then = client.forward(policy, groups).result()
+            assert then.version == pulled.version
+            stepped = session.update(groups, loss=Loss("grpo"), optim=optim).result()
+            moved = client.forward(policy, groups).result()
+            assert _bits(moved) != _bits(then)
+            imported = session.import_weights(
+                f"kept/version-{pulled.version}", expected_version=stepped.version
+            ).result()
+            assert (imported.version, imported.dtypes) == (stepped.version + 1, ("F32",))
+            now = client.forward(policy, groups).result()
+            assert (now.version, _bits(now)) == (imported.version, _bits(then))
+            again = client.pull_weights(policy, service.config.models_folder / "kept")
+            assert again.version == imported.version
+            assert _digests(again) == _digests(pulled)
+            seq = session.next_seq()
+            for refused in ("kept", "../data", "none"):
+                # A folder of folders is a folder, without weights: it fails at its turn.
+                with pytest.raises(RatoonApiError, match="model_folder") as caught:
+                    session.import_weights(refused).result()
+                assert caught.value.code == "INVALID_ARGUMENT"
+            assert session.next_seq() == seq + 1
+            assert client.get_policy(policy).version == imported.version
+
+
+def _bits(result: ForwardResult) -> list[bytes]:
+    return [array.tobytes() for array in result.logprobs]
+
+
+def _digests(pulled: PulledWeights) -> dict[str, str]:
+    return {file.name: file.digest for file in pulled.manifest.files}
 
 
 async def test_a_watched_update_ends_on_every_wire(wires: Wires, policy: str) -> None:

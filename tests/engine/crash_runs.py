@@ -20,6 +20,7 @@ from tests.engine.harness import (
     Machine,
     forward,
     forward_backward,
+    import_weights,
     load,
     optim_step,
     save,
@@ -51,6 +52,7 @@ HISTORY: tuple[tuple[Command, float], ...] = (
     (SAVE, 0),
     (forward_backward(90), 90),
     (optim_step(), 0),
+    (import_weights(5), 5),
     (update(4), 4),
 )
 

@@ -2,7 +2,8 @@
 
 A batch is one number, its only reward. Gradients are the numbers of the window in order, a step
 adds (gradients, learning rate) to the weights; so two histories are equal only if every operation
-was applied once and in the same order.
+was applied once and in the same order. A folder to import holds a number, which is added as a step
+of the rate 0, or replaces all.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ INFO = ModelInfo(
     optimizer_states="bf16_split_8bit",
 )
 _TORN = -1.0
+# A folder to import has its number there.
+IMPORTED_NAME = "number.json"
 
 
 def number_batch(number: float) -> RolloutBatch:
@@ -84,6 +87,15 @@ class FakeForward:
 
 
 @dataclass(frozen=True)
+class FakeImport:
+    number: float
+    digest: str
+    num_tensors: int = 1
+    size_bytes: int = 8
+    dtypes: tuple[str, ...] = ("F32",)
+
+
+@dataclass(frozen=True)
 class FakeSnapshot:
     """`text`: JSON of weights and version, which is what a checkpoint of it holds."""
 
@@ -111,7 +123,8 @@ class Faults:
 
     `tears` are stepped on half way, so many times; after one of `kills_device`, as many times,
     nothing works but a new trainer.
-    `noise` is added to each gradient; snapshots are written once `writes` is set.
+    `noise` is added to each gradient; snapshots are written once `writes` is set, folders to import
+    are read once `reads` is.
     """
 
     breaks: set[float] = field(default_factory=set[float])
@@ -128,6 +141,7 @@ class Faults:
     noise: float = 0.0
     full_disk: bool = False
     writes: threading.Event | None = None
+    reads: threading.Event | None = None
 
 
 class FakeTrainer:
@@ -318,6 +332,27 @@ class FakeTrainer:
         self.check_device()
         text = json.dumps({"weights": self.weights, "version": self.version})
         return FakeSnapshot(self.version, self.state_digest(), text, self.faults)
+
+    def read_weights(self, folder: Path, digest: str) -> FakeImport:
+        if self.faults.reads is not None:
+            self.faults.reads.wait()
+        try:
+            data = (folder / IMPORTED_NAME).read_bytes()
+        except OSError as err:
+            raise invalid("model_folder", "no file", IMPORTED_NAME) from err
+        number, got = float(data), digest_bytes(data)
+        if digest not in ("", got):
+            raise invalid("model_folder", f"files of digest {got}", digest)
+        if number in self.faults.breaks:
+            raise invalid("model_folder[weight]", "NaN", "a number")
+        return FakeImport(number, got)
+
+    def import_weights(self, weights: FakeImport, *, adds: bool, resets_optimizer: bool) -> None:
+        assert not self.gradients
+        self.weights = [*(self.weights if adds else []), ([weights.number], 0.0)]
+        if _happens(self.faults.tears, weights.number):
+            raise RuntimeError("torn on purpose")
+        self.version += 1
 
     def load_checkpoint(self, folder: Path) -> None:
         try:

@@ -29,6 +29,8 @@ from ratoon.engine.types import (
     FailedResult,
     ForwardBackwardCommand,
     ForwardCommand,
+    ImportMode,
+    ImportWeightsCommand,
     LoadCheckpointCommand,
     NoKey,
     OnChangedNumerics,
@@ -60,7 +62,7 @@ from ratoon.train.config import (
     OptimRequest,
 )
 from ratoon.train.spec import TrainerSpec
-from tests.engine.fake_trainer import Faults, number_body
+from tests.engine.fake_trainer import IMPORTED_NAME, Faults, number_body
 from tests.engine.local_ports import POLICY, Crash, Crashes, LocalJournal, LocalWorker
 
 
@@ -194,6 +196,8 @@ class Machine:
         await self.controller.start()
 
     async def submit(self, key: int | str | None, command: Command, number: float) -> Operation:
+        if isinstance(command, ImportWeightsCommand):
+            self.put_folder(command.folder, number)
         return await self.controller.submit(
             Submission(
                 policy_id=self.spec.policy_id,
@@ -223,6 +227,14 @@ class Machine:
     async def landed(self) -> None:
         """Until no publication is under way."""
         await self.controller._turns._publisher.landed()
+
+    def put_folder(self, name: str, number: float) -> Path:
+        """A folder to import; one that is there stays as it is. Returns its only file."""
+        path = self.paths.models_root / name / IMPORTED_NAME
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(str(number))
+        return path
 
     @property
     def weights(self) -> list[tuple[list[float], float]]:
@@ -288,6 +300,17 @@ def save(checkpoint_id: str) -> SaveCheckpointCommand:
 
 def load(checkpoint_id: str) -> LoadCheckpointCommand:
     return LoadCheckpointCommand(checkpoint_id=checkpoint_id)
+
+
+def import_weights(number: float, **changes: object) -> ImportWeightsCommand:
+    """Of the folder of this number, which a machine makes as it is submitted."""
+    command = ImportWeightsCommand(
+        folder=f"outer-{number:g}",
+        mode=ImportMode.DELTA,
+        reset_optimizer=False,
+        expected_version=None,
+    )
+    return replace(command, **changes)
 
 
 def _key(key: int | str | None) -> OperationKey:

@@ -10,9 +10,16 @@ from dataclasses import dataclass, field
 
 from ratoon.engine.types import Command
 from ratoon.errors import ErrorCode
-from tests.engine.harness import DISCARD, RATE, forward_backward, optim_step, update
+from tests.engine.harness import (
+    DISCARD,
+    RATE,
+    forward_backward,
+    import_weights,
+    optim_step,
+    update,
+)
 
-KINDS = ("update", "forward_backward", "forward_backward", "optim_step", "discard")
+KINDS = ("update", "forward_backward", "forward_backward", "optim_step", "discard", "import")
 
 
 @dataclass(slots=True)
@@ -39,6 +46,8 @@ class Call:
                 return forward_backward(self.number)
             case "optim_step":
                 return optim_step()
+            case "import":
+                return import_weights(self.number)
             case _:
                 return DISCARD
 
@@ -91,12 +100,17 @@ class OrderModel:
             self.turn += 1
 
     def _may_run(self, call: Call) -> bool:
-        return call.kind != "update" or not (self.window or self.is_poisoned)
+        needs_closed = call.kind in ("update", "import")
+        return not (needs_closed and (self.window or self.is_poisoned))
 
     def _run(self, call: Call) -> str:
         match call.kind:
-            case "update" if not self._may_run(call):
+            case "update" | "import" if not self._may_run(call):
                 return str(ErrorCode.WINDOW_OPEN)
+            case "import" if call.breaks:
+                return str(ErrorCode.INVALID_ARGUMENT)
+            case "import":
+                self.weights.append(([call.number], 0.0))
             case "update" if not call.breaks:
                 self.weights.append(([call.number], RATE))
             case "forward_backward" if not call.breaks:

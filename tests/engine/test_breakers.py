@@ -11,6 +11,7 @@ from ratoon.engine.policy.breakers import skipped_in_row
 from ratoon.engine.types import (
     CheckpointInfo,
     EmptyResult,
+    ImportResult,
     OperationKind,
     OperationResult,
     OperationState,
@@ -222,4 +223,8 @@ def test_what_leaves_the_weights_leaves_the_run() -> None:
     assert skipped_in_row([bad, discard, save, lost, gradient, bad]) == 2
     assert skipped_in_row([bad, replace(load, state=JournalState.CANCELLED), bad]) == 2
     assert skipped_in_row([bad, load, bad]) == 1
+    result = ImportResult(version=1, num_tensors=1, size_bytes=1, dtypes=(), digest="")
+    imported = _record(OperationKind.IMPORT_WEIGHTS, JournalState.APPLIED, result)
+    assert skipped_in_row([bad, replace(imported, state=JournalState.FAILED), bad]) == 2
+    assert skipped_in_row([bad, imported, bad]) == 1
     assert skipped_in_row([bad, _step(None, skipped=False)]) == 0

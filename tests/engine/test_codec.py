@@ -17,6 +17,8 @@ from ratoon.engine.types import (
     EmptyResult,
     FailedResult,
     ForwardResult,
+    ImportMode,
+    ImportResult,
     OperationResult,
     OptimStepCommand,
     PolicyResult,
@@ -47,6 +49,7 @@ from tests.engine.harness import (
     SAVE,
     forward,
     forward_backward,
+    import_weights,
     load,
     optim_step,
     policy_spec,
@@ -96,13 +99,20 @@ REPORT = StepReport(
         DISCARD,
         SAVE,
         load("x"),
+        import_weights(1, expected_version=0),
         StepResult(version=3, report=REPORT),
         ForwardResult(version=4, digest="00", size_bytes=3, report=REPORT),
         CheckpointInfo(
             checkpoint_id="c", version=1, seq=2, replay_from_seq=1, created_at=1.5, size_bytes=9
         ),
+        ImportResult(version=5, num_tensors=2, size_bytes=9, dtypes=("BF16", "F32"), digest="00"),
         EmptyResult(),
-        Choices(plan={"micro_batches": [[0, 1]]}, old_logprobs="00.1", next_version=3),
+        Choices(
+            plan={"micro_batches": [[0, 1]]},
+            old_logprobs="00.1",
+            next_version=3,
+            folder_digest="00",
+        ),
         FailedResult(error=RatoonError(ErrorCode.SEQ_GAP, "m", details={"type": "x"}).to_dict()),
     ],
     ids=lambda value: type(value).__name__,
@@ -186,9 +196,13 @@ def test_the_payload_hash_covers_the_command_and_its_body() -> None:
             forward(1),
             optim_step(),
             optim_step(1),
+            import_weights(1),
+            import_weights(2),
+            import_weights(1, mode=ImportMode.FULL),
+            import_weights(1, reset_optimizer=True),
         )
     }
-    assert len(hashes) == 8
+    assert len(hashes) == 12
     assert payload_hash(update(1)) == payload_hash(update(1))
 
 

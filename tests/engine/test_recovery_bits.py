@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import pickle
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from ratoon.config import CheckpointConfig, LimitsConfig
 from ratoon.engine.types import (
     Command,
+    ImportMode,
     Operation,
     OperationState,
     Recovery,
@@ -24,19 +28,32 @@ from ratoon.engine.types import (
 )
 from ratoon.engine.worker.tasks import WorkerStatus
 from ratoon.engine.worker.worker import WorkerCore
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon.model.spec import ModelDtype
 from ratoon.rollout.raw import RawGroup
 from ratoon.rollout.serial import batch_to_bytes
 from ratoon.stream.files import digest_file
 from ratoon.train.config import (
     LossKind,
     LossRequest,
+    OptimizerStates,
     OptimRequest,
     Staleness,
     StalenessAction,
 )
+from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
 from tests import builders
-from tests.engine.harness import Machine, forward_backward, optim_step, policy_spec, save, update
+from tests.engine.fake_trainer import Faults
+from tests.engine.harness import (
+    Machine,
+    forward_backward,
+    import_weights,
+    optim_step,
+    policy_spec,
+    save,
+    update,
+)
 from tests.engine.local_ports import LocalWorker
 
 # Collected at the earliest moment.
@@ -44,11 +61,32 @@ KEEP_ONE = CheckpointConfig(every_operations=0, every_s=0, every_bytes=0, keep=1
 
 
 class TrainingWorker(LocalWorker):
-    """Over the trainer that workers have."""
+    """Over the trainer that workers have, and a disk that may have no room for checkpoints."""
+
+    has_room = True
+
+    async def write_snapshot(self, token: int, folder: str) -> int:
+        if not self.has_room:
+            raise RatoonError(ErrorCode.RESOURCE_EXHAUSTED, "no room")
+        return await super().write_snapshot(token, folder)
 
     def _start(self) -> None:
         super()._start()
         self.core = WorkerCore(Trainer.create, self._reach)
+
+
+class RoundingWorker(TrainingWorker):
+    """Whose bfloat16 weights are all there is."""
+
+    def _start(self) -> None:
+        super()._start()
+        self.core = WorkerCore(_without_masters, self._reach)
+
+
+def _without_masters(spec: TrainerSpec) -> Trainer:
+    model = replace(spec.model, dtype=ModelDtype.BFLOAT16)
+    states = OptimizerStates.BF16_STOCHASTIC
+    return Trainer.create(replace(spec, model=model, optimizer_states=states))
 
 
 @dataclass(frozen=True)
@@ -63,11 +101,13 @@ class Bits:
 class Drive:
     """A machine, its batches made of their seqs."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self, folder: Path, make_worker: Callable[[Faults], LocalWorker] = TrainingWorker
+    ) -> None:
         self.folder, self.seq = folder, 0
         spec = policy_spec(recovery=Recovery.REPLAY, micro_batch_tokens=256)
         self.machine = Machine(
-            folder, spec, LimitsConfig(), make_worker=TrainingWorker, checkpoints=KEEP_ONE
+            folder, spec, LimitsConfig(), make_worker=make_worker, checkpoints=KEEP_ONE
         )
 
     async def run(self, command: Command, versions: tuple[tuple[int, int], ...] = ()) -> Operation:
@@ -181,6 +221,48 @@ def test_what_a_step_says_of_optimizer_and_versions_is_replayed(tmp_path: Path) 
     other = asyncio.run(steps_that_say_more(tmp_path / "other", is_killed=False, beta1=0.9))
     assert killed == whole
     assert len({*whole.journaled, *other.journaled}) == 6
+
+
+async def imports(
+    folder: Path, make_worker: Callable[[Faults], LocalWorker], *, is_killed: bool
+) -> Bits:
+    """Updates, between them version 1 again, then its values added, and no checkpoint of any."""
+    drive = Drive(folder, make_worker)
+    machine = await drive.machine.start()
+    assert isinstance(machine.worker, TrainingWorker)
+    machine.worker.has_room = False
+    await drive.run(update(0))
+    shutil.copytree(machine.paths.weights / "00000001", machine.paths.models_root / "one")
+    await drive.run(update(0))
+    again = import_weights(0, folder="one", mode=ImportMode.FULL, reset_optimizer=True)
+    await drive.run(again)
+    published = [
+        digest_file(machine.paths.weights / f"{version:08d}" / "model.safetensors")
+        for version in (2, 3)
+    ]
+    assert digest_file(machine.paths.models_root / "one" / "model.safetensors") == published[1]
+    assert published[0] != published[1]
+    await drive.run(update(0))
+    await drive.run(import_weights(0, folder="one"))
+    if is_killed:
+        await drive.kill()
+    await drive.run(update(0))
+    bits = drive.bits()
+    await machine.controller.close(1.0)
+    return bits
+
+
+@pytest.mark.parametrize("make_worker", [TrainingWorker, RoundingWorker])
+def test_imported_weights_are_replayed_from_their_folder(
+    tmp_path: Path, make_worker: type[LocalWorker]
+) -> None:
+    """With their rounding, where values are added to weights without masters."""
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+    whole = asyncio.run(imports(tmp_path / "whole", make_worker, is_killed=False))
+    killed = asyncio.run(imports(tmp_path / "killed", make_worker, is_killed=True))
+    assert killed == whole
+    assert whole.version == len(set(whole.journaled)) == 6
 
 
 def test_what_a_worker_answers_is_read_without_torch(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ from ratoon.engine.policy import turns
 from ratoon.engine.types import (
     Command,
     ForwardBackwardCommand,
+    ImportMode,
+    ImportWeightsCommand,
     LoadCheckpointCommand,
     OperationState,
     OptimStepCommand,
@@ -39,6 +41,7 @@ from tests.engine.harness import (
     RATE,
     forward,
     forward_backward,
+    import_weights,
     load,
     optim_step,
     save,
@@ -70,6 +73,9 @@ STRUCK: dict[str, tuple[Call, ...]] = {
     "load": ((load("mine"), 0),),
     "load into a window": ((forward_backward(10), 10), (load("mine"), 0)),
     "forward": ((forward(3), 3),),
+    "import": ((import_weights(9), 9),),
+    "full import": ((import_weights(9, mode=ImportMode.FULL), 9),),
+    "broken import": ((import_weights(BROKEN), BROKEN),),
 }
 AFTER: tuple[Call, ...] = (
     (forward_backward(60), 60),
@@ -180,6 +186,9 @@ def state_told(calls: list[Call], states: list[JournalState]) -> tuple[Weights, 
                 saved[name] = list(weights)
             case LoadCheckpointCommand(checkpoint_id=name):
                 weights, window = list(saved[name]), {}
+            case ImportWeightsCommand(mode=mode):
+                kept = weights if mode is ImportMode.DELTA else []
+                weights = [*kept, ([number], 0.0)]
             case _ if command == DISCARD:
                 window = {}
             case _:

@@ -62,10 +62,10 @@ def test_a_step_on_listed_operations_needs_each_of_them_applied(
 def test_an_update_needs_a_window_without_entries(outcomes: list[str]) -> None:
     window = window_of(outcomes)
     if set(outcomes) <= {"cancelled"}:
-        window.check_update()
+        window.check_closed()
         return
     with pytest.raises(RatoonError) as caught:
-        window.check_update()
+        window.check_closed()
     assert caught.value.code is ErrorCode.WINDOW_OPEN
 
 

@@ -22,6 +22,7 @@ import xxhash
 import zstandard
 from google.protobuf.message import DecodeError
 from pydantic import BaseModel
+from safetensors.torch import load_file, save_file
 
 from ratoon.api import submissions
 from ratoon.api.contract import SERVICE
@@ -34,13 +35,14 @@ from ratoon.config import LimitsConfig
 from ratoon.engine.files.results import read_old_logprobs, write_forward_output
 from ratoon.engine.types import Policy, PolicyState
 from ratoon.errors import RatoonError
-from ratoon.model.spec import FullTuning, ModelDtype, ModelSpec, PresetBase
+from ratoon.model.loader import load_model
+from ratoon.model.spec import FolderBase, FullTuning, ModelDtype, ModelSpec, PresetBase
 from ratoon.rollout.serial import batch_from_bytes, batch_to_bytes
 from ratoon.stream.blobs import decode_manifest, encode_manifest
 from ratoon.stream.files import seal_bytes, seal_document, unseal_document
 from ratoon.stream.manifest import WeightFile, WeightKind
 from ratoon.stream.versions import MANIFEST_NAME, publish_version, read_manifest, version_folder
-from ratoon.train import checkpoint
+from ratoon.train import checkpoint, imported
 from ratoon.train.config import OptimizerStates
 from ratoon.train.optim.adamw import OptimizerState
 from ratoon_client.caller import Caller
@@ -59,6 +61,7 @@ from tests.api.open_gate import OPEN_GATE
 from tests.hostile import corpus
 from tests.hostile.mutate import mutated_bytes, mutated_json, mutated_message
 from tests.stream.samples import NAME, flipped, safetensors
+from tests.tiny_models import write_folder
 
 POLICY = requests.POLICY
 UPDATE_BODY = cast("type[BaseModel]", body_of(SERVICE.methods_by_name["Update"]))
@@ -115,6 +118,7 @@ def all_targets(folder: Path) -> list[Target]:
         Target(name="files", weight=3, take=_files(folder), may_raise=(RatoonError,)),
         Target(name="delta", weight=2, take=_delta(folder), may_raise=(IntegrityError,)),
         Target(name="checkpoint", weight=1, take=_checkpoint(folder), may_raise=(RatoonError,)),
+        Target(name="imported", weight=1, take=_imported(folder), may_raise=(RatoonError,)),
         Target(
             name="answers",
             weight=6,
@@ -396,6 +400,22 @@ def _checkpoint(folder: Path) -> Callable[[random.Random], None]:
         finally:
             path.write_bytes(whole)
             listing.write_bytes(right)
+
+    return take
+
+
+def _imported(folder: Path) -> Callable[[random.Random], None]:
+    """A folder of weights that a caller names."""
+    base = FolderBase(folder=str(write_folder(folder / "base", "qwen3")))
+    spec = ModelSpec(base=base, tuning=FullTuning(), dtype=ModelDtype.FLOAT32, seed=0)
+    model = load_model(spec, device=torch.device("cpu"), attention_backend="", deterministic=True)
+    path = Path(base.folder) / "model.safetensors"
+    save_file({name: tensor.bfloat16() for name, tensor in load_file(path).items()}, path)
+    whole = path.read_bytes()
+
+    def take(dice: random.Random) -> None:
+        path.write_bytes(mutated_bytes(dice, [whole]))
+        imported.read_weights(model, path.parent, "")
 
     return take
 

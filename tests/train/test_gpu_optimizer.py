@@ -60,6 +60,21 @@ def test_steps_repeat_their_bits(kind: OptimizerStates) -> None:
         assert torch.equal(tensor, runs[1][name]), name
 
 
+@pytest.mark.parametrize("kind", list(OptimizerStates))
+@pytest.mark.parametrize("adds", [False, True])
+def test_weights_that_are_set_are_those_of_the_cpu(kind: OptimizerStates, adds: bool) -> None:
+    """Bit for bit, rounding too: a policy may be replayed elsewhere."""
+    one, two = (_optimizer(kind, device) for device in (_DEVICE, torch.device("cpu")))
+    values = make_gradients(7)
+    for optimizer in (one, two):
+        optimizer.set_weights(values, adds=adds, key="import 1")
+    theirs = copied(two.state())
+    for name, tensor in copied(one.state()).items():
+        assert torch.equal(tensor.cpu(), theirs[name]), name
+    one.reset()
+    _run(one, _DEVICE, range(1))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_step_of_masters_equals_that_of_the_cpu(dtype: torch.dtype) -> None:
     """Compiled for bfloat16 parameters, torch's fused one for those that are their own masters."""

@@ -245,7 +245,7 @@ class RatoonConfig(BaseSettings):
     )
 
     data_root: Path = Path("ratoon-data")
-    # CreatePolicy may name folders below it. None: `models`, below data_root.
+    # CreatePolicy and ImportWeights may name folders below it. None: `models`, below data_root.
     models_root: Path | None = None
     # Published weights; may be a file system in memory. None: below data_root.
     weights_root: Path | None = None

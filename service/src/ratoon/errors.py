@@ -13,6 +13,7 @@ from enum import StrEnum
 
 # In `details`: whole seconds.
 RETRY_AFTER_DETAIL = "retry_after_s"
+_MAX_SHOWN = 80
 
 
 class ErrorCode(StrEnum):
@@ -179,6 +180,12 @@ def invalid(field: str, got: object, expected: str) -> RatoonError:
         got=str(got),
         expected=expected,
     )
+
+
+def shown(value: object) -> str:
+    """`value` for use in a message: printable ASCII, truncated."""
+    text = ascii(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
 
 
 def exhausted(

@@ -24,6 +24,8 @@ from ratoon_client.results import (
     ForwardResult,
     GradientManifest,
     Health,
+    ImportMode,
+    ImportResult,
     Operation,
     OperationResult,
     Policy,
@@ -276,6 +278,27 @@ class AsyncRatoonClient:
         request_id: str | None = None,
     ) -> AsyncOperationHandle[Checkpoint]:
         call = calls.load_checkpoint(policy_id, checkpoint_id)
+        return await call.send(self._caller, calls.operation_key(seq, request_id))
+
+    async def import_weights(
+        self,
+        policy_id: str,
+        folder: str,
+        *,
+        mode: ImportMode = "full",
+        reset_optimizer: bool = False,
+        expected_version: int | None = None,
+        seq: int | None = None,
+        request_id: str | None = None,
+    ) -> AsyncOperationHandle[ImportResult]:
+        """Replace the weights by a folder's below the server's models root, or add those."""
+        call = calls.import_weights(
+            policy_id,
+            folder,
+            mode=mode,
+            reset_optimizer=reset_optimizer,
+            expected_version=expected_version,
+        )
         return await call.send(self._caller, calls.operation_key(seq, request_id))
 
     async def list_checkpoints(self, policy_id: str) -> list[Checkpoint]:

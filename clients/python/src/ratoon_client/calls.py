@@ -16,11 +16,22 @@ from ratoon_client.caller import Caller
 from ratoon_client.errors import InvalidArgumentError
 from ratoon_client.loss import Loss, Optim
 from ratoon_client.operation import AsyncOperationHandle
-from ratoon_client.results import Checkpoint, ForwardResult, StepResult
+from ratoon_client.results import (
+    Checkpoint,
+    ForwardResult,
+    ImportMode,
+    ImportResult,
+    StepResult,
+)
 from ratoon_client.rollouts import Group
 from ratoon_client.upload import batch_source
 from ratoon_client.wire import rpcs
-from ratoon_client.wire.encode import group_messages, loss_message, optim_message
+from ratoon_client.wire.encode import (
+    group_messages,
+    import_message,
+    loss_message,
+    optim_message,
+)
 from ratoon_proto.v1 import operation_pb2, rollout_pb2, service_pb2
 
 ResultT = TypeVar("ResultT")
@@ -131,6 +142,26 @@ def save_checkpoint(policy_id: str, checkpoint_id: str) -> Call[Checkpoint]:
 def load_checkpoint(policy_id: str, checkpoint_id: str) -> Call[Checkpoint]:
     request = service_pb2.LoadCheckpointRequest(policy_id=policy_id, checkpoint_id=checkpoint_id)
     return Call(rpc=rpcs.LOAD_CHECKPOINT, request=request)
+
+
+def import_weights(
+    policy_id: str,
+    folder: str,
+    *,
+    mode: ImportMode,
+    reset_optimizer: bool,
+    expected_version: int | None,
+) -> Call[ImportResult]:
+    request = import_message(
+        {
+            "policy_id": policy_id,
+            "model_folder": folder,
+            "mode": mode,
+            "reset_optimizer": reset_optimizer,
+            "expected_version": expected_version,
+        }
+    )
+    return Call(rpc=rpcs.IMPORT_WEIGHTS, request=request)
 
 
 async def _set_source(

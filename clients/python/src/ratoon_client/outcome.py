@@ -12,6 +12,7 @@ from ratoon_client.errors import IntegrityError, RatoonApiError
 from ratoon_client.results import (
     Checkpoint,
     ForwardResult,
+    ImportResult,
     Operation,
     OperationResult,
     Policy,
@@ -33,6 +34,8 @@ async def outcome(caller: Caller, message: operation_pb2.Operation) -> Operation
             return decode(message.step, StepResult)
         case "checkpoint":
             return decode(message.checkpoint, Checkpoint)
+        case "imported":
+            return decode(message.imported, ImportResult)
         case "forward":
             return await _forward(caller, message)
         case _:

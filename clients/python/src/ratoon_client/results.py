@@ -17,6 +17,7 @@ from ratoon_client.policy_options import NumericsGuard
 
 PolicyState = Literal["unspecified", "creating", "ready", "failed", "deleting"]
 OperationState = Literal["unspecified", "queued", "running", "done", "failed", "cancelled"]
+ImportMode = Literal["full", "delta"]
 OperationKind = Literal[
     "unspecified",
     "create_policy",
@@ -271,8 +272,20 @@ class ForwardResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ImportResult:
+    """`version` is the policy's after the operation; the rest is what the folder had."""
+
+    version: int
+    num_tensors: int
+    size_bytes: int
+    # By safetensors' names: BF16, F32.
+    dtypes: tuple[str, ...]
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """A snapshot; `error` where it failed, `policy`, `step` or `checkpoint` where it made one."""
+    """A snapshot; `error` where it failed, else what it made, where it made one of these."""
 
     operation_id: str
     policy_id: str
@@ -289,6 +302,7 @@ class Operation:
     policy: Policy | None = None
     step: StepResult | None = None
     checkpoint: Checkpoint | None = None
+    imported: ImportResult | None = None
 
     @property
     def is_final(self) -> bool:
@@ -296,7 +310,7 @@ class Operation:
 
 
 # What `result()` gives, by the operation's kind; None where there is nothing to say.
-OperationResult = Policy | StepResult | ForwardResult | Checkpoint | None
+OperationResult = Policy | StepResult | ForwardResult | Checkpoint | ImportResult | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

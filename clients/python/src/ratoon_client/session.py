@@ -20,7 +20,13 @@ from ratoon_client.custom_loss import WEIGHTED, CustomLoss, weighted
 from ratoon_client.errors import RatoonApiError
 from ratoon_client.loss import Loss, Optim
 from ratoon_client.operation import AsyncOperationHandle
-from ratoon_client.results import Checkpoint, ForwardResult, StepResult
+from ratoon_client.results import (
+    Checkpoint,
+    ForwardResult,
+    ImportMode,
+    ImportResult,
+    StepResult,
+)
 from ratoon_client.rollouts import Group
 from ratoon_client.wire.rpcs import GET_POLICY
 from ratoon_proto.v1 import policy_pb2, service_pb2
@@ -162,6 +168,25 @@ class AsyncPolicySession:
         self, checkpoint_id: str, *, seq: int | None = None
     ) -> AsyncOperationHandle[Checkpoint]:
         return await self._send(calls.load_checkpoint(self._policy_id, checkpoint_id), seq)
+
+    async def import_weights(
+        self,
+        folder: str,
+        *,
+        mode: ImportMode = "full",
+        reset_optimizer: bool = False,
+        expected_version: int | None = None,
+        seq: int | None = None,
+    ) -> AsyncOperationHandle[ImportResult]:
+        """Replace the weights by a folder's below the server's models root, or add those."""
+        call = calls.import_weights(
+            self._policy_id,
+            folder,
+            mode=mode,
+            reset_optimizer=reset_optimizer,
+            expected_version=expected_version,
+        )
+        return await self._send(call, seq)
 
     async def _send(
         self, call: calls.Call[ResultT], seq: int | None

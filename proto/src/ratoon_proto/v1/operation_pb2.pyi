@@ -304,6 +304,45 @@ class StepResult(_message.Message):
 Global___StepResult: _TypeAlias = StepResult  # noqa: Y015
 
 @_typing.final
+class ImportResult(_message.Message):
+    """What an ImportWeights read and made."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    NUM_TENSORS_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    DTYPES_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """The policy's version after the operation."""
+    num_tensors: _builtins.int
+    """Tensors of the folder, bytes of its files."""
+    size_bytes: _builtins.int
+    digest: _builtins.str
+    """Of the folder's files, 32 hexadecimal digits: who replays the operation takes no others."""
+    @_builtins.property
+    def dtypes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Of the tensors, by safetensors' names: BF16, F32."""
+
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        num_tensors: _builtins.int = ...,
+        size_bytes: _builtins.int = ...,
+        dtypes: _abc.Iterable[_builtins.str] | None = ...,
+        digest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "dtypes", b"dtypes", "num_tensors", b"num_tensors", "size_bytes", b"size_bytes", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ImportResult: _TypeAlias = ImportResult  # noqa: Y015
+
+@_typing.final
 class EmptyResult(_message.Message):
     """Done, and nothing to say."""
 
@@ -343,6 +382,7 @@ class Operation(_message.Message):
     FORWARD_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     EMPTY_FIELD_NUMBER: _builtins.int
+    IMPORTED_FIELD_NUMBER: _builtins.int
     operation_id: _builtins.str
     policy_id: _builtins.str
     kind: Global___OperationKind.ValueType
@@ -372,6 +412,8 @@ class Operation(_message.Message):
     def checkpoint(self) -> Global___CheckpointInfo: ...
     @_builtins.property
     def empty(self) -> Global___EmptyResult: ...
+    @_builtins.property
+    def imported(self) -> Global___ImportResult: ...
     def __init__(
         self,
         *,
@@ -392,12 +434,13 @@ class Operation(_message.Message):
         forward: Global___ForwardResult | None = ...,
         checkpoint: Global___CheckpointInfo | None = ...,
         empty: Global___EmptyResult | None = ...,
+        imported: Global___ImportResult | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "created_at", b"created_at", "empty", b"empty", "error", b"error", "finished_at", b"finished_at", "forward", b"forward", "policy", b"policy", "progress", b"progress", "result", b"result", "started_at", b"started_at", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "created_at", b"created_at", "empty", b"empty", "error", b"error", "finished_at", b"finished_at", "forward", b"forward", "imported", b"imported", "policy", b"policy", "progress", b"progress", "result", b"result", "started_at", b"started_at", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocked_by_seq", b"blocked_by_seq", "checkpoint", b"checkpoint", "created_at", b"created_at", "empty", b"empty", "error", b"error", "finished_at", b"finished_at", "forward", b"forward", "kind", b"kind", "operation_id", b"operation_id", "policy", b"policy", "policy_id", b"policy_id", "progress", b"progress", "request_id", b"request_id", "result", b"result", "seq", b"seq", "started_at", b"started_at", "state", b"state", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocked_by_seq", b"blocked_by_seq", "checkpoint", b"checkpoint", "created_at", b"created_at", "empty", b"empty", "error", b"error", "finished_at", b"finished_at", "forward", b"forward", "imported", b"imported", "kind", b"kind", "operation_id", b"operation_id", "policy", b"policy", "policy_id", b"policy_id", "progress", b"progress", "request_id", b"request_id", "result", b"result", "seq", b"seq", "started_at", b"started_at", "state", b"state", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["error", "policy", "step", "forward", "checkpoint", "empty"]  # noqa: Y015
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["error", "policy", "step", "forward", "checkpoint", "empty", "imported"]  # noqa: Y015
     _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
 

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from ratoon_proto.v1 import operation_pb2 as _operation_pb2
 from ratoon_proto.v1 import policy_pb2 as _policy_pb2
 from ratoon_proto.v1 import rollout_pb2 as _rollout_pb2
@@ -21,6 +22,27 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _ImportMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ImportModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ImportMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    IMPORT_MODE_UNSPECIFIED: _ImportMode.ValueType  # 0
+    IMPORT_MODE_FULL: _ImportMode.ValueType  # 1
+    """The folder's values replace the weights. The default."""
+    IMPORT_MODE_DELTA: _ImportMode.ValueType  # 2
+    """The folder's values are added to the weights, in float32 before any rounding."""
+
+class ImportMode(_ImportMode, metaclass=_ImportModeEnumTypeWrapper): ...
+
+IMPORT_MODE_UNSPECIFIED: ImportMode.ValueType  # 0
+IMPORT_MODE_FULL: ImportMode.ValueType  # 1
+"""The folder's values replace the weights. The default."""
+IMPORT_MODE_DELTA: ImportMode.ValueType  # 2
+"""The folder's values are added to the weights, in float32 before any rounding."""
+Global___ImportMode: _TypeAlias = ImportMode  # noqa: Y015
 
 @_typing.final
 class OperationKey(_message.Message):
@@ -766,14 +788,27 @@ Global___FetchWeightsResponse: _TypeAlias = FetchWeightsResponse  # noqa: Y015
 
 @_typing.final
 class ImportWeightsRequest(_message.Message):
+    """Refused where the window is open. `seq` or `request_id`, by the policy's sequencing."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     POLICY_ID_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
     MODEL_FOLDER_FIELD_NUMBER: _builtins.int
+    EXPECTED_VERSION_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    RESET_OPTIMIZER_FIELD_NUMBER: _builtins.int
     policy_id: _builtins.str
     model_folder: _builtins.str
-    """A model folder below the server's models root."""
+    """A folder below the server's models root: safetensors files, bfloat16 or float32, that together
+    have every weight of the policy under the name it is published by, and no other. For a policy
+    with adapters an adapter folder, with its adapter_config.json.
+    """
+    expected_version: _builtins.int
+    """Refused where the policy is at another version when the operation's turn comes."""
+    mode: Global___ImportMode.ValueType
+    reset_optimizer: _builtins.bool
+    """Moments and step count begin anew."""
     @_builtins.property
     def key(self) -> Global___OperationKey: ...
     def __init__(
@@ -782,12 +817,17 @@ class ImportWeightsRequest(_message.Message):
         policy_id: _builtins.str = ...,
         key: Global___OperationKey | None = ...,
         model_folder: _builtins.str = ...,
+        expected_version: _builtins.int | None = ...,
+        mode: Global___ImportMode.ValueType = ...,
+        reset_optimizer: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_version", b"_expected_version", "expected_version", b"expected_version", "key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "model_folder", b"model_folder", "policy_id", b"policy_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_version", b"_expected_version", "expected_version", b"expected_version", "key", b"key", "mode", b"mode", "model_folder", b"model_folder", "policy_id", b"policy_id", "reset_optimizer", b"reset_optimizer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__expected_version: _TypeAlias = _typing.Literal["expected_version"]  # noqa: Y015
+    _WhichOneofArgType__expected_version: _TypeAlias = _typing.Literal["_expected_version", b"_expected_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__expected_version) -> _WhichOneofReturnType__expected_version | None: ...
 
 Global___ImportWeightsRequest: _TypeAlias = ImportWeightsRequest  # noqa: Y015
 

@@ -308,7 +308,9 @@ class PolicyServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ImportWeights(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """The policy's weights become those of a folder, or the folder's values are added to them, as its
+        next version. Moments and step count of the optimizer stay, unless they are to be reset.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

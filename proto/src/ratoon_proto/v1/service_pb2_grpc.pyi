@@ -81,6 +81,9 @@ class PolicyServiceStub:
     FetchWeights: _grpc.UnaryUnaryMultiCallable[_service_pb2.FetchWeightsRequest, _service_pb2.FetchWeightsResponse]
     """One chunk of a file of a manifest, of weights or gradients, or of a result file."""
     ImportWeights: _grpc.UnaryUnaryMultiCallable[_service_pb2.ImportWeightsRequest, _operation_pb2.Operation]
+    """The policy's weights become those of a folder, or the folder's values are added to them, as its
+    next version. Moments and step count of the optimizer stay, unless they are to be reset.
+    """
     GetGradientManifest: _grpc.UnaryUnaryMultiCallable[_service_pb2.GetGradientManifestRequest, _weights_pb2.GradientManifest]
     """Gradient sums of the open window, between two operations, as a file for FetchWeights."""
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_service_pb2.GetServerInfoRequest, _service_pb2.ServerInfo]
@@ -138,6 +141,9 @@ class PolicyServiceAsyncStub(PolicyServiceStub):
     FetchWeights: _aio.UnaryUnaryMultiCallable[_service_pb2.FetchWeightsRequest, _service_pb2.FetchWeightsResponse]  # type: ignore[assignment]
     """One chunk of a file of a manifest, of weights or gradients, or of a result file."""
     ImportWeights: _aio.UnaryUnaryMultiCallable[_service_pb2.ImportWeightsRequest, _operation_pb2.Operation]  # type: ignore[assignment]
+    """The policy's weights become those of a folder, or the folder's values are added to them, as its
+    next version. Moments and step count of the optimizer stay, unless they are to be reset.
+    """
     GetGradientManifest: _aio.UnaryUnaryMultiCallable[_service_pb2.GetGradientManifestRequest, _weights_pb2.GradientManifest]  # type: ignore[assignment]
     """Gradient sums of the open window, between two operations, as a file for FetchWeights."""
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_service_pb2.GetServerInfoRequest, _service_pb2.ServerInfo]  # type: ignore[assignment]
@@ -317,7 +323,10 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _service_pb2.ImportWeightsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_operation_pb2.Operation, _abc.Awaitable[_operation_pb2.Operation]]: ...
+    ) -> _typing.Union[_operation_pb2.Operation, _abc.Awaitable[_operation_pb2.Operation]]:
+        """The policy's weights become those of a folder, or the folder's values are added to them, as its
+        next version. Moments and step count of the optimizer stay, unless they are to be reset.
+        """
 
     @_abc_1.abstractmethod
     def GetGradientManifest(

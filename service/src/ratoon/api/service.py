@@ -130,6 +130,12 @@ class PolicyService:
         policy = await self._policy(request.policy_id)
         return await self._submit(submissions.load_checkpoint(request, policy))
 
+    async def import_weights(
+        self, request: service_pb2.ImportWeightsRequest
+    ) -> operation_pb2.Operation:
+        policy = await self._policy(request.policy_id)
+        return await self._submit(submissions.import_weights(request, policy))
+
     async def upload_part(
         self, request: service_pb2.UploadPartRequest
     ) -> service_pb2.UploadPartResponse:

@@ -12,13 +12,17 @@ from typing import Protocol
 import numpy as np
 
 from ratoon.api.convert.checks import CHECKPOINT_ID, REQUEST_ID, at_least, matched, required
+from ratoon.api.convert.enums import from_wire
 from ratoon.api.convert.groups import raw_groups
 from ratoon.api.convert.loss import loss_request, optim_request
 from ratoon.config import LimitsConfig
+from ratoon.engine.files.model_folders import plain_path
 from ratoon.engine.types import (
     DiscardGradientsCommand,
     ForwardBackwardCommand,
     ForwardCommand,
+    ImportMode,
+    ImportWeightsCommand,
     LoadCheckpointCommand,
     NoKey,
     OperationKey,
@@ -133,6 +137,17 @@ def load_checkpoint(request: service_pb2.LoadCheckpointRequest, policy: Policy) 
     return _without_body(request.policy_id, operation_key(request, policy), command)
 
 
+def import_weights(request: service_pb2.ImportWeightsRequest, policy: Policy) -> Submission:
+    """The folder itself is looked at by the engine, once it knows that this is no retry."""
+    command = ImportWeightsCommand(
+        folder=plain_path("model_folder", request.model_folder),
+        mode=from_wire(request, "mode", ImportMode, "mode"),
+        reset_optimizer=request.reset_optimizer,
+        expected_version=_expected_version(request),
+    )
+    return _without_body(request.policy_id, operation_key(request, policy), command)
+
+
 def unshared_tokens(batch: RolloutBatch) -> int:
     """Prompt and response tokens of every sequence, each counted alone."""
     sequences_G, prompts_G = np.diff(batch.group_offsets), np.diff(batch.prompt_offsets)
@@ -204,7 +219,8 @@ def _without_body(
     command: OptimStepCommand
     | DiscardGradientsCommand
     | SaveCheckpointCommand
-    | LoadCheckpointCommand,
+    | LoadCheckpointCommand
+    | ImportWeightsCommand,
 ) -> Submission:
     return Submission(policy_id=policy_id, key=key, command=command, body=b"")
 
@@ -245,7 +261,8 @@ def _expected_version(
     request: service_pb2.UpdateRequest
     | service_pb2.ForwardBackwardRequest
     | service_pb2.OptimStepRequest
-    | service_pb2.ForwardRequest,
+    | service_pb2.ForwardRequest
+    | service_pb2.ImportWeightsRequest,
 ) -> int | None:
     if not request.HasField("expected_version"):
         return None

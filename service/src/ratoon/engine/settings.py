@@ -21,6 +21,7 @@ class EngineSettings:
     data_root: Path
     # Published weights; None: with the policy's other files.
     weights_root: Path | None
+    models_root: Path
     # May hold a password.
     database_url: str = field(repr=False)
     # "": only the local disk.
@@ -44,6 +45,7 @@ class EngineSettings:
             namespace=config.ray.namespace,
             data_root=data_root,
             weights_root=config.weights_root and config.weights_root.absolute(),
+            models_root=config.models_folder,
             database_url=config.database_url or f"sqlite:///{data_root / 'ratoon.sqlite'}",
             storage_url=config.storage_url,
             log_level=config.log_level,
@@ -64,4 +66,4 @@ class EngineSettings:
 
     def paths(self, policy_id: str) -> PolicyPaths:
         """Raises INVALID_ARGUMENT for an id that is no plain name."""
-        return policy_paths(self.data_root, policy_id, self.weights_root)
+        return policy_paths(self.data_root, policy_id, self.weights_root, self.models_root)

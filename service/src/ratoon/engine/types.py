@@ -45,6 +45,13 @@ class ReferencePolicy(StrEnum):
     BASE = "base"
 
 
+class ImportMode(StrEnum):
+    """Imported values replace the weights, or are added to them."""
+
+    FULL = "full"
+    DELTA = "delta"
+
+
 class PolicyState(StrEnum):
     CREATING = "creating"
     READY = "ready"
@@ -109,6 +116,7 @@ class OperationKind(StrEnum):
     FORWARD = "forward"
     SAVE_CHECKPOINT = "save_checkpoint"
     LOAD_CHECKPOINT = "load_checkpoint"
+    IMPORT_WEIGHTS = "import_weights"
 
 
 class OperationState(StrEnum):
@@ -196,6 +204,15 @@ class LoadCheckpointCommand:
     checkpoint_id: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportWeightsCommand:
+    # Relative to the models root.
+    folder: str
+    mode: ImportMode
+    reset_optimizer: bool
+    expected_version: int | None
+
+
 Command = (
     UpdateCommand
     | ForwardBackwardCommand
@@ -204,6 +221,7 @@ Command = (
     | ForwardCommand
     | SaveCheckpointCommand
     | LoadCheckpointCommand
+    | ImportWeightsCommand
 )
 
 
@@ -292,6 +310,17 @@ class CheckpointInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ImportResult:
+    """`dtypes`, of the folder's tensors, by safetensors' names; `digest`: of its files."""
+
+    version: int
+    num_tensors: int
+    size_bytes: int
+    dtypes: tuple[str, ...]
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EmptyResult:
     pass
 
@@ -304,7 +333,13 @@ class FailedResult:
 
 
 OperationResult = (
-    PolicyResult | StepResult | ForwardResult | CheckpointInfo | EmptyResult | FailedResult
+    PolicyResult
+    | StepResult
+    | ForwardResult
+    | CheckpointInfo
+    | ImportResult
+    | EmptyResult
+    | FailedResult
 )
 
 

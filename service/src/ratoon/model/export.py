@@ -1,4 +1,4 @@
-"""A model's weights as a folder that transformers (full) or peft (adapter) loads.
+"""A model's weights as a folder that transformers (full) or peft (adapter) loads, and back.
 
 Equal weights give equal files, byte for byte. An adapter's folder has no tokenizer: its reader has
 the base's.
@@ -6,6 +6,7 @@ the base's.
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any, cast
 import psutil
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from ratoon.errors import ErrorCode, RatoonError, invalid
@@ -145,6 +147,43 @@ def exported_values(model: PolicyModel, values: dict[str, Tensor]) -> dict[str, 
 
         return adapter_tensors(model.adapter, values)
     return revert_weight_conversion(model.module, values)
+
+
+def exported_like(model: PolicyModel) -> dict[str, Tensor]:
+    """Names and shapes of all that `export_weights` writes, on the meta device."""
+    return exported_values(model, _on_meta(model))
+
+
+def imported_values(model: PolicyModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What `tensors`, named and shaped as in an export, are by the names of `named_trainable()`.
+
+    On the CPU, with their bits, but that of a model with experts all are as wide as the widest.
+    """
+    if model.adapter is None and getattr(model.config, "num_experts", 0):
+        return _fused(model, tensors)
+    trainable = _on_meta(model)
+    names = {id(tensor): name for name, tensor in trainable.items()}
+    exported = exported_values(model, trainable)
+    return {names[id(exported[name])]: tensor for name, tensor in tensors.items()}
+
+
+def _on_meta(model: PolicyModel) -> dict[str, Tensor]:
+    return {name: p.detach().to("meta") for name, p in model.named_trainable().items()}
+
+
+def _fused(model: PolicyModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """One tensor an expert to fused ones, by the code that loads a folder of them."""
+    dtypes = {tensor.dtype for tensor in tensors.values()}
+    with torch.random.fork_rng(devices=[]), quiet_transformers():
+        loaded = cast("Any", type(model.module)).from_pretrained(
+            None,
+            config=copy.deepcopy(model.config),
+            state_dict=dict(tensors),
+            dtype=dtypes.pop() if len(dtypes) == 1 else torch.float32,
+            local_files_only=True,
+        )
+    module = cast("PreTrainedModel", loaded)
+    return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
 
 def _trained_values(model: PolicyModel, state: Mapping[str, Tensor] | None) -> dict[str, Tensor]:

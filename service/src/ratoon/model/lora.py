@@ -9,6 +9,7 @@ have the dtype of the base; the optimizer keeps its masters in float32.
 from __future__ import annotations
 
 import copy
+import json
 import math
 from pathlib import Path
 from typing import Any, cast
@@ -19,12 +20,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ratoon.errors import invalid
+from ratoon.errors import invalid, shown
 from ratoon.model.seeding import tensor_generator
 from ratoon.model.spec import LoraTuning
 from ratoon.model.support import unsupported
 
 ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"
+CONFIG_NAME = "adapter_config.json"
+# Of its configuration: what decides how its tensors enter the model.
+_MEANING = ("r", "rank_pattern", "lora_alpha", "alpha_pattern", "use_rslora", "use_dora")
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
@@ -78,6 +82,23 @@ def resolve_targets(module: PreTrainedModel, requested: tuple[str, ...]) -> list
                 f"tuning.lora.target_modules[{index}]", target, f"one of {', '.join(available)}"
             )
     return sorted(set(requested)) or available
+
+
+def check_adapter_config(adapter: PeftModel, folder: Path) -> None:
+    """Check that an adapter folder's values mean there what they mean here.
+
+    Raises INVALID_ARGUMENT for another rank or scale, and where adapter_config.json is unreadable.
+    """
+    try:
+        given = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
+        got = {name: given.get(name) for name in _MEANING}
+    except (OSError, ValueError, AttributeError) as err:
+        raise invalid("model_folder", f"no readable {CONFIG_NAME}", "an adapter's") from err
+    config = adapter.peft_config["default"]
+    for name, value in got.items():
+        own = getattr(config, name)
+        if (value or None) != (own or None):
+            raise invalid(f"model_folder/{CONFIG_NAME}: {name}", shown(value), f"{own}")
 
 
 def export_adapter(adapter: PeftModel, folder: Path, values: dict[str, Tensor]) -> None:

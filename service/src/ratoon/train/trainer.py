@@ -1,7 +1,7 @@
 """The trainer of one policy on one device: what a worker runs operations on.
 
-Weights, moments and version change in `optim_step`, `update` and `load_checkpoint` alone, each
-whole or not at all.
+Weights, moments and version change in `optim_step`, `update`, `load_checkpoint` and
+`import_weights` alone, each whole or not at all.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from ratoon.train import prepare
 from ratoon.train.checkpoint import Snapshot, load_checkpoint
 from ratoon.train.forward_arrays import ForwardArrays, check_forward_logprobs, run_forward
 from ratoon.train.gradient_window import GradientWindow, Totals, WindowState
+from ratoon.train.imported import ImportedWeights, read_weights
 from ratoon.train.loss.spec import Loss, Normalisation, OptimStep
 from ratoon.train.micro_batches import PassHooks, never_cancelled, no_progress
 from ratoon.train.named_gradients import NamedGradients
@@ -231,10 +232,7 @@ class Trainer:
         Whatever it raises, CANCELLED too, leaves the trainer as it was. Raises `RatoonError`
         WINDOW_OPEN where there are gradients already.
         """
-        if self._window.state is not WindowState.EMPTY:
-            raise RatoonError(
-                ErrorCode.WINDOW_OPEN, "ForwardBackwards of the window are not stepped or discarded"
-            )
+        self._check_closed()
         try:
             report = self.forward_backward(
                 batch,
@@ -298,6 +296,26 @@ class Trainer:
         self._optimizer.load(loaded.state)
         self.version = loaded.version
 
+    def read_weights(self, folder: Path, digest: str) -> ImportedWeights:
+        """A folder's weights, for `import_weights`; changes nothing. Raises as `read_weights`."""
+        return read_weights(self.model, folder, digest)
+
+    def import_weights(
+        self, weights: ImportedWeights, *, adds: bool, resets_optimizer: bool
+    ) -> None:
+        """Replace the weights, or add to them, as the next version.
+
+        The frozen reference stays; so do moments and step count, unless the optimizer is reset.
+        Raises `RatoonError` WINDOW_OPEN, and INVALID_ARGUMENT where a sum is not finite; nothing
+        has changed then.
+        """
+        self._check_closed()
+        key = f"import {self.version + 1}"
+        self._optimizer.set_weights(weights.values, adds=adds, key=key)
+        if resets_optimizer:
+            self._optimizer.reset()
+        self.version += 1
+
     def export_state(self) -> Mapping[str, Tensor]:
         """Weights by name, live, as the model has them, for `model.export.export_weights`."""
         return {name: p.detach() for name, p in self.model.named_trainable().items()}
@@ -322,6 +340,12 @@ class Trainer:
         """
         self._window.require_open()
         self._named.write(path, names)
+
+    def _check_closed(self) -> None:
+        if self._window.state is not WindowState.EMPTY:
+            raise RatoonError(
+                ErrorCode.WINDOW_OPEN, "ForwardBackwards of the window are not stepped or discarded"
+            )
 
     def _self_check(
         self,

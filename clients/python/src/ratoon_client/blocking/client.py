@@ -21,6 +21,8 @@ from ratoon_client.results import (
     ForwardResult,
     GradientManifest,
     Health,
+    ImportMode,
+    ImportResult,
     Operation,
     OperationResult,
     Policy,
@@ -244,6 +246,29 @@ class RatoonClient:
     ) -> OperationHandle[Checkpoint]:
         return self._handle(
             self._client.load_checkpoint(policy_id, checkpoint_id, seq=seq, request_id=request_id)
+        )
+
+    def import_weights(
+        self,
+        policy_id: str,
+        folder: str,
+        *,
+        mode: ImportMode = "full",
+        reset_optimizer: bool = False,
+        expected_version: int | None = None,
+        seq: int | None = None,
+        request_id: str | None = None,
+    ) -> OperationHandle[ImportResult]:
+        return self._handle(
+            self._client.import_weights(
+                policy_id,
+                folder,
+                mode=mode,
+                reset_optimizer=reset_optimizer,
+                expected_version=expected_version,
+                seq=seq,
+                request_id=request_id,
+            )
         )
 
     def list_checkpoints(self, policy_id: str) -> list[Checkpoint]:

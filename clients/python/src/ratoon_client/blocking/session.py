@@ -10,7 +10,13 @@ from ratoon_client.blocking.operation import OperationHandle
 from ratoon_client.custom_loss import CustomLoss
 from ratoon_client.loss import Loss, Optim
 from ratoon_client.operation import AsyncOperationHandle
-from ratoon_client.results import Checkpoint, ForwardResult, StepResult
+from ratoon_client.results import (
+    Checkpoint,
+    ForwardResult,
+    ImportMode,
+    ImportResult,
+    StepResult,
+)
 from ratoon_client.rollouts import Group
 from ratoon_client.session import AsyncPolicySession
 
@@ -118,6 +124,25 @@ class PolicySession:
         self, checkpoint_id: str, *, seq: int | None = None
     ) -> OperationHandle[Checkpoint]:
         return self._handle(self._session.load_checkpoint(checkpoint_id, seq=seq))
+
+    def import_weights(
+        self,
+        folder: str,
+        *,
+        mode: ImportMode = "full",
+        reset_optimizer: bool = False,
+        expected_version: int | None = None,
+        seq: int | None = None,
+    ) -> OperationHandle[ImportResult]:
+        return self._handle(
+            self._session.import_weights(
+                folder,
+                mode=mode,
+                reset_optimizer=reset_optimizer,
+                expected_version=expected_version,
+                seq=seq,
+            )
+        )
 
     def _handle(
         self, call: Coroutine[Any, Any, AsyncOperationHandle[ResultT]]

@@ -43,6 +43,41 @@ def pull(
     show(context, pulled, fields)
 
 
+@cli.command("import")
+def import_weights(
+    context: typer.Context,
+    policy_id: str,
+    folder: Annotated[str, typer.Argument(help="Below the server's models root.")],
+    delta: Annotated[
+        bool, typer.Option("--delta", help="Add its values; default: replace the weights.")
+    ] = False,
+    reset_optimizer: Annotated[
+        bool, typer.Option("--reset-optimizer", help="Moments and step count begin anew.")
+    ] = False,
+    expected_version: Annotated[
+        int | None, typer.Option(help="Refused where the policy is at another.")
+    ] = None,
+    seq: Annotated[int | None, typer.Option(help="Default: the policy's next.")] = None,
+) -> None:
+    """Give a policy the weights of a folder on the server, and wait for it."""
+    with open_client(context) as client:
+        handle = client.policy(policy_id).import_weights(
+            folder,
+            mode="delta" if delta else "full",
+            reset_optimizer=reset_optimizer,
+            expected_version=expected_version,
+            seq=seq,
+        )
+        imported = handle.result()
+    fields = {
+        "version": imported.version,
+        "tensors": imported.num_tensors,
+        "bytes": imported.size_bytes,
+        "dtypes": ", ".join(imported.dtypes),
+    }
+    show(context, imported, fields)
+
+
 @cli.command()
 def watch(context: typer.Context, policy_id: str) -> None:
     """A line for the newest version, and for each that is published from now on."""

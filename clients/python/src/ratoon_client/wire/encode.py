@@ -17,7 +17,7 @@ from ratoon_client.rollouts import Group, Rollout
 from ratoon_proto.codec import encode_array
 from ratoon_proto.fields import FieldError
 from ratoon_proto.fill import fill
-from ratoon_proto.v1 import policy_pb2, rollout_pb2, training_pb2
+from ratoon_proto.v1 import policy_pb2, rollout_pb2, service_pb2, training_pb2
 
 _OPTION_TYPES: Mapping[str, type] = MappingProxyType(
     {"lora": Lora, "optimizer": AdamW, "publish": Publish, "numerics_guard": NumericsGuard}
@@ -77,6 +77,12 @@ def optim_message(optim: Optim) -> training_pb2.OptimStepConfig:
     check_type("optim", optim, Optim)
     message = training_pb2.OptimStepConfig()
     _fill(message, optim, "optim")
+    return message
+
+
+def import_message(values: Mapping[str, Any]) -> service_pb2.ImportWeightsRequest:
+    message = service_pb2.ImportWeightsRequest()
+    _fill(message, values, "")
     return message
 
 

@@ -49,6 +49,7 @@ UPDATE = _rpc("Update", service_pb2.UpdateRequest, _Operation)
 FORWARD_BACKWARD = _rpc("ForwardBackward", service_pb2.ForwardBackwardRequest, _Operation)
 OPTIM_STEP = _rpc("OptimStep", service_pb2.OptimStepRequest, _Operation)
 DISCARD_GRADIENTS = _rpc("DiscardGradients", service_pb2.DiscardGradientsRequest, _Operation)
+IMPORT_WEIGHTS = _rpc("ImportWeights", service_pb2.ImportWeightsRequest, _Operation)
 # Without a key it is a read.
 FORWARD = _rpc("Forward", service_pb2.ForwardRequest, _Operation)
 UPLOAD_PART = _rpc("UploadPart", service_pb2.UploadPartRequest, service_pb2.UploadPartResponse)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 
-from ratoon.errors import RatoonError, invalid
+from ratoon.errors import RatoonError, invalid, shown
 
 POLICY_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 UPLOAD_ID = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -22,13 +22,6 @@ DIGEST = re.compile(r"[0-9a-f]{32}")
 FILE_NAME = re.compile(r"(?!\.{1,2}$)[a-zA-Z0-9._-]{1,255}")
 
 INT32_MAX = 2**31 - 1
-MAX_SHOWN = 80
-
-
-def shown(value: object) -> str:
-    """`value` for use in a message: printable ASCII, truncated."""
-    text = ascii(value)
-    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
 
 
 def matched(field: str, value: str, pattern: re.Pattern[str]) -> str:

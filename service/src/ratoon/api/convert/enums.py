@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 
 from ratoon.api.convert.checks import required
 from ratoon.engine.types import (
+    ImportMode,
     OnChangedNumerics,
     PublishKind,
     Recovery,
@@ -29,6 +30,7 @@ E = TypeVar("E", bound=StrEnum)
 # Meaning of an enum that the caller left out. One that is not listed here is required, or its
 # absence means something else.
 DEFAULTS: Mapping[type[StrEnum], StrEnum] = {
+    ImportMode: ImportMode.FULL,
     ModelDtype: ModelDtype.FLOAT32,
     OnChangedNumerics: OnChangedNumerics.STOP,
     PublishKind: PublishKind.EVERY,

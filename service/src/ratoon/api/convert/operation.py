@@ -17,6 +17,7 @@ from ratoon.engine.types import (
     EmptyResult,
     FailedResult,
     ForwardResult,
+    ImportResult,
     Operation,
     OperationResult,
     PolicyResult,
@@ -51,6 +52,8 @@ def _set_result(
             _set_forward(message.forward, result, forward_output)
         case CheckpointInfo():
             write(message.checkpoint, result)
+        case ImportResult():
+            write(message.imported, result)
         case EmptyResult():
             message.empty.SetInParent()
         case FailedResult(error=error):

@@ -17,10 +17,10 @@ from ratoon.api.convert.checks import (
     not_negative,
     positive,
     required,
-    shown,
 )
 from ratoon.api.convert.enums import from_wire
 from ratoon.api.convert.records import read, write
+from ratoon.engine.files.model_folders import model_folder
 from ratoon.engine.types import (
     OnChangedNumerics,
     Policy,
@@ -31,7 +31,7 @@ from ratoon.engine.types import (
     ReferencePolicy,
     Sequencing,
 )
-from ratoon.errors import invalid
+from ratoon.errors import invalid, shown
 from ratoon.model.spec import (
     PRESET_NAMES,
     FolderBase,
@@ -103,29 +103,6 @@ def policy_spec(message: wire.PolicySpec, defaults: SpecDefaults) -> PolicySpec:
         attention_backend=message.attention_backend,
         numerics_guard=_guard(message.numerics_guard),
     )
-
-
-def model_folder(field: str, given: str, models_root: Path) -> Path:
-    """A caller's model folder, absolute; with links followed its files are below `models_root`.
-
-    Raises INVALID_ARGUMENT; the message says nothing of folders outside the root.
-    """
-    expected = "a model folder below the server's models root, given relative to it"
-    if not given or "\0" in given or Path(given).is_absolute():
-        raise invalid(field, shown(given), expected)
-    root = models_root.resolve()
-    try:
-        folder = (root / given).resolve()
-        is_folder = folder.is_relative_to(root) and folder != root and folder.is_dir()
-        # Its files may be links too, as in a Hugging Face cache.
-        is_inside = is_folder and all(
-            file.resolve().is_relative_to(root) for file in folder.iterdir()
-        )
-    except (OSError, RuntimeError) as err:
-        raise invalid(field, shown(given), expected) from err
-    if not is_inside:
-        raise invalid(field, shown(given), expected)
-    return folder
 
 
 def _base(message: wire.PolicySpec, models_root: Path) -> PresetBase | FolderBase:

@@ -1,7 +1,5 @@
 """`ratoon.v1.PolicyService` over gRPC.
 
-Every RPC of the contract has a method; one that the service lacks answers UNIMPLEMENTED.
-
 The gateway calls methods with `grpc.aio`'s context, a Serve replica with Serve's own. The latter
 reaches the caller only along with a message, so on Serve a failed stream ends with one empty
 message before its status.
@@ -39,10 +37,6 @@ class _Rpc:
     response: type[Message]
 
 
-class _NotBuiltError(Exception):
-    """An RPC that the service has no method for."""
-
-
 class _Outcome:
     """How a request ended; CANCELLED until then."""
 
@@ -75,11 +69,11 @@ class PolicyServicer:
         with self._measured(rpc.call) as outcome:
             try:
                 with self._authorized(rpc.call, context) as authorized:
-                    call = self._built(rpc)
                     message = await self._message(request, authorized)
+                    call = getattr(self._service, rpc.call)
                     answer = await self._gate.run(authorized, call, message)
             except Exception as error:  # noqa: BLE001 - the border of the process
-                outcome.code = _ended(context, rpc, error)
+                outcome.code = set_status(context, as_ratoon_error(error, rpc.call))
                 return rpc.response()
             outcome.code = grpc.StatusCode.OK
         return await Serialized.of(answer) if isinstance(answer, FileChunk) else answer
@@ -90,23 +84,16 @@ class PolicyServicer:
         with self._measured(rpc.call) as outcome:
             try:
                 with self._authorized(rpc.call, context) as authorized:
-                    call = self._built(rpc)
                     message = await self._message(request, authorized)
+                    call = getattr(self._service, rpc.call)
                     async with aclosing(self._gate.stream(authorized, call, message)) as answers:
                         async for answer in answers:
                             yield answer
                 outcome.code = grpc.StatusCode.OK
             except Exception as error:  # noqa: BLE001 - the border of the process
-                outcome.code = _ended(context, rpc, error)
+                outcome.code = set_status(context, as_ratoon_error(error, rpc.call))
                 if self._status_needs_message:
                     yield rpc.response()
-
-    def _built(self, rpc: _Rpc) -> Callable[[Message], Any]:
-        """The service's method for an RPC."""
-        call = getattr(self._service, rpc.call, None)
-        if call is None:
-            raise _NotBuiltError(rpc.name)
-        return call
 
     async def _message(
         self, request: Message | Refused | Request, authorized: AuthorizedCall
@@ -146,14 +133,6 @@ class PolicyServicer:
             raise
         finally:
             self._gate.leave(authorized, "", outcome)
-
-
-def _ended(context: CallContext, rpc: _Rpc, error: Exception) -> grpc.StatusCode:
-    if isinstance(error, _NotBuiltError):
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details(f"{rpc.name} is not built yet")
-        return grpc.StatusCode.UNIMPLEMENTED
-    return set_status(context, as_ratoon_error(error, rpc.call))
 
 
 def _unary(rpc: _Rpc) -> Callable[..., Any]:

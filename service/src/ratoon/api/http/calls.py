@@ -100,6 +100,7 @@ CALLS: Mapping[str, tuple[str, tuple[ErrorCode, ...]]] = MappingProxyType(
                 ErrorCode.RESOURCE_EXHAUSTED,
             ),
         ),
+        "ImportWeights": ("weights", _KEYED),
         "GetServerInfo": ("server", ()),
     }
 )

@@ -15,10 +15,9 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ratoon.api.convert.checks import shown
 from ratoon.api.convert.errors import detail_of, internal_error
 from ratoon.api.http.schema.models import error_body
-from ratoon.errors import ERROR_TABLE, ErrorCode, RatoonError
+from ratoon.errors import ERROR_TABLE, ErrorCode, RatoonError, shown
 from ratoon.log import get_logger
 from ratoon_proto.json_form import to_json
 

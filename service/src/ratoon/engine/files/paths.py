@@ -34,6 +34,8 @@ class PolicyPaths:
 
     root: Path
     weights: Path
+    # What all policies may read, below which are the model folders that callers name.
+    models_root: Path
 
     @property
     def bodies(self) -> Path:
@@ -62,12 +64,18 @@ class PolicyPaths:
         return self.checkpoints / safe_name("checkpoint_id", checkpoint_id)
 
 
-def policy_paths(data_root: Path, policy_id: str, weights_root: Path | None = None) -> PolicyPaths:
+def policy_paths(
+    data_root: Path,
+    policy_id: str,
+    weights_root: Path | None = None,
+    models_root: Path | None = None,
+) -> PolicyPaths:
     """Raises INVALID_ARGUMENT for an id that is no plain name."""
     name = safe_name("policy_id", policy_id)
     root = data_root / "policies" / name
     weights = root / "weights" if weights_root is None else weights_root / name
-    return PolicyPaths(root=root, weights=weights)
+    models_root = models_root or data_root / "models"
+    return PolicyPaths(root=root, weights=weights, models_root=models_root)
 
 
 def safe_name(field: str, name: str) -> str:

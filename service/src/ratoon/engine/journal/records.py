@@ -37,6 +37,7 @@ CLOSING_KINDS = (
     OperationKind.OPTIM_STEP,
     OperationKind.DISCARD_GRADIENTS,
     OperationKind.LOAD_CHECKPOINT,
+    OperationKind.IMPORT_WEIGHTS,
 )
 
 # Operations that change weights or gradients; recovery skips all others.

@@ -13,6 +13,7 @@ _LOST_KINDS = (
     OperationKind.UPDATE,
     OperationKind.OPTIM_STEP,
     OperationKind.LOAD_CHECKPOINT,
+    OperationKind.IMPORT_WEIGHTS,
 )
 
 

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 
 from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.files.disk import check_room, disk_full, disk_refusal, full_disk_refused
+from ratoon.engine.files.model_folders import model_folder
 from ratoon.engine.files.paths import safe_name
 from ratoon.engine.journal.checkpoints import check_own_id
 from ratoon.engine.journal.records import (
@@ -29,6 +30,7 @@ from ratoon.engine.types import (
     DiscardGradientsCommand,
     ForwardBackwardCommand,
     ForwardCommand,
+    ImportWeightsCommand,
     LoadCheckpointCommand,
     NoKey,
     OperationKey,
@@ -52,8 +54,8 @@ KINDS: dict[type[Command], OperationKind] = {
     ForwardCommand: OperationKind.FORWARD,
     SaveCheckpointCommand: OperationKind.SAVE_CHECKPOINT,
     LoadCheckpointCommand: OperationKind.LOAD_CHECKPOINT,
+    ImportWeightsCommand: OperationKind.IMPORT_WEIGHTS,
 }
-
 
 # Hashed sooner than a thread is woken.
 _SMALL_BYTES = 2**16
@@ -93,9 +95,15 @@ class Admission:
     async def hold(self, operation_id: str, submission: Submission) -> RatoonError | None:
         """Make the body durable, for the operation that the submission may become.
 
-        Returns the refusal where the disk has no room, for the caller to raise unless the
-        submission turns out to be a retry, which needs none.
+        Returns the refusal where the disk has no room, or the model folder cannot be read, for the
+        caller to raise unless the submission turns out to be a retry, which needs neither.
         """
+        if isinstance(submission.command, ImportWeightsCommand):
+            folder, root = submission.command.folder, self._run.paths.models_root
+            try:
+                await asyncio.to_thread(model_folder, "model_folder", folder, root)
+            except RatoonError as refusal:
+                return refusal
         if not self._is_awaited(submission.key):
             refusal = await self.disk_refusal(len(submission.body))
             if refusal is not None:

@@ -3,8 +3,8 @@
 The count is a function of the journal, so every reader gets the same, and a failed policy is not
 brought back.
 
-A step that was taken, or a loaded checkpoint, resets the count. Operations that change no weights,
-and steps without tokens, leave it as it is.
+A step that was taken, a loaded checkpoint or imported weights reset the count. Operations that
+change no weights, and steps without tokens, leave it as it is.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ratoon.engine.refusals import policy_not_ready
 from ratoon.engine.types import (
     CheckpointInfo,
     FailedResult,
+    ImportResult,
     OperationKind,
     PolicyState,
     StepResult,
@@ -81,6 +82,8 @@ def ends_run(record: OperationRecord) -> bool:
         return False
     if record.kind is OperationKind.LOAD_CHECKPOINT:
         return isinstance(record.result, CheckpointInfo)
+    if record.kind is OperationKind.IMPORT_WEIGHTS:
+        return isinstance(record.result, ImportResult)
     if record.kind not in _STEPS or not isinstance(record.result, StepResult):
         return False
     return not record.result.report.skipped

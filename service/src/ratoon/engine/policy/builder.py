@@ -18,6 +18,7 @@ from ratoon.engine.types import (
     ForwardBackwardCommand,
     ForwardCommand,
     ForwardResult,
+    ImportWeightsCommand,
     LoadCheckpointCommand,
     OptimStepCommand,
     SaveCheckpointCommand,
@@ -43,7 +44,7 @@ class TaskBuilder:
         self._check_version(command)
         match command:
             case UpdateCommand():
-                run.window.check_update()
+                run.window.check_closed()
                 name = await self._forward_file(command)
                 return Choices(old_logprobs=name, next_version=run.max_version + 1)
             case ForwardBackwardCommand():
@@ -57,6 +58,10 @@ class TaskBuilder:
                 return Choices(checkpoint=await self._to_save(record, command))
             case LoadCheckpointCommand():
                 return Choices(checkpoint=await self._to_load(command))
+            case ImportWeightsCommand():
+                # Gradients of the weights before would be stepped on those after.
+                run.window.check_closed()
+                return Choices(next_version=run.max_version + 1)
 
     async def _to_save(
         self, record: OperationRecord, command: SaveCheckpointCommand
@@ -101,6 +106,7 @@ class TaskBuilder:
                 | ForwardBackwardCommand(expected_version=expected)
                 | OptimStepCommand(expected_version=expected)
                 | ForwardCommand(expected_version=expected)
+                | ImportWeightsCommand(expected_version=expected)
             ):
                 if expected is None or expected == self._run.version:
                     return

@@ -4,6 +4,8 @@ Bodies and older checkpoints are deleted only once the journal says that a check
 read back, covers them. A failure at any step loses nothing and is retried.
 
     due -> copied between two turns -> written while others run -> journaled -> superseded deleted
+
+After an ImportWeights one is due at once, whatever the settings.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from ratoon.engine.journal.records import (
     OperationRecord,
 )
 from ratoon.engine.policy.run import PolicyRun
-from ratoon.engine.types import CheckpointInfo
+from ratoon.engine.types import CheckpointInfo, OperationKind
 from ratoon.engine.worker.tasks import FencedError
 from ratoon.errors import RatoonError
 from ratoon.log import get_logger
@@ -36,11 +38,15 @@ _RETRY_S = 30.0
 
 @dataclass(slots=True, kw_only=True)
 class _Since:
-    """What has ended since the newest checkpoint. `first_at`: seconds of the event loop's clock."""
+    """What has ended since the newest checkpoint. `first_at`: seconds of the event loop's clock.
+
+    `has_import`: a replay would need a folder that anybody may change.
+    """
 
     num_operations: int = 0
     size_bytes: int = 0
     first_at: float | None = None
+    has_import: bool = False
 
 
 class Checkpointer:
@@ -94,6 +100,7 @@ class Checkpointer:
             return
         if record.state is JournalState.APPLIED and record.kind in RUN_KINDS:
             since.num_operations += 1
+            since.has_import |= record.kind is OperationKind.IMPORT_WEIGHTS
         if record.body_digest:
             with contextlib.suppress(FileNotFoundError):
                 since.size_bytes += run.paths.body(record.body_digest).stat().st_size
@@ -107,8 +114,10 @@ class Checkpointer:
         if since.first_at is None or is_landing:
             return None
         due_at = since.first_at + config.every_s if config.every_s else None
-        if (config.every_operations and since.num_operations >= config.every_operations) or (
-            config.every_bytes and since.size_bytes >= config.every_bytes
+        if (
+            since.has_import
+            or (config.every_operations and since.num_operations >= config.every_operations)
+            or (config.every_bytes and since.size_bytes >= config.every_bytes)
         ):
             due_at = 0.0
         return None if due_at is None else max(0.0, max(due_at, self._retry_at) - _clock())
@@ -168,6 +177,7 @@ class Checkpointer:
                 num_operations=taken.num_operations + since.num_operations,
                 size_bytes=taken.size_bytes + since.size_bytes,
                 first_at=taken.first_at,
+                has_import=taken.has_import or since.has_import,
             )
             self._failed(info, err)
         else:

@@ -27,6 +27,7 @@ from ratoon.engine.refusals import cancelled
 from ratoon.engine.types import (
     CheckpointInfo,
     FailedResult,
+    ImportResult,
     OperationKind,
     OperationResult,
     OperationState,
@@ -270,7 +271,7 @@ def _has_subset(record: OperationRecord) -> bool:
 
 def _version_after(result: OperationResult, version: int) -> int:
     match result:
-        case StepResult() | CheckpointInfo():
+        case StepResult() | CheckpointInfo() | ImportResult():
             return result.version
         case _:
             return version

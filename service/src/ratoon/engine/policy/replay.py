@@ -21,6 +21,7 @@ from ratoon.engine.types import (
     CheckpointInfo,
     EmptyResult,
     FailedResult,
+    ImportResult,
     LoadCheckpointCommand,
     OnChangedNumerics,
     OperationKind,
@@ -268,7 +269,8 @@ def _is_gradient(record: OperationRecord) -> bool:
 
 
 def _version(result: OperationResult | None) -> int | None:
-    return result.version if isinstance(result, StepResult | CheckpointInfo) else None
+    has_version = isinstance(result, StepResult | CheckpointInfo | ImportResult)
+    return result.version if has_version else None
 
 
 def _journaled_outcome(record: OperationRecord) -> Outcome:

@@ -44,8 +44,8 @@ class Window:
     def with_failed(self, seq: int) -> Window:
         return self._with(WindowEntry(seq=seq, has_failed=True))
 
-    def check_update(self) -> None:
-        """Raises WINDOW_OPEN: an Update brings its own gradients."""
+    def check_closed(self) -> None:
+        """Raises WINDOW_OPEN: an Update brings its own gradients, an import other weights."""
         if self.is_open:
             raise RatoonError(
                 ErrorCode.WINDOW_OPEN,

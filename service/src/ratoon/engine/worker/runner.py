@@ -14,13 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ratoon.engine.files.disk import disk_refusal
+from ratoon.engine.files.model_folders import model_folder
 from ratoon.engine.files.results import (
     keep_result,
     read_entropy,
     read_old_logprobs,
     write_forward_output,
 )
-from ratoon.engine.refusals import disk_fault
+from ratoon.engine.refusals import cancelled, disk_fault
 from ratoon.engine.types import (
     CheckpointInfo,
     DiscardGradientsCommand,
@@ -28,6 +29,9 @@ from ratoon.engine.types import (
     ForwardBackwardCommand,
     ForwardCommand,
     ForwardResult,
+    ImportMode,
+    ImportResult,
+    ImportWeightsCommand,
     LoadCheckpointCommand,
     OperationResult,
     OptimStepCommand,
@@ -36,7 +40,13 @@ from ratoon.engine.types import (
     UpdateCommand,
 )
 from ratoon.engine.worker.tasks import NO_FORWARD, GradientFile, GradientRequest, Task
-from ratoon.engine.worker.trainer_port import IsCancelled, OnProgress, SnapshotPort, TrainerPort
+from ratoon.engine.worker.trainer_port import (
+    ImportedWeightsPort,
+    IsCancelled,
+    OnProgress,
+    SnapshotPort,
+    TrainerPort,
+)
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.model.spec import LoraTuning
 from ratoon.rollout.batch import RolloutBatch
@@ -66,10 +76,11 @@ class _Inputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedTask:
-    """A task with every choice made. `inputs`: for commands with a batch."""
+    """A task with every choice made. `inputs`: for commands with a batch; `weights`: to import."""
 
     task: Task
-    inputs: _Inputs | None
+    inputs: _Inputs | None = None
+    weights: ImportedWeightsPort | None = None
 
 
 class TaskRunner:
@@ -97,8 +108,10 @@ class TaskRunner:
                 old, entropy = _read_forward(task, batch, entropy_share=request.top_entropy_share)
             case ForwardCommand():
                 batch, loss, old, entropy = _read_batch(task), None, None, None
+            case ImportWeightsCommand() as command:
+                return self._plan_import(task, command)
             case _:
-                return PlannedTask(task=task, inputs=None)
+                return PlannedTask(task=task)
         if task.choices.plan is not None:
             plan = plan_from_dict(task.choices.plan)
         else:
@@ -131,6 +144,10 @@ class TaskRunner:
                 return self._save(task)
             case LoadCheckpointCommand():
                 return self._load(task)
+            case ImportWeightsCommand() as command:
+                if is_cancelled():
+                    raise cancelled(task.operation_id)
+                return self._import(planned, command)
 
     def restore(self, tasks: tuple[Task, ...]) -> None:
         """Make the window hold exactly the gradients of `tasks`."""
@@ -213,6 +230,27 @@ class TaskRunner:
         self.trainer.load_checkpoint(task.paths.checkpoint(info.checkpoint_id))
         self.trainer.version = info.version
         return info
+
+    def _plan_import(self, task: Task, command: ImportWeightsCommand) -> PlannedTask:
+        """Read the folder, whose bytes must be those of the task's choices, where it has them."""
+        folder = model_folder("model_folder", command.folder, task.paths.models_root)
+        weights = self.trainer.read_weights(folder, task.choices.folder_digest)
+        choices = replace(task.choices, folder_digest=weights.digest)
+        return PlannedTask(task=replace(task, choices=choices), weights=weights)
+
+    def _import(self, planned: PlannedTask, command: ImportWeightsCommand) -> ImportResult:
+        weights = planned.weights
+        assert weights is not None
+        adds, resets = command.mode is ImportMode.DELTA, command.reset_optimizer
+        self.trainer.import_weights(weights, adds=adds, resets_optimizer=resets)
+        self.trainer.version = planned.task.choices.next_version
+        return ImportResult(
+            version=self.version,
+            num_tensors=weights.num_tensors,
+            size_bytes=weights.size_bytes,
+            dtypes=weights.dtypes,
+            digest=weights.digest,
+        )
 
     def _stepped(self, report: StepReport, next_version: int) -> StepResult:
         """The step's result. `next_version` reuses no number of a rolled-back version."""

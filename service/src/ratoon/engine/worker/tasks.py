@@ -55,6 +55,8 @@ class Choices:
     next_version: int = 0
     # The checkpoint to load, or to save; size and time of the latter are not known yet.
     checkpoint: CheckpointInfo | None = None
+    # Of the imported folder's files; "": nothing is imported, or they are not read yet.
+    folder_digest: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

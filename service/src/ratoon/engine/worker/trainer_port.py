@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +58,19 @@ class WeightsCopyPort(Protocol):
     def write(self, folder: Path) -> None:
         """Write model or adapter files into an empty folder. Thread-safe."""
         ...
+
+
+class ImportedWeightsPort(Protocol):
+    """A folder's weights in memory, checked; `digest`: of its files."""
+
+    @property
+    def digest(self) -> str: ...
+    @property
+    def num_tensors(self) -> int: ...
+    @property
+    def size_bytes(self) -> int: ...
+    @property
+    def dtypes(self) -> tuple[str, ...]: ...
 
 
 class TrainerPort(Protocol):
@@ -130,6 +143,12 @@ class TrainerPort(Protocol):
         ...
 
     def load_checkpoint(self, folder: Path) -> None: ...
+
+    def read_weights(self, folder: Path, digest: str) -> ImportedWeightsPort: ...
+
+    def import_weights(self, weights: Any, *, adds: bool, resets_optimizer: bool) -> None:
+        """Apply what `read_weights` gave."""
+        ...
 
 
 CreateTrainer = Callable[[TrainerSpec], TrainerPort]

@@ -23,6 +23,7 @@ from ratoon.engine.crash_points import CrashPoint, Reach
 from ratoon.engine.refusals import disk_fault, unexpected
 from ratoon.engine.types import (
     ForwardBackwardCommand,
+    ImportWeightsCommand,
     LoadCheckpointCommand,
     OperationState,
     OptimStepCommand,
@@ -60,6 +61,8 @@ T = TypeVar("T")
 
 _LOG = get_logger("worker")
 _NO_OPERATION = ""
+# What changes weights or moments as soon as it runs; an Update does once its gradients are there.
+_CHANGING = OptimStepCommand | LoadCheckpointCommand | ImportWeightsCommand
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,7 +299,7 @@ class WorkerCore:
         """The outcome, with the digest of the resulting state."""
         if outcome.state is not OperationState.DONE or not self._takes_digests:
             return outcome
-        if isinstance(task.command, UpdateCommand | OptimStepCommand | LoadCheckpointCommand):
+        if isinstance(task.command, UpdateCommand | _CHANGING):
             started = time.perf_counter()
             self._digest = runner.trainer.state_digest()
             if isinstance(result := outcome.result, StepResult):
@@ -332,7 +335,7 @@ class WorkerCore:
         """Whether a task that failed unexpectedly may have changed weights or moments."""
         if isinstance(task.command, UpdateCommand):
             return 0 < self._meter.planned <= self._meter.done
-        return isinstance(task.command, OptimStepCommand | LoadCheckpointCommand)
+        return isinstance(task.command, _CHANGING)
 
     def _guarded(
         self,

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from ratoon.errors import invalid
 from ratoon.train.config import AdamWConfig, OptimizerStates
 from ratoon.train.loss.spec import OptimStep
 
@@ -26,6 +27,10 @@ _TINY = 2.0**-126
 _NORM_CHUNK = 1 << 25
 # Below this norm the squares of a gradient's elements may be no normal float32.
 _MIN_NORM = 2.0**-32
+# Fields of a state that make up the weights.
+_OF_WEIGHTS = ("weights", "weight_remainder")
+# Magnitudes below it are finite however they are rounded.
+_MAX_WEIGHT = 2.0**127
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +75,13 @@ class OptimizerState:
         for field, mine in self.tensors().items():
             for name, tensor in mine.items():
                 tensor.copy_(theirs[field][name])
+
+    def clear_moments(self) -> None:
+        """Zeros, as before the first step."""
+        for field, tensors in self.tensors().items():
+            if field not in _OF_WEIGHTS:
+                for tensor in tensors.values():
+                    tensor.zero_()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +180,31 @@ class MasterAdamW:
             self._adamw.state[master]["step"].fill_(float(state.num_steps))
         self._num_steps = state.num_steps
 
+    @torch.no_grad()
+    def set_weights(self, values: Mapping[str, Tensor], *, adds: bool, key: str) -> None:
+        """Replace the weights by `values`, on any device and of the same names, or add these.
+
+        Values are finite (`are_finite`); sums need not be: raises INVALID_ARGUMENT naming one that
+        is not, and none has changed then. Moments and step count stay. `key` names this change
+        among all of the policy's, and what is rounded stochastically by it: here nothing is.
+        """
+
+        def updated(name: str) -> Tensor:
+            master = self._masters[name]
+            value = values[name].to(master.device, master.dtype)
+            return master + value if adds else value
+
+        for name in self._masters if adds else ():
+            check_sum(name, updated(name))
+        for name, master in self._masters.items():
+            master.copy_(updated(name))
+
+    def reset(self) -> None:
+        """Moments and step count as before the first step; weights stay."""
+        state = self.state()
+        state.clear_moments()
+        self.load(replace(state, num_steps=0))
+
     def _scale(self, gradients: list[Tensor], divisor: float, clip: float) -> None:
         """Clip `gradients`, which where the scale is folded are still to be divided."""
         if self._folds_scale:
@@ -182,6 +219,18 @@ class MasterAdamW:
         elif clip < 1.0:
             for gradient in gradients:
                 gradient.mul_(clip)
+
+
+def are_finite(weights: Tensor) -> bool:
+    """Whether all are, and stay so however they are rounded; at least one."""
+    # A NaN is in no range.
+    return bool(weights.abs().amax() < _MAX_WEIGHT)
+
+
+def check_sum(name: str, weights: Tensor) -> None:
+    """Raises INVALID_ARGUMENT where not all are finite."""
+    if not are_finite(weights):
+        raise invalid(f"weights[{name}]", "a sum that is not finite", "below 2**127 in magnitude")
 
 
 def global_norm(gradients: Iterable[Tensor]) -> float:

@@ -24,9 +24,11 @@ from ratoon.train.optim.adamw import (
     MAX_FLOAT32,
     OptimizerState,
     StepOutcome,
+    check_sum,
     global_norm,
 )
 from ratoon.train.optim.bf16_state import (
+    Chunk,
     Tensors,
     chunks_of,
     initial_state,
@@ -119,6 +121,30 @@ class Bf16AdamW:
                 bits, master = chunk.weights
                 bits.copy_(split_float32(master)[0])
 
+    @torch.no_grad()
+    def set_weights(self, values: Mapping[str, Tensor], *, adds: bool, key: str) -> None:
+        """See `MasterAdamW.set_weights`: masters are exact, what has none is rounded by `key`."""
+
+        def updated(chunk: Chunk) -> Tensor:
+            stop = chunk.start + chunk.weights[0].numel()
+            part = values[chunk.name].reshape(-1)[chunk.start : stop]
+            value = part.to(self._device, torch.float32).view(chunk.weights[0].shape)
+            return read_weights(chunk.weights) + value if adds else value
+
+        for chunk in self._chunks if adds else ():
+            check_sum(chunk.name, updated(chunk))
+        keys = torch.tensor(keys_of(f"{self._seed}/{key}", 2), dtype=torch.int32)
+        keys = self._upload(keys)
+        for chunk in self._chunks:
+            has_masters = len(chunk.weights) > 1
+            words = None if has_masters else _words(chunk.weights[0].shape, chunk.origin, keys)
+            write_weights(chunk.weights, updated(chunk), words)
+
+    def reset(self) -> None:
+        """See `MasterAdamW.reset`."""
+        self._live.clear_moments()
+        self._live = replace(self._live, num_steps=0)
+
     def _upload(self, host: Tensor) -> Tensor:
         """To the device without waiting for it."""
         if self._device.type != "cuda":
@@ -149,13 +175,18 @@ def _step_chunk(
     update = decay * weight + step_size * m / (v.sqrt() / root_correction + eps)
     words = None
     if is_rounded(weights, moments):
-        index = torch.arange(gradient.numel(), dtype=torch.int32, device=gradient.device)
-        index = index.view(gradient.shape) + origin[2]
-        first = mix(mix(index ^ origin[0]) ^ mix(keys[0] ^ origin[1]))
-        second = mix(first + keys[1])
-        words = (first, second, mix(second + keys[1]))
+        words = _words(gradient.shape, origin, keys)
     write_weights(weights, weight - update, words)
     write_moments(moments, (m, v), words)
+
+
+def _words(shape: torch.Size, origin: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Random ones for each element of a part: functions of its origin, its index and two keys."""
+    index = torch.arange(shape.numel(), dtype=torch.int32, device=origin.device)
+    index = index.view(shape) + origin[2]
+    first = mix(mix(index ^ origin[0]) ^ mix(keys[0] ^ origin[1]))
+    second = mix(first + keys[1])
+    return first, second, mix(second + keys[1])
 
 
 def _numbers(

@@ -31,6 +31,10 @@ class Optimizer(Protocol):
 
     def load(self, state: OptimizerState) -> None: ...
 
+    def set_weights(self, values: Mapping[str, Tensor], *, adds: bool, key: str) -> None: ...
+
+    def reset(self) -> None: ...
+
 
 def make_optimizer(
     parameters: Mapping[str, nn.Parameter],

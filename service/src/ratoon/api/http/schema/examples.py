@@ -45,5 +45,11 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "ForwardRequest": {"batch": _BATCH, "with_entropy": True},
         "SaveCheckpointRequest": {"seq": 4, "checkpoint_id": "after-warmup"},
         "LoadCheckpointRequest": {"seq": 5},
+        "ImportWeightsRequest": {
+            "seq": 6,
+            "model_folder": "outer-step-12",
+            "mode": "full",
+            "expected_version": 12,
+        },
     }
 )

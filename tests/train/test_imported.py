@@ -1,0 +1,486 @@
+"""Weights of a folder: every kind of states takes them, a folder with a fault changes nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon.model.export import export_weights
+from ratoon.model.spec import FolderBase, LoraTuning, ModelDtype
+from ratoon.train.config import OptimizerStates
+from ratoon.train.optim.adamw import MasterAdamW, OptimizerState
+from ratoon.train.optim.bf16_adamw import Bf16AdamW
+from ratoon.train.optim.rounding import join_float32
+from ratoon.train.trainer import Trainer
+from tests.tiny_models import ARCHITECTURES, write_folder
+from tests.train.optimizer_runs import (
+    CONFIG,
+    WITHOUT_MASTERS,
+    copied,
+    make_gradients,
+    make_parameters,
+    optim_step,
+)
+from tests.train.trainer_runs import (
+    assert_equal,
+    forward_backward,
+    make_batch,
+    make_loss,
+    make_step,
+    make_trainer,
+    weights_of,
+)
+
+WEIGHTS = "model.safetensors"
+NORM = "model.norm.weight"
+LORA = LoraTuning(rank=2, alpha=4.0)
+
+
+def masters_of(state: OptimizerState) -> dict[str, Tensor]:
+    """float32, of any kind of states."""
+    return {
+        name: join_float32(weight.view(torch.int16), state.weight_remainder[name])
+        if name in state.weight_remainder
+        else weight.float().clone()
+        for name, weight in state.weights.items()
+    }
+
+
+def moments_of(state: OptimizerState) -> dict[str, Tensor]:
+    return {n: t for n, t in copied(state).items() if not n.startswith("weight")}
+
+
+def random_values(seed: int) -> dict[str, Tensor]:
+    """float32, of `make_parameters`'s shapes."""
+    generator = torch.Generator().manual_seed(seed)
+    return {n: torch.randn(p.shape, generator=generator) for n, p in make_parameters().items()}
+
+
+def stepped(kind: OptimizerStates, seed: int = 0) -> Bf16AdamW:
+    optimizer = Bf16AdamW(make_parameters(), CONFIG, kind, seed)
+    for number in range(2):
+        optimizer.step(make_gradients(number), 1.0, optim_step())
+    return optimizer
+
+
+def assert_neighbours(got: Tensor, exact: Tensor) -> None:
+    """bfloat16 values on either side of float32 ones, less than one apart."""
+    up = torch.nextafter(got.bfloat16(), torch.tensor(torch.inf, dtype=torch.bfloat16)).float()
+    down = torch.nextafter(got.bfloat16(), torch.tensor(-torch.inf, dtype=torch.bfloat16)).float()
+    assert torch.all((down < exact) & (exact < up))
+
+
+@pytest.mark.parametrize("kind", list(OptimizerStates))
+@pytest.mark.parametrize("adds", [False, True])
+def test_each_kind_of_states_takes_float32_values(kind: OptimizerStates, adds: bool) -> None:
+    """Masters unrounded; what has none on either side. Moments and steps stay, and go on."""
+    optimizer, values = stepped(kind), random_values(3)
+    before, moments = masters_of(optimizer.state()), moments_of(optimizer.state())
+    optimizer.set_weights(values, adds=adds, key="import 3")
+    state = optimizer.state()
+    for name, master in masters_of(state).items():
+        exact = before[name] + values[name] if adds else values[name]
+        if kind in WITHOUT_MASTERS:
+            assert_neighbours(master, exact)
+            assert not torch.equal(master, exact)
+        else:
+            assert torch.equal(master, exact)
+    assert_equal(moments_of(state), moments)
+    assert state.num_steps == 2
+    # And the next step is that of one that was given these weights by a checkpoint.
+    other = Bf16AdamW(make_parameters(9), CONFIG, kind, 0)
+    other.load(state)
+    for one in (optimizer, other):
+        one.step(make_gradients(5), 1.0, optim_step())
+    assert_equal(copied(optimizer.state()), copied(other.state()))
+
+
+@pytest.mark.parametrize("kind", list(OptimizerStates))
+def test_the_parameters_of_the_model_are_what_is_set(kind: OptimizerStates) -> None:
+    parameters, values = make_parameters(), random_values(4)
+    optimizer = Bf16AdamW(parameters, CONFIG, kind, 0)
+    optimizer.set_weights(values, adds=False, key="import 1")
+    for name, parameter in parameters.items():
+        assert_neighbours(parameter.detach().float(), values[name])
+    coarse = {name: value.bfloat16() for name, value in values.items()}
+    optimizer.set_weights(coarse, adds=False, key="import 2")
+    assert_equal({name: p.detach() for name, p in parameters.items()}, coarse)
+
+
+@pytest.mark.parametrize("kind", WITHOUT_MASTERS)
+def test_rounding_is_right_in_the_mean_and_the_same_again(kind: OptimizerStates) -> None:
+    """A delta far below an ulp would be lost to the nearest value each time."""
+
+    def added(key: str) -> dict[str, Tensor]:
+        parameters = make_parameters()
+        for parameter in parameters.values():
+            parameter.data.fill_(1.0)
+        optimizer = Bf16AdamW(parameters, CONFIG, kind, 0)
+        delta = {name: torch.full(p.shape, 2.0**-10) for name, p in parameters.items()}
+        optimizer.set_weights(delta, adds=True, key=key)
+        return {name: weight.clone() for name, weight in optimizer.state().weights.items()}
+
+    one, other = added("import 1"), added("import 2")
+    assert_equal(one, added("import 1"))
+    assert not torch.equal(one["whole"], other["whole"])
+    # An ulp is 2**-7: one in eight rounds up.
+    mean = float((one["whole"].float() - 1.0).mean())
+    assert mean == pytest.approx(2.0**-10, rel=0.2)
+
+
+@pytest.mark.parametrize("kind", list(OptimizerStates))
+def test_reset_begins_the_optimizer_anew(kind: OptimizerStates) -> None:
+    optimizer = stepped(kind)
+    before = masters_of(optimizer.state())
+    optimizer.reset()
+    fresh = Bf16AdamW(make_parameters(), CONFIG, kind, 0)
+    assert_equal(moments_of(optimizer.state()), moments_of(fresh.state()))
+    assert optimizer.state().num_steps == 0
+    assert_equal(masters_of(optimizer.state()), before)
+
+
+def test_masters_that_are_the_parameters_are_set_added_to_and_reset() -> None:
+    parameters = {
+        name: torch.nn.Parameter(p.detach().float()) for name, p in make_parameters().items()
+    }
+    optimizer = MasterAdamW(parameters, CONFIG)
+    optimizer.step(make_gradients(0), 1.0, optim_step())
+    moments, values = moments_of(optimizer.state()), random_values(1)
+    optimizer.set_weights(values, adds=False, key="")
+    assert_equal({name: p.detach() for name, p in parameters.items()}, values)
+    optimizer.set_weights(values, adds=True, key="")
+    assert_equal(
+        {name: p.detach() for name, p in parameters.items()}, {n: v + v for n, v in values.items()}
+    )
+    assert_equal(moments_of(optimizer.state()), moments)
+    assert optimizer.state().num_steps == 1
+    optimizer.reset()
+    fresh = MasterAdamW(parameters, CONFIG)
+    for one in (optimizer, fresh):
+        one.step(make_gradients(1), 1.0, optim_step())
+    assert_equal(moments_of(optimizer.state()), moments_of(fresh.state()))
+
+
+@pytest.mark.parametrize("kind", [*OptimizerStates, None])
+@pytest.mark.parametrize("bad", [3.0e38, torch.inf, torch.nan])
+def test_a_sum_that_is_not_finite_changes_nothing(kind: OptimizerStates | None, bad: float) -> None:
+    """In the last element of the last tensor."""
+    if kind is None:
+        wide = {n: torch.nn.Parameter(p.detach().float()) for n, p in make_parameters().items()}
+        optimizer = MasterAdamW(wide, CONFIG)
+    else:
+        optimizer = stepped(kind)
+    values = random_values(2)
+    list(values.values())[-1][-1] = bad
+    before = copied(optimizer.state())
+    with pytest.raises(RatoonError) as refused:
+        optimizer.set_weights(values, adds=True, key="")
+    assert refused.value.field == f"weights[{list(values)[-1]}]"
+    assert_equal(copied(optimizer.state()), before)
+
+
+# The trainer: folders in and out.
+
+
+def trainer_of(
+    base: FolderBase,
+    kind: OptimizerStates | None = None,
+    tuning: LoraTuning | None = None,
+) -> Trainer:
+    """float32 where there is no `kind`."""
+    dtype = ModelDtype.FLOAT32 if kind is None else ModelDtype.BFLOAT16
+    spec = make_trainer(base, dtype=dtype, tuning=tuning).spec
+    return Trainer.create(replace(spec, optimizer_states=kind or OptimizerStates.FP32))
+
+
+def update(trainer: Trainer, seed: int) -> None:
+    batch = make_batch(seed)
+    loss = make_loss(batch)
+    step = make_step(trainer, loss)
+    assert not trainer.update(batch, loss, step, trainer.prepare(batch, loss).plan).skipped
+
+
+def export(trainer: Trainer, folder: Path) -> Path:
+    folder.mkdir()
+    export_weights(trainer.model, folder, None)
+    return folder
+
+
+def take(trainer: Trainer, folder: Path, *, adds: bool = False, resets: bool = False) -> str:
+    weights = trainer.read_weights(folder, "")
+    trainer.import_weights(weights, adds=adds, resets_optimizer=resets)
+    return weights.digest
+
+
+def logprobs_of(trainer: Trainer) -> bytes:
+    batch = make_batch(99)
+    plan = trainer.plan_forward(batch)
+    return trainer.forward(batch, plan, with_entropy=False, use_reference=False).logprobs.tobytes()
+
+
+@pytest.mark.parametrize("kind", [*OptimizerStates, None])
+@pytest.mark.parametrize("tuning", [None, LORA])
+def test_an_exported_version_comes_back_bit_for_bit(
+    base: FolderBase, tmp_path: Path, kind: OptimizerStates | None, tuning: LoraTuning | None
+) -> None:
+    trainer = trainer_of(base, kind, tuning)
+    update(trainer, 0)
+    then, weights = logprobs_of(trainer), dict(trainer.export_state())
+    weights = {name: weight.clone() for name, weight in weights.items()}
+    folder = export(trainer, tmp_path / "one")
+    update(trainer, 1)
+    assert logprobs_of(trainer) != then
+    before, moments = trainer.state_digest(), moments_of(trainer.snapshot().state)
+    take(trainer, folder)
+    assert logprobs_of(trainer) == then
+    assert_equal(dict(trainer.export_state()), weights)
+    assert trainer.version == 3
+    assert trainer.state_digest() != before
+    state = trainer.snapshot().state
+    assert state.num_steps == 2
+    assert_equal(moments_of(state), moments)
+    update(trainer, 2)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_float32_values_of_any_architecture_become_the_masters(
+    tmp_path: Path, architecture: str
+) -> None:
+    """By the names of the hub: experts one by one, tied embeddings once."""
+    base = FolderBase(folder=str(write_folder(tmp_path / "base", architecture)))
+    other = write_folder(tmp_path / "other", architecture, seed=1)
+    trainer = trainer_of(base, OptimizerStates.BF16_SPLIT)
+    weights = trainer.read_weights(other, "")
+    assert weights.dtypes == ("F32",)
+    trainer.import_weights(weights, adds=False, resets_optimizer=False)
+    theirs = trainer_of(FolderBase(folder=str(other)))
+    assert_equal(masters_of(trainer.snapshot().state), weights_of(theirs))
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
+def test_sharded_files_of_both_dtypes_are_one_folder(tmp_path: Path, architecture: str) -> None:
+    base = FolderBase(folder=str(write_folder(tmp_path / "base", architecture)))
+    trainer = trainer_of(base)
+    tensors = load_file(write_folder(tmp_path / "other", architecture, seed=1) / WEIGHTS)
+    halves = list(tensors)[::2], list(tensors)[1::2]
+    (tmp_path / "parts").mkdir()
+    save_file({n: tensors[n] for n in halves[0]}, tmp_path / "parts/a.safetensors")
+    coarse = {n: tensors[n].bfloat16() for n in halves[1]}
+    save_file(coarse, tmp_path / "parts/b.safetensors")
+    weights = trainer.read_weights(tmp_path / "parts", "")
+    assert (weights.num_tensors, weights.dtypes) == (len(tensors), ("BF16", "F32"))
+    trainer.import_weights(weights, adds=False, resets_optimizer=False)
+    written = load_file(export(trainer, tmp_path / "out") / WEIGHTS)
+    assert_equal(written, {n: coarse.get(n, tensors[n]).float() for n in tensors})
+
+
+def test_a_delta_is_added_to_the_masters(base: FolderBase, tmp_path: Path) -> None:
+    """What a bfloat16 weight cannot hold is in its master, and adds up there."""
+    trainer = trainer_of(base, OptimizerStates.BF16_SPLIT)
+    update(trainer, 0)
+    before = masters_of(trainer.snapshot().state)
+    tensors = load_file(Path(base.folder) / WEIGHTS)
+    delta = {name: tensor * 1e-5 for name, tensor in tensors.items()}
+    (tmp_path / "delta").mkdir()
+    save_file(delta, tmp_path / "delta" / WEIGHTS)
+    for _ in range(2):
+        take(trainer, tmp_path / "delta", adds=True)
+    after = masters_of(trainer.snapshot().state)
+    for name, master in before.items():
+        assert torch.equal(after[name], master + delta[name] + delta[name])
+        assert not torch.equal(after[name], master)
+
+
+def test_reset_makes_the_next_step_a_first_one(base: FolderBase, tmp_path: Path) -> None:
+    folder = export(trainer_of(base), tmp_path / "one")
+    trainer, fresh = trainer_of(base), trainer_of(base)
+    update(trainer, 0)
+    take(trainer, folder, resets=True)
+    for one in (trainer, fresh):
+        update(one, 5)
+    assert trainer.state_digest() == fresh.state_digest()
+
+
+def test_the_frozen_reference_stays(base: FolderBase, tmp_path: Path) -> None:
+    trainer = trainer_of(base)
+    batch = make_batch(7)
+
+    def reference() -> bytes:
+        plan = trainer.plan_forward(batch)
+        arrays = trainer.forward(batch, plan, with_entropy=False, use_reference=True)
+        return arrays.logprobs.tobytes()
+
+    before = reference()
+    take(trainer, write_folder(tmp_path / "other", "qwen3", seed=1))
+    assert reference() == before
+
+
+def test_an_open_window_is_refused(base: FolderBase, tmp_path: Path) -> None:
+    trainer = trainer_of(base)
+    folder, batch = export(trainer, tmp_path / "one"), make_batch(0)
+    forward_backward(trainer, batch, make_loss(batch))
+    with pytest.raises(RatoonError) as refused:
+        take(trainer, folder)
+    assert refused.value.code is ErrorCode.WINDOW_OPEN
+
+
+def test_other_bytes_than_at_first_are_refused(base: FolderBase, tmp_path: Path) -> None:
+    """A file that is renamed, changed by a bit or no longer loads: replay takes none of these."""
+    trainer = trainer_of(base)
+    path = export(trainer, tmp_path / "one") / WEIGHTS
+    digest = trainer.read_weights(path.parent, "").digest
+    assert trainer.read_weights(path.parent, digest).digest == digest
+    data = path.read_bytes()
+    for changed in (data[:-1] + bytes([data[-1] ^ 1]), data[:-1], data + b"\0"):
+        path.write_bytes(changed)
+        with pytest.raises(RatoonError, match=digest):
+            trainer.read_weights(path.parent, digest)
+    path.write_bytes(data)
+    path.rename(path.with_name("other.safetensors"))
+    with pytest.raises(RatoonError, match=digest):
+        trainer.read_weights(path.parent, digest)
+
+
+def _edited(edit: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        tensors = load_file(folder / WEIGHTS)
+        edit(tensors)
+        save_file(tensors, folder / WEIGHTS)
+
+    return write
+
+
+def _cut(folder: Path) -> None:
+    path = folder / WEIGHTS
+    path.write_bytes(path.read_bytes()[:-8])
+
+
+def _spoil(name: str, value: float) -> Callable[[Path], None]:
+    def spoil(tensors: dict[str, Tensor]) -> None:
+        tensors[name].view(-1)[-1] = value
+
+    return _edited(spoil)
+
+
+def _hostile_dtype(folder: Path) -> None:
+    header = {NORM: {"dtype": "\x1b[31m" * 5000, "shape": [1], "data_offsets": [0, 4]}}
+    text = json.dumps(header).encode()
+    (folder / WEIGHTS).write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
+
+
+def _set(name: str, tensor: Tensor) -> Callable[[Path], None]:
+    return _edited(lambda tensors: tensors.update({name: tensor}))
+
+
+def _grow(folder: Path) -> None:
+    with (folder / "more.safetensors").open("wb") as file:
+        file.truncate(2**30)
+
+
+def _damages() -> Iterator[tuple[str, Callable[[Path], object], str]]:
+    """Of each: a name, what is done to a good folder, and what the error must name."""
+    yield "cut", _cut, WEIGHTS
+    yield "no safetensors", lambda folder: (folder / WEIGHTS).write_bytes(b"PK\3\4" * 9), WEIGHTS
+    yield "empty file", lambda folder: (folder / WEIGHTS).write_bytes(b""), WEIGHTS
+    yield "no files", lambda folder: (folder / WEIGHTS).unlink(), "no weights"
+    yield "a folder", lambda folder: (folder / "b.safetensors").mkdir(), "b.safetensors"
+    yield "too large", _grow, "bytes of weights"
+    # By safetensors' order and by name the last one read.
+    yield "nan", _spoil(NORM, torch.nan), NORM
+    yield "infinite", _spoil("model.embed_tokens.weight", torch.inf), "model.embed_tokens.weight"
+    yield "missing", _edited(lambda tensors: tensors.pop(NORM)), NORM
+    yield "surplus", _set("lm_head.weight", torch.zeros(64, 16)), "lm_head.weight"
+    yield "shape", _set(NORM, torch.ones(17)), NORM
+    yield "transposed", _set(NORM, torch.ones(1, 16)), NORM
+    yield "dtype", _set(NORM, torch.ones(16, dtype=torch.float16)), NORM
+    yield "integers", _set(NORM, torch.ones(16, dtype=torch.int32)), NORM
+    yield "hostile dtype", _hostile_dtype, WEIGHTS
+    yield "hostile name", _set("\x1b[31m" + "x" * 10_000, torch.ones(1)), "x1b"
+    yield (
+        "twice",
+        lambda folder: save_file({NORM: torch.ones(16)}, folder / "second.safetensors"),
+        NORM,
+    )
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"), [d[1:] for d in _damages()], ids=[d[0] for d in _damages()]
+)
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_folder_with_a_fault_is_named_and_changes_nothing(
+    base: FolderBase, tmp_path: Path, damage: Callable[[Path], object], named: str, adds: bool
+) -> None:
+    trainer = trainer_of(base)
+    folder = export(trainer, tmp_path / "one")
+    damage(folder)
+    before = trainer.state_digest()
+    with pytest.raises(RatoonError) as refused:
+        take(trainer, folder, adds=adds)
+    assert refused.value.code is ErrorCode.INVALID_ARGUMENT
+    assert refused.value.field.startswith("model_folder")
+    assert named in refused.value.message
+    assert refused.value.message.isprintable()
+    assert len(refused.value.message) < 500
+    assert str(tmp_path) not in refused.value.message
+    assert (trainer.state_digest(), trainer.version) == (before, 0)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+def test_another_architecture_is_refused(
+    base: FolderBase, tmp_path: Path, architecture: str
+) -> None:
+    trainer = trainer_of(base)
+    before = trainer.state_digest()
+    with pytest.raises(RatoonError) as refused:
+        take(trainer, write_folder(tmp_path / "other", architecture))
+    assert refused.value.code is ErrorCode.INVALID_ARGUMENT
+    assert trainer.state_digest() == before
+
+
+def _config(**changes: object) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        path = folder / "adapter_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (_config(lora_alpha=8.0), "lora_alpha"),
+        (_config(use_rslora=True), "use_rslora"),
+        (_config(alpha_pattern={"q_proj": 8}), "alpha_pattern"),
+        (_config(r=3), ": r:"),
+        (lambda folder: (folder / "adapter_config.json").unlink(), "adapter_config.json"),
+        (lambda folder: (folder / "adapter_config.json").write_text("[]"), "adapter_config.json"),
+    ],
+)
+def test_an_adapter_that_means_something_else_is_refused(
+    base: FolderBase, tmp_path: Path, damage: Callable[[Path], object], named: str
+) -> None:
+    """The same tensors under another scale are another policy."""
+    trainer = trainer_of(base, tuning=LORA)
+    folder = export(trainer, tmp_path / "one")
+    take(trainer, folder)
+    damage(folder)
+    with pytest.raises(RatoonError) as refused:
+        take(trainer, folder)
+    assert named in refused.value.message
+
+
+def test_a_full_model_for_an_adapter_and_back_is_refused(base: FolderBase, tmp_path: Path) -> None:
+    full, adapted = trainer_of(base), trainer_of(base, tuning=LORA)
+    folders = export(full, tmp_path / "full"), export(adapted, tmp_path / "adapter")
+    for trainer, folder in ((adapted, folders[0]), (full, folders[1])):
+        with pytest.raises(RatoonError) as refused:
+            take(trainer, folder)
+        assert refused.value.code is ErrorCode.INVALID_ARGUMENT
