@@ -74,7 +74,7 @@ bench-cpu: env ## packed against replicated training on the CPU; milliseconds of
 	@$(BIN)/python -m benchmarks.kernels.layout --out benchmarks/results/cpu/layout.json
 
 bench-streams: env-dev ## how fast versions leave, and what publishing them adds; 15 minutes
-	@$(BIN)/python -m benchmarks.service.streams --out benchmarks/results/cpu/streams.json $(ARGS)
+	@$(BIN)/python -m benchmarks.stream.main --out benchmarks/results/cpu/streams.json $(ARGS)
 
 bench-floor: env-dev ## what a caller waits for at least, and what an idle service holds; 5 minutes
 	@$(BIN)/python -m benchmarks.service.floor --out benchmarks/results/cpu/floor.json $(ARGS)

@@ -3,20 +3,15 @@
 A version in bfloat16, N(0, 0.02), and others of which a share of the values, anywhere, is another:
 one step of the dtype up or down (`step`, what an optimizer mostly does), or a new draw (`draw`). On
 two cores, files in memory. A plain copy of the same file with its digest is measured beside it.
-
-    python -m benchmarks.stream.delta --out benchmarks/results/cpu/delta.json
-    python -m benchmarks.stream.delta --draft --size-mb 200
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
 import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -25,8 +20,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.common.document import aligned
-from harness.environment import describe
 from ratoon.stream.deltas import write_delta
 from ratoon.stream.files import digest_file
 from ratoon.stream.manifest import WeightFile, WeightKind, WeightManifest
@@ -38,47 +31,19 @@ SHARES = (0.001, 0.01, 0.04, 0.1, 0.5)
 KINDS = ("step", "draw")
 # Of one tensor.
 BLOCK_WORDS = 2**23
-TARGETS = {"size_percent": 1.6, "rebuild_s": 3.0}
 Words = NDArray[np.uint16]
 # One up, one down.
 _STEPS = np.array([1, 2**16 - 1], np.uint16)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    mode = parser.add_mutually_exclusive_group(required=True)
-    mode.add_argument("--out", type=Path, help="measure into this result file")
-    mode.add_argument("--draft", action="store_true", help="measure, and write no file")
-    parser.add_argument("--size-mb", type=int, default=2000)
-    parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="with room for three")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(arguments)
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
-    with tempfile.TemporaryDirectory(prefix="delta-", dir=args.folder) as folder:
-        rows = list(_rows(Path(folder), args.size_mb, args.repeats, args.seed))
-    # Of one percent, by whichever kind is worse.
-    worst = [row for row in rows if row["share"] == 0.01]
-    result = {
-        **{name: max(row[name] for row in worst) for name in TARGETS},
-        "targets": TARGETS,
-        **describe(args.seed),
-        "cores": CORES,
-        "size_mb": args.size_mb,
-        "repeats": args.repeats,
-        "rows": rows,
-    }
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    columns = ("kind", "share", "size_percent", "bound_percent", "encode_s", "rebuild_s", "copy_s")
-    print(
-        "\n".join(
-            aligned([columns, *([str(row.get(name, "")) for name in columns] for row in rows)])
-        )
-    )
+def measure(root: Path, size_mb: int, repeats: int, seed: int) -> list[dict[str, Any]]:
+    """A row for each kind and share; takes three times the size in `root`, and as many cores."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(cores)[:CORES])
+    try:
+        return list(_rows(root, size_mb, repeats, seed))
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def _rows(root: Path, size_mb: int, repeats: int, seed: int) -> Iterator[dict[str, Any]]:
@@ -182,7 +147,3 @@ def _changed(old: Words, kind: str, share: float, seed: int, block: int) -> Word
     if kind == "step":
         return old + np.where(is_changed, rng.choice(_STEPS, BLOCK_WORDS), np.uint16(0))
     return np.where(is_changed, np.roll(old, 1), old)
-
-
-if __name__ == "__main__":
-    main()

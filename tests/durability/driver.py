@@ -113,6 +113,7 @@ async def live(root: Path, base: Path) -> None:
     await caller.restart(closes=True)
     await caller.run(19, 20)
     await caller.run(21)
+    await caller.run(22)
 
 
 if __name__ == "__main__":

@@ -133,6 +133,8 @@ def commands() -> Mapping[int, tuple[Any, float]]:
         (optim_step(), 0),
         (update, 20),
         (update, 21),
+        # Behind a checkpoint: its body is needed still.
+        (update, 22),
     )
     return {
         seq: (call(number) if callable(call) else call, number)

@@ -73,6 +73,7 @@ async def test_it_runs_at_its_turn_and_makes_the_next_version(machine: Machine) 
     assert (done.result.version, done.result.dtypes) == (2, ("F32",))
     await machine.end(last)
     assert machine.weights == [*STEPPED, *ADDED, ([3.0], RATE)]
+    await machine.landed()
     assert machine.run.published == (2, 3)
 
 

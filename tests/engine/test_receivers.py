@@ -34,6 +34,12 @@ def ack(
 
 
 @pytest.fixture
+async def machine(machine: Machine) -> Machine:
+    await machine.landed()
+    return machine
+
+
+@pytest.fixture
 def clock() -> Clock:
     return Clock()
 
@@ -57,6 +63,7 @@ def lags(machine: Machine) -> dict[str, float]:
 async def step_to(machine: Machine, version: int) -> None:
     for number in range(machine.run.version + 1, version + 1):
         await machine.end(await machine.update(number, number))
+    await machine.landed()
 
 
 def test_a_hold_ends_with_the_next_word_or_at_its_deadline(
@@ -171,6 +178,7 @@ async def test_a_new_engine_keeps_to_keep_versions(machine: Machine) -> None:
 
 async def test_a_lost_worker_takes_no_hold_along(make_machine: MakeMachine) -> None:
     machine = await make_machine(recovery=Recovery.REPLAY).start()
+    await machine.landed()
     await machine.controller.ack_weights(ack(holds=0))
     await step_to(machine, 1)
     await machine.worker.kill()
@@ -186,17 +194,20 @@ async def test_lag_is_that_of_the_newest_version(machine: Machine) -> None:
     await machine.controller.ack_weights(ack("b", 1))
     assert lags(machine) == {"a": 0, "b": 1}
     await machine.end(await machine.update(4, 4))
+    await machine.landed()
     assert lags(machine) == {"a": 1, "b": 2}
     await machine.controller.ack_weights(ack("b"))
     assert lags(machine) == {"a": 1}
     # Below 0: it serves what a LoadCheckpoint has given up.
     await machine.end(await machine.submit(5, load("mine"), 0))
+    await machine.landed()
     assert lags(machine) == {"a": -2}
 
 
 async def step_to_after(machine: Machine, *seqs: int) -> None:
     for seq in seqs:
         await machine.end(await machine.update(seq, seq))
+    await machine.landed()
 
 
 async def test_a_forgotten_receiver_has_no_series(machine: Machine) -> None:

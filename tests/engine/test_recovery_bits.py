@@ -232,10 +232,12 @@ async def imports(
     assert isinstance(machine.worker, TrainingWorker)
     machine.worker.has_room = False
     await drive.run(update(0))
+    await machine.landed()
     shutil.copytree(machine.paths.weights / "00000001", machine.paths.models_root / "one")
     await drive.run(update(0))
     again = import_weights(0, folder="one", mode=ImportMode.FULL, reset_optimizer=True)
     await drive.run(again)
+    await machine.landed()
     published = [
         digest_file(machine.paths.weights / f"{version:08d}" / "model.safetensors")
         for version in (2, 3)
@@ -247,7 +249,7 @@ async def imports(
     if is_killed:
         await drive.kill()
     await drive.run(update(0))
-    bits = drive.bits()
+    bits = await drive.bits()
     await machine.controller.close(1.0)
     return bits
 

@@ -175,6 +175,8 @@ class Publisher(Awaited):
         `Receivers.acknowledge` raises.
         """
         run = self._run
+        if ack.holds_version is not None and self.is_under_way(ack.holds_version):
+            await self.landed()
         async with self._listing:
             if ack.holds_version is not None and ack.holds_version not in run.published:
                 raise self._not_published("holds_version", ack.holds_version)

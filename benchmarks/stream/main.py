@@ -4,8 +4,10 @@ A service publishes versions of 2 GB in memory. Its edge is read by plain reader
 over HTTP beside a bare server that calls sendfile, over gRPC beside a bare `grpc.aio` server that
 reads the same file; in turn, each as often. Updates with and without a publication are compared.
 
-    python -m benchmarks.service.streams --out benchmarks/results/cpu/streams.json
-    python -m benchmarks.service.streams --report FILE --markdown docs/performance.md
+Then deltas, of files alone (`delta.py`).
+
+    python -m benchmarks.stream.main --out benchmarks/results/cpu/streams.json
+    python -m benchmarks.stream.main --report FILE --markdown docs/performance.md
 """
 
 from __future__ import annotations
@@ -25,16 +27,16 @@ from typing import Any
 
 import psutil
 
-from benchmarks.common.document import aligned, link, write_section
-from benchmarks.service import bare_servers
+from benchmarks.common.document import aligned, link, markdown_table, write_section
 from benchmarks.service.run import Plan, rollouts, write_model
 from benchmarks.step.workload import TINY, Group, ModelSize
+from benchmarks.stream import bare_servers, delta
 from harness.environment import describe
 from harness.service import Service
 from ratoon_client import Loss, Optim, Publish, RatoonClient
 from ratoon_client.results import WeightManifest
 
-BEGIN = "<!-- streams: written by benchmarks/service/streams.py -->"
+BEGIN = "<!-- streams: written by benchmarks/stream/main.py -->"
 END = "<!-- end of streams -->"
 POLICY = "streams"
 PATIENCE_S = 600.0
@@ -73,6 +75,8 @@ TARGETS = {
     "stall_s": "",
     "visible_s": "",
     "stalled_mb": "< 64",
+    "delta_percent": "<= 1.6",
+    "rebuild_s": "< 3",
 }
 WHAT = {
     "http_gb_s": "a version read over HTTP, GB/s",
@@ -82,6 +86,8 @@ WHAT = {
     "stall_s": "publishing holds the trainer, seconds",
     "visible_s": "from a step's end until its version can be fetched, seconds",
     "stalled_mb": "memory that a reader who stalls takes of the gateway, MB",
+    "delta_percent": "a delta of 1% changed values, % of its version",
+    "rebuild_s": "a version of 2 GB made of it, seconds",
 }
 
 
@@ -128,6 +134,10 @@ def measure(plan: Plan, repeats: int, weights_root: Path, seed: int) -> dict[str
                 stalled = _stalled_mb(service, manifest)
         finally:
             shutil.rmtree(weights_root, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="rt-", dir=weights_root.parent) as folder:
+        deltas = delta.measure(Path(folder), 2000 if plan is FULL else 20, 3, seed)
+    # By whichever kind of change is worse.
+    of_one_percent = [row for row in deltas if row["share"] == 0.01]
     medians = {name: statistics.median(samples) for name, samples in reads.items()}
     without, published = (
         statistics.median(row["seconds"] for row in updates[kind])
@@ -141,10 +151,13 @@ def measure(plan: Plan, repeats: int, weights_root: Path, seed: int) -> dict[str
         "stall_s": statistics.median(row["stall_s"] for row in updates["every"]),
         "visible_s": statistics.median(row["visible_s"] for row in updates["every"]),
         "stalled_mb": stalled,
+        "delta_percent": max(row["size_percent"] for row in of_one_percent),
+        "rebuild_s": max(row["rebuild_s"] for row in of_one_percent),
         **environment,
         "version_gb": sum(file.size_bytes for file in manifest.files) / GB,
         "reads_gb_s": reads,
         "updates": updates,
+        "deltas": deltas,
     }
 
 
@@ -266,7 +279,10 @@ def write_markdown(result: dict[str, Any], path: Path, result_link: str) -> None
         f"{len(result['reads_gb_s']['http'])}. [Raw samples]({result_link})."
     )
     rows = ("| " + " | ".join(row) + " |" for row in _cells(result))
-    lines = [f"\n{where}\n", "| | measured | wanted |", "|---|---:|---:|", *rows]
+    lines = [f"\n{where}\n", "| | measured | wanted |", "|---|---:|---:|", *rows, ""]
+    names = ("kind", "share", "size_percent", "bound_percent", "encode_s", "rebuild_s", "copy_s")
+    cells = ([str(row.get(name, "")) for name in names] for row in result["deltas"])
+    lines += markdown_table([name.replace("_", " ") for name in names], cells)
     write_section(path, BEGIN, END, lines)
 
 
