@@ -42,6 +42,7 @@ POLICY = "streams"
 PATIENCE_S = 600.0
 GB = 1e9
 READ_BYTES = 2**20
+HEAD_END = b"\r\n\r\n"
 # A caller that reads nothing more, and how long its memory is waited for.
 STALL_S = 5.0
 # 500 million float32: a version of 2 GB, beside which gradients and moments have room.
@@ -234,10 +235,14 @@ def _reads(
 def _read_http(port: int, file: _File) -> None:
     """A GET of the whole file, into one buffer. Raises `RuntimeError` where bytes are missing."""
     with _got(port, file) as reader:
-        buffer, length = bytearray(READ_BYTES), 0
-        while taken := reader.recv_into(buffer):
-            length += taken
-    if length < file.size_bytes:
+        taken = reader.recv(4096)
+        while HEAD_END not in taken:
+            taken += reader.recv(4096)
+        length = len(taken) - taken.index(HEAD_END) - len(HEAD_END)
+        buffer = bytearray(READ_BYTES)
+        while size := reader.recv_into(buffer):
+            length += size
+    if length != file.size_bytes:
         raise RuntimeError(f"{length} of {file.size_bytes} bytes")
 
 

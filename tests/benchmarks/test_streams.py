@@ -44,7 +44,7 @@ def test_deltas_are_measured_by_kind_and_share(
 
 def test_the_section_has_every_figure(tmp_path: Path) -> None:
     document = tmp_path / "performance.md"
-    document.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    document.write_text(f"before\n{BEGIN}\nfrom before\n{END}\nafter\n")
     where: dict[str, Any] = {
         "cores": 2,
         "device": "a machine",
@@ -59,4 +59,4 @@ def test_the_section_has_every_figure(tmp_path: Path) -> None:
     text = document.read_text()
     assert all(f"| {what} | {index} |" in text for index, what in enumerate(WHAT.values()))
     assert "| step | 0.01 | 0.6 |" in text
-    assert "old" not in text
+    assert "from before" not in text
