@@ -243,7 +243,7 @@ def _read_http(port: int, file: _File) -> None:
         while size := reader.recv_into(buffer):
             length += size
     if length != file.size_bytes:
-        raise RuntimeError(f"{length} of {file.size_bytes} bytes")
+        raise RuntimeError(f"{length} of {file.size_bytes} bytes after {taken[:300]!r}")
 
 
 @contextlib.contextmanager
