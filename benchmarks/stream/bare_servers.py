@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import multiprocessing
 import os
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ import grpc.aio
 from ratoon_client.config import ClientConfig
 from ratoon_proto.v1 import service_pb2, service_pb2_grpc
 
+_RANGE = re.compile(rb"bytes=(\d+)-(\d+)")
 OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
 
 
@@ -87,11 +89,16 @@ def _serve_http(path: str, ready: Connection) -> None:
 
 
 def _send(caller: socket.socket, path: str) -> None:
+    """Answer ranges until the caller leaves."""
     with caller, Path(path).open("rb") as file, contextlib.suppress(OSError):
-        caller.recv(65_536)
-        size = os.fstat(file.fileno()).st_size
-        caller.sendall(f"HTTP/1.1 200 OK\r\nContent-Length: {size}\r\n\r\n".encode())
-        caller.sendfile(file)
+        while head := caller.recv(65_536):
+            found = _RANGE.search(head)
+            assert found is not None
+            start, last = map(int, found.groups())
+            count = max(min(last + 1, os.fstat(file.fileno()).st_size) - start, 0)
+            answer = f"HTTP/1.1 206 Partial Content\r\nContent-Length: {count}\r\n\r\n"
+            caller.sendall(answer.encode())
+            caller.sendfile(file, start, count)
 
 
 def _serve_grpc(path: str, ready: Connection) -> None:

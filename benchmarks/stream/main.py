@@ -1,8 +1,8 @@
 """`make bench-streams`: versions on their way out, on the CPU and over loopback.
 
 A service publishes versions of 2 GB in memory. Its edge is read by plain readers that keep nothing,
-over HTTP beside a bare server that calls sendfile, over gRPC beside a bare `grpc.aio` server that
-reads the same file; in turn, each as often. Updates with and without a publication are compared.
+by ranges over HTTP beside a bare server that calls sendfile, over gRPC beside a bare `grpc.aio`
+server of the same file; in turn, each as often. Updates with and without publications are compared.
 
 Then deltas, of files alone (`delta.py`).
 
@@ -13,14 +13,15 @@ Then deltas, of files alone (`delta.py`).
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
+import re
 import shutil
 import socket
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from benchmarks.step.workload import TINY, Group, ModelSize
 from benchmarks.stream import bare_servers, delta
 from harness.environment import describe
 from harness.service import Service
-from ratoon_client import Loss, Optim, Publish, RatoonClient
+from ratoon_client import ClientConfig, Loss, Optim, Publish, RatoonClient
 from ratoon_client.results import WeightManifest
 
 BEGIN = "<!-- streams: written by benchmarks/stream/main.py -->"
@@ -43,6 +44,7 @@ PATIENCE_S = 600.0
 GB = 1e9
 READ_BYTES = 2**20
 HEAD_END = b"\r\n\r\n"
+_LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
 # A caller that reads nothing more, and how long its memory is waited for.
 STALL_S = 5.0
 # 500 million float32: a version of 2 GB, beside which gradients and moments have room.
@@ -55,7 +57,7 @@ FULL = Plan(
     dtype="float32",
     group=Group(prompt=256, responses=(64, 64, 64, 64)),
     longer_by=0,
-    num_updates=5,
+    num_updates=3,
     killed_in=0,
     num_threads=2,
 )
@@ -136,7 +138,8 @@ def measure(plan: Plan, repeats: int, weights_root: Path, seed: int) -> dict[str
         finally:
             shutil.rmtree(weights_root, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix="rt-", dir=weights_root.parent) as folder:
-        deltas = delta.measure(Path(folder), 2000 if plan is FULL else 20, 3, seed)
+        size_mb = 2000 if plan is FULL else 20
+        deltas = delta.measure(Path(folder), size_mb, (repeats + 1) // 2, seed)
     # By whichever kind of change is worse.
     of_one_percent = [row for row in deltas if row["share"] == 0.01]
     medians = {name: statistics.median(samples) for name, samples in reads.items()}
@@ -233,25 +236,50 @@ def _reads(
 
 
 def _read_http(port: int, file: _File) -> None:
-    """A GET of the whole file, into one buffer. Raises `RuntimeError` where bytes are missing."""
-    with _got(port, file) as reader:
-        taken = reader.recv(4096)
-        while HEAD_END not in taken:
-            taken += reader.recv(4096)
-        length = len(taken) - taken.index(HEAD_END) - len(HEAD_END)
-        buffer = bytearray(READ_BYTES)
-        while size := reader.recv_into(buffer):
-            length += size
-    if length != file.size_bytes:
-        raise RuntimeError(f"{length} of {file.size_bytes} bytes after {taken[:300]!r}")
+    """All ranges of the file, as many at a time and as long as `ratoon_client` asks for them.
+
+    Raises `RuntimeError` where bytes are missing.
+    """
+    config = ClientConfig()
+    starts = range(0, file.size_bytes, config.chunk_bytes)
+    with ThreadPoolExecutor(config.fetches_in_flight) as threads:
+        places = config.fetches_in_flight
+        of_each = [starts[first::places] for first in range(places)]
+        lengths = threads.map(lambda some: _read_ranges(port, file, some), of_each)
+        if (length := sum(lengths)) != file.size_bytes:
+            raise RuntimeError(f"{length} of {file.size_bytes} bytes")
 
 
-@contextlib.contextmanager
-def _got(port: int, file: _File) -> Iterator[socket.socket]:
+def _read_ranges(port: int, file: _File, starts: range) -> int:
+    """Bytes that came over one connection, range by range, into one buffer."""
+    buffer, length = bytearray(READ_BYTES), 0
     with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as reader:
-        request = f"GET {file.url_path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
-        reader.sendall(request.encode())
-        yield reader
+        for start in starts:
+            head, rest = _asked(reader, file, start)
+            missing = int(_LENGTH.search(head)[1])  # pyright: ignore[reportOptionalSubscript]
+            if not head.startswith(b"HTTP/1.1 206"):
+                raise RuntimeError(head.decode(errors="replace"))
+            length += missing
+            missing -= len(rest)
+            while missing and (size := reader.recv_into(buffer, min(missing, READ_BYTES))):
+                missing -= size
+            if missing:
+                return length - missing
+    return length
+
+
+def _asked(reader: socket.socket, file: _File, start: int) -> tuple[bytes, bytes]:
+    """The head of the answer to a range that begins there, and what of its body came with it."""
+    stop = min(start + ClientConfig().chunk_bytes, file.size_bytes)
+    lines = (f"GET {file.url_path} HTTP/1.1", "Host: localhost", f"Range: bytes={start}-{stop - 1}")
+    reader.sendall("\r\n".join((*lines, "", "")).encode())
+    answer = b""
+    while HEAD_END not in answer:
+        if not (data := reader.recv(4096)):
+            raise RuntimeError(f"no answer but {answer!r}")
+        answer += data
+    head, _, rest = answer.partition(HEAD_END)
+    return head, rest
 
 
 def _pull(target: str, beside: Path) -> None:
@@ -270,8 +298,8 @@ def _stalled_mb(service: Service, manifest: WeightManifest) -> float:
     file = _File(largest.name, largest.digest, largest.size_bytes, url_path, Path())
     gateway = psutil.Process(service.pids("gateway")[0])
     before = gateway.memory_info().rss
-    with _got(service.http_port, file) as reader:
-        reader.recv(100)
+    with socket.create_connection(("127.0.0.1", service.http_port), timeout=PATIENCE_S) as reader:
+        _asked(reader, file, 0)
         time.sleep(STALL_S)
         return (gateway.memory_info().rss - before) / 1e6
 

@@ -205,6 +205,8 @@ def test_receivers_acknowledge_over_every_wire(
     for _ in range(3):
         session.update(batch(), loss=Loss("grpo"), optim=OPTIM).result()
     assert clients["gateway"].weight_manifest(policy_id, newest).version == newest
+    # The last of them is there once it is read.
+    assert clients["gateway"].weight_manifest(policy_id).version == newest + 3
     for name in WIRES:
         assert clients[name].ack_weights(policy_id, name, version=newest) == newest + 3
     lines = httpx.get(f"{service.addresses.http}/metrics").text.splitlines()
