@@ -194,6 +194,7 @@ async def test_versions_are_published_and_pruned(machine: Machine) -> None:
         with pytest.raises(RatoonError) as caught:
             await machine.controller.weight_manifest(version)
         assert caught.value.code is ErrorCode.WEIGHTS_NOT_FOUND
+    await machine.landed()
     assert sorted(path.name for path in machine.paths.weights.iterdir()) == [
         ".spare",
         "00000002",
@@ -217,6 +218,7 @@ async def test_a_version_that_the_journal_does_not_know_is_published_anew(
     await machine.start()
     new = await machine.controller.weight_manifest(0)
     assert {file.name for file in new.files}.isdisjoint({file.name for file in old.files})
+    await machine.landed()
     assert sorted(path.name for path in machine.paths.weights.iterdir()) == ["00000000"]
 
 
