@@ -205,7 +205,7 @@ def test_receivers_acknowledge_over_every_wire(
     for _ in range(3):
         session.update(batch(), loss=Loss("grpo"), optim=OPTIM).result()
     assert clients["gateway"].weight_manifest(policy_id, newest).version == newest
-    # The last of them is there once it is read.
+    # A read of the newest waits until it is there, and the oldest is gone.
     assert clients["gateway"].weight_manifest(policy_id).version == newest + 3
     for name in WIRES:
         assert clients[name].ack_weights(policy_id, name, version=newest) == newest + 3
@@ -213,6 +213,7 @@ def test_receivers_acknowledge_over_every_wire(
     lag = f'ratoon_receiver_lag_versions{{policy_id="{policy_id}",receiver_id="%s"}} 3.0'
     assert {lag % name for name in WIRES} <= {*lines}
     session.update(batch(), loss=Loss("grpo"), optim=OPTIM).result()
+    assert clients["http"].weight_manifest(policy_id).version == newest + 4
     with pytest.raises(RatoonApiError, match="WEIGHTS_NOT_FOUND"):
         clients["http"].weight_manifest(policy_id, newest)
 

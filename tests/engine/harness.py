@@ -182,7 +182,9 @@ class Machine:
         return Controller(self.run)
 
     async def start(self) -> Machine:
+        """Ready, its first version published."""
         await self.controller.start()
+        await self.landed()
         return self
 
     async def restart_controller(self) -> None:

@@ -42,7 +42,6 @@ async def test_an_update_is_written_three_times(
 ) -> None:
     """Accepted, ended, published."""
     machine = await make_machine(recovery=recovery).start()
-    await machine.landed()
     writes = Writes(machine)
     for seq in (1, 2):
         ended = await machine.end(await machine.update(seq, seq))
@@ -58,7 +57,6 @@ async def test_an_update_is_written_three_times(
 
 async def test_what_publishes_nothing_is_written_twice(make_machine: MakeMachine) -> None:
     machine = await make_machine(recovery=Recovery.REPLAY).start()
-    await machine.landed()
     writes = Writes(machine)
     await machine.end(await machine.forward_backward(1, 1))
     assert writes.take() == 2

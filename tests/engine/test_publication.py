@@ -83,7 +83,6 @@ async def test_a_crash_leaves_no_version_out(
 ) -> None:
     """The worker is a step ahead of the journal when the engine ends: it has both versions."""
     machine = await make_machine(recovery=Recovery.REPLAY).start()
-    await machine.landed()
     gate = Gate(monkeypatch)
     await machine.end(await machine.update(1, 1))
     await asyncio.to_thread(gate.begun.wait, 60.0)
@@ -135,7 +134,6 @@ async def test_a_version_whose_worker_dies_is_made_again(
 ) -> None:
     """Without another call: the controller starts anew by itself."""
     machine = await make_machine(recovery=Recovery.REPLAY).start()
-    await machine.landed()
     machine.crashes.armed[point] = 1
     await machine.end(await machine.update(1, 1))
     await until(lambda: machine.run.published == (0, 1))

@@ -34,12 +34,6 @@ def ack(
 
 
 @pytest.fixture
-async def machine(machine: Machine) -> Machine:
-    await machine.landed()
-    return machine
-
-
-@pytest.fixture
 def clock() -> Clock:
     return Clock()
 
@@ -178,7 +172,6 @@ async def test_a_new_engine_keeps_to_keep_versions(machine: Machine) -> None:
 
 async def test_a_lost_worker_takes_no_hold_along(make_machine: MakeMachine) -> None:
     machine = await make_machine(recovery=Recovery.REPLAY).start()
-    await machine.landed()
     await machine.controller.ack_weights(ack(holds=0))
     await step_to(machine, 1)
     await machine.worker.kill()
