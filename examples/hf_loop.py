@@ -1,7 +1,7 @@
 """GRPO with a transformers sampler: groups go to Ratoon, versions come back into the module.
 
     ratoon serve                       # in one shell
-    python examples/hf_loop.py         # in another; two minutes on two CPU cores
+    python examples/hf_loop.py         # in another; minutes on two CPU cores
 
 The task: answer in the case that the prompt asks for. A byte is a token of the preset `tiny`, whose
 weights are random at first.

@@ -6,13 +6,15 @@ import asyncio
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ratoon.engine.crash_points import CrashPoint
-from ratoon.engine.types import OperationState, Recovery
+from ratoon.engine.types import OperationState, PublishConfig, PublishKind, Recovery
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.metrics import PUBLISH_FAILURES, PUBLISH_SECONDS, Sample
+from ratoon.stream.manifest import WeightManifest
 from tests.engine.conftest import MakeMachine
 from tests.engine.fake_trainer import FakeCopy
 from tests.engine.harness import Machine
@@ -138,3 +140,24 @@ async def test_a_version_whose_worker_dies_is_made_again(
     await machine.end(await machine.update(1, 1))
     await until(lambda: machine.run.published == (0, 1))
     assert len(machine.worker.trainers) == 2
+
+
+async def test_a_step_that_publishes_nothing_leaves_the_publication_before_it_alone(
+    make_machine: MakeMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish = PublishConfig(kind=PublishKind.EVERY_N, every_n=2)
+    machine = await make_machine(publish=publish).start()
+    real, asked = machine.worker.publish, list[int]()
+
+    async def counted(*args: Any) -> WeightManifest:
+        asked.append(args[1])
+        return await real(*args)
+
+    monkeypatch.setattr(machine.worker, "publish", counted)
+    gate = Gate(monkeypatch)
+    for seq in (1, 2, 3):
+        await machine.end(await machine.update(seq, seq))
+    gate.opened.set()
+    assert (await machine.controller.weight_manifest(None)).version == 2
+    await machine.landed()
+    assert asked == [2]

@@ -4,8 +4,8 @@ A version folder gets its name once its files, and their digests in `manifest.js
 version number never names two contents. A root has one writer, many readers.
 
     root/00000007/{manifest.json, config.json, model.safetensors, delta-from-00000006.bin, ...}
-    root/.spare/    the version pruned last; the next is written over its pages: new ones take ten
-                    times as long
+    root/.spare/    the version pruned last; the next is written over its pages, as new ones have
+                    to be zeroed first
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Weights, moments and version change in `optim_step`, `update`, `load_checkpoint`
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.export import WeightsCopy
@@ -315,10 +314,6 @@ class Trainer:
         if resets_optimizer:
             self._optimizer.reset()
         self.version += 1
-
-    def export_state(self) -> Mapping[str, Tensor]:
-        """Weights by name, live, as the model has them, for `model.export.export_weights`."""
-        return {name: p.detach() for name, p in self.model.named_trainable().items()}
 
     def copy_weights(self) -> WeightsCopy:
         """The weights of now on the host, which any thread may write until the next call."""

@@ -130,7 +130,7 @@ class Publisher(Awaited):
 
     def begin(self) -> None:
         """Publish what is held, if anything, now that the journal has its step."""
-        if self._under_way is None:
+        if self._under_way is None or self._landing is not None:
             self.wake()  # Who waits may request it.
             return
         landing = self._land(self._under_way)
