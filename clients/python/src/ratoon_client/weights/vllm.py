@@ -54,24 +54,32 @@ class VllmAdapter(EngineHttp):
         if manifest.kind == "adapter":
             await in_thread(self._commit_lora, folder, manifest)
             return 0.0
-        return await in_thread(self._commit_full, folder, previous)
+        return await in_thread(self._commit_full, folder, manifest, previous)
 
     def _started_at(self) -> str | None:
         metrics = self._find("/metrics")
         started = None if metrics is None else _STARTED.search(metrics.text)
         return None if started is None else started[1]
 
-    def _commit_full(self, folder: Path, previous: Path | None) -> float:
+    def _commit_full(self, folder: Path, manifest: WeightManifest, previous: Path | None) -> float:
         # Without a version before it, what the server was started with.
         old = str(previous) if previous is not None else self._model_root()
+        self._stage(folder, manifest)
         self._pause()
         begun = time.monotonic()
         try:
-            self._load(str(folder))
+            self._load_staged(folder)
         except EngineError as error:
             self._load_again(old, error)
         self._resume()
         return time.monotonic() - begun
+
+    def _stage(self, folder: Path, manifest: WeightManifest) -> None:
+        """Before the pause: what a subclass brings closer to the engine. Raises EngineError."""
+
+    def _load_staged(self, folder: Path) -> None:
+        """In the pause."""
+        self._load(str(folder))
 
     def _model_root(self) -> str | None:
         """The folder, or name on the hub, of the model that the server was started with."""
