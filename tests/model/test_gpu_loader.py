@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ratoon.model import safetensors_files
 from ratoon.model.activation_plan import Kept
+from ratoon.model.export import WeightsCopy, export_weights
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.safetensors_files import write_weights
 from ratoon.model.spec import FullTuning, LoraTuning, ModelDtype
@@ -49,6 +50,25 @@ def test_what_a_gpu_has_is_what_is_written(tmp_path: Path, monkeypatch: pytest.M
     found = load_file(tmp_path / "model.safetensors")
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[name], tensor.cpu()) for name, tensor in tensors.items())
+
+
+def test_a_copy_on_the_host_is_of_when_it_was_taken(tmp_path: Path) -> None:
+    """In pinned memory, which is used again, while the weights on the GPU change."""
+    folder = write_folder(tmp_path / "base", "qwen3")
+    model = load(folder, dtype=ModelDtype.BFLOAT16, device="cuda")
+    copy = WeightsCopy(model)
+    for number in range(3):
+        randomize(model, number)
+        written, copied = tmp_path / f"written-{number}", tmp_path / f"copied-{number}"
+        for each in (written, copied):
+            each.mkdir()
+        export_weights(model, written, None)
+        copy.take()
+        assert all(value.is_pinned() for value in copy._values.values())
+        randomize(model, 10 + number)
+        copy.write(copied)
+        for path in written.iterdir():
+            assert (copied / path.name).read_bytes() == path.read_bytes()
 
 
 @pytest.mark.parametrize(

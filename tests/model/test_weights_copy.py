@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import torch
 from ratoon.errors import ErrorCode
 from ratoon.model import export
 from ratoon.model.export import WeightsCopy, export_weights
+from ratoon.model.safetensors_files import write_weights
 from ratoon.model.spec import FullTuning, LoraTuning, ModelDtype
 from ratoon.stream.files import digest_file
 from tests.model.builders import FULL, LORA, error_of, load, randomize
@@ -46,13 +48,12 @@ def test_a_copy_is_written_as_the_weights_were_when_it_was_taken(
     assert _digests(tmp_path / "copied-1") != _digests(tmp_path / "copied-2")
 
 
-def test_tensors_share_slabs_and_overlap_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export, "_SLAB_BYTES", 100)
+def test_tensors_share_memory_and_overlap_nowhere() -> None:
     shapes = {
         str(index): torch.Size(shape)
         for index, shape in enumerate([(5, 4), (30,), (), (10, 10), (0,), (7,), (1, 2, 3)])
     }
-    tensors = export._host_tensors(shapes, torch.float32, is_pinned=False)
+    tensors = export._host_tensors(shapes, torch.float32, torch.device("cpu"))
     for index, (name, tensor) in enumerate(tensors.items()):
         assert (tensor.shape, tensor.dtype) == (shapes[name], torch.float32)
         assert tensor.is_contiguous()
@@ -60,7 +61,26 @@ def test_tensors_share_slabs_and_overlap_nowhere(monkeypatch: pytest.MonkeyPatch
     for index, tensor in enumerate(tensors.values()):
         assert (tensor == index).all()
     held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors.values()}
-    assert sum(held.values()) <= 4 * sum(shape.numel() for shape in shapes.values()) + 2 * 100
+    assert list(held.values()) == [4 * sum(shape.numel() for shape in shapes.values())]
+
+
+def test_sharded_files_of_a_version_are_written_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red before: transformers removed them when it wrote the configuration."""
+    monkeypatch.setattr(write_weights, "__defaults__", (10_000,))
+    model = load(write_folder(tmp_path / "base", "qwen3"))
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    copy = WeightsCopy(model)
+    copy.take()
+    copy.write(folder)
+    shards = {path.name: path.open("rb") for path in folder.glob("model-*-of-*.safetensors")}
+    assert len(shards) > 1
+    copy.write(folder)
+    for name, opened in shards.items():
+        with opened:
+            assert os.fstat(opened.fileno()).st_ino == (folder / name).stat().st_ino
 
 
 def test_a_copy_that_the_host_has_no_memory_for_is_refused(

@@ -7,6 +7,7 @@ arguments give the same run.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +62,14 @@ def copied(state: OptimizerState) -> dict[str, Tensor]:
         for field, tensors in state.tensors().items()
         for name, tensor in tensors.items()
     }
+
+
+def changed_bits(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> int:
+    """Elements of bfloat16 tensors of the same names that are not the same."""
+    return sum(
+        int((before[name].view(torch.int16) != after[name].detach().view(torch.int16)).sum())
+        for name in before
+    )
 
 
 def toy_loss(kind: OptimizerStates, seed: int, num_updates: int) -> tuple[float, float]:

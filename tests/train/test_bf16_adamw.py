@@ -10,7 +10,7 @@ import math
 import statistics
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -26,6 +26,7 @@ from tests.train.optimizer_runs import (
     CONFIG,
     SPLIT,
     WITHOUT_MASTERS,
+    changed_bits,
     copied,
     make_gradients,
     make_parameters,
@@ -186,6 +187,19 @@ def test_a_step_done_again_has_the_same_bits_and_leaves_the_generator(
     other = _optimizer(kind, seed=1)
     is_exact = kind in (OptimizerStates.FP32, OptimizerStates.BF16_SPLIT)
     assert _same(_run(other, range(4)), ended) == is_exact
+
+
+@pytest.mark.parametrize("learning_rate", [1e-3, 1e-6])
+@pytest.mark.parametrize("kind", list(OptimizerStates))
+def test_weights_that_change_are_counted(kind: OptimizerStates, learning_rate: float) -> None:
+    parameters = make_parameters()
+    optimizer = _optimizer(kind, parameters)
+    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    asked = replace(optim_step(learning_rate), changed_share=True)
+    outcome = optimizer.step(make_gradients(0), 2.0, asked)
+    assert changed_bits(before, parameters) == int(cast("Tensor", outcome.changed))
+    total = sum(parameter.numel() for parameter in parameters.values())
+    assert 0 < int(cast("Tensor", outcome.changed)) < total
 
 
 @pytest.mark.parametrize("kind", list(OptimizerStates))

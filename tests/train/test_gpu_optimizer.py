@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from tests.train.optimizer_runs import (
     CONFIG,
     SPLIT,
     WITHOUT_MASTERS,
+    changed_bits,
     copied,
     make_gradients,
     make_parameters,
@@ -73,6 +75,17 @@ def test_weights_that_are_set_are_those_of_the_cpu(kind: OptimizerStates, adds: 
         assert torch.equal(tensor.cpu(), theirs[name]), name
     one.reset()
     _run(one, _DEVICE, range(1))
+
+
+@pytest.mark.parametrize("kind", list(OptimizerStates))
+def test_weights_that_change_are_counted(kind: OptimizerStates) -> None:
+    parameters = {n: nn.Parameter(p.detach().cuda()) for n, p in make_parameters().items()}
+    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    sums = {name: gradient.cuda() for name, gradient in make_gradients(0).items()}
+    asked = replace(optim_step(1e-5), changed_share=True)
+    outcome = make_optimizer(parameters, CONFIG, kind, 0).step(sums, 2.0, asked)
+    assert outcome.changed is not None
+    assert 0 < int(outcome.changed) == changed_bits(before, parameters)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

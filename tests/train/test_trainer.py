@@ -23,6 +23,7 @@ from ratoon.train.config import (
 from ratoon.train.gradient_window import WindowState
 from ratoon.train.report.step_report import SkipReason
 from tests import builders
+from tests.train.optimizer_runs import changed_bits
 from tests.train.trainer_runs import (
     FROZEN,
     assert_close,
@@ -341,3 +342,22 @@ def test_raw_sampler_logprobs_are_left_out_of_the_mismatch(base: FolderBase) -> 
     assert report.sampler_kl is None
     assert report.sampler_gap_max is None
     assert any("raw" in warning for warning in report.warnings)
+
+
+@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize("dtype", [ModelDtype.BFLOAT16, ModelDtype.FLOAT32])
+def test_share_of_changed_weights_is_of_what_is_trained(
+    base: FolderBase, dtype: ModelDtype, asked: bool
+) -> None:
+    trainer = make_trainer(base, dtype=dtype)
+    parameters = trainer.model.named_trainable()
+    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    loss = make_loss(make_batch(0))
+    forward_backward(trainer, make_batch(0), loss)
+    report = trainer.optim_step(make_step(trainer, loss, changed_share=asked))
+    if dtype is ModelDtype.FLOAT32 or not asked:
+        assert report.changed_share is None
+        return
+    total = sum(parameter.numel() for parameter in parameters.values())
+    assert report.changed_share == changed_bits(before, parameters) / total
+    assert report.changed_share > 0

@@ -123,6 +123,9 @@ TOKEN_REDUCTION = _gauge(
 )
 LOSS = _gauge("ratoon_loss", "Loss of the newest batch.", POLICY_LABEL)
 GRAD_NORM = _gauge("ratoon_grad_norm", "Gradient norm of the newest step.", POLICY_LABEL)
+CHANGED_SHARE = _gauge(
+    "ratoon_changed_share", "Bfloat16 weights whose bits the newest step changed.", POLICY_LABEL
+)
 CLIP_FRACTION = _gauge(
     "ratoon_clip_fraction", "Tokens that the clip holds, by bound.", POLICY_LABEL, "bound"
 )
@@ -245,6 +248,7 @@ METRICS: tuple[Metric, ...] = (
     RECEIVER_LAG,
     TOKEN_REDUCTION,
     GRAD_NORM,
+    CHANGED_SHARE,
     *dict.fromkeys(metric for metric, _ in REPORT_GAUGES.values()),
     TOKEN_RATE,
     PEAK_MEMORY,

@@ -128,7 +128,8 @@ class Optim:
     """One optimizer step; schedules are the caller's. `max_grad_norm` 0: no clipping.
 
     `beta1`, `beta2`, `eps`: AdamW's for this step; None: the policy's. `tensor_grad_norms`: the
-    report has norm and largest value of each tensor's gradient too.
+    report has norm and largest value of each tensor's gradient too; `changed_share`: and the share
+    of bfloat16 weights that the step changed.
     """
 
     learning_rate: float
@@ -140,3 +141,4 @@ class Optim:
     beta2: float | None = None
     eps: float | None = None
     tensor_grad_norms: bool = False
+    changed_share: bool = False

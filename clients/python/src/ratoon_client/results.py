@@ -248,6 +248,8 @@ class StepReport:
     clamped_kls: int
     clamped_sampler_gaps: int
     token_staleness_mean: float | None = None
+    # Only where `Optim.changed_share` asked for it.
+    changed_share: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,10 +11,11 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -22,11 +23,12 @@ from torch import Tensor
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-MAX_FILE_BYTES = 2 * 10**9
+# Small enough that a large model has a file for each thread: one file takes one writer at a time.
+MAX_FILE_BYTES = 10**9
 
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16"}
 _ALIGNMENT = 8
-_NUM_THREADS = 8
+_NUM_THREADS = min(os.cpu_count() or 1, 16)
 # Of what is written at a time; of the host's pinned memory, a thread, where tensors are on a GPU.
 _CHUNK_BYTES = 64 * 2**20
 
@@ -104,7 +106,7 @@ def _write(folder: Path, files: Mapping[str, Mapping[str, Tensor]]) -> None:
 
     # Files are closed once no thread writes any more.
     with ExitStack() as opened, ThreadPoolExecutor(_NUM_THREADS) as threads:
-        parts: list[_Part] = []
+        parts: list[Iterable[_Part]] = []
         for name, tensors in files.items():
             descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT, 0o666)
             opened.callback(os.close, descriptor)
@@ -112,11 +114,13 @@ def _write(folder: Path, files: Mapping[str, Mapping[str, Tensor]]) -> None:
             ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
             header = _header(ordered)
             _write_at(descriptor, 0, memoryview(header))
-            parts += _parts(descriptor, len(header), ordered)
+            parts.append(_parts(descriptor, len(header), ordered))
             size = len(header) + sum(tensor.nbytes for tensor in ordered.values())
             os.ftruncate(descriptor, size)
         try:
-            for _ in threads.map(write, parts):
+            # In turn from each file, so that threads seldom wait for one another.
+            in_turn = (part for turn in zip_longest(*parts) for part in turn if part is not None)
+            for _ in threads.map(write, in_turn):
                 pass
         except BaseException:
             threads.shutdown(cancel_futures=True)

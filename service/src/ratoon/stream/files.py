@@ -161,10 +161,10 @@ def digest_bytes(data: bytes) -> str:
 
 def digest_file(path: Path) -> str:
     """xxh3-128 of a file, read in blocks, 32 hexadecimal digits."""
-    state = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while block := file.read(_READ_BYTES):
-            state.update(block)
+    state, block = xxhash.xxh3_128(), memoryview(bytearray(_READ_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(block):
+            state.update(block[:size])
     return state.hexdigest()
 
 

@@ -44,7 +44,7 @@ MANIFEST_FORMAT = 2
 # Per chunk; the wire's own limit.
 MAX_CHUNK_BYTES = 16 * 2**20
 # Files of a version that are read at a time.
-_DIGEST_THREADS = 8
+_DIGEST_THREADS = min(os.cpu_count() or 1, 16)
 
 _VERSION_PATTERN = re.compile(r"[0-9]{8,}")
 _DIGEST_PATTERN = re.compile(r"[0-9a-f]{32}")

@@ -207,6 +207,7 @@ class OptimRequest:
     beta2: float | None = None
     eps: float | None = None
     tensor_grad_norms: bool = False
+    changed_share: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

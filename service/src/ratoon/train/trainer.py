@@ -74,6 +74,7 @@ class Trainer:
         self._optimizer = make_optimizer(
             parameters, spec.optimizer, spec.kept_states, spec.model.seed
         )
+        self._num_trained = sum(parameter.numel() for parameter in parameters.values())
         self._digest = StateDigest(model.device)
         self._planner = cpu_planner(spec.micro_batch_tokens)
         self._window = GradientWindow()
@@ -364,7 +365,7 @@ class Trainer:
         outcome = guarded_step(
             self._optimizer, self._gradients, totals.sums, divisor, step, self.spec.guard
         )
-        reason, warnings = outcome.skip_reason, base.warnings
+        reason, changed, warnings = outcome.skip_reason, outcome.changed, base.warnings
         if reason is None:
             self.version += 1
             warnings += rounding_warning(self.spec.kept_states, step.learning_rate)
@@ -376,6 +377,7 @@ class Trainer:
             base,
             grad_norm=outcome.grad_norm,
             tensor_grad_norms=() if norms is None else norms.read(),
+            changed_share=None if changed is None else int(changed) / self._num_trained,
             skipped=reason is not None,
             skip_reason=reason,
             warnings=warnings,

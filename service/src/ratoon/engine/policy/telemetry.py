@@ -135,7 +135,12 @@ def _self_check(policy_id: str, self_check: SelfCheckReport | None) -> list[Chan
 def _step(policy_id: str, report: StepReport) -> list[Change]:
     reason = report.skip_reason
     skipped = [] if reason is None else [metrics.SKIPPED_STEPS.sample(1, reason)]
-    return [*skipped, *_gauges(policy_id, (metrics.GRAD_NORM, report.grad_norm))]
+    gauges = _gauges(
+        policy_id,
+        (metrics.GRAD_NORM, report.grad_norm),
+        (metrics.CHANGED_SHARE, report.changed_share),
+    )
+    return [*skipped, *gauges]
 
 
 def _gauges(policy_id: str, *values: tuple[Metric, float | None]) -> list[Change]:

@@ -146,7 +146,8 @@ class OptimStep:
     """One optimizer step. `max_grad_norm` infinity: no clipping.
 
     A gradient of a norm above `max_norm_to_step` before clipping is not stepped on. With
-    `tensor_grad_norms` its norms are reported tensor by tensor, too.
+    `tensor_grad_norms` its norms are reported tensor by tensor, too, with `changed_share` how many
+    bfloat16 weights it changes.
     """
 
     learning_rate: float
@@ -155,6 +156,7 @@ class OptimStep:
     divisor: CounterDivisor | NoDivisor
     max_norm_to_step: float = math.inf
     tensor_grad_norms: bool = False
+    changed_share: bool = False
     # Of this step's AdamW; None: the policy's.
     beta1: float | None = None
     beta2: float | None = None

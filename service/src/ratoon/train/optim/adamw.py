@@ -88,11 +88,13 @@ class OptimizerState:
 class StepOutcome:
     """`grad_norm` is after division, before clipping.
 
-    Skipped: it is not finite, or above the step's `max_norm_to_step`.
+    Skipped: it is not finite, or above the step's `max_norm_to_step`. `changed`, on the device:
+    how many bfloat16 weights have other bits; None where nobody asked, or weights are wider.
     """
 
     grad_norm: float
     skipped: bool
+    changed: Tensor | None = None
 
 
 class MasterAdamW:

@@ -155,14 +155,19 @@ def read_weights(weights: Tensors) -> Tensor:
     return weights[1] if is_master(weights) else join_float32(*weights)
 
 
-def write_weights(weights: Tensors, updated: Tensor, words: Words) -> None:
+def write_weights(weights: Tensors, updated: Tensor, words: Words) -> Tensor:
+    """Returns, as bool, which bfloat16 weights have other bits now."""
     if len(weights) == 1:
         assert words is not None
-        weights[0].copy_(round_bf16(updated, words[0]))
-        return
+        rounded = round_bf16(updated, words[0])
+        changed = rounded.view(torch.int16) != weights[0].view(torch.int16)
+        weights[0].copy_(rounded)
+        return changed
     bits, remainder = split_float32(updated)
+    changed = bits != weights[0]
     weights[0].copy_(bits)
     weights[1].copy_(updated if is_master(weights) else remainder)
+    return changed
 
 
 def read_moments(moments: Tensors) -> tuple[Tensor, Tensor]:

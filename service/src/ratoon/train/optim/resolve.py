@@ -74,6 +74,7 @@ def resolve_optim(
         max_grad_norm=_resolve_max_grad_norm(request, divide_by),
         divisor=_resolve_divisor(request, divide_by),
         tensor_grad_norms=request.tensor_grad_norms,
+        changed_share=request.changed_share,
         beta1=request.beta1,
         beta2=request.beta2,
         eps=request.eps,

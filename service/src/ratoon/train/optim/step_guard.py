@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from torch import Tensor
+
 from ratoon.train.config import NumericsGuard
 from ratoon.train.loss.spec import OptimStep
 from ratoon.train.loss.sums import LossSums
@@ -32,10 +34,11 @@ WARNINGS: Mapping[SkipReason, str] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardedOutcome:
-    """`grad_norm` as in the report: None where the optimizer was not asked."""
+    """`grad_norm` as in the report: None where the optimizer was not asked. `changed`: its own."""
 
     grad_norm: float | None
     skip_reason: SkipReason | None
+    changed: Tensor | None = None
 
 
 def guarded_step(
@@ -56,7 +59,7 @@ def guarded_step(
     if outcome.skipped:
         is_finite = math.isfinite(outcome.grad_norm)
         reason = SkipReason.GRADIENT_NORM if is_finite else SkipReason.NON_FINITE_GRADIENT
-    return GuardedOutcome(grad_norm=outcome.grad_norm, skip_reason=reason)
+    return GuardedOutcome(grad_norm=outcome.grad_norm, skip_reason=reason, changed=outcome.changed)
 
 
 def reason_in_sums(sums: LossSums, divisor: float, guard: NumericsGuard) -> SkipReason | None:

@@ -122,3 +122,4 @@ class StepReport:
     clamped_sampler_gaps: int = 0
     zero_advantage_sequences: int = 0
     token_staleness_mean: float | None = None
+    changed_share: float | None = None

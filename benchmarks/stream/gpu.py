@@ -1,0 +1,190 @@
+"""Times publication of a large policy beside its training, through the service on one GPU.
+
+The model has random weights, made here. Versions, and the model's folder, are below `--root`.
+
+    python -m benchmarks.stream.gpu --out benchmarks/results/h200/streams.json --root /dev/shm
+    python -m benchmarks.stream.gpu --draft --device cpu
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common.command import is_for_gpu, make_parser
+from benchmarks.common.document import aligned, link, markdown_table, write_section
+from benchmarks.service import start
+from benchmarks.service.start import MODEL, PATIENCE_S, Plan
+from harness.gpu_results import write_result
+from harness.service import Service
+from ratoon_client import Loss, Optim, Publish, RatoonClient
+from ratoon_client.policy_options import PublishKind
+
+BEGIN = "<!-- streams of a GPU: written by benchmarks/stream/gpu.py -->"
+END = "<!-- end of streams of a GPU -->"
+# Of each policy; the first ones compile, and write to memory that nobody has written to.
+NUM_UPDATES, NUM_LEFT_OUT = 9, 3
+GB = 10**9
+WANTED = {
+    "trainer_stall_s": "<= 0.7",
+    "visible_s": "<= 1.0",
+    "update_over_trained": "<= 1.08",
+    "pull_s": "",
+    "delta_visible_s": "",
+    "changed_share": "",
+    "delta_percent": "",
+}
+WHAT = {
+    "trainer_stall_s": "publishing holds the trainer, seconds",
+    "visible_s": "from a step's end until its version can be fetched, seconds",
+    "update_over_trained": "an update as its caller waits for it, over what is trained in it",
+    "pull_s": "the version pulled over HTTP on the same machine, seconds",
+    "delta_visible_s": "`visible`, with a delta from the version before",
+    "changed_share": "weights that a step changes, of 1",
+    "delta_percent": "its delta, % of the version; absent where it is no gain",
+}
+# At commit 5da8ddf on one H100, of the same model: what publishing held the trainer.
+BEFORE = "8.3-11.4"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--markdown", type=Path, help="with --report: fill in this document")
+    parser.add_argument("--root", type=Path, help="work below this folder: /dev/shm, say")
+    parser.add_argument("--start", type=Path, help="measure benchmarks.service.start into it, too")
+    args = parser.parse_args(arguments)
+    if args.report is not None:
+        result = json.loads(args.report.read_text(encoding="utf-8"))
+    else:
+        result = _measure(args)
+    print("\n".join(aligned([["", "measured", "wanted"], *_cells(result)])))
+    if args.report is not None and args.markdown is not None:
+        write_markdown(result, args.markdown, link(args.report, args.markdown))
+
+
+def _measure(args: argparse.Namespace) -> dict[str, Any]:
+    plan = start.FULL if is_for_gpu(args) else start.SMALL
+    with tempfile.TemporaryDirectory(prefix="rt-", dir=args.root) as folder:
+        root = Path(folder)
+        start.write_model(plan, args.device, root, args.seed)
+        if args.start is not None:
+            write_result(args.start, start.measure(plan, args.device, root, args.seed), seed=0)
+        result = measure(plan, args.device, root, args.seed)
+    if args.out is not None:
+        write_result(args.out, result, seed=args.seed)
+    return result
+
+
+def measure(plan: Plan, device: str, root: Path, seed: int) -> dict[str, Any]:
+    """Medians and their samples: of a policy without deltas, and of one with them."""
+    with (
+        Service(root, **start.settings_of(plan, device, root)) as service,
+        RatoonClient(service.grpc, timeout_s=PATIENCE_S) as client,
+    ):
+        plain = _updates(client, plan, seed, with_deltas=False)
+        with (
+            RatoonClient(service.http, timeout_s=PATIENCE_S) as reader,
+            tempfile.TemporaryDirectory(dir=root) as folder,
+        ):
+            begin = time.perf_counter()
+            pulled = reader.pull_weights(start.POLICY, Path(folder) / "pulled")
+            pull_s = time.perf_counter() - begin
+        size_bytes = sum(file.size_bytes for file in pulled.manifest.files)
+        client.delete_policy(start.POLICY).result(PATIENCE_S)
+        deltas = _updates(client, plan, seed, with_deltas=True)
+    steady, with_delta = plain[NUM_LEFT_OUT:], deltas[NUM_LEFT_OUT:]
+    sizes = [row["delta_bytes"] for row in with_delta if row["delta_bytes"] is not None]
+    return {
+        "trainer_stall_s": _median(steady, "publish_s"),
+        "visible_s": _median(steady, "visible_s"),
+        "update_over_trained": statistics.median(r["seconds"] / r["trained_s"] for r in steady),
+        "pull_s": pull_s,
+        "delta_visible_s": _median(with_delta, "visible_s"),
+        "changed_share": _median(with_delta, "changed_share"),
+        "delta_percent": 100 * statistics.median(sizes) / size_bytes if sizes else None,
+        "version_gb": size_bytes / GB,
+        "plan": asdict(plan),
+        "updates": plain,
+        "updates_with_deltas": deltas,
+    }
+
+
+def _median(rows: list[dict[str, Any]], name: str) -> float:
+    return statistics.median(row[name] for row in rows)
+
+
+def _updates(
+    client: RatoonClient, plan: Plan, seed: int, *, with_deltas: bool
+) -> list[dict[str, Any]]:
+    """Updates as fast as they come, but for every second one, whose version is waited for.
+
+    `visible_s` begins at the end of the step: with what the trainer was held for.
+    """
+    kind: PublishKind = "every"
+    client.create_policy(
+        start.POLICY,
+        model_folder=MODEL,
+        dtype=plan.dtype,
+        seed=seed,
+        publish=Publish(kind, deltas=with_deltas),
+        recovery="fail",
+    ).result(PATIENCE_S)
+    session, rows = client.policy(start.POLICY), []
+    batch = [start.rollouts(plan, seed)]
+    optim = Optim(learning_rate=1e-6, changed_share=with_deltas)
+    for _ in range(NUM_UPDATES):
+        begin = time.perf_counter()
+        result = session.update(batch, loss=Loss("grpo"), optim=optim).result(PATIENCE_S)
+        ended = time.perf_counter()
+        manifest = client.weight_manifest(start.POLICY, version=result.version)
+        landed_s = time.perf_counter() - ended
+        # Another, with the publication of the one before beside it.
+        begin_beside = time.perf_counter()
+        beside = session.update(batch, loss=Loss("grpo"), optim=optim).result(PATIENCE_S)
+        beside_s = time.perf_counter() - begin_beside
+        phases = asdict(result.report.seconds)
+        client.weight_manifest(start.POLICY, version=beside.version)
+        rows.append(
+            {
+                "seconds": ended - begin,
+                "seconds_again": beside_s,
+                "trained_s": phases["forward"] + phases["backward"] + phases["optimizer"],
+                **{f"{name}_s": value for name, value in phases.items()},
+                "visible_s": phases["publish"] + landed_s,
+                "changed_share": result.report.changed_share,
+                "delta_bytes": sum(delta.file.size_bytes for delta in manifest.deltas) or None,
+            }
+        )
+    return rows
+
+
+def write_markdown(result: dict[str, Any], path: Path, result_link: str) -> None:
+    """Replaces the section between a document's two markers. Raises `ValueError`."""
+    where = (
+        f"{result['gpu']}, torch {result['versions']['torch']}, commit {result['commit'][:12]}, "
+        f"{result['plan']['model']['name']}, versions of {result['version_gb']:.3g} GB in memory, "
+        f"medians of {NUM_UPDATES - NUM_LEFT_OUT}. [Raw samples]({result_link}). Before versions "
+        f"were published beside training, on one H100: held for {BEFORE} seconds."
+    )
+    columns = ("", "measured", "wanted")
+    write_section(path, BEGIN, END, [f"\n{where}\n", *markdown_table(columns, _cells(result))])
+
+
+def _cells(result: dict[str, Any]) -> list[list[str]]:
+    return [
+        [what, "–" if result[name] is None else f"{result[name]:.3g}", WANTED[name]]
+        for name, what in WHAT.items()
+    ]
+
+
+if __name__ == "__main__":
+    main()
