@@ -1,0 +1,77 @@
+"""A service with a version to receive, a client of it over HTTP and engines to load it into."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from ratoon_client import AsyncRatoonClient, SglangAdapter, VllmAdapter
+from tests.client.fake_engine import FILE, FakeEngine, serving_engine
+from tests.client.fake_service import CHUNK_BYTES, FakeService
+
+NUM_CHUNKS = 4
+SIZE_BYTES = (NUM_CHUNKS - 1) * CHUNK_BYTES + 7
+WAIT_S = 20.0
+
+
+def model(version: int) -> bytes:
+    return random.Random(version).randbytes(SIZE_BYTES)
+
+
+def publish(service: FakeService, version: int) -> None:
+    service.publish(version, {FILE: model(version), "config.json": b"{}"})
+
+
+def honest(data: bytes, _: int) -> bytes:
+    return data
+
+
+def versions(root: Path) -> set[str]:
+    return {path.name for path in root.glob("version-*")}
+
+
+@pytest.fixture
+def wire() -> str:
+    return "http"
+
+
+@pytest.fixture(autouse=True)
+def _published(service: FakeService) -> None:
+    publish(service, 1)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "mirror"
+
+
+@pytest.fixture
+async def client(url: str) -> AsyncIterator[AsyncRatoonClient]:
+    async with AsyncRatoonClient(url, timeout_s=5.0) as client:
+        yield client
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def engine_url(engine: FakeEngine) -> Iterator[str]:
+    with serving_engine(engine) as url:
+        yield url
+
+
+@pytest.fixture
+def vllm(engine_url: str) -> Iterator[VllmAdapter]:
+    with VllmAdapter(engine_url, drain_s=2.0, load_s=2.0, call_s=2.0) as adapter:
+        yield adapter
+
+
+@pytest.fixture
+def sglang(engine_url: str) -> Iterator[SglangAdapter]:
+    with SglangAdapter(engine_url, load_s=2.0, call_s=2.0) as adapter:
+        yield adapter
