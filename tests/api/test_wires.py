@@ -1,21 +1,11 @@
-"""Both wires, good requests: the same calls, the same answers, the same digests."""
+"""Both wires, policies and updates: the same calls, the same answers, the same digests."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from ratoon.engine.types import (
-    ForwardCommand,
-    ImportMode,
-    ImportWeightsCommand,
-    NoKey,
-    RequestKey,
-    SeqKey,
-    UpdateCommand,
-)
+from ratoon.engine.types import RequestKey, SeqKey, UpdateCommand
 from ratoon.rollout.serial import batch_from_bytes
 from ratoon.train import config
 from ratoon.train.config import (
@@ -29,17 +19,11 @@ from ratoon.train.config import (
 )
 from ratoon_client import Correction, CorrectionMask, FromForward, Loss
 from ratoon_client.wire.encode import loss_message
-from ratoon_proto.codec import decode_tensor, encode_array
-from ratoon_proto.v1 import (
-    operation_pb2,
-    policy_pb2,
-    rollout_pb2,
-    service_pb2,
-    training_pb2,
-)
+from ratoon_proto.codec import encode_array
+from ratoon_proto.v1 import operation_pb2, policy_pb2, rollout_pb2, service_pb2
 from tests.api import requests
 from tests.api.conftest import Api
-from tests.api.wires import Wire, WireError
+from tests.api.wires import WireError
 
 
 async def test_create_policy_answers_the_spec_with_every_default(api: Api, wire_name: str) -> None:
@@ -319,209 +303,6 @@ async def test_server_sequencing_takes_request_ids(api: Api, wire_name: str) -> 
     operation = await api.wire(wire_name).call("Update", request)
     assert (operation.seq, operation.request_id) == (1, "producer-a:17")
     assert api.engine.log[0].key == RequestKey(request_id="producer-a:17")
-
-
-async def test_small_forward_output_comes_inline(api: Api, wire_name: str) -> None:
-    await api.create_policy()
-    output = training_pb2.ForwardOutput(
-        logprobs=requests.floats([-1.0, -2.0]), offsets=encode_array(np.array([0, 2]))
-    )
-    api.engine.forward_output = output.SerializeToString()
-    request = service_pb2.ForwardRequest(
-        policy_id=requests.POLICY,
-        batch=rollout_pb2.RolloutBatch(groups=requests.groups(1)),
-        with_entropy=True,
-    )
-    operation = await api.wire(wire_name).call("Forward", request)
-    assert operation.seq == 0
-    logprobs = decode_tensor(operation.forward.inline.logprobs, max_bytes=64)
-    assert logprobs.tolist() == [-1.0, -2.0]
-    (submission,) = api.engine.log
-    assert submission.key == NoKey()
-    assert isinstance(submission.command, ForwardCommand)
-    assert submission.command.with_entropy
-
-
-async def test_large_forward_output_is_a_file(api: Api, wire_name: str) -> None:
-    await api.create_policy()
-    size = api.limits.max_fetch_bytes
-    output = training_pb2.ForwardOutput(logprobs=requests.floats([-1.0] * size))
-    api.engine.forward_output = output.SerializeToString()
-    request = service_pb2.ForwardRequest(
-        policy_id=requests.POLICY, batch=rollout_pb2.RolloutBatch(groups=requests.groups(1))
-    )
-    operation = await api.wire(wire_name).call("Forward", request)
-    file = operation.forward.file
-    assert file.size_bytes == len(api.engine.forward_output)
-    pieces: list[bytes] = []
-    for offset in range(0, file.size_bytes, size):
-        fetch = service_pb2.FetchWeightsRequest(
-            policy_id=requests.POLICY, digest=file.digest, offset=offset, length=size
-        )
-        pieces.append((await api.grpc.call("FetchWeights", fetch)).data)
-    assert b"".join(pieces) == api.engine.forward_output
-
-
-async def test_the_window_in_parts_and_checkpoints(api: Api, wire_name: str) -> None:
-    await api.create_policy()
-    wire = api.wire(wire_name)
-    update = requests.update()
-
-    def key(seq: int) -> service_pb2.OperationKey:
-        return service_pb2.OperationKey(seq=seq)
-
-    policy_id = requests.POLICY
-    step = service_pb2.OptimStepRequest(
-        policy_id=policy_id, key=key(2), optim=update.optim, include_seqs=[1]
-    )
-    calls = [
-        (
-            "ForwardBackward",
-            service_pb2.ForwardBackwardRequest(
-                policy_id=policy_id, key=key(1), batch=update.batch, loss=update.loss
-            ),
-        ),
-        ("OptimStep", step),
-        (
-            "DiscardGradients",
-            service_pb2.DiscardGradientsRequest(policy_id=policy_id, key=key(3)),
-        ),
-        (
-            "SaveCheckpoint",
-            service_pb2.SaveCheckpointRequest(policy_id=policy_id, key=key(4), checkpoint_id="a.b"),
-        ),
-        (
-            "LoadCheckpoint",
-            service_pb2.LoadCheckpointRequest(policy_id=policy_id, key=key(5), checkpoint_id="a.b"),
-        ),
-    ]
-    kinds = [(await wire.call(rpc, request)).kind for rpc, request in calls]
-    assert kinds == [
-        operation_pb2.OPERATION_KIND_FORWARD_BACKWARD,
-        operation_pb2.OPERATION_KIND_OPTIM_STEP,
-        operation_pb2.OPERATION_KIND_DISCARD_GRADIENTS,
-        operation_pb2.OPERATION_KIND_SAVE_CHECKPOINT,
-        operation_pb2.OPERATION_KIND_LOAD_CHECKPOINT,
-    ]
-    assert [type(s.command).__name__ for s in api.engine.log] == [
-        "ForwardBackwardCommand",
-        "OptimStepCommand",
-        "DiscardGradientsCommand",
-        "SaveCheckpointCommand",
-        "LoadCheckpointCommand",
-    ]
-    listed = await wire.call(
-        "ListCheckpoints", service_pb2.ListCheckpointsRequest(policy_id=policy_id)
-    )
-    (checkpoint,) = listed.checkpoints
-    assert (checkpoint.checkpoint_id, checkpoint.seq, checkpoint.replay_from_seq) == ("a.b", 4, 5)
-
-
-async def test_a_folder_is_imported_as_it_is_asked_for(api: Api, wire_name: str) -> None:
-    await api.create_policy()
-    wire = api.wire(wire_name)
-    plain = service_pb2.ImportWeightsRequest(
-        policy_id=requests.POLICY,
-        key=service_pb2.OperationKey(seq=1),
-        model_folder="outer//./step-1/",
-    )
-    operation = await wire.call("ImportWeights", plain)
-    assert operation.kind == operation_pb2.OPERATION_KIND_IMPORT_WEIGHTS
-    assert operation.imported == operation_pb2.ImportResult(
-        version=1, num_tensors=3, size_bytes=2**40, dtypes=["BF16", "F32"], digest="0" * 32
-    )
-    again = service_pb2.ImportWeightsRequest()
-    again.CopyFrom(plain)
-    again.model_folder, again.mode = "outer/step-1", service_pb2.IMPORT_MODE_FULL
-    assert (await wire.call("ImportWeights", again)).operation_id == operation.operation_id
-    again.key.seq, again.mode = 2, service_pb2.IMPORT_MODE_DELTA
-    again.reset_optimizer, again.expected_version = True, 0
-    await wire.call("ImportWeights", again)
-    full = ImportWeightsCommand(
-        folder="outer/step-1",
-        mode=ImportMode.FULL,
-        reset_optimizer=False,
-        expected_version=None,
-    )
-    delta = replace(full, mode=ImportMode.DELTA, reset_optimizer=True, expected_version=0)
-    assert [submission.command for submission in api.engine.log] == [full, delta]
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        *(
-            ("model_folder", given)
-            for given in ("", ".", "/etc", "../outside", "a/../../b", "a\0b")
-        ),
-        ("model_folder", "a/" * 1000),
-        ("expected_version", -1),
-    ],
-)
-async def test_a_folder_or_version_that_cannot_be_takes_no_seq(
-    api: Api, wire_name: str, field: str, value: object
-) -> None:
-    await api.create_policy()
-    request = service_pb2.ImportWeightsRequest(
-        policy_id=requests.POLICY, key=service_pb2.OperationKey(seq=1), model_folder="outer"
-    )
-    setattr(request, field, value)
-    with pytest.raises(WireError) as caught:
-        await api.wire(wire_name).call("ImportWeights", request)
-    assert (caught.value.detail.code, caught.value.detail.field) == ("INVALID_ARGUMENT", field)
-    assert len(caught.value.detail.message) < 300
-    assert api.engine.log == []
-
-
-async def test_long_poll_ends_with_the_operation(api: Api, wire_name: str) -> None:
-    await api.create_policy()
-    api.engine.hold = True
-    wire = api.wire(wire_name)
-    operation = await wire.call("Update", requests.update())
-    assert operation.state == operation_pb2.OPERATION_STATE_QUEUED
-    get = service_pb2.GetOperationRequest(operation_id=operation.operation_id, wait_s=0.05)
-    assert (await wire.call("GetOperation", get)).state == operation_pb2.OPERATION_STATE_QUEUED
-    await api.engine.release()
-    done = await wire.call("GetOperation", get)
-    assert done.state == operation_pb2.OPERATION_STATE_DONE
-
-
-async def test_long_poll_is_bounded_by_the_server(api: Api, wire_name: str) -> None:
-    await api.create_policy()
-    api.engine.hold = True
-    operation = await api.wire(wire_name).call("Update", requests.update())
-    get = service_pb2.GetOperationRequest(operation_id=operation.operation_id, wait_s=1e9)
-    answer = await api.wire(wire_name).call("GetOperation", get)
-    assert answer.state == operation_pb2.OPERATION_STATE_QUEUED
-
-
-async def test_cancel_ends_a_queued_operation(api: Api, wire_name: str) -> None:
-    await api.create_policy()
-    api.engine.hold = True
-    wire = api.wire(wire_name)
-    operation = await wire.call("Update", requests.update())
-    request = service_pb2.CancelOperationRequest(operation_id=operation.operation_id)
-    cancelled = await wire.call("CancelOperation", request)
-    assert cancelled.state == operation_pb2.OPERATION_STATE_CANCELLED
-
-
-async def test_failed_operation_carries_its_error(api: Api, wire_name: str) -> None:
-    """The error of an operation is part of it, not of the call that reads it."""
-    await api.create_policy()
-    wire: Wire = api.wire(wire_name)
-    await wire.call("Update", requests.update())
-    gap = await wire.call("Update", requests.update(seq=3))
-    assert gap.blocked_by_seq == 2
-    get = service_pb2.GetOperationRequest(operation_id=gap.operation_id, wait_s=1.0)
-    with pytest.raises(WireError) as caught:
-        await wire.call("GetOperation", get)
-    assert caught.value.detail.code == "SEQ_GAP"
-    assert caught.value.detail.retryable
-    assert caught.value.detail.details["missing_seq"] == "2"
-    filled = await wire.call("Update", requests.update(seq=2))
-    assert filled.step.version == 2
-    done = await wire.call("GetOperation", get)
-    assert done.step.version == 3
 
 
 async def test_info_and_health(api: Api, wire_name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +21,15 @@ HASTY = ClientConfig(timeout_s=1.0)
 def serving(service: FakeService, wire: str) -> Iterator[str]:
     with serving_grpc(service) if wire == "grpc" else serving_http(service) as url:
         yield url
+
+
+def versions(root: Path) -> set[str]:
+    return {path.name for path in root.glob("version-*")}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "weights"
 
 
 @pytest.fixture

@@ -84,11 +84,6 @@ def published(service: FakeService, tmp_path: Path) -> Published:
     return published
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "weights"
-
-
 def assert_whole(root: Path, version: int) -> None:
     folder = root / f"version-{version}"
     assert {name: (folder / name).read_bytes() for name in model(version)} == model(version)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -29,10 +28,6 @@ def honest(data: bytes, _: int) -> bytes:
     return data
 
 
-def versions(root: Path) -> set[str]:
-    return {path.name for path in root.glob("version-*")}
-
-
 @pytest.fixture
 def wire() -> str:
     return "http"
@@ -41,11 +36,6 @@ def wire() -> str:
 @pytest.fixture(autouse=True)
 def _published(service: FakeService) -> None:
     publish(service, 1)
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "mirror"
 
 
 @pytest.fixture

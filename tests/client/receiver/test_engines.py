@@ -16,9 +16,10 @@ from ratoon_client import (
 )
 from ratoon_client.results import WeightFile, WeightManifest
 from ratoon_client.weights.committed import COMMITTED_NAME
+from tests.client.conftest import versions
 from tests.client.fake_engine import FILE, ROOT, START, FakeEngine, HangError, serving_engine
 from tests.client.fake_service import FakeService
-from tests.client.receiver.conftest import model, publish, versions
+from tests.client.receiver.conftest import model, publish
 
 
 async def test_an_engine_gets_the_version_in_one_pause(

@@ -26,9 +26,10 @@ from ratoon_client import (
     ReceiverEvent,
     VllmAdapter,
 )
+from tests.client.conftest import versions
 from tests.client.fake_engine import FILE, FakeEngine
 from tests.client.fake_service import FakePolicy, FakeService, Fault, RefusalError
-from tests.client.receiver.conftest import SIZE_BYTES, WAIT_S, model, publish, versions
+from tests.client.receiver.conftest import SIZE_BYTES, WAIT_S, model, publish
 
 
 class Events:
