@@ -16,13 +16,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import httpx
-import numpy as np
-import torch
 import xxhash
 import zstandard
 from google.protobuf.message import DecodeError
 from pydantic import BaseModel
-from safetensors.torch import load_file, save_file
 
 from ratoon.api import submissions
 from ratoon.api.contract import SERVICE
@@ -32,36 +29,23 @@ from ratoon.api.http.bodies import fill_request
 from ratoon.api.http.schema.models import body_of
 from ratoon.api.service import PolicyService
 from ratoon.config import LimitsConfig
-from ratoon.engine.files.results import read_old_logprobs, write_forward_output
 from ratoon.engine.types import Policy, PolicyState
 from ratoon.errors import RatoonError
-from ratoon.model.loader import load_model
-from ratoon.model.spec import FolderBase, FullTuning, ModelDtype, ModelSpec, PresetBase
 from ratoon.rollout.serial import batch_from_bytes, batch_to_bytes
-from ratoon.stream.blobs import decode_manifest, encode_manifest
-from ratoon.stream.files import seal_bytes, seal_document, unseal_document
-from ratoon.stream.manifest import WeightFile, WeightKind
-from ratoon.stream.versions import MANIFEST_NAME, publish_version, read_manifest, version_folder
-from ratoon.train import checkpoint, imported
-from ratoon.train.config import OptimizerStates
-from ratoon.train.optim.adamw import OptimizerState
 from ratoon_client.caller import Caller
 from ratoon_client.errors import IntegrityError, RatoonClientError
 from ratoon_client.outcome import outcome
 from ratoon_client.results import Operation
-from ratoon_client.weights.deltas import read_delta, rebuild
 from ratoon_client.wire.decode import decode
 from ratoon_proto.codec import CodecError, decode_tensor
 from ratoon_proto.v1 import operation_pb2, service_pb2
 from ratoon_proto.v1.tensor_pb2 import Tensor
-from tests import builders
 from tests.api import requests
 from tests.api.fake_engine import INFO, FakeEngine
 from tests.api.open_gate import OPEN_GATE
 from tests.hostile import corpus
+from tests.hostile.disk_targets import bad_checkpoints, bad_deltas, bad_files, bad_imports
 from tests.hostile.mutate import mutated_bytes, mutated_json, mutated_message
-from tests.stream.samples import NAME, flipped, safetensors
-from tests.tiny_models import write_folder
 
 POLICY = requests.POLICY
 UPDATE_BODY = cast("type[BaseModel]", body_of(SERVICE.methods_by_name["Update"]))
@@ -115,10 +99,10 @@ def all_targets(folder: Path) -> list[Target]:
         Target(name="serial", weight=16, take=_serial(), may_raise=(RatoonError,)),
         Target(name="spec", weight=6, take=_spec(loop, folder), may_raise=(RatoonError,)),
         Target(name="http", weight=4, take=_http(loop, folder), may_raise=()),
-        Target(name="files", weight=3, take=_files(folder), may_raise=(RatoonError,)),
-        Target(name="delta", weight=2, take=_delta(folder), may_raise=(IntegrityError,)),
-        Target(name="checkpoint", weight=1, take=_checkpoint(folder), may_raise=(RatoonError,)),
-        Target(name="imported", weight=1, take=_imported(folder), may_raise=(RatoonError,)),
+        Target(name="files", weight=3, take=bad_files(folder), may_raise=(RatoonError,)),
+        Target(name="delta", weight=2, take=bad_deltas(folder), may_raise=(IntegrityError,)),
+        Target(name="checkpoint", weight=1, take=bad_checkpoints(folder), may_raise=(RatoonError,)),
+        Target(name="imported", weight=1, take=bad_imports(folder), may_raise=(RatoonError,)),
         Target(
             name="answers",
             weight=6,
@@ -288,136 +272,6 @@ def _compressed(dice: random.Random, body: bytes) -> tuple[bytes, dict[str, str]
     return (mutated_bytes(dice, [data]) if dice.random() < 0.5 else data), {
         "Content-Encoding": coding
     }
-
-
-def _files(folder: Path) -> Callable[[random.Random], None]:
-    """Results, manifests of weights and of blobs: what the server reads of its own disk."""
-    root = folder / "files"
-    (root / "results").mkdir(parents=True)
-    batch = builders.random_batch(np.random.default_rng(0), num_groups=2)
-    logprobs = np.zeros(len(batch.response_tokens), np.float32)
-    digest, _ = write_forward_output(
-        root / "results", "p.7", batch, logprobs, logprobs, is_reference=False
-    )
-    keys = root / "results" / f"{digest}.7"
-
-    def write(version: Path) -> None:
-        (version / "model").write_bytes(b"weights")
-
-    publish_version(root / "weights", "p", 0, WeightKind.FULL, write, 1.5)
-    manifest = version_folder(root / "weights", 0) / MANIFEST_NAME
-    whole = {path: path.read_bytes() for path in (keys, keys.with_suffix(""), manifest)}
-    listing = encode_manifest([WeightFile(name="a", size_bytes=1, digest=_ZEROS)])
-
-    def take(dice: random.Random) -> None:
-        path = dice.choice([*whole, None])
-        if path is None:
-            decode_manifest("key", mutated_bytes(dice, [listing]))
-            return
-        path.write_bytes(mutated_bytes(dice, [whole[path]]))
-        try:
-            if path == manifest:
-                read_manifest(root / "weights", 0)
-            else:
-                read_old_logprobs(keys, batch)
-        finally:
-            path.write_bytes(whole[path])
-
-    return take
-
-
-def _delta(folder: Path) -> Callable[[random.Random], None]:
-    """Deltas whose header has the right seal, so that its reader has to say no."""
-    root = folder / "delta"
-    old = bytes(range(200)) * 40
-    new = flipped(flipped(old, 2, range(0, 3000, 7), 0), 2, [3999], 1)
-    for version, data in enumerate((old, new)):
-        content = safetensors([("BF16", data)])
-
-        def write(version: Path, content: bytes = content) -> None:
-            (version / NAME).write_bytes(content)
-
-        publish_version(root, "p", version, WeightKind.FULL, write, 1.5, deltas=True)
-    (offered,) = read_manifest(root, 1).deltas
-    path, parent = version_folder(root, 1) / offered.file.name, version_folder(root, 0) / NAME
-    whole = path.read_bytes()
-    place = len(whole) - 8 - int.from_bytes(whole[-8:], "little")
-    payload, header = whole[:place], json.loads(whole[place:-24])
-    digest, made = header["files"][0]["digest"], root / "made"
-
-    def take(dice: random.Random) -> None:
-        data, text = payload, json.dumps(header).encode()
-        if dice.random() < 0.5:
-            # Of the same length, or its streams are not looked at.
-            data = mutated_bytes(dice, [payload])[:place].ljust(place, b"\0")
-        else:
-            text = mutated_json(dice, [header])
-        sealed = seal_bytes(text)
-        path.write_bytes(data + sealed + len(sealed).to_bytes(8, "little"))
-        for file in read_delta(path):
-            if file.digest == digest:
-                rebuild(file, parent, made)
-                assert made.read_bytes() == (version_folder(root, 1) / NAME).read_bytes()
-
-    return take
-
-
-def _checkpoint(folder: Path) -> Callable[[random.Random], None]:
-    """Safetensors whose digests are right, so that the parser itself has to say no."""
-    model = ModelSpec(
-        base=PresetBase(name="tiny"), tuning=FullTuning(), dtype=ModelDtype.FLOAT32, seed=0
-    )
-    state = OptimizerState(
-        kind=OptimizerStates.FP32,
-        weights={"a": torch.ones(3, 2)},
-        weight_remainder={},
-        exp_avg={"a": torch.zeros(3, 2)},
-        exp_avg_sq={"a": torch.zeros(3, 2)},
-        exp_avg_scale={},
-        exp_avg_sq_scale={},
-        num_steps=1,
-    )
-    saved = folder / "checkpoint"
-    snapshot = checkpoint.Snapshot(state=state, model=model, version=1, digest=_ZEROS)
-    checkpoint.write_snapshot(saved, snapshot)
-    path, listing = saved / checkpoint.WEIGHTS_NAME, saved / checkpoint.MANIFEST_NAME
-    whole, right = path.read_bytes(), listing.read_bytes()
-
-    def take(dice: random.Random) -> None:
-        if dice.random() < 0.3:
-            listing.write_bytes(mutated_bytes(dice, [right]))
-        else:
-            data = mutated_bytes(dice, [whole])
-            path.write_bytes(data)
-            fields = unseal_document(right)
-            fields["files"][0] |= {
-                "size_bytes": len(data),
-                "digest": xxhash.xxh3_128_hexdigest(data),
-            }
-            listing.write_bytes(seal_document(fields))
-        try:
-            checkpoint.load_checkpoint(saved, state, model, lambda _: _ZEROS)
-        finally:
-            path.write_bytes(whole)
-            listing.write_bytes(right)
-
-    return take
-
-
-def _imported(folder: Path) -> Callable[[random.Random], None]:
-    """A folder of weights that a caller names."""
-    base = FolderBase(folder=str(write_folder(folder / "base", "qwen3")))
-    spec = ModelSpec(base=base, tuning=FullTuning(), dtype=ModelDtype.FLOAT32, seed=0)
-    model = load_model(spec, device=torch.device("cpu"), attention_backend="", deterministic=True)
-    path = Path(base.folder) / "model.safetensors"
-    save_file({name: tensor.bfloat16() for name, tensor in load_file(path).items()}, path)
-    whole = path.read_bytes()
-
-    def take(dice: random.Random) -> None:
-        path.write_bytes(mutated_bytes(dice, [whole]))
-        imported.read_weights(model, path.parent, "")
-
-    return take
 
 
 def _answers(loop: asyncio.AbstractEventLoop) -> Callable[[random.Random], None]:

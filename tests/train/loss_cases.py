@@ -1,20 +1,32 @@
-"""Losses for tests: given advantages and old log-probs, clips that both sides of a ratio meet."""
+"""Losses for tests: given advantages and old log-probs, clips that both sides of a ratio meet.
+
+And a batch that any loss can be resolved for.
+"""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
+import numpy as np
+
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.validate import validate_groups
 from ratoon.train.config import (
     AdvantageKind,
+    CorrectionLevel,
+    CorrectionMode,
     DivideBy,
     LossKind,
+    LossRequest,
     OldLogprobs,
     OldLogprobsKind,
+    RolloutCorrection,
     SharedTokens,
     TokenWeight,
 )
 from ratoon.train.loss.compute import LossOutput
+from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.loss.spec import (
     LOSS_DEFAULTS,
     CispoObjective,
@@ -27,6 +39,10 @@ from ratoon.train.loss.spec import (
     SequenceClipObjective,
 )
 from ratoon.train.loss.sums import LossSums
+from tests import builders
+
+MASK = RolloutCorrection(mode=CorrectionMode.MASK, level=CorrectionLevel.TOKEN, low=0.5, high=2.0)
+GIVEN_OLD = OldLogprobs(kind=OldLogprobsKind.GIVEN)
 
 
 def make_objective(kind: LossKind, *, dual_clip: float = math.inf) -> Objective:
@@ -69,3 +85,22 @@ def make_loss(kind: LossKind, **changes: Any) -> Loss:
 
 def summed(output: LossOutput) -> LossSums:
     return LossSums.total([output.sums_F])
+
+
+def small_batch(**changes: Any) -> RolloutBatch:
+    """One group of two rollouts of two tokens with everything that a loss may ask for."""
+    fields: dict[str, Any] = {
+        "sampler_logprobs": np.array([-1.0, -2.0], np.float32),
+        "old_logprobs": np.array([-1.5, -2.5], np.float32),
+        "reference_logprobs": np.array([-1.0, -1.0], np.float32),
+        "reward": 1.0,
+        "policy_version": 3,
+    }
+    rollout = builders.rollout([1, 2], **(fields | changes))
+    return validate_groups([builders.group([5], [rollout, rollout])], builders.limits())
+
+
+def resolve(
+    kind: LossKind, batch: RolloutBatch, *, has_frozen: bool = False, **changes: Any
+) -> Loss:
+    return resolve_loss(LossRequest(kind=kind, **changes), batch, has_frozen_reference=has_frozen)

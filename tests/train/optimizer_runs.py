@@ -16,6 +16,7 @@ from ratoon.train.config import AdamWConfig, OptimizerStates
 from ratoon.train.loss.spec import NoDivisor, OptimStep
 from ratoon.train.optim.adamw import OptimizerState
 from ratoon.train.optim.choice import make_optimizer
+from ratoon.train.optim.rounding import join_float32
 
 CONFIG = AdamWConfig(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.01)
 # Whose bfloat16 weights are all there is.
@@ -70,6 +71,20 @@ def changed_bits(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> i
         int((before[name].view(torch.int16) != after[name].detach().view(torch.int16)).sum())
         for name in before
     )
+
+
+def masters_of(state: OptimizerState) -> dict[str, Tensor]:
+    """float32, of any kind of states."""
+    return {
+        name: join_float32(weight.view(torch.int16), state.weight_remainder[name])
+        if name in state.weight_remainder
+        else weight.float().clone()
+        for name, weight in state.weights.items()
+    }
+
+
+def moments_of(state: OptimizerState) -> dict[str, Tensor]:
+    return {n: t for n, t in copied(state).items() if not n.startswith("weight")}
 
 
 def toy_loss(kind: OptimizerStates, seed: int, num_updates: int) -> tuple[float, float]:

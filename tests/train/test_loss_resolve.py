@@ -1,4 +1,4 @@
-"""Defaults of every loss by the table, and each thing that is refused, by field."""
+"""What of a loss is refused, by field, and what is taken beside it."""
 
 from __future__ import annotations
 
@@ -10,208 +10,27 @@ import numpy as np
 import pytest
 
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.raw import SamplerLogprobsKind
-from ratoon.rollout.validate import validate_groups
 from ratoon.train.config import (
     AdvantageKind,
     CorrectionLevel,
     CorrectionMask,
     CorrectionMode,
-    DivideBy,
     KlConfig,
     KlKind,
     LossKind,
-    LossRequest,
     OldLogprobs,
     OldLogprobsKind,
-    OverlongFilter,
     OverlongPenalty,
     ReferenceKind,
-    RolloutCorrection,
     Staleness,
     StalenessAction,
-    TokenWeight,
 )
-from ratoon.train.loss.resolve import resolve_loss
-from ratoon.train.loss.spec import (
-    CispoObjective,
-    ClipObjective,
-    IpoObjective,
-    LinearObjective,
-    Loss,
-    Objective,
-    SapoObjective,
-    SequenceClipObjective,
-)
-from tests import builders
+from tests.train.loss_cases import GIVEN_OLD, MASK, resolve, small_batch
 
-_MASK = RolloutCorrection(mode=CorrectionMode.MASK, level=CorrectionLevel.TOKEN, low=0.5, high=2.0)
-_TRUNCATE = replace(_MASK, mode=CorrectionMode.TRUNCATE, low=0.0)
+_TRUNCATE = replace(MASK, mode=CorrectionMode.TRUNCATE, low=0.0)
 _GEOMETRIC = CorrectionMask(level=CorrectionLevel.GEOMETRIC, low=0.9, high=1.1)
 _FORWARD_OLD = OldLogprobs(kind=OldLogprobsKind.FROM_FORWARD, forward_operation_id="p.op")
-_GIVEN_OLD = OldLogprobs(kind=OldLogprobsKind.GIVEN)
-
-
-def _batch(**changes: Any) -> RolloutBatch:
-    """One group of two rollouts of two tokens with everything that a loss may ask for."""
-    fields: dict[str, Any] = {
-        "sampler_logprobs": np.array([-1.0, -2.0], np.float32),
-        "old_logprobs": np.array([-1.5, -2.5], np.float32),
-        "reference_logprobs": np.array([-1.0, -1.0], np.float32),
-        "reward": 1.0,
-        "policy_version": 3,
-    }
-    rollout = builders.rollout([1, 2], **(fields | changes))
-    return validate_groups([builders.group([5], [rollout, rollout])], builders.limits())
-
-
-def _resolve(
-    kind: LossKind, batch: RolloutBatch, *, has_frozen: bool = False, **changes: Any
-) -> Loss:
-    return resolve_loss(LossRequest(kind=kind, **changes), batch, has_frozen_reference=has_frozen)
-
-
-@pytest.mark.parametrize(
-    ("kind", "objective", "token_weight", "divide_by", "advantage"),
-    [
-        (
-            LossKind.GRPO,
-            ClipObjective(clip_low=0.2, clip_high=0.2, dual_clip=math.inf),
-            TokenWeight.PER_SEQUENCE,
-            DivideBy.SEQUENCES,
-            AdvantageKind.GROUP_MEAN_STD,
-        ),
-        (
-            LossKind.PPO_CLIP,
-            ClipObjective(clip_low=0.2, clip_high=0.2, dual_clip=math.inf),
-            TokenWeight.PER_TOKEN,
-            DivideBy.TOKENS,
-            AdvantageKind.GROUP_MEAN_STD,
-        ),
-        (
-            LossKind.DAPO,
-            ClipObjective(clip_low=0.2, clip_high=0.28, dual_clip=math.inf),
-            TokenWeight.PER_TOKEN,
-            DivideBy.TOKENS,
-            AdvantageKind.GROUP_MEAN_STD,
-        ),
-        (
-            LossKind.DR_GRPO,
-            ClipObjective(clip_low=0.2, clip_high=0.2, dual_clip=math.inf),
-            TokenWeight.PER_TOKEN,
-            DivideBy.CONSTANT,
-            AdvantageKind.GROUP_MEAN,
-        ),
-        (
-            LossKind.GSPO,
-            SequenceClipObjective(clip_low=3e-4, clip_high=4e-4),
-            TokenWeight.PER_SEQUENCE,
-            DivideBy.SEQUENCES,
-            AdvantageKind.GROUP_MEAN_STD,
-        ),
-        (
-            LossKind.CISPO,
-            CispoObjective(ratio_low=0.0, ratio_high=5.0),
-            TokenWeight.PER_TOKEN,
-            DivideBy.TOKENS,
-            AdvantageKind.GROUP_MEAN_STD,
-        ),
-        (
-            LossKind.SAPO,
-            SapoObjective(tau_positive=1.0, tau_negative=1.05),
-            TokenWeight.PER_SEQUENCE,
-            DivideBy.SEQUENCES,
-            AdvantageKind.GROUP_MEAN_STD,
-        ),
-        (
-            LossKind.IPO,
-            IpoObjective(most_down=0.3, most_up=0.3),
-            TokenWeight.PER_TOKEN,
-            DivideBy.TOKENS,
-            AdvantageKind.GROUP_MEAN,
-        ),
-        (
-            LossKind.IMPORTANCE_SAMPLING,
-            LinearObjective(),
-            TokenWeight.PER_TOKEN,
-            DivideBy.NONE,
-            AdvantageKind.GROUP_MEAN_STD,
-        ),
-        (
-            LossKind.REINFORCE,
-            LinearObjective(),
-            TokenWeight.PER_TOKEN,
-            DivideBy.NONE,
-            AdvantageKind.GROUP_MEAN_STD,
-        ),
-        (
-            LossKind.CROSS_ENTROPY,
-            LinearObjective(),
-            TokenWeight.PER_TOKEN,
-            DivideBy.NONE,
-            None,
-        ),
-    ],
-)
-def test_defaults_are_those_of_the_table(
-    kind: LossKind,
-    objective: Objective,
-    token_weight: TokenWeight,
-    divide_by: DivideBy,
-    advantage: AdvantageKind | None,
-) -> None:
-    old = OldLogprobs(kind=OldLogprobsKind.SAMPLER)
-    loss = _resolve(kind, _batch(), old_logprobs=old if kind is LossKind.GSPO else None)
-    assert loss.objective == objective
-    assert (loss.token_weight, loss.default_divide_by) == (token_weight, divide_by)
-    assert loss.advantage is advantage
-    has_ratio = kind not in (LossKind.REINFORCE, LossKind.CROSS_ENTROPY)
-    assert loss.old_logprobs == (old if has_ratio else None)
-    assert loss.drop_zero_variance_groups == (kind is LossKind.DAPO)
-    assert loss.kl is None
-    assert loss.correction is None
-    assert loss.entropy_coefficient == 0.0
-
-
-def test_defaults_follow_what_the_rollouts_carry() -> None:
-    """Ready-made advantages are taken; without rewards there is no variance to drop for."""
-    loss = _resolve(LossKind.DAPO, _batch(reward=None, advantages=np.ones(2, np.float32)))
-    assert loss.advantage is AdvantageKind.GIVEN
-    assert not loss.drop_zero_variance_groups
-    # A correction without a ratio is from the current policy to the sampler.
-    loss = _resolve(LossKind.REINFORCE, _batch(), correction=_MASK)
-    assert loss.old_logprobs == OldLogprobs(kind=OldLogprobsKind.ON_POLICY)
-
-
-def test_explicit_options_are_kept() -> None:
-    loss = _resolve(
-        LossKind.PPO_CLIP,
-        _batch(),
-        clip_low=0.1,
-        clip_high=0.3,
-        dual_clip=3.0,
-        advantage=AdvantageKind.LEAVE_ONE_OUT,
-        old_logprobs=_GIVEN_OLD,
-        correction=_MASK,
-        token_weight=TokenWeight.PER_SEQUENCE,
-        overlong=OverlongFilter(),
-        drop_zero_variance_groups=True,
-        kl=KlConfig(kind=KlKind.K2, coefficient=0.1, reference=ReferenceKind.GIVEN),
-        staleness=Staleness(max_versions=0, action=StalenessAction.DROP),
-    )
-    assert loss.objective == ClipObjective(clip_low=0.1, clip_high=0.3, dual_clip=3.0)
-    assert loss.advantage is AdvantageKind.LEAVE_ONE_OUT
-    assert loss.old_logprobs == _GIVEN_OLD
-    assert loss.correction == _MASK
-    assert loss.token_weight is TokenWeight.PER_SEQUENCE
-    assert loss.overlong == OverlongFilter()
-    assert loss.drop_zero_variance_groups
-    assert loss.kl is not None
-    assert loss.kl.kind is KlKind.K2
-    assert loss.staleness == Staleness(max_versions=0, action=StalenessAction.DROP)
-
-
 _GIVEN_KL = KlConfig(kind=KlKind.K1, coefficient=0.1, reference=ReferenceKind.GIVEN)
 _FROZEN_KL = replace(_GIVEN_KL, reference=ReferenceKind.FROZEN)
 _NO_SAMPLER = {"sampler_logprobs": None}
@@ -251,8 +70,8 @@ _PENALTY = OverlongPenalty(max_tokens=10, buffer_tokens=4, scale=1.0)
         (LossKind.GRPO, {"reference_logprobs": None}, {"kl": _GIVEN_KL}, "loss.kl.reference"),
         (LossKind.GRPO, {}, {"kl": _FROZEN_KL}, "loss.kl.reference"),
         (LossKind.GRPO, _NO_SAMPLER, {}, "loss.old_logprobs"),
-        (LossKind.GRPO, {"old_logprobs": None}, {"old_logprobs": _GIVEN_OLD}, "loss.old_logprobs"),
-        (LossKind.REINFORCE, {}, {"old_logprobs": _GIVEN_OLD}, "loss.old_logprobs"),
+        (LossKind.GRPO, {"old_logprobs": None}, {"old_logprobs": GIVEN_OLD}, "loss.old_logprobs"),
+        (LossKind.REINFORCE, {}, {"old_logprobs": GIVEN_OLD}, "loss.old_logprobs"),
         (
             LossKind.GRPO,
             {},
@@ -262,40 +81,40 @@ _PENALTY = OverlongPenalty(max_tokens=10, buffer_tokens=4, scale=1.0)
         (
             LossKind.GRPO,
             {},
-            {"old_logprobs": replace(_GIVEN_OLD, forward_operation_id="op")},
+            {"old_logprobs": replace(GIVEN_OLD, forward_operation_id="op")},
             "loss.old_logprobs.forward_operation_id",
         ),
         (LossKind.GRPO, _RAW, {}, "groups[0].rollouts[0].sampler_logprobs_kind"),
         (
             LossKind.GRPO,
             _RAW,
-            {"old_logprobs": _GIVEN_OLD, "correction": _MASK},
+            {"old_logprobs": GIVEN_OLD, "correction": MASK},
             "groups[0].rollouts[0].sampler_logprobs_kind",
         ),
-        (LossKind.GRPO, {}, {"correction": _MASK}, "loss.correction"),
-        (LossKind.CROSS_ENTROPY, {}, {"correction": _MASK}, "loss.correction"),
+        (LossKind.GRPO, {}, {"correction": MASK}, "loss.correction"),
+        (LossKind.CROSS_ENTROPY, {}, {"correction": MASK}, "loss.correction"),
         (
             LossKind.GRPO,
             _NO_SAMPLER,
-            {"old_logprobs": _GIVEN_OLD, "correction": _MASK},
+            {"old_logprobs": GIVEN_OLD, "correction": MASK},
             "loss.correction",
         ),
         (
             LossKind.GRPO,
             {},
-            {"old_logprobs": _GIVEN_OLD, "correction": replace(_MASK, high=0.9)},
+            {"old_logprobs": GIVEN_OLD, "correction": replace(MASK, high=0.9)},
             "loss.correction.high",
         ),
         (
             LossKind.GRPO,
             {},
-            {"old_logprobs": _GIVEN_OLD, "correction": replace(_MASK, low=1.1)},
+            {"old_logprobs": GIVEN_OLD, "correction": replace(MASK, low=1.1)},
             "loss.correction.low",
         ),
         (
             LossKind.GRPO,
             {},
-            {"old_logprobs": _GIVEN_OLD, "correction": replace(_TRUNCATE, high=0.5)},
+            {"old_logprobs": GIVEN_OLD, "correction": replace(_TRUNCATE, high=0.5)},
             "loss.correction.high",
         ),
         (LossKind.GRPO, {}, {"top_entropy_share": 0.2}, "loss.top_entropy_share"),
@@ -316,13 +135,13 @@ _PENALTY = OverlongPenalty(max_tokens=10, buffer_tokens=4, scale=1.0)
         (
             LossKind.GRPO,
             _NO_SAMPLER,
-            {"old_logprobs": _GIVEN_OLD, "correction_mask": _GEOMETRIC},
+            {"old_logprobs": GIVEN_OLD, "correction_mask": _GEOMETRIC},
             "loss.correction_mask",
         ),
         (
             LossKind.GRPO,
             {},
-            {"old_logprobs": _GIVEN_OLD, "correction_mask": replace(_GEOMETRIC, low=1.2)},
+            {"old_logprobs": GIVEN_OLD, "correction_mask": replace(_GEOMETRIC, low=1.2)},
             "loss.correction_mask.low",
         ),
         (
@@ -336,7 +155,7 @@ _PENALTY = OverlongPenalty(max_tokens=10, buffer_tokens=4, scale=1.0)
         (
             LossKind.GRPO,
             {"top_p": 0.9},
-            {"old_logprobs": _GIVEN_OLD, "correction": _MASK},
+            {"old_logprobs": GIVEN_OLD, "correction": MASK},
             "groups[0].rollouts[0].top_p",
         ),
         (
@@ -349,8 +168,8 @@ _PENALTY = OverlongPenalty(max_tokens=10, buffer_tokens=4, scale=1.0)
             LossKind.GRPO,
             {},
             {
-                "old_logprobs": _GIVEN_OLD,
-                "correction": replace(_MASK, mode=CorrectionMode.TRUNCATE),
+                "old_logprobs": GIVEN_OLD,
+                "correction": replace(MASK, mode=CorrectionMode.TRUNCATE),
             },
             "loss.correction.low",
         ),
@@ -414,7 +233,7 @@ def test_what_would_not_be_used_is_refused_by_field(
     kind: LossKind, batch: dict[str, Any], request_: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(RatoonError) as caught:
-        _resolve(kind, _batch(**batch), **request_)
+        resolve(kind, small_batch(**batch), **request_)
     assert caught.value.code is ErrorCode.INVALID_ARGUMENT
     assert caught.value.field == field
     assert field in caught.value.message
@@ -424,24 +243,24 @@ def test_what_would_not_be_used_is_refused_by_field(
 def test_truncated_sampling_is_taken_where_acknowledged_or_in_no_ratio(cut: dict[str, Any]) -> None:
     """The sampler's log-probs are of a distribution cut and renormalised, the trainer's are not: a
     ratio of the two is off by the mass that was cut, in every token."""
-    batch = _batch(**cut)
+    batch = small_batch(**cut)
     with pytest.raises(RatoonError, match=r"loss\.allow_truncated_sampling"):
-        _resolve(LossKind.GRPO, batch)
-    loss = _resolve(LossKind.GRPO, batch, allow_truncated_sampling=True)
+        resolve(LossKind.GRPO, batch)
+    loss = resolve(LossKind.GRPO, batch, allow_truncated_sampling=True)
     assert loss.old_logprobs == OldLogprobs(kind=OldLogprobsKind.SAMPLER)
-    assert _resolve(LossKind.GRPO, batch, old_logprobs=_GIVEN_OLD).old_logprobs == _GIVEN_OLD
-    assert _resolve(LossKind.REINFORCE, batch).old_logprobs is None
+    assert resolve(LossKind.GRPO, batch, old_logprobs=GIVEN_OLD).old_logprobs == GIVEN_OLD
+    assert resolve(LossKind.REINFORCE, batch).old_logprobs is None
 
 
 def test_router_loss_is_unsupported() -> None:
     """Trap 7: a router's auxiliary loss is no sum over rollouts, so no counter makes it exact."""
     with pytest.raises(RatoonError) as caught:
-        _resolve(LossKind.GRPO, _batch(), router_aux_loss_coefficient=0.01)
+        resolve(LossKind.GRPO, small_batch(), router_aux_loss_coefficient=0.01)
     assert caught.value.code is ErrorCode.UNSUPPORTED
     assert caught.value.field == "loss.router_aux_loss_coefficient"
 
 
 def test_frozen_reference_and_raw_sampler_are_taken_where_they_hold() -> None:
-    assert _resolve(LossKind.GRPO, _batch(), has_frozen=True, kl=_FROZEN_KL).kl == _FROZEN_KL
-    loss = _resolve(LossKind.GRPO, _batch(**_RAW), old_logprobs=_GIVEN_OLD)
-    assert loss.old_logprobs == _GIVEN_OLD
+    assert resolve(LossKind.GRPO, small_batch(), has_frozen=True, kl=_FROZEN_KL).kl == _FROZEN_KL
+    loss = resolve(LossKind.GRPO, small_batch(**_RAW), old_logprobs=GIVEN_OLD)
+    assert loss.old_logprobs == GIVEN_OLD
