@@ -66,6 +66,11 @@ async def finished(wire: Wire, operation: operation_pb2.Operation) -> operation_
     return operation
 
 
+async def next_seq(wires: Wires, policy_id: str) -> int:
+    request = service_pb2.GetPolicyRequest(policy_id=policy_id)
+    return (await wires.gateway.call("GetPolicy", request)).next_seq
+
+
 @pytest.fixture(scope="session")
 def tiny_policy(service: Service) -> Callable[[str], str]:
     """Creates a `tiny` policy of the given id, and waits until it is ready."""

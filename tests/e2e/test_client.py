@@ -387,33 +387,3 @@ def test_a_custom_loss_has_the_gradient_of_the_same_loss_in_the_service(
         assert norm > 0
         assert [own.loss, loss] == pytest.approx([built_in.loss, built_in.loss], rel=1e-5)
         client.delete_policy("client-custom").result()
-
-
-def test_the_page_on_custom_losses_runs(service: Service, capsys: pytest.CaptureFixture[str]):
-    """Its loss goes down."""
-    page = Path(__file__).parents[2] / "docs" / "custom-losses.md"
-    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-    exec(code.replace("grpc://127.0.0.1:8443", service.addresses.grpc), {})  # noqa: S102
-    losses = [float(text) for text in re.findall(r"loss (\S+)", capsys.readouterr().out)]
-    assert len(losses) == 5
-    assert losses == sorted(losses, reverse=True)
-    assert losses[-1] < losses[0] - 0.01
-    with RatoonClient(service.addresses.grpc) as client:
-        client.delete_policy("preferences").result()
-
-
-def test_the_readmes_example_runs(
-    service: Service,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
-    readme = Path(__file__).parents[2] / "clients" / "python" / "README.md"
-    (code,) = re.findall(r"```python\n(.*?)```", readme.read_text(), re.DOTALL)
-    monkeypatch.chdir(tmp_path)
-    exec(code.replace("grpc://127.0.0.1:8443", service.addresses.grpc), {})  # noqa: S102
-    out = capsys.readouterr().out
-    assert re.match(r"version 1, loss [+-]\d\.\d{4}\nverified weights in weights/version-1\n", out)
-    assert (tmp_path / "weights" / "latest" / "model.safetensors").is_file()
-    with RatoonClient(service.addresses.grpc) as client:
-        client.delete_policy("copy").result()

@@ -1,7 +1,8 @@
-"""The examples, run as they stand against the real service."""
+"""The examples, and those of two pages, run as they stand against the real service."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,11 @@ from examples import hf_loop
 from ratoon_client import RatoonClient
 from tests.running_service import Service
 
+pytestmark = [pytest.mark.e2e, pytest.mark.more]
+ROOT = Path(__file__).parents[2]
 NUM_UPDATES = 40
 
 
-@pytest.mark.e2e
-@pytest.mark.more
 def test_a_transformers_sampler_learns_with_the_newest_weights(
     service: Service, tmp_path: Path
 ) -> None:
@@ -37,3 +38,33 @@ def test_a_transformers_sampler_learns_with_the_newest_weights(
     assert max(abs(report.sampler_kl or 0.0) for report in reports) < 1e-4
     rewards = [report.reward_mean or 0.0 for report in reports]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
+
+
+def test_the_page_on_custom_losses_runs(service: Service, capsys: pytest.CaptureFixture[str]):
+    """Its loss goes down."""
+    page = ROOT / "docs" / "custom-losses.md"
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    exec(code.replace("grpc://127.0.0.1:8443", service.addresses.grpc), {})  # noqa: S102
+    losses = [float(text) for text in re.findall(r"loss (\S+)", capsys.readouterr().out)]
+    assert len(losses) == 5
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0] - 0.01
+    with RatoonClient(service.addresses.grpc) as client:
+        client.delete_policy("preferences").result()
+
+
+def test_the_example_of_the_clients_readme_runs(
+    service: Service,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    readme = ROOT / "clients" / "python" / "README.md"
+    (code,) = re.findall(r"```python\n(.*?)```", readme.read_text(), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(code.replace("grpc://127.0.0.1:8443", service.addresses.grpc), {})  # noqa: S102
+    out = capsys.readouterr().out
+    assert re.match(r"version 1, loss [+-]\d\.\d{4}\nverified weights in weights/version-1\n", out)
+    assert (tmp_path / "weights" / "latest" / "model.safetensors").is_file()
+    with RatoonClient(service.addresses.grpc) as client:
+        client.delete_policy("copy").result()

@@ -4,38 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
-import signal
-import sqlite3
-import time
 from collections.abc import AsyncIterable, Callable
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import grpc
 import grpc.aio
-import psutil
 import pytest
 import xxhash
-from ray import serve
 from safetensors import safe_open
 
 from harness.attacks import http as attacks
 from harness.attacks.http import Target
-from ratoon import app
-from ratoon.ray_serve import APP_NAME
 from ratoon_client import (
     ForwardResult,
     Loss,
-    OperationHandle,
     Optim,
     Publish,
     PulledWeights,
     RatoonApiError,
     RatoonClient,
-    StepResult,
     group,
     rollout,
 )
@@ -43,7 +32,7 @@ from ratoon_proto.v1 import operation_pb2, service_pb2
 from ratoon_proto.v1.service_pb2_grpc import PolicyServiceStub
 from tests.api import requests
 from tests.api.wires import GrpcWire, WireError, grpc_error, http_error
-from tests.e2e.conftest import WIRES, Wires, finished
+from tests.e2e.conftest import WIRES, Wires, finished, next_seq
 from tests.running_service import MAX_BODY_BYTES, MAX_MESSAGE_BYTES, MIB, Service
 
 pytestmark = pytest.mark.e2e
@@ -55,17 +44,12 @@ def policy(tiny_policy: Callable[[str], str]) -> str:
     return tiny_policy(POLICY)
 
 
-async def _next_seq(wires: Wires, policy_id: str = POLICY) -> int:
-    request = service_pb2.GetPolicyRequest(policy_id=policy_id)
-    return (await wires.gateway.call("GetPolicy", request)).next_seq
-
-
 @pytest.mark.parametrize("wire_name", WIRES)
 async def test_an_update_over_each_wire_makes_a_version(
     wires: Wires, policy: str, wire_name: str
 ) -> None:
     wire = wires.named(wire_name)
-    seq = await _next_seq(wires)
+    seq = await next_seq(wires, policy)
     request = requests.update(seq=seq, policy_id=policy)
     operation = await finished(wire, await wire.call("Update", request))
     assert operation.seq == seq
@@ -80,7 +64,7 @@ async def test_an_update_over_each_wire_makes_a_version(
     for other in map(wires.named, WIRES):
         retried = await other.call("Update", request)
         assert retried.operation_id == operation.operation_id
-    assert await _next_seq(wires) == seq + 1
+    assert await next_seq(wires, policy) == seq + 1
 
 
 async def test_weights_are_pulled_over_both_wires_alike(
@@ -162,7 +146,7 @@ async def test_errors_have_their_trailer_on_both_grpc_ports(
 ) -> None:
     wire = wires.named(wire_name)
     assert isinstance(wire, GrpcWire)
-    bad = requests.update(seq=await _next_seq(wires), policy_id=policy)
+    bad = requests.update(seq=await next_seq(wires, policy), policy_id=policy)
     bad.batch.groups[1].rollouts[0].sampler_logprobs.CopyFrom(requests.floats([-1.0]))
     with pytest.raises(WireError) as caught:
         await wire.call("Update", bad)
@@ -183,7 +167,7 @@ async def test_errors_have_their_trailer_on_both_grpc_ports(
     with pytest.raises(grpc.aio.AioRpcError) as failed:
         await update(b"\x0a" + b"\xff" * MAX_MESSAGE_BYTES)
     assert failed.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert await _next_seq(wires) == bad.key.seq
+    assert await next_seq(wires, policy) == bad.key.seq
 
 
 async def _drained(watch: AsyncIterable[operation_pb2.Operation]) -> None:
@@ -197,13 +181,13 @@ async def test_a_body_over_the_limit_is_refused_and_the_service_lives(
     wires: Wires, policy: str, wire_name: str
 ) -> None:
     wire = wires.named(wire_name)
-    request = requests.update(seq=await _next_seq(wires), policy_id=policy)
+    request = requests.update(seq=await next_seq(wires, policy), policy_id=policy)
     request.batch.groups[0].group_id = "x" * (MAX_BODY_BYTES + 1)
     with pytest.raises(WireError) as caught:
         await wire.call("Update", request)
     assert caught.value.detail.code == "BODY_TOO_LARGE"
     assert (await wire.call("Health", service_pb2.HealthRequest())).status == "ok"
-    assert await _next_seq(wires) == request.key.seq
+    assert await next_seq(wires, policy) == request.key.seq
 
 
 def test_a_version_that_was_pulled_is_imported_bit_for_bit(service: Service, policy: str) -> None:
@@ -248,7 +232,7 @@ def _digests(pulled: PulledWeights) -> dict[str, str]:
 
 
 async def test_a_watched_update_ends_on_every_wire(wires: Wires, policy: str) -> None:
-    seq = await _next_seq(wires)
+    seq = await next_seq(wires, policy)
     blocked = await wires.gateway.call("Update", requests.update(seq=seq + 1, policy_id=policy))
     assert blocked.blocked_by_seq == seq
     request = service_pb2.WatchOperationRequest(operation_id=blocked.operation_id)
@@ -281,7 +265,7 @@ async def test_a_gap_that_outlasts_the_wait_names_the_missing_seq(
     wires: Wires, policy: str, wire_name: str
 ) -> None:
     wire = wires.named(wire_name)
-    seq = await _next_seq(wires)
+    seq = await next_seq(wires, policy)
     late = await wire.call("Update", requests.update(seq=seq + 1, policy_id=policy))
     request = service_pb2.GetOperationRequest(operation_id=late.operation_id, wait_s=20)
     with pytest.raises(WireError) as caught:
@@ -298,7 +282,7 @@ async def test_a_caller_that_leaves_does_not_take_its_update_along(
 ) -> None:
     """Trap 15: Serve cancels a handler when its caller leaves."""
     wire = wires.named(wire_name)
-    seq = await _next_seq(wires)
+    seq = await next_seq(wires, policy)
     call = asyncio.create_task(wire.call("Update", requests.update(seq=seq, policy_id=policy)))
     poll = asyncio.create_task(
         wire.call(
@@ -311,142 +295,6 @@ async def test_a_caller_that_leaves_does_not_take_its_update_along(
     await asyncio.gather(poll, return_exceptions=True)
     operation = await finished(wires.gateway, call.result())
     assert operation.seq == seq
-
-
-REPLICA = "ServeReplica:ratoon:Ingress"
-# What a redeploy leaves alone: policies are in the memory of the last two.
-KEPT = ("ray::Gateway", "ray::Engine", "ray::Worker")
-
-
-def _ours(title: str) -> list[psutil.Process]:
-    """Processes of this session's Ray whose title says so."""
-    children = psutil.Process().children(recursive=True)
-    return [child for child in children if title in " ".join(child.cmdline())]
-
-
-def _has_torch(process: psutil.Process) -> bool:
-    return any("libtorch" in area.path for area in process.memory_maps())
-
-
-@pytest.mark.usefixtures("policy")
-def test_no_process_of_the_wires_loads_torch(service: Service) -> None:
-    """Actors are found by name, and a name brings its class's module along: only thin ones."""
-    replicas = _ours(REPLICA)
-    assert len(replicas) == service.config.serve.num_replicas
-    for process in [*replicas, *_ours("ray::Gateway"), *_ours("ray::ProxyActor")]:
-        assert not _has_torch(process), process.cmdline()
-    assert any(_has_torch(process) for process in _ours("ray::Worker"))
-
-
-async def test_counters_of_two_replicas_are_the_journals(
-    service: Service, wires: Wires, policy: str
-) -> None:
-    """A scrape reaches any replica: all must show the same totals, and they must be true."""
-    # Counters go on where a policy is deleted; its journal goes with it.
-    deleted = await _done_updates(wires) - _journaled_updates(service)
-    assert deleted >= 0
-    seen: list[float] = []
-    for _ in range(3):
-        seq = await _next_seq(wires)
-        request = requests.update(seq=seq, policy_id=policy)
-        await finished(wires.http, await wires.http.call("Update", request))
-        seen += [await _done_updates(wires) for _ in range(8)]
-    assert seen == sorted(seen)
-    assert seen[-1] - seen[0] >= 2
-    count = deleted + _journaled_updates(service)
-    while await _done_updates(wires) < count:  # noqa: ASYNC110
-        await asyncio.sleep(0.1)
-    assert [await _done_updates(wires) for _ in range(8)] == [count] * 8
-
-
-def _journaled_updates(service: Service) -> int:
-    database = service.config.data_root / "ratoon.sqlite"
-    with sqlite3.connect(f"file:{database}?mode=ro", uri=True) as connection:
-        ((count,),) = connection.execute(
-            "SELECT count(*) FROM operations WHERE kind = 'update' AND state = 'applied'"
-        ).fetchall()
-    return int(count)
-
-
-async def _done_updates(wires: Wires) -> float:
-    # A connection of its own: Serve picks a replica anew.
-    response = await wires.serve_http.client.get("/metrics", headers={"Connection": "close"})
-    assert response.status_code == 200
-    values = re.findall(
-        r'^ratoon_operations_total\{kind="update",state="done"\} (\S+)$',
-        response.text,
-        re.MULTILINE,
-    )
-    return float(values[0]) if values else 0.0
-
-
-async def test_the_gateway_drains_on_sigterm_and_comes_back(
-    service: Service, wires: Wires, policy: str
-) -> None:
-    """A call under way is answered, by the engine's own word, before the process ends."""
-    seq = await _next_seq(wires)
-    late = await wires.gateway.call("Update", requests.update(seq=seq + 1, policy_id=policy))
-    request = service_pb2.GetOperationRequest(operation_id=late.operation_id, wait_s=0.8)
-    edges = (wires.gateway, wires.http)
-    polls = [asyncio.create_task(edge.call("GetOperation", request)) for edge in edges]
-    await asyncio.sleep(0.2)
-    (gateway,) = _ours("ray::Gateway")
-    os.kill(gateway.pid, signal.SIGTERM)
-    for poll in polls:
-        with pytest.raises(WireError) as answered:
-            await poll
-        assert answered.value.detail.code == "SEQ_GAP"
-    await asyncio.to_thread(gateway.wait, 10)
-    async with grpc.aio.insecure_channel(service.addresses.grpc) as channel:
-        health = await PolicyServiceStub(channel).Health(
-            service_pb2.HealthRequest(), wait_for_ready=True, timeout=30
-        )
-    assert health.status == "ok"
-    # On its own HTTP port again too, which Serve has kept from nobody.
-    await wires.http.call("Update", requests.update(seq=seq, policy_id=policy))
-    await finished(wires.serve_http, late)
-
-
-async def test_a_redeploy_from_a_serve_config_keeps_policies_and_loses_no_operation(
-    service: Service, wires: Wires, policy: str
-) -> None:
-    """`app_builder` is what deploy/serve.yaml names; it finds engine and gateway running."""
-    kept = {process.pid for name in KEPT for process in _ours(name)}
-    assert len(kept) >= len(KEPT)
-    replicas = {process.pid for process in _ours(REPLICA)}
-    seq = await _next_seq(wires)
-    late = await wires.serve_http.call("Update", requests.update(seq=seq + 1, policy_id=policy))
-    assert service.addresses.serve_http is not None
-    client = RatoonClient(service.addresses.serve_http)
-    waiting = asyncio.create_task(
-        asyncio.to_thread(_result_behind_a_gap, client.operation(late.operation_id))
-    )
-    args = service.config.model_dump(mode="json")
-    await asyncio.to_thread(
-        lambda: serve.run(app.app_builder(args), name=APP_NAME, route_prefix="/")
-    )
-    assert {process.pid for name in KEPT for process in _ours(name)} == kept
-    assert replicas.isdisjoint(process.pid for process in _ours(REPLICA))
-    assert not waiting.done()
-    request = requests.update(seq=seq, policy_id=policy)
-    operation = await finished(wires.serve_http, await wires.serve_http.call("Update", request))
-    assert operation.seq == seq
-    # The client that waits all the while sees a longer operation, and nothing else.
-    ended = await waiting
-    assert isinstance(ended, StepResult)
-    assert ended.version == operation.step.version + 1
-    client.close()
-
-
-def _result_behind_a_gap(handle: OperationHandle[Any]) -> object:
-    """That the gap is there is all that a caller is told before it is filled."""
-    deadline = time.monotonic() + 280.0
-    while True:
-        try:
-            return handle.result(max(0.0, deadline - time.monotonic()))
-        except RatoonApiError as error:
-            if error.code != "SEQ_GAP":
-                raise
 
 
 async def test_unknown_routes_have_the_one_shape(wires: Wires) -> None:
