@@ -52,16 +52,16 @@ class Plan:
         group: Rollouts of the first update; each update draws new tokens.
         longer_by: Tokens by which the prompt grows per update.
         num_updates: Per policy.
-        killed_in: The update, counted from 1, during which the worker is killed.
+        killed_in: The update, counted from 1, during which the worker is killed; 0: in none.
         num_threads: Of torch, and CPUs of Ray.
     """
 
     model: ModelSize
     dtype: ModelDtype
     group: Group
-    longer_by: int
-    num_updates: int
-    killed_in: int
+    longer_by: int = 0
+    num_updates: int = 1
+    killed_in: int = 0
     num_threads: int
 
 
@@ -100,12 +100,6 @@ def measure(
     does not start, or a kill did not happen.
     """
     write_model(plan, device, root / "models" / MODEL, seed)
-    worker = {
-        "device": device,
-        "num_threads": plan.num_threads,
-        # Only for bfloat16 weights.
-        "optimizer_states": "bf16_8bit",
-    }
     ray = {
         "num_cpus": max(2, plan.num_threads),
         "object_store_bytes": 200 * 2**20,
@@ -113,7 +107,7 @@ def measure(
     }
     start = time.monotonic()
     elsewhere = {} if weights_root is None else {"weights_root": str(weights_root)}
-    with Service(root, worker=worker, ray=ray, **elsewhere) as service:
+    with Service(root, worker=worker_settings(plan, device), ray=ray, **elsewhere) as service:
         rows: list[Row] = []
         payload = {
             "plan": asdict(plan),
@@ -233,6 +227,15 @@ def rollouts(plan: Plan, number: int, seed: int) -> Rollouts:
             for length in plan.group.responses
         ],
     )
+
+
+def worker_settings(plan: Plan, device: str) -> dict[str, Any]:
+    """`optimizer_states` applies to bfloat16 weights only."""
+    return {
+        "device": device,
+        "num_threads": plan.num_threads,
+        "optimizer_states": "bf16_8bit",
+    }
 
 
 def write_model(plan: Plan, device: str, folder: Path, seed: int) -> None:

@@ -16,26 +16,20 @@ import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import torch
 
 from benchmarks.common.command import is_for_gpu, make_parser
 from benchmarks.common.document import aligned
 from benchmarks.common.forests import PAPER_LENGTHS
-from benchmarks.common.timing import release
-from benchmarks.step.subjects import build_module
-from benchmarks.step.workload import QWEN3_1_7B, QWEN3_8B, TINY, Group, ModelSize
+from benchmarks.service.run import MODEL, SMALL, Plan, rollouts, worker_settings, write_model
+from benchmarks.step.workload import QWEN3_1_7B, QWEN3_8B, TINY, Group
 from harness.gpu_results import write_result
 from harness.service import Service
-from ratoon_client import Group as Rollouts
-from ratoon_client import Loss, Optim, RatoonClient, group, rollout
-from ratoon_client.policy_options import ModelDtype
+from ratoon_client import Loss, Optim, RatoonClient
 
-MODEL, POLICY = "model", "start"
+POLICY = "start"
 PATIENCE_S = 1800.0
 # For a warm start of Qwen3-8B, all three phases together.
 TARGET_S = 75.0
@@ -43,32 +37,11 @@ SIZES = {size.name: size for size in (QWEN3_8B, QWEN3_1_7B, TINY)}
 # What the worker logs about its start and a creation.
 _EVENT = re.compile(r"\{.*\}")
 _EVENTS = ("worker started", "policy loaded", "version published")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What is started. `optimizer_states` applies to bfloat16 weights only."""
-
-    model: ModelSize
-    dtype: ModelDtype
-    group: Group
-    optimizer_states: str
-    num_threads: int
-
-
 FULL = Plan(
     model=QWEN3_8B,
     dtype="bfloat16",
     group=Group(prompt=5059, responses=PAPER_LENGTHS),
-    optimizer_states="bf16_8bit",
     num_threads=8,
-)
-SMALL = Plan(
-    model=TINY,
-    dtype="float32",
-    group=Group(prompt=24, responses=(5, 3, 7, 2)),
-    optimizer_states="auto",
-    num_threads=1,
 )
 
 
@@ -98,21 +71,16 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def measure(plan: Plan, device: str, root: Path, seed: int) -> dict[str, Any]:
     """Both starts; `total_s` is the warm one's. Raises errors of the service or its client."""
-    target = torch.device(device)
-    module = build_module(plan.model, target, getattr(torch, plan.dtype), seed)
-    module.save_pretrained(root / "models" / MODEL)
-    del module
-    release(target)
+    write_model(plan, device, root / "models" / MODEL, seed)
     starts = {name: _start(plan, device, root, seed) for name in ("cold", "warm")}
     return {"total_s": starts["warm"]["total_s"], "plan": asdict(plan), "starts": starts}
 
 
 def _start(plan: Plan, device: str, root: Path, seed: int) -> dict[str, Any]:
-    states = {"optimizer_states": plan.optimizer_states}
     settings: dict[str, object] = {
         "crash_points": False,
         "log_level": "INFO",
-        "worker": {"device": device, "num_threads": plan.num_threads, **states},
+        "worker": worker_settings(plan, device),
         "ray": {"num_cpus": max(2, plan.num_threads), "temp_folder": str(root / "ray")},
     }
     with ExitStack() as opened:
@@ -132,7 +100,7 @@ def _start(plan: Plan, device: str, root: Path, seed: int) -> dict[str, Any]:
         events = _events(log.read_bytes()[logged:].decode("utf-8", "replace"))
         begin = time.monotonic()
         update = client.policy(POLICY).update(
-            [_rollouts(plan, seed)], loss=Loss("grpo"), optim=Optim(learning_rate=1e-6)
+            [rollouts(plan, 1, seed)], loss=Loss("grpo"), optim=Optim(learning_rate=1e-6)
         )
         report = update.result(PATIENCE_S).report
         first_update_s = time.monotonic() - begin
@@ -163,22 +131,6 @@ def _events(log: str) -> dict[str, Mapping[str, float]]:
         seconds = {name: float(value) for name, value in event.items() if name.endswith("_s")}
         found.setdefault(str(event["event"]), seconds)
     return found
-
-
-def _rollouts(plan: Plan, seed: int) -> Rollouts:
-    rng, vocab_size = np.random.default_rng(seed), plan.model.vocab_size
-    return group(
-        "start",
-        rng.integers(0, vocab_size, plan.group.prompt),
-        [
-            rollout(
-                response=rng.integers(0, vocab_size, length),
-                sampler_logprobs=rng.normal(-np.log(vocab_size), 0.1, length),
-                reward=float(rng.normal()),
-            )
-            for length in plan.group.responses
-        ],
-    )
 
 
 def format_table(result: dict[str, Any]) -> list[str]:

@@ -29,8 +29,8 @@ from typing import Any
 import psutil
 
 from benchmarks.common.document import aligned, link, markdown_table, write_section
-from benchmarks.service.run import Plan, rollouts, write_model
-from benchmarks.step.workload import TINY, Group, ModelSize
+from benchmarks.service.run import SMALL, Plan, rollouts, write_model
+from benchmarks.step.workload import Group, ModelSize
 from benchmarks.stream import bare_servers, delta
 from harness.environment import describe
 from harness.service import Service
@@ -56,19 +56,8 @@ FULL = Plan(
     model=SIZE,
     dtype="float32",
     group=Group(prompt=256, responses=(64, 64, 64, 64)),
-    longer_by=0,
     num_updates=3,
-    killed_in=0,
     num_threads=2,
-)
-SMALL = Plan(
-    model=TINY,
-    dtype="float32",
-    group=Group(prompt=24, responses=(5, 3)),
-    longer_by=0,
-    num_updates=2,
-    killed_in=0,
-    num_threads=1,
 )
 TARGETS = {
     "http_gb_s": ">= 1.5, or the next",

@@ -20,6 +20,9 @@ OURS = ("ratoon_client",)
         ("ratoon.app", (*TORCH, *DATABASE, *OURS)),
         ("ratoon.api.build", (*TORCH, *DATABASE, *SERVER, *OURS)),
         ("ratoon.api.grpc.wiring", (*TORCH, *DATABASE, *SERVER, *OURS)),
+        # How others reach the engine, and the engine a worker.
+        ("ratoon.engine.cluster.remote", (*TORCH, *DATABASE, *SERVER, *OURS)),
+        ("ratoon.engine.cluster.ray_worker", (*TORCH, *DATABASE, *SERVER, *OURS)),
         # Who looks an actor up imports its module.
         ("ratoon.engine.cluster.engine_actor", (*TORCH, *DATABASE, *SERVER, *OURS)),
         ("ratoon.engine.cluster.worker_actor", (*TORCH, *DATABASE, *SERVER, *OURS)),
