@@ -36,7 +36,7 @@ TARGET_S = 75.0
 SIZES = {size.name: size for size in (QWEN3_8B, QWEN3_1_7B, TINY)}
 # What the worker logs about its start and a creation.
 _EVENT = re.compile(r"\{.*\}")
-_EVENTS = ("worker started", "policy loaded", "version published")
+_EVENTS = ("worker started", "policy loaded")
 FULL = Plan(
     model=QWEN3_8B,
     dtype="bfloat16",
@@ -63,6 +63,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     if args.model is not None:
         plan = replace(plan, model=SIZES[args.model])
     with tempfile.TemporaryDirectory(prefix="rt-", dir=args.root) as folder:
+        write_model(plan, args.device, Path(folder) / "models" / MODEL, args.seed)
         result = measure(plan, args.device, Path(folder), args.seed)
     if args.out is not None:
         write_result(args.out, result, seed=args.seed)
@@ -70,24 +71,30 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(plan: Plan, device: str, root: Path, seed: int) -> dict[str, Any]:
-    """Both starts; `total_s` is the warm one's. Raises errors of the service or its client."""
-    write_model(plan, device, root / "models" / MODEL, seed)
+    """Both starts; `total_s` is the warm one's. The model is below `root` (`write_model`).
+
+    Raises errors of the service or its client.
+    """
     starts = {name: _start(plan, device, root, seed) for name in ("cold", "warm")}
     return {"total_s": starts["warm"]["total_s"], "plan": asdict(plan), "starts": starts}
 
 
-def _start(plan: Plan, device: str, root: Path, seed: int) -> dict[str, Any]:
-    settings: dict[str, object] = {
+def settings_of(plan: Plan, device: str, root: Path) -> dict[str, Any]:
+    """Of a service below `root`."""
+    return {
         "crash_points": False,
         "log_level": "INFO",
         "worker": worker_settings(plan, device),
         "ray": {"num_cpus": max(2, plan.num_threads), "temp_folder": str(root / "ray")},
     }
+
+
+def _start(plan: Plan, device: str, root: Path, seed: int) -> dict[str, Any]:
     with ExitStack() as opened:
         log = root / "service.log"
         logged = log.stat().st_size if log.exists() else 0
         begin = time.monotonic()
-        service = opened.enter_context(Service(root, **settings))
+        service = opened.enter_context(Service(root, **settings_of(plan, device, root)))
         serve_s = time.monotonic() - begin
         client = opened.enter_context(RatoonClient(service.grpc, timeout_s=PATIENCE_S))
         begin = time.monotonic()

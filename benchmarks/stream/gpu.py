@@ -13,16 +13,15 @@ import json
 import statistics
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from benchmarks.common.command import is_for_gpu, make_parser
 from benchmarks.common.document import aligned, link, markdown_table, write_section
 from benchmarks.service import start
-from benchmarks.service.start import MODEL, PATIENCE_S, Plan
+from benchmarks.service.run import MODEL, SMALL, Plan, rollouts, write_model
+from benchmarks.service.start import PATIENCE_S
 from harness.gpu_results import write_result
 from harness.service import Service
 from ratoon_client import Loss, Optim, Publish, RatoonClient
@@ -30,8 +29,8 @@ from ratoon_client.policy_options import PublishKind
 
 BEGIN = "<!-- streams of a GPU: written by benchmarks/stream/gpu.py -->"
 END = "<!-- end of streams of a GPU -->"
-# Of each policy; the first ones compile, and write to memory that nobody has written to.
-NUM_UPDATES, NUM_LEFT_OUT = 9, 3
+# Pairs of each policy; the first ones compile, and write to memory that is new.
+NUM_PAIRS, NUM_LEFT_OUT = 6, 2
 GB = 10**9
 WANTED = {
     "trainer_stall_s": "<= 0.7",
@@ -72,10 +71,10 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
-    plan = start.FULL if is_for_gpu(args) else start.SMALL
+    plan = start.FULL if is_for_gpu(args) else replace(SMALL, dtype="bfloat16")
     with tempfile.TemporaryDirectory(prefix="rt-", dir=args.root) as folder:
         root = Path(folder)
-        start.write_model(plan, args.device, root, args.seed)
+        write_model(plan, args.device, root / "models" / MODEL, args.seed)
         if args.start is not None:
             write_result(args.start, start.measure(plan, args.device, root, args.seed), seed=0)
         result = measure(plan, args.device, root, args.seed)
@@ -125,7 +124,7 @@ def _median(rows: list[dict[str, Any]], name: str) -> float:
 def _updates(
     client: RatoonClient, plan: Plan, seed: int, *, with_deltas: bool
 ) -> list[dict[str, Any]]:
-    """Updates as fast as they come, but for every second one, whose version is waited for.
+    """The second of each two updates, beside which the first one's version is published.
 
     `visible_s` begins at the end of the step: with what the trainer was held for.
     """
@@ -139,24 +138,19 @@ def _updates(
         recovery="fail",
     ).result(PATIENCE_S)
     session, rows = client.policy(start.POLICY), []
-    batch = [start.rollouts(plan, seed)]
+    batch = [rollouts(plan, 1, seed)]
     optim = Optim(learning_rate=1e-6, changed_share=with_deltas)
-    for _ in range(NUM_UPDATES):
+    for _ in range(NUM_PAIRS):
+        session.update(batch, loss=Loss("grpo"), optim=optim).result(PATIENCE_S)
         begin = time.perf_counter()
         result = session.update(batch, loss=Loss("grpo"), optim=optim).result(PATIENCE_S)
         ended = time.perf_counter()
         manifest = client.weight_manifest(start.POLICY, version=result.version)
         landed_s = time.perf_counter() - ended
-        # Another, with the publication of the one before beside it.
-        begin_beside = time.perf_counter()
-        beside = session.update(batch, loss=Loss("grpo"), optim=optim).result(PATIENCE_S)
-        beside_s = time.perf_counter() - begin_beside
         phases = asdict(result.report.seconds)
-        client.weight_manifest(start.POLICY, version=beside.version)
         rows.append(
             {
                 "seconds": ended - begin,
-                "seconds_again": beside_s,
                 "trained_s": phases["forward"] + phases["backward"] + phases["optimizer"],
                 **{f"{name}_s": value for name, value in phases.items()},
                 "visible_s": phases["publish"] + landed_s,
@@ -172,7 +166,7 @@ def write_markdown(result: dict[str, Any], path: Path, result_link: str) -> None
     where = (
         f"{result['gpu']}, torch {result['versions']['torch']}, commit {result['commit'][:12]}, "
         f"{result['plan']['model']['name']}, versions of {result['version_gb']:.3g} GB in memory, "
-        f"medians of {NUM_UPDATES - NUM_LEFT_OUT}. [Raw samples]({result_link}). Before versions "
+        f"medians of {NUM_PAIRS - NUM_LEFT_OUT}. [Raw samples]({result_link}). Before versions "
         f"were published beside training, on one H100: held for {BEFORE} seconds."
     )
     columns = ("", "measured", "wanted")
