@@ -59,6 +59,7 @@ from ratoon_client.weights.receiver import (
 )
 from ratoon_client.weights.sglang import SglangAdapter
 from ratoon_client.weights.vllm import VllmAdapter
+from ratoon_client.weights.vllm_staged import StagedVllmAdapter
 
 __version__ = "0.1.0"
 
@@ -110,6 +111,7 @@ __all__ = [
     "Segment",
     "ServerInfo",
     "SglangAdapter",
+    "StagedVllmAdapter",
     "Staleness",
     "StepReport",
     "StepResult",

@@ -16,6 +16,9 @@ from ratoon_client.weights.pull import KEEP_VERSIONS
 from ratoon_client.weights.receiver import Received, ReceiverEvent
 from ratoon_client.weights.sglang import SglangAdapter
 from ratoon_client.weights.vllm import VllmAdapter
+from ratoon_client.weights.vllm_staged import StagedVllmAdapter
+
+_VLLM_BACKENDS = {"reload": VllmAdapter, "ratoon": StagedVllmAdapter}
 
 cli = typer.Typer(no_args_is_help=True)
 
@@ -93,6 +96,9 @@ def follow(
     policy_id: str,
     root: Annotated[Path, typer.Option(help="A folder of its own, which the engine can read.")],
     vllm: Annotated[str, typer.Option(help="Load versions into this server.")] = "",
+    vllm_backend: Annotated[
+        str, typer.Option(help=f"What of it loads them: {' or '.join(_VLLM_BACKENDS)}.")
+    ] = "reload",
     sglang: Annotated[str, typer.Option(help="Load versions into this server.")] = "",
 ) -> None:
     """Each version as it is published, until SIGINT or SIGTERM; a line for each on the way."""
@@ -108,16 +114,18 @@ def follow(
     with suppress(KeyboardInterrupt), ExitStack() as stack:
         before = signal.signal(signal.SIGTERM, signal.default_int_handler)
         stack.callback(signal.signal, signal.SIGTERM, before)
-        adapter = _adapter(stack, vllm, sglang)
+        adapter = _adapter(stack, vllm, vllm_backend, sglang)
         client = stack.enter_context(open_client(context))
         client.weight_receiver(policy_id, root, adapter, on_event=on_event).follow()
 
 
-def _adapter(stack: ExitStack, vllm: str, sglang: str) -> Adapter:
+def _adapter(stack: ExitStack, vllm: str, vllm_backend: str, sglang: str) -> Adapter:
     if vllm and sglang:
         raise InvalidArgumentError("--sglang", "beside --vllm", "one engine")
+    if vllm_backend not in _VLLM_BACKENDS:
+        raise InvalidArgumentError("--vllm-backend", vllm_backend, " or ".join(_VLLM_BACKENDS))
     if vllm:
-        return stack.enter_context(VllmAdapter(vllm))
+        return stack.enter_context(_VLLM_BACKENDS[vllm_backend](vllm))
     if sglang:
         return stack.enter_context(SglangAdapter(sglang))
     return FolderAdapter()

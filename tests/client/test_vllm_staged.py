@@ -1,0 +1,405 @@
+"""Versions staged in vLLM's workers: before the pause whole and verified, or no pause at all."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import subprocess
+import sys
+import threading
+import tomllib
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+from safetensors.torch import save
+
+from ratoon_client import AsyncRatoonClient, EngineError, StagedVllmAdapter
+from ratoon_client.results import WeightFile, WeightManifest
+from ratoon_client.weights.vllm_staged import register
+from tests.client import fake_vllm
+from tests.client.fake_engine import FILE, serving_engine
+from tests.client.fake_service import FakeService
+from tests.client.fake_vllm import NAMES, NUM_WORKERS, StagingEngine, model, tensors
+
+WAIT_S = 20.0
+PYPROJECT = Path(__file__).parents[2] / "clients/python/pyproject.toml"
+
+
+@pytest.fixture(autouse=True)
+def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_vllm.install(monkeypatch)
+    entry = tomllib.loads(PYPROJECT.read_text())["project"]["entry-points"]["vllm.general_plugins"]
+    EntryPoint("ratoon", entry["ratoon"], "vllm.general_plugins").load()()
+
+
+@pytest.fixture
+def wire() -> str:
+    return "http"
+
+
+@pytest.fixture
+async def client(url: str) -> AsyncIterator[AsyncRatoonClient]:
+    async with AsyncRatoonClient(url, timeout_s=5.0) as client:
+        yield client
+
+
+@pytest.fixture
+def engine() -> StagingEngine:
+    return StagingEngine()
+
+
+@pytest.fixture
+def engine_url(engine: StagingEngine) -> Iterator[str]:
+    with serving_engine(engine) as url:
+        yield url
+
+
+@pytest.fixture
+def vllm(engine_url: str) -> Iterator[StagedVllmAdapter]:
+    with StagedVllmAdapter(engine_url, load_s=WAIT_S, call_s=5.0) as adapter:
+        yield adapter
+
+
+class Held:
+    """The first digest of every worker, which is not told before `go`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go = threading.Event()
+        self.has_begun = threading.Event()
+        new = xxhash.xxh3_128
+        nth = itertools.count()
+
+        def held() -> Any:
+            if next(nth) < NUM_WORKERS:
+                self.has_begun.set()
+                assert self.go.wait(WAIT_S)
+            return new()
+
+        module = sys.modules["ratoon_client.weights.vllm_engine"]
+        monkeypatch.setattr(module, "xxhash", type("_", (), {"xxh3_128": staticmethod(held)}))
+
+
+def version(root: Path, number: int, data: bytes | None = None) -> tuple[Path, WeightManifest]:
+    """A folder and its manifest; `config.json` has bytes that no engine looks at."""
+    folder = root / f"version-{number}"
+    folder.mkdir(exist_ok=True)
+    data = model(number) if data is None else data
+    (folder / FILE).write_bytes(data)
+    digest = xxhash.xxh3_128_hexdigest(data)
+    manifest = WeightManifest(
+        policy_id="p",
+        version=number,
+        kind="full",
+        deltas=(),
+        files=(
+            WeightFile(name="config.json", size_bytes=2, digest="0" * 32),
+            WeightFile(name=FILE, size_bytes=len(data), digest=digest),
+        ),
+        created_at=datetime.now(UTC),
+    )
+    return folder, manifest
+
+
+async def commit(
+    vllm: StagedVllmAdapter, root: Path, number: int, *, previous: int | None = None
+) -> float:
+    folder, manifest = version(root, number)
+    old = None if previous is None else version(root, previous)[0]
+    return await vllm.commit(folder, manifest, previous=old)
+
+
+async def test_versions_are_received(
+    service: FakeService,
+    client: AsyncRatoonClient,
+    tmp_path: Path,
+    engine: StagingEngine,
+    vllm: StagedVllmAdapter,
+):
+    receiver = client.weight_receiver("p", tmp_path / "mirror", vllm)
+    for number in (1, 2):
+        service.publish(number, {FILE: model(number), "config.json": b"{}"})
+        received = await receiver.sync_once()
+        assert received is not None
+        assert received.pause_s > 0
+        assert engine.sample() == model(number)
+    assert await receiver.sync_once() is None
+    engine.start()
+    assert engine.sample() == model(0)
+    assert await receiver.sync_once() is not None
+    assert engine.sample() == model(2)
+    # Nothing was loaded from a folder.
+    loads = [body for path, body in engine.calls if path == "/collective_rpc"]
+    assert {body["method"] for body in loads} == {"weight_transfer_engine"}
+
+
+async def test_the_engine_samples_until_every_worker_has_staged(
+    tmp_path: Path,
+    engine: StagingEngine,
+    vllm: StagedVllmAdapter,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    held = Held(monkeypatch)
+    was_asked = threading.Semaphore(0)
+    engine.on_call = lambda path: was_asked.release() if path == "/collective_rpc" else None
+    committing = asyncio.create_task(commit(vllm, tmp_path, 1))
+    for _ in range(3):
+        assert await asyncio.to_thread(was_asked.acquire, timeout=WAIT_S)
+    assert engine.sample() == model(0)
+    assert "/pause?mode=wait" not in engine.paths()
+    held.go.set()
+    await committing
+    assert engine.sample() == model(1)
+    assert engine.paths()[engine.paths().index("/pause?mode=wait") :] == [
+        "/pause?mode=wait",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+        "/reset_prefix_cache",
+        "/resume",
+    ]
+
+
+def flipped(data: bytes, place: int) -> bytes:
+    return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+
+
+SPOILED = {
+    "bit": (flipped(model(1), len(model(1)) - 1), "does not have the digest"),
+    "header": (flipped(model(1), 9), "does not have the digest"),
+    "cut": (model(1)[:-1], "has .* bytes, not"),
+    "longer": (model(1) + b"\0", "has .* bytes, not"),
+    "another version's": (model(2), "does not have the digest"),
+    "gone": (None, "FileNotFoundError"),
+}
+
+
+@pytest.mark.parametrize("kind", SPOILED)
+async def test_bytes_that_are_not_the_manifests_cause_no_pause(
+    tmp_path: Path, engine: StagingEngine, vllm: StagedVllmAdapter, kind: str
+):
+    data, message = SPOILED[kind]
+    folder, manifest = version(tmp_path, 1)
+    if data is None:
+        (folder / FILE).unlink()
+    else:
+        (folder / FILE).write_bytes(data)
+    with pytest.raises(EngineError, match=message):
+        await vllm.commit(folder, manifest, previous=None)
+    assert "/pause?mode=wait" not in engine.paths()
+    assert engine.sample() == model(0)
+    await commit(vllm, tmp_path, 1)
+    assert engine.sample() == model(1)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"no safetensors file", "not staged"),
+        (save({NAMES[0]: torch.zeros(2, dtype=torch.int8)}), "I8 is not among BF16"),
+        (b"", "not staged"),
+    ],
+)
+async def test_files_without_tensors_cause_no_pause(
+    tmp_path: Path, engine: StagingEngine, vllm: StagedVllmAdapter, data: bytes, message: str
+):
+    folder, manifest = version(tmp_path, 1, data)
+    with pytest.raises(EngineError, match=message):
+        await vllm.commit(folder, manifest, previous=None)
+    assert "/pause?mode=wait" not in engine.paths()
+
+
+async def test_a_version_of_several_files_and_float32_is_loaded(
+    tmp_path: Path, engine: StagingEngine, vllm: StagedVllmAdapter
+):
+    values = tensors(1)
+    _, manifest = version(tmp_path, 1)
+    files: list[WeightFile] = []
+    for number, name in enumerate(NAMES):
+        data = save({name: values[name].float() if number % 2 else values[name]})
+        path = tmp_path / "version-1" / f"model-{number}.safetensors"
+        path.write_bytes(data)
+        digest = xxhash.xxh3_128_hexdigest(data)
+        files.append(WeightFile(name=path.name, size_bytes=len(data), digest=digest))
+    several = WeightManifest(
+        policy_id="p",
+        version=1,
+        kind="full",
+        deltas=(),
+        files=tuple(files),
+        created_at=manifest.created_at,
+    )
+    await vllm.commit(tmp_path / "version-1", several, previous=None)
+    assert engine.sample() == model(1)
+
+
+@pytest.mark.parametrize(
+    ("path", "fault"),
+    [
+        ("/start_weight_update", ConnectionError()),
+        ("/update_weights", ConnectionError()),
+        ("/update_weights", 500),
+        ("/finish_weight_update", ConnectionError()),
+    ],
+)
+async def test_a_load_that_fails_is_undone_and_the_next_is_taken(
+    tmp_path: Path,
+    engine: StagingEngine,
+    vllm: StagedVllmAdapter,
+    path: str,
+    fault: int | Exception,
+):
+    """500: in the middle of a layer of one worker, whose update is over; the other's is not."""
+    await commit(vllm, tmp_path, 1)
+    engine.faults[path] = [fault] * (2 if path == "/start_weight_update" else 1)
+    with pytest.raises(EngineError, match="version-1 is loaded again"):
+        await commit(vllm, tmp_path, 2, previous=1)
+    assert engine.sample() == model(1)
+    await commit(vllm, tmp_path, 3, previous=1)
+    assert engine.sample() == model(3)
+    assert engine.sampled == {model(1), model(3)}
+
+
+async def test_an_engine_that_takes_neither_version_stays_paused(
+    tmp_path: Path, engine: StagingEngine, vllm: StagedVllmAdapter
+):
+    await commit(vllm, tmp_path, 1)
+    engine.faults["/update_weights"] = [500]
+    # What was staged is asked for by the same call.
+    engine.on_call = lambda path: (
+        engine.faults.update({"/collective_rpc": [500]}) if path == "/update_weights" else None
+    )
+    with pytest.raises(EngineError, match="the engine is left paused"):
+        await commit(vllm, tmp_path, 2, previous=1)
+    assert engine.sample() is None
+
+
+async def test_a_version_without_one_of_the_parameters_is_undone(
+    tmp_path: Path, engine: StagingEngine, vllm: StagedVllmAdapter
+):
+    await commit(vllm, tmp_path, 1)
+    values = tensors(2)
+    del values[NAMES[1]]
+    folder, manifest = version(tmp_path, 2, save(values))
+    with pytest.raises(EngineError, match=rf"{NAMES[1]}.*version-1 is loaded again"):
+        await vllm.commit(folder, manifest, previous=tmp_path / "version-1")
+    assert engine.sample() == model(1)
+
+
+async def test_a_version_that_comes_during_another_waits_for_its_memory(
+    tmp_path: Path,
+    engine: StagingEngine,
+    vllm: StagedVllmAdapter,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    held = Held(monkeypatch)
+    vllm._load_s = 0.0
+    with pytest.raises(EngineError, match=r"version-1 is not staged after 0\.0 s"):
+        await commit(vllm, tmp_path, 1)
+    vllm._load_s = WAIT_S
+    committing = asyncio.create_task(commit(vllm, tmp_path, 2))
+    begun = threading.Event()
+    engine.on_call = lambda path: begun.set() if path == "/collective_rpc" else None
+    assert await asyncio.to_thread(begun.wait, WAIT_S)
+    for worker in engine.workers:
+        worker.weight_transfer_engine._staging._thread.join(0.2)
+        assert worker.weight_transfer_engine._staging.is_running
+    held.go.set()
+    await committing
+    assert engine.sample() == model(2)
+
+
+async def test_an_engine_that_restarts_while_it_stages_is_not_paused(
+    tmp_path: Path,
+    engine: StagingEngine,
+    vllm: StagedVllmAdapter,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    held = Held(monkeypatch)
+    engine.on_call = lambda path: engine.start() if path == "/collective_rpc" else None
+    with pytest.raises(EngineError, match="staged no more"):
+        await commit(vllm, tmp_path, 1)
+    held.go.set()
+    assert "/pause?mode=wait" not in engine.paths()
+
+
+@pytest.mark.parametrize("path", ["/init_weight_transfer_engine", "/collective_rpc"])
+async def test_an_engine_that_does_not_know_the_backend_is_not_paused(
+    tmp_path: Path, engine: StagingEngine, vllm: StagedVllmAdapter, path: str
+):
+    engine.faults[path] = [500]
+    with pytest.raises(EngineError, match=f"{path} answered 500"):
+        await commit(vllm, tmp_path, 1)
+    assert "/pause?mode=wait" not in engine.paths()
+
+
+async def test_host_memory_is_used_again(
+    tmp_path: Path, engine: StagingEngine, vllm: StagedVllmAdapter
+):
+    def places() -> list[int]:
+        staged = [worker.weight_transfer_engine._staging.wait() for worker in engine.workers]
+        return [tensor.data_ptr() for worker in staged for tensor in worker.values()]
+
+    await commit(vllm, tmp_path, 1)
+    first = places()
+    await commit(vllm, tmp_path, 2)
+    assert places() == first
+    assert engine.sample() == model(2)
+
+
+def test_host_memory_grows_and_goes_with_its_file():
+    from ratoon_client.weights.vllm_engine import HostMemory
+
+    def files(**sizes: int) -> list[WeightFile]:
+        return [WeightFile(name=name, size_bytes=size, digest="") for name, size in sizes.items()]
+
+    memory = HostMemory(torch.device("cpu"))
+    a, b = memory.buffers(files(a=8192, b=4096))
+    less, same = memory.buffers(files(a=100, b=4096))
+    assert (less.numel(), less.data_ptr(), same.data_ptr()) == (100, a.data_ptr(), b.data_ptr())
+    (more,) = memory.buffers(files(b=5000))
+    assert more.numel() == 5000
+    assert memory._buffers.keys() == {"b"}
+    memory.close()
+    assert memory._buffers == {}
+
+
+def test_workers_that_end_let_go_of_what_they_stage(
+    tmp_path: Path, engine: StagingEngine, monkeypatch: pytest.MonkeyPatch
+):
+    held = Held(monkeypatch)
+    folder, manifest = version(tmp_path, 1)
+    file = manifest.files[1]
+    fields = {"name": file.name, "size_bytes": file.size_bytes, "digest": file.digest}
+    info = {"staging_id": "1", "folder": str(folder), "files": [fields]}
+    worker = engine.workers[0]
+    worker.init_weight_transfer_engine(info)
+    assert held.has_begun.wait(WAIT_S)
+    with ThreadPoolExecutor(1) as pool:
+        ending = pool.submit(worker.weight_transfer_engine.shutdown)
+        held.go.set()
+        ending.result(WAIT_S)
+    assert worker.weight_transfer_engine()["is_running"] is False
+    assert "another version came" in worker.weight_transfer_engine()["error"]
+
+
+def test_the_plugin_is_registered_once_and_passes_over_another_vllm(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    register()
+    for name in [name for name in sys.modules if name.startswith("vllm.")]:
+        monkeypatch.delitem(sys.modules, name)
+    register()
+
+
+def test_the_plugin_imports_no_torch():
+    code = "import sys, ratoon_client.weights.vllm_staged as v; v.register()"
+    code += "; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
