@@ -64,6 +64,7 @@ class Layer(nn.Module):
             whole = torch.full_like(kernel, torch.nan)
             for _, rows in (one for one in self.info.loaded_weights if one[0] == name):
                 whole.copy_(rows)
+            assert not whole.isnan().any(), "half of a layer cannot be processed"
             kernel.data.copy_(whole)
         self.place()
 

@@ -10,6 +10,7 @@ import threading
 import tomllib
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -107,6 +108,15 @@ def version(root: Path, number: int, data: bytes | None = None) -> tuple[Path, W
     return folder, manifest
 
 
+def stage_info(of: tuple[Path, WeightManifest], staging_id: str) -> dict[str, Any]:
+    folder, manifest = of
+    return {
+        "staging_id": staging_id,
+        "folder": str(folder),
+        "files": [asdict(file) for file in manifest.files[1:]],
+    }
+
+
 async def commit(
     vllm: StagedVllmAdapter, root: Path, number: int, *, previous: int | None = None
 ) -> float:
@@ -164,6 +174,53 @@ async def test_the_engine_samples_until_every_worker_has_staged(
         "/reset_prefix_cache",
         "/resume",
     ]
+
+
+class LateWorker:
+    """Beside one that is ready: it says so at its third answer, or tells an error."""
+
+    def __init__(self, backend: Any, error: str | None) -> None:
+        self._backend = backend
+        self._error = error
+        self.num_answers = 0
+
+    def __call__(self) -> dict[str, Any]:
+        self.num_answers += 1
+        return self._backend() | {"is_running": self.num_answers < 3, "error": self._error}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+
+@pytest.mark.parametrize("rank", range(NUM_WORKERS))
+async def test_no_worker_is_passed_over(
+    tmp_path: Path, engine: StagingEngine, vllm: StagedVllmAdapter, rank: int
+):
+    worker = engine.workers[rank]
+    late = worker.weight_transfer_engine = LateWorker(worker.weight_transfer_engine, None)
+    await commit(vllm, tmp_path, 1)
+    assert late.num_answers == 3
+    worker.weight_transfer_engine = LateWorker(worker.weight_transfer_engine, "no memory")
+    with pytest.raises(EngineError, match="not staged: no memory"):
+        await commit(vllm, tmp_path, 2)
+    assert engine.sample() == model(1)
+    assert engine.paths().count("/pause?mode=wait") == 1
+
+
+def test_an_update_of_what_is_not_staged_changes_nothing(tmp_path: Path, engine: StagingEngine):
+    (worker, other) = engine.workers
+    with pytest.raises(RuntimeError, match="nothing was staged as 1"):
+        worker.weight_transfer_engine.update_weights({"staging_id": "1"})
+    worker.init_weight_transfer_engine(stage_info(version(tmp_path, 1), "1"))
+    with pytest.raises(RuntimeError, match="nothing was staged as 2"):
+        worker.weight_transfer_engine.update_weights({"staging_id": "2"})
+    # As of a second data-parallel engine, whose workers are not asked.
+    folder, manifest = version(tmp_path, 1)
+    (folder / FILE).write_bytes(flipped(model(1), 9))
+    other.init_weight_transfer_engine(stage_info((folder, manifest), "3"))
+    with pytest.raises(RuntimeError, match=r"version-1 is not staged: .* the digest"):
+        other.weight_transfer_engine.update_weights({"staging_id": "3"})
+    assert engine._loaded() == model(0)
 
 
 def flipped(data: bytes, place: int) -> bytes:
@@ -303,6 +360,7 @@ async def test_a_version_that_comes_during_another_waits_for_its_memory(
     with pytest.raises(EngineError, match=r"version-1 is not staged after 0\.0 s"):
         await commit(vllm, tmp_path, 1)
     vllm._load_s = WAIT_S
+    first = [worker.weight_transfer_engine._staging for worker in engine.workers]
     committing = asyncio.create_task(commit(vllm, tmp_path, 2))
     begun = threading.Event()
     engine.on_call = lambda path: begun.set() if path == "/collective_rpc" else None
@@ -313,6 +371,7 @@ async def test_a_version_that_comes_during_another_waits_for_its_memory(
     held.go.set()
     await committing
     assert engine.sample() == model(2)
+    assert all("another version came" in staging.error for staging in first)
 
 
 async def test_an_engine_that_restarts_while_it_stages_is_not_paused(
@@ -374,12 +433,8 @@ def test_workers_that_end_let_go_of_what_they_stage(
     tmp_path: Path, engine: StagingEngine, monkeypatch: pytest.MonkeyPatch
 ):
     held = Held(monkeypatch)
-    folder, manifest = version(tmp_path, 1)
-    file = manifest.files[1]
-    fields = {"name": file.name, "size_bytes": file.size_bytes, "digest": file.digest}
-    info = {"staging_id": "1", "folder": str(folder), "files": [fields]}
     worker = engine.workers[0]
-    worker.init_weight_transfer_engine(info)
+    worker.init_weight_transfer_engine(stage_info(version(tmp_path, 1), "1"))
     assert held.has_begun.wait(WAIT_S)
     with ThreadPoolExecutor(1) as pool:
         ending = pool.submit(worker.weight_transfer_engine.shutdown)

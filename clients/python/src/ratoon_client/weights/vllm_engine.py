@@ -240,7 +240,8 @@ def _load(model: Any, model_config: Any, tensors: Iterable[tuple[str, Tensor]]) 
             _check_all(wanted - loaded)
         finalize_layerwise_reload(model, model_config)
     except BaseException:
-        # What a layer holds of this version would be counted as its part of the next one.
+        # Half of a layer is not processed, nor counted as a part of the next version's: those
+        # layers are as they were.
         for layer in model.modules():
             info = get_layerwise_info(layer)
             info.load_numel = 0
