@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import signal
 import subprocess
 import sys
 import threading
@@ -28,6 +29,7 @@ from tests.client import fake_vllm
 from tests.client.fake_engine import FILE, serving_engine
 from tests.client.fake_service import FakeService
 from tests.client.fake_vllm import NAMES, NUM_WORKERS, StagingEngine, model, tensors
+from tests.client.test_receiver import follow
 
 WAIT_S = 20.0
 PYPROJECT = Path(__file__).parents[2] / "clients/python/pyproject.toml"
@@ -147,6 +149,21 @@ async def test_versions_are_received(
     # Nothing was loaded from a folder.
     loads = [body for path, body in engine.calls if path == "/collective_rpc"]
     assert {body["method"] for body in loads} == {"weight_transfer_engine"}
+
+
+def test_ratoonctl_stages_versions(
+    service: FakeService, url: str, tmp_path: Path, engine: StagingEngine, engine_url: str
+):
+    service.long_poll_s = WAIT_S
+    service.publish(1, {FILE: model(1)})
+    options = ("--root", str(tmp_path), "--vllm", engine_url, "--vllm-backend", "ratoon")
+    with follow(url, "weights", "follow", "p", *options) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("version 1  ")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(WAIT_S) == 0
+    assert engine.sample() == model(1)
+    assert "/update_weights" in engine.paths()
 
 
 async def test_the_engine_samples_until_every_worker_has_staged(
