@@ -11,21 +11,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.document import link
+from benchmarks.common.document import FIGURE_COLUMNS, aligned, link, write_json
 from harness.gpu_results import TESTS, require_green_tests
 
 Result = dict[str, Any]
 
 
-def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser with the shared options; one of --out, --draft and --report is required."""
+def make_parser(description: str | None, *, has_device: bool = True) -> argparse.ArgumentParser:
+    """A parser with the shared options; one of --out, --draft and --report is required.
+
+    Without `has_device` the CPU alone is measured.
+    """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     mode = parser.add_mutually_exclusive_group(required=True)
     mode.add_argument("--out", type=Path, help="measure into this result file")
-    mode.add_argument("--draft", action="store_true", help="measure untested sources; no file")
+    mode.add_argument("--draft", action="store_true", help="measure untested sources too; no file")
     mode.add_argument("--report", type=Path, help="print the tables of this result file")
+    if not has_device:
+        return parser
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tests", type=Path, default=TESTS, help="the report of make test-gpu")
     return parser
@@ -72,3 +77,25 @@ def write_report(
     if args.markdown is not None:
         image = "" if args.plot is None else link(args.plot, args.markdown)
         write_markdown(result, args.markdown, link(args.report, args.markdown), image)
+
+
+def run_figures(
+    args: argparse.Namespace,
+    measure: Callable[[], Result],
+    cells: Callable[[Result], list[list[str]]],
+    write_markdown: Callable[[Result, Path, str], None],
+) -> None:
+    """Measures, or reads --report's file; prints the figures, and writes what options name.
+
+    `cells` gives a row of each figure: what, measured, wanted. `write_markdown` takes the document
+    and its relative link to the file.
+    """
+    if args.report is not None:
+        result = json.loads(args.report.read_text(encoding="utf-8"))
+    else:
+        result = measure()
+        if args.out is not None:
+            write_json(args.out, result)
+    print("\n".join(aligned([list(FIGURE_COLUMNS), *cells(result)])))
+    if args.report is not None and args.markdown is not None:
+        write_markdown(result, args.markdown, link(args.report, args.markdown))

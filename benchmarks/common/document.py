@@ -1,13 +1,24 @@
-"""Aligned text tables for the terminal, and generated sections of documents.
+"""What benchmarks write: result files, aligned text tables, generated sections of documents.
 
 A section lies between two markers; the rest of the document is left untouched.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+# Of a table of figures.
+FIGURE_COLUMNS = ("", "measured", "wanted")
+
+
+def write_json(path: Path, result: Mapping[str, Any]) -> None:
+    """Writes a result file, creating its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def aligned(cells: Sequence[Sequence[str]], num_text_columns: int = 1) -> list[str]:
@@ -35,6 +46,19 @@ def markdown_table(
     yield f"| {' | '.join(columns)} |"
     yield f"|{'|'.join(marks)}|"
     yield from (f"| {' | '.join(row)} |" for row in rows)
+
+
+def figure_lines(
+    result: Mapping[str, Any], cells: Iterable[Sequence[str]], of_what: str, result_link: str
+) -> Iterator[str]:
+    """A section's lines: what figures of a CPU were measured on, `of_what`, and their table."""
+    versions = result["versions"]
+    yield (
+        f"\n{result['cores']} cores of {result['device']}, torch {versions['torch']}, "
+        f"Ray {versions['ray']}, commit {result['commit'][:12]}, {of_what}. "
+        f"[Raw samples]({result_link}).\n"
+    )
+    yield from markdown_table(FIGURE_COLUMNS, cells)
 
 
 def write_section(path: Path, begin: str, end: str, lines: Iterable[str]) -> None:

@@ -89,16 +89,9 @@ def format_table(result: dict[str, Any]) -> str:
 
 
 def write_markdown(result: dict[str, Any], path: Path, link: str, image: str) -> None:
-    """Replaces the section between the two markers of a document, or appends it with them.
+    """Replaces the section between a document's two markers, or appends it with them.
 
-    Args:
-        result: The result file's content.
-        path: The document.
-        link: To the result file, relative to the document.
-        image: To the plot, likewise; empty if there is none.
-
-    Raises:
-        ValueError: One marker is missing, repeated or out of order.
+    Raises `ValueError`.
     """
     text = path.read_text(encoding="utf-8")
     if BEGIN not in text and END not in text:

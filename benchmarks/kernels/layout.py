@@ -7,7 +7,6 @@ upload.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.common.document import write_json
 from benchmarks.common.forests import SHAPES, Nodes, build
 from harness.environment import describe
 from ratoon_kernels import Span, build_layout
@@ -41,8 +41,7 @@ def main() -> None:
         "repeats": args.repeats,
         "rows": rows,
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_json(args.out, result)
     for row in rows:
         times = "  ".join(f"{name} {value:.2f}" for name, value in row["median_ms"].items())
         print(f"{row['shape']:16} {row['tokens']:7} tokens  ms: {times}")

@@ -45,17 +45,7 @@ def format_table(result: dict[str, Any]) -> str:
 
 
 def write_markdown(result: dict[str, Any], path: Path, link: str, image: str) -> None:
-    """Replaces the section between the two markers of a document.
-
-    Args:
-        result: The result file's content.
-        path: The document.
-        link: To the result file, relative to the document.
-        image: To the plot, likewise; empty if there is none.
-
-    Raises:
-        ValueError: The markers are not there exactly once each, in order.
-    """
+    """Replaces the section between a document's two markers. Raises `ValueError`."""
     write_section(path, BEGIN, END, _markdown(result, link, image))
 
 

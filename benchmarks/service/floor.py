@@ -9,7 +9,6 @@ two rollouts of one token, first over HTTP by a plain client, then over gRPC by 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import statistics
@@ -22,7 +21,8 @@ from typing import Any
 
 import httpx
 
-from benchmarks.common.document import aligned, link, write_section
+from benchmarks.common.command import make_parser, run_figures
+from benchmarks.common.document import figure_lines, write_section
 from benchmarks.service.floor_counts import committed_writes, held
 from harness.environment import describe
 from harness.service import Service
@@ -61,28 +61,15 @@ Wire = Callable[[], tuple[float, dict[str, float]]]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    mode = parser.add_mutually_exclusive_group(required=True)
-    mode.add_argument("--out", type=Path, help="measure into this result file")
-    mode.add_argument("--draft", action="store_true", help="measure, and write no file")
-    mode.add_argument("--report", type=Path, help="print the table of this result file")
+    parser = make_parser(__doc__, has_device=False)
     parser.add_argument("--markdown", type=Path, help="with --report: fill in this document")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--updates", type=int, default=20, help="measured ones of each wire")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
-    if args.report is not None:
-        result = json.loads(args.report.read_text(encoding="utf-8"))
-    else:
-        result = measure(args.repeats, args.updates, args.seed)
-        if args.out is not None:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print("\n".join(aligned([["", "measured", "wanted"], *_cells(result)])))
-    if args.report is not None and args.markdown is not None:
-        write_markdown(result, args.markdown, link(args.report, args.markdown))
+    run_figures(
+        args, lambda: measure(args.repeats, args.updates, args.seed), _cells, write_markdown
+    )
 
 
 def measure(repeats: int, updates: int, seed: int) -> dict[str, Any]:
@@ -216,18 +203,8 @@ def _over_grpc(client: RatoonClient) -> Wire:
 
 def write_markdown(result: dict[str, Any], path: Path, result_link: str) -> None:
     """Replaces the section between a document's two markers. Raises `ValueError`."""
-    where = (
-        f"{result['cores']} cores of {result['device']}, torch {result['versions']['torch']}, "
-        f"Ray {result['versions']['ray']}, commit {result['commit'][:12]}, medians of "
-        f"{len(result['runs'])}. [Raw samples]({result_link})."
-    )
-    lines = [
-        f"\n{where}\n",
-        "| | measured | wanted |",
-        "|---|---:|---:|",
-        *("| " + " | ".join(row) + " |" for row in _cells(result)),
-    ]
-    write_section(path, BEGIN, END, lines)
+    of_what = f"medians of {len(result['runs'])}"
+    write_section(path, BEGIN, END, figure_lines(result, _cells(result), of_what, result_link))
 
 
 def _cells(result: dict[str, Any]) -> list[list[str]]:

@@ -30,6 +30,7 @@ import httpx
 import numpy as np
 import psutil
 
+from benchmarks.common.document import write_json
 from benchmarks.service.hostile_attacks import ATTACKS
 from harness.environment import describe
 from harness.service import TITLES, Service
@@ -258,8 +259,7 @@ def main() -> None:
         "roles": {role: TITLES[role] for role in ROLES},
         "attacks": attacks,
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_json(args.out, result)
     print(json.dumps({key: result[key] for key in ("flat", "p99_ms", "targets")}, indent=1))
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from benchmarks.common.document import write_json
 from benchmarks.service.soak_cpu import measure_soak
 from benchmarks.step.workload import Group, make_batch
 from harness.environment import describe
@@ -77,8 +78,7 @@ def main() -> None:
         "forest_1m": forest,
         "soak": soak,
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_json(args.out, result)
     headline = {key: value for key, value in result.items() if not isinstance(value, dict)}
     print(json.dumps(headline, indent=1))
 

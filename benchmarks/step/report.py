@@ -61,17 +61,9 @@ def format_tables(result: dict[str, Any]) -> str:
 def write_markdown(
     result: dict[str, Any], path: Path, link: str, image: str, missing: Sequence[str]
 ) -> None:
-    """Replaces the section between the two markers of a document.
+    """Replaces the section between a document's two markers. Raises `ValueError`.
 
-    Args:
-        result: The result file's content.
-        path: The document.
-        link: To the result file, relative to the document.
-        image: To the plot, likewise; empty if there is none.
-        missing: Cases that the result lacks.
-
-    Raises:
-        ValueError: The markers are not there exactly once each, in order.
+    `missing` are cases that the result lacks.
     """
     write_section(path, BEGIN, END, _markdown(result, link, image, missing))
 

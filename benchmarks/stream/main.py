@@ -12,8 +12,6 @@ Then deltas, of files alone (`delta.py`).
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
 import shutil
 import socket
@@ -28,7 +26,8 @@ from typing import Any
 
 import psutil
 
-from benchmarks.common.document import aligned, link, markdown_table, write_section
+from benchmarks.common.command import make_parser, run_figures
+from benchmarks.common.document import figure_lines, markdown_table, write_section
 from benchmarks.service.run import SMALL, Plan, rollouts, write_model
 from benchmarks.step.workload import Group, ModelSize
 from benchmarks.stream import bare_servers, delta
@@ -84,28 +83,19 @@ WHAT = {
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    mode = parser.add_mutually_exclusive_group(required=True)
-    mode.add_argument("--out", type=Path, help="measure into this result file")
-    mode.add_argument("--report", type=Path, help="print the table of this result file")
+    parser = make_parser(__doc__, has_device=False)
     parser.add_argument("--markdown", type=Path, help="with --report: fill in this document")
     parser.add_argument("--small", action="store_true", help="a tiny model, to see that it runs")
     parser.add_argument("--repeats", type=int, default=5, help="reads of each kind")
     parser.add_argument("--weights-root", type=Path, default=Path("/dev/shm/rt-streams"))
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
-    if args.report is not None:
-        result = json.loads(args.report.read_text(encoding="utf-8"))
-    else:
-        plan = SMALL if args.small else FULL
-        result = measure(plan, args.repeats, args.weights_root, args.seed)
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print("\n".join(aligned([["", "measured", "wanted"], *_cells(result)])))
-    if args.report is not None and args.markdown is not None:
-        write_markdown(result, args.markdown, link(args.report, args.markdown))
+    plan = SMALL if args.small else FULL
+
+    def measured() -> dict[str, Any]:
+        return measure(plan, args.repeats, args.weights_root, args.seed)
+
+    run_figures(args, measured, _cells, write_markdown)
 
 
 def measure(plan: Plan, repeats: int, weights_root: Path, seed: int) -> dict[str, Any]:
@@ -295,13 +285,9 @@ def _stalled_mb(service: Service, manifest: WeightManifest) -> float:
 
 def write_markdown(result: dict[str, Any], path: Path, result_link: str) -> None:
     """Replaces the section between a document's two markers. Raises `ValueError`."""
-    where = (
-        f"{result['cores']} cores of {result['device']}, torch {result['versions']['torch']}, "
-        f"commit {result['commit'][:12]}, versions of {result['version_gb']:.2g} GB, medians of "
-        f"{len(result['reads_gb_s']['http'])}. [Raw samples]({result_link})."
-    )
-    rows = ("| " + " | ".join(row) + " |" for row in _cells(result))
-    lines = [f"\n{where}\n", "| | measured | wanted |", "|---|---:|---:|", *rows, ""]
+    num_reads = len(result["reads_gb_s"]["http"])
+    of_what = f"versions of {result['version_gb']:.2g} GB, medians of {num_reads}"
+    lines = [*figure_lines(result, _cells(result), of_what, result_link), ""]
     names = ("kind", "share", "size_percent", "bound_percent", "encode_s", "rebuild_s", "copy_s")
     cells = ([str(row.get(name, "")) for name in names] for row in result["deltas"])
     lines += markdown_table([name.replace("_", " ") for name in names], cells)

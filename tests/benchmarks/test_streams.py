@@ -48,7 +48,7 @@ def test_the_section_has_every_figure(tmp_path: Path) -> None:
     where: dict[str, Any] = {
         "cores": 2,
         "device": "a machine",
-        "versions": {"torch": "2"},
+        "versions": {"torch": "2", "ray": "3"},
         "commit": "c" * 40,
         "version_gb": 2.0,
         "reads_gb_s": {"http": [1.0]},
