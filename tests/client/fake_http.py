@@ -135,7 +135,7 @@ class _Handler(BaseHTTPRequestHandler):
         file = next(file for file in files if file.name == name)
         match = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers["Range"])
         assert match is not None
-        assert self.headers["If-Range"] == f'"{file.digest}"'
+        assert "If-Range" not in self.headers, "a service with another file would answer all of it"
         offset, length = int(match[1]), int(match[2]) - int(match[1]) + 1
         request = service_pb2.FetchWeightsRequest(
             policy_id=policy_id, digest=file.digest, offset=offset, length=length

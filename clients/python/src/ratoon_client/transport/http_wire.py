@@ -111,7 +111,8 @@ class HttpTransport:
             "GET",
             f"/v1/policies/{quote(policy_id, safe='')}/weights/{version}/files/{file.name}",
             timeout_s=timeout_s,
-            headers={"Range": f"bytes={offset}-{offset + length - 1}", "If-Range": tag},
+            # No If-Range: of another file of this name, all would come.
+            headers={"Range": f"bytes={offset}-{offset + length - 1}"},
         )
         if response.headers.get("ETag") != tag:
             raise IntegrityError(f"{file.name}: the service has another file of this name")
