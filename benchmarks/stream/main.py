@@ -234,7 +234,8 @@ def _read_ranges(port: int, file: _File, starts: range) -> int:
     buffer, length = bytearray(READ_BYTES), 0
     with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as reader:
         for start in starts:
-            head, rest = _asked(reader, file, start)
+            stop = min(start + ClientConfig().chunk_bytes, file.size_bytes)
+            head, rest = _asked(reader, file, f"Range: bytes={start}-{stop - 1}")
             missing = int(_LENGTH.search(head)[1])  # pyright: ignore[reportOptionalSubscript]
             if not head.startswith(b"HTTP/1.1 206"):
                 raise RuntimeError(head.decode(errors="replace"))
@@ -247,10 +248,9 @@ def _read_ranges(port: int, file: _File, starts: range) -> int:
     return length
 
 
-def _asked(reader: socket.socket, file: _File, start: int) -> tuple[bytes, bytes]:
-    """The head of the answer to a range that begins there, and what of its body came with it."""
-    stop = min(start + ClientConfig().chunk_bytes, file.size_bytes)
-    lines = (f"GET {file.url_path} HTTP/1.1", "Host: localhost", f"Range: bytes={start}-{stop - 1}")
+def _asked(reader: socket.socket, file: _File, *headers: str) -> tuple[bytes, bytes]:
+    """The head of the answer, and what of its body came with it."""
+    lines = (f"GET {file.url_path} HTTP/1.1", "Host: localhost", *headers)
     reader.sendall("\r\n".join((*lines, "", "")).encode())
     answer = b""
     while HEAD_END not in answer:
@@ -271,14 +271,14 @@ def _pull(target: str, beside: Path) -> None:
 
 
 def _stalled_mb(service: Service, manifest: WeightManifest) -> float:
-    """What the gateway's memory grows by for one reader that stalls after its first bytes."""
+    """What the gateway's memory grows by for one reader of a whole file that stalls."""
     largest = max(manifest.files, key=lambda file: file.size_bytes)
     url_path = f"/v1/policies/{POLICY}/weights/{manifest.version}/files/{largest.name}"
     file = _File(largest.name, largest.digest, largest.size_bytes, url_path, Path())
     gateway = psutil.Process(service.pids("gateway")[0])
     before = gateway.memory_info().rss
     with socket.create_connection(("127.0.0.1", service.http_port), timeout=PATIENCE_S) as reader:
-        _asked(reader, file, 0)
+        _asked(reader, file)
         time.sleep(STALL_S)
         return (gateway.memory_info().rss - before) / 1e6
 

@@ -5,28 +5,42 @@ from __future__ import annotations
 import asyncio
 import os
 import ssl
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import xxhash
 
 from harness.attacks import http as attacks
-from ratoon.api.http.app import create_app
-from ratoon.api.http.edge_budget import EdgeBounds
+from ratoon.api.http import files
+from ratoon.api.http.edge_budget import CHUNK_BYTES, EdgeBounds
 from ratoon.api.http.listener import start_http
 from ratoon.api.http.tls import server_context
+from ratoon.api.http.zero_copy import ZERO_COPY
 from ratoon.auth.certificates import CertificateFiles, CertificateStore
+from ratoon.auth.key_file import KeyFile
+from ratoon.auth.scopes import Scope
+from ratoon.stream.files import is_open_elsewhere
+from ratoon.stream.manifest import WeightFile, WeightKind
+from ratoon.stream.versions import (
+    file_path,
+    prune_versions,
+    publish_version,
+    read_manifest,
+    version_folder,
+)
 from tests.api import requests
 from tests.api.conftest import Api
-from tests.api.open_gate import OPEN_GATE
+from tests.api.guarded import Guarded
 from tests.api.served import target_at
 from tests.certificates import make_authority
 
 MIB = 2**20
-SIZE = 12 * MIB + 5
+SIZE = 2 * CHUNK_BYTES + 8 * MIB + 5
 PATH = f"/v1/policies/{requests.POLICY}/weights/0/files/model.safetensors"
 
 
@@ -34,12 +48,11 @@ PATH = f"/v1/policies/{requests.POLICY}/weights/0/files/model.safetensors"
 async def edge(
     api: Api, context: ssl.SSLContext | None = None, **bounds: float
 ) -> AsyncIterator[int]:
-    """The port of a service whose one file has `SIZE` bytes, all in one answer."""
+    """The port of a service whose one file has `SIZE` bytes, three chunks of them."""
     (api.weights / "model.safetensors").write_bytes(os.urandom(SIZE))
     await api.create_policy()
-    limits = api.limits.model_copy(update={"max_fetch_bytes": 16 * MIB})
     running = await start_http(
-        create_app(api.service, limits, gate=OPEN_GATE),
+        api.app,
         host="127.0.0.1",
         port=0,
         bounds=EdgeBounds(**bounds),  # type: ignore[arg-type]
@@ -75,13 +88,18 @@ def _tls(folder: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
     return server_context(CertificateStore(files)), client
 
 
-async def _fetch(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, first: int, last: int
-) -> tuple[dict[str, str], bytes]:
-    writer.write(attacks.head("GET", PATH, f"Range: bytes={first}-{last}"))
+async def _head(reader: asyncio.StreamReader, status: int) -> dict[str, str]:
     head = (await reader.readuntil(b"\r\n\r\n")).decode().splitlines()
-    assert head[0].startswith("HTTP/1.1 206"), head
-    headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
+    assert head[0].startswith(f"HTTP/1.1 {status}"), head
+    return dict(line.lower().split(": ", 1) for line in head[1:] if line)
+
+
+async def _fetch(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, range_header: str = ""
+) -> tuple[dict[str, str], bytes]:
+    """The whole file where no range is given."""
+    writer.write(attacks.head("GET", PATH, *[f"Range: {range_header}"] * bool(range_header)))
+    headers = await _head(reader, 206 if range_header else 200)
     return headers, await reader.readexactly(int(headers["content-length"]))
 
 
@@ -93,13 +111,18 @@ async def test_a_file_comes_as_it_is_and_the_connection_goes_on(
     async with edge(api, server) as port:
         data = (api.weights / "model.safetensors").read_bytes()
         reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=client)
-        for first, last in ((0, SIZE - 1), (7, 9 * MIB), (SIZE - 1, SIZE - 1)):
-            headers, body = await _fetch(reader, writer, first, last)
+        headers, body = await _fetch(reader, writer)
+        assert body == data
+        assert headers["etag"] == f'"{xxhash.xxh3_128_hexdigest(data)}"'
+        ends = ((0, SIZE - 1), (7, CHUNK_BYTES + 6), (7, CHUNK_BYTES + 7), (SIZE - 1, SIZE - 1))
+        for first, last in ends:
+            headers, body = await _fetch(reader, writer, f"bytes={first}-{last}")
             assert body == data[first : last + 1]
-            assert headers["ratoon-chunk-digest"] == xxhash.xxh3_128_hexdigest(body)
+            digest = xxhash.xxh3_128_hexdigest(body) if len(body) <= CHUNK_BYTES else None
+            assert headers.get("ratoon-chunk-digest") == digest
             assert headers["content-range"] == f"bytes {first}-{last}/{SIZE}"
         writer.close()
-    expected = 0 if is_tls else SIZE + 9 * MIB - 6 + 1
+    expected = 0 if is_tls else 2 * SIZE + 2 * CHUNK_BYTES + 2
     assert sum(sent) == expected
 
 
@@ -115,10 +138,10 @@ async def test_readers_that_take_nothing_are_let_go_and_hold_no_memory(
             for _ in range(4)
         ]
         for _, writer in stalled:
-            writer.write(attacks.head("GET", PATH, f"Range: bytes=0-{SIZE - 1}"))
+            writer.write(attacks.head("GET", PATH))
             await asyncio.sleep(0.3)
         reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=client)
-        _, body = await _fetch(reader, writer, 0, SIZE - 1)
+        _, body = await _fetch(reader, writer)
         assert len(body) == SIZE
         writer.close()
         await asyncio.sleep(2.5)
@@ -129,7 +152,18 @@ async def test_readers_that_take_nothing_are_let_go_and_hold_no_memory(
             writer.close()
 
 
-async def test_a_reader_that_leaves_leaves_nothing_behind(api: Api) -> None:
+async def test_a_reader_that_leaves_leaves_nothing_behind(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[range] = []
+    digest = files._digest
+
+    def noted(file: int, start: int, stop: int) -> str:
+        read.append(range(start, stop))
+        return digest(file, start, stop)
+
+    monkeypatch.setattr(files, "_digest", noted)
+
     def num_open() -> int:
         return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
@@ -140,8 +174,128 @@ async def test_a_reader_that_leaves_leaves_nothing_behind(api: Api) -> None:
             await asyncio.sleep(0.2)
             connection.close()
         await _until(lambda: num_open() <= before)
+        # Nor are the chunks read that come after the first.
+        assert read == [range(CHUNK_BYTES)] * 5
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        assert len((await _fetch(reader, writer, 0, 9))[1]) == 10
+        assert len((await _fetch(reader, writer, "bytes=0-9"))[1]) == 10
+        writer.close()
+
+
+async def _messages(
+    app: Any, headers: dict[str, str], on_chunk: Callable[[], None]
+) -> list[dict[str, Any]]:
+    """What the application sends of the whole file to a server that has zero-copy sends."""
+    messages: list[dict[str, Any]] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        messages.append(message)
+        if message["type"] == ZERO_COPY:
+            on_chunk()
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": PATH,
+        "query_string": b"",
+        "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()],
+        "extensions": {ZERO_COPY: {}},
+    }
+    await app(scope, receive, send)
+    return messages
+
+
+async def test_each_chunk_of_a_file_has_a_readers_time(api: Api) -> None:
+    """The connection's timer is of one message."""
+    (api.weights / "model.safetensors").write_bytes(bytes(SIZE))
+    await api.create_policy()
+    start, *chunks = await _messages(api.app, {}, lambda: None)
+    assert start["status"] == 200
+    assert [(chunk["offset"], chunk["count"], chunk["more_body"]) for chunk in chunks] == [
+        (0, CHUNK_BYTES, True),
+        (CHUNK_BYTES, CHUNK_BYTES, True),
+        (2 * CHUNK_BYTES, SIZE - 2 * CHUNK_BYTES, False),
+    ]
+
+
+async def test_a_revoked_key_sees_no_more_of_a_file(api: Api, guarded: Guarded) -> None:
+    (api.weights / "model.safetensors").write_bytes(bytes(SIZE))
+    await api.create_policy()
+    key = guarded.key(Scope.READ)
+
+    def revoke() -> None:
+        KeyFile(guarded.root).revoke(key.split("_")[1], time.time())
+
+    start, *chunks = await _messages(guarded.app, {"Authorization": f"Bearer {key}"}, revoke)
+    assert start["status"] == 200
+    assert [chunk["offset"] for chunk in chunks] == [0]
+    refused = guarded.audit()[-1]
+    assert (refused["call"], refused["outcome"]) == ("fetch_weights", "UNAUTHENTICATED")
+
+
+def _publish(root: Path, version: int) -> WeightFile:
+    """A version of `SIZE` bytes. The one before it is pruned, and written over by the next."""
+
+    def write(folder: Path) -> None:
+        path = folder / "model.safetensors"
+        with path.open("r+b" if path.exists() else "wb") as file:
+            file.write(np.random.default_rng(version).bytes(SIZE))
+
+    manifest = publish_version(root, requests.POLICY, version, WeightKind.FULL, write, 0.0)
+    prune_versions(root, 1, ())
+    return manifest.files[0]
+
+
+@pytest.fixture
+def published(api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The root of versions that the service reads, the first of which is there."""
+    root = tmp_path / "versions"
+
+    async def weight_file(_: str, version: int, name: str) -> tuple[Path, WeightFile]:
+        return file_path(root, version, name), read_manifest(root, version).files[0]
+
+    monkeypatch.setattr(api.engine, "weight_file", weight_file)
+    _publish(root, 0)
+    return root
+
+
+@pytest.mark.parametrize("connection", ["keep-alive", "close"])
+@pytest.mark.parametrize("is_all_sent", [False, True])
+async def test_a_slow_reader_gets_the_bytes_of_its_digest_whatever_is_published(
+    api: Api, published: Path, sent: list[int], connection: str, is_all_sent: bool
+) -> None:
+    """Once the kernel had all, the reader's last megabytes were those of a later version."""
+    async with edge(api) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=MIB)
+        writer.write(attacks.head("GET", PATH, f"Connection: {connection}"))
+        headers = await _head(reader, 200)
+        body = bytearray()
+        while is_all_sent and sum(sent) < SIZE:
+            body += await reader.read(64 * 1024)
+        for version in (1, 2):
+            await asyncio.to_thread(_publish, published, version)
+        body += await reader.readexactly(SIZE - len(body))
+        assert headers["etag"] == f'"{xxhash.xxh3_128_hexdigest(body)}"'
+        if connection == "close":
+            async with asyncio.timeout(30.0):
+                assert await reader.read() == b""
+        writer.close()
+
+
+@pytest.mark.parametrize("end", ["next request", "close"])
+async def test_a_file_is_let_go_once_its_reader_has_it(api: Api, published: Path, end: str) -> None:
+    path = version_folder(published, 0) / "model.safetensors"
+    async with edge(api) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        await _fetch(reader, writer)
+        assert is_open_elsewhere(path)
+        if end == "close":
+            writer.close()
+        else:
+            writer.write(attacks.head("GET", "/v1/health"))
+        await _until(lambda: not is_open_elsewhere(path))
         writer.close()
 
 

@@ -33,11 +33,11 @@ async def _get(api: Api, url: str = URL, **headers: str) -> httpx.Response:
     return await api.http.client.get(url, headers=headers)
 
 
-async def test_a_file_is_pulled_by_ranges(api: Api) -> None:
+async def test_a_file_is_pulled_by_ranges_of_serve(api: Api) -> None:
     """Trap 16: an answer never holds more than max_fetch_bytes, however much was asked for.
 
     Serve's response streams have no back-pressure: its proxy would hold what a stalled reader has
-    not read.
+    not read. What the gateway sends from the file itself is in test_files_sent.
     """
     await api.create_policy()
     pieces: list[bytes] = []
@@ -83,7 +83,7 @@ async def test_a_range_outside_the_file_is_416(api: Api, header: str) -> None:
     assert response.headers["content-range"] == "bytes */2048"
 
 
-async def test_a_whole_file_over_the_bound_is_refused_with_its_size(api: Api) -> None:
+async def test_a_whole_file_over_the_bound_of_serve_is_refused_with_its_size(api: Api) -> None:
     await api.create_policy()
     response = await _get(api)
     assert http_error(response).detail.code == "RANGE_NOT_SATISFIABLE"
@@ -109,6 +109,18 @@ async def test_what_the_caller_has_is_not_sent_again(api: Api) -> None:
         assert response.headers["etag"] == ETAG
     other = await _get(api, **{"If-None-Match": '"other"', "Range": "bytes=0-1"})
     assert other.status_code == 206
+
+
+async def test_the_head_of_a_file_is_that_of_the_whole(api: Api) -> None:
+    await api.create_policy()
+    whole = await api.http.client.head(URL, headers={"Range": "bytes=0-1"})
+    assert (whole.status_code, whole.content) == (200, b"")
+    assert whole.headers["content-length"] == str(len(FILE))
+    assert (whole.headers["etag"], whole.headers["accept-ranges"]) == (ETAG, "bytes")
+    known = await api.http.client.head(URL, headers={"If-None-Match": ETAG})
+    assert (known.status_code, known.headers["etag"]) == (304, ETAG)
+    absent = await api.http.client.head(URL.replace("model", "absent"))
+    assert absent.status_code == 404
 
 
 async def test_if_range_of_another_version_is_no_range(api: Api) -> None:

@@ -57,6 +57,7 @@ OTHER_ROUTES = {
 HTTP_ALONE = {
     ("GET", "/v1/policies/{policy_id}/weights/latest"),
     ("GET", "/v1/policies/{policy_id}/weights/{version}/files/{name}"),
+    ("HEAD", "/v1/policies/{policy_id}/weights/{version}/files/{name}"),
     ("GET", "/metrics"),
 }
 

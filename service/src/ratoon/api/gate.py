@@ -2,7 +2,7 @@
 
 A request reaches the service only after `enter` and `check`. Every call that changes something or
 is refused is in the audit log. A long call is checked again, so a revoked key sees nothing more
-after `RECHECK_S` seconds.
+after `RECHECK_S` seconds, or of a file after the chunk under way.
 """
 
 from __future__ import annotations
@@ -104,6 +104,12 @@ class Gate:
         ):
             self._refuse(authorized, policy_of(request), seq_of(request), denied())
 
+    def check_again(self, authorized: AuthorizedCall, request: Message) -> None:
+        """For a call that goes on. Raises UNAUTHENTICATED where its key is no longer valid."""
+        _, error = self._judged(authorized.call, authorized.presented)
+        if error is not None:
+            self._refuse(authorized, policy_of(request), 0, error)
+
     def check_all(self, authorized: AuthorizedCall) -> None:
         """For calls about all policies. Raises PERMISSION_DENIED for a key limited to some."""
         if authorized.caller.policies is not None:
@@ -175,17 +181,12 @@ class Gate:
         task = asyncio.ensure_future(waiting)
         try:
             while not (await asyncio.wait({task}, timeout=RECHECK_S))[0]:
-                self._check_again(authorized, request)
-            self._check_again(authorized, request)
+                self.check_again(authorized, request)
+            self.check_again(authorized, request)
             return task.result()
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-
-    def _check_again(self, authorized: AuthorizedCall, request: Message) -> None:
-        _, error = self._judged(authorized.call, authorized.presented)
-        if error is not None:
-            self._refuse(authorized, policy_of(request), 0, error)
 
     def _refuse(
         self, authorized: AuthorizedCall, policy_id: str, seq: int, error: RatoonError

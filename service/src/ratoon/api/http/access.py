@@ -26,6 +26,7 @@ _CALLS: Mapping[str, str] = MappingProxyType(
     {
         "get_weight_manifest_latest": "get_weight_manifest",
         "get_weight_file": "fetch_weights",
+        "head_weight_file": "fetch_weights",
         "openapi": "api_document",
         "swagger_ui_html": "api_document",
         "swagger_ui_redirect": "api_document",

@@ -34,9 +34,10 @@ class BoundedConnection(HttpToolsProtocol):
     The states: headers (from the connection, or a request's first byte, to the end of its headers),
     idle (from an answer to the next request's first byte: uvicorn's `timeout_keep_alive`), unread
     (from the first byte that the kernel does not take to the last of those behind it) and sending
-    (of a file, from its first byte to its last).
+    (of a message's part of a file, from its first byte to its last).
 
-    Applications find `http.response.zerocopysend` among the scope's extensions.
+    Applications find `http.response.zerocopysend` among the scope's extensions. It raises OSError
+    where the reader has left, or was let go.
     """
 
     def __init__(
@@ -69,6 +70,9 @@ class BoundedConnection(HttpToolsProtocol):
         self._num_body_bytes = 0
         self._refusal: RatoonError | None = None
         self._file: FileSender | None = None
+        # The file sent last. The kernel has queued its pages, not copies: until the reader has read
+        # them, who would write over a file that nobody has open must find it open.
+        self._held_file: int | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -86,6 +90,7 @@ class BoundedConnection(HttpToolsProtocol):
             timer.stop()
         if self._file is not None:
             self._file.stop()
+        self._release_file()
         self._budget.leave(self)
         self._is_counted = False
         super().connection_lost(exc)
@@ -114,6 +119,7 @@ class BoundedConnection(HttpToolsProtocol):
             raise httptools.HttpParserError("one request at a time")
         super().on_message_begin()
         self._has_moved = True
+        self._release_file()
         self._idle.stop()
         self._headers.start()
 
@@ -184,29 +190,30 @@ class BoundedConnection(HttpToolsProtocol):
         await self._handler(scope, receive, send_file_too)  # type: ignore[arg-type]
 
     async def _send_file(self, message: Message) -> None:
-        """Send an answer's body, whose head has been sent, from the file itself."""
+        """Send a part of an answer's body, whose head has been sent, from the file itself."""
         if self.flow.write_paused:
             await self.flow.drain()
-        if not self._is_counted or self.transport.is_closing():
-            return
-        self._budget.release_chunk(self)
-        self._sending.start()
-        try:
-            send = self._send_in_pieces if self.scheme == "https" else self._send_by_kernel
-            is_sent = await send(message["file"], message["offset"], message["count"])
-        finally:
-            self._sending.stop()
+        is_sent = False
+        if self._is_counted and not self.transport.is_closing():
+            self._budget.release_chunk(self)
+            self._sending.start()
+            try:
+                send = self._send_in_pieces if self.scheme == "https" else self._send_by_kernel
+                is_sent = await send(message["file"], message["offset"], message["count"])
+            finally:
+                self._sending.stop()
         if not is_sent:
             # As uvicorn marks a disconnected peer.
             self.cycle.disconnected = True
             self.transport.abort()
+            raise ConnectionResetError("the reader has left, or was let go")
+        if not message.get("more_body", False):
+            await self._end_file(message["file"])
 
     async def _send_by_kernel(self, file: int, offset: int, count: int) -> bool:
         self._file = FileSender(self.transport.get_extra_info("socket"), self.loop)
         is_sent = await self._file.send(file, offset, count)
-        if is_sent:
-            self.cycle.expected_content_length -= count
-            await self.cycle.send({"type": "http.response.body", "body": b"", "more_body": False})
+        self.cycle.expected_content_length -= count
         return is_sent
 
     async def _send_in_pieces(self, file: int, offset: int, count: int) -> bool:
@@ -217,11 +224,25 @@ class BoundedConnection(HttpToolsProtocol):
             if not piece:
                 return False
             offset += len(piece)
-            is_last = offset == stop
-            await self.cycle.send(
-                {"type": "http.response.body", "body": piece, "more_body": not is_last}
-            )
+            await self.cycle.send({"type": "http.response.body", "body": piece, "more_body": True})
         return offset == stop
+
+    async def _end_file(self, file: int) -> None:
+        """End the answer. A reader that got pages of the file hangs up itself, once it has them."""
+        is_last = not self.cycle.keep_alive
+        if self.scheme != "https":
+            self._held_file = os.dup(file)
+            # uvicorn would close the connection now; `idle` limits how long the reader takes.
+            self.cycle.keep_alive = True
+        await self.cycle.send({"type": "http.response.body", "body": b"", "more_body": False})
+        if self._held_file is not None and is_last:
+            self._is_deaf = True
+            self.transport.write_eof()
+
+    def _release_file(self) -> None:
+        if self._held_file is not None:
+            os.close(self._held_file)
+            self._held_file = None
 
     def _declared_bytes(self) -> int:
         length = dict(self.headers).get(b"content-length", b"0")

@@ -12,7 +12,7 @@ from typing import Protocol
 from ratoon.errors import RatoonError, exhausted
 
 MIB = 2**20
-# The most that a file route sends per answer.
+# The most of a file that an answer holds, and what a reader has `stalled_s` for.
 CHUNK_BYTES = 16 * MIB
 # Bodies of calls without a batch.
 SMALL_BODY_BYTES = 64 * 1024

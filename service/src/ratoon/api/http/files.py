@@ -1,14 +1,17 @@
-"""Routes of weights and result files: ranges of files, chunks by digest."""
+"""Routes of weights and result files: whole files and ranges, chunks by digest."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path as FilePath
 from typing import Annotated, Any, BinaryIO, cast
 
 import xxhash
-from fastapi import APIRouter, Header, Query
+from fastapi import APIRouter, Header, Query, Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -16,6 +19,7 @@ from ratoon.api.gate import Gate
 from ratoon.api.http import ranges
 from ratoon.api.http.access import AuthorizedCallOf
 from ratoon.api.http.calls import Version
+from ratoon.api.http.edge_budget import CHUNK_BYTES
 from ratoon.api.http.errors import error_response, error_responses
 from ratoon.api.http.responses import Digest, PolicyId
 from ratoon.api.http.zero_copy import ZERO_COPY
@@ -32,6 +36,8 @@ _PIECE_BYTES = 256 * 1024
 Offset = Annotated[int, Query(ge=0, lt=2**63)]
 Length = Annotated[int, Query(ge=1, lt=2**63)]
 _NOT_FOUND = (ErrorCode.POLICY_NOT_FOUND, ErrorCode.WEIGHTS_NOT_FOUND)
+_WEIGHT_FILE = "/weights/{version}/files/{name}"
+_NOT_MODIFIED = {"description": "If-None-Match names the file's digest."}
 _BYTES = {"content": {BINARY: {"schema": {"type": "string", "format": "binary"}}}}
 
 
@@ -39,19 +45,17 @@ def router(service: PolicyService, gate: Gate, *, max_fetch_bytes: int) -> APIRo
     routes = APIRouter(prefix="/v1/policies/{policy_id}", tags=["weights"])
 
     @routes.get(
-        "/weights/{version}/files/{name}",
+        _WEIGHT_FILE,
         response_class=Response,
         responses={
             200: {**_BYTES, "description": "The whole file."},
-            206: {
-                **_BYTES,
-                "description": "The range, or its beginning where it is over the limit.",
-            },
-            304: {"description": "If-None-Match names the file's digest."},
+            206: {**_BYTES, "description": "The range, or its beginning from Ray Serve."},
+            304: _NOT_MODIFIED,
             **error_responses(*_NOT_FOUND, ErrorCode.RANGE_NOT_SATISFIABLE),
         },
     )
     async def get_weight_file(
+        request: Request,
         authorized: AuthorizedCallOf,
         policy_id: PolicyId,
         version: Version,
@@ -60,11 +64,14 @@ def router(service: PolicyService, gate: Gate, *, max_fetch_bytes: int) -> APIRo
         if_range: Annotated[str | None, Header()] = None,
         if_none_match: Annotated[str | None, Header()] = None,
     ) -> Response:
-        """A file of a version; its ETag is its digest. At most `max_fetch_bytes` an answer."""
+        """A file of a version, or a range of it; its ETag is the file's digest.
+
+        Ray Serve's port answers at most `limits.max_fetch_bytes`: a range's beginning, or 416.
+        """
         asked = wire.GetWeightManifestRequest(policy_id=policy_id)
         gate.check(authorized, asked)
         path, file = await service.weight_file(policy_id, version, name)
-        headers = {"ETag": ranges.etag_of(file.digest), "Accept-Ranges": "bytes"}
+        headers = _headers(file)
         try:
             choice = ranges.choose(
                 range_header=range_header,
@@ -72,12 +79,38 @@ def router(service: PolicyService, gate: Gate, *, max_fetch_bytes: int) -> APIRo
                 if_none_match=if_none_match,
                 size_bytes=file.size_bytes,
                 digest=file.digest,
-                max_bytes=max_fetch_bytes,
+                # Serve's proxy would hold whatever a stalled reader has not read.
+                max_bytes=file.size_bytes if _is_zero_copy(request.scope) else max_fetch_bytes,
             )
         except RatoonError as error:
             headers["Content-Range"] = f"bytes */{file.size_bytes}"
             return error_response(error, headers)
-        return await _file_response(choice, path, file, headers)
+        check_again = partial(gate.check_again, authorized, asked)
+        return await _file_response(choice, path, file, headers, check_again)
+
+    @routes.head(
+        _WEIGHT_FILE,
+        responses={
+            200: {"description": "The file's size and digest."},
+            304: _NOT_MODIFIED,
+            **error_responses(*_NOT_FOUND),
+        },
+    )
+    async def head_weight_file(
+        authorized: AuthorizedCallOf,
+        policy_id: PolicyId,
+        version: Version,
+        name: str,
+        if_none_match: Annotated[str | None, Header()] = None,
+    ) -> Response:
+        """Size and digest of a file of a version, as its Content-Length and ETag."""
+        gate.check(authorized, wire.GetWeightManifestRequest(policy_id=policy_id))
+        _, file = await service.weight_file(policy_id, version, name)
+        headers = _headers(file)
+        if ranges.is_known(file.digest, if_none_match):
+            return Response(status_code=304, headers=headers)
+        headers["Content-Length"] = str(file.size_bytes)
+        return Response(headers=headers, media_type=BINARY)
 
     @routes.get(
         "/files/{digest}",
@@ -104,43 +137,59 @@ def router(service: PolicyService, gate: Gate, *, max_fetch_bytes: int) -> APIRo
     return routes
 
 
+def _headers(file: WeightFile) -> dict[str, str]:
+    return {"ETag": ranges.etag_of(file.digest), "Accept-Ranges": "bytes"}
+
+
+def _is_zero_copy(scope: Scope) -> bool:
+    return ZERO_COPY in scope.get("extensions", {})
+
+
 async def _file_response(
     choice: ranges.Whole | ranges.Part | ranges.NotModified,
     path: FilePath,
     file: WeightFile,
     headers: dict[str, str],
+    check_again: Callable[[], None],
 ) -> Response:
     match choice:
         case ranges.NotModified():
             return Response(status_code=304, headers=headers)
         case ranges.Whole():
-            return await FileResponse.of(path, 0, file.size_bytes, headers, status_code=200)
+            start, stop, status_code = 0, file.size_bytes, 200
         case ranges.Part(start=start, stop=stop):
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{file.size_bytes}"
-            return await FileResponse.of(path, start, stop, headers, status_code=206)
+            status_code = 206
+    first = min(stop, start + CHUNK_BYTES)
+    opened, digest = await asyncio.to_thread(_opened, path, start, first)
+    if first == stop:
+        headers[CHUNK_DIGEST] = digest
+    return FileResponse(opened, start, stop, check_again, headers=headers, status_code=status_code)
 
 
 class FileResponse(Response):
-    """A file range with its digest, sent by the kernel where the server supports it."""
+    """A file range, sent by the kernel where the server supports it, else from memory.
+
+    The kernel gets `CHUNK_BYTES` at a time, the first of which are in the page cache. Before each
+    of the others `check_again` is called; its RatoonError ends the connection.
+    """
 
     media_type = BINARY
 
-    def __init__(self, file: BinaryIO, start: int, stop: int, **options: Any) -> None:
+    def __init__(
+        self,
+        file: BinaryIO,
+        start: int,
+        stop: int,
+        check_again: Callable[[], None],
+        **options: Any,
+    ) -> None:
         super().__init__(None, **options)
         self.headers["Content-Length"] = str(stop - start)
         self._file = file
         self._start = start
         self._stop = stop
-
-    @classmethod
-    async def of(
-        cls, path: FilePath, start: int, stop: int, headers: dict[str, str], *, status_code: int
-    ) -> FileResponse:
-        """Raises WEIGHTS_NOT_FOUND where the version has just been dropped."""
-        file, digest = await asyncio.to_thread(_opened, path, start, stop)
-        return cls(
-            file, start, stop, headers=headers | {CHUNK_DIGEST: digest}, status_code=status_code
-        )
+        self._check_again = check_again
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._file as file:
@@ -152,26 +201,44 @@ class FileResponse(Response):
                 }
             )
             length = self._stop - self._start
-            if length and ZERO_COPY in scope.get("extensions", {}):
-                message = {"file": file.fileno(), "offset": self._start, "count": length}
-                await send({"type": ZERO_COPY, **message, "more_body": False})
+            if length and _is_zero_copy(scope):
+                # The reader has left, or its key is no longer valid.
+                with contextlib.suppress(ConnectionResetError, RatoonError):
+                    await self._send_chunks(file.fileno(), send)
             else:
                 data = await asyncio.to_thread(os.pread, file.fileno(), length, self._start)
                 await send({"type": "http.response.body", "body": data})
 
+    async def _send_chunks(self, file: int, send: Send) -> None:
+        for start in range(self._start, self._stop, CHUNK_BYTES):
+            stop = min(self._stop, start + CHUNK_BYTES)
+            if start > self._start:
+                self._check_again()
+                await asyncio.to_thread(_digest, file, start, stop)
+            message = {"file": file, "offset": start, "count": stop - start}
+            await send({"type": ZERO_COPY, **message, "more_body": stop < self._stop})
+
 
 def _opened(path: FilePath, start: int, stop: int) -> tuple[BinaryIO, str]:
-    """The file, and the xxh3-128 of its bytes [start, stop), which are then in the page cache."""
+    """The file, and the digest of its bytes [start, stop).
+
+    Raises WEIGHTS_NOT_FOUND where the version has just been dropped.
+    """
     try:
         file = cast("BinaryIO", path.open("rb", buffering=0))
     except FileNotFoundError as err:
         raise RatoonError(
             ErrorCode.WEIGHTS_NOT_FOUND, f"{path.name}: this version is no longer kept"
         ) from err
+    return file, _digest(file.fileno(), start, stop)
+
+
+def _digest(file: int, start: int, stop: int) -> str:
+    """The xxh3-128 of a file's bytes [start, stop), which are then in the page cache."""
     digest, piece = xxhash.xxh3_128(), memoryview(bytearray(_PIECE_BYTES))
     while start < stop:
-        num_bytes = os.preadv(file.fileno(), [piece[: stop - start]], start)
-        assert num_bytes, f"{path.name} has lost bytes"
+        num_bytes = os.preadv(file, [piece[: stop - start]], start)
+        assert num_bytes, "a file has lost bytes"
         digest.update(piece[:num_bytes])
         start += num_bytes
-    return file, digest.hexdigest()
+    return digest.hexdigest()

@@ -1,7 +1,4 @@
-"""HTTP Range requests over a file (RFC 9110, section 14): which bytes to send.
-
-A response holds at most `max_bytes`, as Serve's proxy would buffer the rest for a stalled reader.
-"""
+"""HTTP Range requests over a file (RFC 9110, section 14): which bytes to send."""
 
 from __future__ import annotations
 
@@ -35,6 +32,12 @@ def etag_of(digest: str) -> str:
     return f'"{digest}"'
 
 
+def is_known(digest: str, if_none_match: str | None) -> bool:
+    """Whether the caller has the file already, by its If-None-Match."""
+    tags = [tag.strip().removeprefix("W/") for tag in (if_none_match or "").split(",")]
+    return "*" in tags or etag_of(digest) in tags
+
+
 def choose(
     *,
     range_header: str | None,
@@ -49,7 +52,7 @@ def choose(
     Multiple ranges are not served: the header is ignored then, as the RFC allows too. Raises
     RANGE_NOT_SATISFIABLE for a range outside the file, and for a whole file over `max_bytes`.
     """
-    if if_none_match is not None and _matches(if_none_match, digest):
+    if is_known(digest, if_none_match):
         return NotModified()
     match = None
     if range_header is not None and if_range in (None, etag_of(digest)):
@@ -71,11 +74,6 @@ def _bounds(first: str, last: str, size_bytes: int) -> tuple[int, int]:
     if not first:
         return max(size_bytes - int(last), 0), size_bytes
     return int(first), min(int(last) + 1, size_bytes) if last else size_bytes
-
-
-def _matches(header: str, digest: str) -> bool:
-    tags = [tag.strip().removeprefix("W/") for tag in header.split(",")]
-    return "*" in tags or etag_of(digest) in tags
 
 
 def _unsatisfiable(got: str, expected: str) -> RatoonError:
