@@ -94,6 +94,7 @@ async def test_weights_are_pulled_over_both_wires_alike(
             by_http += part.content
         assert xxhash.xxh3_128_hexdigest(by_grpc) == file.digest
         assert by_http == by_grpc
+        assert (await wires.http.client.get(url)).content == by_grpc
         (tmp_path / file.name).write_bytes(by_grpc)
     config = json.loads((tmp_path / "config.json").read_text())
     with safe_open(tmp_path / "model.safetensors", framework="np") as tensors:
