@@ -5,7 +5,7 @@ self-test and a line of the whole; exit 1 where anything was lost, doubled, load
 long form is the same with more of each. Nothing of ours runs beside the load, which is timed.
 
     python -m tests.faults.run
-    python -m tests.faults.run --kills 300 --minutes 30 --inputs 1000000 \\
+    python -m tests.faults.run --kills 300 --deliveries 1000 --minutes 30 --inputs 1000000 \\
         --out benchmarks/results/cpu/faults.json
 """
 
@@ -35,10 +35,12 @@ from tests.faults.venues import crashes as faults_crashes
 from tests.faults.venues.crashes import (
     Kills,
     crash_at,
+    crash_at_imports,
     crash_at_random,
     crash_in_windows,
     lose_store,
 )
+from tests.faults.venues.deliveries import run_deliveries
 from tests.faults.venues.failover import run_failovers
 from tests.faults.venues.light import POLICY, LightOptions, LightRun, light_run
 from tests.faults.venues.live import LiveResult, run_live
@@ -85,6 +87,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="write this result file")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kills", type=int, default=MIN_KILLS, help="at least so many")
+    parser.add_argument("--deliveries", type=int, default=12, help="kills under a receiver")
     parser.add_argument("--minutes", type=float, default=1.0, help="of load")
     parser.add_argument("--torn", type=int, default=150, help="damaged files a light run")
     parser.add_argument("--inputs", type=int, default=10_000, help="hostile inputs")
@@ -108,6 +111,11 @@ def _kill(
     live = beside.submit(_timed_live, model, seed)
     findings = summary.part("self-test", lambda: find_builds(model, args.seed))
     summary.findings = findings or []
+    deliveries = summary.part(
+        "kills, deliveries", lambda: run_deliveries(model, args.seed, args.deliveries)
+    )
+    if deliveries is not None:
+        summary.add_deliveries(deliveries)
     while True:
         for sequencing in Sequencing:
             options = LightOptions(
@@ -142,6 +150,7 @@ def _light(summary: Summary, options: LightOptions, num_torn: int) -> None:
             for point in faults_crashes.POINTS:
                 crash_at(run, kills, point)
             crash_in_windows(run, kills)
+            crash_at_imports(run, kills)
         lose_store(run)
         crash_at_random(run, kills, RANDOM_KILLS)
         verdict = run.finish()

@@ -19,6 +19,7 @@ from tests.faults.judge.history import Verdict
 from tests.faults.judge.reference import TOLERANCE
 from tests.faults.selftest import SCHEDULES, Finding
 from tests.faults.venues.crashes import Kills
+from tests.faults.venues.deliveries import ROLES, DeliveryResult
 from tests.faults.venues.failover import PLACES, FailoverResult
 from tests.faults.venues.live import EVENTS, LiveResult
 from tests.faults.venues.load import LoadResult
@@ -37,13 +38,17 @@ class Summary:
     """Of all parts. `seconds`: by part, of all rounds.
 
     `back_s`: seconds from each kill of the service until all callers had gone on, by what was
-    killed, the longest of all rounds. `forgotten`: operations that had ended and that a promoted
-    standby lacked. `broken`: parts that did not come to their end, and why.
+    killed, the longest of all rounds. `deliveries`: kills by role while versions were received,
+    not in `kills`; `versions`: those that an engine sampled with. `forgotten`: operations that had
+    ended and that a promoted standby lacked. `broken`: parts that did not come to their end, and
+    why.
     `load`, `hostile`: None before they have ended.
     """
 
     kills: int = 0
     in_window: int = 0
+    deliveries: Counter[str] = field(default_factory=Counter[str])
+    versions: int = 0
     points: set[str] = field(default_factory=set[str])
     outages: int = 0
     back_s: dict[str, float] = field(default_factory=dict[str, float])
@@ -84,6 +89,12 @@ class Summary:
         self.torn += torn.counts
         self.torn_faults += torn.faults
 
+    def add_deliveries(self, result: DeliveryResult) -> None:
+        self.deliveries += result.kills
+        self.versions += result.versions
+        self.operations += result.operations
+        self.verdict.add(result.verdict)
+
     def add_live(self, live: LiveResult) -> None:
         self.kills += live.kills
         self.points |= live.points
@@ -103,6 +114,10 @@ class Summary:
         self.forgotten += result.forgotten
         self.operations += result.operations
         self.verdict.add(result.verdict)
+
+    @property
+    def num_kills(self) -> int:
+        return self.kills + self.deliveries.total()
 
     @property
     def num_found(self) -> int:
@@ -140,6 +155,8 @@ class Summary:
             yield f"{self.kills} kills, expected {MIN_KILLS} or more"
         if self.in_window < MIN_IN_WINDOW:
             yield f"{self.in_window} kills inside a window, expected {MIN_IN_WINDOW} or more"
+        if missed := sorted(set(ROLES) - self.deliveries.keys()):
+            yield f"versions were not received under kills of: {', '.join(missed)}"
         if self.failovers < len(PLACES) * len(Recovery) or not self.forgotten:
             yield f"{self.failovers} failovers of the database, {self.forgotten} ends forgotten"
         if self.missed_points:
@@ -171,7 +188,7 @@ class Summary:
 
     def last_line(self) -> str:
         return (
-            f"faults: {self.kills} kills, {len(self.verdict.lost)} lost, "
+            f"faults: {self.num_kills} kills, {len(self.verdict.lost)} lost, "
             f"{len(self.verdict.doubled)} doubled, {self.torn.total()} torn files, "
             f"{len(self.torn_faults)} loaded, "
             f"{self.hostile.inputs if self.hostile else 0} hostile inputs, "
@@ -192,10 +209,11 @@ class Summary:
         return {
             "is_good": self.is_good,
             "problems": list(self.problems()),
-            "kills": self.kills,
+            "kills": self.num_kills,
             "lost": len(self.verdict.lost),
             "doubled": len(self.verdict.doubled),
             "kills_in_window": self.in_window,
+            "deliveries": {**self.deliveries, "versions": self.versions},
             "crash_points": sorted(self.points),
             "missed_crash_points": self.missed_points,
             "back_s": self.back_s,

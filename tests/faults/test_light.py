@@ -11,7 +11,14 @@ from ratoon.engine.types import Sequencing
 from tests.faults.judge.history import judge_acks, read_journal
 from tests.faults.judge.reference import TOLERANCE, worst_difference
 from tests.faults.selftest import find_build
-from tests.faults.venues.crashes import Kills, crash_at, crash_in_windows, lose_store
+from tests.faults.venues.crashes import (
+    Kills,
+    crash_at,
+    crash_at_imports,
+    crash_in_windows,
+    lose_store,
+)
+from tests.faults.venues.deliveries import ROLES, run_deliveries
 from tests.faults.venues.light import POLICY, LightOptions, light_run
 
 POINTS = (
@@ -35,6 +42,7 @@ def test_kills_lose_and_double_nothing(model_folder: Path, sequencing: Sequencin
             crash_at(run, kills, point)
         if sequencing is Sequencing.CLIENT:
             crash_in_windows(run, kills)
+            crash_at_imports(run, kills)
         verdict = run.finish()
         assert (verdict.lost, verdict.doubled) == ([], [])
         assert kills.missed == set()
@@ -43,6 +51,15 @@ def test_kills_lose_and_double_nothing(model_folder: Path, sequencing: Sequencin
         _, entries = judge_acks(run.notes.acks(), run.notes.told, records)
         folder = run.root / "fp64"
         assert worst_difference(entries, run.trainer, model_folder, 11, folder) <= TOLERANCE
+
+
+@pytest.mark.more
+def test_versions_arrive_whole_and_in_order_whatever_is_killed(model_folder: Path) -> None:
+    result = run_deliveries(model_folder, seed=13, num_kills=9)
+    assert (result.verdict.lost, result.verdict.doubled) == ([], [])
+    assert result.kills.keys() == set(ROLES)
+    assert result.kills.total() >= 9
+    assert result.versions > 3
 
 
 @pytest.mark.more

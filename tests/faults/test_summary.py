@@ -20,6 +20,7 @@ from tests.faults.run import document
 from tests.faults.selftest import SCHEDULES, Finding
 from tests.faults.summary import MAX_GROWTH_BYTES, Summary
 from tests.faults.venues.crashes import Kills
+from tests.faults.venues.deliveries import ROLES, DeliveryResult
 from tests.faults.venues.failover import PLACES, FailoverResult
 from tests.faults.venues.live import EVENTS, POINTS, LiveResult
 from tests.faults.venues.load import LoadResult, quiet_latencies
@@ -49,6 +50,10 @@ def good() -> Summary:
     summary.add_light(Kills(points=set(light), in_window=5), 9, 100, torn)
     seconds = {str(event): 2.0 for event in EVENTS}
     summary.add_live(LiveResult(kills=11, points=set(POINTS), seconds=seconds, operations=10))
+    kills = Counter[str](ROLES)
+    summary.add_deliveries(
+        DeliveryResult(kills=kills, versions=2, operations=10, verdict=Verdict())
+    )
     summary.add_failovers(FailoverResult(failovers=2 * len(PLACES), forgotten=1))
     summary.add_load(LoadResult(operations=1, p99_s=0.49, pss_growth=0.05, more_descriptors=5.0))
     return summary
@@ -77,7 +82,7 @@ def test_a_good_run_is_good() -> None:
     assert summary.is_good
     assert summary.self_test_line() == "self-test: 5/5 faults found"
     assert summary.last_line() == (
-        "faults: 20 kills, 0 lost, 0 doubled, 3 torn files, 0 loaded, 10 hostile inputs, 0 crashes"
+        "faults: 23 kills, 0 lost, 0 doubled, 3 torn files, 0 loaded, 10 hostile inputs, 0 crashes"
     )
 
 
@@ -107,6 +112,15 @@ def miss_a_point(summary: Summary) -> None:
 
 def miss_an_event(summary: Summary) -> None:
     del summary.back_s["raylet"]
+
+
+def kill_no_receiver(summary: Summary) -> None:
+    del summary.deliveries["receiver"]
+
+
+def serve_half(summary: Summary) -> None:
+    served = DeliveryResult(kills=Counter(), versions=0, operations=0, verdict=LOST)
+    summary.add_deliveries(served)
 
 
 def fail_over_too_seldom(summary: Summary) -> None:
@@ -189,6 +203,8 @@ def break_off(summary: Summary) -> None:
     [
         *(lose, double, lose_under_load, kill_too_few, kill_too_few_in_windows, miss_a_point),
         *(
+            kill_no_receiver,
+            serve_half,
             fail_over_too_seldom,
             forget_nothing,
             miss_an_event,
@@ -231,7 +247,7 @@ def test_the_longest_time_of_all_rounds_counts() -> None:
 def test_a_result_is_json_whatever_ended(summary: Summary) -> None:
     result = json.loads(json.dumps(summary.result()))
     assert result["is_good"] is summary.is_good
-    assert result["kills"] == summary.kills
+    assert result["kills"] == summary.num_kills
     assert len(result["crash_points"]) + len(result["missed_crash_points"]) == len(CrashPoint)
     assert result["torn_files"] == sum(result["torn"].values())
     assert result["self_test"] == {finding.build: True for finding in summary.findings}
@@ -248,7 +264,7 @@ def test_the_operations_page_lists_the_fields_of_a_result_and_no_others() -> Non
 
 def test_what_was_acknowledged_under_load_is_counted_once() -> None:
     result = good().result()
-    assert result["operations"] == 111
+    assert result["operations"] == 121
     assert isinstance(result["load"], dict)
     assert "verdict" not in result["load"]
 

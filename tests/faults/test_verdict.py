@@ -16,6 +16,7 @@ from ratoon.train.report.step_report import PhaseSeconds, StepReport
 from tests.engine.harness import life_record
 from tests.faults.judge.calls import Call, Kind, in_any_order, segments
 from tests.faults.judge.history import Ack, Told, judge_acks, plain
+from tests.faults.judge.oracle import judge_served
 from tests.faults.venues.crashes import POINTS
 from tests.faults.venues.power import cut_power, record_syncs
 
@@ -77,6 +78,29 @@ def test_results_are_compared_without_their_times() -> None:
     assert plain(slow) != plain(StepReport(loss=1.5000000000000002))
     nan = StepReport(loss=float("nan"))
     assert plain(nan) == plain(StepReport(loss=float("nan")))
+
+
+DIGESTS = {0: "zero", 1: "one", 2: "two"}
+
+
+@pytest.mark.parametrize("served", [["zero", "two"], ["two"], ["zero", "one", "two"]])
+def test_versions_may_be_left_out(served: list[str]) -> None:
+    assert judge_served(served, DIGESTS).is_good
+
+
+@pytest.mark.parametrize(
+    ("served", "problem"),
+    [
+        (["one", "half", "two"], "weights half were served, after version 1: no version's"),
+        (["one", "two", "one", "two"], "version 1 was served after version 2"),
+        (["zero", "one"], "version 1 is served, of 2"),
+        ([], "version -1 is served, of 2"),
+    ],
+)
+def test_half_a_version_an_older_one_and_no_newest_are_lost(
+    served: list[str], problem: str
+) -> None:
+    assert judge_served(served, DIGESTS).lost == [problem]
 
 
 def test_a_power_cut_takes_what_was_not_synced(

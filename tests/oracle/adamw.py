@@ -137,6 +137,10 @@ class OracleTrainer:
         self.discard()
         return norm
 
+    def forget_moments(self) -> None:
+        """And the number of steps: the next one is a first one."""
+        self._optimizer.state.clear()
+
     def discard(self) -> None:
         """Forget the window."""
         self._optimizer.zero_grad(set_to_none=True)

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
 
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.raw import RawGroup, RawRollout, RawSegment, SamplerLogprobsKind
@@ -19,6 +21,8 @@ from ratoon.rollout.validate import BatchLimits, validate_groups
 LEARNING_RATE = 1e-3
 # A version that no run comes to: the call fails at its turn.
 NO_VERSION = 1_000_000
+# Of a model as small as here, all weights.
+WEIGHTS_FILE = "model.safetensors"
 _LIMITS = BatchLimits(
     vocab_size=256, max_sequence_tokens=4096, max_groups=64, max_sequences=1024, max_tokens=1 << 16
 )
@@ -32,6 +36,7 @@ class Kind(StrEnum):
     FORWARD = "forward"
     SAVE_CHECKPOINT = "save_checkpoint"
     LOAD_CHECKPOINT = "load_checkpoint"
+    IMPORT_WEIGHTS = "import_weights"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +46,8 @@ class Call:
     `from_forward`: number of the Forward whose log-probs the loss takes, and whose batch it has; 0:
     none. `includes`: numbers of the ForwardBackwards that an OptimStep lists. `is_refused`: its
     expected version is not the policy's. `is_infinite`: its loss is not finite.
-    `is_without_store`: the object store takes nothing while it runs.
+    `is_without_store`: the object store takes nothing while it runs. `replaces`: an import that is
+    not added. `resets`: it clears the optimizer.
     """
 
     number: int
@@ -54,6 +60,8 @@ class Call:
     is_infinite: bool = False
     is_cancelled: bool = False
     is_without_store: bool = False
+    replaces: bool = False
+    resets: bool = False
 
     @property
     def has_batch(self) -> bool:
@@ -136,6 +144,28 @@ def _raw(group: SampledGroup) -> RawGroup:
     return RawGroup(group_id=group.group_id, prompt=group.prompt, rollouts=rollouts)
 
 
+def imported_values(call: Call, seed: int, model_folder: Path) -> dict[str, NDArray[np.float32]]:
+    """What an import brings, by the names of the model's file: small, or the model's and that."""
+    rng = np.random.default_rng((seed, call.number))
+    return {
+        name: rng.normal(0.0, 1e-3, value.shape).astype(np.float32) + call.replaces * value
+        for name, value in load_file(model_folder / WEIGHTS_FILE).items()
+    }
+
+
+def import_folder(call: Call, seed: int) -> str:
+    """Its folder's name below the models root."""
+    return f"import-{seed}-{call.number}"
+
+
+def write_import(call: Call, seed: int, model_folder: Path, root: Path) -> Path:
+    """The folder of an import below `root`, written anew."""
+    folder = root / import_folder(call, seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(imported_values(call, seed, model_folder), folder / WEIGHTS_FILE)
+    return folder
+
+
 def in_any_order(calls: list[Call]) -> Iterator[list[Call]]:
     """Runs of the calls that may arrive in any order: none names another of its own run."""
     run: list[Call] = []
@@ -158,7 +188,7 @@ def segments(seed: int) -> Iterator[list[Call]]:
 
 
 def _segment(rng: np.random.Generator, first: int, index: int, saved: list[str]) -> list[Call]:
-    """Windows with what may befall them, Updates, a Forward and two losses that take it."""
+    """Windows with what may befall them, imports, Updates, a Forward and two losses taking it."""
     calls: list[Call] = []
 
     def add(kind: Kind, **fields: object) -> Call:
@@ -166,6 +196,7 @@ def _segment(rng: np.random.Generator, first: int, index: int, saved: list[str])
         return calls[-1]
 
     add(Kind.UPDATE)
+    add(Kind.IMPORT_WEIGHTS, is_refused=index % 5 == 4)
     kept = [add(Kind.FORWARD_BACKWARD).number for _ in range(3)]
     name = f"mid-{first}"
     add(Kind.SAVE_CHECKPOINT, checkpoint_id=name)
@@ -181,6 +212,8 @@ def _segment(rng: np.random.Generator, first: int, index: int, saved: list[str])
     for _ in range(2):
         add(Kind.UPDATE, from_forward=forward)
     add(Kind.UPDATE, is_infinite=True)
+    if index % 2:
+        add(Kind.IMPORT_WEIGHTS, replaces=True, resets=index % 4 == 3)
     add(Kind.UPDATE, is_cancelled=bool(rng.integers(0, 2)))
     if index % 3 == 2:
         add(Kind.LOAD_CHECKPOINT, checkpoint_id=str(rng.choice(saved)))

@@ -8,7 +8,8 @@ was told.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +20,12 @@ from safetensors import safe_open
 from ratoon.engine.files.paths import PolicyPaths
 from ratoon.engine.files.results import read_old_logprobs, write_forward_output
 from ratoon.engine.journal.records import OperationRecord
-from ratoon.engine.types import ForwardResult, StepResult
+from ratoon.engine.types import ForwardResult, ImportResult, StepResult
+from ratoon.model.export import export_weights
+from ratoon.model.spec import FolderBase
 from ratoon.rollout.batch import RolloutBatch
+from ratoon.stream.files import digest_file
+from ratoon.stream.versions import list_versions, read_manifest
 from ratoon.train.checkpoint import MANIFEST_NAME, MOMENTS_NAME, WEIGHTS_NAME
 from ratoon.train.config import LossKind, LossRequest, OldLogprobs, OldLogprobsKind, OptimRequest
 from ratoon.train.loss.resolve import resolve_loss
@@ -29,7 +34,14 @@ from ratoon.train.optim.resolve import resolve_optim
 from ratoon.train.report.step_report import StepReport
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
-from tests.faults.judge.calls import LEARNING_RATE, Call, Kind, batch_of
+from tests.faults.judge.calls import (
+    LEARNING_RATE,
+    WEIGHTS_FILE,
+    Call,
+    Kind,
+    batch_of,
+    write_import,
+)
 from tests.faults.judge.history import Entry, Notes, Verdict, judge_acks, plain
 
 DONE = "done"
@@ -54,7 +66,10 @@ class _Part:
 
 
 class Oracle:
-    """Owns a trainer, its window and its checkpoints below `folder`."""
+    """Owns a trainer, its window and its checkpoints below `folder`.
+
+    `digests`: by version, of the file of its weights.
+    """
 
     def __init__(self, spec: TrainerSpec, seed: int, folder: Path) -> None:
         self.trainer = Trainer.create(spec)
@@ -64,7 +79,9 @@ class Oracle:
         self._operations: dict[int, str] = {}
         self._results: dict[int, Path] = {}
         self._max_version = 0
+        self.digests: dict[int, str] = {}
         folder.mkdir(parents=True)
+        self._export()
 
     def run(self, entry: Entry) -> Expected:
         """The next operation of the history."""
@@ -97,6 +114,8 @@ class Oracle:
                 return self._save(entry)
             case Kind.LOAD_CHECKPOINT:
                 return self._load(call)
+            case Kind.IMPORT_WEIGHTS:
+                return self._import(call)
 
     def checkpoint(self, name: str) -> Path:
         """The folder of a checkpoint that was saved under this name."""
@@ -195,17 +214,44 @@ class Oracle:
         self.trainer.load_checkpoint(folder)
         return Expected(end=DONE, version=self.trainer.version, result=None)
 
+    def _import(self, call: Call) -> Expected:
+        if self._window:
+            return self._failed("WINDOW_OPEN")
+        base = self.trainer.spec.model.base
+        assert isinstance(base, FolderBase)
+        folder = write_import(call, self._seed, Path(base.folder), self._folder)
+        weights = self.trainer.read_weights(folder, "")
+        self.trainer.import_weights(weights, adds=not call.replaces, resets_optimizer=call.resets)
+        return self._done(
+            ImportResult(
+                version=self._next_version(),
+                num_tensors=weights.num_tensors,
+                size_bytes=weights.size_bytes,
+                dtypes=weights.dtypes,
+                digest=weights.digest,
+            )
+        )
+
     def _old_logprobs(self, call: Call, batch: RolloutBatch) -> NDArray[np.floating] | None:
         if not call.from_forward:
             return None
         return read_old_logprobs(self._results[call.from_forward], batch)
 
     def _stepped(self, report: StepReport) -> Expected:
-        """Numbers of versions are never given twice."""
-        if not report.skipped:
-            self._max_version += 1
-            self.trainer.version = self._max_version
-        return self._done(StepResult(version=self.trainer.version, report=report))
+        version = self.trainer.version if report.skipped else self._next_version()
+        return self._done(StepResult(version=version, report=report))
+
+    def _next_version(self) -> int:
+        """Numbers are never given twice."""
+        self._max_version += 1
+        self.trainer.version = self._max_version
+        self._export()
+        return self._max_version
+
+    def _export(self) -> None:
+        with tempfile.TemporaryDirectory(dir=self._folder) as folder:
+            export_weights(self.trainer.model, Path(folder), None)
+            self.digests[self.trainer.version] = digest_file(Path(folder) / WEIGHTS_FILE)
 
     def _clear(self) -> None:
         self._window = []
@@ -227,11 +273,31 @@ def judge(
     if verdict.is_good:
         last = entries[-1].call.checkpoint_id
         verdict.add(judge_history(entries, oracle, paths.checkpoint(last)))
+        _judge_published(verdict, paths.weights, oracle.digests)
+    return verdict
+
+
+def judge_served(served: Sequence[str], digests: Mapping[int, str]) -> Verdict:
+    """What an engine sampled with, by digest and in order: whole versions, each newer, to the last.
+
+    `digests`: by version, of a history in which no LoadCheckpoint goes back.
+    """
+    verdict, last = Verdict(), -1
+    versions = {digest: version for version, digest in digests.items()}
+    for digest in served:
+        version = versions.get(digest)
+        if version is None:
+            verdict.lost.append(f"weights {digest} were served, after version {last}: no version's")
+        elif version < last:
+            verdict.lost.append(f"version {version} was served after version {last}")
+        last = last if version is None else version
+    if last != max(digests):
+        verdict.lost.append(f"version {last} is served, of {max(digests)}")
     return verdict
 
 
 def judge_history(entries: Sequence[Entry], oracle: Oracle, final: Path | None) -> Verdict:
-    """Every operation ended as without faults, and the checkpoint `final` has the oracle's bits.
+    """Every operation ended as without faults, in the oracle's state, whose bits `final` has.
 
     `final`: the folder of a checkpoint that the last operation of the history saved.
     """
@@ -240,16 +306,19 @@ def judge_history(entries: Sequence[Entry], oracle: Oracle, final: Path | None) 
         expected = oracle.run(entry)
         verdict.lost += [
             f"seq {entry.record.seq} ({entry.call.kind}, call {entry.call.number}): {difference}"
-            for difference in _differences(entry, expected)
+            for difference in _differences(entry, expected, oracle.trainer.state_digest())
         ]
     if final is not None:
         _judge_bits(verdict, final, oracle.checkpoint(entries[-1].call.checkpoint_id))
     return verdict
 
 
-def _differences(entry: Entry, expected: Expected) -> list[str]:
+def _differences(entry: Entry, expected: Expected, digest: str) -> list[str]:
+    """`digest`: of the state that the operation must have left."""
     if entry.end != expected.end:
         return [f"ended as {entry.end}, expected {expected.end}"]
+    if entry.record.weights_digest not in ("", digest):
+        return ["left another state"]
     if expected.result is None:
         return []
     got = plain(entry.record.result)
@@ -265,6 +334,14 @@ def _first_difference(got: object, wanted: object) -> str:
             if got.get(name) != wanted[name]:
                 return f"{name}: {_first_difference(got.get(name), wanted[name])}"
     return f"{got}, expected {wanted}"
+
+
+def _judge_published(verdict: Verdict, weights: Path, expected: Mapping[int, str]) -> None:
+    """Each version that is still there has the oracle's weights."""
+    for version in list_versions(weights):
+        digests = {file.name: file.digest for file in read_manifest(weights, version).files}
+        if digests[WEIGHTS_FILE] != expected.get(version):
+            verdict.lost.append(f"version {version} was published with other weights")
 
 
 def _judge_bits(verdict: Verdict, got: Path, expected: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 from ratoon.model.spec import ModelDtype
 from ratoon.train.spec import TrainerSpec
 from tests.equivalence import paths_of, relative_errors
-from tests.faults.judge.calls import LEARNING_RATE, Call, Kind, batch_of
+from tests.faults.judge.calls import LEARNING_RATE, Call, Kind, batch_of, imported_values
 from tests.faults.judge.history import Entry
 from tests.faults.judge.oracle import Oracle
 from tests.oracle import hf
@@ -33,7 +33,7 @@ class Reference:
 
     def __init__(self, model_folder: Path, seed: int) -> None:
         self.trainer = OracleTrainer(hf.load(model_folder, dtype=torch.float64))
-        self._seed = seed
+        self._seed, self._model_folder = seed, model_folder
         self._window: list[Call] = []
         self._forwards: dict[int, list[RolloutPath]] = {}
         self._checkpoints: dict[str, OracleTrainer] = {}
@@ -61,6 +61,8 @@ class Reference:
             case Kind.LOAD_CHECKPOINT:
                 self.trainer = copy.deepcopy(self._checkpoints[call.checkpoint_id])
                 self._window = []
+            case Kind.IMPORT_WEIGHTS:
+                self._import(call)
 
     def _step(self, calls: Sequence[Call]) -> None:
         totals: list[float] = []
@@ -74,6 +76,17 @@ class Reference:
             self.trainer.optim_step(learning_rate=LEARNING_RATE, divide_by="sequences")
         else:
             self.trainer.discard()
+
+    @torch.no_grad()
+    def _import(self, call: Call) -> None:
+        parameters = self.trainer.parameters()
+        values = imported_values(call, self._seed, self._model_folder)
+        assert values.keys() == parameters.keys()
+        for name, parameter in parameters.items():
+            value = torch.from_numpy(values[name]).to(parameter.dtype)
+            parameter.copy_(value if call.replaces else parameter + value)
+        if call.resets:
+            self.trainer.forget_moments()
 
     def _with_logprobs(self, call: Call) -> list[RolloutPath]:
         """The batch with the log-probs of now as its old ones."""

@@ -10,6 +10,7 @@ import asyncio
 import random
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from ratoon_client import AsyncRatoonClient, Group, Loss, Optim, group, rollout
@@ -23,8 +24,10 @@ from tests.faults.judge.calls import (
     Call,
     Kind,
     groups_of,
+    import_folder,
     in_any_order,
     segments,
+    write_import,
 )
 from tests.faults.judge.history import Notes, Told
 
@@ -33,13 +36,17 @@ PATIENCE_S = 900.0
 
 
 class Player:
-    """The callers of one policy; `has_seqs`: it has client sequencing."""
+    """The callers of one policy; `has_seqs`: it has client sequencing.
+
+    `model_folder`: the policy's own, in the models root, where its imports are written.
+    """
 
     def __init__(
         self,
         client: AsyncRatoonClient,
         policy_id: str,
         seed: int,
+        model_folder: Path,
         *,
         has_seqs: bool,
         notes: Notes,
@@ -47,6 +54,7 @@ class Player:
         self.policy_id, self.seed = policy_id, seed
         self.notes = notes
         self.num_segments = 0
+        self._model_folder = model_folder
         self._client = client
         self._has_seqs = has_seqs
         self._segments: Iterator[list[Call]] = segments(seed)
@@ -67,6 +75,9 @@ class Player:
         first = self._next_seq
         self._next_seq += len(calls)
         seqs = {call.number: first + index for index, call in enumerate(calls)}
+        for call in calls:
+            if call.kind is Kind.IMPORT_WEIGHTS:
+                write_import(call, self.seed, self._model_folder, self._model_folder.parent)
         for block in in_any_order(calls):
             arrivals = [*block, *self._rng.sample(block, len(block) // 3)]
             self._rng.shuffle(arrivals)
@@ -140,6 +151,15 @@ class Player:
                 return await client.save_checkpoint(policy_id, call.checkpoint_id, **key)
             case Kind.LOAD_CHECKPOINT:
                 return await client.load_checkpoint(policy_id, call.checkpoint_id, **key)
+            case Kind.IMPORT_WEIGHTS:
+                return await client.import_weights(
+                    policy_id,
+                    import_folder(call, self.seed),
+                    mode="full" if call.replaces else "delta",
+                    reset_optimizer=call.resets,
+                    expected_version=expected,
+                    **key,
+                )
 
     def _groups(self, call: Call) -> list[Group]:
         return [
@@ -164,5 +184,6 @@ def _told(operation: Operation) -> Told:
     end: str = operation.state
     if operation.error is not None and end == "failed":
         end = operation.error.code
-    version = operation.step.version if operation.step is not None else None
+    made = operation.step or operation.imported
+    version = made.version if made is not None else None
     return Told(operation_id=operation.operation_id, end=end, version=version)

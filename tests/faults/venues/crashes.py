@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ratoon.engine.crash_points import CrashPoint
@@ -21,8 +22,20 @@ WINDOW_ROLES = ("worker", "engine", "engine", "worker", "worker", "engine")
 # Calls of windows have numbers that no segment comes to.
 _WINDOW_NUMBERS = 1_000_000
 _STORE_NUMBERS = 2_000_000
+_IMPORT_NUMBERS = 3_000_000
 # Those that the two processes come to; the others are of the wires.
 POINTS = tuple(point for point in CrashPoint if not point.startswith("ingress-"))
+# Those that an import comes to, which has no body and no micro-batches.
+IMPORT_POINTS = tuple(
+    point
+    for point in POINTS
+    if point
+    not in (
+        CrashPoint.ENGINE_AFTER_BODY,
+        CrashPoint.ENGINE_IN_REPLAY,
+        CrashPoint.WORKER_IN_APPLY,
+    )
+)
 
 
 @dataclass
@@ -37,11 +50,35 @@ class Kills:
 
 def crash_at(run: LightRun, kills: Kills, point: CrashPoint) -> None:
     """Play on until a process has been killed at the point, and until all has ended after it."""
-    run.pair.arm(point, run.rng.randint(1, 3))
-    for _ in range(MAX_SEGMENTS):
+
+    def play() -> None:
         if point is CrashPoint.ENGINE_IN_REPLAY:
             run.pair.kill("worker")
         run.play_segment()
+
+    run.pair.arm(point, run.rng.randint(1, 3))
+    _play_until_killed(run, kills, point, play)
+
+
+def crash_at_imports(run: LightRun, kills: Kills) -> None:
+    """Imports of both modes in turn, and a kill at each point that they come to."""
+    numbers = itertools.count(_IMPORT_NUMBERS)
+
+    def play() -> None:
+        number = next(numbers)
+        run.play([Call(number=number, kind=Kind.IMPORT_WEIGHTS, replaces=number % 4 == 2)])
+        run.play([Call(number=next(numbers), kind=Kind.UPDATE)])
+
+    for point in IMPORT_POINTS:
+        run.pair.arm(point, 1)
+        _play_until_killed(run, kills, point, play)
+
+
+def _play_until_killed(
+    run: LightRun, kills: Kills, point: CrashPoint, play: Callable[[], None]
+) -> None:
+    for _ in range(MAX_SEGMENTS):
+        play()
         if not run.pair.is_armed(point):
             kills.points.add(point)
             return

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from ratoon.config import CheckpointConfig, LimitsConfig
@@ -25,6 +26,9 @@ from ratoon.engine.types import (
     FailedResult,
     ForwardBackwardCommand,
     ForwardCommand,
+    ImportMode,
+    ImportResult,
+    ImportWeightsCommand,
     LoadCheckpointCommand,
     OnChangedNumerics,
     Operation,
@@ -46,6 +50,7 @@ from ratoon.engine.types import (
 )
 from ratoon.errors import RatoonError
 from ratoon.model.spec import FolderBase, FullTuning, ModelDtype, ModelSpec
+from ratoon.ports import free_port
 from ratoon.rollout.serial import batch_to_bytes
 from ratoon.train.config import AdamWConfig, OptimRequest
 from ratoon.train.spec import TrainerSpec
@@ -55,8 +60,10 @@ from tests.faults.judge.calls import (
     Call,
     Kind,
     batch_of,
+    import_folder,
     in_any_order,
     segments,
+    write_import,
 )
 from tests.faults.judge.history import Notes, Told, Verdict, read_journal
 from tests.faults.judge.oracle import Oracle, judge, loss_request
@@ -70,7 +77,10 @@ NUM_CLIENTS = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LightOptions:
-    """`model_folder`: a small Hugging Face model."""
+    """`model_folder`: a small Hugging Face model.
+
+    `inference_url`: of an engine that gets each version, "": none.
+    """
 
     seed: int
     model_folder: Path
@@ -78,6 +88,7 @@ class LightOptions:
     build: str = ""
     has_power_cuts: bool = False
     has_store: bool = False
+    inference_url: str = ""
     patience_s: float = 600.0
 
 
@@ -98,7 +109,10 @@ class LightRun:
             build=options.build,
             has_power_cuts=options.has_power_cuts,
             has_store=options.has_store,
+            inference_url=options.inference_url,
+            http_port=free_port(),
         )
+        self.paths = policy_paths(self.settings.data_root, POLICY)
         self.notes = Notes()
         self.segments = segments(options.seed)
         self.rng = random.Random(options.seed)
@@ -120,6 +134,10 @@ class LightRun:
         """Make the calls, each with the seq of its place, and wait for all of their ends."""
         first = self.take_seqs(len(calls))
         keys = {call.number: first + index for index, call in enumerate(calls)}
+        for call in calls:
+            if call.kind is Kind.IMPORT_WEIGHTS:
+                seed, model = self.options.seed, self.options.model_folder
+                write_import(call, seed, model, self.paths.models_root)
         for block in in_any_order(calls):
             arrivals = [*block, *self.rng.sample(block, len(block) // 3)]
             self.rng.shuffle(arrivals)
@@ -132,12 +150,12 @@ class LightRun:
         self.play([final])
         self.pair.stop()
         self.notes.errors += self.pair.failures
-        return judge(
-            self.notes,
-            read_journal(self.settings.database, POLICY),
-            Oracle(self.trainer, self.options.seed, self.root / "oracle"),
-            policy_paths(self.settings.data_root, POLICY),
-        )
+        records = read_journal(self.settings.database, POLICY)
+        return judge(self.notes, records, self.oracle, self.paths)
+
+    @cached_property
+    def oracle(self) -> Oracle:
+        return Oracle(self.trainer, self.options.seed, self.root / "oracle")
 
     def submit(self, call: Call, place: int) -> None:
         """Make one call, and cancel it at once where it says so."""
@@ -208,6 +226,13 @@ class LightRun:
                 return SaveCheckpointCommand(checkpoint_id=call.checkpoint_id)
             case Kind.LOAD_CHECKPOINT:
                 return LoadCheckpointCommand(checkpoint_id=call.checkpoint_id)
+            case Kind.IMPORT_WEIGHTS:
+                return ImportWeightsCommand(
+                    folder=import_folder(call, self.options.seed),
+                    mode=ImportMode.FULL if call.replaces else ImportMode.DELTA,
+                    reset_optimizer=call.resets,
+                    expected_version=expected,
+                )
 
 
 @contextmanager
@@ -224,7 +249,8 @@ def told(operation: Operation) -> Told:
     end = str(operation.state)
     if isinstance(operation.result, FailedResult) and end != "cancelled":
         end = str(operation.result.error["code"])
-    version = operation.result.version if isinstance(operation.result, StepResult) else None
+    result = operation.result
+    version = result.version if isinstance(result, StepResult | ImportResult) else None
     return Told(operation_id=operation.operation_id, end=end, version=version)
 
 
@@ -242,7 +268,9 @@ def _policy_spec(options: LightOptions) -> PolicySpec:
         deterministic=True,
         recovery=Recovery.REPLAY,
         on_changed_numerics=OnChangedNumerics.STOP,
-        publish=PublishConfig(kind=PublishKind.EVERY, every_n=1),
+        publish=PublishConfig(
+            kind=PublishKind.EVERY, every_n=1, deltas=bool(options.inference_url)
+        ),
         keep_versions=2,
         micro_batch_tokens=24,
         reference=ReferencePolicy.NONE,

@@ -143,9 +143,10 @@ async def _play(service: Service, seed: int, rounds: int, only: Collection[str])
         AsyncRatoonClient(service.grpc, timeout_s=PATIENCE_S, attempt_timeout_s=10.0) as grpc,
         AsyncRatoonClient(service.serve, timeout_s=PATIENCE_S, attempt_timeout_s=10.0) as http,
     ):
+        folder = service.root / "models" / MODEL
         players = (
-            Player(grpc, "by-seq", seed, has_seqs=True, notes=Notes()),
-            Player(http, "by-request", seed + 1, has_seqs=False, notes=Notes()),
+            Player(grpc, "by-seq", seed, folder, has_seqs=True, notes=Notes()),
+            Player(http, "by-request", seed + 1, folder, has_seqs=False, notes=Notes()),
         )
         for client, player in zip((grpc, http), players, strict=True):
             creation = await client.create_policy(

@@ -109,7 +109,10 @@ async def _run(service: Service, seed: int, seconds: float) -> LoadResult:
             _POLICY, model_folder=MODEL, sequencing="server", micro_batch_tokens=64
         )
         await creation.result()
-        players = [Player(c, _POLICY, seed, has_seqs=False, notes=load.notes) for c in clients]
+        folder = service.root / "models" / MODEL
+        players = [
+            Player(c, _POLICY, seed, folder, has_seqs=False, notes=load.notes) for c in clients
+        ]
         deadline = time.monotonic() + _WARM_S + seconds
         watching = asyncio.create_task(_watch(service, load, deadline))
         callers = [_calls(load, p, c, deadline) for p, c in zip(players, clients, strict=True)]

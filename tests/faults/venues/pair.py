@@ -1,7 +1,7 @@
 """Engine and worker as processes that are killed and restarted, and their callers.
 
-The engine restarts whenever it ends, as Ray does with its actor; a worker only when the engine asks
-for a new one.
+Beside them may be an edge and a receiver. All restart whenever they end, as Ray does with its
+actors; a worker only when the engine asks for a new one.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -18,12 +19,23 @@ from typing import Any
 
 from ratoon.engine.types import Operation, Submission
 from ratoon.errors import ErrorCode, RatoonError
-from tests.faults.venues.processes import Settings, run_engine, run_worker
+from tests.faults.venues.processes import (
+    Settings,
+    run_edge,
+    run_engine,
+    run_receiver,
+    run_worker,
+)
 from tests.faults.venues.rpc import Peer, PeerLostError, Server
 
 ROLES: dict[str, Callable[[Settings], None]] = {
     "worker": run_worker,
     "engine": run_engine,
+}
+# On the way to an inference engine, where there is one.
+RECEIVING: dict[str, Callable[[Settings], None]] = {
+    "edge": run_edge,
+    "receiver": run_receiver,
 }
 PATIENCE_S = 600.0
 _POLL_S = 0.005
@@ -43,10 +55,12 @@ class Pair:
     def __init__(self, settings: Settings, patience_s: float = PATIENCE_S) -> None:
         self.settings = settings
         self.patience_s = patience_s
-        self.num_kills = 0
+        # By role.
+        self.kills: Counter[str] = Counter()
         self.failures: list[str] = []
         self._counted: set[int | None] = set()
         self.held: list[tuple[str, tuple[Any, ...]]] = []
+        self._targets = ROLES | (RECEIVING if settings.inference_url else {})
         self._context = fork_context()
         self._lock = threading.RLock()
         self._processes: dict[str, ForkServerProcess] = {}
@@ -67,19 +81,23 @@ class Pair:
     def start(self) -> None:
         """Until both can be asked."""
         with self._lock:
-            for role in ROLES:
+            for role in self._targets:
                 self._spawn(role)
             self._is_up = True
         for role in ROLES:
             self._wait_for(role)
 
     def stop(self) -> None:
-        """Kill both, and start none again."""
+        """Kill all, and start none again."""
         with self._lock:
             self._is_up = False
             for process in self._processes.values():
                 process.kill()
                 process.join()
+
+    @property
+    def num_kills(self) -> int:
+        return self.kills.total()
 
     def kill(self, role: str) -> None:
         with self._lock:
@@ -139,7 +157,9 @@ class Pair:
             time.sleep(_RETRY_S)
 
     def _spawn(self, role: str) -> None:
-        process = self._context.Process(target=ROLES[role], args=(self.settings,), daemon=True)
+        process = self._context.Process(
+            target=self._targets[role], args=(self.settings,), daemon=True
+        )
         process.start()
         self._processes[role] = process
 
@@ -149,18 +169,18 @@ class Pair:
                 for role, process in self._processes.items():
                     if not self._is_up or process.is_alive():
                         continue
-                    self._count(process)
+                    self._count(role, process)
                     if role != "worker":
                         self._spawn(role)
             time.sleep(_POLL_S)
 
-    def _count(self, process: ForkServerProcess) -> None:
+    def _count(self, role: str, process: ForkServerProcess) -> None:
         """Killed by `kill`, or by itself at a crash point."""
         if process.exitcode != -signal.SIGKILL:
-            self.failures.append(f"a process ended with {process.exitcode}")
+            self.failures.append(f"the {role} ended with {process.exitcode}")
         elif process.pid not in self._counted:
             self._counted.add(process.pid)
-            self.num_kills += 1
+            self.kills[role] += 1
 
     def _answer(self, name: str, args: tuple[Any, ...]) -> object:
         with self._lock:
@@ -174,7 +194,7 @@ class Pair:
             if process.is_alive():
                 process.kill()
             else:
-                self._count(process)
+                self._count("worker", process)
             process.join()
             self._spawn("worker")
         self._wait_for("worker")

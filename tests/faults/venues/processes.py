@@ -1,7 +1,7 @@
-"""The engine of one policy, and its worker, as two processes without Ray.
+"""The engine of one policy and its worker, an edge and a receiver, as processes without Ray.
 
-All decisions are the engine's own code. This only carries its calls, with Ray's guarantee that a
-call of a lost worker fails at once.
+All decisions are the service's and the client's own code. This only carries calls, with Ray's
+guarantee that a call of a lost process fails at once.
 """
 
 from __future__ import annotations
@@ -12,9 +12,17 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from ratoon.config import CheckpointConfig, LimitsConfig
+from ratoon.api.convert.policy import SpecDefaults
+from ratoon.api.gate import build_gate
+from ratoon.api.http.app import create_app
+from ratoon.api.http.edge_budget import EdgeBounds
+from ratoon.api.http.listener import start_http
+from ratoon.api.service import PolicyService
+from ratoon.auth.access import checked_hosts
+from ratoon.config import CheckpointConfig, HttpConfig, LimitsConfig, RatoonConfig
+from ratoon.engine.client import EngineClient
 from ratoon.engine.crash_points import make_reach
 from ratoon.engine.files.archive import ArchivedBodyFiles, BlobArchive, NoArchive
 from ratoon.engine.files.paths import BodyFiles, policy_paths
@@ -23,14 +31,18 @@ from ratoon.engine.journal.tables import open_database
 from ratoon.engine.policy.claims import Claims
 from ratoon.engine.policy.controller import Controller
 from ratoon.engine.policy.run import PolicyRun, Ports
-from ratoon.engine.types import PolicySpec
+from ratoon.engine.settings import EngineSettings
+from ratoon.engine.types import Acknowledgement, Policy, PolicySpec
+from ratoon.engine.worker.backends import BackendInfo
 from ratoon.engine.worker.tasks import WorkerLostError
 from ratoon.engine.worker.worker import WorkerCore
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import configure_logging
 from ratoon.stream.local_blobs import LocalBlobs
+from ratoon.stream.manifest import WeightManifest
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
+from ratoon_client import ClientConfig, RatoonClient, VllmAdapter
 from tests.faults.builds import break_build
 from tests.faults.venues.power import record_syncs
 from tests.faults.venues.rpc import POOL, Peer, PeerLostError, Server
@@ -52,6 +64,9 @@ class Settings:
     has_power_cuts: bool
     # Bodies and checkpoints have copies.
     has_store: bool
+    # Of the engine that versions go to; "": there is none, and no edge.
+    inference_url: str
+    http_port: int
 
     @property
     def data_root(self) -> Path:
@@ -64,6 +79,16 @@ class Settings:
     @property
     def crash_points(self) -> Path:
         return self.data_root / "crash-points"
+
+    @property
+    def url(self) -> str:
+        """Of the edge."""
+        return f"http://127.0.0.1:{self.http_port}"
+
+    @property
+    def mirror(self) -> Path:
+        """The receiver's folder."""
+        return self.root / "mirror"
 
     @property
     def store_is_away(self) -> Path:
@@ -96,7 +121,8 @@ def run_engine(settings: Settings) -> None:
     """
     _begin(settings)
     loop = asyncio.new_event_loop()
-    controller = loop.run_until_complete(_make_controller(settings))
+    run = loop.run_until_complete(_make_run(settings))
+    controller = Controller(run)
     started: list[asyncio.Task[None]] = []
 
     async def start() -> None:
@@ -106,6 +132,10 @@ def run_engine(settings: Settings) -> None:
 
     async def ask(name: str, args: tuple[Any, ...]) -> object:
         await start()
+        if name == "policy":
+            row = await run.ports.journal.policy(run.policy_id)
+            assert row is not None
+            return row.to_policy()
         return await getattr(controller, name)(*args)
 
     def answer(name: str, args: tuple[Any, ...]) -> object:
@@ -118,7 +148,45 @@ def run_engine(settings: Settings) -> None:
     loop.run_forever()
 
 
-async def _make_controller(settings: Settings) -> Controller:
+def run_edge(settings: Settings) -> None:
+    """HTTP as the gateway has it."""
+    _begin(settings)
+    config = RatoonConfig(
+        data_root=settings.data_root,
+        limits=settings.limits,
+        http=HttpConfig(port=settings.http_port),
+    )
+    service = PolicyService(
+        engine=EngineClient(cast("Any", RpcEngine(settings)), EngineSettings.from_config(config)),
+        limits=config.limits,
+        defaults=SpecDefaults(models_root=config.models_folder, micro_batch_tokens=1),
+        device="cpu",
+    )
+    app = create_app(
+        service, config.limits, gate=build_gate(config), allowed_hosts=checked_hosts(config)
+    )
+    bounds = EdgeBounds(max_body_bytes=config.limits.max_body_bytes)
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(
+        start_http(app, host=config.http.host, port=config.http.port, bounds=bounds, context=None)
+    )
+    loop.run_forever()
+
+
+def run_receiver(settings: Settings) -> None:
+    """In pulls of many chunks."""
+    config = ClientConfig(chunk_bytes=2048, attempt_timeout_s=10.0)
+    with (
+        RatoonClient(settings.url, config=config) as client,
+        VllmAdapter(settings.inference_url) as vllm,
+    ):
+        receiver = client.weight_receiver(
+            settings.spec.policy_id, settings.mirror, vllm, on_event=lambda _: None
+        )
+        receiver.follow()
+
+
+async def _make_run(settings: Settings) -> PolicyRun:
     paths = policy_paths(settings.data_root, settings.spec.policy_id)
     ports = Ports(
         journal=Journal(open_database(f"sqlite:///{settings.database}")),
@@ -127,7 +195,7 @@ async def _make_controller(settings: Settings) -> Controller:
         now=time.time,
     )
     archive = BlobArchive(_Store(settings), paths) if settings.has_store else NoArchive()
-    run = PolicyRun(
+    return PolicyRun(
         spec=settings.spec,
         trainer=settings.trainer,
         ports=ports,
@@ -139,7 +207,6 @@ async def _make_controller(settings: Settings) -> Controller:
         claims=Claims(settings.data_root, max_total_bytes=settings.limits.max_total_queued_bytes),
         reach=make_reach(settings.crash_points),
     )
-    return Controller(run)
 
 
 class _Store(LocalBlobs):
@@ -169,6 +236,40 @@ class _Store(LocalBlobs):
 class NoMetrics:
     def send(self, changes: object) -> None:
         """Nobody looks."""
+
+
+class RpcEngine:
+    """What `EngineClient` asks of the engine, which has one policy here."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._peer = Peer(settings.socket("engine"))
+
+    async def policy(self, _policy_id: str) -> Policy:
+        return await self._ask("policy")
+
+    async def weight_manifest(self, _policy_id: str, *args: object) -> WeightManifest:
+        return await self._ask("weight_manifest", *args)
+
+    async def ack_weights(self, _policy_id: str, ack: Acknowledgement) -> int | None:
+        return await self._ask("ack_weights", ack)
+
+    async def backends(self) -> tuple[BackendInfo, ...]:
+        return ()
+
+    async def record_metrics(self, changes: object) -> None:
+        """Nobody looks."""
+
+    def __getattr__(self, name: str) -> Any:
+        async def ask(*args: object) -> object:
+            return await self._ask(name, *args)
+
+        return ask
+
+    async def _ask(self, name: str, *args: object) -> Any:
+        try:
+            return await _in_pool(self._peer, name, *args)
+        except PeerLostError as err:
+            raise RatoonError(ErrorCode.UNAVAILABLE, "the engine does not answer") from err
 
 
 class RpcWorker:
