@@ -132,7 +132,10 @@ class _Deliveries:
 
     async def _until_served(self, client: AsyncRatoonClient) -> None:
         """Until the engine samples with the newest version, and readers of the folder see it."""
-        newest = await client.weight_manifest(POLICY)
+        told = self._run.notes.told.values()
+        newest = await client.weight_manifest(
+            POLICY, max(one.version for one in told if one.version is not None), wait_s=60.0
+        )
         digest = next(file.digest for file in newest.files if file.name == WEIGHTS_FILE)
         latest = self._run.settings.mirror / "latest"
         deadline = time.monotonic() + PATIENCE_S
