@@ -118,6 +118,7 @@ class FakeEngine:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = True
+    request_queue_size = 128
 
 
 @contextmanager
