@@ -19,7 +19,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import httpx
 import numpy as np
@@ -42,6 +42,9 @@ from ratoon_client import (
 
 REQUEST_S = 600.0
 RECEIVE_S = 600.0
+T = TypeVar("T")
+# How versions come into the engine.
+BACKENDS = {"reload": VllmAdapter}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +140,12 @@ class TimedAdapter:
         self.commits[version] = Commit(begun, ended, first_token)
         return pause_s
 
+    def versioned(self, request: Callable[[], T]) -> tuple[T, int, bool]:
+        """What it answers, the oldest version that may have made it, whether another may have."""
+        before = self.served
+        answer = request()
+        return answer, before.version, before.changes % 2 == 1 or self.served != before
+
     def _change(self, version: int) -> None:
         self.served = Served(version, self.served.changes + 1)
 
@@ -200,7 +209,7 @@ class Loop:
             arguments.vllm, temperature=arguments.temperature, max_tokens=arguments.max_tokens
         )
         stack.callback(self._engine.close)
-        vllm = stack.enter_context(VllmAdapter(arguments.vllm))
+        vllm = stack.enter_context(BACKENDS[arguments.vllm_backend](arguments.vllm))
         first = self._prompt(self._task.evaluation[0])
         self._adapter = TimedAdapter(vllm, lambda: self._engine.sample(first, 1, max_tokens=1))
         # Closed first: it ends the receiver, which waits in the pool.
@@ -290,14 +299,15 @@ class Loop:
 
     def _ask(self, query: Query, count: int, seed: int | None = None) -> Answer:
         prompt = self._prompt(query)
-        before = self._adapter.served
-        samples = self._engine.sample(prompt, count, seed=seed)
+        samples, version, straddled = self._adapter.versioned(
+            lambda: self._engine.sample(prompt, count, seed=seed)
+        )
         return Answer(
             query=query,
             prompt=prompt,
             samples=samples,
-            version=before.version,
-            straddled=before.changes % 2 == 1 or before != self._adapter.served,
+            version=version,
+            straddled=straddled,
             ended=time.monotonic(),
         )
 
@@ -427,6 +437,7 @@ def parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--url", default="grpc://127.0.0.1:8443", help="the service")
     add("--vllm", default="http://127.0.0.1:8001", help="the engine")
+    add("--vllm-backend", choices=tuple(BACKENDS), default="reload", help="how it takes versions")
     add("--policy", default="vllm-loop")
     add("--root", type=Path, default="/dev/shm", help="holds versions; the engine reads them there")
     add("--versions", type=int, default=200, help="how many to train")
@@ -434,7 +445,7 @@ def parser() -> argparse.ArgumentParser:
     add("--responses", type=int, default=16, help="per prompt")
     add("--max-tokens", type=int, default=WORD_LENGTH, help="per response")
     add("--temperature", type=float, default=1.0)
-    add("--learning-rate", type=float, default=1e-3)
+    add("--learning-rate", type=float, default=1e-4)
     add("--entropy-coefficient", type=float, default=0.02)
     add("--batches-ahead", type=int, default=1, help="sampled while the trainer updates")
     add("--max-staleness", type=int, default=4, help="older samples are dropped, in versions")

@@ -18,10 +18,12 @@ from tests.client.fake_engine import FILE, ROOT, FakeEngine
 
 
 class SamplingEngine(FakeEngine):
-    """Started on the version in `folder`."""
+    """Started on the version in `folder`; `url` is whoever's serves it."""
+
+    url = ""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         # generate() is typed as a tensor.
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder)
         self._generator = torch.Generator().manual_seed(0)
@@ -52,7 +54,7 @@ class SamplingEngine(FakeEngine):
     def _load(self, path: str, *, is_whole: bool) -> None:
         super()._load(path, is_whole=is_whole)
         if is_whole:
-            folder = self._folder if path == ROOT else Path(path)
+            folder = self.folder if path == ROOT else Path(path)
             # A tied head is no tensor of the file.
             self._model.load_state_dict(load_file(folder / FILE), strict=False)
 
