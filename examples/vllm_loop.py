@@ -212,15 +212,15 @@ class Loop:
         vllm = stack.enter_context(BACKENDS[arguments.vllm_backend](arguments.vllm))
         first = self._prompt(self._task.evaluation[0])
         self._adapter = TimedAdapter(vllm, lambda: self._engine.sample(first, 1, max_tokens=1))
+        # A new one: what the engine has now is not known, so it is given the newest version.
+        folder = stack.enter_context(
+            tempfile.TemporaryDirectory(prefix=f"{arguments.policy}-", dir=arguments.root)
+        )
         # Closed first: it ends the receiver, which waits in the pool.
         client = stack.enter_context(RatoonClient(arguments.url))
         self._session = client.policy(arguments.policy)
         self.version = client.get_policy(arguments.policy).version
         self._events: SimpleQueue[ReceiverEvent] = SimpleQueue()
-        # A new one: what the engine has now is not known, so it is given the newest version.
-        folder = stack.enter_context(
-            tempfile.TemporaryDirectory(prefix=f"{arguments.policy}-", dir=arguments.root)
-        )
         receiver = client.weight_receiver(
             arguments.policy, folder, self._adapter, on_event=self._events.put
         )
