@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ratoon_client import VllmAdapter
+from ratoon_client import EngineError, VllmAdapter
 from ratoon_client.cli import main
 from ratoon_client.config import DEFAULT_URL, default_url
 from ratoon_proto.v1 import service_pb2
@@ -114,6 +114,20 @@ def test_weights_are_followed_into_one_engine(ctl: Ctl, tmp_path: Path):
     with VllmAdapter("http://localhost:1"):
         status, _, err = ctl(*follow, "--vllm", "http://localhost:1")
     assert (status, "another receiver" in err) == (1, True)
+
+
+def test_versions_come_into_vllm_by_the_backend_that_is_named(
+    ctl: Ctl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    follow = ("weights", "follow", "p", "--root", str(tmp_path / "mirror"), "--vllm", "http://v")
+
+    def nccl(url: str, *, device: str) -> VllmAdapter:
+        raise EngineError(f"nccl: {url} from {device}")
+
+    monkeypatch.setattr("ratoon_client.cli.weights.VllmNcclAdapter", nccl)
+    status, _, err = ctl(*follow, "--vllm-backend", "nccl", "--device", "cuda:1")
+    assert (status, "nccl: http://v from cuda:1" in err) == (1, True)
+    assert ctl(*follow, "--vllm-backend", "nccI")[0] == 2
 
 
 def test_text_needs_byte_tokens(service: FakeService, ctl: Ctl, tmp_path: Path):

@@ -60,6 +60,7 @@ from ratoon_client.weights.receiver import (
 from ratoon_client.weights.sglang import SglangAdapter
 from ratoon_client.weights.vllm import VllmAdapter
 from ratoon_client.weights.vllm_staged import StagedVllmAdapter
+from ratoon_client.weights.vllm_nccl import VllmNcclAdapter
 
 __version__ = "0.1.0"
 
@@ -120,6 +121,7 @@ __all__ = [
     "UnusableClientError",
     "VersionSpan",
     "VllmAdapter",
+    "VllmNcclAdapter",
     "WeightDelta",
     "WeightFile",
     "WeightManifest",

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -16,11 +19,19 @@ from ratoon_client.weights.pull import KEEP_VERSIONS
 from ratoon_client.weights.receiver import Received, ReceiverEvent
 from ratoon_client.weights.sglang import SglangAdapter
 from ratoon_client.weights.vllm import VllmAdapter
+from ratoon_client.weights.vllm_nccl import VllmNcclAdapter
 from ratoon_client.weights.vllm_staged import StagedVllmAdapter
 
-_VLLM_BACKENDS = {"reload": VllmAdapter, "ratoon": StagedVllmAdapter}
-
 cli = typer.Typer(no_args_is_help=True)
+
+
+class VllmBackend(StrEnum):
+    """How a version comes into a vLLM server."""
+
+    RELOAD = "reload"
+    RATOON = "ratoon"
+    NCCL = "nccl"
+
 
 Version = Annotated[int | None, typer.Option(help="Default: the newest published.")]
 
@@ -97,8 +108,12 @@ def follow(
     root: Annotated[Path, typer.Option(help="A folder of its own, which the engine can read.")],
     vllm: Annotated[str, typer.Option(help="Load versions into this server.")] = "",
     vllm_backend: Annotated[
-        str, typer.Option(help=f"What of it loads them: {' or '.join(_VLLM_BACKENDS)}.")
-    ] = "reload",
+        VllmBackend,
+        typer.Option(help="reload: from its folder; ratoon: from its memory; nccl: from --device."),
+    ] = VllmBackend.RELOAD,
+    device: Annotated[
+        str, typer.Option(help="For nccl: a GPU that the engine has not.")
+    ] = "cuda:0",
     sglang: Annotated[str, typer.Option(help="Load versions into this server.")] = "",
 ) -> None:
     """Each version as it is published, until SIGINT or SIGTERM; a line for each on the way."""
@@ -114,18 +129,23 @@ def follow(
     with suppress(KeyboardInterrupt), ExitStack() as stack:
         before = signal.signal(signal.SIGTERM, signal.default_int_handler)
         stack.callback(signal.signal, signal.SIGTERM, before)
-        adapter = _adapter(stack, vllm, vllm_backend, sglang)
+        vllm_adapter = {
+            VllmBackend.RELOAD: VllmAdapter,
+            VllmBackend.RATOON: StagedVllmAdapter,
+            VllmBackend.NCCL: partial(VllmNcclAdapter, device=device),
+        }[vllm_backend]
+        adapter = _adapter(stack, vllm, vllm_adapter, sglang)
         client = stack.enter_context(open_client(context))
         client.weight_receiver(policy_id, root, adapter, on_event=on_event).follow()
 
 
-def _adapter(stack: ExitStack, vllm: str, vllm_backend: str, sglang: str) -> Adapter:
+def _adapter(
+    stack: ExitStack, vllm: str, vllm_adapter: Callable[[str], VllmAdapter], sglang: str
+) -> Adapter:
     if vllm and sglang:
         raise InvalidArgumentError("--sglang", "beside --vllm", "one engine")
-    if vllm_backend not in _VLLM_BACKENDS:
-        raise InvalidArgumentError("--vllm-backend", vllm_backend, " or ".join(_VLLM_BACKENDS))
     if vllm:
-        return stack.enter_context(_VLLM_BACKENDS[vllm_backend](vllm))
+        return stack.enter_context(vllm_adapter(vllm))
     if sglang:
         return stack.enter_context(SglangAdapter(sglang))
     return FolderAdapter()

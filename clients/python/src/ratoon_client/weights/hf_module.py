@@ -51,7 +51,7 @@ class ModuleAdapter:
         return await in_thread(self._copy, folder)
 
     def _copy(self, folder: Path) -> float:
-        values = _read(folder)
+        values = read_tensors(folder)
         targets = _targets(self._module, values)
         with self.lock, torch.no_grad():
             begun = time.monotonic()
@@ -86,8 +86,11 @@ class ModuleAdapter:
             return time.monotonic() - begun
 
 
-def _read(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a version, mapped: their bytes are read as they are copied."""
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a version by name, mapped: bytes are read as they are copied.
+
+    Raises EngineError.
+    """
     values: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:

@@ -1,0 +1,290 @@
+"""Versions broadcast into an engine: whole, or the one before them, or nothing is sampled."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ratoon_client import EngineError, VllmNcclAdapter
+from ratoon_client.results import WeightFile, WeightManifest
+from ratoon_client.weights import vllm_nccl
+from tests.client.nccl_engine import FILE, WAIT_S, digest
+
+# A broadcast of several waits for its reader: more than sockets hold.
+BIG = 2 * 2**20
+CHUNK_BYTES = 8 * 2**20 - 1
+MANIFEST = WeightManifest(
+    policy_id="p",
+    version=1,
+    kind="full",
+    deltas=(),
+    files=(WeightFile(name=FILE, size_bytes=0, digest="0" * 32),),
+    created_at=datetime.now(UTC),
+)
+PUSH = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
+COMMIT = ["/is_paused", "/pause?mode=wait", *PUSH, "/reset_prefix_cache", "/resume"]
+JOIN = "/init_weight_transfer_engine"
+
+
+def model(version: int) -> dict[str, Tensor]:
+    rng = torch.Generator().manual_seed(version)
+
+    def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        bits = torch.randint(0, 2**15, shape, generator=rng)
+        return bits.to(torch.int16).view(torch.bfloat16).to(dtype)
+
+    return {
+        "a": tensor(3),
+        "b": tensor(5, 7, dtype=torch.float32),
+        **{f"c{index}": tensor(2, BIG) for index in range(4)},
+        "d": tensor(1, dtype=torch.float32),
+    }
+
+
+def save(folder: Path, values: dict[str, Tensor]) -> Path:
+    folder.mkdir()
+    save_file(values, folder / FILE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The first is what the engine is started with."""
+    root = tmp_path_factory.mktemp("versions")
+    return [save(root / f"version-{number}", model(number)) for number in range(3)]
+
+
+@pytest.fixture(scope="module")
+def digests() -> list[str]:
+    return [digest(model(number)) for number in range(3)]
+
+
+class Engine:
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def __call__(self, name: str, body: Any = None) -> Any:
+        return httpx.post(f"{self.url}/test/{name}", json=body, timeout=WAIT_S).json()
+
+    def taken(self, name: str) -> Any:
+        return self("state")[name]
+
+
+@pytest.fixture(scope="module")
+def engine_url(versions: list[Path]) -> Iterator[str]:
+    file = Path(__file__).with_name("nccl_engine.py")
+    command = [sys.executable, str(file), str(versions[0])]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+        process.kill()
+
+
+@pytest.fixture
+def engine(engine_url: str, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    engine = Engine(engine_url)
+    engine("restart")
+    return engine
+
+
+@pytest.fixture
+def adapter(engine: Engine) -> Iterator[Callable[..., VllmNcclAdapter]]:
+    made: list[VllmNcclAdapter] = []
+
+    def make(load_s: float = WAIT_S) -> VllmNcclAdapter:
+        made.append(
+            VllmNcclAdapter(
+                engine.url, device="cpu", chunk_bytes=CHUNK_BYTES, load_s=load_s, call_s=WAIT_S
+            )
+        )
+        return made[-1]
+
+    yield make
+    engine("release")
+    for one in made:
+        one.close()
+
+
+def child_ids() -> list[int]:
+    """Of children of this process that push."""
+    return [
+        int(child)
+        for thread in Path("/proc/self/task").iterdir()
+        for child in (thread / "children").read_text().split()
+        if b"nccl_push" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
+
+
+async def test_versions_are_pushed_by_one_group(
+    adapter: Callable[..., VllmNcclAdapter],
+    engine: Engine,
+    versions: list[Path],
+    digests: list[str],
+):
+    vllm = adapter()
+    pause_s = await vllm.commit(versions[1], MANIFEST, previous=None)
+    assert pause_s > 0
+    (first,) = child_ids()
+    # The group is made, and all is staged, before the pause.
+    assert engine.taken("calls") == [COMMIT[0], JOIN, *COMMIT]
+    await vllm.commit(versions[2], MANIFEST, previous=versions[1])
+    assert engine.taken("calls")[len(COMMIT) + 2 :] == [COMMIT[0], *COMMIT]
+    assert engine.taken("sampled") == digests[1:]
+    assert child_ids() == [first]
+    engine("restart")
+    await vllm.commit(versions[1], MANIFEST, previous=versions[2])
+    assert engine.taken("sampled") == [digests[1]]
+    assert child_ids() not in ([], [first])
+
+
+@pytest.mark.parametrize("path", PUSH)
+async def test_an_engine_that_answers_500_gets_the_old_version(
+    adapter: Callable[..., VllmNcclAdapter],
+    engine: Engine,
+    versions: list[Path],
+    digests: list[str],
+    path: str,
+):
+    vllm = adapter()
+    engine("fault", {path: 500})
+    with pytest.raises(EngineError, match=r"answered 500: .*version-0 is loaded again"):
+        await vllm.commit(versions[1], MANIFEST, previous=None)
+    await vllm.commit(versions[2], MANIFEST, previous=None)
+    assert engine.taken("sampled") == [digests[0], digests[2]]
+    assert engine.taken("calls").count(JOIN) == 2
+
+
+async def test_a_child_killed_in_mid_broadcast_is_half_a_version_that_is_not_sampled(
+    adapter: Callable[..., VllmNcclAdapter],
+    engine: Engine,
+    versions: list[Path],
+    digests: list[str],
+):
+    vllm = adapter()
+    engine("fault", {"/update_weights": "hold"})
+    with ThreadPoolExecutor(1) as pool:
+
+        def kill() -> None:
+            engine("wait")
+            (child,) = child_ids()
+            os.kill(child, signal.SIGKILL)
+            engine("release")
+
+        killing = pool.submit(kill)
+        with pytest.raises(EngineError, match=r"answered 500: .*version-1 is loaded again"):
+            await vllm.commit(versions[2], MANIFEST, previous=versions[1])
+        killing.result()
+    await vllm.commit(versions[2], MANIFEST, previous=versions[1])
+    assert engine.taken("sampled") == digests[1:]
+
+
+async def test_an_engine_that_never_joins_is_not_paused(
+    adapter: Callable[..., VllmNcclAdapter],
+    engine: Engine,
+    versions: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    # The child's own calls have the time that they need.
+    make = vllm_nccl._Child  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(vllm_nccl, "_Child", lambda device, _: make(device, WAIT_S))
+    engine("fault", {JOIN: "hang"})
+    with pytest.raises(EngineError, match=f"no answer to {JOIN}"):
+        await adapter(load_s=0.5).commit(versions[1], MANIFEST, previous=None)
+    assert child_ids() == []
+    assert engine.taken("calls") == ["/is_paused", JOIN]
+
+
+async def test_an_engine_that_hangs_in_mid_update_stays_paused_until_its_restart(
+    adapter: Callable[..., VllmNcclAdapter],
+    engine: Engine,
+    versions: list[Path],
+    digests: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    vllm = adapter()
+    await vllm.commit(versions[1], MANIFEST, previous=None)
+    monkeypatch.setattr(vllm, "_load_s", 2.0)
+    monkeypatch.setattr(vllm, "_call_s", 2.0)
+    engine("fault", {"/update_weights": "hold"})
+    with pytest.raises(EngineError, match="the engine is left paused: restart it"):
+        await vllm.commit(versions[2], MANIFEST, previous=versions[1])
+    with pytest.raises(EngineError, match="no answer to /is_paused"):
+        await vllm.commit(versions[2], MANIFEST, previous=versions[1])
+    assert engine.taken("is_paused")
+    assert engine.taken("sampled") == [digests[1]]
+    engine("restart")
+    monkeypatch.setattr(vllm, "_load_s", WAIT_S)
+    monkeypatch.setattr(vllm, "_call_s", WAIT_S)
+    await vllm.commit(versions[2], MANIFEST, previous=versions[1])
+    assert engine.taken("sampled") == [digests[2]]
+
+
+async def test_what_an_update_left_in_a_paused_engine_is_no_part_of_the_next(
+    adapter: Callable[..., VllmNcclAdapter],
+    engine: Engine,
+    versions: list[Path],
+    digests: list[str],
+):
+    vllm = adapter()
+    engine("fault", {"/update_weights": "half", "/finish_weight_update": 500})
+    with pytest.raises(EngineError, match="left paused: restart it"):
+        await vllm.commit(versions[1], MANIFEST, previous=None)
+    assert engine.taken("is_paused")
+    await vllm.commit(versions[2], MANIFEST, previous=None)
+    assert engine.taken("sampled") == [digests[2]]
+
+
+async def test_several_workers_are_not_trusted_after_a_failure(
+    adapter: Callable[..., VllmNcclAdapter], engine: Engine, versions: list[Path]
+):
+    vllm = adapter()
+    await vllm.commit(versions[1], MANIFEST, previous=None)
+    engine("workers", 2)
+    engine("fault", {"/update_weights": 500})
+    with pytest.raises(EngineError, match=r"answered 500: .*the engine is left paused: restart it"):
+        await vllm.commit(versions[2], MANIFEST, previous=versions[1])
+    with pytest.raises(EngineError, match="was paused before: restart it"):
+        await vllm.commit(versions[2], MANIFEST, previous=versions[1])
+    assert engine.taken("is_paused")
+
+
+async def test_what_cannot_be_staged_is_refused_before_the_pause(
+    adapter: Callable[..., VllmNcclAdapter], engine: Engine, tmp_path: Path
+):
+    scalar = save(tmp_path / "version-1", {"scale": torch.ones(())})
+    with pytest.raises(EngineError, match="scale: vLLM unpacks no tensor without dimensions"):
+        await adapter().commit(scalar, MANIFEST, previous=None)
+    assert engine.taken("calls") == ["/is_paused"]
+
+
+def test_a_child_ends_with_its_receiver(engine: Engine, versions: list[Path]):
+    """While it waits for ranks that never come."""
+    engine("fault", {JOIN: "hang"})
+    code = (
+        "import pathlib, ratoon_client as r\n"
+        f"vllm = r.VllmNcclAdapter({engine.url!r}, device='cpu')\n"
+        f"vllm._stage(pathlib.Path({str(versions[1])!r}), None)\n"
+    )
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as receiver:
+        assert receiver.stderr is not None
+        engine("wait")
+        receiver.kill()
+        # It ends once nobody has it: the child had it too.
+        receiver.stderr.read()
+    engine("release")
