@@ -1,8 +1,8 @@
-"""A vLLM server as far as its `nccl` weight transfer goes, with gloo in NCCL's place.
+"""A vLLM server as far as its `nccl` weight transfer goes; on `cpu` gloo is in NCCL's place.
 
-`python nccl_engine.py FOLDER` prints its port. It has one worker, and does one thing at a time as
-vLLM's core does; a model is one layer of vLLM's layerwise reload, with what that keeps of a load
-that was broken off. Routes under /test are the tests' own.
+`python nccl_engine.py FOLDER DEVICE` prints its port. It has one worker, and does one thing at a
+time as vLLM's core does; a model is one layer of vLLM's layerwise reload, with what that keeps of a
+load that was broken off. Routes under /test are the tests' own.
 """
 
 from __future__ import annotations
@@ -40,6 +40,26 @@ def digest(values: dict[str, Tensor]) -> str:
         state.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
         state.update(value.reshape(-1).view(torch.uint8).numpy().data)
     return state.hexdigest()
+
+
+class Nccl:
+    """What vLLM's `PyNcclCommunicator` does with the id."""
+
+    def __init__(self, unique_id: ncclUniqueId, rank: int, num_ranks: int) -> None:
+        self.library = ctypes.CDLL("libnccl.so.2")
+        self.comm = ctypes.c_void_p()
+        comm = ctypes.byref(self.comm)
+        assert self.library.ncclCommInitRank(comm, num_ranks, unique_id, rank) == 0
+        self.call("ncclAllReduce", torch.zeros(1, device="cuda"), 7)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        self.call("ncclBroadcast", tensor, 1)
+
+    def call(self, name: str, tensor: Tensor, dtype: int) -> None:
+        place, count = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.numel())
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        assert self.library[name](place, place, count, dtype, 0, self.comm, stream) == 0
+        torch.cuda.synchronize()
 
 
 class Layer:
@@ -81,8 +101,9 @@ class Engine:
     which waits after its first chunk, or `half`, which fails after it.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, device: str) -> None:
         self.folder = folder
+        self.device = device
         self.core = threading.Lock()
         self.start_s = 1.0
         self.start()
@@ -97,6 +118,7 @@ class Engine:
         self.num_workers = 1
         self.is_paused = self.is_active = False
         self.is_waiting, self.released = threading.Event(), threading.Event()
+        self.nccl: Nccl | None = None
         if distributed.is_initialized():
             distributed.destroy_process_group()
 
@@ -200,6 +222,9 @@ class Engine:
         unique_id = pickle.loads(store.get("broadcast_from/0/0"))
         assert isinstance(unique_id, ncclUniqueId)
         assert len(bytes(unique_id)) == ID_BYTES
+        if self.device != "cpu":
+            self.nccl = Nccl(unique_id, rank_offset, world_size)
+            return
         distributed.init_process_group(
             "gloo", store=c10d.PrefixStore("gloo", store), rank=rank_offset, world_size=world_size
         )
@@ -233,9 +258,12 @@ class Engine:
 
     def receive_chunk(self, chunk: list[tuple[str, torch.dtype, list[int], int]]) -> None:
         sizes = [size for *_, size in chunk]
-        data: Any = torch.empty(sum(sizes), dtype=torch.uint8)
-        distributed.broadcast(data, src=0)
-        for (name, dtype, shape, _), value in zip(chunk, data.split(sizes), strict=True):
+        data: Any = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+        if self.nccl is None:
+            distributed.broadcast(data, src=0)
+        else:
+            self.nccl.broadcast(data)
+        for (name, dtype, shape, _), value in zip(chunk, data.cpu().split(sizes), strict=True):
             self.layer.load(name, value.contiguous().view(dtype).view(*shape))
 
 
@@ -266,7 +294,7 @@ def main() -> None:
     for end in range(1, len(path) + 1):
         sys.modules[".".join(path[:end])] = ModuleType(".".join(path[:end]))
     sys.modules[".".join(path)].ncclUniqueId = ncclUniqueId  # type: ignore[attr-defined]
-    Handler.engine = Engine(sys.argv[1])
+    Handler.engine = Engine(*sys.argv[1:])
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     print(server.server_address[1], flush=True)
     server.serve_forever()

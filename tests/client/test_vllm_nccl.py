@@ -25,7 +25,8 @@ from tests.client.nccl_engine import FILE, WAIT_S, digest
 
 # A broadcast of several waits for its reader: more than sockets hold.
 BIG = 2 * 2**20
-CHUNK_BYTES = 8 * 2**20 - 1
+# As one of them: two are together in a chunk.
+CHUNK_BYTES = 4 * BIG
 MANIFEST = WeightManifest(
     policy_id="p",
     version=1,
@@ -84,10 +85,16 @@ class Engine:
 
 
 @pytest.fixture(scope="module")
-def engine_url(versions: list[Path]) -> Iterator[str]:
+def device(request: pytest.FixtureRequest) -> str:
+    return getattr(request, "param", "cpu")
+
+
+@pytest.fixture(scope="module")
+def engine_url(versions: list[Path], device: str) -> Iterator[str]:
     file = Path(__file__).with_name("nccl_engine.py")
-    command = [sys.executable, str(file), str(versions[0])]
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, str(file), str(versions[0]), device]
+    # NCCL takes two ranks on one GPU for those of two hosts.
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "NCCL_HOSTID": "engine"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         yield f"http://127.0.0.1:{int(process.stdout.readline())}"
@@ -103,13 +110,13 @@ def engine(engine_url: str, monkeypatch: pytest.MonkeyPatch) -> Engine:
 
 
 @pytest.fixture
-def adapter(engine: Engine) -> Iterator[Callable[..., VllmNcclAdapter]]:
+def adapter(engine: Engine, device: str) -> Iterator[Callable[..., VllmNcclAdapter]]:
     made: list[VllmNcclAdapter] = []
 
     def make(load_s: float = WAIT_S) -> VllmNcclAdapter:
         made.append(
             VllmNcclAdapter(
-                engine.url, device="cpu", chunk_bytes=CHUNK_BYTES, load_s=load_s, call_s=WAIT_S
+                engine.url, device=device, chunk_bytes=CHUNK_BYTES, load_s=load_s, call_s=WAIT_S
             )
         )
         return made[-1]
@@ -130,6 +137,9 @@ def child_ids() -> list[int]:
     ]
 
 
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)], indirect=True
+)
 async def test_versions_are_pushed_by_one_group(
     adapter: Callable[..., VllmNcclAdapter],
     engine: Engine,
@@ -205,6 +215,28 @@ async def test_an_engine_that_never_joins_is_not_paused(
     engine("fault", {JOIN: "hang"})
     with pytest.raises(EngineError, match=f"no answer to {JOIN}"):
         await adapter(load_s=0.5).commit(versions[1], MANIFEST, previous=None)
+    assert child_ids() == []
+    assert engine.taken("calls") == ["/is_paused", JOIN]
+
+
+async def test_an_engine_that_says_that_it_joined_is_waited_for_until_the_deadline(
+    adapter: Callable[..., VllmNcclAdapter],
+    engine: Engine,
+    versions: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """As one does whose NCCL is switched off."""
+    vllm = adapter()
+    join = vllm._join  # pyright: ignore[reportPrivateUsage]
+
+    def join_soon(child: Any) -> None:
+        monkeypatch.setattr(child, "_call_s", 0.5)
+        join(child)
+
+    monkeypatch.setattr(vllm, "_join", join_soon)
+    engine("fault", {JOIN: 200})
+    with pytest.raises(EngineError, match=r"gave no answer in 0\.5 s"):
+        await vllm.commit(versions[1], MANIFEST, previous=None)
     assert child_ids() == []
     assert engine.taken("calls") == ["/is_paused", JOIN]
 
