@@ -33,6 +33,7 @@ from ratoon_client import (
     RatoonClient,
     Received,
     ReceiverEvent,
+    StagedVllmAdapter,
     Staleness,
     VllmAdapter,
     WeightManifest,
@@ -44,7 +45,7 @@ REQUEST_S = 600.0
 RECEIVE_S = 600.0
 T = TypeVar("T")
 # How versions come into the engine.
-BACKENDS = {"reload": VllmAdapter}
+BACKENDS = {"reload": VllmAdapter, "ratoon": StagedVllmAdapter}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

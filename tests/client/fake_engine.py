@@ -45,6 +45,7 @@ class FakeEngine:
             self.weights = START
             self.weight_version = "default"
             self.is_paused = False
+            self.has_leftovers = False
             self.cached_with = START
             self.loras: dict[str, str] = {}
 
@@ -80,7 +81,10 @@ class FakeEngine:
             case "/collective_rpc":
                 assert self.is_paused
                 assert body["method"] == "reload_weights"
-                self._load(body["kwargs"]["weights_path"], is_whole=status is None)
+                # vLLM keeps what a load that failed has counted, and the next one is over early.
+                is_whole = status is None and not self.has_leftovers
+                self._load(body["kwargs"]["weights_path"], is_whole=is_whole)
+                self.has_leftovers = status is not None
             case "/update_weights_from_disk":
                 self._load(body["model_path"], is_whole=status is None)
                 self.cached_with = self.weights

@@ -29,7 +29,7 @@ from tests.client import fake_vllm
 from tests.client.fake_engine import FILE, serving_engine
 from tests.client.fake_service import FakeService
 from tests.client.fake_vllm import NAMES, NUM_WORKERS, StagingEngine, model, tensors
-from tests.client.test_receiver import follow
+from tests.client.receiver.conftest import follow
 
 WAIT_S = 20.0
 PYPROJECT = Path(__file__).parents[2] / "clients/python/pyproject.toml"

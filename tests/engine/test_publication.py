@@ -134,10 +134,15 @@ async def test_a_version_that_is_refused_can_be_asked_for_again(
 async def test_a_version_whose_worker_dies_is_made_again(
     make_machine: MakeMachine, point: CrashPoint
 ) -> None:
-    """Without another call: the controller starts anew by itself."""
+    """Without another call: the controller starts anew by itself. Who reads gets no older one."""
     machine = await make_machine(recovery=Recovery.REPLAY).start()
     machine.crashes.armed[point] = 1
-    await machine.end(await machine.update(1, 1))
+    ended = await machine.update(1, 1)
+    assert (await machine.end(ended)).state is OperationState.DONE
+    try:
+        assert (await machine.controller.weight_manifest(None)).version == 1
+    except RatoonError as error:
+        assert error.code is ErrorCode.POLICY_NOT_READY
     await until(lambda: machine.run.published == (0, 1))
     assert len(machine.worker.trainers) == 2
 

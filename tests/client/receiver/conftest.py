@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -26,6 +28,12 @@ def publish(service: FakeService, version: int) -> None:
 
 def honest(data: bytes, _: int) -> bytes:
     return data
+
+
+def follow(url: str, *options: str) -> subprocess.Popen[str]:
+    code = "from ratoon_client.cli import main; main()"
+    command = [sys.executable, "-c", code, "--url", url, *options]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.fixture

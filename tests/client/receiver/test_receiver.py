@@ -6,8 +6,6 @@ import asyncio
 import json
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,7 @@ from ratoon_client import (
 from tests.client.conftest import versions
 from tests.client.fake_engine import FILE, FakeEngine
 from tests.client.fake_service import FakePolicy, FakeService, Fault, RefusalError
-from tests.client.receiver.conftest import SIZE_BYTES, WAIT_S, model, publish
+from tests.client.receiver.conftest import SIZE_BYTES, WAIT_S, follow, model, publish
 
 
 class Events:
@@ -252,12 +250,6 @@ def test_the_blocking_receiver_does_the_same(
         assert engine.sample() == model(1)
         with pytest.raises(RatoonApiError, match="POLICY_NOT_FOUND"):
             client.weight_receiver("nobody", root).follow()
-
-
-def follow(url: str, *options: str) -> subprocess.Popen[str]:
-    code = "from ratoon_client.cli import main; main()"
-    command = [sys.executable, "-c", code, "--url", url, *options]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def test_ratoonctl_loads_versions_until_it_is_told_to_end(

@@ -59,8 +59,8 @@ from ratoon_client.weights.receiver import (
 )
 from ratoon_client.weights.sglang import SglangAdapter
 from ratoon_client.weights.vllm import VllmAdapter
-from ratoon_client.weights.vllm_staged import StagedVllmAdapter
 from ratoon_client.weights.vllm_nccl import VllmNcclAdapter
+from ratoon_client.weights.vllm_staged import StagedVllmAdapter
 
 __version__ = "0.1.0"
 

@@ -43,6 +43,7 @@ class VllmAdapter(EngineHttp):
         super().__init__(url, api_key=api_key, call_s=call_s)
         self._drain_s = drain_s
         self._load_s = load_s
+        self._may_have_leftovers = False
 
     async def tag(self) -> str | None:
         """When the server was started, which forgets all versions; None: its metrics lack it."""
@@ -93,19 +94,28 @@ class VllmAdapter(EngineHttp):
 
     def _pause(self) -> None:
         before = self._find("/is_paused")
+        was_paused = before is not None and before.fields.get("is_paused") is True
+        self._may_have_leftovers |= was_paused
         try:
             self._post("/pause?mode=wait", timeout_s=self._drain_s)
         except EngineError:
             # It may be paused all the same; one that was before may have half of a version.
-            if before is None or before.fields.get("is_paused") is not True:
+            if not was_paused:
                 with suppress(EngineError):
                     self._post("/resume")
             raise
 
     def _load(self, path: str) -> None:
-        """Old keys and values would answer for tokens that the new weights have not seen."""
+        """Old keys and values would answer for tokens that the new weights have not seen.
+
+        vLLM keeps what a load that failed has counted: the next one is over early, and is repeated.
+        """
         body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
-        self._post("/collective_rpc", body, timeout_s=self._load_s)
+        times = 2 if self._may_have_leftovers else 1
+        self._may_have_leftovers = True
+        for _ in range(times):
+            self._post("/collective_rpc", body, timeout_s=self._load_s)
+        self._may_have_leftovers = False
         # Refused while blocks are still on their way to another memory.
         self._insist("/reset_prefix_cache")
 
