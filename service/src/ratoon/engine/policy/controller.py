@@ -196,9 +196,8 @@ class Controller:
         A publication under way is waited for: what an operation that has ended made can be read.
         Waits up to `wait_s` seconds until it is there; with `known_version` until the newest is
         another. Versions of a failed policy stay readable. Raises WEIGHTS_NOT_FOUND,
-        POLICY_NOT_READY, as where a publication was lost with its worker, POLICY_FAILED where it
-        would wait for a failed policy, and UNAVAILABLE where the wait would not end before the
-        service does.
+        POLICY_NOT_READY, POLICY_FAILED where it would wait for a failed policy, and UNAVAILABLE
+        where the wait would not end before the service does.
         """
         run, clock = self._run, asyncio.get_running_loop().time
         deadline = clock() + min(wait_s, run.limits.max_wait_s)
@@ -209,14 +208,14 @@ class Controller:
                     await self._turns.publish()
                 if known_version is None and self._publisher.is_under_way(version):
                     await self._publisher.landed()
-                    if self._publisher.is_under_way(version):
-                        # Its worker is lost: the next start makes it.
-                        raise policy_not_ready(run.policy_id, run.state)
-                    continue  # That start may have begun.
             left_s = deadline - clock()
             if left_s <= 0 or self._publisher.is_there(version, known_version):
-                async with self._lock:  # Not during a rollback of versions.
-                    return await self._publisher.manifest(version)
+                async with self._lock:  # Not during a rollback of versions, or a start.
+                    # Lost with its worker, a publication is begun again by the start after it.
+                    is_begun = known_version is None and self._publisher.is_under_way(version)
+                    if run.failure or not is_begun:
+                        return await self._publisher.manifest(version)
+                continue
             if run.failure:
                 raise policy_not_ready(run.policy_id, run.state, run.failure)
             if self._is_over:
