@@ -2,7 +2,8 @@
 
 A service publishes versions of 2 GB in memory. Its edge is read by plain readers that keep nothing,
 by ranges over HTTP beside a bare server that calls sendfile, over gRPC beside a bare `grpc.aio`
-server of the same file; in turn, each as often. Updates with and without publications are compared.
+server of the same file; in turn, each as often. Updates with and without a publication are compared
+in one run.
 
 Then deltas, of files alone (`delta.py`).
 
@@ -55,9 +56,12 @@ FULL = Plan(
     model=SIZE,
     dtype="float32",
     group=Group(prompt=256, responses=(64, 64, 64, 64)),
-    num_updates=3,
+    # Here in fours.
+    num_updates=5,
     num_threads=2,
 )
+# Updates of which one's version is published.
+CYCLE = 4
 TARGETS = {
     "http_gb_s": ">= 1.5, or the next",
     "http_over_sendfile": ">= 0.8",
@@ -107,9 +111,7 @@ def measure(plan: Plan, repeats: int, weights_root: Path, seed: int) -> dict[str
         worker = {"device": "cpu", "num_threads": plan.num_threads}
         try:
             with Service(root, worker=worker, weights_root=str(weights_root)) as service:
-                updates = {
-                    kind: _updates(service, plan, kind, seed) for kind in ("on_request", "every")
-                }
+                updates = _updates(service, plan, seed)
                 with RatoonClient(service.grpc, timeout_s=PATIENCE_S) as client:
                     manifest = client.weight_manifest(POLICY)
                 reads = _reads(service, manifest, weights_root, repeats)
@@ -122,17 +124,17 @@ def measure(plan: Plan, repeats: int, weights_root: Path, seed: int) -> dict[str
     # By whichever kind of change is worse.
     of_one_percent = [row for row in deltas if row["share"] == 0.01]
     medians = {name: statistics.median(samples) for name, samples in reads.items()}
-    without, published = (
-        statistics.median(row["seconds"] for row in updates[kind])
-        for kind in ("on_request", "every")
-    )
+    seconds = {
+        kind: statistics.median(row["seconds"] for row in rows) for kind, rows in updates.items()
+    }
     return {
         "http_gb_s": medians["http"],
         "http_over_sendfile": medians["http"] / medians["sendfile"],
         "grpc_over_bare": medians["grpc"] / medians["bare grpc"],
-        "publish_adds": published / without - 1,
-        "stall_s": statistics.median(row["stall_s"] for row in updates["every"]),
-        "visible_s": statistics.median(row["visible_s"] for row in updates["every"]),
+        # Where each version is published, each update is held and has a publication beside it.
+        "publish_adds": (seconds["held"] + seconds["beside"]) / seconds["alone"] - 2,
+        "stall_s": statistics.median(row["stall_s"] for row in updates["held"]),
+        "visible_s": statistics.median(row["visible_s"] for row in updates["held"]),
         "stalled_mb": stalled,
         "delta_percent": max(row["size_percent"] for row in of_one_percent),
         "rebuild_s": max(row["rebuild_s"] for row in of_one_percent),
@@ -144,35 +146,45 @@ def measure(plan: Plan, repeats: int, weights_root: Path, seed: int) -> dict[str
     }
 
 
-def _updates(service: Service, plan: Plan, kind: str, seed: int) -> list[dict[str, float]]:
-    """Seconds of updates one after the other, the first left out; the policy of `every` stays.
+def _updates(service: Service, plan: Plan, seed: int) -> dict[str, list[dict[str, float]]]:
+    """Updates one after the other, of which each fourth one's version is published.
 
-    Its versions are waited for in as many more updates, whose own seconds are not looked at.
+    `held`: that one. `beside`: the next, beside which its version is written. `alone`: the two
+    others. The first is left out.
     """
-    rows: list[dict[str, float]] = []
-    with RatoonClient(service.grpc, timeout_s=PATIENCE_S) as client:
-        publish = Publish("every") if kind == "every" else Publish("on_request")
+    rows: dict[str, list[dict[str, float]]] = {"held": [], "beside": [], "alone": []}
+    with (
+        RatoonClient(service.grpc, timeout_s=PATIENCE_S) as client,
+        RatoonClient(service.grpc, timeout_s=PATIENCE_S) as reader,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        publish = Publish("every_n", every_n=CYCLE)
         client.create_policy(
             POLICY, model_folder=POLICY, dtype=plan.dtype, publish=publish, recovery="fail"
         ).result(PATIENCE_S)
         client.weight_manifest(POLICY)
         session = client.policy(POLICY)
-        num_waited = plan.num_updates if kind == "every" else 0
-        for number in range(1 + plan.num_updates + num_waited):
-            batch = [rollouts(plan, number + 1, seed + number)]
+
+        def updated(version: int) -> tuple[dict[str, float], float]:
+            batch = [rollouts(plan, version, seed + version)]
             started = time.perf_counter()
             update = session.update(batch, loss=Loss("grpo"), optim=Optim(learning_rate=1e-6))
-            result = update.result(PATIENCE_S)
+            stall_s = update.result(PATIENCE_S).report.seconds.publish
             ended = time.perf_counter()
-            if number <= plan.num_updates:
-                stall_s = result.report.seconds.publish
-                rows.append({"seconds": ended - started, "stall_s": stall_s})
-            else:
-                client.weight_manifest(POLICY, version=result.version)
-                rows[number - plan.num_updates]["visible_s"] = time.perf_counter() - ended
-        if kind != "every":
-            client.delete_policy(POLICY).result(PATIENCE_S)
-    return rows[1:]
+            return {"seconds": ended - started, "stall_s": stall_s}, ended
+
+        def seen_at(version: int) -> float:
+            reader.weight_manifest(POLICY, version=version, wait_s=PATIENCE_S)
+            return time.perf_counter()
+
+        updated(1)
+        for version in range(2, CYCLE * plan.num_updates, CYCLE):
+            rows["alone"] += [updated(version)[0], updated(version + 1)[0]]
+            held, ended = updated(version + 2)
+            seen = thread.submit(seen_at, version + 2)
+            rows["beside"].append(updated(version + 3)[0])
+            rows["held"].append(held | {"visible_s": held["stall_s"] + seen.result() - ended})
+    return rows
 
 
 @dataclass(frozen=True, slots=True)
