@@ -11,8 +11,10 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,7 @@ from ratoon_client.policy_options import PublishKind
 BEGIN = "<!-- streams of a GPU: written by benchmarks/stream/gpu.py -->"
 END = "<!-- end of streams of a GPU -->"
 # Pairs of each policy; the first ones compile, and write to memory that is new.
-NUM_PAIRS, NUM_LEFT_OUT = 6, 2
+NUM_PAIRS, NUM_LEFT_OUT = 5, 2
 GB = 10**9
 WANTED = {
     "trainer_stall_s": "<= 0.7",
@@ -77,14 +79,17 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         write_model(plan, args.device, root / "models" / MODEL, args.seed)
         if args.start is not None:
             write_result(args.start, start.measure(plan, args.device, root, args.seed), seed=0)
-        result = measure(plan, args.device, root, args.seed)
-    if args.out is not None:
-        write_result(args.out, result, seed=args.seed)
+        result: dict[str, Any] = {}
+        for result in measure(plan, args.device, root, args.seed):
+            if args.out is not None:
+                write_result(args.out, result, seed=args.seed)
     return result
 
 
-def measure(plan: Plan, device: str, root: Path, seed: int) -> dict[str, Any]:
-    """Medians and their samples: of a policy without deltas, and of one with them."""
+def measure(plan: Plan, device: str, root: Path, seed: int) -> Iterator[dict[str, Any]]:
+    """Medians and their samples: of a policy without deltas, then with those of one that has them,
+    which are absent before.
+    """
     with (
         Service(root, **start.settings_of(plan, device, root)) as service,
         RatoonClient(service.grpc, timeout_s=PATIENCE_S) as client,
@@ -98,21 +103,28 @@ def measure(plan: Plan, device: str, root: Path, seed: int) -> dict[str, Any]:
             pulled = reader.pull_weights(start.POLICY, Path(folder) / "pulled")
             pull_s = time.perf_counter() - begin
         size_bytes = sum(file.size_bytes for file in pulled.manifest.files)
+        steady = plain[NUM_LEFT_OUT:]
+        result = {
+            "trainer_stall_s": _median(steady, "publish_s"),
+            "visible_s": _median(steady, "visible_s"),
+            "update_over_trained": statistics.median(r["seconds"] / r["trained_s"] for r in steady),
+            "pull_s": pull_s,
+            "delta_visible_s": None,
+            "changed_share": None,
+            "delta_percent": None,
+            "version_gb": size_bytes / GB,
+            "plan": asdict(plan),
+            "updates": plain,
+        }
+        yield result
         client.delete_policy(start.POLICY).result(PATIENCE_S)
         deltas = _updates(client, plan, seed, with_deltas=True)
-    steady, with_delta = plain[NUM_LEFT_OUT:], deltas[NUM_LEFT_OUT:]
+    with_delta = deltas[NUM_LEFT_OUT:]
     sizes = [row["delta_bytes"] for row in with_delta if row["delta_bytes"] is not None]
-    return {
-        "trainer_stall_s": _median(steady, "publish_s"),
-        "visible_s": _median(steady, "visible_s"),
-        "update_over_trained": statistics.median(r["seconds"] / r["trained_s"] for r in steady),
-        "pull_s": pull_s,
+    yield result | {
         "delta_visible_s": _median(with_delta, "visible_s"),
         "changed_share": _median(with_delta, "changed_share"),
         "delta_percent": 100 * statistics.median(sizes) / size_bytes if sizes else None,
-        "version_gb": size_bytes / GB,
-        "plan": asdict(plan),
-        "updates": plain,
         "updates_with_deltas": deltas,
     }
 
@@ -158,6 +170,7 @@ def _updates(
                 "delta_bytes": sum(delta.file.size_bytes for delta in manifest.deltas) or None,
             }
         )
+        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     return rows
 
 
