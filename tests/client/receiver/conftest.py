@@ -31,7 +31,9 @@ def honest(data: bytes, _: int) -> bytes:
 
 
 def follow(url: str, *options: str) -> subprocess.Popen[str]:
-    code = "from ratoon_client.cli import main; main()"
+    # Of a shell's background job it would be ignored.
+    heeds = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    code = f"{heeds}; from ratoon_client.cli import main; main()"
     command = [sys.executable, "-c", code, "--url", url, *options]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
