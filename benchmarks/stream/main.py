@@ -57,7 +57,7 @@ FULL = Plan(
     dtype="float32",
     group=Group(prompt=256, responses=(64, 64, 64, 64)),
     # Here in fours.
-    num_updates=5,
+    num_updates=4,
     num_threads=2,
 )
 # Updates of which one's version is published.
