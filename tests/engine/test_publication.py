@@ -144,6 +144,22 @@ async def test_a_version_whose_worker_dies_is_made_again(
     assert len(machine.worker.trainers) == 2
 
 
+async def test_a_read_does_not_wait_for_a_version_whose_step_has_not_ended(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await machine.landed()
+    hold, read = machine.worker.hold, list[int]()
+
+    async def held(*args: Any) -> None:
+        await hold(*args)
+        read.append((await machine.controller.weight_manifest(None)).version)
+
+    monkeypatch.setattr(machine.worker, "hold", held)
+    await machine.end(await machine.update(1, 1))
+    assert read == [0]
+    assert (await machine.controller.weight_manifest(None)).version == 1
+
+
 async def test_a_step_that_publishes_nothing_leaves_the_publication_before_it_alone(
     make_machine: MakeMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
+import subprocess  # nosec B404 - of this package's own module
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
@@ -152,7 +152,7 @@ class _Child:
         module = "ratoon_client.weights.nccl_push"
         with theirs:
             # A Ctrl-C is the receiver's; standard output, where NCCL writes its log, too.
-            self._process = subprocess.Popen(
+            self._process = subprocess.Popen(  # nosec B603
                 [sys.executable, "-m", module, str(theirs.fileno()), device],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,

@@ -212,7 +212,7 @@ class Controller:
             if left_s <= 0 or self._publisher.is_there(version, known_version):
                 async with self._lock:  # Not during a rollback of versions, or a start.
                     # Lost with its worker, a publication is begun again by the start after it.
-                    is_begun = known_version is None and self._publisher.is_under_way(version)
+                    is_begun = known_version is None and self._publisher.is_begun(version)
                     if run.failure or not is_begun:
                         return await self._publisher.manifest(version)
                 continue

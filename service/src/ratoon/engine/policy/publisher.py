@@ -82,6 +82,10 @@ class Publisher(Awaited):
         """Whether `version` (None: any) is held or lands."""
         return self._under_way is not None and version in (None, self._under_way)
 
+    def is_begun(self, version: int | None) -> bool:
+        """Whether `version` (None: any) lands, or was lost in that and is not made again yet."""
+        return self._landing is not None and self.is_under_way(version)
+
     async def catch_up(self) -> None:
         """After a crash: publish the current version where that is due and it is not readable.
 
