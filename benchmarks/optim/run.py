@@ -32,7 +32,7 @@ from ratoon.train.config import (
 from ratoon.train.loss.resolve import resolve_loss, resolve_optim
 from ratoon.train.loss.spec import OptimStep
 from ratoon.train.numerics import configure_torch
-from ratoon.train.optim.adamw import CLIP_EPSILON, OptimizerState, StepOutcome, global_norm
+from ratoon.train.optim.adamw import CLIP_EPSILON, MasterAdamW, OptimizerState
 from ratoon.train.optim.rounding import join_float32
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
@@ -101,6 +101,7 @@ class NearestAdamW:
     """torch's AdamW on bfloat16 parameters: a control, whose rounding loses small steps."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], config: AdamWConfig) -> None:
+        super().__init__({}, config)
         self._parameters = dict(parameters)
         # Fused: computes a step in float32, rounds what it keeps to nearest.
         self._adamw = torch.optim.AdamW(
@@ -111,11 +112,11 @@ class NearestAdamW:
             fused=True,
         )
 
-    def step(self, sums: Mapping[str, Tensor], divisor: float, step: OptimStep) -> StepOutcome:
-        """Like `MasterAdamW.step`, but rounds the gradients too."""
-        norm = global_norm(sums.values()) / divisor
-        if not math.isfinite(norm):
-            return StepOutcome(grad_norm=norm, skipped=True)
+    def apply(
+        self, sums: Mapping[str, Tensor], divisor: float, norm: float, step: OptimStep
+    ) -> None:
+        """Like `MasterAdamW.apply`, but rounds the gradients too."""
+        assert self._adamw is not None
         scale = min(1.0, step.max_grad_norm / (norm + CLIP_EPSILON)) / divisor
         for group in self._adamw.param_groups:
             group["lr"], group["weight_decay"] = step.learning_rate, step.weight_decay
@@ -124,7 +125,6 @@ class NearestAdamW:
         self._adamw.step()
         for parameter in self._parameters.values():
             parameter.grad = None
-        return StepOutcome(grad_norm=norm, skipped=False)
 
 
 def train_seed(plan: Plan, seed: int, device_name: str) -> list[Run]:
@@ -158,7 +158,7 @@ def train_seed(plan: Plan, seed: int, device_name: str) -> list[Run]:
 
 def _exact_weights(trainer: Trainer) -> dict[str, Tensor]:
     """Float32 copies: of the masters, if there are any."""
-    optimizer = cast("Any", trainer)._optimizer
+    optimizer = trainer.ranks.own.optimizer
     if isinstance(optimizer, NearestAdamW):
         return {name: p.detach().float() for name, p in trainer.model.named_trainable().items()}
     state: OptimizerState = optimizer.state()
@@ -214,7 +214,7 @@ def _trainer(plan: Plan, kind: str, seed: int, device: torch.device) -> Trainer:
     if kind == NEAREST:
         # Deliberately not a setting of the service.
         nearest = NearestAdamW(model.named_trainable(), spec.optimizer)
-        cast("Any", trainer)._optimizer = nearest
+        trainer.ranks.own.optimizer = nearest
     return trainer
 
 

@@ -145,7 +145,7 @@ def commands() -> Mapping[int, tuple[Any, float]]:
 def digests_of(trainer: Trainer) -> tuple[str, str]:
     """Of weights, moments and the counter; of the gradients of the open window."""
     hasher = hashlib.sha256()
-    for name, tensor in sorted(trainer._gradients.sums().items()):
+    for name, tensor in sorted(trainer.ranks.own.gradients.sums().items()):
         hasher.update(name.encode())
         hasher.update(tensor.detach().numpy().tobytes())
     return trainer.state_digest(), hasher.hexdigest()

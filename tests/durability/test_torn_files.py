@@ -102,7 +102,7 @@ async def lived(root: Path, spec: PolicySpec, keep: int) -> Path:
     return machine.paths.checkpoint(known[-1].info.checkpoint_id)
 
 
-@pytest.mark.parametrize("name", ["weights.safetensors", "moments.safetensors", "checkpoint.json"])
+@pytest.mark.parametrize("name", ["states-00001-of-00001.safetensors", "checkpoint.json"])
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     recording: Recording, tmp_path: Path, name: str
 ) -> None:
@@ -116,9 +116,9 @@ def test_a_policy_stops_by_name_where_its_one_checkpoint_is_damaged(
     recording: Recording, tmp_path: Path
 ) -> None:
     newest = asyncio.run(lived(tmp_path / "root", recording.spec, keep=1))
-    change_a_byte(newest / "weights.safetensors")
+    change_a_byte(newest / "states-00001-of-00001.safetensors")
     failure, _ = asyncio.run(recovered(tmp_path / "root", recording.spec, keep=1))
-    assert f"{newest.name} is damaged: weights.safetensors: got digest" in failure
+    assert f"{newest.name} is damaged: states-00001-of-00001.safetensors: got digest" in failure
 
 
 def test_an_operation_whose_body_is_damaged_is_not_run(

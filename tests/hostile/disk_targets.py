@@ -122,9 +122,16 @@ def bad_checkpoints(folder: Path) -> Callable[[random.Random], None]:
         num_steps=1,
     )
     saved = folder / "checkpoint"
-    snapshot = checkpoint.Snapshot(state=state, model=model, version=1, digest=_ZEROS)
-    checkpoint.write_snapshot(saved, snapshot)
-    path, listing = saved / checkpoint.WEIGHTS_NAME, saved / checkpoint.MANIFEST_NAME
+    snapshot = checkpoint.Snapshot(
+        write_files=lambda temporary: [checkpoint.write_states(temporary, state, 0, 1)],
+        kind=state.kind,
+        num_steps=state.num_steps,
+        model=model,
+        version=1,
+        digest=_ZEROS,
+    )
+    snapshot.write(saved)
+    path, listing = saved / checkpoint.states_name(0, 1), saved / checkpoint.MANIFEST_NAME
     whole, right = path.read_bytes(), listing.read_bytes()
 
     def take(dice: random.Random) -> None:
@@ -140,7 +147,8 @@ def bad_checkpoints(folder: Path) -> Callable[[random.Random], None]:
             }
             listing.write_bytes(seal_document(fields))
         try:
-            checkpoint.load_checkpoint(saved, state, model, lambda _: _ZEROS)
+            manifest = checkpoint.read_manifest(saved, state.kind, model)
+            checkpoint.read_states(saved, manifest, state)
         finally:
             path.write_bytes(whole)
             listing.write_bytes(right)

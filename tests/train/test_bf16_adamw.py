@@ -21,6 +21,7 @@ from ratoon.train.config import AdamWConfig, OptimizerStates
 from ratoon.train.optim import bf16_adamw, bf16_state
 from ratoon.train.optim.bf16_adamw import Bf16AdamW
 from ratoon.train.optim.choice import make_optimizer
+from ratoon.train.optim.parts import parts_of
 from ratoon.train.optim.rounding import decode_positive, decode_signed
 from tests.train.optimizer_runs import (
     CONFIG,
@@ -203,10 +204,27 @@ def test_weights_that_change_are_counted(kind: OptimizerStates, learning_rate: f
 
 
 @pytest.mark.parametrize("kind", list(OptimizerStates))
-def test_chunks_change_no_bit(kind: OptimizerStates, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = _run(_optimizer(kind), range(3))
-    monkeypatch.setattr(bf16_state, "CHUNK", 512)
-    assert _same(_run(_optimizer(kind), range(3)), whole)
+def test_parts_change_no_bit(kind: OptimizerStates) -> None:
+    """Whoever has them, without a clip: only a norm's last bits are those of its blocks."""
+
+    def run(part: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(3)
+        shapes = {"large": (80, 128), "few": (7,)}
+        parameters = {
+            name: nn.Parameter(torch.randn(shape, generator=generator).to(torch.bfloat16))
+            for name, shape in shapes.items()
+        }
+        parts = parts_of(parameters, part)
+        assert len(parts) == (2 if part > 10_240 else 3)
+        own = {one.name: one.of(parameters[one.parameter]) for one in parts}
+        optimizer = Bf16AdamW(own, CONFIG, kind, 0)
+        for _ in range(3):
+            sums = {n: torch.randn(s, generator=generator) for n, s in shapes.items()}
+            of_parts = {one.name: one.of(sums[one.parameter]) for one in parts}
+            assert not optimizer.step(of_parts, 2.0, optim_step(max_grad_norm=math.inf)).skipped
+        return {name: parameter.detach() for name, parameter in parameters.items()}
+
+    assert _same(run(5120), run(1 << 25))
 
 
 @pytest.mark.parametrize("kind", list(OptimizerStates))
@@ -223,16 +241,17 @@ def test_shapes_of_parameters_share_compiled_steps(
         return graph.forward
 
     torch.compiler.reset()
-    monkeypatch.setattr(bf16_state, "CHUNK", 1 << 14)
     shapes = [(64, 256), (16, 512), (256, 17), (100,), (1, 4096), (2, 128), (1, 1), (96, 256)]
     shapes += [(257, 256), (3, 256, 7), (2, 2, 2, 1024), (128,), (4096,), (16, 16, 16)]
     parameters = {
         str(shape): nn.Parameter(torch.ones(shape, dtype=torch.bfloat16)) for shape in shapes
     }
-    optimizer = Bf16AdamW(parameters, CONFIG, kind, 0)
-    compiled = torch.compile(bf16_adamw._step_chunk, dynamic=True, fullgraph=True, backend=backend)
-    monkeypatch.setattr(optimizer, "_step_chunk", compiled)
-    sums = {name: torch.ones(parameter.shape) for name, parameter in parameters.items()}
+    parts = parts_of(parameters, 1 << 14)
+    own = {one.name: one.of(parameters[one.parameter]) for one in parts}
+    optimizer = Bf16AdamW(own, CONFIG, kind, 0)
+    compiled = torch.compile(bf16_adamw._step_views, dynamic=True, fullgraph=True, backend=backend)
+    monkeypatch.setattr(optimizer, "_step_views", compiled)
+    sums = {name: torch.ones(tensor.shape) for name, tensor in own.items()}
     assert not optimizer.step(sums, 1.0, optim_step()).skipped
     # With codes and without, and of each one for a single row or element.
     assert len(graphs) <= 4

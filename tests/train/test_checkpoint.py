@@ -17,7 +17,7 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.spec import FolderBase, FullTuning, LoraTuning, ModelDtype
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.stream.files import digest_file, seal_document, unseal_document
-from ratoon.train.checkpoint import MANIFEST_NAME, MOMENTS_NAME, WEIGHTS_NAME
+from ratoon.train.checkpoint import MANIFEST_NAME, states_name
 from ratoon.train.config import (
     KlConfig,
     KlKind,
@@ -32,6 +32,7 @@ from ratoon.train.trainer import Trainer
 from tests import builders
 from tests.train.trainer_runs import make_trainer, weights_of
 
+STATES_NAME = states_name(0, 1)
 _REQUEST = LossRequest(
     kind=LossKind.GRPO,
     kl=KlConfig(kind=KlKind.K3, coefficient=0.1, reference=ReferenceKind.FROZEN),
@@ -123,22 +124,21 @@ def _remove(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [_flip_byte, _cut, _remove])
-@pytest.mark.parametrize("name", [WEIGHTS_NAME, MOMENTS_NAME])
 def test_damaged_file_is_named_and_nothing_is_applied(
-    base: FolderBase, tmp_path: Path, name: str, damage: Callable[[Path], None]
+    base: FolderBase, tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
     """Trap 11, for loads: a checkpoint is applied whole or not at all."""
     trainer = make_trainer(base, dtype=ModelDtype.FLOAT32)
     _update(trainer, 0)
     trainer.save_checkpoint(tmp_path / "one")
-    damage(tmp_path / "one" / name)
+    damage(tmp_path / "one" / STATES_NAME)
     _update(trainer, 1)
     now = weights_of(trainer)
     with pytest.raises(RatoonError) as caught:
         trainer.load_checkpoint(tmp_path / "one")
     assert caught.value.code is ErrorCode.INTERNAL
-    assert caught.value.field == name
-    assert name in caught.value.message
+    assert caught.value.field == STATES_NAME
+    assert STATES_NAME in caught.value.message
     assert trainer.version == 2
     assert _equal(weights_of(trainer), now)
 
@@ -216,7 +216,7 @@ def test_snapshot_stays_while_training_goes_on(base: FolderBase, tmp_path: Path)
     assert trainer.state_digest() == snapshot.digest != later
 
 
-@pytest.mark.parametrize("name", [WEIGHTS_NAME, MOMENTS_NAME, MANIFEST_NAME])
+@pytest.mark.parametrize("name", [STATES_NAME, MANIFEST_NAME])
 def test_written_snapshot_is_read_back(base: FolderBase, tmp_path: Path, name: str) -> None:
     trainer = make_trainer(base, dtype=ModelDtype.FLOAT32)
     before = trainer.snapshot()
@@ -239,18 +239,18 @@ def test_missing_checkpoint_is_not_found(base: FolderBase, tmp_path: Path) -> No
 
 def _rewrite(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
     """Change the weights and make the manifest agree, as a careless tool might."""
-    path = folder / WEIGHTS_NAME
+    path = folder / STATES_NAME
     tensors = load_file(path)
     change(tensors)
     save_file(tensors, path)
     manifest = unseal_document((folder / MANIFEST_NAME).read_bytes())
     for entry in manifest["files"]:
-        if entry["name"] == WEIGHTS_NAME:
+        if entry["name"] == STATES_NAME:
             entry["digest"], entry["size_bytes"] = digest_file(path), path.stat().st_size
     (folder / MANIFEST_NAME).write_bytes(seal_document(manifest))
 
 
-_EMBEDDING = "model.embed_tokens.weight"
+_EMBEDDING = "weights/model.embed_tokens.weight"
 
 
 def _drop(tensors: dict[str, Tensor]) -> None:

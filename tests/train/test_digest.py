@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from ratoon.model.spec import FolderBase, ModelDtype
 from ratoon.train.config import OptimizerStates
-from ratoon.train.optim import digest
 from ratoon.train.optim.adamw import OptimizerState
 from ratoon.train.optim.choice import make_optimizer
 from ratoon.train.optim.digest import (
     BLOCK,
     StateDigest,
     device_sums,
+    digest_of_sums,
     digest_text,
     host_sums,
     odd_words,
@@ -192,18 +192,33 @@ def test_compiled_digest_is_that_of_the_cpu(kind: OptimizerStates, dtype: torch.
 
 
 @pytest.mark.gpu
-def test_digest_of_large_tensors_does_not_depend_on_the_cut(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_digest_of_large_tensors_is_that_of_the_cpu() -> None:
     torch.compiler.reset()
     weights = {"w": torch.randn(384 * BLOCK + 77, device="cuda")}
     state = replace(
         _state(OptimizerStates.FP32), weights=weights, exp_avg=weights, exp_avg_sq=weights
     )
     on_host = _digest(_moved(state, lambda tensor: tensor.cpu()))
-    for blocks in (384, 100):
-        monkeypatch.setattr(digest, "CHUNK", blocks * BLOCK)
-        assert StateDigest(torch.device("cuda")).of(state) == on_host
+    assert StateDigest(torch.device("cuda")).of(state) == on_host
+
+
+def test_parts_of_a_state_add_up_to_its_digest() -> None:
+    """Whichever parts a rank has; the number of steps counts once."""
+    state = _state(OptimizerStates.BF16_SPLIT_8BIT)
+    hasher = StateDigest(_CPU)
+
+    def of_names(names: set[str]) -> OptimizerState:
+        fields = {
+            field: {name: tensor for name, tensor in tensors.items() if name in names}
+            for field, tensors in state.tensors().items()
+        }
+        return OptimizerState(kind=state.kind, num_steps=1, **fields)
+
+    for mine in (set[str](), {"few"}, {"few", "whole"}):
+        sums = [hasher.sums(of_names(names)) for names in (mine, {*state.weights} - mine)]
+        assert digest_of_sums(sums, 1) == _digest(state)
+        assert digest_of_sums(sums, 2) != _digest(state)
+        assert digest_of_sums(sums[:1], 1) != _digest(state)
 
 
 def _moved(state: OptimizerState, move: Callable[[Tensor], Tensor]) -> OptimizerState:

@@ -50,7 +50,7 @@ def test_the_self_check_is_quiet_and_leaves_the_bits(pairs: list[Pair], forest: 
         for every in (0, 1):
             trainer.spec = replace(plain_spec, self_check_every=every)
             report = trainer.forward_backward(batch, loss, plan)
-            sums.append({name: x.clone() for name, x in trainer._gradients.sums().items()})
+            sums.append({name: x.clone() for name, x in trainer.ranks.own.gradients.sums().items()})
             trainer.discard_gradients()
         trainer.spec = plain_spec
         assert report.self_check is not None

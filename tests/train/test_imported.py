@@ -26,6 +26,7 @@ from tests.train.trainer_runs import (
     make_loss,
     make_step,
     make_trainer,
+    state_of,
     weights_of,
 )
 
@@ -82,13 +83,13 @@ def test_an_exported_version_comes_back_bit_for_bit(
     folder = export(trainer, tmp_path / "one")
     update(trainer, 1)
     assert logprobs_of(trainer) != then
-    before, moments = trainer.state_digest(), moments_of(trainer.snapshot().state)
+    before, moments = trainer.state_digest(), moments_of(state_of(trainer))
     take(trainer, folder)
     assert logprobs_of(trainer) == then
     assert_equal(dict(trainer.model.named_trainable()), weights)
     assert trainer.version == 3
     assert trainer.state_digest() != before
-    state = trainer.snapshot().state
+    state = state_of(trainer)
     assert state.num_steps == 2
     assert_equal(moments_of(state), moments)
     update(trainer, 2)
@@ -106,7 +107,7 @@ def test_float32_values_of_any_architecture_become_the_masters(
     assert weights.dtypes == ("F32",)
     trainer.import_weights(weights, adds=False, resets_optimizer=False)
     theirs = trainer_of(FolderBase(folder=str(other)))
-    assert_equal(masters_of(trainer.snapshot().state), weights_of(theirs))
+    assert_equal(masters_of(state_of(trainer)), weights_of(theirs))
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
@@ -130,14 +131,14 @@ def test_a_delta_is_added_to_the_masters(base: FolderBase, tmp_path: Path) -> No
     """What a bfloat16 weight cannot hold is in its master, and adds up there."""
     trainer = trainer_of(base, OptimizerStates.BF16_SPLIT)
     update(trainer, 0)
-    before = masters_of(trainer.snapshot().state)
+    before = masters_of(state_of(trainer))
     tensors = load_file(Path(base.folder) / WEIGHTS)
     delta = {name: tensor * 1e-5 for name, tensor in tensors.items()}
     (tmp_path / "delta").mkdir()
     save_file(delta, tmp_path / "delta" / WEIGHTS)
     for _ in range(2):
         take(trainer, tmp_path / "delta", adds=True)
-    after = masters_of(trainer.snapshot().state)
+    after = masters_of(state_of(trainer))
     for name, master in before.items():
         assert torch.equal(after[name], master + delta[name] + delta[name])
         assert not torch.equal(after[name], master)

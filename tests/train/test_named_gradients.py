@@ -74,7 +74,7 @@ def test_a_folder_with_gradients_for_weights_loads_as_the_sums(
     config = tmp_path / "out" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "float32"}))
     loaded = cast(Any, AutoModelForCausalLM).from_pretrained(tmp_path / "out", dtype="float32")
-    sums = trainer._gradients.sums()
+    sums = trainer.ranks.own.gradients.sums()
     assert_equal({name: value.detach() for name, value in loaded.named_parameters()}, sums)
     assert all(float(each.abs().max()) > 0 for each in sums.values())
 
@@ -84,7 +84,7 @@ def test_one_expert_is_a_part_of_its_fused_parameter(tmp_path: Path) -> None:
     experts = "model.layers.1.mlp.experts"
     names = (f"{experts}.2.up_proj.weight", f"{experts}.0.down_proj.weight")
     tensors = written(trainer, names, tmp_path / "g")
-    sums = trainer._gradients.sums()
+    sums = trainer.ranks.own.gradients.sums()
     gate_up, down = sums[f"{experts}.gate_up_proj"], sums[f"{experts}.down_proj"]
     assert tensors.keys() == {*names}
     assert torch.equal(tensors[names[0]], gate_up[2].chunk(2)[1])
@@ -97,7 +97,7 @@ def test_an_adapters_gradients_have_the_names_of_its_file(tmp_path: Path) -> Non
     names = exported(trainer, tmp_path / "out")
     assert "base_model.model.model.layers.0.mlp.down_proj.lora_B.weight" in names
     tensors = written(trainer, names, tmp_path / "g")
-    sums = trainer._gradients.sums()
+    sums = trainer.ranks.own.gradients.sums()
     assert_equal({name.replace(".default", ""): each for name, each in sums.items()}, tensors)
     step = make_step(trainer, make_loss(make_batch(1)), tensor_grad_norms=True)
     report = trainer.optim_step(step)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.export import export_weights
 from ratoon.model.spec import FolderBase, LoraTuning, ModelDtype
-from ratoon.train.checkpoint import Snapshot, load_checkpoint, write_snapshot
+from ratoon.train.checkpoint import Snapshot, read_manifest, read_states, write_states
 from ratoon.train.config import OptimizerStates
 from ratoon.train.optim.bf16_adamw import Bf16AdamW
 from ratoon.train.optim.digest import StateDigest
@@ -33,6 +33,7 @@ from tests.train.trainer_runs import (
     make_loss,
     make_step,
     make_trainer,
+    state_of,
     weights_of,
 )
 
@@ -95,21 +96,29 @@ def test_every_tensor_comes_back_bit_for_bit(
     optimizer = Bf16AdamW(own, CONFIG, kind, 0)
     for number in range(2):
         optimizer.step(make_gradients(number), 1.0, optim_step())
-    digest_of = StateDigest(torch.device("cpu")).of
     state = optimizer.state().on_host()
-    snapshot = Snapshot(state=state, model=model, version=7, digest=digest_of(state))
-    write_snapshot(tmp_path / "one", snapshot)
+    digest = StateDigest(torch.device("cpu")).of(state)
+    snapshot = Snapshot(
+        write_files=lambda folder: [write_states(folder, state, 0, 1)],
+        kind=kind,
+        num_steps=state.num_steps,
+        model=model,
+        version=7,
+        digest=digest,
+    )
+    snapshot.write(tmp_path / "one")
     others = make_parameters(1)
     fresh = Bf16AdamW(others, CONFIG, kind, 0)
-    loaded = load_checkpoint(tmp_path / "one", fresh.state(), model, digest_of)
-    assert loaded.version == 7
-    assert loaded.state.num_steps == 2
-    assert loaded.state.kind is kind
-    saved, back = copied(optimizer.state()), copied(loaded.state)
+    manifest = read_manifest(tmp_path / "one", kind, model)
+    assert (manifest.version, manifest.state_digest) == (7, digest)
+    loaded = read_states(tmp_path / "one", manifest, fresh.state())
+    assert loaded.num_steps == 2
+    assert loaded.kind is kind
+    saved, back = copied(optimizer.state()), copied(loaded)
     assert_equal(back, saved)
     assert {name: t.dtype for name, t in back.items()} == {n: t.dtype for n, t in saved.items()}
     assert {tensor.dtype for tensor in back.values()} == _DTYPES[kind]
-    fresh.load(loaded.state)
+    fresh.load(loaded)
     assert_equal(copied(fresh.state()), saved)
     assert_equal(
         {n: p.detach() for n, p in others.items()}, {n: p.detach() for n, p in own.items()}
@@ -173,7 +182,7 @@ def test_split_masters_train_as_float32_masters_bit_for_bit(base: FolderBase) ->
     for trainer in trainers:
         for seed in range(3):
             _update(trainer, seed, 1e-4)
-    fp32, split = (trainer.snapshot().state for trainer in trainers)
+    fp32, split = map(state_of, trainers)
     for name, master in fp32.weights.items():
         bits, remainder = split.weights[name].view(torch.int16), split.weight_remainder[name]
         assert torch.equal(join_float32(bits, remainder), master)
@@ -190,7 +199,7 @@ def test_a_choice_that_is_left_open_keeps_masters_and_is_told(
     trainer = Trainer.create(replace(spec, optimizer_states=None))
     assert trainer.info().optimizer_states == "bf16_split"
     assert trainer.fingerprint()["optimizer_states"] == "bf16_split"
-    assert trainer.snapshot().state.kind is OptimizerStates.BF16_SPLIT
+    assert state_of(trainer).kind is OptimizerStates.BF16_SPLIT
     assert trainer.spec.optimizer_states is OptimizerStates.BF16_SPLIT
 
 

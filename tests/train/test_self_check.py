@@ -203,7 +203,7 @@ def _three_updates(base: FolderBase, every: int, **options: Any) -> tuple[Traine
         np.random.seed(seed)  # noqa: NPY002
         report = trainer.forward_backward(batch, loss, plan)
         window = (trainer.window_state, trainer._window.totals)
-        sums = {name: tensor.clone() for name, tensor in trainer._gradients.sums().items()}
+        sums = {name: tensor.clone() for name, tensor in trainer.ranks.own.gradients.sums().items()}
         drawn = (torch.rand(3), np.random.rand(3).tolist())  # noqa: NPY002
         trainer.optim_step(make_step(trainer, loss))
         seen.append((report, window, sums, drawn))

@@ -6,28 +6,31 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
-from ratoon.train.optim import tensor_norms
-from ratoon.train.optim.tensor_norms import TensorNorms
+from ratoon.train.optim.parts import parts_of
+from ratoon.train.optim.tensor_norms import part_norms, tensor_norms
+from ratoon.train.report.step_report import TensorGradNorm
 
 
-@pytest.mark.parametrize("block", [1, 7, 2**25])
+def _norms(
+    sums: dict[str, Tensor], divisor: float, part: int = 2**25
+) -> tuple[TensorGradNorm, ...]:
+    parts = {one.name: one.of(sums[one.parameter]) for one in parts_of(sums, part)}
+    return tensor_norms(part_norms(parts), {name: name for name in sums}, divisor)
+
+
+@pytest.mark.parametrize("part", [1, 7, 2**25])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_norms_do_not_depend_on_blocks(
-    monkeypatch: pytest.MonkeyPatch, block: int, dtype: torch.dtype
-) -> None:
-    monkeypatch.setattr(tensor_norms, "_BLOCK", block)
+def test_norms_do_not_depend_on_parts(part: int, dtype: torch.dtype) -> None:
     sums = {
         "b": torch.tensor([[3.0, -4.0], [0.0, 0.0]], dtype=dtype),
-        "a": torch.arange(-20.0, 12.0, dtype=dtype).reshape(4, 8).T,
+        "a": torch.arange(-20.0, 12.0, dtype=dtype).reshape(4, 8),
         # Squares of these are no float32.
         "large": torch.full((3,), 1e30, dtype=dtype),
         "small": torch.full((3,), 1e-30, dtype=dtype),
     }
-    norms = TensorNorms(sums, 2.0)
-    for each in sums.values():
-        each.zero_()
-    found = {each.name: (each.norm, each.max_abs) for each in norms.read()}
+    found = {each.name: (each.norm, each.max_abs) for each in _norms(sums, 2.0, part)}
     assert list(found) == list(sums)
     assert found["b"] == (2.5, 2.0)
     square = sum(float(number) ** 2 for number in range(-20, 12))
@@ -42,7 +45,7 @@ def test_what_is_not_finite_is_said_of_its_tensor() -> None:
         "infinite": torch.tensor([1.0, -math.inf]),
         "fine": torch.tensor([1.0]),
     }
-    nan, infinite, fine = TensorNorms(sums, 1.0).read()
+    nan, infinite, fine = _norms(sums, 1.0)
     assert math.isnan(nan.norm)
     assert math.isnan(nan.max_abs)
     assert (infinite.norm, infinite.max_abs) == (math.inf, math.inf)

@@ -28,6 +28,7 @@ from ratoon.train.config import (
 )
 from ratoon.train.loss.resolve import resolve_loss, resolve_optim
 from ratoon.train.loss.spec import Loss, OptimStep
+from ratoon.train.optim.adamw import OptimizerState
 from ratoon.train.report.step_report import StepReport
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
@@ -97,7 +98,12 @@ def gradients_of(trainer: Trainer) -> dict[str, Tensor]:
 
 def weights_of(trainer: Trainer) -> dict[str, Tensor]:
     """Copies; masters where they are tensors of their own."""
-    return trainer.snapshot().state.weights
+    return state_of(trainer).weights
+
+
+def state_of(trainer: Trainer) -> OptimizerState:
+    """A copy, of a trainer of one rank."""
+    return trainer.ranks.own.optimizer.state().on_host()
 
 
 def assert_equal(one: dict[str, Tensor], two: dict[str, Tensor]) -> None:

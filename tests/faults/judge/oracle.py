@@ -26,7 +26,7 @@ from ratoon.model.spec import FolderBase
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.stream.files import digest_file
 from ratoon.stream.versions import list_versions, read_manifest
-from ratoon.train.checkpoint import MANIFEST_NAME, MOMENTS_NAME, WEIGHTS_NAME
+from ratoon.train.checkpoint import MANIFEST_NAME, states_name
 from ratoon.train.config import LossKind, LossRequest, OldLogprobs, OldLogprobsKind, OptimRequest
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.loss.spec import Loss, OptimStep
@@ -350,11 +350,11 @@ def _judge_bits(verdict: Verdict, got: Path, expected: Path) -> None:
     if steps[0] != steps[1]:
         counts = verdict.doubled if steps[0] > steps[1] else verdict.lost
         counts.append(f"{steps[0]} optimizer steps, expected {steps[1]}")
-    for name in (WEIGHTS_NAME, MOMENTS_NAME):
-        keys = _names(expected / name)
-        odd = [key for key in keys if _bits(got / name, key) != _bits(expected / name, key)]
-        if odd:
-            verdict.lost.append(f"{name}: {len(odd)} tensors have other bits, as {odd[0]}")
+    name = states_name(0, 1)
+    keys = _names(expected / name)
+    odd = [key for key in keys if _bits(got / name, key) != _bits(expected / name, key)]
+    if odd:
+        verdict.lost.append(f"{name}: {len(odd)} tensors have other bits, as {odd[0]}")
 
 
 def _num_steps(folder: Path) -> int:

@@ -6,7 +6,7 @@ indexes are those of the `RolloutBatch`, packed indexes are positions in depth-f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,6 +71,8 @@ class MicroBatch:
     packed_tokens: int
     # A partition of the packed tokens, in order; empty: all are run at once.
     stages: tuple[Stage, ...] = ()
+    # Who runs it, of the ranks that train the policy.
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +89,11 @@ class UpdatePlan:
     # Batch sequence indexes, ascending: they share nothing with what sorts before them, as that
     # would cost more than it saves (`gate`).
     unshared: tuple[int, ...] = ()
+
+    def of_rank(self, rank: int) -> UpdatePlan:
+        """What one rank runs of it; the totals stay those of the whole plan."""
+        own = tuple(part for part in self.micro_batches if part.rank == rank)
+        return replace(self, micro_batches=own)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,20 +1,22 @@
-"""A trainer's state at a step boundary as a folder: safetensors and a manifest with digests, no
+"""A policy's state at a step boundary as a folder: safetensors and a manifest with digests, no
 gradients.
 
-A load checks digests, names, shapes, dtypes and the model's spec before it returns.
+Each rank writes what it keeps, so a folder of any number of ranks is read by any other number. A
+load checks digests, names, shapes, dtypes and the model's spec before anything changes.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ratoon.errors import ErrorCode, RatoonError, invalid
@@ -29,116 +31,151 @@ from ratoon.stream.files import (
     temporary_name,
     unseal_document,
 )
+from ratoon.train.config import OptimizerStates
 from ratoon.train.optim.adamw import OptimizerState
 
 MANIFEST_NAME = "checkpoint.json"
-WEIGHTS_NAME = "weights.safetensors"
-MOMENTS_NAME = "moments.safetensors"
-_FORMAT = 3
+_FORMAT = 4
 _KIND = "optimizer_states"
 _STATE_DIGEST = "state_digest"
-_WEIGHTS = "weights"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
-    """A trainer between two steps, which goes on without changing it.
+class StatesFile:
+    """What the manifest says of one rank's file."""
 
-    `state`: on the host, shared with nothing. `digest`: `StateDigest`'s of it.
+    name: str
+    size_bytes: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """A checkpoint's, whose files are not looked at yet."""
+
+    version: int
+    num_steps: int
+    state_digest: str
+    files: tuple[StatesFile, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
+class Snapshot:
+    """A policy between two steps, which goes on without changing it. It can be written once.
+
+    `write_files(folder)` has each rank write its share of the state, which has the digest `digest`.
     """
 
-    state: OptimizerState
+    write_files: Callable[[Path], Sequence[StatesFile]]
+    kind: OptimizerStates
+    num_steps: int
     model: ModelSpec
     version: int
     digest: str
 
     def write(self, folder: Path) -> int:
-        """`write_snapshot`."""
-        return write_snapshot(folder, self)
+        """Write `folder`, which may not exist, and return its size in bytes. For any thread.
+
+        It appears under its name only when all of it is on disk. Raises `FileExistsError`.
+        """
+        make_folder(folder.parent)
+        temporary = temporary_name(folder)
+        temporary.mkdir()
+        try:
+            files = self.write_files(temporary)
+            manifest = {
+                "format": _FORMAT,
+                "version": self.version,
+                "num_steps": self.num_steps,
+                _KIND: self.kind.value,
+                _STATE_DIGEST: self.digest,
+                "model": _plain(self.model),
+                "files": [asdict(file) for file in files],
+            }
+            (temporary / MANIFEST_NAME).write_bytes(seal_document(manifest))
+            size_bytes = sum(path.stat().st_size for path in temporary.iterdir())
+            fsync_tree(temporary)
+            rename_folder(temporary, folder)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        return size_bytes
 
     def verify(self, folder: Path) -> None:
         """Read back what `write` wrote. Raises INTERNAL naming the file that is damaged."""
-        manifest = _read_manifest(folder)
-        if (got := manifest.get(_STATE_DIGEST)) != self.digest:
-            raise _damaged(folder / _STATE_DIGEST, str(got), self.digest)
-        _verify_files(folder, manifest)
+        manifest = _parsed(folder, _read_document(folder))
+        if (got := manifest.state_digest) != self.digest:
+            raise _damaged(folder / _STATE_DIGEST, got, self.digest)
+        for file in manifest.files:
+            _verify(folder, file)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedCheckpoint:
-    """A verified checkpoint, in memory."""
-
-    version: int
-    state: OptimizerState
+def states_name(rank: int, num_ranks: int) -> str:
+    """Of one rank's file."""
+    return f"states-{rank + 1:05}-of-{num_ranks:05}.safetensors"
 
 
-def write_snapshot(folder: Path, snapshot: Snapshot) -> int:
-    """Write `folder`, which may not exist, and return its size in bytes. For any thread.
+def write_states(folder: Path, state: OptimizerState, rank: int, num_ranks: int) -> StatesFile:
+    """Write the file of one rank, whose parts `state` has on the host."""
+    path = folder / states_name(rank, num_ranks)
+    save_file(_flat(state), path)
+    return StatesFile(name=path.name, size_bytes=path.stat().st_size, digest=digest_file(path))
 
-    It appears under its name only when all of it is on disk. Raises `FileExistsError`.
+
+def read_manifest(folder: Path, kind: OptimizerStates, model: ModelSpec) -> Manifest:
+    """The manifest of a checkpoint for a policy of this model and kind of states.
+
+    Raises `RatoonError`: CHECKPOINT_NOT_FOUND where there is none, INVALID_ARGUMENT where it is of
+    another model or kind of states, INTERNAL where it is damaged.
     """
-    make_folder(folder.parent)
-    temporary = temporary_name(folder)
-    temporary.mkdir()
-    try:
-        save_file(snapshot.state.weights, temporary / WEIGHTS_NAME)
-        save_file(_moments(snapshot.state), temporary / MOMENTS_NAME)
-        manifest = {
-            "format": _FORMAT,
-            "version": snapshot.version,
-            "num_steps": snapshot.state.num_steps,
-            _KIND: snapshot.state.kind.value,
-            _STATE_DIGEST: snapshot.digest,
-            "model": _plain(snapshot.model),
-            "files": [_describe(temporary / name) for name in (WEIGHTS_NAME, MOMENTS_NAME)],
-        }
-        (temporary / MANIFEST_NAME).write_bytes(seal_document(manifest))
-        size_bytes = sum(path.stat().st_size for path in temporary.iterdir())
-        fsync_tree(temporary)
-        rename_folder(temporary, folder)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    return size_bytes
+    document = _read_document(folder)
+    manifest = _parsed(folder, document)
+    if document["model"] != _plain(model):
+        raise invalid("checkpoint.model", document["model"], f"the policy's own: {_plain(model)}")
+    if document[_KIND] != kind.value:
+        raise invalid(f"checkpoint.{_KIND}", document[_KIND], f"the trainer's own: {kind.value}")
+    return manifest
 
 
-def load_checkpoint(
-    folder: Path, like: OptimizerState, model: ModelSpec, digest_of: Callable[[OptimizerState], str]
-) -> LoadedCheckpoint:
-    """Read and verify a checkpoint for a trainer whose state is `like` and whose model is `model`.
+def read_states(
+    folder: Path, manifest: Manifest, like: OptimizerState, rank: int = 0, num_ranks: int = 1
+) -> OptimizerState:
+    """The state of a rank's parts, which are those of `like`; verifies the rank's share of files.
 
-    Raises `RatoonError`: CHECKPOINT_NOT_FOUND where there is no manifest, INVALID_ARGUMENT where it
-    is of another model or kind of states, INTERNAL naming the file where bytes are damaged, or
-    `state_digest` with both where `digest_of` what was read is not what was saved.
+    All files are verified once each rank has read. Raises INTERNAL naming a file that is damaged,
+    INVALID_ARGUMENT for tensors that are not the model's.
     """
-    manifest = _read_manifest(folder)
-    if manifest["model"] != _plain(model):
-        raise invalid("checkpoint.model", manifest["model"], f"the policy's own: {_plain(model)}")
-    if (kind := manifest[_KIND]) != like.kind.value:
-        raise invalid(f"checkpoint.{_KIND}", kind, f"the trainer's own: {like.kind.value}")
-    _verify_files(folder, manifest)
-    weights = _load(folder / WEIGHTS_NAME)
-    moments = _load(folder / MOMENTS_NAME)
-    _match(WEIGHTS_NAME, weights, like.weights)
-    _match(MOMENTS_NAME, moments, _moments(like))
+    for file in manifest.files[rank::num_ranks]:
+        _verify(folder, file)
+    expected = _flat(like)
+    tensors: dict[str, Tensor] = {}
+    with ExitStack() as stack:
+        for file in manifest.files:
+            opened = stack.enter_context(_opened(folder / file.name))
+            for key in opened.keys():  # noqa: SIM118 - it is no mapping
+                if key in expected:
+                    tensors[key] = opened.get_tensor(key)
+                elif num_ranks == 1:
+                    raise invalid(f"checkpoint.{file.name}", key, "a tensor of the model's")
+    _match(folder.name, tensors, expected)
     fields = {
-        field: {name: moments[f"{field}/{name}"] for name in tensors}
-        for field, tensors in like.tensors().items()
-        if field != _WEIGHTS
+        field: {name: tensors[f"{field}/{name}"] for name in parts}
+        for field, parts in like.tensors().items()
     }
-    num_steps = cast("int", manifest["num_steps"])
-    state = OptimizerState(kind=like.kind, weights=weights, num_steps=num_steps, **fields)
-    if (got := digest_of(state)) != manifest[_STATE_DIGEST]:
-        raise _damaged(folder / _STATE_DIGEST, got, str(manifest[_STATE_DIGEST]))
-    return LoadedCheckpoint(version=cast("int", manifest["version"]), state=state)
+    return OptimizerState(kind=like.kind, num_steps=manifest.num_steps, **fields)
 
 
-def _moments(state: OptimizerState) -> dict[str, Tensor]:
-    """All tensors but the weights, by the names that they have in the file."""
+def check_digest(folder: Path, manifest: Manifest, got: str) -> None:
+    """Raises INTERNAL where `got`, the digest of what was read, is not that of what was saved."""
+    if got != manifest.state_digest:
+        raise _damaged(folder / _STATE_DIGEST, got, manifest.state_digest)
+
+
+def _flat(state: OptimizerState) -> dict[str, Tensor]:
+    """All tensors by the names that they have in a file."""
     return {
         f"{field}/{name}": tensor
         for field, tensors in state.tensors().items()
-        if field != _WEIGHTS
         for name, tensor in tensors.items()
     }
 
@@ -148,65 +185,83 @@ def _plain(model: ModelSpec) -> object:
     return json.loads(json.dumps(asdict(model)))
 
 
-def _describe(path: Path) -> dict[str, object]:
-    return {"name": path.name, "size_bytes": path.stat().st_size, "digest": digest_file(path)}
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
+def _read_document(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST_NAME
     if not path.is_file():
         raise RatoonError(
             ErrorCode.CHECKPOINT_NOT_FOUND, f"no checkpoint {folder.name}", field="checkpoint_id"
         )
     try:
-        manifest = unseal_document(path.read_bytes())
+        document = unseal_document(path.read_bytes())
     except DamagedFileError as err:
         raise _damaged(path, str(err), "a sealed manifest") from err
-    if manifest.get("format") != _FORMAT or not _is_manifest(manifest):
-        raise _damaged(path, f"format {manifest.get('format')}", f"a manifest of format {_FORMAT}")
-    return manifest
+    if document.get("format") != _FORMAT or not _is_manifest(document):
+        raise _damaged(path, f"format {document.get('format')}", f"a manifest of format {_FORMAT}")
+    return document
 
 
-def _is_manifest(manifest: dict[str, object]) -> bool:
-    files = manifest.get("files")
+def _is_manifest(document: Mapping[str, object]) -> bool:
+    files = document.get("files")
     return (
-        all(isinstance(manifest.get(name), int) for name in ("version", "num_steps"))
-        and all(isinstance(manifest.get(name), str) for name in (_KIND, _STATE_DIGEST))
-        and "model" in manifest
+        all(isinstance(document.get(name), int) for name in ("version", "num_steps"))
+        and all(isinstance(document.get(name), str) for name in (_KIND, _STATE_DIGEST))
+        and "model" in document
         and isinstance(files, list)
-        and all(isinstance(entry, dict) for entry in cast("list[object]", files))
-        and {entry.get("name") for entry in cast("list[dict[str, object]]", files)}
-        == {WEIGHTS_NAME, MOMENTS_NAME}
+        and all(_is_file(entry) for entry in cast("list[object]", files))
     )
 
 
-def _verify_files(folder: Path, manifest: Mapping[str, object]) -> None:
-    for entry in cast("list[dict[str, object]]", manifest["files"]):
-        _verify(folder, entry)
+def _is_file(entry: object) -> bool:
+    if not isinstance(entry, dict):
+        return False
+    fields = cast("dict[str, object]", entry)
+    name = fields.get("name")
+    return (
+        fields.keys() == {"name", "size_bytes", "digest"}
+        and isinstance(name, str)
+        and Path(name).name == name
+        and isinstance(fields["size_bytes"], int)
+        and isinstance(fields["digest"], str)
+    )
 
 
-def _verify(folder: Path, entry: dict[str, object]) -> None:
-    path = folder / str(entry["name"])
+def _parsed(folder: Path, document: Mapping[str, Any]) -> Manifest:
+    files = tuple(StatesFile(**entry) for entry in document["files"])
+    if not files:
+        raise _damaged(folder / MANIFEST_NAME, "no files", "one per rank")
+    return Manifest(
+        version=document["version"],
+        num_steps=document["num_steps"],
+        state_digest=document[_STATE_DIGEST],
+        files=files,
+    )
+
+
+def _verify(folder: Path, file: StatesFile) -> None:
+    path = folder / file.name
     if not path.is_file():
-        raise _damaged(path, "no file", f"{entry['size_bytes']} bytes")
-    if path.stat().st_size != entry.get("size_bytes"):
-        raise _damaged(path, f"{path.stat().st_size} bytes", f"{entry['size_bytes']} bytes")
+        raise _damaged(path, "no file", f"{file.size_bytes} bytes")
+    if path.stat().st_size != file.size_bytes:
+        raise _damaged(path, f"{path.stat().st_size} bytes", f"{file.size_bytes} bytes")
     digest = digest_file(path)
-    if digest != entry.get("digest"):
-        raise _damaged(path, f"digest {digest}", f"digest {entry['digest']}")
+    if digest != file.digest:
+        raise _damaged(path, f"digest {digest}", f"digest {file.digest}")
 
 
-def _load(path: Path) -> dict[str, Tensor]:
+def _opened(path: Path) -> Any:
     try:
-        return load_file(path)
+        return safe_open(path, framework="pt")
+    except FileNotFoundError as err:
+        raise _damaged(path, "no file", "one") from err
     except SafetensorError as err:
         raise _damaged(path, str(err), "safetensors") from err
 
 
 def _match(name: str, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     """Same names, shapes and dtypes."""
-    if odd := sorted(got.keys() ^ expected.keys()):
-        raise invalid(f"checkpoint.{name}", f"{len(odd)} other tensors, as {odd[0]}", "the model's")
+    if missing := sorted(expected.keys() - got.keys()):
+        count, first = len(missing), missing[0]
+        raise invalid(f"checkpoint.{name}", f"{count} tensors missing, as {first}", "the model's")
     for key, tensor in expected.items():
         theirs = got[key]
         if theirs.shape != tensor.shape or theirs.dtype != tensor.dtype:

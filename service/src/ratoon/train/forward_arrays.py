@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import time
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ratoon.errors import invalid
-from ratoon.model.policy_model import PolicyModel
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.packed import UpdatePlan
-from ratoon.rollout.prefixes import sort_sequences
-from ratoon.rollout.sharing import planned_prefixes
 from ratoon.train.config import OldLogprobsKind
 from ratoon.train.loss.spec import Loss
-from ratoon.train.micro_batches import PassHooks
-from ratoon.train.passes import forward_pass
-from ratoon.train.report import build as report_builder
-from ratoon.train.report.step_report import PhaseSeconds, StepReport
-from ratoon.train.report.usage import UsageMeter
+from ratoon.train.report.step_report import StepReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,35 +24,6 @@ class ForwardArrays:
     logprobs: NDArray[np.floating]
     entropy: NDArray[np.floating] | None
     report: StepReport
-
-
-def run_forward(
-    model: PolicyModel,
-    meter: UsageMeter,
-    batch: RolloutBatch,
-    plan: UpdatePlan,
-    hooks: PassHooks,
-    *,
-    with_entropy: bool,
-    use_reference: bool,
-) -> ForwardArrays:
-    """Log-probs by the policy or its frozen reference.
-
-    Raises `RatoonError` CANCELLED, INVALID_ARGUMENT without a reference, INTERNAL where the plan is
-    of another batch.
-    """
-    started = time.perf_counter()
-    prefixes = planned_prefixes(sort_sequences(batch), plan)
-    plan_s = time.perf_counter() - started
-    with model.reference() if use_reference else nullcontext():
-        columns = forward_pass(model, batch, prefixes, plan, hooks)
-    seconds = PhaseSeconds(plan=plan_s, forward=columns.forward_s)
-    usage = meter.forward(batch, plan, columns)
-    return ForwardArrays(
-        logprobs=columns.logprob_J,
-        entropy=columns.entropy_J if with_entropy else None,
-        report=report_builder.forward_report(batch, plan, columns, seconds, usage),
-    )
 
 
 def check_forward_logprobs(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -13,17 +13,16 @@ from ratoon.errors import invalid
 from ratoon.model.export import ExportedTensor, exported_tensors, exported_values
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.safetensors_files import write_file
-from ratoon.train.optim.gradients import GradientSums
+from ratoon.train.optim.gradients import sum_bytes
 
 _MAX_SHOWN = 80
 
 
 class NamedGradients:
-    """Reads the live sums; changes nothing."""
+    """The gradient sums of one model's parameters, by the names of exported tensors."""
 
-    def __init__(self, model: PolicyModel, sums: GradientSums) -> None:
+    def __init__(self, model: PolicyModel) -> None:
         self._model = model
-        self._sums = sums
 
     def size_bytes(self, names: Sequence[str]) -> int:
         """Size of these tensors' sums. Raises INVALID_ARGUMENT for a name that there is not."""
@@ -31,16 +30,23 @@ class NamedGradients:
             if name not in self._tensors:
                 got, expected = repr(name)[:_MAX_SHOWN], "a tensor of the policy's exported weights"
                 raise invalid(f"names[{index}]", got, expected)
+        widths = {name: sum_bytes(p) for name, p in self._model.named_trainable().items()}
         return sum(
-            self._tensors[name].num_elements * self._sums.element_bytes(self._parameter(name))
+            self._tensors[name].num_elements * widths[self._tensors[name].parameter]
             for name in names
         )
 
-    def write(self, path: Path, names: Sequence[str]) -> None:
-        """Write these tensors' sums, float32 at least, as a new safetensors file."""
+    def parameters(self, names: Sequence[str]) -> list[str]:
+        """Those that these tensors are, or are of."""
+        return list(dict.fromkeys(self._tensors[name].parameter for name in names))
+
+    def write(self, path: Path, names: Sequence[str], sums: Mapping[str, Tensor]) -> None:
+        """Write these tensors, float32 at least, as a new safetensors file.
+
+        `sums`: of their `parameters`, on the CPU.
+        """
         values: dict[str, Tensor] = {}
-        for parameter in dict.fromkeys(map(self._parameter, names)):
-            whole = self._sums.sum_of(parameter).to("cpu")
+        for parameter, whole in sums.items():
             parts = exported_values(self._model, {parameter: whole})
             # A part alone would keep all of a fused parameter in memory.
             is_fused = len(parts) > 1
@@ -48,17 +54,13 @@ class NamedGradients:
                 values[name] = parts[name].clone() if is_fused else parts[name]
         write_file(path, values)
 
-    def by_tensor(self) -> dict[str, Tensor]:
-        """The live sums of all parameters; a fused one, of several tensors, keeps its own name."""
+    def by_parameter(self) -> dict[str, str]:
+        """What a parameter is called: as its tensor; a fused one, of several, by its own name."""
         parts = Counter(one.parameter for one in self._tensors.values())
-        names = {one.parameter: name for name, one in self._tensors.items()}
         return {
-            names[parameter] if parts[parameter] == 1 else parameter: each
-            for parameter, each in self._sums.sums().items()
+            one.parameter: name if parts[one.parameter] == 1 else one.parameter
+            for name, one in self._tensors.items()
         }
-
-    def _parameter(self, name: str) -> str:
-        return self._tensors[name].parameter
 
     @cached_property
     def _tensors(self) -> dict[str, ExportedTensor]:

@@ -5,7 +5,10 @@ The host does not wait for any result before the end of a pass.
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 
 import numpy as np
 import torch
@@ -44,6 +47,17 @@ class PassTotals:
     rows: int
     forward_s: float
     backward_s: float
+
+    @classmethod
+    def over(cls, ranks: Sequence[PassTotals]) -> PassTotals:
+        """Of all ranks, which ran at the same time: the times are those of the longest."""
+        longest = max(ranks, key=lambda done: done.forward_s + done.backward_s)
+        return cls(
+            sums=reduce(operator.add, (done.sums for done in ranks)),
+            rows=sum(done.rows for done in ranks),
+            forward_s=longest.forward_s,
+            backward_s=longest.backward_s,
+        )
 
 
 def forward_backward_pass(
@@ -153,6 +167,16 @@ class ForwardColumns:
     entropy_J: NDArray[np.floating]
     rows: int
     forward_s: float
+
+    @classmethod
+    def over(cls, ranks: Sequence[ForwardColumns]) -> ForwardColumns:
+        """Of all ranks, of which one alone ran a token's micro-batch; the time of the longest."""
+        return cls(
+            logprob_J=reduce(operator.add, (done.logprob_J for done in ranks)),
+            entropy_J=reduce(operator.add, (done.entropy_J for done in ranks)),
+            rows=sum(done.rows for done in ranks),
+            forward_s=max(done.forward_s for done in ranks),
+        )
 
 
 def forward_pass(

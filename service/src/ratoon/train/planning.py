@@ -31,6 +31,7 @@ class Planner:
     candidates: tuple[int, ...]
     costs: CostModel
     limits: TokenLimits
+    num_ranks: int = 1
 
     def plan(
         self, batch: RolloutBatch, prefixes: SortedPrefixes, is_run_S: NDArray[np.bool_]
@@ -39,10 +40,12 @@ class Planner:
         return cheapest_plan(batch, prefixes, is_run_S, self.candidates, self.costs, self.limits)
 
 
-def cpu_planner(micro_batch_tokens: int | None) -> Planner:
+def cpu_planner(micro_batch_tokens: int | None, *, num_ranks: int = 1) -> Planner:
     """Of a device whose memory nothing counts; `micro_batch_tokens` None: chosen here."""
     tokens = CPU_TOKENS if micro_batch_tokens is None else micro_batch_tokens
-    return Planner(candidates=(tokens,), costs=DEFAULT_COSTS, limits=NO_LIMITS)
+    return Planner(
+        candidates=(tokens,), costs=DEFAULT_COSTS, limits=NO_LIMITS, num_ranks=num_ranks
+    )
 
 
 def device_planner(
@@ -53,6 +56,7 @@ def device_planner(
     *,
     layers_are_trained: bool,
     rates: DeviceRates = H200_RATES,
+    num_ranks: int = 1,
 ) -> Planner:
     """Of a device that lends so many bytes to activations, and of its host.
 
@@ -70,4 +74,5 @@ def device_planner(
         candidates=candidates,
         costs=with_recompute(costs, sizes, rates, device_bytes, host_bytes),
         limits=limits,
+        num_ranks=num_ranks,
     )

@@ -82,6 +82,10 @@ class Prepared:
     plan: UpdatePlan
     warnings: tuple[str, ...]
 
+    def of_rank(self, rank: int) -> Prepared:
+        """What one rank runs of it."""
+        return replace(self, plan=self.plan.of_rank(rank))
+
 
 def prepare(batch: RolloutBatch, loss: Loss, *, version: int, planner: Planner) -> Prepared:
     """Decide all, cuts included. Raises STALE_ROLLOUTS where the loss refuses stale rollouts."""

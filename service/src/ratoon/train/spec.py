@@ -29,6 +29,8 @@ class TrainerSpec:
     # A self-check (`train.self_check`) at every version that this divides; 0: never.
     self_check_every: int = 0
     guard: NumericsGuard = DEFAULT_GUARD
+    # Ranks, of which each has all weights and a share of the optimizer's states.
+    num_workers: int = 1
 
     @property
     def kept_states(self) -> OptimizerStates:

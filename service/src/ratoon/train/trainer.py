@@ -1,4 +1,7 @@
-"""The trainer of one policy on one device: what a worker runs operations on.
+"""The trainer of one policy: what a worker runs operations on, on one device or on several.
+
+It decides, and has the ranks of its group run what it decided: the rank of its own device, and
+those of other processes.
 
 Weights, moments and version change in `optim_step`, `update`, `load_checkpoint` and
 `import_weights` alone, each whole or not at all.
@@ -6,11 +9,15 @@ Weights, moments and version change in `optim_step`, `update`, `load_checkpoint`
 
 from __future__ import annotations
 
+import math
+import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
+from itertools import chain, count
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -25,9 +32,11 @@ from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.selection import Counters
+from ratoon.rollout.sharing import planned_prefixes
 from ratoon.train import prepare
-from ratoon.train.checkpoint import Snapshot, load_checkpoint
-from ratoon.train.forward_arrays import ForwardArrays, check_forward_logprobs, run_forward
+from ratoon.train.checkpoint import Snapshot, check_digest, read_manifest
+from ratoon.train.copies import Copies
+from ratoon.train.forward_arrays import ForwardArrays, check_forward_logprobs
 from ratoon.train.gradient_window import GradientWindow, Totals, WindowState
 from ratoon.train.imported import ImportedWeights, read_weights
 from ratoon.train.loss.spec import Loss, Normalisation, OptimStep
@@ -40,14 +49,16 @@ from ratoon.train.numerics import (
     numerics_fingerprint,
     peak_memory_bytes,
 )
-from ratoon.train.optim.choice import choose_states, make_optimizer, rounding_warning
-from ratoon.train.optim.digest import StateDigest
-from ratoon.train.optim.gradients import GradientSums
-from ratoon.train.optim.step_guard import WARNINGS, guarded_step
-from ratoon.train.optim.tensor_norms import TensorNorms
-from ratoon.train.passes import forward_backward_pass
+from ratoon.train.optim.adamw import norm_of_blocks
+from ratoon.train.optim.choice import choose_states, rounding_warning
+from ratoon.train.optim.digest import digest_of_sums
+from ratoon.train.optim.step_guard import WARNINGS, reason_in_norm, reason_in_sums
+from ratoon.train.optim.tensor_norms import tensor_norms
+from ratoon.train.passes import ForwardColumns, PassTotals
 from ratoon.train.planning import cpu_planner, device_planner
 from ratoon.train.prepare import Prepared
+from ratoon.train.rank import Rank
+from ratoon.train.rank_group import Peer, RankGroup
 from ratoon.train.report import batch_sums
 from ratoon.train.report import build as report_builder
 from ratoon.train.report.clock import DeviceClock
@@ -64,42 +75,38 @@ class Trainer:
     where a number was retired. Not thread-safe: one call at a time.
     """
 
-    def __init__(self, spec: TrainerSpec, model: PolicyModel) -> None:
+    def __init__(
+        self,
+        spec: TrainerSpec,
+        model: PolicyModel,
+        copies: Copies | None = None,
+        peers: Sequence[Peer] = (),
+    ) -> None:
+        """`peers`: ranks 1 and above, whose tensors `copies` brings; none for one device alone."""
+        assert spec.num_workers == 1 + len(peers)
         self.spec = spec
         self.model = model
         self.version = 0
-        parameters = model.named_trainable()
-        self._gradients = GradientSums(parameters)
-        self._named = NamedGradients(model, self._gradients)
-        self._optimizer = make_optimizer(
-            parameters, spec.optimizer, spec.kept_states, spec.model.seed
-        )
-        self._num_trained = sum(parameter.numel() for parameter in parameters.values())
-        self._digest = StateDigest(model.device)
-        self._planner = cpu_planner(spec.micro_batch_tokens)
+        self.ranks = RankGroup(Rank(spec, model, copies or Copies()), peers)
+        self._named = NamedGradients(model)
+        self._num_trained = sum(p.numel() for p in model.named_trainable().values())
+        self._planner = cpu_planner(spec.micro_batch_tokens, num_ranks=self.ranks.size)
         self._window = GradientWindow()
-        self._meter = UsageMeter(model)
+        self._meter = UsageMeter(model, self.ranks.size)
         self._weights_copy = WeightsCopy(model)
+        self._snapshot_numbers = count()
+        # Those that somebody has, whose states the ranks hold until they are written.
+        self._snapshots = WeakValueDictionary[int, Snapshot]()
 
     @classmethod
-    def create(cls, spec: TrainerSpec) -> Trainer:
-        """Configure torch for this process and load the model.
+    def create(cls, spec: TrainerSpec, peers: Sequence[Peer] = ()) -> Trainer:
+        """Configure torch for this process and load the model, as the `peers` have done theirs.
 
-        Raises what `load_model` raises, and `choose_states` where the spec leaves the choice.
+        With peers, all ranks are processes that have joined. Raises what `load_model` raises, and
+        `choose_states` where the spec leaves the choice.
         """
-        configure_torch(spec)
-        model = load_model(
-            spec.model,
-            device=torch.device(spec.device),
-            attention_backend=spec.attention_backend,
-            deterministic=spec.deterministic,
-            keep_reference=spec.keep_reference,
-            compile_layers=torch.device(spec.device).type == "cuda",
-        )
-        if spec.optimizer_states is None:
-            states = choose_states(model.named_trainable(), device_memory(model.device))
-            spec = replace(spec, optimizer_states=states)
-        trainer = cls(spec, model)
+        spec, model = load(spec)
+        trainer = cls(spec, model, Copies.joined(), peers)
         trainer.limit_activations()
         return trainer
 
@@ -118,6 +125,7 @@ class Trainer:
                 device_bytes,
                 host_bytes,
                 layers_are_trained=self.model.adapter is None,
+                num_ranks=self.ranks.size,
             )
 
     def info(self) -> ModelInfo:
@@ -129,7 +137,8 @@ class Trainer:
 
     def state_digest(self) -> str:
         """Of weights, moments and the number of steps, 32 hexadecimal digits; not of the window."""
-        return self._digest.of(self._optimizer.state())
+        sums = self.ranks.all("digest_sums")
+        return digest_of_sums(sums, self.ranks.own.optimizer.state().num_steps)
 
     @property
     def window_state(self) -> WindowState:
@@ -190,7 +199,8 @@ class Trainer:
         self_check = self._self_check(prepared, old_logprobs_J, is_cancelled)
         self._window.begin(loss)
         hooks = PassHooks(on_progress=on_progress, is_cancelled=is_cancelled)
-        done = forward_backward_pass(self.model, prepared, old_logprobs_J, hooks)
+        ranks = self.ranks.run(hooks, "forward_backward", prepared, old_logprobs_J)
+        done = PassTotals.over(ranks)
         totals = Totals(
             counters=prepared.counters,
             sums=done.sums,
@@ -250,7 +260,7 @@ class Trainer:
 
     def discard_gradients(self) -> None:
         """Empty the window, TORN or not."""
-        self._gradients.clear()
+        self.ranks.all("clear")
         self._window.clear()
 
     def forward(
@@ -265,20 +275,36 @@ class Trainer:
     ) -> ForwardArrays:
         """Log-probs of the batch's trained tokens, by the policy or its frozen reference.
 
-        Changes nothing. Raises what `run_forward` raises.
+        Changes nothing. Raises `RatoonError` CANCELLED, INVALID_ARGUMENT without a reference,
+        INTERNAL where the plan is of another batch.
         """
+        started = time.perf_counter()
+        prefixes = planned_prefixes(sort_sequences(batch), plan)
+        plan_s = time.perf_counter() - started
         hooks = PassHooks(on_progress=on_progress, is_cancelled=is_cancelled)
-        run = partial(run_forward, self.model, self._meter, batch, plan, hooks)
-        return run(with_entropy=with_entropy, use_reference=use_reference)
+        run = partial(self.ranks.run, hooks, "forward", batch, prefixes, plan)
+        columns = ForwardColumns.over(run(use_reference=use_reference))
+        seconds = PhaseSeconds(plan=plan_s, forward=columns.forward_s)
+        usage = self._meter.forward(batch, plan, columns)
+        return ForwardArrays(
+            logprobs=columns.logprob_J,
+            entropy=columns.entropy_J if with_entropy else None,
+            report=report_builder.forward_report(batch, plan, columns, seconds, usage),
+        )
 
     def snapshot(self) -> Snapshot:
         """A copy on the host, which any thread may write; gradients are not in it."""
-        return Snapshot(
-            state=self._optimizer.state().on_host(),
+        digest, number = self.state_digest(), next(self._snapshot_numbers)
+        self.ranks.all("hold_states", number, [*self._snapshots])
+        self._snapshots[number] = snapshot = Snapshot(
+            write_files=lambda folder: self.ranks.all("write_states", number, str(folder)),
+            kind=self.spec.kept_states,
+            num_steps=self.ranks.own.optimizer.state().num_steps,
             model=self.spec.model,
             version=self.version,
-            digest=self.state_digest(),
+            digest=digest,
         )
+        return snapshot
 
     def save_checkpoint(self, folder: Path) -> int:
         """Write a snapshot of now. Returns the size in bytes. Raises `FileExistsError`."""
@@ -288,13 +314,14 @@ class Trainer:
         """Become the state of a checkpoint, version included, and empty the window.
 
         The frozen reference stays. Nothing is touched where the folder is not whole: raises what
-        `checkpoint.load_checkpoint` raises.
+        `read_manifest` and `read_states` raise, INTERNAL where the digest is another.
         """
-        state = self._optimizer.state()
-        loaded = load_checkpoint(folder, state, self.spec.model, self._digest.of)
+        manifest = read_manifest(folder, self.spec.kept_states, self.spec.model)
+        sums = self.ranks.all("read_states", str(folder), manifest)
+        check_digest(folder, manifest, digest_of_sums(sums, manifest.num_steps))
         self.discard_gradients()
-        self._optimizer.load(loaded.state)
-        self.version = loaded.version
+        self.ranks.all("take_states")
+        self.version = manifest.version
 
     def read_weights(self, folder: Path, digest: str) -> ImportedWeights:
         """A folder's weights, for `import_weights`; changes nothing. Raises as `read_weights`."""
@@ -310,10 +337,9 @@ class Trainer:
         has changed then.
         """
         self._check_closed()
+        self.ranks.lead(weights.values, "take_values", adds=adds)
         key = f"import {self.version + 1}"
-        self._optimizer.set_weights(weights.values, adds=adds, key=key)
-        if resets_optimizer:
-            self._optimizer.reset()
+        self.ranks.all("set_values", key, adds=adds, resets_optimizer=resets_optimizer)
         self.version += 1
 
     def copy_weights(self) -> WeightsCopy:
@@ -335,7 +361,10 @@ class Trainer:
         WINDOW_POISONED.
         """
         self._window.require_open()
-        self._named.write(path, names)
+        parameters = self._named.parameters(names)
+        ranks = self.ranks.all("sums_of", parameters)
+        sums = [reduce(operator.add, each) for each in zip(*ranks, strict=True)]
+        self._named.write(path, names, dict(zip(parameters, sums, strict=True)))
 
     def _check_closed(self) -> None:
         if self._window.state is not WindowState.EMPTY:
@@ -353,20 +382,31 @@ class Trainer:
         is_empty = self._window.state is WindowState.EMPTY
         if not (is_empty and is_due(self.version, self.spec.self_check_every)):
             return SelfCheckOutcome(report=None, warnings=())
-        run = partial(run_self_check, self.model, self._gradients, prepared, old_logprobs_J)
+        gradients = self.ranks.own.gradients
+        run = partial(run_self_check, self.model, gradients, prepared, old_logprobs_J)
         return run(version=self.version, is_cancelled=is_cancelled)
 
     def _step(self, step: OptimStep, base: StepReport) -> StepReport:
         clock = DeviceClock(self.model.device)
         divisor = self._window.divisor(step.divisor)
-        totals, norms = self._window.totals, None
-        if step.tensor_grad_norms and divisor:
-            norms = TensorNorms(self._named.by_tensor(), divisor)
-        outcome = guarded_step(
-            self._optimizer, self._gradients, totals.sums, divisor, step, self.spec.guard
-        )
-        reason, changed, warnings = outcome.skip_reason, outcome.changed, base.warnings
+        totals, warnings, norms = self._window.totals, base.warnings, ()
+        grad_norm, changed = None, None
+        peaks = [peak_memory_bytes(self.model.device)]
+        reason = reason_in_sums(totals.sums, divisor, self.spec.guard)
+        if divisor:
+            self.ranks.all("add_up")
+            if step.tensor_grad_norms:
+                parts = chain.from_iterable(self.ranks.all("part_norms"))
+                norms = tensor_norms(parts, self._named.by_parameter(), divisor)
         if reason is None:
+            grad_norm = self._grad_norm(divisor)
+            reason = reason_in_norm(grad_norm, self.spec.guard)
+        if reason is None:
+            assert grad_norm is not None
+            stepped = self.ranks.all("step", grad_norm, divisor, step)
+            peaks = [each.peak_memory_bytes for each in stepped]
+            if step.changed_share and all(each.changed is not None for each in stepped):
+                changed = sum(each.changed for each in stepped) / self._num_trained
             self.version += 1
             warnings += rounding_warning(self.spec.kept_states, step.learning_rate)
         else:
@@ -375,12 +415,38 @@ class Trainer:
         clock.lap("optimizer")
         base = replace(
             base,
-            grad_norm=outcome.grad_norm,
-            tensor_grad_norms=() if norms is None else norms.read(),
-            changed_share=None if changed is None else int(changed) / self._num_trained,
+            grad_norm=grad_norm,
+            tensor_grad_norms=norms,
+            changed_share=changed,
             skipped=reason is not None,
             skip_reason=reason,
             warnings=warnings,
-            peak_memory_bytes=peak_memory_bytes(self.model.device),
+            peak_memory_bytes=max(peaks),
         )
         return report_builder.step_report(base, totals, divisor, seconds=clock.seconds())
+
+    def _grad_norm(self, divisor: float) -> float:
+        """Of the sums that were added up, after division; infinite where the sums' dtype holds no
+        such number."""
+        norm = norm_of_blocks(
+            lambda exactly: [*chain.from_iterable(self.ranks.all("norms", exactly))]
+        )
+        norm /= divisor
+        return math.inf if norm > self.ranks.own.optimizer.max_norm else norm
+
+
+def load(spec: TrainerSpec) -> tuple[TrainerSpec, PolicyModel]:
+    """Configure torch for this process, and load a policy's model; the spec with states chosen."""
+    configure_torch(spec)
+    model = load_model(
+        spec.model,
+        device=torch.device(spec.device),
+        attention_backend=spec.attention_backend,
+        deterministic=spec.deterministic,
+        keep_reference=spec.keep_reference,
+        compile_layers=torch.device(spec.device).type == "cuda",
+    )
+    if spec.optimizer_states is None:
+        states = choose_states(model.named_trainable(), device_memory(model.device))
+        spec = replace(spec, optimizer_states=states)
+    return spec, model

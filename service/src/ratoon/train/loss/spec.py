@@ -145,16 +145,14 @@ class NoDivisor:
 class OptimStep:
     """One optimizer step. `max_grad_norm` infinity: no clipping.
 
-    A gradient of a norm above `max_norm_to_step` before clipping is not stepped on. With
-    `tensor_grad_norms` its norms are reported tensor by tensor, too, with `changed_share` how many
-    bfloat16 weights it changes.
+    With `tensor_grad_norms` the gradient's norms are reported tensor by tensor, too, with
+    `changed_share` how many bfloat16 weights it changes.
     """
 
     learning_rate: float
     weight_decay: float
     max_grad_norm: float
     divisor: CounterDivisor | NoDivisor
-    max_norm_to_step: float = math.inf
     tensor_grad_norms: bool = False
     changed_share: bool = False
     # Of this step's AdamW; None: the policy's.

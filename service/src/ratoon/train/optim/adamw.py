@@ -7,12 +7,13 @@ and no moment is touched.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ratoon.errors import invalid
 from ratoon.train.config import AdamWConfig, OptimizerStates
@@ -88,7 +89,7 @@ class OptimizerState:
 class StepOutcome:
     """`grad_norm` is after division, before clipping.
 
-    Skipped: it is not finite, or above the step's `max_norm_to_step`. `changed`, on the device:
+    Skipped: it is not finite. `changed`, on the device:
     how many bfloat16 weights have other bits; None where nobody asked, or weights are wider.
     """
 
@@ -97,30 +98,94 @@ class StepOutcome:
     changed: Tensor | None = None
 
 
-class MasterAdamW:
-    """Owns the moments of float32 or float64 parameters (Loshchilov and Hutter, arXiv 1711.05101).
+class Optimizer(ABC):
+    """Owns what is kept of some parameters, or of parts of them, and steps these alone.
+
+    Ranks that have a part each measure one norm together and then `apply` it; `step` is both, of
+    one who has all.
+    """
+
+    @property
+    @abstractmethod
+    def max_norm(self) -> float:
+        """Above it a norm is of a gradient that is not finite in the dtype of the sums."""
+
+    @abstractmethod
+    def apply(
+        self, sums: Mapping[str, Tensor], divisor: float, norm: float, step: OptimStep
+    ) -> Tensor | None:
+        """Divide `sums` by `divisor` (> 0), clip by the gradient's `norm` (after division), step.
+
+        May change `sums`. Returns, on the device, how many bfloat16 weights have other bits; None
+        where nobody asked, or weights are wider.
+        """
+
+    @abstractmethod
+    def state(self) -> OptimizerState:
+        """The live state; copy it before the next step."""
+
+    @abstractmethod
+    def load(self, state: OptimizerState) -> None:
+        """Take over a state of the same kind, names and shapes, by copy."""
+
+    @abstractmethod
+    def check_sums(self, values: Mapping[str, Tensor]) -> None:
+        """Whether weights and `values` add up to what is finite; raises INVALID_ARGUMENT."""
+
+    @abstractmethod
+    def set_weights(self, values: Mapping[str, Tensor], *, adds: bool, key: str) -> None:
+        """Replace the weights by `values`, on any device and of the same names, or add these.
+
+        Values are finite (`are_finite`), and so are sums (`check_sums`). Moments and step count
+        stay. `key` names this change among all of the policy's, and what is rounded stochastically
+        by it.
+        """
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Moments and step count as before the first step; weights stay."""
+
+    def step(self, sums: Mapping[str, Tensor], divisor: float, step: OptimStep) -> StepOutcome:
+        """Divide `sums` by `divisor` (> 0), clip by the global norm, step.
+
+        May change `sums`, which the caller clears afterwards in either outcome.
+        """
+        norm = global_norm(sums.values()) / divisor
+        norm = math.inf if norm > self.max_norm else norm
+        if not math.isfinite(norm):
+            return StepOutcome(grad_norm=norm, skipped=True)
+        return StepOutcome(
+            grad_norm=norm, skipped=False, changed=self.apply(sums, divisor, norm, step)
+        )
+
+
+class MasterAdamW(Optimizer):
+    """Of float32 or float64 weights (Loshchilov and Hutter, arXiv 1711.05101).
 
     Moments are there from the start: a state is complete before the first step.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], config: AdamWConfig) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], config: AdamWConfig) -> None:
         self._masters = dict(parameters)
         self._config = config
         # One pass over the state on a GPU; on a CPU the bits are those of the plain loop.
         is_fused = any(master.is_cuda for master in self._masters.values())
+        is_float32 = all(master.dtype is torch.float32 for master in self._masters.values())
+        self._max_norm = MAX_FLOAT32 if is_float32 else math.inf
         # The fused step's own scale of gradients is a float32: too coarse for float64.
-        self._folds_scale = is_fused and all(
-            master.dtype is torch.float32 for master in self._masters.values()
-        )
-        self._adamw = torch.optim.AdamW(
-            list(self._masters.values()),
-            lr=0.0,
-            betas=(config.beta1, config.beta2),
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            fused=is_fused or None,
-        )
+        self._folds_scale = is_fused and is_float32
+        self._adamw: torch.optim.AdamW | None = None
+        if self._masters:
+            self._adamw = torch.optim.AdamW(
+                list(self._masters.values()),
+                lr=0.0,
+                betas=(config.beta1, config.beta2),
+                eps=config.eps,
+                weight_decay=config.weight_decay,
+                fused=is_fused or None,
+            )
         for master in self._masters.values():
+            assert self._adamw is not None
             # The fused step counts on the device.
             counter_device = master.device if is_fused else torch.device("cpu")
             self._adamw.state[master] = {
@@ -130,25 +195,20 @@ class MasterAdamW:
             }
         self._num_steps = 0
 
-    def step(self, sums: Mapping[str, Tensor], divisor: float, step: OptimStep) -> StepOutcome:
-        """Divide `sums` by `divisor` (> 0), clip by the global norm, step.
+    @property
+    def max_norm(self) -> float:
+        return self._max_norm
 
-        Changes `sums`, which the caller clears afterwards in either outcome. On a GPU float32
-        weights are read and written in one pass over 32 bytes per parameter, division and
-        clipping in it; before it the norm reads 4.
-        """
-        gradients = list(sums.values())
-        if not self._folds_scale:
-            for gradient in gradients:
-                gradient.div_(divisor)
-            norm = global_norm(gradients)
-        else:
-            norm = global_norm(gradients) / divisor
-            # A quotient that float32 does not hold is no gradient either.
-            norm = math.inf if norm > MAX_FLOAT32 else norm
-        if not (math.isfinite(norm) and norm <= step.max_norm_to_step):
-            return StepOutcome(grad_norm=norm, skipped=True)
-        self._scale(gradients, divisor, min(1.0, step.max_grad_norm / (norm + CLIP_EPSILON)))
+    def apply(
+        self, sums: Mapping[str, Tensor], divisor: float, norm: float, step: OptimStep
+    ) -> None:
+        """On a GPU float32 weights are read and written in one pass over 32 bytes per parameter,
+        division and clipping in it."""
+        self._num_steps += 1
+        if self._adamw is None:
+            return
+        clip = min(1.0, step.max_grad_norm / (norm + CLIP_EPSILON))
+        self._scale([sums[name] for name in self._masters], divisor, clip)
         config = step.adamw(self._config)
         for group in self._adamw.param_groups:
             group["lr"] = step.learning_rate
@@ -158,12 +218,9 @@ class MasterAdamW:
         for name, master in self._masters.items():
             master.grad = sums[name]
         self._adamw.step()
-        self._num_steps += 1
-        return StepOutcome(grad_norm=norm, skipped=False)
 
     def state(self) -> OptimizerState:
-        """The live state; copy it before the next step."""
-        moments = {name: self._adamw.state[master] for name, master in self._masters.items()}
+        moments = {name: self._moments(master) for name, master in self._masters.items()}
         return OptimizerState(
             kind=OptimizerStates.FP32,
             weights={name: master.detach() for name, master in self._masters.items()},
@@ -176,39 +233,37 @@ class MasterAdamW:
         )
 
     def load(self, state: OptimizerState) -> None:
-        """Take over a state of the same names and shapes, by copy."""
         self.state().copy_from(state)
         for master in self._masters.values():
-            self._adamw.state[master]["step"].fill_(float(state.num_steps))
+            self._moments(master)["step"].fill_(float(state.num_steps))
         self._num_steps = state.num_steps
+
+    def check_sums(self, values: Mapping[str, Tensor]) -> None:
+        for name in self._masters:
+            check_sum(name, self._updated(name, values, adds=True))
 
     @torch.no_grad()
     def set_weights(self, values: Mapping[str, Tensor], *, adds: bool, key: str) -> None:
-        """Replace the weights by `values`, on any device and of the same names, or add these.
-
-        Values are finite (`are_finite`); sums need not be: raises INVALID_ARGUMENT naming one that
-        is not, and none has changed then. Moments and step count stay. `key` names this change
-        among all of the policy's, and what is rounded stochastically by it: here nothing is.
-        """
-
-        def updated(name: str) -> Tensor:
-            master = self._masters[name]
-            value = values[name].to(master.device, master.dtype)
-            return master + value if adds else value
-
-        for name in self._masters if adds else ():
-            check_sum(name, updated(name))
+        """Nothing is rounded."""
         for name, master in self._masters.items():
-            master.copy_(updated(name))
+            master.copy_(self._updated(name, values, adds=adds))
 
     def reset(self) -> None:
-        """Moments and step count as before the first step; weights stay."""
         state = self.state()
         state.clear_moments()
         self.load(replace(state, num_steps=0))
 
+    def _moments(self, master: Tensor) -> dict[str, Tensor]:
+        assert self._adamw is not None
+        return self._adamw.state[master]
+
+    def _updated(self, name: str, values: Mapping[str, Tensor], *, adds: bool) -> Tensor:
+        master = self._masters[name].detach()
+        value = values[name].to(master.device, master.dtype).view(master.shape)
+        return master + value if adds else value
+
     def _scale(self, gradients: list[Tensor], divisor: float, clip: float) -> None:
-        """Clip `gradients`, which where the scale is folded are still to be divided."""
+        """Divide and clip `gradients`, or have the step do it."""
         if self._folds_scale:
             scale = divisor / clip if clip > 0.0 else math.inf
             if not _TINY <= scale <= MAX_FLOAT32:
@@ -218,8 +273,10 @@ class MasterAdamW:
             # What torch's fused step divides gradients by (and its GradScaler sets).
             device = gradients[0].device
             cast("Any", self._adamw).grad_scale = torch.full((), scale, device=device)
-        elif clip < 1.0:
-            for gradient in gradients:
+            return
+        for gradient in gradients:
+            gradient.div_(divisor)
+            if clip < 1.0:
                 gradient.mul_(clip)
 
 
@@ -236,27 +293,41 @@ def check_sum(name: str, weights: Tensor) -> None:
 
 
 def global_norm(gradients: Iterable[Tensor]) -> float:
-    """Euclidean norm over all elements of all tensors; waits for the device once.
+    """Euclidean norm over all elements of all tensors; waits for the device once or twice."""
+    tensors = list(gradients)
+    return norm_of_blocks(lambda exactly: block_norms(tensors, exactly=exactly))
 
-    Accumulated in float64; on a GPU, unless they are float64, in float32 within blocks of 2**25
-    elements, with a relative error below 1e-6. Where that overflows, or is so small that squares
-    may have been lost, the gradients are read again in float64, with one more wait: only what is
-    not finite has a norm that is not.
+
+def norm_of_blocks(norms_of_blocks: Callable[[bool], Sequence[float]]) -> float:
+    """The same of all blocks, whose `block_norms` the argument gives, `exactly` or not.
+
+    Where they overflow, or are so small that squares may have been lost, they are asked for again,
+    exactly: only what is not finite has a norm that is not.
+    """
+    norm = _norm_of_norms(norms_of_blocks(False))
+    if math.isnan(norm) or _MIN_NORM <= norm < math.inf:
+        return norm
+    return _norm_of_norms(norms_of_blocks(True))
+
+
+def block_norms(gradients: Iterable[Tensor], *, exactly: bool) -> list[float]:
+    """Euclidean norms of blocks of 2**25 elements; waits for the device once.
+
+    Accumulated in float64; on a GPU, unless they are float64 or `exactly`, in float32 with a
+    relative error below 1e-6.
     """
     blocks = [block for gradient in gradients for block in gradient.reshape(-1).split(_NORM_CHUNK)]
     if not blocks:
-        return 0.0
-    if all(block.is_cuda and block.dtype is not torch.float64 for block in blocks):
-        norm = _norm_of_norms(cast("Any", torch)._foreach_norm(blocks, 2.0, torch.float32))
-        if math.isnan(norm) or _MIN_NORM <= norm < math.inf:
-            return norm
-    return _norm_of_norms(
-        [torch.linalg.vector_norm(block, dtype=torch.float64) for block in blocks]
-    )
+        return []
+    if not exactly and all(b.is_cuda and b.dtype is not torch.float64 for b in blocks):
+        norms = cast("Any", torch)._foreach_norm(blocks, 2.0, torch.float32)
+    else:
+        norms = [torch.linalg.vector_norm(block, dtype=torch.float64) for block in blocks]
+    return torch.stack(list(norms)).double().tolist()
 
 
-def _norm_of_norms(norms: Sequence[Tensor]) -> float:
-    return float(torch.linalg.vector_norm(torch.stack(list(norms)), dtype=torch.float64))
+def _norm_of_norms(norms: Sequence[float]) -> float:
+    return float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64)))
 
 
 def _host_copy(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ratoon.errors import invalid
 from ratoon.train.config import AdamWConfig, OptimizerStates
@@ -22,21 +22,20 @@ from ratoon.train.loss.spec import OptimStep
 from ratoon.train.optim.adamw import (
     CLIP_EPSILON,
     MAX_FLOAT32,
+    Optimizer,
     OptimizerState,
-    StepOutcome,
     check_sum,
-    global_norm,
 )
 from ratoon.train.optim.bf16_state import (
-    Chunk,
     Tensors,
-    chunks_of,
+    Views,
     initial_state,
     is_master,
     is_rounded,
     keys_of,
     read_moments,
     read_weights,
+    views_of,
     write_moments,
     write_weights,
 )
@@ -51,12 +50,12 @@ _MAX_SQUARE = 1e38
 _AS_WRITTEN: dict[str, str | int | bool | Callable[..., object]] = {"emulate_precision_casts": True}
 
 
-_StepChunk = Callable[
+_StepViews = Callable[
     [Tensor, Tensors, Tensors, tuple[Tensor, Tensor], Tensor, bool], Tensor | None
 ]
 
 
-class Bf16AdamW:
+class Bf16AdamW(Optimizer):
     """Owns what is kept of `parameters` beside their bfloat16 weights, from the start.
 
     `seed` keys the rounding. Raises `RatoonError` INVALID_ARGUMENT where one is not bfloat16.
@@ -64,7 +63,7 @@ class Bf16AdamW:
 
     def __init__(
         self,
-        parameters: Mapping[str, nn.Parameter],
+        parameters: Mapping[str, Tensor],
         config: AdamWConfig,
         kind: OptimizerStates,
         seed: int,
@@ -74,26 +73,24 @@ class Bf16AdamW:
         self._seed = seed
         weights = {name: parameter.detach() for name, parameter in parameters.items()}
         self._live = initial_state(weights, kind)
-        self._chunks = [
-            chunk
-            for name, weight in weights.items()
-            for chunk in chunks_of(self._live, name, weight, seed)
-        ]
-        self._device = next(iter(parameters.values())).device
+        self._views = [views_of(self._live, name, weight, seed) for name, weight in weights.items()]
+        devices = {weight.device for weight in weights.values()}
+        self._device = devices.pop() if devices else torch.device("cpu")
         # Compiled, a step touches each element once; on a CPU that is not worth a compiler.
         if self._device.type == "cuda":
-            compiled = torch.compile(_step_chunk, dynamic=True, fullgraph=True, options=_AS_WRITTEN)
-            self._step_chunk = cast("_StepChunk", compiled)
+            compiled = torch.compile(_step_views, dynamic=True, fullgraph=True, options=_AS_WRITTEN)
+            self._step_views = cast("_StepViews", compiled)
         else:
-            self._step_chunk = _step_chunk
+            self._step_views = _step_views
 
-    def step(self, sums: Mapping[str, Tensor], divisor: float, step: OptimStep) -> StepOutcome:
-        """Divide by `divisor` (> 0), clip by the global norm, step; `sums` (float32) stay."""
-        norm = global_norm(sums.values()) / divisor
-        if not norm <= MAX_FLOAT32:
-            return StepOutcome(grad_norm=norm if math.isnan(norm) else math.inf, skipped=True)
-        if norm > step.max_norm_to_step:
-            return StepOutcome(grad_norm=norm, skipped=True)
+    @property
+    def max_norm(self) -> float:
+        return MAX_FLOAT32
+
+    def apply(
+        self, sums: Mapping[str, Tensor], divisor: float, norm: float, step: OptimStep
+    ) -> Tensor | None:
+        """`sums` (float32) stay."""
         clip = min(1.0, step.max_grad_norm / (norm + CLIP_EPSILON))
         number = self._live.num_steps + 1
         numbers = _numbers(step.adamw(self._config), step, clip / divisor, number)
@@ -103,55 +100,49 @@ class Bf16AdamW:
             self._upload(torch.tensor(keys, dtype=torch.int32)),
         )
         counts: list[Tensor] = []
-        for chunk in self._chunks:
-            stop = chunk.start + chunk.weights[0].numel()
-            gradient = sums[chunk.name].view(-1)[chunk.start : stop]
-            gradient = gradient.view(chunk.weights[0].shape).data
-            changed = self._step_chunk(
-                gradient, chunk.weights, chunk.moments, scalars, chunk.origin, step.changed_share
+        for views in self._views:
+            gradient = sums[views.name].view(views.weights[0].shape).data
+            changed = self._step_views(
+                gradient, views.weights, views.moments, scalars, views.origin, step.changed_share
             )
             if changed is not None:
                 counts.append(changed.view(-1))
         self._live = replace(self._live, num_steps=number)
-        total = torch.cat(counts).sum() if counts else None
-        return StepOutcome(grad_norm=norm, skipped=False, changed=total)
+        return torch.cat(counts).sum() if counts else None
 
     def state(self) -> OptimizerState:
-        """The live state; copy it before the next step."""
         return self._live
 
     def load(self, state: OptimizerState) -> None:
-        """Take over a state of the same kind, names and shapes, by copy."""
         self._live.copy_from(state)
         self._live = replace(self._live, num_steps=state.num_steps)
-        for chunk in self._chunks:
-            if is_master(chunk.weights):
-                bits, master = chunk.weights
+        for views in self._views:
+            if is_master(views.weights):
+                bits, master = views.weights
                 bits.copy_(split_float32(master)[0])
 
     @torch.no_grad()
+    def check_sums(self, values: Mapping[str, Tensor]) -> None:
+        for views in self._views:
+            check_sum(views.name, self._updated(views, values, adds=True))
+
+    @torch.no_grad()
     def set_weights(self, values: Mapping[str, Tensor], *, adds: bool, key: str) -> None:
-        """See `MasterAdamW.set_weights`: masters are exact, what has none is rounded by `key`."""
-
-        def updated(chunk: Chunk) -> Tensor:
-            stop = chunk.start + chunk.weights[0].numel()
-            part = values[chunk.name].reshape(-1)[chunk.start : stop]
-            value = part.to(self._device, torch.float32).view(chunk.weights[0].shape)
-            return read_weights(chunk.weights) + value if adds else value
-
-        for chunk in self._chunks if adds else ():
-            check_sum(chunk.name, updated(chunk))
+        """Masters are exact, what has none is rounded by `key`."""
         keys = torch.tensor(keys_of(f"{self._seed}/{key}", 2), dtype=torch.int32)
         keys = self._upload(keys)
-        for chunk in self._chunks:
-            has_masters = len(chunk.weights) > 1
-            words = None if has_masters else _words(chunk.weights[0].shape, chunk.origin, keys)
-            write_weights(chunk.weights, updated(chunk), words)
+        for views in self._views:
+            has_masters = len(views.weights) > 1
+            words = None if has_masters else _words(views.weights[0].shape, views.origin, keys)
+            write_weights(views.weights, self._updated(views, values, adds=adds), words)
 
     def reset(self) -> None:
-        """See `MasterAdamW.reset`."""
         self._live.clear_moments()
         self._live = replace(self._live, num_steps=0)
+
+    def _updated(self, views: Views, values: Mapping[str, Tensor], *, adds: bool) -> Tensor:
+        value = values[views.name].to(self._device, torch.float32).view(views.weights[0].shape)
+        return read_weights(views.weights) + value if adds else value
 
     def _upload(self, host: Tensor) -> Tensor:
         """To the device without waiting for it."""
@@ -160,7 +151,7 @@ class Bf16AdamW:
         return host.pin_memory().to(self._device, non_blocking=True)
 
 
-def _step_chunk(
+def _step_views(
     gradient: Tensor,
     weights: Tensors,
     moments: Tensors,
@@ -168,7 +159,7 @@ def _step_chunk(
     origin: Tensor,
     is_counted: bool,
 ) -> Tensor | None:
-    """One step of AdamW for a part of a parameter, in float32, in place.
+    """One step of AdamW for one weight, in float32, in place.
 
     Returns, where that is asked for, how many weights have other bits: int32, of each row or of
     all. It is no part of every step, as it makes a kernel of its own: 20% to 80% more time.
@@ -194,7 +185,7 @@ def _step_chunk(
 
 
 def _words(shape: torch.Size, origin: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Random ones for each element of a part: functions of its origin, its index and two keys."""
+    """Random ones for each element of a weight: functions of its origin, its index and two keys."""
     index = torch.arange(shape.numel(), dtype=torch.int32, device=origin.device)
     index = index.view(shape) + origin[2]
     first = mix(mix(index ^ origin[0]) ^ mix(keys[0] ^ origin[1]))
@@ -205,7 +196,7 @@ def _words(shape: torch.Size, origin: Tensor, keys: Tensor) -> tuple[Tensor, Ten
 def _numbers(
     config: AdamWConfig, step: OptimStep, gradient_scale: float, number: int
 ) -> list[float]:
-    """What a step multiplies with, in the order of `_step_chunk`; `number` counts from 1."""
+    """What a step multiplies with, in the order of `_step_views`; `number` counts from 1."""
     return [
         gradient_scale,
         step.learning_rate * step.weight_decay,
@@ -218,7 +209,7 @@ def _numbers(
     ]
 
 
-def _check(parameters: Mapping[str, nn.Parameter], kind: OptimizerStates) -> None:
+def _check(parameters: Mapping[str, Tensor], kind: OptimizerStates) -> None:
     for name, parameter in parameters.items():
         if parameter.dtype is not torch.bfloat16:
             raise invalid("optimizer_states", kind.value, f"fp32, for {name} is {parameter.dtype}")

@@ -1,7 +1,7 @@
 """What is kept of bfloat16 parameters for AdamW, by kind, and how a step reads and writes it.
 
-A part of a parameter is a few flat tensors. How many there are and their dtypes say what they are,
-so that one function steps all kinds and a compiler makes one kernel for each.
+It is a few flat tensors per weight. How many there are and their dtypes say what they are, so that
+one function steps all kinds and a compiler makes one kernel for each.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ratoon.train.config import OptimizerStates
 from ratoon.train.optim.adamw import OptimizerState
+from ratoon.train.optim.parts import origin_of
 from ratoon.train.optim.rounding import (
     BLOCK,
     decode_positive,
@@ -28,9 +29,6 @@ from ratoon.train.optim.rounding import (
 
 # A parameter of fewer elements, or not of whole blocks, has bfloat16 moments and no codes.
 MIN_8BIT_ELEMENTS = 4096
-# Elements that a step computes at a time, a multiple of BLOCK: few calls, of which each costs the
-# host tens of microseconds, against what is kept for a moment beside the states.
-CHUNK = 1 << 25
 
 # By kind: the dtype of what completes a weight to float32 (a remainder, a master or nothing), and
 # that of the moments.
@@ -47,17 +45,16 @@ Words = tuple[Tensor, Tensor, Tensor] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """A part of one parameter; the tensors are flat views of it, or of rows of BLOCK where the
-    moments are codes: a compiler then has the maxima of the blocks and all else in one loop.
+class Views:
+    """A weight and what is kept beside it: flat views, or of rows of BLOCK where the moments are
+    codes: a compiler then has the maxima of the blocks and all else in one loop.
 
     `weights`: the bfloat16 weight alone; or its bits (int16) and the remainder (int16) or master
     (float32). `moments`: first and second, and the two scales where they are codes.
-    `origin`: int32 [3], two keys of the parameter and the index of the part's first element.
+    `origin`: int32 [3], two keys of the parameter and the index of the first element in it.
     """
 
     name: str
-    start: int
     weights: Tensors
     moments: Tensors
     origin: Tensor
@@ -105,8 +102,8 @@ def initial_state(weights: Mapping[str, Tensor], kind: OptimizerStates) -> Optim
     )
 
 
-def chunks_of(state: OptimizerState, name: str, weight: Tensor, seed: int) -> list[Chunk]:
-    """The parts of one parameter, of `CHUNK` elements and a rest."""
+def views_of(state: OptimizerState, name: str, weight: Tensor, seed: int) -> Views:
+    """What a step reads and writes of one weight: a parameter, or a part of one by its name."""
     weights = [weight]
     if name in state.weight_remainder:
         weights = [weight.view(torch.int16), state.weight_remainder[name]]
@@ -114,28 +111,17 @@ def chunks_of(state: OptimizerState, name: str, weight: Tensor, seed: int) -> li
         weights = [weight.view(torch.int16), state.weights[name]]
     moments = [state.exp_avg[name], state.exp_avg_sq[name]]
     scales = [s[name] for s in (state.exp_avg_scale, state.exp_avg_sq_scale) if name in s]
-    keys = keys_of(f"{seed}/{name}", 2)
+    parameter, start = origin_of(name)
+    origin = [*keys_of(f"{seed}/{parameter}", 2), start]
     shape = (-1, BLOCK) if scales else (-1,)
-    found: list[Chunk] = []
-    for start in range(0, weight.numel(), CHUNK):
-        part = slice(start, start + CHUNK)
-        scale_part = slice(start // BLOCK, (start + CHUNK) // BLOCK)
-        origin = torch.tensor([*keys, start], dtype=torch.int32, device=weight.device)
-        found.append(
-            Chunk(
-                name=name,
-                start=start,
-                # `.data` is no view: of a view, the compiler would look at the shape of the whole
-                # too, and compile anew for each kind of it.
-                weights=tuple(tensor.view(-1)[part].view(shape).data for tensor in weights),
-                moments=(
-                    *(tensor.view(-1)[part].view(shape).data for tensor in moments),
-                    *(scale[scale_part].data for scale in scales),
-                ),
-                origin=origin,
-            )
-        )
-    return found
+    # `.data` is no view: of a view, the compiler would look at the shape of the whole too, and
+    # compile anew for each kind of it.
+    return Views(
+        name=name,
+        weights=tuple(tensor.view(shape).data for tensor in weights),
+        moments=(*(tensor.view(shape).data for tensor in moments), *(s.data for s in scales)),
+        origin=torch.tensor(origin, dtype=torch.int32, device=weight.device),
+    )
 
 
 def is_master(weights: Tensors) -> bool:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.train.config import AdamWConfig, OptimizerStates
-from ratoon.train.loss.spec import OptimStep
 from ratoon.train.numerics import DeviceMemory
-from ratoon.train.optim.adamw import MasterAdamW, OptimizerState, StepOutcome
+from ratoon.train.optim.adamw import MasterAdamW, Optimizer
 from ratoon.train.optim.bf16_adamw import Bf16AdamW
 from ratoon.train.optim.bf16_state import initial_state
 
@@ -22,22 +19,8 @@ _ACTIVATION_SHARE = 0.25
 _MIN_ROUNDED_RATE = 1e-5
 
 
-class Optimizer(Protocol):
-    """What a trainer needs; the methods are described at `MasterAdamW`."""
-
-    def step(self, sums: Mapping[str, Tensor], divisor: float, step: OptimStep) -> StepOutcome: ...
-
-    def state(self) -> OptimizerState: ...
-
-    def load(self, state: OptimizerState) -> None: ...
-
-    def set_weights(self, values: Mapping[str, Tensor], *, adds: bool, key: str) -> None: ...
-
-    def reset(self) -> None: ...
-
-
 def make_optimizer(
-    parameters: Mapping[str, nn.Parameter],
+    parameters: Mapping[str, Tensor],
     config: AdamWConfig,
     kind: OptimizerStates,
     seed: int,
@@ -50,7 +33,7 @@ def make_optimizer(
 
 
 def choose_states(
-    parameters: Mapping[str, nn.Parameter], memory: DeviceMemory | None
+    parameters: Mapping[str, Tensor], memory: DeviceMemory | None
 ) -> OptimizerStates:
     """What a model of bfloat16 `parameters` keeps by `auto`: exact masters in any case.
 
@@ -90,7 +73,7 @@ def rounding_warning(kind: OptimizerStates, learning_rate: float) -> tuple[str, 
     return (warning,)
 
 
-def needed_bytes(parameters: Mapping[str, nn.Parameter], kind: OptimizerStates) -> int:
+def needed_bytes(parameters: Mapping[str, Tensor], kind: OptimizerStates) -> int:
     """Of gradient sums, float32, and of the states beside the weights."""
     weights = {name: p.detach().to("meta") for name, p in parameters.items()}
     fields = initial_state(weights, kind).tensors().values()

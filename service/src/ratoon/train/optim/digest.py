@@ -1,8 +1,8 @@
 """The digest of an optimizer state: weights, moments and step counter in 128 bits.
 
 It is two sums, modulo 2**64, over all elements: the element's bits as an integer, times an odd
-multiplier of its tensor and place (multilinear hashing, Carter and Wegman, 1979). So neither the
-order nor the cut into chunks decides anything; one element that differs always changes both sums,
+multiplier of its tensor and place (multilinear hashing, Carter and Wegman, 1979). So neither
+the order nor who has which part decides anything; one element that differs always changes both sums,
 and several by chance leave them as they were less than once in 2**60.
 
 A multiplier is a product of two random words, of the place in a block of `BLOCK` elements and of
@@ -29,8 +29,7 @@ _ALIKE = (
     ("weights", "weight_remainder", "exp_avg", "exp_avg_sq"),
     ("exp_avg_scale", "exp_avg_sq_scale"),
 )
-# Elements that a state on the host may take on a device at a time.
-CHUNK = 1 << 28
+_MASK = (1 << 64) - 1
 # Words of 32 bits at most: a multiplier must not be shifted out by a bit that differs.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
@@ -50,25 +49,29 @@ class StateDigest:
 
     def of(self, state: OptimizerState) -> str:
         """The digest of `state`, 32 hexadecimal digits; waits for the device once."""
-        listing = [f"num_steps {state.num_steps}"]
+        return digest_of_sums([self.sums(state)], state.num_steps)
+
+    def sums(self, state: OptimizerState) -> tuple[int, int]:
+        """What the tensors of `state` add to a digest; waits for the device once."""
         found: list[Tensor] = []
+        listed = 0, 0
         for names, tensors in _rows(state):
-            listing.extend(names)
+            for name in names:
+                listed = _added(listed, _text_sums(name))
             words = [_words(tensor) for tensor in tensors]
             blocks = self._blocks_of(names, -(-len(words[0]) // BLOCK))
             if self._device.type == "cuda":
                 found.extend(self._sums_by_parts(words, blocks))
             else:
                 found.append(host_sums(words, self._places, blocks))
-        sums = torch.cat(found).sum(dim=0).tolist() if found else [0, 0]
-        listed = xxhash.xxh3_128_intdigest("\n".join(sorted(listing)).encode())
-        return digest_text(sums[0] + listed, sums[1] + (listed >> 64))
+        one, two = torch.cat(found).sum(dim=0).tolist() if found else (0, 0)
+        return _added(listed, (one, two))
 
     def _sums_by_parts(self, words: Sequence[Tensor], blocks: Tensor) -> Iterator[Tensor]:
-        """`device_sums` of whole blocks, `CHUNK` words at a time, and of what is left."""
+        """`device_sums` of whole blocks, and of what is left."""
         count = len(words[0])
         whole = count - count % BLOCK
-        starts = [*range(0, whole, CHUNK), *([whole] if whole < count else [])]
+        starts = [*([0] if whole else []), *([whole] if whole < count else [])]
         for start, stop in pairwise([*starts, count]):
             # `.data` is no view: of a view, the compiler would look at the shape of the whole too.
             parts = tuple(
@@ -123,9 +126,26 @@ def host_sums(words: Sequence[Tensor], places: Tensor, blocks: Tensor) -> Tensor
     return torch.from_numpy(sums)
 
 
+def digest_of_sums(sums: Sequence[tuple[int, int]], num_steps: int) -> str:
+    """The digest of a state whose parts add these sums."""
+    total = _text_sums(f"num_steps {num_steps}")
+    for each in sums:
+        total = _added(total, each)
+    return digest_text(*total)
+
+
 def digest_text(*sums: int) -> str:
     """Sums, signed or not and of any size, as hexadecimal digits, 16 each."""
     return "".join(f"{total % (1 << 64):016x}" for total in sums)
+
+
+def _text_sums(text: str) -> tuple[int, int]:
+    number = xxhash.xxh3_128_intdigest(text.encode())
+    return number & _MASK, number >> 64
+
+
+def _added(one: tuple[int, int], two: tuple[int, int]) -> tuple[int, int]:
+    return (one[0] + two[0]) & _MASK, (one[1] + two[1]) & _MASK
 
 
 def _rows(state: OptimizerState) -> Iterator[tuple[tuple[str, ...], list[Tensor]]]:

@@ -42,16 +42,17 @@ class GradientSums:
         parameter = self._parameters[name]
         return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
-    def element_bytes(self, name: str) -> int:
-        """Of a sum."""
-        return max(self._parameters[name].element_size(), torch.float32.itemsize)
-
     def clear(self) -> None:
         """Forget all sums."""
         for buffer in self._buffers.values():
             buffer.zero_()
         for parameter in self._parameters.values():
             parameter.grad = None
+
+
+def sum_bytes(parameter: Tensor) -> int:
+    """Of one element of a parameter's sum."""
+    return max(parameter.element_size(), torch.float32.itemsize)
 
 
 def _adder(buffer: Tensor) -> Callable[[Tensor], None]:

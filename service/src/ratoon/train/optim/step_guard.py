@@ -1,23 +1,13 @@
-"""Whether a window's sums and gradient may become a step, and the step where they may.
-
-A step that may not be taken changes no weight and no moment. Nothing here waits for a device but
-the optimizer's own norm.
-"""
+"""Whether a window's sums and gradient may become a step. Imports no torch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from torch import Tensor
-
 from ratoon.train.config import NumericsGuard
-from ratoon.train.loss.spec import OptimStep
 from ratoon.train.loss.sums import LossSums
-from ratoon.train.optim.choice import Optimizer
-from ratoon.train.optim.gradients import GradientSums
 from ratoon.train.report.step_report import SkipReason
 
 WARNINGS: Mapping[SkipReason, str] = MappingProxyType(
@@ -32,34 +22,12 @@ WARNINGS: Mapping[SkipReason, str] = MappingProxyType(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GuardedOutcome:
-    """`grad_norm` as in the report: None where the optimizer was not asked. `changed`: its own."""
-
-    grad_norm: float | None
-    skip_reason: SkipReason | None
-    changed: Tensor | None = None
-
-
-def guarded_step(
-    optimizer: Optimizer,
-    gradients: GradientSums,
-    sums: LossSums,
-    divisor: float,
-    step: OptimStep,
-    guard: NumericsGuard,
-) -> GuardedOutcome:
-    """Step on the gradient sums unless there is a reason not to; `divisor` 0: no token counts."""
-    reason = reason_in_sums(sums, divisor, guard)
-    if reason is not None:
-        return GuardedOutcome(grad_norm=None, skip_reason=reason)
+def reason_in_norm(norm: float, guard: NumericsGuard) -> SkipReason | None:
+    """Why a gradient of this norm, after division, is not stepped on."""
+    if not math.isfinite(norm):
+        return SkipReason.NON_FINITE_GRADIENT
     limit = guard.max_grad_norm_to_step
-    limited = replace(step, max_norm_to_step=math.inf if limit is None else limit)
-    outcome = optimizer.step(gradients.sums(), divisor, limited)
-    if outcome.skipped:
-        is_finite = math.isfinite(outcome.grad_norm)
-        reason = SkipReason.GRADIENT_NORM if is_finite else SkipReason.NON_FINITE_GRADIENT
-    return GuardedOutcome(grad_norm=outcome.grad_norm, skip_reason=reason, changed=outcome.changed)
+    return None if limit is None or norm <= limit else SkipReason.GRADIENT_NORM
 
 
 def reason_in_sums(sums: LossSums, divisor: float, guard: NumericsGuard) -> SkipReason | None:

@@ -3,37 +3,61 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ratoon.train.optim.adamw import block_norms
+from ratoon.train.optim.parts import origin_of
 from ratoon.train.report.step_report import TensorGradNorm
 
-# Elements of a sum that go into its norm at a time: a device copies them in float64.
-_BLOCK = 1 << 25
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartNorm:
+    """Of a part's gradient sum: Euclidean norms of its blocks, and the largest magnitude."""
+
+    parameter: str
+    norms: tuple[float, ...]
+    max_abs: float
 
 
-class TensorNorms:
-    """Norms of gradient sums as they are now; they are on the device until they are read."""
-
-    def __init__(self, sums: Mapping[str, Tensor], divisor: float) -> None:
-        """`sums` by name; they may change afterwards."""
-        self._names = list(sums)
-        self._divisor = divisor
-        self._norms = [_norm(each) for each in sums.values()]
-        self._maxima = [torch.linalg.vector_norm(each, math.inf).double() for each in sums.values()]
-
-    def read(self) -> tuple[TensorGradNorm, ...]:
-        """In the order of the sums, after division; waits for the device."""
-        both = torch.stack([torch.stack(self._norms), torch.stack(self._maxima)]) / self._divisor
-        return tuple(
-            TensorGradNorm(name=name, norm=norm, max_abs=largest)
-            for name, norm, largest in zip(self._names, *both.tolist(), strict=True)
+def part_norms(sums: Mapping[str, Tensor]) -> list[PartNorm]:
+    """Of gradient sums by part; waits for the device."""
+    maxima = [torch.linalg.vector_norm(each, math.inf).double() for each in sums.values()]
+    largest = torch.stack(maxima).tolist() if maxima else []
+    return [
+        PartNorm(
+            parameter=origin_of(name)[0],
+            norms=tuple(block_norms([each], exactly=True)),
+            max_abs=max_abs,
         )
+        for (name, each), max_abs in zip(sums.items(), largest, strict=True)
+    ]
 
 
-def _norm(tensor: Tensor) -> Tensor:
-    """Euclidean norm, float64 []."""
-    norm, blocks = torch.linalg.vector_norm, tensor.reshape(-1).split(_BLOCK)
-    return norm(torch.stack([norm(block, dtype=torch.float64) for block in blocks]))
+def tensor_norms(
+    parts: Iterable[PartNorm], names: Mapping[str, str], divisor: float
+) -> tuple[TensorGradNorm, ...]:
+    """Of whole tensors after division, from all of their parts in order; named by `names`."""
+    by_parameter: dict[str, list[PartNorm]] = {}
+    for part in parts:
+        by_parameter.setdefault(part.parameter, []).append(part)
+    return tuple(
+        TensorGradNorm(
+            name=names[parameter],
+            norm=_norm([norm for part in own for norm in part.norms]) / divisor,
+            max_abs=_largest([part.max_abs for part in own]) / divisor,
+        )
+        for parameter, own in by_parameter.items()
+    )
+
+
+def _norm(norms: Sequence[float]) -> float:
+    return float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64)))
+
+
+def _largest(values: Sequence[float]) -> float:
+    """NaN where one is."""
+    return float(torch.tensor(values, dtype=torch.float64).amax())

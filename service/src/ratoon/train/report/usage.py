@@ -22,12 +22,13 @@ class Usage:
 
 
 class UsageMeter:
-    """Holds the sizes of one model and the peak of its device."""
+    """Holds the sizes of one model and the peak of its devices, of which each has it whole."""
 
-    def __init__(self, model: PolicyModel) -> None:
+    def __init__(self, model: PolicyModel, num_devices: int) -> None:
         self._device = model.device
         self._geometry = flops.geometry(model)
-        self._peak_flops = flops.peak_flops(model.device, model.lm_head_VD.dtype)
+        peak = flops.peak_flops(model.device, model.lm_head_VD.dtype)
+        self._peak_flops = None if peak is None else peak * num_devices
 
     def training(self, batch: RolloutBatch, plan: UpdatePlan, totals: PassTotals) -> Usage:
         """Of a forward-backward."""

@@ -1,0 +1,100 @@
+"""Tensors copied between the ranks of a policy, by torch.distributed.
+
+Nothing is added on the way: who receives adds, in the order of ranks. So no figure depends on a
+backend's algorithm or buckets, and Gloo proves on a CPU what NCCL does on GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Of one exchange, whose ranks all come to it at the same moment.
+_EXCHANGE_S = 60.0
+# For all ranks to have loaded the model.
+_JOIN_S = 1800.0
+
+
+class CopyFailedError(Exception):
+    """A rank is gone or unreachable, so that ranks may hold different states."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """Where ranks find each other: an address of rank 0.
+
+    It takes connections from anybody, so it is loopback's or a private network's.
+    """
+
+    host: str
+    port: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A contiguous tensor, and the rank that it goes to or comes from."""
+
+    tensor: Tensor
+    peer: int
+
+
+class Copies:
+    """A process's place among the ranks, of which one alone exchanges nothing."""
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
+
+    @classmethod
+    def join(cls, meeting: Meeting, rank: int, device: torch.device) -> None:
+        """Wait for all ranks of the meeting; a process is in one at a time.
+
+        Raises `CopyFailedError` where they do not come.
+        """
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        try:
+            store = dist.TCPStore(
+                meeting.host,
+                meeting.port,
+                is_master=rank == 0,
+                timeout=timedelta(seconds=_JOIN_S),
+                wait_for_workers=False,
+            )
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                store=store,
+                rank=rank,
+                world_size=meeting.size,
+                timeout=timedelta(seconds=_EXCHANGE_S),
+            )
+        except RuntimeError as err:
+            raise CopyFailedError(f"rank {rank} could not join the others: {err}") from err
+
+    @classmethod
+    def joined(cls) -> Copies:
+        """Of this process, as it has joined; alone if it has not."""
+        if not dist.is_initialized():
+            return cls()
+        return cls(dist.get_rank(), dist.get_world_size())
+
+    def exchange(self, sends: Sequence[Copy], receives: Sequence[Copy]) -> None:
+        """Send tensors and receive others in place; both sides of a pair have them in one order.
+
+        All ranks call it at the same time. Raises `CopyFailedError`.
+        """
+        operations = [dist.P2POp(dist.isend, copy.tensor, copy.peer) for copy in sends]
+        operations += [dist.P2POp(dist.irecv, copy.tensor, copy.peer) for copy in receives]
+        if not operations:
+            return
+        try:
+            for work in dist.batch_isend_irecv(operations):
+                cast("dist.Work", work).wait()
+        except RuntimeError as err:
+            raise CopyFailedError(f"a copy between ranks failed: {err}") from err

@@ -1,0 +1,168 @@
+"""Which rank keeps the optimizer's states of which parts of the parameters, and steps these.
+
+A parameter is cut at multiples of `PART` elements, whatever the number of ranks: so a part's norm,
+digest and step have the same bits whoever has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ratoon.train.copies import Copies, Copy
+
+# Few calls per step, of which each costs the host tens of microseconds, against what a step keeps
+# for a moment beside the states, and against parts that ranks can have as many of.
+PART = 1 << 25
+_AT = "@"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Elements [start, stop) of a parameter; `name`: the parameter's own where that is all of it."""
+
+    name: str
+    start: int
+    stop: int
+
+    @property
+    def parameter(self) -> str:
+        return origin_of(self.name)[0]
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The part of the parameter's own tensor, or of one like it: flat, unless it is all."""
+        if self.parameter == self.name:
+            return tensor
+        return tensor.detach().view(-1)[self.start : self.stop]
+
+
+def parts_of(parameters: Mapping[str, Tensor], part_elements: int = PART) -> list[Part]:
+    """All parts, in the order of the parameters."""
+    found: list[Part] = []
+    for parameter, tensor in parameters.items():
+        count = tensor.numel()
+        for start in range(0, count, part_elements):
+            name = parameter if count <= part_elements else f"{parameter}{_AT}{start}"
+            found.append(Part(name=name, start=start, stop=min(start + part_elements, count)))
+    return found
+
+
+def origin_of(name: str) -> tuple[str, int]:
+    """The parameter of a part, and the index of the part's first element in it."""
+    parameter, _, start = name.partition(_AT)
+    return parameter, int(start or 0)
+
+
+def shared_out(parts: Sequence[Part], num_ranks: int) -> list[list[Part]]:
+    """The parts of each rank: neighbours, and as many elements for one as for another.
+
+    The middle of a part decides whose it is; a rank may have none.
+    """
+    shares: list[list[Part]] = [[] for _ in range(num_ranks)]
+    total, before = sum(part.stop - part.start for part in parts), 0
+    for part in parts:
+        size = part.stop - part.start
+        middle = before + size / 2
+        shares[min(int(middle * num_ranks / total), num_ranks - 1)].append(part)
+        before += size
+    return shares
+
+
+class Shares:
+    """The parts of this rank and of the others, and how tensors get from one to another."""
+
+    def __init__(self, parts: Sequence[Part], copies: Copies) -> None:
+        self._copies = copies
+        self._by_rank = shared_out(parts, copies.size)
+
+    def own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's parts of parameters, or of tensors like them, by the names of parts."""
+        return {part.name: part.of(tensors[part.parameter]) for part in self._own}
+
+    def add_up(self, sums: Mapping[str, Tensor]) -> None:
+        """Add to this rank's parts those of all others, as if in the order of ranks.
+
+        The other ranks' parts of `sums`, contiguous tensors by parameter, stay as they are.
+        """
+        for batches in self._batches():
+            own = [part.of(sums[part.parameter]) for part in batches[self._copies.rank]]
+            terms = {peer: [torch.empty_like(part) for part in own] for peer in self._peers}
+            self._copies.exchange(
+                [
+                    Copy(part.of(sums[part.parameter]), peer)
+                    for peer in self._peers
+                    for part in batches[peer]
+                ],
+                [Copy(part, peer) for peer in self._peers for part in terms[peer]],
+            )
+            terms[self._copies.rank] = own
+            for index, part in enumerate(own):
+                total = terms[0][index]
+                for peer in range(1, self._copies.size):
+                    total = total + terms[peer][index]
+                part.copy_(total)
+
+    def hand_out(self, tensors: Mapping[str, Tensor]) -> None:
+        """Give every rank the parts that others have, in place; contiguous, by parameter."""
+        flat = {name: tensor.detach() for name, tensor in tensors.items()}
+        for batches in self._batches():
+            own = [part.of(flat[part.parameter]) for part in batches[self._copies.rank]]
+            self._copies.exchange(
+                [Copy(part, peer) for peer in self._peers for part in own],
+                [
+                    Copy(part.of(flat[part.parameter]), peer)
+                    for peer in self._peers
+                    for part in batches[peer]
+                ],
+            )
+
+    def deal(self, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+        """This rank's parts of what rank 0 has on the CPU, by parameter; the others give None.
+
+        Parts that are copied are float32 and flat.
+        """
+        if tensors is None:
+            return self._receive()
+        flat = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        for batches in self._batches():
+            sends = [
+                Copy(part.of(flat[part.parameter]).float().reshape(-1), peer)
+                for peer in self._peers
+                for part in batches[peer]
+            ]
+            self._copies.exchange(sends, [])
+        return self.own(flat)
+
+    def _receive(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for batches in self._batches():
+            parts = batches[self._copies.rank]
+            received = {part.name: torch.empty(part.stop - part.start) for part in parts}
+            self._copies.exchange([], [Copy(tensor, 0) for tensor in received.values()])
+            found |= received
+        return found
+
+    @property
+    def _own(self) -> list[Part]:
+        return self._by_rank[self._copies.rank]
+
+    @property
+    def _peers(self) -> list[int]:
+        return [peer for peer in range(self._copies.size) if peer != self._copies.rank]
+
+    def _batches(self) -> Iterator[list[list[Part]]]:
+        """Parts of each rank that are copied at a time, of `PART` elements or little more."""
+        rests = [list(parts) for parts in self._by_rank]
+        while self._peers and any(rests):
+            yield [_taken(rest) for rest in rests]
+
+
+def _taken(parts: list[Part]) -> list[Part]:
+    """Parts off the front, of `PART` elements together or little more."""
+    taken: list[Part] = []
+    while parts and sum(part.stop - part.start for part in taken) < PART:
+        taken.append(parts.pop(0))
+    return taken

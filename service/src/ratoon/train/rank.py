@@ -1,0 +1,164 @@
+"""One device's share of a policy: all of its weights, and what it does with them.
+
+A rank runs its micro-batches, keeps their gradient sums, and has the optimizer's states of its
+parts of the parameters. It decides nothing: `trainer` asks the same of every rank (`rank_group`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ratoon.model.policy_model import PolicyModel
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.packed import UpdatePlan
+from ratoon.rollout.prefixes import SortedPrefixes
+from ratoon.train.checkpoint import Manifest, StatesFile, read_states, write_states
+from ratoon.train.copies import Copies
+from ratoon.train.loss.spec import OptimStep
+from ratoon.train.micro_batches import PassHooks, never_cancelled, no_progress
+from ratoon.train.numerics import peak_memory_bytes
+from ratoon.train.optim.adamw import OptimizerState, block_norms
+from ratoon.train.optim.choice import make_optimizer
+from ratoon.train.optim.digest import StateDigest
+from ratoon.train.optim.gradients import GradientSums
+from ratoon.train.optim.parts import Shares, parts_of
+from ratoon.train.optim.tensor_norms import PartNorm, part_norms
+from ratoon.train.passes import (
+    ForwardColumns,
+    PassTotals,
+    forward_backward_pass,
+    forward_pass,
+)
+from ratoon.train.prepare import Prepared
+from ratoon.train.spec import TrainerSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stepped:
+    """`changed`: bfloat16 weights of the rank's parts with other bits, where that was asked for."""
+
+    changed: int | None
+    peak_memory_bytes: int
+
+
+class Rank:
+    """Not thread-safe, but for `write_states`. Methods are called on all ranks in one order."""
+
+    def __init__(self, spec: TrainerSpec, model: PolicyModel, copies: Copies) -> None:
+        self.model = model
+        self.copies = copies
+        self._parameters = model.named_trainable()
+        self.gradients = GradientSums(self._parameters)
+        self._shares = Shares(parts_of(self._parameters), copies)
+        self.optimizer = make_optimizer(
+            self._shares.own(self._parameters), spec.optimizer, spec.kept_states, spec.model.seed
+        )
+        self._digest = StateDigest(model.device)
+        # What a pass tells and asks while it runs.
+        self.hooks = PassHooks(on_progress=no_progress, is_cancelled=never_cancelled)
+        # By the number of their snapshot.
+        self._held: dict[int, OptimizerState] = {}
+        self._read: OptimizerState | None = None
+        self._values: dict[str, Tensor] = {}
+
+    def forward_backward(
+        self, prepared: Prepared, forward_logprobs_J: NDArray[np.floating] | None
+    ) -> PassTotals:
+        """Add the gradient of this rank's micro-batches to its sums."""
+        own = prepared.of_rank(self.copies.rank)
+        return forward_backward_pass(self.model, own, forward_logprobs_J, self.hooks)
+
+    def forward(
+        self, batch: RolloutBatch, prefixes: SortedPrefixes, plan: UpdatePlan, *, use_reference: bool
+    ) -> ForwardColumns:
+        """Log-probs and entropies of this rank's micro-batches; 0 for the others'."""
+        own = plan.of_rank(self.copies.rank)
+        with self.model.reference() if use_reference else nullcontext():
+            return forward_pass(self.model, batch, prefixes, own, self.hooks)
+
+    def clear(self) -> None:
+        """Forget the gradient sums."""
+        self.gradients.clear()
+
+    def sums_of(self, parameters: list[str]) -> list[Tensor]:
+        """This rank's gradient sums of some parameters, on the CPU."""
+        return [self.gradients.sum_of(name).to("cpu") for name in parameters]
+
+    def add_up(self) -> None:
+        """Make the sums of this rank's parts those over all ranks; only a step may follow."""
+        self._shares.add_up(self.gradients.sums())
+
+    def norms(self, exactly: bool) -> list[float]:  # noqa: FBT001 - called by name
+        """`block_norms` of the parts that were added up."""
+        return block_norms(self._own_sums().values(), exactly=exactly)
+
+    def part_norms(self) -> list[PartNorm]:
+        """Of the parts that were added up."""
+        return part_norms(self._own_sums())
+
+    def step(self, norm: float, divisor: float, step: OptimStep) -> Stepped:
+        """Step this rank's parts, and get the others' new weights. `norm`: after division."""
+        changed = self.optimizer.apply(self._own_sums(), divisor, norm, step)
+        self._shares.hand_out(self._parameters)
+        return Stepped(
+            changed=None if changed is None else int(changed),
+            peak_memory_bytes=peak_memory_bytes(self.model.device),
+        )
+
+    def digest_sums(self) -> tuple[int, int]:
+        """What this rank's parts add to the digest of the state."""
+        return self._digest.sums(self.optimizer.state())
+
+    def hold_states(self, number: int, wanted: Collection[int]) -> None:
+        """Copy the states of this rank's parts to the host, as those of a snapshot.
+
+        Of those that are held none but the `wanted` stay.
+        """
+        for old in self._held.keys() - {*wanted}:
+            del self._held[old]
+        self._held[number] = self.optimizer.state().on_host()
+
+    def write_states(self, number: int, folder: str) -> StatesFile:
+        """Write what is held of a snapshot, and let it go. For any thread."""
+        state = self._held.pop(number)
+        return write_states(Path(folder), state, self.copies.rank, self.copies.size)
+
+    def read_states(self, folder: str, manifest: Manifest) -> tuple[int, int]:
+        """Read this rank's parts of a checkpoint, for `take_states`; their `digest_sums`."""
+        like, place = self.optimizer.state(), (self.copies.rank, self.copies.size)
+        self._read = read_states(Path(folder), manifest, like, *place)
+        return self._digest.sums(self._read)
+
+    def take_states(self) -> None:
+        """Become what was read, and get the others' weights."""
+        assert self._read is not None
+        self.optimizer.load(self._read)
+        self._read = None
+        self._shares.hand_out(self._parameters)
+
+    def take_values(self, values: Mapping[str, Tensor] | None, *, adds: bool) -> None:
+        """Get this rank's parts of the `values` that rank 0 has, for `set_values`.
+
+        Raises INVALID_ARGUMENT where they are to be added and a sum is not finite.
+        """
+        self._values = self._shares.deal(values)
+        if adds:
+            self.optimizer.check_sums(self._values)
+
+    def set_values(self, key: str, *, adds: bool, resets_optimizer: bool) -> None:
+        """Replace the weights by the values, or add them, on all ranks; as `set_weights` does."""
+        self.optimizer.set_weights(self._values, adds=adds, key=key)
+        self._values = {}
+        if resets_optimizer:
+            self.optimizer.reset()
+        self._shares.hand_out(self._parameters)
+
+    def _own_sums(self) -> dict[str, Tensor]:
+        return self._shares.own(self.gradients.sums())
