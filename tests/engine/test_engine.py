@@ -50,7 +50,7 @@ class LocalCluster:
     def trainer(self, spec: PolicySpec) -> TrainerSpec:
         return trainer_spec(spec)
 
-    def worker(self, policy_id: str) -> LocalWorker:
+    def worker(self, policy_id: str, num_workers: int) -> LocalWorker:
         worker = self.workers.setdefault(policy_id, LocalWorker(Faults()))
         worker.policy_id = policy_id
         return worker

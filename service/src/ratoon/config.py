@@ -14,6 +14,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
@@ -399,3 +400,15 @@ def set_compile_cache(folder: Path) -> None:
     """Set where torch's compiler caches its output, unless the environment says so already."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
     os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
+
+
+def set_copy_interface(host: str) -> None:
+    """Have ranks copy to each other by the interface that has this address, and by no other.
+
+    Left to what the environment says already, or to the backends where no interface has it.
+    """
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == host for address in addresses):
+            for backend in ("GLOO", "NCCL"):
+                os.environ.setdefault(f"{backend}_SOCKET_IFNAME", name)
+            return

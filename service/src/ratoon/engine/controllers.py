@@ -35,7 +35,7 @@ class Cluster(Protocol):
         """What the policy's worker is to load."""
         ...
 
-    def worker(self, policy_id: str) -> WorkerPort:
+    def worker(self, policy_id: str, num_workers: int) -> WorkerPort:
         """A policy's worker; no process is started before it is fenced."""
         ...
 

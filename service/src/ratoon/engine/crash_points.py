@@ -44,6 +44,10 @@ class CrashPoint(StrEnum):
     WORKER_AFTER_PUBLISH = "worker-after-publish"
     WORKER_BEFORE_CHECKPOINT = "worker-before-checkpoint"
     WORKER_AFTER_CHECKPOINT = "worker-after-checkpoint"
+    RANK_IN_PASS = "rank-in-pass"
+    RANK_BEFORE_COPIES = "rank-before-copies"
+    RANK_AFTER_STEP = "rank-after-step"
+    RANK_BEFORE_CHECKPOINT = "rank-before-checkpoint"
 
 
 Reach = Callable[[CrashPoint], None]

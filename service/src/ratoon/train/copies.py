@@ -6,6 +6,7 @@ backend's algorithm or buckets, and Gloo proves on a CPU what NCCL does on GPUs.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,12 +30,28 @@ class CopyFailedError(Exception):
 class Meeting:
     """Where ranks find each other: an address of rank 0.
 
-    It takes connections from anybody, so it is loopback's or a private network's.
+    It has no authentication, so it is loopback's or a private network's.
     """
 
     host: str
     port: int
     size: int
+
+
+def open_meeting(host: str, size: int) -> tuple[Meeting, dist.Store]:
+    """A meeting at an address of this process, which is to be rank 0 and to join with the store."""
+    listener = socket.create_server((host, 0))
+    port = int(listener.getsockname()[1])
+    store = dist.TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=_JOIN_S),
+        # By itself it would listen on every address.
+        master_listen_fd=listener.detach(),
+    )
+    return Meeting(host=host, port=port, size=size), store
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,30 +69,30 @@ class Copies:
         self.rank, self.size = rank, size
 
     @classmethod
-    def join(cls, meeting: Meeting, rank: int, device: torch.device) -> None:
-        """Wait for all ranks of the meeting; a process is in one at a time.
+    def join(
+        cls, meeting: Meeting, rank: int, device: torch.device, store: dist.Store | None = None
+    ) -> None:
+        """Wait for all ranks of the meeting; `store`: rank 0's own. A process is in one at a time.
 
         Raises `CopyFailedError` where they do not come.
         """
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        cls.leave()
         try:
-            store = dist.TCPStore(
-                meeting.host,
-                meeting.port,
-                is_master=rank == 0,
-                timeout=timedelta(seconds=_JOIN_S),
-                wait_for_workers=False,
-            )
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-                store=store,
+                store=store or _store(meeting),
                 rank=rank,
                 world_size=meeting.size,
                 timeout=timedelta(seconds=_EXCHANGE_S),
             )
         except RuntimeError as err:
             raise CopyFailedError(f"rank {rank} could not join the others: {err}") from err
+
+    @classmethod
+    def leave(cls) -> None:
+        """Be alone again."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
     @classmethod
     def joined(cls) -> Copies:
@@ -98,3 +115,8 @@ class Copies:
                 cast("dist.Work", work).wait()
         except RuntimeError as err:
             raise CopyFailedError(f"a copy between ranks failed: {err}") from err
+
+
+def _store(meeting: Meeting) -> dist.Store:
+    timeout = timedelta(seconds=_JOIN_S)
+    return dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=timeout)

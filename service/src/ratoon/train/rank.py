@@ -23,7 +23,7 @@ from ratoon.train.checkpoint import Manifest, StatesFile, read_states, write_sta
 from ratoon.train.copies import Copies
 from ratoon.train.loss.spec import OptimStep
 from ratoon.train.micro_batches import PassHooks, never_cancelled, no_progress
-from ratoon.train.numerics import peak_memory_bytes
+from ratoon.train.numerics import activation_bytes, peak_memory_bytes
 from ratoon.train.optim.adamw import OptimizerState, block_norms
 from ratoon.train.optim.choice import make_optimizer
 from ratoon.train.optim.digest import StateDigest
@@ -67,6 +67,14 @@ class Rank:
         self._held: dict[int, OptimizerState] = {}
         self._read: OptimizerState | None = None
         self._values: dict[str, Tensor] = {}
+
+    def activation_bytes(self) -> int | None:
+        """What this rank's device has for activations; None for a CPU: no limit."""
+        return activation_bytes(self.model.device)
+
+    def limit_activations(self, device_bytes: int | None, host_bytes: int) -> None:
+        """Lend activations so much of the device and of the host."""
+        self.model.limit_activations(device_bytes, host_bytes=host_bytes)
 
     def forward_backward(
         self, prepared: Prepared, forward_logprobs_J: NDArray[np.floating] | None

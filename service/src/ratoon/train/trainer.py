@@ -43,7 +43,6 @@ from ratoon.train.loss.spec import Loss, Normalisation, OptimStep
 from ratoon.train.micro_batches import PassHooks, never_cancelled, no_progress
 from ratoon.train.named_gradients import NamedGradients
 from ratoon.train.numerics import (
-    activation_bytes,
     configure_torch,
     device_memory,
     numerics_fingerprint,
@@ -115,9 +114,11 @@ class Trainer:
 
         To be called once all that stays (weights, gradient sums, optimizer states) is there.
         """
-        device_bytes = activation_bytes(self.model.device)
         host_bytes = self.spec.host_activation_bytes
-        self.model.limit_activations(device_bytes, host_bytes=host_bytes)
+        # The same for all: what is kept decides bits.
+        free = [each for each in self.ranks.all("activation_bytes") if each is not None]
+        device_bytes = min(free, default=None)
+        self.ranks.all("limit_activations", device_bytes, host_bytes)
         if device_bytes is not None:
             self._planner = device_planner(
                 self.spec.micro_batch_tokens,

@@ -35,20 +35,25 @@ def worker_device(settings: EngineSettings) -> str:
     return "cuda:0" if settings.device == "cuda" else settings.device
 
 
-async def place(policy_id: str) -> PlacementGroup:
-    """Reserve a GPU, or find the one that is reserved. Raises RESOURCE_EXHAUSTED."""
-    group = _find_group(policy_id)
+async def place(policy_id: str, num_gpus: int) -> PlacementGroup:
+    """Reserve a bundle per GPU, on one node if there is one, or find them reserved.
+
+    Raises RESOURCE_EXHAUSTED.
+    """
+    group = find_group(policy_id)
     if group is None:
-        group = placement_group([{"GPU": 1}], name=_group_name(policy_id), lifetime="detached")
+        bundles = [{"GPU": 1.0} for _ in range(num_gpus)]
+        name = _group_name(policy_id)
+        group = placement_group(bundles, strategy="PACK", name=name, lifetime="detached")
     if not await asyncio.to_thread(group.wait, _PLACEMENT_S):
         remove_placement_group(group)
-        raise _no_gpu(0.0)
+        raise _no_gpus(num_gpus, float(ray.available_resources().get("GPU", 0.0)))
     return group
 
 
-def free_gpu(policy_id: str) -> None:
+def free_gpus(policy_id: str) -> None:
     """Remove the policy's placement group, if any."""
-    group = _find_group(policy_id)
+    group = find_group(policy_id)
     if group is not None:
         remove_placement_group(group)
 
@@ -65,15 +70,15 @@ def on_gpu_node() -> Any:
     return "DEFAULT"
 
 
-async def check_free_gpu() -> None:
-    """Raises RESOURCE_EXHAUSTED where no GPU is free.
+async def check_free_gpus(num_gpus: int) -> None:
+    """Raises RESOURCE_EXHAUSTED where fewer GPUs are free.
 
     A policy that has just ended may take a moment to release its own.
     """
     deadline = asyncio.get_running_loop().time() + _RELEASE_S
-    while (free := float(ray.available_resources().get("GPU", 0.0))) < 1:
+    while (free := float(ray.available_resources().get("GPU", 0.0))) < num_gpus:
         if asyncio.get_running_loop().time() >= deadline:
-            raise _no_gpu(free)
+            raise _no_gpus(num_gpus, free)
         await asyncio.sleep(_POLL_S)
 
 
@@ -81,16 +86,18 @@ def _group_name(policy_id: str) -> str:
     return f"ratoon-gpu-{policy_id}"
 
 
-def _find_group(policy_id: str) -> PlacementGroup | None:
+def find_group(policy_id: str) -> PlacementGroup | None:
+    """The policy's placement group."""
     try:
         return get_placement_group(_group_name(policy_id))
     except ValueError:
         return None
 
 
-def _no_gpu(free: float) -> RatoonError:
+def _no_gpus(wanted: int, free: float) -> RatoonError:
+    plural = "" if wanted == 1 else "s"
     return RatoonError(
         ErrorCode.RESOURCE_EXHAUSTED,
-        f"the policy wants 1 GPU, {free:g} are free",
-        details={"resource": "GPU", "wanted": "1", "free": f"{free:g}"},
+        f"the policy wants {wanted} GPU{plural}, {free:g} are free",
+        details={"resource": "GPU", "wanted": str(wanted), "free": f"{free:g}"},
     )

@@ -14,7 +14,7 @@ from typing import cast
 import ray
 from prometheus_client import disable_created_metrics
 
-from ratoon.engine.cluster.placement import check_free_gpu, on_gpu_node, worker_device
+from ratoon.engine.cluster.placement import check_free_gpus, on_gpu_node, worker_device
 from ratoon.engine.cluster.ray_calls import ask
 from ratoon.engine.cluster.ray_worker import RayWorker
 from ratoon.engine.cluster.worker_process import end_spare, make_spare
@@ -26,7 +26,7 @@ from ratoon.engine.settings import EngineSettings
 from ratoon.engine.types import PolicySpec, ReferencePolicy
 from ratoon.engine.worker.backends import BackendInfo, list_backends
 from ratoon.engine.worker.tasks import WorkerPort
-from ratoon.errors import ErrorCode, RatoonError
+from ratoon.errors import invalid
 from ratoon.model.spec import ModelDtype
 from ratoon.stream.files import make_folder, remove_leftovers
 from ratoon.train.config import OptimizerStates
@@ -57,22 +57,18 @@ class RayCluster:
         return worker_device(self._settings)
 
     async def check(self, spec: PolicySpec) -> None:
-        if spec.num_workers != 1:
-            raise RatoonError(
-                ErrorCode.UNSUPPORTED,
-                f"parallel.num_workers: got {spec.num_workers}, expected 1",
-                field="parallel.num_workers",
-                got=str(spec.num_workers),
-                expected="1",
-            )
         if self.device != "cpu":
-            await check_free_gpu()
+            await check_free_gpus(spec.num_workers)
+        elif spec.num_workers > _cores():
+            expected = f"at most {_cores()}, the machine's cores"
+            raise invalid("parallel.num_workers", spec.num_workers, expected)
 
-    def worker(self, policy_id: str) -> WorkerPort:
-        return cast("WorkerPort", RayWorker(policy_id, self._settings, on_gpu=self.device != "cpu"))
+    def worker(self, policy_id: str, num_workers: int) -> WorkerPort:
+        num_gpus = 0 if self.device == "cpu" else num_workers
+        return cast("WorkerPort", RayWorker(policy_id, self._settings, num_gpus))
 
     async def end_worker(self, policy_id: str) -> None:
-        await self.worker(policy_id).release()
+        await RayWorker(policy_id, self._settings, 0).release()
 
     async def close(self) -> None:
         await end_spare(self._settings.namespace)
@@ -95,7 +91,8 @@ class RayCluster:
             keep_reference=spec.reference is not ReferencePolicy.NONE,
             attention_backend=spec.attention_backend,
             device=self.device,
-            num_threads=self._settings.num_threads or _cores(),
+            num_threads=self._settings.num_threads or max(1, _cores() // spec.num_workers),
+            num_workers=spec.num_workers,
             optimizer_states=self._settings.optimizer_states if is_bf16 else OptimizerStates.FP32,
             host_activation_bytes=self._settings.host_activation_bytes,
             self_check_every=self._settings.self_check_every,

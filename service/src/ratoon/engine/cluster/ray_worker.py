@@ -15,7 +15,7 @@ from ray import ObjectRef
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ratoon.engine.cluster.gpu_environment import GPU_ENVIRONMENT
-from ratoon.engine.cluster.placement import free_gpu, place
+from ratoon.engine.cluster.placement import free_gpus, place
 from ratoon.engine.cluster.ray_calls import ActorLostError, ask
 from ratoon.engine.cluster.worker_process import end_worker, find_worker, make_worker
 from ratoon.engine.settings import EngineSettings
@@ -30,10 +30,11 @@ T = TypeVar("T")
 class RayWorker:
     """`WorkerPort` by name: methods not defined here are forwarded to the worker."""
 
-    def __init__(self, policy_id: str, settings: EngineSettings, *, on_gpu: bool) -> None:
+    def __init__(self, policy_id: str, settings: EngineSettings, num_gpus: int) -> None:
+        """`num_gpus`: those of all ranks."""
         self._policy_id = policy_id
         self._settings = settings
-        self._on_gpu = on_gpu
+        self._num_gpus = num_gpus
         self._handle: Worker | None = None
 
     async def fence(self, token: int) -> WorkerStatus:
@@ -48,7 +49,7 @@ class RayWorker:
     async def release(self) -> None:
         self._handle = None
         await end_worker(self._policy_id, self._settings.namespace)
-        free_gpu(self._policy_id)
+        free_gpus(self._policy_id)
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[object]]:
         """Forward any other method."""
@@ -70,10 +71,12 @@ class RayWorker:
         if found is not None:
             return found
         options: dict[str, object] = {}
-        if self._on_gpu:
-            group = await place(self._policy_id)
+        if self._num_gpus:
+            group = await place(self._policy_id, self._num_gpus)
             options["num_gpus"] = 1
-            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group)
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                group, placement_group_bundle_index=0
+            )
             options["runtime_env"] = {"env_vars": GPU_ENVIRONMENT}
         return make_worker(self._policy_id, self._settings, **options)
 

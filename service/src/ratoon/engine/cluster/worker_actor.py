@@ -52,12 +52,14 @@ class WorkerActor:
         configure_logging(log_level)
         started = time.perf_counter()
         with frozen_imports():
+            from ratoon.engine.cluster.ranks import Ranks
             from ratoon.engine.worker.worker import WorkerCore
             from ratoon.train.trainer import Trainer
 
         self._policy_id, self._taking = policy_id, threading.Lock()
         self._create_trainer = Trainer.create
         self._compiled = compiled
+        self._ranks = Ranks(log_level, crash_points, compiled)
         self._cache: CompileCache | None = None
         _LOG.info("worker started", imports_s=round(time.perf_counter() - started, 3))
         self._core = WorkerCore(self._create, make_reach(crash_points))
@@ -65,7 +67,7 @@ class WorkerActor:
     def _create(self, spec: TrainerSpec) -> Trainer:
         from ratoon.engine.worker.compile_cache import CompileCache
 
-        trainer = self._create_trainer(spec)
+        trainer = self._create_trainer(spec, self._ranks.join(spec, self._policy_id))
         # Nothing is compiled on a CPU.
         if self._cache is None and spec.device != "cpu":
             self._cache = CompileCache(self._compiled, trainer.fingerprint())

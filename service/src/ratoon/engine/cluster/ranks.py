@@ -1,0 +1,226 @@
+"""Ranks 1 and above of a policy, a process each, which its worker's process starts and asks.
+
+They belong to that process: Ray ends them when it ends, however it does.
+"""
+
+# Ray's decorators are only partly typed.
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from ratoon.config import set_copy_interface
+from ratoon.engine.cluster.gpu_environment import GPU_ENVIRONMENT
+from ratoon.engine.cluster.placement import find_group
+from ratoon.engine.crash_points import CrashPoint, make_reach
+from ratoon.engine.worker.tasks import WorkerLostError
+from ratoon.garbage import frozen_imports
+from ratoon.log import configure_logging, get_logger
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorClass, ActorProxy
+
+    from ratoon.train.copies import Meeting
+    from ratoon.train.rank import Rank
+    from ratoon.train.spec import TrainerSpec
+
+_LOG = get_logger("rank")
+_GROUPS = {"compute": 1, "control": 2, "files": 1}
+# A rank that does not answer for so long is lost, whatever it was asked; and how often one is asked
+# while it computes.
+_SILENT_S = 60.0
+_ASK_S = 10.0
+# The one method that runs beside others.
+_BESIDE = "write_states"
+
+
+class RankActor:
+    """A process around `train.rank.Rank`, which is called by the names of its methods."""
+
+    def __init__(self, log_level: str, crash_points: Path | None, compiled: Path) -> None:
+        configure_logging(log_level)
+        with frozen_imports():
+            import ratoon.train.trainer  # noqa: F401 - so that loading has no imports to wait for
+
+        self._compiled = compiled
+        self._reach = make_reach(crash_points)
+        self._rank: Rank | None = None
+        # The calls that are to end early, and the one that runs.
+        self._stopped, self._running = -1, 0
+        self._lock = threading.Lock()
+
+    @ray.method(concurrency_group="compute")
+    def load(self, spec: TrainerSpec, meeting: Meeting, number: int) -> None:
+        """Join the others and load the model."""
+        import torch
+
+        from ratoon.engine.worker.compile_cache import CompileCache
+        from ratoon.train.copies import Copies
+        from ratoon.train.micro_batches import PassHooks
+        from ratoon.train.numerics import numerics_fingerprint
+        from ratoon.train.rank import Rank
+        from ratoon.train.trainer import load
+
+        started, device = time.perf_counter(), torch.device(spec.device)
+        set_copy_interface(meeting.host)
+        Copies.join(meeting, number, device)
+        spec, model = load(spec)
+        self._rank = Rank(spec, model, Copies.joined())
+        if device.type == "cuda":
+            backend = model.info().attention_backend
+            CompileCache(self._compiled, numerics_fingerprint(spec, backend))
+        self._rank.hooks = PassHooks(on_progress=self._on_progress, is_cancelled=self._is_stopped)
+        seconds = round(time.perf_counter() - started, 3)
+        _LOG.info("rank loaded", rank=number, pid=os.getpid(), load_s=seconds)
+    @ray.method(concurrency_group="compute")
+    def call(self, number: int, name: str, args: Sequence[Any], options: dict[str, Any]) -> object:
+        with self._lock:
+            self._running = number
+        if name == "add_up":
+            self._reach(CrashPoint.RANK_BEFORE_COPIES)
+        answer = getattr(self._rank, name)(*args, **options)
+        if name == "step":
+            self._reach(CrashPoint.RANK_AFTER_STEP)
+        return answer
+
+    @ray.method(concurrency_group="files")
+    def call_beside(self, name: str, args: Sequence[Any], options: dict[str, Any]) -> object:
+        self._reach(CrashPoint.RANK_BEFORE_CHECKPOINT)
+        return getattr(self._rank, name)(*args, **options)
+
+    @ray.method(concurrency_group="control")
+    def stop(self, number: int) -> None:
+        with self._lock:
+            self._stopped = max(self._stopped, number)
+
+    @ray.method(concurrency_group="control")
+    def ping(self) -> None:
+        """Answer."""
+
+    def _is_stopped(self) -> bool:
+        with self._lock:
+            return self._stopped >= self._running
+
+    def _on_progress(self, done: int, _planned: int, _tokens: int) -> None:
+        if done > 0:
+            self._reach(CrashPoint.RANK_IN_PASS)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """`rank_group.Pending`, of an actor's answer."""
+
+    actor: ActorProxy[RankActor]
+    reference: ObjectRef[object]
+
+    def has_failed(self) -> bool:
+        ready, _ = ray.wait([self.reference], timeout=0)
+        if not ready:
+            return False
+        try:
+            self.result()
+        except Exception:  # noqa: BLE001 - which one, `result` says
+            return True
+        return False
+
+    def result(self) -> object:
+        try:
+            while not ray.wait([self.reference], timeout=_ASK_S)[0]:
+                ray.get(self.actor.ping.remote(), timeout=_SILENT_S)
+            return ray.get(self.reference)
+        except RayTaskError as err:
+            cause = err.cause
+            assert isinstance(cause, BaseException)
+            raise cause from None
+        except (RayActorError, GetTimeoutError) as err:
+            raise WorkerLostError(f"a rank is lost: {err}") from err
+
+
+class RayPeer:
+    """`rank_group.Peer`, of an actor."""
+
+    def __init__(self, actor: ActorProxy[RankActor]) -> None:
+        self._actor = actor
+        self._numbers = count(1)
+        self._load: _Pending | None = None
+        self._last = 0
+
+    def load(self, spec: TrainerSpec, meeting: Meeting, number: int) -> None:
+        """Begin to; the first call waits for it, and raises what it raised."""
+        self._load = _Pending(self._actor, self._actor.load.remote(spec, meeting, number))
+
+    def start(self, name: str, args: tuple[object, ...], options: dict[str, object]) -> _Pending:
+        if self._load is not None:
+            self._load.result()
+            self._load = None
+        if name == _BESIDE:
+            reference = self._actor.call_beside.remote(name, args, options)
+        else:
+            self._last = next(self._numbers)
+            reference = self._actor.call.remote(self._last, name, args, options)
+        return _Pending(self._actor, reference)
+
+    def stop(self) -> None:
+        self._actor.stop.remote(self._last)
+
+    def end(self) -> None:
+        ray.kill(cast("Any", self._actor))
+
+
+class Ranks:
+    """The peers of one worker; each load has new ones."""
+
+    def __init__(self, log_level: str, crash_points: Path | None, compiled: Path) -> None:
+        self._arguments = log_level, crash_points, compiled
+        self._peers: list[RayPeer] = []
+
+    def join(self, spec: TrainerSpec, policy_id: str) -> list[RayPeer]:
+        """Start the peers and join them, as rank 0; none for a spec of one rank.
+
+        They load the model meanwhile. Raises `CopyFailedError` where one does not come.
+        """
+        from ratoon.train.copies import Copies, open_meeting
+
+        for peer in self._peers:
+            peer.end()
+        Copies.leave()
+        self._peers = [
+            RayPeer(self._start(spec, policy_id, rank)) for rank in range(1, spec.num_workers)
+        ]
+        if not self._peers:
+            return []
+        import torch
+
+        meeting, store = open_meeting(ray.util.get_node_ip_address(), spec.num_workers)
+        for rank, peer in enumerate(self._peers, 1):
+            peer.load(spec, meeting, rank)
+        set_copy_interface(meeting.host)
+        Copies.join(meeting, 0, torch.device(spec.device), store)
+        return self._peers
+
+    def _start(self, spec: TrainerSpec, policy_id: str, rank: int) -> ActorProxy[RankActor]:
+        options: dict[str, object] = {"num_cpus": 0}
+        if spec.device != "cpu":
+            group = find_group(policy_id)
+            assert group is not None
+            options["num_gpus"] = 1
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                group, placement_group_bundle_index=rank
+            )
+            options["runtime_env"] = {"env_vars": GPU_ENVIRONMENT}
+        remote = cast("Callable[..., Callable[[type[RankActor]], ActorClass[RankActor]]]", ray.remote)
+        actor = remote(concurrency_groups=_GROUPS)(RankActor).options(**options)
+        return actor.remote(*self._arguments)

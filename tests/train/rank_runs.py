@@ -1,0 +1,110 @@
+"""Policies of several ranks on one machine: forked processes, and Gloo between them.
+
+Rank 0 is the caller's own process, as a worker's is; a call to a peer and its answer go through a
+pipe. A peer that is killed is told by the pipe's end.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ratoon.train.copies import Copies, Meeting
+from ratoon.train.micro_batches import PassHooks, no_progress
+from ratoon.train.rank import Rank
+from ratoon.train.spec import TrainerSpec
+from ratoon.train.trainer import Trainer, load
+
+_FORK = multiprocessing.get_context("fork")
+
+
+class PipePeer:
+    """`rank_group.Peer` of a forked process."""
+
+    def __init__(self, spec: TrainerSpec, meeting: Meeting, rank: int) -> None:
+        self._pipe, theirs = _FORK.Pipe()
+        self._stop = _FORK.Event()
+        self.process = _FORK.Process(
+            target=_serve, args=(theirs, self._stop, spec, meeting, rank), daemon=True
+        )
+        self.process.start()
+        theirs.close()
+
+    def start(self, name: str, args: tuple[object, ...], options: dict[str, object]) -> PipePeer:
+        self._stop.clear()
+        self._pipe.send((name, args, options))
+        return self
+
+    def has_failed(self) -> bool:
+        return not self.process.is_alive()
+
+    def result(self) -> Any:
+        try:
+            is_done, answer = self._pipe.recv()
+        except (EOFError, ConnectionError) as err:
+            raise RuntimeError("the rank is gone") from err
+        if not is_done:
+            raise answer
+        return answer
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+def _serve(pipe: Connection, stop: Any, spec: TrainerSpec, meeting: Meeting, rank: int) -> None:
+    """What a peer's process does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    Copies.join(meeting, rank, torch.device("cpu"))
+    spec, model = load(spec)
+    own = Rank(spec, model, Copies.joined())
+    own.hooks = PassHooks(on_progress=no_progress, is_cancelled=stop.is_set)
+    pipe.send((True, "loaded"))
+    while True:
+        try:
+            name, args, options = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            answer = True, getattr(own, name)(*args, **options)
+        except Exception as err:  # noqa: BLE001 - the leader's to hear of
+            answer = False, err
+        pipe.send(answer)
+
+
+@contextmanager
+def ranked(spec: TrainerSpec, num_ranks: int) -> Iterator[tuple[Trainer, list[PipePeer]]]:
+    """A trainer of so many ranks, and the peers among them."""
+    spec = replace(spec, num_workers=num_ranks)
+    meeting = Meeting(host="127.0.0.1", port=_free_port(), size=num_ranks)
+    peers = [PipePeer(spec, meeting, rank) for rank in range(1, num_ranks)]
+    try:
+        if peers:
+            Copies.join(meeting, 0, torch.device("cpu"))
+        for peer in peers:
+            assert peer.result() == "loaded"
+        yield Trainer.create(spec, peers), peers
+    finally:
+        for peer in peers:
+            peer.kill()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
