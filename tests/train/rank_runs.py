@@ -9,7 +9,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,9 +16,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from ratoon.train.copies import Copies, Meeting
+from ratoon.train.copies import Copies, Meeting, open_meeting
 from ratoon.train.micro_batches import PassHooks, no_progress
 from ratoon.train.rank import Rank
 from ratoon.train.spec import TrainerSpec
@@ -89,22 +87,15 @@ def _serve(pipe: Connection, stop: Any, spec: TrainerSpec, meeting: Meeting, ran
 def ranked(spec: TrainerSpec, num_ranks: int) -> Iterator[tuple[Trainer, list[PipePeer]]]:
     """A trainer of so many ranks, and the peers among them."""
     spec = replace(spec, num_workers=num_ranks)
-    meeting = Meeting(host="127.0.0.1", port=_free_port(), size=num_ranks)
+    meeting, store = open_meeting("127.0.0.1", num_ranks)
     peers = [PipePeer(spec, meeting, rank) for rank in range(1, num_ranks)]
     try:
         if peers:
-            Copies.join(meeting, 0, torch.device("cpu"))
+            Copies.join(meeting, 0, torch.device("cpu"), store)
         for peer in peers:
             assert peer.result() == "loaded"
         yield Trainer.create(spec, peers), peers
     finally:
         for peer in peers:
             peer.kill()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+        Copies.leave()

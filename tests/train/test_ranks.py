@@ -2,48 +2,322 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon.model.export import export_weights
 from ratoon.model.spec import FolderBase, LoraTuning, ModelDtype
-from ratoon.train.config import LossKind, OptimizerStates
+from ratoon.rollout.packed import UpdatePlan
+from ratoon.train import rank
+from ratoon.train.config import LossKind, NumericsGuard, OptimizerStates
+from ratoon.train.gradient_window import WindowState
+from ratoon.train.optim.parts import Part, parts_of, shared_out
+from ratoon.train.report.step_report import SkipReason, StepReport
+from ratoon.train.trainer import Trainer
 from tests.train.rank_runs import ranked
 from tests.train.trainer_runs import (
+    FROZEN,
     assert_close,
+    assert_equal,
     make_batch,
     make_loss,
     make_step,
     make_trainer,
 )
 
-
-def _spread(plan, num_ranks):
-    parts = tuple(replace(p, rank=i % num_ranks) for i, p in enumerate(plan.micro_batches))
-    return replace(plan, micro_batches=parts)
+_LORA = LoraTuning(rank=2, alpha=4.0)
 
 
-def _update(trainer, seed, num_ranks):
+def _spread(plan: UpdatePlan, ranks: tuple[int, ...]) -> UpdatePlan:
+    """The same cuts, in turn on these ranks."""
+    parts = enumerate(plan.micro_batches)
+    return replace(
+        plan,
+        micro_batches=tuple(
+            replace(part, rank=ranks[index % len(ranks)]) for index, part in parts
+        ),
+    )
+
+
+def _update(
+    trainer: Trainer, seed: int, ranks: tuple[int, ...] = (0,), **changes: object
+) -> StepReport:
     batch = make_batch(seed)
     loss = make_loss(batch)
-    plan = _spread(trainer.prepare(batch, loss).plan, num_ranks)
-    assert len(plan.micro_batches) > 2
-    report = trainer.update(batch, loss, make_step(trainer, loss), plan)
-    assert not report.skipped
-    return report
+    plan = _spread(trainer.prepare(batch, loss).plan, ranks)
+    assert len(plan.micro_batches) >= len(ranks)
+    return trainer.update(batch, loss, make_step(trainer, loss, **changes), plan)
 
 
+def _weights(trainer: Trainer) -> dict[str, Tensor]:
+    parameters = trainer.model.named_trainable()
+    return {name: parameter.detach().clone() for name, parameter in parameters.items()}
+
+
+def _alone(base: FolderBase, **options: object) -> Trainer:
+    return make_trainer(base, tokens=32, **options)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.fixture
+def pair(base: FolderBase) -> Iterator[tuple[Trainer, Trainer]]:
+    """A trainer of one rank and one of two, in float64."""
+    alone = _alone(base)
+    with ranked(alone.spec, 2) as (two, _):
+        yield alone, two
+
+
+@pytest.mark.parametrize("part_elements", [100, 1 << 25])
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_three_updates_are_those_of_one_rank(base: FolderBase, num_ranks: int) -> None:
-    alone = make_trainer(base, tokens=32)
+def test_three_updates_are_those_of_one_rank(
+    base: FolderBase, monkeypatch: pytest.MonkeyPatch, num_ranks: int, part_elements: int
+) -> None:
+    monkeypatch.setattr(rank, "parts_of", partial(parts_of, part_elements=part_elements))
+    alone = _alone(base)
     with ranked(alone.spec, num_ranks) as (trainer, _):
         for seed in range(3):
-            one, many = _update(alone, seed, 1), _update(trainer, seed, num_ranks)
+            one = _update(alone, seed)
+            many = _update(trainer, seed, tuple(range(num_ranks)))
+            assert (one.skipped, many.skipped) == (False, False)
             assert many.loss == pytest.approx(one.loss, rel=1e-12)
             assert many.grad_norm == pytest.approx(one.grad_norm, rel=1e-10)
-        assert_close(
-            {n: p.detach() for n, p in trainer.model.named_trainable().items()},
-            {n: p.detach() for n, p in alone.model.named_trainable().items()},
+            assert one.trained_tokens == many.trained_tokens
+            assert (len(one.rank_seconds), len(many.rank_seconds)) == (0, num_ranks)
+        assert_close(_weights(trainer), _weights(alone))
+        assert trainer.fingerprint()["num_devices"] == str(num_ranks)
+
+
+@pytest.mark.parametrize("kind", list(LossKind))
+def test_every_loss_in_a_window_of_two_calls(
+    pair: tuple[Trainer, Trainer], kind: LossKind, tmp_path: Path
+) -> None:
+    reports: list[StepReport] = []
+    names: list[str] = []
+    for trainer, ranks in zip(pair, ((0,), (0, 1)), strict=True):
+        for seed in (3, 4):
+            fields = {"outcome": "weights"} if kind is LossKind.CROSS_ENTROPY else {}
+            batch = make_batch(seed, **fields)
+            loss = make_loss(batch, kind)
+            plan = _spread(trainer.prepare(batch, loss).plan, ranks)
+            trainer.forward_backward(batch, loss, plan)
+        names = list(trainer.model.named_trainable())
+        trainer.write_gradients(tmp_path / str(len(ranks)), names[:3])
+        divisor = {"divide_constant": 8.0} if kind is LossKind.DR_GRPO else {}
+        step = make_step(trainer, loss, tensor_grad_norms=True, **divisor)
+        reports.append(trainer.optim_step(step))
+    one, two = reports
+    assert two.loss == pytest.approx(one.loss, rel=1e-10, abs=1e-12)
+    assert two.entropy == pytest.approx(one.entropy, rel=1e-10)
+    assert [each.name for each in two.tensor_grad_norms] == names
+    for mine, theirs in zip(two.tensor_grad_norms, one.tensor_grad_norms, strict=True):
+        assert mine.norm == pytest.approx(theirs.norm, rel=1e-8)
+    # Float32 files of float64 sums would hide nothing larger than this either.
+    sums = [load_file(tmp_path / str(count)) for count in (1, 2)]
+    assert_close(sums[1], sums[0])
+    assert_close(_weights(pair[1]), _weights(pair[0]))
+
+
+@pytest.mark.parametrize("kind", list(OptimizerStates))
+@pytest.mark.parametrize("tuning", [None, _LORA])
+def test_a_shared_out_step_has_the_bits_of_a_whole_one(
+    base: FolderBase, kind: OptimizerStates, tuning: LoraTuning | None
+) -> None:
+    """Rank 1 runs everything, and steps what is its own: the sums are those of one rank."""
+    spec = replace(_alone(base, dtype=ModelDtype.BFLOAT16, tuning=tuning).spec, optimizer_states=kind)
+    alone = Trainer.create(spec)
+    with ranked(spec, 2) as (two, _):
+        for seed in range(3):
+            asked = {"tensor_grad_norms": True, "changed_share": True}
+            one, many = _update(alone, seed, **asked), _update(two, seed, (1,), **asked)
+            assert (many.grad_norm, many.changed_share) == (one.grad_norm, one.changed_share)
+            assert many.tensor_grad_norms == one.tensor_grad_norms
+            assert two.state_digest() == alone.state_digest()
+        assert_equal(_weights(two), _weights(alone))
+
+
+def test_the_same_again_has_the_same_bits(base: FolderBase) -> None:
+    spec = _alone(base, dtype=ModelDtype.BFLOAT16).spec
+    digests: list[str] = []
+    for _ in range(2):
+        with ranked(spec, 4) as (trainer, _):
+            for seed in range(2):
+                _update(trainer, seed, (0, 1, 2, 3))
+            digests.append(trainer.state_digest())
+    assert digests[0] == digests[1]
+
+
+def test_checkpoints_are_loaded_by_any_number_of_ranks(base: FolderBase, tmp_path: Path) -> None:
+    """Of four, of two, of one: the same bits, and the same steps from there."""
+    spec = replace(
+        _alone(base, dtype=ModelDtype.BFLOAT16).spec, optimizer_states=OptimizerStates.BF16_SPLIT
+    )
+    digests: list[str] = []
+    with ranked(spec, 4) as (trainer, _):
+        _update(trainer, 0, (0, 1, 2, 3))
+        trainer.save_checkpoint(tmp_path / "four")
+        assert len(list((tmp_path / "four").glob("states-*-of-00004.safetensors"))) == 4
+        _update(trainer, 1, (3,))
+        digests.append(trainer.state_digest())
+    with ranked(spec, 2) as (trainer, _):
+        trainer.load_checkpoint(tmp_path / "four")
+        trainer.save_checkpoint(tmp_path / "two")
+        _update(trainer, 1, (1,))
+        digests.append(trainer.state_digest())
+        # A file of the other rank is damaged: it says so, and nothing changes anywhere.
+        path = sorted((tmp_path / "four").glob("states-*"))[3]
+        path.write_bytes(path.read_bytes()[:-1] + b"!")
+        with pytest.raises(RatoonError, match=path.name):
+            trainer.load_checkpoint(tmp_path / "four")
+        assert trainer.state_digest() == digests[1]
+    alone = Trainer.create(spec)
+    alone.load_checkpoint(tmp_path / "two")
+    assert alone.version == 1
+    _update(alone, 1)
+    assert digests == [alone.state_digest()] * 2
+
+
+def test_a_forward_is_that_of_one_rank(pair: tuple[Trainer, Trainer]) -> None:
+    alone, two = pair
+    batch = make_batch(9)
+    plan = _spread(alone.plan_forward(batch), (0, 1))
+    options = {"with_entropy": True, "use_reference": True}
+    mine, one = two.forward(batch, plan, **options), alone.forward(batch, _spread(plan, (0,)), **options)
+    assert mine.entropy is not None
+    assert one.entropy is not None
+    assert np.array_equal(mine.logprobs, one.logprobs)
+    assert np.array_equal(mine.entropy, one.entropy)
+    assert np.count_nonzero(one.logprobs) > 10
+    assert mine.report.entropy == one.report.entropy
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_imported_weights_reach_every_rank(base: FolderBase, tmp_path: Path, adds: bool) -> None:
+    spec = _alone(base, dtype=ModelDtype.BFLOAT16).spec
+    alone = Trainer.create(spec)
+    (tmp_path / "weights").mkdir()
+    export_weights(alone.model, tmp_path / "weights", None)
+    with ranked(spec, 2) as (two, _):
+        for trainer, ranks in ((alone, (0,)), (two, (1,))):
+            _update(trainer, 0, ranks)
+            weights = trainer.read_weights(tmp_path / "weights", "")
+            trainer.import_weights(weights, adds=adds, resets_optimizer=not adds)
+            _update(trainer, 1, ranks)
+        assert two.state_digest() == alone.state_digest()
+        assert_equal(_weights(two), _weights(alone))
+
+
+def test_an_import_that_one_rank_cannot_add_changes_none(
+    base: FolderBase, tmp_path: Path
+) -> None:
+    spec = _alone(base, dtype=ModelDtype.FLOAT32).spec
+    (tmp_path / "weights").mkdir()
+    far = Trainer.create(spec)
+    last = list(far.model.named_trainable().values())[-1]
+    last.data.fill_(1.2e38)
+    export_weights(far.model, tmp_path / "weights", None)
+    with ranked(spec, 2) as (two, _):
+        two.import_weights(
+            two.read_weights(tmp_path / "weights", ""), adds=False, resets_optimizer=False
         )
-        print(trainer.state_digest())
+        before = two.state_digest()
+        with pytest.raises(RatoonError, match="finite"):
+            two.import_weights(
+                two.read_weights(tmp_path / "weights", ""), adds=True, resets_optimizer=False
+            )
+        assert two.state_digest() == before
+
+
+def test_a_step_that_is_skipped_changes_no_rank(pair: tuple[Trainer, Trainer]) -> None:
+    _, two = pair
+    before, spec = two.state_digest(), two.spec
+    two.spec = replace(spec, guard=NumericsGuard(max_grad_norm_to_step=1e-9))
+    report = _update(two, 5, (0, 1))
+    two.spec = spec
+    assert report.skip_reason is SkipReason.GRADIENT_NORM
+    assert two.state_digest() == before
+    assert _update(two, 5, (0, 1)).grad_norm == report.grad_norm
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_the_error_of_one_rank_is_the_callers_and_changes_nothing(
+    pair: tuple[Trainer, Trainer], failing: int
+) -> None:
+    _, two = pair
+    batch, before = make_batch(6), two.state_digest()
+    loss = make_loss(batch)
+    plan = _spread(two.prepare(batch, loss).plan, (0, 1))
+    damaged = replace(
+        plan,
+        micro_batches=tuple(
+            replace(part, packed_tokens=part.packed_tokens + (part.rank == failing))
+            for part in plan.micro_batches
+        ),
+    )
+    with pytest.raises(RatoonError, match="of another batch"):
+        two.update(batch, loss, make_step(two, loss), damaged)
+    assert two.window_state is WindowState.EMPTY
+    assert two.state_digest() == before
+    report = two.update(batch, loss, make_step(two, loss), plan)
+    assert not report.skipped
+
+
+def test_a_cancelled_update_leaves_every_rank_as_it_was(
+    pair: tuple[Trainer, Trainer]
+) -> None:
+    _, two = pair
+    batch, before = make_batch(7), two.state_digest()
+    loss = make_loss(batch, kl=FROZEN)
+    plan = _spread(two.prepare(batch, loss).plan, (0, 1))
+    calls: list[int] = []
+
+    def is_cancelled() -> bool:
+        calls.append(1)
+        return len(calls) > 1
+
+    with pytest.raises(RatoonError) as caught:
+        two.update(batch, loss, make_step(two, loss), plan, is_cancelled=is_cancelled)
+    assert caught.value.code is ErrorCode.CANCELLED
+    assert two.state_digest() == before
+    assert not two.update(batch, loss, make_step(two, loss), plan).skipped
+
+
+def test_a_rank_that_is_gone_is_an_error_and_no_wait(base: FolderBase) -> None:
+    with ranked(_alone(base).spec, 2) as (two, (peer,)):
+        _update(two, 0, (0, 1))
+        peer.kill()
+        with pytest.raises((RuntimeError, OSError)):
+            _update(two, 1, (0, 1))
+
+
+def test_parts_are_shared_out_evenly_and_in_order() -> None:
+    sizes = {"a": 1000, "b": 10, "c": 2500, "d": 400, "e": 90}
+    tensors = {name: torch.zeros(size) for name, size in sizes.items()}
+    parts = parts_of(tensors, 100)
+    assert [part.name for part in parts if part.parameter == "d"] == [
+        "d@0",
+        "d@100",
+        "d@200",
+        "d@300",
+    ]
+    assert parts[10] == Part(name="b", start=0, stop=10)
+    for num_ranks in (1, 2, 3, 8, 100):
+        shares = shared_out(parts, num_ranks)
+        assert [part for share in shares for part in share] == parts
+        elements = [sum(part.stop - part.start for part in share) for share in shares]
+        assert max(elements) <= 4000 / num_ranks + 100
+
+
+def test_a_part_is_a_view_of_its_parameter() -> None:
+    parameter = torch.nn.Parameter(torch.arange(12.0).reshape(3, 4))
+    first, second = parts_of({"p": parameter}, 8)
+    second.of(parameter).fill_(-1.0)
+    assert first.of(parameter).tolist() == list(range(8))
+    assert parameter.flatten()[8:].tolist() == [-1.0] * 4

@@ -250,6 +250,9 @@ class StepReport:
     token_staleness_mean: float | None = None
     # Only where `Optim.changed_share` asked for it.
     changed_share: float | None = None
+    # Of a policy of several workers.
+    rank_seconds: tuple[float, ...] = ()
+    rank_gap: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

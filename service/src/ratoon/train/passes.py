@@ -47,16 +47,21 @@ class PassTotals:
     rows: int
     forward_s: float
     backward_s: float
+    # Of each of several ranks.
+    rank_seconds: tuple[float, ...] = ()
 
     @classmethod
     def over(cls, ranks: Sequence[PassTotals]) -> PassTotals:
         """Of all ranks, which ran at the same time: the times are those of the longest."""
+        if len(ranks) == 1:
+            return ranks[0]
         longest = max(ranks, key=lambda done: done.forward_s + done.backward_s)
         return cls(
             sums=reduce(operator.add, (done.sums for done in ranks)),
             rows=sum(done.rows for done in ranks),
             forward_s=longest.forward_s,
             backward_s=longest.backward_s,
+            rank_seconds=tuple(done.forward_s + done.backward_s for done in ranks),
         )
 
 
@@ -167,15 +172,19 @@ class ForwardColumns:
     entropy_J: NDArray[np.floating]
     rows: int
     forward_s: float
+    rank_seconds: tuple[float, ...] = ()
 
     @classmethod
     def over(cls, ranks: Sequence[ForwardColumns]) -> ForwardColumns:
         """Of all ranks, of which one alone ran a token's micro-batch; the time of the longest."""
+        if len(ranks) == 1:
+            return ranks[0]
         return cls(
             logprob_J=reduce(operator.add, (done.logprob_J for done in ranks)),
             entropy_J=reduce(operator.add, (done.entropy_J for done in ranks)),
             rows=sum(done.rows for done in ranks),
             forward_s=max(done.forward_s for done in ranks),
+            rank_seconds=tuple(done.forward_s for done in ranks),
         )
 
 

@@ -215,6 +215,7 @@ class Trainer:
             PhaseSeconds(plan=plan_s, forward=done.forward_s, backward=done.backward_s),
             self._meter.training(batch, plan, done),
         )
+        report = report_builder.with_ranks(report, plan, done.rank_seconds)
         return report_builder.with_self_check(report, self_check)
 
     def optim_step(self, step: OptimStep) -> StepReport:
@@ -287,10 +288,11 @@ class Trainer:
         columns = ForwardColumns.over(run(use_reference=use_reference))
         seconds = PhaseSeconds(plan=plan_s, forward=columns.forward_s)
         usage = self._meter.forward(batch, plan, columns)
+        report = report_builder.forward_report(batch, plan, columns, seconds, usage)
         return ForwardArrays(
             logprobs=columns.logprob_J,
             entropy=columns.entropy_J if with_entropy else None,
-            report=report_builder.forward_report(batch, plan, columns, seconds, usage),
+            report=report_builder.with_ranks(report, plan, columns.rank_seconds),
         )
 
     def snapshot(self) -> Snapshot:

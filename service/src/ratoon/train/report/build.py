@@ -39,6 +39,15 @@ def forward_backward_report(
     return replace(report, warnings=warnings)
 
 
+def with_ranks(
+    report: StepReport, plan: UpdatePlan, rank_seconds: tuple[float, ...]
+) -> StepReport:
+    """`report` with what each of several ranks did; of one, nothing."""
+    if not rank_seconds:
+        return report
+    return replace(report, rank_seconds=rank_seconds, rank_gap=0.0)
+
+
 def with_self_check(report: StepReport, outcome: SelfCheckOutcome) -> StepReport:
     """`report` with what the self-check saw."""
     warnings = (*report.warnings, *outcome.warnings)

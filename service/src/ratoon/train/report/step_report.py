@@ -123,3 +123,5 @@ class StepReport:
     zero_advantage_sequences: int = 0
     token_staleness_mean: float | None = None
     changed_share: float | None = None
+    rank_seconds: tuple[float, ...] = ()
+    rank_gap: float | None = None
