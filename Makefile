@@ -21,7 +21,7 @@ NVIDIA = $(wildcard /dev/nvidiactl)$(shell command -v nvidia-smi 2>/dev/null)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-more lint type audit fmt lock proto proto-check bench bench-cpu bench-gpu bench-step-gpu \
-	bench-states-gpu bench-service-gpu bench-hostile bench-floor bench-streams faults test-gpu up down clean env env-dev env-proto
+	bench-states-gpu bench-service-gpu bench-hostile bench-floor bench-streams bench-scale faults test-gpu up down clean env env-dev env-proto
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "%-16s %s\n", $$1, $$2 }'
@@ -78,6 +78,9 @@ bench-streams: env-dev ## how fast versions leave, and what publishing them adds
 
 bench-floor: env-dev ## what a caller waits for at least, and what an idle service holds; 5 minutes
 	@$(BIN)/python -m benchmarks.service.floor --out benchmarks/results/cpu/floor.json $(ARGS)
+
+bench-scale: env ## simulate an update on 8 to 4,096 GPUs, from what was measured
+	@$(BIN)/python -m benchmarks.scale.main --out benchmarks/results/cpu/scale.json $(ARGS)
 
 bench-hostile: env-dev ## memory, connections and a good caller's latency under hostile ones; 40 minutes
 	@$(BIN)/python -m benchmarks.service.hostile_callers --out benchmarks/results/cpu/hostile_callers.json $(ARGS)
