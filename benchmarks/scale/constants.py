@@ -148,7 +148,7 @@ def constants(planning: Mapping[str, Any]) -> list[Constant]:
                  "h200/start.json, warm: one group, on that machine's CPU"),
         measured("decode_ms", planning["decode_ms"], "ms per group", f"{own}: a body into arrays"),
         measured("deal_ms", planning["deal_ms"], "ms per group", f"{own}: longest first"),
-        measured("body_mb", planning["body_bytes"] / 1e6, "MB per group", f"{own}: journaled body"),
+        measured("body_mb", planning["body_bytes"] / 1e6, "MB per group", "cpu/scale.json, `planning`: a journaled body"),
         measured("call_ms", floor["overhead_ms"], "ms per update",
                  "cpu/floor.json: a call, three transactions; on a CPU"),
         measured("write", 2 * parameters_8b / first["publish_s"] / 1e9, "GB/s per process",

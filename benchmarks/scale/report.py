@@ -14,6 +14,10 @@ END = "<!-- end of scale -->"
 BROKEN_SHARE = 0.05
 _ALL = "all but Z2"
 _NOTHING = "–"
+# GPUs of the longer tables; the result has the others.
+_SHOWN = (32, 512, 4096)
+# Memory hardly falls beyond.
+_MEMORY_SHOWN = 128
 
 Result = dict[str, Any]
 Row = dict[str, Any]
@@ -28,8 +32,8 @@ def section(result: Result, result_link: str) -> Iterator[str]:
     """Its lines: what breaks, seconds and efficiency, remedies, memory, constants."""
     weak = [row for row in result["rows"] if row["scaling"] == "weak"]
     strong = [row for row in result["rows"] if row["scaling"] == "strong"]
-    yield f"\n**Modelled, not measured**: commit {result['commit'][:12]}, seed {result['seed']}, "
-    yield f"[all figures]({result_link}).\n"
+    yield f"\n**Modelled, not measured**: commit {result['commit'][:12]}, seed {result['seed']}."
+    yield f"[All figures]({result_link}).\n"
     yield f"### What takes more than {BROKEN_SHARE:.0%} of an Update, from how many GPUs on\n"
     yield from _broken_table(weak)
     yield f"\n### Four groups per GPU: {weak[0]['groups']} to {weak[-1]['groups']:,} groups\n"
@@ -62,7 +66,7 @@ def _broken(rows: list[Row]) -> str:
 
 def _update_table(rows: list[Row]) -> Iterator[str]:
     columns = ("model", "loses most by", "layout", "GPUs", "calls", "seconds", "efficiency",
-               "with all remedies", "GB of the batch per s", "version published s")  # fmt: skip
+               "with all remedies", "batch MB/s", "version published s")  # fmt: skip
     cells: list[list[str]] = []
     for row in rows:
         if "phases" not in row:
@@ -72,13 +76,13 @@ def _update_table(rows: list[Row]) -> Iterator[str]:
         cells.append([
             row["model"], row["loses_most"], row["layout"], f"{row['gpus']:,}", str(row["calls"]),
             f"{row['seconds']:.1f}", _percent(row["efficiency"]), _percent(row["remedies"][_ALL]),
-            f"{row['body_gb'] / row['seconds']:.3f}", f"{row['publish_s']:.2f}",
+            f"{1e3 * row['body_gb'] / row['seconds']:.1f}", f"{row['publish_s']:.2f}",
         ])  # fmt: skip
     yield from markdown_table(columns, cells, 3)
 
 
 def _phase_table(rows: list[Row]) -> Iterator[str]:
-    fitting = [row for row in rows if "phases" in row]
+    fitting = [row for row in rows if row["gpus"] in _SHOWN and "phases" in row]
     names = list(fitting[0]["phases"])
     cells = [
         [row["model"], f"{row['gpus']:,}", *(_seconds(row["phases"][name]) for name in names)]
@@ -88,7 +92,7 @@ def _phase_table(rows: list[Row]) -> Iterator[str]:
 
 
 def _remedy_table(rows: list[Row]) -> Iterator[str]:
-    fitting = [row for row in rows if "phases" in row]
+    fitting = [row for row in rows if row["gpus"] in _SHOWN and "phases" in row]
     names = list(fitting[0]["remedies"])
     cells = [
         [row["model"], f"{row['gpus']:,}", _percent(row["efficiency"]),
@@ -116,6 +120,7 @@ def _memory_table(rows: list[Row]) -> Iterator[str]:
             [row["model"], row["H100"] or _NOTHING, row["H200"] or _NOTHING, f"{row['gpus']:,}",
              *(f"{row[layout]:.1f}" for layout in columns[-3:])]
             for row in rows
+            if row["gpus"] <= _MEMORY_SHOWN
         ),
         3,
     )  # fmt: skip
