@@ -151,4 +151,4 @@ def _percent(value: float) -> str:
 
 
 def _seconds(value: float) -> str:
-    return f"{value:.2f}".replace("0.00", "0")
+    return "0" if value < 0.005 else f"{value:.2f}"

@@ -68,7 +68,7 @@ def test_one_gpu_is_the_measure_of_efficiency() -> None:
         alone = row(QWEN3_8B, scaling, 1, _values(), 0)
         assert alone["efficiency"] == 1
         for phase in ("status", "again", "waiting", "reduce", "gather"):
-            assert alone["phases"][phase] == 0
+            assert alone["phases"][phase] == pytest.approx(0, abs=1e-9)
 
 
 def test_bytes_of_a_reduction_of_one_and_of_two() -> None:
@@ -152,7 +152,7 @@ def test_work_is_conserved_and_phases_add_up() -> None:
     for n in (32, 128):
         update = simulate(QWEN3_235B, batch, n, Layout.Z3, c)
         assert update.phases["compute"] * n == pytest.approx(alone.phases["compute"])
-        assert min(update.phases.values()) >= 0
+        assert min(update.phases.values()) > -1e-9
         assert update.seconds == pytest.approx(sum(update.phases.values()))
         assert update.seconds * n > alone.seconds
 
