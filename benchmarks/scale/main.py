@@ -51,6 +51,7 @@ REMEDIES = {
     "overlap": Options(overlap=True),
     "split": Options(split=True),
     "all but Z2": Options(by_node=True, plan_on_ranks=True, overlap=True, split=True),
+    "all": Options(by_node=True, bf16_sums=True, plan_on_ranks=True, overlap=True, split=True),
 }
 # Of batches that are planned, ascending.
 _TIMED_GROUPS = (1, 64)
