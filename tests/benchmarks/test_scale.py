@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.scale.constants import MODELS, NODE, Values, constants
@@ -33,6 +33,7 @@ PAGE = ROOT / "docs" / "scale.md"
 QWEN3_8B, QWEN3_30B, _, QWEN3_235B = MODELS
 GPUS = st.sampled_from((1, 2, 4, 8, 16, 64, 512, 4096))
 MOST_BYTES = 60_000
+CHECKED = settings(max_examples=100, deadline=None)
 
 
 @cache
@@ -78,6 +79,7 @@ def test_bytes_of_a_reduction_of_one_and_of_two() -> None:
         assert all_to_all_bytes(sums, 2, by_node=by_node) == (sums / 2, 0)
 
 
+@CHECKED
 @given(GPUS)
 def test_a_reduction_sends_all_but_the_own_shard(n: int) -> None:
     flat = all_to_all_bytes(1.0, n, by_node=False)
@@ -89,6 +91,7 @@ def test_a_reduction_sends_all_but_the_own_shard(n: int) -> None:
     assert within >= flat[0]
 
 
+@CHECKED
 @given(GPUS, GPUS)
 def test_a_gather_takes_longer_over_more_gpus(n: int, other: int) -> None:
     first, second = (
@@ -97,6 +100,7 @@ def test_a_gather_takes_longer_over_more_gpus(n: int, other: int) -> None:
     assert first <= second
 
 
+@CHECKED
 @given(st.sampled_from(MODELS), st.sampled_from(Layout), GPUS, GPUS)
 def test_memory_falls_with_gpus_and_from_layout_to_layout(
     model: Any, layout: Layout, n: int, other: int
@@ -123,6 +127,7 @@ def test_memory_of_two_four_and_eight(model: Any, layout: Layout, wanted: tuple[
     assert found == pytest.approx(wanted, abs=0.6)
 
 
+@CHECKED
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=60), st.integers(1, 20))
 def test_every_group_is_dealt_once_and_evenly(seconds: list[float], num_ranks: int) -> None:
     ranks = deal(np.array(seconds), num_ranks)
@@ -133,6 +138,7 @@ def test_every_group_is_dealt_once_and_evenly(seconds: list[float], num_ranks: i
     assert in_step <= sum(seconds) + 1e-9
 
 
+@CHECKED
 @given(st.integers(0, 2**32 - 1), st.floats(500, 60_000))
 def test_a_split_repeats_prompts_and_nothing_else(seed: int, most_rows: float) -> None:
     c = _values()
