@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from ratoon.train.config import (
 from ratoon.train.loss.resolve import resolve_loss, resolve_optim
 from ratoon.train.loss.spec import OptimStep
 from ratoon.train.numerics import configure_torch
-from ratoon.train.optim.adamw import CLIP_EPSILON, MasterAdamW, OptimizerState
+from ratoon.train.optim.adamw import CLIP_EPSILON, OptimizerState
 from ratoon.train.optim.rounding import join_float32
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer

@@ -27,7 +27,12 @@ from tests.engine.ray_engine import SPEC, Engine, done, random_batch, submission
 _WIDE = replace(SPEC.model, dtype=ModelDtype.FLOAT64)
 # Few tokens: several micro-batches, so that both ranks have some.
 _SPEC = replace(
-    SPEC, model=_WIDE, recovery=Recovery.REPLAY, num_workers=2, micro_batch_tokens=32, keep_versions=9
+    SPEC,
+    model=_WIDE,
+    recovery=Recovery.REPLAY,
+    num_workers=2,
+    micro_batch_tokens=32,
+    keep_versions=9,
 )
 _UPDATES = 4
 

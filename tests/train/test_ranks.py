@@ -42,9 +42,7 @@ def _spread(plan: UpdatePlan, ranks: tuple[int, ...]) -> UpdatePlan:
     parts = enumerate(plan.micro_batches)
     return replace(
         plan,
-        micro_batches=tuple(
-            replace(part, rank=ranks[index % len(ranks)]) for index, part in parts
-        ),
+        micro_batches=tuple(replace(part, rank=ranks[index % len(ranks)]) for index, part in parts),
     )
 
 
@@ -131,7 +129,9 @@ def test_a_shared_out_step_has_the_bits_of_a_whole_one(
     base: FolderBase, kind: OptimizerStates, tuning: LoraTuning | None
 ) -> None:
     """Rank 1 runs everything, and steps what is its own: the sums are those of one rank."""
-    spec = replace(_alone(base, dtype=ModelDtype.BFLOAT16, tuning=tuning).spec, optimizer_states=kind)
+    spec = replace(
+        _alone(base, dtype=ModelDtype.BFLOAT16, tuning=tuning).spec, optimizer_states=kind
+    )
     alone = Trainer.create(spec)
     with ranked(spec, 2) as (two, _):
         for seed in range(3):
@@ -189,7 +189,10 @@ def test_a_forward_is_that_of_one_rank(pair: tuple[Trainer, Trainer]) -> None:
     batch = make_batch(9)
     plan = _spread(alone.plan_forward(batch), (0, 1))
     options = {"with_entropy": True, "use_reference": True}
-    mine, one = two.forward(batch, plan, **options), alone.forward(batch, _spread(plan, (0,)), **options)
+    mine, one = (
+        two.forward(batch, plan, **options),
+        alone.forward(batch, _spread(plan, (0,)), **options),
+    )
     assert mine.entropy is not None
     assert one.entropy is not None
     assert np.array_equal(mine.logprobs, one.logprobs)
@@ -214,9 +217,7 @@ def test_imported_weights_reach_every_rank(base: FolderBase, tmp_path: Path, add
         assert_equal(_weights(two), _weights(alone))
 
 
-def test_an_import_that_one_rank_cannot_add_changes_none(
-    base: FolderBase, tmp_path: Path
-) -> None:
+def test_an_import_that_one_rank_cannot_add_changes_none(base: FolderBase, tmp_path: Path) -> None:
     spec = _alone(base, dtype=ModelDtype.FLOAT32).spec
     (tmp_path / "weights").mkdir()
     far = Trainer.create(spec)
@@ -269,9 +270,7 @@ def test_the_error_of_one_rank_is_the_callers_and_changes_nothing(
     assert not report.skipped
 
 
-def test_a_cancelled_update_leaves_every_rank_as_it_was(
-    pair: tuple[Trainer, Trainer]
-) -> None:
+def test_a_cancelled_update_leaves_every_rank_as_it_was(pair: tuple[Trainer, Trainer]) -> None:
     _, two = pair
     batch, before = make_batch(7), two.state_digest()
     loss = make_loss(batch, kl=FROZEN)

@@ -43,9 +43,7 @@ class Planner:
 def cpu_planner(micro_batch_tokens: int | None, *, num_ranks: int = 1) -> Planner:
     """Of a device whose memory nothing counts; `micro_batch_tokens` None: chosen here."""
     tokens = CPU_TOKENS if micro_batch_tokens is None else micro_batch_tokens
-    return Planner(
-        candidates=(tokens,), costs=DEFAULT_COSTS, limits=NO_LIMITS, num_ranks=num_ranks
-    )
+    return Planner(candidates=(tokens,), costs=DEFAULT_COSTS, limits=NO_LIMITS, num_ranks=num_ranks)
 
 
 def device_planner(

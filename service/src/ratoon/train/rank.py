@@ -84,7 +84,12 @@ class Rank:
         return forward_backward_pass(self.model, own, forward_logprobs_J, self.hooks)
 
     def forward(
-        self, batch: RolloutBatch, prefixes: SortedPrefixes, plan: UpdatePlan, *, use_reference: bool
+        self,
+        batch: RolloutBatch,
+        prefixes: SortedPrefixes,
+        plan: UpdatePlan,
+        *,
+        use_reference: bool,
     ) -> ForwardColumns:
         """Log-probs and entropies of this rank's micro-batches; 0 for the others'."""
         own = plan.of_rank(self.copies.rank)
@@ -103,7 +108,7 @@ class Rank:
         """Make the sums of this rank's parts those over all ranks; only a step may follow."""
         self._shares.add_up(self.gradients.sums())
 
-    def norms(self, exactly: bool) -> list[float]:  # noqa: FBT001 - called by name
+    def norms(self, exactly: bool) -> list[float]:
         """`block_norms` of the parts that were added up."""
         return block_norms(self._own_sums().values(), exactly=exactly)
 

@@ -53,8 +53,9 @@ class RankActor:
     def __init__(self, log_level: str, crash_points: Path | None, compiled: Path) -> None:
         configure_logging(log_level)
         with frozen_imports():
-            import ratoon.train.trainer  # noqa: F401 - so that loading has no imports to wait for
+            from ratoon.train.trainer import load
 
+        self._load_model = load
         self._compiled = compiled
         self._reach = make_reach(crash_points)
         self._rank: Rank | None = None
@@ -72,12 +73,11 @@ class RankActor:
         from ratoon.train.micro_batches import PassHooks
         from ratoon.train.numerics import numerics_fingerprint
         from ratoon.train.rank import Rank
-        from ratoon.train.trainer import load
 
         started, device = time.perf_counter(), torch.device(spec.device)
         set_copy_interface(meeting.host)
         Copies.join(meeting, number, device)
-        spec, model = load(spec)
+        spec, model = self._load_model(spec)
         self._rank = Rank(spec, model, Copies.joined())
         if device.type == "cuda":
             backend = model.info().attention_backend
@@ -85,6 +85,7 @@ class RankActor:
         self._rank.hooks = PassHooks(on_progress=self._on_progress, is_cancelled=self._is_stopped)
         seconds = round(time.perf_counter() - started, 3)
         _LOG.info("rank loaded", rank=number, pid=os.getpid(), load_s=seconds)
+
     @ray.method(concurrency_group="compute")
     def call(self, number: int, name: str, args: Sequence[Any], options: dict[str, Any]) -> object:
         with self._lock:
@@ -221,6 +222,8 @@ class Ranks:
                 group, placement_group_bundle_index=rank
             )
             options["runtime_env"] = {"env_vars": GPU_ENVIRONMENT}
-        remote = cast("Callable[..., Callable[[type[RankActor]], ActorClass[RankActor]]]", ray.remote)
+        remote = cast(
+            "Callable[..., Callable[[type[RankActor]], ActorClass[RankActor]]]", ray.remote
+        )
         actor = remote(concurrency_groups=_GROUPS)(RankActor).options(**options)
         return actor.remote(*self._arguments)

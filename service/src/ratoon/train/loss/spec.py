@@ -5,7 +5,6 @@ An option that a loss does not have is not in its type.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from ratoon.train.config import (

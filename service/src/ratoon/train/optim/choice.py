@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -32,9 +33,7 @@ def make_optimizer(
     return Bf16AdamW(parameters, config, kind, seed)
 
 
-def choose_states(
-    parameters: Mapping[str, Tensor], memory: DeviceMemory | None
-) -> OptimizerStates:
+def choose_states(parameters: Mapping[str, Tensor], memory: DeviceMemory | None) -> OptimizerStates:
     """What a model of bfloat16 `parameters` keeps by `auto`: exact masters in any case.
 
     On a CPU (`memory` None), and where a quarter of the GPU stays for activations, with float32

@@ -1,8 +1,8 @@
 """The digest of an optimizer state: weights, moments and step counter in 128 bits.
 
 It is two sums, modulo 2**64, over all elements: the element's bits as an integer, times an odd
-multiplier of its tensor and place (multilinear hashing, Carter and Wegman, 1979). So neither
-the order nor who has which part decides anything; one element that differs always changes both sums,
+multiplier of its tensor and place (multilinear hashing, Carter and Wegman, 1979). So neither the
+order nor who has which tensor decides anything; one element that differs always changes both sums,
 and several by chance leave them as they were less than once in 2**60.
 
 A multiplier is a product of two random words, of the place in a block of `BLOCK` elements and of

@@ -22,7 +22,7 @@ _AT = "@"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Elements [start, stop) of a parameter; `name`: the parameter's own where that is all of it."""
+    """Elements [start, stop) of a parameter, whose name it has where that is all of it."""
 
     name: str
     start: int

@@ -39,13 +39,11 @@ def forward_backward_report(
     return replace(report, warnings=warnings)
 
 
-def with_ranks(
-    report: StepReport, plan: UpdatePlan, rank_seconds: tuple[float, ...]
-) -> StepReport:
+def with_ranks(report: StepReport, plan: UpdatePlan, rank_seconds: tuple[float, ...]) -> StepReport:
     """`report` with what each of several ranks did; of one, nothing."""
     if not rank_seconds:
         return report
-    return replace(report, rank_seconds=rank_seconds, rank_gap=0.0)
+    return replace(report, rank_seconds=rank_seconds, rank_gap=plan.rank_gap)
 
 
 def with_self_check(report: StepReport, outcome: SelfCheckOutcome) -> StepReport:
