@@ -151,6 +151,14 @@ class SequenceSizes:
             rows=int(rows.sum()),
         )
 
+    def rows_within(
+        self, places: NDArray[np.int64], depths: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Rows of the LM head of the first `depths` tokens of each of `places`; int64 [n] all."""
+        first = self.first_column[places]
+        columns = np.maximum(depths - self.prompt[places], 0)
+        return self.trained_before[first + columns] - self.trained_before[first]
+
 
 def measure(batch: RolloutBatch, prefixes: SortedPrefixes) -> SequenceSizes:
     """Sizes of all sequences of `batch`."""

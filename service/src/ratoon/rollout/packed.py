@@ -71,7 +71,7 @@ class MicroBatch:
     packed_tokens: int
     # A partition of the packed tokens, in order; empty: all are run at once.
     stages: tuple[Stage, ...] = ()
-    # Who runs it, of the ranks that train the policy.
+    # Of the ranks of a data-parallel policy, the one that runs it.
     rank: int = 0
 
 
@@ -89,9 +89,15 @@ class UpdatePlan:
     # Batch sequence indexes, ascending: they share nothing with what sorts before them, as that
     # would cost more than it saves (`gate`).
     unshared: tuple[int, ...] = ()
+    # Modelled cost of the longest rank over the mean of all ranks, less 1.
+    rank_gap: float = 0.0
 
     def of_rank(self, rank: int) -> UpdatePlan:
-        """What one rank runs of it; the totals stay those of the whole plan."""
+        """The plan with the micro-batches of `rank` alone, of which there may be none.
+
+        Counts of tokens and pairs stay those of the whole plan, and so does `unshared`, which the
+        prefixes of every rank are made from.
+        """
         own = tuple(part for part in self.micro_batches if part.rank == rank)
         return replace(self, micro_batches=own)
 

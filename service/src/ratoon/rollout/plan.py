@@ -5,8 +5,9 @@ A group that fits the budget is never cut apart or streamed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -17,17 +18,17 @@ from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.costs import (
     DEFAULT_COSTS,
     CostModel,
-    SequenceSizes,
-    Work,
     measure,
     num_pairs,
 )
+from ratoon.rollout.fill import Filler
 from ratoon.rollout.limits import NO_LIMITS, TokenLimits
 from ratoon.rollout.packed import MicroBatch, Stage, UpdatePlan
 from ratoon.rollout.prefixes import SortedPrefixes
 from ratoon.rollout.ragged import group_of_sequence, sequence_lengths
+from ratoon.rollout.ranks import spread
 from ratoon.rollout.sharing import share_as_planned, unshared_places
-from ratoon.rollout.split import GroupSplitter, Part
+from ratoon.rollout.split import GroupSplitter, KnownForests
 from ratoon.rollout.waves import first_misplaced
 
 _COUNTS = (
@@ -48,6 +49,8 @@ def make_plan(
     micro_batch_tokens: int,
     costs: CostModel = DEFAULT_COSTS,
     limits: TokenLimits = NO_LIMITS,
+    *,
+    num_ranks: int = 1,
 ) -> UpdatePlan:
     """Fill micro-batches with groups in sorted order, so that those that share prefixes meet.
 
@@ -56,8 +59,13 @@ def make_plan(
     What the device cannot hold is cut in another way, where there is any. Prefixes that `costs`
     says are not worth it are not shared: forests of the plan are of `share_as_planned`. Sequences
     that are empty or not in `kept_S` (bool [S]) are left out.
+
+    With `num_ranks` above 1 groups are spread over ranks first; each fills micro-batches of its
+    own, and runs for itself what it shares with another rank's.
     """
-    return cheapest_plan(batch, prefixes, kept_S, (micro_batch_tokens,), costs, limits)
+    return cheapest_plan(
+        batch, prefixes, kept_S, (micro_batch_tokens,), costs, limits, num_ranks=num_ranks
+    )
 
 
 def cheapest_plan(
@@ -67,10 +75,13 @@ def cheapest_plan(
     candidates: Sequence[int],
     costs: CostModel,
     limits: TokenLimits,
+    *,
+    num_ranks: int = 1,
 ) -> UpdatePlan:
     """The cheapest of `make_plan`'s for each of `candidates`, tokens of a micro-batch, ascending.
 
-    Of equally cheap ones that with the fewest tokens at a time.
+    The cheapest is that whose longest rank costs least; of equally cheap ones that with the fewest
+    tokens at a time.
     """
     sizes = measure(batch, prefixes)
     is_run = (kept_S & (sequence_lengths(batch) > 0))[prefixes.order]
@@ -82,46 +93,32 @@ def cheapest_plan(
     most = sizes.packed_tokens(places)
     # From the first that holds everything on they are all alike.
     enough = [tokens for tokens in candidates if tokens >= most][:1]
-    drafts: list[_Draft] = []
-    for tokens in [*(tokens for tokens in candidates if tokens < most), *enough]:
-        splitter = GroupSplitter(batch, prefixes, sizes, tokens=tokens, costs=costs, limits=limits)
-        drafts.append(_draft(_fill(groups, splitter), tokens, sizes, costs))
-    best = min(drafts, key=lambda draft: draft.cost)
+    known = KnownForests(batch, prefixes, sizes)
+    fillers = [
+        Filler(GroupSplitter(known, tokens=tokens, costs=costs, limits=limits), tokens)
+        for tokens in [*(tokens for tokens in candidates if tokens < most), *enough]
+    ]
+    filler, loads = spread(groups, num_ranks, fillers, sizes)
+    works = [part.work for filled in loads.filled for part in filled]
     return UpdatePlan(
         micro_batches=tuple(
             MicroBatch(
                 sequences=tuple(np.sort(prefixes.order[part.places]).tolist()),
-                packed_tokens=work.tokens,
+                packed_tokens=part.work.tokens,
                 stages=part.stages,
+                rank=rank,
             )
-            for part, work in zip(best.parts, best.works, strict=True)
+            for rank, filled in enumerate(loads.filled)
+            for part in filled
         ),
-        micro_batch_tokens=best.micro_batch_tokens,
+        micro_batch_tokens=filler.micro_batch_tokens,
         unshared_tokens=int(sizes.lengths[places].sum()),
-        packed_tokens=sum(work.tokens for work in best.works),
+        packed_tokens=sum(work.tokens for work in works),
         replicated_pairs=num_pairs(sizes.lengths[places]),
-        packed_pairs=sum(work.pairs for work in best.works),
+        packed_pairs=sum(work.pairs for work in works),
         unshared=tuple(unshared),
+        rank_gap=loads.gap,
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Draft:
-    """One way to cut the batch; `works` are those of `parts`."""
-
-    parts: list[Part]
-    works: list[Work]
-    micro_batch_tokens: int
-    cost: float
-
-
-def _draft(parts: list[Part], tokens: int, sizes: SequenceSizes, costs: CostModel) -> _Draft:
-    works = [sizes.work(part.places) for part in parts]
-    cost = sum(
-        costs.streamed(work, part.stages) if part.stages else costs.packed(work)
-        for part, work in zip(parts, works, strict=True)
-    )
-    return _Draft(parts=parts, works=works, micro_batch_tokens=tokens, cost=cost)
 
 
 def _by_group(group: NDArray[np.int64], places: NDArray[np.int64]) -> list[NDArray[np.int64]]:
@@ -132,55 +129,6 @@ def _by_group(group: NDArray[np.int64], places: NDArray[np.int64]) -> list[NDArr
     return sorted(parts, key=lambda part: int(part[0]))
 
 
-@dataclass(slots=True, kw_only=True)
-class _OpenBin:
-    """The micro-batch that groups still join: their places, packed tokens and the last place."""
-
-    parts: list[NDArray[np.int64]] = field(default_factory=list[NDArray[np.int64]])
-    tokens: int = 0
-    last: int = -1
-
-    def tokens_with(self, group: NDArray[np.int64], sizes: SequenceSizes) -> int:
-        """Packed tokens after `group` joined."""
-        if not self.parts:
-            return sizes.packed_tokens(group)
-        first = int(group[0])
-        if first > self.last:
-            shared = int(sizes.lcp[self.last + 1 : first + 1].min())
-            return self.tokens + sizes.packed_tokens(group) - shared
-        return sizes.packed_tokens(np.sort(np.concatenate([*self.parts, group])))
-
-    def join(self, group: NDArray[np.int64], tokens: int) -> None:
-        self.parts.append(group)
-        self.tokens = tokens
-        self.last = max(self.last, int(group[-1]))
-
-    def close(self) -> list[Part]:
-        """What it holds, run at once; nothing where no group has joined."""
-        if not self.parts:
-            return []
-        return [Part(places=np.sort(np.concatenate(self.parts)), stages=())]
-
-
-def _fill(groups: Sequence[NDArray[np.int64]], splitter: GroupSplitter) -> list[Part]:
-    """What each micro-batch holds: groups join the open one, or else open the next."""
-    parts: list[Part] = []
-    current = _OpenBin()
-    for group in groups:
-        for part in splitter.split(group):
-            if part.stages:
-                parts += [*current.close(), part]
-                current = _OpenBin()
-                continue
-            tokens = current.tokens_with(part.places, splitter.sizes)
-            if current.parts and tokens > splitter.budget:
-                parts += current.close()
-                current = _OpenBin()
-                tokens = splitter.sizes.packed_tokens(part.places)
-            current.join(part.places, tokens)
-    return parts + current.close()
-
-
 def plan_to_dict(plan: UpdatePlan) -> dict[str, object]:
     """JSON values of a plan."""
     data: dict[str, object] = {
@@ -189,6 +137,8 @@ def plan_to_dict(plan: UpdatePlan) -> dict[str, object]:
     }
     if plan.unshared:
         data["unshared"] = list(plan.unshared)
+    if plan.rank_gap:
+        data["rank_gap"] = plan.rank_gap
     return data
 
 
@@ -199,6 +149,8 @@ def _micro_batch_to_dict(part: MicroBatch) -> dict[str, object]:
     }
     if part.stages:
         data["stages"] = [[each.start, each.stop, each.parent] for each in part.stages]
+    if part.rank:
+        data["rank"] = part.rank
     return data
 
 
@@ -215,6 +167,7 @@ def plan_from_dict(data: Mapping[str, object]) -> UpdatePlan:
         ),
         # All shared, in all older plans.
         unshared=_indexes(data.get("unshared", []), "plan.unshared"),
+        rank_gap=_gap(data.get("rank_gap", 0.0), "plan.rank_gap"),
         **counts,
     )
 
@@ -228,6 +181,7 @@ def _micro_batch(part: object, path: str) -> MicroBatch:
         sequences=_indexes(fields.get("sequences"), f"{path}.sequences"),
         packed_tokens=packed_tokens,
         stages=_stages(fields.get("stages", []), packed_tokens, f"{path}.stages"),
+        rank=_index(fields.get("rank", 0), f"{path}.rank"),
     )
 
 
@@ -265,3 +219,10 @@ def _index(value: object, path: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise invalid(path, repr(value), "an integer >= 0")
     return value
+
+
+def _gap(value: object, path: str) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0.0 <= value < math.inf:
+        raise invalid(path, repr(value), "a finite number >= 0")
+    return float(value)

@@ -29,11 +29,7 @@ def unshared_places(
     if costs.fork == 0:
         return np.empty(0, np.int64)
     shared, lengths = shared_with_previous(sizes.lcp, places), sizes.lengths[places]
-    first = sizes.first_column[places]
-    rows = (
-        sizes.trained_before[first + np.maximum(shared - sizes.prompt[places], 0)]
-        - sizes.trained_before[first]
-    )
+    rows = sizes.rows_within(places, shared)
     pairs = shared * (shared + 1) // 2
     saved = costs.token * shared + costs.pair * pairs + costs.row * rows
     price = costs.pair * costs.fork * (lengths - shared)

@@ -6,6 +6,7 @@ A stage and what stays for it are within the budget, or a single path, which can
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -113,7 +114,7 @@ class _Cutter:
                 self._grow_prefix(self._stop[node] - start)
             elif end == self._stop[node] or self._resident + end - start <= self._budget:
                 self._add_to_wave(start, end)
-                node = int(np.searchsorted(self._node_starts, end))
+                node = bisect_left(self._start, end)
                 continue
             else:
                 self._open_prefix(node)

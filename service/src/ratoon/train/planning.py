@@ -26,7 +26,10 @@ CPU_TOKENS = 16_384
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planner:
-    """`candidates`: tokens of a micro-batch, packed, ascending; a plan has the cheapest of them."""
+    """`candidates`: tokens of a micro-batch, packed, ascending; a plan has the cheapest of them.
+
+    `num_ranks`: data-parallel ranks, each with a device like the others', that share an update.
+    """
 
     candidates: tuple[int, ...]
     costs: CostModel
@@ -37,7 +40,15 @@ class Planner:
         self, batch: RolloutBatch, prefixes: SortedPrefixes, is_run_S: NDArray[np.bool_]
     ) -> UpdatePlan:
         """Cuts of the sequences `is_run_S`, bool [S]."""
-        return cheapest_plan(batch, prefixes, is_run_S, self.candidates, self.costs, self.limits)
+        return cheapest_plan(
+            batch,
+            prefixes,
+            is_run_S,
+            self.candidates,
+            self.costs,
+            self.limits,
+            num_ranks=self.num_ranks,
+        )
 
 
 def cpu_planner(micro_batch_tokens: int | None, *, num_ranks: int = 1) -> Planner:
