@@ -28,7 +28,7 @@ from ratoon.rollout.prefixes import SortedPrefixes
 from ratoon.rollout.ragged import group_of_sequence, sequence_lengths
 from ratoon.rollout.ranks import spread
 from ratoon.rollout.sharing import share_as_planned, unshared_places
-from ratoon.rollout.split import GroupSplitter, KnownForests
+from ratoon.rollout.split import GroupSplitter, KnownWork
 from ratoon.rollout.waves import first_misplaced
 
 _COUNTS = (
@@ -93,7 +93,7 @@ def cheapest_plan(
     most = sizes.packed_tokens(places)
     # From the first that holds everything on they are all alike.
     enough = [tokens for tokens in candidates if tokens >= most][:1]
-    known = KnownForests(batch, prefixes, sizes)
+    known = KnownWork(batch, prefixes, sizes)
     fillers = [
         Filler(GroupSplitter(known, tokens=tokens, costs=costs, limits=limits), tokens)
         for tokens in [*(tokens for tokens in candidates if tokens < most), *enough]

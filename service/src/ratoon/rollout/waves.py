@@ -81,6 +81,15 @@ def fits_forest(stages: Sequence[Stage], forest: Forest) -> bool:
     )
 
 
+@dataclass(slots=True)
+class _Cut:
+    """A stage that still grows."""
+
+    start: int
+    stop: int
+    parent: int
+
+
 @dataclass(slots=True, kw_only=True)
 class _Prefix:
     """A prefix whose subtree is being cut: index, one past its subtree, tokens that stay."""
@@ -101,7 +110,7 @@ class _Cutter:
         self._node_starts = forest.node_start
         self._budget = budget
         self._small_tokens = small_tokens
-        self._stages: list[Stage] = []
+        self._stages: list[_Cut] = []
         self._prefixes: list[_Prefix] = []
 
     def run(self) -> tuple[Stage, ...]:
@@ -119,7 +128,9 @@ class _Cutter:
             else:
                 self._open_prefix(node)
             node += 1
-        return tuple(self._stages)
+        return tuple(
+            Stage(start=cut.start, stop=cut.stop, parent=cut.parent) for cut in self._stages
+        )
 
     @property
     def _resident(self) -> int:
@@ -146,20 +157,17 @@ class _Cutter:
 
     def _grow_prefix(self, num_tokens: int) -> None:
         prefix = self._prefixes[-1]
-        old = self._stages[prefix.index]
-        self._stages[prefix.index] = Stage(
-            start=old.start, stop=old.stop + num_tokens, parent=old.parent
-        )
+        self._stages[prefix.index].stop += num_tokens
         prefix.resident += num_tokens
 
     def _open_prefix(self, node: int) -> None:
         start, stop = self._start[node], self._stop[node]
-        stage = Stage(start=start, stop=stop, parent=self._parent)
+        cut = _Cut(start, stop, self._parent)
         resident = self._resident + stop - start
         self._prefixes.append(
             _Prefix(index=len(self._stages), end=self._end[node], resident=resident)
         )
-        self._stages.append(stage)
+        self._stages.append(cut)
 
     def _add_to_wave(self, start: int, end: int) -> None:
         """Add whole subtrees to the wave before them, or else begin one."""
@@ -171,9 +179,9 @@ class _Cutter:
             and last.parent == parent
             and self._resident + end - last.start <= self._budget
         ):
-            self._stages[-1] = Stage(start=last.start, stop=end, parent=parent)
+            last.stop = end
         else:
-            self._stages.append(Stage(start=start, stop=end, parent=parent))
+            self._stages.append(_Cut(start, end, parent))
 
 
 def _longest_paths(forest: Forest) -> NDArray[np.int64]:
