@@ -26,7 +26,7 @@ _MAX_DEPTH = 8
 class Part:
     """Sequences that are packed together, by place in the sorted order, ascending, int64.
 
-    `stages` as of a `MicroBatch`: empty where all are run at once.
+    `stages` as of a `MicroBatch`: empty where all are run at once. `work`: of all of them.
     """
 
     places: NDArray[np.int64]
@@ -143,8 +143,8 @@ class GroupSplitter:
     def _subtrees(self, places: NDArray[np.int64], depth: int) -> _Choice:
         """Subtrees below the common prefix, which each part repeats; neighbours that fit meet."""
         sums = self.known.sums(places)
-        depth_of_all = min(sums.shared[1:])
-        firsts = [i for i, shared in enumerate(sums.shared) if i == 0 or shared == depth_of_all]
+        trunk = min(sums.shared[1:])
+        firsts = [i for i, shared in enumerate(sums.shared) if i == 0 or shared == trunk]
         found: list[_Choice] = []
         opened = 0
         for start, stop in pairwise([*firsts, len(places)]):
