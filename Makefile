@@ -69,9 +69,10 @@ proto-check: env-proto ## check that the generated code is what protoc writes
 
 bench: bench-cpu $(if $(NVIDIA),bench-gpu) ## run the benchmarks of this machine
 
-bench-cpu: env ## packed against replicated training on the CPU; milliseconds of a layout
+bench-cpu: env ## packed against replicated training on the CPU; milliseconds of a layout and of a plan
 	@$(BIN)/python -m benchmarks.step.cpu --out benchmarks/results/cpu/step.json $(ARGS)
 	@$(BIN)/python -m benchmarks.kernels.layout --out benchmarks/results/cpu/layout.json
+	@$(BIN)/python -m benchmarks.step.balance --out benchmarks/results/cpu/balance.json
 
 bench-streams: env-dev ## how fast versions leave, and what publishing them adds; 15 minutes
 	@$(BIN)/python -m benchmarks.stream.main --out benchmarks/results/cpu/streams.json $(ARGS)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,6 @@ SKEWS = (0.5, 1.0, 1.5)
 MAX_TOKENS = 16_384
 TARGET_GAP = 0.05
 TARGET_MS = 50.0
-
-Lengths = Callable[[int], list[int]]
 
 
 def main() -> None:
@@ -92,7 +90,7 @@ def _groups(skew: float, seed: int) -> tuple[Group, ...]:
         return np.clip(drawn, 16, MAX_TOKENS).astype(int).tolist()
 
     return tuple(
-        Group(prompt=lengths(400, 1)[0], responses=tuple(lengths(800, rng.integers(8, 33))))
+        Group(prompt=lengths(400, 1)[0], responses=tuple(lengths(800, int(rng.integers(8, 33)))))
         for _ in range(NUM_GROUPS)
     )
 

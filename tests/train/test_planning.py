@@ -139,6 +139,22 @@ def test_an_automatic_plan_is_the_cheapest(shape: tuple[int, int, int, int], gib
     assert _seconds(plan, planner, batch) == min(seconds) < max(seconds)
 
 
+def test_planners_spread_over_their_ranks() -> None:
+    batch = _groups(6, 100, 4, 300)
+    kept_S = np.ones(batch.num_sequences, np.bool_)
+    of_device = device_planner(None, QWEN3_8B, 60 * GIB, 0, layers_are_trained=True, num_ranks=3)
+    for planner in (of_device, cpu_planner(None, num_ranks=3)):
+        plan = planner.plan(batch, sort_sequences(batch), kept_S)
+        seconds = [_seconds(plan.of_rank(rank), planner, batch) for rank in range(3)]
+        assert seconds == pytest.approx([sum(seconds) / 3] * 3)
+    assert {part.rank for part in _cpu_plan(batch).micro_batches} == {0}
+
+
+def _cpu_plan(batch: RolloutBatch) -> UpdatePlan:
+    kept_S = np.ones(batch.num_sequences, np.bool_)
+    return cpu_planner(None).plan(batch, sort_sequences(batch), kept_S)
+
+
 def test_what_is_asked_for_is_taken_as_far_as_it_fits() -> None:
     automatic = _device(None, 60)
     assert automatic.candidates[1] == most_tokens(QWEN3_8B, 60 * GIB, Kept.PRODUCTS)

@@ -222,7 +222,6 @@ def _index(value: object, path: str) -> int:
 
 
 def _gap(value: object, path: str) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0.0 <= value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise invalid(path, repr(value), "a finite number >= 0")
     return float(value)
