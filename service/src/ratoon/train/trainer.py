@@ -450,6 +450,7 @@ def load(spec: TrainerSpec) -> tuple[TrainerSpec, PolicyModel]:
         compile_layers=torch.device(spec.device).type == "cuda",
     )
     if spec.optimizer_states is None:
-        states = choose_states(model.named_trainable(), device_memory(model.device))
+        memory = device_memory(model.device)
+        states = choose_states(model.named_trainable(), memory, spec.num_workers)
         spec = replace(spec, optimizer_states=states)
     return spec, model

@@ -13,6 +13,7 @@ from ratoon.train.numerics import DeviceMemory
 from ratoon.train.optim.adamw import MasterAdamW, Optimizer
 from ratoon.train.optim.bf16_adamw import Bf16AdamW
 from ratoon.train.optim.bf16_state import initial_state
+from ratoon.train.optim.parts import parts_of, shared_out
 
 # Of a GPU, for activations, where there is a choice between 32 and 8 bits of moments.
 _ACTIVATION_SHARE = 0.25
@@ -33,16 +34,19 @@ def make_optimizer(
     return Bf16AdamW(parameters, config, kind, seed)
 
 
-def choose_states(parameters: Mapping[str, Tensor], memory: DeviceMemory | None) -> OptimizerStates:
+def choose_states(
+    parameters: Mapping[str, Tensor], memory: DeviceMemory | None, num_ranks: int = 1
+) -> OptimizerStates:
     """What a model of bfloat16 `parameters` keeps by `auto`: exact masters in any case.
 
     On a CPU (`memory` None), and where a quarter of the GPU stays for activations, with float32
     moments; else with moments in 8 bits. To be called when the model is on the device and neither
-    gradient sums nor states are. Raises RESOURCE_EXHAUSTED where these do not fit.
+    gradient sums nor states are, of which each of `num_ranks` keeps a share. Raises
+    RESOURCE_EXHAUSTED where these do not fit.
     """
     if memory is None:
         return OptimizerStates.BF16_SPLIT
-    needed = {kind: needed_bytes(parameters, kind) for kind in OptimizerStates}
+    needed = {kind: needed_bytes(parameters, kind, num_ranks) for kind in OptimizerStates}
     if needed[OptimizerStates.BF16_SPLIT] + memory.total * _ACTIVATION_SHARE <= memory.free:
         return OptimizerStates.BF16_SPLIT
     if needed[OptimizerStates.BF16_SPLIT_8BIT] <= memory.free:
@@ -72,10 +76,15 @@ def rounding_warning(kind: OptimizerStates, learning_rate: float) -> tuple[str, 
     return (warning,)
 
 
-def needed_bytes(parameters: Mapping[str, Tensor], kind: OptimizerStates) -> int:
-    """Of gradient sums, float32, and of the states beside the weights."""
+def needed_bytes(
+    parameters: Mapping[str, Tensor], kind: OptimizerStates, num_ranks: int = 1
+) -> int:
+    """Of gradient sums, float32, and of the states beside the weights, on the rank with the most."""
     weights = {name: p.detach().to("meta") for name, p in parameters.items()}
-    fields = initial_state(weights, kind).tensors().values()
-    kept = [(weights[name], tensor) for tensors in fields for name, tensor in tensors.items()]
+    shares = shared_out(parts_of(weights), num_ranks)
+    own = max(shares, key=lambda parts: sum(part.stop - part.start for part in parts))
+    parts = {part.name: part.of(weights[part.parameter]) for part in own}
+    fields = initial_state(parts, kind).tensors().values()
+    kept = [(parts[name], tensor) for tensors in fields for name, tensor in tensors.items()]
     states = sum(tensor.nbytes for weight, tensor in kept if tensor is not weight)
     return states + sum(4 * weight.numel() for weight in weights.values())
