@@ -17,10 +17,11 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.export import export_weights
 from ratoon.model.spec import FolderBase, LoraTuning, ModelDtype
 from ratoon.rollout.packed import UpdatePlan
-from ratoon.train import rank
+from ratoon.train import prepare, rank
 from ratoon.train.config import LossKind, NumericsGuard, OptimizerStates
 from ratoon.train.gradient_window import WindowState
 from ratoon.train.optim.parts import Part, parts_of, shared_out
+from ratoon.train.planning import cpu_planner
 from ratoon.train.report.step_report import SkipReason, StepReport
 from ratoon.train.trainer import Trainer
 from tests.train.rank_runs import ranked
@@ -38,7 +39,7 @@ _LORA = LoraTuning(rank=2, alpha=4.0)
 
 
 def _spread(plan: UpdatePlan, ranks: tuple[int, ...]) -> UpdatePlan:
-    """The same cuts, in turn on these ranks."""
+    """The same cuts, in turn on these ranks: those of a plan of one rank, to compare with it."""
     parts = enumerate(plan.micro_batches)
     return replace(
         plan,
@@ -51,7 +52,8 @@ def _update(
 ) -> StepReport:
     batch = make_batch(seed)
     loss = make_loss(batch)
-    plan = _spread(trainer.prepare(batch, loss).plan, ranks)
+    cuts = prepare.prepare(batch, loss, version=trainer.version, planner=cpu_planner(32)).plan
+    plan = _spread(cuts, ranks)
     assert len(plan.micro_batches) >= len(ranks)
     return trainer.update(batch, loss, make_step(trainer, loss, **changes), plan)
 
@@ -91,6 +93,21 @@ def test_three_updates_are_those_of_one_rank(
             assert (len(one.rank_seconds), len(many.rank_seconds)) == (0, num_ranks)
         assert_close(_weights(trainer), _weights(alone))
         assert trainer.fingerprint()["num_devices"] == str(num_ranks)
+
+
+def test_its_own_plans_give_every_rank_work(base: FolderBase) -> None:
+    alone = _alone(base)
+    with ranked(alone.spec, 3) as (trainer, _):
+        for seed in range(2):
+            batch = make_batch(seed)
+            loss = make_loss(batch)
+            for one in (alone, trainer):
+                plan = one.prepare(batch, loss).plan
+                report = one.update(batch, loss, make_step(one, loss), plan)
+            assert {part.rank for part in plan.micro_batches} == {0, 1, 2}
+            assert report.rank_gap == plan.rank_gap
+            assert min(report.rank_seconds) > 0
+        assert_close(_weights(trainer), _weights(alone))
 
 
 @pytest.mark.parametrize("kind", list(LossKind))
