@@ -32,7 +32,7 @@ from ratoon.train.config import (
 from ratoon.train.loss.resolve import resolve_loss, resolve_optim
 from ratoon.train.loss.spec import OptimStep
 from ratoon.train.numerics import configure_torch
-from ratoon.train.optim.adamw import CLIP_EPSILON, OptimizerState
+from ratoon.train.optim.adamw import CLIP_EPSILON, MasterAdamW, OptimizerState
 from ratoon.train.optim.rounding import join_float32
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
@@ -97,7 +97,7 @@ SMALL = Plan(
 )
 
 
-class NearestAdamW:
+class NearestAdamW(MasterAdamW):
     """torch's AdamW on bfloat16 parameters: a control, whose rounding loses small steps."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], config: AdamWConfig) -> None:

@@ -34,7 +34,7 @@ async def test_a_worker_that_was_released_is_made_by_no_question(ray_cluster: Ra
     idle = ray.remote(Idle).options(name=name, namespace=settings.namespace, lifetime="detached")
     handle = idle.remote()
     assert ray.get(handle.answer.remote()) == 1
-    worker = Workers(settings).worker("idle")
+    worker = Workers(settings).worker("idle", 1)
     await worker.release()
     for question in (worker.progress(), worker.cancel("idle.1"), worker.snapshot(1)):
         with pytest.raises(WorkerLostError):
@@ -95,7 +95,7 @@ async def test_a_gpu_that_is_not_there_is_refused_and_not_waited_for(
     assert ray_cluster.address
     monkeypatch.setattr(placement, "_PLACEMENT_S", 0.1)
     with pytest.raises(RatoonError) as caught:
-        await place("wants-a-gpu")
+        await place("wants-gpus", 2)
     assert caught.value.code is ErrorCode.RESOURCE_EXHAUSTED
-    assert caught.value.details["resource"] == "GPU"
-    assert placement._find_group("wants-a-gpu") is None
+    assert caught.value.details == {"resource": "GPU", "wanted": "2", "free": "0"}
+    assert placement.find_group("wants-gpus") is None

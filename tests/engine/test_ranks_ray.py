@@ -102,7 +102,16 @@ def test_two_ranks_train_as_one(engine: Engine, undisturbed: list[str]) -> None:
     engine.run(main)
 
 
-@pytest.mark.parametrize("point", [point for point in CrashPoint if point.startswith("rank-")])
+# One in the pass, where others can go on, and one in the step, where they cannot, with every run.
+_OFTEN = (CrashPoint.RANK_IN_PASS, CrashPoint.RANK_AFTER_STEP)
+_POINTS = [
+    pytest.param(point, marks=() if point in _OFTEN else pytest.mark.more)
+    for point in CrashPoint
+    if point.startswith("rank-")
+]
+
+
+@pytest.mark.parametrize("point", _POINTS)
 def test_a_rank_that_dies_costs_no_bit(
     engine: Engine, undisturbed: list[str], point: CrashPoint
 ) -> None:

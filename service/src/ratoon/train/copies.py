@@ -15,6 +15,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 # Of one exchange, whose ranks all come to it at the same moment.
 _EXCHANGE_S = 60.0
@@ -38,11 +39,11 @@ class Meeting:
     size: int
 
 
-def open_meeting(host: str, size: int) -> tuple[Meeting, dist.Store]:
+def open_meeting(host: str, size: int) -> tuple[Meeting, Store]:
     """A meeting at an address of this process, which is to be rank 0 and to join with the store."""
     listener = socket.create_server((host, 0))
     port = int(listener.getsockname()[1])
-    store = dist.TCPStore(
+    store = TCPStore(
         host,
         port,
         is_master=True,
@@ -70,7 +71,7 @@ class Copies:
 
     @classmethod
     def join(
-        cls, meeting: Meeting, rank: int, device: torch.device, store: dist.Store | None = None
+        cls, meeting: Meeting, rank: int, device: torch.device, store: Store | None = None
     ) -> None:
         """Wait for all ranks of the meeting; `store`: rank 0's own. A process is in one at a time.
 
@@ -117,6 +118,6 @@ class Copies:
             raise CopyFailedError(f"a copy between ranks failed: {err}") from err
 
 
-def _store(meeting: Meeting) -> dist.Store:
+def _store(meeting: Meeting) -> Store:
     timeout = timedelta(seconds=_JOIN_S)
-    return dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=timeout)
+    return TCPStore(meeting.host, meeting.port, is_master=False, timeout=timeout)

@@ -128,8 +128,7 @@ class _Pending:
     reference: ObjectRef[object]
 
     def has_failed(self) -> bool:
-        ready, _ = ray.wait([self.reference], timeout=0)
-        if not ready:
+        if not self._is_over(0.0):
             return False
         try:
             self.result()
@@ -139,7 +138,7 @@ class _Pending:
 
     def result(self) -> object:
         try:
-            while not ray.wait([self.reference], timeout=_ASK_S)[0]:
+            while not self._is_over(_ASK_S):
                 ray.get(self.actor.ping.remote(), timeout=_SILENT_S)
             return ray.get(self.reference)
         except RayTaskError as err:
@@ -148,6 +147,9 @@ class _Pending:
             raise cause from None
         except (RayActorError, GetTimeoutError) as err:
             raise WorkerLostError(f"a rank is lost: {err}") from err
+
+    def _is_over(self, wait_s: float) -> bool:
+        return bool(cast("Any", ray).wait([self.reference], timeout=wait_s)[0])
 
 
 class RayPeer:
@@ -161,7 +163,8 @@ class RayPeer:
 
     def load(self, spec: TrainerSpec, meeting: Meeting, number: int) -> None:
         """Begin to; the first call waits for it, and raises what it raised."""
-        self._load = _Pending(self._actor, self._actor.load.remote(spec, meeting, number))
+        reference = cast("ObjectRef[object]", self._actor.load.remote(spec, meeting, number))
+        self._load = _Pending(self._actor, reference)
 
     def start(self, name: str, args: tuple[object, ...], options: dict[str, object]) -> _Pending:
         if self._load is not None:
@@ -205,7 +208,8 @@ class Ranks:
             return []
         import torch
 
-        meeting, store = open_meeting(ray.util.get_node_ip_address(), spec.num_workers)
+        address = str(cast("Any", ray).util.get_node_ip_address())
+        meeting, store = open_meeting(address, spec.num_workers)
         for rank, peer in enumerate(self._peers, 1):
             peer.load(spec, meeting, rank)
         set_copy_interface(meeting.host)

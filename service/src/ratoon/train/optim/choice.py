@@ -79,7 +79,7 @@ def rounding_warning(kind: OptimizerStates, learning_rate: float) -> tuple[str, 
 def needed_bytes(
     parameters: Mapping[str, Tensor], kind: OptimizerStates, num_ranks: int = 1
 ) -> int:
-    """Of gradient sums, float32, and of the states beside the weights, on the rank with the most."""
+    """Of gradient sums, float32, and of what the rank with the most keeps beside the weights."""
     weights = {name: p.detach().to("meta") for name, p in parameters.items()}
     shares = shared_out(parts_of(weights), num_ranks)
     own = max(shares, key=lambda parts: sum(part.stop - part.start for part in parts))
