@@ -250,6 +250,8 @@ def test_every_field_of_a_report_arrives() -> None:
             )
         elif "TensorGradNorm" in kind:
             values[field.name] = (TensorGradNorm(name="a", norm=1.5, max_abs=0.5),)
+        elif kind.startswith("tuple[float"):
+            values[field.name] = (1.5, 2.5)
         elif kind.startswith("tuple"):
             values[field.name] = ("a", "b")
         elif kind == "bool":
@@ -275,6 +277,8 @@ def test_every_field_of_a_report_arrives() -> None:
             assert message.skip_reason == training_pb2.SKIP_REASON_REFERENCE_KL
         elif name == "warnings":
             assert list(message.warnings) == ["a", "b"]
+        elif name == "rank_seconds":
+            assert list(message.rank_seconds) == [1.5, 2.5]
         else:
             assert getattr(message, name) == value, name
     empty = write(training_pb2.StepReport(), StepReport())

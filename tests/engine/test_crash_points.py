@@ -56,5 +56,5 @@ def test_a_process_that_was_given_no_folder_lives(tmp_path: Path) -> None:
 
 def test_the_operations_page_lists_every_point_and_no_other() -> None:
     text = (_ROOT / "docs" / "operations.md").read_text()
-    listed = re.findall(r"`((?:ingress|engine|worker)-[a-z-]+)`", text)
+    listed = re.findall(r"`((?:ingress|engine|worker|rank)-[a-z-]+)`", text)
     assert sorted(listed) == sorted(CrashPoint)

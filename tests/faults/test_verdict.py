@@ -17,6 +17,7 @@ from tests.engine.harness import life_record
 from tests.faults.judge.calls import Call, Kind, in_any_order, segments
 from tests.faults.judge.history import Ack, Told, judge_acks, plain
 from tests.faults.judge.oracle import judge_served
+from tests.faults.summary import OF_ONE_RANK
 from tests.faults.venues.crashes import POINTS
 from tests.faults.venues.power import cut_power, record_syncs
 
@@ -131,7 +132,7 @@ def test_a_block_of_calls_names_none_of_its_own() -> None:
 
 def test_every_crash_point_is_in_a_fault_run() -> None:
     """Those of the wires are for a run of the real service."""
-    assert {point for point in CrashPoint if point not in POINTS} == {
+    assert {point for point in OF_ONE_RANK if point not in POINTS} == {
         CrashPoint.INGRESS_BEFORE_SUBMIT,
         CrashPoint.INGRESS_AFTER_SUBMIT,
     }

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from ratoon.train.config import OptimizerStates
 from ratoon.train.optim import bf16_state
-from ratoon.train.optim.adamw import global_norm
+from ratoon.train.optim.adamw import Optimizer, global_norm
 from ratoon.train.optim.bf16_adamw import Bf16AdamW
-from ratoon.train.optim.choice import Optimizer, make_optimizer
+from ratoon.train.optim.choice import make_optimizer
 from ratoon.train.optim.rounding import decode_positive, decode_signed, join_float32
 from tests.train.optimizer_runs import (
     CONFIG,

@@ -12,8 +12,8 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.train.config import AdamWConfig, OptimizerStates
 from ratoon.train.numerics import DeviceMemory
 from ratoon.train.optim import bf16_state
-from ratoon.train.optim.adamw import OptimizerState
-from ratoon.train.optim.choice import Optimizer, choose_states, make_optimizer
+from ratoon.train.optim.adamw import Optimizer, OptimizerState
+from ratoon.train.optim.choice import choose_states, make_optimizer
 from ratoon.train.optim.rounding import join_float32, split_float32
 from tests.train.optimizer_runs import (
     CONFIG,

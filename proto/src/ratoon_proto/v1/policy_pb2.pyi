@@ -286,7 +286,9 @@ class ParallelLayout(_message.Message):
 
     NUM_WORKERS_FIELD_NUMBER: _builtins.int
     num_workers: _builtins.int
-    """Data-parallel workers. Default 1."""
+    """Devices that train it: each has all weights, its own groups, and a share of the optimizer's
+    states. Default 1. At most the GPUs that are free; on CPUs the machine's cores.
+    """
     def __init__(
         self,
         *,
