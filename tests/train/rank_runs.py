@@ -58,6 +58,9 @@ class PipePeer:
     def stop(self) -> None:
         self._stop.set()
 
+    def is_stopped(self) -> bool:
+        return self._stop.is_set()
+
     def kill(self) -> None:
         self.process.kill()
         self.process.join()

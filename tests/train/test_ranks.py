@@ -135,7 +135,6 @@ def test_every_loss_in_a_window_of_two_calls(
     assert [each.name for each in two.tensor_grad_norms] == names
     for mine, theirs in zip(two.tensor_grad_norms, one.tensor_grad_norms, strict=True):
         assert mine.norm == pytest.approx(theirs.norm, rel=1e-8)
-    # Float32 files of float64 sums would hide nothing larger than this either.
     sums = [load_file(tmp_path / str(count)) for count in (1, 2)]
     assert_close(sums[1], sums[0])
     assert_close(_weights(pair[1]), _weights(pair[0]))
@@ -311,6 +310,17 @@ def test_a_rank_that_is_gone_is_an_error_and_no_wait(base: FolderBase) -> None:
         peer.kill()
         with pytest.raises((RuntimeError, OSError)):
             _update(two, 1, (0, 1))
+
+
+def test_a_checkpoint_that_fails_stops_no_pass_beside_it(base: FolderBase, tmp_path: Path) -> None:
+    with ranked(_alone(base).spec, 2) as (two, (peer,)):
+        snapshot = two.snapshot()
+        two.ranks.own._held.clear()
+        with pytest.raises(KeyError):
+            snapshot.write(tmp_path / "two")
+        assert not peer.is_stopped()
+        assert not (tmp_path / "two").exists()
+        assert not _update(two, 0, (0, 1)).skipped
 
 
 def test_parts_are_shared_out_evenly_and_in_order() -> None:

@@ -21,12 +21,10 @@ from ratoon.train.config import (
 )
 from ratoon.train.gradient_window import WindowState
 from ratoon.train.loss.sums import LossSums
-from ratoon.train.optim.choice import make_optimizer
 from ratoon.train.optim.step_guard import WARNINGS, reason_in_sums
 from ratoon.train.report.step_report import SkipReason, StepReport
 from ratoon.train.trainer import Trainer
 from tests import builders
-from tests.train.optimizer_runs import CONFIG, make_gradients, make_parameters, optim_step
 from tests.train.trainer_runs import (
     FROZEN,
     forward_backward,
@@ -34,6 +32,7 @@ from tests.train.trainer_runs import (
     make_loss,
     make_step,
     make_trainer,
+    state_of,
 )
 
 _SAMPLER = OldLogprobs(kind=OldLogprobsKind.SAMPLER)
@@ -143,22 +142,24 @@ def test_update_is_guarded_too(base: FolderBase) -> None:
 
 
 @pytest.mark.parametrize("kind", list(OptimizerStates))
-def test_optimizer_touches_nothing_above_the_limit(kind: OptimizerStates) -> None:
-    optimizer = make_optimizer(make_parameters(), CONFIG, kind, 0)
-    before = optimizer.state().on_host()
-    norm = math.sqrt(sum(float(g.double().square().sum()) for g in make_gradients(0).values()))
+def test_optimizer_touches_nothing_above_the_limit(base: FolderBase, kind: OptimizerStates) -> None:
+    spec = replace(make_trainer(base, dtype=ModelDtype.BFLOAT16).spec, optimizer_states=kind)
+    norm = _run(Trainer.create(spec), range(1)).grad_norm
+    assert norm is not None
+    trainer = Trainer.create(spec)
+    before = state_of(trainer)
     for limit, is_skipped in ((norm * 0.999, True), (norm * 1.001, False)):
-        step = replace(optim_step(), max_norm_to_step=limit)
-        outcome = optimizer.step(make_gradients(0), 1.0, step)
-        assert outcome.skipped == is_skipped
-        assert outcome.grad_norm == pytest.approx(norm, rel=1e-5)
+        trainer.spec = replace(spec, guard=NumericsGuard(max_grad_norm_to_step=limit))
+        report = _run(trainer, range(1))
+        assert report.skipped == is_skipped
+        assert report.grad_norm == norm
         is_equal = [
             torch.equal(now, before.tensors()[field][name])
-            for field, tensors in optimizer.state().tensors().items()
+            for field, tensors in state_of(trainer).tensors().items()
             for name, now in tensors.items()
         ]
         assert all(is_equal) == is_skipped
-    assert optimizer.state().num_steps == 1
+    assert state_of(trainer).num_steps == 1
 
 
 def test_reasons_come_in_one_order() -> None:

@@ -26,9 +26,9 @@ from ratoon.rollout.limits import NO_LIMITS, TokenLimits
 from ratoon.rollout.packed import MicroBatch, Stage, UpdatePlan
 from ratoon.rollout.prefixes import SortedPrefixes
 from ratoon.rollout.ragged import group_of_sequence, sequence_lengths
-from ratoon.rollout.ranks import spread
 from ratoon.rollout.sharing import share_as_planned, unshared_places
 from ratoon.rollout.split import GroupSplitter, KnownWork
+from ratoon.rollout.spread import spread
 from ratoon.rollout.waves import first_misplaced
 
 _COUNTS = (

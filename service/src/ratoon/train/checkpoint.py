@@ -155,7 +155,7 @@ def read_states(
             for key in opened.keys():  # noqa: SIM118 - it is no mapping
                 if key in expected:
                     tensors[key] = opened.get_tensor(key)
-                elif num_ranks == 1:
+                elif num_ranks == 1:  # Of several, each knows its own parts alone.
                     raise invalid(f"checkpoint.{file.name}", key, "a tensor of the model's")
     _match(folder.name, tensors, expected)
     fields = {

@@ -6,6 +6,7 @@ The leader is rank 0, in whose process all decisions are taken; the others are p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from ratoon.errors import ErrorCode, RatoonError
@@ -38,7 +39,7 @@ class Peer(Protocol):
 
 
 class RankGroup:
-    """One thread calls it, except for `write_states`."""
+    """One thread calls it, except for `write_states`, which may run beside another call."""
 
     def __init__(self, own: Rank, peers: Sequence[Peer] = ()) -> None:
         self.own = own
@@ -70,7 +71,7 @@ class RankGroup:
             return failed or hooks.is_cancelled()
 
         self.own.hooks = PassHooks(on_progress=hooks.on_progress, is_cancelled=is_cancelled)
-        return self._join(pending, name, args, options)
+        return self._join(pending, name, args, options, is_pass=True)
 
     def _all(
         self, own: tuple[object, ...], name: str, *args: object, **options: object
@@ -84,23 +85,23 @@ class RankGroup:
         name: str,
         args: tuple[object, ...],
         options: dict[str, object],
+        *,
+        is_pass: bool = False,
     ) -> list[Any]:
         results: list[Any] = []
         errors: list[Exception] = []
-        try:
-            results.append(getattr(self.own, name)(*args, **options))
-        except Exception as err:
-            if not pending:
-                raise
-            errors.append(err)
-            for peer in self._peers:
-                peer.stop()
-        for call in pending:
+        for ask in (
+            partial(getattr(self.own, name), *args, **options),
+            *(call.result for call in pending),
+        ):
             try:
-                results.append(call.result())
-            except Exception as err:  # noqa: BLE001 - whatever it is, the others' calls end first
+                results.append(ask())
+            except Exception as err:
+                if not pending:
+                    raise
                 errors.append(err)
-                for peer in self._peers:
+                # A checkpoint that fails must not stop the pass that runs beside it.
+                for peer in self._peers if is_pass else ():
                     peer.stop()
         if errors:
             raise next((err for err in errors if not _is_cancelled(err)), errors[0])

@@ -224,6 +224,7 @@ class RatoonTransferEngine(WeightTransferEngine):
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """vLLM asks for it; here no trainer sends: versions are fetched."""
         raise NotImplementedError("versions come by `ratoonctl weights follow`")
 
 

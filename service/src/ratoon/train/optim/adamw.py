@@ -89,8 +89,8 @@ class OptimizerState:
 class StepOutcome:
     """`grad_norm` is after division, before clipping.
 
-    Skipped: it is not finite. `changed`, on the device:
-    how many bfloat16 weights have other bits; None where nobody asked, or weights are wider.
+    Skipped: it is not finite. `changed`, on the device: how many bfloat16 weights have other bits;
+    None where nobody asked, or weights are wider.
     """
 
     grad_norm: float

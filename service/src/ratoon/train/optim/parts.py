@@ -83,7 +83,7 @@ class Shares:
         return {part.name: part.of(tensors[part.parameter]) for part in self._own}
 
     def add_up(self, sums: Mapping[str, Tensor]) -> None:
-        """Add to this rank's parts those of all others, as if in the order of ranks.
+        """Add to this rank's parts those of all others, in the order of ranks.
 
         The other ranks' parts of `sums`, contiguous tensors by parameter, stay as they are.
         """
