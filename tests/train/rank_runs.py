@@ -1,7 +1,8 @@
-"""Policies of several ranks on one machine: forked processes, and Gloo between them.
+"""Policies of several ranks on one machine: processes of theirs, and Gloo between them.
 
 Rank 0 is the caller's own process, as a worker's is; a call to a peer and its answer go through a
-pipe. A peer that is killed is told by the pipe's end.
+pipe. A peer that is killed is told by the pipe's end. They are forked by a server of one thread: a
+child of this process might find a lock taken by a thread that it does not have.
 """
 
 from __future__ import annotations
@@ -12,29 +13,35 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
+import pytest
 import torch
 
+from ratoon.train import rank
 from ratoon.train.copies import Copies, Meeting, open_meeting
 from ratoon.train.micro_batches import PassHooks, no_progress
+from ratoon.train.optim.parts import PART, parts_of
 from ratoon.train.rank import Rank
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer, load
 
-_FORK = multiprocessing.get_context("fork")
+_FORK = multiprocessing.get_context("forkserver")
+_FORK.set_forkserver_preload(["ratoon.train.trainer", "tests.train.rank_runs"])
 
 
 class PipePeer:
-    """`rank_group.Peer` of a forked process."""
+    """`rank_group.Peer` of another process."""
 
-    def __init__(self, spec: TrainerSpec, meeting: Meeting, rank: int) -> None:
+    def __init__(
+        self, spec: TrainerSpec, meeting: Meeting, number: int, part_elements: int
+    ) -> None:
         self._pipe, theirs = _FORK.Pipe()
         self._stop = _FORK.Event()
-        self.process = _FORK.Process(
-            target=_serve, args=(theirs, self._stop, spec, meeting, rank), daemon=True
-        )
+        args = theirs, self._stop, spec, meeting, number, part_elements
+        self.process = _FORK.Process(target=_serve, args=args, daemon=True)
         self.process.start()
         theirs.close()
 
@@ -66,10 +73,18 @@ class PipePeer:
         self.process.join()
 
 
-def _serve(pipe: Connection, stop: Any, spec: TrainerSpec, meeting: Meeting, rank: int) -> None:
+def _serve(
+    pipe: Connection,
+    stop: Any,
+    spec: TrainerSpec,
+    meeting: Meeting,
+    number: int,
+    part_elements: int,
+) -> None:
     """What a peer's process does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    Copies.join(meeting, rank, torch.device("cpu"))
+    vars(rank)["parts_of"] = partial(parts_of, part_elements=part_elements)
+    Copies.join(meeting, number, torch.device("cpu"))
     spec, model = load(spec)
     own = Rank(spec, model, Copies.joined())
     own.hooks = PassHooks(on_progress=no_progress, is_cancelled=stop.is_set)
@@ -87,17 +102,22 @@ def _serve(pipe: Connection, stop: Any, spec: TrainerSpec, meeting: Meeting, ran
 
 
 @contextmanager
-def ranked(spec: TrainerSpec, num_ranks: int) -> Iterator[tuple[Trainer, list[PipePeer]]]:
-    """A trainer of so many ranks, and the peers among them."""
+def ranked(
+    spec: TrainerSpec, num_ranks: int, part_elements: int = PART
+) -> Iterator[tuple[Trainer, list[PipePeer]]]:
+    """A trainer of so many ranks, and the peers among them; parts of so many elements."""
     spec = replace(spec, num_workers=num_ranks)
     meeting, store = open_meeting("127.0.0.1", num_ranks)
-    peers = [PipePeer(spec, meeting, rank) for rank in range(1, num_ranks)]
+    peers = [PipePeer(spec, meeting, one, part_elements) for one in range(1, num_ranks)]
     try:
         if peers:
             Copies.join(meeting, 0, torch.device("cpu"), store)
         for peer in peers:
             assert peer.result() == "loaded"
-        yield Trainer.create(spec, peers), peers
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rank, "parts_of", partial(parts_of, part_elements=part_elements))
+            trainer = Trainer.create(spec, peers)
+        yield trainer, peers
     finally:
         for peer in peers:
             peer.kill()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.export import export_weights
 from ratoon.model.spec import FolderBase, LoraTuning, ModelDtype
 from ratoon.rollout.packed import UpdatePlan
-from ratoon.train import prepare, rank
+from ratoon.train import prepare
 from ratoon.train.config import LossKind, NumericsGuard, OptimizerStates
 from ratoon.train.gradient_window import WindowState
 from ratoon.train.optim.parts import Part, parts_of, shared_out
@@ -79,11 +78,10 @@ def pair(base: FolderBase) -> Iterator[tuple[Trainer, Trainer]]:
 @pytest.mark.parametrize("part_elements", [100, 1 << 25])
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_three_updates_are_those_of_one_rank(
-    base: FolderBase, monkeypatch: pytest.MonkeyPatch, num_ranks: int, part_elements: int
+    base: FolderBase, num_ranks: int, part_elements: int
 ) -> None:
-    monkeypatch.setattr(rank, "parts_of", partial(parts_of, part_elements=part_elements))
     alone = _alone(base)
-    with ranked(alone.spec, num_ranks) as (trainer, _):
+    with ranked(alone.spec, num_ranks, part_elements) as (trainer, _):
         for seed in range(3):
             one = _update(alone, seed)
             many = _update(trainer, seed, tuple(range(num_ranks)))

@@ -121,6 +121,11 @@ RECEIVER_LAG = _gauge(
 TOKEN_REDUCTION = _gauge(
     "ratoon_token_reduction_ratio", "Replicated over packed tokens, newest batch.", POLICY_LABEL
 )
+RANK_GAP = _gauge(
+    "ratoon_rank_gap_ratio",
+    "Longest rank's share of the newest plan over the mean one, less 1.",
+    POLICY_LABEL,
+)
 LOSS = _gauge("ratoon_loss", "Loss of the newest batch.", POLICY_LABEL)
 GRAD_NORM = _gauge("ratoon_grad_norm", "Gradient norm of the newest step.", POLICY_LABEL)
 CHANGED_SHARE = _gauge(
@@ -247,6 +252,7 @@ METRICS: tuple[Metric, ...] = (
     PUBLISH_FAILURES,
     RECEIVER_LAG,
     TOKEN_REDUCTION,
+    RANK_GAP,
     GRAD_NORM,
     CHANGED_SHARE,
     *dict.fromkeys(metric for metric, _ in REPORT_GAUGES.values()),

@@ -251,7 +251,7 @@ class StepReport:
     # Only where `Optim.changed_share` asked for it.
     changed_share: float | None = None
     # Of a policy of several workers.
-    rank_seconds: tuple[float, ...] = ()
+    rank_seconds: tuple[float, ...]
     rank_gap: float | None = None
 
 

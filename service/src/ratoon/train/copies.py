@@ -19,8 +19,8 @@ from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateIm
 
 # Of one exchange, whose ranks all come to it at the same moment.
 _EXCHANGE_S = 60.0
-# For all ranks to have loaded the model.
-_JOIN_S = 1800.0
+# For the processes of all ranks to come up, on a machine that is busy with others.
+_JOIN_S = 300.0
 
 
 class CopyFailedError(Exception):
@@ -79,9 +79,13 @@ class Copies:
         """
         cls.leave()
         try:
+            store = store or _store(meeting)
+            store.set(f"here/{rank}", "")
+            everyone = [f"here/{one}" for one in range(meeting.size)]
+            store.wait(everyone, timedelta(seconds=_JOIN_S))
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-                store=store or _store(meeting),
+                store=store,
                 rank=rank,
                 world_size=meeting.size,
                 timeout=timedelta(seconds=_EXCHANGE_S),

@@ -110,6 +110,7 @@ def _batch(policy_id: str, report: StepReport) -> list[Change]:
         *_gauges(
             policy_id,
             (metrics.TOKEN_REDUCTION, report.token_reduction),
+            (metrics.RANK_GAP, report.rank_gap),
             (metrics.TOKEN_RATE, report.tokens_per_second),
             (metrics.PEAK_MEMORY, report.peak_memory_bytes),
         ),
