@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 import torch
 
-from ratoon.train import rank
 from ratoon.train.copies import Copies, Meeting, open_meeting
 from ratoon.train.micro_batches import PassHooks, no_progress
 from ratoon.train.optim.parts import PART, parts_of
@@ -83,7 +82,8 @@ def _serve(
 ) -> None:
     """What a peer's process does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    vars(rank)["parts_of"] = partial(parts_of, part_elements=part_elements)
+    own_parts = partial(parts_of, part_elements=part_elements)
+    pytest.MonkeyPatch().setattr("ratoon.train.rank.parts_of", own_parts)
     Copies.join(meeting, number, torch.device("cpu"))
     spec, model = load(spec)
     own = Rank(spec, model, Copies.joined())
@@ -115,7 +115,9 @@ def ranked(
         for peer in peers:
             assert peer.result() == "loaded"
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(rank, "parts_of", partial(parts_of, part_elements=part_elements))
+            patch.setattr(
+                "ratoon.train.rank.parts_of", partial(parts_of, part_elements=part_elements)
+            )
             trainer = Trainer.create(spec, peers)
         yield trainer, peers
     finally:
