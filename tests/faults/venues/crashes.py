@@ -15,8 +15,9 @@ from ratoon.engine.crash_points import CrashPoint
 from tests.faults.judge.calls import Call, Kind
 from tests.faults.venues.light import LightRun
 
-# Until a point is given up. How many checkpoints a segment has is a matter of the machine's speed.
-MAX_SEGMENTS = 40
+# Until a point is given up, both: how many checkpoints a segment has is a matter of the machine's
+# speed, and one that failed with a worker is tried again after 30 s.
+MIN_SEGMENTS, PATIENCE_S = 40, 90.0
 # Who is killed in a window, where nobody dies at a crash point.
 WINDOW_ROLES = ("worker", "engine", "engine", "worker", "worker", "engine")
 # Calls of windows have numbers that no segment comes to.
@@ -77,11 +78,14 @@ def crash_at_imports(run: LightRun, kills: Kills) -> None:
 def _play_until_killed(
     run: LightRun, kills: Kills, point: CrashPoint, play: Callable[[], None]
 ) -> None:
-    for _ in range(MAX_SEGMENTS):
+    end = time.monotonic() + PATIENCE_S
+    for played in itertools.count(1):
         play()
         if not run.pair.is_armed(point):
             kills.points.add(point)
             return
+        if played >= MIN_SEGMENTS and time.monotonic() > end:
+            break
     run.pair.disarm(point)
     kills.missed.add(point)
 

@@ -17,6 +17,7 @@ CA_VARIABLE = "RATOON_CA_FILE"
 CERT_VARIABLE = "RATOON_CERT_FILE"
 KEY_FILE_VARIABLE = "RATOON_KEY_FILE"
 PLAIN_VARIABLE = "RATOON_PLAIN_TEXT_KEY"
+WEIGHTS_VARIABLE = "RATOON_WEIGHTS_ROOT"
 DEFAULT_URL = "grpc://127.0.0.1:8443"
 # What may stand in a header.
 _KEY = re.compile(r"[!-~]*")
@@ -31,6 +32,8 @@ class ClientConfig:
     no text of this value. `plain_text_key`: it may go to another machine without TLS. Of `https://`
     and `grpcs://`, files in PEM: `ca_file` has the authorities that the service is verified with
     (None: those that the libraries bring), `cert_file` and `key_file` are the client's own.
+    `weights_root`: the service's, where this host has it; versions are linked or copied from there,
+    and verified, in place of being fetched.
     """
 
     timeout_s: float = 60.0
@@ -45,6 +48,7 @@ class ClientConfig:
     ca_file: Path | None = None
     cert_file: Path | None = None
     key_file: Path | None = None
+    weights_root: Path | None = None
 
     def __post_init__(self) -> None:
         check_seconds("timeout_s", self.timeout_s)
@@ -112,6 +116,12 @@ def with_tls_files(
     if (cert is None) != (key is None):
         raise InvalidArgumentError("cert_file", "one of cert_file and key_file", "both, or none")
     return replace(config, ca_file=ca, cert_file=cert, key_file=key)
+
+
+def weights_root(config: ClientConfig) -> Path | None:
+    """The folder that is said in the config, or by the variable that the service reads, too."""
+    path = config.weights_root or os.environ.get(WEIGHTS_VARIABLE)
+    return Path(path) if path else None
 
 
 def default_url() -> str:

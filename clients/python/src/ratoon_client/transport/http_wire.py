@@ -7,6 +7,7 @@ import json
 import ssl
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from http.client import HTTPException
 from typing import Any
 from urllib.parse import quote
 
@@ -17,6 +18,7 @@ from ratoon_client.config import ClientConfig
 from ratoon_client.errors import IntegrityError, RatoonApiError, RatoonClientError, TransportError
 from ratoon_client.results import WeightFile
 from ratoon_client.transport.events import read_events
+from ratoon_client.transport.ranges import RangeReader
 from ratoon_client.transport.routes import ROUTES, Route
 from ratoon_client.transport.tls import no_answer
 from ratoon_client.weights.chunks import check_chunk, check_length
@@ -32,7 +34,7 @@ EVENT_TIMEOUT_S = 45.0
 _CONNECT_TIMEOUT_S = 10.0
 # Calls at once, besides fetches of weights; watches are not counted.
 _MORE_IN_FLIGHT = 16
-_WHOLE_FILE = 200
+_WHOLE_FILE, _PART_OF_FILE = 200, 206
 # Statuses that proxies make when nothing of ours answers. 404 in another form than ours: Serve's,
 # which knows of no route while the service comes back.
 _NO_ANSWER = frozenset({404, 408, 500, 502, 503, 504})
@@ -49,11 +51,19 @@ class HttpTransport:
         # Not a bound of the pool: one call there that ends of its timeout while it waits keeps the
         # connection that it is just given, for ever and in vain.
         self._slots = asyncio.Semaphore(config.fetches_in_flight + _MORE_IN_FLIGHT)
+        headers = {"Authorization": config.authorization} if config.authorization else {}
+        self._ranges = RangeReader(
+            base_url,
+            headers,
+            context,
+            in_flight=config.fetches_in_flight,
+            connect_timeout_s=_CONNECT_TIMEOUT_S,
+        )
         self._client = httpx.AsyncClient(
             base_url=base_url,
             trust_env=False,
             verify=True if context is None else context,
-            headers={"Authorization": config.authorization} if config.authorization else None,
+            headers=headers,
             limits=httpx.Limits(
                 max_keepalive_connections=config.fetches_in_flight + _MORE_IN_FLIGHT
             ),
@@ -104,28 +114,28 @@ class HttpTransport:
         offset: int,
         length: int,
         timeout_s: float,
-    ) -> bytes:
+    ) -> bytearray:
         """A range of the file. It is tied to the digest by the entity tag."""
-        tag = f'"{file.digest}"'
-        response = await self._send(
-            "GET",
-            f"/v1/policies/{quote(policy_id, safe='')}/weights/{version}/files/{file.name}",
-            timeout_s=timeout_s,
-            # No If-Range: of another file of this name, all would come.
-            headers={"Range": f"bytes={offset}-{offset + length - 1}"},
-        )
-        if response.headers.get("ETag") != tag:
+        path = f"/v1/policies/{quote(policy_id, safe='')}/weights/{version}/files/{file.name}"
+        # No If-Range: of another file of this name, all would come.
+        async with self._transport_errors(path), self._slots:
+            found = await self._ranges.read(
+                path, offset=offset, length=length, timeout_s=timeout_s
+            )
+        if found.status not in (_WHOLE_FILE, _PART_OF_FILE):
+            request = httpx.Request("GET", self._client.base_url.join(path))
+            answer = httpx.Response(found.status, content=bytes(found.data), request=request)
+            raise _error(answer)
+        if found.headers.get("ETag") != f'"{file.digest}"':
             raise IntegrityError(f"{file.name}: the service has another file of this name")
-        data = response.content
-        if response.status_code == _WHOLE_FILE:
-            data = data[offset : offset + length]
-        check_length(file.name, offset, length, data)
-        digest = response.headers.get(CHUNK_DIGEST)
+        check_length(file.name, offset, length, found.data)
+        digest = found.headers.get(CHUNK_DIGEST)
         if digest is not None:
-            await in_thread(check_chunk, file.name, offset, length, data, digest)
-        return data
+            await in_thread(check_chunk, file.name, offset, length, found.data, digest)
+        return found.data
 
     async def close(self) -> None:
+        self._ranges.close()
         await self._client.aclose()
 
     async def _send(
@@ -143,7 +153,7 @@ class HttpTransport:
     async def _transport_errors(self, url: str) -> AsyncGenerator[None, None]:
         try:
             yield
-        except (httpx.RequestError, TimeoutError) as err:
+        except (httpx.RequestError, HTTPException, OSError) as err:
             text = str(err) or type(err).__name__
             raise no_answer(f"{url} at {self._base_url}: {text}") from err
         except RuntimeError as err:

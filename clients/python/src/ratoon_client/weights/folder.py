@@ -68,14 +68,27 @@ class VersionsFolder:
             _is_whole(folder / file.name, file) for file in manifest.files
         )
 
-    def find(self, file: WeightFile) -> Path | None:
-        """A file of a local version with these bytes."""
+    def find(self, file: WeightFile, published: Path | None = None) -> Path | None:
+        """A file of a local version, or from the folder `published`, with these bytes.
+
+        What was `published` is linked here first: who put it there writes over no file that has
+        another name.
+        """
         for folder in self._versions():
             for known in files_of(folder):
                 path = folder / known.name
                 if known.digest == file.digest and _is_whole(path, file):
                     return path
-        return None
+        if published is None:
+            return None
+        # Not the one on its way: that may be fetched further.
+        path = self.partial_path(f"{file.digest}.here")
+        path.unlink(missing_ok=True)
+        try:
+            _link(published / file.name, path)
+        except OSError:
+            return None
+        return path if _is_whole(path, file) else None
 
     def listed(self) -> dict[int, dict[str, Path]]:
         """Files of local versions by digest, as they were when they were pulled."""

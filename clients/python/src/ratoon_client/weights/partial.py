@@ -57,7 +57,7 @@ class PartialFile:
         logged = self._logged()
         return [part for part in ranges if logged.get(part) != self._digest_at(part)]
 
-    def write(self, offset: int, data: bytes) -> None:
+    def write(self, offset: int, data: bytes | bytearray) -> None:
         """The log's line comes after the bytes: a crash in between loses one chunk."""
         written = 0
         while written < len(data):

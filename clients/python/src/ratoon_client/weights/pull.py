@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ratoon_client.caller import Caller, retried
+from ratoon_client.config import ClientConfig, weights_root
 from ratoon_client.errors import IntegrityError, RatoonApiError
 from ratoon_client.results import WeightFile, WeightManifest
 from ratoon_client.weights.chain import Rebuilt, rebuild_missing
 from ratoon_client.weights.checks import check_manifest
-from ratoon_client.weights.chunks import ChunkRange, chunk_ranges
+from ratoon_client.weights.chunks import chunk_ranges
 from ratoon_client.weights.folder import VersionsFolder
 from ratoon_client.weights.partial import PartialFile
 from ratoon_client.weights.threads import in_thread
@@ -64,9 +65,9 @@ async def pull_weights(
 ) -> PulledWeights:
     """Pull `version`, or the newest published, which `latest` then names.
 
-    `keep` is how many of the last pulled versions stay; None: all. Files that an earlier version
-    has are linked, what an interrupted pull fetched is used, and deltas are fetched in place of
-    files where they are fewer bytes. Raises IntegrityError where bytes are not what their digests
+    `keep` is how many of the last pulled versions stay; None: all. Files that an earlier version or
+    the service's own folder has are linked, what an interrupted pull fetched is used, and deltas
+    are fetched in place of files where they are fewer bytes. Raises IntegrityError where bytes are not what their digests
     say.
     """
     folder = VersionsFolder(root)
@@ -124,12 +125,13 @@ async def _pull(caller: Caller, folder: VersionsFolder, manifest: WeightManifest
         return fetched
     sources: dict[str, Path] = {}
     missing: dict[str, WeightFile] = {}
-    for file in manifest.files:
-        local = await in_thread(folder.find, file)
-        if local is None:
+    here = published_here(caller.config, manifest)
+    paths = await asyncio.gather(*(in_thread(folder.find, f, here) for f in manifest.files))
+    for file, path in zip(manifest.files, paths, strict=True):
+        if path is None:
             missing[file.digest] = file
         else:
-            sources[file.digest] = local
+            sources[file.digest] = path
     rebuilt = await _rebuild(caller, folder, manifest, missing.values(), fetched)
     sources |= rebuilt.files
     with ExitStack() as open_files, _first_error():
@@ -146,6 +148,12 @@ async def _pull(caller: Caller, folder: VersionsFolder, manifest: WeightManifest
     await in_thread(folder.add, manifest, sources)
     fetched.parent_version = rebuilt.parent_version
     return fetched
+
+
+def published_here(config: ClientConfig, manifest: WeightManifest) -> Path | None:
+    """Where the service has put the version's files, if that is a folder of this host, too."""
+    root = weights_root(config)
+    return root and root / manifest.policy_id / f"{manifest.version:08d}"
 
 
 async def _rebuild(
@@ -187,12 +195,14 @@ async def _fetch_missing(
 ) -> None:
     begun = time.monotonic()
     ranges = list(chunk_ranges(file.size_bytes, await caller.chunk_bytes()))
-    in_flight = asyncio.Semaphore(caller.config.fetches_in_flight)
+    missing = await in_thread(partial.missing, ranges)
+    rest = iter(missing)
 
-    async def fetch(part: ChunkRange) -> None:
-        async with in_flight:
+    async def fetch() -> None:
+        """One chunk after the other, until none is left."""
+        for part in rest:
             data = await retried(
-                lambda left_s: caller.transport.read_file(
+                lambda left_s, part=part: caller.transport.read_file(
                     manifest.policy_id,
                     manifest.version,
                     file,
@@ -204,11 +214,10 @@ async def _fetch_missing(
             )
             await in_thread(partial.write, part.offset, data)
 
-    missing = await in_thread(partial.missing, ranges)
     with _first_error():
         async with asyncio.TaskGroup() as tasks:
-            for part in missing:
-                tasks.create_task(fetch(part))
+            for _ in range(caller.config.fetches_in_flight):
+                tasks.create_task(fetch())
     fetched.num_bytes += sum(part.length for part in missing)
     fetched.seconds += time.monotonic() - begun
 
