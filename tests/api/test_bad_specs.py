@@ -52,6 +52,9 @@ NESTED_SPECS = {
     "spec.parallel.num_workers": policy_pb2.PolicySpec(
         parallel=policy_pb2.ParallelLayout(num_workers=-1)
     ),
+    "spec.parallel.sequence_ranks": policy_pb2.PolicySpec(
+        parallel=policy_pb2.ParallelLayout(num_workers=4, sequence_ranks=3)
+    ),
     "spec.numerics_guard.max_grad_norm_to_step": policy_pb2.PolicySpec(
         numerics_guard=policy_pb2.NumericsGuard(max_grad_norm_to_step=0.0)
     ),

@@ -75,7 +75,9 @@ async def test_create_policy_keeps_what_is_said(api: Api, wire_name: str) -> Non
         keep_versions=5,
         micro_batch_tokens=77,
         reference=policy_pb2.REFERENCE_POLICY_BASE,
-        parallel=policy_pb2.ParallelLayout(num_workers=1),
+        parallel=policy_pb2.ParallelLayout(
+            num_workers=4, shard=policy_pb2.SHARD_GRADIENTS, sequence_ranks=2
+        ),
         attention_backend="reference",
         numerics_guard=policy_pb2.NumericsGuard(
             max_grad_norm_to_step=1e3,

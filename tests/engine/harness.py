@@ -54,6 +54,7 @@ from ratoon.engine.types import (
 from ratoon.metrics import Change
 from ratoon.model.spec import FullTuning, ModelDtype, ModelSpec, PresetBase
 from ratoon.train.config import (
+    ONE_DEVICE,
     AdamWConfig,
     LossKind,
     LossRequest,
@@ -81,7 +82,7 @@ def policy_spec(policy_id: str = POLICY, **changes: object) -> PolicySpec:
         keep_versions=2,
         micro_batch_tokens=64,
         reference=ReferencePolicy.NONE,
-        num_workers=1,
+        parallel=ONE_DEVICE,
         attention_backend="",
     )
     return replace(spec, **changes)

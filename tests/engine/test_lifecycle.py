@@ -30,6 +30,7 @@ from ratoon.engine.types import (
     PolicyState,
 )
 from ratoon.errors import ErrorCode, RatoonError, exhausted
+from ratoon.train.config import ParallelLayout
 from tests.engine.fake_trainer import INFO
 from tests.engine.harness import ListSink, life_record, policy_spec
 from tests.until import until
@@ -51,7 +52,7 @@ class FakeFleet:
         self.is_stuck = False
 
     async def check(self, spec: PolicySpec) -> None:
-        if spec.num_workers != 1:
+        if spec.parallel.num_workers != 1:
             raise RatoonError(ErrorCode.UNSUPPORTED, "one worker")
 
     async def start(self, spec: PolicySpec) -> None:
@@ -154,7 +155,7 @@ async def test_more_policies_than_there_is_room_for_are_refused(town: Town) -> N
 
 async def test_what_the_fleet_refuses_leaves_no_policy(town: Town) -> None:
     with pytest.raises(RatoonError) as caught:
-        await town.lifecycle.create_policy(policy_spec("a", num_workers=2))
+        await town.lifecycle.create_policy(policy_spec("a", parallel=ParallelLayout(num_workers=2)))
     assert caught.value.code is ErrorCode.UNSUPPORTED
     assert town.store.policies() == ()
 

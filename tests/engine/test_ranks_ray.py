@@ -20,6 +20,7 @@ from ratoon.engine.types import Command, OperationState, PolicyState, Recovery, 
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.spec import ModelDtype
 from ratoon.rollout.batch import RolloutBatch
+from ratoon.train.config import ONE_DEVICE, ParallelLayout
 from tests.conftest import RayCluster
 from tests.engine.harness import save, update
 from tests.engine.ray_engine import SPEC, Engine, done, random_batch, submission
@@ -30,7 +31,7 @@ _SPEC = replace(
     SPEC,
     model=_WIDE,
     recovery=Recovery.REPLAY,
-    num_workers=2,
+    parallel=ParallelLayout(num_workers=2),
     micro_batch_tokens=32,
     keep_versions=9,
 )
@@ -88,7 +89,7 @@ def undisturbed(engine: Engine) -> list[str]:
 
 def test_two_ranks_train_as_one(engine: Engine, undisturbed: list[str]) -> None:
     async def main(client: EngineClient) -> None:
-        await _create(client, "alone", num_workers=1)
+        await _create(client, "alone", parallel=ONE_DEVICE)
         for seq in range(1, _UPDATES + 1):
             await _run(client, "alone", seq, update(0), random_batch(seq, 4))
         alone, two = await _weights(client, "alone"), await _weights(client, "undisturbed")
@@ -137,7 +138,9 @@ def test_a_rank_that_dies_costs_no_bit(
 def test_more_ranks_than_cores_are_refused_with_both(engine: Engine) -> None:
     async def main(client: EngineClient) -> None:
         with pytest.raises(RatoonError) as caught:
-            await client.create_policy(replace(_SPEC, policy_id="many", num_workers=4096))
+            await client.create_policy(
+                replace(_SPEC, policy_id="many", parallel=ParallelLayout(num_workers=4096))
+            )
         assert caught.value.code is ErrorCode.INVALID_ARGUMENT
         assert (caught.value.field, caught.value.got) == ("parallel.num_workers", "4096")
         assert "cores" in caught.value.message

@@ -52,7 +52,7 @@ from ratoon.errors import RatoonError
 from ratoon.model.spec import FolderBase, FullTuning, ModelDtype, ModelSpec
 from ratoon.ports import free_port
 from ratoon.rollout.serial import batch_to_bytes
-from ratoon.train.config import AdamWConfig, OptimRequest
+from ratoon.train.config import ONE_DEVICE, AdamWConfig, OptimRequest
 from ratoon.train.spec import TrainerSpec
 from tests.faults.judge.calls import (
     LEARNING_RATE,
@@ -274,7 +274,7 @@ def _policy_spec(options: LightOptions) -> PolicySpec:
         keep_versions=2,
         micro_batch_tokens=24,
         reference=ReferencePolicy.NONE,
-        num_workers=1,
+        parallel=ONE_DEVICE,
         attention_backend="reference",
     )
 

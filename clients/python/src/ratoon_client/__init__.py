@@ -30,7 +30,14 @@ from ratoon_client.loss import (
     Staleness,
 )
 from ratoon_client.operation import AsyncOperationHandle
-from ratoon_client.policy_options import AdamW, Lora, NumericsGuard, PolicyOptions, Publish
+from ratoon_client.policy_options import (
+    AdamW,
+    Lora,
+    NumericsGuard,
+    Parallel,
+    PolicyOptions,
+    Publish,
+)
 from ratoon_client.results import (
     Checkpoint,
     ForwardResult,
@@ -95,6 +102,7 @@ __all__ = [
     "Optim",
     "OverlongFilter",
     "OverlongPenalty",
+    "Parallel",
     "Policy",
     "PolicyOptions",
     "PolicySession",

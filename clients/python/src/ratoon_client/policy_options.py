@@ -12,6 +12,7 @@ OnChangedNumerics = Literal["stop", "rebase"]
 PublishKind = Literal["every", "every_n", "on_request"]
 ModelDtype = Literal["float32", "bfloat16"]
 ReferencePolicy = Literal["none", "base"]
+Shard = Literal["states", "gradients", "weights"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +50,19 @@ class Publish:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Parallel:
+    """Devices of the policy, `num_workers` of them, and what they share out.
+
+    `shard` absent: the least that fits. `sequence_ranks` devices run one group together; absent:
+    as each plan chooses.
+    """
+
+    num_workers: int
+    shard: Shard | None = None
+    sequence_ranks: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NumericsGuard:
     """Limits above which a step is skipped; absent: none. KLs in nats a token.
 
@@ -80,6 +94,6 @@ class PolicyOptions(TypedDict, total=False):
     # Packed tokens of one micro-batch; absent: the server's, or what each plan chooses.
     micro_batch_tokens: int
     reference: ReferencePolicy
-    num_workers: int
+    parallel: Parallel
     attention_backend: str
     numerics_guard: NumericsGuard

@@ -59,6 +59,8 @@ class PublishConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelLayout:
     num_workers: int
+    shard: Literal["unspecified", "states", "gradients", "weights"]
+    sequence_ranks: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -134,6 +134,34 @@ REFERENCE_POLICY_BASE: ReferencePolicy.ValueType  # 2
 """The weights at creation; for LoRA the adapter off."""
 Global___ReferencePolicy: _TypeAlias = ReferencePolicy  # noqa: Y015
 
+class _Shard:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ShardEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Shard.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SHARD_UNSPECIFIED: _Shard.ValueType  # 0
+    """The first of the others that fits."""
+    SHARD_STATES: _Shard.ValueType  # 1
+    """Nothing more: each device has all weights and all gradients."""
+    SHARD_GRADIENTS: _Shard.ValueType  # 2
+    """Gradients, too: each device has all weights."""
+    SHARD_WEIGHTS: _Shard.ValueType  # 3
+    """Gradients and weights, too."""
+
+class Shard(_Shard, metaclass=_ShardEnumTypeWrapper):
+    """What devices of one policy share out, beside their groups and the optimizer's states."""
+
+SHARD_UNSPECIFIED: Shard.ValueType  # 0
+"""The first of the others that fits."""
+SHARD_STATES: Shard.ValueType  # 1
+"""Nothing more: each device has all weights and all gradients."""
+SHARD_GRADIENTS: Shard.ValueType  # 2
+"""Gradients, too: each device has all weights."""
+SHARD_WEIGHTS: Shard.ValueType  # 3
+"""Gradients and weights, too."""
+Global___Shard: _TypeAlias = Shard  # noqa: Y015
+
 class _PolicyState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -285,20 +313,31 @@ class ParallelLayout(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NUM_WORKERS_FIELD_NUMBER: _builtins.int
+    SHARD_FIELD_NUMBER: _builtins.int
+    SEQUENCE_RANKS_FIELD_NUMBER: _builtins.int
     num_workers: _builtins.int
-    """Devices that train it: each has all weights, its own groups, and a share of the optimizer's
-    states. Default 1. At most the GPUs that are free; on CPUs the machine's cores.
+    """Devices that train it, each with groups of its own and a share of the optimizer's states.
+    Default 1. At most the GPUs that are free; on CPUs the machine's cores.
+    """
+    shard: Global___Shard.ValueType
+    sequence_ranks: _builtins.int
+    """Devices that run one group together, each a share of its tokens and heads; they divide
+    `num_workers`. Default: what each plan chooses.
     """
     def __init__(
         self,
         *,
         num_workers: _builtins.int = ...,
+        shard: Global___Shard.ValueType = ...,
+        sequence_ranks: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_sequence_ranks", b"_sequence_ranks", "sequence_ranks", b"sequence_ranks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_workers", b"num_workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_sequence_ranks", b"_sequence_ranks", "num_workers", b"num_workers", "sequence_ranks", b"sequence_ranks", "shard", b"shard"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__sequence_ranks: _TypeAlias = _typing.Literal["sequence_ranks"]  # noqa: Y015
+    _WhichOneofArgType__sequence_ranks: _TypeAlias = _typing.Literal["_sequence_ranks", b"_sequence_ranks"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sequence_ranks) -> _WhichOneofReturnType__sequence_ranks | None: ...
 
 Global___ParallelLayout: _TypeAlias = ParallelLayout  # noqa: Y015
 

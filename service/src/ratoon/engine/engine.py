@@ -261,7 +261,7 @@ class Engine:
             trainer=self._cluster.trainer(spec),
             ports=Ports(
                 journal=self._journal,
-                worker=self._cluster.worker(spec.policy_id, spec.num_workers),
+                worker=self._cluster.worker(spec.policy_id, spec.parallel.num_workers),
                 metrics=self._metrics,
                 now=time.time,
             ),

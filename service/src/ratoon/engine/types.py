@@ -11,7 +11,14 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from ratoon.model.spec import ModelInfo, ModelSpec
-from ratoon.train.config import DEFAULT_GUARD, AdamWConfig, LossRequest, NumericsGuard, OptimRequest
+from ratoon.train.config import (
+    DEFAULT_GUARD,
+    AdamWConfig,
+    LossRequest,
+    NumericsGuard,
+    OptimRequest,
+    ParallelLayout,
+)
 from ratoon.train.report.step_report import StepReport
 
 if TYPE_CHECKING:
@@ -85,7 +92,7 @@ class PolicySpec:
     # Packed tokens per micro-batch; None: each plan chooses.
     micro_batch_tokens: int | None
     reference: ReferencePolicy
-    num_workers: int
+    parallel: ParallelLayout
     # "": the best available.
     attention_backend: str
     numerics_guard: NumericsGuard = DEFAULT_GUARD

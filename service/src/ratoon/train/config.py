@@ -105,6 +105,30 @@ class OptimizerStates(StrEnum):
     BF16_8BIT = "bf16_8bit"
 
 
+class Shard(StrEnum):
+    """What ranks share out beside their groups; each includes what is above it."""
+
+    STATES = "states"
+    GRADIENTS = "gradients"
+    WEIGHTS = "weights"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelLayout:
+    """How a policy is spread over devices, a rank each.
+
+    `shard` None: the first that fits. `sequence_ranks` of them run one group together, and divide
+    `num_workers`; None: each plan chooses.
+    """
+
+    num_workers: int = 1
+    shard: Shard | None = None
+    sequence_ranks: int | None = None
+
+
+ONE_DEVICE = ParallelLayout()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OldLogprobs:
     """Source of the ratio's old log-probs; the operation id is for FROM_FORWARD, else empty."""

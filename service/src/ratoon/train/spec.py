@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ratoon.model.spec import ModelSpec
-from ratoon.train.config import DEFAULT_GUARD, AdamWConfig, NumericsGuard, OptimizerStates
+from ratoon.train.config import (
+    DEFAULT_GUARD,
+    ONE_DEVICE,
+    AdamWConfig,
+    NumericsGuard,
+    OptimizerStates,
+    ParallelLayout,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +36,11 @@ class TrainerSpec:
     # A self-check (`train.self_check`) at every version that this divides; 0: never.
     self_check_every: int = 0
     guard: NumericsGuard = DEFAULT_GUARD
-    # Ranks, of which each has all weights and a share of the optimizer's states.
-    num_workers: int = 1
+    parallel: ParallelLayout = ONE_DEVICE
+
+    @property
+    def num_workers(self) -> int:
+        return self.parallel.num_workers
 
     @property
     def kept_states(self) -> OptimizerStates:

@@ -119,9 +119,7 @@ class HttpTransport:
         path = f"/v1/policies/{quote(policy_id, safe='')}/weights/{version}/files/{file.name}"
         # No If-Range: of another file of this name, all would come.
         async with self._transport_errors(path), self._slots:
-            found = await self._ranges.read(
-                path, offset=offset, length=length, timeout_s=timeout_s
-            )
+            found = await self._ranges.read(path, offset=offset, length=length, timeout_s=timeout_s)
         if found.status not in (_WHOLE_FILE, _PART_OF_FILE):
             request = httpx.Request("GET", self._client.base_url.join(path))
             answer = httpx.Response(found.status, content=bytes(found.data), request=request)

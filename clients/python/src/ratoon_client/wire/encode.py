@@ -12,7 +12,14 @@ from google.protobuf.message import Message
 from ratoon_client.arguments import all_of, check_type, shown
 from ratoon_client.errors import InvalidArgumentError
 from ratoon_client.loss import FromForward, Loss, Optim, OverlongFilter, OverlongPenalty
-from ratoon_client.policy_options import AdamW, Lora, NumericsGuard, PolicyOptions, Publish
+from ratoon_client.policy_options import (
+    AdamW,
+    Lora,
+    NumericsGuard,
+    Parallel,
+    PolicyOptions,
+    Publish,
+)
 from ratoon_client.rollouts import Group, Rollout
 from ratoon_proto.codec import encode_array
 from ratoon_proto.fields import FieldError
@@ -20,7 +27,13 @@ from ratoon_proto.fill import fill
 from ratoon_proto.v1 import policy_pb2, rollout_pb2, service_pb2, training_pb2
 
 _OPTION_TYPES: Mapping[str, type] = MappingProxyType(
-    {"lora": Lora, "optimizer": AdamW, "publish": Publish, "numerics_guard": NumericsGuard}
+    {
+        "lora": Lora,
+        "optimizer": AdamW,
+        "publish": Publish,
+        "parallel": Parallel,
+        "numerics_guard": NumericsGuard,
+    }
 )
 
 
@@ -94,9 +107,7 @@ def policy_spec_message(policy_id: str, options: PolicyOptions) -> policy_pb2.Po
             raise InvalidArgumentError(name, "an unknown option", f"one of {names}")
         if name in _OPTION_TYPES:
             check_type(name, value, _OPTION_TYPES[name])
-    _fill(message, options, "", skip=("num_workers",))
-    if "num_workers" in options:
-        _fill(message.parallel, {"num_workers": options["num_workers"]}, "")
+    _fill(message, options, "")
     return message
 
 

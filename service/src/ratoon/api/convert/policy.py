@@ -41,7 +41,7 @@ from ratoon.model.spec import (
     ModelSpec,
     PresetBase,
 )
-from ratoon.train.config import AdamWConfig, NumericsGuard
+from ratoon.train.config import AdamWConfig, NumericsGuard, ParallelLayout, Shard
 from ratoon_proto.v1 import policy_pb2 as wire
 
 KEEP_VERSIONS = 2
@@ -97,9 +97,7 @@ def policy_spec(message: wire.PolicySpec, defaults: SpecDefaults) -> PolicySpec:
             None if tokens is None else at_least("spec.micro_batch_tokens", tokens, 1)
         ),
         reference=from_wire(message, "reference", ReferencePolicy, "spec.reference"),
-        num_workers=at_least(
-            "spec.parallel.num_workers", message.parallel.num_workers or NUM_WORKERS, 1
-        ),
+        parallel=_parallel(message.parallel),
         attention_backend=message.attention_backend,
         numerics_guard=_guard(message.numerics_guard),
     )
@@ -149,6 +147,20 @@ def _publish(message: wire.PublishConfig) -> PublishConfig:
     return PublishConfig(kind=kind, every_n=1, deltas=message.deltas)
 
 
+def _parallel(message: wire.ParallelLayout) -> ParallelLayout:
+    path = "spec.parallel"
+    ranks = at_least(f"{path}.num_workers", message.num_workers or NUM_WORKERS, 1)
+    together = message.sequence_ranks if message.HasField("sequence_ranks") else None
+    if together is not None and (together < 1 or ranks % together):
+        expected = f"a divisor of num_workers, {ranks}"
+        raise invalid(f"{path}.sequence_ranks", together, expected)
+    return ParallelLayout(
+        num_workers=ranks,
+        shard=from_wire(message, "shard", Shard, f"{path}.shard") if message.shard else None,
+        sequence_ranks=together,
+    )
+
+
 def _guard(message: wire.NumericsGuard) -> NumericsGuard:
     guard = read(message, NumericsGuard, "spec.numerics_guard")
     at_least("spec.numerics_guard.max_skipped_in_row", guard.max_skipped_in_row, 0)
@@ -160,10 +172,9 @@ def _guard(message: wire.NumericsGuard) -> NumericsGuard:
 
 def spec_message(spec: PolicySpec, models_root: Path) -> wire.PolicySpec:
     """The wire form, every default written out; a model folder is relative to the models root."""
-    message = write(wire.PolicySpec(), spec, skip=("model", "keep_versions", "num_workers"))
+    message = write(wire.PolicySpec(), spec, skip=("model", "keep_versions"))
     write(message, spec.model, skip=("base", "tuning"))
     message.keep_versions = min(spec.keep_versions, INT32_MAX)
-    message.parallel.num_workers = spec.num_workers
     match spec.model.base:
         case PresetBase(name=name):
             message.preset = name

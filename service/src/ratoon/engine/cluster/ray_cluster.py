@@ -58,10 +58,10 @@ class RayCluster:
 
     async def check(self, spec: PolicySpec) -> None:
         if self.device != "cpu":
-            await check_free_gpus(spec.num_workers)
-        elif spec.num_workers > _cores():
+            await check_free_gpus(spec.parallel.num_workers)
+        elif spec.parallel.num_workers > _cores():
             expected = f"at most {_cores()}, the machine's cores"
-            raise invalid("parallel.num_workers", spec.num_workers, expected)
+            raise invalid("parallel.num_workers", spec.parallel.num_workers, expected)
 
     def worker(self, policy_id: str, num_workers: int) -> WorkerPort:
         num_gpus = 0 if self.device == "cpu" else num_workers
@@ -91,8 +91,8 @@ class RayCluster:
             keep_reference=spec.reference is not ReferencePolicy.NONE,
             attention_backend=spec.attention_backend,
             device=self.device,
-            num_threads=self._settings.num_threads or max(1, _cores() // spec.num_workers),
-            num_workers=spec.num_workers,
+            num_threads=self._settings.num_threads or max(1, _cores() // spec.parallel.num_workers),
+            parallel=spec.parallel,
             optimizer_states=self._settings.optimizer_states if is_bf16 else OptimizerStates.FP32,
             host_activation_bytes=self._settings.host_activation_bytes,
             self_check_every=self._settings.self_check_every,

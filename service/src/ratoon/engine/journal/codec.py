@@ -56,6 +56,7 @@ from ratoon.train.config import (
     OptimRequest,
     OverlongFilter,
     OverlongPenalty,
+    ParallelLayout,
     RolloutCorrection,
     Staleness,
 )
@@ -73,6 +74,7 @@ TAGS: dict[str, type] = {
     "policy": Policy,
     "policy_spec": PolicySpec,
     "publish": PublishConfig,
+    "parallel": ParallelLayout,
     "model": ModelSpec,
     "model_info": ModelInfo,
     "base.preset": PresetBase,
