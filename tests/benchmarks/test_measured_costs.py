@@ -1,26 +1,34 @@
-"""The planner's costs of an H200 against the committed results measured on one."""
+"""The planner's costs of known devices against the committed results measured on them."""
 
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks.step.run import FULL
+from benchmarks.step.workload import Group, make_batch
 from ratoon.model.activation_plan import Kept
 from ratoon.model.device_costs import (
     H200_RATES,
+    KNOWN_RATES,
     device_costs,
     recompute_s,
 )
-from ratoon.rollout.costs import Work
+from ratoon.rollout.costs import Work, measure
+from ratoon.rollout.prefixes import sort_sequences
+from ratoon.train.planning import device_planner
 from tests.model.test_activation_plan import QWEN3_8B
 
 pytestmark = pytest.mark.more
 
-STEP = Path(__file__).parents[2] / "benchmarks/results/h200/step.json"
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
+STEP = RESULTS / "h200/step.json"
+H100 = RESULTS / "h100/streams.json"
 GIB = 2**30
 
 
@@ -56,3 +64,33 @@ def test_seconds_of_measured_steps(row: dict[str, Any]) -> None:
     again = recompute_s(QWEN3_8B, H200_RATES, kept) * work.tokens
     predicted = device_costs(QWEN3_8B, H200_RATES).packed(work) + again
     assert predicted == pytest.approx(row["seconds"], rel=0.03)
+
+
+@pytest.mark.parametrize("free_gib", [14.5, 14.75])
+def test_seconds_of_an_h100s_updates(free_gib: float) -> None:
+    """Forward and backward of the recorded group, cut as the planner cuts it there.
+
+    The file has neither the cuts nor the bytes that were free; these are what is left of 79.1 to
+    79.3 GiB beside an 8B model, its sums and moments in 8 bits. The updates were of deterministic
+    mode, whose attention is slower than the rates', and each ran beside a publication.
+    """
+    result = json.loads(H100.read_text(encoding="utf-8"))
+    assert result["gpu"] in KNOWN_RATES
+    group = result["plan"]["group"]
+    batch = make_batch((Group(prompt=group["prompt"], responses=group["responses"]),), 151_936, 0)
+    planner = device_planner(
+        None,
+        QWEN3_8B,
+        int(free_gib * GIB),
+        0,
+        rates=KNOWN_RATES[result["gpu"]],
+        layers_are_trained=True,
+    )
+    prefixes = sort_sequences(batch)
+    (part,) = planner.plan(batch, prefixes, np.ones(batch.num_sequences, np.bool_)).micro_batches
+    assert len(part.stages) in (9, 10), "does not fit at once"
+    work = measure(batch, prefixes).work(np.arange(batch.num_sequences))
+    predicted = planner.costs.streamed(work, part.stages)
+    measured = [row["forward_s"] + row["backward_s"] for row in result["updates"]]
+    assert predicted == pytest.approx(statistics.median(measured), rel=0.1)
+    assert predicted < min(measured)

@@ -11,6 +11,7 @@ import pytest
 
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.activation_plan import Kept, most_tokens
+from ratoon.model.device_costs import H200_RATES
 from ratoon.model.spec import FolderBase
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.costs import CostModel, SequenceSizes, measure
@@ -91,7 +92,7 @@ def test_a_cpu_has_its_tokens_unless_others_are_asked_for() -> None:
 
 
 def _device(tokens: int | None, gib: int) -> Planner:
-    return device_planner(tokens, QWEN3_8B, gib * GIB, 0, layers_are_trained=True)
+    return device_planner(tokens, QWEN3_8B, gib * GIB, 0, rates=H200_RATES, layers_are_trained=True)
 
 
 def _groups(num_groups: int, prompt: int, count: int, length: int) -> RolloutBatch:
@@ -142,7 +143,9 @@ def test_an_automatic_plan_is_the_cheapest(shape: tuple[int, int, int, int], gib
 def test_planners_spread_over_their_ranks() -> None:
     batch = _groups(6, 100, 4, 300)
     kept_S = np.ones(batch.num_sequences, np.bool_)
-    of_device = device_planner(None, QWEN3_8B, 60 * GIB, 0, layers_are_trained=True, num_ranks=3)
+    of_device = device_planner(
+        None, QWEN3_8B, 60 * GIB, 0, rates=H200_RATES, layers_are_trained=True, num_ranks=3
+    )
     for planner in (of_device, cpu_planner(None, num_ranks=3)):
         plan = planner.plan(batch, sort_sequences(batch), kept_S)
         seconds = [_seconds(plan.of_rank(rank), planner, batch) for rank in range(3)]
