@@ -205,7 +205,7 @@ def _printed(found: Mapping[str, float] | DeviceRates) -> bytes:
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("failure", ["dies", "hangs", "nonsense", "negative", "infinite"])
+@pytest.mark.parametrize("failure", ["dies", "hangs", "silent", "nonsense", "negative", "infinite"])
 def test_a_device_that_cannot_be_measured_has_an_h200s(
     failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,7 +216,8 @@ def test_a_device_that_cannot_be_measured_has_an_h200s(
             raise subprocess.TimeoutExpired(command, 1.0)
         rate = {"negative": -1.0, "infinite": math.inf}.get(failure, 1.0)
         out = _printed({**asdict(FOUND), "head_flops": rate})
-        return subprocess.CompletedProcess(command, 0, out[:20] if failure == "nonsense" else out)
+        length = {"silent": 0, "nonsense": 20}.get(failure)
+        return subprocess.CompletedProcess(command, 0, out[:length])
 
     monkeypatch.setattr(subprocess, "run", run)
     assert rates_of(SPEC, tmp_path) == H200_RATES

@@ -114,4 +114,4 @@ def _measure(spec: TrainerSpec) -> DeviceRates:
     command += [f"--backend={spec.attention_backend}"]
     command += ["--deterministic"] * spec.deterministic
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=_PATIENCE_S)
-    return _rates(json.loads(done.stdout.splitlines()[-1]))
+    return _rates(json.loads(done.stdout.strip().rpartition(b"\n")[2]))
