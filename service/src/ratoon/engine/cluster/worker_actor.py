@@ -48,8 +48,8 @@ class WorkerActor:
     def __init__(
         self, policy_id: str, log_level: str, crash_points: Path | None, compiled: Path
     ) -> None:
-        """`policy_id` "": none yet (a spare). `compiled`: where compiled kernels
-        are kept, and the rates of GPUs."""
+        """`policy_id` "": none yet (a spare). `compiled`: where compiled kernels are kept, and the
+        rates of GPUs that were measured."""
         configure_logging(log_level)
         started = time.perf_counter()
         with frozen_imports():
