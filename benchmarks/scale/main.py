@@ -36,6 +36,7 @@ from benchmarks.scale.simulate import (
 from benchmarks.step.run import FULL
 from benchmarks.step.workload import QWEN3_8B, make_batch
 from harness.environment import describe
+from ratoon.model.device_costs import H200_RATES
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.serial import batch_from_bytes, batch_to_bytes
@@ -157,7 +158,9 @@ def time_planning(seed: int) -> dict[str, Any]:
     The process's own time: what else runs on the machine is not in it. `plan_ms` is by the groups
     of a batch.
     """
-    planner = device_planner(None, MODELS[0].sizes, _FREE_BYTES, 0, layers_are_trained=True)
+    planner = device_planner(
+        None, MODELS[0].sizes, _FREE_BYTES, 0, rates=H200_RATES, layers_are_trained=True
+    )
     batches = {
         count: make_batch((FULL.paper,) * count, QWEN3_8B.vocab_size, seed)
         for count in _TIMED_GROUPS

@@ -54,6 +54,7 @@ class Plan:
         num_updates: Per policy.
         killed_in: The update, counted from 1, during which the worker is killed; 0: in none.
         num_threads: Of torch, and CPUs of Ray.
+        host_gib: Of the host's memory, lent to activations.
     """
 
     model: ModelSize
@@ -63,6 +64,7 @@ class Plan:
     num_updates: int = 1
     killed_in: int = 0
     num_threads: int
+    host_gib: int = 0
 
 
 FULL = Plan(
@@ -235,6 +237,7 @@ def worker_settings(plan: Plan, device: str) -> dict[str, Any]:
         "device": device,
         "num_threads": plan.num_threads,
         "optimizer_states": "bf16_8bit",
+        "host_activation_bytes": plan.host_gib * GIB,
     }
 
 

@@ -22,6 +22,7 @@ from benchmarks.common.document import aligned, write_json
 from benchmarks.step.workload import QWEN3_8B, Group, make_batch
 from harness.environment import describe
 from ratoon.model.activation_plan import DecoderSizes
+from ratoon.model.device_costs import H200_RATES
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.costs import CostModel, measure
 from ratoon.rollout.packed import UpdatePlan
@@ -171,7 +172,13 @@ def _planner() -> Planner:
         head_is_trained=True,
     )
     return device_planner(
-        None, sizes, ACTIVATION_BYTES, 0, layers_are_trained=True, num_ranks=NUM_RANKS
+        None,
+        sizes,
+        ACTIVATION_BYTES,
+        0,
+        rates=H200_RATES,
+        layers_are_trained=True,
+        num_ranks=NUM_RANKS,
     )
 
 

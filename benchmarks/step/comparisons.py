@@ -33,7 +33,7 @@ from benchmarks.step.workload import (
     replicated_work,
 )
 from ratoon.model.activation_plan import DecoderSizes
-from ratoon.model.device_costs import H200_RATES, device_costs
+from ratoon.model.device_costs import DeviceRates, device_costs
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.costs import CostModel, Work
 from ratoon.rollout.packed import PackedBatch
@@ -80,7 +80,7 @@ def _measure_crossover(run: Run, wanted: list[str]) -> Iterator[tuple[str, list[
     ways = Ways(replace(run, num_samples=1), scale.crossover_model)
     unshared = Way(backend=scale.ours.backend, is_packed=False)
     order = list(dict.fromkeys([scale.ours, unshared, scale.baseline]))
-    costs = costs_of(scale.crossover_model)
+    costs = costs_of(scale.crossover_model, run.rates)
     for count in counts:
         for prompt in prompts:
             case = f"{prompt}x{count}"
@@ -100,8 +100,8 @@ def _measure_crossover(run: Run, wanted: list[str]) -> Iterator[tuple[str, list[
             yield case, [{**shape, **row} for row in rows]
 
 
-def costs_of(size: ModelSize) -> CostModel:
-    """The planner's cost model for these sizes, in seconds on an H200."""
+def costs_of(size: ModelSize, rates: DeviceRates) -> CostModel:
+    """The planner's cost model for these sizes, in seconds."""
     return device_costs(
         DecoderSizes(
             num_layers=size.num_layers,
@@ -114,7 +114,7 @@ def costs_of(size: ModelSize) -> CostModel:
             element_bytes=2,
             head_is_trained=True,
         ),
-        H200_RATES,
+        rates,
     )
 
 

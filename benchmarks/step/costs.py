@@ -102,7 +102,7 @@ def _measure_shape(run: Run, trainer: Trainer, free_bytes: int | None, shape: Cu
         "seconds": statistics.median(samples),
         "samples": samples,
     }
-    return {**row, "predicted_s": predicted_s(row, H200_RATES)}
+    return {**row, "rates": asdict(run.rates), "predicted_s": predicted_s(row, run.rates)}
 
 
 def plan_of(batch: RolloutBatch, shape: CutGroup) -> UpdatePlan:
@@ -169,15 +169,20 @@ def fitted_rows(rows: list[Row]) -> list[Row]:
     return [row for row in rows if "error" not in row and not is_launch_bound(row)]
 
 
-def fit_rates(rows: list[Row], bandwidth: DeviceRates = H200_RATES) -> DeviceRates | None:
+def rates_in_use(rows: list[Row]) -> DeviceRates:
+    """By which a result's seconds are predicted; an H200's where its rows have none."""
+    return next((DeviceRates(**row["rates"]) for row in rows if "rates" in row), H200_RATES)
+
+
+def fit_rates(rows: list[Row]) -> DeviceRates | None:
     """Rates of least squared relative error; None if there are too few rows to fit them.
 
-    `memory_bytes` is that of `bandwidth`. A rate that no row spends time on is infinite.
+    `memory_bytes` is that in use. A rate that no row spends time on is infinite.
     """
     found = fitted_rows(rows)
     if len(found) < len(FITTED):
         return None
-    nothing = _only(memory_bytes=bandwidth.memory_bytes)
+    nothing = _only(memory_bytes=rates_in_use(rows).memory_bytes)
     fixed_s = np.array([predicted_s(row, nothing) for row in found])
     unit_s = np.array(
         [[predicted_s(row, _only(**{name: 1.0})) for name in FITTED] for row in found]

@@ -17,6 +17,8 @@ from benchmarks.common.forests import PAPER_LENGTHS
 from benchmarks.step.subjects import Way, build_module
 from benchmarks.step.varlen import FA2
 from benchmarks.step.workload import QWEN3_1_7B, QWEN3_8B, TINY, CutGroup, Group, ModelSize
+from ratoon.model.device_costs import H200_RATES, KNOWN_RATES, DeviceRates
+from ratoon.train.numerics import device_model
 
 Row = dict[str, Any]
 MAX_ERROR_CHARACTERS = 500
@@ -179,6 +181,11 @@ class Run:
     @property
     def is_out_of_time(self) -> bool:
         return time.monotonic() >= self.stop_at
+
+    @property
+    def rates(self) -> DeviceRates:
+        """By which seconds are predicted: the device's, of an unknown one an H200's."""
+        return KNOWN_RATES.get(device_model(self.device), H200_RATES)
 
     def module(self, size: ModelSize) -> PreTrainedModel:
         """A model with random weights from this run's seed."""

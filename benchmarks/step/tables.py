@@ -9,7 +9,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.step.costs import FITTED, fit_rates, is_launch_bound, worst_error
+from benchmarks.step.costs import (
+    FITTED,
+    fit_rates,
+    is_launch_bound,
+    rates_in_use,
+    worst_error,
+)
 from benchmarks.step.memory import MANY
 from benchmarks.step.rows import (
     FLASH,
@@ -23,7 +29,7 @@ from benchmarks.step.rows import (
     update_ratio,
 )
 from benchmarks.step.run import Row
-from ratoon.model.device_costs import H200_RATES, DeviceRates
+from ratoon.model.device_costs import DeviceRates
 
 NOTHING = "–"
 # Largest relative change from unprofiled to profiled seconds that needs no note.
@@ -316,7 +322,7 @@ def _cost_notes(rows: list[Row]) -> Iterator[str]:
             "at the fitted rates seconds are a sum over calls, packed tokens, pairs and head rows, "
             f"each linear, to within {100 * worst_error(rows, fitted):.1f}%"
         )
-    yield f"rates in use: {_rates(H200_RATES)}"
+    yield f"rates in use: {_rates(rates_in_use(rows))}"
 
 
 def _rates(rates: DeviceRates) -> str:

@@ -193,7 +193,7 @@ def open_trainer(ways: Ways, states: OptimizerStates, *, has_reference: bool) ->
         num_threads=1,
         optimizer_states=states if is_narrow else OptimizerStates.FP32,
     )
-    trainer = Trainer(spec, policy)
+    trainer = Trainer(spec, policy, rates=run.rates)
     trainer.limit_activations()
     return trainer
 

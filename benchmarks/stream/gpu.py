@@ -61,6 +61,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--markdown", type=Path, help="with --report: fill in this document")
     parser.add_argument("--root", type=Path, help="work below this folder: /dev/shm, say")
+    parser.add_argument("--host-gib", type=int, default=0, help="memory lent to activations")
     parser.add_argument("--start", type=Path, help="measure benchmarks.service.start into it, too")
     args = parser.parse_args(arguments)
     if args.report is not None:
@@ -74,6 +75,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
     plan = start.FULL if is_for_gpu(args) else replace(SMALL, dtype="bfloat16")
+    plan = replace(plan, host_gib=args.host_gib)
     with tempfile.TemporaryDirectory(prefix="rt-", dir=args.root) as folder:
         root = Path(folder)
         write_model(plan, args.device, root / "models" / MODEL, args.seed)
@@ -166,6 +168,8 @@ def _updates(
                 "trained_s": phases["forward"] + phases["backward"] + phases["optimizer"],
                 **{f"{name}_s": value for name, value in phases.items()},
                 "visible_s": phases["publish"] + landed_s,
+                "num_micro_batches": result.report.num_micro_batches,
+                "peak_memory_bytes": result.report.peak_memory_bytes,
                 "changed_share": result.report.changed_share,
                 "delta_bytes": sum(delta.file.size_bytes for delta in manifest.deltas) or None,
             }

@@ -1,26 +1,37 @@
-"""The planner's costs of an H200 against the committed results measured on one."""
+"""The planner's costs of known devices against the committed results measured on them."""
 
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks.step.run import FULL
+from benchmarks.step.workload import Group, make_batch
 from ratoon.model.activation_plan import Kept
 from ratoon.model.device_costs import (
     H200_RATES,
+    KNOWN_RATES,
     device_costs,
     recompute_s,
 )
-from ratoon.rollout.costs import Work
+from ratoon.rollout.costs import Work, measure
+from ratoon.rollout.packed import MicroBatch
+from ratoon.rollout.prefixes import sort_sequences
+from ratoon.train.planning import device_planner
 from tests.model.test_activation_plan import QWEN3_8B
 
 pytestmark = pytest.mark.more
 
-STEP = Path(__file__).parents[2] / "benchmarks/results/h200/step.json"
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
+STEP = RESULTS / "h200/step.json"
+_H100_RESULT: dict[str, Any] = json.loads(
+    (RESULTS / "h100/streams.json").read_text(encoding="utf-8")
+)
 GIB = 2**30
 
 
@@ -56,3 +67,47 @@ def test_seconds_of_measured_steps(row: dict[str, Any]) -> None:
     again = recompute_s(QWEN3_8B, H200_RATES, kept) * work.tokens
     predicted = device_costs(QWEN3_8B, H200_RATES).packed(work) + again
     assert predicted == pytest.approx(row["seconds"], rel=0.03)
+
+
+def _on_an_h100(free_gib: float, host_gib: int) -> tuple[MicroBatch, float]:
+    """The recorded group as the planner cuts it there, and the seconds that it counts on.
+
+    `free_gib`: 14.5 or 14.75 of 79.1 to 79.3 GiB beside an 8B model, its sums and 8-bit moments.
+    """
+    group = _H100_RESULT["plan"]["group"]
+    batch = make_batch((Group(prompt=group["prompt"], responses=group["responses"]),), 151_936, 0)
+    planner = device_planner(
+        None,
+        QWEN3_8B,
+        int(free_gib * GIB),
+        host_gib * GIB,
+        rates=KNOWN_RATES[_H100_RESULT["gpu"]],
+        layers_are_trained=True,
+    )
+    prefixes = sort_sequences(batch)
+    (part,) = planner.plan(batch, prefixes, np.ones(batch.num_sequences, np.bool_)).micro_batches
+    work, costs = measure(batch, prefixes).work(np.arange(batch.num_sequences)), planner.costs
+    return part, costs.streamed(work, part.stages) if part.stages else costs.packed(work)
+
+
+@pytest.mark.parametrize("free_gib", [14.5, 14.75])
+def test_seconds_of_an_h100s_updates(free_gib: float) -> None:
+    """Forward and backward of the recorded group.
+
+    The file has neither the cuts nor the bytes that were free. The updates were of deterministic
+    mode, whose attention is slower than the rates', and each ran beside a publication.
+    """
+    part, predicted = _on_an_h100(free_gib, 0)
+    assert len(part.stages) in (9, 10), "does not fit at once"
+    measured = [row["forward_s"] + row["backward_s"] for row in _H100_RESULT["updates"]]
+    assert predicted == pytest.approx(statistics.median(measured), rel=0.1)
+    assert predicted < min(measured)
+
+
+@pytest.mark.parametrize("free_gib", [14.5, 14.75])
+def test_what_the_hosts_memory_is_worth_to_an_h100(free_gib: float) -> None:
+    """As docs/performance.md has it. Copies cost nothing here, as they run beside the layers."""
+    found = {host_gib: _on_an_h100(free_gib, host_gib) for host_gib in (0, 8, 24)}
+    assert [len(part.stages) for part, _ in found.values()][1:] == [4, 0]
+    seconds = [seconds for _, seconds in found.values()]
+    assert seconds == pytest.approx([5.1, 4.75, 4.54], abs=0.05)

@@ -22,6 +22,7 @@ from benchmarks.step.costs import (
     parts_of,
     plan_of,
     predicted_s,
+    rates_in_use,
     worst_error,
 )
 from benchmarks.step.main import SECTIONS
@@ -120,6 +121,7 @@ def test_costs_run_what_their_cases_say() -> None:
     for row in found.values():
         assert "error" not in row
         assert row["seconds"] == statistics.median(row["samples"]) > 0
+        assert DeviceRates(**row["rates"]) == H200_RATES, "a CPU is not in the table"
         assert row["predicted_s"] == predicted_s(row, H200_RATES)
 
 
@@ -141,6 +143,16 @@ def test_a_fit_finds_the_rates_that_made_the_seconds() -> None:
     assert fitted is not None
     assert asdict(fitted) == pytest.approx(asdict(RATES), rel=1e-6)
     assert fit_rates(_measured(RATES)[2:]) is None, "three rows do not tell four rates apart"
+
+
+def test_a_result_is_fitted_beside_the_bandwidth_of_its_own_device() -> None:
+    slower = replace(RATES, memory_bytes=1e12)
+    rows = [{**row, "rates": asdict(slower)} for row in _measured(slower)]
+    assert rates_in_use(rows) == slower
+    fitted = fit_rates(rows)
+    assert fitted is not None
+    assert asdict(fitted) == pytest.approx(asdict(slower), rel=1e-6)
+    assert any("rates in use: linear 500," in note for note in cost_table(rows).notes)
 
 
 def test_a_rate_that_would_be_negative_has_no_limit() -> None:
@@ -212,7 +224,7 @@ def test_crossover_has_the_cost_models_word_beside_the_clocks() -> None:
             assert row["seconds"] == statistics.median(row["samples"])
         assert len(rows[0]["samples"]) == len(rows[1]["samples"]) >= 2
     # One response is right behind the prompt of 32, the three others pay for the fork.
-    costs = step_comparisons.costs_of(TINY)
+    costs = step_comparisons.costs_of(TINY, H200_RATES)
     packed = Work(tokens=32 + 4 * 8, pairs=33 * 16 + 4 * (8 * 32 + 36), rows=29)
     expected = costs.packed(packed) + costs.pair * costs.fork * 3 * 8
     assert many["predicted_packed_s"] == pytest.approx(expected)
@@ -241,7 +253,7 @@ def test_ways_are_timed_in_turns_each_first_as_often(monkeypatch: pytest.MonkeyP
 
 
 def test_crossover_says_where_the_planner_shares_no_more() -> None:
-    costs = step_comparisons.costs_of(QWEN3_8B)
+    costs = step_comparisons.costs_of(QWEN3_8B, H200_RATES)
     found = {
         prompt: step_comparisons.predicted(
             costs, make_batch((Group(prompt=prompt, responses=(2048,) * 4),), 1000, 0)
@@ -257,7 +269,7 @@ def test_crossover_says_where_the_planner_shares_no_more() -> None:
 
 def test_full_crossover_has_cases_on_both_sides_of_the_gate() -> None:
     counts, prompts, length = FULL.crossover
-    costs = step_comparisons.costs_of(FULL.crossover_model)
+    costs = step_comparisons.costs_of(FULL.crossover_model, H200_RATES)
     shared = {
         prompt: step_comparisons.predicted(
             costs, make_batch((Group(prompt=prompt, responses=(length,) * counts[0]),), 151_936, 0)

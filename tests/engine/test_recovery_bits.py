@@ -8,8 +8,9 @@ import pickle
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,7 @@ from ratoon.engine.types import (
 from ratoon.engine.worker.tasks import WorkerStatus
 from ratoon.engine.worker.worker import WorkerCore
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon.model.device_costs import DeviceRates
 from ratoon.model.spec import ModelDtype
 from ratoon.rollout.raw import RawGroup
 from ratoon.rollout.serial import batch_to_bytes
@@ -41,6 +43,7 @@ from ratoon.train.config import (
     Staleness,
     StalenessAction,
 )
+from ratoon.train.planning import device_planner
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
 from tests import builders
@@ -58,6 +61,17 @@ from tests.engine.local_ports import LocalWorker
 
 # Collected at the earliest moment.
 KEEP_ONE = CheckpointConfig(every_operations=0, every_s=0, every_bytes=0, keep=1)
+
+
+HALF_A_MIB = 2**19
+FREE_CALLS = DeviceRates(
+    linear_flops=1e3,
+    attention_flops=1e12,
+    head_flops=1e12,
+    memory_bytes=1e12,
+    layer_call_s=1e-12,
+)
+FREE_PRODUCTS = replace(FREE_CALLS, linear_flops=1e12, layer_call_s=1.0)
 
 
 class TrainingWorker(LocalWorker):
@@ -81,6 +95,30 @@ class RoundingWorker(TrainingWorker):
     def _start(self) -> None:
         super()._start()
         self.core = WorkerCore(_without_masters, self._reach)
+
+
+class PlanningWorker(TrainingWorker):
+    """On a device that holds little; each trainer plans by the next of `rates`."""
+
+    def __init__(self, faults: Faults, rates: Sequence[DeviceRates]) -> None:
+        self._rates = iter(rates)
+        super().__init__(faults)
+
+    def _start(self) -> None:
+        super()._start()
+        self.core = WorkerCore(self._plan_by_next, self._reach)
+
+    def _plan_by_next(self, spec: TrainerSpec) -> Trainer:
+        trainer = Trainer.create(spec)
+        trainer._planner = device_planner(  # pyright: ignore[reportPrivateUsage]
+            None,
+            trainer.model.sizes,
+            HALF_A_MIB,
+            0,
+            rates=next(self._rates),
+            layers_are_trained=True,
+        )
+        return trainer
 
 
 def _without_masters(spec: TrainerSpec) -> Trainer:
@@ -221,6 +259,34 @@ def test_what_a_step_says_of_optimizer_and_versions_is_replayed(tmp_path: Path) 
     other = asyncio.run(steps_that_say_more(tmp_path / "other", is_killed=False, beta1=0.9))
     assert killed == whole
     assert len({*whole.journaled, *other.journaled}) == 6
+
+
+async def by_rates(folder: Path, rates: Sequence[DeviceRates]) -> Bits:
+    """An update, and another; with more than one of `rates` the worker is lost in between."""
+    drive = Drive(folder, partial(PlanningWorker, rates=rates))
+    machine = await drive.machine.start()
+    await drive.run(update(0))
+    if len(rates) > 1:
+        await drive.kill()
+    await drive.run(save("between"))
+    bits = await drive.bits()
+    await machine.controller.close(1.0)
+    return bits
+
+
+def test_a_replay_by_other_rates_runs_the_cuts_of_the_journal(tmp_path: Path) -> None:
+    """Which are not those that it would make: by these rates calls are free, or products are."""
+    names = {
+        "whole": (FREE_CALLS,),
+        "killed": (FREE_CALLS, FREE_PRODUCTS),
+        "other": (FREE_PRODUCTS,),
+    }
+    found: dict[str, Bits] = {}
+    for name, rates in names.items():
+        (tmp_path / name).mkdir()
+        found[name] = asyncio.run(by_rates(tmp_path / name, rates))
+    assert found["killed"] == found["whole"]
+    assert found["killed"].journaled != found["other"].journaled
 
 
 async def imports(

@@ -11,6 +11,7 @@ import pytest
 
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.activation_plan import Kept, most_tokens
+from ratoon.model.device_costs import H100_RATES, H200_RATES
 from ratoon.model.spec import FolderBase
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.costs import CostModel, SequenceSizes, measure
@@ -91,7 +92,7 @@ def test_a_cpu_has_its_tokens_unless_others_are_asked_for() -> None:
 
 
 def _device(tokens: int | None, gib: int) -> Planner:
-    return device_planner(tokens, QWEN3_8B, gib * GIB, 0, layers_are_trained=True)
+    return device_planner(tokens, QWEN3_8B, gib * GIB, 0, rates=H200_RATES, layers_are_trained=True)
 
 
 def _groups(num_groups: int, prompt: int, count: int, length: int) -> RolloutBatch:
@@ -139,10 +140,33 @@ def test_an_automatic_plan_is_the_cheapest(shape: tuple[int, int, int, int], gib
     assert _seconds(plan, planner, batch) == min(seconds) < max(seconds)
 
 
+@pytest.mark.parametrize("shape", [(1, 5059, 32, 1133), (16, 2000, 8, 850), (1, 16_384, 8, 1024)])
+@pytest.mark.parametrize(("gib", "host_gib"), [(14, 0), (14, 24), (30, 0), (68, 0)])
+def test_no_budget_between_the_candidates_is_much_cheaper(
+    shape: tuple[int, int, int, int], gib: int, host_gib: int
+) -> None:
+    sizes = gib * GIB, host_gib * GIB
+    planner = device_planner(None, QWEN3_8B, *sizes, rates=H100_RATES, layers_are_trained=True)
+    batch = _groups(*shape)
+    prefixes, kept_S = sort_sequences(batch), np.ones(batch.num_sequences, np.bool_)
+    steps = np.geomspace(planner.candidates[0], planner.candidates[-1], 20)
+    least = min(
+        _seconds(
+            replace(planner, candidates=(int(tokens),)).plan(batch, prefixes, kept_S),
+            planner,
+            batch,
+        )
+        for tokens in steps
+    )
+    assert _seconds(planner.plan(batch, prefixes, kept_S), planner, batch) < 1.015 * least
+
+
 def test_planners_spread_over_their_ranks() -> None:
     batch = _groups(6, 100, 4, 300)
     kept_S = np.ones(batch.num_sequences, np.bool_)
-    of_device = device_planner(None, QWEN3_8B, 60 * GIB, 0, layers_are_trained=True, num_ranks=3)
+    of_device = device_planner(
+        None, QWEN3_8B, 60 * GIB, 0, rates=H200_RATES, layers_are_trained=True, num_ranks=3
+    )
     for planner in (of_device, cpu_planner(None, num_ranks=3)):
         plan = planner.plan(batch, sort_sequences(batch), kept_S)
         seconds = [_seconds(plan.of_rank(rank), planner, batch) for rank in range(3)]

@@ -20,6 +20,7 @@ from ratoon.rollout.packed import UpdatePlan
 from ratoon.train import prepare
 from ratoon.train.config import LossKind, NumericsGuard, OptimizerStates
 from ratoon.train.gradient_window import WindowState
+from ratoon.train.numerics import device_model
 from ratoon.train.optim.parts import Part, parts_of, shared_out
 from ratoon.train.planning import cpu_planner
 from ratoon.train.report.step_report import SkipReason, StepReport
@@ -92,6 +93,18 @@ def test_three_updates_are_those_of_one_rank(
             assert (len(one.rank_seconds), len(many.rank_seconds)) == (0, num_ranks)
         assert_close(_weights(trainer), _weights(alone))
         assert trainer.fingerprint()["num_devices"] == str(num_ranks)
+
+
+def test_ranks_of_different_devices_are_refused(
+    base: FolderBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ratoon.train.rank.device_model", lambda _device: "NVIDIA H200")
+    spec = _alone(base).spec
+    with pytest.raises(RatoonError, match="different devices") as caught, ranked(spec, 2):
+        pass
+    assert caught.value.code is ErrorCode.UNSUPPORTED
+    assert caught.value.expected == "NVIDIA H200"
+    assert caught.value.got == device_model(torch.device("cpu"))
 
 
 def test_its_own_plans_give_every_rank_work(base: FolderBase) -> None:

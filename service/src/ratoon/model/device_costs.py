@@ -5,7 +5,10 @@ Every cost is a sum of work over rates, so that rates can be fitted linearly to 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Final
 
 from ratoon.model.activation_plan import DecoderSizes, Kept, largest_plan, max_tokens, most_tokens
 from ratoon.rollout.costs import CostModel, Recompute
@@ -14,7 +17,7 @@ from ratoon.rollout.costs import CostModel, Recompute
 # where the prefix ends and half of one where its own sequence begins.
 _FORK_KEYS = 192
 # FLOPs of a (query, key) pair and head dimension: two products forward, five backward.
-_PAIR_FLOPS = 14
+PAIR_FLOPS = 14
 # Features that elementwise operations of one layer read or write, forward and backward: norms,
 # residuals and positions of a hidden state; the gated product of the MLP.
 _HIDDEN_PASSES = 24
@@ -47,6 +50,15 @@ H200_RATES = DeviceRates(
     memory_bytes=4.5e12,
     layer_call_s=1.05e-3,
 )
+# By data sheet an H100 SXM has the H200's SMs, power and peak FLOP/s, and 3.35 of its 4.8 TB/s.
+# Nothing is fitted: whole updates of an 8B model, which is all that was measured on an H100, took
+# 7-9% longer than these rates predict (tests/benchmarks/test_measured_costs.py says of what).
+H100_RATES = replace(H200_RATES, memory_bytes=H200_RATES.memory_bytes * 3.35 / 4.8)
+
+# By torch's name of the device.
+KNOWN_RATES: Final[Mapping[str, DeviceRates]] = MappingProxyType(
+    {"NVIDIA H200": H200_RATES, "NVIDIA H100 80GB HBM3": H100_RATES}
+)
 
 
 def device_costs(
@@ -69,7 +81,7 @@ def device_costs(
     return CostModel(
         token=(6 if layers_are_trained else 4) * weights / rates.linear_flops
         + layers * elementwise * element / rates.memory_bytes,
-        pair=_PAIR_FLOPS * layers * heads / rates.attention_flops,
+        pair=PAIR_FLOPS * layers * heads / rates.attention_flops,
         row=(6 if sizes.head_is_trained else 4) * head_weights / rates.head_flops,
         call=trained * (2 * element + 8) / rates.memory_bytes + layers * rates.layer_call_s,
         resident=layers * key_value * (2 * element + 8) / rates.memory_bytes,

@@ -37,13 +37,9 @@ def configure_torch(spec: TrainerSpec) -> None:
 def numerics_fingerprint(spec: TrainerSpec, attention_backend: str) -> dict[str, str]:
     """Names of everything outside of model, batch and plan that the bits depend on."""
     device = torch.device(spec.device)
-    if device.type == "cuda":
-        model = torch.cuda.get_device_name(device)
-    else:
-        model = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     return {
         "device": device.type,
-        "device_model": model,
+        "device_model": device_model(device),
         "num_devices": str(spec.num_workers),
         "layout": "single" if spec.num_workers == 1 else "states",
         "attention_backend": attention_backend,
@@ -58,6 +54,13 @@ def numerics_fingerprint(spec: TrainerSpec, attention_backend: str) -> dict[str,
         "kernels": version("ratoon-kernels"),
         "numpy": np.__version__,
     }
+
+
+def device_model(device: torch.device) -> str:
+    """The name of a GPU, or which instructions a CPU has."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ratoon.model.activation_plan import DecoderSizes
-from ratoon.model.device_costs import H200_RATES, DeviceRates, device_costs, with_recompute
+from ratoon.model.device_costs import DeviceRates, device_costs, with_recompute
 from ratoon.model.token_limits import candidate_tokens, token_limits
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.costs import DEFAULT_COSTS, CostModel
@@ -63,14 +63,14 @@ def device_planner(
     device_bytes: int,
     host_bytes: int,
     *,
+    rates: DeviceRates,
     layers_are_trained: bool,
-    rates: DeviceRates = H200_RATES,
     num_ranks: int = 1,
 ) -> Planner:
-    """Of a device that lends so many bytes to activations, and of its host.
+    """Of a device of these `rates` that lends so many bytes to activations, and of its host.
 
     `micro_batch_tokens` None: each plan has the cheapest, between keeping all and keeping the least
-    that fits. Another GPU's `rates` are others; what decides is how they compare to each other.
+    that fits.
     """
     limits = token_limits(sizes, device_bytes, host_bytes)
     costs = device_costs(sizes, rates, layers_are_trained=layers_are_trained)

@@ -23,7 +23,7 @@ from ratoon.train.checkpoint import Manifest, StatesFile, read_states, write_sta
 from ratoon.train.copies import Copies
 from ratoon.train.loss.spec import OptimStep
 from ratoon.train.micro_batches import PassHooks, never_cancelled, no_progress
-from ratoon.train.numerics import activation_bytes, peak_memory_bytes
+from ratoon.train.numerics import activation_bytes, device_model, peak_memory_bytes
 from ratoon.train.optim.adamw import OptimizerState, block_norms
 from ratoon.train.optim.choice import make_optimizer
 from ratoon.train.optim.digest import StateDigest
@@ -67,6 +67,10 @@ class Rank:
         self._held: dict[int, OptimizerState] = {}
         self._read: OptimizerState | None = None
         self._values: dict[str, Tensor] = {}
+
+    def device_model(self) -> str:
+        """What this rank's device is called."""
+        return device_model(self.model.device)
 
     def activation_bytes(self) -> int | None:
         """What this rank's device has for activations; None for a CPU: no limit."""

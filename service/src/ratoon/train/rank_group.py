@@ -56,6 +56,22 @@ class RankGroup:
         """
         return self._all(args, name, *args, **options)
 
+    def check_devices(self) -> None:
+        """Raise UNSUPPORTED where not all ranks have the same device.
+
+        A plan is of one device's rates, and the fingerprint of numerics has one device: on another,
+        a rank would make all others wait, and have other bits.
+        """
+        models: list[str] = self.all("device_model")
+        if other := next((model for model in models if model != models[0]), None):
+            raise RatoonError(
+                ErrorCode.UNSUPPORTED,
+                f"ranks of one policy have different devices: {models}",
+                field="parallel.num_workers",
+                got=other,
+                expected=models[0],
+            )
+
     def lead(self, own: object, name: str, **options: object) -> list[Any]:
         """The same of a method that is given something large on this rank, and None elsewhere."""
         return self._all((own,), name, None, **options)

@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon.model.device_costs import DeviceRates
 from ratoon.model.export import WeightsCopy
 from ratoon.model.loader import load_model
 from ratoon.model.policy_model import PolicyModel
@@ -58,6 +59,7 @@ from ratoon.train.planning import cpu_planner, device_planner
 from ratoon.train.prepare import Prepared
 from ratoon.train.rank import Rank
 from ratoon.train.rank_group import Peer, RankGroup
+from ratoon.train.rates import rates_of
 from ratoon.train.report import batch_sums
 from ratoon.train.report import build as report_builder
 from ratoon.train.report.clock import DeviceClock
@@ -80,8 +82,11 @@ class Trainer:
         model: PolicyModel,
         copies: Copies | None = None,
         peers: Sequence[Peer] = (),
+        rates: DeviceRates | None = None,
     ) -> None:
-        """`peers`: ranks 1 and above, whose tensors `copies` brings; none for one device alone."""
+        """`peers`: ranks 1 and above, whose tensors `copies` brings; none for one device alone.
+        `rates`: of a GPU, before `limit_activations`.
+        """
         assert spec.num_workers == 1 + len(peers)
         self.spec = spec
         self.model = model
@@ -89,6 +94,7 @@ class Trainer:
         self.ranks = RankGroup(Rank(spec, model, copies or Copies()), peers)
         self._named = NamedGradients(model)
         self._num_trained = sum(p.numel() for p in model.named_trainable().values())
+        self._rates = rates
         self._planner = cpu_planner(spec.micro_batch_tokens, num_ranks=self.ranks.size)
         self._window = GradientWindow()
         self._meter = UsageMeter(model, self.ranks.size)
@@ -98,14 +104,20 @@ class Trainer:
         self._snapshots = WeakValueDictionary[int, Snapshot]()
 
     @classmethod
-    def create(cls, spec: TrainerSpec, peers: Sequence[Peer] = ()) -> Trainer:
+    def create(
+        cls, spec: TrainerSpec, peers: Sequence[Peer] = (), rates_folder: Path | None = None
+    ) -> Trainer:
         """Configure torch for this process and load the model, as the `peers` have done theirs.
 
-        With peers, all ranks are processes that have joined. Raises what `load_model` raises, and
-        `choose_states` where the spec leaves the choice.
+        With peers, all ranks are processes that have joined. In `rates_folder` are the rates of
+        GPUs that were measured. Raises what `load_model` raises, `choose_states` where the spec
+        leaves the choice, and UNSUPPORTED where ranks have different devices.
         """
+        # Of a GPU that nothing is on yet.
+        rates = rates_of(spec, rates_folder)
         spec, model = load(spec)
-        trainer = cls(spec, model, Copies.joined(), peers)
+        trainer = cls(spec, model, Copies.joined(), peers, rates)
+        trainer.ranks.check_devices()
         trainer.limit_activations()
         return trainer
 
@@ -120,11 +132,13 @@ class Trainer:
         device_bytes = min(free, default=None)
         self.ranks.all("limit_activations", device_bytes, host_bytes)
         if device_bytes is not None:
+            assert self._rates is not None
             self._planner = device_planner(
                 self.spec.micro_batch_tokens,
                 self.model.sizes,
                 device_bytes,
                 host_bytes,
+                rates=self._rates,
                 layers_are_trained=self.model.adapter is None,
                 num_ranks=self.ranks.size,
             )

@@ -48,7 +48,8 @@ class WorkerActor:
     def __init__(
         self, policy_id: str, log_level: str, crash_points: Path | None, compiled: Path
     ) -> None:
-        """`policy_id` "": none yet (a spare). `compiled`: where compiled kernels are kept."""
+        """`policy_id` "": none yet (a spare). `compiled`: where compiled kernels are kept, and the
+        rates of GPUs that were measured."""
         configure_logging(log_level)
         started = time.perf_counter()
         with frozen_imports():
@@ -67,7 +68,8 @@ class WorkerActor:
     def _create(self, spec: TrainerSpec) -> Trainer:
         from ratoon.engine.worker.compile_cache import CompileCache
 
-        trainer = self._create_trainer(spec, self._ranks.join(spec, self._policy_id))
+        peers = self._ranks.join(spec, self._policy_id)
+        trainer = self._create_trainer(spec, peers, self._compiled)
         # Nothing is compiled on a CPU.
         if self._cache is None and spec.device != "cpu":
             self._cache = CompileCache(self._compiled, trainer.fingerprint())
