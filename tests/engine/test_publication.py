@@ -26,12 +26,12 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.opened = threading.Event(), threading.Event()
-        write: Callable[[FakeCopy, Path], None] = FakeCopy.write
+        write: Callable[[FakeCopy, Path], dict[str, str]] = FakeCopy.write
 
-        def wait(copy: FakeCopy, folder: Path) -> None:
+        def wait(copy: FakeCopy, folder: Path) -> dict[str, str]:
             self.begun.set()
             assert self.opened.wait(60.0)
-            write(copy, folder)
+            return write(copy, folder)
 
         monkeypatch.setattr(FakeCopy, "write", wait)
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from ratoon.errors import ErrorCode
-from ratoon.model import export
+from ratoon.model import export, safetensors_files
 from ratoon.model.export import WeightsCopy, export_weights
-from ratoon.model.safetensors_files import write_weights
 from ratoon.model.spec import FullTuning, LoraTuning, ModelDtype
 from ratoon.stream.files import digest_file
 from tests.model.builders import FULL, LORA, error_of, load, randomize
@@ -68,7 +67,7 @@ def test_sharded_files_of_a_version_are_written_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Red before: transformers removed them when it wrote the configuration."""
-    monkeypatch.setattr(write_weights, "__defaults__", (10_000,))
+    monkeypatch.setattr(safetensors_files, "_MIN_FILE_BYTES", 10_000)
     model = load(write_folder(tmp_path / "base", "qwen3"))
     folder = tmp_path / "weights"
     folder.mkdir()

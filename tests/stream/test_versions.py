@@ -31,10 +31,11 @@ from ratoon_client.weights.deltas import read_delta, rebuild
 from tests.stream.samples import flipped, safetensors
 
 
-def writer(contents: dict[str, bytes]) -> Callable[[Path], None]:
-    def write(folder: Path) -> None:
+def writer(contents: dict[str, bytes]) -> Callable[[Path], dict[str, str]]:
+    def write(folder: Path) -> dict[str, str]:
         for name, data in contents.items():
             (folder / name).write_bytes(data)
+        return {}
 
     return write
 
@@ -62,6 +63,25 @@ def test_publish_names_every_file_with_size_and_digest(tmp_path: Path) -> None:
         created_at=12.5,
     )
     assert read_manifest(tmp_path / "deep" / "root", 3) == manifest
+
+
+def test_what_was_digested_while_it_was_written_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, read = files.digest_file, list[str]()
+
+    def digest_file(path: Path) -> str:
+        read.append(path.name)
+        return real(path)
+
+    def write(folder: Path) -> dict[str, str]:
+        writer({"a": b"x", "b": b"y"})(folder)
+        return {"b": "0" * 32}
+
+    monkeypatch.setattr(versions, "digest_file", digest_file)
+    manifest = publish_version(tmp_path, "p", 1, WeightKind.FULL, write, 0.0)
+    assert read == ["a"]
+    assert [file.digest for file in manifest.files] == [files.digest_bytes(b"x"), "0" * 32]
 
 
 def test_publish_again_returns_the_first_and_writes_nothing(tmp_path: Path) -> None:
@@ -101,7 +121,7 @@ def test_publish_of_another_policy_or_kind_is_refused(tmp_path: Path) -> None:
 
 
 def test_publish_failing_write_leaves_nothing(tmp_path: Path) -> None:
-    def write(folder: Path) -> None:
+    def write(folder: Path) -> dict[str, str]:
         (folder / "a").write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
@@ -125,6 +145,7 @@ def write(folder):
     (folder / "a").write_bytes(b"data")
     if point == "write":
         os._exit(9)
+    return {{}}
 
 root = pathlib.Path({root!r})
 versions.publish_version(root, "p", 4, WeightKind.FULL, write, 0.0, deltas=True)

@@ -77,28 +77,28 @@ class WeightsCopy:
         if self._model.device.type == "cuda":
             torch.cuda.current_stream(self._model.device).synchronize()
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path) -> dict[str, str]:
         """As `export_weights`, of the values copied last."""
-        export_weights(self._model, folder, self._values)
+        return export_weights(self._model, folder, self._values)
 
 
 def export_weights(
     model: PolicyModel, folder: Path, state: Mapping[str, Tensor] | None
-) -> list[str]:
-    """Write the weights to `folder`, which exists and is empty; returns the file names, sorted.
+) -> dict[str, str]:
+    """Write the weights to `folder`, whose weight files, if any, are written over.
 
     `state` gives values by the names of `named_trainable()`, each cast to the model's dtype; None
-    takes the module's own. Raises INVALID_ARGUMENT where names or shapes are not the model's.
+    takes the module's own. Returns the digests of the weight files by name. Raises INVALID_ARGUMENT
+    where names or shapes are not the model's.
     """
     values = _trained_values(model, state)
     if model.adapter is not None:
         from ratoon.model.lora import export_adapter
 
-        export_adapter(model.adapter, folder, values)
-    else:
-        _export_full(model, folder, values)
-        _export_tokenizer(model, folder)
-    return sorted(path.name for path in folder.iterdir())
+        return export_adapter(model.adapter, folder, values)
+    digests = _export_full(model, folder, values)
+    _export_tokenizer(model, folder)
+    return digests
 
 
 def _check_host(num_bytes: int) -> None:
@@ -222,7 +222,7 @@ def _trained_values(model: PolicyModel, state: Mapping[str, Tensor] | None) -> d
     return {name: state[name].detach().to(dtype) for name in trainable}
 
 
-def _export_full(model: PolicyModel, folder: Path, values: dict[str, Tensor]) -> None:
+def _export_full(model: PolicyModel, folder: Path, values: dict[str, Tensor]) -> dict[str, str]:
     """Tied weights are written once, fused experts in the one-tensor-an-expert form of the hub."""
     with quiet_transformers(), TemporaryDirectory() as aside:
         # Configurations alone; in `folder`, it would remove files that are to be written over.
@@ -232,7 +232,7 @@ def _export_full(model: PolicyModel, folder: Path, values: dict[str, Tensor]) ->
     if getattr(model.config, "num_experts", 0):
         # To part experts takes as much memory as they do: the host's.
         values = {name: value.to("cpu", copy=False) for name, value in values.items()}
-    write_weights(folder, exported_values(model, values))
+    return write_weights(folder, exported_values(model, values))
 
 
 def _export_tokenizer(model: PolicyModel, folder: Path) -> None:

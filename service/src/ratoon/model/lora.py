@@ -16,11 +16,11 @@ from typing import Any, cast
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ratoon.errors import invalid, shown
+from ratoon.model.safetensors_files import write_file
 from ratoon.model.seeding import tensor_generator
 from ratoon.model.spec import LoraTuning
 from ratoon.model.support import unsupported
@@ -101,16 +101,20 @@ def check_adapter_config(adapter: PeftModel, folder: Path) -> None:
             raise invalid(f"model_folder/{CONFIG_NAME}: {name}", shown(value), f"{own}")
 
 
-def export_adapter(adapter: PeftModel, folder: Path, values: dict[str, Tensor]) -> None:
-    """Write an adapter as peft does; `values` by the names of `named_trainable()`."""
-    tensors = adapter_tensors(adapter, values)
-    host = {name: value.to("cpu").contiguous() for name, value in tensors.items()}
-    save_file(host, folder / ADAPTER_WEIGHTS_NAME, metadata={"format": "pt"})
+def export_adapter(
+    adapter: PeftModel, folder: Path, values: dict[str, Tensor]
+) -> dict[str, str]:
+    """Write an adapter as peft does; `values` by the names of `named_trainable()`.
+
+    Returns the digests of the weight files by name.
+    """
+    digest = write_file(folder / ADAPTER_WEIGHTS_NAME, adapter_tensors(adapter, values))
     config = copy.copy(adapter.peft_config["default"])
     config.inference_mode = True
     # peft keeps a set, whose order differs between processes; files of equal weights are equal.
     cast("Any", config).target_modules = sorted(cast("Any", config).target_modules)
     config.save_pretrained(str(folder))
+    return {ADAPTER_WEIGHTS_NAME: digest}
 
 
 def adapter_tensors(adapter: PeftModel, values: dict[str, Tensor]) -> dict[str, Tensor]:
