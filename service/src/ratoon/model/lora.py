@@ -101,9 +101,7 @@ def check_adapter_config(adapter: PeftModel, folder: Path) -> None:
             raise invalid(f"model_folder/{CONFIG_NAME}: {name}", shown(value), f"{own}")
 
 
-def export_adapter(
-    adapter: PeftModel, folder: Path, values: dict[str, Tensor]
-) -> dict[str, str]:
+def export_adapter(adapter: PeftModel, folder: Path, values: dict[str, Tensor]) -> dict[str, str]:
     """Write an adapter as peft does; `values` by the names of `named_trainable()`.
 
     Returns the digests of the weight files by name.
