@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,20 @@ def test_a_file_of_many_runs_with_long_stretches_that_stay(versions: Versions) -
     assert [run.num_changed for run in file.runs] == [1, 1]
     assert versions.rebuilt() == {NAME: after}
     assert versions.path.stat().st_size < 1000
+
+
+def test_a_version_that_was_cut_gives_no_delta(versions: Versions) -> None:
+    before, after = (safetensors([("F32", bytes([value]) * 400)]) for value in (1, 2))
+    versions.write({NAME: before}, {NAME: after})
+    file = WeightFile(name=NAME, size_bytes=len(after), digest=digest_bytes(after))
+    parent = replace(file, digest=digest_bytes(before))
+    manifest = WeightManifest(
+        policy_id="p", version=7, kind=WeightKind.FULL, files=(parent,), created_at=0.0
+    )
+    (versions.root / "before" / NAME).write_bytes(before[:-1])
+    folders = versions.root / "before", versions.root / "after"
+    with pytest.raises(OSError, match="was cut"):
+        write_delta(versions.root / "other.bin", folders[0], manifest, folders[1], [file])
 
 
 def normal_bf16(num_words: int, seed: int) -> NDArray[np.uint16]:

@@ -33,7 +33,7 @@ _NUM_THREADS = min(os.cpu_count() or 1, 16)
 # Of the host's pinned memory, a thread, where tensors are on a GPU.
 _CHUNK_BYTES = 64 * 2**20
 # Of what is digested and then written, which a core's cache holds: memory is read once for both.
-_BLOCK_BYTES = 2**20
+_BLOCK_BYTES = 2 * 2**20
 
 
 class _Staging(threading.local):
