@@ -20,12 +20,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ratoon.errors import invalid, shown
-from ratoon.model.safetensors_files import write_file
 from ratoon.model.seeding import tensor_generator
 from ratoon.model.spec import LoraTuning
 from ratoon.model.support import unsupported
 
-ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"
 CONFIG_NAME = "adapter_config.json"
 # Of its configuration: what decides how its tensors enter the model.
 _MEANING = ("r", "rank_pattern", "lora_alpha", "alpha_pattern", "use_rslora", "use_dora")
@@ -101,18 +99,13 @@ def check_adapter_config(adapter: PeftModel, folder: Path) -> None:
             raise invalid(f"model_folder/{CONFIG_NAME}: {name}", shown(value), f"{own}")
 
 
-def export_adapter(adapter: PeftModel, folder: Path, values: dict[str, Tensor]) -> dict[str, str]:
-    """Write an adapter as peft does; `values` by the names of `named_trainable()`.
-
-    Returns the digests of the weight files by name.
-    """
-    digest = write_file(folder / ADAPTER_WEIGHTS_NAME, adapter_tensors(adapter, values))
+def export_config(adapter: PeftModel, folder: Path) -> None:
+    """Write an adapter's configuration as peft does."""
     config = copy.copy(adapter.peft_config["default"])
     config.inference_mode = True
     # peft keeps a set, whose order differs between processes; files of equal weights are equal.
     cast("Any", config).target_modules = sorted(cast("Any", config).target_modules)
     config.save_pretrained(str(folder))
-    return {ADAPTER_WEIGHTS_NAME: digest}
 
 
 def adapter_tensors(adapter: PeftModel, values: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
@@ -49,62 +49,39 @@ class _Staging(threading.local):
         return self.buffer[: len(content)].copy_(content)
 
 
-def write_weights(
-    folder: Path, tensors: Mapping[str, Tensor], max_file_bytes: int | None = None
-) -> dict[str, str]:
-    """Write `tensors`, of floats, in files of at most so many bytes of data, or of one tensor.
-
-    None: as their size asks for. Returns the digests of the files by name, as `write_file`. Files
-    that are there are written over in place, so that their pages are used again. Raises `OSError`;
-    files that are not whole are left to the caller then.
-    """
+def plan_files(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
+    """Names of tensors by the file that they go into. Sizes alone decide."""
     sizes = {name: tensors[name].nbytes for name in sorted(tensors)}
-    if max_file_bytes is None:
-        max_file_bytes = max(sum(sizes.values()) // _NUM_FILES, _MIN_FILE_BYTES)
-    names = _split(sizes, max_file_bytes)
-    count = len(names)
-    files = {
-        WEIGHTS_NAME if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors": of_file
-        for number, of_file in enumerate(names, 1)
+    files = _split(sizes, max(sum(sizes.values()) // _NUM_FILES, _MIN_FILE_BYTES))
+    if len(files) == 1:
+        return {WEIGHTS_NAME: files[0]}
+    count = len(files)
+    return {
+        f"model-{number:05d}-of-{count:05d}.safetensors": names
+        for number, names in enumerate(files, 1)
     }
-    digests = _write(
-        folder, {file: {n: tensors[n] for n in of_file} for file, of_file in files.items()}
-    )
-    if count > 1:
-        totals = {
-            "total_parameters": sum(tensor.numel() for tensor in tensors.values()),
-            "total_size": sum(sizes.values()),
-        }
-        weight_map = {name: file for file, of_file in files.items() for name in of_file}
-        text = json.dumps({"metadata": totals, "weight_map": weight_map}, indent=2, sort_keys=True)
-        (folder / INDEX_NAME).write_text(text + "\n", encoding="utf-8")
-    return digests
 
 
-def write_file(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write one file, whatever its size, its tensors by name. Raises as `write_weights`.
+def write_index(
+    folder: Path, files: Mapping[str, Sequence[str]], tensors: Mapping[str, Tensor]
+) -> None:
+    """Write which of several files has which tensor; the `tensors` may have no values."""
+    totals = {
+        "total_parameters": sum(tensor.numel() for tensor in tensors.values()),
+        "total_size": sum(tensor.nbytes for tensor in tensors.values()),
+    }
+    weight_map = {name: file for file, names in files.items() for name in names}
+    text = json.dumps({"metadata": totals, "weight_map": weight_map}, indent=2, sort_keys=True)
+    (folder / INDEX_NAME).write_text(text + "\n", encoding="utf-8")
 
-    Returns its xxh3-128, 32 hexadecimal digits, taken of what was given, not of what can be read.
+
+def write_files(folder: Path, files: Mapping[str, Mapping[str, Tensor]]) -> dict[str, str]:
+    """Write tensors of floats, by name, into files, by name; returns the files' digests.
+
+    A digest is the xxh3-128, 32 hexadecimal digits, of what was given, not of what can be read.
+    Files that are there are written over in place, so that their pages are used again. Raises
+    `OSError`; files that are not whole are left to the caller then.
     """
-    return _write(path.parent, {path.name: {name: tensors[name] for name in sorted(tensors)}})[
-        path.name
-    ]
-
-
-def _split(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
-    """Names by file, in their order, each file filled up before the next."""
-    files: list[list[str]] = [[]]
-    held = 0
-    for name, size in sizes.items():
-        if files[-1] and held + size > max_bytes:
-            files.append([])
-            held = 0
-        files[-1].append(name)
-        held += size
-    return files
-
-
-def _write(folder: Path, files: Mapping[str, Mapping[str, Tensor]]) -> dict[str, str]:
     staging = _Staging()
 
     def write(name: str) -> str:
@@ -121,11 +98,25 @@ def _write(folder: Path, files: Mapping[str, Mapping[str, Tensor]]) -> dict[str,
             raise
 
 
+def _split(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
+    """Names by file, in their order, each file filled up before the next."""
+    files: list[list[str]] = [[]]
+    held = 0
+    for name, size in sizes.items():
+        if files[-1] and held + size > max_bytes:
+            files.append([])
+            held = 0
+        files[-1].append(name)
+        held += size
+    return files
+
+
 def _write_whole(path: Path, tensors: Mapping[str, Tensor], staging: _Staging) -> str:
     """Write a file; its digest."""
     digest, offset = xxhash.xxh3_128(), 0
-    # By size of elements, so that each is aligned.
-    ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
+    # By size of elements, so that each is aligned, then by name.
+    by_size = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    ordered = dict(by_size)
     header = memoryview(_header(ordered))
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
     try:
