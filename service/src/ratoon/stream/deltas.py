@@ -10,12 +10,14 @@ import errno
 import json
 import math
 import os
+import subprocess
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -25,7 +27,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from ratoon.stream.files import seal_bytes
-from ratoon.stream.manifest import WeightFile, WeightManifest
+from ratoon.stream.manifest import WeightFile, WeightKind, WeightManifest
 
 DELTA_FORMAT = 1
 # What a thread reads, compares and compresses at a time.
@@ -138,6 +140,48 @@ def write_delta(
     if not is_of_use:
         path.unlink()
     return num_changed / num_words
+
+
+def write_delta_apart(
+    path: Path, before: Path, parent: WeightManifest, after: Path, files: Sequence[WeightFile]
+) -> float | None:
+    """As `write_delta`, by a process of its own: its threads share no interpreter lock with the
+    caller's, who trains meanwhile.
+
+    Raises `ChildProcessError` with what the process said last.
+    """
+    request = {
+        "path": str(path),
+        "before": str(before),
+        "parent": asdict(parent),
+        "after": str(after),
+        "files": [asdict(file) for file in files],
+    }
+    command = [sys.executable, "-P", "-m", "ratoon.stream.deltas"]
+    done = subprocess.run(
+        command, input=json.dumps(request), capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise ChildProcessError("".join(done.stderr.splitlines()[-1:]))
+    return json.loads(done.stdout)
+
+
+def _main() -> None:
+    """The process of `write_delta_apart`."""
+    request = json.load(sys.stdin)
+    parent = WeightManifest(**request["parent"])
+    share = write_delta(
+        Path(request["path"]),
+        Path(request["before"]),
+        replace(parent, kind=WeightKind(parent.kind), files=_weight_files(parent.files)),
+        Path(request["after"]),
+        _weight_files(request["files"]),
+    )
+    sys.stdout.write(json.dumps(share))
+
+
+def _weight_files(entries: Iterable[Any]) -> tuple[WeightFile, ...]:
+    return tuple(WeightFile(**entry) for entry in entries)
 
 
 def _entry(pair: _Pair, runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -261,3 +305,7 @@ def _in_order(
             yield ahead.popleft().result()
     while ahead:
         yield ahead.popleft().result()
+
+
+if __name__ == "__main__":
+    _main()

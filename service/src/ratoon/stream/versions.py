@@ -11,6 +11,7 @@ version number never names two contents. A root has one writer, many readers.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shutil
@@ -20,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from ratoon.errors import ErrorCode, RatoonError, invalid
-from ratoon.stream.deltas import write_delta
+from ratoon.log import get_logger
+from ratoon.stream.deltas import write_delta_apart
 from ratoon.stream.files import (
     digest_file,
     fsync_folder,
@@ -37,6 +39,7 @@ from ratoon.stream.files import (
 )
 from ratoon.stream.manifest import WeightDelta, WeightFile, WeightKind, WeightManifest
 
+_LOG = get_logger("versions")
 MANIFEST_NAME = "manifest.json"
 SPARE_NAME = ".spare"
 MANIFEST_FORMAT = 2
@@ -111,7 +114,13 @@ def _with_delta(root: Path, folder: Path, manifest: WeightManifest) -> WeightMan
         return manifest
     path = folder / f"delta-from-{parent.version:08d}.bin"
     before = version_folder(root, parent.version)
-    share = write_delta(path, before, parent, folder, manifest.files)
+    try:
+        share = write_delta_apart(path, before, parent, folder, manifest.files)
+    except OSError as err:
+        # Whole files are what readers need.
+        _LOG.warning("no delta", version=manifest.version, reason=str(err))
+        path.unlink(missing_ok=True)
+        return manifest
     deltas: tuple[WeightDelta, ...] = ()
     if path.exists():
         deltas = (WeightDelta(parent_version=parent.version, file=_describe(path)),)
@@ -303,6 +312,11 @@ def _same_version(manifest: WeightManifest, policy_id: str, kind: WeightKind) ->
 
 def _describe_files(folder: Path, known: Mapping[str, str]) -> tuple[WeightFile, ...]:
     paths = sorted(folder.iterdir())
+    unseen = known.keys() - {path.name for path in paths}
+    if unseen:
+        raise FileNotFoundError(
+            errno.ENOENT, "another rank wrote where this one cannot see", *unseen
+        )
     assert paths, "a version without files"
     assert all(path.is_file() and not path.is_symlink() for path in paths), "a version is flat"
     assert all(path.name != MANIFEST_NAME for path in paths), "manifest.json is ours"
