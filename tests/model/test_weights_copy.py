@@ -12,7 +12,7 @@ import torch
 
 from ratoon.errors import ErrorCode
 from ratoon.model import export, safetensors_files
-from ratoon.model.export import WeightsCopy, export_weights, shared_out
+from ratoon.model.export import WeightsCopy, export_weights
 from ratoon.model.spec import FullTuning, LoraTuning, ModelDtype
 from ratoon.stream.files import digest_file
 from tests.model.builders import FULL, LORA, error_of, load, randomize
@@ -82,10 +82,10 @@ def test_ranks_write_each_file_once_and_copy_what_they_write(
 
 
 def test_files_are_shared_out_by_their_bytes() -> None:
-    assert shared_out([5], 8) == [0]
-    assert shared_out([10] * 6, 3) == [0, 0, 1, 1, 2, 2]
-    assert shared_out([60, 10, 10, 10, 10, 20], 2) == [0, 1, 1, 1, 1, 1]
-    owners = shared_out([7, 0, 9, 3, 3, 8, 1, 1, 0], 4)
+    assert export._owners([5], 8) == [0]
+    assert export._owners([10] * 6, 3) == [0, 0, 1, 1, 2, 2]
+    assert export._owners([60, 10, 10, 10, 10, 20], 2) == [0, 1, 1, 1, 1, 1]
+    owners = export._owners([7, 0, 9, 3, 3, 8, 1, 1, 0], 4)
     assert owners == sorted(owners)
     assert owners[-1] < 4
 

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
@@ -99,7 +100,7 @@ class WeightsCopy:
     def _own_files(self) -> dict[str, list[str]]:
         like = exported_like(self._model)
         sizes = [sum(like[name].nbytes for name in names) for names in self._files.values()]
-        owners = shared_out(sizes, self._num_ranks)
+        owners = _owners(sizes, self._num_ranks)
         files = zip(self._files.items(), owners, strict=True)
         return {name: names for (name, names), owner in files if owner == self._rank}
 
@@ -113,15 +114,6 @@ class WeightsCopy:
             tensors[name].parameter for of_file in self._own_files.values() for name in of_file
         )
         return list(dict.fromkeys(names))
-
-
-def shared_out(sizes: Sequence[int], num_ranks: int) -> list[int]:
-    """The rank of each file: about as many bytes each, in one piece; of a single file rank 0."""
-    owners, before, total = list[int](), 0, sum(sizes)
-    for size in sizes:
-        owners.append((2 * before + size) * num_ranks // (2 * total + 1) if len(sizes) > 1 else 0)
-        before += size
-    return owners
 
 
 def export_weights(
@@ -142,6 +134,16 @@ def _planned_files(model: PolicyModel) -> dict[str, list[str]]:
     """The names of exported tensors by file."""
     like = exported_like(model)
     return plan_files(like) if model.adapter is None else {_ADAPTER_NAME: sorted(like)}
+
+
+def _owners(sizes: Sequence[int], num_ranks: int) -> list[int]:
+    """The rank of each file, in their order, by bytes: where its middle is. Of a single one, 0."""
+    if len(sizes) == 1:
+        return [0]
+    total, before = sum(sizes), accumulate(sizes, initial=0)
+    # One byte more than all, so that an empty file at the end has a rank.
+    middles = ((2 * start + size) for start, size in zip(before, sizes, strict=False))
+    return [middle * num_ranks // (2 * total + 1) for middle in middles]
 
 
 def _export_files(

@@ -121,7 +121,7 @@ def write_delta(
         sources: list[tuple[Sequence[int], _Run]] = []
         for pair in pairs:
             both = [opened.enter_context(p.open("rb")) for p in (pair.before, pair.after)]
-            descriptors = [opened_file.fileno() for opened_file in both]
+            descriptors = [each.fileno() for each in both]
             sources += [(descriptors, run) for run in pair.runs]
         encoded_runs = _in_order(threads, encode, sources)
         for pair in pairs:
