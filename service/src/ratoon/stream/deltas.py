@@ -148,7 +148,7 @@ def write_delta_apart(
     """As `write_delta`, by a process of its own: its threads share no interpreter lock with the
     caller's, who trains meanwhile.
 
-    Raises `ChildProcessError` with what the process said last.
+    Raises `ChildProcessError` with how the process ended, and what it said last.
     """
     request = {
         "path": str(path),
@@ -162,7 +162,8 @@ def write_delta_apart(
         command, input=json.dumps(request), capture_output=True, text=True, check=False
     )
     if done.returncode:
-        raise ChildProcessError("".join(done.stderr.splitlines()[-1:]))
+        last = "".join(done.stderr.splitlines()[-1:])
+        raise ChildProcessError(f"the encoder ended with {done.returncode}: {last}")
     return json.loads(done.stdout)
 
 
