@@ -39,7 +39,8 @@ WANTED = {
     "visible_s": "<= 1.0",
     "update_over_trained": "<= 1.08",
     "pull_s": "",
-    "delta_visible_s": "",
+    "delta_visible_s": "<= 2.0",
+    "trained_beside_delta": "<= 1.05",
     "changed_share": "",
     "delta_percent": "",
 }
@@ -49,6 +50,7 @@ WHAT = {
     "update_over_trained": "an update as its caller waits for it, over what is trained in it",
     "pull_s": "the version pulled over HTTP on the same machine, seconds",
     "delta_visible_s": "`visible`, with a delta from the version before",
+    "trained_beside_delta": "what is trained in an update beside a delta, over that without",
     "changed_share": "weights that a step changes, of 1",
     "delta_percent": "its delta, % of the version; absent where it is no gain",
 }
@@ -191,10 +193,19 @@ def write_markdown(result: dict[str, Any], path: Path, result_link: str) -> None
 
 
 def _cells(result: dict[str, Any]) -> list[list[str]]:
+    values = result | {"trained_beside_delta": _trained_beside_delta(result)}
     return [
-        [what, "–" if result[name] is None else f"{result[name]:.3g}", WANTED[name]]
+        [what, "–" if values[name] is None else f"{values[name]:.3g}", WANTED[name]]
         for name, what in WHAT.items()
     ]
+
+
+def _trained_beside_delta(result: dict[str, Any]) -> float | None:
+    rows = result.get("updates_with_deltas")
+    if rows is None:
+        return None
+    medians = [_median(of[NUM_LEFT_OUT:], "trained_s") for of in (rows, result["updates"])]
+    return medians[0] / medians[1]
 
 
 if __name__ == "__main__":

@@ -238,10 +238,11 @@ async def test_a_revoked_key_sees_no_more_of_a_file(api: Api, guarded: Guarded) 
 def _publish(root: Path, version: int) -> WeightFile:
     """A version of `SIZE` bytes. The one before it is pruned, and written over by the next."""
 
-    def write(folder: Path) -> None:
+    def write(folder: Path) -> dict[str, str]:
         path = folder / "model.safetensors"
         with path.open("r+b" if path.exists() else "wb") as file:
             file.write(np.random.default_rng(version).bytes(SIZE))
+        return {}
 
     manifest = publish_version(root, requests.POLICY, version, WeightKind.FULL, write, 0.0)
     prune_versions(root, 1, ())

@@ -378,8 +378,9 @@ def number_of(batch: RolloutBatch) -> float:
 class FakeCopy:
     text: str
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path) -> dict[str, str]:
         (folder / "model.json").write_text(self.text)
+        return {}
 
 
 def fake_trainers(faults: Faults) -> Callable[[TrainerSpec], FakeTrainer]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -207,14 +208,12 @@ async def test_a_version_that_the_journal_does_not_know_is_published_anew(
 ) -> None:
     """A folder of weights may outlive the journal that it was beside."""
     machine = make_machine()
-    old = publish_version(
-        machine.paths.weights,
-        "p",
-        0,
-        WeightKind.FULL,
-        lambda folder: (folder / "old").touch(),
-        0.0,
-    )
+
+    def write(folder: Path) -> dict[str, str]:
+        (folder / "old").touch()
+        return {}
+
+    old = publish_version(machine.paths.weights, "p", 0, WeightKind.FULL, write, 0.0)
     await machine.start()
     new = await machine.controller.weight_manifest(0)
     assert {file.name for file in new.files}.isdisjoint({file.name for file in old.files})

@@ -12,6 +12,7 @@ import pytest
 
 from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.types import OperationState, PublishConfig, PublishKind, Recovery
+from ratoon.engine.worker.tasks import WorkerLostError
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.metrics import PUBLISH_FAILURES, PUBLISH_SECONDS, Sample
 from ratoon.stream.manifest import WeightManifest
@@ -26,12 +27,12 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.opened = threading.Event(), threading.Event()
-        write: Callable[[FakeCopy, Path], None] = FakeCopy.write
+        write: Callable[[FakeCopy, Path], dict[str, str]] = FakeCopy.write
 
-        def wait(copy: FakeCopy, folder: Path) -> None:
+        def wait(copy: FakeCopy, folder: Path) -> dict[str, str]:
             self.begun.set()
             assert self.opened.wait(60.0)
-            write(copy, folder)
+            return write(copy, folder)
 
         monkeypatch.setattr(FakeCopy, "write", wait)
 
@@ -142,6 +143,28 @@ async def test_a_version_whose_worker_dies_is_made_again(
     assert (await machine.controller.weight_manifest(None)).version == 1
     await until(lambda: machine.run.published == (0, 1))
     assert len(machine.worker.trainers) == 2
+
+
+async def test_a_version_whose_rank_dies_is_made_again(
+    make_machine: MakeMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its worker is alive, but takes no step any more."""
+    machine = await make_machine(recovery=Recovery.REPLAY).start()
+    await machine.landed()
+    real, lost = FakeCopy.write, list[str]()
+
+    def write(copy: FakeCopy, folder: Path) -> dict[str, str]:
+        if not lost:
+            lost.append(copy.text)
+            raise WorkerLostError("a rank is lost")
+        return real(copy, folder)
+
+    monkeypatch.setattr(FakeCopy, "write", write)
+    assert (await machine.end(await machine.update(1, 1))).state is OperationState.DONE
+    assert (await machine.controller.weight_manifest(1)).version == 1
+    assert len(machine.worker.trainers) == 2
+    assert (await machine.end(await machine.update(2, 2))).state is OperationState.DONE
+    assert machine.metrics.changes.count(PUBLISH_FAILURES.sample(1)) == 0
 
 
 async def test_a_read_does_not_wait_for_a_version_whose_step_has_not_ended(

@@ -18,12 +18,14 @@ from ratoon.engine.cluster.bootstrap import start_engine, stop_engine
 from ratoon.engine.crash_points import FOLDER_NAME, CrashPoint
 from ratoon.engine.types import Command, OperationState, PolicyState, Recovery, StepResult
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.model.spec import ModelDtype
+from ratoon.model.spec import FolderBase, ModelDtype
 from ratoon.rollout.batch import RolloutBatch
+from ratoon.stream.manifest import WeightManifest
 from ratoon.train.config import ONE_DEVICE, ParallelLayout
 from tests.conftest import RayCluster
 from tests.engine.harness import save, update
 from tests.engine.ray_engine import SPEC, Engine, done, random_batch, submission
+from tests.tiny_models import write_folder
 
 _WIDE = replace(SPEC.model, dtype=ModelDtype.FLOAT64)
 # Few tokens: several micro-batches, so that both ranks have some.
@@ -99,6 +101,26 @@ def test_two_ranks_train_as_one(engine: Engine, undisturbed: list[str]) -> None:
         for name, tensor in ours.items():
             gap = np.linalg.norm(tensor - theirs[name])
             assert gap <= 1e-10 * np.linalg.norm(theirs[name]), name
+
+    engine.run(main)
+
+
+@pytest.mark.more
+def test_two_ranks_publish_the_files_of_one(engine: Engine, tmp_path: Path) -> None:
+    """A model of two files, of which each rank has one."""
+    base = FolderBase(folder=str(write_folder(tmp_path / "base", "llama", vocab_size=1_100_000)))
+    model = replace(_WIDE, base=base)
+
+    async def main(client: EngineClient) -> None:
+        manifests: list[WeightManifest] = []
+        for num_workers in (1, 2):
+            name = f"files-of-{num_workers}"
+            await _create(client, name, model=model, num_workers=num_workers)
+            manifests.append(await client.weight_manifest(name, None))
+            await done(client, await client.delete_policy(name))
+        assert manifests[0].files == manifests[1].files
+        shards = [file.name for file in manifests[0].files if file.name.startswith("model-")]
+        assert shards == [f"model-{number:05d}-of-00002.safetensors" for number in (1, 2)]
 
     engine.run(main)
 

@@ -45,8 +45,9 @@ def bad_files(folder: Path) -> Callable[[random.Random], None]:
     )
     keys = root / "results" / f"{digest}.7"
 
-    def write(version: Path) -> None:
+    def write(version: Path) -> dict[str, str]:
         (version / "model").write_bytes(b"weights")
+        return {}
 
     publish_version(root / "weights", "p", 0, WeightKind.FULL, write, 1.5)
     manifest = version_folder(root / "weights", 0) / MANIFEST_NAME
@@ -78,8 +79,9 @@ def bad_deltas(folder: Path) -> Callable[[random.Random], None]:
     for version, data in enumerate((old, new)):
         content = safetensors([("BF16", data)])
 
-        def write(version: Path, content: bytes = content) -> None:
+        def write(version: Path, content: bytes = content) -> dict[str, str]:
             (version / NAME).write_bytes(content)
+            return {}
 
         publish_version(root, "p", version, WeightKind.FULL, write, 1.5, deltas=True)
     (offered,) = read_manifest(root, 1).deltas

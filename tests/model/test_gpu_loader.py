@@ -15,7 +15,7 @@ from ratoon.model import safetensors_files
 from ratoon.model.activation_plan import Kept
 from ratoon.model.export import WeightsCopy, export_weights
 from ratoon.model.policy_model import PolicyModel
-from ratoon.model.safetensors_files import write_weights
+from ratoon.model.safetensors_files import write_files
 from ratoon.model.spec import FullTuning, LoraTuning, ModelDtype
 from tests.model.builders import FULL, LORA, hidden_of, load, randomize
 from tests.model.packing import branching_sequences, pack
@@ -46,7 +46,7 @@ def test_what_a_gpu_has_is_what_is_written(tmp_path: Path, monkeypatch: pytest.M
         str(size): torch.randn(size, 77, generator=generator, device="cuda")
         for size in range(1, 90)
     }
-    write_weights(tmp_path, tensors)
+    write_files(tmp_path, {"model.safetensors": tensors})
     found = load_file(tmp_path / "model.safetensors")
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[name], tensor.cpu()) for name, tensor in tensors.items())

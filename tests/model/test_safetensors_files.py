@@ -14,7 +14,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ratoon.model import safetensors_files as module
-from ratoon.model.safetensors_files import INDEX_NAME, WEIGHTS_NAME, write_weights
+from ratoon.model.safetensors_files import (
+    INDEX_NAME,
+    WEIGHTS_NAME,
+    plan_files,
+    write_files,
+    write_index,
+)
+from ratoon.stream.files import digest_file
 
 
 def _tensors() -> dict[str, Tensor]:
@@ -33,6 +40,16 @@ def _tensors() -> dict[str, Tensor]:
     return tensors
 
 
+def _write(folder: Path, tensors: dict[str, Tensor]) -> dict[str, str]:
+    """All of a model's files; their digests."""
+    files = plan_files(tensors)
+    if len(files) > 1:
+        write_index(folder, files, tensors)
+    return write_files(
+        folder, {file: {n: tensors[n] for n in names} for file, names in files.items()}
+    )
+
+
 def _assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -42,13 +59,15 @@ def _assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> 
         assert torch.equal(*bits), name
 
 
-@pytest.mark.parametrize("chunk_bytes", [1, 5, 2**20])
+@pytest.mark.parametrize(("chunk_bytes", "block_bytes"), [(1, 1), (5, 2), (2**20, 7)])
 def test_the_library_reads_what_was_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int, block_bytes: int
 ) -> None:
     monkeypatch.setattr(module, "_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(module, "_BLOCK_BYTES", block_bytes)
     tensors = _tensors()
-    write_weights(tmp_path, tensors)
+    digests = _write(tmp_path, tensors)
+    assert digests == {WEIGHTS_NAME: digest_file(tmp_path / WEIGHTS_NAME)}
     assert [path.name for path in tmp_path.iterdir()] == [WEIGHTS_NAME]
     _assert_same_bits(load_file(tmp_path / WEIGHTS_NAME), tensors)
     with safe_open(tmp_path / WEIGHTS_NAME, "pt") as file:
@@ -57,14 +76,17 @@ def test_the_library_reads_what_was_written(
 
 @pytest.mark.parametrize("max_bytes", [1, 90, 200])
 def test_files_are_of_a_size_or_of_one_tensor_and_the_index_names_them(
-    tmp_path: Path, max_bytes: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_bytes: int
 ) -> None:
+    monkeypatch.setattr(module, "_MIN_FILE_BYTES", max_bytes)
+    monkeypatch.setattr(module, "_NUM_FILES", 1000)
     tensors = _tensors()
-    write_weights(tmp_path, tensors, max_bytes)
+    digests = _write(tmp_path, tensors)
     index = json.loads((tmp_path / INDEX_NAME).read_text())
     files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
     assert sorted(set(index["weight_map"].values())) == files
+    assert digests == {file: digest_file(tmp_path / file) for file in files}
     found: dict[str, Tensor] = {}
     for file in files:
         of_file = load_file(tmp_path / file)
@@ -80,16 +102,28 @@ def test_files_are_of_a_size_or_of_one_tensor_and_the_index_names_them(
     }
 
 
-def test_equal_tensors_give_equal_files(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("size", "num_files"), [(1, 1), (10, 3), (100, 25), (1000, 67)])
+def test_a_larger_model_has_more_files_but_not_more_than_threads_want(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, num_files: int
+) -> None:
+    monkeypatch.setattr(module, "_MIN_FILE_BYTES", 160)
+    tensors = {f"{index:04d}": torch.full((10,), float(index)) for index in range(size)}
+    assert len(_write(tmp_path, tensors)) == num_files
+
+
+def test_equal_tensors_give_equal_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MIN_FILE_BYTES", 90)
     for name, order in (("first", 1), ("second", -1)):
         (tmp_path / name).mkdir()
-        write_weights(tmp_path / name, dict(list(_tensors().items())[::order]), 90)
+        _write(tmp_path / name, dict(list(_tensors().items())[::order]))
     first = {path.name: path.read_bytes() for path in (tmp_path / "first").iterdir()}
     assert first == {path.name: path.read_bytes() for path in (tmp_path / "second").iterdir()}
 
 
 def test_a_disk_that_is_full_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the thread that met it; all of them are done then, and the files closed."""
+    monkeypatch.setattr(module, "_BLOCK_BYTES", 64)
+    monkeypatch.setattr(module, "_MIN_FILE_BYTES", 90)
     before = len(list(Path("/proc/self/fd").iterdir()))
     write, calls = os.pwrite, iter(range(100))
 
@@ -101,7 +135,7 @@ def test_a_disk_that_is_full_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(OSError, match="full"):
-        write_weights(tmp_path, _tensors())
+        _write(tmp_path, _tensors())
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
@@ -111,5 +145,5 @@ def test_what_is_written_in_pieces_is_whole(
     write = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda d, content, offset: write(d, content[:3], offset))
     tensors = _tensors()
-    write_weights(tmp_path, tensors)
+    _write(tmp_path, tensors)
     _assert_same_bits(load_file(tmp_path / WEIGHTS_NAME), tensors)

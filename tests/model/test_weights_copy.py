@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from ratoon.errors import ErrorCode
-from ratoon.model import export
+from ratoon.model import export, safetensors_files
 from ratoon.model.export import WeightsCopy, export_weights
-from ratoon.model.safetensors_files import write_weights
 from ratoon.model.spec import FullTuning, LoraTuning, ModelDtype
 from ratoon.stream.files import digest_file
 from tests.model.builders import FULL, LORA, error_of, load, randomize
@@ -48,6 +47,49 @@ def test_a_copy_is_written_as_the_weights_were_when_it_was_taken(
     assert _digests(tmp_path / "copied-1") != _digests(tmp_path / "copied-2")
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3, 7])
+@pytest.mark.parametrize(
+    ("architecture", "tuning"), [("qwen3", FULL), ("qwen3_moe", FULL), ("qwen3", LORA)]
+)
+def test_ranks_write_each_file_once_and_copy_what_they_write(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    architecture: str,
+    tuning: FullTuning | LoraTuning,
+    num_ranks: int,
+) -> None:
+    monkeypatch.setattr(safetensors_files, "_MIN_FILE_BYTES", 10_000)
+    base = write_folder(tmp_path / "base", architecture)
+    model = load(base, tuning=tuning, dtype=ModelDtype.BFLOAT16)
+    randomize(model, 1)
+    whole, shared = tmp_path / "whole", tmp_path / "shared"
+    whole.mkdir()
+    shared.mkdir()
+    expected = export_weights(model, whole, None)
+    copies = [WeightsCopy(model, rank, num_ranks) for rank in range(num_ranks)]
+    for copy in copies:
+        copy.take()
+    randomize(model, 2)
+    digests = [copy.write(shared) for copy in copies]
+    assert sum(len(each) for each in digests) == len(expected)
+    assert {name: digest for each in digests for name, digest in each.items()} == expected
+    assert _digests(shared) == _digests(whole)
+    held = [sum(value.nbytes for value in copy._values.values()) for copy in copies]
+    if tuning is LORA:
+        assert [len(each) for each in digests] == [1] + [0] * (num_ranks - 1)
+    elif architecture == "qwen3":
+        assert sum(held) == sum(value.nbytes for value in model.named_trainable().values())
+
+
+def test_files_are_shared_out_by_their_bytes() -> None:
+    assert export._owners([5], 8) == [0]
+    assert export._owners([10] * 6, 3) == [0, 0, 1, 1, 2, 2]
+    assert export._owners([60, 10, 10, 10, 10, 20], 2) == [0, 1, 1, 1, 1, 1]
+    owners = export._owners([7, 0, 9, 3, 3, 8, 1, 1, 0], 4)
+    assert owners == sorted(owners)
+    assert owners[-1] < 4
+
+
 def test_tensors_share_memory_and_overlap_nowhere() -> None:
     shapes = {
         str(index): torch.Size(shape)
@@ -68,7 +110,7 @@ def test_sharded_files_of_a_version_are_written_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Red before: transformers removed them when it wrote the configuration."""
-    monkeypatch.setattr(write_weights, "__defaults__", (10_000,))
+    monkeypatch.setattr(safetensors_files, "_MIN_FILE_BYTES", 10_000)
     model = load(write_folder(tmp_path / "base", "qwen3"))
     folder = tmp_path / "weights"
     folder.mkdir()

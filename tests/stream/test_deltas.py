@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from ratoon.stream import deltas
-from ratoon.stream.deltas import write_delta
+from ratoon.stream.deltas import write_delta, write_delta_apart
 from ratoon.stream.files import digest_bytes, seal_bytes
 from ratoon.stream.manifest import WeightFile, WeightKind, WeightManifest
 from ratoon_client import IntegrityError
@@ -143,6 +144,42 @@ def test_a_file_of_many_runs_with_long_stretches_that_stay(versions: Versions) -
     assert [run.num_changed for run in file.runs] == [1, 1]
     assert versions.rebuilt() == {NAME: after}
     assert versions.path.stat().st_size < 1000
+
+
+def test_a_process_apart_writes_the_same_delta(versions: Versions, tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    old = [("F32", random.bytes(4 * 5000)), ("BF16", random.bytes(2 * 3000))]
+    new = [(dtype, flipped(data, 2, range(7, 2000, 9), seed=1)) for dtype, data in old]
+    before, after = safetensors(old), safetensors(new)
+    versions.write({NAME: before}, {NAME: after})
+    file = WeightFile(name=NAME, size_bytes=len(after), digest=digest_bytes(after))
+    parent = WeightManifest(
+        policy_id="p",
+        version=7,
+        kind=WeightKind.FULL,
+        files=(replace(file, digest=digest_bytes(before)),),
+        created_at=0.0,
+    )
+    apart, folders = tmp_path / "apart.bin", (versions.root / "before", versions.root / "after")
+    assert write_delta_apart(apart, folders[0], parent, folders[1], [file]) == versions.share
+    assert apart.read_bytes() == versions.path.read_bytes()
+    assert write_delta_apart(apart, folders[0], parent, folders[1], []) is None
+    with pytest.raises(ChildProcessError, match=r"ended with 1: FileExistsError: .*apart\.bin"):
+        write_delta_apart(apart, folders[0], parent, folders[1], [file])
+
+
+def test_a_version_that_was_cut_gives_no_delta(versions: Versions) -> None:
+    before, after = (safetensors([("F32", bytes([value]) * 400)]) for value in (1, 2))
+    versions.write({NAME: before}, {NAME: after})
+    file = WeightFile(name=NAME, size_bytes=len(after), digest=digest_bytes(after))
+    parent = replace(file, digest=digest_bytes(before))
+    manifest = WeightManifest(
+        policy_id="p", version=7, kind=WeightKind.FULL, files=(parent,), created_at=0.0
+    )
+    (versions.root / "before" / NAME).write_bytes(before[:-1])
+    folders = versions.root / "before", versions.root / "after"
+    with pytest.raises(OSError, match="was cut"):
+        write_delta(versions.root / "other.bin", folders[0], manifest, folders[1], [file])
 
 
 def normal_bf16(num_words: int, seed: int) -> NDArray[np.uint16]:

@@ -31,10 +31,11 @@ from ratoon_client.weights.deltas import read_delta, rebuild
 from tests.stream.samples import flipped, safetensors
 
 
-def writer(contents: dict[str, bytes]) -> Callable[[Path], None]:
-    def write(folder: Path) -> None:
+def writer(contents: dict[str, bytes]) -> Callable[[Path], dict[str, str]]:
+    def write(folder: Path) -> dict[str, str]:
         for name, data in contents.items():
             (folder / name).write_bytes(data)
+        return {}
 
     return write
 
@@ -62,6 +63,37 @@ def test_publish_names_every_file_with_size_and_digest(tmp_path: Path) -> None:
         created_at=12.5,
     )
     assert read_manifest(tmp_path / "deep" / "root", 3) == manifest
+
+
+def test_what_was_digested_while_it_was_written_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, read = files.digest_file, list[str]()
+
+    def digest_file(path: Path) -> str:
+        read.append(path.name)
+        return real(path)
+
+    def write(folder: Path) -> dict[str, str]:
+        writer({"a": b"x", "b": b"y"})(folder)
+        return {"b": "0" * 32}
+
+    monkeypatch.setattr(versions, "digest_file", digest_file)
+    manifest = publish_version(tmp_path, "p", 1, WeightKind.FULL, write, 0.0)
+    assert read == ["a"]
+    assert [file.digest for file in manifest.files] == [files.digest_bytes(b"x"), "0" * 32]
+
+
+def test_files_that_were_written_elsewhere_are_no_version(tmp_path: Path) -> None:
+    """By a rank whose node has another disk there."""
+
+    def write(folder: Path) -> dict[str, str]:
+        (folder / "a").write_bytes(b"x")
+        return {"a": "0" * 32, "b": "0" * 32}
+
+    with pytest.raises(FileNotFoundError, match="another rank"):
+        publish_version(tmp_path, "p", 1, WeightKind.FULL, write, 0.0)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_publish_again_returns_the_first_and_writes_nothing(tmp_path: Path) -> None:
@@ -101,7 +133,7 @@ def test_publish_of_another_policy_or_kind_is_refused(tmp_path: Path) -> None:
 
 
 def test_publish_failing_write_leaves_nothing(tmp_path: Path) -> None:
-    def write(folder: Path) -> None:
+    def write(folder: Path) -> dict[str, str]:
         (folder / "a").write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
@@ -125,6 +157,7 @@ def write(folder):
     (folder / "a").write_bytes(b"data")
     if point == "write":
         os._exit(9)
+    return {{}}
 
 root = pathlib.Path({root!r})
 versions.publish_version(root, "p", 4, WeightKind.FULL, write, 0.0, deltas=True)
@@ -132,7 +165,7 @@ versions.publish_version(root, "p", 4, WeightKind.FULL, write, 0.0, deltas=True)
 
 
 @pytest.mark.parametrize(
-    "point", ["write", "write_delta", "seal_document", "fsync_tree", "rename_folder"]
+    "point", ["write", "write_delta_apart", "seal_document", "fsync_tree", "rename_folder"]
 )
 def test_publish_killed_anywhere_shows_nothing_and_can_be_repeated(
     tmp_path: Path, point: str
@@ -368,6 +401,20 @@ def test_a_delta_of_no_use_is_not_kept(
     assert (manifest.deltas, manifest.changed_share) == ((), share)
     names = {path.name for path in version_folder(tmp_path, 2).iterdir()}
     assert names == {*contents, "manifest.json"}
+
+
+def test_a_version_does_not_fail_with_its_delta(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_delta(path: Path, *_: object) -> float | None:
+        path.write_bytes(b"half")
+        raise ChildProcessError("OSError: [Errno 28] No space left on device")
+
+    publish(tmp_path, 1, weights())
+    monkeypatch.setattr(versions, "write_delta_apart", write_delta)
+    manifest = publish_with_deltas(tmp_path, 2, weights(range(60)))
+    assert (manifest.deltas, manifest.changed_share) == ((), None)
+    assert not list(version_folder(tmp_path, 2).glob("delta-*"))
 
 
 @pytest.mark.parametrize("fault", ["kind", "manifest", "file", "size"])

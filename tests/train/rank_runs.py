@@ -28,6 +28,8 @@ from ratoon.train.rank import Rank
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer, load
 
+# Of a version: small models have several, for peers to write some.
+FILE_BYTES = 10_000
 _FORK = multiprocessing.get_context("forkserver")
 _FORK.set_forkserver_preload(["ratoon.train.trainer", "tests.train.rank_runs"])
 
@@ -84,7 +86,9 @@ def _serve(
     """What a peer's process does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     own_parts = partial(parts_of, part_elements=part_elements)
-    pytest.MonkeyPatch().setattr("ratoon.train.rank.parts_of", own_parts)
+    patch = pytest.MonkeyPatch()
+    patch.setattr("ratoon.train.rank.parts_of", own_parts)
+    patch.setattr("ratoon.model.safetensors_files._MIN_FILE_BYTES", FILE_BYTES)
     Copies.join(meeting, number, torch.device("cpu"))
     spec, model = load(spec)
     own = Rank(spec, model, Copies.joined())

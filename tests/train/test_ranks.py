@@ -14,9 +14,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon.model import safetensors_files
 from ratoon.model.export import export_weights
 from ratoon.model.spec import FolderBase, LoraTuning, ModelDtype
 from ratoon.rollout.packed import UpdatePlan
+from ratoon.stream.manifest import WeightKind
+from ratoon.stream.versions import publish_version
 from ratoon.train import prepare
 from ratoon.train.config import LossKind, NumericsGuard, OptimizerStates
 from ratoon.train.gradient_window import WindowState
@@ -25,7 +28,7 @@ from ratoon.train.optim.parts import Part, parts_of, shared_out
 from ratoon.train.planning import cpu_planner
 from ratoon.train.report.step_report import SkipReason, StepReport
 from ratoon.train.trainer import Trainer
-from tests.train.rank_runs import ranked
+from tests.train.rank_runs import FILE_BYTES, ranked
 from tests.train.trainer_runs import (
     FROZEN,
     assert_close,
@@ -332,6 +335,42 @@ def test_a_checkpoint_that_fails_stops_no_pass_beside_it(base: FolderBase, tmp_p
         assert not peer.is_stopped()
         assert not (tmp_path / "two").exists()
         assert not _update(two, 0, (0, 1)).skipped
+
+
+@pytest.mark.parametrize("tuning", [None, _LORA])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_version_is_written_by_shares(
+    base: FolderBase,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tuning: LoraTuning | None,
+    num_ranks: int,
+) -> None:
+    """As the weights were when they were held, in the bytes that one rank writes."""
+    monkeypatch.setattr(safetensors_files, "_MIN_FILE_BYTES", FILE_BYTES)
+    for name in ("whole", "shared", "again"):
+        (tmp_path / name).mkdir()
+    options = {} if tuning is None else {"tuning": tuning}
+    with ranked(_alone(base, **options).spec, num_ranks) as (trainer, _):
+        _update(trainer, 0, tuple(range(num_ranks)))
+        expected = export_weights(trainer.model, tmp_path / "whole", None)
+        held = trainer.copy_weights()
+        _update(trainer, 1, tuple(range(num_ranks)))
+        assert held.write(tmp_path / "shared") == expected
+        shares = trainer.ranks.all("write_weights", str(tmp_path / "again"))
+    assert sum(len(share) for share in shares) == len(expected)
+    assert all(shares) == (tuning is None)
+    for path in (tmp_path / "whole").iterdir():
+        assert (tmp_path / "shared" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def test_a_version_of_which_a_share_is_lost_is_not_there(base: FolderBase, tmp_path: Path) -> None:
+    with ranked(_alone(base).spec, 2) as (two, (peer,)):
+        held = two.copy_weights()
+        peer.kill()
+        with pytest.raises((RuntimeError, OSError)):
+            publish_version(tmp_path / "root", "p", 1, WeightKind.FULL, held.write, 0.0)
+    assert list((tmp_path / "root").iterdir()) == []
 
 
 def test_parts_are_shared_out_evenly_and_in_order() -> None:

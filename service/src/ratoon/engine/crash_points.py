@@ -48,6 +48,7 @@ class CrashPoint(StrEnum):
     RANK_BEFORE_COPIES = "rank-before-copies"
     RANK_AFTER_STEP = "rank-after-step"
     RANK_BEFORE_CHECKPOINT = "rank-before-checkpoint"
+    RANK_BEFORE_PUBLISH = "rank-before-publish"
 
 
 Reach = Callable[[CrashPoint], None]

@@ -10,10 +10,12 @@ import copy
 import mmap
 import shutil
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
@@ -28,7 +30,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.model.loader import TORCH_DTYPES, quiet_transformers
 from ratoon.model.policy_model import PolicyModel
-from ratoon.model.safetensors_files import write_weights
+from ratoon.model.safetensors_files import plan_files, write_files, write_index
 from ratoon.model.spec import PresetBase
 from ratoon.model.tokenizer import byte_tokenizer
 
@@ -46,6 +48,7 @@ _COPIED_FILES = (
     "vocab.json",
 )
 
+_ADAPTER_NAME = "adapter_model.safetensors"
 _PAGE_BYTES = 4096
 _NUM_THREADS = 8
 
@@ -53,11 +56,13 @@ _NUM_THREADS = 8
 class WeightsCopy:
     """A copy on the host of what a model trains, in memory that is used again for the next copy.
 
+    Of several ranks, which have the same model, each copies and writes its share of the files.
     `take` runs between two steps, `write` on any thread beside later ones.
     """
 
-    def __init__(self, model: PolicyModel) -> None:
+    def __init__(self, model: PolicyModel, rank: int = 0, num_ranks: int = 1) -> None:
         self._model = model
+        self._rank, self._num_ranks = rank, num_ranks
         self._values: dict[str, Tensor] = {}
 
     @torch.no_grad()
@@ -67,38 +72,114 @@ class WeightsCopy:
         Raises RESOURCE_EXHAUSTED where the host has no memory for a first copy.
         """
         trainable = self._model.named_trainable()
-        if not self._values:
+        own = {name: trainable[name] for name in self._parameters}
+        if own and not self._values:
             dtype = TORCH_DTYPES[self._model.spec.dtype]
-            shapes = {name: value.shape for name, value in trainable.items()}
+            shapes = {name: value.shape for name, value in own.items()}
             _check_host(sum(shape.numel() for shape in shapes.values()) * dtype.itemsize)
             self._values = _host_tensors(shapes, dtype, self._model.device)
-        for name, value in trainable.items():
+        for name, value in own.items():
             self._values[name].copy_(value, non_blocking=True)
         if self._model.device.type == "cuda":
             torch.cuda.current_stream(self._model.device).synchronize()
 
-    def write(self, folder: Path) -> None:
-        """As `export_weights`, of the values copied last."""
-        export_weights(self._model, folder, self._values)
+    def write(self, folder: Path) -> dict[str, str]:
+        """As `export_weights`, of the values copied last: this rank's files.
+
+        Rank 0 writes what else there is.
+        """
+        if self._rank == 0:
+            _export_rest(self._model, folder, self._files)
+        return _export_files(self._model, folder, self._values, self._own_files)
+
+    @cached_property
+    def _files(self) -> dict[str, list[str]]:
+        return _planned_files(self._model)
+
+    @cached_property
+    def _own_files(self) -> dict[str, list[str]]:
+        like = exported_like(self._model)
+        sizes = [sum(like[name].nbytes for name in names) for names in self._files.values()]
+        owners = _owners(sizes, self._num_ranks)
+        files = zip(self._files.items(), owners, strict=True)
+        return {name: names for (name, names), owner in files if owner == self._rank}
+
+    @cached_property
+    def _parameters(self) -> list[str]:
+        """Those that are in files of this rank, if only in part."""
+        if self._num_ranks == 1:
+            return list(self._model.named_trainable())
+        tensors = exported_tensors(self._model)
+        names = (
+            tensors[name].parameter for of_file in self._own_files.values() for name in of_file
+        )
+        return list(dict.fromkeys(names))
 
 
 def export_weights(
     model: PolicyModel, folder: Path, state: Mapping[str, Tensor] | None
-) -> list[str]:
-    """Write the weights to `folder`, which exists and is empty; returns the file names, sorted.
+) -> dict[str, str]:
+    """Write the weights to `folder`, whose weight files, if any, are written over.
 
     `state` gives values by the names of `named_trainable()`, each cast to the model's dtype; None
-    takes the module's own. Raises INVALID_ARGUMENT where names or shapes are not the model's.
+    takes the module's own. Returns the digests of the weight files by name. Raises INVALID_ARGUMENT
+    where names or shapes are not the model's.
     """
-    values = _trained_values(model, state)
-    if model.adapter is not None:
-        from ratoon.model.lora import export_adapter
+    values, files = _trained_values(model, state), _planned_files(model)
+    _export_rest(model, folder, files)
+    return _export_files(model, folder, values, files)
 
-        export_adapter(model.adapter, folder, values)
-    else:
-        _export_full(model, folder, values)
-        _export_tokenizer(model, folder)
-    return sorted(path.name for path in folder.iterdir())
+
+def _planned_files(model: PolicyModel) -> dict[str, list[str]]:
+    """The names of exported tensors by file."""
+    like = exported_like(model)
+    return plan_files(like) if model.adapter is None else {_ADAPTER_NAME: sorted(like)}
+
+
+def _owners(sizes: Sequence[int], num_ranks: int) -> list[int]:
+    """The rank of each file, in their order, by bytes: where its middle is. Of a single one, 0."""
+    if len(sizes) == 1:
+        return [0]
+    total, before = sum(sizes), accumulate(sizes, initial=0)
+    # One byte more than all, so that an empty file at the end has a rank.
+    middles = ((2 * start + size) for start, size in zip(before, sizes, strict=False))
+    return [middle * num_ranks // (2 * total + 1) for middle in middles]
+
+
+def _export_files(
+    model: PolicyModel,
+    folder: Path,
+    values: dict[str, Tensor],
+    files: Mapping[str, Sequence[str]],
+) -> dict[str, str]:
+    """Write some files, of which the `values` are at least those that they need.
+
+    Fused experts are in the one-tensor-an-expert form of the hub.
+    """
+    if getattr(model.config, "num_experts", 0):
+        # To part experts takes as much memory as they do: the host's.
+        values = {name: value.to("cpu", copy=False) for name, value in values.items()}
+    tensors = exported_values(model, values)
+    return write_files(
+        folder, {file: {name: tensors[name] for name in names} for file, names in files.items()}
+    )
+
+
+def _export_rest(model: PolicyModel, folder: Path, files: Mapping[str, Sequence[str]]) -> None:
+    """Write configuration and tokenizer, and the index of several weight files."""
+    if model.adapter is not None:
+        from ratoon.model.lora import export_config
+
+        export_config(model.adapter, folder)
+        return
+    with quiet_transformers(), TemporaryDirectory() as aside:
+        # In `folder`, it would remove files that are to be written over.
+        cast("Any", model.module).save_pretrained(aside, state_dict={})
+        for path in Path(aside).iterdir():
+            shutil.copyfile(path, folder / path.name)
+    if len(files) > 1:
+        write_index(folder, files, exported_like(model))
+    _export_tokenizer(model, folder)
 
 
 def _check_host(num_bytes: int) -> None:
@@ -155,9 +236,14 @@ class ExportedTensor:
 def exported_tensors(model: PolicyModel) -> dict[str, ExportedTensor]:
     """What `export_weights` writes, by name: of a fused parameter there are several."""
     found: dict[str, ExportedTensor] = {}
-    for name, parameter in model.named_trainable().items():
-        like = torch.empty_like(parameter, device="meta")
-        for exported, part in exported_values(model, {name: like}).items():
+    fused = _on_meta(model)
+    names = {id(tensor): name for name, tensor in fused.items()}
+    for exported, part in exported_values(model, dict(fused)).items():
+        if (name := names.get(id(part))) is not None:
+            found[exported] = ExportedTensor(parameter=name, num_elements=part.numel())
+            del fused[name]
+    for name, tensor in fused.items():
+        for exported, part in exported_values(model, {name: tensor}).items():
             found[exported] = ExportedTensor(parameter=name, num_elements=part.numel())
     return found
 
@@ -220,19 +306,6 @@ def _trained_values(model: PolicyModel, state: Mapping[str, Tensor] | None) -> d
         if state[name].shape != parameter.shape:
             raise invalid(f"state[{name}]", tuple(state[name].shape), str(tuple(parameter.shape)))
     return {name: state[name].detach().to(dtype) for name in trainable}
-
-
-def _export_full(model: PolicyModel, folder: Path, values: dict[str, Tensor]) -> None:
-    """Tied weights are written once, fused experts in the one-tensor-an-expert form of the hub."""
-    with quiet_transformers(), TemporaryDirectory() as aside:
-        # Configurations alone; in `folder`, it would remove files that are to be written over.
-        cast("Any", model.module).save_pretrained(aside, state_dict={})
-        for path in Path(aside).iterdir():
-            shutil.copyfile(path, folder / path.name)
-    if getattr(model.config, "num_experts", 0):
-        # To part experts takes as much memory as they do: the host's.
-        values = {name: value.to("cpu", copy=False) for name, value in values.items()}
-    write_weights(folder, exported_values(model, values))
 
 
 def _export_tokenizer(model: PolicyModel, folder: Path) -> None:

@@ -16,7 +16,6 @@ from typing import Any, cast
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -25,7 +24,6 @@ from ratoon.model.seeding import tensor_generator
 from ratoon.model.spec import LoraTuning
 from ratoon.model.support import unsupported
 
-ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"
 CONFIG_NAME = "adapter_config.json"
 # Of its configuration: what decides how its tensors enter the model.
 _MEANING = ("r", "rank_pattern", "lora_alpha", "alpha_pattern", "use_rslora", "use_dora")
@@ -101,11 +99,8 @@ def check_adapter_config(adapter: PeftModel, folder: Path) -> None:
             raise invalid(f"model_folder/{CONFIG_NAME}: {name}", shown(value), f"{own}")
 
 
-def export_adapter(adapter: PeftModel, folder: Path, values: dict[str, Tensor]) -> None:
-    """Write an adapter as peft does; `values` by the names of `named_trainable()`."""
-    tensors = adapter_tensors(adapter, values)
-    host = {name: value.to("cpu").contiguous() for name, value in tensors.items()}
-    save_file(host, folder / ADAPTER_WEIGHTS_NAME, metadata={"format": "pt"})
+def export_config(adapter: PeftModel, folder: Path) -> None:
+    """Write an adapter's configuration as peft does."""
     config = copy.copy(adapter.peft_config["default"])
     config.inference_mode = True
     # peft keeps a set, whose order differs between processes; files of equal weights are equal.

@@ -1,4 +1,4 @@
-"""Safetensors files, written by several threads from wherever the tensors are.
+"""Safetensors files, written by several threads from wherever the tensors are, with their digests.
 
 Equal tensors give equal files, byte for byte. Source of the format: the README of
 https://github.com/huggingface/safetensors.
@@ -11,35 +11,29 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain
 from pathlib import Path
 
 import torch
+import xxhash
 from torch import Tensor
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-# Small enough that a large model has a file for each thread: one file takes one writer at a time.
-MAX_FILE_BYTES = 10**9
+# A thread writes a whole file, as its digest takes the bytes in order: files are small beside what
+# a thread writes of a large model, and few for who lists them.
+_NUM_FILES = 64
+_MIN_FILE_BYTES = 250 * 10**6
 
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16"}
 _ALIGNMENT = 8
 _NUM_THREADS = min(os.cpu_count() or 1, 16)
-# Of what is written at a time; of the host's pinned memory, a thread, where tensors are on a GPU.
+# Of the host's pinned memory, a thread, where tensors are on a GPU.
 _CHUNK_BYTES = 64 * 2**20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    """Bytes of one tensor, uint8 [n], and their place in an open file."""
-
-    descriptor: int
-    offset: int
-    content: Tensor
+# Of what is digested and then written, which a core's cache holds: memory is read once for both.
+_BLOCK_BYTES = 2 * 2**20
 
 
 class _Staging(threading.local):
@@ -55,34 +49,53 @@ class _Staging(threading.local):
         return self.buffer[: len(content)].copy_(content)
 
 
-def write_weights(
-    folder: Path, tensors: Mapping[str, Tensor], max_file_bytes: int = MAX_FILE_BYTES
-) -> None:
-    """Write `tensors`, of floats, in files of at most so many bytes of data, or of one tensor.
+def plan_files(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
+    """Names of tensors by the file that they go into. Sizes alone decide."""
+    sizes = {name: tensors[name].nbytes for name in sorted(tensors)}
+    files = _split(sizes, max(sum(sizes.values()) // _NUM_FILES, _MIN_FILE_BYTES))
+    if len(files) == 1:
+        return {WEIGHTS_NAME: files[0]}
+    count = len(files)
+    return {
+        f"model-{number:05d}-of-{count:05d}.safetensors": names
+        for number, names in enumerate(files, 1)
+    }
 
+
+def write_index(
+    folder: Path, files: Mapping[str, Sequence[str]], tensors: Mapping[str, Tensor]
+) -> None:
+    """Write which of several files has which tensor; the `tensors` may have no values."""
+    totals = {
+        "total_parameters": sum(tensor.numel() for tensor in tensors.values()),
+        "total_size": sum(tensor.nbytes for tensor in tensors.values()),
+    }
+    weight_map = {name: file for file, names in files.items() for name in names}
+    text = json.dumps({"metadata": totals, "weight_map": weight_map}, indent=2, sort_keys=True)
+    (folder / INDEX_NAME).write_text(text + "\n", encoding="utf-8")
+
+
+def write_files(folder: Path, files: Mapping[str, Mapping[str, Tensor]]) -> dict[str, str]:
+    """Write tensors of floats, by name, into files, by name; returns the files' digests.
+
+    A digest is the xxh3-128, 32 hexadecimal digits, of what was given, not of what can be read.
     Files that are there are written over in place, so that their pages are used again. Raises
     `OSError`; files that are not whole are left to the caller then.
     """
-    names = _split({name: tensors[name].nbytes for name in sorted(tensors)}, max_file_bytes)
-    count = len(names)
-    files = {
-        WEIGHTS_NAME if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors": of_file
-        for number, of_file in enumerate(names, 1)
-    }
-    _write(folder, {file: {n: tensors[n] for n in of_file} for file, of_file in files.items()})
-    if count > 1:
-        sizes = {
-            "total_parameters": sum(tensor.numel() for tensor in tensors.values()),
-            "total_size": sum(tensor.nbytes for tensor in tensors.values()),
-        }
-        weight_map = {name: file for file, of_file in files.items() for name in of_file}
-        text = json.dumps({"metadata": sizes, "weight_map": weight_map}, indent=2, sort_keys=True)
-        (folder / INDEX_NAME).write_text(text + "\n", encoding="utf-8")
+    staging = _Staging()
 
+    def write(name: str) -> str:
+        return _write_whole(folder / name, files[name], staging)
 
-def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write one new file, whatever its size, its tensors by name. Raises as `write_weights`."""
-    _write(path.parent, {path.name: {name: tensors[name] for name in sorted(tensors)}})
+    # The largest first: what is left at the end is small.
+    sizes = {name: sum(x.nbytes for x in tensors.values()) for name, tensors in files.items()}
+    names = sorted(files, key=lambda name: -sizes[name])
+    with ThreadPoolExecutor(_NUM_THREADS) as threads:
+        try:
+            return dict(zip(names, threads.map(write, names), strict=True))
+        except BaseException:
+            threads.shutdown(cancel_futures=True)
+            raise
 
 
 def _split(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
@@ -98,33 +111,25 @@ def _split(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
     return files
 
 
-def _write(folder: Path, files: Mapping[str, Mapping[str, Tensor]]) -> None:
-    staging = _Staging()
-
-    def write(part: _Part) -> None:
-        _write_at(part.descriptor, part.offset, staging.on_host(part.content).numpy().data)
-
-    # Files are closed once no thread writes any more.
-    with ExitStack() as opened, ThreadPoolExecutor(_NUM_THREADS) as threads:
-        parts: list[Iterable[_Part]] = []
-        for name, tensors in files.items():
-            descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT, 0o666)
-            opened.callback(os.close, descriptor)
-            # By size of elements, so that each is aligned.
-            ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
-            header = _header(ordered)
-            _write_at(descriptor, 0, memoryview(header))
-            parts.append(_parts(descriptor, len(header), ordered))
-            size = len(header) + sum(tensor.nbytes for tensor in ordered.values())
-            os.ftruncate(descriptor, size)
-        try:
-            # In turn from each file, so that threads seldom wait for one another.
-            in_turn = (part for turn in zip_longest(*parts) for part in turn if part is not None)
-            for _ in threads.map(write, in_turn):
-                pass
-        except BaseException:
-            threads.shutdown(cancel_futures=True)
-            raise
+def _write_whole(path: Path, tensors: Mapping[str, Tensor], staging: _Staging) -> str:
+    """Write a file; its digest."""
+    digest, offset = xxhash.xxh3_128(), 0
+    # By size of elements, so that each is aligned, then by name.
+    by_size = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    ordered = dict(by_size)
+    header = memoryview(_header(ordered))
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+    try:
+        os.ftruncate(descriptor, len(header) + sum(tensor.nbytes for tensor in ordered.values()))
+        for content in chain([header], _contents(ordered, staging)):
+            for start in range(0, len(content), _BLOCK_BYTES):
+                block = content[start : start + _BLOCK_BYTES]
+                digest.update(block)
+                _write_at(descriptor, offset, block)
+                offset += len(block)
+    finally:
+        os.close(descriptor)
+    return digest.hexdigest()
 
 
 def _header(tensors: Mapping[str, Tensor]) -> bytes:
@@ -143,12 +148,12 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _parts(descriptor: int, offset: int, tensors: Mapping[str, Tensor]) -> Iterator[_Part]:
+def _contents(tensors: Mapping[str, Tensor], staging: _Staging) -> Iterator[memoryview]:
+    """The bytes of all tensors, each valid until the next."""
     for tensor in tensors.values():
         content = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         for chunk in content.split(_CHUNK_BYTES):
-            yield _Part(descriptor=descriptor, offset=offset, content=chunk)
-            offset += len(chunk)
+            yield staging.on_host(chunk).numpy().data
 
 
 def _write_at(descriptor: int, offset: int, content: memoryview) -> None:

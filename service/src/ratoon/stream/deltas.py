@@ -6,13 +6,19 @@ reads it. Nobody relies on a delta: what it makes must have the digests of the v
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
+import subprocess
+import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from itertools import groupby
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -21,7 +27,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from ratoon.stream.files import seal_bytes
-from ratoon.stream.manifest import WeightFile, WeightManifest
+from ratoon.stream.manifest import WeightFile, WeightKind, WeightManifest
 
 DELTA_FORMAT = 1
 # What a thread reads, compares and compresses at a time.
@@ -30,8 +36,10 @@ RUN_BYTES = 4 * 2**20
 _MAX_SHARE = 0.5
 # A mean gap above which two bytes per gap compress better than one.
 _LONG_GAP = 350
-_NUM_THREADS = 8
+_NUM_THREADS = min(os.cpu_count() or 1, 16)
 _LENGTH_BYTES = 8
+# What is compared at a time; no word is longer.
+_GROUP_BYTES = 8
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -42,8 +50,6 @@ Array = NDArray[Any]
 class _Run:
     """Bytes [start, stop) of a file and of the same file of the parent: words of one size."""
 
-    before: Path
-    after: Path
     start: int
     stop: int
     word_bytes: int
@@ -66,9 +72,28 @@ class _Encoded:
 class _Pair:
     """A file that both versions have, with the same tensors."""
 
+    before: Path
+    after: Path
     file: WeightFile
     parent_digest: str
     runs: tuple[_Run, ...]
+
+
+class _Reader(threading.local):
+    """A thread's own memory for a run of either version, and its compressor."""
+
+    def __init__(self) -> None:
+        self._buffers = [np.empty(RUN_BYTES + _GROUP_BYTES, np.uint8) for _ in range(2)]
+        self.compress = zstandard.ZstdCompressor(level=1).compress
+
+    def read(self, descriptors: Sequence[int], run: _Run) -> list[Array]:
+        """The run before and after, uint8 [its bytes and zeros, whole groups]."""
+        size = run.stop - run.start
+        for descriptor, buffer in zip(descriptors, self._buffers, strict=True):
+            if os.preadv(descriptor, [buffer[:size].data], run.start) != size:
+                raise OSError(errno.EIO, "a file of a version was cut")
+            buffer[size : size + _GROUP_BYTES] = 0
+        return [buffer[: size + -size % _GROUP_BYTES] for buffer in self._buffers]
 
 
 def write_delta(
@@ -87,10 +112,21 @@ def write_delta(
     limit = _MAX_SHARE * sum(pair.file.size_bytes for pair in pairs)
     num_changed = 0
     entries: list[dict[str, Any]] = []
-    with path.open("xb") as out, ThreadPoolExecutor(_NUM_THREADS) as threads:
+    reader = _Reader()
+
+    def encode(source: tuple[Sequence[int], _Run]) -> _Encoded:
+        return _encode(reader, *source)
+
+    with path.open("xb") as out, ExitStack() as opened, ThreadPoolExecutor(_NUM_THREADS) as threads:
+        sources: list[tuple[Sequence[int], _Run]] = []
+        for pair in pairs:
+            both = [opened.enter_context(p.open("rb")) for p in (pair.before, pair.after)]
+            descriptors = [each.fileno() for each in both]
+            sources += [(descriptors, run) for run in pair.runs]
+        encoded_runs = _in_order(threads, encode, sources)
         for pair in pairs:
             runs: list[dict[str, Any]] = []
-            for encoded in _in_order(threads, _encode, pair.runs):
+            for encoded in islice(encoded_runs, len(pair.runs)):
                 num_changed += encoded.num_changed
                 # The share is counted to the end.
                 if encoded.entry is not None and out.tell() < limit:
@@ -104,6 +140,49 @@ def write_delta(
     if not is_of_use:
         path.unlink()
     return num_changed / num_words
+
+
+def write_delta_apart(
+    path: Path, before: Path, parent: WeightManifest, after: Path, files: Sequence[WeightFile]
+) -> float | None:
+    """As `write_delta`, by a process of its own: its threads share no interpreter lock with the
+    caller's, who trains meanwhile.
+
+    Raises `ChildProcessError` with how the process ended, and what it said last.
+    """
+    request = {
+        "path": str(path),
+        "before": str(before),
+        "parent": asdict(parent),
+        "after": str(after),
+        "files": [asdict(file) for file in files],
+    }
+    command = [sys.executable, "-P", "-m", "ratoon.stream.deltas"]
+    done = subprocess.run(
+        command, input=json.dumps(request), capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        last = "".join(done.stderr.splitlines()[-1:])
+        raise ChildProcessError(f"the encoder ended with {done.returncode}: {last}")
+    return json.loads(done.stdout)
+
+
+def _main() -> None:
+    """The process of `write_delta_apart`."""
+    request = json.load(sys.stdin)
+    parent = WeightManifest(**request["parent"])
+    share = write_delta(
+        Path(request["path"]),
+        Path(request["before"]),
+        replace(parent, kind=WeightKind(parent.kind), files=_weight_files(parent.files)),
+        Path(request["after"]),
+        _weight_files(request["files"]),
+    )
+    sys.stdout.write(json.dumps(share))
+
+
+def _weight_files(entries: Iterable[Any]) -> tuple[WeightFile, ...]:
+    return tuple(WeightFile(**entry) for entry in entries)
 
 
 def _entry(pair: _Pair, runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -125,17 +204,25 @@ def _pairs(
         known = parents.get((file.name, file.size_bytes))
         if known is None or not file.name.endswith(".safetensors"):
             continue
-        with (before / file.name).open("rb") as old, (after / file.name).open("rb") as new:
+        paths = before / file.name, after / file.name
+        with paths[0].open("rb") as old, paths[1].open("rb") as new:
             length = new.read(_LENGTH_BYTES)
             header = new.read(int.from_bytes(length, "little"))
             is_alike = old.read(_LENGTH_BYTES + len(header)) == length + header
         if is_alike:
-            runs = _runs(before / file.name, after / file.name, header)
-            pairs.append(_Pair(file=file, parent_digest=known.digest, runs=tuple(runs)))
+            pairs.append(
+                _Pair(
+                    before=paths[0],
+                    after=paths[1],
+                    file=file,
+                    parent_digest=known.digest,
+                    runs=tuple(_runs(header)),
+                )
+            )
     return pairs
 
 
-def _runs(before: Path, after: Path, header: bytes) -> Iterator[_Run]:
+def _runs(header: bytes) -> Iterator[_Run]:
     """The data of a safetensors file, tensor after tensor, in pieces of at most RUN_BYTES."""
     entries = cast("dict[str, Any]", json.loads(header))
     sizes = sorted(
@@ -149,46 +236,56 @@ def _runs(before: Path, after: Path, header: bytes) -> Iterator[_Run]:
         first, last = offset + tensors[0][0], offset + tensors[-1][1]
         for start in range(first, last, RUN_BYTES):
             stop = min(start + RUN_BYTES, last)
-            yield _Run(before=before, after=after, start=start, stop=stop, word_bytes=word_bytes)
+            yield _Run(start=start, stop=stop, word_bytes=word_bytes)
 
 
-def _encode(run: _Run) -> _Encoded:
-    old, new = (
-        np.fromfile(path, f"<u{run.word_bytes}", run.num_words, offset=run.start)
-        for path in (run.before, run.after)
-    )
-    changed = np.flatnonzero(old != new)
+def _encode(reader: _Reader, descriptors: Sequence[int], run: _Run) -> _Encoded:
+    before, after = reader.read(descriptors, run)
+    changed, old, new = _changed(before, after, run.word_bytes)
     if not len(changed):
         return _Encoded(entry=None, streams=(), num_changed=0)
-    compress = zstandard.ZstdCompressor(level=1).compress
-    gap_bytes = 1 if len(changed) * _LONG_GAP > len(new) else 2
-    words = [*_planes(_digits(changed, gap_bytes)), *_planes(_differences(old, new, changed))]
+    gap_bytes = 1 if len(changed) * _LONG_GAP > run.num_words else 2
+    words = [*_planes(_digits(changed, gap_bytes)), *_planes(_differences(old, new))]
     entry: dict[str, Any] = {"start": run.start, "stop": run.stop}
-    streams = tuple(compress(plane) for plane in words)
-    if sum(map(len, streams)) < new.nbytes:
+    streams = tuple(reader.compress(plane) for plane in words)
+    if sum(map(len, streams)) < run.stop - run.start:
         entry |= {"encoding": "sparse", "word_bytes": run.word_bytes, "gap_bytes": gap_bytes}
         entry |= {"num_changed": len(changed)}
     else:
         entry |= {"encoding": "dense"}
-        streams = (min(new.tobytes(), compress(new.data), key=len),)
+        whole = after[: run.stop - run.start]
+        streams = (min(whole.tobytes(), reader.compress(whole.data), key=len),)
     entry |= {"streams": [len(stream) for stream in streams]}
     return _Encoded(entry=entry, streams=streams, num_changed=len(changed))
+
+
+def _changed(before: Array, after: Array, word_bytes: int) -> tuple[Array, Array, Array]:
+    """Which words of uint8 [whole groups] have changed, what they were and what they are, [n].
+
+    Most words stay, so whole groups of them are compared first.
+    """
+    groups = [each.view(f"<u{_GROUP_BYTES}") for each in (before, after)]
+    others = np.flatnonzero(groups[0] != groups[1])
+    old, new = (each[others].view(f"<u{word_bytes}") for each in groups)
+    within = np.flatnonzero(old != new)
+    which, place = np.divmod(within, _GROUP_BYTES // word_bytes)
+    return others[which] * (_GROUP_BYTES // word_bytes) + place, old[within], new[within]
 
 
 def _digits(changed: Array, gap_bytes: int) -> Array:
     """Unchanged words before each changed one, uint [n + escapes]; all ones: so many, and more."""
     escape = 2 ** (8 * gap_bytes) - 1
     gaps = np.diff(changed, prepend=-1) - 1
-    num_escapes, rest = np.divmod(gaps, escape)
+    num_escapes = gaps // escape
     ends = np.arange(len(gaps)) + np.cumsum(num_escapes)
     digits = np.full(int(ends[-1]) + 1, escape, f"<u{gap_bytes}")
-    digits[ends] = rest
+    digits[ends] = gaps - escape * num_escapes
     return digits
 
 
-def _differences(old: Array, new: Array, changed: Array) -> Array:
+def _differences(old: Array, new: Array) -> Array:
     """New minus old word modulo 2^bits, small ones of either sign as small numbers, uint [n]."""
-    difference = new[changed] - old[changed]
+    difference = new - old
     signed = difference.view(difference.dtype.str.replace("u", "i"))
     return ((signed << 1) ^ (signed >> (8 * signed.itemsize - 1))).view(difference.dtype)
 
@@ -209,3 +306,7 @@ def _in_order(
             yield ahead.popleft().result()
     while ahead:
         yield ahead.popleft().result()
+
+
+if __name__ == "__main__":
+    _main()

@@ -11,17 +11,18 @@ version number never names two contents. A root has one writer, many readers.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from ratoon.errors import ErrorCode, RatoonError, invalid
-from ratoon.stream.deltas import write_delta
+from ratoon.log import get_logger
+from ratoon.stream.deltas import write_delta_apart
 from ratoon.stream.files import (
     digest_file,
     fsync_folder,
@@ -38,13 +39,12 @@ from ratoon.stream.files import (
 )
 from ratoon.stream.manifest import WeightDelta, WeightFile, WeightKind, WeightManifest
 
+_LOG = get_logger("versions")
 MANIFEST_NAME = "manifest.json"
 SPARE_NAME = ".spare"
 MANIFEST_FORMAT = 2
 # Per chunk; the wire's own limit.
 MAX_CHUNK_BYTES = 16 * 2**20
-# Files of a version that are read at a time.
-_DIGEST_THREADS = min(os.cpu_count() or 1, 16)
 
 _VERSION_PATTERN = re.compile(r"[0-9]{8,}")
 _DIGEST_PATTERN = re.compile(r"[0-9a-f]{32}")
@@ -60,18 +60,19 @@ def publish_version(
     policy_id: str,
     version: int,
     kind: WeightKind,
-    write: Callable[[Path], None],
+    write: Callable[[Path], Mapping[str, str]],
     created_at: float,
     *,
     deltas: bool = False,
 ) -> WeightManifest:
     """Make `version` visible with the files that `write` puts in the (flat) folder it is given.
 
-    `write` may find files there, to be written over. If the version exists, return its manifest
-    without calling `write`: after a crash the same step gives the same bits. With `deltas` it has a
-    delta from the newest other version, where that is small enough. Raises INVALID_ARGUMENT where
-    the existing version is another policy's or of another kind, and whatever `write` raises;
-    nothing is visible then.
+    `write` may find files there, to be written over, and returns the digests of files, by name,
+    that it took while it wrote them; the others are read for theirs. If the version exists, return
+    its manifest without calling `write`: after a crash the same step gives the same bits. With
+    `deltas` it has a delta from the newest other version, where that is small enough. Raises
+    INVALID_ARGUMENT where the existing version is another policy's or of another kind, and whatever
+    `write` raises; nothing is visible then.
     """
     if version < 0:
         raise invalid("version", version, "at least 0")
@@ -85,7 +86,7 @@ def publish_version(
     temporary = temporary_name(target)
     spares = _take_spare(root, temporary)
     try:
-        write(temporary)
+        known = write(temporary)
         for path in spares:
             if path.exists() and path.stat().st_mtime_ns == 0:
                 path.unlink()
@@ -93,7 +94,7 @@ def publish_version(
             policy_id=policy_id,
             version=version,
             kind=kind,
-            files=_digest_files(temporary),
+            files=_describe_files(temporary, known),
             created_at=created_at,
         )
         if deltas:
@@ -113,7 +114,13 @@ def _with_delta(root: Path, folder: Path, manifest: WeightManifest) -> WeightMan
         return manifest
     path = folder / f"delta-from-{parent.version:08d}.bin"
     before = version_folder(root, parent.version)
-    share = write_delta(path, before, parent, folder, manifest.files)
+    try:
+        share = write_delta_apart(path, before, parent, folder, manifest.files)
+    except OSError as err:
+        # Whole files are what readers need.
+        _LOG.warning("no delta", version=manifest.version, reason=str(err))
+        path.unlink(missing_ok=True)
+        return manifest
     deltas: tuple[WeightDelta, ...] = ()
     if path.exists():
         deltas = (WeightDelta(parent_version=parent.version, file=_describe(path)),)
@@ -303,17 +310,22 @@ def _same_version(manifest: WeightManifest, policy_id: str, kind: WeightKind) ->
     return manifest
 
 
-def _digest_files(folder: Path) -> tuple[WeightFile, ...]:
+def _describe_files(folder: Path, known: Mapping[str, str]) -> tuple[WeightFile, ...]:
     paths = sorted(folder.iterdir())
+    unseen = known.keys() - {path.name for path in paths}
+    if unseen:
+        raise FileNotFoundError(
+            errno.ENOENT, "another rank wrote where this one cannot see", *unseen
+        )
     assert paths, "a version without files"
     assert all(path.is_file() and not path.is_symlink() for path in paths), "a version is flat"
     assert all(path.name != MANIFEST_NAME for path in paths), "manifest.json is ours"
-    with ThreadPoolExecutor(_DIGEST_THREADS) as threads:
-        return tuple(threads.map(_describe, paths))
+    return tuple(_describe(path, known.get(path.name)) for path in paths)
 
 
-def _describe(path: Path) -> WeightFile:
-    return WeightFile(name=path.name, size_bytes=path.stat().st_size, digest=digest_file(path))
+def _describe(path: Path, digest: str | None = None) -> WeightFile:
+    size_bytes = path.stat().st_size
+    return WeightFile(name=path.name, size_bytes=size_bytes, digest=digest or digest_file(path))
 
 
 def _encode(manifest: WeightManifest) -> bytes:

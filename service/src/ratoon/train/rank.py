@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ratoon.model.export import WeightsCopy
 from ratoon.model.policy_model import PolicyModel
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
@@ -49,7 +50,10 @@ class Stepped:
 
 
 class Rank:
-    """Not thread-safe, but for `write_states`. Methods are called on all ranks in one order."""
+    """Not thread-safe, but for `write_states` and `write_weights`.
+
+    Methods are called on all ranks in one order.
+    """
 
     def __init__(self, spec: TrainerSpec, model: PolicyModel, copies: Copies) -> None:
         self.model = model
@@ -67,6 +71,7 @@ class Rank:
         self._held: dict[int, OptimizerState] = {}
         self._read: OptimizerState | None = None
         self._values: dict[str, Tensor] = {}
+        self._weights_copy = WeightsCopy(model, copies.rank, copies.size)
 
     def device_model(self) -> str:
         """What this rank's device is called."""
@@ -146,6 +151,14 @@ class Rank:
         """Write what is held of a snapshot, and let it go. For any thread."""
         state = self._held.pop(number)
         return write_states(Path(folder), state, self.copies.rank, self.copies.size)
+
+    def hold_weights(self) -> None:
+        """Copy this rank's share of the weights to the host, for `write_weights`."""
+        self._weights_copy.take()
+
+    def write_weights(self, folder: str) -> dict[str, str]:
+        """Write the files of the share that is held; their digests by name. For any thread."""
+        return self._weights_copy.write(Path(folder))
 
     def read_states(self, folder: str, manifest: Manifest) -> tuple[int, int]:
         """Read this rank's parts of a checkpoint, for `take_states`; their `digest_sums`."""

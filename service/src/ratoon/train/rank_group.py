@@ -6,7 +6,9 @@ The leader is rank 0, in whose process all decisions are taken; the others are p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 from ratoon.errors import ErrorCode, RatoonError
@@ -27,7 +29,7 @@ class Pending(Protocol):
 
 
 class Peer(Protocol):
-    """A rank in another process. It runs one call after the other; `write_states` beside them."""
+    """A rank in another process. It runs one call after the other; what writes, beside them."""
 
     def start(self, name: str, args: tuple[object, ...], options: dict[str, object]) -> Pending:
         """Begin a call of `Rank`'s method of this name."""
@@ -39,7 +41,7 @@ class Peer(Protocol):
 
 
 class RankGroup:
-    """One thread calls it, except for `write_states`, which may run beside another call."""
+    """One thread calls it, except for `write_states` and `write_weights`, beside other calls."""
 
     def __init__(self, own: Rank, peers: Sequence[Peer] = ()) -> None:
         self.own = own
@@ -116,12 +118,29 @@ class RankGroup:
                 if not pending:
                     raise
                 errors.append(err)
-                # A checkpoint that fails must not stop the pass that runs beside it.
+                # A write that fails must not stop the pass that runs beside it.
                 for peer in self._peers if is_pass else ():
                     peer.stop()
         if errors:
             raise next((err for err in errors if not _is_cancelled(err)), errors[0])
         return results
+
+
+@dataclass(frozen=True, slots=True)
+class HeldWeights:
+    """The weights that ranks hold since `hold_weights`, until it is called again."""
+
+    ranks: RankGroup
+
+    def write(self, folder: Path) -> dict[str, str]:
+        """Write each rank's files to a folder that all of them see; digests by name.
+
+        For any thread. Raises what a rank raised, once none writes any more.
+        """
+        digests: dict[str, str] = {}
+        for each in self.ranks.all("write_weights", str(folder)):
+            digests |= each
+        return digests
 
 
 def _is_cancelled(error: Exception) -> bool:

@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.device_costs import DeviceRates
-from ratoon.model.export import WeightsCopy
 from ratoon.model.loader import load_model
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import ModelInfo
@@ -58,7 +57,7 @@ from ratoon.train.passes import ForwardColumns, PassTotals
 from ratoon.train.planning import cpu_planner, device_planner
 from ratoon.train.prepare import Prepared
 from ratoon.train.rank import Rank
-from ratoon.train.rank_group import Peer, RankGroup
+from ratoon.train.rank_group import HeldWeights, Peer, RankGroup
 from ratoon.train.rates import rates_of
 from ratoon.train.report import batch_sums
 from ratoon.train.report import build as report_builder
@@ -98,7 +97,6 @@ class Trainer:
         self._planner = cpu_planner(spec.micro_batch_tokens, num_ranks=self.ranks.size)
         self._window = GradientWindow()
         self._meter = UsageMeter(model, self.ranks.size)
-        self._weights_copy = WeightsCopy(model)
         self._snapshot_numbers = count()
         # Those that somebody has, whose states the ranks hold until they are written.
         self._snapshots = WeakValueDictionary[int, Snapshot]()
@@ -359,10 +357,10 @@ class Trainer:
         self.ranks.all("set_values", key, adds=adds, resets_optimizer=resets_optimizer)
         self.version += 1
 
-    def copy_weights(self) -> WeightsCopy:
-        """The weights of now on the host, which any thread may write until the next call."""
-        self._weights_copy.take()
-        return self._weights_copy
+    def copy_weights(self) -> HeldWeights:
+        """The weights of now on the hosts, which any thread may write until the next call."""
+        self.ranks.all("hold_weights")
+        return HeldWeights(self.ranks)
 
     def gradient_bytes(self, names: Sequence[str]) -> int:
         """Size of the gradient sums of these tensors, named as in exported weights.

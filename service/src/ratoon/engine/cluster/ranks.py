@@ -38,13 +38,17 @@ if TYPE_CHECKING:
     from ratoon.train.spec import TrainerSpec
 
 _LOG = get_logger("rank")
-_GROUPS = {"compute": 1, "control": 2, "files": 1}
+_GROUPS = {"compute": 1, "control": 2, "files": 1, "versions": 1}
 # A rank that does not answer for so long is lost, whatever it was asked; and how often one is asked
 # while it computes.
 _SILENT_S = 60.0
 _ASK_S = 10.0
-# The one method that runs beside others.
-_BESIDE = "write_states"
+# The methods that run beside others, each on a thread of its own.
+_BESIDE = {"write_states": "files", "write_weights": "versions"}
+_BEFORE_WRITES = {
+    "write_states": CrashPoint.RANK_BEFORE_CHECKPOINT,
+    "write_weights": CrashPoint.RANK_BEFORE_PUBLISH,
+}
 
 
 class RankActor:
@@ -97,9 +101,9 @@ class RankActor:
             self._reach(CrashPoint.RANK_AFTER_STEP)
         return answer
 
-    @ray.method(concurrency_group="files")
     def call_beside(self, name: str, args: Sequence[Any], options: dict[str, Any]) -> object:
-        self._reach(CrashPoint.RANK_BEFORE_CHECKPOINT)
+        """In the group of `_BESIDE`."""
+        self._reach(_BEFORE_WRITES[name])
         return getattr(self._rank, name)(*args, **options)
 
     @ray.method(concurrency_group="control")
@@ -170,8 +174,9 @@ class RayPeer:
         if self._load is not None:
             self._load.result()
             self._load = None
-        if name == _BESIDE:
-            reference = self._actor.call_beside.remote(name, args, options)
+        if name in _BESIDE:
+            beside = cast("Any", self._actor.call_beside).options(concurrency_group=_BESIDE[name])
+            reference = beside.remote(name, args, options)
         else:
             self._last = next(self._numbers)
             reference = self._actor.call.remote(self._last, name, args, options)

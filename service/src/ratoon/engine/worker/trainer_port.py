@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -55,8 +55,8 @@ class SnapshotPort(Protocol):
 class WeightsCopyPort(Protocol):
     """A trainer's weights between two steps; later steps do not change it."""
 
-    def write(self, folder: Path) -> None:
-        """Write model or adapter files into an empty folder. Thread-safe."""
+    def write(self, folder: Path) -> Mapping[str, str]:
+        """Write model or adapter files, over those of the folder; digests by name. Thread-safe."""
         ...
 
 

@@ -258,7 +258,8 @@ class WorkerCore:
     ) -> WeightManifest:
         """Write the held weights for readers, once; returns their manifest.
 
-        Raises `RatoonError`; nothing is visible then, and the copy is held still.
+        Raises `RatoonError`, with the copy held still, and `WorkerLostError`, where a rank is lost
+        that has a share of it; nothing is visible then.
         """
         with self._held_lock:
             self.fence(token)
@@ -289,6 +290,8 @@ class WorkerCore:
             return publish_version(*args, deltas=deltas)
         except RatoonError:
             raise
+        except WorkerLostError as err:
+            raise self._lost(f"version {held.version} was not written: {err}") from err
         except OSError as err:
             raise disk_fault(f"version {held.version}", err) from err
         except Exception as err:
