@@ -115,7 +115,8 @@ def test_two_ranks_publish_the_files_of_one(engine: Engine, tmp_path: Path) -> N
         manifests: list[WeightManifest] = []
         for num_workers in (1, 2):
             name = f"files-of-{num_workers}"
-            await _create(client, name, model=model, num_workers=num_workers)
+            parallel = ParallelLayout(num_workers=num_workers)
+            await _create(client, name, model=model, parallel=parallel)
             manifests.append(await client.weight_manifest(name, None))
             await done(client, await client.delete_policy(name))
         assert manifests[0].files == manifests[1].files
