@@ -1,0 +1,64 @@
+"""Files in the service's own folder of versions, where this host has it, in place of fetched ones.
+
+A file of this user is linked, any other copied, and each is verified after that.
+
+The service writes over files of pruned versions. It takes the version's folder its name first,
+looks then whether a file has another name or is open, and writes last. So a link that is there
+before it looks is seen. To know that ours was, the folder is looked at after linking: while it
+has the file, the service has not looked yet. A link that comes too late for that is removed again.
+What was written over before the link, or is another version of that number, has another digest.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from pathlib import Path
+
+from ratoon_client.results import WeightFile
+from ratoon_client.weights.checks import is_plain_name
+from ratoon_client.weights.partial import is_whole
+
+
+def published_folder(weights_root: Path, policy_id: str, version: int) -> Path | None:
+    """Where the service puts a version; None for an id that would lead elsewhere."""
+    return weights_root / policy_id / f"{version:08d}" if is_plain_name(policy_id) else None
+
+
+def take_published(source: Path, target: Path, file: WeightFile) -> bool:
+    """Make `target` of the service's `source`; whether that was possible and it is `file`.
+
+    Nothing is left at `target` otherwise.
+    """
+    try:
+        target.unlink(missing_ok=True)
+        if source.stat().st_size == file.size_bytes:
+            if not _is_linked(source, target):
+                _copy(source, target)
+            if is_whole(target, file):
+                return True
+        target.unlink(missing_ok=True)
+    except OSError:  # Pruned, not ours to read, no room: what is wrong shows in the fetch.
+        target.unlink(missing_ok=True)
+    return False
+
+
+def _is_linked(source: Path, target: Path) -> bool:
+    """Another user could change what is linked after it was verified."""
+    try:
+        target.hardlink_to(source)
+        linked = target.lstat()
+        is_ours = stat.S_ISREG(linked.st_mode) and linked.st_uid == os.geteuid()
+        if is_ours and os.path.samestat(linked, source.lstat()):
+            return True
+    except OSError:  # Another file system, or pruned meanwhile.
+        pass
+    target.unlink(missing_ok=True)
+    return False
+
+
+def _copy(source: Path, target: Path) -> None:
+    shutil.copyfile(source, target)
+    with target.open("rb") as copied:
+        os.fsync(copied.fileno())
