@@ -1,14 +1,22 @@
-"""What the benchmark of streams is made of: readers that miss no byte, deltas, its table."""
+"""What the benchmarks of streams are made of: readers that miss no byte, deltas, their tables."""
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.stream import bare_servers, delta
+from benchmarks.stream import bare_servers, delta, gpu, loop
 from benchmarks.stream.main import BEGIN, END, WHAT, _File, _read_http, write_markdown
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+# What a document shows: of as many GPUs as were measured.
+LOOP = max(RESULTS.glob("h100*/loop.json"))
 
 
 def test_bare_servers_send_the_whole_file(tmp_path: Path) -> None:
@@ -60,3 +68,76 @@ def test_the_section_has_every_figure(tmp_path: Path) -> None:
     assert all(f"| {what} | {index} |" in text for index, what in enumerate(WHAT.values()))
     assert "| step | 0.01 | 0.6 |" in text
     assert "from before" not in text
+
+
+@pytest.mark.parametrize(
+    ("write", "page", "path"),
+    [
+        (gpu.write_markdown, "performance.md", RESULTS / "h100" / "streams.json"),
+        (loop.write_markdown, "vllm_loop.md", LOOP),
+    ],
+)
+def test_documents_show_the_committed_figures(
+    write: Callable[[dict[str, Any], Path, str], None], page: str, path: Path, tmp_path: Path
+) -> None:
+    document, written = ROOT / "docs" / page, tmp_path / page
+    written.write_text(document.read_text(encoding="utf-8"), encoding="utf-8")
+    result = json.loads(path.read_text(encoding="utf-8"))
+    write(result, written, (Path("..") / path.relative_to(ROOT)).as_posix())
+    assert document.read_text(encoding="utf-8") == written.read_text(encoding="utf-8")
+
+
+def _evaluation(version: int, other: int | None, other_distance: float | None) -> dict[str, Any]:
+    fields = {"version": version, "reward": version / 100, "distance": 0.001 * (version + 1)}
+    both = {"other_version": other, "other_distance": other_distance}
+    return {"event": "evaluation", **fields, **both}
+
+
+def _served(version: int, seconds: float | None) -> dict[str, Any]:
+    names = ("pause_s", "commit_s", "fetch_s", "verify_s")
+    fields = dict.fromkeys(names, seconds or 9.0)
+    return {"event": "served", "version": version, **fields, "first_token_s": seconds}
+
+
+def test_figures_of_a_loop_follow_from_its_events() -> None:
+    events: list[Mapping[str, Any]] = [
+        _served(0, None),
+        _evaluation(0, None, None),
+        {"event": "update", "version": 1, "entropy": 5.0},
+        # Skipped: the version stays.
+        {"event": "update", "version": 1},
+        _served(1, 1.0),
+        {"event": "update", "version": 2},
+        {"event": "failure", "version": 2, "error": "no answer"},
+        _served(2, 2.0),
+        _served(3, 6.0),
+        _evaluation(10, 0, 0.5),
+        _evaluation(30, 0, 0.9),
+    ]
+    found = loop.figures([loop.kept(event) for event in events])
+    assert (found["versions"], found["failures"]) == (2, 1)
+    assert (found["first_reward"], found["last_reward"]) == (0.0, 0.3)
+    assert (found["pause_s"], found["pause_s_worst"]) == (2.0, 6.0)
+    assert (found["pull_s"], found["first_token_s"]) == (4.0, 2.0)
+    assert found["distance"] == pytest.approx(0.043 / 3)
+    assert (found["other_distance"], found["versions_apart"]) == (pytest.approx(0.7), 20)
+
+
+def test_cases_of_one_server_share_it() -> None:
+    servers = {name: loop.CASES[name].server for name in loop.CASES}
+    assert set(loop.DEFAULT) <= set(servers)
+    assert servers["learns"] == servers["control"]
+    assert servers["0.6B ratoon"] == servers["0.6B reload"] != servers["0.6B nccl"]
+
+
+def test_a_loop_that_fails_is_told(tmp_path: Path) -> None:
+    """Also one that writes nothing."""
+    command = [sys.executable, "-c", "import sys; sys.exit(3)"]
+    row = loop._run(loop.CASES["learns"], command, {}, tmp_path / "learns")
+    assert (row["status"], row["events"]) == (3, [])
+    document = tmp_path / "page.md"
+    document.write_text(f"{loop.BEGIN}\n{loop.END}\n")
+    where = {"gpu": "H100", "num_gpus": 2, "versions": {"torch": "2"}, "commit": "c" * 40}
+    loop.write_markdown({**where, "cases": [row]}, document, "loop.json")
+    assert "| learns (ended with 3) | 0 | – |" in document.read_text()
+    assert "trainer and vLLM have a GPU each" in document.read_text()
