@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+import torch
 
 from benchmarks.stream import bare_servers, delta, gpu, loop
 from benchmarks.stream.main import BEGIN, END, WHAT, _File, _read_http, write_markdown
+from examples import vllm_loop
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -128,6 +132,67 @@ def test_cases_of_one_server_share_it() -> None:
     assert set(loop.DEFAULT) <= set(servers)
     assert servers["learns"] == servers["control"]
     assert servers["0.6B ratoon"] == servers["0.6B reload"] != servers["0.6B nccl"]
+
+
+class Stub:
+    """A service, a client or a server that does nothing; each keeps what it was made with."""
+
+    made: ClassVar[list[tuple[tuple[Any, ...], dict[str, Any]]]] = []
+    grpc = "grpc://127.0.0.1:1"
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self.made.append((arguments, options))
+
+    def __enter__(self) -> Stub:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def __getattr__(self, _: str) -> Any:
+        return lambda *_, **__: self
+
+
+def test_trainer_and_sampler_have_a_gpu_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What cannot run without GPUs: all commands and environments of the default cases."""
+    runs: list[tuple[argparse.Namespace, Mapping[str, str]]] = []
+
+    def run(_: object, command: Sequence[str], environment: Mapping[str, str], __: Path) -> Any:
+        runs.append((vllm_loop.parser().parse_args(command[2:]), environment))
+        return {}
+
+    monkeypatch.setattr(Stub, "made", [])
+    monkeypatch.setattr(loop, "_write_model", lambda *_: None)
+    monkeypatch.setattr(loop, "_wait_for", lambda *_: None)
+    monkeypatch.setattr(loop, "_run", run)
+    monkeypatch.setattr(loop, "Service", Stub)
+    monkeypatch.setattr(loop, "RatoonClient", Stub)
+    monkeypatch.setattr(subprocess, "Popen", Stub)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    args = argparse.Namespace(
+        cases=loop.DEFAULT, logs=None, seed=0, vllm_python="python", vllm_path="site"
+    )
+    assert len(list(loop.measure(args, tmp_path))) == len(loop.DEFAULT)
+
+    servers = {
+        command[command.index("--port") + 1]: (command, options["env"])
+        for (command, *_), options in Stub.made
+        if "env" in options
+    }
+    (service,) = (options for _, options in Stub.made if "weights_root" in options)
+    assert len(servers) == 4
+    for name, (asked, environment) in zip(loop.DEFAULT, runs, strict=True):
+        command, of_vllm = servers[asked.vllm.rpartition(":")[2]]
+        assert str(tmp_path / "models" / loop.CASES[name].size.name) in command
+        assert (asked.vllm_backend == "nccl") == ('{"backend": "nccl"}' in command)
+        assert of_vllm["CUDA_VISIBLE_DEVICES"] == "1"
+        assert environment["CUDA_VISIBLE_DEVICES"] == "0"
+        assert environment["RATOON_WEIGHTS_ROOT"] == service["weights_root"]
+    assert service["environment"]["CUDA_VISIBLE_DEVICES"] == "0"
+    assert [asked.vllm_backend for asked, _ in runs] == [
+        *("reload", "reload", "ratoon", "nccl", "ratoon"),
+    ]
 
 
 def test_a_loop_that_fails_is_told(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from ratoon.engine.files.paths import policy_paths
 from ratoon.stream.manifest import WeightKind
 from ratoon.stream.versions import prune_versions, publish_version, version_folder
 from ratoon_client import AsyncRatoonClient, ClientConfig, RatoonClient
@@ -35,7 +36,7 @@ class Publisher:
     def __init__(self, service: FakeService, weights_root: Path) -> None:
         self.service = service
         self.weights_root = weights_root
-        self.root = weights_root / "p"
+        self.root = policy_paths(weights_root / "unused", "p", weights_root).weights
 
     def publish(
         self,
