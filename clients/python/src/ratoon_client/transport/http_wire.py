@@ -51,19 +51,19 @@ class HttpTransport:
         # connection that it is just given, for ever and in vain.
         self._slots = asyncio.Semaphore(_MAX_IN_FLIGHT)
         headers = {"Authorization": config.authorization} if config.authorization else {}
-        self._ranges = RangeReader(
-            base_url,
-            headers,
-            context,
-            in_flight=config.fetches_in_flight,
-            connect_timeout_s=_CONNECT_TIMEOUT_S,
-        )
         self._client = httpx.AsyncClient(
             base_url=base_url,
             trust_env=False,
             verify=True if context is None else context,
             headers=headers,
             limits=httpx.Limits(max_keepalive_connections=_MAX_IN_FLIGHT),
+        )
+        self._ranges = RangeReader(
+            base_url,
+            headers,
+            context,
+            in_flight=config.fetches_in_flight,
+            connect_timeout_s=_CONNECT_TIMEOUT_S,
         )
 
     async def call(

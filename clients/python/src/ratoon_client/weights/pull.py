@@ -207,28 +207,32 @@ async def _fetch_missing(
 ) -> None:
     begun = time.monotonic()
     ranges = list(chunk_ranges(file.size_bytes, await caller.chunk_bytes()))
-    in_flight = asyncio.Semaphore(caller.config.fetches_in_flight)
+    missing = await in_thread(partial.missing, ranges)
+    rest = iter(missing)
 
     async def fetch(part: ChunkRange) -> None:
-        async with in_flight:
-            data = await retried(
-                lambda left_s: caller.transport.read_file(
-                    manifest.policy_id,
-                    manifest.version,
-                    file,
-                    offset=part.offset,
-                    length=part.length,
-                    timeout_s=min(left_s, caller.config.attempt_timeout_s),
-                ),
-                timeout_s=caller.config.timeout_s,
-            )
-            await in_thread(partial.write, part.offset, data)
+        data = await retried(
+            lambda left_s: caller.transport.read_file(
+                manifest.policy_id,
+                manifest.version,
+                file,
+                offset=part.offset,
+                length=part.length,
+                timeout_s=min(left_s, caller.config.attempt_timeout_s),
+            ),
+            timeout_s=caller.config.timeout_s,
+        )
+        await in_thread(partial.write, part.offset, data)
 
-    missing = await in_thread(partial.missing, ranges)
+    async def fetch_rest() -> None:
+        """One after the other: after one that fails, none begins."""
+        for part in rest:
+            await fetch(part)
+
     with _first_error():
         async with asyncio.TaskGroup() as tasks:
-            for part in missing:
-                tasks.create_task(fetch(part))
+            for _ in range(caller.config.fetches_in_flight):
+                tasks.create_task(fetch_rest())
     fetched.num_bytes += sum(part.length for part in missing)
     fetched.seconds += time.monotonic() - begun
 
