@@ -1,12 +1,14 @@
-"""Files in the service's own folder of versions, where this host has it, in place of fetched ones.
+"""Files of a version from the service's own folder, where this host has it.
 
-A file of this user is linked, any other copied, and each is verified after that.
+A file of this user is linked, any other is copied, and both are verified after that.
 
-The service writes over files of pruned versions. It takes the version's folder its name first,
-looks then whether a file has another name or is open, and writes last. So a link that is there
-before it looks is seen. To know that ours was, the folder is looked at after linking: while it
-has the file, the service has not looked yet. A link that comes too late for that is removed again.
-What was written over before the link, or is another version of that number, has another digest.
+Why nothing that is linked is written over: the service uses the files of a pruned version again in
+three steps. It renames the version's folder; it checks that a file has no other name and that
+nobody has it open; it writes. A link that is there before the check is seen by it. So once a file
+is linked it is looked up under the version's name again: while it is there, the folder was not yet
+renamed, and the check is still to come. Else the link may have come too late, and is removed. Bytes
+that were written over before, or are of another version of that number, have another digest. Where
+a file system has no leases (fcntl(2)), as networks' have none, the service writes over no file.
 """
 
 from __future__ import annotations
