@@ -101,7 +101,7 @@ CASES = {
             name="control",
             size=SMALL,
             backend="reload",
-            versions=100,
+            versions=60,
             options=("--shuffled-rewards",),
         ),
         *(

@@ -70,7 +70,10 @@ class PartialFile:
     def missing(self, ranges: list[ChunkRange]) -> list[ChunkRange]:
         """Those of `ranges` that are not on disk with the digest they came with."""
         logged = self._logged()
-        return [part for part in ranges if logged.get(part) != self._digest_at(part)]
+        # Of what was never logged nothing is read.
+        return [
+            part for part in ranges if part not in logged or logged[part] != self._digest_at(part)
+        ]
 
     def write(self, offset: int, data: bytes) -> None:
         """The log's line comes after the bytes: a crash in between loses one chunk."""
@@ -81,12 +84,12 @@ class PartialFile:
         with self._lock:
             self._ahead[offset] = len(data)
             while length := self._ahead.pop(self._digested, 0):
-                self._digest(length)
+                self._digest_next(length)
 
     def finish(self, digest: str) -> None:
         """Put the bytes on disk. Raises IntegrityError, and forgets them, where they are others."""
         with self._lock:
-            self._digest(self._size_bytes - self._digested)
+            self._digest_next(self._size_bytes - self._digested)
         if self._state.hexdigest() != digest:
             self.path.unlink()
             self._log_path.unlink()
@@ -107,7 +110,7 @@ class PartialFile:
     def _digest_at(self, part: ChunkRange) -> str:
         return digest_of(os.pread(self._data, part.length, part.offset))
 
-    def _digest(self, length: int) -> None:
+    def _digest_next(self, length: int) -> None:
         """Add the next bytes, as they are in the file, to its digest."""
         stop = self._digested + length
         while block := os.pread(
