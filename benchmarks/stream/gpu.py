@@ -132,7 +132,10 @@ def measure(plan: Plan, device: str, root: Path, seed: int) -> Iterator[dict[str
 
 
 def _pull(service: Service, root: Path, weights_root: Path | None) -> tuple[float, int]:
-    """Seconds and bytes of the newest version."""
+    """Seconds and bytes of the newest version.
+
+    Raises `RuntimeError` where bytes were fetched beside a `weights_root`.
+    """
     config = ClientConfig(timeout_s=PATIENCE_S, weights_root=weights_root)
     with (
         RatoonClient(service.http, config=config) as reader,
@@ -141,6 +144,8 @@ def _pull(service: Service, root: Path, weights_root: Path | None) -> tuple[floa
         begin = time.perf_counter()
         pulled = reader.pull_weights(start.POLICY, Path(folder) / "pulled")
         seconds = time.perf_counter() - begin
+    if weights_root is not None and pulled.fetched_bytes:
+        raise RuntimeError(f"{pulled.fetched_bytes} bytes were fetched, not linked")
     return seconds, sum(file.size_bytes for file in pulled.manifest.files)
 
 

@@ -293,7 +293,10 @@ def _asked(reader: socket.socket, file: _File, *headers: str) -> tuple[bytes, by
 
 
 def _pull(target: str, beside: Path, weights_root: Path | None = None) -> float:
-    """GB/s of a client that has its connection: a version whole and verified, in memory."""
+    """GB/s of a client that has its connection: a version whole and verified, in memory.
+
+    Raises `RuntimeError` where bytes were fetched beside a `weights_root`.
+    """
     config = ClientConfig(timeout_s=PATIENCE_S, weights_root=weights_root)
     with (
         tempfile.TemporaryDirectory(dir=beside) as folder,
@@ -303,6 +306,8 @@ def _pull(target: str, beside: Path, weights_root: Path | None = None) -> float:
         started = time.perf_counter()
         pulled = client.pull_weights(POLICY, Path(folder) / "pulled")
         seconds = time.perf_counter() - started
+    if weights_root is not None and pulled.fetched_bytes:
+        raise RuntimeError(f"{pulled.fetched_bytes} bytes were fetched, not linked")
     return sum(file.size_bytes for file in pulled.manifest.files) / GB / seconds
 
 
