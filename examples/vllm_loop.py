@@ -36,6 +36,7 @@ from ratoon_client import (
     StagedVllmAdapter,
     Staleness,
     VllmAdapter,
+    VllmNcclAdapter,
     WeightManifest,
     group,
     rollout,
@@ -45,7 +46,7 @@ REQUEST_S = 600.0
 RECEIVE_S = 600.0
 T = TypeVar("T")
 # How versions come into the engine.
-BACKENDS = {"reload": VllmAdapter, "ratoon": StagedVllmAdapter}
+BACKENDS = {"reload": VllmAdapter, "ratoon": StagedVllmAdapter, "nccl": VllmNcclAdapter}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +211,9 @@ class Loop:
             arguments.vllm, temperature=arguments.temperature, max_tokens=arguments.max_tokens
         )
         stack.callback(self._engine.close)
-        vllm = stack.enter_context(BACKENDS[arguments.vllm_backend](arguments.vllm))
+        options = {"device": arguments.device} if arguments.vllm_backend == "nccl" else {}
+        backend = BACKENDS[arguments.vllm_backend]
+        vllm = stack.enter_context(backend(arguments.vllm, **options))
         first = self._prompt(self._task.evaluation[0])
         self._adapter = TimedAdapter(vllm, lambda: self._engine.sample(first, 1, max_tokens=1))
         # A new one: what the engine has now is not known, so it is given the newest version.
@@ -229,7 +232,8 @@ class Loop:
         # When the step of each version was answered.
         self._stepped: dict[int, float] = {}
         self._received = -1
-        self._evaluated: tuple[int, list[Group]] | None = None
+        # The first evaluation: its version, and what that sampled.
+        self._first: tuple[int, list[Group]] | None = None
         self._num_groups = 0
 
     def run(self) -> tuple[float, float]:
@@ -254,7 +258,7 @@ class Loop:
         """Mean reward over the held-out prompts, one sample each, once the engine is up to date.
 
         Log-probs of the sampler are compared with those of the trainer's Forward: of the version
-        that sampled, and for the samples of the evaluation before, of a version that did not.
+        that sampled, and for the samples of the first evaluation, of a version that did not.
         """
         self._wait_until_served()
         queries = self._task.evaluation[: self._arguments.held_out]
@@ -268,19 +272,19 @@ class Loop:
         groups = [self._group(answer, answer.rewards) for answer in answers]
         same, other = self._distance(groups), None
         line = f"held out at {self.version}: reward {held_out:.3f}, |sampler - trainer| {same:.5f}"
-        if self._evaluated is not None:
-            other = self._distance(self._evaluated[1])
-            line += f", for samples of version {self._evaluated[0]} {other:.5f}"
+        if self._first is not None:
+            other = self._distance(self._first[1])
+            line += f", for samples of version {self._first[0]} {other:.5f}"
         self._log.write(
             "evaluation",
             line,
             version=self.version,
             reward=held_out,
             distance=same,
-            other_version=None if self._evaluated is None else self._evaluated[0],
+            other_version=None if self._first is None else self._first[0],
             other_distance=other,
         )
-        self._evaluated = self.version, groups
+        self._first = self._first or (self.version, groups)
         return held_out
 
     def _distance(self, groups: Sequence[Group]) -> float:
@@ -439,6 +443,7 @@ def parser() -> argparse.ArgumentParser:
     add("--url", default="grpc://127.0.0.1:8443", help="the service")
     add("--vllm", default="http://127.0.0.1:8001", help="the engine")
     add("--vllm-backend", choices=tuple(BACKENDS), default="reload", help="how it takes versions")
+    add("--device", default="cuda:0", help="for nccl: a GPU that the engine has not")
     add("--policy", default="vllm-loop")
     add("--root", type=Path, default="/dev/shm", help="holds versions; the engine reads them there")
     add("--versions", type=int, default=200, help="how many to train")

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import httpx
@@ -36,10 +37,16 @@ TITLES = {
 
 
 class Service:
-    """A context manager, after which none of its processes run."""
+    """A context manager, after which none of its processes run.
 
-    def __init__(self, root: Path, **settings: object) -> None:
+    `environment`: variables of its processes, besides this one's.
+    """
+
+    def __init__(
+        self, root: Path, *, environment: Mapping[str, str] | None = None, **settings: object
+    ) -> None:
         self.root = root
+        self._environment = environment or {}
         self.num_kills = 0
         self.http_port, self.grpc_port, self.serve_port = free_port(), free_port(), free_port()
         self._config = root / "config.yaml"
@@ -90,7 +97,12 @@ class Service:
                 [*command, "serve", "--config", str(self._config)],
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"},
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    "RAY_USAGE_STATS_ENABLED": "0",
+                    **self._environment,
+                },
                 start_new_session=True,
             )
         deadline = time.monotonic() + START_S

@@ -26,7 +26,7 @@ from benchmarks.service.run import MODEL, SMALL, Plan, rollouts, write_model
 from benchmarks.service.start import PATIENCE_S
 from harness.gpu_results import write_result
 from harness.service import Service
-from ratoon_client import Loss, Optim, Publish, RatoonClient
+from ratoon_client import ClientConfig, Loss, Optim, Publish, RatoonClient
 from ratoon_client.policy_options import PublishKind
 
 BEGIN = "<!-- streams of a GPU: written by benchmarks/stream/gpu.py -->"
@@ -39,6 +39,7 @@ WANTED = {
     "visible_s": "<= 1.0",
     "update_over_trained": "<= 1.08",
     "pull_s": "",
+    "pull_host_s": "",
     "delta_visible_s": "<= 2.0",
     "trained_beside_delta": "<= 1.05",
     "changed_share": "",
@@ -49,6 +50,7 @@ WHAT = {
     "visible_s": "from a step's end until its version can be fetched, seconds",
     "update_over_trained": "an update as its caller waits for it, over what is trained in it",
     "pull_s": "the version pulled over HTTP on the same machine, seconds",
+    "pull_host_s": "the same by its `weights_root`: linked and verified, seconds",
     "delta_visible_s": "`visible`, with a delta from the version before",
     "trained_beside_delta": "what is trained in an update beside a delta, over that without",
     "changed_share": "weights that a step changes, of 1",
@@ -94,25 +96,25 @@ def measure(plan: Plan, device: str, root: Path, seed: int) -> Iterator[dict[str
     """Medians and their samples: of a policy without deltas, then with those of one that has them,
     which are absent before.
     """
+    weights_root = root / "weights"
+    settings: dict[str, Any] = {
+        **start.settings_of(plan, device, root),
+        "weights_root": str(weights_root),
+    }
     with (
-        Service(root, **start.settings_of(plan, device, root)) as service,
+        Service(root, **settings) as service,
         RatoonClient(service.grpc, timeout_s=PATIENCE_S) as client,
     ):
         plain = _updates(client, plan, seed, with_deltas=False)
-        with (
-            RatoonClient(service.http, timeout_s=PATIENCE_S) as reader,
-            tempfile.TemporaryDirectory(dir=root) as folder,
-        ):
-            begin = time.perf_counter()
-            pulled = reader.pull_weights(start.POLICY, Path(folder) / "pulled")
-            pull_s = time.perf_counter() - begin
-        size_bytes = sum(file.size_bytes for file in pulled.manifest.files)
+        pull_s, size_bytes = _pull(service, root, None)
+        pull_host_s, _ = _pull(service, root, weights_root)
         steady = plain[NUM_LEFT_OUT:]
         result = {
             "trainer_stall_s": _median(steady, "publish_s"),
             "visible_s": _median(steady, "visible_s"),
             "update_over_trained": statistics.median(r["seconds"] / r["trained_s"] for r in steady),
             "pull_s": pull_s,
+            "pull_host_s": pull_host_s,
             "delta_visible_s": None,
             "changed_share": None,
             "delta_percent": None,
@@ -131,6 +133,24 @@ def measure(plan: Plan, device: str, root: Path, seed: int) -> Iterator[dict[str
         "delta_percent": 100 * statistics.median(sizes) / size_bytes if sizes else None,
         "updates_with_deltas": deltas,
     }
+
+
+def _pull(service: Service, root: Path, weights_root: Path | None) -> tuple[float, int]:
+    """Seconds and bytes of the newest version.
+
+    Raises `RuntimeError` where bytes were fetched beside a `weights_root`.
+    """
+    config = ClientConfig(timeout_s=PATIENCE_S, weights_root=weights_root)
+    with (
+        RatoonClient(service.http, config=config) as reader,
+        tempfile.TemporaryDirectory(dir=root) as folder,
+    ):
+        begin = time.perf_counter()
+        pulled = reader.pull_weights(start.POLICY, Path(folder) / "pulled")
+        seconds = time.perf_counter() - begin
+    if weights_root is not None and pulled.fetched_bytes:
+        raise RuntimeError(f"{pulled.fetched_bytes} bytes were fetched, not linked")
+    return seconds, sum(file.size_bytes for file in pulled.manifest.files)
 
 
 def _median(rows: list[dict[str, Any]], name: str) -> float:
@@ -195,7 +215,7 @@ def write_markdown(result: dict[str, Any], path: Path, result_link: str) -> None
 def _cells(result: dict[str, Any]) -> list[list[str]]:
     values = result | {"trained_beside_delta": _trained_beside_delta(result)}
     return [
-        [what, "–" if values[name] is None else f"{values[name]:.3g}", WANTED[name]]
+        [what, "–" if values.get(name) is None else f"{values[name]:.3g}", WANTED[name]]
         for name, what in WHAT.items()
     ]
 

@@ -1,10 +1,12 @@
 """Runs examples/vllm_loop.py with real vLLM servers, service and samplers on one machine.
 
 A small policy learns the demo's task from random weights, and a control of it, whose rewards are
-shuffled, does not; the geometry of Qwen3-0.6B, with random weights, is for seconds. One GPU is
-enough for a trainer and a sampler of these sizes. vLLM may be another Python's.
+shuffled, does not; the geometries of Qwen3-0.6B and 8B, with random weights, are for seconds. The
+trainer has the first GPU, vLLM the last. Where that is the same one, it is enough for all cases
+but those of 8B and NCCL. vLLM may be another Python's.
 
-    python -m benchmarks.stream.loop --out benchmarks/results/h100/loop.json --vllm-python PYTHON
+    python -m benchmarks.stream.loop --out benchmarks/results/h100x2/loop.json --vllm-python PYTHON
+    python -m benchmarks.stream.loop --report FILE --markdown docs/vllm_loop.md
 """
 
 from __future__ import annotations
@@ -18,24 +20,28 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import torch
 
-from benchmarks.common.document import aligned
+from benchmarks.common.command import names
+from benchmarks.common.document import aligned, link, markdown_table, write_section
+from benchmarks.common.timing import release
 from benchmarks.service.start import PATIENCE_S
 from benchmarks.step.subjects import build_module
-from benchmarks.step.workload import ModelSize
+from benchmarks.step.workload import QWEN3_8B, ModelSize
 from harness.gpu_results import ROOT, write_result
 from harness.service import Service
 from ratoon.model.tokenizer import VOCAB_SIZE, byte_tokenizer
 from ratoon.ports import free_port
 from ratoon_client import RatoonClient
 
+BEGIN = "<!-- loop with vLLM: written by benchmarks/stream/loop.py -->"
+END = "<!-- end of loop with vLLM -->"
 SMALL = ModelSize(
     name="small", num_layers=8, hidden_size=384, num_heads=6, num_kv_heads=2, head_dim=64,
     intermediate_size=1024, vocab_size=VOCAB_SIZE, ties_embeddings=True,
@@ -44,7 +50,6 @@ QWEN3_0_6B = ModelSize(
     name="Qwen3-0.6B", num_layers=28, hidden_size=1024, num_heads=16, num_kv_heads=8, head_dim=128,
     intermediate_size=3072, vocab_size=151_936, ties_embeddings=True,
 )  # fmt: skip
-SIZES = (SMALL, QWEN3_0_6B)
 START_S = 400.0
 KV_BYTES = 4 * 10**9
 VLLM_ENVIRONMENT = {
@@ -53,6 +58,14 @@ VLLM_ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "HF_HUB_OFFLINE": "1",
 }
+# All ranks are of this machine, which may have no network.
+NCCL = {"NCCL_SOCKET_IFNAME": "lo"}
+# What is kept of an event, in a result.
+KEPT = (
+    *("event", "version", "reward", "staleness_max", "dropped_stale", "straddled_prompts"),
+    *("update_s", "publish_s", "fetch_s", "verify_s", "commit_s", "pause_s", "first_token_s"),
+    *("distance", "other_version", "other_distance", "error"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,21 +78,47 @@ class Case:
     versions: int
     options: tuple[str, ...] = ()
 
+    @property
+    def server(self) -> Server:
+        """Either kind of weight transfer reloads, too."""
+        return Server(self.size, "nccl" if self.backend == "nccl" else "ratoon")
 
-# A learning rate of 0.6B that does no harm in so few steps; what it learns is not looked at.
+
+class Server(NamedTuple):
+    """A vLLM server that cases may share."""
+
+    size: ModelSize
+    transfer: str
+
+
+# A learning rate that does no harm in so few steps; what is learned is not looked at.
 _FOR_SECONDS = ("--learning-rate", "1e-6", "--evaluate-every", "10", "--held-out", "64")
-CASES = (
-    Case(name="learns", size=SMALL, backend="reload", versions=120),
-    Case(
-        name="control", size=SMALL, backend="reload", versions=100, options=("--shuffled-rewards",)
-    ),
-    Case(
-        name="0.6B ratoon", size=QWEN3_0_6B, backend="ratoon", versions=50, options=_FOR_SECONDS
-    ),
-    Case(
-        name="0.6B reload", size=QWEN3_0_6B, backend="reload", versions=50, options=_FOR_SECONDS
-    ),
-)  # fmt: skip
+CASES = {
+    case.name: case
+    for case in (
+        Case(name="learns", size=SMALL, backend="reload", versions=120),
+        Case(
+            name="control",
+            size=SMALL,
+            backend="reload",
+            versions=60,
+            options=("--shuffled-rewards",),
+        ),
+        *(
+            Case(
+                name=f"0.6B {backend}",
+                size=QWEN3_0_6B,
+                backend=backend,
+                versions=20,
+                options=_FOR_SECONDS,
+            )
+            for backend in ("ratoon", "nccl", "reload")
+        ),
+        Case(name="8B ratoon", size=QWEN3_8B, backend="ratoon", versions=10, options=_FOR_SECONDS),
+    )
+}
+# In ten minutes.
+DEFAULT = ("learns", "control", "0.6B ratoon", "0.6B nccl", "8B ratoon")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -89,6 +128,8 @@ def main(arguments: list[str] | None = None) -> None:
     mode = parser.add_mutually_exclusive_group(required=True)
     mode.add_argument("--out", type=Path, help="measure into this result file")
     mode.add_argument("--report", type=Path, help="print the table of this result file")
+    parser.add_argument("--markdown", type=Path, help="with --report: fill in this document")
+    parser.add_argument("--cases", type=names, default=DEFAULT, help=f"of {', '.join(CASES)}")
     parser.add_argument("--vllm-python", default=sys.executable, help="that has vLLM")
     parser.add_argument("--vllm-path", default="", help="its PYTHONPATH")
     parser.add_argument("--root", type=Path, default=Path("/dev/shm"), help="work below it")
@@ -103,36 +144,45 @@ def main(arguments: list[str] | None = None) -> None:
             for case in measure(args, Path(folder)):
                 cases.append(case)
                 write_result(args.out, {"cases": cases}, seed=args.seed)
-    print("\n".join(format_table(cases)))
+    print("\n".join(aligned([[*COLUMNS.values()], *map(_cells, cases)])))
+    if args.report is not None and args.markdown is not None:
+        result = json.loads(args.report.read_text(encoding="utf-8"))
+        write_markdown(result, args.markdown, link(args.report, args.markdown))
 
 
 def measure(args: argparse.Namespace, root: Path) -> Iterator[dict[str, Any]]:
-    """The figures of each case, with its raw events."""
+    """Each case, with its raw events."""
     logs = args.logs or root
-    for size in SIZES:
+    cases = [CASES[name] for name in args.cases]
+    for size in {case.size: None for case in cases}:
         _write_model(size, root / "models" / size.name, args.seed)
-    ports = {size.name: free_port() for size in SIZES}
+    trainer = {"CUDA_VISIBLE_DEVICES": "0", "RATOON_WEIGHTS_ROOT": str(root / "weights"), **NCCL}
     settings = {
         "crash_points": False,
         "worker": {"device": "cuda", "num_threads": 8},
         "weights_root": str(root / "weights"),
         "ray": {"num_cpus": 8, "temp_folder": str(root / "ray")},
     }
-    with (
-        Service(root, **settings) as service,
-        _vllm(args, SMALL, root, ports[SMALL.name], logs),
-        _vllm(args, QWEN3_0_6B, root, ports[QWEN3_0_6B.name], logs) as second,
-        RatoonClient(service.grpc, timeout_s=PATIENCE_S) as client,
-    ):
-        for number, case in enumerate(CASES):
-            if second.poll() is not None:
-                raise RuntimeError(f"vLLM has ended; {logs} says why")
-            policy, port = f"loop-{number}", ports[case.size.name]
+    with ExitStack() as opened:
+        servers = {
+            server: opened.enter_context(_vllm(args, server, root, logs))
+            for server in dict.fromkeys(case.server for case in cases)
+        }
+        service = opened.enter_context(Service(root, environment=trainer, **settings))
+        client = opened.enter_context(RatoonClient(service.grpc, timeout_s=PATIENCE_S))
+        for number, case in enumerate(cases):
+            policy, (process, port) = f"loop-{number}", servers[case.server]
             client.create_policy(
                 policy, model_folder=case.size.name, dtype="bfloat16", seed=7, recovery="fail"
             ).result(PATIENCE_S)
-            _wait_for(port)
-            yield _run(case, policy, service.grpc, port, root, logs)
+            _wait_for(process, port)
+            command = [
+                *(sys.executable, str(ROOT / "examples" / "vllm_loop.py"), "--url", service.grpc),
+                *("--vllm", f"http://127.0.0.1:{port}", "--vllm-backend", case.backend),
+                *("--policy", policy, "--root", str(root), "--versions", str(case.versions)),
+                *case.options,
+            ]
+            yield _run(case, command, {**os.environ, **trainer}, logs / policy)
             client.delete_policy(policy).result(PATIENCE_S)
 
 
@@ -140,6 +190,8 @@ def _write_model(size: ModelSize, folder: Path, seed: int) -> None:
     """Weights of the seed, and a tokenizer of as many tokens, of which the first are bytes."""
     module = build_module(size, torch.device("cuda"), torch.bfloat16, seed)
     module.save_pretrained(folder)
+    del module
+    release(torch.device("cuda"))
     byte_tokenizer().save_pretrained(folder)
     path = folder / "tokenizer.json"
     tokenizer = json.loads(path.read_text(encoding="utf-8"))
@@ -150,59 +202,59 @@ def _write_model(size: ModelSize, folder: Path, seed: int) -> None:
 
 @contextmanager
 def _vllm(
-    args: argparse.Namespace, size: ModelSize, root: Path, port: int, logs: Path
-) -> Iterator[subprocess.Popen[bytes]]:
-    """A server of the model, which may not be up yet."""
+    args: argparse.Namespace, server: Server, root: Path, logs: Path
+) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A server's process, which may not be up yet, and its port."""
+    size, transfer = server
+    port = free_port()
     command = [
         *(args.vllm_python, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(root / "models" / size.name), "--host", "127.0.0.1", "--port", str(port)),
         *("--attention-backend", "TRITON_ATTN", "--enforce-eager", "--max-model-len", "1024"),
         *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
         *("--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(KV_BYTES)),
-        *("--weight-transfer-config", '{"backend": "ratoon"}'),
+        *("--weight-transfer-config", json.dumps({"backend": transfer})),
     ]
     path = {"PYTHONPATH": args.vllm_path} if args.vllm_path else {}
-    with (logs / f"vllm-{size.name}.log").open("wb") as log:
-        server = subprocess.Popen(
+    device = {"CUDA_VISIBLE_DEVICES": str(torch.cuda.device_count() - 1)}
+    with (logs / f"vllm-{size.name}-{transfer}.log").open("wb") as log:
+        process = subprocess.Popen(
             command,
             stdout=log,
             stderr=log,
-            env={**os.environ, **VLLM_ENVIRONMENT, **path},
+            env={**os.environ, **VLLM_ENVIRONMENT, **NCCL, **device, **path},
             start_new_session=True,
         )
         try:
-            yield server
+            yield process, port
         finally:
-            server.terminate()
-            server.wait(60)
+            process.terminate()
+            process.wait(60)
 
 
-def _wait_for(port: int) -> None:
-    """Raises `TimeoutError`."""
+def _wait_for(process: subprocess.Popen[bytes], port: int) -> None:
+    """Raises `TimeoutError`, where vLLM does not come up."""
     end = time.monotonic() + START_S
-    while time.monotonic() < end:
+    while time.monotonic() < end and process.poll() is None:
         try:
             if httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False).is_success:
                 return
         except httpx.HTTPError:
             time.sleep(0.5)
-    raise TimeoutError(f"vLLM at {port} is not up after {START_S:.0f} s")
+    raise TimeoutError(f"vLLM at {port} has ended or is not up after {START_S:.0f} s")
 
 
 def _run(
-    case: Case, policy: str, service: str, port: int, root: Path, logs: Path
+    case: Case, command: Sequence[str], environment: Mapping[str, str], out: Path
 ) -> dict[str, Any]:
-    out = logs / f"{policy}.jsonl"
-    command = [
-        *(sys.executable, str(ROOT / "examples" / "vllm_loop.py"), "--url", service),
-        *("--vllm", f"http://127.0.0.1:{port}", "--vllm-backend", case.backend),
-        *("--policy", policy, "--root", str(root), "--versions", str(case.versions)),
-        *("--out", str(out), *case.options),
-    ]
+    """`out` gets the endings .log and .jsonl."""
+    events = out.with_suffix(".jsonl")
     begin = time.monotonic()
-    with (logs / f"{policy}.log").open("wb") as log:
-        status = subprocess.run(command, stdout=log, stderr=log, check=False).returncode
-    events = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    with out.with_suffix(".log").open("wb") as log:
+        status = subprocess.run(
+            [*command, "--out", str(events)], stdout=log, stderr=log, env=environment, check=False
+        ).returncode
+    lines = events.read_text(encoding="utf-8").splitlines() if events.exists() else []
     return {
         "name": case.name,
         "model": case.size.name,
@@ -210,44 +262,66 @@ def _run(
         "command": " ".join(case.options),
         "status": status,
         "seconds": time.monotonic() - begin,
-        **figures(events),
-        "events": events,
+        "events": [kept(json.loads(line)) for line in lines],
     }
+
+
+def kept(event: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: event[name] for name in KEPT if name in event}
 
 
 def figures(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Of a loop's events. The first version that is served is the one that was there before."""
     by_kind = {
-        kind: [event for event in events if event["event"] == kind]
+        kind: [{**event} for event in events if event["event"] == kind]
         for kind in ("update", "served", "evaluation", "failure")
     }
-    served, evaluations = by_kind["served"][1:], by_kind["evaluation"]
+    evaluations = by_kind["evaluation"]
+    served = [e | {"pull_s": e["fetch_s"] + e["verify_s"]} for e in by_kind["served"][1:]]
     found: dict[str, Any] = {
         "versions": len({event["version"] for event in by_kind["update"]}),
+        "versions_apart": None,
         "failures": len(by_kind["failure"]),
         "first_reward": evaluations[0]["reward"] if evaluations else None,
         "last_reward": evaluations[-1]["reward"] if evaluations else None,
     }
-    for name in ("pause_s", "commit_s", "fetch_s", "first_token_s"):
+    for name in ("pause_s", "commit_s", "pull_s", "first_token_s"):
         values = [event[name] for event in served if event[name] is not None]
         found[name] = statistics.median(values) if values else None
         found[f"{name}_worst"] = max(values, default=None)
     for name in ("distance", "other_distance"):
         values = [event[name] for event in evaluations if event[name] is not None]
         found[name] = statistics.mean(values) if values else None
+    others = [e for e in evaluations if e["other_version"] is not None]
+    if others:
+        found["versions_apart"] = statistics.mean(e["version"] - e["other_version"] for e in others)
     return found
 
 
 COLUMNS = {
     "name": "", "versions": "versions", "first_reward": "reward", "last_reward": "at the end",
-    "pause_s": "pause s", "pause_s_worst": "worst", "commit_s": "commit s",
-    "first_token_s": "first token s", "distance": "nats", "other_distance": "another version's",
+    "pause_s": "pause s", "pause_s_worst": "worst", "pull_s": "pull s", "commit_s": "commit s",
+    "first_token_s": "first token s", "first_token_s_worst": "worst", "distance": "nats",
+    "other_distance": "another version's", "versions_apart": "versions apart",
 }  # fmt: skip
 
 
-def format_table(cases: Sequence[Mapping[str, Any]]) -> list[str]:
-    rows = [[_cell(case[name]) for name in COLUMNS] for case in cases]
-    return aligned([[*COLUMNS.values()], *rows])
+def write_markdown(result: Mapping[str, Any], path: Path, result_link: str) -> None:
+    """Replaces the section between a document's two markers. Raises `ValueError`."""
+    share = "share one GPU" if result["num_gpus"] == 1 else "have a GPU each"
+    where = (
+        f"{result['gpu']}, trainer and vLLM {share}, torch {result['versions']['torch']}, "
+        f"commit {result['commit'][:12]}. [Raw events]({result_link})."
+    )
+    cells = map(_cells, result["cases"])
+    write_section(path, BEGIN, END, [f"\n{where}\n", *markdown_table([*COLUMNS.values()], cells)])
+
+
+def _cells(case: Mapping[str, Any]) -> list[str]:
+    """A row; a loop that ended with an error is marked."""
+    found = figures(case["events"])
+    name = case["name"] if case["status"] == 0 else f"{case['name']} (ended with {case['status']})"
+    return [name, *(_cell(found[column]) for column in COLUMNS if column != "name")]
 
 
 def _cell(value: object) -> str:

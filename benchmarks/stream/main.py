@@ -2,8 +2,8 @@
 
 A service publishes versions of 2 GB in memory. Its edge is read by plain readers that keep nothing,
 by ranges over HTTP beside a bare server that calls sendfile, over gRPC beside a bare `grpc.aio`
-server of the same file; in turn, each as often. Updates with and without a publication are compared
-in one run.
+server of the same file, and by the client's whole pulls over both and on the same host; in turn,
+each as often. Updates with and without a publication are compared in one run.
 
 Then deltas, of files alone (`delta.py`).
 
@@ -66,6 +66,9 @@ TARGETS = {
     "http_gb_s": ">= 1.5, or the next",
     "http_over_sendfile": ">= 0.8",
     "grpc_over_bare": ">= 0.7",
+    "pull_http_gb_s": ">= 1.0",
+    "pull_grpc_gb_s": "",
+    "pull_host_gb_s": ">= 2",
     "publish_adds": "< 0.05",
     "stall_s": "",
     "visible_s": "",
@@ -77,6 +80,9 @@ WHAT = {
     "http_gb_s": "a version read over HTTP, GB/s",
     "http_over_sendfile": "the same over a bare sendfile server",
     "grpc_over_bare": "over gRPC over a bare grpc.aio server",
+    "pull_http_gb_s": "the client's pull over HTTP, written and verified, GB/s",
+    "pull_grpc_gb_s": "the same over gRPC",
+    "pull_host_gb_s": "the same on the service's host: linked and verified",
     "publish_adds": "what publishing each version adds to an update, of 1",
     "stall_s": "publishing holds the trainer, seconds",
     "visible_s": "from a step's end until its version can be fetched, seconds",
@@ -131,6 +137,9 @@ def measure(plan: Plan, repeats: int, weights_root: Path, seed: int) -> dict[str
         "http_gb_s": medians["http"],
         "http_over_sendfile": medians["http"] / medians["sendfile"],
         "grpc_over_bare": medians["grpc"] / medians["bare grpc"],
+        "pull_http_gb_s": medians["pull http"],
+        "pull_grpc_gb_s": medians["pull grpc"],
+        "pull_host_gb_s": medians["pull host"],
         # Where each version is published, each update is held and has a publication beside it.
         "publish_adds": (seconds["held"] + seconds["beside"]) / seconds["alone"] - 2,
         "stall_s": statistics.median(row["stall_s"] for row in updates["held"]),
@@ -208,22 +217,32 @@ def _reads(
     file = _File(largest.name, largest.digest, largest.size_bytes, url_path, found)
     samples: dict[str, list[float]] = {}
     with bare_servers.serving(file.path) as (sendfile_port, grpc_port):
-        readers: dict[str, Callable[[], None]] = {
-            "sendfile": lambda: _read_http(sendfile_port, file),
-            "http": lambda: _read_http(service.http_port, file),
-            "bare grpc": lambda: bare_servers.read_grpc(grpc_port, POLICY, file),
-            "grpc": lambda: bare_servers.read_grpc(service.grpc_port, POLICY, file),
+        readers: dict[str, Callable[[], float]] = {
+            "sendfile": lambda: _timed(file, lambda: _read_http(sendfile_port, file)),
+            "http": lambda: _timed(file, lambda: _read_http(service.http_port, file)),
+            "bare grpc": lambda: _timed(
+                file, lambda: bare_servers.read_grpc(grpc_port, POLICY, file)
+            ),
+            "grpc": lambda: _timed(
+                file, lambda: bare_servers.read_grpc(service.grpc_port, POLICY, file)
+            ),
             "pull http": lambda: _pull(service.http, weights_root.parent),
             "pull grpc": lambda: _pull(service.grpc, weights_root.parent),
+            "pull host": lambda: _pull(service.http, weights_root.parent, weights_root),
         }
         for number in range(repeats + 1):
             for name, read in readers.items():
-                started = time.perf_counter()
-                read()
-                rate = file.size_bytes / GB / (time.perf_counter() - started)
+                rate = read()
                 if number:
                     samples.setdefault(name, []).append(round(rate, 4))
     return samples
+
+
+def _timed(file: _File, read: Callable[[], None]) -> float:
+    """GB/s."""
+    started = time.perf_counter()
+    read()
+    return file.size_bytes / GB / (time.perf_counter() - started)
 
 
 def _read_http(port: int, file: _File) -> None:
@@ -273,13 +292,23 @@ def _asked(reader: socket.socket, file: _File, *headers: str) -> tuple[bytes, by
     return head, rest
 
 
-def _pull(target: str, beside: Path) -> None:
-    """What a caller does: fetched in chunks, verified, on the disk (in memory) at the end."""
+def _pull(target: str, beside: Path, weights_root: Path | None = None) -> float:
+    """GB/s of a client that has its connection: a version whole and verified, in memory.
+
+    Raises `RuntimeError` where bytes were fetched beside a `weights_root`.
+    """
+    config = ClientConfig(timeout_s=PATIENCE_S, weights_root=weights_root)
     with (
         tempfile.TemporaryDirectory(dir=beside) as folder,
-        RatoonClient(target, timeout_s=PATIENCE_S) as client,
+        RatoonClient(target, config=config) as client,
     ):
-        client.pull_weights(POLICY, Path(folder) / "pulled")
+        client.server_info()
+        started = time.perf_counter()
+        pulled = client.pull_weights(POLICY, Path(folder) / "pulled")
+        seconds = time.perf_counter() - started
+    if weights_root is not None and pulled.fetched_bytes:
+        raise RuntimeError(f"{pulled.fetched_bytes} bytes were fetched, not linked")
+    return sum(file.size_bytes for file in pulled.manifest.files) / GB / seconds
 
 
 def _stalled_mb(service: Service, manifest: WeightManifest) -> float:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
+import xxhash
 
 from ratoon_client import ClientConfig, IntegrityError, TransportError
 from ratoon_client.results import WeightFile, WeightManifest
 from ratoon_client.transport.grpc_wire import GrpcTransport
 from ratoon_client.weights.checks import check_manifest
+from ratoon_client.weights.chunks import chunk_ranges
+from ratoon_client.weights.partial import PartialFile
 from ratoon_client.weights.threads import in_thread
 from ratoon_proto.v1 import service_pb2
 
@@ -116,3 +121,39 @@ async def test_disk_work_that_fails_raises_its_error():
 
     with pytest.raises(OSError, match="broken"):
         await in_thread(work)
+
+
+def test_nothing_of_a_new_file_is_read_to_find_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """All of its holes were, before the first byte was asked for."""
+
+    def refuse(*_: object) -> bytes:
+        raise AssertionError("a hole was read")
+
+    monkeypatch.setattr(os, "pread", refuse)
+    ranges = list(chunk_ranges(100, 16))
+    with PartialFile(tmp_path / "a", size_bytes=100) as partial:
+        assert partial.missing(ranges) == ranges
+
+
+def test_the_digest_of_a_file_follows_its_chunks_in_any_order(tmp_path: Path):
+    """What an interrupted pull left is between them; a byte that changed on the disk is seen."""
+    data = bytes(range(100))
+    parts = [(part.offset, data[part.offset :][: part.length]) for part in chunk_ranges(100, 16)]
+    digest = xxhash.xxh3_128_hexdigest(data)
+    path = tmp_path / "a"
+    with PartialFile(path, size_bytes=100) as partial:
+        partial.write(*parts[2])
+    with PartialFile(path, size_bytes=100) as partial:
+        for index in (4, 1, 0, 6, 3, 5):
+            partial.write(*parts[index])
+        partial.finish(digest)
+    assert path.read_bytes() == data
+    with PartialFile(path, size_bytes=100) as partial:
+        for part in parts[::-1]:
+            partial.write(*part)
+            os.pwrite(partial._data, b"?", 50)
+        with pytest.raises(IntegrityError, match="nothing is kept"):
+            partial.finish(digest)
+    assert not path.exists()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from ratoon_client import EngineError, VllmAdapter
+from ratoon_client import EngineError, RatoonClient, VllmAdapter
 from ratoon_client.cli import main
 from ratoon_client.config import DEFAULT_URL, default_url
 from ratoon_proto.v1 import service_pb2
@@ -126,6 +127,20 @@ def test_versions_come_into_vllm_by_the_backend_that_is_named(
     status, _, err = ctl(*follow, "--vllm-backend", "nccl", "--device", "cuda:1")
     assert (status, "nccl: http://v from cuda:1" in err) == (1, True)
     assert ctl(*follow, "--vllm-backend", "nccI")[0] == 2
+
+
+def test_versions_of_this_host_are_followed_from_its_folder(
+    ctl: Ctl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def receiver(client: RatoonClient, *_: object, **__: object) -> Any:
+        asked.append(client._client._config.weights_root)
+        return SimpleNamespace(follow=lambda: None)
+
+    asked: list[Path | None] = []
+    monkeypatch.setattr(RatoonClient, "weight_receiver", receiver)
+    follow = ("weights", "follow", "p", "--root", str(tmp_path / "mirror"))
+    assert ctl(*follow)[0] == ctl(*follow, "--weights-root", str(tmp_path))[0] == 0
+    assert asked == [None, tmp_path]
 
 
 def test_text_needs_byte_tokens(service: FakeService, ctl: Ctl, tmp_path: Path):

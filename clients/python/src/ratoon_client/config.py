@@ -32,8 +32,8 @@ class ClientConfig:
     no text of this value. `plain_text_key`: it may go to another machine without TLS. Of `https://`
     and `grpcs://`, files in PEM: `ca_file` has the authorities that the service is verified with
     (None: those that the libraries bring), `cert_file` and `key_file` are the client's own.
-    `weights_root`: the service's, where this host has it; versions are linked or copied from there,
-    and verified, in place of being fetched.
+    `weights_root`: the service's, where this host has it (None: by `RATOON_WEIGHTS_ROOT`); files of
+    versions are linked or copied from there, and verified, in place of being fetched.
     """
 
     timeout_s: float = 60.0
@@ -119,7 +119,7 @@ def with_tls_files(
 
 
 def weights_root(config: ClientConfig) -> Path | None:
-    """The folder that is said in the config, or by the variable that the service reads, too."""
+    """The config's, or else that of the variable, which the service reads too."""
     path = config.weights_root or os.environ.get(WEIGHTS_VARIABLE)
     return Path(path) if path else None
 

@@ -213,7 +213,8 @@ def _make_spare(root: Path, version: int) -> None:
 def _take_spare(root: Path, temporary: Path) -> list[Path]:
     """Make `temporary`, with the weight files of the spare folder that nobody reads any more.
 
-    Their time of change is 0 until they are written over.
+    Their time of change is 0 until they are written over. The folder lost its version's name before
+    they are looked at, on which clients that link files rely: `ratoon_client.weights.published`.
     """
     try:
         (root / SPARE_NAME).rename(temporary)

@@ -22,6 +22,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ratoon_client.blocking.client import RatoonClient
+from ratoon_client.config import ClientConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +45,13 @@ def settings_of(context: typer.Context) -> Settings:
 
 
 @contextmanager
-def open_client(context: typer.Context) -> Generator[RatoonClient]:
+def open_client(
+    context: typer.Context, config: ClientConfig | None = None
+) -> Generator[RatoonClient]:
     settings = settings_of(context)
     with RatoonClient(
         settings.url,
+        config=config,
         api_key=settings.api_key,
         ca_file=settings.ca_file,
         cert_file=settings.cert_file,

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from ratoon_client.cli.context import open_client, show, show_line, show_rows
+from ratoon_client.config import WEIGHTS_VARIABLE, ClientConfig
 from ratoon_client.errors import InvalidArgumentError
 from ratoon_client.weights.adapter import Adapter, FolderAdapter
 from ratoon_client.weights.pull import KEEP_VERSIONS
@@ -34,6 +35,14 @@ class VllmBackend(StrEnum):
 
 
 Version = Annotated[int | None, typer.Option(help="Default: the newest published.")]
+WeightsRoot = Annotated[
+    Path | None,
+    typer.Option(
+        help="The service's, on this host: files are linked from there, not fetched. Default: the"
+        f" environment's {WEIGHTS_VARIABLE}.",
+        show_default=False,
+    ),
+]
 
 
 @cli.command()
@@ -43,9 +52,10 @@ def pull(
     folder: Annotated[Path, typer.Argument(help="Gets version-N, and `latest` that names one.")],
     version: Version = None,
     keep: Annotated[int, typer.Option(help="Versions that stay; 0: all.", min=0)] = KEEP_VERSIONS,
+    weights_root: WeightsRoot = None,
 ) -> None:
     """Bring a folder up to date with a policy's weights, verified."""
-    with open_client(context) as client:
+    with open_client(context, ClientConfig(weights_root=weights_root)) as client:
         pulled = client.pull_weights(policy_id, folder, version, keep=keep or None)
     fields = {
         "version": pulled.version,
@@ -115,6 +125,7 @@ def follow(
         str, typer.Option(help="For nccl: a GPU that the engine has not.")
     ] = "cuda:0",
     sglang: Annotated[str, typer.Option(help="Load versions into this server.")] = "",
+    weights_root: WeightsRoot = None,
 ) -> None:
     """Each version as it is published, until SIGINT or SIGTERM; a line for each on the way."""
 
@@ -135,7 +146,8 @@ def follow(
             VllmBackend.NCCL: partial(VllmNcclAdapter, device=device),
         }[vllm_backend]
         adapter = _adapter(stack, vllm, vllm_adapter, sglang)
-        client = stack.enter_context(open_client(context))
+        config = ClientConfig(weights_root=weights_root)
+        client = stack.enter_context(open_client(context, config))
         client.weight_receiver(policy_id, root, adapter, on_event=on_event).follow()
 
 

@@ -33,7 +33,7 @@ class Transport(Protocol):
         offset: int,
         length: int,
         timeout_s: float,
-    ) -> bytes | bytearray:
+    ) -> bytes:
         """`length` bytes of a version's file. Raises IntegrityError where the wire shows a flaw."""
         ...
 

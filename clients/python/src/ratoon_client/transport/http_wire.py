@@ -18,7 +18,7 @@ from ratoon_client.config import ClientConfig
 from ratoon_client.errors import IntegrityError, RatoonApiError, RatoonClientError, TransportError
 from ratoon_client.results import WeightFile
 from ratoon_client.transport.events import read_events
-from ratoon_client.transport.ranges import RangeReader
+from ratoon_client.transport.ranges import PART_OF_FILE, WHOLE_FILE, RangeReader
 from ratoon_client.transport.routes import ROUTES, Route
 from ratoon_client.transport.tls import no_answer
 from ratoon_client.weights.chunks import check_chunk, check_length
@@ -32,16 +32,15 @@ CHUNK_DIGEST = "Ratoon-Chunk-Digest"
 # Of the server-sent events' keep-alive comments, two may be late.
 EVENT_TIMEOUT_S = 45.0
 _CONNECT_TIMEOUT_S = 10.0
-# Calls at once, besides fetches of weights; watches are not counted.
-_MORE_IN_FLIGHT = 16
-_WHOLE_FILE, _PART_OF_FILE = 200, 206
+# Calls at once; watches and ranges of files are not counted.
+_MAX_IN_FLIGHT = 16
 # Statuses that proxies make when nothing of ours answers. 404 in another form than ours: Serve's,
 # which knows of no route while the service comes back.
 _NO_ANSWER = frozenset({404, 408, 500, 502, 503, 504})
 
 
 class HttpTransport:
-    """One connection pool; takes no proxy and no credentials from the environment.
+    """Connections for calls, and some for files; no proxy or credentials of the environment.
 
     `context` None: without TLS.
     """
@@ -50,23 +49,21 @@ class HttpTransport:
         self._base_url = base_url
         # Not a bound of the pool: one call there that ends of its timeout while it waits keeps the
         # connection that it is just given, for ever and in vain.
-        self._slots = asyncio.Semaphore(config.fetches_in_flight + _MORE_IN_FLIGHT)
+        self._slots = asyncio.Semaphore(_MAX_IN_FLIGHT)
         headers = {"Authorization": config.authorization} if config.authorization else {}
+        self._client = httpx.AsyncClient(
+            base_url=base_url,
+            trust_env=False,
+            verify=True if context is None else context,
+            headers=headers,
+            limits=httpx.Limits(max_keepalive_connections=_MAX_IN_FLIGHT),
+        )
         self._ranges = RangeReader(
             base_url,
             headers,
             context,
             in_flight=config.fetches_in_flight,
             connect_timeout_s=_CONNECT_TIMEOUT_S,
-        )
-        self._client = httpx.AsyncClient(
-            base_url=base_url,
-            trust_env=False,
-            verify=True if context is None else context,
-            headers=headers,
-            limits=httpx.Limits(
-                max_keepalive_connections=config.fetches_in_flight + _MORE_IN_FLIGHT
-            ),
         )
 
     async def call(
@@ -98,7 +95,7 @@ class HttpTransport:
         ):
             if not response.is_success:
                 await response.aread()
-                raise _error(response)
+                raise _error_of(response)
             async for event in read_events(response.aiter_lines()):
                 data = _json(event.data)
                 if event.name == "error":
@@ -114,23 +111,22 @@ class HttpTransport:
         offset: int,
         length: int,
         timeout_s: float,
-    ) -> bytearray:
+    ) -> bytes:
         """A range of the file. It is tied to the digest by the entity tag."""
         path = f"/v1/policies/{quote(policy_id, safe='')}/weights/{version}/files/{file.name}"
-        # No If-Range: of another file of this name, all would come.
-        async with self._transport_errors(path), self._slots:
-            found = await self._ranges.read(path, offset=offset, length=length, timeout_s=timeout_s)
-        if found.status not in (_WHOLE_FILE, _PART_OF_FILE):
-            request = httpx.Request("GET", self._client.base_url.join(path))
-            answer = httpx.Response(found.status, content=bytes(found.data), request=request)
-            raise _error(answer)
-        if found.headers.get("ETag") != f'"{file.digest}"':
+        async with self._transport_errors(path):
+            answer = await self._ranges.read(
+                path, offset=offset, length=length, timeout_s=timeout_s
+            )
+        if answer.status not in (WHOLE_FILE, PART_OF_FILE):
+            raise _error(self._base_url + path, answer.status, answer.data)
+        if answer.headers.get("ETag") != f'"{file.digest}"':
             raise IntegrityError(f"{file.name}: the service has another file of this name")
-        check_length(file.name, offset, length, found.data)
-        digest = found.headers.get(CHUNK_DIGEST)
+        check_length(file.name, offset, length, answer.data)
+        digest = answer.headers.get(CHUNK_DIGEST)
         if digest is not None:
-            await in_thread(check_chunk, file.name, offset, length, found.data, digest)
-        return found.data
+            await in_thread(check_chunk, file.name, offset, length, answer.data, digest)
+        return answer.data
 
     async def close(self) -> None:
         self._ranges.close()
@@ -144,7 +140,7 @@ class HttpTransport:
         async with self._transport_errors(url), asyncio.timeout(timeout_s), self._slots:
             response = await self._client.request(method, url, timeout=timeout, **options)
         if not response.is_success:
-            raise _error(response)
+            raise _error_of(response)
         return response
 
     @asynccontextmanager
@@ -185,12 +181,16 @@ def _decoded(message_type: type[MessageT], data: object) -> MessageT:
         raise TransportError(f"the answer is {err}") from err
 
 
-def _error(response: httpx.Response) -> RatoonClientError:
+def _error_of(response: httpx.Response) -> RatoonClientError:
+    return _error(str(response.request.url), response.status_code, response.content)
+
+
+def _error(url: str, status: int, body: bytes) -> RatoonClientError:
     """What the service said, or that something else has answered in its place."""
     try:
-        return error_of(from_json(operation_pb2.ErrorDetail, response.json()["error"]))
+        return error_of(from_json(operation_pb2.ErrorDetail, json.loads(body)["error"]))
     except (ValueError, KeyError, TypeError):
-        text = f"{response.request.url}: HTTP {response.status_code}"
-    if response.status_code in _NO_ANSWER:
+        text = f"{url}: HTTP {status}"
+    if status in _NO_ANSWER:
         return TransportError(text)
-    return RatoonApiError(f"HTTP_{response.status_code}", text)
+    return RatoonApiError(f"HTTP_{status}", text)

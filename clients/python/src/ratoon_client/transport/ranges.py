@@ -1,4 +1,4 @@
-"""Ranges of files over HTTP, read in threads straight into memory.
+"""Ranges of files over HTTP, each read in a thread straight into the bytes that are given out.
 
 Through httpx a byte costs several times as much, all of it on the event loop.
 """
@@ -12,27 +12,34 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
-from socket import SHUT_RDWR
+from http.client import (
+    HTTPConnection,
+    HTTPException,
+    HTTPMessage,
+    HTTPResponse,
+    HTTPSConnection,
+    IncompleteRead,
+)
+from socket import SHUT_RDWR, socket
+from urllib.parse import urlsplit
 
-import httpx
-
+WHOLE_FILE, PART_OF_FILE = 200, 206
+_SKIPPED_BYTES = 2**20
 # Of an answer that is an error.
 _ERROR_BYTES = 2**20
-_PARTIAL = 206
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Range:
-    """What was answered: the bytes of the range, or the text of an error."""
+class Answer:
+    """`data` is the range, with a byte more where the answer goes on; or the text of an error."""
 
     status: int
-    headers: Mapping[str, str]
-    data: bytearray
+    headers: HTTPMessage
+    data: bytes
 
 
 class RangeReader:
-    """As many connections as are used at a time, at most `in_flight`; `context` None: no TLS."""
+    """At most `in_flight` connections, kept until `close`. `context` None: without TLS."""
 
     def __init__(
         self,
@@ -43,115 +50,132 @@ class RangeReader:
         in_flight: int,
         connect_timeout_s: float,
     ) -> None:
-        url = httpx.URL(base_url)
-        self._host, self._port, self._prefix = url.host, url.port, url.path.rstrip("/")
-        self._headers, self._context = dict(headers), context
+        url = urlsplit(base_url)
+        # http.client would look for a port in an IPv6 address.
+        self._address = url.hostname or "", url.port or (80 if context is None else 443)
+        self._prefix = url.path.rstrip("/")
+        self._headers, self._context = headers, context
         self._connect_timeout_s = connect_timeout_s
         self._idle: list[HTTPConnection] = []
+        self._is_closed = False
+        self._places = asyncio.Semaphore(in_flight)
         self._threads = ThreadPoolExecutor(in_flight, "ratoon-range")
 
-    async def read(self, path: str, *, offset: int, length: int, timeout_s: float) -> Range:
+    async def read(self, path: str, *, offset: int, length: int, timeout_s: float) -> Answer:
         """Raises OSError or HTTPException where no answer, or not all of one, came in time."""
-        fetch = _Fetch(self, path, offset, length)
-        work = asyncio.get_running_loop().run_in_executor(self._threads, fetch.run, timeout_s)
-        try:
-            # Each wait for the peer is bounded in the thread; an answer that trickles in is here.
-            return await asyncio.wait_for(asyncio.shield(work), timeout_s)
-        except (TimeoutError, asyncio.CancelledError):
-            fetch.abandon()
-            work.add_done_callback(lambda done: done.cancelled() or done.exception())
-            raise
+        async with self._places:
+            fetch = _Fetch(self, path, offset, length, timeout_s)
+            work = asyncio.get_running_loop().run_in_executor(self._threads, fetch.run)
+            try:
+                # The thread bounds each wait for the peer, this the whole of what trickles in.
+                await asyncio.wait([work], timeout=timeout_s)
+                if not work.done():
+                    raise TimeoutError(f"no whole answer in {timeout_s:.3g} s")
+                return work.result()
+            finally:
+                if not work.done():
+                    fetch.abandon()
+                    work.add_done_callback(lambda work: work.cancelled() or work.exception())
 
     def close(self) -> None:
+        self._is_closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
-        while self._idle:
-            self._idle.pop().close()
+        self._close_idle()
 
-    def connection(self, timeout_s: float, *, is_new: bool) -> tuple[HTTPConnection, bool]:
-        """One that is connected, and whether it is another call's, which may have ended since."""
+    def idle(self) -> HTTPConnection | None:
+        """One that another call has left, whose other end may have closed it since."""
         with suppress(IndexError):
-            if not is_new:
-                return self._idle.pop(), True
+            return self._idle.pop()
+        return None
+
+    def connected(self, timeout_s: float) -> HTTPConnection:
         timeout_s = min(timeout_s, self._connect_timeout_s)
         connection = (
-            HTTPConnection(self._host, self._port, timeout=timeout_s)
+            HTTPConnection(*self._address, timeout=timeout_s)
             if self._context is None
-            else HTTPSConnection(self._host, self._port, timeout=timeout_s, context=self._context)
+            else HTTPSConnection(*self._address, timeout=timeout_s, context=self._context)
         )
         connection.connect()
-        return connection, False
-
-    def give_back(self, connection: HTTPConnection) -> None:
-        self._idle.append(connection)
+        return connection
 
     def ask(self, connection: HTTPConnection, path: str, offset: int, length: int) -> HTTPResponse:
-        headers = self._headers | {"Range": f"bytes={offset}-{offset + length - 1}"}
+        # No If-Range: of another file of this name, all would come.
+        headers = {**self._headers, "Range": f"bytes={offset}-{offset + length - 1}"}
         connection.request("GET", self._prefix + path, headers=headers)
         return connection.getresponse()
 
+    def give_back(self, connection: HTTPConnection) -> None:
+        self._idle.append(connection)
+        if self._is_closed:
+            self._close_idle()
+
+    def _close_idle(self) -> None:
+        while (connection := self.idle()) is not None:
+            connection.close()
+
 
 class _Fetch:
-    """One range, in a thread, until it is there or abandoned from another thread."""
+    """One range: `run` by a thread, which `abandon` wakes where it waits for the peer."""
 
-    def __init__(self, reader: RangeReader, path: str, offset: int, length: int) -> None:
-        self._reader, self._path, self._offset, self._length = reader, path, offset, length
+    def __init__(
+        self, reader: RangeReader, path: str, offset: int, length: int, timeout_s: float
+    ) -> None:
+        self._reader, self._timeout_s = reader, timeout_s
+        self._path, self._offset, self._length = path, offset, length
         self._lock = threading.Lock()
-        self._connection: HTTPConnection | None = None
+        self._socket: socket | None = None
         self._is_abandoned = False
 
     def abandon(self) -> None:
         with self._lock:
             self._is_abandoned = True
-            # Wakes the thread, which waits for the peer.
-            if self._connection is not None and self._connection.sock is not None:
+            if self._socket is not None:
                 with suppress(OSError):
-                    self._connection.sock.shutdown(SHUT_RDWR)
+                    # Not the TLS socket's own, which goes on in plain text until it is shut.
+                    socket.shutdown(self._socket, SHUT_RDWR)
 
-    def run(self, timeout_s: float) -> Range:
-        connection, was_used = self._reader.connection(timeout_s, is_new=False)
-        try:
-            return self._run(connection, timeout_s)
-        except (OSError, HTTPException):
-            if not was_used or self._is_abandoned:
-                raise
-        connection, _ = self._reader.connection(timeout_s, is_new=True)
-        return self._run(connection, timeout_s)
+    def run(self) -> Answer:
+        connection = self._reader.idle()
+        if connection is not None:
+            try:
+                return self._answer(connection)
+            except (OSError, HTTPException):
+                if self._is_abandoned:
+                    raise
+        return self._answer(self._reader.connected(self._timeout_s))
 
-    def _run(self, connection: HTTPConnection, timeout_s: float) -> Range:
-        with self._lock:
-            self._connection = connection
-            if self._is_abandoned:
-                connection.close()
-                raise TimeoutError
+    def _answer(self, connection: HTTPConnection) -> Answer:
         try:
-            connection.sock.settimeout(timeout_s)
+            with self._lock:
+                if self._is_abandoned:
+                    raise TimeoutError
+                # http.client forgets it where the peer means to close the connection.
+                self._socket = connection.sock
+            connection.sock.settimeout(self._timeout_s)
             response = self._reader.ask(connection, self._path, self._offset, self._length)
-            data = self._body(response)
+            with response:
+                data = self._body(response)
+                is_over = response.isclosed()
+            with self._lock:
+                self._socket = None
+                is_over &= connection.sock is not None and not self._is_abandoned
         except BaseException:
             connection.close()
             raise
-        finally:
-            with self._lock:
-                self._connection = None
-        if response.isclosed() and connection.sock is not None:
+        if is_over:
             self._reader.give_back(connection)
         else:
             connection.close()
-        return Range(status=response.status, headers=response.headers, data=data)
+        return Answer(status=response.status, headers=response.headers, data=data)
 
-    def _body(self, response: HTTPResponse) -> bytearray:
-        """The range and, of an answer that goes on after it, one byte more."""
-        if response.status not in (200, _PARTIAL):
-            return bytearray(response.read(_ERROR_BYTES))
-        # All of the file, from one that knows no ranges.
-        left = self._offset if response.status != _PARTIAL else 0
-        data = bytearray(self._length)
-        while left and (size := response.readinto(memoryview(data)[:left])):
-            left -= size
-        got = 0
-        while got < self._length and (size := response.readinto(memoryview(data)[got:])):
-            got += size
-        del data[got:]
-        if response.status == _PARTIAL:
-            data += response.read(1)
-        return data
+    def _body(self, response: HTTPResponse) -> bytes:
+        if response.status not in (WHOLE_FILE, PART_OF_FILE):
+            return response.read(_ERROR_BYTES)
+        if response.status == WHOLE_FILE:  # From one that knows no ranges.
+            left = self._offset
+            while left and (skipped := response.read(min(left, _SKIPPED_BYTES))):
+                left -= len(skipped)
+        data = response.read(self._length)
+        if len(data) < self._length and response.length:
+            raise IncompleteRead(data, response.length)
+        return data if response.status == WHOLE_FILE else data + response.read(1)

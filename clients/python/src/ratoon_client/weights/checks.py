@@ -15,6 +15,11 @@ _NAME = re.compile(r"(?!\.{1,2}$)[a-zA-Z0-9._-]{1,255}")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 
 
+def is_plain_name(name: str) -> bool:
+    """Whether it is one path component, and neither `.` nor `..`."""
+    return _NAME.fullmatch(name) is not None
+
+
 def check_manifest(manifest: WeightManifest, *, policy_id: str, version: int | None) -> None:
     """Raises IntegrityError naming the file at fault."""
     if manifest.policy_id != policy_id or version not in (None, manifest.version):
@@ -26,7 +31,7 @@ def check_manifest(manifest: WeightManifest, *, policy_id: str, version: int | N
         raise IntegrityError(f"{policy_id}: version {manifest.version} names no files")
     names: set[str] = set()
     for file in (*manifest.files, *(delta.file for delta in manifest.deltas)):
-        if _NAME.fullmatch(file.name) is None or file.name == MANIFEST_NAME:
+        if not is_plain_name(file.name) or file.name == MANIFEST_NAME:
             raise IntegrityError(f"{policy_id}: {file.name!r:.80} is no name of a weight file")
         if file.name in names:
             raise IntegrityError(f"{policy_id}: the manifest names {file.name} twice")

@@ -24,19 +24,19 @@ def chunk_ranges(size_bytes: int, chunk_bytes: int) -> Iterator[ChunkRange]:
         yield ChunkRange(offset=offset, length=min(chunk_bytes, size_bytes - offset))
 
 
-def digest_of(data: bytes | bytearray) -> str:
+def digest_of(data: bytes) -> str:
     """xxh3-128, 32 hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def check_chunk(name: str, offset: int, length: int, data: bytes | bytearray, digest: str) -> None:
+def check_chunk(name: str, offset: int, length: int, data: bytes, digest: str) -> None:
     """Raises IntegrityError where `data` is not `length` bytes of that digest."""
     check_length(name, offset, length, data)
     if digest_of(data) != digest:
         raise IntegrityError(f"{name}: the chunk at {offset} has another digest than its sender's")
 
 
-def check_length(name: str, offset: int, length: int, data: bytes | bytearray) -> None:
+def check_length(name: str, offset: int, length: int, data: bytes) -> None:
     if len(data) != length:
         raise IntegrityError(
             f"{name}: the chunk at {offset} has {len(data)} bytes, {length} were asked for"

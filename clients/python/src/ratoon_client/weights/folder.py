@@ -26,7 +26,7 @@ from typing import Any, cast
 
 from ratoon_client.results import WeightFile, WeightManifest
 from ratoon_client.weights.checks import MANIFEST_NAME
-from ratoon_client.weights.partial import digest_file
+from ratoon_client.weights.partial import is_whole
 
 _VERSION = re.compile(r"version-(\d{1,19})")
 _STAGED = ".staged-"
@@ -65,30 +65,17 @@ class VersionsFolder:
         """Whether these very files are there under this version, with these very bytes."""
         folder = self.version_folder(manifest.version)
         return files_of(folder) == set(manifest.files) and all(
-            _is_whole(folder / file.name, file) for file in manifest.files
+            is_whole(folder / file.name, file) for file in manifest.files
         )
 
-    def find(self, file: WeightFile, published: Path | None = None) -> Path | None:
-        """A file of a local version, or from the folder `published`, with these bytes.
-
-        What was `published` is linked here first: who put it there writes over no file that has
-        another name.
-        """
+    def find(self, file: WeightFile) -> Path | None:
+        """A file of a local version with these bytes."""
         for folder in self._versions():
             for known in files_of(folder):
                 path = folder / known.name
-                if known.digest == file.digest and _is_whole(path, file):
+                if known.digest == file.digest and is_whole(path, file):
                     return path
-        if published is None:
-            return None
-        # Not the one on its way: that may be fetched further.
-        path = self.partial_path(f"{file.digest}.here")
-        path.unlink(missing_ok=True)
-        try:
-            _link(published / file.name, path)
-        except OSError:
-            return None
-        return path if _is_whole(path, file) else None
+        return None
 
     def listed(self) -> dict[int, dict[str, Path]]:
         """Files of local versions by digest, as they were when they were pulled."""
@@ -189,14 +176,6 @@ def _try_lock(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _is_whole(path: Path, file: WeightFile) -> bool:
-    """Whether what is at `path` can be read and has the size and the digest of `file`."""
-    try:
-        return path.stat().st_size == file.size_bytes and digest_file(path) == file.digest
-    except OSError:
-        return False
 
 
 def _link(source: Path, target: Path) -> None:

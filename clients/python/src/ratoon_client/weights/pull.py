@@ -14,14 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ratoon_client.caller import Caller, retried
-from ratoon_client.config import ClientConfig, weights_root
+from ratoon_client.config import weights_root
 from ratoon_client.errors import IntegrityError, RatoonApiError
 from ratoon_client.results import WeightFile, WeightManifest
 from ratoon_client.weights.chain import Rebuilt, rebuild_missing
 from ratoon_client.weights.checks import check_manifest
-from ratoon_client.weights.chunks import chunk_ranges
+from ratoon_client.weights.chunks import ChunkRange, chunk_ranges
 from ratoon_client.weights.folder import VersionsFolder
 from ratoon_client.weights.partial import PartialFile
+from ratoon_client.weights.published import published_folder, take_published
 from ratoon_client.weights.threads import in_thread
 from ratoon_client.wire.decode import decode
 from ratoon_client.wire.rpcs import GET_WEIGHT_MANIFEST
@@ -66,9 +67,9 @@ async def pull_weights(
     """Pull `version`, or the newest published, which `latest` then names.
 
     `keep` is how many of the last pulled versions stay; None: all. Files that an earlier version or
-    the service's own folder has are linked, what an interrupted pull fetched is used, and deltas
-    are fetched in place of files where they are fewer bytes. Raises IntegrityError where bytes are not what their digests
-    say.
+    the service's folder on this host has are linked, what an interrupted pull fetched is used, and
+    deltas are fetched in place of files where they are fewer bytes. Raises IntegrityError where
+    bytes are not what their digests say.
     """
     folder = VersionsFolder(root)
     async with folder.locked():
@@ -125,9 +126,9 @@ async def _pull(caller: Caller, folder: VersionsFolder, manifest: WeightManifest
         return fetched
     sources: dict[str, Path] = {}
     missing: dict[str, WeightFile] = {}
-    here = published_here(caller.config, manifest)
-    paths = await asyncio.gather(*(in_thread(folder.find, f, here) for f in manifest.files))
-    for file, path in zip(manifest.files, paths, strict=True):
+    wanted = {file.digest: file for file in manifest.files}
+    here = await asyncio.gather(*(_find(caller, folder, manifest, f) for f in wanted.values()))
+    for file, path in zip(wanted.values(), here, strict=True):
         if path is None:
             missing[file.digest] = file
         else:
@@ -150,10 +151,21 @@ async def _pull(caller: Caller, folder: VersionsFolder, manifest: WeightManifest
     return fetched
 
 
-def published_here(config: ClientConfig, manifest: WeightManifest) -> Path | None:
-    """Where the service has put the version's files, if that is a folder of this host, too."""
-    root = weights_root(config)
-    return root and root / manifest.policy_id / f"{manifest.version:08d}"
+async def _find(
+    caller: Caller, folder: VersionsFolder, manifest: WeightManifest, file: WeightFile
+) -> Path | None:
+    """A verified file of a local version, or from the service's own folder."""
+    path = await in_thread(folder.find, file)
+    root = weights_root(caller.config)
+    if path is not None or root is None:
+        return path
+    published = published_folder(root, manifest.policy_id, manifest.version)
+    if published is None:
+        return None
+    # Not the path of a file on its way: that may be fetched further.
+    path = folder.partial_path(f"{file.digest}.here")
+    is_taken = await in_thread(take_published, published / file.name, path, file)
+    return path if is_taken else None
 
 
 async def _rebuild(
@@ -198,26 +210,29 @@ async def _fetch_missing(
     missing = await in_thread(partial.missing, ranges)
     rest = iter(missing)
 
-    async def fetch() -> None:
-        """One chunk after the other, until none is left."""
+    async def fetch(part: ChunkRange) -> None:
+        data = await retried(
+            lambda left_s: caller.transport.read_file(
+                manifest.policy_id,
+                manifest.version,
+                file,
+                offset=part.offset,
+                length=part.length,
+                timeout_s=min(left_s, caller.config.attempt_timeout_s),
+            ),
+            timeout_s=caller.config.timeout_s,
+        )
+        await in_thread(partial.write, part.offset, data)
+
+    async def fetch_rest() -> None:
+        """One after the other: after one that fails, none begins."""
         for part in rest:
-            data = await retried(
-                lambda left_s, part=part: caller.transport.read_file(
-                    manifest.policy_id,
-                    manifest.version,
-                    file,
-                    offset=part.offset,
-                    length=part.length,
-                    timeout_s=min(left_s, caller.config.attempt_timeout_s),
-                ),
-                timeout_s=caller.config.timeout_s,
-            )
-            await in_thread(partial.write, part.offset, data)
+            await fetch(part)
 
     with _first_error():
         async with asyncio.TaskGroup() as tasks:
             for _ in range(caller.config.fetches_in_flight):
-                tasks.create_task(fetch())
+                tasks.create_task(fetch_rest())
     fetched.num_bytes += sum(part.length for part in missing)
     fetched.seconds += time.monotonic() - begun
 
