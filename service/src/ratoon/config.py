@@ -211,6 +211,9 @@ class WorkerConfig(_Section):
     host_activation_bytes: int = Field(default=0, ge=0)
     # Every so many versions one rollout is also run alone and compared; 0: never.
     self_check_every: int = Field(default=100, ge=0)
+    # A worker or rank that answers nothing for so long is lost, and so is one whose copies to other
+    # ranks take longer: the policy gets another worker.
+    max_silence_s: float = Field(default=60.0, gt=0)
 
 
 class CheckpointConfig(_Section):
