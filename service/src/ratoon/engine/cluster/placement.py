@@ -10,6 +10,7 @@ fails after `_PLACEMENT_S`, and an ended worker holds none.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any, cast
 
 import ray
@@ -18,7 +19,7 @@ from ray.util.placement_group import (
     PlacementGroup,
     get_placement_group,
     placement_group,
-    placement_group_table,
+    placement_group_table,  # pyright: ignore[reportUnknownVariableType]
     remove_placement_group,
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -53,10 +54,13 @@ async def place(policy_id: str, num_gpus: int) -> PlacementGroup:
     return group
 
 
-def bundles_by_node(group: PlacementGroup) -> list[int]:
-    """The bundle of each rank: ranks of one node are neighbours, those of bundle 0's the first."""
-    table = cast("Any", placement_group_table)(group)
-    nodes: dict[int, str] = table["bundles_to_node_id"]
+def bundles_of_ranks(group: PlacementGroup) -> list[int]:
+    """The bundle of each rank of a policy that is placed."""
+    return by_node(cast("Any", placement_group_table)(group)["bundles_to_node_id"])
+
+
+def by_node(nodes: Mapping[int, str]) -> list[int]:
+    """Bundles, of these nodes, so that those of one node are neighbours, bundle 0's first. Pure."""
     order = list(dict.fromkeys(nodes[bundle] for bundle in sorted(nodes)))
     return sorted(nodes, key=lambda bundle: (order.index(nodes[bundle]), bundle))
 
@@ -105,7 +109,7 @@ def find_group(policy_id: str) -> PlacementGroup | None:
 
 
 def _free_gpus() -> dict[str, float]:
-    """Free GPUs of each node that has any, by its address; nodes of one address together."""
+    """Free GPUs by node, of nodes that have any GPU."""
     free = cast("dict[str, dict[str, float]]", available_resources_per_node())
     found: dict[str, float] = {}
     for node in cast("list[dict[str, Any]]", ray.nodes()):
@@ -116,9 +120,10 @@ def _free_gpus() -> dict[str, float]:
 
 def _no_gpus(wanted: int, free: dict[str, float]) -> RatoonError:
     plural, total = "" if wanted == 1 else "s", sum(free.values())
-    on_nodes = " on {len(free)} nodes" if len(free) > 1 else ""
+    counts = ", ".join(f"{count:g}" for count in sorted(free.values(), reverse=True))
+    by_node = f" (by node: {counts})" if len(free) > 1 else ""
     return RatoonError(
         ErrorCode.RESOURCE_EXHAUSTED,
-        f"the policy wants {wanted} GPU{plural}, {total:g} are free",
+        f"the policy wants {wanted} GPU{plural}, {total:g} are free{by_node}",
         details={"resource": "GPU", "wanted": str(wanted), "free": f"{total:g}"},
     )

@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ratoon.config import set_copy_interface
 from ratoon.engine.cluster.gpu_environment import GPU_ENVIRONMENT
-from ratoon.engine.cluster.placement import find_group
+from ratoon.engine.cluster.placement import bundles_of_ranks, find_group
 from ratoon.engine.cluster.ray_calls import ASKED_TIMES, START_S
 from ratoon.engine.crash_points import CrashPoint, make_reach
 from ratoon.engine.worker.tasks import WorkerLostError
@@ -224,13 +224,15 @@ class Ranks:
         for peer in self._peers:
             peer.end()
         Copies.leave()
-        self._peers = [
-            RayPeer(self._start(spec, policy_id, rank), rank, self._max_silence_s)
-            for rank in range(1, spec.num_workers)
-        ]
-        if not self._peers:
+        self._peers = []
+        if spec.num_workers == 1:
             return []
         import torch
+
+        self._peers = [
+            RayPeer(actor, rank, self._max_silence_s)
+            for rank, actor in enumerate(self._start(spec.num_workers, policy_id), 1)
+        ]
 
         deadline = time.monotonic() + START_S
         for peer in self._peers:
@@ -246,18 +248,23 @@ class Ranks:
             raise WorkerLostError(str(err)) from err
         return self._peers
 
-    def _start(self, spec: TrainerSpec, policy_id: str, rank: int) -> ActorProxy[RankActor]:
-        options: dict[str, object] = {"num_cpus": 0}
-        if spec.device != "cpu":
-            group = find_group(policy_id)
-            assert group is not None
-            options["num_gpus"] = 1
-            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-                group, placement_group_bundle_index=rank
-            )
-            options["runtime_env"] = {"env_vars": GPU_ENVIRONMENT}
+    def _start(self, num_workers: int, policy_id: str) -> list[ActorProxy[RankActor]]:
+        """Start all ranks but 0, on the policy's GPUs if it has any."""
         remote = cast(
             "Callable[..., Callable[[type[RankActor]], ActorClass[RankActor]]]", ray.remote
         )
-        actor = remote(concurrency_groups=_GROUPS)(RankActor).options(**options)
-        return actor.remote(*self._arguments)
+        actor = remote(concurrency_groups=_GROUPS, num_cpus=0)(RankActor)
+        group = find_group(policy_id)
+        if group is None:
+            return [actor.remote(*self._arguments) for _ in range(1, num_workers)]
+        placed = [
+            actor.options(
+                num_gpus=1,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=bundle
+                ),
+                runtime_env={"env_vars": GPU_ENVIRONMENT},
+            )
+            for bundle in bundles_of_ranks(group)[1:]
+        ]
+        return [one.remote(*self._arguments) for one in placed]
