@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import ray
+from ray._common.constants import HEAD_NODE_RESOURCE_NAME
 from ray._private.state import available_resources_per_node
 from ray.util.placement_group import (
     PlacementGroup,
@@ -27,6 +28,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ratoon.engine.settings import EngineSettings
 from ratoon.errors import ErrorCode, RatoonError
 
+# Of an actor on the head, without which nothing runs: for one that asks for nothing Ray takes any
+# node.
+ON_HEAD = {HEAD_NODE_RESOURCE_NAME: 0.001}
 _PLACEMENT_S = 8.0
 _RELEASE_S = 1.0
 _POLL_S = 0.1
