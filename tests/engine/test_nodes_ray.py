@@ -10,6 +10,7 @@ import pytest
 from ray.util.placement_group import remove_placement_group
 
 from ratoon.engine.client import EngineClient
+from ratoon.engine.cluster.nodes import look_at_nodes
 from ratoon.engine.cluster.placement import find_group
 from ratoon.engine.types import Operation, PolicyState, Recovery
 from ratoon.errors import ErrorCode, RatoonError
@@ -50,6 +51,8 @@ async def _update(client: EngineClient, name: str, seq: int) -> str:
 
 async def _placed_and_lost(nodes: Nodes) -> None:
     client = nodes.client
+    seen = [(node.num_gpus, node.num_free_gpus) for node in look_at_nodes(Path("/"))]
+    assert seen == [(0, 0), (2, 2), (2, 2)]
     await _create(client, "together")
     assert len(set(nodes.of_policy("together"))) == 1
     digests = [await _update(client, "together", seq) for seq in range(1, 5)]

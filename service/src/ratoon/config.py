@@ -410,8 +410,14 @@ def set_copy_interface(host: str) -> None:
 
     Left to what the environment says already, or to the backends where no interface has it.
     """
+    if name := interface_of(host):
+        for backend in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{backend}_SOCKET_IFNAME", name)
+
+
+def interface_of(host: str) -> str | None:
+    """This machine's network interface that has the address; None: none has."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == host for address in addresses):
-            for backend in ("GLOO", "NCCL"):
-                os.environ.setdefault(f"{backend}_SOCKET_IFNAME", name)
-            return
+            return name
+    return None

@@ -49,12 +49,12 @@ async def place(policy_id: str, num_gpus: int) -> PlacementGroup:
     if group is None:
         bundles = [{"GPU": 1.0} for _ in range(num_gpus)]
         # "PACK" alone would fill a node that has fewer first.
-        fits_one = max(_free_gpus().values(), default=0.0) >= num_gpus
+        fits_one = max(free_gpus_by_node().values(), default=0.0) >= num_gpus
         strategy, name = "STRICT_PACK" if fits_one else "PACK", _group_name(policy_id)
         group = placement_group(bundles, strategy=strategy, name=name, lifetime="detached")
     if not await asyncio.to_thread(group.wait, _PLACEMENT_S):
         remove_placement_group(group)
-        raise _no_gpus(num_gpus, _free_gpus())
+        raise _no_gpus(num_gpus, free_gpus_by_node())
     return group
 
 
@@ -94,7 +94,7 @@ async def check_free_gpus(num_gpus: int) -> None:
     A policy that has just ended may take a moment to release its own.
     """
     deadline = asyncio.get_running_loop().time() + _RELEASE_S
-    while sum((free := _free_gpus()).values()) < num_gpus:
+    while sum((free := free_gpus_by_node()).values()) < num_gpus:
         if asyncio.get_running_loop().time() >= deadline:
             raise _no_gpus(num_gpus, free)
         await asyncio.sleep(_POLL_S)
@@ -112,7 +112,7 @@ def find_group(policy_id: str) -> PlacementGroup | None:
         return None
 
 
-def _free_gpus() -> dict[str, float]:
+def free_gpus_by_node() -> dict[str, float]:
     """Free GPUs by node, of nodes that have any GPU."""
     free = cast("dict[str, dict[str, float]]", available_resources_per_node())
     found: dict[str, float] = {}
