@@ -121,16 +121,21 @@ def test_two_ranks_train_as_one(engine: Engine, undisturbed: list[str]) -> None:
     engine.run(main)
 
 
-# One that dies where others cannot go on, with every run; one that hangs is in the test after this.
-_OFTEN = (CrashPoint.RANK_AFTER_STEP, "SIGKILL")
 _LOSSES = [
-    pytest.param(point, harm, marks=() if (point, harm) == _OFTEN else pytest.mark.more)
-    for point in (*(p for p in CrashPoint if p.startswith("rank-")), CrashPoint.WORKER_IN_APPLY)
-    for harm in ("SIGKILL", "SIGSTOP")
+    *((point, "SIGKILL") for point in CrashPoint if point.startswith("rank-")),
+    # While the others copy: the test after this one.
+    (CrashPoint.RANK_IN_PASS, "SIGSTOP"),
+    (CrashPoint.RANK_BEFORE_CHECKPOINT, "SIGSTOP"),
+    (CrashPoint.WORKER_IN_APPLY, "SIGSTOP"),
 ]
+# Where others cannot go on.
+_OFTEN = (CrashPoint.RANK_AFTER_STEP, "SIGKILL")
 
 
-@pytest.mark.parametrize(("point", "harm"), _LOSSES)
+@pytest.mark.parametrize(
+    ("point", "harm"),
+    [pytest.param(*loss, marks=() if loss == _OFTEN else pytest.mark.more) for loss in _LOSSES],
+)
 def test_a_rank_that_is_lost_costs_no_bit_and_leaves_no_process(
     engine: Engine, undisturbed: list[str], point: CrashPoint, harm: str
 ) -> None:
