@@ -27,6 +27,7 @@ _POLL_S = 0.1
 # What the titles of a role's processes start with or contain.
 TITLES = {
     "worker": "ray::WorkerActor",
+    "rank": "ray::RankActor",
     "engine": "ray::EngineActor",
     "replica": "ray::ServeReplica:ratoon",
     "proxy": "ray::ProxyActor",

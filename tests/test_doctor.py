@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,25 @@ from typer.testing import CliRunner
 
 from ratoon import cli as command_line
 from ratoon import doctor
-from ratoon.doctor import Check, Status
+from ratoon.doctor import Check, Status, judge_nodes
+from ratoon.engine.cluster.nodes import Node, Seen, links_of, look_at_nodes
+from tests.conftest import RayCluster
+
+_SEEN = Seen(versions={"torch": "2.13.0", "ratoon": "0.1.0"}, folder=7, interface="eth0", links="")
+_NODE = Node(address="10.0.0.1", gpu="H100", num_gpus=8, num_free_gpus=6, seen=_SEEN)
+_TOPOLOGY = """\
+\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
+GPU0\t X \tNV18\tSYS\tSYS\tPIX\t0-47\t0\t\tN/A
+GPU1\tNV18\t X \tSYS\tSYS\tPIX\t0-47\t0\t\tN/A
+GPU2\tSYS\tSYS\t X \tNV18\tSYS\t48-95\t1\t\tN/A
+GPU3\tSYS\tSYS\tNV18\t X \tSYS\t48-95\t1\t\tN/A
+NIC0\tPIX\tPIX\tSYS\tSYS\t X \t\t\t\t
+
+Legend:
+
+  X    = Self
+  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes
+"""
 
 
 def test_brackets_are_shown_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,3 +46,39 @@ def test_brackets_are_shown_as_they_are(tmp_path: Path, monkeypatch: pytest.Monk
         ["ok", "tree_attention", "[cuda]", "available"],
         ["warn", "tls", "of", "[red]x"],
     ]
+
+
+def test_links_are_told_pair_by_pair_unless_all_are_alike() -> None:
+    assert links_of(_TOPOLOGY) == "NV18: 0-1 2-3; SYS: 0-2 0-3 1-2 1-3"
+    assert links_of(_TOPOLOGY.replace("SYS", "NV18")) == "every pair by NV18"
+    assert links_of("") == ""
+
+
+def test_a_node_with_other_versions_or_another_data_root_is_no_place_for_ranks() -> None:
+    other = replace(_SEEN, versions={**_SEEN.versions, "torch": "2.12.1"}, interface="ib0")
+    seen = (_SEEN, other, replace(_SEEN, folder=8), replace(_SEEN, folder=None))
+    nodes = [replace(_NODE, address=f"10.0.0.{n}", seen=each) for n, each in enumerate(seen, 1)]
+    found = "8 H100, 6 free; ranks copy through "
+    assert [
+        (check.name, check.status, check.detail) for check in judge_nodes(nodes, Path("/d"))
+    ] == [
+        ("node 10.0.0.1", Status.OK, f"{found}eth0"),
+        ("node 10.0.0.2", Status.FAIL, f"torch 2.12.1, the head has 2.13.0; {found}ib0"),
+        ("node 10.0.0.3", Status.FAIL, f"/d is another folder than the head's; {found}eth0"),
+        ("node 10.0.0.4", Status.FAIL, f"/d is not there; {found}eth0"),
+    ]
+
+
+def test_nodes_that_share_nothing_yet_are_warned_of() -> None:
+    *_, last = judge_nodes([replace(_NODE, seen=replace(_SEEN, folder=None))], Path("/d"))
+    assert (last.name, last.status) == ("data root", Status.WARN)
+
+
+def test_a_node_is_looked_at_from_a_process_of_its_own(
+    ray_cluster: RayCluster, tmp_path: Path
+) -> None:
+    assert ray_cluster.address
+    (node,) = look_at_nodes(tmp_path)
+    assert (node.num_gpus, node.seen.folder) == (0, tmp_path.stat().st_ino)
+    (check,) = judge_nodes([node], tmp_path)
+    assert check.status is Status.OK, check.detail

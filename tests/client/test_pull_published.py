@@ -44,12 +44,13 @@ class Publisher:
         files: dict[str, bytes],
         before_writing: Callable[[Path], object] = lambda _: None,
     ) -> None:
-        def write(folder: Path) -> None:
+        def write(folder: Path) -> dict[str, str]:
             before_writing(folder)
             for name, data in files.items():
                 path = folder / name
                 with path.open("r+b" if path.exists() else "xb") as file:
                     file.write(data)
+            return {}
 
         publish_version(self.root, "p", version, WeightKind.FULL, write, 1.0)
         self.service.publish(version, files)

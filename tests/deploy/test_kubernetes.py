@@ -2,16 +2,92 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
+from jsonschema import Draft202012Validator, ValidationError
+from ray.serve.schema import ServeDeploySchema
 
-from ratoon.config import RatoonConfig
+from ratoon.config import RatoonConfig, is_loopback
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
 NODES = {"matchLabels": {"ray.io/is-ray-node": "yes"}}
+
+
+def _object(*required: str, **fields: object) -> dict[str, object]:
+    return {
+        "type": "object",
+        "properties": fields,
+        "required": required,
+        "additionalProperties": False,
+    }
+
+
+def _list(item: object) -> dict[str, object]:
+    return {"type": "array", "items": item}
+
+
+_TEXT, _NUMBER = {"type": "string"}, {"type": "integer"}
+_TEXTS = {"type": "object", "additionalProperties": _TEXT}
+_SECRET = _object(secretKeyRef=_object("key", name=_TEXT, key=_TEXT))
+_POD = _object(
+    "containers",
+    securityContext=_object(runAsNonRoot={"type": "boolean"}, runAsUser=_NUMBER, fsGroup=_NUMBER),
+    containers=_list(
+        _object(
+            "name",
+            name=_TEXT,
+            image=_TEXT,
+            env=_list(_object("name", name=_TEXT, value=_TEXT, valueFrom=_SECRET)),
+            ports=_list(_object("containerPort", name=_TEXT, containerPort=_NUMBER)),
+            readinessProbe=_object(
+                httpGet=_object("port", path=_TEXT, port={"type": ["integer", "string"]}),
+                periodSeconds=_NUMBER,
+                failureThreshold=_NUMBER,
+            ),
+            resources=_object(requests=_TEXTS, limits=_TEXTS),
+            volumeMounts=_list(_object("mountPath", "name", name=_TEXT, mountPath=_TEXT)),
+        )
+    ),
+    volumes=_list(
+        _object("name", name=_TEXT, persistentVolumeClaim=_object("claimName", claimName=_TEXT))
+    ),
+)
+_TEMPLATE = _object(spec=_POD)
+# The fields of RayService, ray.io/v1, that the manifest has, as the CRD of KubeRay 1.7.0 has them
+# (helm-chart/kuberay-operator/crds/ray.io_rayservices.yaml).
+_RAYSERVICE = _object(
+    apiVersion={"const": "ray.io/v1"},
+    kind={"const": "RayService"},
+    metadata=_object(name=_TEXT),
+    spec=_object(
+        upgradeStrategy=_object(
+            type={"enum": ["NewCluster", "NewClusterWithIncrementalUpgrade", "None"]}
+        ),
+        serveConfigV2=_TEXT,
+        rayClusterConfig=_object(
+            "headGroupSpec",
+            rayVersion=_TEXT,
+            authOptions=_object(mode={"enum": ["disabled", "token"]}),
+            headGroupSpec=_object("template", rayStartParams=_TEXTS, template=_TEMPLATE),
+            workerGroupSpecs=_list(
+                _object(
+                    *("groupName", "maxReplicas", "minReplicas", "template"),
+                    groupName=_TEXT,
+                    replicas=_NUMBER,
+                    minReplicas=_NUMBER,
+                    maxReplicas=_NUMBER,
+                    rayStartParams=_TEXTS,
+                    template=_TEMPLATE,
+                )
+            ),
+        ),
+    ),
+)
 
 
 def _read(name: str) -> Any:
@@ -30,7 +106,57 @@ def test_others_reach_ratoons_ports_alone() -> None:
     config = RatoonConfig()
     ours = [config.http.port, config.grpc.port]
     assert [port["port"] for port in callers["ports"]] == ours
-    assert [port["port"] for port in operator["ports"]] == [8265]
+    assert [port["port"] for port in operator["ports"]] == [8265, config.serve.http_port]
+
+
+def test_the_service_is_what_kuberay_takes() -> None:
+    """Fields and types as its CRD has them; one that it has not would be dropped, silently."""
+    Draft202012Validator(_RAYSERVICE).validate(_read("rayservice.yaml"))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda spec: spec.update(upgradeStrategy={"typ": "None"}),
+        lambda spec: spec["rayClusterConfig"].pop("headGroupSpec"),
+        lambda spec: spec["rayClusterConfig"]["authOptions"].update(mode="tokens"),
+        lambda spec: spec["rayClusterConfig"]["workerGroupSpecs"][0].update(replicas="2"),
+    ],
+)
+def test_a_manifest_that_kuberay_does_not_take_is_seen(spoil: Callable[[Any], object]) -> None:
+    manifest = _read("rayservice.yaml")
+    spoil(manifest["spec"])
+    with pytest.raises(ValidationError):
+        Draft202012Validator(_RAYSERVICE).validate(manifest)
+
+
+def test_the_service_of_the_cluster_is_ours() -> None:
+    spec = _read("rayservice.yaml")["spec"]
+    assert spec["upgradeStrategy"] == {"type": "None"}, "two services must not share a folder"
+    serve = ServeDeploySchema.model_validate(yaml.safe_load(spec["serveConfigV2"]))
+    (application,) = serve.applications
+    assert application.import_path == "ratoon.app:app_builder"
+    config = RatoonConfig(**application.args)
+    cluster = spec["rayClusterConfig"]
+    for key, value in _read("ray-token.yaml")["spec"].items():
+        assert cluster[key] == value
+    head, worker = _container(cluster["headGroupSpec"]), _container(cluster["workerGroupSpecs"][0])
+    ports = {port["name"]: port["containerPort"] for port in head["ports"]}
+    assert (ports["http"], ports["grpc"]) == (config.http.port, config.grpc.port)
+    assert ports["serve"] == serve.http_options.port == config.serve.http_port
+    assert config.auth.required, "left out it would not start before there is a key"
+    assert not any(map(is_loopback, (config.http.host, config.grpc.host)))
+    for container in (head, worker):
+        assert container["image"] == head["image"]
+        assert {"name": "RAY_worker_niceness", "value": "0"} in container["env"]
+        paths = [Path(mount["mountPath"]) for mount in container["volumeMounts"]]
+        assert paths == [config.data_root]
+    assert worker["resources"]["limits"]["nvidia.com/gpu"]
+
+
+def _container(group: Any) -> Any:
+    (container,) = group["template"]["spec"]["containers"]
+    return container
 
 
 def test_the_token_is_for_the_ray_that_is_installed() -> None:

@@ -218,12 +218,13 @@ class FakeTrainer:
             time.sleep(0.002)
         if number in self.faults.breaks:
             raise RuntimeError("broken on purpose")
-        if number in self.faults.no_memory:
-            raise MemoryError("tried to allocate 2.32 GiB")
         self._use_device(number)
         self.gradients[-1] = number if old_logprobs_J is None else float(old_logprobs_J.sum())
         self.gradients[-1] += self.faults.noise
         on_progress(2, 2, 6)
+        if number in self.faults.no_memory:
+            # Another rank's, whose pass outlasts this one's.
+            raise MemoryError("tried to allocate 2.32 GiB")
         return StepReport(
             loss=number,
             num_micro_batches=2,
@@ -291,6 +292,10 @@ class FakeTrainer:
 
     def discard_gradients(self) -> None:
         self.gradients = []
+
+    @property
+    def is_window_empty(self) -> bool:
+        return not self.gradients
 
     @property
     def window_counters(self) -> Counters:

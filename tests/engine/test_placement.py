@@ -89,6 +89,11 @@ async def test_a_spare_that_hangs_holds_no_policy_up(
     assert find_actor(worker_process._SPARE, namespace) is None
 
 
+def test_ranks_of_one_node_are_neighbours_and_those_of_the_workers_are_first() -> None:
+    assert placement.by_node({0: "b", 1: "a", 2: "b", 3: "c", 4: "a"}) == [0, 2, 1, 4, 3]
+    assert placement.by_node({1: "a", 0: "a"}) == [0, 1]
+
+
 async def test_a_gpu_that_is_not_there_is_refused_and_not_waited_for(
     ray_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

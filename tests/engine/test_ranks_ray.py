@@ -1,13 +1,20 @@
-"""Policies of two ranks on Ray: one update after the other, whichever rank dies where."""
+"""Policies of two ranks on Ray: one update after the other, whichever rank is lost where."""
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
+import os
+import signal
+import socket
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import ray
 from safetensors.numpy import load_file
@@ -16,7 +23,14 @@ from ratoon.config import CheckpointConfig, RatoonConfig, RayConfig, WorkerConfi
 from ratoon.engine.client import EngineClient
 from ratoon.engine.cluster.bootstrap import start_engine, stop_engine
 from ratoon.engine.crash_points import FOLDER_NAME, CrashPoint
-from ratoon.engine.types import Command, OperationState, PolicyState, Recovery, StepResult
+from ratoon.engine.types import (
+    Command,
+    FailedResult,
+    OperationState,
+    PolicyState,
+    Recovery,
+    StepResult,
+)
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.spec import FolderBase, ModelDtype
 from ratoon.rollout.batch import RolloutBatch
@@ -26,6 +40,7 @@ from tests.conftest import RayCluster
 from tests.engine.harness import save, update
 from tests.engine.ray_engine import SPEC, Engine, done, random_batch, submission
 from tests.tiny_models import write_folder
+from tests.until import until
 
 _WIDE = replace(SPEC.model, dtype=ModelDtype.FLOAT64)
 # Few tokens: several micro-batches, so that both ranks have some.
@@ -38,6 +53,10 @@ _SPEC = replace(
     keep_versions=9,
 )
 _UPDATES = 4
+# More than a busy machine makes a process wait.
+_SILENCE_S = 6.0
+# Of Linux: a descriptor of another process.
+_PIDFD_GETFD = 438
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +65,7 @@ def engine(ray_cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) ->
     config = RatoonConfig(
         data_root=tmp_path_factory.mktemp("engine"),
         ray=RayConfig(namespace=f"ranks-{uuid.uuid4().hex[:8]}"),
-        worker=WorkerConfig(device="cpu", num_threads=1),
+        worker=WorkerConfig(device="cpu", num_threads=1, max_silence_s=_SILENCE_S),
         checkpoints=CheckpointConfig(every_operations=2, keep=1),
         crash_points=True,
     )
@@ -126,36 +145,160 @@ def test_two_ranks_publish_the_files_of_one(engine: Engine, tmp_path: Path) -> N
     engine.run(main)
 
 
-# One in the pass, where others can go on, and one in the step, where they cannot, with every run.
-_OFTEN = (CrashPoint.RANK_IN_PASS, CrashPoint.RANK_AFTER_STEP)
-_POINTS = [
-    pytest.param(point, marks=() if point in _OFTEN else pytest.mark.more)
-    for point in CrashPoint
-    if point.startswith("rank-")
+_LOSSES = [
+    *((point, "SIGKILL") for point in CrashPoint if point.startswith("rank-")),
+    # While the others copy: the test after this one.
+    (CrashPoint.RANK_IN_PASS, "SIGSTOP"),
+    (CrashPoint.RANK_BEFORE_CHECKPOINT, "SIGSTOP"),
+    (CrashPoint.WORKER_IN_APPLY, "SIGSTOP"),
 ]
+# Where others cannot go on.
+_OFTEN = (CrashPoint.RANK_AFTER_STEP, "SIGKILL")
 
 
-@pytest.mark.parametrize("point", _POINTS)
-def test_a_rank_that_dies_costs_no_bit(
-    engine: Engine, undisturbed: list[str], point: CrashPoint
+@pytest.mark.parametrize(
+    ("point", "harm"),
+    [pytest.param(*loss, marks=() if loss == _OFTEN else pytest.mark.more) for loss in _LOSSES],
+)
+def test_a_rank_that_is_lost_costs_no_bit_and_leaves_no_process(
+    engine: Engine, undisturbed: list[str], point: CrashPoint, harm: str
 ) -> None:
-    name = f"dies-{point.removeprefix('rank-')}"
-    trap = engine.config.data_root / FOLDER_NAME / point
+    name = f"{point}-{harm.lower()}"
 
     async def main(client: EngineClient) -> None:
+        others = _processes()
         await _create(client, name)
-        trap.parent.mkdir(exist_ok=True)
-        trap.write_text("2")
+        first = _processes() - others
+        assert len(first) == 2, "its worker and rank"
+        trap = _trap(engine, point, f"2 {harm}")
         for seq in range(1, _UPDATES + 1):
             await _run(client, name, seq, update(0), random_batch(seq, 4))
             assert (await _weights(client, name))[0] == undisturbed[seq - 1]
         if point is CrashPoint.RANK_BEFORE_CHECKPOINT:
-            trap.write_text("1")
+            trap.write_text(f"1 {harm}")
             await _run(client, name, _UPDATES + 1, save("after"), None)
         assert (await client.get_policy(name)).state is PolicyState.READY
-        assert not trap.exists(), "the rank was killed"
+        assert not trap.exists(), "the process was lost"
+        await _gone(first)
 
     engine.run(main)
+
+
+def test_a_policy_whose_rank_hangs_holds_no_other_up(
+    engine: Engine, undisturbed: list[str]
+) -> None:
+    """The other runs two updates while the first one's ranks copy and nothing comes."""
+
+    async def main(client: EngineClient) -> None:
+        await _create(client, "beside")
+        others = _processes()
+        await _create(client, "hangs")
+        first = _processes() - others
+        _trap(engine, CrashPoint.RANK_BEFORE_COPIES, "1 SIGSTOP")
+        hung = await client.submit(submission(1, update(0), random_batch(1, 4), "hangs"))
+        await _stopped(first)
+        for seq in (1, 2):
+            await _run(client, "beside", seq, update(0), random_batch(seq, 4))
+            assert (await _weights(client, "beside"))[0] == undisturbed[seq - 1]
+        assert not (await client.get_operation(hung.operation_id, 0.0)).state.is_final
+        await done(client, hung)
+        assert (await _weights(client, "hangs"))[0] == undisturbed[0]
+        await _gone(first)
+        assert others <= _processes(), "no process of another policy was replaced"
+
+    engine.run(main)
+
+
+def test_a_slow_rank_is_waited_for_and_one_without_memory_costs_its_operation_alone(
+    engine: Engine, undisturbed: list[str]
+) -> None:
+    async def main(client: EngineClient) -> None:
+        others = _processes()
+        await _create(client, "slow")
+        first = _processes() - others
+        _trap(engine, CrashPoint.RANK_IN_PASS, "1 SIGSTOP")
+        slow = await client.submit(submission(1, update(0), random_batch(1, 4), "slow"))
+        stopped = await _stopped(first)
+        await asyncio.sleep(_SILENCE_S * 0.6)
+        os.kill(stopped, signal.SIGCONT)
+        await done(client, slow)
+        _trap(engine, CrashPoint.RANK_IN_PASS, "1 MemoryError")
+        refused = await client.submit(submission(2, update(0), random_batch(9, 4), "slow"))
+        ended = await client.get_operation(refused.operation_id, 60.0)
+        assert isinstance(ended.result, FailedResult)
+        assert ended.result.error["code"] == ErrorCode.RESOURCE_EXHAUSTED
+        await _run(client, "slow", 3, update(0), random_batch(2, 4))
+        assert (await _weights(client, "slow"))[0] == undisturbed[1]
+        assert first <= _processes(), "nothing was replaced"
+
+    engine.run(main)
+
+
+@pytest.mark.more
+def test_a_network_that_is_cut_between_ranks_costs_no_bit(
+    engine: Engine, undisturbed: list[str]
+) -> None:
+    async def main(client: EngineClient) -> None:
+        others = _processes()
+        await _create(client, "cut")
+        first = _processes() - others
+        _trap(engine, CrashPoint.RANK_BEFORE_COPIES, "2 SIGSTOP")
+        await _run(client, "cut", 1, update(0), random_batch(1, 4))
+        second = await client.submit(submission(2, update(0), random_batch(2, 4), "cut"))
+        stopped = await _stopped(first)
+        assert _cut(stopped, *(first - {stopped})) > 0
+        os.kill(stopped, signal.SIGCONT)
+        await done(client, second)
+        assert (await _weights(client, "cut"))[0] == undisturbed[1]
+        await _gone(first)
+
+    engine.run(main)
+
+
+def _processes() -> set[int]:
+    """Workers and ranks of this test session's Ray."""
+    found: set[int] = set()
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            line = " ".join(child.cmdline())
+            if "ray::WorkerActor" in line or "ray::RankActor" in line:
+                found.add(child.pid)
+    return found
+
+
+async def _gone(processes: set[int]) -> None:
+    """Wait until none of them lives. Ray gives one that hangs 5 s."""
+    await until(lambda: not any(map(psutil.pid_exists, processes)))
+
+
+async def _stopped(processes: set[int]) -> int:
+    """The one of them that stands still, once one does."""
+
+    def find() -> list[int]:
+        return [pid for pid in processes if psutil.Process(pid).status() == psutil.STATUS_STOPPED]
+
+    await until(find)
+    return find()[0]
+
+
+def _trap(engine: Engine, point: CrashPoint, text: str) -> Path:
+    trap = engine.config.data_root / FOLDER_NAME / point
+    trap.parent.mkdir(exist_ok=True)
+    trap.write_text(text)
+    return trap
+
+
+def _cut(one: int, other: int) -> int:
+    """Shut down all TCP connections between two processes; returns how many there were."""
+    far = {each.laddr for each in psutil.Process(other).net_connections("tcp")}
+    near = [each for each in psutil.Process(one).net_connections("tcp") if each.raddr in far]
+    process, libc = os.pidfd_open(one), ctypes.CDLL(None)
+    for each in near:
+        number = libc.syscall(_PIDFD_GETFD, process, each.fd, 0)
+        with socket.socket(fileno=number) as connection:
+            connection.shutdown(socket.SHUT_RDWR)
+    os.close(process)
+    return len(near)
 
 
 def test_more_ranks_than_cores_are_refused_with_both(engine: Engine) -> None:

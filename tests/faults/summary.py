@@ -33,10 +33,6 @@ MAX_GROWTH_BYTES = 16 * 2**20
 _MOST_SHOWN = 20
 
 
-# The others have tests of their own.
-OF_ONE_RANK = [point for point in CrashPoint if not point.startswith("rank-")]
-
-
 @dataclass
 class Summary:
     """Of all parts. `seconds`: by part, of all rounds.
@@ -130,7 +126,7 @@ class Summary:
     @property
     def missed_points(self) -> list[str]:
         """Crash points at which nothing was killed."""
-        return sorted(point for point in OF_ONE_RANK if point not in self.points)
+        return sorted(point for point in CrashPoint if point not in self.points)
 
     @property
     def missed_events(self) -> list[str]:

@@ -18,7 +18,7 @@ from tests.faults.judge.history import Verdict
 from tests.faults.judge.reference import TOLERANCE
 from tests.faults.run import document
 from tests.faults.selftest import SCHEDULES, Finding
-from tests.faults.summary import MAX_GROWTH_BYTES, OF_ONE_RANK, Summary
+from tests.faults.summary import MAX_GROWTH_BYTES, Summary
 from tests.faults.venues.crashes import Kills
 from tests.faults.venues.deliveries import ROLES, DeliveryResult
 from tests.faults.venues.failover import PLACES, FailoverResult
@@ -45,7 +45,7 @@ def findings() -> list[Finding]:
 def good() -> Summary:
     """A run just as it has to be."""
     summary = Summary(findings=findings(), hostile=HOSTILE, fp64_difference=TOLERANCE)
-    light = [point for point in OF_ONE_RANK if point not in POINTS]
+    light = [point for point in CrashPoint if point not in POINTS]
     torn = TornCounts(counts=Counter({("body", "refused"): 3}), faults=())
     summary.add_light(Kills(points=set(light), in_window=5), 9, 100, torn)
     seconds = {str(event): 2.0 for event in EVENTS}
@@ -248,7 +248,7 @@ def test_a_result_is_json_whatever_ended(summary: Summary) -> None:
     result = json.loads(json.dumps(summary.result()))
     assert result["is_good"] is summary.is_good
     assert result["kills"] == summary.num_kills
-    assert len(result["crash_points"]) + len(result["missed_crash_points"]) == len(OF_ONE_RANK)
+    assert len(result["crash_points"]) + len(result["missed_crash_points"]) == len(CrashPoint)
     assert result["torn_files"] == sum(result["torn"].values())
     assert result["self_test"] == {finding.build: True for finding in summary.findings}
 

@@ -17,8 +17,7 @@ from tests.engine.harness import life_record
 from tests.faults.judge.calls import Call, Kind, in_any_order, segments
 from tests.faults.judge.history import Ack, Told, judge_acks, plain
 from tests.faults.judge.oracle import judge_served
-from tests.faults.summary import OF_ONE_RANK
-from tests.faults.venues.crashes import POINTS
+from tests.faults.venues import crashes, live
 from tests.faults.venues.power import cut_power, record_syncs
 
 CALL = Call(number=1, kind=Kind.UPDATE)
@@ -131,8 +130,5 @@ def test_a_block_of_calls_names_none_of_its_own() -> None:
 
 
 def test_every_crash_point_is_in_a_fault_run() -> None:
-    """Those of the wires are for a run of the real service."""
-    assert {point for point in OF_ONE_RANK if point not in POINTS} == {
-        CrashPoint.INGRESS_BEFORE_SUBMIT,
-        CrashPoint.INGRESS_AFTER_SUBMIT,
-    }
+    """Those of the wires and of ranks are for a run of the real service."""
+    assert sorted((*crashes.POINTS, *live.POINTS)) == sorted(CrashPoint)

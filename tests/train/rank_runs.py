@@ -112,7 +112,7 @@ def ranked(
 ) -> Iterator[tuple[Trainer, list[PipePeer]]]:
     """A trainer of so many ranks, and the peers among them; parts of so many elements."""
     spec = replace(spec, parallel=ParallelLayout(num_workers=num_ranks))
-    meeting, store = open_meeting("127.0.0.1", num_ranks)
+    meeting, store = open_meeting("127.0.0.1", num_ranks, timeout_s=60.0)
     peers = [PipePeer(spec, meeting, one, part_elements) for one in range(1, num_ranks)]
     try:
         if peers:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model import safetensors_files
@@ -22,6 +23,7 @@ from ratoon.stream.manifest import WeightKind
 from ratoon.stream.versions import publish_version
 from ratoon.train import prepare
 from ratoon.train.config import LossKind, NumericsGuard, OptimizerStates
+from ratoon.train.copies import Copies, CopyFailedError, open_meeting
 from ratoon.train.gradient_window import WindowState
 from ratoon.train.numerics import device_model
 from ratoon.train.optim.parts import Part, parts_of, shared_out
@@ -324,6 +326,17 @@ def test_a_rank_that_is_gone_is_an_error_and_no_wait(base: FolderBase) -> None:
         peer.kill()
         with pytest.raises((RuntimeError, OSError)):
             _update(two, 1, (0, 1))
+
+
+def test_a_late_rank_of_an_earlier_worker_does_not_join() -> None:
+    """Its port may be the one that the next worker got: it must not be taken for its rank."""
+    meeting, store = open_meeting("127.0.0.1", 2, timeout_s=0.5)
+    late = replace(meeting, name="of an earlier worker")
+    # As rank 0 does, for which nobody plays the rest.
+    PrefixStore(meeting.name, store).set("here/0", "")
+    with pytest.raises(CopyFailedError, match="rank 1 could not join"):
+        Copies.join(late, 1, torch.device("cpu"))
+    assert PrefixStore(meeting.name, store).check(["here/1"]) is False
 
 
 def test_a_checkpoint_that_fails_stops_no_pass_beside_it(base: FolderBase, tmp_path: Path) -> None:

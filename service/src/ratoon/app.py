@@ -24,6 +24,7 @@ from ratoon.engine.cluster.bootstrap import (
     stop_engine,
     wait_for_workers,
 )
+from ratoon.engine.cluster.placement import ON_HEAD
 from ratoon.errors import invalid
 from ratoon.log import configure_logging, get_logger
 from ratoon.ports import free_port
@@ -176,6 +177,7 @@ def _start_gateway(config: RatoonConfig) -> ObjectRef[None]:
             lifetime="detached",
             get_if_exists=True,
             num_cpus=0,
+            resources=ON_HEAD,
             max_restarts=-1,
             max_task_retries=-1,
         )

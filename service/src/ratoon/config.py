@@ -211,6 +211,9 @@ class WorkerConfig(_Section):
     host_activation_bytes: int = Field(default=0, ge=0)
     # Every so many versions one rollout is also run alone and compared; 0: never.
     self_check_every: int = Field(default=100, ge=0)
+    # A worker or rank that answers nothing for so long is lost, and so is one whose copies to other
+    # ranks take longer: the policy gets another worker.
+    max_silence_s: float = Field(default=60.0, gt=0)
 
 
 class CheckpointConfig(_Section):
@@ -407,8 +410,14 @@ def set_copy_interface(host: str) -> None:
 
     Left to what the environment says already, or to the backends where no interface has it.
     """
+    if name := interface_of(host):
+        for backend in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{backend}_SOCKET_IFNAME", name)
+
+
+def interface_of(host: str) -> str | None:
+    """This machine's network interface that has the address; None: none has."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == host for address in addresses):
-            for backend in ("GLOO", "NCCL"):
-                os.environ.setdefault(f"{backend}_SOCKET_IFNAME", name)
-            return
+            return name
+    return None

@@ -1,25 +1,31 @@
-"""`ratoon doctor`: what this machine can do, and where it cannot, why.
+"""`ratoon doctor`: what this machine, and a cluster's nodes, can do, and where they cannot, why.
 
-Nothing is started or changed. A check that cannot be made is itself a failed check.
+Nothing is changed, and nothing started but a short task on each node of `ray.address`. A check that
+cannot be made is itself a failed check.
 """
 
 from __future__ import annotations
 
+import logging
 import platform
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
 from ratoon.config import RatoonConfig
 from ratoon.errors import RatoonError
+
+if TYPE_CHECKING:
+    from ratoon.engine.cluster.nodes import Node
 
 MIN_PYTHON = (3, 11)
 TORCH_VERSIONS = ((2, 11), (2, 13))
@@ -48,12 +54,14 @@ def run_checks(config: RatoonConfig) -> tuple[Check, ...]:
         ("python", _check_python),
         ("torch", _check_torch),
         ("gpu", _check_gpu),
+        ("ranks", _check_ranks),
         ("kernels", _check_kernels),
         ("ports", lambda: _check_ports(config)),
         ("tls", lambda: _check_tls(config)),
         ("disk", lambda: _check_disk(config)),
         ("memory", _check_memory),
         ("ray", _check_ray),
+        ("cluster", lambda: _check_cluster(config)),
     )
     checks: list[Check] = []
     for name, group in groups:
@@ -98,6 +106,23 @@ def _check_gpu() -> Iterator[Check]:
         memory_gib = properties.total_memory / 2**30
         detail = f"{properties.name}, sm_{properties.major}{properties.minor}, {memory_gib:.0f} GiB"
         yield Check(name=f"gpu {index}", status=Status.OK, detail=detail)
+
+
+def _check_ranks() -> Iterator[Check]:
+    """Of how many a policy may be here, and what they copy through."""
+    import torch
+
+    from ratoon.engine.cluster.nodes import gpu_links
+
+    num_gpus = torch.cuda.device_count()
+    if num_gpus == 1:
+        detail = "one GPU: policies of one rank"
+    elif num_gpus:
+        links = gpu_links() or "how they are linked nvidia-smi does not say"
+        detail = f"policies of up to {num_gpus} ranks, a GPU each; {links}"
+    else:
+        detail = f"policies of up to {psutil.cpu_count()} ranks on the CPU, as many as cores"
+    yield Check(name="ranks", status=Status.OK, detail=detail)
 
 
 def _check_kernels() -> Iterator[Check]:
@@ -190,3 +215,47 @@ def _check_ray() -> Iterator[Check]:
     else:
         detail = f"{version}, no /dev/shm: the object store uses plain files"
     yield Check(name="ray", status=Status.OK, detail=detail)
+
+
+def _check_cluster(config: RatoonConfig) -> Iterator[Check]:
+    if not config.ray.address:
+        return
+    import ray
+    from ray.exceptions import RayError
+
+    from ratoon.engine.cluster.nodes import look_at_nodes
+
+    try:
+        ray.init(address=config.ray.address, log_to_driver=False, logging_level=logging.ERROR)
+        nodes = look_at_nodes(config.data_root.absolute())
+    except RayError as err:
+        raise RuntimeError(str(err)) from err
+    finally:
+        ray.shutdown()
+    yield from judge_nodes(nodes, config.data_root.absolute())
+
+
+def judge_nodes(nodes: Sequence[Node], data_root: Path) -> Iterator[Check]:
+    """Nodes must have the first one's versions and data root: a policy's ranks may be on any."""
+    first = nodes[0].seen
+    for node in nodes:
+        seen, faults = node.seen, list[str]()
+        for name, version in seen.versions.items():
+            if version != first.versions[name]:
+                faults.append(f"{name} {version}, the head has {first.versions[name]}")
+        if seen.folder != first.folder:
+            there = "is not there" if seen.folder is None else "is another folder than the head's"
+            faults.append(f"{data_root} {there}")
+        if seen.interface is None:
+            faults.append("no network interface has this address")
+        found = [f"{node.num_gpus} {node.gpu or 'GPU'}, {node.num_free_gpus} free"]
+        found += [seen.links] if seen.links else []
+        found += [f"ranks copy through {seen.interface}"] if seen.interface else []
+        yield Check(
+            name=f"node {node.address}",
+            status=Status.FAIL if faults else Status.OK,
+            detail="; ".join([*faults, *found]),
+        )
+    if first.folder is None and all(node.seen.folder is None for node in nodes):
+        detail = f"{data_root} is on no node yet; all have to see the same"
+        yield Check(name="data root", status=Status.WARN, detail=detail)

@@ -22,7 +22,14 @@ from tests.faults.judge.calls import Call
 
 # Of a report: what no two runs have in common.
 _VOLATILE = frozenset(
-    {"seconds", "tokens_per_second", "hardware_mfu", "logical_mfu", "peak_memory_bytes"}
+    {
+        "seconds",
+        "rank_seconds",
+        "tokens_per_second",
+        "hardware_mfu",
+        "logical_mfu",
+        "peak_memory_bytes",
+    }
 )
 
 

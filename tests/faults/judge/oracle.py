@@ -32,7 +32,6 @@ from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.loss.spec import Loss, OptimStep
 from ratoon.train.optim.resolve import resolve_optim
 from ratoon.train.report.step_report import StepReport
-from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
 from tests.faults.judge.calls import (
     LEARNING_RATE,
@@ -66,13 +65,13 @@ class _Part:
 
 
 class Oracle:
-    """Owns a trainer, its window and its checkpoints below `folder`.
+    """Owns a trainer that is new, its window and its checkpoints below `folder`.
 
     `digests`: by version, of the file of its weights.
     """
 
-    def __init__(self, spec: TrainerSpec, seed: int, folder: Path) -> None:
-        self.trainer = Trainer.create(spec)
+    def __init__(self, trainer: Trainer, seed: int, folder: Path) -> None:
+        self.trainer = trainer
         self._seed, self._folder = seed, folder
         self._window: list[_Part] = []
         self._seqs: dict[int, int] = {}
@@ -309,7 +308,8 @@ def judge_history(entries: Sequence[Entry], oracle: Oracle, final: Path | None) 
             for difference in _differences(entry, expected, oracle.trainer.state_digest())
         ]
     if final is not None:
-        _judge_bits(verdict, final, oracle.checkpoint(entries[-1].call.checkpoint_id))
+        expected = oracle.checkpoint(entries[-1].call.checkpoint_id)
+        _judge_bits(verdict, final, expected, oracle.trainer.ranks.size)
     return verdict
 
 
@@ -344,17 +344,17 @@ def _judge_published(verdict: Verdict, weights: Path, expected: Mapping[int, str
             verdict.lost.append(f"version {version} was published with other weights")
 
 
-def _judge_bits(verdict: Verdict, got: Path, expected: Path) -> None:
+def _judge_bits(verdict: Verdict, got: Path, expected: Path, num_ranks: int) -> None:
     """Weights, moments and the number of steps, bit for bit."""
     steps = [_num_steps(folder) for folder in (got, expected)]
     if steps[0] != steps[1]:
         counts = verdict.doubled if steps[0] > steps[1] else verdict.lost
         counts.append(f"{steps[0]} optimizer steps, expected {steps[1]}")
-    name = states_name(0, 1)
-    keys = _names(expected / name)
-    odd = [key for key in keys if _bits(got / name, key) != _bits(expected / name, key)]
-    if odd:
-        verdict.lost.append(f"{name}: {len(odd)} tensors have other bits, as {odd[0]}")
+    for name in (states_name(rank, num_ranks) for rank in range(num_ranks)):
+        keys = _names(expected / name)
+        odd = [key for key in keys if _bits(got / name, key) != _bits(expected / name, key)]
+        if odd:
+            verdict.lost.append(f"{name}: {len(odd)} tensors have other bits, as {odd[0]}")
 
 
 def _num_steps(folder: Path) -> int:

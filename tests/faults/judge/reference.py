@@ -16,6 +16,7 @@ import torch
 
 from ratoon.model.spec import ModelDtype
 from ratoon.train.spec import TrainerSpec
+from ratoon.train.trainer import Trainer
 from tests.equivalence import paths_of, relative_errors
 from tests.faults.judge.calls import LEARNING_RATE, Call, Kind, batch_of, imported_values
 from tests.faults.judge.history import Entry
@@ -103,7 +104,7 @@ def worst_difference(
 ) -> float:
     """The largest rel-L2, over parameters, of how far each side moved them: ours in float64."""
     double = replace(spec, model=replace(spec.model, dtype=ModelDtype.FLOAT64))
-    ours, plain = Oracle(double, seed, folder), Reference(model_folder, seed)
+    ours, plain = Oracle(Trainer.create(double), seed, folder), Reference(model_folder, seed)
     first = {name: p.detach().clone() for name, p in plain.trainer.parameters().items()}
     for entry in entries:
         ours.run(entry)

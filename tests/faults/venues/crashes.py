@@ -24,7 +24,7 @@ WINDOW_ROLES = ("worker", "engine", "engine", "worker", "worker", "engine")
 _WINDOW_NUMBERS = 1_000_000
 _STORE_NUMBERS = 2_000_000
 _IMPORT_NUMBERS = 3_000_000
-# Those that the two processes come to; the others are of the wires, and of policies of many ranks.
+# Those that the two processes come to; the others are the real service's (`live`).
 POINTS = tuple(point for point in CrashPoint if not point.startswith(("ingress-", "rank-")))
 # Those that an import comes to, which has no body and no micro-batches.
 IMPORT_POINTS = tuple(

@@ -54,6 +54,7 @@ from ratoon.ports import free_port
 from ratoon.rollout.serial import batch_to_bytes
 from ratoon.train.config import ONE_DEVICE, AdamWConfig, OptimRequest
 from ratoon.train.spec import TrainerSpec
+from ratoon.train.trainer import Trainer
 from tests.faults.judge.calls import (
     LEARNING_RATE,
     NO_VERSION,
@@ -155,7 +156,8 @@ class LightRun:
 
     @cached_property
     def oracle(self) -> Oracle:
-        return Oracle(self.trainer, self.options.seed, self.root / "oracle")
+        trainer = Trainer.create(self.trainer)
+        return Oracle(trainer, self.options.seed, self.root / "oracle")
 
     def submit(self, call: Call, place: int) -> None:
         """Make one call, and cancel it at once where it says so."""

@@ -1,6 +1,7 @@
 """A fault run on the real service: two policies, callers of both edges, kills of every process.
 
-After each kill both policies complete a whole segment before the next one.
+One of the policies has two ranks. After each kill both policies complete a whole segment before
+the next one.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.files.paths import policy_paths
 from ratoon.engine.types import PolicySpec
 from ratoon.train.spec import TrainerSpec
-from ratoon_client import AsyncRatoonClient
+from ratoon_client import AsyncRatoonClient, Parallel
 from tests.faults.judge.history import Notes, Verdict, read_journal, read_policy
 from tests.faults.judge.oracle import Oracle, judge
 from tests.faults.venues.clients import PATIENCE_S, Player
+from tests.train.rank_runs import ranked
 
-POINTS = tuple(point for point in CrashPoint if point.startswith("ingress-"))
+POINTS = tuple(point for point in CrashPoint if point.startswith(("ingress-", "rank-")))
 # Processes that come back by themselves.
-ROLES = ("worker", "engine", "replica", "proxy", "gateway")
+ROLES = ("worker", "rank", "engine", "replica", "proxy", "gateway")
 # Ray's own: the service ends with each of them, and whoever watches over it starts it anew.
 RAY_ROLES = ("raylet", "head")
 EVENTS = (*ROLES, *POINTS, "outage", "service", *RAY_ROLES)
@@ -154,6 +156,7 @@ async def _play(service: Service, seed: int, rounds: int, only: Collection[str])
                 model_folder=MODEL,
                 sequencing="client" if player.policy_id == "by-seq" else "server",
                 micro_batch_tokens=24,
+                parallel=Parallel(num_workers=1 if player.policy_id == "by-seq" else 2),
             )
             await creation.result()
         run = LiveRun(service, players, seed)
@@ -169,12 +172,13 @@ def judge_player(service: Service, player: Player) -> Verdict:
     database = service.data_root / "ratoon.sqlite"
     spec = read_policy(database, player.policy_id)
     folder = service.root / "oracle" / player.policy_id
-    return judge(
-        player.notes,
-        read_journal(database, player.policy_id),
-        Oracle(_trainer_spec(spec), player.seed, folder),
-        policy_paths(service.data_root, player.policy_id),
-    )
+    with ranked(_trainer_spec(spec), spec.parallel.num_workers) as (trainer, _):
+        return judge(
+            player.notes,
+            read_journal(database, player.policy_id),
+            Oracle(trainer, player.seed, folder),
+            policy_paths(service.data_root, player.policy_id),
+        )
 
 
 def _trainer_spec(spec: PolicySpec) -> TrainerSpec:

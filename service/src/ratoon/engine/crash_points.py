@@ -1,8 +1,9 @@
 """Named points at which a test may kill a process: before and after each durable step.
 
 A file named after a point, in the crash folder, holds a decimal count n. The n-th time that one
-process reaches the point, counted from then on, it removes the file and sends itself SIGKILL. A
-process that was given no folder is never killed here.
+process reaches the point, counted from then on, it removes the file and sends itself SIGKILL, or
+what the file names after the count: SIGSTOP, so that it hangs there, or MemoryError, which it
+raises. A process that was given no folder is never harmed here.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ class _CrashFolder:
         path = self._folder / point
         with self._lock:
             try:
-                wanted = int(path.read_text())
+                count, _, harm = path.read_text().strip().partition(" ")
+                wanted = int(count)
             except (FileNotFoundError, ValueError):
                 # No file, or one that is still being written.
                 self._counts.pop(point, None)
@@ -92,4 +94,6 @@ class _CrashFolder:
                 # Another process took the file.
                 self._counts.pop(point, None)
                 return
-            os.kill(os.getpid(), signal.SIGKILL)
+        if harm == "MemoryError":
+            raise MemoryError(f"at {point}")
+        os.kill(os.getpid(), signal.SIGSTOP if harm == "SIGSTOP" else signal.SIGKILL)

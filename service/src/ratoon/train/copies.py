@@ -6,6 +6,7 @@ backend's algorithm or buckets, and Gloo proves on a CPU what NCCL does on GPUs.
 
 from __future__ import annotations
 
+import secrets
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,12 +16,11 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
-
-# Of one exchange, whose ranks all come to it at the same moment.
-_EXCHANGE_S = 60.0
-# For the processes of all ranks to come up, on a machine that is busy with others.
-_JOIN_S = 300.0
+from torch.distributed import (
+    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
+    Store,  # pyright: ignore[reportPrivateImportUsage]
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
+)
 
 
 class CopyFailedError(Exception):
@@ -31,15 +31,19 @@ class CopyFailedError(Exception):
 class Meeting:
     """Where ranks find each other: an address of rank 0.
 
-    It has no authentication, so it is loopback's or a private network's.
+    It has no authentication, so it is loopback's or a private network's. `name` is no other
+    meeting's: a late rank of an earlier one does not take part in what it finds at the port.
+    `timeout_s`: for all to come, and of one exchange, to which all come at the same moment.
     """
 
+    name: str
     host: str
     port: int
     size: int
+    timeout_s: float
 
 
-def open_meeting(host: str, size: int) -> tuple[Meeting, Store]:
+def open_meeting(host: str, size: int, timeout_s: float) -> tuple[Meeting, Store]:
     """A meeting at an address of this process, which is to be rank 0 and to join with the store."""
     listener = socket.create_server((host, 0))
     port = int(listener.getsockname()[1])
@@ -48,11 +52,12 @@ def open_meeting(host: str, size: int) -> tuple[Meeting, Store]:
         port,
         is_master=True,
         wait_for_workers=False,
-        timeout=timedelta(seconds=_JOIN_S),
+        timeout=timedelta(seconds=timeout_s),
         # By itself it would listen on every address.
         master_listen_fd=listener.detach(),
     )
-    return Meeting(host=host, port=port, size=size), store
+    name = secrets.token_hex(8)
+    return Meeting(name=name, host=host, port=port, size=size, timeout_s=timeout_s), store
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +83,20 @@ class Copies:
         Raises `CopyFailedError` where they do not come.
         """
         cls.leave()
+        timeout = timedelta(seconds=meeting.timeout_s)
         try:
-            store = store or _store(meeting)
+            if store is None:
+                store = TCPStore(meeting.host, meeting.port, is_master=False, timeout=timeout)
+            store = PrefixStore(meeting.name, store)
             store.set(f"here/{rank}", "")
             everyone = [f"here/{one}" for one in range(meeting.size)]
-            store.wait(everyone, timedelta(seconds=_JOIN_S))
+            store.wait(everyone, timeout)
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
                 store=store,
                 rank=rank,
                 world_size=meeting.size,
-                timeout=timedelta(seconds=_EXCHANGE_S),
+                timeout=timeout,
             )
         except RuntimeError as err:
             raise CopyFailedError(f"rank {rank} could not join the others: {err}") from err
@@ -120,8 +128,3 @@ class Copies:
                 cast("dist.Work", work).wait()
         except RuntimeError as err:
             raise CopyFailedError(f"a copy between ranks failed: {err}") from err
-
-
-def _store(meeting: Meeting) -> Store:
-    timeout = timedelta(seconds=_JOIN_S)
-    return TCPStore(meeting.host, meeting.port, is_master=False, timeout=timeout)

@@ -158,6 +158,10 @@ class Trainer:
         return self._window.state
 
     @property
+    def is_window_empty(self) -> bool:
+        return self._window.state is WindowState.EMPTY
+
+    @property
     def normalisation(self) -> Normalisation:
         """Of the open window, for `resolve_optim`. Raises WINDOW_EMPTY or WINDOW_POISONED."""
         return self._window.normalisation
@@ -382,7 +386,7 @@ class Trainer:
         self._named.write(path, names, dict(zip(parameters, sums, strict=True)))
 
     def _check_closed(self) -> None:
-        if self._window.state is not WindowState.EMPTY:
+        if not self.is_window_empty:
             raise RatoonError(
                 ErrorCode.WINDOW_OPEN, "ForwardBackwards of the window are not stepped or discarded"
             )
@@ -394,8 +398,7 @@ class Trainer:
         is_cancelled: Callable[[], bool],
     ) -> SelfCheckOutcome:
         """That of a due version's first forward-backward: it borrows the empty gradient sums."""
-        is_empty = self._window.state is WindowState.EMPTY
-        if not (is_empty and is_due(self.version, self.spec.self_check_every)):
+        if not (self.is_window_empty and is_due(self.version, self.spec.self_check_every)):
             return SelfCheckOutcome(report=None, warnings=())
         gradients = self.ranks.own.gradients
         run = partial(run_self_check, self.model, gradients, prepared, old_logprobs_J)

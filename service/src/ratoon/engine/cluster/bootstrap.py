@@ -19,7 +19,7 @@ from ray.exceptions import RayTaskError
 
 from ratoon.config import RatoonConfig
 from ratoon.engine.cluster.engine_actor import EngineActor
-from ratoon.engine.cluster.placement import worker_device
+from ratoon.engine.cluster.placement import ON_HEAD, worker_device
 from ratoon.engine.cluster.ray_calls import ActorLostError, ask, find_actor, kill_actor
 from ratoon.engine.cluster.worker_process import find_spare, make_spare
 from ratoon.engine.files.archive import check_store
@@ -57,6 +57,7 @@ def start_engine(config: RatoonConfig) -> ObjectRef[None]:
             lifetime="detached",
             get_if_exists=True,
             num_cpus=0,
+            resources=ON_HEAD,
             max_restarts=-1,
             max_task_retries=-1,
             max_concurrency=_MAX_CONCURRENCY,

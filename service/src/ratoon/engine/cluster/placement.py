@@ -1,6 +1,7 @@
-"""Reserves GPUs for workers: one placement group per policy, by its name.
+"""Reserves GPUs for workers: one placement group per policy, by its name, a bundle per GPU.
 
-A reservation fails after `_PLACEMENT_S`, and an ended worker holds none.
+All are on one node where one has as many free, since its links are the shortest. A reservation
+fails after `_PLACEMENT_S`, and an ended worker holds none.
 """
 
 # Ray's decorators are only partly typed.
@@ -9,13 +10,17 @@ A reservation fails after `_PLACEMENT_S`, and an ended worker holds none.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any, cast
 
 import ray
+from ray._common.constants import HEAD_NODE_RESOURCE_NAME
+from ray._private.state import available_resources_per_node
 from ray.util.placement_group import (
     PlacementGroup,
     get_placement_group,
     placement_group,
+    placement_group_table,  # pyright: ignore[reportUnknownVariableType]
     remove_placement_group,
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -23,6 +28,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ratoon.engine.settings import EngineSettings
 from ratoon.errors import ErrorCode, RatoonError
 
+# Of an actor on the head, without which nothing runs: for one that asks for nothing Ray takes any
+# node.
+ON_HEAD = {HEAD_NODE_RESOURCE_NAME: 0.001}
 _PLACEMENT_S = 8.0
 _RELEASE_S = 1.0
 _POLL_S = 0.1
@@ -36,19 +44,29 @@ def worker_device(settings: EngineSettings) -> str:
 
 
 async def place(policy_id: str, num_gpus: int) -> PlacementGroup:
-    """Reserve a bundle per GPU, on one node if there is one, or find them reserved.
-
-    Raises RESOURCE_EXHAUSTED.
-    """
+    """Reserve the GPUs, or find them reserved. Raises RESOURCE_EXHAUSTED."""
     group = find_group(policy_id)
     if group is None:
         bundles = [{"GPU": 1.0} for _ in range(num_gpus)]
-        name = _group_name(policy_id)
-        group = placement_group(bundles, strategy="PACK", name=name, lifetime="detached")
+        # "PACK" alone would fill a node that has fewer first.
+        fits_one = max(free_gpus_by_node().values(), default=0.0) >= num_gpus
+        strategy, name = "STRICT_PACK" if fits_one else "PACK", _group_name(policy_id)
+        group = placement_group(bundles, strategy=strategy, name=name, lifetime="detached")
     if not await asyncio.to_thread(group.wait, _PLACEMENT_S):
         remove_placement_group(group)
-        raise _no_gpus(num_gpus, float(ray.available_resources().get("GPU", 0.0)))
+        raise _no_gpus(num_gpus, free_gpus_by_node())
     return group
+
+
+def bundles_of_ranks(group: PlacementGroup) -> list[int]:
+    """The bundle of each rank of a policy that is placed."""
+    return by_node(cast("Any", placement_group_table)(group)["bundles_to_node_id"])
+
+
+def by_node(nodes: Mapping[int, str]) -> list[int]:
+    """Bundles, of these nodes, so that those of one node are neighbours, bundle 0's first. Pure."""
+    order = list(dict.fromkeys(nodes[bundle] for bundle in sorted(nodes)))
+    return sorted(nodes, key=lambda bundle: (order.index(nodes[bundle]), bundle))
 
 
 def free_gpus(policy_id: str) -> None:
@@ -76,7 +94,7 @@ async def check_free_gpus(num_gpus: int) -> None:
     A policy that has just ended may take a moment to release its own.
     """
     deadline = asyncio.get_running_loop().time() + _RELEASE_S
-    while (free := float(ray.available_resources().get("GPU", 0.0))) < num_gpus:
+    while sum((free := free_gpus_by_node()).values()) < num_gpus:
         if asyncio.get_running_loop().time() >= deadline:
             raise _no_gpus(num_gpus, free)
         await asyncio.sleep(_POLL_S)
@@ -94,10 +112,22 @@ def find_group(policy_id: str) -> PlacementGroup | None:
         return None
 
 
-def _no_gpus(wanted: int, free: float) -> RatoonError:
-    plural = "" if wanted == 1 else "s"
+def free_gpus_by_node() -> dict[str, float]:
+    """Free GPUs by node, of nodes that have any GPU."""
+    free = cast("dict[str, dict[str, float]]", available_resources_per_node())
+    found: dict[str, float] = {}
+    for node in cast("list[dict[str, Any]]", ray.nodes()):
+        if node["Alive"] and node["Resources"].get("GPU", 0.0) > 0:
+            found[node["NodeID"]] = free.get(node["NodeID"], {}).get("GPU", 0.0)
+    return found
+
+
+def _no_gpus(wanted: int, free: dict[str, float]) -> RatoonError:
+    plural, total = "" if wanted == 1 else "s", sum(free.values())
+    counts = ", ".join(f"{count:g}" for count in sorted(free.values(), reverse=True))
+    by_node = f" (by node: {counts})" if len(free) > 1 else ""
     return RatoonError(
         ErrorCode.RESOURCE_EXHAUSTED,
-        f"the policy wants {wanted} GPU{plural}, {free:g} are free",
-        details={"resource": "GPU", "wanted": str(wanted), "free": f"{free:g}"},
+        f"the policy wants {wanted} GPU{plural}, {total:g} are free{by_node}",
+        details={"resource": "GPU", "wanted": str(wanted), "free": f"{total:g}"},
     )

@@ -1,6 +1,7 @@
 """Ranks 1 and above of a policy, a process each, which its worker's process starts and asks.
 
-They belong to that process: Ray ends them when it ends, however it does.
+They belong to that process: Ray ends them when it ends, however it does. One that is lost stays
+lost, so that a worker that has lost one finds it out once.
 """
 
 # Ray's decorators are only partly typed.
@@ -18,12 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ratoon.config import set_copy_interface
 from ratoon.engine.cluster.gpu_environment import GPU_ENVIRONMENT
-from ratoon.engine.cluster.placement import find_group
+from ratoon.engine.cluster.placement import bundles_of_ranks, find_group
+from ratoon.engine.cluster.ray_calls import ASKED_TIMES, START_S
 from ratoon.engine.crash_points import CrashPoint, make_reach
 from ratoon.engine.worker.tasks import WorkerLostError
 from ratoon.garbage import frozen_imports
@@ -39,10 +41,6 @@ if TYPE_CHECKING:
 
 _LOG = get_logger("rank")
 _GROUPS = {"compute": 1, "control": 2, "files": 1, "versions": 1}
-# A rank that does not answer for so long is lost, whatever it was asked; and how often one is asked
-# while it computes.
-_SILENT_S = 60.0
-_ASK_S = 10.0
 # The methods that run beside others, each on a thread of its own.
 _BESIDE = {"write_states": "files", "write_weights": "versions"}
 _BEFORE_WRITES = {
@@ -128,11 +126,11 @@ class RankActor:
 class _Pending:
     """`rank_group.Pending`, of an actor's answer."""
 
-    actor: ActorProxy[RankActor]
+    peer: RayPeer
     reference: ObjectRef[object]
 
     def has_failed(self) -> bool:
-        if not self._is_over(0.0):
+        if not _is_over(self.reference, 0.0):
             return False
         try:
             self.result()
@@ -141,36 +139,39 @@ class _Pending:
         return False
 
     def result(self) -> object:
-        try:
-            while not self._is_over(_ASK_S):
-                ray.get(self.actor.ping.remote(), timeout=_SILENT_S)
-            return ray.get(self.reference)
-        except RayTaskError as err:
-            cause = err.cause
-            assert isinstance(cause, BaseException)
-            raise cause from None
-        except (RayActorError, GetTimeoutError) as err:
-            raise WorkerLostError(f"a rank is lost: {err}") from err
-
-    def _is_over(self, wait_s: float) -> bool:
-        return bool(cast("Any", ray).wait([self.reference], timeout=wait_s)[0])
+        return self.peer.wait(self.reference)
 
 
 class RayPeer:
-    """`rank_group.Peer`, of an actor."""
+    """`rank_group.Peer`, of an actor that is lost once it answers nothing for `max_silence_s`."""
 
-    def __init__(self, actor: ActorProxy[RankActor]) -> None:
+    def __init__(self, actor: ActorProxy[RankActor], number: int, max_silence_s: float) -> None:
         self._actor = actor
+        self._number = number
+        self._max_silence_s = max_silence_s
+        self._is_lost = False
         self._numbers = count(1)
         self._load: _Pending | None = None
         self._last = 0
 
-    def load(self, spec: TrainerSpec, meeting: Meeting, number: int) -> None:
+    def await_start(self, timeout_s: float) -> None:
+        """Wait until its process is up. Raises `WorkerLostError`."""
+        self._get(self._actor.ping.remote(), timeout_s)
+
+    def load(self, spec: TrainerSpec, meeting: Meeting) -> None:
         """Begin to; the first call waits for it, and raises what it raised."""
-        reference = cast("ObjectRef[object]", self._actor.load.remote(spec, meeting, number))
-        self._load = _Pending(self._actor, reference)
+        reference = self._actor.load.remote(spec, meeting, self._number)
+        self._load = _Pending(self, cast("ObjectRef[object]", reference))
+
+    def wait(self, reference: ObjectRef[object]) -> object:
+        """A call's result. Raises what the call raised, and `WorkerLostError`."""
+        while not self._is_lost and not _is_over(reference, self._max_silence_s / ASKED_TIMES):
+            self._get(self._actor.ping.remote(), self._max_silence_s)
+        return self._get(reference, self._max_silence_s)
 
     def start(self, name: str, args: tuple[object, ...], options: dict[str, object]) -> _Pending:
+        if self._is_lost:
+            raise WorkerLostError(f"rank {self._number} is lost")
         if self._load is not None:
             self._load.result()
             self._load = None
@@ -180,7 +181,7 @@ class RayPeer:
         else:
             self._last = next(self._numbers)
             reference = self._actor.call.remote(self._last, name, args, options)
-        return _Pending(self._actor, reference)
+        return _Pending(self, reference)
 
     def stop(self) -> None:
         self._actor.stop.remote(self._last)
@@ -188,51 +189,87 @@ class RayPeer:
     def end(self) -> None:
         ray.kill(cast("Any", self._actor))
 
+    def _get(self, reference: ObjectRef[Any], timeout_s: float) -> object:
+        try:
+            return ray.get(reference, timeout=0.0 if self._is_lost else timeout_s)
+        except RayTaskError as err:
+            cause = err.cause
+            assert isinstance(cause, BaseException)
+            raise cause from None
+        except GetTimeoutError:
+            self._is_lost = True
+            what = f"rank {self._number} did not answer for {timeout_s:g} s"
+            raise WorkerLostError(what) from None
+        except RayError as err:
+            self._is_lost = True
+            raise WorkerLostError(f"rank {self._number} is lost: {err}") from err
+
+
+def _is_over(reference: ObjectRef[object], wait_s: float) -> bool:
+    return bool(cast("Any", ray).wait([reference], timeout=wait_s)[0])
+
 
 class Ranks:
     """The peers of one worker; each load has new ones."""
 
-    def __init__(self, log_level: str, crash_points: Path | None, compiled: Path) -> None:
+    def __init__(
+        self, log_level: str, crash_points: Path | None, compiled: Path, max_silence_s: float
+    ) -> None:
         self._arguments = log_level, crash_points, compiled
+        self._max_silence_s = max_silence_s
         self._peers: list[RayPeer] = []
 
     def join(self, spec: TrainerSpec, policy_id: str) -> list[RayPeer]:
         """Start the peers and join them, as rank 0; none for a spec of one rank.
 
-        They load the model meanwhile. Raises `CopyFailedError` where one does not come.
+        They load the model meanwhile. Raises `WorkerLostError` where one does not come.
         """
-        from ratoon.train.copies import Copies, open_meeting
+        from ratoon.train.copies import Copies, CopyFailedError, open_meeting
 
         for peer in self._peers:
             peer.end()
         Copies.leave()
-        self._peers = [
-            RayPeer(self._start(spec, policy_id, rank)) for rank in range(1, spec.num_workers)
-        ]
-        if not self._peers:
+        self._peers = []
+        if spec.num_workers == 1:
             return []
         import torch
 
+        self._peers = [
+            RayPeer(actor, rank, self._max_silence_s)
+            for rank, actor in enumerate(self._start(spec.num_workers, policy_id), 1)
+        ]
+
+        deadline = time.monotonic() + START_S
+        for peer in self._peers:
+            peer.await_start(max(0.0, deadline - time.monotonic()))
         address = str(cast("Any", ray).util.get_node_ip_address())
-        meeting, store = open_meeting(address, spec.num_workers)
-        for rank, peer in enumerate(self._peers, 1):
-            peer.load(spec, meeting, rank)
+        meeting, store = open_meeting(address, spec.num_workers, self._max_silence_s)
+        for peer in self._peers:
+            peer.load(spec, meeting)
         set_copy_interface(meeting.host)
-        Copies.join(meeting, 0, torch.device(spec.device), store)
+        try:
+            Copies.join(meeting, 0, torch.device(spec.device), store)
+        except CopyFailedError as err:
+            raise WorkerLostError(str(err)) from err
         return self._peers
 
-    def _start(self, spec: TrainerSpec, policy_id: str, rank: int) -> ActorProxy[RankActor]:
-        options: dict[str, object] = {"num_cpus": 0}
-        if spec.device != "cpu":
-            group = find_group(policy_id)
-            assert group is not None
-            options["num_gpus"] = 1
-            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-                group, placement_group_bundle_index=rank
-            )
-            options["runtime_env"] = {"env_vars": GPU_ENVIRONMENT}
+    def _start(self, num_workers: int, policy_id: str) -> list[ActorProxy[RankActor]]:
+        """Start all ranks but 0, on the policy's GPUs if it has any."""
         remote = cast(
             "Callable[..., Callable[[type[RankActor]], ActorClass[RankActor]]]", ray.remote
         )
-        actor = remote(concurrency_groups=_GROUPS)(RankActor).options(**options)
-        return actor.remote(*self._arguments)
+        actor = remote(concurrency_groups=_GROUPS, num_cpus=0)(RankActor)
+        group = find_group(policy_id)
+        if group is None:
+            return [actor.remote(*self._arguments) for _ in range(1, num_workers)]
+        placed = [
+            actor.options(
+                num_gpus=1,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=bundle
+                ),
+                runtime_env={"env_vars": GPU_ENVIRONMENT},
+            )
+            for bundle in bundles_of_ranks(group)[1:]
+        ]
+        return [one.remote(*self._arguments) for one in placed]

@@ -6,14 +6,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 T = TypeVar("T")
+# For a process to come up, on a machine that is busy with others.
+START_S = 300.0
+# How often an actor that computes is asked whether it is there, of the time that it has to answer.
+ASKED_TIMES = 6
 _GONE_S = 10.0
 _POLL_S = 0.05
 
@@ -30,8 +35,28 @@ async def ask(reference: ObjectRef[T]) -> T:
         cause = err.cause
         assert isinstance(cause, BaseException)
         raise cause from None
-    except RayActorError as err:
+    except RayError as err:
         raise ActorLostError(str(err)) from err
+
+
+async def ask_living(
+    reference: ObjectRef[T], ping: Callable[[], ObjectRef[Any]], max_silence_s: float
+) -> T:
+    """`ask`, for as long as the actor answers `ping`, which waits for no other call.
+
+    Raises `ActorLostError` also where one is not answered in time.
+    """
+    call = asyncio.ensure_future(ask(reference))
+    try:
+        while not (await asyncio.wait([call], timeout=max_silence_s / ASKED_TIMES))[0]:
+            try:
+                await asyncio.wait_for(ask(ping()), max_silence_s)
+            except TimeoutError:
+                if not call.done():
+                    raise ActorLostError(f"it did not answer for {max_silence_s:g} s") from None
+        return await call
+    finally:
+        call.cancel()
 
 
 def find_actor(name: str, namespace: str) -> ActorHandle[Any] | None:

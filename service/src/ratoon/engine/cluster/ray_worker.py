@@ -1,6 +1,6 @@
 """A policy's worker over Ray: a process of its own, started or taken when it is first fenced.
 
-A lost worker raises `WorkerLostError`.
+A lost worker raises `WorkerLostError`; one that answers nothing for too long is lost.
 """
 
 # Ray's decorators are only partly typed.
@@ -9,14 +9,15 @@ A lost worker raises `WorkerLostError`.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import ray
 from ray import ObjectRef
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ratoon.engine.cluster.gpu_environment import GPU_ENVIRONMENT
 from ratoon.engine.cluster.placement import free_gpus, place
-from ratoon.engine.cluster.ray_calls import ActorLostError, ask
+from ratoon.engine.cluster.ray_calls import START_S, ActorLostError, ask_living
 from ratoon.engine.cluster.worker_process import end_worker, find_worker, make_worker
 from ratoon.engine.settings import EngineSettings
 from ratoon.engine.worker.tasks import WorkerLostError, WorkerStatus
@@ -36,26 +37,31 @@ class RayWorker:
         self._settings = settings
         self._num_gpus = num_gpus
         self._handle: Worker | None = None
+        # Whether it has answered yet: it is given longer to come up.
+        self._is_up = False
 
     async def fence(self, token: int) -> WorkerStatus:
         worker = self._handle = self._handle or await self._find_or_make()
-        await _ask_worker(worker.fence.remote(token))
-        return await _ask_worker(worker.status.remote())
+        await self._ask(worker, worker.fence.remote(token))
+        return await self._ask(worker, worker.status.remote())
 
     async def replace(self) -> None:
-        self._handle = None
+        handle, self._handle, self._is_up = self._handle, None, False
+        if handle is not None:
+            # At once: whether it is the policy's, one that hangs would not say.
+            ray.kill(cast("Any", handle))
         await end_worker(self._policy_id, self._settings.namespace)
 
     async def release(self) -> None:
-        self._handle = None
-        await end_worker(self._policy_id, self._settings.namespace)
+        await self.replace()
         free_gpus(self._policy_id)
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[object]]:
         """Forward any other method."""
 
         async def call(*args: object) -> object:
-            return await _ask_worker(getattr(self._worker(), name).remote(*args))
+            worker = self._worker()
+            return await self._ask(worker, getattr(worker, name).remote(*args))
 
         return call
 
@@ -80,9 +86,11 @@ class RayWorker:
             options["runtime_env"] = {"env_vars": GPU_ENVIRONMENT}
         return make_worker(self._policy_id, self._settings, **options)
 
-
-async def _ask_worker(reference: ObjectRef[T]) -> T:
-    try:
-        return await ask(reference)
-    except ActorLostError as err:
-        raise WorkerLostError(str(err)) from err
+    async def _ask(self, worker: Worker, reference: ObjectRef[T]) -> T:
+        max_silence_s = self._settings.max_silence_s if self._is_up else START_S
+        try:
+            answer = await ask_living(reference, worker.progress.remote, max_silence_s)
+        except ActorLostError as err:
+            raise WorkerLostError(str(err)) from err
+        self._is_up = True
+        return answer

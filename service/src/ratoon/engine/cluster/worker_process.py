@@ -88,7 +88,13 @@ def _make(
     actor = remote(num_cpus=0, concurrency_groups=CONCURRENCY_GROUPS)(WorkerActor).options(
         name=name, namespace=settings.namespace, lifetime="detached", get_if_exists=True, **options
     )
-    return actor.remote(policy_id, settings.log_level, settings.crash_points, settings.compiled)
+    return actor.remote(
+        policy_id,
+        settings.log_level,
+        settings.crash_points,
+        settings.compiled,
+        settings.max_silence_s,
+    )
 
 
 async def _told(reference: ObjectRef[T], namespace: str) -> T | None:

@@ -163,6 +163,8 @@ class WorkerCore:
             self._digest = trainer.state_digest() if request.digests else ""
         except (RatoonError, UnusableCheckpointError):
             raise
+        except WorkerLostError as err:
+            raise self._lost(str(err)) from err
         except Exception as err:
             self._is_lost = True
             raise unexpected(err) from err
@@ -319,8 +321,9 @@ class WorkerCore:
         except RatoonError as error:
             return Outcome.of_error(task, error, must_restore=False)
         run = partial(runner.run, planned, self._on_progress, self._is_cancelled(name))
+        may_have_stepped = partial(_may_have_stepped, task, runner.trainer, runner.version)
         try:
-            result = self._guarded(runner, name, run, partial(self._may_have_stepped, task))
+            result = self._guarded(runner, name, run, may_have_stepped)
         except RatoonError as error:
             is_torn = isinstance(task.command, ForwardBackwardCommand)
             return Outcome.of_error(planned.task, error, must_restore=is_torn)
@@ -333,12 +336,6 @@ class WorkerCore:
             choices=planned.task.choices,
             started_at=task.started_at,
         )
-
-    def _may_have_stepped(self, task: Task) -> bool:
-        """Whether a task that failed unexpectedly may have changed weights or moments."""
-        if isinstance(task.command, UpdateCommand):
-            return 0 < self._meter.planned <= self._meter.done
-        return isinstance(task.command, _CHANGING)
 
     def _guarded(
         self,
@@ -355,6 +352,9 @@ class WorkerCore:
             return call()
         except RatoonError:
             raise
+        except WorkerLostError as err:
+            # One of its ranks.
+            raise self._lost(str(err)) from err
         except Exception as err:  # noqa: BLE001 - whatever it is, the caller must hear of it
             _LOG.exception("failed", what=what)
             failure = unexpected(err)
@@ -398,6 +398,16 @@ class WorkerCore:
     def _check_next(self, seq: int) -> None:
         if seq != self._last_seq + 1:
             raise WorkerOrderError(f"seq {seq} after {self._last_seq}")
+
+
+def _may_have_stepped(task: Task, trainer: TrainerPort, version: int) -> bool:
+    """Whether a task that failed unexpectedly may have changed weights or moments.
+
+    An Update that fails before its step leaves the window empty and the version, `version`.
+    """
+    if isinstance(task.command, UpdateCommand):
+        return not trainer.is_window_empty or trainer.version != version
+    return isinstance(task.command, _CHANGING)
 
 
 def _load_checkpoint(trainer: TrainerPort, source: CheckpointWeights) -> None:

@@ -1,0 +1,92 @@
+"""Policies of several ranks on several nodes: where they are put, and what a lost node costs."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from ray.util.placement_group import remove_placement_group
+
+from ratoon.engine.client import EngineClient
+from ratoon.engine.cluster.nodes import look_at_nodes
+from ratoon.engine.cluster.placement import find_group
+from ratoon.engine.types import Operation, PolicyState, Recovery
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon.train.config import ParallelLayout
+from tests.engine.harness import update
+from tests.engine.node_cluster import Nodes, beside
+from tests.engine.ray_engine import SPEC, done, random_batch, submission
+from tests.until import until
+
+pytestmark = pytest.mark.more
+_SPEC = replace(SPEC, recovery=Recovery.REPLAY, micro_batch_tokens=32)
+Run = Callable[[Callable[[Nodes], Awaitable[None]], Path], None]
+
+
+@pytest.fixture
+def on_nodes() -> Iterator[Run]:
+    with beside() as run:
+        yield run
+
+
+async def _create(client: EngineClient, name: str, num_workers: int = 2) -> None:
+    parallel = ParallelLayout(num_workers=num_workers)
+    spec = replace(_SPEC, policy_id=name, parallel=parallel)
+    await done(client, await client.create_policy(spec))
+
+
+async def _submit(client: EngineClient, name: str, seq: int) -> Operation:
+    return await client.submit(submission(seq, update(0), random_batch(seq, 4), name))
+
+
+async def _digest(client: EngineClient, name: str) -> str:
+    manifest = await client.weight_manifest(name, None)
+    return next(file.digest for file in manifest.files if file.name == "model.safetensors")
+
+
+async def _update(client: EngineClient, name: str, seq: int) -> str:
+    await done(client, await _submit(client, name, seq))
+    return await _digest(client, name)
+
+
+async def _placed_and_lost(nodes: Nodes) -> None:
+    client = nodes.client
+    seen = [(node.num_gpus, node.num_free_gpus) for node in look_at_nodes(Path("/"))]
+    assert seen == [(0, 0), (2, 2), (2, 2)]
+    await _create(client, "together")
+    assert len(set(nodes.of_policy("together"))) == 1
+    digests = [await _update(client, "together", seq) for seq in range(1, 5)]
+    with pytest.raises(RatoonError) as caught:
+        await _create(client, "many", num_workers=3)
+    assert caught.value.code is ErrorCode.RESOURCE_EXHAUSTED
+    assert caught.value.message == "the policy wants 3 GPUs, 2 are free (by node: 2, 0)"
+    await done(client, await client.delete_policy("together"))
+
+    taken = nodes.take_one_of_each(2)
+    await _create(client, "apart")
+    first, second = nodes.of_policy("apart")
+    assert first != second
+    remove_placement_group(taken)
+    assert await _update(client, "apart", 1) == digests[0]
+
+    nodes.kill(second)
+    assert await _update(client, "apart", 2) == digests[1]
+    assert nodes.of_policy("apart") == [first, first]
+
+    # The worker's own now, and there is no other. Refused once, the policy goes on asking for GPUs.
+    nodes.kill(first)
+    waiting = await _submit(client, "apart", 3)
+    await until(lambda: find_group("apart") is None)
+    assert not (await client.get_operation(waiting.operation_id, 0.0)).state.is_final
+    assert (await client.get_policy("apart")).state is PolicyState.READY
+    nodes.add(2)
+    await done(client, waiting)
+    assert await _digest(client, "apart") == digests[2]
+
+
+def test_ranks_are_put_on_one_node_else_apart_and_outlive_the_loss_of_nodes(
+    on_nodes: Run, tmp_path: Path
+) -> None:
+    on_nodes(_placed_and_lost, tmp_path)
