@@ -16,9 +16,13 @@ from torch import Tensor
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.export import export_weights
 from ratoon.model.spec import FolderBase, LoraTuning, ModelDtype
+from ratoon.rollout.costs import CostModel
 from ratoon.rollout.packed import UpdatePlan
+from ratoon.rollout.plan import make_plan
+from ratoon.rollout.prefixes import sort_sequences
 from ratoon.train import prepare
-from ratoon.train.config import LossKind, NumericsGuard, OptimizerStates
+from ratoon.train.config import LossKind, NumericsGuard, OptimizerStates, Shard
+from ratoon.train.copies import CopyFailedError
 from ratoon.train.gradient_window import WindowState
 from ratoon.train.optim.parts import Part, parts_of, shared_out
 from ratoon.train.planning import cpu_planner
@@ -36,6 +40,9 @@ from tests.train.trainer_runs import (
 )
 
 _LORA = LoraTuning(rank=2, alpha=4.0)
+# Calls cost nothing: what does not fit is streamed.
+_EAGER = CostModel(pair=1e-3, row=0.1, call=0.0, resident=0.0)
+_SHARDS = pytest.mark.parametrize("shard", [Shard.STATES, Shard.GRADIENTS])
 
 
 def _spread(plan: UpdatePlan, ranks: tuple[int, ...]) -> UpdatePlan:
@@ -67,21 +74,22 @@ def _alone(base: FolderBase, **options: object) -> Trainer:
     return make_trainer(base, tokens=32, **options)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.fixture
-def pair(base: FolderBase) -> Iterator[tuple[Trainer, Trainer]]:
+@pytest.fixture(params=[Shard.STATES, Shard.GRADIENTS])
+def pair(base: FolderBase, request: pytest.FixtureRequest) -> Iterator[tuple[Trainer, Trainer]]:
     """A trainer of one rank and one of two, in float64."""
     alone = _alone(base)
-    with ranked(alone.spec, 2) as (two, _):
+    with ranked(alone.spec, 2, shard=request.param) as (two, _):
         yield alone, two
 
 
 @pytest.mark.parametrize("part_elements", [100, 1 << 25])
 @pytest.mark.parametrize("num_ranks", [2, 4])
+@_SHARDS
 def test_three_updates_are_those_of_one_rank(
-    base: FolderBase, num_ranks: int, part_elements: int
+    base: FolderBase, num_ranks: int, part_elements: int, shard: Shard
 ) -> None:
     alone = _alone(base)
-    with ranked(alone.spec, num_ranks, part_elements) as (trainer, _):
+    with ranked(alone.spec, num_ranks, part_elements, shard) as (trainer, _):
         for seed in range(3):
             one = _update(alone, seed)
             many = _update(trainer, seed, tuple(range(num_ranks)))
@@ -140,15 +148,16 @@ def test_every_loss_in_a_window_of_two_calls(
 
 @pytest.mark.parametrize("kind", list(OptimizerStates))
 @pytest.mark.parametrize("tuning", [None, _LORA])
+@_SHARDS
 def test_a_shared_out_step_has_the_bits_of_a_whole_one(
-    base: FolderBase, kind: OptimizerStates, tuning: LoraTuning | None
+    base: FolderBase, kind: OptimizerStates, tuning: LoraTuning | None, shard: Shard
 ) -> None:
     """Rank 1 runs everything, and steps what is its own: the sums are those of one rank."""
     spec = replace(
         _alone(base, dtype=ModelDtype.BFLOAT16, tuning=tuning).spec, optimizer_states=kind
     )
-    alone = Trainer.create(spec)
-    with ranked(spec, 2) as (two, _):
+    with ranked(spec, 1, 4096) as (alone, _), ranked(spec, 2, 4096, shard) as (two, _):
+        assert len(two.ranks.own.shares.own(_weights(two))) > 1
         for seed in range(3):
             asked = {"tensor_grad_norms": True, "changed_share": True}
             one, many = _update(alone, seed, (0,), **asked), _update(two, seed, (1,), **asked)
@@ -158,11 +167,12 @@ def test_a_shared_out_step_has_the_bits_of_a_whole_one(
         assert_equal(_weights(two), _weights(alone))
 
 
-def test_the_same_again_has_the_same_bits(base: FolderBase) -> None:
+@_SHARDS
+def test_the_same_again_has_the_same_bits(base: FolderBase, shard: Shard) -> None:
     spec = _alone(base, dtype=ModelDtype.BFLOAT16).spec
     digests: list[str] = []
     for _ in range(2):
-        with ranked(spec, 4) as (trainer, _):
+        with ranked(spec, 4, shard=shard) as (trainer, _):
             for seed in range(2):
                 _update(trainer, seed, (0, 1, 2, 3))
             digests.append(trainer.state_digest())
@@ -170,12 +180,12 @@ def test_the_same_again_has_the_same_bits(base: FolderBase) -> None:
 
 
 def test_checkpoints_are_loaded_by_any_number_of_ranks(base: FolderBase, tmp_path: Path) -> None:
-    """Of four, of two, of one: the same bits, and the same steps from there."""
+    """Of four, of two, of one, whatever is sharded: the same bits, and steps from there."""
     spec = replace(
         _alone(base, dtype=ModelDtype.BFLOAT16).spec, optimizer_states=OptimizerStates.BF16_SPLIT
     )
     digests: list[str] = []
-    with ranked(spec, 4) as (trainer, _):
+    with ranked(spec, 4, shard=Shard.GRADIENTS) as (trainer, _):
         _update(trainer, 0, (0, 1, 2, 3))
         trainer.save_checkpoint(tmp_path / "four")
         assert len(list((tmp_path / "four").glob("states-*-of-00004.safetensors"))) == 4
@@ -269,13 +279,12 @@ def test_the_error_of_one_rank_is_the_callers_and_changes_nothing(
     batch, before = make_batch(6), two.state_digest()
     loss = make_loss(batch)
     plan = _spread(two.prepare(batch, loss).plan, (0, 1))
-    damaged = replace(
-        plan,
-        micro_batches=tuple(
-            replace(part, packed_tokens=part.packed_tokens + (part.rank == failing))
-            for part in plan.micro_batches
-        ),
-    )
+    parts = [*plan.micro_batches]
+    # The last of several: the others have begun to wait for what comes of it.
+    last = max(index for index, part in enumerate(parts) if part.rank == failing)
+    assert last > 1
+    parts[last] = replace(parts[last], packed_tokens=parts[last].packed_tokens + 1)
+    damaged = replace(plan, micro_batches=tuple(parts))
     with pytest.raises(RatoonError, match="of another batch"):
         two.update(batch, loss, make_step(two, loss), damaged)
     assert two.window_state is WindowState.EMPTY
@@ -308,6 +317,73 @@ def test_a_rank_that_is_gone_is_an_error_and_no_wait(base: FolderBase) -> None:
         peer.kill()
         with pytest.raises((RuntimeError, OSError)):
             _update(two, 1, (0, 1))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_rank_that_dies_in_the_pass_is_waited_for_by_none(
+    base: FolderBase, num_ranks: int
+) -> None:
+    """Of four, the two others do not wait for one another either."""
+    with ranked(_alone(base).spec, num_ranks, 100, Shard.GRADIENTS) as (trainer, peers):
+        batch = make_batch(1, num_groups=12)
+        loss = make_loss(batch)
+        plan = trainer.prepare(batch, loss).plan
+        assert len(plan.of_rank(0).micro_batches) > 1
+
+        def kill(done: int, _planned: int, _tokens: int) -> None:
+            if done == 1:
+                peers[-1].kill()
+
+        with pytest.raises((RuntimeError, OSError, CopyFailedError)):
+            trainer.forward_backward(batch, loss, plan, on_progress=kill)
+
+
+def test_streamed_micro_batches_and_ranks_with_more_of_them_than_others(
+    pair: tuple[Trainer, Trainer],
+) -> None:
+    """One streams a group of three generations while the other has five micro-batches of its own,
+    among them a stage that nothing is predicted from."""
+    for seed in range(3):
+        batch = make_batch(seed, num_groups=8)
+        loss = make_loss(batch, kind=(LossKind.GRPO, LossKind.GSPO)[seed % 2])
+        kept_S = prepare.has_trained_tokens(batch)
+        cuts = make_plan(batch, sort_sequences(batch), kept_S, 16, _EAGER)
+        assert any(part.stages for part in cuts.micro_batches)
+        for trainer, ranks in zip(pair, ((0,), (1, 0, 0, 0)), strict=True):
+            step = make_step(trainer, loss)
+            assert not trainer.update(batch, loss, step, _spread(cuts, ranks)).skipped
+    assert_close(_weights(pair[1]), _weights(pair[0]))
+
+
+def test_a_rank_keeps_the_sums_of_its_share_of_layers(base: FolderBase) -> None:
+    spec = replace(_alone(base, dtype=ModelDtype.BFLOAT16).spec, optimizer_states=None)
+    alone = Trainer.create(spec)
+    with ranked(spec, 4, 100, Shard.GRADIENTS) as (four, _):
+        assert four.info().shard == four.fingerprint()["layout"] == "gradients"
+        whole = {name: 4 * p.numel() for name, p in alone.model.named_trainable().items()}
+        layers = {name for layer in alone.model.named_layers() for name in layer}
+        in_layers = sum(whole[name] for name in layers)
+        outside = sum(whole.values()) - in_layers
+        assert min(in_layers, outside) > 0
+        _update(four, 0, (0, 1, 2, 3))
+        kept = sum(each.nbytes for each in four.ranks.own.gradients.sums().values())
+        assert kept - outside == pytest.approx(in_layers / 4, abs=4 * 100)
+
+
+def test_the_self_check_has_the_sums_to_itself(base: FolderBase) -> None:
+    """It compares what rank 0 keeps, and leaves the sums of the update as they are."""
+    digests: list[str] = []
+    for every in (0, 1):
+        with ranked(_alone(base).spec, 2, 100, Shard.GRADIENTS) as (two, _):
+            two.spec = replace(two.spec, self_check_every=every)
+            report = _update(two, 0, (0, 1))
+            digests.append(two.state_digest())
+    assert digests[0] == digests[1]
+    found = report.self_check
+    assert found is not None
+    assert found.gradient_difference is not None
+    assert 0 < found.gradient_difference < 1e-12
+    assert found.worst_parameter in two.model.named_trainable()
 
 
 def test_a_checkpoint_that_fails_stops_no_pass_beside_it(base: FolderBase, tmp_path: Path) -> None:

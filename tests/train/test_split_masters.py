@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.train.config import AdamWConfig, OptimizerStates
+from ratoon.train.config import AdamWConfig, OptimizerStates, Shard
 from ratoon.train.numerics import DeviceMemory
 from ratoon.train.optim import bf16_state
 from ratoon.train.optim.adamw import Optimizer, OptimizerState
-from ratoon.train.optim.choice import choose_states, make_optimizer
+from ratoon.train.optim.choice import choose_layout, make_optimizer
 from ratoon.train.optim.rounding import join_float32, split_float32
 from tests.train.optimizer_runs import (
     CONFIG,
@@ -108,7 +108,7 @@ def _error(kind: OptimizerStates, rate: float, num_steps: int) -> tuple[float, f
 @pytest.mark.parametrize("num_steps", [100, 400])
 def test_updates_at_rl_learning_rates_arrive(num_steps: int) -> None:
     """The default of a CPU took 1e-6 as noise where it had no masters: 3.1 times the update."""
-    kind = choose_states(make_parameters(), None)
+    kind, _ = choose_layout(make_parameters(), [], None)
     error, cosine = _error(kind, 1e-6, num_steps)
     assert error < 1e-3
     assert cosine > 0.999999
@@ -199,13 +199,13 @@ _PARAMETERS = 256 << 20
 )
 def test_auto_takes_the_first_that_fits(free: int, kind: OptimizerStates) -> None:
     memory = DeviceMemory(total=16 * _PARAMETERS, free=free)
-    assert choose_states(_of_size(_PARAMETERS), memory) is kind
+    assert choose_layout(_of_size(_PARAMETERS), [], memory) == (kind, Shard.STATES)
 
 
 def test_auto_never_gives_up_masters() -> None:
     free = int((4 + 2 + 2 + 8 / 256) * _PARAMETERS) - 1
     with pytest.raises(RatoonError, match="bf16_8bit") as caught:
-        choose_states(_of_size(_PARAMETERS), DeviceMemory(total=16 * _PARAMETERS, free=free))
+        choose_layout(_of_size(_PARAMETERS), [], DeviceMemory(total=16 * _PARAMETERS, free=free))
     assert caught.value.code is ErrorCode.RESOURCE_EXHAUSTED
     assert caught.value.field == "optimizer_states"
     assert str(free) in caught.value.message

@@ -144,6 +144,16 @@ class PolicyModel:
         owner = self.module if self.adapter is None else self.adapter
         return {name: p for name, p in owner.named_parameters() if p.requires_grad}
 
+    def named_layers(self) -> list[list[str]]:
+        """Of `named_trainable()` those of each decoder layer."""
+        layers = cast("Any", self.module).get_decoder().layers
+        owner = {id(p): index for index, layer in enumerate(layers) for p in layer.parameters()}
+        found: list[list[str]] = [[] for _ in layers]
+        for name, parameter in self.named_trainable().items():
+            if id(parameter) in owner:
+                found[owner[id(parameter)]].append(name)
+        return found
+
     @contextmanager
     def reference(self) -> Iterator[None]:
         """Inside, forwards and the LM head are those of the frozen reference, without gradients.
