@@ -1,0 +1,71 @@
+"""The order in which gradients of layers go to their owners: fixed by the plan, and nobody waits."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from ratoon.rollout.packed import MicroBatch, Stage, UpdatePlan
+from ratoon.train.optim.turns import Turn, turns_of
+
+
+def _plan(*tokens_by_rank: tuple[int, ...], stages: tuple[Stage, ...] = ()) -> UpdatePlan:
+    """Micro-batches of so many packed tokens, of each rank; the first of rank 0 in `stages`."""
+    parts = [
+        MicroBatch(sequences=(), packed_tokens=tokens, rank=rank)
+        for rank, own in enumerate(tokens_by_rank)
+        for tokens in own
+    ]
+    if stages:
+        parts[0] = MicroBatch(sequences=(), packed_tokens=parts[0].packed_tokens, stages=stages)
+    counts = dict.fromkeys(("unshared_tokens", "packed_tokens", "replicated_pairs"), 0)
+    return UpdatePlan(
+        micro_batches=tuple(parts), micro_batch_tokens=1, packed_pairs=0, **counts
+    )
+
+
+def _slots(steps: list[tuple[Turn, ...]], rank: int) -> list[int]:
+    return [turn.slot for step in steps for turn in step if turn.rank == rank]
+
+
+@pytest.mark.parametrize("tokens", [((5,), (7, 3), ()), ((1, 1, 1, 9), (2,)), ((4,),), ((), ())])
+def test_every_rank_takes_its_layers_in_order_and_one_at_a_time(
+    tokens: tuple[tuple[int, ...], ...],
+) -> None:
+    steps = turns_of(_plan(*tokens), len(tokens), 3)
+    for rank, own in enumerate(tokens):
+        assert _slots(steps, rank) == list(range(3 * len(own)))
+    for step in steps:
+        ranks = [turn.rank for turn in step]
+        assert ranks == sorted(set(ranks))
+        assert all(turn.layer == 2 - turn.slot % 3 for turn in step)
+
+
+def test_ranks_with_much_the_same_take_all_turns_together() -> None:
+    steps = turns_of(_plan((100, 90), (98, 95), (101, 88)), 3, 4)
+    assert [len(step) for step in steps] == [3] * 8
+
+
+def test_a_rank_of_short_micro_batches_does_not_wait_for_the_other_s_long_one() -> None:
+    """Four of them are through before the long one's backward begins, but for their last."""
+    steps = turns_of(_plan((10, 10, 10, 10), (40,)), 2, 2)
+    before = [step for step in steps if all(turn.rank == 0 for turn in step)]
+    assert len(before) >= 6
+    # When a rank gets to a slot, in tokens times layers: no turn comes after a later one.
+    reached = {0: [10 * 2 + 20, 60, 100, 120, 160, 180, 220, 240], 1: [160, 240]}
+    first = [min(reached[turn.rank][turn.slot] for turn in step) for step in steps]
+    assert all(one <= two for one, two in pairwise(first))
+
+
+def test_a_streamed_micro_batch_has_a_backward_per_stage_and_its_prefix_the_last() -> None:
+    """0 -> (1, 2), beside a rank that is through with its own before the second wave ends."""
+    stages = (
+        Stage(start=0, stop=10, parent=-1),
+        Stage(start=10, stop=15, parent=0),
+        Stage(start=15, stop=20, parent=0),
+    )
+    steps = turns_of(_plan((20,), (5,), stages=stages), 2, 1)
+    assert _slots(steps, 0) == [0, 1, 2]
+    # Rank 1 is through at 15 tokens, rank 0 at 25, 40 and 60.
+    assert [turn.rank for step in steps for turn in step] == [0, 1, 0, 0]
