@@ -20,7 +20,7 @@ from ratoon.engine.types import Command, OperationState, PolicyState, Recovery, 
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.spec import ModelDtype
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.train.config import ONE_DEVICE, ParallelLayout
+from ratoon.train.config import ONE_DEVICE, ParallelLayout, Shard
 from tests.conftest import RayCluster
 from tests.engine.harness import save, update
 from tests.engine.ray_engine import SPEC, Engine, done, random_batch, submission
@@ -131,6 +131,31 @@ def test_a_rank_that_dies_costs_no_bit(
             await _run(client, name, _UPDATES + 1, save("after"), None)
         assert (await client.get_policy(name)).state is PolicyState.READY
         assert not trap.exists(), "the rank was killed"
+
+    engine.run(main)
+
+
+def test_with_gradients_sharded_a_rank_that_dies_in_the_pass_costs_no_bit(engine: Engine) -> None:
+    """The other rank waits for what it would have sent."""
+    trap = engine.config.data_root / FOLDER_NAME / CrashPoint.RANK_IN_PASS
+    layout = ParallelLayout(num_workers=2, shard=Shard.GRADIENTS)
+
+    async def main(client: EngineClient) -> None:
+        digests: dict[str, list[str]] = {"sharded": [], "sharded-dies": []}
+        for name, found in digests.items():
+            await _create(client, name, parallel=layout)
+            if name == "sharded-dies":
+                trap.parent.mkdir(exist_ok=True)
+                trap.write_text("2")
+            for seq in range(1, _UPDATES + 1):
+                await _run(client, name, seq, update(0), random_batch(seq, 4))
+                found.append((await _weights(client, name))[0])
+            policy = await client.get_policy(name)
+            assert policy.state is PolicyState.READY
+            assert policy.info is not None
+            assert policy.info.shard == Shard.GRADIENTS
+        assert not trap.exists(), "the rank was killed"
+        assert digests["sharded"] == digests["sharded-dies"]
 
     engine.run(main)
 

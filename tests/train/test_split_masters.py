@@ -252,5 +252,5 @@ def test_auto_shares_out_gradients_where_states_are_not_enough(
 
 def test_a_refusal_has_the_bytes_of_each_layout() -> None:
     parameters, layers = _model(1 << 25)
-    with pytest.raises(RatoonError, match="states bf16_split [0-9]+, .*gradients bf16_split_8bit"):
+    with pytest.raises(RatoonError, match=r"states bf16_split [0-9]+, .*gradients bf16_split_8bit"):
         choose_layout(parameters, layers, DeviceMemory(total=_TOTAL, free=10**6), num_ranks=2)

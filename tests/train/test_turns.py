@@ -1,4 +1,4 @@
-"""The order in which gradients of layers go to their owners: fixed by the plan, and nobody waits."""
+"""In which order gradients of layers go to their owners, so that no rank waits for long."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ def _plan(*tokens_by_rank: tuple[int, ...], stages: tuple[Stage, ...] = ()) -> U
     if stages:
         parts[0] = MicroBatch(sequences=(), packed_tokens=parts[0].packed_tokens, stages=stages)
     counts = dict.fromkeys(("unshared_tokens", "packed_tokens", "replicated_pairs"), 0)
-    return UpdatePlan(
-        micro_batches=tuple(parts), micro_batch_tokens=1, packed_pairs=0, **counts
-    )
+    return UpdatePlan(micro_batches=tuple(parts), micro_batch_tokens=1, packed_pairs=0, **counts)
 
 
 def _slots(steps: list[tuple[Turn, ...]], rank: int) -> list[int]:

@@ -92,6 +92,8 @@ class Copies:
                 rank=rank,
                 world_size=meeting.size,
                 timeout=timedelta(seconds=_EXCHANGE_S),
+                # Now: NCCL's first exchange would need all ranks, and may be one of a few.
+                device_id=device if device.type == "cuda" else None,
             )
         except RuntimeError as err:
             raise CopyFailedError(f"rank {rank} could not join the others: {err}") from err

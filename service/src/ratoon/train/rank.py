@@ -1,7 +1,8 @@
 """One device's share of a policy: all of its weights, and what it does with them.
 
-A rank runs its micro-batches, and has the optimizer's states of its parts of the parameters; of
-gradient sums it has those of its micro-batches, or of decoder layers those of its parts. It decides nothing: `trainer` asks the same of every rank (`rank_group`).
+A rank runs its micro-batches, and has the optimizer's states of its parts of the parameters. Its
+gradient sums are those of its micro-batches, or in decoder layers those of its parts. It decides
+nothing: `trainer` asks the same of every rank (`rank_group`).
 """
 
 from __future__ import annotations

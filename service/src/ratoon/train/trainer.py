@@ -439,7 +439,8 @@ class Trainer:
 
 
 def load(spec: TrainerSpec) -> tuple[TrainerSpec, PolicyModel]:
-    """Configure torch for this process, and load a policy's model; the spec with its layout chosen."""
+    """Configure torch for this process, load a policy's model, and choose what its spec leaves
+    open."""
     configure_torch(spec)
     model = load_model(
         spec.model,

@@ -14,8 +14,8 @@ from ratoon.train.optim.adamw import MasterAdamW, Optimizer
 from ratoon.train.optim.bf16_adamw import Bf16AdamW
 from ratoon.train.optim.bf16_state import initial_state
 from ratoon.train.optim.gradients import sum_bytes
+from ratoon.train.optim.layer_exchange import handed_bytes
 from ratoon.train.optim.parts import parts_of, shared_out
-from ratoon.train.optim.sharded_sums import handed_bytes
 
 # Of a GPU, for activations, where there is a choice between 32 and 8 bits of moments.
 _ACTIVATION_SHARE = 0.25
