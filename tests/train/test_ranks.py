@@ -14,16 +14,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor
 
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.export import export_weights
 from ratoon.model.spec import FolderBase, LoraTuning, ModelDtype
+from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.costs import CostModel
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.plan import make_plan
-from ratoon.rollout.prefixes import sort_sequences
+from ratoon.rollout.prefixes import SortedPrefixes, sort_sequences
 from ratoon.train import prepare
 from ratoon.train.config import LossKind, NumericsGuard, OptimizerStates, Shard
 from ratoon.train.copies import CopyFailedError
@@ -67,6 +69,10 @@ def _update(
     plan = _spread(cuts, ranks)
     assert len(plan.micro_batches) >= len(ranks)
     return trainer.update(batch, loss, make_step(trainer, loss, **changes), plan)
+
+
+def _sequences(batch: RolloutBatch) -> tuple[RolloutBatch, SortedPrefixes, NDArray[np.bool_]]:
+    return batch, sort_sequences(batch), prepare.has_trained_tokens(batch)
 
 
 def _weights(trainer: Trainer) -> dict[str, Tensor]:
@@ -297,6 +303,27 @@ def test_the_error_of_one_rank_is_the_callers_and_changes_nothing(
     assert not report.skipped
 
 
+def test_a_pass_that_fails_on_one_rank_is_not_run_to_its_end_by_another(base: FolderBase) -> None:
+    """Which hears of it with the gradients that it is not sent."""
+    with ranked(_alone(base).spec, 2, 100, Shard.GRADIENTS) as (two, _):
+        batch = make_batch(6, num_groups=16)
+        loss = make_loss(batch)
+        plan = _spread(cpu_planner(8).plan(*_sequences(batch)), (0, 1))
+        parts = [*plan.micro_batches]
+        second = [index for index, part in enumerate(parts) if part.rank == 1][1]
+        parts[second] = replace(parts[second], packed_tokens=parts[second].packed_tokens + 1)
+        done: list[int] = []
+        with pytest.raises(RatoonError, match="of another batch"):
+            two.forward_backward(
+                batch,
+                loss,
+                replace(plan, micro_batches=tuple(parts)),
+                on_progress=lambda number, _planned, _tokens: done.append(number),
+            )
+        assert len(parts) // 2 > 10
+        assert max(done) <= 6
+
+
 def test_a_cancelled_update_leaves_every_rank_as_it_was(pair: tuple[Trainer, Trainer]) -> None:
     _, two = pair
     batch, before = make_batch(7), two.state_digest()
@@ -373,8 +400,7 @@ def test_streamed_micro_batches_and_ranks_with_more_of_them_than_others(
     for seed in range(3):
         batch = make_batch(seed, num_groups=8)
         loss = make_loss(batch, kind=(LossKind.GRPO, LossKind.GSPO)[seed % 2])
-        kept_S = prepare.has_trained_tokens(batch)
-        cuts = make_plan(batch, sort_sequences(batch), kept_S, 16, _EAGER)
+        cuts = make_plan(*_sequences(batch), 16, _EAGER)
         assert any(part.stages for part in cuts.micro_batches)
         for trainer, ranks in zip(pair, ((0,), (1, 0, 0, 0)), strict=True):
             step = make_step(trainer, loss)

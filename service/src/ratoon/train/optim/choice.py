@@ -54,6 +54,7 @@ def choose_layout(
     may be sharded. To be called when the model is on the device and neither gradient sums nor
     states are. Raises RESOURCE_EXHAUSTED where these do not fit.
     """
+    assert shard is not Shard.WEIGHTS, "refused when the policy was created"
     shards = (shard,) if shard else (Shard.STATES, Shard.GRADIENTS)
     if shard is None and (memory is None or num_ranks == 1 or not layers):
         shards = (Shard.STATES,)

@@ -176,11 +176,9 @@ class LayerExchange:
     def _run_step(self, step: tuple[Turn, ...]) -> None:
         rank = self._copies.rank
         mine = next((turn for turn in step if turn.rank == rank), None)
-        gradients = None
-        if mine is not None and not self._has_ended():
-            gradients = self._next(mine.slot)
+        gradients = None if mine is None else self._next(mine.slot)
         word = _NOTHING if gradients is None else _SENDS
-        if self._has_ended():
+        if self._is_stopped.is_set():
             gradients, word = None, _STOPPED
         owners = [] if mine is None else self._owners(mine)
         senders = [turn for turn in step if turn is not mine and self._parts[turn.layer][rank]]
@@ -226,10 +224,6 @@ class LayerExchange:
         """For what another rank sends."""
         own = _of(self._layers[turn.layer], self._parts[turn.layer][self._copies.rank])
         return [torch.empty_like(part) for part in own]
-
-    def _has_ended(self) -> bool:
-        """Before its end: here, or with a rank that was heard of."""
-        return self._is_stopped.is_set() or self._other_is_stopped or self._error is not None
 
 
 def _of(tensors: Mapping[str, Tensor], parts: Sequence[Part]) -> list[Tensor]:
