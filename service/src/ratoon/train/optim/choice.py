@@ -47,12 +47,12 @@ def choose_layout(
 ) -> tuple[OptimizerStates, Shard]:
     """What a model of `parameters` keeps, and what its ranks share out, where None is given.
 
-    A model of bfloat16 keeps exact masters in any case. On a CPU (`memory` None) moments are
-    float32, and ranks share out states; else it is the first, of less shared out before moments of
-    8 bits before more shared out, that leaves a quarter of the GPU for activations, or the last of
-    all where none does. `layers`: names of the parameters of each decoder layer whose gradients
-    may be sharded. To be called when the model is on the device and neither gradient sums nor
-    states are. Raises RESOURCE_EXHAUSTED where these do not fit.
+    A model of bfloat16 keeps exact masters in any case. Ranks share out states, or gradients too;
+    moments are float32, or of 8 bits before more is shared out. It is the first of these that
+    leaves a quarter of the GPU for activations, or where none does that of the fewest bytes; on a
+    CPU (`memory` None) the first of all. `layers`: the names of each decoder layer's parameters, if
+    gradients may be shared out. To be called when the model is on the device and neither gradient
+    sums nor states are. Raises RESOURCE_EXHAUSTED where these do not fit.
     """
     assert shard is not Shard.WEIGHTS, "refused when the policy was created"
     shards = (shard,) if shard else (Shard.STATES, Shard.GRADIENTS)
@@ -70,10 +70,11 @@ def choose_layout(
     for choice, num_bytes in needed.items():
         if num_bytes + memory.total * _ACTIVATION_SHARE <= memory.free:
             return choice
-    last, wanted = list(needed.items())[-1]
+    fewest = min(needed, key=needed.__getitem__)
+    wanted = needed[fewest]
     if wanted <= memory.free:
-        return last
-    least = needed_bytes(parameters, OptimizerStates.BF16_8BIT, num_ranks, sharded[last[1]])
+        return fewest
+    least = needed_bytes(parameters, OptimizerStates.BF16_8BIT, num_ranks, sharded[fewest[1]])
     each = ", ".join(f"{shard} {kind} {size}" for (kind, shard), size in needed.items())
     raise RatoonError(
         ErrorCode.RESOURCE_EXHAUSTED,
