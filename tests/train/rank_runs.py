@@ -1,4 +1,5 @@
-"""Policies of several ranks on one machine: processes of theirs, and Gloo between them.
+"""Policies of several ranks on one machine: processes of theirs, and Gloo between them, or NCCL
+where a spec's device is "cuda:0": rank r has cuda:r then.
 
 Rank 0 is the caller's own process, as a worker's is; a call to a peer and its answer go through a
 pipe. A peer that is killed is told by the pipe's end. They are forked by a server of one thread: a
@@ -28,6 +29,8 @@ from ratoon.train.rank import Rank
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer, load
 
+# Of CUBLAS_WORKSPACE_CONFIG: it repeats its bits with a fixed workspace alone.
+REPEATABLE = ":4096:8"
 _FORK = multiprocessing.get_context("forkserver")
 _FORK.set_forkserver_preload(["ratoon.train.trainer", "tests.train.rank_runs"])
 
@@ -85,7 +88,11 @@ def _serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     own_parts = partial(parts_of, part_elements=part_elements)
     pytest.MonkeyPatch().setattr("ratoon.train.rank.parts_of", own_parts)
-    Copies.join(meeting, number, torch.device("cpu"))
+    if spec.device != "cpu":
+        torch.cuda.set_device(number)
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = REPEATABLE
+        spec = replace(spec, device=f"cuda:{number}")
+    Copies.join(meeting, number, torch.device(spec.device))
     spec, model = load(spec)
     own = Rank(spec, model, Copies.joined())
     own.hooks = PassHooks(on_progress=no_progress, is_cancelled=stop.is_set)
@@ -112,7 +119,7 @@ def ranked(
     peers = [PipePeer(spec, meeting, one, part_elements) for one in range(1, num_ranks)]
     try:
         if peers:
-            Copies.join(meeting, 0, torch.device("cpu"), store)
+            Copies.join(meeting, 0, torch.device(spec.device), store)
         for peer in peers:
             assert peer.result() == "loaded"
         with pytest.MonkeyPatch.context() as patch:
