@@ -112,6 +112,18 @@ def test_three_updates_are_those_of_one_rank(
         assert trainer.fingerprint()["num_devices"] == str(num_ranks)
 
 
+@_SHARDS
+def test_three_updates_of_an_adapter_are_those_of_one_rank(base: FolderBase, shard: Shard) -> None:
+    """Asked for by name, its gradients are sharded as any; left to choose, only states are."""
+    alone = _alone(base, tuning=_LORA)
+    with ranked(alone.spec, 2, 100, shard) as (two, _):
+        for seed in range(3):
+            _update(alone, seed)
+            assert not _update(two, seed, (0, 1)).skipped
+        assert_close(_weights(two), _weights(alone))
+        assert bool(two.ranks.own.gradients.shards()) == (shard is Shard.GRADIENTS)
+
+
 def test_its_own_plans_give_every_rank_work(base: FolderBase) -> None:
     alone = _alone(base)
     with ranked(alone.spec, 3) as (trainer, _):
