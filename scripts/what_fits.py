@@ -29,11 +29,12 @@ from transformers import (
 from ratoon.errors import RatoonError
 from ratoon.model.activation_plan import DecoderSizes
 from ratoon.model.lora import resolve_targets
+from ratoon.model.policy_model import names_by_layer
 from ratoon.model.sizes import decoder_sizes
 from ratoon.model.token_limits import token_limits
-from ratoon.train.config import OptimizerStates
+from ratoon.train.config import OptimizerStates, Shard
 from ratoon.train.numerics import memory_of, plannable_bytes
-from ratoon.train.optim.choice import choose_states, needed_bytes
+from ratoon.train.optim.choice import choose_layout, needed_bytes
 
 PAGE = Path(__file__).parents[1] / "docs" / "what-fits.md"
 BEGIN = "<!-- what fits: written by scripts/what_fits.py -->"
@@ -42,6 +43,10 @@ GIB = 2**30
 # By the memory that torch reports of them, rounded down.
 GPUS = {"24 GB": 23.5, "48 GB": 44.0, "80 GB": 79.0, "141 GB": 139.5}
 LORA_RANK = 32
+# Several of a kind, for models that one is not enough for.
+RANKS = (2, 4, 8)
+RANKS_GPUS = ("80 GB", "141 GB")
+RANKS_MODELS = ("Qwen3-8B", "Qwen3-14B", "Qwen3-32B", "Qwen3-30B-A3B")
 STATES = (
     OptimizerStates.BF16_SPLIT,
     OptimizerStates.BF16_SPLIT_8BIT,
@@ -85,7 +90,36 @@ def table() -> list[str]:
     for name, config in MODELS.items():
         for kept, cells in _rows(_without_weights(config), config):
             lines.append(f"| {name} | {kept} | {' | '.join(cells)} |")
+    heads = [f"{count} x {gpu}" for gpu in RANKS_GPUS for count in RANKS]
+    lines += ["", "Of several GPUs, by what they share out:", ""]
+    lines += ["| model | shard | " + " | ".join(heads) + " |", "|---|---|" + "---:|" * len(heads)]
+    for name in RANKS_MODELS:
+        for shard, cells in _rows_of_ranks(_without_weights(MODELS[name])):
+            lines.append(f"| {name} | `{shard}` | {' | '.join(cells)} |")
     return lines
+
+
+def _rows_of_ranks(module: PreTrainedModel) -> Iterator[tuple[str, list[str]]]:
+    """What is shared out, and a cell for each number of GPUs; what is taken by itself is bold."""
+    trained, weight_bytes, sizes = _trained(module), _model_bytes(module), decoder_sizes(module)
+    layers = names_by_layer(module, trained)
+    for shard in (Shard.STATES, Shard.GRADIENTS):
+        cells: list[str] = []
+        for gpu in RANKS_GPUS:
+            memory = memory_of(int(GPUS[gpu] * GIB), weight_bytes)
+            for count in RANKS:
+                try:
+                    states, _ = choose_layout(trained, layers, memory, num_ranks=count, shard=shard)
+                    _, taken = choose_layout(trained, layers, memory, num_ranks=count)
+                except RatoonError:
+                    cells.append(NOTHING)
+                    continue
+                sharded = layers if shard is Shard.GRADIENTS else ()
+                needed = needed_bytes(trained, states, count, sharded)
+                cell = _cell(sizes, weight_bytes + needed, GPUS[gpu])
+                is_bold = taken is shard and cell != NOTHING
+                cells.append(f"**{cell}**" if is_bold else cell)
+        yield shard, cells
 
 
 def _rows(module: PreTrainedModel, config: PreTrainedConfig) -> Iterator[tuple[str, list[str]]]:
@@ -108,7 +142,7 @@ def _rows(module: PreTrainedModel, config: PreTrainedConfig) -> Iterator[tuple[s
 def _chosen(trained: dict[str, Parameter], weight_bytes: int, gib: float) -> OptimizerStates | None:
     """What `auto` takes; None: nothing."""
     try:
-        return choose_states(trained, memory_of(int(gib * GIB), weight_bytes))
+        return choose_layout(trained, [], memory_of(int(gib * GIB), weight_bytes))[0]
     except RatoonError:
         return None
 

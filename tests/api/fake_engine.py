@@ -53,6 +53,7 @@ INFO = ModelInfo(
     max_sequence_tokens=64,
     attention_backend="reference",
     optimizer_states="bf16_split",
+    shard="states",
 )
 REPORT = StepReport(
     loss=0.5,

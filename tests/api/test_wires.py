@@ -52,7 +52,7 @@ async def test_create_policy_answers_the_spec_with_every_default(api: Api, wire_
     policy = await wire.call("GetPolicy", service_pb2.GetPolicyRequest(policy_id=requests.POLICY))
     assert policy == operation.policy
     assert (policy.num_parameters, policy.vocab_size, policy.max_sequence_tokens) == (1000, 256, 64)
-    assert policy.optimizer_states == "bf16_split"
+    assert (policy.optimizer_states, policy.shard) == ("bf16_split", "states")
     assert policy.created_at.ToNanoseconds() == 1_500_000_000
     assert policy.published_version == 0
     listed = await wire.call("ListPolicies", service_pb2.ListPoliciesRequest())

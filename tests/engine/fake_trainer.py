@@ -39,6 +39,7 @@ INFO = ModelInfo(
     max_sequence_tokens=64,
     attention_backend="fake",
     optimizer_states="bf16_split_8bit",
+    shard="gradients",
 )
 _TORN = -1.0
 # A folder to import has its number there.

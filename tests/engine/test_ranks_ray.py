@@ -35,7 +35,7 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.spec import FolderBase, ModelDtype
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.stream.manifest import WeightManifest
-from ratoon.train.config import ONE_DEVICE, ParallelLayout
+from ratoon.train.config import ONE_DEVICE, ParallelLayout, Shard
 from tests.conftest import RayCluster
 from tests.engine.harness import save, update
 from tests.engine.ray_engine import SPEC, Engine, done, random_batch, submission
@@ -205,6 +205,35 @@ def test_a_policy_whose_rank_hangs_holds_no_other_up(
         assert (await _weights(client, "hangs"))[0] == undisturbed[0]
         await _gone(first)
         assert others <= _processes(), "no process of another policy was replaced"
+
+    engine.run(main)
+
+
+@pytest.mark.parametrize("harm", ["SIGKILL", pytest.param("SIGSTOP", marks=pytest.mark.more)])
+def test_with_gradients_sharded_a_rank_that_is_lost_in_the_pass_costs_no_bit(
+    engine: Engine, harm: str
+) -> None:
+    """The other rank waits for what it would have sent."""
+    layout = ParallelLayout(num_workers=2, shard=Shard.GRADIENTS)
+
+    async def main(client: EngineClient) -> None:
+        lost = f"sharded-{harm.lower()}"
+        digests: dict[str, list[str]] = {f"{lost}-not": [], lost: []}
+        trap: Path | None = None
+        for name, found in digests.items():
+            await _create(client, name, parallel=layout)
+            if name == lost:
+                trap = _trap(engine, CrashPoint.RANK_IN_PASS, f"2 {harm}")
+            for seq in range(1, _UPDATES + 1):
+                await _run(client, name, seq, update(0), random_batch(seq, 4))
+                found.append((await _weights(client, name))[0])
+            policy = await client.get_policy(name)
+            assert policy.state is PolicyState.READY
+            assert policy.info is not None
+            assert policy.info.shard == Shard.GRADIENTS
+        assert trap is not None
+        assert not trap.exists(), "the rank was lost"
+        assert digests[lost] == digests[f"{lost}-not"]
 
     engine.run(main)
 

@@ -13,8 +13,9 @@ from ratoon.config import load_config
 from ratoon.engine.cluster.ray_cluster import RayCluster
 from ratoon.engine.journal import tables
 from ratoon.engine.settings import EngineSettings
+from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.spec import ModelDtype
-from ratoon.train.config import OptimizerStates
+from ratoon.train.config import OptimizerStates, ParallelLayout, Shard
 from tests.engine.harness import policy_spec
 
 
@@ -33,6 +34,17 @@ def test_optimizer_states_of_the_config_reach_bfloat16_policies_alone(
     ):
         trainer = cluster.trainer(replace(spec, model=replace(spec.model, dtype=dtype)))
         assert trainer.optimizer_states is expected
+
+
+async def test_sharded_weights_are_refused_before_anything_starts() -> None:
+    settings = EngineSettings.from_config(load_config(None))
+    cluster, spec = RayCluster(replace(settings, device="cpu")), policy_spec("p")
+    for shard in (None, Shard.STATES, Shard.GRADIENTS):
+        await cluster.check(replace(spec, parallel=ParallelLayout(shard=shard)))
+    with pytest.raises(RatoonError) as caught:
+        await cluster.check(replace(spec, parallel=ParallelLayout(shard=Shard.WEIGHTS)))
+    assert (caught.value.code, caught.value.field) == (ErrorCode.UNSUPPORTED, "parallel.shard")
+    assert caught.value.expected == "states or gradients"
 
 
 def test_memory_of_the_host_reaches_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from ratoon.engine.worker.tasks import (
     WorkerStatus,
 )
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.train.config import OptimizerStates
+from ratoon.train.config import OptimizerStates, Shard
 from tests.engine import harness
 from tests.engine.conftest import MakeMachine
 from tests.engine.fake_trainer import INFO
@@ -54,19 +54,20 @@ async def test_a_lost_answer_of_the_journal_neither_loses_nor_doubles_a_step(
     assert (await machine.controller.weight_manifest(None)).version == 2
 
 
-async def test_states_that_were_chosen_at_first_are_those_of_every_recovery(
+async def test_what_was_chosen_at_first_is_that_of_every_recovery(
     make_machine: MakeMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a larger GPU others would fit: a checkpoint would be of another kind, replay have other
     bits."""
     open_spec = replace(harness.trainer_spec(harness.policy_spec()), optimizer_states=None)
+    assert open_spec.parallel.shard is None
     monkeypatch.setattr(harness, "trainer_spec", lambda _spec: open_spec)
     machine = make_machine(recovery=Recovery.REPLAY)
-    asked: list[OptimizerStates | None] = []
+    asked: list[tuple[OptimizerStates | None, Shard | None]] = []
     load = machine.worker.load
 
     async def noted(token: int, request: LoadRequest) -> Loaded:
-        asked.append(request.trainer.optimizer_states)
+        asked.append((request.trainer.optimizer_states, request.trainer.parallel.shard))
         return await load(token, request)
 
     monkeypatch.setattr(machine.worker, "load", noted)
@@ -76,7 +77,8 @@ async def test_states_that_were_chosen_at_first_are_those_of_every_recovery(
     await machine.end(await machine.update(2, 2))
     machine.worker.is_dead = True
     await machine.restart_controller()
-    assert asked == [None, *[OptimizerStates(INFO.optimizer_states)] * 2]
+    chosen = OptimizerStates(INFO.optimizer_states), Shard(INFO.shard)
+    assert asked == [(None, None), chosen, chosen]
     assert machine.weights == [([1.0], RATE), ([2.0], RATE)]
 
 

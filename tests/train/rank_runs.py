@@ -1,4 +1,5 @@
-"""Policies of several ranks on one machine: processes of theirs, and Gloo between them.
+"""Policies of several ranks on one machine: processes of theirs, and Gloo between them, or NCCL
+where a spec's device is "cuda:0": rank r has cuda:r then.
 
 Rank 0 is the caller's own process, as a worker's is; a call to a peer and its answer go through a
 pipe. A peer that is killed is told by the pipe's end. They are forked by a server of one thread: a
@@ -20,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from ratoon.train.config import ParallelLayout
+from ratoon.train.config import ParallelLayout, Shard
 from ratoon.train.copies import Copies, Meeting, open_meeting
 from ratoon.train.micro_batches import PassHooks, no_progress
 from ratoon.train.optim.parts import PART, parts_of
@@ -30,6 +31,8 @@ from ratoon.train.trainer import Trainer, load
 
 # Of a version: small models have several, for peers to write some.
 FILE_BYTES = 10_000
+# Of CUBLAS_WORKSPACE_CONFIG: it repeats its bits with a fixed workspace alone.
+REPEATABLE = ":4096:8"
 _FORK = multiprocessing.get_context("forkserver")
 _FORK.set_forkserver_preload(["ratoon.train.trainer", "tests.train.rank_runs"])
 
@@ -89,7 +92,11 @@ def _serve(
     patch = pytest.MonkeyPatch()
     patch.setattr("ratoon.train.rank.parts_of", own_parts)
     patch.setattr("ratoon.model.safetensors_files._MIN_FILE_BYTES", FILE_BYTES)
-    Copies.join(meeting, number, torch.device("cpu"))
+    if spec.device != "cpu":
+        torch.cuda.set_device(number)
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = REPEATABLE
+        spec = replace(spec, device=f"cuda:{number}")
+    Copies.join(meeting, number, torch.device(spec.device))
     spec, model = load(spec)
     own = Rank(spec, model, Copies.joined())
     own.hooks = PassHooks(on_progress=no_progress, is_cancelled=stop.is_set)
@@ -108,15 +115,15 @@ def _serve(
 
 @contextmanager
 def ranked(
-    spec: TrainerSpec, num_ranks: int, part_elements: int = PART
+    spec: TrainerSpec, num_ranks: int, part_elements: int = PART, shard: Shard = Shard.STATES
 ) -> Iterator[tuple[Trainer, list[PipePeer]]]:
     """A trainer of so many ranks, and the peers among them; parts of so many elements."""
-    spec = replace(spec, parallel=ParallelLayout(num_workers=num_ranks))
+    spec = replace(spec, parallel=ParallelLayout(num_workers=num_ranks, shard=shard))
     meeting, store = open_meeting("127.0.0.1", num_ranks, timeout_s=60.0)
     peers = [PipePeer(spec, meeting, one, part_elements) for one in range(1, num_ranks)]
     try:
         if peers:
-            Copies.join(meeting, 0, torch.device("cpu"), store)
+            Copies.join(meeting, 0, torch.device(spec.device), store)
         for peer in peers:
             assert peer.result() == "loaded"
         with pytest.MonkeyPatch.context() as patch:

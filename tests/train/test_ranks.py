@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
@@ -18,11 +23,15 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model import safetensors_files
 from ratoon.model.export import export_weights
 from ratoon.model.spec import FolderBase, LoraTuning, ModelDtype
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.costs import CostModel
 from ratoon.rollout.packed import UpdatePlan
+from ratoon.rollout.plan import make_plan
+from ratoon.rollout.prefixes import SortedPrefixes, sort_sequences
 from ratoon.stream.manifest import WeightKind
 from ratoon.stream.versions import publish_version
 from ratoon.train import prepare
-from ratoon.train.config import LossKind, NumericsGuard, OptimizerStates
+from ratoon.train.config import LossKind, NumericsGuard, OptimizerStates, Shard
 from ratoon.train.copies import Copies, CopyFailedError, open_meeting
 from ratoon.train.gradient_window import WindowState
 from ratoon.train.numerics import device_model
@@ -42,6 +51,9 @@ from tests.train.trainer_runs import (
 )
 
 _LORA = LoraTuning(rank=2, alpha=4.0)
+# Calls cost nothing: what does not fit is streamed.
+_EAGER = CostModel(pair=1e-3, row=0.1, call=0.0, resident=0.0)
+_SHARDS = pytest.mark.parametrize("shard", [Shard.STATES, Shard.GRADIENTS])
 
 
 def _spread(plan: UpdatePlan, ranks: tuple[int, ...]) -> UpdatePlan:
@@ -64,6 +76,10 @@ def _update(
     return trainer.update(batch, loss, make_step(trainer, loss, **changes), plan)
 
 
+def _sequences(batch: RolloutBatch) -> tuple[RolloutBatch, SortedPrefixes, NDArray[np.bool_]]:
+    return batch, sort_sequences(batch), prepare.has_trained_tokens(batch)
+
+
 def _weights(trainer: Trainer) -> dict[str, Tensor]:
     parameters = trainer.model.named_trainable()
     return {name: parameter.detach().clone() for name, parameter in parameters.items()}
@@ -73,21 +89,22 @@ def _alone(base: FolderBase, **options: object) -> Trainer:
     return make_trainer(base, tokens=32, **options)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.fixture
-def pair(base: FolderBase) -> Iterator[tuple[Trainer, Trainer]]:
+@pytest.fixture(params=[Shard.STATES, Shard.GRADIENTS])
+def pair(base: FolderBase, request: pytest.FixtureRequest) -> Iterator[tuple[Trainer, Trainer]]:
     """A trainer of one rank and one of two, in float64."""
     alone = _alone(base)
-    with ranked(alone.spec, 2) as (two, _):
+    with ranked(alone.spec, 2, shard=request.param) as (two, _):
         yield alone, two
 
 
 @pytest.mark.parametrize("part_elements", [100, 1 << 25])
 @pytest.mark.parametrize("num_ranks", [2, 4])
+@_SHARDS
 def test_three_updates_are_those_of_one_rank(
-    base: FolderBase, num_ranks: int, part_elements: int
+    base: FolderBase, num_ranks: int, part_elements: int, shard: Shard
 ) -> None:
     alone = _alone(base)
-    with ranked(alone.spec, num_ranks, part_elements) as (trainer, _):
+    with ranked(alone.spec, num_ranks, part_elements, shard) as (trainer, _):
         for seed in range(3):
             one = _update(alone, seed)
             many = _update(trainer, seed, tuple(range(num_ranks)))
@@ -110,6 +127,18 @@ def test_ranks_of_different_devices_are_refused(
     assert caught.value.code is ErrorCode.UNSUPPORTED
     assert caught.value.expected == "NVIDIA H200"
     assert caught.value.got == device_model(torch.device("cpu"))
+
+
+@_SHARDS
+def test_three_updates_of_an_adapter_are_those_of_one_rank(base: FolderBase, shard: Shard) -> None:
+    """Asked for by name, its gradients are sharded as any; left to choose, only states are."""
+    alone = _alone(base, tuning=_LORA)
+    with ranked(alone.spec, 2, 100, shard) as (two, _):
+        for seed in range(3):
+            _update(alone, seed)
+            assert not _update(two, seed, (0, 1)).skipped
+        assert_close(_weights(two), _weights(alone))
+        assert bool(two.ranks.own.gradients.shards()) == (shard is Shard.GRADIENTS)
 
 
 def test_its_own_plans_give_every_rank_work(base: FolderBase) -> None:
@@ -158,15 +187,16 @@ def test_every_loss_in_a_window_of_two_calls(
 
 @pytest.mark.parametrize("kind", list(OptimizerStates))
 @pytest.mark.parametrize("tuning", [None, _LORA])
+@_SHARDS
 def test_a_shared_out_step_has_the_bits_of_a_whole_one(
-    base: FolderBase, kind: OptimizerStates, tuning: LoraTuning | None
+    base: FolderBase, kind: OptimizerStates, tuning: LoraTuning | None, shard: Shard
 ) -> None:
     """Rank 1 runs everything, and steps what is its own: the sums are those of one rank."""
     spec = replace(
         _alone(base, dtype=ModelDtype.BFLOAT16, tuning=tuning).spec, optimizer_states=kind
     )
-    alone = Trainer.create(spec)
-    with ranked(spec, 2) as (two, _):
+    with ranked(spec, 1, 4096) as (alone, _), ranked(spec, 2, 4096, shard) as (two, _):
+        assert len(two.ranks.own.shares.own(_weights(two))) > 1
         for seed in range(3):
             asked = {"tensor_grad_norms": True, "changed_share": True}
             one, many = _update(alone, seed, (0,), **asked), _update(two, seed, (1,), **asked)
@@ -176,11 +206,12 @@ def test_a_shared_out_step_has_the_bits_of_a_whole_one(
         assert_equal(_weights(two), _weights(alone))
 
 
-def test_the_same_again_has_the_same_bits(base: FolderBase) -> None:
+@_SHARDS
+def test_the_same_again_has_the_same_bits(base: FolderBase, shard: Shard) -> None:
     spec = _alone(base, dtype=ModelDtype.BFLOAT16).spec
     digests: list[str] = []
     for _ in range(2):
-        with ranked(spec, 4) as (trainer, _):
+        with ranked(spec, 4, shard=shard) as (trainer, _):
             for seed in range(2):
                 _update(trainer, seed, (0, 1, 2, 3))
             digests.append(trainer.state_digest())
@@ -188,12 +219,12 @@ def test_the_same_again_has_the_same_bits(base: FolderBase) -> None:
 
 
 def test_checkpoints_are_loaded_by_any_number_of_ranks(base: FolderBase, tmp_path: Path) -> None:
-    """Of four, of two, of one: the same bits, and the same steps from there."""
+    """Of four, of two, of one, whatever is sharded: the same bits, and steps from there."""
     spec = replace(
         _alone(base, dtype=ModelDtype.BFLOAT16).spec, optimizer_states=OptimizerStates.BF16_SPLIT
     )
     digests: list[str] = []
-    with ranked(spec, 4) as (trainer, _):
+    with ranked(spec, 4, shard=Shard.GRADIENTS) as (trainer, _):
         _update(trainer, 0, (0, 1, 2, 3))
         trainer.save_checkpoint(tmp_path / "four")
         assert len(list((tmp_path / "four").glob("states-*-of-00004.safetensors"))) == 4
@@ -287,19 +318,39 @@ def test_the_error_of_one_rank_is_the_callers_and_changes_nothing(
     batch, before = make_batch(6), two.state_digest()
     loss = make_loss(batch)
     plan = _spread(two.prepare(batch, loss).plan, (0, 1))
-    damaged = replace(
-        plan,
-        micro_batches=tuple(
-            replace(part, packed_tokens=part.packed_tokens + (part.rank == failing))
-            for part in plan.micro_batches
-        ),
-    )
+    parts = [*plan.micro_batches]
+    # The last of several: the others have begun to wait for what comes of it.
+    last = max(index for index, part in enumerate(parts) if part.rank == failing)
+    assert last > 1
+    parts[last] = replace(parts[last], packed_tokens=parts[last].packed_tokens + 1)
+    damaged = replace(plan, micro_batches=tuple(parts))
     with pytest.raises(RatoonError, match="of another batch"):
         two.update(batch, loss, make_step(two, loss), damaged)
     assert two.window_state is WindowState.EMPTY
     assert two.state_digest() == before
     report = two.update(batch, loss, make_step(two, loss), plan)
     assert not report.skipped
+
+
+def test_a_pass_that_fails_on_one_rank_is_not_run_to_its_end_by_another(base: FolderBase) -> None:
+    """Which hears of it with the gradients that it is not sent."""
+    with ranked(_alone(base).spec, 2, 100, Shard.GRADIENTS) as (two, _):
+        batch = make_batch(6, num_groups=16)
+        loss = make_loss(batch)
+        plan = _spread(cpu_planner(8).plan(*_sequences(batch)), (0, 1))
+        parts = [*plan.micro_batches]
+        second = [index for index, part in enumerate(parts) if part.rank == 1][1]
+        parts[second] = replace(parts[second], packed_tokens=parts[second].packed_tokens + 1)
+        done: list[int] = []
+        with pytest.raises(RatoonError, match="of another batch"):
+            two.forward_backward(
+                batch,
+                loss,
+                replace(plan, micro_batches=tuple(parts)),
+                on_progress=lambda number, _planned, _tokens: done.append(number),
+            )
+        assert len(parts) // 2 > 10
+        assert max(done) <= 6
 
 
 def test_a_cancelled_update_leaves_every_rank_as_it_was(pair: tuple[Trainer, Trainer]) -> None:
@@ -337,6 +388,95 @@ def test_a_late_rank_of_an_earlier_worker_does_not_join() -> None:
     with pytest.raises(CopyFailedError, match="rank 1 could not join"):
         Copies.join(late, 1, torch.device("cpu"))
     assert PrefixStore(meeting.name, store).check(["here/1"]) is False
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_rank_that_dies_in_the_pass_is_waited_for_by_none(
+    base: FolderBase, num_ranks: int
+) -> None:
+    """Of four, the two others do not wait for one another either."""
+    with ranked(_alone(base).spec, num_ranks, 100, Shard.GRADIENTS) as (trainer, peers):
+        batch = make_batch(1, num_groups=12)
+        loss = make_loss(batch)
+        plan = trainer.prepare(batch, loss).plan
+        assert len(plan.of_rank(0).micro_batches) > 1
+
+        def kill(done: int, _planned: int, _tokens: int) -> None:
+            if done == 1:
+                peers[-1].kill()
+
+        with pytest.raises((RuntimeError, OSError, CopyFailedError)):
+            trainer.forward_backward(batch, loss, plan, on_progress=kill)
+
+
+def test_a_rank_that_hangs_in_a_pass_that_is_cancelled_ends_the_exchange(
+    base: FolderBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing says that it is gone: its connections stay."""
+    monkeypatch.setattr("ratoon.train.optim.layer_exchange._END_S", 1.0)
+    with ranked(_alone(base).spec, 2, 100, Shard.GRADIENTS) as (two, (peer,)):
+        batch = make_batch(1, num_groups=8)
+        loss = make_loss(batch)
+        assert peer.process.pid is not None
+        os.kill(peer.process.pid, signal.SIGSTOP)
+        # Rank 0 asks for its answer in the end.
+        end = threading.Timer(4.0, peer.process.kill)
+        end.start()
+        started = time.monotonic()
+        with pytest.raises(CopyFailedError, match="have not ended"):
+            two.forward_backward(
+                batch,
+                loss,
+                two.prepare(batch, loss).plan,
+                is_cancelled=lambda: time.monotonic() > started + 1.0,
+            )
+        end.join()
+
+
+def test_streamed_micro_batches_and_ranks_with_more_of_them_than_others(
+    pair: tuple[Trainer, Trainer],
+) -> None:
+    """Rank 0 has three of four; of stages some are not predicted from, and have no backward."""
+    for seed in range(3):
+        batch = make_batch(seed, num_groups=8)
+        loss = make_loss(batch, kind=(LossKind.GRPO, LossKind.GSPO)[seed % 2])
+        cuts = make_plan(*_sequences(batch), 16, _EAGER)
+        assert any(part.stages for part in cuts.micro_batches)
+        for trainer, ranks in zip(pair, ((0,), (1, 0, 0, 0)), strict=True):
+            step = make_step(trainer, loss)
+            assert not trainer.update(batch, loss, step, _spread(cuts, ranks)).skipped
+    assert_close(_weights(pair[1]), _weights(pair[0]))
+
+
+def test_a_rank_keeps_the_sums_of_its_share_of_layers(base: FolderBase) -> None:
+    spec = replace(_alone(base, dtype=ModelDtype.BFLOAT16).spec, optimizer_states=None)
+    alone = Trainer.create(spec)
+    with ranked(spec, 4, 100, Shard.GRADIENTS) as (four, _):
+        assert four.info().shard == four.fingerprint()["layout"] == "gradients"
+        whole = {name: 4 * p.numel() for name, p in alone.model.named_trainable().items()}
+        layers = {name for layer in alone.model.named_layers() for name in layer}
+        in_layers = sum(whole[name] for name in layers)
+        outside = sum(whole.values()) - in_layers
+        assert min(in_layers, outside) > 0
+        _update(four, 0, (0, 1, 2, 3))
+        kept = sum(each.nbytes for each in four.ranks.own.gradients.sums().values())
+        assert kept - outside == pytest.approx(in_layers / 4, abs=4 * 100)
+
+
+def test_the_self_check_has_the_sums_to_itself(base: FolderBase) -> None:
+    """It compares what rank 0 keeps, and leaves the sums of the update as they are."""
+    digests: list[str] = []
+    for every in (0, 1):
+        with ranked(_alone(base).spec, 2, 100, Shard.GRADIENTS) as (two, _):
+            two.spec = replace(two.spec, self_check_every=every)
+            report = _update(two, 0, (0, 1))
+            digests.append(two.state_digest())
+    assert digests[0] == digests[1]
+    found = report.self_check
+    assert found is not None
+    assert found.gradient_difference is not None
+    assert 0 < found.gradient_difference < 1e-12
+    assert found.worst_parameter in two.model.named_trainable()
 
 
 def test_a_checkpoint_that_fails_stops_no_pass_beside_it(base: FolderBase, tmp_path: Path) -> None:
@@ -386,7 +526,7 @@ def test_a_version_of_which_a_share_is_lost_is_not_there(base: FolderBase, tmp_p
     assert list((tmp_path / "root").iterdir()) == []
 
 
-def test_parts_are_shared_out_evenly_and_in_order() -> None:
+def test_parts_are_shared_out_evenly_of_each_parameter_too() -> None:
     sizes = {"a": 1000, "b": 10, "c": 2500, "d": 400, "e": 90}
     tensors = {name: torch.zeros(size) for name, size in sizes.items()}
     parts = parts_of(tensors, 100)
@@ -399,9 +539,13 @@ def test_parts_are_shared_out_evenly_and_in_order() -> None:
     assert parts[10] == Part(name="b", start=0, stop=10)
     for num_ranks in (1, 2, 3, 8, 100):
         shares = shared_out(parts, num_ranks)
-        assert [part for share in shares for part in share] == parts
+        given = [part for share in shares for part in share]
+        assert sorted(given, key=parts.index) == parts
+        assert all(share == sorted(share, key=parts.index) for share in shares)
         elements = [sum(part.stop - part.start for part in share) for share in shares]
         assert max(elements) <= 4000 / num_ranks + 100
+        of_c = [sum(part.parameter == "c" for part in share) for share in shares]
+        assert max(of_c) <= 25 / num_ranks + 2
 
 
 def test_a_part_is_a_view_of_its_parameter() -> None:

@@ -17,7 +17,7 @@ def _norms(
     sums: dict[str, Tensor], divisor: float, part: int = 2**25
 ) -> tuple[TensorGradNorm, ...]:
     parts = {one.name: one.of(sums[one.parameter]) for one in parts_of(sums, part)}
-    return tensor_norms(part_norms(parts), {name: name for name in sums}, divisor)
+    return tensor_norms(part_norms(parts).values(), {name: name for name in sums}, divisor)
 
 
 @pytest.mark.parametrize("part", [1, 7, 2**25])

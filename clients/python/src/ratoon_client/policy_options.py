@@ -53,8 +53,8 @@ class Publish:
 class Parallel:
     """Devices of the policy, `num_workers` of them, and what they share out.
 
-    `shard` absent: the least that fits. `sequence_ranks` devices run one group together; absent:
-    as each plan chooses.
+    `shard` absent: the least that fits (on CPUs `states`); `weights` is not served yet.
+    `sequence_ranks` devices run one group together; absent: as each plan chooses.
     """
 
     num_workers: int

@@ -103,6 +103,8 @@ class Policy:
     attention_backend: str
     # What is kept beside the weights (`worker.optimizer_states`); empty until the model is loaded.
     optimizer_states: str
+    # What its devices share out (`ParallelLayout.shard`); empty until the model is loaded.
+    shard: str
     published_version: int | None = None
     # Why it is failed; empty where it is not.
     failure: str

@@ -141,25 +141,29 @@ class _Shard:
 class _ShardEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Shard.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     SHARD_UNSPECIFIED: _Shard.ValueType  # 0
-    """The first of the others that fits."""
+    """The first of the others that leaves a quarter of a GPU for activations; on CPUs, and for LoRA,
+    states.
+    """
     SHARD_STATES: _Shard.ValueType  # 1
     """Nothing more: each device has all weights and all gradients."""
     SHARD_GRADIENTS: _Shard.ValueType  # 2
-    """Gradients, too: each device has all weights."""
+    """Gradients of the decoder's layers, too: each device has all weights."""
     SHARD_WEIGHTS: _Shard.ValueType  # 3
-    """Gradients and weights, too."""
+    """Weights, too; not served yet."""
 
 class Shard(_Shard, metaclass=_ShardEnumTypeWrapper):
     """What devices of one policy share out, beside their groups and the optimizer's states."""
 
 SHARD_UNSPECIFIED: Shard.ValueType  # 0
-"""The first of the others that fits."""
+"""The first of the others that leaves a quarter of a GPU for activations; on CPUs, and for LoRA,
+states.
+"""
 SHARD_STATES: Shard.ValueType  # 1
 """Nothing more: each device has all weights and all gradients."""
 SHARD_GRADIENTS: Shard.ValueType  # 2
-"""Gradients, too: each device has all weights."""
+"""Gradients of the decoder's layers, too: each device has all weights."""
 SHARD_WEIGHTS: Shard.ValueType  # 3
-"""Gradients and weights, too."""
+"""Weights, too; not served yet."""
 Global___Shard: _TypeAlias = Shard  # noqa: Y015
 
 class _PolicyState:
@@ -522,6 +526,7 @@ class Policy(_message.Message):
     PUBLISHED_VERSION_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     OPTIMIZER_STATES_FIELD_NUMBER: _builtins.int
+    SHARD_FIELD_NUMBER: _builtins.int
     state: Global___PolicyState.ValueType
     version: _builtins.int
     next_seq: _builtins.int
@@ -541,6 +546,10 @@ class Policy(_message.Message):
     optimizer_states: _builtins.str
     """What is kept beside the weights, by its name in worker.optimizer_states; for auto what it chose,
     which stays. Empty until the model is loaded.
+    """
+    shard: _builtins.str
+    """What its devices share out, by its name in ParallelLayout.shard; where that was left out what was
+    chosen, which stays. Empty until the model is loaded.
     """
     @_builtins.property
     def spec(self) -> Global___PolicySpec: ...
@@ -562,10 +571,11 @@ class Policy(_message.Message):
         published_version: _builtins.int | None = ...,
         failure: _builtins.str = ...,
         optimizer_states: _builtins.str = ...,
+        shard: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_published_version", b"_published_version", "created_at", b"created_at", "published_version", b"published_version", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_published_version", b"_published_version", "attention_backend", b"attention_backend", "created_at", b"created_at", "failure", b"failure", "max_sequence_tokens", b"max_sequence_tokens", "next_seq", b"next_seq", "num_parameters", b"num_parameters", "num_trainable_parameters", b"num_trainable_parameters", "optimizer_states", b"optimizer_states", "published_version", b"published_version", "spec", b"spec", "state", b"state", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_published_version", b"_published_version", "attention_backend", b"attention_backend", "created_at", b"created_at", "failure", b"failure", "max_sequence_tokens", b"max_sequence_tokens", "next_seq", b"next_seq", "num_parameters", b"num_parameters", "num_trainable_parameters", b"num_trainable_parameters", "optimizer_states", b"optimizer_states", "published_version", b"published_version", "shard", b"shard", "spec", b"spec", "state", b"state", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__published_version: _TypeAlias = _typing.Literal["published_version"]  # noqa: Y015
     _WhichOneofArgType__published_version: _TypeAlias = _typing.Literal["_published_version", b"_published_version"]  # noqa: Y015

@@ -4,7 +4,7 @@ caller's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -144,6 +144,10 @@ class PolicyModel:
         owner = self.module if self.adapter is None else self.adapter
         return {name: p for name, p in owner.named_parameters() if p.requires_grad}
 
+    def named_layers(self) -> list[list[str]]:
+        """Of `named_trainable()` the names of each decoder layer's."""
+        return names_by_layer(self.module, self.named_trainable())
+
     @contextmanager
     def reference(self) -> Iterator[None]:
         """Inside, forwards and the LM head are those of the frozen reference, without gradients.
@@ -189,3 +193,14 @@ class PolicyModel:
             is_deterministic=self._deterministic,
             precision=self._precision,
         )
+
+
+def names_by_layer(module: PreTrainedModel, parameters: Mapping[str, Parameter]) -> list[list[str]]:
+    """Those of `parameters` that each decoder layer has; of some there may be none."""
+    layers = cast("Any", module).get_decoder().layers
+    owner = {id(p): index for index, layer in enumerate(layers) for p in layer.parameters()}
+    found: list[list[str]] = [[] for _ in layers]
+    for name, parameter in parameters.items():
+        if id(parameter) in owner:
+            found[owner[id(parameter)]].append(name)
+    return found

@@ -66,3 +66,5 @@ class ModelInfo:
     attention_backend: str
     # By name, of `train.config.OptimizerStates`: what the trainer keeps. "": nobody has said it.
     optimizer_states: str = ""
+    # The same of `train.config.Shard`: what its ranks share out.
+    shard: str = ""

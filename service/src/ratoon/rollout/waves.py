@@ -7,7 +7,7 @@ A stage and what stays for it are within the budget, or a single path, which can
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,6 +42,22 @@ def peak_tokens(stages: Sequence[Stage]) -> int:
     return max(
         (above + part.num_tokens for above, part in zip(resident, stages, strict=True)), default=0
     )
+
+
+def runs_of(stages: Sequence[Stage]) -> Iterator[tuple[int, bool]]:
+    """Each stage's forward, and its backward (True) once nothing still to come descends from it."""
+    parents = {stage.parent for stage in stages}
+    still_open: list[int] = []
+    for index, stage in enumerate(stages):
+        while still_open and still_open[-1] != stage.parent:
+            yield still_open.pop(), True
+        yield index, False
+        if index in parents:
+            still_open.append(index)
+        else:
+            yield index, True
+    for index in reversed(still_open):
+        yield index, True
 
 
 def first_misplaced(stages: Sequence[Stage], num_tokens: int) -> int | None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import cast
@@ -21,6 +22,9 @@ from torch.distributed import (
     Store,  # pyright: ignore[reportPrivateImportUsage]
     TCPStore,  # pyright: ignore[reportPrivateImportUsage]
 )
+
+# Of a word: as long as one rank may be ahead of another. One that dies is noticed at once.
+_TOLD_S = 7 * 86_400.0
 
 
 class CopyFailedError(Exception):
@@ -97,6 +101,8 @@ class Copies:
                 rank=rank,
                 world_size=meeting.size,
                 timeout=timeout,
+                # Now: NCCL's first exchange would need all ranks, and may be one of a few.
+                device_id=device if device.type == "cuda" else None,
             )
         except RuntimeError as err:
             raise CopyFailedError(f"rank {rank} could not join the others: {err}") from err
@@ -114,10 +120,30 @@ class Copies:
             return cls()
         return cls(dist.get_rank(), dist.get_world_size())
 
+    def tell(self, peers: Iterable[int], word: int) -> dict[int, int]:
+        """Tell some ranks a number and hear theirs, of which one that is gone has none.
+
+        Both of a pair call it at the same place among their exchanges. However long the other is
+        in coming to it, it is waited for.
+        """
+        own = torch.tensor([word])
+        theirs = {peer: torch.empty_like(own) for peer in peers}
+        works: dict[int, list[dist.Work | None]] = {}
+        for peer, into in theirs.items():
+            with suppress(RuntimeError):
+                works[peer] = [dist.isend(own, peer), dist.irecv(into, peer)]
+        heard: dict[int, int] = {}
+        for peer, both in works.items():
+            with suppress(RuntimeError):
+                for work in both:
+                    cast("dist.Work", work).wait(timedelta(seconds=_TOLD_S))
+                heard[peer] = int(theirs[peer])
+        return heard
+
     def exchange(self, sends: Sequence[Copy], receives: Sequence[Copy]) -> None:
         """Send tensors and receive others in place; both sides of a pair have them in one order.
 
-        All ranks call it at the same time. Raises `CopyFailedError`.
+        All of them call it at the same time. Raises `CopyFailedError`.
         """
         operations = [dist.P2POp(dist.isend, copy.tensor, copy.peer) for copy in sends]
         operations += [dist.P2POp(dist.irecv, copy.tensor, copy.peer) for copy in receives]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import resource
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any, cast
 
@@ -41,7 +41,7 @@ def numerics_fingerprint(spec: TrainerSpec, attention_backend: str) -> dict[str,
         "device": device.type,
         "device_model": device_model(device),
         "num_devices": str(spec.num_workers),
-        "layout": "single" if spec.num_workers == 1 else "states",
+        "layout": "single" if spec.num_workers == 1 else spec.shard.value,
         "attention_backend": attention_backend,
         "threads": str(torch.get_num_threads()),
         "optimizer_states": spec.kept_states.value,
@@ -93,10 +93,12 @@ def plannable_bytes(memory: DeviceMemory) -> int:
     return memory.free // _BUDGET_STEP * _BUDGET_STEP
 
 
-def activation_bytes(device: torch.device) -> int | None:
-    """The same of a GPU that is there; None for a CPU: no limit."""
+def activation_bytes(device: torch.device, passing_bytes: int) -> int | None:
+    """The same of a GPU that is there, less what passes beside them; None for a CPU: no limit."""
     memory = device_memory(device)
-    return None if memory is None else plannable_bytes(memory)
+    if memory is None:
+        return None
+    return plannable_bytes(replace(memory, free=max(0, memory.free - passing_bytes)))
 
 
 def peak_memory_bytes(device: torch.device) -> int:

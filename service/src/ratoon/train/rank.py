@@ -1,7 +1,8 @@
 """One device's share of a policy: all of its weights, and what it does with them.
 
-A rank runs its micro-batches, keeps their gradient sums, and has the optimizer's states of its
-parts of the parameters. It decides nothing: `trainer` asks the same of every rank (`rank_group`).
+A rank runs its micro-batches, and has the optimizer's states of its parts of the parameters. Its
+gradient sums are those of its micro-batches, or in decoder layers those of its parts. It decides
+nothing: `trainer` asks the same of every rank (`rank_group`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.prefixes import SortedPrefixes
 from ratoon.train.checkpoint import Manifest, StatesFile, read_states, write_states
+from ratoon.train.config import Shard
 from ratoon.train.copies import Copies
 from ratoon.train.loss.spec import OptimStep
 from ratoon.train.micro_batches import PassHooks, never_cancelled, no_progress
@@ -30,6 +32,7 @@ from ratoon.train.optim.choice import make_optimizer
 from ratoon.train.optim.digest import StateDigest
 from ratoon.train.optim.gradients import GradientSums
 from ratoon.train.optim.parts import Shares, parts_of
+from ratoon.train.optim.sharded_sums import ShardedSums
 from ratoon.train.optim.tensor_norms import PartNorm, part_norms
 from ratoon.train.passes import (
     ForwardColumns,
@@ -59,10 +62,14 @@ class Rank:
         self.model = model
         self.copies = copies
         self._parameters = model.named_trainable()
-        self.gradients = GradientSums(self._parameters)
-        self._shares = Shares(parts_of(self._parameters), copies)
+        self.shares = Shares(parts_of(self._parameters), copies)
+        self.gradients = (
+            GradientSums(self._parameters)
+            if spec.shard is Shard.STATES
+            else ShardedSums(self._parameters, model.named_layers(), self.shares, copies)
+        )
         self.optimizer = make_optimizer(
-            self._shares.own(self._parameters), spec.optimizer, spec.kept_states, spec.model.seed
+            self.shares.own(self._parameters), spec.optimizer, spec.kept_states, spec.model.seed
         )
         self._digest = StateDigest(model.device)
         # What a pass tells and asks while it runs.
@@ -79,7 +86,7 @@ class Rank:
 
     def activation_bytes(self) -> int | None:
         """What this rank's device has for activations; None for a CPU: no limit."""
-        return activation_bytes(self.model.device)
+        return activation_bytes(self.model.device, self.gradients.passing_bytes)
 
     def limit_activations(self, device_bytes: int | None, host_bytes: int) -> None:
         """Lend activations so much of the device and of the host."""
@@ -90,7 +97,8 @@ class Rank:
     ) -> PassTotals:
         """Add the gradient of this rank's micro-batches to its sums."""
         own = prepared.of_rank(self.copies.rank)
-        return forward_backward_pass(self.model, own, forward_logprobs_J, self.hooks)
+        with self.gradients.of_pass(prepared.plan, self.hooks.is_cancelled):
+            return forward_backward_pass(self.model, own, forward_logprobs_J, self.hooks)
 
     def forward(
         self,
@@ -115,20 +123,21 @@ class Rank:
 
     def add_up(self) -> None:
         """Make the sums of this rank's parts those over all ranks; only a step may follow."""
-        self._shares.add_up(self.gradients.sums())
+        self.shares.add_up(self.gradients.whole_sums())
 
-    def norms(self, exactly: bool) -> list[float]:
-        """`block_norms` of the parts that were added up."""
-        return block_norms(self._own_sums().values(), exactly=exactly)
+    def norms(self, exactly: bool) -> dict[str, float]:
+        """`block_norms` of the parts that were added up, of one block each."""
+        sums = self._own_sums()
+        return dict(zip(sums, block_norms(sums.values(), exactly=exactly), strict=True))
 
-    def part_norms(self) -> list[PartNorm]:
+    def part_norms(self) -> dict[str, PartNorm]:
         """Of the parts that were added up."""
         return part_norms(self._own_sums())
 
     def step(self, norm: float, divisor: float, step: OptimStep) -> Stepped:
         """Step this rank's parts, and get the others' new weights. `norm`: after division."""
         changed = self.optimizer.apply(self._own_sums(), divisor, norm, step)
-        self._shares.hand_out(self._parameters)
+        self.shares.hand_out(self._parameters)
         return Stepped(
             changed=None if changed is None else int(changed),
             peak_memory_bytes=peak_memory_bytes(self.model.device),
@@ -171,14 +180,14 @@ class Rank:
         assert self._read is not None
         self.optimizer.load(self._read)
         self._read = None
-        self._shares.hand_out(self._parameters)
+        self.shares.hand_out(self._parameters)
 
     def take_values(self, values: Mapping[str, Tensor] | None, *, adds: bool) -> None:
         """Get this rank's parts of the `values` that rank 0 has, for `set_values`.
 
         Raises INVALID_ARGUMENT where they are to be added and a sum is not finite.
         """
-        self._values = self._shares.deal(values)
+        self._values = self.shares.deal(values)
         if adds:
             self.optimizer.check_sums(self._values)
 
@@ -188,7 +197,7 @@ class Rank:
         self._values = {}
         if resets_optimizer:
             self.optimizer.reset()
-        self._shares.hand_out(self._parameters)
+        self.shares.hand_out(self._parameters)
 
     def _own_sums(self) -> dict[str, Tensor]:
-        return self._shares.own(self.gradients.sums())
+        return self.shares.own(self.gradients.whole_sums()) | self.gradients.shards()

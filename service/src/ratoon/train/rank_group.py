@@ -81,12 +81,16 @@ class RankGroup:
     def run(self, hooks: PassHooks, name: str, *args: object, **options: object) -> list[Any]:
         """The same of a pass. It ends early on all ranks where it is cancelled or fails on one."""
         pending = [peer.start(name, args, options) for peer in self._peers]
-        failed = False
+        is_over = False
 
         def is_cancelled() -> bool:
-            nonlocal failed
-            failed = failed or any(call.has_failed() for call in pending)
-            return failed or hooks.is_cancelled()
+            nonlocal is_over
+            if not is_over and (any(c.has_failed() for c in pending) or hooks.is_cancelled()):
+                is_over = True
+                # Now: this rank's own pass may wait for theirs before it ends.
+                for peer in self._peers:
+                    peer.stop()
+            return is_over
 
         self.own.hooks = PassHooks(on_progress=hooks.on_progress, is_cancelled=is_cancelled)
         return self._join(pending, name, args, options, is_pass=True)

@@ -29,6 +29,7 @@ from ratoon.rollout.plan import make_plan
 from ratoon.rollout.selection import trained_lengths
 from ratoon.train.micro_batches import PassHooks, no_progress
 from ratoon.train.optim.gradients import GradientSums
+from ratoon.train.optim.parts import origin_of
 from ratoon.train.passes import forward_backward_pass, forward_pass
 from ratoon.train.prepare import Prepared
 from ratoon.train.report.step_report import SelfCheckReport
@@ -200,7 +201,7 @@ def _with_gradients(
         report,
         gradient_difference=_relative(total_gap, total),
         worst_parameter_difference=errors[worst],
-        worst_parameter=worst,
+        worst_parameter=origin_of(worst)[0],
     )
 
 

@@ -12,6 +12,7 @@ from ratoon.train.config import (
     NumericsGuard,
     OptimizerStates,
     ParallelLayout,
+    Shard,
 )
 
 
@@ -41,6 +42,14 @@ class TrainerSpec:
     @property
     def num_workers(self) -> int:
         return self.parallel.num_workers
+
+    @property
+    def shard(self) -> Shard:
+        """Of a spec that says it, or of one device, which shards nothing."""
+        if self.num_workers == 1:
+            return Shard.STATES
+        assert self.parallel.shard is not None
+        return self.parallel.shard
 
     @property
     def kept_states(self) -> OptimizerStates:

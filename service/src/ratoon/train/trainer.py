@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial, reduce
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -49,7 +49,7 @@ from ratoon.train.numerics import (
     peak_memory_bytes,
 )
 from ratoon.train.optim.adamw import norm_of_blocks
-from ratoon.train.optim.choice import choose_states, rounding_warning
+from ratoon.train.optim.choice import choose_layout, rounding_warning
 from ratoon.train.optim.digest import digest_of_sums
 from ratoon.train.optim.step_guard import WARNINGS, reason_in_norm, reason_in_sums
 from ratoon.train.optim.tensor_norms import tensor_norms
@@ -108,7 +108,7 @@ class Trainer:
         """Configure torch for this process and load the model, as the `peers` have done theirs.
 
         With peers, all ranks are processes that have joined. In `rates_folder` are the rates of
-        GPUs that were measured. Raises what `load_model` raises, `choose_states` where the spec
+        GPUs that were measured. Raises what `load_model` raises, `choose_layout` where the spec
         leaves the choice, and UNSUPPORTED where ranks have different devices.
         """
         # Of a GPU that nothing is on yet.
@@ -142,7 +142,8 @@ class Trainer:
             )
 
     def info(self) -> ModelInfo:
-        return replace(self.model.info(), optimizer_states=self.spec.kept_states.value)
+        kept = {"optimizer_states": self.spec.kept_states.value, "shard": self.spec.shard.value}
+        return replace(self.model.info(), **kept)
 
     def fingerprint(self) -> dict[str, str]:
         """What the bits depend on outside of model, batch and plan."""
@@ -414,7 +415,7 @@ class Trainer:
         if divisor:
             self.ranks.all("add_up")
             if step.tensor_grad_norms:
-                parts = chain.from_iterable(self.ranks.all("part_norms"))
+                parts = self.ranks.own.shares.in_order(self.ranks.all("part_norms"))
                 norms = tensor_norms(parts, self._named.by_parameter(), divisor)
         if reason is None:
             grad_norm = self._grad_norm(divisor)
@@ -446,15 +447,15 @@ class Trainer:
     def _grad_norm(self, divisor: float) -> float:
         """Of the sums that were added up, after division; infinite where the sums' dtype holds no
         such number."""
-        norm = norm_of_blocks(
-            lambda exactly: [*chain.from_iterable(self.ranks.all("norms", exactly))]
-        )
+        in_order = self.ranks.own.shares.in_order
+        norm = norm_of_blocks(lambda exactly: in_order(self.ranks.all("norms", exactly)))
         norm /= divisor
         return math.inf if norm > self.ranks.own.optimizer.max_norm else norm
 
 
 def load(spec: TrainerSpec) -> tuple[TrainerSpec, PolicyModel]:
-    """Configure torch for this process, and load a policy's model; the spec with states chosen."""
+    """Configure torch for this process, load a policy's model, and choose what its spec leaves
+    open."""
     configure_torch(spec)
     model = load_model(
         spec.model,
@@ -464,8 +465,14 @@ def load(spec: TrainerSpec) -> tuple[TrainerSpec, PolicyModel]:
         keep_reference=spec.keep_reference,
         compile_layers=torch.device(spec.device).type == "cuda",
     )
-    if spec.optimizer_states is None:
-        memory = device_memory(model.device)
-        states = choose_states(model.named_trainable(), memory, spec.num_workers)
-        spec = replace(spec, optimizer_states=states)
-    return spec, model
+    layers = [] if model.adapter is not None else model.named_layers()
+    states, shard = choose_layout(
+        model.named_trainable(),
+        layers,
+        device_memory(model.device),
+        num_ranks=spec.num_workers,
+        states=spec.optimizer_states,
+        shard=spec.parallel.shard,
+    )
+    parallel = replace(spec.parallel, shard=shard)
+    return replace(spec, optimizer_states=states, parallel=parallel), model

@@ -98,5 +98,6 @@ def _fields(policy: Policy) -> dict[str, object]:
         "failure": policy.failure or None,
         "attention backend": policy.attention_backend,
         "optimizer states": policy.optimizer_states,
+        "shard": policy.shard,
         "created": policy.created_at,
     }

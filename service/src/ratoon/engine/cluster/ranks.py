@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -131,7 +132,7 @@ class _Pending:
 
     def has_failed(self) -> bool:
         if not _is_over(self.reference, 0.0):
-            return False
+            return self.peer.is_lost()
         try:
             self.result()
         except Exception:  # noqa: BLE001 - which one, `result` says
@@ -150,6 +151,9 @@ class RayPeer:
         self._number = number
         self._max_silence_s = max_silence_s
         self._is_lost = False
+        # What `is_lost` has asked it, and since when that or nothing is under way.
+        self._asked: ObjectRef[Any] | None = None
+        self._since = time.monotonic()
         self._numbers = count(1)
         self._load: _Pending | None = None
         self._last = 0
@@ -168,6 +172,22 @@ class RayPeer:
         while not self._is_lost and not _is_over(reference, self._max_silence_s / ASKED_TIMES):
             self._get(self._actor.ping.remote(), self._max_silence_s)
         return self._get(reference, self._max_silence_s)
+
+    def is_lost(self) -> bool:
+        """Whether it is by now: asks whether it lives, every so often, and waits for nothing."""
+        silent_s = time.monotonic() - self._since
+        if self._is_lost or (self._asked is None and silent_s < self._max_silence_s / ASKED_TIMES):
+            return self._is_lost
+        if self._asked is None:
+            self._asked = self._actor.ping.remote()
+        elif _is_over(self._asked, 0.0) or silent_s > self._max_silence_s:
+            asked, self._asked = self._asked, None
+            with suppress(WorkerLostError):
+                self._get(asked, 0.0)
+        else:
+            return False
+        self._since = time.monotonic()
+        return self._is_lost
 
     def start(self, name: str, args: tuple[object, ...], options: dict[str, object]) -> _Pending:
         if self._is_lost:
@@ -198,7 +218,10 @@ class RayPeer:
             raise cause from None
         except GetTimeoutError:
             self._is_lost = True
-            what = f"rank {self._number} did not answer for {timeout_s:g} s"
+            # Ranks that wait for it in a pass are told by its connections.
+            self.end()
+            silent_s = max(timeout_s, self._max_silence_s)
+            what = f"rank {self._number} did not answer for {silent_s:g} s"
             raise WorkerLostError(what) from None
         except RayError as err:
             self._is_lost = True

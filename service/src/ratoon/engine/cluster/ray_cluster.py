@@ -26,10 +26,10 @@ from ratoon.engine.settings import EngineSettings
 from ratoon.engine.types import PolicySpec, ReferencePolicy
 from ratoon.engine.worker.backends import BackendInfo, list_backends
 from ratoon.engine.worker.tasks import WorkerPort
-from ratoon.errors import invalid
+from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.model.spec import ModelDtype
 from ratoon.stream.files import make_folder, remove_leftovers
-from ratoon.train.config import OptimizerStates
+from ratoon.train.config import OptimizerStates, Shard
 from ratoon.train.spec import TrainerSpec
 
 
@@ -57,6 +57,14 @@ class RayCluster:
         return worker_device(self._settings)
 
     async def check(self, spec: PolicySpec) -> None:
+        if spec.parallel.shard is Shard.WEIGHTS:
+            raise RatoonError(
+                ErrorCode.UNSUPPORTED,
+                "parallel.shard: each device of a policy has all weights",
+                field="parallel.shard",
+                got=spec.parallel.shard,
+                expected="states or gradients",
+            )
         if self.device != "cpu":
             await check_free_gpus(spec.parallel.num_workers)
         elif spec.parallel.num_workers > _cores():

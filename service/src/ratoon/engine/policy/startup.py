@@ -41,7 +41,7 @@ from ratoon.log import get_logger
 from ratoon.model.spec import ModelInfo
 from ratoon.stream.files import remove_paths
 from ratoon.stream.versions import list_versions
-from ratoon.train.config import OptimizerStates
+from ratoon.train.config import OptimizerStates, Shard
 from ratoon.train.spec import TrainerSpec
 
 _LOG = get_logger("startup")
@@ -68,7 +68,7 @@ async def start_policy(
     run.token = await journal.acquire(run.policy_id)
     history = await journal.history(run.policy_id)
     run.published = history.policy.published
-    run.trainer = _with_kept_states(run.trainer, history.policy.info)
+    run.trainer = _with_chosen(run.trainer, history.policy.info)
     # First, so that a policy failed for its numbers gets no worker.
     await read_run(run, history.policy.next_seq)
     status = await _fence(run)
@@ -128,14 +128,18 @@ async def _with_given_versions(
     return replace(history, policy=replace(history.policy, max_version=given))
 
 
-def _with_kept_states(trainer: TrainerSpec, info: ModelInfo | None) -> TrainerSpec:
-    """Keep the optimizer states chosen at the policy's first load.
+def _with_chosen(trainer: TrainerSpec, info: ModelInfo | None) -> TrainerSpec:
+    """Keep the optimizer states and the shard chosen at the policy's first load.
 
-    Its checkpoints are of that kind, and replay under another gives other bits.
+    Its checkpoints are of those states, and replay under others gives other bits.
     """
-    if trainer.optimizer_states is not None or info is None or not info.optimizer_states:
+    if info is None:
         return trainer
-    return replace(trainer, optimizer_states=OptimizerStates(info.optimizer_states))
+    if trainer.optimizer_states is None and info.optimizer_states:
+        trainer = replace(trainer, optimizer_states=OptimizerStates(info.optimizer_states))
+    if trainer.parallel.shard is None and info.shard:
+        trainer = replace(trainer, parallel=replace(trainer.parallel, shard=Shard(info.shard)))
+    return trainer
 
 
 async def _fence(run: PolicyRun) -> WorkerStatus:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
+
+from ratoon.rollout.packed import UpdatePlan
 
 _WIDE = (torch.float32, torch.float64)
 
@@ -25,8 +28,21 @@ class GradientSums:
                 self._buffers[name] = torch.zeros_like(parameter, dtype=torch.float32)
                 parameter.register_post_accumulate_grad_hook(_adder(self._buffers[name]))
 
+    @property
+    def passing_bytes(self) -> int:
+        """Most that gradients take at a time beside their sums, but for what is freed at once."""
+        return 0
+
     def sums(self) -> dict[str, Tensor]:
         """The live sums by name, zeros where nothing flowed; changing them changes the sums."""
+        return self.whole_sums() | self.shards()
+
+    def shards(self) -> dict[str, Tensor]:
+        """Of parts, which have the gradients of all ranks; none here."""
+        return {}
+
+    def whole_sums(self) -> dict[str, Tensor]:
+        """Of whole parameters, as all are here; of this rank's gradients alone."""
         for name, parameter in self._parameters.items():
             if name not in self._buffers and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -34,6 +50,13 @@ class GradientSums:
             name: self._buffers[name] if name in self._buffers else _grad(parameter)
             for name, parameter in self._parameters.items()
         }
+
+    def of_pass(
+        self, plan: UpdatePlan, is_cancelled: Callable[[], bool]
+    ) -> AbstractContextManager[None]:
+        """Inside, the backwards of this rank's part of `plan` run."""
+        del plan, is_cancelled
+        return nullcontext()
 
     def sum_of(self, name: str) -> Tensor:
         """The live sum of one parameter, zeros where nothing flowed; changes nothing."""
@@ -52,7 +75,12 @@ class GradientSums:
 
 def sum_bytes(parameter: Tensor) -> int:
     """Of one element of a parameter's sum."""
-    return max(parameter.element_size(), torch.float32.itemsize)
+    return wide_dtype(parameter).itemsize
+
+
+def wide_dtype(parameter: Tensor) -> torch.dtype:
+    """Of a parameter's sum."""
+    return torch.promote_types(parameter.dtype, torch.float32)
 
 
 def _adder(buffer: Tensor) -> Callable[[Tensor], None]:

@@ -6,8 +6,9 @@ digest and step have the same bits whoever has it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from ratoon.train.copies import Copies, Copy
 # for a moment beside the states, and against parts that ranks can have as many of.
 PART = 1 << 25
 _AT = "@"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,17 +60,17 @@ def origin_of(name: str) -> tuple[str, int]:
 
 
 def shared_out(parts: Sequence[Part], num_ranks: int) -> list[list[Part]]:
-    """The parts of each rank: neighbours, and as many elements for one as for another.
+    """The parts of each rank, in order: each is of the rank that has the fewest elements yet.
 
-    The middle of a part decides whose it is; a rank may have none.
+    So ranks have as many as one another, of a layer as of all, and what layer after layer crosses
+    between them goes to all at a time and not to one; a rank may have none.
     """
     shares: list[list[Part]] = [[] for _ in range(num_ranks)]
-    total, before = sum(part.stop - part.start for part in parts), 0
+    sizes = [0] * num_ranks
     for part in parts:
-        size = part.stop - part.start
-        middle = before + size / 2
-        shares[min(int(middle * num_ranks / total), num_ranks - 1)].append(part)
-        before += size
+        rank = sizes.index(min(sizes))
+        shares[rank].append(part)
+        sizes[rank] += part.stop - part.start
     return shares
 
 
@@ -76,18 +79,29 @@ class Shares:
 
     def __init__(self, parts: Sequence[Part], copies: Copies) -> None:
         self._copies = copies
+        self._parts = tuple(parts)
         self._by_rank = shared_out(parts, copies.size)
+
+    def by_rank(self, parameters: Collection[str]) -> list[list[Part]]:
+        """The parts of some parameters that each rank has."""
+        return [[part for part in own if part.parameter in parameters] for own in self._by_rank]
 
     def own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's parts of parameters, or of tensors like them, by the names of parts."""
-        return {part.name: part.of(tensors[part.parameter]) for part in self._own}
+        own = self.by_rank(tensors)[self._copies.rank]
+        return {part.name: part.of(tensors[part.parameter]) for part in own}
+
+    def in_order(self, found: Iterable[Mapping[str, T]]) -> list[T]:
+        """What ranks found of their parts, by their names: all in the order of parameters."""
+        by_name = {name: one for each in found for name, one in each.items()}
+        return [by_name[part.name] for part in self._parts]
 
     def add_up(self, sums: Mapping[str, Tensor]) -> None:
         """Add to this rank's parts those of all others, in the order of ranks.
 
-        The other ranks' parts of `sums`, contiguous tensors by parameter, stay as they are.
+        Of `sums`, contiguous tensors by parameter; the other ranks' parts of them stay as they are.
         """
-        for batches in self._batches():
+        for batches in self._batches(sums):
             own = [part.of(sums[part.parameter]) for part in batches[self._copies.rank]]
             terms = {peer: [torch.empty_like(part) for part in own] for peer in self._peers}
             self._copies.exchange(
@@ -108,7 +122,7 @@ class Shares:
     def hand_out(self, tensors: Mapping[str, Tensor]) -> None:
         """Give every rank the parts that others have, in place; contiguous, by parameter."""
         flat = {name: tensor.detach() for name, tensor in tensors.items()}
-        for batches in self._batches():
+        for batches in self._batches(flat):
             own = [part.of(flat[part.parameter]) for part in batches[self._copies.rank]]
             self._copies.exchange(
                 [Copy(part, peer) for peer in self._peers for part in own],
@@ -127,7 +141,7 @@ class Shares:
         if tensors is None:
             return self._receive()
         flat = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        for batches in self._batches():
+        for batches in self._batches(flat):
             sends = [
                 Copy(part.of(flat[part.parameter]).float().reshape(-1), peer)
                 for peer in self._peers
@@ -138,7 +152,7 @@ class Shares:
 
     def _receive(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
-        for batches in self._batches():
+        for batches in _batches(self._by_rank):
             parts = batches[self._copies.rank]
             received = {part.name: torch.empty(part.stop - part.start) for part in parts}
             self._copies.exchange([], [Copy(tensor, 0) for tensor in received.values()])
@@ -146,18 +160,19 @@ class Shares:
         return found
 
     @property
-    def _own(self) -> list[Part]:
-        return self._by_rank[self._copies.rank]
-
-    @property
     def _peers(self) -> list[int]:
         return [peer for peer in range(self._copies.size) if peer != self._copies.rank]
 
-    def _batches(self) -> Iterator[list[list[Part]]]:
-        """Parts of each rank that are copied at a time, of `PART` elements or little more."""
-        rests = [list(parts) for parts in self._by_rank]
-        while self._peers and any(rests):
-            yield [_taken(rest) for rest in rests]
+    def _batches(self, parameters: Collection[str]) -> Iterator[list[list[Part]]]:
+        return _batches(self.by_rank(parameters))
+
+
+def _batches(by_rank: Sequence[Sequence[Part]]) -> Iterator[list[list[Part]]]:
+    """Parts of each of several ranks that are copied at a time, of `PART` elements or little
+    more."""
+    rests = [list(parts) for parts in by_rank]
+    while len(rests) > 1 and any(rests):
+        yield [_taken(rest) for rest in rests]
 
 
 def _taken(parts: list[Part]) -> list[Part]:

@@ -23,18 +23,18 @@ class PartNorm:
     max_abs: float
 
 
-def part_norms(sums: Mapping[str, Tensor]) -> list[PartNorm]:
+def part_norms(sums: Mapping[str, Tensor]) -> dict[str, PartNorm]:
     """Of gradient sums by part; waits for the device."""
     maxima = [torch.linalg.vector_norm(each, math.inf).double() for each in sums.values()]
     largest = torch.stack(maxima).tolist() if maxima else []
-    return [
-        PartNorm(
+    return {
+        name: PartNorm(
             parameter=origin_of(name)[0],
             norms=tuple(block_norms([each], exactly=True)),
             max_abs=max_abs,
         )
         for (name, each), max_abs in zip(sums.items(), largest, strict=True)
-    ]
+    }
 
 
 def tensor_norms(

@@ -15,7 +15,7 @@ from ratoon.model.policy_model import PolicyModel
 from ratoon.model.stage_plan import StreamTokens
 from ratoon.model.streamed_attention import AttentionStream, StageAttention
 from ratoon.rollout.packed import PackedBatch, Stage
-from ratoon.rollout.waves import fits_forest, peak_tokens, resident_tokens
+from ratoon.rollout.waves import fits_forest, peak_tokens, resident_tokens, runs_of
 from ratoon.train.device_batch import DeviceBatch, TokenOutputs
 from ratoon.train.loss.row_loss import LossOfTerms
 from ratoon.train.report.clock import DeviceClock
@@ -76,17 +76,14 @@ class StagedBatch:
         """Forward every stage; close it once nothing that is still to come descends from it."""
         stream = self._model.open_stream(self._batch.layout, self._tokens)
         still_open: list[StageRun] = []
-        for index, stage in enumerate(self._stages):
-            while still_open and still_open[-1].index != stage.parent:
+        for index, is_backward in runs_of(self._stages):
+            if is_backward:
                 head.close(still_open.pop())
+                continue
             self._between_stages()
             ancestors = tuple(above.attention for above in still_open)
             still_open.append(self._forward_stage(stream, index, ancestors))
             head.add(still_open[-1])
-            if index not in self._parents:
-                head.close(still_open.pop())
-        while still_open:
-            head.close(still_open.pop())
 
     def _forward_stage(
         self, stream: AttentionStream, index: int, ancestors: tuple[StageAttention, ...]

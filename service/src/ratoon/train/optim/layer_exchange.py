@@ -1,0 +1,234 @@
+"""Gradients of decoder layers on their way to the owners of their parts, during one pass.
+
+A rank's backward runs ahead of its thread by a few layers, and waits then. No rank waits for one
+that was stopped or is gone: each goes through all turns, and says so where it has nothing to send.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from queue import Empty, Full, Queue
+from threading import Event, Thread
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon.train.copies import Copies, Copy, CopyFailedError
+from ratoon.train.optim.parts import Part
+from ratoon.train.optim.turns import Turn
+from ratoon.train.report.clock import Moment
+
+# Layers that a backward may be ahead of the thread.
+_AHEAD = 2
+# How often one that waits asks whether to go on.
+_ASK_S = 0.2
+# For the others to end a pass that was stopped: they ask between micro-batches.
+_END_S = 600.0
+# What ranks tell one another before each turn: a rank's gradients follow; they do not, as nothing
+# flowed or as it has none in this turn; nor will any others, as it was stopped.
+_SENDS, _NOTHING, _STOPPED = 1, 0, -1
+
+
+def handed_bytes(layers: Sequence[Mapping[str, Tensor]], num_ranks: int) -> int:
+    """Most that gradients take on their way, beside sums: those of the layer that runs, of those
+    ahead, of the one that is sent; and what the others send of a rank's share of one."""
+    most = max((sum(p.nbytes for p in layer.values()) for layer in layers), default=0)
+    return (_AHEAD + 2) * most + math.ceil(most * (num_ranks - 1) / num_ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """A layer's gradients by parameter, once the device is at `moment`."""
+
+    slot: float
+    gradients: dict[str, Tensor]
+    moment: Moment | None
+
+
+_END = _Layer(math.inf, {}, None)
+
+
+class LayerExchange:
+    """One pass of one rank: what its backwards hand over, and the thread that passes it on.
+
+    States: open; finished or stopped; joined. But for the thread, one thread at a time calls it.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Mapping[str, nn.Parameter]],
+        parts: Sequence[Sequence[Sequence[Part]]],
+        shards: Mapping[str, Tensor],
+        copies: Copies,
+        steps: Sequence[tuple[Turn, ...]],
+        is_cancelled: Callable[[], bool],
+    ) -> None:
+        """`parts`: of each layer those of each rank; `shards`: this rank's sums, by part."""
+        self._layers, self._parts, self._shards = layers, parts, shards
+        self._copies, self._steps, self._is_cancelled = copies, steps, is_cancelled
+        self._device = next(p.device for layer in layers for p in layer.values())
+        # Of the backward: the layer that it is in, its number among all, and what it has of it.
+        self._backward, self._slot, self._pending = 0, 0, dict[str, Tensor]()
+        self._num_slots = sum(turn.rank == copies.rank for step in steps for turn in step)
+        self._handed = Queue[_Layer](_AHEAD)
+        # What the thread has taken off and not passed on.
+        self._head: _Layer | None = None
+        self._is_stopped = Event()
+        self._other_is_stopped = False
+        self._error: Exception | None = None
+        # Of no use to a process that ends.
+        self._thread = Thread(target=self._run, name="gradients", daemon=True)
+        self._thread.start()
+
+    def take(self, layer: int, name: str, gradient: Tensor) -> None:
+        """One parameter's gradient of a backward, which goes from the last layer down."""
+        down = len(self._layers) - 1 - layer
+        slot = self._backward * len(self._layers) + down
+        if slot < self._slot or name in self._pending:
+            self._hand_over()
+            self._backward += 1
+            slot += len(self._layers)
+        elif slot > self._slot:
+            self._hand_over()
+        self._slot = slot
+        self._pending[name] = gradient
+        if len(self._pending) == len(self._layers[layer]):
+            self._hand_over()
+
+    def finish(self) -> None:
+        """Wait until all gradients of all ranks are added."""
+        self._hand_over()
+        self._put(_END)
+        while self._thread.is_alive():
+            self._thread.join(_ASK_S)
+            self._check()
+            if self._thread.is_alive() and self._is_cancelled():
+                raise _cancelled("while it waited for other ranks")
+        self._check()
+
+    def stop(self) -> None:
+        """Hand nothing over any more, and have the others know."""
+        self._is_stopped.set()
+        try:
+            while True:
+                self._handed.get_nowait()
+        except Empty:
+            self._handed.put(_END)
+
+    def join(self) -> None:
+        """Wait for the thread, which waits for the others to finish or to be stopped.
+
+        Raises `CopyFailedError` where they do not: no exchange is possible any more.
+        """
+        self._thread.join(_END_S)
+        if self._thread.is_alive():
+            raise CopyFailedError(f"other ranks have not ended a pass within {_END_S:g} s")
+
+    def _hand_over(self) -> None:
+        """What there is of a layer; what lacks is zero."""
+        if not self._pending:
+            return
+        assert self._slot < self._num_slots, "more backwards than planned"
+        layer = self._layers[len(self._layers) - 1 - self._slot % len(self._layers)]
+        gradients = {
+            name: self._pending[name] if name in self._pending else torch.zeros_like(parameter)
+            for name, parameter in layer.items()
+        }
+        handed = _Layer(self._slot, gradients, Moment(self._device))
+        self._slot, self._pending = self._slot + 1, {}
+        self._put(handed)
+
+    def _put(self, layer: _Layer) -> None:
+        while True:
+            self._check()
+            try:
+                return self._handed.put(layer, timeout=_ASK_S)
+            except Full:
+                if self._is_cancelled():
+                    raise _cancelled("while it waited for other ranks") from None
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._other_is_stopped:
+            raise _cancelled("as another rank was stopped")
+
+    @torch.no_grad()
+    def _run(self) -> None:
+        """The thread. It goes through all turns whatever happens: others wait for it there."""
+        with self._on_own_stream():
+            for step in self._steps:
+                try:
+                    self._run_step(step)
+                except Exception as err:  # noqa: BLE001 - raised where the backward runs
+                    self._error = self._error or err
+
+    def _on_own_stream(self) -> AbstractContextManager[object]:
+        if self._device.type != "cuda":
+            return nullcontext()
+        return torch.cuda.stream(torch.cuda.Stream(self._device))
+
+    def _run_step(self, step: tuple[Turn, ...]) -> None:
+        rank = self._copies.rank
+        mine = next((turn for turn in step if turn.rank == rank), None)
+        gradients = None if mine is None else self._next(mine.slot)
+        word = _NOTHING if gradients is None else _SENDS
+        if self._is_stopped.is_set():
+            gradients, word = None, _STOPPED
+        owners = [] if mine is None else self._owners(mine)
+        senders = [turn for turn in step if turn is not mine and self._parts[turn.layer][rank]]
+        peers = sorted({*owners, *(turn.rank for turn in senders)})
+        heard = self._copies.tell(peers, word)
+        self._other_is_stopped |= _STOPPED in heard.values()
+        terms = {turn.rank: self._room(turn) for turn in senders if heard.get(turn.rank) == _SENDS}
+        sends: list[Copy] = []
+        if mine is not None and gradients is not None:
+            terms[rank] = _of(gradients, self._parts[mine.layer][rank])
+            for peer in owners:
+                if peer in heard:
+                    theirs = _of(gradients, self._parts[mine.layer][peer])
+                    sends += [Copy(tensor, peer) for tensor in theirs]
+        receives = [Copy(tensor, peer) for peer in terms if peer != rank for tensor in terms[peer]]
+        self._copies.exchange(sends, receives)
+        for turn in step:
+            if turn.rank in terms:
+                for part, term in zip(self._parts[turn.layer][rank], terms[turn.rank], strict=True):
+                    self._shards[part.name].add_(term)
+        # Another stream may use their memory from here on.
+        Moment(self._device).wait()
+        if len(heard) < len(peers):
+            raise CopyFailedError(f"ranks {sorted({*peers} - heard.keys())} are gone")
+
+    def _next(self, slot: int) -> dict[str, Tensor] | None:
+        """What the backward hands over for a slot; None where it has left it out."""
+        if self._head is None:
+            self._head = self._handed.get()
+        if self._head.slot > slot:
+            return None
+        layer, self._head = self._head, None
+        assert layer.slot == slot
+        cast("Moment", layer.moment).wait()
+        return layer.gradients
+
+    def _owners(self, turn: Turn) -> list[int]:
+        """Other ranks that have parts of the turn's layer."""
+        by_rank = enumerate(self._parts[turn.layer])
+        return [rank for rank, parts in by_rank if parts and rank != turn.rank]
+
+    def _room(self, turn: Turn) -> list[Tensor]:
+        """For what another rank sends."""
+        own = _of(self._layers[turn.layer], self._parts[turn.layer][self._copies.rank])
+        return [torch.empty_like(part) for part in own]
+
+
+def _of(tensors: Mapping[str, Tensor], parts: Sequence[Part]) -> list[Tensor]:
+    return [part.of(tensors[part.parameter]) for part in parts]
+
+
+def _cancelled(when: str) -> RatoonError:
+    return RatoonError(ErrorCode.CANCELLED, f"the pass of a rank was cancelled {when}")
