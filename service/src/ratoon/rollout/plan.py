@@ -139,6 +139,8 @@ def plan_to_dict(plan: UpdatePlan) -> dict[str, object]:
         data["unshared"] = list(plan.unshared)
     if plan.rank_gap:
         data["rank_gap"] = plan.rank_gap
+    if plan.sequence_ranks > 1:
+        data["sequence_ranks"] = plan.sequence_ranks
     return data
 
 

@@ -6,9 +6,9 @@ parts of the parameters. It decides nothing: `trainer` asks the same of every ra
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ratoon.model.policy_model import PolicyModel
+from ratoon.model.sequence_group import SequenceGroup
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.prefixes import SortedPrefixes
@@ -37,6 +38,7 @@ from ratoon.train.passes import (
     forward_pass,
 )
 from ratoon.train.prepare import Prepared
+from ratoon.train.sequence_link import SequenceGroups
 from ratoon.train.spec import TrainerSpec
 
 
@@ -54,6 +56,7 @@ class Rank:
     def __init__(self, spec: TrainerSpec, model: PolicyModel, copies: Copies) -> None:
         self.model = model
         self.copies = copies
+        self._groups = SequenceGroups(copies)
         self._parameters = model.named_trainable()
         self.gradients = GradientSums(self._parameters)
         self._shares = Shares(parts_of(self._parameters), copies)
@@ -81,7 +84,8 @@ class Rank:
     ) -> PassTotals:
         """Add the gradient of this rank's micro-batches to its sums."""
         own = prepared.of_rank(self.copies.rank)
-        return forward_backward_pass(self.model, own, forward_logprobs_J, self.hooks)
+        with self._together(own.plan) as (group, hooks):
+            return forward_backward_pass(self.model, own, forward_logprobs_J, hooks, group)
 
     def forward(
         self,
@@ -93,8 +97,9 @@ class Rank:
     ) -> ForwardColumns:
         """Log-probs and entropies of this rank's micro-batches; 0 for the others'."""
         own = plan.of_rank(self.copies.rank)
-        with self.model.reference() if use_reference else nullcontext():
-            return forward_pass(self.model, batch, prefixes, own, self.hooks)
+        reference = self.model.reference() if use_reference else nullcontext()
+        with reference, self._together(own) as (group, hooks):
+            return forward_pass(self.model, batch, prefixes, own, hooks, group)
 
     def clear(self) -> None:
         """Forget the gradient sums."""
@@ -172,6 +177,13 @@ class Rank:
         if resets_optimizer:
             self.optimizer.reset()
         self._shares.hand_out(self._parameters)
+
+    @contextmanager
+    def _together(self, plan: UpdatePlan) -> Iterator[tuple[SequenceGroup, PassHooks]]:
+        """The ranks that run the plan's micro-batches with this one; they stop where one has to."""
+        with self._groups.joined(plan.sequence_ranks) as group:
+            is_cancelled = self.hooks.is_cancelled
+            yield group, replace(self.hooks, is_cancelled=lambda: group.any(is_cancelled()))
 
     def _own_sums(self) -> dict[str, Tensor]:
         return self._shares.own(self.gradients.sums())
