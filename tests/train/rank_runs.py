@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 import torch
 
-from ratoon.train.config import ParallelLayout
 from ratoon.train.copies import Copies, Meeting, open_meeting
 from ratoon.train.micro_batches import PassHooks, no_progress
 from ratoon.train.optim.parts import PART, parts_of
@@ -107,7 +106,7 @@ def ranked(
     spec: TrainerSpec, num_ranks: int, part_elements: int = PART
 ) -> Iterator[tuple[Trainer, list[PipePeer]]]:
     """A trainer of so many ranks, and the peers among them; parts of so many elements."""
-    spec = replace(spec, parallel=ParallelLayout(num_workers=num_ranks))
+    spec = replace(spec, parallel=replace(spec.parallel, num_workers=num_ranks))
     meeting, store = open_meeting("127.0.0.1", num_ranks)
     peers = [PipePeer(spec, meeting, one, part_elements) for one in range(1, num_ranks)]
     try:

@@ -61,7 +61,7 @@ class DecoderSizes:
     num_ranks: int = 1
 
     def over(self, num_ranks: int) -> DecoderSizes:
-        """The same where so many ranks, which divide the query heads, run a micro-batch together."""
+        """The same where so many ranks run a micro-batch together; they divide the query heads."""
         return replace(self, num_ranks=num_ranks)
 
     @property

@@ -71,7 +71,12 @@ class SequenceAttention:
         return out_tNH, lse_tN
 
     def backward(
-        self, dout_tNH: Tensor, q_tNH: Tensor, keys: list[Tensor], results: list[Tensor], scale: float
+        self,
+        dout_tNH: Tensor,
+        q_tNH: Tensor,
+        keys: list[Tensor],
+        results: list[Tensor],
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dQ, dK and dV of this rank's tokens, in the dtype of q."""
         whole, num_kv_heads = self._whole, keys[0].shape[1]

@@ -4,6 +4,9 @@ Each has a share of the tokens, a run of them; in attention it has a share of th
 tokens, which takes an exchange before and one after. In shapes a lower-case letter is the share of
 this rank: t of T tokens, n of N query heads, k key heads.
 
+A rank without a token runs one for nothing, as models do not run none: it sends nothing of it, and
+gets zeros.
+
 Nothing is added on the way. Where several ranks attend copies of one key head, the rank that has
 the token adds their gradients in the order of ranks.
 """
@@ -78,17 +81,18 @@ class SequenceGroup:
         if self.link is None:
             return [*queries], [*keys]
         num_heads = queries[0].shape[1]
+        bounds = [self.share(Span(0, num_tokens), i) for i in range(self.size)]
+        own = slice(len(bounds[self.index]))
         sends = [
-            [x[:, _own_queries(num_heads, i, self.size)].contiguous() for x in queries]
-            + [_take(x, own_keys(num_heads, x.shape[1], i, self.size)) for x in keys]
+            [x[own, _own_queries(num_heads, i, self.size)].contiguous() for x in queries]
+            + [_take(x[own], own_keys(num_heads, x.shape[1], i, self.size)) for x in keys]
             for i in range(self.size)
         ]
         wholes = [x.new_empty((num_tokens, *x.shape[1:])) for x in sends[self.index]]
-        bounds = [self.share(Span(0, num_tokens), i) for i in range(self.size)]
-        receives = [[whole[own.start : own.stop] for whole in wholes] for own in bounds]
+        receives = [[whole[part.start : part.stop] for whole in wholes] for part in bounds]
         self.link.exchange(sends, receives)
-        for place, own in zip(receives[self.index], sends[self.index], strict=True):
-            place.copy_(own)
+        for place, part in zip(receives[self.index], sends[self.index], strict=True):
+            place.copy_(part)
         return wholes[: len(queries)], wholes[len(queries) :]
 
     def to_tokens(
@@ -110,14 +114,14 @@ class SequenceGroup:
         sums = [
             self._add_copies(parts, num_heads, num_kv_heads) for parts in of_tensor[len(queries) :]
         ]
+        if not len(bounds[self.index]):
+            joined, sums = ([x.new_zeros((1, *x.shape[1:])) for x in each] for each in (joined, sums))
         return joined, sums
 
-    def _add_copies(
-        self, parts: Sequence[Tensor], num_heads: int, num_kv_heads: int
-    ) -> Tensor:
-        if key_copies(num_heads, num_kv_heads, self.size) == 1:
-            return torch.cat([*parts], dim=1)
+    def _add_copies(self, parts: Sequence[Tensor], num_heads: int, num_kv_heads: int) -> Tensor:
         like = parts[0]
+        if like.shape[1] * self.size == num_kv_heads:
+            return torch.cat([*parts], dim=1)
         shape = (len(like), num_kv_heads, *like.shape[2:])
         sums = like.new_zeros(shape, dtype=accumulation_dtype(like.dtype))
         for index, part in enumerate(parts):
@@ -137,12 +141,6 @@ def own_keys(num_heads: int, num_kv_heads: int, index: int, size: int) -> list[i
     own, of_key = num_heads // size, num_heads // num_kv_heads
     together = math.gcd(own, of_key)
     return [head // of_key for head in range(index * own, (index + 1) * own, together)]
-
-
-def key_copies(num_heads: int, num_kv_heads: int, size: int) -> int:
-    """How often each key head is attended among `size` ranks."""
-    of_key = num_heads // num_kv_heads
-    return of_key // math.gcd(num_heads // size, of_key)
 
 
 def _own_queries(num_heads: int, index: int, size: int) -> slice:

@@ -6,7 +6,7 @@ parts of the parameters. It decides nothing: `trainer` asks the same of every ra
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -56,7 +56,7 @@ class Rank:
     def __init__(self, spec: TrainerSpec, model: PolicyModel, copies: Copies) -> None:
         self.model = model
         self.copies = copies
-        self._groups = SequenceGroups(copies)
+        self._groups = SequenceGroups(copies, ())
         self._parameters = model.named_trainable()
         self.gradients = GradientSums(self._parameters)
         self._shares = Shares(parts_of(self._parameters), copies)
@@ -70,6 +70,10 @@ class Rank:
         self._held: dict[int, OptimizerState] = {}
         self._read: OptimizerState | None = None
         self._values: dict[str, Tensor] = {}
+
+    def meet(self, sizes: Sequence[int]) -> None:
+        """Connect to the ranks that may run micro-batches with this one, groups of these sizes."""
+        self._groups = SequenceGroups(self.copies, sizes)
 
     def activation_bytes(self) -> int | None:
         """What this rank's device has for activations; None for a CPU: no limit."""

@@ -12,7 +12,6 @@ from datetime import timedelta
 from enum import IntEnum
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ratoon.errors import ErrorCode, RatoonError
@@ -91,11 +90,16 @@ class SequenceLink:
 
 
 class SequenceGroups:
-    """The groups that this rank has been in; each has connections of its own, which stay."""
+    """The groups that this rank may be in, one for each of `sizes`, with connections of its own."""
 
-    def __init__(self, copies: Copies) -> None:
+    def __init__(self, copies: Copies, sizes: Sequence[int]) -> None:
+        """All ranks do it at the same time."""
         self._copies = copies
-        self._of_size: dict[int, Copies] = {}
+        self._of_size = {
+            size: copies.among(self._ranks(size), timedelta(seconds=_STEP_S))
+            for size in sizes
+            if size > 1
+        }
 
     @contextmanager
     def joined(self, size: int) -> Iterator[SequenceGroup]:
@@ -106,16 +110,16 @@ class SequenceGroups:
         if size == 1:
             yield ALONE
             return
-        first = self._copies.rank - self._copies.rank % size
-        ranks = range(first, first + size)
-        if size not in self._of_size:
-            self._of_size[size] = self._copies.among(ranks, timedelta(seconds=_STEP_S))
-        index = self._copies.rank - first
+        ranks = self._ranks(size)
         link = SequenceLink(ranks, self._copies.rank, self._of_size[size])
         try:
-            yield SequenceGroup(index=index, size=size, link=link)
+            yield SequenceGroup(index=ranks.index(self._copies.rank), size=size, link=link)
             # Nobody leaves before all have come to the end.
             link.any(False)
         except BaseException:
             link.fail()
             raise
+
+    def _ranks(self, size: int) -> range:
+        first = self._copies.rank - self._copies.rank % size
+        return range(first, first + size)

@@ -100,7 +100,9 @@ class StagedBatch:
             while still_open and still_open[-1].index != stage.parent:
                 head.close(still_open.pop())
             self._between_stages()
-            still_open.append(self._forward_stage(index, self._attention(stream, index, still_open)))
+            still_open.append(
+                self._forward_stage(index, self._attention(stream, index, still_open))
+            )
             head.add(still_open[-1])
             if index not in self._parents:
                 head.close(still_open.pop())
@@ -119,7 +121,8 @@ class StagedBatch:
 
     def _forward_stage(self, index: int, attention: PathAttention) -> StageRun:
         own = self._parts[index].tokens
-        tokens = slice(own.start, own.stop)
+        # One for nothing, where there is none: see `sequence_group`.
+        tokens = slice(own.start, own.stop) if len(own) else slice(1)
         hidden_TD = self._model.attend_hidden(
             self._batch.tokens_T[tokens], self._batch.position_T[tokens], attention
         )
