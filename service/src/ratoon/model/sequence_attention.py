@@ -58,10 +58,11 @@ class SequenceAttention:
         """Output (dtype of q) and log-sum-exp of this rank's tokens."""
         whole = self._whole
         num_tokens = whole.layout.num_tokens
-        (q_TnH,), keys = self._group.to_heads(num_tokens, [q_tNH], [k_tKH, v_tKH])
+        (q_TnH,), (k_TkH, v_TkH) = self._group.to_heads(num_tokens, [q_tNH], [k_tKH, v_tKH])
         out_TnH, lse_nT = tree_attention(
             q_TnH,
-            *keys,
+            k_TkH,
+            v_TkH,
             whole.layout,
             scale,
             backend=whole.backend,
@@ -81,14 +82,17 @@ class SequenceAttention:
         """dQ, dK and dV of this rank's tokens, in the dtype of q."""
         whole, num_kv_heads = self._whole, keys[0].shape[1]
         num_tokens = whole.layout.num_tokens
-        of_queries, keys = self._group.to_heads(num_tokens, [dout_tNH, q_tNH, *results], keys)
+        of_queries, (k_TkH, v_TkH) = self._group.to_heads(
+            num_tokens, [dout_tNH, q_tNH, *results], keys
+        )
         dout_TnH, q_TnH, out_TnH, lse_Tn = of_queries
         dtype = accumulation_dtype(q_TnH.dtype)
-        dk_TkH, dv_TkH = (torch.zeros_like(key, dtype=dtype) for key in keys)
+        dk_TkH, dv_TkH = (torch.zeros_like(key, dtype=dtype) for key in (k_TkH, v_TkH))
         dq_TnH = tree_attention_partial_backward(
             dout_TnH,
             q_TnH,
-            *keys,
+            k_TkH,
+            v_TkH,
             out_TnH,
             lse_Tn.T.contiguous(),
             whole.layout,

@@ -115,7 +115,9 @@ class SequenceGroup:
             self._add_copies(parts, num_heads, num_kv_heads) for parts in of_tensor[len(queries) :]
         ]
         if not len(bounds[self.index]):
-            joined, sums = ([x.new_zeros((1, *x.shape[1:])) for x in each] for each in (joined, sums))
+            joined, sums = (
+                [x.new_zeros((1, *x.shape[1:])) for x in each] for each in (joined, sums)
+            )
         return joined, sums
 
     def _add_copies(self, parts: Sequence[Tensor], num_heads: int, num_kv_heads: int) -> Tensor:
