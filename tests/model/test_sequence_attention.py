@@ -63,7 +63,7 @@ def _keep(model: PolicyModel, packed: Packed, kept: Kept) -> None:
 
 @pytest.mark.parametrize("kept", [Kept.ATTENTION, Kept.NARROW, Kept.PRODUCTS])
 def test_what_runs_again_exchanges_nothing(kept: Kept) -> None:
-    """Twice forward, and twice backward: queries, keys, values; results; all of these; gradients."""
+    """Twice forward, twice backward: queries, keys, values; results; all of these; gradients."""
     packed, free, least = pack(branching_sequences(0)), _Echo(), _Echo()
     expected = _gradients(load(TINY), packed, free)
     model = load(TINY)

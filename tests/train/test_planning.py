@@ -231,7 +231,7 @@ def test_a_plan_whose_groups_of_ranks_overlap_is_refused() -> None:
 def test_groups_of_ranks_divide_the_ranks_and_the_heads() -> None:
     assert group_sizes(ParallelLayout(num_workers=12), 32) == (1, 2, 4)
     assert group_sizes(ParallelLayout(num_workers=8, sequence_ranks=8), 32) == (8,)
-    with pytest.raises(RatoonError, match="28 query heads: 28 / 8 = 3.5 on each rank"):
+    with pytest.raises(RatoonError, match=r"28 query heads: 28 / 8 = 3\.5 on each rank"):
         group_sizes(ParallelLayout(num_workers=8, sequence_ranks=8), 28)
 
 
