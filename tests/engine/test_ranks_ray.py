@@ -103,6 +103,33 @@ def test_two_ranks_train_as_one(engine: Engine, undisturbed: list[str]) -> None:
     engine.run(main)
 
 
+@pytest.mark.more
+def test_two_ranks_that_run_micro_batches_together_train_as_one(engine: Engine) -> None:
+    """And as others, of which one dies while the other waits for what it sends."""
+    together = ParallelLayout(num_workers=2, sequence_ranks=2)
+    layouts = {"one-rank": ONE_DEVICE, "together": together, "parted": together}
+
+    async def main(client: EngineClient) -> None:
+        trap = engine.config.data_root / FOLDER_NAME / CrashPoint.RANK_IN_PASS
+        found: list[tuple[str, Path]] = []
+        for name, parallel in layouts.items():
+            await _create(client, name, parallel=parallel)
+            if name == "parted":
+                trap.parent.mkdir(exist_ok=True)
+                trap.write_text("2")
+            for seq in (1, 2):
+                await _run(client, name, seq, update(0), random_batch(seq, 4))
+            found.append(await _weights(client, name))
+        assert not trap.exists(), "the rank was killed"
+        assert found[1][0] == found[2][0]
+        theirs, ours = (load_file(path) for _, path in found[:2])
+        for name, tensor in ours.items():
+            gap = np.linalg.norm(tensor - theirs[name])
+            assert gap <= 1e-10 * np.linalg.norm(theirs[name]), name
+
+    engine.run(main)
+
+
 # One in the pass, where others can go on, and one in the step, where they cannot, with every run.
 _OFTEN = (CrashPoint.RANK_IN_PASS, CrashPoint.RANK_AFTER_STEP)
 _POINTS = [

@@ -87,7 +87,7 @@ def group_sizes(parallel: ParallelLayout, num_heads: int) -> tuple[int, ...]:
     if num_heads % named:
         share = f"{num_heads} / {named} = {num_heads / named:.3g} on each rank"
         expected = f"a divisor of the model's {num_heads} query heads: {share}"
-        raise invalid("spec.parallel.sequence_ranks", named, expected)
+        raise invalid("parallel.sequence_ranks", named, expected)
     return (named,)
 
 
