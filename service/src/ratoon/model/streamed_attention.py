@@ -99,10 +99,11 @@ class StageAttention:
     @property
     def held(self) -> HeldTokens:
         """See `PathAttention.held`."""
-        tokens, most_of = self.stream.tokens, self.stream.group.most_of
+        tokens, most_of, own = self.stream.tokens, self.stream.group.most_of, self._place.own
+        # Rounded as their sum is, which fits.
         return HeldTokens(
-            tokens=most_of(len(self.span)),
-            above=most_of(self._place.own.start),
+            tokens=most_of(own.stop) - most_of(own.start),
+            above=most_of(own.start),
             waits=self.is_kept,
             stream=StreamTokens(held=most_of(tokens.held), waiting=most_of(tokens.waiting)),
             num_ranks=self.stream.group.size,

@@ -111,8 +111,14 @@ class Copies:
         return cls(dist.get_rank(), dist.get_world_size())
 
     def among(self, ranks: Sequence[int], timeout: timedelta) -> Copies:
-        """The same among these ranks alone, which all call it, with a bound of its own."""
-        group = dist.new_group([*ranks], timeout=timeout, use_local_synchronization=True)
+        """The same among these ranks alone, which all call it, with a bound of its own.
+
+        Raises `CopyFailedError` where one does not come.
+        """
+        try:
+            group = dist.new_group([*ranks], timeout=timeout, use_local_synchronization=True)
+        except RuntimeError as err:
+            raise CopyFailedError(f"ranks {[*ranks]} could not join: {err}") from err
         return Copies(self.rank, self.size, cast("dist.ProcessGroup", group))
 
     def exchange(self, sends: Sequence[Copy], receives: Sequence[Copy]) -> None:
