@@ -198,7 +198,7 @@ def test_the_same_again_has_the_same_bits(base: FolderBase) -> None:
 
 
 def test_its_own_plan_puts_ranks_together_for_one_group(base: FolderBase) -> None:
-    """A policy that says nothing of it; one that says 1 leaves a rank idle, or repeats a prompt."""
+    """Where the policy names no number."""
     alone = make_trainer(base, tokens=1000)
     with ranked(alone.spec, 2) as (two, _):
         batch = make_batch(3, num_groups=1, max_prompt=400, max_response=4)
@@ -260,6 +260,25 @@ def test_a_cancelled_update_leaves_every_rank_as_it_was(base: FolderBase, budget
         assert two.window_state is WindowState.EMPTY
         assert two.state_digest() == before
         assert not _update(two, batch, loss, plan).skipped
+
+
+def _yes() -> bool:
+    return True
+
+
+def test_a_rank_that_is_told_to_stop_stops_the_other(base: FolderBase) -> None:
+    with ranked(make_trainer(base).spec, 2) as (two, (peer,)):
+        batch = make_batch(7)
+        loss = make_loss(batch)
+        plan = _together(_plan(batch, loss, 40, DEFAULT_COSTS), 2)
+        for is_cancelled in (_yes, never_cancelled):
+            hooks = PassHooks(on_progress=no_progress, is_cancelled=is_cancelled)
+            peer.start("__setattr__", ("hooks", hooks), {}).result()
+            if is_cancelled is _yes:
+                with pytest.raises(RatoonError, match="cancelled after 0 of"):
+                    _update(two, batch, loss, plan)
+            else:
+                assert not _update(two, batch, loss, plan).skipped
 
 
 class BrokenError(Exception):
