@@ -39,6 +39,8 @@ from ratoon.train.optim.choice import choose_layout, needed_bytes
 PAGE = Path(__file__).parents[1] / "docs" / "what-fits.md"
 BEGIN = "<!-- what fits: written by scripts/what_fits.py -->"
 END = "<!-- end of what fits -->"
+BEGIN_TOGETHER = "<!-- what fits together: written by scripts/what_fits.py -->"
+END_TOGETHER = "<!-- end of what fits together -->"
 GIB = 2**30
 # By the memory that torch reports of them, rounded down.
 GPUS = {"24 GB": 23.5, "48 GB": 44.0, "80 GB": 79.0, "141 GB": 139.5}
@@ -52,6 +54,9 @@ STATES = (
     OptimizerStates.BF16_SPLIT_8BIT,
     OptimizerStates.BF16_8BIT,
 )
+# GPUs that run one micro-batch together, and what is shown of them.
+GROUPS = (1, 2, 4, 8)
+TOGETHER = ("Qwen3-4B", "Qwen3-8B", "Qwen3-14B")
 NOTHING = "–"
 # Fewer are no use.
 LEAST_TOKENS = 1024
@@ -122,6 +127,27 @@ def _rows_of_ranks(module: PreTrainedModel) -> Iterator[tuple[str, list[str]]]:
         yield shard, cells
 
 
+def table_together() -> list[str]:
+    """The same of the other table: several GPUs, each with its share of states and of tokens."""
+    head = " | ".join(f"{gpu} x {size}" for gpu in ("80 GB", "141 GB") for size in GROUPS)
+    lines = [f"| model | kept | {head} |", "|---|---|" + "---:|" * 2 * len(GROUPS)]
+    kind = OptimizerStates.BF16_SPLIT_8BIT
+    for name in TOGETHER:
+        module = _without_weights(MODELS[name])
+        trained, weight_bytes = _trained(module), _model_bytes(module)
+        cells = [
+            _cell(
+                decoder_sizes(module).over(size),
+                weight_bytes + needed_bytes(trained, kind, size),
+                GPUS[gpu],
+            )
+            for gpu in ("80 GB", "141 GB")
+            for size in GROUPS
+        ]
+        lines.append(f"| {name} | `{kind}` | {' | '.join(cells)} |")
+    return lines
+
+
 def _rows(module: PreTrainedModel, config: PreTrainedConfig) -> Iterator[tuple[str, list[str]]]:
     """What is kept, and a cell for each GPU; what `auto` takes is bold."""
     trained, weight_bytes = _trained(module), _model_bytes(module)
@@ -186,14 +212,15 @@ def _lora_targets(config: PreTrainedConfig) -> tuple[str, ...]:
 
 
 def main() -> None:
-    lines = table()
-    if "--write" not in sys.argv[1:]:
-        print("\n".join(lines))
-        return
+    tables = ((BEGIN, table(), END), (BEGIN_TOGETHER, table_together(), END_TOGETHER))
     page = PAGE.read_text(encoding="utf-8")
-    before, rest = page.split(BEGIN)
-    _, after = rest.split(END)
-    PAGE.write_text(f"{before}{BEGIN}\n\n" + "\n".join(lines) + f"\n\n{END}{after}", "utf-8")
+    for begin, lines, end in tables:
+        before, rest = page.split(begin)
+        page = f"{before}{begin}\n\n" + "\n".join(lines) + f"\n\n{end}{rest.split(end)[1]}"
+        if "--write" not in sys.argv[1:]:
+            print("\n".join(lines))
+    if "--write" in sys.argv[1:]:
+        PAGE.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":

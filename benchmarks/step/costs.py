@@ -48,7 +48,7 @@ from ratoon.train.trainer import Trainer
 MIN_STAGE_TOKENS = 2048
 # In column order. Bandwidth is not fitted: it accounts for a few per cent.
 FITTED = ("linear_flops", "attention_flops", "head_flops", "layer_call_s")
-_SECONDS = ("layer_call_s",)
+_SECONDS = ("layer_call_s", "exchange_s")
 # With these a plan shares and streams whatever it can, or shares nothing.
 _SHARED = CostModel(pair=0.0, row=0.0, call=0.0, resident=0.0)
 _ALONE = replace(_SHARED, pair=1.0, fork=1e12)

@@ -43,6 +43,8 @@ RATES = DeviceRates(
     head_flops=200e12,
     memory_bytes=4.5e12,
     layer_call_s=2e-3,
+    link_bytes=math.inf,
+    exchange_s=0.0,
 )
 SIZES = DecoderSizes(
     num_layers=8,

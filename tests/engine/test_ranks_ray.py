@@ -125,6 +125,33 @@ def test_two_ranks_train_as_one(engine: Engine, undisturbed: list[str]) -> None:
 
 
 @pytest.mark.more
+def test_two_ranks_that_run_micro_batches_together_train_as_one(engine: Engine) -> None:
+    """And as others, of which one dies while the other waits for what it sends."""
+    together = ParallelLayout(num_workers=2, sequence_ranks=2)
+    layouts = {"one-rank": ONE_DEVICE, "together": together, "parted": together}
+
+    async def main(client: EngineClient) -> None:
+        trap = engine.config.data_root / FOLDER_NAME / CrashPoint.RANK_IN_PASS
+        found: list[tuple[str, Path]] = []
+        for name, parallel in layouts.items():
+            await _create(client, name, parallel=parallel)
+            if name == "parted":
+                trap.parent.mkdir(exist_ok=True)
+                trap.write_text("2")
+            for seq in (1, 2):
+                await _run(client, name, seq, update(0), random_batch(seq, 4))
+            found.append(await _weights(client, name))
+        assert not trap.exists(), "the rank was killed"
+        assert found[1][0] == found[2][0]
+        theirs, ours = (load_file(path) for _, path in found[:2])
+        for name, tensor in ours.items():
+            gap = np.linalg.norm(tensor - theirs[name])
+            assert gap <= 1e-10 * np.linalg.norm(theirs[name]), name
+
+    engine.run(main)
+
+
+@pytest.mark.more
 def test_two_ranks_publish_the_files_of_one(engine: Engine, tmp_path: Path) -> None:
     """A model of two files, of which each rank has one."""
     base = FolderBase(folder=str(write_folder(tmp_path / "base", "llama", vocab_size=1_100_000)))

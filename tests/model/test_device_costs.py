@@ -27,6 +27,8 @@ NOTHING = DeviceRates(
     head_flops=math.inf,
     memory_bytes=math.inf,
     layer_call_s=0.0,
+    link_bytes=math.inf,
+    exchange_s=0.0,
 )
 
 

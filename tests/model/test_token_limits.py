@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ratoon.errors import RatoonError
 from ratoon.model.activation_plan import DecoderSizes, Kept, peak_bytes, plan_activations
 from ratoon.model.device_costs import H200_RATES, device_costs, with_recompute
-from ratoon.model.stage_plan import HeldTokens, plan_forward
+from ratoon.model.stage_plan import HeldTokens, StreamTokens, plan_forward
 from ratoon.model.token_limits import candidate_tokens, token_limits
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import MicroBatch
@@ -152,3 +152,26 @@ def test_candidates_are_from_all_products_to_all_that_fits() -> None:
         )
         assert kept == {Kept.PRODUCTS} < less
     assert candidate_tokens(QWEN3_8B, 0, 0) == (1,)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8, 16])
+def test_ranks_together_hold_as_many_times_as_much(num_ranks: int) -> None:
+    """Past the eight key heads each rank has copies, and less room in stages."""
+    sizes, device_bytes = QWEN3_8B.over(num_ranks), 20 * GIB
+    alone, together = (token_limits(each, device_bytes, 0) for each in (QWEN3_8B, sizes))
+    assert together.at_once == num_ranks * alone.at_once
+    copies = 2 if num_ranks > 8 else 1
+    assert (sizes.key_copies, sizes.stack_bytes) == (copies, copies * QWEN3_8B.stack_bytes)
+    assert (together.streamed < num_ranks * alone.streamed) == (copies > 1)
+    own = together.streamed // num_ranks
+    stream = StreamTokens(held=own, waiting=own // 2)
+    for held, most in (
+        (HeldTokens(tokens=own // 2, above=own // 2, waits=False, stream=stream), own),
+        (HeldTokens(tokens=alone.at_once, above=0, waits=False, stream=None), alone.at_once),
+    ):
+        plan_forward(sizes, held, device_bytes, 0)
+        more = StreamTokens(held=most + 1, waiting=0) if held.stream else None
+        with pytest.raises(RatoonError):
+            plan_forward(
+                sizes, dataclasses.replace(held, tokens=most + 1, stream=more), device_bytes, 0
+            )

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from ratoon.train.config import ParallelLayout, Shard
+from ratoon.train.config import Shard
 from ratoon.train.copies import Copies, Meeting, open_meeting
 from ratoon.train.micro_batches import PassHooks, no_progress
 from ratoon.train.optim.parts import PART, parts_of
@@ -118,7 +118,8 @@ def ranked(
     spec: TrainerSpec, num_ranks: int, part_elements: int = PART, shard: Shard = Shard.STATES
 ) -> Iterator[tuple[Trainer, list[PipePeer]]]:
     """A trainer of so many ranks, and the peers among them; parts of so many elements."""
-    spec = replace(spec, parallel=ParallelLayout(num_workers=num_ranks, shard=shard))
+    parallel = replace(spec.parallel, num_workers=num_ranks, shard=shard)
+    spec = replace(spec, parallel=parallel)
     meeting, store = open_meeting("127.0.0.1", num_ranks, timeout_s=60.0)
     peers = [PipePeer(spec, meeting, one, part_elements) for one in range(1, num_ranks)]
     try:

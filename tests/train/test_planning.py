@@ -22,8 +22,14 @@ from ratoon.rollout.prefixes import SortedPrefixes, sort_sequences
 from ratoon.rollout.sharing import planned_prefixes
 from ratoon.rollout.validate import validate_groups
 from ratoon.train import prepare
-from ratoon.train.config import LossKind, SharedTokens
-from ratoon.train.planning import CPU_TOKENS, Planner, cpu_planner, device_planner
+from ratoon.train.config import LossKind, ParallelLayout, SharedTokens
+from ratoon.train.planning import (
+    CPU_TOKENS,
+    Planner,
+    cpu_planner,
+    device_planner,
+    group_sizes,
+)
 from tests.builders import group, limits, rollout
 from tests.model.test_activation_plan import QWEN3_8B
 from tests.train.trainer_runs import (
@@ -172,6 +178,86 @@ def test_planners_spread_over_their_ranks() -> None:
         seconds = [_seconds(plan.of_rank(rank), planner, batch) for rank in range(3)]
         assert seconds == pytest.approx([sum(seconds) / 3] * 3)
     assert {part.rank for part in _cpu_plan(batch).micro_batches} == {0}
+
+
+def _joint_planner(num_ranks: int, gib: int, parallel: ParallelLayout | None = None) -> Planner:
+    parallel = parallel or ParallelLayout(num_workers=num_ranks)
+    return device_planner(
+        None,
+        QWEN3_8B,
+        gib * GIB,
+        0,
+        rates=H200_RATES,
+        layers_are_trained=True,
+        num_ranks=num_ranks,
+        group_sizes=group_sizes(parallel, QWEN3_8B.num_heads),
+    )
+
+
+def _plan_of(planner: Planner, batch: RolloutBatch) -> UpdatePlan:
+    kept_S = np.ones(batch.num_sequences, np.bool_)
+    return planner.plan(batch, sort_sequences(batch), kept_S)
+
+
+def test_ranks_are_put_together_where_a_path_fits_none_of_them_alone() -> None:
+    most = _joint_planner(1, 10).limits.at_once
+    wider = {each.sequence_ranks: each.limits.at_once for each in _joint_planner(8, 10).wider}
+    assert wider == {2: 2 * most, 4: 4 * most, 8: 8 * most}
+    # Other ranks have work enough, so that nothing but its size speaks for it.
+    rng = np.random.default_rng(0)
+    long = rollout(rng.integers(0, 1000, 100))
+    groups = [group(rng.integers(0, 1000, 3 * most // 2), [long], f"g{g}") for g in range(4)]
+    batch = validate_groups(groups, limits(vocab_size=1000, max_sequence_tokens=10**6))
+    plan = _plan_of(_joint_planner(4, 10), batch)
+    assert (plan.sequence_ranks, plan.rank_gap) == (2, 0.0)
+    assert [part.packed_tokens > most for part in plan.micro_batches] == [True] * 4
+
+
+def test_ranks_are_put_together_for_fewer_groups_than_ranks() -> None:
+    long, many = _groups(1, 30_000, 1, 100), _groups(16, 1000, 8, 700)
+    planner = _joint_planner(4, 60)
+    assert [each.sequence_ranks for each in (planner, *planner.wider)] == [1, 2, 4]
+    assert _plan_of(planner, long).sequence_ranks == 4
+    assert _plan_of(planner, many).sequence_ranks == 1
+    costs = [
+        each._draft(long, sort_sequences(long), np.ones(1, np.bool_)).cost
+        for each in (planner, *planner.wider)
+    ]
+    # What is exchanged costs less than it saves, but not nothing.
+    assert costs[0] / 4 < costs[2] < costs[1] < costs[0] < 4.5 * costs[2]
+
+
+def test_ranks_that_are_to_run_together_always_do() -> None:
+    parallel = ParallelLayout(num_workers=4, sequence_ranks=2)
+    planner = _joint_planner(4, 60, parallel)
+    plan = _plan_of(planner, _groups(16, 1000, 8, 700))
+    assert plan.sequence_ranks == 2
+    assert {part.rank for part in plan.micro_batches} == {0, 2}
+    sequences = [part.sequences for part in plan.micro_batches]
+    for rank in range(4):
+        own = [part.sequences for part in plan.of_rank(rank).micro_batches]
+        others = [part.sequences for part in plan.of_rank(rank ^ 1).micro_batches]
+        assert own == others
+        assert 0 < len(own) < len(sequences)
+    assert plan_from_dict(json.loads(json.dumps(plan_to_dict(plan)))) == plan
+
+
+def test_a_plan_whose_groups_of_ranks_overlap_is_refused() -> None:
+    plan = _plan_of(
+        _joint_planner(2, 60, ParallelLayout(num_workers=2, sequence_ranks=2)),
+        _groups(1, 100, 2, 30),
+    )
+    data: dict[str, Any] = plan_to_dict(plan)
+    data["micro_batches"][0]["rank"] = 1
+    with pytest.raises(RatoonError, match="sequence_ranks"):
+        plan_from_dict(data)
+
+
+def test_groups_of_ranks_divide_the_ranks_and_the_heads() -> None:
+    assert group_sizes(ParallelLayout(num_workers=12), 32) == (1, 2, 4)
+    assert group_sizes(ParallelLayout(num_workers=8, sequence_ranks=8), 32) == (8,)
+    with pytest.raises(RatoonError, match=r"28 query heads: 28 / 8 = 3\.5 on each rank"):
+        group_sizes(ParallelLayout(num_workers=8, sequence_ranks=8), 28)
 
 
 def _cpu_plan(batch: RolloutBatch) -> UpdatePlan:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from ratoon.errors import RatoonError
+from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.spec import FolderBase, FullTuning, LoraTuning, ModelDtype, PresetBase
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.forest import build_forest
@@ -339,7 +339,14 @@ def test_a_streamed_micro_batch_is_compared_as_it_is_run(
     assert any(one.exceeds_limits for one in self_checks())
 
 
-def test_too_little_memory_is_a_warning(base: FolderBase, monkeypatch: Patch) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("no memory"), RatoonError(ErrorCode.RESOURCE_EXHAUSTED, "no plan")],
+    ids=["found", "foreseen"],
+)
+def test_too_little_memory_is_a_warning(
+    base: FolderBase, monkeypatch: Patch, error: Exception
+) -> None:
     trainer = watched(base)
     plain = watched(base, every=0)
     calls: list[int] = []
@@ -348,7 +355,7 @@ def test_too_little_memory_is_a_warning(base: FolderBase, monkeypatch: Patch) ->
         calls.append(1)
         totals = passes.forward_backward_pass(*args)
         if len(calls) == 2:
-            raise torch.OutOfMemoryError("no memory")
+            raise error
         return totals
 
     monkeypatch.setattr(self_check, "forward_backward_pass", starved)

@@ -342,7 +342,7 @@ def _drop_seeds(patch: pytest.MonkeyPatch) -> None:
     close = RowHead.close
 
     def seedless(head: RowHead, run: StageRun) -> None:
-        if run.is_parent:
+        if run.is_attended:
             head._rows[run.index][1].zero_()
         close(head, run)
 

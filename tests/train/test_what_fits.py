@@ -15,15 +15,16 @@ PAGE = ROOT / "docs" / "what-fits.md"
 SCRIPT = runpy.run_path(str(ROOT / "scripts" / "what_fits.py"))
 
 
-def _written() -> list[str]:
+def _written(suffix: str = "") -> list[str]:
     page = PAGE.read_text(encoding="utf-8")
-    lines = page.split(SCRIPT["BEGIN"])[1].split(SCRIPT["END"])[0].split("\n")
+    lines = page.split(SCRIPT["BEGIN" + suffix])[1].split(SCRIPT["END" + suffix])[0].split("\n")
     return [line for line in lines if line]
 
 
 @pytest.mark.more
 def test_the_page_has_what_the_formulas_give() -> None:
     assert _written() == [line for line in SCRIPT["table"]() if line]
+    assert _written("_TOGETHER") == SCRIPT["table_together"]()
 
 
 def test_what_was_measured_fits() -> None:

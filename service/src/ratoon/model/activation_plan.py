@@ -11,9 +11,10 @@ needs room to work in.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from ratoon.errors import ErrorCode, RatoonError
@@ -40,7 +41,10 @@ class Kept(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSizes:
-    """Sizes that decide the bytes. `mlp_size`: intermediate features that a token passes."""
+    """Sizes that decide the bytes. `mlp_size`: intermediate features that a token passes.
+
+    `num_ranks` run a micro-batch together: bytes are then of one of its own tokens.
+    """
 
     num_layers: int
     hidden_size: int
@@ -54,6 +58,25 @@ class DecoderSizes:
     # Of gradients that stay in the parameters' own dtype until the end of the backward; 0 where
     # they are added to sums that are there already.
     layer_gradient_bytes: int = 0
+    num_ranks: int = 1
+
+    def over(self, num_ranks: int) -> DecoderSizes:
+        """The same where so many ranks run a micro-batch together; they divide the query heads."""
+        return replace(self, num_ranks=num_ranks)
+
+    @property
+    def key_copies(self) -> int:
+        """How often each key head is attended among the ranks: more than once past their number,
+        or where the query heads of a rank are not whole groups."""
+        of_key = self.num_heads // self.num_kv_heads
+        return of_key // math.gcd(self.num_heads // self.num_ranks, of_key)
+
+    @property
+    def exchanged_elements(self) -> int:
+        """Of one token in one layer, to other heads' ranks and back: queries, results and their
+        gradients in 2 + 4 exchanges, keys and values in 1 + 2."""
+        keys = 2 * self.num_kv_heads * self.key_copies
+        return (6 * self.num_heads + 3 * keys) * self.head_dim
 
     def kept_bytes(self, kept: Kept) -> int:
         """Bytes of one token in one layer from forward to backward, on the device or the host."""
@@ -69,9 +92,15 @@ class DecoderSizes:
         """Bytes of one token while the backward of one layer runs.
 
         The MLP's product, its gradient and those of gate and up; gate and up where they run again.
+        Of several ranks no less than attention's: what enters its backward twice, by tokens and by
+        heads, and gradients in float32.
         """
         wide = 4 if kept is Kept.PRODUCTS else 6
-        return (wide * self.mlp_size + 4 * self.hidden_size) * self.element_bytes
+        elements = wide * self.mlp_size + 4 * self.hidden_size
+        if self.num_ranks > 1:
+            keys = 2 * self.num_kv_heads * self.key_copies
+            elements = max(elements, (10 * self.num_heads + 6 * keys) * self.head_dim)
+        return elements * self.element_bytes
 
     @property
     def stay_bytes(self) -> int:
@@ -84,7 +113,7 @@ class DecoderSizes:
     @property
     def stack_bytes(self) -> int:
         """Of one token of a streamed prefix: keys, values, and their gradients in fp32 or wider."""
-        pair = 2 * self.num_kv_heads * self.head_dim
+        pair = 2 * self.num_kv_heads * self.key_copies * self.head_dim
         return self.num_layers * pair * (self.element_bytes + max(4, self.element_bytes))
 
     def head_bytes(self, rows: int) -> int:

@@ -37,18 +37,24 @@ class DeviceRates:
     memory_bytes: float
     # Seconds of a layer in a forward and backward of next to nothing.
     layer_call_s: float
+    # Between ranks: bytes out of each, and seconds of an exchange of next to nothing.
+    link_bytes: float
+    exchange_s: float
 
 
 # Fitted to shapes of eight layers of Qwen3-8B, packed, streamed and replicated, between what a
 # cooler and a warmer device gave; section `costs` of benchmarks/step reports what they predict.
 # The head's is that of losses of single tokens, whose logits are computed once; others take a
-# quarter more. Bandwidth: data sheet, less what is not reached.
+# quarter more. Bandwidth: data sheet, less what is not reached. Between ranks: all-to-all copies of
+# 64 MiB and more by NVLink; what an exchange takes beside is an estimate.
 H200_RATES = DeviceRates(
     linear_flops=653e12,
     attention_flops=611e12,
     head_flops=572e12,
     memory_bytes=4.5e12,
     layer_call_s=1.05e-3,
+    link_bytes=175e9,
+    exchange_s=1e-4,
 )
 # By data sheet an H100 SXM has the H200's SMs, power and peak FLOP/s, and 3.35 of its 4.8 TB/s.
 # Nothing is fitted: whole updates of an 8B model, which is all that was measured on an H100, took
@@ -60,6 +66,9 @@ KNOWN_RATES: Final[Mapping[str, DeviceRates]] = MappingProxyType(
     {"NVIDIA H200": H200_RATES, "NVIDIA H100 80GB HBM3": H100_RATES}
 )
 
+# Exchanges of a layer: two of its forward, two of its backward.
+_EXCHANGES = 4
+
 
 def device_costs(
     sizes: DecoderSizes, rates: DeviceRates, *, layers_are_trained: bool = True
@@ -67,8 +76,11 @@ def device_costs(
     """Costs where every product is kept; `with_recompute` adds what memory makes of them.
 
     A weight costs 2 FLOPs a token forward, 2 for the gradient of its input and 2 for its own where
-    it is trained. `layers_are_trained` False: of adapters, whose own weights are left out.
+    it is trained. `layers_are_trained` False: of adapters, whose own weights are left out. Where
+    several ranks run a micro-batch together, each of them adds gradients of all weights; copies
+    between them hide behind nothing.
     """
+    num_ranks = sizes.num_ranks
     layers, heads = sizes.num_layers, sizes.num_heads * sizes.head_dim
     weights = layers * (_attention_weights(sizes) + 3 * sizes.hidden_size * sizes.mlp_size)
     head_weights = sizes.vocab_size * sizes.hidden_size
@@ -77,16 +89,21 @@ def device_costs(
     # A gradient is written, read, and added to a sum in float32; the embedding's like the head's.
     trained = weights * layers_are_trained + 2 * head_weights * sizes.head_is_trained
     # Of a resident token: keys and values read forward and backward, their gradients added to.
-    key_value = 2 * sizes.num_kv_heads * sizes.head_dim
-    return CostModel(
+    key_value = 2 * sizes.num_kv_heads * sizes.key_copies * sizes.head_dim
+    # Of each rank's share of the tokens, what other ranks have the heads of.
+    moved = layers * sizes.exchanged_elements * element * (num_ranks - 1) / num_ranks**2
+    exchange_s = _EXCHANGES * rates.exchange_s if num_ranks > 1 else 0.0
+    costs = CostModel(
         token=(6 if layers_are_trained else 4) * weights / rates.linear_flops
         + layers * elementwise * element / rates.memory_bytes,
         pair=PAIR_FLOPS * layers * heads / rates.attention_flops,
         row=(6 if sizes.head_is_trained else 4) * head_weights / rates.head_flops,
-        call=trained * (2 * element + 8) / rates.memory_bytes + layers * rates.layer_call_s,
+        call=trained * (2 * element + 8) / rates.memory_bytes
+        + layers * (rates.layer_call_s + exchange_s),
         resident=layers * key_value * (2 * element + 8) / rates.memory_bytes,
         fork=_FORK_KEYS,
     )
+    return costs.over(num_ranks, moved / rates.link_bytes)
 
 
 def recompute_s(sizes: DecoderSizes, rates: DeviceRates, kept: tuple[Kept, ...]) -> float:
@@ -110,11 +127,13 @@ def with_recompute(
     held = sorted({int(least * growth ** (i / _NUM_STEPS)) for i in range(_NUM_STEPS + 1)})
     plans = [largest_plan(sizes, tokens, device_bytes, host_bytes) for tokens in held]
     least_kept = (Kept.ATTENTION,) * sizes.num_layers
+    # All of this is of one rank's share.
+    num_ranks = sizes.num_ranks
     recompute = Recompute(
-        held=tuple(held),
-        cost=tuple(recompute_s(sizes, rates, plan or least_kept) for plan in plans),
-        stack_share=sizes.stack_bytes / max(1, device_bytes),
-        host_tokens=host_bytes // (sizes.num_layers * sizes.kept_bytes(Kept.HOST)),
+        held=tuple(num_ranks * tokens for tokens in held),
+        cost=tuple(recompute_s(sizes, rates, plan or least_kept) / num_ranks for plan in plans),
+        stack_share=sizes.stack_bytes / max(1, device_bytes) / num_ranks,
+        host_tokens=num_ranks * (host_bytes // (sizes.num_layers * sizes.kept_bytes(Kept.HOST))),
     )
     return replace(costs, recompute=recompute)
 

@@ -208,7 +208,9 @@ def _policy(
 ) -> CheckpointPolicy:
     """Which operations' results a layer of this kind keeps."""
     ops = torch.ops
-    if operation in (ops.ratoon.tree_attention.default, ops.ratoon.stage_attention.default):
+    ratoon = ops.ratoon
+    attention = (ratoon.tree_attention, ratoon.stage_attention, ratoon.sequence_attention)
+    if operation in [each.default for each in attention]:
         return CheckpointPolicy.MUST_SAVE
     products = (ops.aten.mm.default, ops.aten.addmm.default, ops.aten._grouped_mm.default)
     if kept == Kept.ATTENTION or operation not in products:

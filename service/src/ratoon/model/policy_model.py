@@ -19,6 +19,8 @@ from ratoon.model.activation_plan import Kept, max_tokens
 from ratoon.model.attention import PathAttention, TreeAttention
 from ratoon.model.float64 import Float64Math
 from ratoon.model.layers import DecoderLayers
+from ratoon.model.sequence_attention import SequenceAttention
+from ratoon.model.sequence_group import ALONE, SequenceGroup
 from ratoon.model.sizes import decoder_sizes, wide_features
 from ratoon.model.spec import ModelDtype, ModelInfo, ModelSpec
 from ratoon.model.stage_plan import HeldTokens, StreamTokens, plan_forward
@@ -85,15 +87,7 @@ class PolicyModel:
         on its path. `layout` is of the same T tokens. Gradients flow to the parameters, if enabled.
         """
         assert len(tokens_T) == layout.num_tokens, "one token a key"
-        return self.attend_hidden(
-            tokens_T,
-            position_T,
-            TreeAttention(
-                layout=layout,
-                backend=self._attention_backend,
-                deterministic=self._deterministic,
-            ),
-        )
+        return self.attend_hidden(tokens_T, position_T, self._whole(layout))
 
     def attend_hidden(
         self, tokens_T: Tensor, position_T: Tensor, attention: PathAttention
@@ -130,13 +124,21 @@ class PolicyModel:
             return None
         return max_tokens(self.sizes, self._device_bytes, self._host_bytes)
 
-    def open_stream(self, layout: TreeLayout, tokens: StreamTokens) -> AttentionStream:
-        """Attention over a forest of which one stage after the other is run."""
+    def open_together(self, layout: TreeLayout, group: SequenceGroup) -> SequenceAttention:
+        """Attention over a whole forest that several ranks run together, each its share."""
+        return SequenceAttention(self._whole(layout), group)
+
+    def open_stream(
+        self, layout: TreeLayout, tokens: StreamTokens, group: SequenceGroup = ALONE
+    ) -> AttentionStream:
+        """Attention over a forest of which one stage after the other is run, by one or several
+        ranks."""
         return AttentionStream(
             layout=layout,
             backend=self._attention_backend,
             deterministic=self._deterministic,
             tokens=tokens,
+            group=group,
         )
 
     def named_trainable(self) -> dict[str, Parameter]:
@@ -183,7 +185,13 @@ class PolicyModel:
     def _plan_activations(self, held: HeldTokens) -> tuple[Kept, ...] | None:
         if self._device_bytes is None or not torch.is_grad_enabled():
             return None
-        return plan_forward(self.sizes, held, self._device_bytes, self._host_bytes).kept
+        sizes = self.sizes.over(held.num_ranks)
+        return plan_forward(sizes, held, self._device_bytes, self._host_bytes).kept
+
+    def _whole(self, layout: TreeLayout) -> TreeAttention:
+        return TreeAttention(
+            layout=layout, backend=self._attention_backend, deterministic=self._deterministic
+        )
 
     def _take_layers(self, module: PreTrainedModel, *, is_compiled: bool) -> DecoderLayers:
         return DecoderLayers(

@@ -43,13 +43,15 @@ class HeldTokens:
     """One forward, and what is held until its backward is over.
 
     `tokens`: its own. `above`: of the stages that wait for it. `waits`: others descend from it.
-    `stream`: what it is a stage of; None: all is run at once.
+    `stream`: what it is a stage of; None: all is run at once. `num_ranks` run it together: tokens
+    are those of one of them.
     """
 
     tokens: int
     above: int
     waits: bool
     stream: StreamTokens | None
+    num_ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,21 +7,24 @@ backward run once, results and gradients equal those of the whole forest at once
 
 One operation does it, `ratoon::stage_attention`, so that a compiled layer has it in its graph and a
 checkpointed one keeps its results. What it keeps for other stages, and what those left, it finds by
-a number: an operation is given numbers and tensors alone.
+a number.
+
+Where several ranks run the forest together, each has a share of every stage's tokens, and in its
+stacks the keys of its heads of all tokens.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, cast
-from weakref import WeakValueDictionary
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from ratoon.model.numbered import find, numbered
 from ratoon.model.path_stacks import KeyPair, PathStacks, accumulation_dtype, path_layout
+from ratoon.model.sequence_group import ALONE, SequenceGroup
 from ratoon.model.stage_plan import HeldTokens, StreamTokens
 from ratoon_kernels import (
     Span,
@@ -42,6 +45,7 @@ class AttentionStream:
     backend: str
     deterministic: bool
     tokens: StreamTokens
+    group: SequenceGroup = ALONE
     _paths: dict[int, PathStacks] = field(
         init=False, default_factory=dict[int, "PathStacks"], repr=False
     )
@@ -86,6 +90,7 @@ class StageAttention:
             layout=path_layout(stream.layout, [*(each.span for each in ancestors), span]),
             backend=stream.backend,
             deterministic=stream.deterministic,
+            group=stream.group,
         )
         assert self._place.own.stop <= stream.tokens.held, "stages fit together"
         self._ancestors = ancestors
@@ -94,11 +99,14 @@ class StageAttention:
     @property
     def held(self) -> HeldTokens:
         """See `PathAttention.held`."""
+        tokens, most_of, own = self.stream.tokens, self.stream.group.most_of, self._place.own
+        # Rounded as their sum is, which fits.
         return HeldTokens(
-            tokens=len(self.span),
-            above=self._place.own.start,
+            tokens=most_of(own.stop) - most_of(own.start),
+            above=most_of(own.start),
             waits=self.is_kept,
-            stream=self.stream.tokens,
+            stream=StreamTokens(held=most_of(tokens.held), waiting=most_of(tokens.waiting)),
+            num_ranks=self.stream.group.size,
         )
 
     @property
@@ -129,6 +137,7 @@ class _Place:
     layout: TreeLayout
     backend: str
     deterministic: bool
+    group: SequenceGroup
 
     def settings(self) -> Mapping[str, Any]:
         """Of the kernels' calls."""
@@ -148,10 +157,7 @@ class LayerStage:
     """
 
     def __init__(self, place: _Place, path: PathStacks, ancestors: tuple[LayerStage, ...]) -> None:
-        number = next(_NUMBERS)
-        _LIVE[number] = self
-        # int64 on the CPU, a tensor so that compiled layers do not specialise on its value.
-        self.number_1 = torch.tensor([number])
+        self.number_1 = numbered(self)
         self._place = place
         self._path = path
         self._ancestors = ancestors
@@ -166,20 +172,29 @@ class LayerStage:
 
     def forward(self, q_QNH: Tensor, keys: KeyPair, scale: float) -> tuple[Tensor, Tensor]:
         """Output (dtype of q) and log-sum-exp over the whole paths."""
-        own = self._place.own
+        own, group, num_kv_heads = self._place.own, self._place.group, keys.k_SKH.shape[1]
+        (q_QNH,), of_keys = group.to_heads(len(own), [q_QNH], [keys.k_SKH, keys.v_SKH])
         assert q_QNH.shape[0] == len(own), "one query a token of the stage"
-        self._path.write(own, keys)
+        self._path.write(own, KeyPair(*of_keys))
         above = self._path.keys(own.stop)
         out_QNH, lse_NQ = tree_attention_partial_forward(
             q_QNH, above.k_SKH, above.v_SKH, self._place.layout, scale, **self._place.settings()
         )
-        return out_QNH.to(q_QNH.dtype), lse_NQ
+        results, _ = group.to_tokens(num_kv_heads, [out_QNH.to(q_QNH.dtype), lse_NQ.T])
+        return results[0], results[1].T.contiguous()
 
     def backward(
-        self, dout_QNH: Tensor, q_QNH: Tensor, results: tuple[Tensor, Tensor], scale: float
+        self,
+        dout_QNH: Tensor,
+        q_QNH: Tensor,
+        results: tuple[Tensor, Tensor],
+        num_kv_heads: int,
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dQ, dK and dV of this stage in the dtype of q; adds to the sums of its ancestors."""
-        own, dtype = self._place.own, q_QNH.dtype
+        own, group, dtype = self._place.own, self._place.group, q_QNH.dtype
+        of_queries = [dout_QNH, q_QNH, results[0], results[1].T]
+        (dout_QNH, q_QNH, out_QNH, lse_QN), _ = group.to_heads(len(own), of_queries)
         for layer in (*self._ancestors, self):
             layer._clear_sums()
         above, sums = self._path.keys(own.stop), self._path.sums(own.stop)
@@ -189,7 +204,8 @@ class LayerStage:
             q_QNH,
             above.k_SKH,
             above.v_SKH,
-            *results,
+            out_QNH,
+            lse_QN.T.contiguous(),
             self._place.layout,
             scale,
             dk_acc_SKH=sums.k_SKH,
@@ -199,7 +215,9 @@ class LayerStage:
         # Nothing below is still to come, so nothing adds to these again.
         self._has_sums = False
         mine = sums[own.start :]
-        return dq_QNH.to(dtype), _copy(mine.k_SKH, dtype), _copy(mine.v_SKH, dtype)
+        of_keys = [_copy(mine.k_SKH, dtype), _copy(mine.v_SKH, dtype)]
+        (dq_QNH,), of_keys = group.to_tokens(num_kv_heads, [dq_QNH.to(dtype)], of_keys)
+        return dq_QNH, of_keys[0], of_keys[1]
 
     def _clear_sums(self) -> None:
         if self._has_sums:
@@ -216,16 +234,12 @@ def _copy(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype, copy=True)
 
 
-# The only way from an operation to an object; it owns nothing, a stage lives as its run does.
-_LIVE: Final[WeakValueDictionary[int, LayerStage]] = WeakValueDictionary()
-_NUMBERS: Final = itertools.count()
-
-
 @torch.library.custom_op("ratoon::stage_attention", mutates_args=())
 def _forward(
     q_QNH: Tensor, k_QKH: Tensor, v_QKH: Tensor, number_1: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    return _LIVE[int(number_1)].forward(q_QNH, KeyPair(k_QKH, v_QKH), scale)
+    stage = cast("LayerStage", find(number_1))
+    return stage.forward(q_QNH, KeyPair(k_QKH, v_QKH), scale)
 
 
 @_forward.register_fake
@@ -246,10 +260,8 @@ def _backward(
     num_kv_heads: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    stage = _LIVE[int(number_1)]
-    dq_QNH, dk_QKH, dv_QKH = stage.backward(dout_QNH, q_QNH, (out_QNH, lse_NQ), scale)
-    assert dk_QKH.shape[1] == num_kv_heads
-    return dq_QNH, dk_QKH, dv_QKH
+    stage = cast("LayerStage", find(number_1))
+    return stage.backward(dout_QNH, q_QNH, (out_QNH, lse_NQ), num_kv_heads, scale)
 
 
 @_backward.register_fake

@@ -1,4 +1,7 @@
-"""The bytes of a device as packed tokens, for the planner of micro-batches. Imports no torch."""
+"""The bytes of a device as packed tokens, for the planner of micro-batches. Imports no torch.
+
+Of several ranks that run a micro-batch together each has its share of the tokens.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,8 @@ _NUM_STEPS = 4
 def token_limits(sizes: DecoderSizes, device_bytes: int, host_bytes: int) -> TokenLimits:
     """Of a whole forest, and of stages, whatever waits of them on the host."""
     return TokenLimits(
-        at_once=max_tokens(sizes, device_bytes, host_bytes),
-        streamed=streamed_tokens(sizes, device_bytes, host_bytes),
+        at_once=sizes.num_ranks * max_tokens(sizes, device_bytes, host_bytes),
+        streamed=sizes.num_ranks * streamed_tokens(sizes, device_bytes, host_bytes),
     )
 
 
@@ -28,8 +31,10 @@ def candidate_tokens(sizes: DecoderSizes, device_bytes: int, at_once: int) -> tu
 
     Before these, the most that keep all products in stages.
     """
-    in_stages = max(1, most_tokens(sizes, device_bytes, Kept.PRODUCTS, is_streamed=True))
-    least = max(1, most_tokens(sizes, device_bytes, Kept.PRODUCTS))
+    in_stages, least = (
+        sizes.num_ranks * max(1, most_tokens(sizes, device_bytes, Kept.PRODUCTS, is_streamed=each))
+        for each in (True, False)
+    )
     growth = max(1.0, at_once / least)
     steps = {int(least * growth ** (i / _NUM_STEPS)) for i in range(_NUM_STEPS)}
     return tuple(sorted({in_stages, *steps, max(least, at_once)}))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,6 +95,16 @@ class CostModel:
     fork: float = 0.0
     recompute: Recompute = NOTHING_AGAIN
 
+    def over(self, num_ranks: int, exchange: float) -> CostModel:
+        """Where so many ranks run a micro-batch together; they exchange a token for `exchange`."""
+        return replace(
+            self,
+            token=self.token / num_ranks + exchange,
+            pair=self.pair / num_ranks,
+            row=self.row / num_ranks,
+            resident=self.resident / num_ranks,
+        )
+
     def packed(self, work: Work) -> float:
         """Cost of running it at once."""
         return self._run(work, self.recompute.of(work.tokens, is_streamed=False))
@@ -118,6 +128,8 @@ class CostModel:
 # Where no device's rates are known: from FLOPs and bytes of an 8B decoder of 36 layers with 32:8
 # heads of 128 and 152K tokens.
 DEFAULT_COSTS = CostModel(pair=6e-5, row=0.09, call=256.0, resident=0.002)
+# Of a token, where several ranks have a share of it each.
+DEFAULT_EXCHANGE = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

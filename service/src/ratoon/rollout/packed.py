@@ -71,7 +71,7 @@ class MicroBatch:
     packed_tokens: int
     # A partition of the packed tokens, in order; empty: all are run at once.
     stages: tuple[Stage, ...] = ()
-    # Of the ranks of a data-parallel policy, the one that runs it.
+    # The rank that runs it, or the first of those that do.
     rank: int = 0
 
 
@@ -91,6 +91,9 @@ class UpdatePlan:
     unshared: tuple[int, ...] = ()
     # Modelled cost of the longest rank over the mean of all ranks, less 1.
     rank_gap: float = 0.0
+    # So many ranks run each micro-batch together: its own and those that follow it. It divides
+    # `MicroBatch.rank`, so that the same ranks meet in all.
+    sequence_ranks: int = 1
 
     def of_rank(self, rank: int) -> UpdatePlan:
         """The plan with the micro-batches of `rank` alone, of which there may be none.
@@ -98,7 +101,8 @@ class UpdatePlan:
         Counts of tokens and pairs stay those of the whole plan, and so does `unshared`, which the
         prefixes of every rank are made from.
         """
-        own = tuple(part for part in self.micro_batches if part.rank == rank)
+        first = rank - rank % self.sequence_ranks
+        own = tuple(part for part in self.micro_batches if part.rank == first)
         return replace(self, micro_batches=own)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
@@ -21,7 +21,7 @@ from ratoon.rollout.costs import (
     measure,
     num_pairs,
 )
-from ratoon.rollout.fill import Filler
+from ratoon.rollout.fill import Filled, Filler
 from ratoon.rollout.limits import NO_LIMITS, TokenLimits
 from ratoon.rollout.packed import MicroBatch, Stage, UpdatePlan
 from ratoon.rollout.prefixes import SortedPrefixes
@@ -29,7 +29,7 @@ from ratoon.rollout.ragged import group_of_sequence, sequence_lengths
 from ratoon.rollout.sharing import share_as_planned, unshared_places
 from ratoon.rollout.split import GroupSplitter, KnownWork
 from ratoon.rollout.spread import spread
-from ratoon.rollout.waves import first_misplaced
+from ratoon.rollout.waves import first_misplaced, peak_tokens
 
 _COUNTS = (
     "micro_batch_tokens",
@@ -40,6 +40,15 @@ _COUNTS = (
 )
 # Start, stop, parent.
 _STAGE_FIELDS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftedPlan:
+    """A plan, whether the devices hold all of it, and what its longest rank costs."""
+
+    plan: UpdatePlan
+    fits: bool
+    cost: float
 
 
 def make_plan(
@@ -83,6 +92,25 @@ def cheapest_plan(
     The cheapest is that whose longest rank costs least; of equally cheap ones that with the fewest
     tokens at a time.
     """
+    draft = draft_plan(batch, prefixes, kept_S, candidates, costs, limits, num_ranks=num_ranks)
+    return draft.plan
+
+
+def draft_plan(
+    batch: RolloutBatch,
+    prefixes: SortedPrefixes,
+    kept_S: NDArray[np.bool_],
+    candidates: Sequence[int],
+    costs: CostModel,
+    limits: TokenLimits,
+    *,
+    num_ranks: int = 1,
+    sequence_ranks: int = 1,
+) -> DraftedPlan:
+    """`cheapest_plan`, where every `sequence_ranks` of the ranks run their micro-batches together.
+
+    Candidates, costs and limits are of so many.
+    """
     sizes = measure(batch, prefixes)
     is_run = (kept_S & (sequence_lengths(batch) > 0))[prefixes.order]
     places = np.flatnonzero(is_run)
@@ -98,17 +126,17 @@ def cheapest_plan(
         Filler(GroupSplitter(known, tokens=tokens, costs=costs, limits=limits), tokens)
         for tokens in [*(tokens for tokens in candidates if tokens < most), *enough]
     ]
-    filler, loads = spread(groups, num_ranks, fillers, sizes)
+    filler, loads = spread(groups, num_ranks // sequence_ranks, fillers, sizes)
     works = [part.work for filled in loads.filled for part in filled]
-    return UpdatePlan(
+    plan = UpdatePlan(
         micro_batches=tuple(
             MicroBatch(
                 sequences=tuple(np.sort(prefixes.order[part.places]).tolist()),
                 packed_tokens=part.work.tokens,
                 stages=part.stages,
-                rank=rank,
+                rank=group * sequence_ranks,
             )
-            for rank, filled in enumerate(loads.filled)
+            for group, filled in enumerate(loads.filled)
             for part in filled
         ),
         micro_batch_tokens=filler.micro_batch_tokens,
@@ -118,7 +146,16 @@ def cheapest_plan(
         packed_pairs=sum(work.pairs for work in works),
         unshared=tuple(unshared),
         rank_gap=loads.gap,
+        sequence_ranks=sequence_ranks,
     )
+    fits = all(_fits(part, limits) for filled in loads.filled for part in filled)
+    return DraftedPlan(plan=plan, fits=fits, cost=loads.longest)
+
+
+def _fits(part: Filled, limits: TokenLimits) -> bool:
+    if part.stages:
+        return peak_tokens(part.stages) <= limits.streamed
+    return part.work.tokens <= limits.at_once
 
 
 def _by_group(group: NDArray[np.int64], places: NDArray[np.int64]) -> list[NDArray[np.int64]]:
@@ -139,6 +176,8 @@ def plan_to_dict(plan: UpdatePlan) -> dict[str, object]:
         data["unshared"] = list(plan.unshared)
     if plan.rank_gap:
         data["rank_gap"] = plan.rank_gap
+    if plan.sequence_ranks > 1:
+        data["sequence_ranks"] = plan.sequence_ranks
     return data
 
 
@@ -160,14 +199,19 @@ def plan_from_dict(data: Mapping[str, object]) -> UpdatePlan:
     parts = data.get("micro_batches")
     if not isinstance(parts, list):
         raise invalid("plan.micro_batches", type(parts).__name__, "a list")
+    together = _count(data, "sequence_ranks", "plan") if "sequence_ranks" in data else 1
+    micro_batches = tuple(
+        _micro_batch(part, f"plan.micro_batches[{i}]")
+        for i, part in enumerate(cast("list[object]", parts))
+    )
+    if together < 1 or any(part.rank % together for part in micro_batches):
+        raise invalid("plan.sequence_ranks", together, "a divisor of every rank")
     return UpdatePlan(
-        micro_batches=tuple(
-            _micro_batch(part, f"plan.micro_batches[{i}]")
-            for i, part in enumerate(cast("list[object]", parts))
-        ),
+        micro_batches=micro_batches,
         # All shared, in all older plans.
         unshared=_indexes(data.get("unshared", []), "plan.unshared"),
         rank_gap=_gap(data.get("rank_gap", 0.0), "plan.rank_gap"),
+        sequence_ranks=together,
         **counts,
     )
 

@@ -75,8 +75,12 @@ class Copy:
 class Copies:
     """A process's place among the ranks, of which one alone exchanges nothing."""
 
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
+    def __init__(
+        self, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None
+    ) -> None:
+        """`group`: of the ranks that exchange; None: all."""
         self.rank, self.size = rank, size
+        self._group = group
 
     @classmethod
     def join(
@@ -140,13 +144,25 @@ class Copies:
                 heard[peer] = int(theirs[peer])
         return heard
 
+    def among(self, ranks: Sequence[int], timeout: timedelta) -> Copies:
+        """The same among these ranks alone, which all call it, with a bound of its own.
+
+        Raises `CopyFailedError` where one does not come.
+        """
+        try:
+            group = dist.new_group([*ranks], timeout=timeout, use_local_synchronization=True)
+        except RuntimeError as err:
+            raise CopyFailedError(f"ranks {[*ranks]} could not join: {err}") from err
+        return Copies(self.rank, self.size, cast("dist.ProcessGroup", group))
+
     def exchange(self, sends: Sequence[Copy], receives: Sequence[Copy]) -> None:
         """Send tensors and receive others in place; both sides of a pair have them in one order.
 
         All of them call it at the same time. Raises `CopyFailedError`.
         """
-        operations = [dist.P2POp(dist.isend, copy.tensor, copy.peer) for copy in sends]
-        operations += [dist.P2POp(dist.irecv, copy.tensor, copy.peer) for copy in receives]
+        group = self._group
+        operations = [dist.P2POp(dist.isend, copy.tensor, copy.peer, group) for copy in sends]
+        operations += [dist.P2POp(dist.irecv, copy.tensor, copy.peer, group) for copy in receives]
         if not operations:
             return
         try:

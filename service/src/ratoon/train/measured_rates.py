@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ratoon.model.activation_plan import DecoderSizes
-from ratoon.model.device_costs import PAIR_FLOPS, DeviceRates
+from ratoon.model.device_costs import H200_RATES, PAIR_FLOPS, DeviceRates
 from ratoon_kernels import build_layout, token_logprobs_forward_backward, tree_attention
 
 # Of the FLOP/s of products alone, what those of whole steps reach: on an H200 653 of 803 TFLOP/s.
@@ -108,7 +108,9 @@ def measure_rates(
     linear_flops = 6 * shape.tokens * sizes.hidden_size * sizes.mlp_size
     pairs = shape.tokens * (shape.tokens + 1) // 2
     head_flops = 6 * shape.rows * sizes.vocab_size * sizes.hidden_size
-    return DeviceRates(
+    # One device alone has no link: that is an H200's.
+    return replace(
+        H200_RATES,
         linear_flops=_STEP_SHARE * linear_flops / seconds(_products(device, shape)),
         attention_flops=PAIR_FLOPS
         * (sizes.num_heads * sizes.head_dim * pairs)

@@ -93,7 +93,7 @@ def plannable_bytes(memory: DeviceMemory) -> int:
     return memory.free // _BUDGET_STEP * _BUDGET_STEP
 
 
-def activation_bytes(device: torch.device, passing_bytes: int) -> int | None:
+def activation_bytes(device: torch.device, passing_bytes: int = 0) -> int | None:
     """The same of a GPU that is there, less what passes beside them; None for a CPU: no limit."""
     memory = device_memory(device)
     if memory is None:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ratoon.model.policy_model import PolicyModel
+from ratoon.model.sequence_group import ALONE, SequenceGroup
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import PackedBatch, UpdatePlan
 from ratoon.rollout.prefixes import SortedPrefixes
@@ -33,6 +34,7 @@ from ratoon.train.micro_batches import (
 )
 from ratoon.train.prepare import Prepared
 from ratoon.train.report.clock import DeviceClock
+from ratoon.train.streamed.heads import add_up
 from ratoon.train.streamed.passes import StagedBatch
 
 
@@ -70,9 +72,11 @@ def forward_backward_pass(
     prepared: Prepared,
     forward_logprobs_J: NDArray[np.floating] | None,
     hooks: PassHooks,
+    group: SequenceGroup = ALONE,
 ) -> PassTotals:
     """Add the gradient of the loss sum of every micro-batch to the parameters' gradients.
 
+    Of several ranks in `group` each adds what its own tokens make of it, and none what others do.
     `forward_logprobs_J` [J]: old log-probs of `from_forward`, else None. Raises `RatoonError`
     CANCELLED between micro-batches, with part of the gradients added, and INTERNAL where the plan
     is of another batch.
@@ -80,8 +84,8 @@ def forward_backward_pass(
     sums: list[Tensor] = []
     rows, clock = 0, DeviceClock(model.device)
     for item in packed_micro_batches(model.device, prepared, prepared.columns.trained_J, hooks):
-        sums += _train(model, prepared, item, forward_logprobs_J, clock)
-        rows += len(item.packed.row_index)
+        sums += _train(model, prepared, item, forward_logprobs_J, clock, group)
+        rows += _counted_rows(item, group)
     seconds = clock.seconds()
     return PassTotals(
         sums=LossSums.total(sums),
@@ -97,11 +101,12 @@ def _train(
     item: PackedMicroBatch,
     forward_logprobs_J: NDArray[np.floating] | None,
     clock: DeviceClock,
+    group: SequenceGroup,
 ) -> list[Tensor]:
     """Add the gradient of the loss sum of one micro-batch; `sums_F` of each of its losses."""
     packed, device = item.packed, model.device
     batch = to_device(packed, device)
-    reference_L = _reference(model, prepared, item, batch)
+    reference_L = _reference(model, prepared, item, batch, group)
 
     def loss_of(terms: NDArray[np.int64], logprob_L: Tensor, entropy_L: Tensor) -> LossOutput:
         part = replace(
@@ -115,8 +120,8 @@ def _train(
         return compute_loss(prepared.loss, columns, logprob_L, entropy_L)
 
     is_of_rows = is_of_single_tokens(prepared.loss)
-    if item.stages:
-        staged = StagedBatch(model, packed, batch, item.stages, item.check)
+    if item.stages or group.size > 1:
+        staged = StagedBatch(model, packed, batch, item.stages, item.check, group)
         return staged.forward_backward(loss_of, clock, is_of_rows=is_of_rows)
     if is_of_rows:
         return train_rows(model, packed, batch, loss_of, clock).sums
@@ -176,7 +181,7 @@ class ForwardColumns:
 
     @classmethod
     def over(cls, ranks: Sequence[ForwardColumns]) -> ForwardColumns:
-        """Of all ranks, of which one alone ran a token's micro-batch; the time of the longest."""
+        """Of all ranks, of which one alone ran the row of a token; the time of the longest."""
         if len(ranks) == 1:
             return ranks[0]
         return cls(
@@ -194,8 +199,10 @@ def forward_pass(
     prefixes: SortedPrefixes,
     plan: UpdatePlan,
     hooks: PassHooks,
+    group: SequenceGroup = ALONE,
 ) -> ForwardColumns:
-    """Log-prob and entropy of every trained token, without gradients. Raises CANCELLED."""
+    """Log-prob and entropy of every trained token, without gradients; 0 where other ranks of
+    `group` ran its row. Raises CANCELLED."""
     tokens: list[NDArray[np.int64]] = []
     results: list[Tensor] = []
     rows, clock = 0, DeviceClock(model.device)
@@ -203,12 +210,12 @@ def forward_pass(
     with torch.inference_mode():
         for item in packed_micro_batches(model.device, run, batch.loss_mask, hooks):
             device_batch = to_device(item.packed, model.device)
-            outputs = _outputs(model, item, device_batch)
+            outputs = _outputs(model, item, device_batch, group)
             logprob_L = outputs.logprob_M[device_batch.term_target_L]
             entropy_L = outputs.entropy_R[device_batch.term_row_L]
             results.append(torch.stack([logprob_L, entropy_L]))
             tokens.append(item.packed.term_token)
-            rows += len(item.packed.row_index)
+            rows += _counted_rows(item, group)
     clock.lap("forward")
     logprob_J, entropy_J = _at_tokens(tokens, results, model, len(batch.loss_mask))
     return ForwardColumns(
@@ -230,15 +237,27 @@ def _at_tokens(
     return columns_2J
 
 
-def _outputs(model: PolicyModel, item: PackedMicroBatch, batch: DeviceBatch) -> TokenOutputs:
-    """Log-probs and entropies of a micro-batch, to be called where gradients are off."""
-    if item.stages:
-        return StagedBatch(model, item.packed, batch, item.stages, item.check).forward()
+def _counted_rows(item: PackedMicroBatch, group: SequenceGroup) -> int:
+    """Those of all ranks, counted on the first of them."""
+    return len(item.packed.row_index) if group.index == 0 else 0
+
+
+def _outputs(
+    model: PolicyModel, item: PackedMicroBatch, batch: DeviceBatch, group: SequenceGroup
+) -> TokenOutputs:
+    """Log-probs and entropies of a micro-batch, those of this rank's rows; to be called where
+    gradients are off."""
+    if item.stages or group.size > 1:
+        return StagedBatch(model, item.packed, batch, item.stages, item.check, group).forward()
     return run_model(model, batch)
 
 
 def _reference(
-    model: PolicyModel, prepared: Prepared, item: PackedMicroBatch, batch: DeviceBatch
+    model: PolicyModel,
+    prepared: Prepared,
+    item: PackedMicroBatch,
+    batch: DeviceBatch,
+    group: SequenceGroup,
 ) -> Tensor | None:
     """Reference log-prob of each term, [L]; None: the loss has no KL term."""
     kl = prepared.loss.kl
@@ -248,7 +267,8 @@ def _reference(
         assert prepared.batch.reference_logprobs is not None
         return put(prepared.batch.reference_logprobs[item.packed.term_token], model.device)
     with torch.no_grad(), model.reference():
-        return _outputs(model, item, batch).logprob_M[batch.term_target_L]
+        outputs = add_up(_outputs(model, item, batch, group), group)
+        return outputs.logprob_M[batch.term_target_L]
 
 
 def _term_columns(

@@ -5,42 +5,65 @@ No batch is refused for its size where another way to cut it fits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ratoon.errors import invalid
 from ratoon.model.activation_plan import DecoderSizes
 from ratoon.model.device_costs import DeviceRates, device_costs, with_recompute
 from ratoon.model.token_limits import candidate_tokens, token_limits
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.costs import DEFAULT_COSTS, CostModel
+from ratoon.rollout.costs import DEFAULT_COSTS, DEFAULT_EXCHANGE, CostModel
 from ratoon.rollout.limits import NO_LIMITS, TokenLimits
 from ratoon.rollout.packed import UpdatePlan
-from ratoon.rollout.plan import cheapest_plan
+from ratoon.rollout.plan import DraftedPlan, draft_plan
 from ratoon.rollout.prefixes import SortedPrefixes
+from ratoon.train.config import ParallelLayout
 
 # Packed tokens of a micro-batch on a CPU, unless others are asked for.
 CPU_TOKENS = 16_384
+
+
+# Ranks are put together only where otherwise the longest is above their mean by this share of it.
+_IDLE = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planner:
     """`candidates`: tokens of a micro-batch, packed, ascending; a plan has the cheapest of them.
 
-    `num_ranks`: data-parallel ranks, each with a device like the others', that share an update.
+    `num_ranks`: ranks, each with a device like the others', that share an update. Every
+    `sequence_ranks` of them run their micro-batches together; candidates, costs and limits are of
+    so many. `wider`: the same of more of them, fewest first, tried where a plan does not fit or
+    leaves ranks idle.
     """
 
     candidates: tuple[int, ...]
     costs: CostModel
     limits: TokenLimits
     num_ranks: int = 1
+    sequence_ranks: int = 1
+    wider: tuple[Planner, ...] = ()
 
     def plan(
         self, batch: RolloutBatch, prefixes: SortedPrefixes, is_run_S: NDArray[np.bool_]
     ) -> UpdatePlan:
         """Cuts of the sequences `is_run_S`, bool [S]."""
-        return cheapest_plan(
+        best = self._draft(batch, prefixes, is_run_S)
+        for wider in self.wider:
+            if best.fits and best.plan.rank_gap <= _IDLE:
+                break
+            other = wider._draft(batch, prefixes, is_run_S)
+            best = min(best, other, key=lambda draft: (not draft.fits, draft.cost))
+        return best.plan
+
+    def _draft(
+        self, batch: RolloutBatch, prefixes: SortedPrefixes, is_run_S: NDArray[np.bool_]
+    ) -> DraftedPlan:
+        return draft_plan(
             batch,
             prefixes,
             is_run_S,
@@ -48,13 +71,42 @@ class Planner:
             self.costs,
             self.limits,
             num_ranks=self.num_ranks,
+            sequence_ranks=self.sequence_ranks,
         )
 
 
-def cpu_planner(micro_batch_tokens: int | None, *, num_ranks: int = 1) -> Planner:
+def group_sizes(parallel: ParallelLayout, num_heads: int) -> tuple[int, ...]:
+    """How many ranks may run a micro-batch together, fewest first: what is named, or any number.
+
+    Raises `RatoonError` INVALID_ARGUMENT where it does not divide the model's query heads.
+    """
+    named = parallel.sequence_ranks
+    if named is None:
+        sizes = range(1, parallel.num_workers + 1)
+        return tuple(n for n in sizes if parallel.num_workers % n == 0 and num_heads % n == 0)
+    if num_heads % named:
+        share = f"{num_heads} / {named} = {num_heads / named:.3g} on each rank"
+        expected = f"a divisor of the model's {num_heads} query heads: {share}"
+        raise invalid("parallel.sequence_ranks", named, expected)
+    return (named,)
+
+
+def cpu_planner(
+    micro_batch_tokens: int | None, *, num_ranks: int = 1, group_sizes: Sequence[int] = (1,)
+) -> Planner:
     """Of a device whose memory nothing counts; `micro_batch_tokens` None: chosen here."""
     tokens = CPU_TOKENS if micro_batch_tokens is None else micro_batch_tokens
-    return Planner(candidates=(tokens,), costs=DEFAULT_COSTS, limits=NO_LIMITS, num_ranks=num_ranks)
+    planners = [
+        Planner(
+            candidates=(tokens * size,),
+            costs=DEFAULT_COSTS if size == 1 else DEFAULT_COSTS.over(size, DEFAULT_EXCHANGE),
+            limits=NO_LIMITS,
+            num_ranks=num_ranks,
+            sequence_ranks=size,
+        )
+        for size in group_sizes
+    ]
+    return replace(planners[0], wider=tuple(planners[1:]))
 
 
 def device_planner(
@@ -66,22 +118,29 @@ def device_planner(
     rates: DeviceRates,
     layers_are_trained: bool,
     num_ranks: int = 1,
+    group_sizes: Sequence[int] = (1,),
 ) -> Planner:
     """Of a device of these `rates` that lends so many bytes to activations, and of its host.
 
-    `micro_batch_tokens` None: each plan has the cheapest, between keeping all and keeping the least
-    that fits.
+    `micro_batch_tokens`, of each device; None: each plan has the cheapest, between keeping all and
+    keeping the least that fits.
     """
-    limits = token_limits(sizes, device_bytes, host_bytes)
-    costs = device_costs(sizes, rates, layers_are_trained=layers_are_trained)
-    candidates = (
-        candidate_tokens(sizes, device_bytes, limits.at_once)
-        if micro_batch_tokens is None
-        else (min(micro_batch_tokens, max(1, limits.at_once)),)
-    )
-    return Planner(
-        candidates=candidates,
-        costs=with_recompute(costs, sizes, rates, device_bytes, host_bytes),
-        limits=limits,
-        num_ranks=num_ranks,
-    )
+
+    def of(sizes: DecoderSizes) -> Planner:
+        limits = token_limits(sizes, device_bytes, host_bytes)
+        costs = device_costs(sizes, rates, layers_are_trained=layers_are_trained)
+        candidates = (
+            candidate_tokens(sizes, device_bytes, limits.at_once)
+            if micro_batch_tokens is None
+            else (min(micro_batch_tokens * sizes.num_ranks, max(1, limits.at_once)),)
+        )
+        return Planner(
+            candidates=candidates,
+            costs=with_recompute(costs, sizes, rates, device_bytes, host_bytes),
+            limits=limits,
+            num_ranks=num_ranks,
+            sequence_ranks=sizes.num_ranks,
+        )
+
+    planners = [of(sizes.over(size)) for size in group_sizes]
+    return replace(planners[0], wider=tuple(planners[1:]))

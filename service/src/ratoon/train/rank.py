@@ -7,9 +7,9 @@ nothing: `trainer` asks the same of every rank (`rank_group`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ratoon.model.export import WeightsCopy
 from ratoon.model.policy_model import PolicyModel
+from ratoon.model.sequence_group import SequenceGroup
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.prefixes import SortedPrefixes
@@ -41,6 +42,7 @@ from ratoon.train.passes import (
     forward_pass,
 )
 from ratoon.train.prepare import Prepared
+from ratoon.train.sequence_link import SequenceGroups
 from ratoon.train.spec import TrainerSpec
 
 
@@ -61,6 +63,7 @@ class Rank:
     def __init__(self, spec: TrainerSpec, model: PolicyModel, copies: Copies) -> None:
         self.model = model
         self.copies = copies
+        self._groups = SequenceGroups(copies, ())
         self._parameters = model.named_trainable()
         self.shares = Shares(parts_of(self._parameters), copies)
         self.gradients = (
@@ -84,6 +87,10 @@ class Rank:
         """What this rank's device is called."""
         return device_model(self.model.device)
 
+    def meet(self, sizes: Sequence[int]) -> None:
+        """Connect to the ranks that may run micro-batches with this one, groups of these sizes."""
+        self._groups = SequenceGroups(self.copies, sizes)
+
     def activation_bytes(self) -> int | None:
         """What this rank's device has for activations; None for a CPU: no limit."""
         return activation_bytes(self.model.device, self.gradients.passing_bytes)
@@ -97,8 +104,11 @@ class Rank:
     ) -> PassTotals:
         """Add the gradient of this rank's micro-batches to its sums."""
         own = prepared.of_rank(self.copies.rank)
-        with self.gradients.of_pass(prepared.plan, self.hooks.is_cancelled):
-            return forward_backward_pass(self.model, own, forward_logprobs_J, self.hooks)
+        with (
+            self.gradients.of_pass(prepared.plan, self.hooks.is_cancelled),
+            self._together(own.plan) as (group, hooks),
+        ):
+            return forward_backward_pass(self.model, own, forward_logprobs_J, hooks, group)
 
     def forward(
         self,
@@ -110,8 +120,9 @@ class Rank:
     ) -> ForwardColumns:
         """Log-probs and entropies of this rank's micro-batches; 0 for the others'."""
         own = plan.of_rank(self.copies.rank)
-        with self.model.reference() if use_reference else nullcontext():
-            return forward_pass(self.model, batch, prefixes, own, self.hooks)
+        reference = self.model.reference() if use_reference else nullcontext()
+        with reference, self._together(own) as (group, hooks):
+            return forward_pass(self.model, batch, prefixes, own, hooks, group)
 
     def clear(self) -> None:
         """Forget the gradient sums."""
@@ -198,6 +209,13 @@ class Rank:
         if resets_optimizer:
             self.optimizer.reset()
         self.shares.hand_out(self._parameters)
+
+    @contextmanager
+    def _together(self, plan: UpdatePlan) -> Iterator[tuple[SequenceGroup, PassHooks]]:
+        """The ranks that run the plan's micro-batches with this one; they stop where one has to."""
+        with self._groups.joined(plan.sequence_ranks) as group:
+            is_cancelled = self.hooks.is_cancelled
+            yield group, replace(self.hooks, is_cancelled=lambda: group.any(is_cancelled()))
 
     def _own_sums(self) -> dict[str, Tensor]:
         return self.shares.own(self.gradients.whole_sums()) | self.gradients.shards()

@@ -22,6 +22,7 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
+from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import ModelDtype
 from ratoon.rollout.packed import MicroBatch, UpdatePlan
@@ -115,7 +116,10 @@ def run_self_check(
             logprob_mean_difference=float(gap.mean()),
         )
         report = _with_gradients(report, model, gradients, runs, forward_logprobs_J, hooks)
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, RatoonError) as err:
+        if isinstance(err, RatoonError) and err.code is not ErrorCode.RESOURCE_EXHAUSTED:
+            raise
+        # Several ranks may have room for what one has not.
         text = f"the self-check of version {version} did not run: out of device memory"
         return SelfCheckOutcome(report=None, warnings=(text,))
     finally:

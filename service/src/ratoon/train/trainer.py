@@ -54,7 +54,7 @@ from ratoon.train.optim.digest import digest_of_sums
 from ratoon.train.optim.step_guard import WARNINGS, reason_in_norm, reason_in_sums
 from ratoon.train.optim.tensor_norms import tensor_norms
 from ratoon.train.passes import ForwardColumns, PassTotals
-from ratoon.train.planning import cpu_planner, device_planner
+from ratoon.train.planning import cpu_planner, device_planner, group_sizes
 from ratoon.train.prepare import Prepared
 from ratoon.train.rank import Rank
 from ratoon.train.rank_group import HeldWeights, Peer, RankGroup
@@ -85,16 +85,22 @@ class Trainer:
     ) -> None:
         """`peers`: ranks 1 and above, whose tensors `copies` brings; none for one device alone.
         `rates`: of a GPU, before `limit_activations`.
+
+        Raises what `group_sizes` raises.
         """
         assert spec.num_workers == 1 + len(peers)
+        self._group_sizes = group_sizes(spec.parallel, model.sizes.num_heads)
         self.spec = spec
         self.model = model
         self.version = 0
         self.ranks = RankGroup(Rank(spec, model, copies or Copies()), peers)
+        self.ranks.all("meet", self._group_sizes)
         self._named = NamedGradients(model)
         self._num_trained = sum(p.numel() for p in model.named_trainable().values())
         self._rates = rates
-        self._planner = cpu_planner(spec.micro_batch_tokens, num_ranks=self.ranks.size)
+        self._planner = cpu_planner(
+            spec.micro_batch_tokens, num_ranks=self.ranks.size, group_sizes=self._group_sizes
+        )
         self._window = GradientWindow()
         self._meter = UsageMeter(model, self.ranks.size)
         self._snapshot_numbers = count()
@@ -139,6 +145,7 @@ class Trainer:
                 rates=self._rates,
                 layers_are_trained=self.model.adapter is None,
                 num_ranks=self.ranks.size,
+                group_sizes=self._group_sizes,
             )
 
     def info(self) -> ModelInfo:

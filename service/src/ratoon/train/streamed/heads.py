@@ -18,7 +18,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ratoon.model.streamed_attention import StageAttention
+from ratoon.model.attention import PathAttention
+from ratoon.model.sequence_group import SequenceGroup
 from ratoon.rollout.packed import PackedBatch
 from ratoon.train.device_batch import DeviceBatch, TokenOutputs, put
 from ratoon.train.loss.row_loss import LossOfTerms, RowTerms, run_row_loss
@@ -32,12 +33,10 @@ class StageRun:
     """A stage that has been forwarded; with its graph, where there is one."""
 
     index: int
-    # Its first packed token.
-    first_token: int
-    # Other stages descend from it.
-    is_parent: bool
-    attention: StageAttention
-    # Final hidden states of its tokens, [t, D].
+    # Others attend its keys: stages that descend from it, or other ranks' tokens.
+    is_attended: bool
+    attention: PathAttention
+    # Final hidden states of its tokens, of this rank's alone, [t, D].
     hidden_TD: Tensor
 
 
@@ -81,7 +80,9 @@ class RowHead:
         parts: Sequence[StagePart],
         loss_of: LossOfTerms,
         clock: DeviceClock,
+        group: SequenceGroup,
     ) -> None:
+        del group
         self.sums: list[Tensor] = []
         self._lm_head_VD = lm_head_VD
         self._batch = batch
@@ -97,7 +98,7 @@ class RowHead:
         own = self._parts[run.index].own
         if own.rows.start == own.rows.stop:
             return
-        hidden_RD = _rows_of(run, self._batch, own.rows)
+        hidden_RD = _rows_of(run, self._batch, self._parts[run.index])
         done = run_row_loss(
             self._lm_head_VD, hidden_RD.detach(), self._batch, own, self._terms, self._loss_of
         )
@@ -108,7 +109,7 @@ class RowHead:
         found = self._rows.pop(run.index, None)
         if found is not None:
             torch.autograd.backward([found[0]], [found[1]])
-        elif run.is_parent:
+        elif run.is_attended:
             _backward_keys(run)
         self._clock.lap("backward")
 
@@ -124,8 +125,10 @@ class TwoPhaseHead:
         parts: Sequence[StagePart],
         loss_of: LossOfTerms,
         clock: DeviceClock,
+        group: SequenceGroup,
     ) -> None:
         del packed
+        self._group = group
         self.sums: list[Tensor] = []
         self._lm_head_VD = lm_head_VD
         self._batch = batch
@@ -143,7 +146,7 @@ class TwoPhaseHead:
         part = self._parts[run.index]
         outputs = run_head(self._lm_head_VD, self._batch, part, run)
         self._outputs[run.index] = outputs
-        _store(outputs, part, self._results)
+        self._add_results(outputs, part)
         if len(part.terms):
             self._add_loss(part)
         self._clock.lap("forward")
@@ -158,9 +161,20 @@ class TwoPhaseHead:
                 heads.append(outputs.entropy_R)
                 grads.append(seeds.entropy_R[rows])
             torch.autograd.backward(heads, grads)
-        elif run.is_parent:
+        elif run.is_attended:
             _backward_keys(run)
         self._clock.lap("backward")
+
+    def _add_results(self, outputs: TokenOutputs, part: StagePart) -> None:
+        """Those of the whole stage."""
+        if self._group.size == 1:
+            _store(outputs, part, self._results)
+            return
+        own = _zeros(self._batch, self._lm_head_VD)
+        _store(outputs, part, own)
+        found = add_up(own, self._group)
+        self._results.logprob_M.add_(found.logprob_M)
+        self._results.entropy_R.add_(found.entropy_R)
 
     def _add_loss(self, part: StagePart) -> None:
         """Of whole sequences, all of whose log-probs are there."""
@@ -172,7 +186,16 @@ class TwoPhaseHead:
         if loss.grad_entropy_L is not None:
             self._has_entropy = True
             seeds.entropy_R.index_add_(0, row_L, loss.grad_entropy_L)
-        self.sums.append(loss.sums_F)
+        # All ranks have the same.
+        if self._group.index == 0:
+            self.sums.append(loss.sums_F)
+
+
+def add_up(outputs: TokenOutputs, group: SequenceGroup) -> TokenOutputs:
+    """Those of all ranks, of which each has its own, and zeros elsewhere."""
+    return TokenOutputs(
+        logprob_M=group.add_up(outputs.logprob_M), entropy_R=group.add_up(outputs.entropy_R)
+    )
 
 
 def run_head(
@@ -181,7 +204,7 @@ def run_head(
     """Outputs of a stage's targets and rows."""
     rows = part.own.rows
     logprob_M, entropy_R = token_logprobs(
-        _rows_of(run, batch, rows),
+        _rows_of(run, batch, part),
         lm_head_VD,
         batch.target_token_M[part.targets_M],
         batch.target_row_M[part.targets_M] - rows.start,
@@ -190,8 +213,8 @@ def run_head(
     return TokenOutputs(logprob_M=logprob_M, entropy_R=entropy_R)
 
 
-def _rows_of(run: StageRun, batch: DeviceBatch, rows: slice) -> Tensor:
-    return run.hidden_TD.index_select(0, batch.row_index_R[rows] - run.first_token)
+def _rows_of(run: StageRun, batch: DeviceBatch, part: StagePart) -> Tensor:
+    return run.hidden_TD.index_select(0, batch.row_index_R[part.own.rows] - part.tokens.start)
 
 
 def _store(outputs: TokenOutputs, part: StagePart, results: TokenOutputs) -> None:

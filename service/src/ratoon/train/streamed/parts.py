@@ -1,6 +1,8 @@
 """Which outputs of a packed batch each of its stages makes, and whose loss is known then.
 
 Rows and targets belong to the stage that holds the row, terms to the one where their sequence ends.
+Where several ranks run a stage together, each has the rows of its own tokens, and all have the
+terms.
 """
 
 from __future__ import annotations
@@ -13,15 +15,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ratoon.model.sequence_group import SequenceGroup
 from ratoon.rollout.packed import PackedBatch, Stage
 from ratoon.train.device_batch import put
 from ratoon.train.loss.row_loss import RowPart
+from ratoon_kernels import Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePart:
-    """What one stage adds to the outputs of the batch."""
+    """What one stage adds to the outputs of the batch, as far as this rank runs it."""
 
+    # Its packed tokens.
+    tokens: Span
     # Its predicting rows and their targets.
     own: RowPart
     # Those targets on the device.
@@ -31,20 +37,27 @@ class StagePart:
 
 
 def cut_outputs(
-    packed: PackedBatch, stages: Sequence[Stage], device: torch.device
+    packed: PackedBatch, stages: Sequence[Stage], group: SequenceGroup, device: torch.device
 ) -> tuple[StagePart, ...]:
     """The part of each stage."""
     bounds = np.array([*(stage.start for stage in stages), packed.forest.num_tokens], np.int64)
-    row_bounds = np.searchsorted(packed.row_index, bounds)
-    row_stage = np.repeat(np.arange(len(stages)), np.diff(row_bounds))
+    shares = [group.share(Span(stage.start, stage.stop)) for stage in stages]
+    row_bounds = np.searchsorted(
+        packed.row_index, [bound for own in shares for bound in (own.start, own.stop)]
+    )
+    # Rows of other ranks are of no stage.
+    row_stage = np.full(len(packed.row_index), len(stages))
+    for index, (first, last) in enumerate(row_bounds.reshape(-1, 2).tolist()):
+        row_stage[first:last] = index
     ends = packed.forest.node_stop[packed.forest.sequence_node[packed.term_sequence]] - 1
     term_stage = np.searchsorted(bounds, ends, side="right") - 1
-    targets = _split(row_stage[packed.target_row], len(stages))
+    targets = _split(row_stage[packed.target_row], len(stages) + 1)
     terms = _split(term_stage, len(stages))
     return tuple(
         StagePart(
+            tokens=shares[index],
             own=RowPart(
-                rows=slice(int(row_bounds[index]), int(row_bounds[index + 1])),
+                rows=slice(int(row_bounds[2 * index]), int(row_bounds[2 * index + 1])),
                 targets=targets[index],
             ),
             targets_M=put(targets[index], device),

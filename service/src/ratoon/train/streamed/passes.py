@@ -1,17 +1,20 @@
 """A packed batch that is run in stages: prefixes stay, waves of siblings go through one by one.
 
 Each packed token goes through the model once; what becomes of a stage's hidden states is in
-`heads`.
+`heads`. Several ranks may run it together, each a share of every stage.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from ratoon.model.attention import PathAttention
 from ratoon.model.policy_model import PolicyModel
+from ratoon.model.sequence_group import ALONE, SequenceGroup
 from ratoon.model.stage_plan import StreamTokens
 from ratoon.model.streamed_attention import AttentionStream, StageAttention
 from ratoon.rollout.packed import PackedBatch, Stage
@@ -37,20 +40,28 @@ class StagedBatch:
         batch: DeviceBatch,
         stages: Sequence[Stage],
         between_stages: Callable[[], None],
+        group: SequenceGroup = ALONE,
     ) -> None:
-        """`batch` is `packed` on the device; `between_stages` may raise, to give up."""
+        """`batch` is `packed` on the device; `between_stages` may raise, to give up.
+
+        No `stages`: it is run at once, by a `group` of several ranks.
+        """
+        self._is_whole = not stages
+        if self._is_whole:
+            stages = (Stage(start=0, stop=packed.forest.num_tokens, parent=-1),)
         assert fits_forest(stages, packed.forest), "the plan is of another batch"
         self._model = model
         self._packed = packed
         self._batch = batch
         self._stages = stages
         self._between_stages = between_stages
+        self._group = group
         self._parents = {stage.parent for stage in stages}
         self._tokens = stream_tokens(stages)
-        self._parts = cut_outputs(packed, stages, model.device)
+        self._parts = cut_outputs(packed, stages, group, model.device)
 
     def forward(self) -> TokenOutputs:
-        """Outputs of all targets and rows, without graphs."""
+        """Outputs of all targets and rows, without graphs; zero where other ranks have them."""
         head = ForwardHead(self._model.lm_head_VD, self._batch, self._parts)
         with torch.no_grad():
             self._run_all(head)
@@ -65,40 +76,56 @@ class StagedBatch:
         for all terms of whole sequences.
 
         Returns:
-            Sums of the loss, as of `LossOutput`, of each part of it.
+            Sums of the loss, as of `LossOutput`, of each part of it; over all ranks of the group
+            they are those of all terms.
         """
         kind = RowHead if is_of_rows else TwoPhaseHead
-        head = kind(self._model.lm_head_VD, self._packed, self._batch, self._parts, loss_of, clock)
+        head = kind(
+            self._model.lm_head_VD,
+            self._packed,
+            self._batch,
+            self._parts,
+            loss_of,
+            clock,
+            self._group,
+        )
         self._run_all(head)
         return head.sums
 
     def _run_all(self, head: StageHead) -> None:
         """Forward every stage; close it once nothing that is still to come descends from it."""
-        stream = self._model.open_stream(self._batch.layout, self._tokens)
+        stream = self._model.open_stream(self._batch.layout, self._tokens, self._group)
         still_open: list[StageRun] = []
         for index, is_backward in runs_of(self._stages):
             if is_backward:
                 head.close(still_open.pop())
                 continue
             self._between_stages()
-            ancestors = tuple(above.attention for above in still_open)
-            still_open.append(self._forward_stage(stream, index, ancestors))
+            still_open.append(
+                self._forward_stage(index, self._attention(stream, index, still_open))
+            )
             head.add(still_open[-1])
 
-    def _forward_stage(
-        self, stream: AttentionStream, index: int, ancestors: tuple[StageAttention, ...]
-    ) -> StageRun:
-        stage, is_parent = self._stages[index], index in self._parents
+    def _attention(
+        self, stream: AttentionStream, index: int, still_open: Sequence[StageRun]
+    ) -> PathAttention:
+        if self._is_whole:
+            return self._model.open_together(self._batch.layout, self._group)
+        stage = self._stages[index]
+        ancestors = tuple(cast("StageAttention", above.attention) for above in still_open)
         span = Span(stage.start, stage.stop)
-        attention = stream.stage(span, ancestors, is_kept=is_parent)
-        tokens = slice(stage.start, stage.stop)
+        return stream.stage(span, ancestors, is_kept=index in self._parents)
+
+    def _forward_stage(self, index: int, attention: PathAttention) -> StageRun:
+        own = self._parts[index].tokens
+        # One for nothing, where there is none: see `sequence_group`.
+        tokens = slice(own.start, own.stop) if len(own) else slice(1)
         hidden_TD = self._model.attend_hidden(
             self._batch.tokens_T[tokens], self._batch.position_T[tokens], attention
         )
         return StageRun(
             index=index,
-            first_token=stage.start,
-            is_parent=is_parent,
+            is_attended=index in self._parents or self._group.size > 1,
             attention=attention,
             hidden_TD=hidden_TD,
         )

@@ -1,0 +1,28 @@
+"""Objects that an operation finds by a number, as it is given numbers and tensors alone.
+
+Nothing is owned here: an object lives as long as the forward and backward that made it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Final
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+_LIVE: Final[WeakValueDictionary[int, object]] = WeakValueDictionary()
+_NUMBERS: Final = itertools.count()
+
+
+def numbered(owner: object) -> Tensor:
+    """A number for `owner`: int64 [1] on the CPU, so that compiled code does not depend on it."""
+    number = next(_NUMBERS)
+    _LIVE[number] = owner
+    return torch.tensor([number])
+
+
+def find(number_1: Tensor) -> object:
+    """The owner of a number, which still lives."""
+    return _LIVE[int(number_1)]
