@@ -105,6 +105,7 @@ def _gradients(out_TD: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
     return dict(zip(leaves, grads, strict=True))
 
 
+@pytest.mark.usefixtures("poisoned_memory")
 @each_case
 def test_experts_are_those_of_each_token_alone(case: Case) -> None:
     leaves = _leaves(case)
@@ -116,6 +117,7 @@ def test_experts_are_those_of_each_token_alone(case: Case) -> None:
         assert (grads[name] - grad).norm() <= 1e-14 * grad.norm(), name
 
 
+@pytest.mark.usefixtures("poisoned_memory")
 @each_case
 def test_an_expert_without_rows_has_a_gradient_of_zeros(case: Case) -> None:
     leaves = _leaves(case)

@@ -171,7 +171,7 @@ def _rows_of_experts(stop_E: Tensor) -> Iterator[tuple[int, slice]]:
         start = stop
 
 
-def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:  # noqa: ARG001
     ctx.save_for_backward(*inputs)
 
 

@@ -5,8 +5,8 @@ elementwise operations; without either, the bits are those of the layer itself. 
 mode the bits of compiled layers do not depend on what the process ran before.
 
 What runs again is chosen by operation (torch's selective activation checkpointing): attention and
-routing never do, a matrix product unless it is kept. Compiled, each kind is one graph for all layers, and what
-runs again is fused into the backward's kernels.
+routing never do, a matrix product unless it is kept. Compiled, each kind is one graph for all
+layers, and what runs again is fused into the backward's kernels.
 """
 
 from __future__ import annotations
