@@ -204,3 +204,15 @@ def test_experts_run_as_ours_in_every_architecture_that_has_them(
     module = load(write_folder(tmp_path / "base", architecture)).module
     is_ours = module.config._experts_implementation == EXPERTS_NAME
     assert is_ours == (architecture == "qwen3_moe")
+
+
+def test_fused_experts_load_as_those_of_one_tensor_each(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "base", "qwen3_moe")
+    expected = load(folder).module.state_dict()
+    assert "model.layers.0.mlp.experts.gate_up_proj" in expected
+    weights = folder / "model.safetensors"
+    assert not expected.keys() <= load_file(weights).keys()
+    save_file({name: value.float() for name, value in expected.items()}, weights)
+    found = load(folder).module.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
