@@ -298,13 +298,34 @@ def test_what_a_compiled_layer_keeps_is_what_is_planned(
     packed = pack(branching_sequences(0))
     with _saved_by_layers(model) as saved:
         hidden_TD = hidden_of(model, packed)
-    first, second = ({x.data_ptr(): x.nbytes for x in layer} for layer in saved)
-    own = sum(num_bytes for data, num_bytes in second.items() if data not in first)
-    # Where each expert's rows stop.
+    # Beside where each expert's rows stop.
     stops = 4 * model.sizes.num_experts * model.sizes.is_routed
-    assert own - stops == len(packed.tokens_T) * model.sizes.kept_bytes(kept)
+    assert _own_bytes(saved)[1] - stops == len(packed.tokens_T) * model.sizes.kept_bytes(kept)
     hidden_TD.sum().backward()
     assert graphs
+
+
+def test_a_dense_layer_beside_experts_keeps_no_more_than_is_planned(
+    tmp_path: Path, graphs: list[GraphModule]
+) -> None:
+    folder = write_folder(tmp_path / "base", "qwen3_moe_mixed")
+    model = load(folder, dtype=ModelDtype.FLOAT32, compile_layers=True)
+    packed = pack(branching_sequences(0))
+    for kept in (Kept.NARROW, Kept.PRODUCTS):
+        vars(model)["_plan_activations"] = lambda _, kept=kept: (kept,) * 2
+        with _saved_by_layers(model) as saved:
+            hidden_of(model, packed).sum().backward()
+        stops = 4 * model.sizes.num_experts
+        planned = len(packed.tokens_T) * model.sizes.kept_bytes(kept) + stops
+        assert planned / 2 < max(_own_bytes(saved)) <= planned
+    assert graphs
+
+
+def _own_bytes(saved: list[list[Tensor]]) -> tuple[int, int]:
+    """Of each of two layers, without the tables that both have."""
+    first, second = ({x.data_ptr(): x.nbytes for x in layer} for layer in saved)
+    shared = sum(first[data] for data in first.keys() & second.keys())
+    return sum(first.values()) - shared, sum(second.values()) - shared
 
 
 @contextmanager
