@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
+from ratoon.model import experts
 from ratoon.model.experts import (
     _to_rows,
     _to_tokens,
@@ -88,9 +90,9 @@ def _grouped(case: Case, leaves: dict[str, Tensor]) -> Tensor:
 def _token_by_token(case: Case, leaves: dict[str, Tensor]) -> Tensor:
     """By the formula: the sum over a token's experts of weight * down(silu(gate x) * up x)."""
     rows: list[Tensor] = []
-    for token, experts in enumerate(case.expert_TC.tolist()):
+    for token, chosen in enumerate(case.expert_TC.tolist()):
         total = torch.zeros(D, dtype=torch.float64)
-        for place, expert in enumerate(experts):
+        for place, expert in enumerate(chosen):
             gate, up = (leaves["gate_up"][expert] @ leaves["x"][token]).split(F)
             product = gate * torch.sigmoid(gate) * up
             total = total + leaves["weight"][token, place] * (leaves["down"][expert] @ product)
@@ -135,8 +137,8 @@ def test_rows_are_sorted_by_expert_and_then_by_token(case: Case) -> None:
     choices = sorted(enumerate(case.expert_TC.flatten().tolist()), key=lambda item: item[1])
     assert order_S.tolist() == [index for index, _ in choices]
     assert torch.equal(place_TC.flatten()[order_S], torch.arange(len(choices)))
-    experts = [expert for _, expert in choices]
-    assert stop_E.tolist() == [sum(e <= expert for e in experts) for expert in range(len(stop_E))]
+    sorted_S = [expert for _, expert in choices]
+    assert stop_E.tolist() == [sum(e <= expert for e in sorted_S) for expert in range(len(stop_E))]
     assert {x.dtype for x in (order_S, place_TC, stop_E)} == {torch.int32}
 
 
@@ -166,6 +168,37 @@ def test_a_repeat_has_the_same_bits(dtype: torch.dtype) -> None:
     first, second = (_gradients(_grouped(case, leaves), leaves) for _ in range(2))
     for name, grad in first.items():
         assert torch.equal(second[name], grad)
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
+@each_case
+def test_grouped_products_are_asked_for_what_the_loop_computes(
+    monkeypatch: pytest.MonkeyPatch, case: Case, capability: tuple[int, int]
+) -> None:
+    """As on a GPU, here by torch's own of the CPU, which wants the same of strides and widths."""
+    order_S, _place_TC, stop_E = sort_by_expert(case.expert_TC, case.num_experts)
+    generator = torch.Generator().manual_seed(7)
+    x_SD, weight_EFD, dy_SF = (
+        torch.randn(shape, generator=generator).bfloat16()
+        for shape in ((len(order_S), 16), (case.num_experts, 24, 16), (len(order_S), 24))
+    )
+
+    def products() -> list[Tensor]:
+        return [
+            grouped_linear(x_SD, weight_EFD, stop_E),
+            grouped_linear(dy_SF, weight_EFD.mT, stop_E),
+            _weight_gradient(dy_SF, x_SD, stop_E),
+        ]
+
+    looped = products()
+    monkeypatch.setattr(experts, "_has_grouped_products", lambda *_: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        grouped = products()
+    assert sum(event.name == "aten::_grouped_mm" for event in profiler.events()) == 3
+    for got, expected in zip(grouped, looped, strict=True):
+        assert got.stride() == expected.stride()
+        assert (got.float() - expected.float()).norm() <= 0.005 * expected.float().norm()
 
 
 def _router(top_k: int, *, is_normalized: bool, dtype: torch.dtype) -> Qwen3MoeTopKRouter:

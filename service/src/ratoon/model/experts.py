@@ -77,12 +77,12 @@ class _ToRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, token_S: Tensor, place_TC: Tensor) -> Tensor:
-        ctx.save_for_backward(token_S, place_TC)
+        ctx.save_for_backward(place_TC)
         return x_TD[token_S]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        _token_S, place_TC = ctx.saved_tensors
+        (place_TC,) = ctx.saved_tensors
         return _add_up(grads[0], place_TC), None, None
 
 
@@ -91,12 +91,12 @@ class _ToTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_SD: Tensor, token_S: Tensor, place_TC: Tensor) -> Tensor:
-        ctx.save_for_backward(token_S, place_TC)
+        ctx.save_for_backward(token_S)
         return _add_up(x_SD, place_TC)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        token_S, _place_TC = ctx.saved_tensors
+        (token_S,) = ctx.saved_tensors
         return grads[0][token_S], None, None
 
 
