@@ -195,7 +195,7 @@ def test_grouped_products_are_asked_for_what_the_loop_computes(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         grouped = products()
-    assert sum(event.name == "aten::_grouped_mm" for event in profiler.events()) == 3
+    assert sum(event.name == "aten::_grouped_mm" for event in profiler.events() or ()) == 3
     for got, expected in zip(grouped, looped, strict=True):
         assert got.stride() == expected.stride()
         assert (got.float() - expected.float()).norm() <= 0.005 * expected.float().norm()

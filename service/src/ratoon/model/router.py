@@ -64,12 +64,11 @@ def _(logits_TE: Tensor, top_k: int, _is_normalized: bool) -> tuple[Tensor, Tens
 def _backward(
     dweight_TC: Tensor, logits_TE: Tensor, expert_TC: Tensor, is_normalized: bool
 ) -> Tensor:
-    q_TE, expert_TC = _softmax(logits_TE), expert_TC.long()
+    q_TE = _softmax(logits_TE)
     if is_normalized:
         # Weights that sum to 1 are a softmax over the chosen experts alone.
-        weight_TC = _weights(q_TE, expert_TC, is_normalized)
-        q_TE = torch.zeros_like(q_TE).scatter_(1, expert_TC, weight_TC)
-    dq_TE = torch.zeros_like(q_TE).scatter_(1, expert_TC, dweight_TC.to(q_TE.dtype))
+        q_TE = _by_expert(_weights(q_TE, expert_TC.long(), is_normalized), expert_TC, q_TE)
+    dq_TE = _by_expert(dweight_TC.to(q_TE.dtype), expert_TC, q_TE)
     dlogits_TE = q_TE * (dq_TE - (q_TE * dq_TE).sum(-1, keepdim=True))
     return dlogits_TE.to(logits_TE.dtype)
 
@@ -86,6 +85,16 @@ def _softmax(logits_TE: Tensor) -> Tensor:
 def _choose(probs_TE: Tensor, top_k: int) -> Tensor:
     """expert_TC; by a stable sort, for topk leaves open which of equal ones it takes."""
     return probs_TE.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+
+
+def _by_expert(x_TC: Tensor, expert_TC: Tensor, like_TE: Tensor) -> Tensor:
+    """Each value at its expert, zeros elsewhere. A scatter waits for the GPU where it is to be
+    deterministic."""
+    x_TE = torch.zeros_like(like_TE)
+    experts_E = torch.arange(like_TE.shape[1], device=like_TE.device)
+    for x_T, expert_T in zip(x_TC.unbind(1), expert_TC.unbind(1), strict=True):
+        x_TE = torch.where(expert_T[:, None] == experts_E, x_T[:, None], x_TE)
+    return x_TE
 
 
 def _weights(probs_TE: Tensor, expert_TC: Tensor, is_normalized: bool) -> Tensor:
