@@ -166,24 +166,31 @@ def exported_tensors(model: PolicyModel) -> dict[str, ExportedTensor]:
 def exported_values(model: PolicyModel, values: dict[str, Tensor]) -> dict[str, Tensor]:
     """Values of trained parameters, all or some, by the names and in the shapes of an export.
 
-    Fused experts have a tensor for each projection of each expert, as on the hub. All are the
-    values themselves or dense views of them.
+    All are the values themselves or, of fused experts, dense views of them.
     """
     if model.adapter is not None:
         from ratoon.model.lora import adapter_tensors
 
         return adapter_tensors(model.adapter, values)
-    exported: dict[str, Tensor] = {}
-    for name, value in values.items():
+    return part_experts(values)
+
+
+def part_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Fused experts as a view for each projection of each expert, as the hub has them.
+
+    What has such a name and another shape stays as it is.
+    """
+    parted: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
         experts, _, leaf = name.rpartition(".")
-        parts = _FUSED_EXPERTS.get(leaf)
-        if parts is None:
-            exported[name] = value
+        parts = _FUSED_EXPERTS.get(leaf, ())
+        if not parts or tensor.ndim != 3 or tensor.shape[1] % len(parts):
+            parted[name] = tensor
             continue
-        for expert, fused in enumerate(value.unbind()):
-            for part, rows in zip(parts, fused.chunk(len(parts)), strict=True):
-                exported[f"{experts}.{expert}.{part}.weight"] = rows
-    return exported
+        for expert, fused in enumerate(tensor.unbind()):
+            for part, rows in zip(parts, fused.tensor_split(len(parts)), strict=True):
+                parted[f"{experts}.{expert}.{part}.weight"] = rows
+    return parted
 
 
 def exported_like(model: PolicyModel) -> dict[str, Tensor]:
