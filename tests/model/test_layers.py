@@ -267,6 +267,7 @@ def test_adapters_are_part_of_the_graphs(tmp_path: Path, graphs: list[GraphModul
     assert len(graphs) == 3
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("dtype", [ModelDtype.FLOAT32, ModelDtype.BFLOAT16])
 def test_experts_are_part_of_the_graphs(
     tmp_path: Path, dtype: ModelDtype, graphs: list[GraphModule]
@@ -286,7 +287,7 @@ def test_experts_are_part_of_the_graphs(
     assert 0 < len(graphs) <= 2
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("model_type", [pytest.param("qwen3", marks=pytest.mark.more), "qwen3_moe"])
 @pytest.mark.parametrize("kept", [Kept.ATTENTION, Kept.NARROW, Kept.PRODUCTS])
 def test_what_a_compiled_layer_keeps_is_what_is_planned(
     tmp_path: Path, model_type: str, kept: Kept, graphs: list[GraphModule]
@@ -305,6 +306,7 @@ def test_what_a_compiled_layer_keeps_is_what_is_planned(
     assert graphs
 
 
+@pytest.mark.more
 def test_a_dense_layer_beside_experts_keeps_no_more_than_is_planned(
     tmp_path: Path, graphs: list[GraphModule]
 ) -> None:
