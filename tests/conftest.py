@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from tests.recorded import DATA, RecordedGroup, read_groups
 from tests.torch_settings import TorchSettings
@@ -140,3 +141,13 @@ def _recorded(name: str) -> tuple[RecordedGroup, ...]:
     if not path.is_file():
         pytest.skip(f"recorded rollouts are not on this machine: {path}")
     return read_groups(path)
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Every uninitialised allocation is NaN, also those inside torch's own operators."""
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(was_deterministic)

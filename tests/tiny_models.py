@@ -21,7 +21,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-# All have grouped queries; qwen3 and mistral tie the embeddings.
+# All have grouped queries; qwen3 and mistral tie the embeddings. And there is qwen3_moe_mixed.
 ARCHITECTURES = ("qwen3", "qwen3_untied", "qwen2", "llama", "mistral", "qwen3_moe")
 
 
@@ -67,7 +67,7 @@ def _config(architecture: str, vocab_size: int, num_heads: int) -> PretrainedCon
         return LlamaConfig(**{**common, "num_key_value_heads": 1})
     if architecture == "mistral":
         return MistralConfig(**{**common, "sliding_window": None, "tie_word_embeddings": True})
-    assert architecture == "qwen3_moe"
+    assert architecture in ("qwen3_moe", "qwen3_moe_mixed")
     experts: dict[str, Any] = {
         "head_dim": 8,
         "num_experts": 4,
@@ -76,4 +76,6 @@ def _config(architecture: str, vocab_size: int, num_heads: int) -> PretrainedCon
         "decoder_sparse_step": 1,
         "norm_topk_prob": True,
     }
-    return Qwen3MoeConfig(**{**common, **experts})
+    # The first of the two layers is dense, and wider than the experts of a token.
+    mixed = {"mlp_only_layers": [0], "intermediate_size": 48}
+    return Qwen3MoeConfig(**common | experts | (mixed if architecture.endswith("mixed") else {}))

@@ -108,7 +108,7 @@ def measure(
         "temp_folder": str(root / "ray"),
     }
     start = time.monotonic()
-    elsewhere = {} if weights_root is None else {"weights_root": str(weights_root)}
+    elsewhere: dict[str, Any] = {} if weights_root is None else {"weights_root": str(weights_root)}
     with Service(root, worker=worker_settings(plan, device), ray=ray, **elsewhere) as service:
         rows: list[Row] = []
         payload = {

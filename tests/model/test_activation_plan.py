@@ -28,6 +28,19 @@ QWEN3_8B = DecoderSizes(
     element_bytes=2,
     head_is_trained=True,
 )
+QWEN3_30B = DecoderSizes(
+    num_layers=48,
+    hidden_size=2048,
+    mlp_size=8 * 768,
+    num_heads=32,
+    num_kv_heads=4,
+    head_dim=128,
+    vocab_size=151936,
+    element_bytes=2,
+    head_is_trained=True,
+    num_experts=128,
+    experts_per_token=8,
+)
 SMALL = dataclasses.replace(
     QWEN3_8B, num_layers=3, hidden_size=8, mlp_size=24, num_heads=2, num_kv_heads=1, head_dim=4,
     vocab_size=16,
@@ -42,6 +55,22 @@ def test_bytes_of_a_token_are_those_of_its_tensors() -> None:
     narrow = QWEN3_8B.kept_bytes(Kept.ATTENTION) + 2 * (4096 + 2 * 1024 + 4096)
     assert QWEN3_8B.kept_bytes(Kept.NARROW) == narrow
     assert QWEN3_8B.kept_bytes(Kept.PRODUCTS) == narrow + 2 * (2 * 12288)
+
+
+def test_bytes_of_a_routed_token_are_those_of_its_tensors() -> None:
+    # Input 2048, output of attention 4096, 32 fp32 log-sum-exps; of 8 experts the weight, the
+    # number (int16), the row and whose it is (int32).
+    attention = 2 * (2048 + 4096) + 4 * 32 + 8 * (2 + 2 + 4 + 4)
+    assert QWEN3_30B.kept_bytes(Kept.ATTENTION) == attention
+    # q 4096, k and v 512 each, output projection 2048, logits of 128 experts.
+    narrow = attention + 2 * (4096 + 2 * 512 + 2048 + 128)
+    assert QWEN3_30B.kept_bytes(Kept.NARROW) == narrow
+    # Gate and up of 8 experts; the rows that go in and come out are not kept.
+    assert QWEN3_30B.kept_bytes(Kept.PRODUCTS) == narrow + 2 * 8 * 2 * 768
+    # The product, its gradient, those of gate and up; 4 hidden, 8 rows in, gradients of 8 out.
+    working = 2 * (4 * 8 * 768 + 4 * 2048 + 2 * 8 * 2048)
+    assert QWEN3_30B.working_bytes(Kept.PRODUCTS) == working
+    assert QWEN3_30B.working_bytes(Kept.NARROW) == working + 2 * 2 * 8 * 768
 
 
 def test_peak_of_one_layer_by_hand() -> None:

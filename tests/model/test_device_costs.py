@@ -18,7 +18,7 @@ from ratoon.model.device_costs import (
 from ratoon.model.token_limits import token_limits
 from ratoon.rollout.costs import Work
 from ratoon.rollout.packed import Stage
-from tests.model.test_activation_plan import QWEN3_8B
+from tests.model.test_activation_plan import QWEN3_8B, QWEN3_30B
 
 GIB = 2**30
 NOTHING = DeviceRates(
@@ -67,6 +67,17 @@ def test_each_price_is_work_over_its_rate() -> None:
     )
     assert adapters.token == 4.0 * parameters
     assert device_costs(frozen, H200_RATES, layers_are_trained=False).call < 0.05
+
+
+def test_a_token_pays_for_its_own_experts_and_a_call_for_all() -> None:
+    other = 2048 * 128 * (32 + 4 + 4 + 32) + 2048 * 128
+    expert = 3 * 2048 * 768
+    linear = device_costs(QWEN3_30B, dataclasses.replace(NOTHING, linear_flops=1.0))
+    assert linear.token == 6.0 * 48 * (other + 8 * expert)
+    memory = device_costs(QWEN3_30B, dataclasses.replace(NOTHING, memory_bytes=1.0))
+    assert memory.call == (48 * (other + 128 * expert) + 2 * 151_936 * 2048) * 12
+    # Rows of 8 experts are gathered three times, each read and written, and added up twice.
+    assert memory.token == 48 * 2 * (24 * 2048 + 9 * 8 * 768 + (3 * 2 + 2) * 8 * 2048)
 
 
 def test_recomputation_costs_more_the_more_is_held() -> None:

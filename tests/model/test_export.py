@@ -12,10 +12,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.core_model_loading import revert_weight_conversion
 
 from ratoon.errors import ErrorCode
-from ratoon.model.export import export_weights
+from ratoon.model.export import export_weights, exported_values
 from ratoon.model.policy_model import PolicyModel
+from ratoon.model.safetensors_files import WEIGHTS_NAME, write_files
 from ratoon.model.spec import ModelDtype, PresetBase
 from ratoon.stream.files import digest_file
 from tests.model.builders import (
@@ -113,11 +115,28 @@ def test_tied_embedding_is_written_once(tmp_path: Path) -> None:
     assert "lm_head.weight" not in names
 
 
-def test_experts_are_written_one_by_one(tmp_path: Path) -> None:
-    export(load(write_folder(tmp_path / "base", "qwen3_moe")), tmp_path / "out")
-    assert "model.layers.1.mlp.experts.3.down_proj.weight" in load_file(
-        tmp_path / "out" / "model.safetensors"
-    )
+def test_experts_are_written_one_by_one_as_transformers_does(tmp_path: Path) -> None:
+    model = load(write_folder(tmp_path / "base", "qwen3_moe"), dtype=ModelDtype.BFLOAT16)
+    export(model, tmp_path / "out")
+    written = tmp_path / "out" / "model.safetensors"
+    assert "model.layers.1.mlp.experts.3.down_proj.weight" in load_file(written)
+    (tmp_path / "theirs").mkdir()
+    state = dict(model.module.state_dict())
+    theirs = revert_weight_conversion(model.module, state)
+    write_files(tmp_path / "theirs", {WEIGHTS_NAME: theirs})
+    assert written.read_bytes() == (tmp_path / "theirs" / "model.safetensors").read_bytes()
+
+
+def test_what_is_written_is_no_copy(tmp_path: Path) -> None:
+    """Of dense rows in the memory of its parameter, which experts are parted in."""
+    model = load(write_folder(tmp_path / "base", "qwen3_moe"))
+    values = {name: parameter.detach() for name, parameter in model.named_trainable().items()}
+    exported = exported_values(model, values)
+    assert sum(each.numel() for each in exported.values()) == model.info().num_parameters
+    memory = {value.untyped_storage().data_ptr() for value in values.values()}
+    for value in exported.values():
+        assert value.is_contiguous()
+        assert value.untyped_storage().data_ptr() in memory
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])

@@ -10,9 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ratoon.errors import ErrorCode
-from ratoon.model.loader import _load_folder, experts_implementation
+from ratoon.model.experts import EXPERTS_NAME
 from ratoon.model.spec import FullTuning, LoraTuning, ModelDtype, PresetBase
-from ratoon.model.support import read_config
 from tests.model.builders import (
     FULL,
     LORA,
@@ -198,23 +197,22 @@ def test_tied_configuration_with_a_head_of_its_own_is_refused(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_every_architecture_loads_as_for_a_gpu(
-    tmp_path: Path, architecture: str, dtype: torch.dtype
+def test_experts_run_as_ours_in_every_architecture_that_has_them(
+    tmp_path: Path, architecture: str
 ) -> None:
-    """Those without experts refuse to be told how to run them."""
-    folder = write_folder(tmp_path / "base", architecture)
-    module = _load_folder(folder, dtype, torch.device("cuda"))
-    assert {parameter.dtype for parameter in module.parameters()} == {dtype}
-    if architecture == "qwen3_moe":
-        is_grouped = module.config._experts_implementation == "grouped_mm"
-        assert is_grouped == (dtype is torch.bfloat16)
+    """Those without refuse to be told how to run them."""
+    module = load(write_folder(tmp_path / "base", architecture)).module
+    is_ours = module.config._experts_implementation == EXPERTS_NAME
+    assert is_ours == (architecture == "qwen3_moe")
 
 
-def test_experts_of_a_width_that_products_refuse_run_one_after_the_other(tmp_path: Path) -> None:
-    config = read_config(write_folder(tmp_path / "base", "qwen3_moe"))
-    gpu = torch.device("cuda")
-    assert experts_implementation(config, gpu, torch.bfloat16) == "grouped_mm"
-    assert experts_implementation(config, torch.device("cpu"), torch.bfloat16) == "eager"
-    config.moe_intermediate_size = 12
-    assert experts_implementation(config, gpu, torch.bfloat16) == "eager"
+def test_fused_experts_load_as_those_of_one_tensor_each(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "base", "qwen3_moe")
+    expected = load(folder).module.state_dict()
+    assert "model.layers.0.mlp.experts.gate_up_proj" in expected
+    weights = folder / "model.safetensors"
+    assert not expected.keys() <= load_file(weights).keys()
+    save_file({name: value.float() for name, value in expected.items()}, weights)
+    found = load(folder).module.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())

@@ -110,6 +110,34 @@ def test_float32_values_of_any_architecture_become_the_masters(
     assert_equal(masters_of(state_of(trainer)), weights_of(theirs))
 
 
+def test_fused_experts_are_those_of_one_tensor_each(tmp_path: Path) -> None:
+    base = FolderBase(folder=str(write_folder(tmp_path / "base", "qwen3_moe")))
+    trainer = trainer_of(base)
+    update(trainer, 0)
+    fused = {
+        name: value.detach().clone() for name, value in trainer.model.named_trainable().items()
+    }
+    apart = export(trainer, tmp_path / "apart")
+    assert not fused.keys() <= load_file(apart / WEIGHTS).keys()
+    (tmp_path / "fused").mkdir()
+    save_file(fused, tmp_path / "fused" / WEIGHTS)
+    found, expected = (trainer.read_weights(tmp_path / each, "") for each in ("fused", "apart"))
+    assert_equal(found.values, expected.values)
+    assert found.num_tensors == expected.num_tensors > len(fused)
+    # One of both kinds, in one file, and one of another shape.
+    experts = "model.layers.0.mlp.experts"
+    both = fused | {f"{experts}.0.up_proj.weight": torch.zeros(16, 16)}
+    save_file(both, tmp_path / "fused" / WEIGHTS)
+    with pytest.raises(RatoonError, match="there twice"):
+        trainer.read_weights(tmp_path / "fused", "")
+    for shape in ((), (3, 32, 16), (4, 31, 16), (4, 0, 16), (4, 32)):
+        odd = fused | {f"{experts}.gate_up_proj": torch.zeros(shape)}
+        save_file(odd, tmp_path / "fused" / WEIGHTS)
+        with pytest.raises(RatoonError) as caught:
+            trainer.read_weights(tmp_path / "fused", "")
+        assert caught.value.code is ErrorCode.INVALID_ARGUMENT
+
+
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
 def test_sharded_files_of_both_dtypes_are_one_folder(tmp_path: Path, architecture: str) -> None:
     base = FolderBase(folder=str(write_folder(tmp_path / "base", architecture)))

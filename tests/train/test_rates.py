@@ -88,6 +88,8 @@ def test_rates_are_work_over_the_median_of_seconds() -> None:
             "head_flops": 6 * 20 * 100 * 64 / 9,
             "memory_bytes": 2 * 4096 / 12,
             "layer_call_s": 15.0,
+            "link_bytes": H200_RATES.link_bytes,
+            "exchange_s": H200_RATES.exchange_s,
         }
     )
 

@@ -25,13 +25,16 @@ LOGIT_BYTES = 640 * 2**20
 DLOGIT_BYTES = 1280 * 2**20
 # Of the layers whose activations are on the host: on the device while one runs backward.
 _LAYERS_UNDER_WAY = 2
+# Of one expert of one token, beside its weight: which it is, its row, and whose row that is.
+_ROUTE_BYTES = 2 + 4 + 4
 
 
 class Kept(StrEnum):
-    """Of a decoder layer. ATTENTION: its input, attention's output and log-sum-exp; the rest runs
-    again. NARROW: also the outputs of its products, but for the wide ones into the MLP. PRODUCTS:
-    of those too, so that only elementwise operations run again. HOST: as ATTENTION, but in the
-    memory of the host meanwhile."""
+    """Of a decoder layer. ATTENTION: its input, attention's output and log-sum-exp, and the routes
+    of its tokens; the rest runs again. NARROW: also the outputs of its products, but for the wide
+    ones into the MLP or its experts. PRODUCTS: of those too, so that only elementwise operations
+    run again, and rows of experts are gathered again. HOST: as ATTENTION, but in the memory of the
+    host meanwhile."""
 
     HOST = "host"
     ATTENTION = "attention"
@@ -41,7 +44,8 @@ class Kept(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSizes:
-    """Sizes that decide the bytes. `mlp_size`: intermediate features that a token passes.
+    """Sizes that decide the bytes. `mlp_size`: intermediate features that a token passes, of all
+    its experts together. `num_experts`: of a layer; 1 and 1 per token where it is dense.
 
     `num_ranks` run a micro-batch together: bytes are then of one of its own tokens.
     """
@@ -55,6 +59,8 @@ class DecoderSizes:
     vocab_size: int
     element_bytes: int
     head_is_trained: bool
+    num_experts: int = 1
+    experts_per_token: int = 1
     # Of gradients that stay in the parameters' own dtype until the end of the backward; 0 where
     # they are added to sums that are there already.
     layer_gradient_bytes: int = 0
@@ -84,23 +90,42 @@ class DecoderSizes:
         elements = self.hidden_size + heads
         if kept in (Kept.NARROW, Kept.PRODUCTS):
             elements += heads + 2 * self.num_kv_heads * self.head_dim + self.hidden_size
+            elements += self.router_size
         if kept is Kept.PRODUCTS:
             elements += 2 * self.mlp_size
-        return elements * self.element_bytes + 4 * self.num_heads
+        routes = self.experts_per_token * (self.element_bytes + _ROUTE_BYTES)
+        other_bytes = 4 * self.num_heads + routes * self.is_routed
+        return elements * self.element_bytes + other_bytes
 
     def working_bytes(self, kept: Kept) -> int:
         """Bytes of one token while the backward of one layer runs.
 
         The MLP's product, its gradient and those of gate and up; gate and up where they run again.
-        Of several ranks no less than attention's: what enters its backward twice, by tokens and by
-        heads, and gradients in float32.
+        Of experts also the rows that go in, and the gradients of those that come out. Of several
+        ranks no less than attention's: what enters its backward twice, by tokens and by heads, and
+        gradients in float32.
         """
         wide = 4 if kept is Kept.PRODUCTS else 6
-        elements = wide * self.mlp_size + 4 * self.hidden_size
+        elements = wide * self.mlp_size + 4 * self.hidden_size + 2 * self.rows_size
         if self.num_ranks > 1:
             keys = 2 * self.num_kv_heads * self.key_copies
             elements = max(elements, (10 * self.num_heads + 6 * keys) * self.head_dim)
         return elements * self.element_bytes
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether the MLP is one of experts."""
+        return self.num_experts > 1
+
+    @property
+    def router_size(self) -> int:
+        """Logits of a token; 0 of a dense model."""
+        return self.num_experts * self.is_routed
+
+    @property
+    def rows_size(self) -> int:
+        """Features of a token's rows, one as wide as its hidden state per expert; 0 if dense."""
+        return self.experts_per_token * self.hidden_size * self.is_routed
 
     @property
     def stay_bytes(self) -> int:

@@ -22,6 +22,9 @@ PAIR_FLOPS = 14
 # residuals and positions of a hidden state; the gated product of the MLP.
 _HIDDEN_PASSES = 24
 _MLP_PASSES = 9
+# The same of the rows of experts, as wide as a hidden state: three gathers, which read and write,
+# and two sums.
+_ROW_PASSES = 8
 # Steps of held tokens between which the cost of running again is interpolated.
 _NUM_STEPS = 32
 
@@ -76,18 +79,23 @@ def device_costs(
     """Costs where every product is kept; `with_recompute` adds what memory makes of them.
 
     A weight costs 2 FLOPs a token forward, 2 for the gradient of its input and 2 for its own where
-    it is trained. `layers_are_trained` False: of adapters, whose own weights are left out. Where
-    several ranks run a micro-batch together, each of them adds gradients of all weights; copies
-    between them hide behind nothing.
+    it is trained; of experts, those that a token visits. `layers_are_trained` False: of adapters,
+    whose own weights are left out. Where several ranks run a micro-batch together, each of them
+    adds gradients of all weights; copies between them hide behind nothing.
     """
     num_ranks = sizes.num_ranks
     layers, heads = sizes.num_layers, sizes.num_heads * sizes.head_dim
-    weights = layers * (_attention_weights(sizes) + 3 * sizes.hidden_size * sizes.mlp_size)
+    mlp_weights = 3 * sizes.hidden_size * sizes.mlp_size
+    other_weights = _attention_weights(sizes) + sizes.hidden_size * sizes.router_size
+    weights = layers * (other_weights + mlp_weights)
+    all_mlp_weights = mlp_weights * sizes.num_experts // sizes.experts_per_token
     head_weights = sizes.vocab_size * sizes.hidden_size
     element = sizes.element_bytes
     elementwise = _HIDDEN_PASSES * sizes.hidden_size + _MLP_PASSES * sizes.mlp_size
+    elementwise += _ROW_PASSES * sizes.rows_size
     # A gradient is written, read, and added to a sum in float32; the embedding's like the head's.
-    trained = weights * layers_are_trained + 2 * head_weights * sizes.head_is_trained
+    trained = layers * (other_weights + all_mlp_weights) * layers_are_trained
+    trained += 2 * head_weights * sizes.head_is_trained
     # Of a resident token: keys and values read forward and backward, their gradients added to.
     key_value = 2 * sizes.num_kv_heads * sizes.key_copies * sizes.head_dim
     # Of each rank's share of the tokens, what other ranks have the heads of.

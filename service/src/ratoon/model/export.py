@@ -6,7 +6,7 @@ the base's.
 
 from __future__ import annotations
 
-import copy
+import functools
 import mmap
 import shutil
 import weakref
@@ -24,8 +24,6 @@ import numpy as np
 import psutil
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.model.loader import TORCH_DTYPES, quiet_transformers
@@ -49,6 +47,9 @@ _COPIED_FILES = (
 )
 
 _ADAPTER_NAME = "adapter_model.safetensors"
+# Of experts that are one parameter [E, F, D]: what lies one after the other in the features F.
+_FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
 _PAGE_BYTES = 4096
 _NUM_THREADS = 8
 
@@ -152,13 +153,7 @@ def _export_files(
     values: dict[str, Tensor],
     files: Mapping[str, Sequence[str]],
 ) -> dict[str, str]:
-    """Write some files, of which the `values` are at least those that they need.
-
-    Fused experts are in the one-tensor-an-expert form of the hub.
-    """
-    if getattr(model.config, "num_experts", 0):
-        # To part experts takes as much memory as they do: the host's.
-        values = {name: value.to("cpu", copy=False) for name, value in values.items()}
+    """Write some files, of which the `values` are at least those that they need."""
     tensors = exported_values(model, values)
     return write_files(
         folder, {file: {name: tensors[name] for name in names} for file, names in files.items()}
@@ -249,12 +244,33 @@ def exported_tensors(model: PolicyModel) -> dict[str, ExportedTensor]:
 
 
 def exported_values(model: PolicyModel, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Values of trained parameters, all or some, by the names and in the shapes of an export."""
+    """Values of trained parameters, all or some, by the names and in the shapes of an export.
+
+    All are the values themselves or, of fused experts, dense views of them.
+    """
     if model.adapter is not None:
         from ratoon.model.lora import adapter_tensors
 
         return adapter_tensors(model.adapter, values)
-    return revert_weight_conversion(model.module, values)
+    return part_experts(values)
+
+
+def part_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Fused experts as a view for each projection of each expert, as the hub has them.
+
+    What has such a name and another shape stays as it is.
+    """
+    parted: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        experts, _, leaf = name.rpartition(".")
+        parts = _FUSED_EXPERTS.get(leaf, ())
+        if not parts or tensor.ndim != 3 or tensor.shape[1] % len(parts):
+            parted[name] = tensor
+            continue
+        for expert, fused in enumerate(tensor.unbind()):
+            for part, rows in zip(parts, fused.tensor_split(len(parts)), strict=True):
+                parted[f"{experts}.{expert}.{part}.weight"] = rows
+    return parted
 
 
 def exported_like(model: PolicyModel) -> dict[str, Tensor]:
@@ -265,33 +281,26 @@ def exported_like(model: PolicyModel) -> dict[str, Tensor]:
 def imported_values(model: PolicyModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What `tensors`, named and shaped as in an export, are by the names of `named_trainable()`.
 
-    On the CPU, with their bits, but that of a model with experts all are as wide as the widest.
+    On the CPU, with their bits; a fused parameter is as wide as the widest of its parts.
     """
-    if model.adapter is None and getattr(model.config, "num_experts", 0):
-        return _fused(model, tensors)
-    trainable = _on_meta(model)
-    names = {id(tensor): name for name, tensor in trainable.items()}
-    exported = exported_values(model, trainable)
-    return {names[id(exported[name])]: tensor for name, tensor in tensors.items()}
+    return {name: _imported(model, name, like, tensors) for name, like in _on_meta(model).items()}
+
+
+def _imported(model: PolicyModel, name: str, like: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+    parts = [tensors[part] for part in exported_values(model, {name: like})]
+    if len(parts) == 1 and parts[0].shape == like.shape:
+        return parts[0]
+    dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))
+    fused = torch.empty(like.shape, dtype=dtype)
+    # An exported tensor is a view of its parameter.
+    views = exported_values(model, {name: fused}).values()
+    for view, part in zip(views, parts, strict=True):
+        view.copy_(part)
+    return fused
 
 
 def _on_meta(model: PolicyModel) -> dict[str, Tensor]:
     return {name: p.detach().to("meta") for name, p in model.named_trainable().items()}
-
-
-def _fused(model: PolicyModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """One tensor an expert to fused ones, by the code that loads a folder of them."""
-    dtypes = {tensor.dtype for tensor in tensors.values()}
-    with torch.random.fork_rng(devices=[]), quiet_transformers():
-        loaded = cast("Any", type(model.module)).from_pretrained(
-            None,
-            config=copy.deepcopy(model.config),
-            state_dict=dict(tensors),
-            dtype=dtypes.pop() if len(dtypes) == 1 else torch.float32,
-            local_files_only=True,
-        )
-    module = cast("PreTrainedModel", loaded)
-    return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
 
 def _trained_values(model: PolicyModel, state: Mapping[str, Tensor] | None) -> dict[str, Tensor]:

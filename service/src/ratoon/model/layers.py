@@ -4,9 +4,9 @@ What is kept, and whether a layer is compiled, changes no result beyond the roun
 elementwise operations; without either, the bits are those of the layer itself. In deterministic
 mode the bits of compiled layers do not depend on what the process ran before.
 
-What runs again is chosen by operation (torch's selective activation checkpointing): attention never
-does, a matrix product unless it is kept. Compiled, each kind is one graph for all layers, and what
-runs again is fused into the backward's kernels.
+What runs again is chosen by operation (torch's selective activation checkpointing): attention and
+routing never do, a matrix product unless it is kept. Compiled, each kind is one graph for all
+layers, and what runs again is fused into the backward's kernels.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class DecoderLayers:
         is_deterministic: bool,
         precision: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        """`wide_features`: outputs of the products that NARROW leaves out; `precision`: a context
-        in which a layer that runs again has to be."""
+        """`wide_features`: outputs of the products that NARROW leaves out, beside those of experts;
+        `precision`: a context in which a layer that runs again has to be."""
         # None: everything that autograd keeps, where nothing is compiled.
         self.kept: tuple[Kept, ...] | None = None
         self._is_compiled = is_compiled
@@ -208,14 +208,25 @@ def _policy(
 ) -> CheckpointPolicy:
     """Which operations' results a layer of this kind keeps."""
     ops = torch.ops
-    ratoon = ops.ratoon
-    attention = (ratoon.tree_attention, ratoon.stage_attention, ratoon.sequence_attention)
-    if operation in [each.default for each in attention]:
+    if operation in _always_kept():
         return CheckpointPolicy.MUST_SAVE
-    products = (ops.aten.mm.default, ops.aten.addmm.default, ops.aten._grouped_mm.default)
+    products = (ops.aten.mm.default, ops.aten.addmm.default, ops.ratoon.grouped_linear.default)
     if kept == Kept.ATTENTION or operation not in products:
         return CheckpointPolicy.PREFER_RECOMPUTE
     weight = args[2] if operation is ops.aten.addmm.default else args[1]
-    if kept == Kept.NARROW and weight.shape[-1] == int(wide_features):
+    is_grouped = operation is ops.ratoon.grouped_linear.default
+    if kept == Kept.NARROW and (is_grouped or weight.shape[-1] == int(wide_features)):
         return CheckpointPolicy.PREFER_RECOMPUTE
     return CheckpointPolicy.MUST_SAVE
+
+
+def _always_kept() -> tuple[Any, ...]:
+    """Operations that never run twice: attention, and which experts a token visits."""
+    ops = torch.ops.ratoon
+    return (
+        ops.tree_attention.default,
+        ops.stage_attention.default,
+        ops.sequence_attention.default,
+        ops.route.default,
+        ops.sort_by_expert.default,
+    )

@@ -17,8 +17,10 @@ from transformers.utils import logging as transformers_logging
 
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.model.attention import ATTENTION_NAME, register_tree_attention
+from ratoon.model.experts import EXPERTS_NAME, register_grouped_experts
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.presets import build_preset
+from ratoon.model.router import replace_routers
 from ratoon.model.spec import LoraTuning, ModelDtype, ModelSpec, PresetBase
 from ratoon.model.support import read_config, unsupported
 from ratoon_kernels import BackendUnavailableError, select_backend
@@ -43,19 +45,19 @@ def load_model(
 
     `attention_backend` is a name of the kernels' registry, "" for the best one. `keep_reference`
     copies the initial weights for `PolicyModel.reference` (LoRA needs no copy: its reference is the
-    base). `compile_layers` fuses their elementwise operations (by torch.compile, on GPUs), but for
-    experts that run one after the other.
+    base). `compile_layers` fuses their elementwise operations (by torch.compile, on GPUs).
 
     Raises INVALID_ARGUMENT (no such preset, unreadable folder, wrong adapter settings) and
     UNSUPPORTED (a model feature, an adapter target or an attention backend that is not served).
     """
     register_tree_attention()
+    register_grouped_experts()
     dtype = TORCH_DTYPES[spec.dtype]
     if isinstance(spec.base, PresetBase):
         module, name = build_preset(spec.base.name, spec.seed), spec.base.name
     else:
         folder = Path(spec.base.folder)
-        module, name = _load_folder(folder, dtype, device), folder.name
+        module, name = _load_folder(folder, dtype), folder.name
     _cast_parameters(module, dtype)
     backend = _select_backend(
         module.config, attention_backend, device, dtype, deterministic=deterministic
@@ -74,17 +76,15 @@ def load_model(
         frozen=frozen,
         attention_backend=backend,
         deterministic=deterministic,
-        # What asks the device cannot be one graph.
-        compile_layers=compile_layers
-        and experts_implementation(module.config, device, dtype) != "eager",
+        compile_layers=compile_layers,
     )
 
 
-def _load_folder(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def _load_folder(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     config = read_config(folder)
-    experts = experts_implementation(config, device, dtype)
     # Models without experts refuse to be told.
-    settings = {} if experts is None else {"experts_implementation": experts}
+    has_experts = getattr(config, "num_experts", 0)
+    settings = {"experts_implementation": EXPERTS_NAME} if has_experts else {}
     try:
         with torch.random.fork_rng(devices=[]), quiet_transformers():
             loaded = cast("Any", AutoModelForCausalLM).from_pretrained(
@@ -106,24 +106,10 @@ def _load_folder(folder: Path, dtype: torch.dtype, device: torch.device) -> PreT
             got = f"{len(keys)} {kind.replace('_', ' ')}, the first {keys[0]}"
             raise invalid("model_folder", got, "every weight of the model and no other")
     _check_tie(module)
+    replace_routers(module)
     # Generation settings are the sampler's: export copies the folder's own file.
     module.generation_config = GenerationConfig.from_model_config(module.config)
     return module
-
-
-def experts_implementation(
-    config: PreTrainedConfig, device: torch.device, dtype: torch.dtype
-) -> str | None:
-    """How a model runs its experts, by transformers' names; None: it has none.
-
-    Grouped matrix products know neither float64 nor, everywhere, the CPU, and want rows of whole 16
-    bytes. One expert after the other (eager) asks the device which of them have tokens.
-    """
-    if not getattr(config, "num_experts", 0):
-        return None
-    widths: tuple[int, ...] = (config.hidden_size, config.moe_intermediate_size)
-    can_group = device.type == "cuda" and dtype is torch.bfloat16
-    return "grouped_mm" if can_group and all(width % 8 == 0 for width in widths) else "eager"
 
 
 def _check_tie(module: PreTrainedModel) -> None:

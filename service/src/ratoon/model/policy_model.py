@@ -21,7 +21,7 @@ from ratoon.model.float64 import Float64Math
 from ratoon.model.layers import DecoderLayers
 from ratoon.model.sequence_attention import SequenceAttention
 from ratoon.model.sequence_group import ALONE, SequenceGroup
-from ratoon.model.sizes import decoder_sizes, wide_features
+from ratoon.model.sizes import decoder_sizes
 from ratoon.model.spec import ModelDtype, ModelInfo, ModelSpec
 from ratoon.model.stage_plan import HeldTokens, StreamTokens, plan_forward
 from ratoon.model.streamed_attention import AttentionStream
@@ -196,7 +196,7 @@ class PolicyModel:
     def _take_layers(self, module: PreTrainedModel, *, is_compiled: bool) -> DecoderLayers:
         return DecoderLayers(
             cast("Any", module).get_decoder().layers,
-            wide_features=wide_features(self.config),
+            wide_features=cast("int", self.config.intermediate_size),
             is_compiled=is_compiled,
             is_deterministic=self._deterministic,
             precision=self._precision,

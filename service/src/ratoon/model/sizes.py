@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ratoon.model.activation_plan import DecoderSizes
 
@@ -14,23 +14,24 @@ def decoder_sizes(module: PreTrainedModel) -> DecoderSizes:
     config = cast("Any", module.config)
     weight = cast("Any", module.get_output_embeddings()).weight
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    experts_per_token = getattr(config, "num_experts_per_tok", None) or 1
-    mlp_size = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    num_experts = getattr(config, "num_experts", None) or 1
+    experts_per_token = config.num_experts_per_tok if num_experts > 1 else 1
+    mlp_size = config.intermediate_size
+    if num_experts > 1:
+        # Some layers may be dense.
+        routed_size = experts_per_token * config.moe_intermediate_size
+        has_dense = config.decoder_sparse_step > 1 or config.mlp_only_layers
+        mlp_size = max(routed_size, mlp_size) if has_dense else routed_size
     return DecoderSizes(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
-        mlp_size=mlp_size * experts_per_token,
+        mlp_size=mlp_size,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=head_dim,
         vocab_size=weight.shape[0],
         element_bytes=weight.element_size(),
         head_is_trained=weight.requires_grad,
+        num_experts=num_experts,
+        experts_per_token=experts_per_token,
     )
-
-
-def wide_features(config: PreTrainedConfig) -> int:
-    """Outputs of the widest products into the MLP; gate and up of routed experts are one."""
-    any_config = cast("Any", config)
-    moe_size = getattr(any_config, "moe_intermediate_size", None)
-    return int(2 * moe_size if moe_size else any_config.intermediate_size)

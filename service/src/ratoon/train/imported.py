@@ -16,7 +16,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from ratoon.errors import invalid, shown
-from ratoon.model.export import exported_like, imported_values
+from ratoon.model.export import exported_like, imported_values, part_experts
 from ratoon.model.policy_model import PolicyModel
 from ratoon.stream.files import digest_bytes, digest_file
 from ratoon.train.optim.adamw import are_finite
@@ -31,8 +31,8 @@ _MAX_HEADER_BYTES = 2**27
 class ImportedWeights:
     """`values`: by the names of `named_trainable()`, bfloat16 or float32, finite, on the CPU.
 
-    `digest`: of the files' names and bytes, 32 hexadecimal digits. Tensors are counted, and their
-    `dtypes` named, as the files have them.
+    `digest`: of the files' names and bytes, 32 hexadecimal digits. Tensors are counted as an export
+    has them, their `dtypes` are those of the files.
     """
 
     values: dict[str, Tensor]
@@ -46,8 +46,8 @@ def read_weights(model: PolicyModel, folder: Path, digest: str) -> ImportedWeigh
     """Read `folder` for `model`; `digest`: of the files that it must have, "": any.
 
     Takes as much of the host's memory as all files and the largest of them. Raises INVALID_ARGUMENT
-    naming the file or tensor: names and shapes must be those of the model's export, values bfloat16
-    or float32, and finite.
+    naming the file or tensor: names and shapes must be those of the model's export, where experts
+    may be fused, values bfloat16 or float32, and finite.
     """
     expected = exported_like(model)
     try:
@@ -102,9 +102,11 @@ def _add(tensors: dict[str, Tensor], file: str, data: bytes) -> None:
     except (SafetensorError, KeyError, ValueError) as err:
         got = f"no safetensors file that can be read ({shown(str(err))})"
         raise invalid(f"{_FIELD}/{shown(file)}", got, "one") from err
-    if twice := found.keys() & tensors.keys():
-        raise invalid(_of(min(twice)), "in two files", "each tensor once")
-    tensors.update(found)
+    for name, tensor in found.items():
+        parts = part_experts({name: tensor})
+        if twice := parts.keys() & tensors.keys():
+            raise invalid(_of(min(twice)), "there twice", "each tensor once")
+        tensors.update(parts)
 
 
 def _check(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

@@ -1,0 +1,185 @@
+"""Routed experts as an implementation of transformers' interface: rows sorted by expert, and one
+product for all experts.
+
+A token has a row for each expert that it visits. Rows are gathered by a stable sort and added up
+again in the order of the token's experts, and each of the two is the other's backward: nothing is
+added in an order that is left open, and no float by atomics.
+
+T tokens, E experts, C experts of a token, S = T * C rows, D features of the model, F features of a
+product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers.integrations.moe import ExpertsInterface
+
+from ratoon.model.path_stacks import accumulation_dtype
+
+EXPERTS_NAME = "ratoon_grouped"
+
+# Grouped products on a GPU want rows of whole 16 bytes.
+_ROW_MULTIPLE = 8
+# Of GPUs whose grouped products write zeros for the weight gradient of an expert without rows.
+_ZEROING_CAPABILITIES = ((9, 0),)
+
+
+def register_grouped_experts() -> None:
+    """Make `experts_implementation="ratoon_grouped"` known to transformers; once or more often."""
+    ExpertsInterface.register(EXPERTS_NAME, grouped_experts)
+
+
+def grouped_experts(
+    module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """[T, D], experts [T, C] and their weights [T, C] -> the weighted sums of experts, [T, D].
+
+    The weight multiplies before the product `down`, where a row is narrower than after it.
+    """
+    order_S, place_TC, stop_E = sort_by_expert(top_k_index, module.num_experts)
+    token_S = order_S // top_k_index.shape[1]
+    x_SD = _to_rows(hidden_states, token_S, place_TC)
+    weight_S1 = _to_rows(top_k_weights.reshape(-1, 1), order_S, place_TC.reshape(-1, 1))
+    gate_SF, up_SF = grouped_linear(x_SD, module.gate_up_proj, stop_E).chunk(2, dim=-1)
+    product_SF = module.act_fn(gate_SF) * up_SF * weight_S1
+    return _to_tokens(grouped_linear(product_SF, module.down_proj, stop_E), token_S, place_TC)
+
+
+@torch.library.custom_op("ratoon::sort_by_expert", mutates_args=())
+def sort_by_expert(expert_TC: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows of each expert in the order of their tokens, one expert after the other.
+
+    Returns int32: order_S, for each row its index among the T * C choices; place_TC, for each
+    choice its row; stop_E, where the rows of each expert stop.
+    """
+    sorted_S, order_S = expert_TC.flatten().sort(stable=True)
+    experts_E = torch.arange(num_experts, dtype=expert_TC.dtype, device=expert_TC.device)
+    # No histogram: those wait for the GPU, or count by atomics.
+    stop_E = torch.searchsorted(sorted_S, experts_E, right=True, out_int32=True)
+    order_S = order_S.int()
+    return order_S, order_S.argsort().int().view(expert_TC.shape), stop_E
+
+
+@sort_by_expert.register_fake
+def _(expert_TC: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    def empty(*shape: int) -> Tensor:
+        return expert_TC.new_empty(shape, dtype=torch.int32)
+
+    return empty(expert_TC.numel()), empty(*expert_TC.shape), empty(num_experts)
+
+
+class _ToRows(torch.autograd.Function):
+    """x_SD = x_TD[token_S]; its gradient adds up as `_ToTokens` does."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, token_S: Tensor, place_TC: Tensor) -> Tensor:
+        ctx.save_for_backward(place_TC)
+        return x_TD[token_S]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (place_TC,) = ctx.saved_tensors
+        return _add_up(grads[0], place_TC), None, None
+
+
+class _ToTokens(torch.autograd.Function):
+    """The sum of each token's rows; its gradient is gathered as `_ToRows` does."""
+
+    @staticmethod
+    def forward(ctx: Any, x_SD: Tensor, token_S: Tensor, place_TC: Tensor) -> Tensor:
+        ctx.save_for_backward(token_S)
+        return _add_up(x_SD, place_TC)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (token_S,) = ctx.saved_tensors
+        return grads[0][token_S], None, None
+
+
+def _to_rows(x_TD: Tensor, token_S: Tensor, place_TC: Tensor) -> Tensor:
+    return cast("Tensor", _ToRows.apply(x_TD, token_S, place_TC))
+
+
+def _to_tokens(x_SD: Tensor, token_S: Tensor, place_TC: Tensor) -> Tensor:
+    return cast("Tensor", _ToTokens.apply(x_SD, token_S, place_TC))
+
+
+def _add_up(x_SD: Tensor, place_TC: Tensor) -> Tensor:
+    """One row after the other, in float32 at least: the compiler makes one kernel of it."""
+    first_T, *others = place_TC.unbind(1)
+    sum_TD = x_SD[first_T].to(accumulation_dtype(x_SD.dtype))
+    for place_T in others:
+        sum_TD = sum_TD + x_SD[place_T]
+    return sum_TD.to(x_SD.dtype)
+
+
+@torch.library.custom_op("ratoon::grouped_linear", mutates_args=())
+def grouped_linear(x_SD: Tensor, weight_EFD: Tensor, stop_E: Tensor) -> Tensor:
+    """y_SF: each row times the weight of its expert, whose rows stop at stop_E (int32).
+
+    Differentiable in rows and weight. An expert without rows has a weight gradient of zeros.
+    """
+    if _has_grouped_products(x_SD, *weight_EFD.shape[1:]):
+        return torch.nn.functional.grouped_mm(x_SD, weight_EFD.mT, offs=stop_E)
+    y_SF = x_SD.new_empty((x_SD.shape[0], weight_EFD.shape[1]))
+    for expert, rows in _rows_of_experts(stop_E):
+        torch.mm(x_SD[rows], weight_EFD[expert].T, out=y_SF[rows])
+    return y_SF
+
+
+@grouped_linear.register_fake
+def _(x_SD: Tensor, weight_EFD: Tensor, _stop_E: Tensor) -> Tensor:
+    return x_SD.new_empty((x_SD.shape[0], weight_EFD.shape[1]))
+
+
+@torch.library.custom_op("ratoon::grouped_weight_gradient", mutates_args=())
+def _weight_gradient(dy_SF: Tensor, x_SD: Tensor, stop_E: Tensor) -> Tensor:
+    features = (dy_SF.shape[1], x_SD.shape[1])
+    if _has_grouped_products(x_SD, *features):
+        dweight_EFD = torch.nn.functional.grouped_mm(dy_SF.mT, x_SD, offs=stop_E)
+        if torch.cuda.get_device_capability(x_SD.device) not in _ZEROING_CAPABILITIES:
+            is_empty_E = stop_E.diff(prepend=stop_E.new_zeros(1)) == 0
+            dweight_EFD.masked_fill_(is_empty_E[:, None, None], 0)
+        return dweight_EFD
+    dweight_EFD = x_SD.new_zeros((len(stop_E), *features))
+    for expert, rows in _rows_of_experts(stop_E):
+        torch.mm(dy_SF[rows].T, x_SD[rows], out=dweight_EFD[expert])
+    return dweight_EFD
+
+
+@_weight_gradient.register_fake
+def _(dy_SF: Tensor, x_SD: Tensor, stop_E: Tensor) -> Tensor:
+    return x_SD.new_empty((stop_E.shape[0], dy_SF.shape[1], x_SD.shape[1]))
+
+
+def _has_grouped_products(x: Tensor, *features: int) -> bool:
+    """Whether torch has them; else experts run one after the other."""
+    is_aligned = all(count % _ROW_MULTIPLE == 0 for count in features)
+    return x.is_cuda and x.dtype is torch.bfloat16 and is_aligned
+
+
+def _rows_of_experts(stop_E: Tensor) -> Iterator[tuple[int, slice]]:
+    """Of those that have any; waits for the device."""
+    start = 0
+    for expert, stop in enumerate(stop_E.tolist()):
+        if stop > start:
+            yield expert, slice(start, stop)
+        start = stop
+
+
+def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:  # noqa: ARG001
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx: Any, dy_SF: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    x_SD, weight_EFD, stop_E = ctx.saved_tensors
+    dx_SD = grouped_linear(dy_SF, weight_EFD.mT, stop_E) if ctx.needs_input_grad[0] else None
+    dweight_EFD = _weight_gradient(dy_SF, x_SD, stop_E) if ctx.needs_input_grad[1] else None
+    return dx_SD, dweight_EFD, None
+
+
+grouped_linear.register_autograd(_differentiate, setup_context=_setup_context)

@@ -1,0 +1,116 @@
+"""Which experts each token visits, and with what weights: transformers' router as one operation.
+
+Its results are always kept for the backward (`model.layers`): run again, rounding could send a
+token elsewhere than its forward did. Ties go to the lower expert.
+
+T tokens, E experts, C experts of a token, D features of the model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+from ratoon.model.path_stacks import accumulation_dtype
+
+
+class Router(nn.Module):
+    """In place of a router of transformers, whose parameter it takes over."""
+
+    def __init__(self, router: Qwen3MoeTopKRouter) -> None:
+        super().__init__()
+        self.weight = router.weight
+        self._top_k = router.top_k
+        self._is_normalized = router.norm_topk_prob
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[T, D] -> logits [T, E], weights and experts [T, C]."""
+        logits_TE = nn.functional.linear(hidden_states, self.weight)
+        return logits_TE, *route(logits_TE, self._top_k, self._is_normalized)
+
+
+def replace_routers(module: nn.Module) -> None:
+    """Have every layer of a transformers model route as here; a dense one has none that does."""
+    for parent in list(module.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, Qwen3MoeTopKRouter):
+                setattr(parent, name, Router(child))
+
+
+@torch.library.custom_op("ratoon::route", mutates_args=())
+def route(logits_TE: Tensor, top_k: int, is_normalized: bool) -> tuple[Tensor, Tensor]:
+    """The `top_k` largest probabilities in falling order, and whose they are.
+
+    The softmax is computed in float32 at least. Returns weight_TC in the dtype of the logits,
+    which sum to 1 per token if `is_normalized`, and expert_TC as int16. Differentiable in the
+    logits through the weights.
+    """
+    probs_TE = _softmax(logits_TE)
+    expert_TC = _choose(probs_TE, top_k)
+    weight_TC = _weights(probs_TE, expert_TC, is_normalized)
+    return weight_TC.to(logits_TE.dtype), expert_TC.to(torch.int16)
+
+
+@route.register_fake
+def _(logits_TE: Tensor, top_k: int, _is_normalized: bool) -> tuple[Tensor, Tensor]:
+    shape = (logits_TE.shape[0], top_k)
+    return logits_TE.new_empty(shape), logits_TE.new_empty(shape, dtype=torch.int16)
+
+
+@torch.library.custom_op("ratoon::route_backward", mutates_args=())
+def _backward(
+    dweight_TC: Tensor, logits_TE: Tensor, expert_TC: Tensor, is_normalized: bool
+) -> Tensor:
+    q_TE = _softmax(logits_TE)
+    if is_normalized:
+        # Weights that sum to 1 are a softmax over the chosen experts alone.
+        q_TE = _by_expert(_weights(q_TE, expert_TC.long(), is_normalized), expert_TC, q_TE)
+    dq_TE = _by_expert(dweight_TC.to(q_TE.dtype), expert_TC, q_TE)
+    dlogits_TE = q_TE * (dq_TE - (q_TE * dq_TE).sum(-1, keepdim=True))
+    return dlogits_TE.to(logits_TE.dtype)
+
+
+@_backward.register_fake
+def _(_dweight_TC: Tensor, logits_TE: Tensor, *_others: Any) -> Tensor:
+    return logits_TE.new_empty(logits_TE.shape)
+
+
+def _softmax(logits_TE: Tensor) -> Tensor:
+    return torch.softmax(logits_TE, dim=-1, dtype=accumulation_dtype(logits_TE.dtype))
+
+
+def _choose(probs_TE: Tensor, top_k: int) -> Tensor:
+    """expert_TC; by a stable sort, for topk leaves open which of equal ones it takes."""
+    return probs_TE.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+
+
+def _by_expert(x_TC: Tensor, expert_TC: Tensor, like_TE: Tensor) -> Tensor:
+    """Each value at its expert, zeros elsewhere. A scatter waits for the GPU where it is to be
+    deterministic."""
+    x_TE = torch.zeros_like(like_TE)
+    experts_E = torch.arange(like_TE.shape[1], device=like_TE.device)
+    for x_T, expert_T in zip(x_TC.unbind(1), expert_TC.unbind(1), strict=True):
+        x_TE = torch.where(expert_T[:, None] == experts_E, x_T[:, None], x_TE)
+    return x_TE
+
+
+def _weights(probs_TE: Tensor, expert_TC: Tensor, is_normalized: bool) -> Tensor:
+    weight_TC = probs_TE.gather(1, expert_TC)
+    return weight_TC / weight_TC.sum(-1, keepdim=True) if is_normalized else weight_TC
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    logits_TE, _top_k, ctx.is_normalized = inputs
+    _weight_TC, expert_TC = output
+    ctx.save_for_backward(logits_TE, expert_TC)
+    ctx.mark_non_differentiable(expert_TC)
+
+
+def _differentiate(ctx: Any, dweight_TC: Tensor, _dexpert_TC: Any) -> tuple[Any, ...]:
+    return _backward(dweight_TC, *ctx.saved_tensors, ctx.is_normalized), None, None
+
+
+route.register_autograd(_differentiate, setup_context=_setup_context)
