@@ -211,6 +211,7 @@ def test_a_rank_that_is_lost_costs_no_bit_and_leaves_no_process(
     engine.run(main)
 
 
+@pytest.mark.more
 def test_a_policy_whose_rank_hangs_holds_no_other_up(
     engine: Engine, undisturbed: list[str]
 ) -> None:
@@ -236,7 +237,8 @@ def test_a_policy_whose_rank_hangs_holds_no_other_up(
     engine.run(main)
 
 
-@pytest.mark.parametrize("harm", ["SIGKILL", pytest.param("SIGSTOP", marks=pytest.mark.more)])
+@pytest.mark.more
+@pytest.mark.parametrize("harm", ["SIGKILL", "SIGSTOP"])
 def test_with_gradients_sharded_a_rank_that_is_lost_in_the_pass_costs_no_bit(
     engine: Engine, harm: str
 ) -> None:

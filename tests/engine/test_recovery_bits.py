@@ -70,6 +70,8 @@ FREE_CALLS = DeviceRates(
     head_flops=1e12,
     memory_bytes=1e12,
     layer_call_s=1e-12,
+    link_bytes=1e12,
+    exchange_s=1e-12,
 )
 FREE_PRODUCTS = replace(FREE_CALLS, linear_flops=1e12, layer_call_s=1.0)
 
