@@ -21,7 +21,7 @@ NVIDIA = $(wildcard /dev/nvidiactl)$(shell command -v nvidia-smi 2>/dev/null)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-more lint type audit fmt lock proto proto-check bench bench-cpu bench-gpu bench-step-gpu \
-	bench-states-gpu bench-service-gpu bench-hostile bench-floor bench-streams bench-scale faults test-gpu up down clean env env-dev env-proto
+	bench-states-gpu bench-service-gpu bench-hostile bench-floor bench-streams bench-scale faults test-gpu test-multigpu up down clean env env-dev env-proto
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "%-16s %s\n", $$1, $$2 }'
@@ -38,8 +38,11 @@ test: env-dev ## run the tests of the product, in some twelve minutes on two cor
 test-more: env-dev ## run the rest: outages, power cuts, installs, demos, broken builds, long fuzz
 	@$(PYTEST) -m "more and not slow and not gpu and not multigpu" $(ARGS)
 
-test-gpu: env-dev ## run the tests that need NVIDIA GPUs, and write their report
-	@$(BIN)/pytest -m "gpu or multigpu" --gpu-report benchmarks/results/h200/tests.json $(ARGS)
+test-gpu: env-dev ## run the tests that need an NVIDIA GPU, and write their report
+	@$(BIN)/pytest -m gpu --gpu-report benchmarks/results/h200/tests.json $(ARGS)
+
+test-multigpu: env-dev ## run the tests that need two NVIDIA GPUs, and write their report
+	@$(BIN)/pytest -m multigpu --gpu-report benchmarks/results/h200x2/tests.json $(ARGS)
 
 lint: env-dev env-proto ## check format, lint, imports between layers, insecure calls, generated code
 	@$(BIN)/pre-commit run --all-files

@@ -11,6 +11,7 @@ several workers (pytest-xdist), which tell the run what they collected, the run 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ class CollectedInWorker:
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
-        vars(config)["workeroutput"][_COLLECTED] = _gpu_tests(items)
+        vars(config)["workeroutput"][_COLLECTED] = _gpu_tests(config, items)
 
 
 class GpuReport:
@@ -55,9 +56,11 @@ class GpuReport:
         describe_gpu(seed=0)
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
         """Before -m and -k deselect: what a full run would have run."""
-        self._expected.update(_gpu_tests(items))
+        self._expected.update(_gpu_tests(config, items))
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: WorkerController) -> None:
@@ -100,8 +103,11 @@ def _read_tests(path: Path) -> list[dict[str, Any]]:
     return report["tests"]
 
 
-def _gpu_tests(items: list[pytest.Item]) -> list[str]:
-    return [item.nodeid for item in items if any(map(item.get_closest_marker, MARKERS))]
+def _gpu_tests(config: pytest.Config, items: list[pytest.Item]) -> list[str]:
+    """Those of the markers that -m names, of one GPU or of several."""
+    named = re.findall(r"\w+", config.option.markexpr)
+    markers = [marker for marker in MARKERS if marker in named] or MARKERS
+    return [item.nodeid for item in items if any(map(item.get_closest_marker, markers))]
 
 
 def _entry(test_id: str, outcome: str, message: str) -> dict[str, Any]:

@@ -189,7 +189,8 @@ def test_gpu_tests_that_never_ran_are_seen(tmp_path: Path) -> None:
     folder = tmp_path / "tests"
     (folder / "kernels").mkdir(parents=True)
     (folder / "kernels" / "test_a.py").write_text("pytestmark = pytest.mark.gpu")
-    (folder / "kernels" / "test_b.py").write_text("@pytest.mark.multigpu\ndef test_b(): ...")
+    (folder / "kernels" / "test_b.py").write_text("@pytest.mark.gpu\ndef test_b(): ...")
+    (folder / "kernels" / "test_two.py").write_text("pytestmark = pytest.mark.multigpu")
     (folder / "kernels" / "test_c.py").write_text("TEXT = '''\n@pytest.mark.gpu\n'''")
     assert [path.name for path in gpu_test_files(folder)] == ["test_a.py", "test_b.py"]
     passed = {"id": "tests/kernels/test_a.py::test_x", "outcome": "passed", "seconds": 0.1}

@@ -1,13 +1,26 @@
-"""Fixtures of the trainer's tests: one small model folder."""
+"""Fixtures of the trainer's tests: one small model folder, and trainers of one and two ranks."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import pytest
 
 from ratoon.model.spec import FolderBase
+from ratoon.train.config import Shard
+from ratoon.train.trainer import Trainer
 from tests.tiny_models import write_folder
+from tests.train.rank_runs import alone_of, ranked
 
 
 @pytest.fixture(scope="session")
 def base(tmp_path_factory: pytest.TempPathFactory) -> FolderBase:
     return FolderBase(folder=str(write_folder(tmp_path_factory.mktemp("base"), "qwen3")))
+
+
+@pytest.fixture(params=[Shard.STATES, Shard.GRADIENTS])
+def pair(base: FolderBase, request: pytest.FixtureRequest) -> Iterator[tuple[Trainer, Trainer]]:
+    """A trainer of one rank and one of two, in float64."""
+    alone = alone_of(base)
+    with ranked(alone.spec, 2, shard=request.param) as (two, _):
+        yield alone, two

@@ -18,16 +18,27 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
+from ratoon.model.spec import FolderBase
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.packed import UpdatePlan
+from ratoon.rollout.prefixes import SortedPrefixes, sort_sequences
+from ratoon.train import prepare
 from ratoon.train.config import Shard
 from ratoon.train.copies import Copies, Meeting, open_meeting
 from ratoon.train.micro_batches import PassHooks, no_progress
 from ratoon.train.optim.parts import PART, parts_of
+from ratoon.train.planning import cpu_planner
 from ratoon.train.rank import Rank
+from ratoon.train.report.step_report import StepReport
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer, load
+from tests.train.trainer_runs import make_batch, make_loss, make_step, make_trainer
 
 # Of a version: small models have several, for peers to write some.
 FILE_BYTES = 10_000
@@ -137,3 +148,36 @@ def ranked(
         for peer in peers:
             peer.kill()
         Copies.leave()
+
+
+def spread_over(plan: UpdatePlan, ranks: tuple[int, ...]) -> UpdatePlan:
+    """The same cuts, in turn on these ranks: those of a plan of one rank, to compare with it."""
+    parts = enumerate(plan.micro_batches)
+    return replace(
+        plan,
+        micro_batches=tuple(replace(part, rank=ranks[index % len(ranks)]) for index, part in parts),
+    )
+
+
+def update_over(
+    trainer: Trainer, seed: int, ranks: tuple[int, ...] = (0,), **changes: Any
+) -> StepReport:
+    batch = make_batch(seed)
+    loss = make_loss(batch)
+    cuts = prepare.prepare(batch, loss, version=trainer.version, planner=cpu_planner(32)).plan
+    plan = spread_over(cuts, ranks)
+    assert len(plan.micro_batches) >= len(ranks)
+    return trainer.update(batch, loss, make_step(trainer, loss, **changes), plan)
+
+
+def sequences_of(batch: RolloutBatch) -> tuple[RolloutBatch, SortedPrefixes, NDArray[np.bool_]]:
+    return batch, sort_sequences(batch), prepare.has_trained_tokens(batch)
+
+
+def weights_of(trainer: Trainer) -> dict[str, Tensor]:
+    parameters = trainer.model.named_trainable()
+    return {name: parameter.detach().clone() for name, parameter in parameters.items()}
+
+
+def alone_of(base: FolderBase, **options: object) -> Trainer:
+    return make_trainer(base, tokens=32, **options)  # pyright: ignore[reportArgumentType]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ratoon.model.spec import FullTuning, ModelDtype, ModelSpec, PresetBase
-from ratoon.train.config import AdamWConfig, OptimizerStates, Shard
+from ratoon.train.config import AdamWConfig, OptimizerStates, ParallelLayout, Shard
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
-from tests.train.rank_runs import REPEATABLE, ranked
-from tests.train.test_ranks import _update
+from tests.train.rank_runs import REPEATABLE, ranked, update_over
+from tests.train.trainer_runs import make_batch, make_loss, make_step
 
 pytestmark = pytest.mark.multigpu
 _SHARDS = pytest.mark.parametrize("shard", [Shard.STATES, Shard.GRADIENTS])
@@ -38,19 +40,37 @@ def test_a_shared_out_step_has_the_bits_of_a_whole_one(spec: TrainerSpec, shard:
     """One rank runs everything, and either steps what is its own."""
     with ranked(spec, 1, 1 << 18) as (alone, _), ranked(spec, 2, 1 << 18, shard) as (two, _):
         for seed in range(3):
-            _update(alone, seed, (0,))
-            _update(two, seed, (seed % 2,))
+            update_over(alone, seed, (0,))
+            update_over(two, seed, (seed % 2,))
             assert two.state_digest() == alone.state_digest()
 
 
 @_SHARDS
 def test_what_two_ranks_run_repeats_its_bits(spec: TrainerSpec, shard: Shard) -> None:
     alone = Trainer.create(spec)
-    expected = [_update(alone, seed, (0,)).grad_norm for seed in range(3)]
+    expected = [update_over(alone, seed, (0,)).grad_norm for seed in range(3)]
     digests: list[str] = []
     for _ in range(2):
         with ranked(spec, 2, 1 << 18, shard) as (two, _):
-            norms = [_update(two, seed, (0, 1)).grad_norm for seed in range(3)]
+            norms = [update_over(two, seed, (0, 1)).grad_norm for seed in range(3)]
             digests.append(two.state_digest())
         assert norms == pytest.approx(expected, rel=0.05)
+    assert digests[0] == digests[1]
+
+
+def test_what_two_ranks_run_together_repeats_its_bits(spec: TrainerSpec) -> None:
+    """By plans of their own, each micro-batch on both."""
+    batch = make_batch(0)
+    loss = make_loss(batch)
+    alone = Trainer.create(spec)
+    expected = update_over(alone, 0, (0,)).grad_norm
+    together = replace(spec, parallel=ParallelLayout(sequence_ranks=2))
+    digests: list[str] = []
+    for _ in range(2):
+        with ranked(together, 2, 1 << 18) as (two, _):
+            plan = two.prepare(batch, loss).plan
+            assert plan.sequence_ranks == 2
+            report = two.update(batch, loss, make_step(two, loss), plan)
+            assert report.grad_norm == pytest.approx(expected, rel=0.05)
+            digests.append(two.state_digest())
     assert digests[0] == digests[1]

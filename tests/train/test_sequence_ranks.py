@@ -27,6 +27,7 @@ from ratoon.train.config import (
     LossKind,
     ParallelLayout,
     RolloutCorrection,
+    Shard,
 )
 from ratoon.train.gradient_window import WindowState
 from ratoon.train.loss.spec import Loss
@@ -149,6 +150,14 @@ def test_adapters_and_groups_of_two_among_four(base: FolderBase) -> None:
     alone = make_trainer(base, tuning=LoraTuning(rank=2, alpha=4.0))
     with ranked(alone.spec, 4) as (four, _):
         _assert_same_updates(alone, four, 2, KINDS, num_groups=2, kl=FROZEN)
+
+
+def test_gradients_are_sharded_over_groups_of_two_among_four(base: FolderBase) -> None:
+    """The two of a group have the same backwards, each of its own tokens."""
+    alone = make_trainer(base)
+    with ranked(alone.spec, 4, 100, Shard.GRADIENTS) as (four, _):
+        _assert_same_updates(alone, four, 2, KINDS, num_groups=2)
+        _assert_same_updates(alone, four, 4, KINDS)
 
 
 def test_fewer_tokens_than_ranks(base: FolderBase) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
+import subprocess  # nosec B404 - of this package's own module
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -113,5 +113,7 @@ def _measure(spec: TrainerSpec) -> DeviceRates:
     command = [sys.executable, "-m", measured_rates.__name__, spec.device]
     command += [f"--backend={spec.attention_backend}"]
     command += ["--deterministic"] * spec.deterministic
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=_PATIENCE_S)
+    done = subprocess.run(  # nosec B603
+        command, stdout=subprocess.PIPE, check=True, timeout=_PATIENCE_S
+    )
     return _rates(json.loads(done.stdout.strip().rpartition(b"\n")[2]))
