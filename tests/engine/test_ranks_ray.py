@@ -74,6 +74,19 @@ def engine(ray_cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) ->
     stop_engine(config)
 
 
+@pytest.fixture(autouse=True)
+def _ended(engine: Engine) -> Iterator[None]:
+    """Only the undisturbed policy outlives a test."""
+    yield
+
+    async def main(client: EngineClient) -> None:
+        for policy in await client.list_policies():
+            if policy.spec.policy_id != "undisturbed":
+                await done(client, await client.delete_policy(policy.spec.policy_id))
+
+    engine.run(main)
+
+
 async def _create(client: EngineClient, name: str, **changes: object) -> None:
     created = await client.create_policy(replace(_SPEC, policy_id=name, **changes))
     await done(client, created)

@@ -59,7 +59,7 @@ class PublishConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelLayout:
     num_workers: int
-    shard: Literal["unspecified", "states", "gradients", "weights"]
+    shard: Literal["unspecified", "states", "gradients", "weights"] | None = None
     sequence_ranks: int | None = None
 
 

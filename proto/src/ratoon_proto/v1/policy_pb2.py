@@ -26,7 +26,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from ratoon_proto.v1 import options_pb2 as ratoon__proto_dot_v1_dot_options__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cratoon_proto/v1/policy.proto\x12\tratoon.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1dratoon_proto/v1/options.proto\"\x0c\n\nFullTuning\"M\n\nLoraTuning\x12\x12\n\x04rank\x18\x01 \x01(\x05\x42\x04\x88\xb5\x18\x01\x12\x13\n\x05\x61lpha\x18\x02 \x01(\x01\x42\x04\x88\xb5\x18\x01\x12\x16\n\x0etarget_modules\x18\x03 \x03(\t\"\x8f\x01\n\x0b\x41\x64\x61mWConfig\x12\x12\n\x05\x62\x65ta1\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05\x62\x65ta2\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x10\n\x03\x65ps\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x19\n\x0cweight_decay\x18\x04 \x01(\x01H\x03\x88\x01\x01\x42\x08\n\x06_beta1B\x08\n\x06_beta2B\x06\n\x04_epsB\x0f\n\r_weight_decay\"V\n\rPublishConfig\x12$\n\x04kind\x18\x01 \x01(\x0e\x32\x16.ratoon.v1.PublishKind\x12\x0f\n\x07\x65very_n\x18\x02 \x01(\x05\x12\x0e\n\x06\x64\x65ltas\x18\x03 \x01(\x08\"v\n\x0eParallelLayout\x12\x13\n\x0bnum_workers\x18\x01 \x01(\x05\x12\x1f\n\x05shard\x18\x02 \x01(\x0e\x32\x10.ratoon.v1.Shard\x12\x1b\n\x0esequence_ranks\x18\x03 \x01(\x05H\x00\x88\x01\x01\x42\x11\n\x0f_sequence_ranks\"\x89\x02\n\rNumericsGuard\x12\"\n\x15max_grad_norm_to_step\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12%\n\x18max_reference_kl_to_step\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12#\n\x16max_sampler_kl_to_step\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x1f\n\x12max_skipped_in_row\x18\x04 \x01(\x05H\x03\x88\x01\x01\x42\x18\n\x16_max_grad_norm_to_stepB\x1b\n\x19_max_reference_kl_to_stepB\x19\n\x17_max_sampler_kl_to_stepB\x15\n\x13_max_skipped_in_row\"\x9e\x06\n\nPolicySpec\x12\x17\n\tpolicy_id\x18\x01 \x01(\tB\x04\x88\xb5\x18\x01\x12\x10\n\x06preset\x18\x02 \x01(\tH\x00\x12\x16\n\x0cmodel_folder\x18\x03 \x01(\tH\x00\x12%\n\x04\x66ull\x18\x04 \x01(\x0b\x32\x15.ratoon.v1.FullTuningH\x01\x12%\n\x04lora\x18\x05 \x01(\x0b\x32\x15.ratoon.v1.LoraTuningH\x01\x12)\n\toptimizer\x18\x06 \x01(\x0b\x32\x16.ratoon.v1.AdamWConfig\x12$\n\x05\x64type\x18\x07 \x01(\x0e\x32\x15.ratoon.v1.ModelDtype\x12\x0c\n\x04seed\x18\x08 \x01(\x04\x12)\n\nsequencing\x18\t \x01(\x0e\x32\x15.ratoon.v1.Sequencing\x12\x1a\n\rdeterministic\x18\n \x01(\x08H\x02\x88\x01\x01\x12%\n\x08recovery\x18\x0b \x01(\x0e\x32\x13.ratoon.v1.Recovery\x12\x39\n\x13on_changed_numerics\x18\x0c \x01(\x0e\x32\x1c.ratoon.v1.OnChangedNumerics\x12)\n\x07publish\x18\r \x01(\x0b\x32\x18.ratoon.v1.PublishConfig\x12\x1a\n\rkeep_versions\x18\x0e \x01(\x05H\x03\x88\x01\x01\x12\x1f\n\x12micro_batch_tokens\x18\x0f \x01(\x03H\x04\x88\x01\x01\x12-\n\treference\x18\x10 \x01(\x0e\x32\x1a.ratoon.v1.ReferencePolicy\x12+\n\x08parallel\x18\x11 \x01(\x0b\x32\x19.ratoon.v1.ParallelLayout\x12\x1e\n\x11\x61ttention_backend\x18\x12 \x01(\tH\x05\x88\x01\x01\x12\x30\n\x0enumerics_guard\x18\x13 \x01(\x0b\x32\x18.ratoon.v1.NumericsGuardB\x06\n\x04\x62\x61seB\x08\n\x06tuningB\x10\n\x0e_deterministicB\x10\n\x0e_keep_versionsB\x15\n\x13_micro_batch_tokensB\x14\n\x12_attention_backend\"\xa9\x03\n\x06Policy\x12)\n\x04spec\x18\x01 \x01(\x0b\x32\x15.ratoon.v1.PolicySpecB\x04\x88\xb5\x18\x01\x12%\n\x05state\x18\x02 \x01(\x0e\x32\x16.ratoon.v1.PolicyState\x12\x0f\n\x07version\x18\x03 \x01(\x03\x12\x10\n\x08next_seq\x18\x04 \x01(\x03\x12\x34\n\ncreated_at\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\x88\xb5\x18\x01\x12\x16\n\x0enum_parameters\x18\x06 \x01(\x03\x12 \n\x18num_trainable_parameters\x18\x07 \x01(\x03\x12\x12\n\nvocab_size\x18\x08 \x01(\x03\x12\x1b\n\x13max_sequence_tokens\x18\t \x01(\x03\x12\x19\n\x11\x61ttention_backend\x18\n \x01(\t\x12\x1e\n\x11published_version\x18\x0b \x01(\x03H\x00\x88\x01\x01\x12\x0f\n\x07\x66\x61ilure\x18\x0c \x01(\t\x12\x18\n\x10optimizer_states\x18\r \x01(\t\x12\r\n\x05shard\x18\x0e \x01(\tB\x14\n\x12_published_version*V\n\nSequencing\x12\x1a\n\x16SEQUENCING_UNSPECIFIED\x10\x00\x12\x15\n\x11SEQUENCING_CLIENT\x10\x01\x12\x15\n\x11SEQUENCING_SERVER\x10\x02*L\n\x08Recovery\x12\x18\n\x14RECOVERY_UNSPECIFIED\x10\x00\x12\x13\n\x0fRECOVERY_REPLAY\x10\x01\x12\x11\n\rRECOVERY_FAIL\x10\x02*v\n\x11OnChangedNumerics\x12#\n\x1fON_CHANGED_NUMERICS_UNSPECIFIED\x10\x00\x12\x1c\n\x18ON_CHANGED_NUMERICS_STOP\x10\x01\x12\x1e\n\x1aON_CHANGED_NUMERICS_REBASE\x10\x02*z\n\x0bPublishKind\x12\x1c\n\x18PUBLISH_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12PUBLISH_KIND_EVERY\x10\x01\x12\x18\n\x14PUBLISH_KIND_EVERY_N\x10\x02\x12\x1b\n\x17PUBLISH_KIND_ON_REQUEST\x10\x03*\\\n\nModelDtype\x12\x1b\n\x17MODEL_DTYPE_UNSPECIFIED\x10\x00\x12\x17\n\x13MODEL_DTYPE_FLOAT32\x10\x01\x12\x18\n\x14MODEL_DTYPE_BFLOAT16\x10\x02*i\n\x0fReferencePolicy\x12 \n\x1cREFERENCE_POLICY_UNSPECIFIED\x10\x00\x12\x19\n\x15REFERENCE_POLICY_NONE\x10\x01\x12\x19\n\x15REFERENCE_POLICY_BASE\x10\x02*X\n\x05Shard\x12\x15\n\x11SHARD_UNSPECIFIED\x10\x00\x12\x10\n\x0cSHARD_STATES\x10\x01\x12\x13\n\x0fSHARD_GRADIENTS\x10\x02\x12\x11\n\rSHARD_WEIGHTS\x10\x03*\x92\x01\n\x0bPolicyState\x12\x1c\n\x18POLICY_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15POLICY_STATE_CREATING\x10\x01\x12\x16\n\x12POLICY_STATE_READY\x10\x02\x12\x17\n\x13POLICY_STATE_FAILED\x10\x03\x12\x19\n\x15POLICY_STATE_DELETING\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cratoon_proto/v1/policy.proto\x12\tratoon.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1dratoon_proto/v1/options.proto\"\x0c\n\nFullTuning\"M\n\nLoraTuning\x12\x12\n\x04rank\x18\x01 \x01(\x05\x42\x04\x88\xb5\x18\x01\x12\x13\n\x05\x61lpha\x18\x02 \x01(\x01\x42\x04\x88\xb5\x18\x01\x12\x16\n\x0etarget_modules\x18\x03 \x03(\t\"\x8f\x01\n\x0b\x41\x64\x61mWConfig\x12\x12\n\x05\x62\x65ta1\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05\x62\x65ta2\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x10\n\x03\x65ps\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x19\n\x0cweight_decay\x18\x04 \x01(\x01H\x03\x88\x01\x01\x42\x08\n\x06_beta1B\x08\n\x06_beta2B\x06\n\x04_epsB\x0f\n\r_weight_decay\"V\n\rPublishConfig\x12$\n\x04kind\x18\x01 \x01(\x0e\x32\x16.ratoon.v1.PublishKind\x12\x0f\n\x07\x65very_n\x18\x02 \x01(\x05\x12\x0e\n\x06\x64\x65ltas\x18\x03 \x01(\x08\"\x85\x01\n\x0eParallelLayout\x12\x13\n\x0bnum_workers\x18\x01 \x01(\x05\x12$\n\x05shard\x18\x02 \x01(\x0e\x32\x10.ratoon.v1.ShardH\x00\x88\x01\x01\x12\x1b\n\x0esequence_ranks\x18\x03 \x01(\x05H\x01\x88\x01\x01\x42\x08\n\x06_shardB\x11\n\x0f_sequence_ranks\"\x89\x02\n\rNumericsGuard\x12\"\n\x15max_grad_norm_to_step\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12%\n\x18max_reference_kl_to_step\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12#\n\x16max_sampler_kl_to_step\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x1f\n\x12max_skipped_in_row\x18\x04 \x01(\x05H\x03\x88\x01\x01\x42\x18\n\x16_max_grad_norm_to_stepB\x1b\n\x19_max_reference_kl_to_stepB\x19\n\x17_max_sampler_kl_to_stepB\x15\n\x13_max_skipped_in_row\"\x9e\x06\n\nPolicySpec\x12\x17\n\tpolicy_id\x18\x01 \x01(\tB\x04\x88\xb5\x18\x01\x12\x10\n\x06preset\x18\x02 \x01(\tH\x00\x12\x16\n\x0cmodel_folder\x18\x03 \x01(\tH\x00\x12%\n\x04\x66ull\x18\x04 \x01(\x0b\x32\x15.ratoon.v1.FullTuningH\x01\x12%\n\x04lora\x18\x05 \x01(\x0b\x32\x15.ratoon.v1.LoraTuningH\x01\x12)\n\toptimizer\x18\x06 \x01(\x0b\x32\x16.ratoon.v1.AdamWConfig\x12$\n\x05\x64type\x18\x07 \x01(\x0e\x32\x15.ratoon.v1.ModelDtype\x12\x0c\n\x04seed\x18\x08 \x01(\x04\x12)\n\nsequencing\x18\t \x01(\x0e\x32\x15.ratoon.v1.Sequencing\x12\x1a\n\rdeterministic\x18\n \x01(\x08H\x02\x88\x01\x01\x12%\n\x08recovery\x18\x0b \x01(\x0e\x32\x13.ratoon.v1.Recovery\x12\x39\n\x13on_changed_numerics\x18\x0c \x01(\x0e\x32\x1c.ratoon.v1.OnChangedNumerics\x12)\n\x07publish\x18\r \x01(\x0b\x32\x18.ratoon.v1.PublishConfig\x12\x1a\n\rkeep_versions\x18\x0e \x01(\x05H\x03\x88\x01\x01\x12\x1f\n\x12micro_batch_tokens\x18\x0f \x01(\x03H\x04\x88\x01\x01\x12-\n\treference\x18\x10 \x01(\x0e\x32\x1a.ratoon.v1.ReferencePolicy\x12+\n\x08parallel\x18\x11 \x01(\x0b\x32\x19.ratoon.v1.ParallelLayout\x12\x1e\n\x11\x61ttention_backend\x18\x12 \x01(\tH\x05\x88\x01\x01\x12\x30\n\x0enumerics_guard\x18\x13 \x01(\x0b\x32\x18.ratoon.v1.NumericsGuardB\x06\n\x04\x62\x61seB\x08\n\x06tuningB\x10\n\x0e_deterministicB\x10\n\x0e_keep_versionsB\x15\n\x13_micro_batch_tokensB\x14\n\x12_attention_backend\"\xa9\x03\n\x06Policy\x12)\n\x04spec\x18\x01 \x01(\x0b\x32\x15.ratoon.v1.PolicySpecB\x04\x88\xb5\x18\x01\x12%\n\x05state\x18\x02 \x01(\x0e\x32\x16.ratoon.v1.PolicyState\x12\x0f\n\x07version\x18\x03 \x01(\x03\x12\x10\n\x08next_seq\x18\x04 \x01(\x03\x12\x34\n\ncreated_at\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\x88\xb5\x18\x01\x12\x16\n\x0enum_parameters\x18\x06 \x01(\x03\x12 \n\x18num_trainable_parameters\x18\x07 \x01(\x03\x12\x12\n\nvocab_size\x18\x08 \x01(\x03\x12\x1b\n\x13max_sequence_tokens\x18\t \x01(\x03\x12\x19\n\x11\x61ttention_backend\x18\n \x01(\t\x12\x1e\n\x11published_version\x18\x0b \x01(\x03H\x00\x88\x01\x01\x12\x0f\n\x07\x66\x61ilure\x18\x0c \x01(\t\x12\x18\n\x10optimizer_states\x18\r \x01(\t\x12\r\n\x05shard\x18\x0e \x01(\tB\x14\n\x12_published_version*V\n\nSequencing\x12\x1a\n\x16SEQUENCING_UNSPECIFIED\x10\x00\x12\x15\n\x11SEQUENCING_CLIENT\x10\x01\x12\x15\n\x11SEQUENCING_SERVER\x10\x02*L\n\x08Recovery\x12\x18\n\x14RECOVERY_UNSPECIFIED\x10\x00\x12\x13\n\x0fRECOVERY_REPLAY\x10\x01\x12\x11\n\rRECOVERY_FAIL\x10\x02*v\n\x11OnChangedNumerics\x12#\n\x1fON_CHANGED_NUMERICS_UNSPECIFIED\x10\x00\x12\x1c\n\x18ON_CHANGED_NUMERICS_STOP\x10\x01\x12\x1e\n\x1aON_CHANGED_NUMERICS_REBASE\x10\x02*z\n\x0bPublishKind\x12\x1c\n\x18PUBLISH_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12PUBLISH_KIND_EVERY\x10\x01\x12\x18\n\x14PUBLISH_KIND_EVERY_N\x10\x02\x12\x1b\n\x17PUBLISH_KIND_ON_REQUEST\x10\x03*\\\n\nModelDtype\x12\x1b\n\x17MODEL_DTYPE_UNSPECIFIED\x10\x00\x12\x17\n\x13MODEL_DTYPE_FLOAT32\x10\x01\x12\x18\n\x14MODEL_DTYPE_BFLOAT16\x10\x02*i\n\x0fReferencePolicy\x12 \n\x1cREFERENCE_POLICY_UNSPECIFIED\x10\x00\x12\x19\n\x15REFERENCE_POLICY_NONE\x10\x01\x12\x19\n\x15REFERENCE_POLICY_BASE\x10\x02*X\n\x05Shard\x12\x15\n\x11SHARD_UNSPECIFIED\x10\x00\x12\x10\n\x0cSHARD_STATES\x10\x01\x12\x13\n\x0fSHARD_GRADIENTS\x10\x02\x12\x11\n\rSHARD_WEIGHTS\x10\x03*\x92\x01\n\x0bPolicyState\x12\x1c\n\x18POLICY_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15POLICY_STATE_CREATING\x10\x01\x12\x16\n\x12POLICY_STATE_READY\x10\x02\x12\x17\n\x13POLICY_STATE_FAILED\x10\x03\x12\x19\n\x15POLICY_STATE_DELETING\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,22 +43,22 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_POLICY'].fields_by_name['spec']._serialized_options = b'\210\265\030\001'
   _globals['_POLICY'].fields_by_name['created_at']._loaded_options = None
   _globals['_POLICY'].fields_by_name['created_at']._serialized_options = b'\210\265\030\001'
-  _globals['_SEQUENCING']._serialized_start=2051
-  _globals['_SEQUENCING']._serialized_end=2137
-  _globals['_RECOVERY']._serialized_start=2139
-  _globals['_RECOVERY']._serialized_end=2215
-  _globals['_ONCHANGEDNUMERICS']._serialized_start=2217
-  _globals['_ONCHANGEDNUMERICS']._serialized_end=2335
-  _globals['_PUBLISHKIND']._serialized_start=2337
-  _globals['_PUBLISHKIND']._serialized_end=2459
-  _globals['_MODELDTYPE']._serialized_start=2461
-  _globals['_MODELDTYPE']._serialized_end=2553
-  _globals['_REFERENCEPOLICY']._serialized_start=2555
-  _globals['_REFERENCEPOLICY']._serialized_end=2660
-  _globals['_SHARD']._serialized_start=2662
-  _globals['_SHARD']._serialized_end=2750
-  _globals['_POLICYSTATE']._serialized_start=2753
-  _globals['_POLICYSTATE']._serialized_end=2899
+  _globals['_SEQUENCING']._serialized_start=2067
+  _globals['_SEQUENCING']._serialized_end=2153
+  _globals['_RECOVERY']._serialized_start=2155
+  _globals['_RECOVERY']._serialized_end=2231
+  _globals['_ONCHANGEDNUMERICS']._serialized_start=2233
+  _globals['_ONCHANGEDNUMERICS']._serialized_end=2351
+  _globals['_PUBLISHKIND']._serialized_start=2353
+  _globals['_PUBLISHKIND']._serialized_end=2475
+  _globals['_MODELDTYPE']._serialized_start=2477
+  _globals['_MODELDTYPE']._serialized_end=2569
+  _globals['_REFERENCEPOLICY']._serialized_start=2571
+  _globals['_REFERENCEPOLICY']._serialized_end=2676
+  _globals['_SHARD']._serialized_start=2678
+  _globals['_SHARD']._serialized_end=2766
+  _globals['_POLICYSTATE']._serialized_start=2769
+  _globals['_POLICYSTATE']._serialized_end=2915
   _globals['_FULLTUNING']._serialized_start=107
   _globals['_FULLTUNING']._serialized_end=119
   _globals['_LORATUNING']._serialized_start=121
@@ -67,12 +67,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ADAMWCONFIG']._serialized_end=344
   _globals['_PUBLISHCONFIG']._serialized_start=346
   _globals['_PUBLISHCONFIG']._serialized_end=432
-  _globals['_PARALLELLAYOUT']._serialized_start=434
-  _globals['_PARALLELLAYOUT']._serialized_end=552
-  _globals['_NUMERICSGUARD']._serialized_start=555
-  _globals['_NUMERICSGUARD']._serialized_end=820
-  _globals['_POLICYSPEC']._serialized_start=823
-  _globals['_POLICYSPEC']._serialized_end=1621
-  _globals['_POLICY']._serialized_start=1624
-  _globals['_POLICY']._serialized_end=2049
+  _globals['_PARALLELLAYOUT']._serialized_start=435
+  _globals['_PARALLELLAYOUT']._serialized_end=568
+  _globals['_NUMERICSGUARD']._serialized_start=571
+  _globals['_NUMERICSGUARD']._serialized_end=836
+  _globals['_POLICYSPEC']._serialized_start=839
+  _globals['_POLICYSPEC']._serialized_end=1637
+  _globals['_POLICY']._serialized_start=1640
+  _globals['_POLICY']._serialized_end=2065
 # @@protoc_insertion_point(module_scope)

@@ -324,6 +324,7 @@ class ParallelLayout(_message.Message):
     Default 1. At most the GPUs that are free; on CPUs the machine's cores.
     """
     shard: Global___Shard.ValueType
+    """Default: the first that fits."""
     sequence_ranks: _builtins.int
     """Devices that run one group together, each a share of its tokens and heads; they divide
     `num_workers`. Default: what each plan chooses.
@@ -332,16 +333,21 @@ class ParallelLayout(_message.Message):
         self,
         *,
         num_workers: _builtins.int = ...,
-        shard: Global___Shard.ValueType = ...,
+        shard: Global___Shard.ValueType | None = ...,
         sequence_ranks: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_sequence_ranks", b"_sequence_ranks", "sequence_ranks", b"sequence_ranks"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_sequence_ranks", b"_sequence_ranks", "_shard", b"_shard", "sequence_ranks", b"sequence_ranks", "shard", b"shard"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_sequence_ranks", b"_sequence_ranks", "num_workers", b"num_workers", "sequence_ranks", b"sequence_ranks", "shard", b"shard"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_sequence_ranks", b"_sequence_ranks", "_shard", b"_shard", "num_workers", b"num_workers", "sequence_ranks", b"sequence_ranks", "shard", b"shard"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__sequence_ranks: _TypeAlias = _typing.Literal["sequence_ranks"]  # noqa: Y015
     _WhichOneofArgType__sequence_ranks: _TypeAlias = _typing.Literal["_sequence_ranks", b"_sequence_ranks"]  # noqa: Y015
+    _WhichOneofReturnType__shard: _TypeAlias = _typing.Literal["shard"]  # noqa: Y015
+    _WhichOneofArgType__shard: _TypeAlias = _typing.Literal["_shard", b"_shard"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__sequence_ranks) -> _WhichOneofReturnType__sequence_ranks | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__shard) -> _WhichOneofReturnType__shard | None: ...
 
 Global___ParallelLayout: _TypeAlias = ParallelLayout  # noqa: Y015
 

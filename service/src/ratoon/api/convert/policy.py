@@ -150,13 +150,18 @@ def _publish(message: wire.PublishConfig) -> PublishConfig:
 def _parallel(message: wire.ParallelLayout) -> ParallelLayout:
     path = "spec.parallel"
     ranks = at_least(f"{path}.num_workers", message.num_workers or NUM_WORKERS, 1)
+    shard = None
+    if message.HasField("shard"):
+        shard = from_wire(message, "shard", Shard, f"{path}.shard")
     together = message.sequence_ranks if message.HasField("sequence_ranks") else None
     if together is not None and (together < 1 or ranks % together):
         expected = f"a divisor of num_workers, {ranks}"
         raise invalid(f"{path}.sequence_ranks", together, expected)
     return ParallelLayout(
         num_workers=ranks,
-        shard=from_wire(message, "shard", Shard, f"{path}.shard") if message.shard else None,
+        shard=from_wire(message, "shard", Shard, f"{path}.shard")
+        if message.HasField("shard")
+        else None,
         sequence_ranks=together,
     )
 
