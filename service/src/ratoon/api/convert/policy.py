@@ -157,13 +157,7 @@ def _parallel(message: wire.ParallelLayout) -> ParallelLayout:
     if together is not None and (together < 1 or ranks % together):
         expected = f"a divisor of num_workers, {ranks}"
         raise invalid(f"{path}.sequence_ranks", together, expected)
-    return ParallelLayout(
-        num_workers=ranks,
-        shard=from_wire(message, "shard", Shard, f"{path}.shard")
-        if message.HasField("shard")
-        else None,
-        sequence_ranks=together,
-    )
+    return ParallelLayout(num_workers=ranks, shard=shard, sequence_ranks=together)
 
 
 def _guard(message: wire.NumericsGuard) -> NumericsGuard:
