@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from harness.gpu_results import describe_gpu, source_sha256, write_result
+from harness.gpu_results import ROOT, describe_gpu, source_sha256, write_result
 
 if TYPE_CHECKING:
     from xdist.workermanage import WorkerController
@@ -85,7 +85,11 @@ class GpuReport:
         earlier = [test for test in self._earlier if test["id"] not in self._tests]
         tests = [*earlier, *self._tests.values()]
         payload = {
-            "arguments": list(session.config.invocation_params.args),
+            # Wherever the project lies.
+            "arguments": [
+                str(argument).replace(str(ROOT), ".")
+                for argument in session.config.invocation_params.args
+            ],
             "num_earlier": len(earlier),
             "num_passed": sum(test["outcome"] == "passed" for test in tests),
             "seconds": sum(test["seconds"] for test in tests),

@@ -231,13 +231,7 @@ class ExportedTensor:
 def exported_tensors(model: PolicyModel) -> dict[str, ExportedTensor]:
     """What `export_weights` writes, by name: of a fused parameter there are several."""
     found: dict[str, ExportedTensor] = {}
-    fused = _on_meta(model)
-    names = {id(tensor): name for name, tensor in fused.items()}
-    for exported, part in exported_values(model, dict(fused)).items():
-        if (name := names.get(id(part))) is not None:
-            found[exported] = ExportedTensor(parameter=name, num_elements=part.numel())
-            del fused[name]
-    for name, tensor in fused.items():
+    for name, tensor in _on_meta(model).items():
         for exported, part in exported_values(model, {name: tensor}).items():
             found[exported] = ExportedTensor(parameter=name, num_elements=part.numel())
     return found
