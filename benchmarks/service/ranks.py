@@ -47,7 +47,7 @@ class Case:
 
 
 CASES = (
-    Case(name="one", parallel=Parallel(num_workers=1)),
+    Case(name="one", parallel=Parallel(num_workers=1), num_updates=2),
     Case(name="states", parallel=Parallel(num_workers=2, shard="states", sequence_ranks=1)),
     Case(name="gradients", parallel=Parallel(num_workers=2, shard="gradients", sequence_ranks=1)),
     Case(name="long one", parallel=Parallel(num_workers=1), is_long=True, num_updates=2),
