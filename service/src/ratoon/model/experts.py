@@ -114,7 +114,9 @@ def _add_up(x_SD: Tensor, place_TC: Tensor) -> Tensor:
     sum_TD = x_SD[first_T].to(accumulation_dtype(x_SD.dtype))
     for place_T in others:
         sum_TD = sum_TD + x_SD[place_T]
-    return sum_TD.to(x_SD.dtype)
+    # Not a cast to what it is already: torch 2.11 compiles a function that returns one into one
+    # whose gradient is zero.
+    return sum_TD if sum_TD.dtype is x_SD.dtype else sum_TD.to(x_SD.dtype)
 
 
 @torch.library.custom_op("ratoon::grouped_linear", mutates_args=())
