@@ -24,7 +24,7 @@ from ratoon.engine.types import (
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.serial import batch_to_bytes
 from tests import builders
-from tests.engine.harness import policy_spec
+from tests.engine.harness import PATIENCE_S, policy_spec
 
 POLICY = "tiny-policy"
 SPEC = policy_spec(POLICY, micro_batch_tokens=256)
@@ -62,9 +62,12 @@ def submission(
 
 
 async def done(client: EngineClient, operation: Operation) -> Operation:
-    ended = await client.get_operation(operation.operation_id, 60.0)
-    assert ended.state is OperationState.DONE, ended
-    return ended
+    """Its end, for which a GPU that compiles takes minutes."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not operation.state.is_final:
+            operation = await client.get_operation(operation.operation_id, 60.0)
+    assert operation.state is OperationState.DONE, operation
+    return operation
 
 
 async def manifest_digest(client: EngineClient) -> tuple[int, str]:
