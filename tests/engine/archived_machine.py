@@ -67,6 +67,8 @@ class ArchivedMachine(Machine):
 
     async def lose_disk(self) -> None:
         """Another machine takes over, with the journal and the store, and nothing else."""
+        # What writes there would go on here, on the disk of the other machine.
+        await self.landed()
         shutil.rmtree(self.paths.root)
         self.worker = LocalWorker(Faults())
         self.worker.reach = self.crashes.reach
