@@ -150,11 +150,15 @@ def test_each_packed_token_is_computed_once(
     attend_hidden = PolicyModel.attend_hidden
 
     def counted(
-        model: PolicyModel, tokens_T: Tensor, position_T: Tensor, attention: PathAttention
+        model: PolicyModel,
+        tokens_T: Tensor,
+        position_T: Tensor,
+        attention: PathAttention,
+        copies_T: Tensor | None,
     ) -> Tensor:
         counts.append(len(tokens_T))
         held.append(attention.held)
-        return attend_hidden(model, tokens_T, position_T, attention)
+        return attend_hidden(model, tokens_T, position_T, attention, copies_T)
 
     monkeypatch.setattr(PolicyModel, "attend_hidden", counted)
     batch = _batch()

@@ -143,6 +143,19 @@ CLIP_FRACTION_BY_SIGN = _gauge(
 RATIO_QUANTILE = _gauge(
     "ratoon_ratio_quantile", "Quantiles of the importance ratio.", POLICY_LABEL, "quantile"
 )
+ROUTER_MAX_LOAD = _gauge(
+    "ratoon_router_max_load_ratio",
+    "Choices of a layer's busiest expert over the mean, the layer where that is most.",
+    POLICY_LABEL,
+)
+ROUTER_UNUSED_EXPERTS = _gauge(
+    "ratoon_router_unused_experts", "Experts that no token visits, of all layers.", POLICY_LABEL
+)
+ROUTER_ENTROPY = _gauge(
+    "ratoon_router_entropy",
+    "Mean entropy of a router, nats, the layer where that is least.",
+    POLICY_LABEL,
+)
 TOKEN_RATE = _gauge(
     "ratoon_tokens_per_second", "Replicated tokens per second, newest batch.", POLICY_LABEL
 )
@@ -256,6 +269,9 @@ METRICS: tuple[Metric, ...] = (
     GRAD_NORM,
     CHANGED_SHARE,
     *dict.fromkeys(metric for metric, _ in REPORT_GAUGES.values()),
+    ROUTER_MAX_LOAD,
+    ROUTER_UNUSED_EXPERTS,
+    ROUTER_ENTROPY,
     TOKEN_RATE,
     PEAK_MEMORY,
     SELF_CHECKS,

@@ -8,13 +8,38 @@ T tokens, E experts, C experts of a token, D features of the model.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
+from ratoon.model.numbered import find, numbered
 from ratoon.model.path_stacks import accumulation_dtype
+
+
+class RouteCount:
+    """What one router chooses, added up on the device; nothing while `copies_T` is None.
+
+    Filled by the operation itself, as a compiled layer gives out nothing but hidden states.
+    """
+
+    def __init__(self) -> None:
+        # How often each token of the forward under way counts.
+        self.copies_T: Tensor | None = None
+        # float64 [E + 2]: choices of each expert, tokens, entropies in nats. None: no forward yet.
+        self.sums_F: Tensor | None = None
+
+    def add(self, probs_TE: Tensor, expert_TC: Tensor) -> None:
+        """Count the tokens of a forward; nothing waits for the device."""
+        if self.copies_T is None:
+            return
+        copies_TC = self.copies_T.to(probs_TE.dtype)[:, None].expand_as(expert_TC)
+        load_E = _by_expert(copies_TC, expert_TC, probs_TE).sum(0, dtype=torch.float64)
+        copies_T = self.copies_T.double()
+        entropy_T = torch.special.entr(probs_TE).sum(-1, dtype=torch.float64)
+        sums_F = torch.cat([load_E, torch.stack([copies_T.sum(), (copies_T * entropy_T).sum()])])
+        self.sums_F = sums_F if self.sums_F is None else self.sums_F + sums_F
 
 
 class Router(nn.Module):
@@ -25,11 +50,13 @@ class Router(nn.Module):
         self.weight = router.weight
         self._top_k = router.top_k
         self._is_normalized = router.norm_topk_prob
+        self.count = RouteCount()
+        self._number_1 = numbered(self.count)
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[T, D] -> logits [T, E], weights and experts [T, C]."""
         logits_TE = nn.functional.linear(hidden_states, self.weight)
-        return logits_TE, *route(logits_TE, self._top_k, self._is_normalized)
+        return logits_TE, *route(logits_TE, self._number_1, self._top_k, self._is_normalized)
 
 
 def replace_routers(module: nn.Module) -> None:
@@ -41,21 +68,27 @@ def replace_routers(module: nn.Module) -> None:
 
 
 @torch.library.custom_op("ratoon::route", mutates_args=())
-def route(logits_TE: Tensor, top_k: int, is_normalized: bool) -> tuple[Tensor, Tensor]:
+def route(
+    logits_TE: Tensor, number_1: Tensor, top_k: int, is_normalized: bool
+) -> tuple[Tensor, Tensor]:
     """The `top_k` largest probabilities in falling order, and whose they are.
 
+    `number_1`: of the `RouteCount` that they are added to.
     The softmax is computed in float32 at least. Returns weight_TC in the dtype of the logits,
     which sum to 1 per token if `is_normalized`, and expert_TC as int16. Differentiable in the
     logits through the weights.
     """
     probs_TE = _softmax(logits_TE)
     expert_TC = _choose(probs_TE, top_k)
+    cast("RouteCount", find(number_1)).add(probs_TE, expert_TC)
     weight_TC = _weights(probs_TE, expert_TC, is_normalized)
     return weight_TC.to(logits_TE.dtype), expert_TC.to(torch.int16)
 
 
 @route.register_fake
-def _(logits_TE: Tensor, top_k: int, _is_normalized: bool) -> tuple[Tensor, Tensor]:
+def _(
+    logits_TE: Tensor, _number_1: Tensor, top_k: int, _is_normalized: bool
+) -> tuple[Tensor, Tensor]:
     shape = (logits_TE.shape[0], top_k)
     return logits_TE.new_empty(shape), logits_TE.new_empty(shape, dtype=torch.int16)
 
@@ -103,14 +136,14 @@ def _weights(probs_TE: Tensor, expert_TC: Tensor, is_normalized: bool) -> Tensor
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    logits_TE, _top_k, ctx.is_normalized = inputs
+    logits_TE, _number_1, _top_k, ctx.is_normalized = inputs
     _weight_TC, expert_TC = output
     ctx.save_for_backward(logits_TE, expert_TC)
     ctx.mark_non_differentiable(expert_TC)
 
 
 def _differentiate(ctx: Any, dweight_TC: Tensor, _dexpert_TC: Any) -> tuple[Any, ...]:
-    return _backward(dweight_TC, *ctx.saved_tensors, ctx.is_normalized), None, None
+    return _backward(dweight_TC, *ctx.saved_tensors, ctx.is_normalized), None, None, None
 
 
 route.register_autograd(_differentiate, setup_context=_setup_context)

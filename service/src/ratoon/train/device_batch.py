@@ -24,6 +24,8 @@ class DeviceBatch:
     tokens_T: Tensor
     position_T: Tensor
     layout: TreeLayout
+    # Rollouts that each token is part of.
+    copies_T: Tensor
     row_index_R: Tensor
     # float32.
     row_temperature_R: Tensor
@@ -55,6 +57,7 @@ def to_device(packed: PackedBatch, device: torch.device) -> DeviceBatch:
             node_parent=forest.node_parent,
             device=device,
         ),
+        copies_T=put(packed.copies, device),
         row_index_R=put(packed.row_index, device),
         row_temperature_R=put(packed.row_temperature, device),
         target_token_M=put(packed.target_token, device),
@@ -75,7 +78,7 @@ def put(array: NDArray[np.generic], device: torch.device) -> Tensor:
 
 def run_model(model: PolicyModel, batch: DeviceBatch) -> TokenOutputs:
     """One forward; gradients flow where they are enabled."""
-    hidden_TD = model.forward_hidden(batch.tokens_T, batch.position_T, batch.layout)
+    hidden_TD = model.forward_hidden(batch.tokens_T, batch.position_T, batch.layout, batch.copies_T)
     logprob_M, entropy_R = token_logprobs(
         hidden_TD.index_select(0, batch.row_index_R),
         model.lm_head_VD,

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ratoon.model.policy_model import PolicyModel
+from ratoon.model.route_counts import RouteSums
 from ratoon.model.sequence_group import ALONE, SequenceGroup
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import PackedBatch, UpdatePlan
@@ -46,6 +47,7 @@ class PassTotals:
     """
 
     sums: LossSums
+    routes: RouteSums
     rows: int
     forward_s: float
     backward_s: float
@@ -60,6 +62,7 @@ class PassTotals:
         longest = max(ranks, key=lambda done: done.forward_s + done.backward_s)
         return cls(
             sums=reduce(operator.add, (done.sums for done in ranks)),
+            routes=reduce(operator.add, (done.routes for done in ranks)),
             rows=sum(done.rows for done in ranks),
             forward_s=longest.forward_s,
             backward_s=longest.backward_s,
@@ -83,12 +86,14 @@ def forward_backward_pass(
     """
     sums: list[Tensor] = []
     rows, clock = 0, DeviceClock(model.device)
+    model.routes.clear()
     for item in packed_micro_batches(model.device, prepared, prepared.columns.trained_J, hooks):
         sums += _train(model, prepared, item, forward_logprobs_J, clock, group)
         rows += _counted_rows(item, group)
     seconds = clock.seconds()
     return PassTotals(
         sums=LossSums.total(sums),
+        routes=model.routes.take(),
         rows=rows,
         forward_s=seconds["forward"],
         backward_s=seconds["backward"],
@@ -136,7 +141,7 @@ def train_rows(
     clock: DeviceClock,
 ) -> RowLoss:
     """Add the gradient of a loss of single tokens to the parameters' gradients."""
-    hidden_TD = model.forward_hidden(batch.tokens_T, batch.position_T, batch.layout)
+    hidden_TD = model.forward_hidden(batch.tokens_T, batch.position_T, batch.layout, batch.copies_T)
     clock.lap("forward")
     hidden_RD = hidden_TD.index_select(0, batch.row_index_R)
     part, terms = whole_batch(packed), RowTerms(packed)

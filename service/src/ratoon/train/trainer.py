@@ -229,6 +229,7 @@ class Trainer:
         totals = Totals(
             counters=prepared.counters,
             sums=done.sums,
+            routes=done.routes,
             batch=batch_sums.of_prepared(prepared, self.version),
             has_kl=loss.kl is not None,
         )

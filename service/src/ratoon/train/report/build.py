@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from ratoon.model.route_counts import RouteSums
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.train.config import DivideBy
@@ -21,7 +22,7 @@ from ratoon.train.loss.warnings import sum_warnings
 from ratoon.train.passes import ForwardColumns
 from ratoon.train.prepare import Prepared
 from ratoon.train.report.batch_sums import BatchSums, of_batch
-from ratoon.train.report.step_report import PhaseSeconds, StepReport
+from ratoon.train.report.step_report import PhaseSeconds, RouterReport, StepReport
 from ratoon.train.report.usage import Usage
 from ratoon.train.self_check import SelfCheckOutcome
 
@@ -102,6 +103,7 @@ def _with_totals(report: StepReport, totals: Totals, divisor: float) -> StepRepo
     counters = totals.counters
     return replace(
         report,
+        routers=_routers(totals.routes),
         num_groups=counters.groups,
         num_sequences=counters.sequences,
         trained_tokens=counters.tokens,
@@ -199,6 +201,21 @@ def _with_batch(report: StepReport, sums: BatchSums) -> StepReport:
         dropped_zero_variance=int(sums.dropped_zero_variance),
         zero_advantage_sequences=int(sums.not_run),
     )
+
+
+def _routers(routes: RouteSums) -> tuple[RouterReport, ...]:
+    reports: list[RouterReport] = []
+    for layer, sums_F in zip(routes.layers, routes.sums_LF, strict=True):
+        load_E, (tokens, entropy) = sums_F[:-2], sums_F[-2:]
+        reports.append(
+            RouterReport(
+                layer=layer,
+                max_load=float(load_E.max() / load_E.mean()),
+                unused_experts=int(np.count_nonzero(load_E == 0)),
+                entropy=float(entropy / tokens),
+            )
+        )
+    return tuple(reports)
 
 
 def _mean(total: float, count: float) -> float | None:

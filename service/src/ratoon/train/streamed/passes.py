@@ -120,8 +120,12 @@ class StagedBatch:
         own = self._parts[index].tokens
         # One for nothing, where there is none: see `sequence_group`.
         tokens = slice(own.start, own.stop) if len(own) else slice(1)
+        batch, copies_T = self._batch, self._batch.copies_T[tokens]
         hidden_TD = self._model.attend_hidden(
-            self._batch.tokens_T[tokens], self._batch.position_T[tokens], attention
+            batch.tokens_T[tokens],
+            batch.position_T[tokens],
+            attention,
+            copies_T if len(own) else torch.zeros_like(copies_T),
         )
         return StageRun(
             index=index,

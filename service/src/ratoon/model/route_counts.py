@@ -1,0 +1,78 @@
+"""How often the routers of a decoder choose each expert, and how sure they are of it.
+
+A packed token counts once for each rollout that it is part of, so that no sum depends on how
+rollouts are packed, cut or spread over ranks.
+
+T tokens, E experts, L layers with experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ratoon.model.router import Router
+
+
+def _no_sums() -> NDArray[np.float64]:
+    return np.zeros((0, 2))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteSums:
+    """`layers`: those with experts that ran, ascending; () of a dense model."""
+
+    layers: tuple[int, ...] = ()
+    # float64 [L, E + 2]: choices of each expert, tokens, entropies in nats.
+    sums_LF: NDArray[np.float64] = field(default_factory=_no_sums)
+
+    def __add__(self, other: RouteSums) -> RouteSums:
+        if not (self.layers and other.layers):
+            return self if self.layers else other
+        assert self.layers == other.layers, "of one model"
+        return RouteSums(layers=self.layers, sums_LF=self.sums_LF + other.sums_LF)
+
+
+class RouteCounts:
+    """Owns the counts of one decoder's routers, on its device."""
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        self._counts = {
+            index: module.count
+            for index, layer in enumerate(layers)
+            for module in layer.modules()
+            if isinstance(module, Router)
+        }
+
+    @contextmanager
+    def counting(self, copies_T: Tensor | None) -> Iterator[None]:
+        """Inside, token t of a forward counts `copies_T[t]` times; None: nothing is counted."""
+        for count in self._counts.values():
+            count.copies_T = copies_T
+        try:
+            yield
+        finally:
+            for count in self._counts.values():
+                count.copies_T = None
+
+    def clear(self) -> None:
+        """Forget what was counted."""
+        for count in self._counts.values():
+            count.sums_F = None
+
+    def take(self) -> RouteSums:
+        """What was counted since, which is forgotten. Waits for the device."""
+        found = {
+            index: count.sums_F for index, count in self._counts.items() if count.sums_F is not None
+        }
+        self.clear()
+        if not found:
+            return RouteSums()
+        sums_LF = torch.stack([*found.values()]).cpu().numpy()
+        return RouteSums(layers=tuple(found), sums_LF=sums_LF)

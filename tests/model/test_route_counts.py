@@ -1,0 +1,65 @@
+"""Routers count each token of a forward once, however a layer runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from ratoon.model.activation_plan import Kept
+from ratoon.model.policy_model import PolicyModel
+from ratoon.model.spec import ModelDtype
+from tests.model.builders import load
+from tests.model.compiled import eager_graphs
+from tests.model.packing import Packed, branching_sequences, pack
+from tests.tiny_models import write_folder
+
+
+@pytest.fixture
+def graphs() -> Iterator[list[GraphModule]]:
+    with eager_graphs() as compiled:
+        yield compiled
+
+
+def _hidden(model: PolicyModel, packed: Packed, copies_T: Tensor | None) -> Tensor:
+    return model.forward_hidden(packed.tokens_T, packed.position_T, packed.layout, copies_T)
+
+
+@pytest.mark.parametrize("kept", [None, *Kept])
+def test_layers_count_once_compiled_or_not(
+    tmp_path: Path, kept: Kept | None, graphs: list[GraphModule]
+) -> None:
+    """Also where they run again for their backward."""
+    folder, packed = write_folder(tmp_path / "base", "qwen3_moe"), pack(branching_sequences(0))
+    copies_T = torch.arange(len(packed.tokens_T), dtype=torch.int32)
+    found: list[Tensor] = []
+    for is_compiled in (False, True):
+        model = load(folder, dtype=ModelDtype.FLOAT32, compile_layers=is_compiled)
+        vars(model)["_plan_activations"] = lambda _: None if kept is None else (kept,) * 2
+        for counted_T in (copies_T, None, copies_T):
+            _hidden(model, packed, counted_T).sum().backward()
+        sums = model.routes.take()
+        assert sums.layers == (0, 1)
+        found.append(torch.from_numpy(sums.sums_LF))
+        assert model.routes.take().layers == ()
+    modules_LF, compiled_LF = found
+    assert modules_LF[:, -2].tolist() == [2 * int(copies_T.sum())] * 2
+    assert modules_LF[:, :-2].sum(1).tolist() == [2 * 2 * int(copies_T.sum())] * 2
+    assert len(modules_LF[:, :-2].unique()) > 4
+    torch.testing.assert_close(compiled_LF, modules_LF, rtol=1e-6, atol=0)
+    assert len(graphs) == 1
+
+
+def test_forwards_without_gradients_are_not_counted(tmp_path: Path) -> None:
+    folder, packed = write_folder(tmp_path / "base", "qwen3_moe"), pack(branching_sequences(0))
+    model = load(folder, dtype=ModelDtype.FLOAT32)
+    copies_T = torch.ones(len(packed.tokens_T), dtype=torch.int32)
+    with torch.no_grad():
+        _hidden(model, packed, copies_T)
+    assert model.routes.take().layers == ()
+    _hidden(model, packed, copies_T)
+    assert model.routes.take().layers == (0, 1)
