@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from ratoon.model.spec import FolderBase
 from ratoon.rollout.batch import RolloutBatch
@@ -22,7 +22,7 @@ from ratoon.train.loss.spec import Loss
 from ratoon.train.report.step_report import RouterReport, StepReport
 from ratoon.train.trainer import Trainer
 from tests.equivalence import paths_of
-from tests.oracle.hf import _DoublePrecision
+from tests.oracle import hf
 from tests.tiny_models import write_folder
 from tests.train.equivalence_runs import WHOLE, Pair, make_pair, random_batch_near
 from tests.train.rank_runs import ranked
@@ -50,17 +50,15 @@ def pair(shared_pair: Pair) -> Iterator[Pair]:
     shared_pair.discard()
 
 
-def _expected(model: Any, batches: Sequence[RolloutBatch]) -> list[RouterReport]:
+def _expected(model: nn.Module, batches: Sequence[RolloutBatch]) -> list[RouterReport]:
     """By transformers' own routers; of layers with experts, in order."""
     logits: list[list[torch.Tensor]] = []
     for batch in batches:
         for path in paths_of(batch):
             if not path.mask.any():
                 continue
-            ids = torch.as_tensor(path.tokens, dtype=torch.int64)[None]
-            with torch.no_grad(), _DoublePrecision():
-                out = model(input_ids=ids, use_cache=False, output_router_logits=True)
-            logits.append([each for each in out.router_logits if each is not None])
+            with torch.no_grad():
+                logits.append(hf.router_logits(model, path))
     reports: list[RouterReport] = []
     for index, of_layer in enumerate(zip(*logits, strict=True)):
         logits_TE = torch.cat(of_layer)

@@ -226,6 +226,7 @@ REPORT_GAUGES: Mapping[str, tuple[Metric, tuple[str, ...]]] = {
             ("sampler_gap_abs_mean", "Mean distance of log-prob and the sampler's, nats."),
             ("sampler_gap_max", "Largest distance of log-prob and the sampler's, nats."),
             ("entropy", "Mean entropy, nats."),
+            ("router_aux_loss", "Mean balance loss of a rollout's routers, over all layers."),
             ("ratio_mean", "Mean importance ratio."),
             ("correction_masked_fraction", "Tokens that the rollout correction masks."),
             ("correction_truncated_fraction", "Tokens whose weight it holds at its bound."),

@@ -269,6 +269,7 @@ class StepReport:
     rank_gap: float | None = None
     # Of models with experts, each layer that has some.
     routers: tuple[RouterReport, ...]
+    router_aux_loss: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ratoon.model.router import Router
+from ratoon.model.router import Balance, Router
 
 
 def _no_sums() -> NDArray[np.float64]:
@@ -39,6 +39,14 @@ class RouteSums:
         return RouteSums(layers=self.layers, sums_LF=self.sums_LF + other.sums_LF)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedTokens:
+    """Tokens of one forward: how often each counts, int32 [T], and the loss of their choices."""
+
+    copies_T: Tensor
+    balance: Balance | None = None
+
+
 class RouteCounts:
     """Owns the counts of one decoder's routers, on its device."""
 
@@ -49,22 +57,49 @@ class RouteCounts:
             for module in layer.modules()
             if isinstance(module, Router)
         }
+        for row, count in enumerate(self._counts.values()):
+            count.row = row
+
+    @property
+    def num_layers(self) -> int:
+        """Those with experts."""
+        return len(self._counts)
 
     @contextmanager
-    def counting(self, copies_T: Tensor | None) -> Iterator[None]:
-        """Inside, token t of a forward counts `copies_T[t]` times; None: nothing is counted."""
+    def counting(self, tokens: RoutedTokens | None) -> Iterator[None]:
+        """Inside, a forward of these tokens is counted; None: nothing is."""
         for count in self._counts.values():
-            count.copies_T = copies_T
+            if tokens is not None:
+                count.copies_T, count.balance = tokens.copies_T, tokens.balance
         try:
             yield
         finally:
             for count in self._counts.values():
-                count.copies_T = None
+                count.copies_T = count.balance = None
+        if tokens is not None and tokens.balance is not None:
+            tokens.balance.settle()
+
+    @contextmanager
+    def balancing(self, tokens: RoutedTokens) -> Iterator[None]:
+        """Inside, the backward of a forward of these tokens has the gradient of their balance."""
+        for count in self._counts.values():
+            count.balance_behind = tokens.balance
+        try:
+            yield
+        finally:
+            for count in self._counts.values():
+                count.balance_behind = None
 
     def clear(self) -> None:
         """Forget what was counted."""
         for count in self._counts.values():
-            count.sums_F = None
+            count.sums_F = count.balance_loss = None
+
+    def balance_loss(self) -> float:
+        """Of all backwards since, without coefficients. Waits for the device."""
+        counts = self._counts.values()
+        losses = [count.balance_loss for count in counts if count.balance_loss is not None]
+        return float(torch.stack(losses).sum()) if losses else 0.0
 
     def take(self) -> RouteSums:
         """What was counted since, which is forgotten. Waits for the device."""

@@ -8,7 +8,7 @@ T tokens, E experts, C experts of a token, D features of the model.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +18,43 @@ from ratoon.model.numbered import find, numbered
 from ratoon.model.path_stacks import accumulation_dtype
 
 
-class RouteCount:
-    """What one router chooses, added up on the device; nothing while `copies_T` is None.
+class Balance(Protocol):
+    """A loss of the choices and probabilities of one forward's tokens."""
 
-    Filled by the operation itself, as a compiled layer gives out nothing but hidden states.
+    @property
+    def coefficient(self) -> float: ...
+
+    def add(self, expert_TC: Tensor, num_experts: int, /) -> None:
+        """What the next layer with experts chooses."""
+        ...
+
+    def settle(self) -> None:
+        """All layers have chosen."""
+        ...
+
+    def gradient(self, row: int, probs_TE: Tensor, /) -> Tensor:
+        """Of the loss without its coefficient in the probabilities, in their dtype, [T, E]; at the
+        row-th layer with experts."""
+        ...
+
+
+class RouteCount:
+    """What one router chooses, added up on the device, and the loss that balances it.
+
+    The routing operation finds it by number, as a compiled layer takes in and gives out hidden
+    states alone. Nothing is counted while `copies_T` is None.
     """
 
     def __init__(self) -> None:
+        # Among the model's layers with experts.
+        self.row = 0
         # How often each token of the forward under way counts.
         self.copies_T: Tensor | None = None
+        # Of the forward under way, and of the backward.
+        self.balance: Balance | None = None
+        self.balance_behind: Balance | None = None
+        # Of `balance`, without its coefficient; float64 []. None: no backward yet.
+        self.balance_loss: Tensor | None = None
         # float64 [E + 2]: choices of each expert, tokens, entropies in nats. None: no forward yet.
         self.sums_F: Tensor | None = None
 
@@ -40,6 +68,17 @@ class RouteCount:
         entropy_T = torch.special.entr(probs_TE).sum(-1, dtype=torch.float64)
         sums_F = torch.cat([load_E, torch.stack([copies_T.sum(), (copies_T * entropy_T).sum()])])
         self.sums_F = sums_F if self.sums_F is None else self.sums_F + sums_F
+        if self.balance is not None:
+            self.balance.add(expert_TC, probs_TE.shape[1])
+
+    def gradient(self, probs_TE: Tensor) -> Tensor | None:
+        """Of the balance loss in the logits; None: there is none."""
+        if self.balance_behind is None:
+            return None
+        dprobs_TE = self.balance_behind.gradient(self.row, probs_TE)
+        loss = (probs_TE * dprobs_TE).sum(dtype=torch.float64)
+        self.balance_loss = loss if self.balance_loss is None else self.balance_loss + loss
+        return _softmax_backward(self.balance_behind.coefficient * dprobs_TE, probs_TE)
 
 
 class Router(nn.Module):
@@ -95,14 +134,21 @@ def _(
 
 @torch.library.custom_op("ratoon::route_backward", mutates_args=())
 def _backward(
-    dweight_TC: Tensor, logits_TE: Tensor, expert_TC: Tensor, is_normalized: bool
+    dweight_TC: Tensor,
+    logits_TE: Tensor,
+    expert_TC: Tensor,
+    number_1: Tensor,
+    is_normalized: bool,
 ) -> Tensor:
-    q_TE = _softmax(logits_TE)
+    probs_TE = q_TE = _softmax(logits_TE)
     if is_normalized:
         # Weights that sum to 1 are a softmax over the chosen experts alone.
         q_TE = _by_expert(_weights(q_TE, expert_TC.long(), is_normalized), expert_TC, q_TE)
     dq_TE = _by_expert(dweight_TC.to(q_TE.dtype), expert_TC, q_TE)
-    dlogits_TE = q_TE * (dq_TE - (q_TE * dq_TE).sum(-1, keepdim=True))
+    dlogits_TE = _softmax_backward(dq_TE, q_TE)
+    of_balance_TE = cast("RouteCount", find(number_1)).gradient(probs_TE)
+    if of_balance_TE is not None:
+        dlogits_TE = dlogits_TE + of_balance_TE
     return dlogits_TE.to(logits_TE.dtype)
 
 
@@ -113,6 +159,10 @@ def _(_dweight_TC: Tensor, logits_TE: Tensor, *_others: Any) -> Tensor:
 
 def _softmax(logits_TE: Tensor) -> Tensor:
     return torch.softmax(logits_TE, dim=-1, dtype=accumulation_dtype(logits_TE.dtype))
+
+
+def _softmax_backward(dprobs_TE: Tensor, probs_TE: Tensor) -> Tensor:
+    return probs_TE * (dprobs_TE - (probs_TE * dprobs_TE).sum(-1, keepdim=True))
 
 
 def _choose(probs_TE: Tensor, top_k: int) -> Tensor:
@@ -136,9 +186,9 @@ def _weights(probs_TE: Tensor, expert_TC: Tensor, is_normalized: bool) -> Tensor
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    logits_TE, _number_1, _top_k, ctx.is_normalized = inputs
+    logits_TE, number_1, _top_k, ctx.is_normalized = inputs
     _weight_TC, expert_TC = output
-    ctx.save_for_backward(logits_TE, expert_TC)
+    ctx.save_for_backward(logits_TE, expert_TC, number_1)
     ctx.mark_non_differentiable(expert_TC)
 
 

@@ -23,6 +23,7 @@ from ratoon.rollout.packed import PackedBatch, UpdatePlan
 from ratoon.rollout.prefixes import SortedPrefixes
 from ratoon.train.config import OldLogprobsKind, ReferenceKind
 from ratoon.train.device_batch import DeviceBatch, TokenOutputs, put, run_model, to_device
+from ratoon.train.load_balance import LoadBalance
 from ratoon.train.loss.compute import LossOutput, compute_loss, is_of_single_tokens
 from ratoon.train.loss.row_loss import LossOfTerms, RowLoss, RowTerms, run_row_loss, whole_batch
 from ratoon.train.loss.sums import LossSums
@@ -37,6 +38,7 @@ from ratoon.train.prepare import Prepared
 from ratoon.train.report.clock import DeviceClock
 from ratoon.train.streamed.heads import add_up
 from ratoon.train.streamed.passes import StagedBatch
+from ratoon_kernels import Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +93,10 @@ def forward_backward_pass(
         sums += _train(model, prepared, item, forward_logprobs_J, clock, group)
         rows += _counted_rows(item, group)
     seconds = clock.seconds()
+    balance, total = model.routes.balance_loss(), LossSums.total(sums)
+    loss = total.loss + prepared.loss.router_aux_loss_coefficient * balance
     return PassTotals(
-        sums=LossSums.total(sums),
+        sums=replace(total, loss=loss, balance=balance),
         routes=model.routes.take(),
         rows=rows,
         forward_s=seconds["forward"],
@@ -111,6 +115,7 @@ def _train(
     """Add the gradient of the loss sum of one micro-batch; `sums_F` of each of its losses."""
     packed, device = item.packed, model.device
     batch = to_device(packed, device)
+    balance = _load_balance(model, prepared, packed, group)
     reference_L = _reference(model, prepared, item, batch, group)
 
     def loss_of(terms: NDArray[np.int64], logprob_L: Tensor, entropy_L: Tensor) -> LossOutput:
@@ -126,11 +131,32 @@ def _train(
 
     is_of_rows = is_of_single_tokens(prepared.loss)
     if item.stages or group.size > 1:
-        staged = StagedBatch(model, packed, batch, item.stages, item.check, group)
+        staged = StagedBatch(model, packed, batch, item.stages, item.check, group, balance)
         return staged.forward_backward(loss_of, clock, is_of_rows=is_of_rows)
-    if is_of_rows:
-        return train_rows(model, packed, batch, loss_of, clock).sums
-    return [_train_in_two_phases(model, packed, batch, loss_of, clock)]
+    if balance is not None:
+        whole = Span(0, packed.forest.num_tokens)
+        routed = replace(batch.routed, balance=balance.tokens(whole, whole))
+        batch = replace(batch, routed=routed)
+    with model.routes.balancing(batch.routed):
+        if is_of_rows:
+            return train_rows(model, packed, batch, loss_of, clock).sums
+        return [_train_in_two_phases(model, packed, batch, loss_of, clock)]
+
+
+def _load_balance(
+    model: PolicyModel, prepared: Prepared, packed: PackedBatch, group: SequenceGroup
+) -> LoadBalance | None:
+    """Of a micro-batch; None: the loss has none."""
+    coefficient, columns = prepared.loss.router_aux_loss_coefficient, prepared.columns
+    if not coefficient:
+        return None
+    is_counted_L = columns.counted_J[packed.term_token]
+    weight_S = np.bincount(
+        packed.term_sequence,
+        weights=is_counted_L * columns.weight_J[packed.term_token],
+        minlength=len(packed.forest.sequences),
+    ).astype(np.float64)
+    return LoadBalance(model, packed.forest, weight_S, coefficient, group)
 
 
 def train_rows(
@@ -141,7 +167,7 @@ def train_rows(
     clock: DeviceClock,
 ) -> RowLoss:
     """Add the gradient of a loss of single tokens to the parameters' gradients."""
-    hidden_TD = model.forward_hidden(batch.tokens_T, batch.position_T, batch.layout, batch.copies_T)
+    hidden_TD = model.forward_hidden(batch.tokens_T, batch.position_T, batch.layout, batch.routed)
     clock.lap("forward")
     hidden_RD = hidden_TD.index_select(0, batch.row_index_R)
     part, terms = whole_batch(packed), RowTerms(packed)

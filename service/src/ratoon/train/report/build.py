@@ -124,6 +124,7 @@ def _with_means(report: StepReport, sums: LossSums, divisor: float, *, has_kl: b
         policy_gradient_loss=sums.policy_gradient * by_divisor,
         kl=sums.kl * by_weight if has_kl else None,
         entropy=sums.entropy * by_weight,
+        router_aux_loss=sums.balance * by_weight if sums.balance else None,
         clip_fraction_low=sums.clipped_low * by_terms,
         clip_fraction_high=sums.clipped_high * by_terms,
         clip_fraction_dual=sums.clipped_dual * by_terms,

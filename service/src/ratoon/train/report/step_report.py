@@ -138,3 +138,4 @@ class StepReport:
     rank_seconds: tuple[float, ...] = ()
     rank_gap: float | None = None
     routers: tuple[RouterReport, ...] = ()
+    router_aux_loss: float | None = None
