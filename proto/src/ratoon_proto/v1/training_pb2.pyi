@@ -1096,8 +1096,8 @@ class StepReport(_message.Message):
     clamped_kls: _builtins.int
     clamped_sampler_gaps: _builtins.int
     zero_advantage_sequences: _builtins.int
-    """Rollouts that count but were not run: all their advantages are zero, and the loss has no KL or
-    entropy term. Token and attention counts, speeds and means (but the losses) are of what was run.
+    """Rollouts that count but were not run: all their advantages are zero, and the loss has no KL,
+    entropy or router term. Token and attention counts, speeds and means (but the losses) are of what was run.
     """
     token_staleness_mean: _builtins.float
     """Mean of the same over response tokens, each by the version of its own span."""

@@ -8,20 +8,15 @@ T tokens, E experts, L layers with experts.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ratoon.model.router import Balance, Router
-
-
-def _no_sums() -> NDArray[np.float64]:
-    return np.zeros((0, 2))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,14 +24,16 @@ class RouteSums:
     """`layers`: those with experts that ran, ascending; () of a dense model."""
 
     layers: tuple[int, ...] = ()
-    # float64 [L, E + 2]: choices of each expert, tokens, entropies in nats.
-    sums_LF: NDArray[np.float64] = field(default_factory=_no_sums)
+    # Of each, E + 2: choices of each expert, tokens, entropies in nats.
+    sums: tuple[tuple[float, ...], ...] = ()
 
     def __add__(self, other: RouteSums) -> RouteSums:
         if not (self.layers and other.layers):
             return self if self.layers else other
         assert self.layers == other.layers, "of one model"
-        return RouteSums(layers=self.layers, sums_LF=self.sums_LF + other.sums_LF)
+        pairs = zip(self.sums, other.sums, strict=True)
+        sums = tuple(tuple(map(operator.add, mine, theirs)) for mine, theirs in pairs)
+        return RouteSums(layers=self.layers, sums=sums)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,5 +106,5 @@ class RouteCounts:
         self.clear()
         if not found:
             return RouteSums()
-        sums_LF = torch.stack([*found.values()]).cpu().numpy()
-        return RouteSums(layers=tuple(found), sums_LF=sums_LF)
+        rows: list[list[float]] = torch.stack([*found.values()]).tolist()
+        return RouteSums(layers=tuple(found), sums=tuple(map(tuple, rows)))

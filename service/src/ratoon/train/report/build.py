@@ -206,14 +206,13 @@ def _with_batch(report: StepReport, sums: BatchSums) -> StepReport:
 
 def _routers(routes: RouteSums) -> tuple[RouterReport, ...]:
     reports: list[RouterReport] = []
-    for layer, sums_F in zip(routes.layers, routes.sums_LF, strict=True):
-        load_E, (tokens, entropy) = sums_F[:-2], sums_F[-2:]
+    for layer, (*load, tokens, entropy) in zip(routes.layers, routes.sums, strict=True):
         reports.append(
             RouterReport(
                 layer=layer,
-                max_load=float(load_E.max() / load_E.mean()),
-                unused_experts=int(np.count_nonzero(load_E == 0)),
-                entropy=float(entropy / tokens),
+                max_load=max(load) * len(load) / sum(load),
+                unused_experts=load.count(0.0),
+                entropy=entropy / tokens,
             )
         )
     return tuple(reports)
