@@ -25,9 +25,26 @@ from torch import Tensor
 
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.sequence_group import SequenceGroup
-from ratoon.rollout.packed import Forest
+from ratoon.rollout.packed import Forest, PackedBatch
 from ratoon.train.device_batch import put
+from ratoon.train.prepare import Prepared
 from ratoon_kernels import Span
+
+
+def load_balance(
+    model: PolicyModel, prepared: Prepared, packed: PackedBatch, group: SequenceGroup
+) -> LoadBalance | None:
+    """Of a micro-batch that `group` runs; None: the loss has none."""
+    coefficient, columns = prepared.loss.router_aux_loss_coefficient, prepared.columns
+    if not coefficient:
+        return None
+    is_counted_L = columns.counted_J[packed.term_token]
+    weight_S = np.bincount(
+        packed.term_sequence,
+        weights=is_counted_L * columns.weight_J[packed.term_token],
+        minlength=len(packed.forest.sequences),
+    ).astype(np.float64)
+    return LoadBalance(model, packed.forest, weight_S, coefficient, group)
 
 
 class LoadBalance:
@@ -108,7 +125,8 @@ class BalancedTokens:
     def add(self, expert_TC: Tensor, num_experts: int) -> None:
         """See `Balance.add`."""
         experts_E1 = torch.arange(num_experts, device=expert_TC.device)[:, None]
-        chosen_ET = torch.zeros(num_experts, len(expert_TC), device=expert_TC.device).int()
+        shape = (num_experts, len(expert_TC))
+        chosen_ET = torch.zeros(shape, dtype=torch.int32, device=expert_TC.device)
         for expert_T in expert_TC.unbind(1):
             chosen_ET += expert_T == experts_E1
         sums_ET = torch.nn.functional.pad(chosen_ET.cumsum(1, dtype=torch.int32), (1, 0))

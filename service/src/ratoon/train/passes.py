@@ -23,7 +23,7 @@ from ratoon.rollout.packed import PackedBatch, UpdatePlan
 from ratoon.rollout.prefixes import SortedPrefixes
 from ratoon.train.config import OldLogprobsKind, ReferenceKind
 from ratoon.train.device_batch import DeviceBatch, TokenOutputs, put, run_model, to_device
-from ratoon.train.load_balance import LoadBalance
+from ratoon.train.load_balance import load_balance
 from ratoon.train.loss.compute import LossOutput, compute_loss, is_of_single_tokens
 from ratoon.train.loss.row_loss import LossOfTerms, RowLoss, RowTerms, run_row_loss, whole_batch
 from ratoon.train.loss.sums import LossSums
@@ -115,7 +115,7 @@ def _train(
     """Add the gradient of the loss sum of one micro-batch; `sums_F` of each of its losses."""
     packed, device = item.packed, model.device
     batch = to_device(packed, device)
-    balance = _load_balance(model, prepared, packed, group)
+    balance = load_balance(model, prepared, packed, group)
     reference_L = _reference(model, prepared, item, batch, group)
 
     def loss_of(terms: NDArray[np.int64], logprob_L: Tensor, entropy_L: Tensor) -> LossOutput:
@@ -135,28 +135,12 @@ def _train(
         return staged.forward_backward(loss_of, clock, is_of_rows=is_of_rows)
     if balance is not None:
         whole = Span(0, packed.forest.num_tokens)
-        routed = replace(batch.routed, balance=balance.tokens(whole, whole))
-        batch = replace(batch, routed=routed)
+        balanced = balance.tokens(whole, whole)
+        batch = replace(batch, routed=replace(batch.routed, balance=balanced))
     with model.routes.balancing(batch.routed):
         if is_of_rows:
             return train_rows(model, packed, batch, loss_of, clock).sums
         return [_train_in_two_phases(model, packed, batch, loss_of, clock)]
-
-
-def _load_balance(
-    model: PolicyModel, prepared: Prepared, packed: PackedBatch, group: SequenceGroup
-) -> LoadBalance | None:
-    """Of a micro-batch; None: the loss has none."""
-    coefficient, columns = prepared.loss.router_aux_loss_coefficient, prepared.columns
-    if not coefficient:
-        return None
-    is_counted_L = columns.counted_J[packed.term_token]
-    weight_S = np.bincount(
-        packed.term_sequence,
-        weights=is_counted_L * columns.weight_J[packed.term_token],
-        minlength=len(packed.forest.sequences),
-    ).astype(np.float64)
-    return LoadBalance(model, packed.forest, weight_S, coefficient, group)
 
 
 def train_rows(
