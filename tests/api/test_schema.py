@@ -25,6 +25,7 @@ from ratoon.train import config
 from ratoon.train.report import step_report as report
 from ratoon.train.report.step_report import (
     PhaseSeconds,
+    RouterReport,
     SelfCheckReport,
     SkipReason,
     StepReport,
@@ -250,6 +251,10 @@ def test_every_field_of_a_report_arrives() -> None:
             )
         elif "TensorGradNorm" in kind:
             values[field.name] = (TensorGradNorm(name="a", norm=1.5, max_abs=0.5),)
+        elif "RouterReport" in kind:
+            values[field.name] = (
+                RouterReport(layer=3, max_load=1.5, unused_experts=2, entropy=0.5),
+            )
         elif kind.startswith("tuple[float"):
             values[field.name] = (1.5, 2.5)
         elif kind.startswith("tuple"):
@@ -273,6 +278,10 @@ def test_every_field_of_a_report_arrives() -> None:
         elif name == "tensor_grad_norms":
             (norm,) = message.tensor_grad_norms
             assert (norm.name, norm.norm, norm.max_abs) == ("a", 1.5, 0.5)
+        elif name == "routers":
+            (router,) = message.routers
+            assert (router.layer, router.max_load) == (3, 1.5)
+            assert (router.unused_experts, router.entropy) == (2, 0.5)
         elif name == "skip_reason":
             assert message.skip_reason == training_pb2.SKIP_REASON_REFERENCE_KL
         elif name == "warnings":

@@ -43,7 +43,12 @@ from ratoon.train.config import (
     Staleness,
     StalenessAction,
 )
-from ratoon.train.report.step_report import PhaseSeconds, SelfCheckReport, StepReport
+from ratoon.train.report.step_report import (
+    PhaseSeconds,
+    RouterReport,
+    SelfCheckReport,
+    StepReport,
+)
 from tests.engine.harness import (
     DISCARD,
     SAVE,
@@ -76,6 +81,7 @@ REPORT = StepReport(
         logprob_mean_difference=0.5,
         worst_parameter="w",
     ),
+    routers=(RouterReport(layer=1, max_load=1.5, unused_experts=2, entropy=0.25),),
 )
 
 

@@ -16,7 +16,13 @@ from ratoon.engine.policy import telemetry
 from ratoon.engine.types import OperationKind, StepResult
 from ratoon.log import configure_logging, get_logger
 from ratoon.metrics import METRICS, POLICY_LABEL, RECEIVER_LABEL, Gone, MetricKind, MetricsTotals
-from ratoon.train.report.step_report import PhaseSeconds, SelfCheckReport, SkipReason, StepReport
+from ratoon.train.report.step_report import (
+    PhaseSeconds,
+    RouterReport,
+    SelfCheckReport,
+    SkipReason,
+    StepReport,
+)
 
 
 def series(totals: MetricsTotals) -> dict[str, float]:
@@ -123,6 +129,25 @@ _ELSEWHERE = {
     "dropped_zero_variance",
     "zero_advantage_sequences",
 }
+
+
+def test_routers_are_shown_by_their_worst_layer() -> None:
+    routers = (
+        RouterReport(layer=0, max_load=1.5, unused_experts=2, entropy=1.25),
+        RouterReport(layer=3, max_load=4.5, unused_experts=1, entropy=0.25),
+        RouterReport(layer=4, max_load=2.5, unused_experts=0, entropy=0.75),
+    )
+    totals = MetricsTotals()
+    report = replace(StepReport(), routers=routers)
+    totals.send(telemetry.result("p", OperationKind.UPDATE, StepResult(version=1, report=report)))
+    shown = series(totals)
+    assert shown['ratoon_router_max_load_ratio{policy_id="p"}'] == 4.5
+    assert shown['ratoon_router_unused_experts{policy_id="p"}'] == 3
+    assert shown['ratoon_router_entropy{policy_id="p"}'] == 0.25
+    dense = MetricsTotals()
+    result = StepResult(version=1, report=StepReport())
+    dense.send(telemetry.result("p", OperationKind.UPDATE, result))
+    assert not any(name.startswith("ratoon_router") for name in series(dense))
 
 
 @pytest.mark.parametrize("kind", [OperationKind.UPDATE, OperationKind.OPTIM_STEP])

@@ -23,7 +23,8 @@ from ratoon.model.experts import (
     grouped_linear,
     sort_by_expert,
 )
-from ratoon.model.router import Router, route
+from ratoon.model.numbered import numbered
+from ratoon.model.router import RouteCount, Router, route
 from ratoon.model.spec import ModelDtype
 from tests.model.builders import hidden_of, load, randomize
 from tests.model.packing import branching_sequences, pack
@@ -234,7 +235,8 @@ def test_routes_are_those_of_transformers(
 def test_gradients_of_routes_are_those_of_the_formula(top_k: int, is_normalized: bool) -> None:
     generator = torch.Generator().manual_seed(6)
     logits_TE = torch.randn(20, 8, generator=generator, dtype=torch.float64).requires_grad_()
-    weight_TC, expert_TC = route(logits_TE, top_k, is_normalized)
+    count = RouteCount()
+    weight_TC, expert_TC = route(logits_TE, numbered(count), top_k, is_normalized)
     probs_TE = logits_TE.exp() / logits_TE.exp().sum(-1, keepdim=True)
     expected_TC = torch.stack([probs_TE[t, e] for t, e in enumerate(expert_TC.long())])
     if is_normalized:
@@ -253,20 +255,49 @@ def test_gradients_of_routes_are_those_of_the_formula(top_k: int, is_normalized:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_ties_go_to_the_lower_expert(dtype: torch.dtype) -> None:
     """Of three that tie for two places; where all are equal, to the first ones."""
+    count = RouteCount()
     logits_TE = torch.tensor([[0, 2, 1, 2, 2, 3], [1, 1, 1, 1, 1, 1], [3, 0, 3, 0, 3, 0]])
     for _ in range(3):
-        _weight_TC, expert_TC = route(logits_TE.to(dtype), 3, is_normalized=True)
+        _weight_TC, expert_TC = route(logits_TE.to(dtype), numbered(count), 3, is_normalized=True)
         assert expert_TC.tolist() == [[5, 1, 3], [0, 1, 2], [0, 2, 4]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_routes_are_counted_as_often_as_rollouts_have_the_token(dtype: torch.dtype) -> None:
+    """Added up over forwards, exactly; not where nobody says how often."""
+    router = Router(_router(3, is_normalized=True, dtype=dtype))
+    load_E, tokens, entropy = torch.zeros(8, dtype=torch.int64), 0, 0.0
+    for seed in range(2):
+        generator = torch.Generator().manual_seed(seed)
+        x_TD = 2 * torch.randn(33, D, generator=generator).to(dtype)
+        copies_T = torch.randint(0, 100_000, (33,), generator=generator, dtype=torch.int32)
+        router.count.copies_T = copies_T
+        logits_TE, _weight_TC, expert_TC = router(x_TD)
+        router.count.copies_T = None
+        router(x_TD)
+        for copies, experts_C, logits_E in zip(
+            copies_T.tolist(), expert_TC, logits_TE, strict=True
+        ):
+            load_E[experts_C.long()] += copies
+            tokens += copies
+            p_E = logits_E.detach().double().softmax(-1)
+            entropy -= copies * float((p_E * p_E.log()).sum())
+    assert router.count.sums_F is not None
+    *found_E, found_tokens, found_entropy = router.count.sums_F.tolist()
+    assert found_E == load_E.tolist()
+    assert found_tokens == tokens
+    assert found_entropy == pytest.approx(entropy, rel=1e-14 if dtype is torch.float64 else 1e-6)
 
 
 def test_operations_are_what_torch_expects_of_them() -> None:
     """Schema, fake results, autograd registration, and all of it under a compiler."""
     check: Any = torch.library.opcheck
-    case = CASES["no_rows_first_and_last"]
+    case, count = CASES["no_rows_first_and_last"], RouteCount()
     _order_S, _place_TC, stop_E = sort_by_expert(case.expert_TC, case.num_experts)
     for dtype in (torch.float32, torch.float64):
         leaves = _leaves(case, dtype)
-        check(route, (torch.randn(7, 5, dtype=dtype, requires_grad=True), 2, True))
+        logits_TE = torch.randn(7, 5, dtype=dtype, requires_grad=True)
+        check(route, (logits_TE, numbered(count), 2, True))
         x_SD = torch.randn(14, D, dtype=dtype, requires_grad=True)
         check(grouped_linear, (x_SD, leaves["gate_up"], stop_E))
         # As the gradient of the rows is computed.

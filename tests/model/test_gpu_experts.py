@@ -16,7 +16,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
 )
 
 from ratoon.model.experts import EXPERTS_NAME, register_grouped_experts, sort_by_expert
-from ratoon.model.router import replace_routers, route
+from ratoon.model.numbered import numbered
+from ratoon.model.router import RouteCount, Router, replace_routers, route
 
 pytestmark = pytest.mark.gpu
 
@@ -174,15 +175,24 @@ def test_routes_are_those_of_the_cpu() -> None:
     """Of logits of few values, so that most tokens have ties; gradients to rounding."""
     logits_TE = torch.randint(0, 9, (4001, 128), generator=_generator(3), device=DEVICE).bfloat16()
     dweight_TC = torch.randn(4001, 8, generator=_generator(4), device=DEVICE).bfloat16()
+    copies_T = torch.randint(0, 65, (4001,), generator=_generator(5), device=DEVICE)
     found: list[tuple[Tensor, Tensor, Tensor]] = []
+    sums: list[Tensor] = []
     for device in (DEVICE, torch.device("cpu")):
         leaf_TE = logits_TE.detach().to(device, copy=True).requires_grad_()
-        weight_TC, expert_TC = route(leaf_TE, 8, is_normalized=True)
+        count = RouteCount()
+        count.copies_T = copies_T.int().to(device)
+        weight_TC, expert_TC = route(leaf_TE, numbered(count), 8, is_normalized=True)
+        assert count.sums_F is not None
+        sums.append(count.sums_F.cpu())
         weight_TC.backward(dweight_TC.to(device))
         assert leaf_TE.grad is not None
         found.append((weight_TC.detach().cpu(), expert_TC.cpu(), leaf_TE.grad.cpu()))
     (weight_TC, expert_TC, grad_TE), (other_TC, other_expert_TC, other_TE) = found
     assert torch.equal(expert_TC, other_expert_TC)
+    # Choices of each expert and tokens are whole numbers; the last is an entropy.
+    assert torch.equal(sums[0][:-1], sums[1][:-1])
+    assert (sums[0][-1] - sums[1][-1]).abs() <= 1e-6 * sums[1][-1]
     assert (weight_TC.float() - other_TC.float()).norm() <= 0.01 * other_TC.float().norm()
     assert (grad_TE.float() - other_TE.float()).norm() <= 0.01 * other_TE.float().norm()
 
@@ -193,6 +203,8 @@ def test_a_compiled_block_repeats_its_bits_and_does_not_wait() -> None:
     block = _block()
     run = torch.compile(block, fullgraph=True)
     x_1TD = torch.randn(1, 3001, D, generator=_generator(5), device=DEVICE).bfloat16()
+    (router,) = (m for m in block.modules() if isinstance(m, Router))
+    router.count.copies_T = torch.ones(3001, dtype=torch.int32, device=DEVICE)
 
     def gradients() -> list[Tensor]:
         leaf_1TD = x_1TD.clone().requires_grad_()

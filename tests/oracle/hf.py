@@ -67,6 +67,15 @@ def logprobs(model: nn.Module, path: Path) -> tuple[Tensor, Tensor]:
     return logprob, entropy
 
 
+def router_logits(model: nn.Module, path: Path) -> list[Tensor]:
+    """Of each layer with experts over all tokens of the path, [T, E] each."""
+    ids = torch.as_tensor(path.tokens, dtype=torch.int64)[None]
+    is_double = next(model.parameters()).dtype is torch.float64
+    with _DoublePrecision() if is_double else nullcontext():
+        out = model(input_ids=ids, use_cache=False, output_router_logits=True)
+    return [logits_TE for logits_TE in out.router_logits if logits_TE is not None]
+
+
 def all_logprobs(model: nn.Module, paths: list[Path]) -> list[tuple[Tensor, Tensor]]:
     """`logprobs` of each path, without gradients."""
     with torch.no_grad():

@@ -61,6 +61,22 @@ def test_every_term_is_predicted_from_what_precedes_it(data: st.DataObject) -> N
 
 
 @CHECKED
+@given(data=st.data())
+def test_copies_are_the_sequences_that_have_the_token(data: st.DataObject) -> None:
+    batch = data.draw(batches())
+    kept = data.draw(kept_masks(batch))
+    forest = build_forest(batch, sort_sequences(batch), np.flatnonzero(kept))
+    packed = pack(batch, forest, batch.loss_mask)
+    count = np.zeros(forest.num_tokens, np.int64)
+    for node in forest.sequence_node.tolist():
+        while node >= 0:
+            count[forest.node_start[node] : forest.node_stop[node]] += 1
+            node = int(forest.node_parent[node])
+    assert packed.copies.tolist() == count.tolist()
+    assert packed.copies.sum() == forest.sequence_length.sum()
+
+
+@CHECKED
 @given(batch=batches())
 def test_targets_are_the_distinct_trained_tokens(batch: RolloutBatch) -> None:
     packed = _pack(batch)
@@ -133,6 +149,7 @@ def test_positions_are_depths_not_packed_indexes() -> None:
 def test_dtypes_are_what_the_type_says() -> None:
     packed = _pack(random_batch(np.random.default_rng(0)))
     assert packed.end.dtype == np.int32
+    assert packed.copies.dtype == np.int32
     assert packed.row_temperature.dtype == np.float32
     assert packed.forest.tokens.dtype == np.int32
     assert packed.forest.node_parent.dtype == np.int32

@@ -252,11 +252,11 @@ def test_truncated_sampling_is_taken_where_acknowledged_or_in_no_ratio(cut: dict
     assert resolve(LossKind.REINFORCE, batch).old_logprobs is None
 
 
-def test_router_loss_is_unsupported() -> None:
-    """Trap 7: a router's auxiliary loss is no sum over rollouts, so no counter makes it exact."""
+@pytest.mark.parametrize("coefficient", [-0.1, math.nan, math.inf])
+def test_router_loss_coefficient_is_finite_and_not_negative(coefficient: float) -> None:
     with pytest.raises(RatoonError) as caught:
-        resolve(LossKind.GRPO, small_batch(), router_aux_loss_coefficient=0.01)
-    assert caught.value.code is ErrorCode.UNSUPPORTED
+        resolve(LossKind.GRPO, small_batch(), router_aux_loss_coefficient=coefficient)
+    assert caught.value.code is ErrorCode.INVALID_ARGUMENT
     assert caught.value.field == "loss.router_aux_loss_coefficient"
 
 

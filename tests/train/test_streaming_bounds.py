@@ -25,6 +25,7 @@ from ratoon.model.loader import load_model
 from ratoon.model.offload import HostOffload
 from ratoon.model.path_stacks import PathStacks
 from ratoon.model.policy_model import PolicyModel
+from ratoon.model.route_counts import RoutedTokens
 from ratoon.model.spec import FolderBase, ModelDtype
 from ratoon.model.stage_plan import HeldTokens, least_plan
 from ratoon.model.streamed_attention import LayerStage
@@ -150,11 +151,15 @@ def test_each_packed_token_is_computed_once(
     attend_hidden = PolicyModel.attend_hidden
 
     def counted(
-        model: PolicyModel, tokens_T: Tensor, position_T: Tensor, attention: PathAttention
+        model: PolicyModel,
+        tokens_T: Tensor,
+        position_T: Tensor,
+        attention: PathAttention,
+        routed: RoutedTokens | None,
     ) -> Tensor:
         counts.append(len(tokens_T))
         held.append(attention.held)
-        return attend_hidden(model, tokens_T, position_T, attention)
+        return attend_hidden(model, tokens_T, position_T, attention, routed)
 
     monkeypatch.setattr(PolicyModel, "attend_hidden", counted)
     batch = _batch()
@@ -342,7 +347,7 @@ def _drop_seeds(patch: pytest.MonkeyPatch) -> None:
     close = RowHead.close
 
     def seedless(head: RowHead, run: StageRun) -> None:
-        if run.is_attended:
+        if run.has_gradient:
             head._rows[run.index][1].zero_()
         close(head, run)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ratoon.errors import ErrorCode, RatoonError
+from ratoon.errors import RatoonError
 from ratoon.model.spec import ModelDtype
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.raw import RawGroup
@@ -240,25 +240,18 @@ def test_oracle_runs_each_rollout_alone_and_unpadded(
     assert tokens == [[path.tokens.tolist()] for path in paths]
 
 
-def test_router_loss_is_refused(pair: Pair) -> None:
-    """Trap 7: MoE auxiliary loss weights under deduplication. No sum over rollouts, so refused."""
-    batch = random_batch_near(pair, 4)
-    request = replace(REINFORCE, router_aux_loss_coefficient=0.01)
-    with pytest.raises(RatoonError) as caught:
-        resolve_loss(request, batch, has_frozen_reference=False)
-    assert caught.value.code is ErrorCode.UNSUPPORTED
-    assert caught.value.field == "loss.router_aux_loss_coefficient"
-
-
-def test_a_shared_token_counts_with_its_multiplicity(tmp_path: Path) -> None:
-    """Trap 7: N equal rollouts are packed as one and weigh N, in the router and its experts too."""
+@pytest.mark.parametrize("coefficient", [0.0, 0.5])
+def test_a_shared_token_counts_with_its_multiplicity(tmp_path: Path, coefficient: float) -> None:
+    """Trap 7: N equal rollouts are packed as one and weigh N, in the router, its experts and its
+    auxiliary loss too."""
+    request = replace(REINFORCE, router_aux_loss_coefficient=coefficient)
     pair = make_pair(write_folder(tmp_path / "base", "qwen3_moe"), scratch=tmp_path)
     advantages = np.linspace(0.5, 2.0, 6).astype(np.float32)
     once = _validated([group([1, 2, 3], [rollout(TEXT, advantages=advantages)])])
     thrice = _validated([group([1, 2, 3], [rollout(TEXT, advantages=advantages)] * 3)])
-    expected = {name: 3 * grad for name, grad in _gradients(pair, once, REINFORCE).items()}
+    expected = {name: 3 * grad for name, grad in _gradients(pair, once, request).items()}
     assert any(".gate." in name for name in expected)
-    got = _gradients(pair, thrice, REINFORCE)
+    got = _gradients(pair, thrice, request)
     assert_close(relative_errors(got, expected), pair.tolerance)
     check_gradients(pair, thrice, REINFORCE)
 

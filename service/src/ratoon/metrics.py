@@ -143,6 +143,19 @@ CLIP_FRACTION_BY_SIGN = _gauge(
 RATIO_QUANTILE = _gauge(
     "ratoon_ratio_quantile", "Quantiles of the importance ratio.", POLICY_LABEL, "quantile"
 )
+ROUTER_MAX_LOAD = _gauge(
+    "ratoon_router_max_load_ratio",
+    "Choices of a layer's busiest expert over the mean, the layer where that is most.",
+    POLICY_LABEL,
+)
+ROUTER_UNUSED_EXPERTS = _gauge(
+    "ratoon_router_unused_experts", "Experts that no token visits, of all layers.", POLICY_LABEL
+)
+ROUTER_ENTROPY = _gauge(
+    "ratoon_router_entropy",
+    "Mean entropy of a router, nats, the layer where that is least.",
+    POLICY_LABEL,
+)
 TOKEN_RATE = _gauge(
     "ratoon_tokens_per_second", "Replicated tokens per second, newest batch.", POLICY_LABEL
 )
@@ -213,6 +226,7 @@ REPORT_GAUGES: Mapping[str, tuple[Metric, tuple[str, ...]]] = {
             ("sampler_gap_abs_mean", "Mean distance of log-prob and the sampler's, nats."),
             ("sampler_gap_max", "Largest distance of log-prob and the sampler's, nats."),
             ("entropy", "Mean entropy, nats."),
+            ("router_aux_loss", "Mean balance loss of a rollout's routers, over all layers."),
             ("ratio_mean", "Mean importance ratio."),
             ("correction_masked_fraction", "Tokens that the rollout correction masks."),
             ("correction_truncated_fraction", "Tokens whose weight it holds at its bound."),
@@ -256,6 +270,9 @@ METRICS: tuple[Metric, ...] = (
     GRAD_NORM,
     CHANGED_SHARE,
     *dict.fromkeys(metric for metric, _ in REPORT_GAUGES.values()),
+    ROUTER_MAX_LOAD,
+    ROUTER_UNUSED_EXPERTS,
+    ROUTER_ENTROPY,
     TOKEN_RATE,
     PEAK_MEMORY,
     SELF_CHECKS,

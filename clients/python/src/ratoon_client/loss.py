@@ -118,6 +118,7 @@ class Loss:
     overlong: OverlongFilter | OverlongPenalty | None = None
     drop_zero_variance_groups: bool | None = None
     staleness: Staleness | None = None
+    # Of the loss that balances experts; a policy without experts refuses all but 0.
     router_aux_loss_coefficient: float = 0.0
     # Sampler log-probs renormalised by top-p or top-k may enter a ratio.
     allow_truncated_sampling: bool = False

@@ -186,6 +186,16 @@ class TensorGradNorm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RouterReport:
+    """Of one layer's router; entropy in nats, `max_load` over the mean of all experts."""
+
+    layer: int
+    max_load: float
+    unused_experts: int
+    entropy: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """What one ForwardBackward, Update or OptimStep did; training.proto says what each field is."""
 
@@ -257,6 +267,9 @@ class StepReport:
     # Of a policy of several workers.
     rank_seconds: tuple[float, ...]
     rank_gap: float | None = None
+    # Of models with experts, each layer that has some.
+    routers: tuple[RouterReport, ...]
+    router_aux_loss: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

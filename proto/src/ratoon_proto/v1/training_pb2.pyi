@@ -578,7 +578,9 @@ class LossConfig(_message.Message):
     drop_zero_variance_groups: _builtins.bool
     """Default: true for dapo, else false."""
     router_aux_loss_coefficient: _builtins.float
-    """A router auxiliary loss is no sum over rollouts: other than 0 is refused."""
+    """Of models with experts alone, not negative: each counted term has in addition so many times the
+    balance loss of its rollout, summed over layers (docs/decisions/0022-experts.md). Default: 0, off.
+    """
     allow_truncated_sampling: _builtins.bool
     """Sampler log-probs of rollouts with top_p or top_k are renormalised over the tokens that were left:
     refused where they enter a ratio or a correction, unless this says that it is known.
@@ -881,6 +883,44 @@ class TensorGradNorm(_message.Message):
 Global___TensorGradNorm: _TypeAlias = TensorGradNorm  # noqa: Y015
 
 @_typing.final
+class RouterReport(_message.Message):
+    """What the router of one layer of a model with experts did. All tokens of the rollouts that were run
+    count, prompts too, one that rollouts share as often as each would run it alone.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAYER_FIELD_NUMBER: _builtins.int
+    MAX_LOAD_FIELD_NUMBER: _builtins.int
+    UNUSED_EXPERTS_FIELD_NUMBER: _builtins.int
+    ENTROPY_FIELD_NUMBER: _builtins.int
+    layer: _builtins.int
+    """From 0; dense layers have none."""
+    max_load: _builtins.float
+    """Choices of the busiest expert over the mean of all experts: 1 where all are chosen as often, at
+    most experts / experts per token.
+    """
+    unused_experts: _builtins.int
+    """Experts that no token visits."""
+    entropy: _builtins.float
+    """Mean over tokens of the entropy of the router's probabilities, in nats; at most ln(experts)."""
+    def __init__(
+        self,
+        *,
+        layer: _builtins.int = ...,
+        max_load: _builtins.float = ...,
+        unused_experts: _builtins.int = ...,
+        entropy: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entropy", b"entropy", "layer", b"layer", "max_load", b"max_load", "unused_experts", b"unused_experts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RouterReport: _TypeAlias = RouterReport  # noqa: Y015
+
+@_typing.final
 class StepReport(_message.Message):
     """What one ForwardBackward, Update or OptimStep did; of an OptimStep, its whole window. Means and
     fractions are over what the loss counts (each counted token once, but loss, policy_gradient_loss,
@@ -954,6 +994,8 @@ class StepReport(_message.Message):
     CHANGED_SHARE_FIELD_NUMBER: _builtins.int
     RANK_SECONDS_FIELD_NUMBER: _builtins.int
     RANK_GAP_FIELD_NUMBER: _builtins.int
+    ROUTERS_FIELD_NUMBER: _builtins.int
+    ROUTER_AUX_LOSS_FIELD_NUMBER: _builtins.int
     loss: _builtins.float
     policy_gradient_loss: _builtins.float
     kl: _builtins.float
@@ -1054,8 +1096,8 @@ class StepReport(_message.Message):
     clamped_kls: _builtins.int
     clamped_sampler_gaps: _builtins.int
     zero_advantage_sequences: _builtins.int
-    """Rollouts that count but were not run: all their advantages are zero, and the loss has no KL or
-    entropy term. Token and attention counts, speeds and means (but the losses) are of what was run.
+    """Rollouts that count but were not run: all their advantages are zero, and the loss has no KL,
+    entropy or router term. Token and attention counts, speeds and means (but the losses) are of what was run.
     """
     token_staleness_mean: _builtins.float
     """Mean of the same over response tokens, each by the version of its own span."""
@@ -1066,6 +1108,10 @@ class StepReport(_message.Message):
     rank_gap: _builtins.float
     """Of the plan: by its model, how much longer the longest worker's share is than the mean, as a
     share of the mean. Absent with one worker.
+    """
+    router_aux_loss: _builtins.float
+    """Mean balance loss of a rollout, weighted as the loss, summed over layers, without its
+    coefficient; absent where that is 0.
     """
     @_builtins.property
     def seconds(self) -> Global___PhaseSeconds: ...
@@ -1084,6 +1130,10 @@ class StepReport(_message.Message):
         """Of a policy of several workers: seconds of forward and backward on each of them, of which the
         longest is in `seconds`; the others wait for it.
         """
+
+    @_builtins.property
+    def routers(self) -> _containers.RepeatedCompositeFieldContainer[Global___RouterReport]:
+        """Of each layer with experts."""
 
     def __init__(
         self,
@@ -1152,10 +1202,12 @@ class StepReport(_message.Message):
         changed_share: _builtins.float | None = ...,
         rank_seconds: _abc.Iterable[_builtins.float] | None = ...,
         rank_gap: _builtins.float | None = ...,
+        routers: _abc.Iterable[Global___RouterReport] | None = ...,
+        router_aux_loss: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_advantage_mean", b"_advantage_mean", "_advantage_std", b"_advantage_std", "_changed_share", b"_changed_share", "_clip_fraction_negative", b"_clip_fraction_negative", "_clip_fraction_positive", b"_clip_fraction_positive", "_correction_ess_fraction", b"_correction_ess_fraction", "_correction_masked_fraction", b"_correction_masked_fraction", "_correction_truncated_fraction", b"_correction_truncated_fraction", "_correction_weight_mean", b"_correction_weight_mean", "_grad_norm", b"_grad_norm", "_hardware_mfu", b"_hardware_mfu", "_kl", b"_kl", "_logical_mfu", b"_logical_mfu", "_old_kl", b"_old_kl", "_rank_gap", b"_rank_gap", "_ratio_max", b"_ratio_max", "_ratio_mean", b"_ratio_mean", "_ratio_min", b"_ratio_min", "_ratio_p01", b"_ratio_p01", "_ratio_p50", b"_ratio_p50", "_ratio_p99", b"_ratio_p99", "_reward_mean", b"_reward_mean", "_reward_std", b"_reward_std", "_sampler_gap_abs_mean", b"_sampler_gap_abs_mean", "_sampler_gap_max", b"_sampler_gap_max", "_sampler_gap_mean", b"_sampler_gap_mean", "_sampler_kl", b"_sampler_kl", "_skip_reason", b"_skip_reason", "_staleness_max", b"_staleness_max", "_staleness_mean", b"_staleness_mean", "_token_staleness_mean", b"_token_staleness_mean", "_zero_variance_fraction", b"_zero_variance_fraction", "advantage_mean", b"advantage_mean", "advantage_std", b"advantage_std", "changed_share", b"changed_share", "clip_fraction_negative", b"clip_fraction_negative", "clip_fraction_positive", b"clip_fraction_positive", "correction_ess_fraction", b"correction_ess_fraction", "correction_masked_fraction", b"correction_masked_fraction", "correction_truncated_fraction", b"correction_truncated_fraction", "correction_weight_mean", b"correction_weight_mean", "grad_norm", b"grad_norm", "hardware_mfu", b"hardware_mfu", "kl", b"kl", "logical_mfu", b"logical_mfu", "old_kl", b"old_kl", "rank_gap", b"rank_gap", "ratio_max", b"ratio_max", "ratio_mean", b"ratio_mean", "ratio_min", b"ratio_min", "ratio_p01", b"ratio_p01", "ratio_p50", b"ratio_p50", "ratio_p99", b"ratio_p99", "reward_mean", b"reward_mean", "reward_std", b"reward_std", "sampler_gap_abs_mean", b"sampler_gap_abs_mean", "sampler_gap_max", b"sampler_gap_max", "sampler_gap_mean", b"sampler_gap_mean", "sampler_kl", b"sampler_kl", "seconds", b"seconds", "self_check", b"self_check", "skip_reason", b"skip_reason", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "token_staleness_mean", b"token_staleness_mean", "zero_variance_fraction", b"zero_variance_fraction"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_advantage_mean", b"_advantage_mean", "_advantage_std", b"_advantage_std", "_changed_share", b"_changed_share", "_clip_fraction_negative", b"_clip_fraction_negative", "_clip_fraction_positive", b"_clip_fraction_positive", "_correction_ess_fraction", b"_correction_ess_fraction", "_correction_masked_fraction", b"_correction_masked_fraction", "_correction_truncated_fraction", b"_correction_truncated_fraction", "_correction_weight_mean", b"_correction_weight_mean", "_grad_norm", b"_grad_norm", "_hardware_mfu", b"_hardware_mfu", "_kl", b"_kl", "_logical_mfu", b"_logical_mfu", "_old_kl", b"_old_kl", "_rank_gap", b"_rank_gap", "_ratio_max", b"_ratio_max", "_ratio_mean", b"_ratio_mean", "_ratio_min", b"_ratio_min", "_ratio_p01", b"_ratio_p01", "_ratio_p50", b"_ratio_p50", "_ratio_p99", b"_ratio_p99", "_reward_mean", b"_reward_mean", "_reward_std", b"_reward_std", "_router_aux_loss", b"_router_aux_loss", "_sampler_gap_abs_mean", b"_sampler_gap_abs_mean", "_sampler_gap_max", b"_sampler_gap_max", "_sampler_gap_mean", b"_sampler_gap_mean", "_sampler_kl", b"_sampler_kl", "_skip_reason", b"_skip_reason", "_staleness_max", b"_staleness_max", "_staleness_mean", b"_staleness_mean", "_token_staleness_mean", b"_token_staleness_mean", "_zero_variance_fraction", b"_zero_variance_fraction", "advantage_mean", b"advantage_mean", "advantage_std", b"advantage_std", "changed_share", b"changed_share", "clip_fraction_negative", b"clip_fraction_negative", "clip_fraction_positive", b"clip_fraction_positive", "correction_ess_fraction", b"correction_ess_fraction", "correction_masked_fraction", b"correction_masked_fraction", "correction_truncated_fraction", b"correction_truncated_fraction", "correction_weight_mean", b"correction_weight_mean", "grad_norm", b"grad_norm", "hardware_mfu", b"hardware_mfu", "kl", b"kl", "logical_mfu", b"logical_mfu", "old_kl", b"old_kl", "rank_gap", b"rank_gap", "ratio_max", b"ratio_max", "ratio_mean", b"ratio_mean", "ratio_min", b"ratio_min", "ratio_p01", b"ratio_p01", "ratio_p50", b"ratio_p50", "ratio_p99", b"ratio_p99", "reward_mean", b"reward_mean", "reward_std", b"reward_std", "router_aux_loss", b"router_aux_loss", "sampler_gap_abs_mean", b"sampler_gap_abs_mean", "sampler_gap_max", b"sampler_gap_max", "sampler_gap_mean", b"sampler_gap_mean", "sampler_kl", b"sampler_kl", "seconds", b"seconds", "self_check", b"self_check", "skip_reason", b"skip_reason", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "token_staleness_mean", b"token_staleness_mean", "zero_variance_fraction", b"zero_variance_fraction"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_advantage_mean", b"_advantage_mean", "_advantage_std", b"_advantage_std", "_changed_share", b"_changed_share", "_clip_fraction_negative", b"_clip_fraction_negative", "_clip_fraction_positive", b"_clip_fraction_positive", "_correction_ess_fraction", b"_correction_ess_fraction", "_correction_masked_fraction", b"_correction_masked_fraction", "_correction_truncated_fraction", b"_correction_truncated_fraction", "_correction_weight_mean", b"_correction_weight_mean", "_grad_norm", b"_grad_norm", "_hardware_mfu", b"_hardware_mfu", "_kl", b"_kl", "_logical_mfu", b"_logical_mfu", "_old_kl", b"_old_kl", "_rank_gap", b"_rank_gap", "_ratio_max", b"_ratio_max", "_ratio_mean", b"_ratio_mean", "_ratio_min", b"_ratio_min", "_ratio_p01", b"_ratio_p01", "_ratio_p50", b"_ratio_p50", "_ratio_p99", b"_ratio_p99", "_reward_mean", b"_reward_mean", "_reward_std", b"_reward_std", "_sampler_gap_abs_mean", b"_sampler_gap_abs_mean", "_sampler_gap_max", b"_sampler_gap_max", "_sampler_gap_mean", b"_sampler_gap_mean", "_sampler_kl", b"_sampler_kl", "_skip_reason", b"_skip_reason", "_staleness_max", b"_staleness_max", "_staleness_mean", b"_staleness_mean", "_token_staleness_mean", b"_token_staleness_mean", "_zero_variance_fraction", b"_zero_variance_fraction", "advantage_mean", b"advantage_mean", "advantage_std", b"advantage_std", "attention_pair_reduction", b"attention_pair_reduction", "changed_share", b"changed_share", "clamped_kls", b"clamped_kls", "clamped_ratios", b"clamped_ratios", "clamped_sampler_gaps", b"clamped_sampler_gaps", "clip_fraction_dual", b"clip_fraction_dual", "clip_fraction_high", b"clip_fraction_high", "clip_fraction_low", b"clip_fraction_low", "clip_fraction_negative", b"clip_fraction_negative", "clip_fraction_positive", b"clip_fraction_positive", "correction_ess_fraction", b"correction_ess_fraction", "correction_masked_fraction", b"correction_masked_fraction", "correction_truncated_fraction", b"correction_truncated_fraction", "correction_weight_mean", b"correction_weight_mean", "dropped_stale", b"dropped_stale", "dropped_truncated", b"dropped_truncated", "dropped_zero_variance", b"dropped_zero_variance", "entropy", b"entropy", "grad_norm", b"grad_norm", "hardware_mfu", b"hardware_mfu", "kl", b"kl", "logical_mfu", b"logical_mfu", "loss", b"loss", "num_groups", b"num_groups", "num_micro_batches", b"num_micro_batches", "num_sequences", b"num_sequences", "old_kl", b"old_kl", "packed_tokens", b"packed_tokens", "peak_memory_bytes", b"peak_memory_bytes", "policy_gradient_loss", b"policy_gradient_loss", "rank_gap", b"rank_gap", "rank_seconds", b"rank_seconds", "ratio_max", b"ratio_max", "ratio_mean", b"ratio_mean", "ratio_min", b"ratio_min", "ratio_p01", b"ratio_p01", "ratio_p50", b"ratio_p50", "ratio_p99", b"ratio_p99", "response_length_max", b"response_length_max", "response_length_mean", b"response_length_mean", "reward_mean", b"reward_mean", "reward_std", b"reward_std", "sampler_gap_abs_mean", b"sampler_gap_abs_mean", "sampler_gap_max", b"sampler_gap_max", "sampler_gap_mean", b"sampler_gap_mean", "sampler_kl", b"sampler_kl", "seconds", b"seconds", "self_check", b"self_check", "skip_reason", b"skip_reason", "skipped", b"skipped", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "tensor_grad_norms", b"tensor_grad_norms", "token_reduction", b"token_reduction", "token_staleness_mean", b"token_staleness_mean", "tokens_per_second", b"tokens_per_second", "trained_tokens", b"trained_tokens", "truncated_fraction", b"truncated_fraction", "unshared_tokens", b"unshared_tokens", "warnings", b"warnings", "zero_advantage_sequences", b"zero_advantage_sequences", "zero_variance_fraction", b"zero_variance_fraction"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_advantage_mean", b"_advantage_mean", "_advantage_std", b"_advantage_std", "_changed_share", b"_changed_share", "_clip_fraction_negative", b"_clip_fraction_negative", "_clip_fraction_positive", b"_clip_fraction_positive", "_correction_ess_fraction", b"_correction_ess_fraction", "_correction_masked_fraction", b"_correction_masked_fraction", "_correction_truncated_fraction", b"_correction_truncated_fraction", "_correction_weight_mean", b"_correction_weight_mean", "_grad_norm", b"_grad_norm", "_hardware_mfu", b"_hardware_mfu", "_kl", b"_kl", "_logical_mfu", b"_logical_mfu", "_old_kl", b"_old_kl", "_rank_gap", b"_rank_gap", "_ratio_max", b"_ratio_max", "_ratio_mean", b"_ratio_mean", "_ratio_min", b"_ratio_min", "_ratio_p01", b"_ratio_p01", "_ratio_p50", b"_ratio_p50", "_ratio_p99", b"_ratio_p99", "_reward_mean", b"_reward_mean", "_reward_std", b"_reward_std", "_router_aux_loss", b"_router_aux_loss", "_sampler_gap_abs_mean", b"_sampler_gap_abs_mean", "_sampler_gap_max", b"_sampler_gap_max", "_sampler_gap_mean", b"_sampler_gap_mean", "_sampler_kl", b"_sampler_kl", "_skip_reason", b"_skip_reason", "_staleness_max", b"_staleness_max", "_staleness_mean", b"_staleness_mean", "_token_staleness_mean", b"_token_staleness_mean", "_zero_variance_fraction", b"_zero_variance_fraction", "advantage_mean", b"advantage_mean", "advantage_std", b"advantage_std", "attention_pair_reduction", b"attention_pair_reduction", "changed_share", b"changed_share", "clamped_kls", b"clamped_kls", "clamped_ratios", b"clamped_ratios", "clamped_sampler_gaps", b"clamped_sampler_gaps", "clip_fraction_dual", b"clip_fraction_dual", "clip_fraction_high", b"clip_fraction_high", "clip_fraction_low", b"clip_fraction_low", "clip_fraction_negative", b"clip_fraction_negative", "clip_fraction_positive", b"clip_fraction_positive", "correction_ess_fraction", b"correction_ess_fraction", "correction_masked_fraction", b"correction_masked_fraction", "correction_truncated_fraction", b"correction_truncated_fraction", "correction_weight_mean", b"correction_weight_mean", "dropped_stale", b"dropped_stale", "dropped_truncated", b"dropped_truncated", "dropped_zero_variance", b"dropped_zero_variance", "entropy", b"entropy", "grad_norm", b"grad_norm", "hardware_mfu", b"hardware_mfu", "kl", b"kl", "logical_mfu", b"logical_mfu", "loss", b"loss", "num_groups", b"num_groups", "num_micro_batches", b"num_micro_batches", "num_sequences", b"num_sequences", "old_kl", b"old_kl", "packed_tokens", b"packed_tokens", "peak_memory_bytes", b"peak_memory_bytes", "policy_gradient_loss", b"policy_gradient_loss", "rank_gap", b"rank_gap", "rank_seconds", b"rank_seconds", "ratio_max", b"ratio_max", "ratio_mean", b"ratio_mean", "ratio_min", b"ratio_min", "ratio_p01", b"ratio_p01", "ratio_p50", b"ratio_p50", "ratio_p99", b"ratio_p99", "response_length_max", b"response_length_max", "response_length_mean", b"response_length_mean", "reward_mean", b"reward_mean", "reward_std", b"reward_std", "router_aux_loss", b"router_aux_loss", "routers", b"routers", "sampler_gap_abs_mean", b"sampler_gap_abs_mean", "sampler_gap_max", b"sampler_gap_max", "sampler_gap_mean", b"sampler_gap_mean", "sampler_kl", b"sampler_kl", "seconds", b"seconds", "self_check", b"self_check", "skip_reason", b"skip_reason", "skipped", b"skipped", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "tensor_grad_norms", b"tensor_grad_norms", "token_reduction", b"token_reduction", "token_staleness_mean", b"token_staleness_mean", "tokens_per_second", b"tokens_per_second", "trained_tokens", b"trained_tokens", "truncated_fraction", b"truncated_fraction", "unshared_tokens", b"unshared_tokens", "warnings", b"warnings", "zero_advantage_sequences", b"zero_advantage_sequences", "zero_variance_fraction", b"zero_variance_fraction"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__advantage_mean: _TypeAlias = _typing.Literal["advantage_mean"]  # noqa: Y015
     _WhichOneofArgType__advantage_mean: _TypeAlias = _typing.Literal["_advantage_mean", b"_advantage_mean"]  # noqa: Y015
@@ -1203,6 +1255,8 @@ class StepReport(_message.Message):
     _WhichOneofArgType__reward_mean: _TypeAlias = _typing.Literal["_reward_mean", b"_reward_mean"]  # noqa: Y015
     _WhichOneofReturnType__reward_std: _TypeAlias = _typing.Literal["reward_std"]  # noqa: Y015
     _WhichOneofArgType__reward_std: _TypeAlias = _typing.Literal["_reward_std", b"_reward_std"]  # noqa: Y015
+    _WhichOneofReturnType__router_aux_loss: _TypeAlias = _typing.Literal["router_aux_loss"]  # noqa: Y015
+    _WhichOneofArgType__router_aux_loss: _TypeAlias = _typing.Literal["_router_aux_loss", b"_router_aux_loss"]  # noqa: Y015
     _WhichOneofReturnType__sampler_gap_abs_mean: _TypeAlias = _typing.Literal["sampler_gap_abs_mean"]  # noqa: Y015
     _WhichOneofArgType__sampler_gap_abs_mean: _TypeAlias = _typing.Literal["_sampler_gap_abs_mean", b"_sampler_gap_abs_mean"]  # noqa: Y015
     _WhichOneofReturnType__sampler_gap_max: _TypeAlias = _typing.Literal["sampler_gap_max"]  # noqa: Y015
@@ -1267,6 +1321,8 @@ class StepReport(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__reward_mean) -> _WhichOneofReturnType__reward_mean | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__reward_std) -> _WhichOneofReturnType__reward_std | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__router_aux_loss) -> _WhichOneofReturnType__router_aux_loss | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__sampler_gap_abs_mean) -> _WhichOneofReturnType__sampler_gap_abs_mean | None: ...
     @_typing.overload

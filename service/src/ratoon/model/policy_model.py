@@ -19,6 +19,7 @@ from ratoon.model.activation_plan import Kept, max_tokens
 from ratoon.model.attention import PathAttention, TreeAttention
 from ratoon.model.float64 import Float64Math
 from ratoon.model.layers import DecoderLayers
+from ratoon.model.route_counts import RouteCounts, RoutedTokens
 from ratoon.model.sequence_attention import SequenceAttention
 from ratoon.model.sequence_group import ALONE, SequenceGroup
 from ratoon.model.sizes import decoder_sizes
@@ -61,6 +62,7 @@ class PolicyModel:
         self._deterministic = deterministic
         module.eval()
         self._layers = self._take_layers(module, is_compiled=compile_layers)
+        self.routes = RouteCounts(cast("Any", module).get_decoder().layers)
         if frozen is not None:
             frozen.eval().requires_grad_(requires_grad=False)
             self._take_layers(frozen, is_compiled=compile_layers)
@@ -80,23 +82,35 @@ class PolicyModel:
         """Weight of the logits, [V, D]; the embedding itself where the model ties them."""
         return cast("Any", self._active.get_output_embeddings()).weight
 
-    def forward_hidden(self, tokens_T: Tensor, position_T: Tensor, layout: TreeLayout) -> Tensor:
+    def forward_hidden(
+        self,
+        tokens_T: Tensor,
+        position_T: Tensor,
+        layout: TreeLayout,
+        routed: RoutedTokens | None = None,
+    ) -> Tensor:
         """Final normed hidden states, [T, D] in the model's dtype.
 
         `tokens_T` and `position_T` are int64 on the model's device; a position is the token's depth
-        on its path. `layout` is of the same T tokens. Gradients flow to the parameters, if enabled.
+        on its path. `layout` is of the same T tokens. Gradients flow to the parameters, if enabled:
+        then `routes` count the tokens as `routed` says, None: not at all.
         """
         assert len(tokens_T) == layout.num_tokens, "one token a key"
-        return self.attend_hidden(tokens_T, position_T, self._whole(layout))
+        return self.attend_hidden(tokens_T, position_T, self._whole(layout), routed)
 
     def attend_hidden(
-        self, tokens_T: Tensor, position_T: Tensor, attention: PathAttention
+        self,
+        tokens_T: Tensor,
+        position_T: Tensor,
+        attention: PathAttention,
+        routed: RoutedTokens | None = None,
     ) -> Tensor:
         """The same of any tokens, [T, D]; `attention` knows what each of them attends."""
         assert tokens_T.shape == position_T.shape, "one position a token"
         self._layers.kept = self._plan_activations(attention.held)
         decoder = cast("Any", self._active).get_decoder()
-        with self._precision():
+        counted = routed if torch.is_grad_enabled() else None
+        with self._precision(), self.routes.counting(counted):
             output = decoder(
                 input_ids=tokens_T[None],
                 position_ids=position_T[None],

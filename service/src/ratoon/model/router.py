@@ -8,13 +8,77 @@ T tokens, E experts, C experts of a token, D features of the model.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
+from ratoon.model.numbered import find, numbered
 from ratoon.model.path_stacks import accumulation_dtype
+
+
+class Balance(Protocol):
+    """A loss of the choices and probabilities of one forward's tokens."""
+
+    @property
+    def coefficient(self) -> float: ...
+
+    def add(self, expert_TC: Tensor, num_experts: int, /) -> None:
+        """What the next layer with experts chooses."""
+        ...
+
+    def settle(self) -> None:
+        """All layers have chosen."""
+        ...
+
+    def gradient(self, row: int, probs_TE: Tensor, /) -> Tensor:
+        """Of the loss without its coefficient in the probabilities, in their dtype, [T, E]; at the
+        row-th layer with experts."""
+        ...
+
+
+class RouteCount:
+    """What one router chooses, added up on the device, and the loss that balances it.
+
+    The routing operation finds it by number, as a compiled layer takes in and gives out hidden
+    states alone. Nothing is counted while `copies_T` is None.
+    """
+
+    def __init__(self) -> None:
+        # Among the model's layers with experts.
+        self.row = 0
+        # How often each token of the forward under way counts.
+        self.copies_T: Tensor | None = None
+        # Of the forward under way, and of the backward.
+        self.balance: Balance | None = None
+        self.balance_behind: Balance | None = None
+        # Of `balance`, without its coefficient; float64 []. None: no backward yet.
+        self.balance_loss: Tensor | None = None
+        # float64 [E + 2]: choices of each expert, tokens, entropies in nats. None: no forward yet.
+        self.sums_F: Tensor | None = None
+
+    def add(self, probs_TE: Tensor, expert_TC: Tensor) -> None:
+        """Count the tokens of a forward; nothing waits for the device."""
+        if self.copies_T is None:
+            return
+        copies_TC = self.copies_T.to(probs_TE.dtype)[:, None].expand_as(expert_TC)
+        load_E = _by_expert(copies_TC, expert_TC, probs_TE).sum(0, dtype=torch.float64)
+        copies_T = self.copies_T.double()
+        entropy_T = torch.special.entr(probs_TE).sum(-1, dtype=torch.float64)
+        sums_F = torch.cat([load_E, torch.stack([copies_T.sum(), (copies_T * entropy_T).sum()])])
+        self.sums_F = sums_F if self.sums_F is None else self.sums_F + sums_F
+        if self.balance is not None:
+            self.balance.add(expert_TC, probs_TE.shape[1])
+
+    def gradient(self, probs_TE: Tensor) -> Tensor | None:
+        """Of the balance loss in the logits; None: there is none."""
+        if self.balance_behind is None:
+            return None
+        dprobs_TE = self.balance_behind.gradient(self.row, probs_TE)
+        loss = (probs_TE * dprobs_TE).sum(dtype=torch.float64)
+        self.balance_loss = loss if self.balance_loss is None else self.balance_loss + loss
+        return _softmax_backward(self.balance_behind.coefficient * dprobs_TE, probs_TE)
 
 
 class Router(nn.Module):
@@ -25,11 +89,13 @@ class Router(nn.Module):
         self.weight = router.weight
         self._top_k = router.top_k
         self._is_normalized = router.norm_topk_prob
+        self.count = RouteCount()
+        self._number_1 = numbered(self.count)
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[T, D] -> logits [T, E], weights and experts [T, C]."""
         logits_TE = nn.functional.linear(hidden_states, self.weight)
-        return logits_TE, *route(logits_TE, self._top_k, self._is_normalized)
+        return logits_TE, *route(logits_TE, self._number_1, self._top_k, self._is_normalized)
 
 
 def replace_routers(module: nn.Module) -> None:
@@ -41,35 +107,48 @@ def replace_routers(module: nn.Module) -> None:
 
 
 @torch.library.custom_op("ratoon::route", mutates_args=())
-def route(logits_TE: Tensor, top_k: int, is_normalized: bool) -> tuple[Tensor, Tensor]:
+def route(
+    logits_TE: Tensor, number_1: Tensor, top_k: int, is_normalized: bool
+) -> tuple[Tensor, Tensor]:
     """The `top_k` largest probabilities in falling order, and whose they are.
 
+    `number_1`: of the `RouteCount` that they are added to.
     The softmax is computed in float32 at least. Returns weight_TC in the dtype of the logits,
     which sum to 1 per token if `is_normalized`, and expert_TC as int16. Differentiable in the
     logits through the weights.
     """
     probs_TE = _softmax(logits_TE)
     expert_TC = _choose(probs_TE, top_k)
+    cast("RouteCount", find(number_1)).add(probs_TE, expert_TC)
     weight_TC = _weights(probs_TE, expert_TC, is_normalized)
     return weight_TC.to(logits_TE.dtype), expert_TC.to(torch.int16)
 
 
 @route.register_fake
-def _(logits_TE: Tensor, top_k: int, _is_normalized: bool) -> tuple[Tensor, Tensor]:
+def _(
+    logits_TE: Tensor, _number_1: Tensor, top_k: int, _is_normalized: bool
+) -> tuple[Tensor, Tensor]:
     shape = (logits_TE.shape[0], top_k)
     return logits_TE.new_empty(shape), logits_TE.new_empty(shape, dtype=torch.int16)
 
 
 @torch.library.custom_op("ratoon::route_backward", mutates_args=())
 def _backward(
-    dweight_TC: Tensor, logits_TE: Tensor, expert_TC: Tensor, is_normalized: bool
+    dweight_TC: Tensor,
+    logits_TE: Tensor,
+    expert_TC: Tensor,
+    number_1: Tensor,
+    is_normalized: bool,
 ) -> Tensor:
-    q_TE = _softmax(logits_TE)
+    probs_TE = q_TE = _softmax(logits_TE)
     if is_normalized:
         # Weights that sum to 1 are a softmax over the chosen experts alone.
         q_TE = _by_expert(_weights(q_TE, expert_TC.long(), is_normalized), expert_TC, q_TE)
     dq_TE = _by_expert(dweight_TC.to(q_TE.dtype), expert_TC, q_TE)
-    dlogits_TE = q_TE * (dq_TE - (q_TE * dq_TE).sum(-1, keepdim=True))
+    dlogits_TE = _softmax_backward(dq_TE, q_TE)
+    of_balance_TE = cast("RouteCount", find(number_1)).gradient(probs_TE)
+    if of_balance_TE is not None:
+        dlogits_TE = dlogits_TE + of_balance_TE
     return dlogits_TE.to(logits_TE.dtype)
 
 
@@ -80,6 +159,10 @@ def _(_dweight_TC: Tensor, logits_TE: Tensor, *_others: Any) -> Tensor:
 
 def _softmax(logits_TE: Tensor) -> Tensor:
     return torch.softmax(logits_TE, dim=-1, dtype=accumulation_dtype(logits_TE.dtype))
+
+
+def _softmax_backward(dprobs_TE: Tensor, probs_TE: Tensor) -> Tensor:
+    return probs_TE * (dprobs_TE - (probs_TE * dprobs_TE).sum(-1, keepdim=True))
 
 
 def _choose(probs_TE: Tensor, top_k: int) -> Tensor:
@@ -103,14 +186,14 @@ def _weights(probs_TE: Tensor, expert_TC: Tensor, is_normalized: bool) -> Tensor
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    logits_TE, _top_k, ctx.is_normalized = inputs
+    logits_TE, number_1, _top_k, ctx.is_normalized = inputs
     _weight_TC, expert_TC = output
-    ctx.save_for_backward(logits_TE, expert_TC)
+    ctx.save_for_backward(logits_TE, expert_TC, number_1)
     ctx.mark_non_differentiable(expert_TC)
 
 
 def _differentiate(ctx: Any, dweight_TC: Tensor, _dexpert_TC: Any) -> tuple[Any, ...]:
-    return _backward(dweight_TC, *ctx.saved_tensors, ctx.is_normalized), None, None
+    return _backward(dweight_TC, *ctx.saved_tensors, ctx.is_normalized), None, None, None
 
 
 route.register_autograd(_differentiate, setup_context=_setup_context)

@@ -119,6 +119,8 @@ class PackedBatch:
     position: NDArray[np.int64]
     # int32 [T]: one past the packed index of the subtree of the token's node.
     end: NDArray[np.int32]
+    # int32 [T]: sequences that the token is part of.
+    copies: NDArray[np.int32]
     # int64 [R]: distinct predicting rows, ascending packed index; float32 [R].
     row_index: NDArray[np.int64]
     row_temperature: NDArray[np.float32]

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ratoon.model.policy_model import PolicyModel
+from ratoon.model.route_counts import RoutedTokens
 from ratoon.rollout.packed import PackedBatch
 from ratoon_kernels import TreeLayout, build_layout, token_logprobs
 
@@ -24,6 +25,8 @@ class DeviceBatch:
     tokens_T: Tensor
     position_T: Tensor
     layout: TreeLayout
+    # All of them, by the rollouts that each is part of.
+    routed: RoutedTokens
     row_index_R: Tensor
     # float32.
     row_temperature_R: Tensor
@@ -55,6 +58,7 @@ def to_device(packed: PackedBatch, device: torch.device) -> DeviceBatch:
             node_parent=forest.node_parent,
             device=device,
         ),
+        routed=RoutedTokens(copies_T=put(packed.copies, device)),
         row_index_R=put(packed.row_index, device),
         row_temperature_R=put(packed.row_temperature, device),
         target_token_M=put(packed.target_token, device),
@@ -75,7 +79,7 @@ def put(array: NDArray[np.generic], device: torch.device) -> Tensor:
 
 def run_model(model: PolicyModel, batch: DeviceBatch) -> TokenOutputs:
     """One forward; gradients flow where they are enabled."""
-    hidden_TD = model.forward_hidden(batch.tokens_T, batch.position_T, batch.layout)
+    hidden_TD = model.forward_hidden(batch.tokens_T, batch.position_T, batch.layout, batch.routed)
     logprob_M, entropy_R = token_logprobs(
         hidden_TD.index_select(0, batch.row_index_R),
         model.lm_head_VD,

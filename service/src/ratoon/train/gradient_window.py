@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from ratoon.errors import ErrorCode, RatoonError, invalid
+from ratoon.model.route_counts import RouteSums
 from ratoon.rollout.selection import Counters
 from ratoon.train.config import DivideBy, TokenWeight
 from ratoon.train.loss.spec import CounterDivisor, Loss, NoDivisor, Normalisation
@@ -28,6 +29,7 @@ class Totals:
 
     counters: Counters
     sums: LossSums
+    routes: RouteSums
     batch: BatchSums
     has_kl: bool
 
@@ -42,6 +44,7 @@ class GradientWindow:
     def __init__(self) -> None:
         self.state = WindowState.EMPTY
         self._sums = LossSums()
+        self._routes = RouteSums()
         self._batch = BatchSums()
         self._has_kl = False
         self._token_weight = TokenWeight.PER_TOKEN
@@ -62,7 +65,11 @@ class GradientWindow:
     @property
     def totals(self) -> Totals:
         return Totals(
-            counters=self.counters, sums=self._sums, batch=self._batch, has_kl=self._has_kl
+            counters=self.counters,
+            sums=self._sums,
+            routes=self._routes,
+            batch=self._batch,
+            has_kl=self._has_kl,
         )
 
     @property
@@ -104,6 +111,7 @@ class GradientWindow:
         else:
             self._whole_groups += prepared.counters.groups
         self._sums += totals.sums
+        self._routes += totals.routes
         self._batch += totals.batch
         self._has_kl |= totals.has_kl
         self.state = WindowState.OPEN

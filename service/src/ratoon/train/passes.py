@@ -16,12 +16,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ratoon.model.policy_model import PolicyModel
+from ratoon.model.route_counts import RouteSums
 from ratoon.model.sequence_group import ALONE, SequenceGroup
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import PackedBatch, UpdatePlan
 from ratoon.rollout.prefixes import SortedPrefixes
 from ratoon.train.config import OldLogprobsKind, ReferenceKind
 from ratoon.train.device_batch import DeviceBatch, TokenOutputs, put, run_model, to_device
+from ratoon.train.load_balance import load_balance
 from ratoon.train.loss.compute import LossOutput, compute_loss, is_of_single_tokens
 from ratoon.train.loss.row_loss import LossOfTerms, RowLoss, RowTerms, run_row_loss, whole_batch
 from ratoon.train.loss.sums import LossSums
@@ -36,6 +38,7 @@ from ratoon.train.prepare import Prepared
 from ratoon.train.report.clock import DeviceClock
 from ratoon.train.streamed.heads import add_up
 from ratoon.train.streamed.passes import StagedBatch
+from ratoon_kernels import Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +49,7 @@ class PassTotals:
     """
 
     sums: LossSums
+    routes: RouteSums
     rows: int
     forward_s: float
     backward_s: float
@@ -60,6 +64,7 @@ class PassTotals:
         longest = max(ranks, key=lambda done: done.forward_s + done.backward_s)
         return cls(
             sums=reduce(operator.add, (done.sums for done in ranks)),
+            routes=reduce(operator.add, (done.routes for done in ranks)),
             rows=sum(done.rows for done in ranks),
             forward_s=longest.forward_s,
             backward_s=longest.backward_s,
@@ -83,12 +88,16 @@ def forward_backward_pass(
     """
     sums: list[Tensor] = []
     rows, clock = 0, DeviceClock(model.device)
+    model.routes.clear()
     for item in packed_micro_batches(model.device, prepared, prepared.columns.trained_J, hooks):
         sums += _train(model, prepared, item, forward_logprobs_J, clock, group)
         rows += _counted_rows(item, group)
     seconds = clock.seconds()
+    balance, total = model.routes.balance_loss(), LossSums.total(sums)
+    loss = total.loss + prepared.loss.router_aux_loss_coefficient * balance
     return PassTotals(
-        sums=LossSums.total(sums),
+        sums=replace(total, loss=loss, balance=balance),
+        routes=model.routes.take(),
         rows=rows,
         forward_s=seconds["forward"],
         backward_s=seconds["backward"],
@@ -106,6 +115,7 @@ def _train(
     """Add the gradient of the loss sum of one micro-batch; `sums_F` of each of its losses."""
     packed, device = item.packed, model.device
     batch = to_device(packed, device)
+    balance = load_balance(model, prepared, packed, group)
     reference_L = _reference(model, prepared, item, batch, group)
 
     def loss_of(terms: NDArray[np.int64], logprob_L: Tensor, entropy_L: Tensor) -> LossOutput:
@@ -121,11 +131,16 @@ def _train(
 
     is_of_rows = is_of_single_tokens(prepared.loss)
     if item.stages or group.size > 1:
-        staged = StagedBatch(model, packed, batch, item.stages, item.check, group)
+        staged = StagedBatch(model, packed, batch, item.stages, item.check, group, balance)
         return staged.forward_backward(loss_of, clock, is_of_rows=is_of_rows)
-    if is_of_rows:
-        return train_rows(model, packed, batch, loss_of, clock).sums
-    return [_train_in_two_phases(model, packed, batch, loss_of, clock)]
+    if balance is not None:
+        whole = Span(0, packed.forest.num_tokens)
+        balanced = balance.tokens(whole, whole)
+        batch = replace(batch, routed=replace(batch.routed, balance=balanced))
+    with model.routes.balancing(batch.routed):
+        if is_of_rows:
+            return train_rows(model, packed, batch, loss_of, clock).sums
+        return [_train_in_two_phases(model, packed, batch, loss_of, clock)]
 
 
 def train_rows(
@@ -136,7 +151,7 @@ def train_rows(
     clock: DeviceClock,
 ) -> RowLoss:
     """Add the gradient of a loss of single tokens to the parameters' gradients."""
-    hidden_TD = model.forward_hidden(batch.tokens_T, batch.position_T, batch.layout)
+    hidden_TD = model.forward_hidden(batch.tokens_T, batch.position_T, batch.layout, batch.routed)
     clock.lap("forward")
     hidden_RD = hidden_TD.index_select(0, batch.row_index_R)
     part, terms = whole_batch(packed), RowTerms(packed)

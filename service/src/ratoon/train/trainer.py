@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ratoon.errors import ErrorCode, RatoonError
+from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.model.device_costs import DeviceRates
 from ratoon.model.loader import load_model
 from ratoon.model.policy_model import PolicyModel
@@ -183,9 +183,13 @@ class Trainer:
     def prepare(self, batch: RolloutBatch, loss: Loss) -> Prepared:
         """Decide drops, advantages, counters and cuts; touches no state.
 
-        Raises `RatoonError` STALE_ROLLOUTS, and where the loss cannot join the open window.
+        Raises `RatoonError` STALE_ROLLOUTS, and where the loss cannot join the open window or
+        balances experts that the model has not.
         """
         self._window.check(loss)
+        coefficient = loss.router_aux_loss_coefficient
+        if coefficient and not self.model.routes.num_layers:
+            raise invalid("loss.router_aux_loss_coefficient", coefficient, "0: there is no router")
         return prepare.prepare(batch, loss, version=self.version, planner=self._planner)
 
     def plan_forward(self, batch: RolloutBatch) -> UpdatePlan:
@@ -229,6 +233,7 @@ class Trainer:
         totals = Totals(
             counters=prepared.counters,
             sums=done.sums,
+            routes=done.routes,
             batch=batch_sums.of_prepared(prepared, self.version),
             has_kl=loss.kl is not None,
         )

@@ -62,6 +62,7 @@ from ratoon.train.config import (
 )
 from ratoon.train.report.step_report import (
     PhaseSeconds,
+    RouterReport,
     SelfCheckReport,
     StepReport,
     TensorGradNorm,
@@ -112,6 +113,7 @@ TAGS: dict[str, type] = {
     "seconds": PhaseSeconds,
     "self_check": SelfCheckReport,
     "tensor_grad_norm": TensorGradNorm,
+    "router": RouterReport,
 }
 _TAG_OF = {cls: tag for tag, cls in TAGS.items()}
 _PLAIN = (bool, int, float, str)

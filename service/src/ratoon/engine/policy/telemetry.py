@@ -88,11 +88,20 @@ def result(policy_id: str, kind: OperationKind, result: OperationResult) -> list
 def _figures(policy_id: str, report: StepReport) -> list[Change]:
     """Figures of a batch, or of the whole window of an OptimStep."""
     values = ((*gauge, getattr(report, name)) for name, gauge in metrics.REPORT_GAUGES.items())
-    return [
+    figures: list[Change] = [
         metric.sample(value, policy_id, *labels)
         for metric, labels, value in values
         if value is not None
     ]
+    if not report.routers:
+        return figures
+    # By layer they are in the report.
+    return figures + _gauges(
+        policy_id,
+        (metrics.ROUTER_MAX_LOAD, max(each.max_load for each in report.routers)),
+        (metrics.ROUTER_UNUSED_EXPERTS, sum(each.unused_experts for each in report.routers)),
+        (metrics.ROUTER_ENTROPY, min(each.entropy for each in report.routers)),
+    )
 
 
 def _batch(policy_id: str, report: StepReport) -> list[Change]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from ratoon.errors import ErrorCode, RatoonError, invalid
+from ratoon.errors import invalid
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.fields import sequence_field
 from ratoon.train.config import (
@@ -58,15 +58,7 @@ def resolve_loss(request: LossRequest, batch: RolloutBatch, *, has_frozen_refere
     (INVALID_ARGUMENT or UNSUPPORTED) naming the field.
     """
     defaults = LOSS_DEFAULTS[request.kind]
-    if request.router_aux_loss_coefficient != 0:
-        raise RatoonError(
-            ErrorCode.UNSUPPORTED,
-            "loss.router_aux_loss_coefficient: a router auxiliary loss is no sum over rollouts; "
-            f"got {request.router_aux_loss_coefficient}, expected 0",
-            field="loss.router_aux_loss_coefficient",
-            got=str(request.router_aux_loss_coefficient),
-            expected="0",
-        )
+    require_not_negative("loss.router_aux_loss_coefficient", request.router_aux_loss_coefficient)
     require_finite("loss.entropy_coefficient", request.entropy_coefficient)
     _check_token_weights(request.kind, batch)
     return Loss(
@@ -85,6 +77,7 @@ def resolve_loss(request: LossRequest, batch: RolloutBatch, *, has_frozen_refere
         overlong=_resolve_overlong(request, batch),
         drop_zero_variance_groups=_resolve_zero_variance(request, defaults, batch),
         staleness=_resolve_staleness(request, batch),
+        router_aux_loss_coefficient=request.router_aux_loss_coefficient,
     )
 
 

@@ -116,6 +116,8 @@ class Loss:
     overlong: OverlongFilter | OverlongPenalty | None
     drop_zero_variance_groups: bool
     staleness: Staleness | None
+    # 0: no balance loss (`load_balance`).
+    router_aux_loss_coefficient: float
 
     @property
     def normalisation(self) -> Normalisation:

@@ -25,6 +25,8 @@ class LossSums(Merged):
     policy_gradient: float = total()
     kl: float = total()
     entropy: float = total()
+    # Of the routers' balance loss over the layers, without its coefficient.
+    balance: float = total()
     # Of the token weights themselves.
     weight: float = total()
     terms: float = total()

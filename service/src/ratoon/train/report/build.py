@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from ratoon.model.route_counts import RouteSums
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.train.config import DivideBy
@@ -21,7 +22,7 @@ from ratoon.train.loss.warnings import sum_warnings
 from ratoon.train.passes import ForwardColumns
 from ratoon.train.prepare import Prepared
 from ratoon.train.report.batch_sums import BatchSums, of_batch
-from ratoon.train.report.step_report import PhaseSeconds, StepReport
+from ratoon.train.report.step_report import PhaseSeconds, RouterReport, StepReport
 from ratoon.train.report.usage import Usage
 from ratoon.train.self_check import SelfCheckOutcome
 
@@ -102,6 +103,7 @@ def _with_totals(report: StepReport, totals: Totals, divisor: float) -> StepRepo
     counters = totals.counters
     return replace(
         report,
+        routers=_routers(totals.routes),
         num_groups=counters.groups,
         num_sequences=counters.sequences,
         trained_tokens=counters.tokens,
@@ -122,6 +124,7 @@ def _with_means(report: StepReport, sums: LossSums, divisor: float, *, has_kl: b
         policy_gradient_loss=sums.policy_gradient * by_divisor,
         kl=sums.kl * by_weight if has_kl else None,
         entropy=sums.entropy * by_weight,
+        router_aux_loss=sums.balance * by_weight if sums.balance else None,
         clip_fraction_low=sums.clipped_low * by_terms,
         clip_fraction_high=sums.clipped_high * by_terms,
         clip_fraction_dual=sums.clipped_dual * by_terms,
@@ -199,6 +202,20 @@ def _with_batch(report: StepReport, sums: BatchSums) -> StepReport:
         dropped_zero_variance=int(sums.dropped_zero_variance),
         zero_advantage_sequences=int(sums.not_run),
     )
+
+
+def _routers(routes: RouteSums) -> tuple[RouterReport, ...]:
+    reports: list[RouterReport] = []
+    for layer, (*load, tokens, entropy) in zip(routes.layers, routes.sums, strict=True):
+        reports.append(
+            RouterReport(
+                layer=layer,
+                max_load=max(load) * len(load) / sum(load),
+                unused_experts=load.count(0.0),
+                entropy=entropy / tokens,
+            )
+        )
+    return tuple(reports)
 
 
 def _mean(total: float, count: float) -> float | None:

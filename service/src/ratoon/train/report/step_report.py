@@ -58,6 +58,18 @@ class TensorGradNorm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RouterReport:
+    """Of one layer's router. `max_load`: the busiest expert's choices over the mean of all."""
+
+    layer: int
+    max_load: float
+    # Experts that no token visits.
+    unused_experts: int
+    # Mean over tokens, in nats.
+    entropy: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """Field for field `ratoon.v1.StepReport`; see the .proto for the meaning of each."""
 
@@ -125,3 +137,5 @@ class StepReport:
     changed_share: float | None = None
     rank_seconds: tuple[float, ...] = ()
     rank_gap: float | None = None
+    routers: tuple[RouterReport, ...] = ()
+    router_aux_loss: float | None = None

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ratoon.model.attention import PathAttention
+from ratoon.model.route_counts import RoutedTokens
 from ratoon.model.sequence_group import SequenceGroup
 from ratoon.rollout.packed import PackedBatch
 from ratoon.train.device_batch import DeviceBatch, TokenOutputs, put
@@ -33,11 +34,13 @@ class StageRun:
     """A stage that has been forwarded; with its graph, where there is one."""
 
     index: int
-    # Others attend its keys: stages that descend from it, or other ranks' tokens.
-    is_attended: bool
+    # Even where nothing of it is predicted from: stages that descend from it or other ranks' tokens
+    # attend its keys, or its routes have a loss.
+    has_gradient: bool
     attention: PathAttention
     # Final hidden states of its tokens, of this rank's alone, [t, D].
     hidden_TD: Tensor
+    routed: RoutedTokens
 
 
 class StageHead(Protocol):
@@ -109,8 +112,8 @@ class RowHead:
         found = self._rows.pop(run.index, None)
         if found is not None:
             torch.autograd.backward([found[0]], [found[1]])
-        elif run.is_attended:
-            _backward_keys(run)
+        elif run.has_gradient:
+            _backward_zeros(run)
         self._clock.lap("backward")
 
 
@@ -161,8 +164,8 @@ class TwoPhaseHead:
                 heads.append(outputs.entropy_R)
                 grads.append(seeds.entropy_R[rows])
             torch.autograd.backward(heads, grads)
-        elif run.is_attended:
-            _backward_keys(run)
+        elif run.has_gradient:
+            _backward_zeros(run)
         self._clock.lap("backward")
 
     def _add_results(self, outputs: TokenOutputs, part: StagePart) -> None:
@@ -222,9 +225,9 @@ def _store(outputs: TokenOutputs, part: StagePart, results: TokenOutputs) -> Non
     results.entropy_R[part.own.rows] = outputs.entropy_R.detach()
 
 
-def _backward_keys(run: StageRun) -> None:
-    """Nothing of the stage is predicted from, but its keys have gradients: they enter at the
-    attention of each layer, which autograd must come by."""
+def _backward_zeros(run: StageRun) -> None:
+    """Nothing of the stage is predicted from, but its keys or routes have gradients: they enter
+    inside of each layer, which autograd must come by."""
     torch.autograd.backward([run.hidden_TD], [torch.zeros_like(run.hidden_TD)])
 
 

@@ -14,12 +14,14 @@ from torch import Tensor
 
 from ratoon.model.attention import PathAttention
 from ratoon.model.policy_model import PolicyModel
+from ratoon.model.route_counts import RoutedTokens
 from ratoon.model.sequence_group import ALONE, SequenceGroup
 from ratoon.model.stage_plan import StreamTokens
 from ratoon.model.streamed_attention import AttentionStream, StageAttention
 from ratoon.rollout.packed import PackedBatch, Stage
 from ratoon.rollout.waves import fits_forest, peak_tokens, resident_tokens, runs_of
 from ratoon.train.device_batch import DeviceBatch, TokenOutputs
+from ratoon.train.load_balance import LoadBalance
 from ratoon.train.loss.row_loss import LossOfTerms
 from ratoon.train.report.clock import DeviceClock
 from ratoon.train.streamed.heads import ForwardHead, RowHead, StageHead, StageRun, TwoPhaseHead
@@ -41,6 +43,7 @@ class StagedBatch:
         stages: Sequence[Stage],
         between_stages: Callable[[], None],
         group: SequenceGroup = ALONE,
+        balance: LoadBalance | None = None,
     ) -> None:
         """`batch` is `packed` on the device; `between_stages` may raise, to give up.
 
@@ -56,6 +59,7 @@ class StagedBatch:
         self._stages = stages
         self._between_stages = between_stages
         self._group = group
+        self._balance = balance
         self._parents = {stage.parent for stage in stages}
         self._tokens = stream_tokens(stages)
         self._parts = cut_outputs(packed, stages, group, model.device)
@@ -98,7 +102,9 @@ class StagedBatch:
         still_open: list[StageRun] = []
         for index, is_backward in runs_of(self._stages):
             if is_backward:
-                head.close(still_open.pop())
+                run = still_open.pop()
+                with self._model.routes.balancing(run.routed):
+                    head.close(run)
                 continue
             self._between_stages()
             still_open.append(
@@ -120,15 +126,28 @@ class StagedBatch:
         own = self._parts[index].tokens
         # One for nothing, where there is none: see `sequence_group`.
         tokens = slice(own.start, own.stop) if len(own) else slice(1)
+        routed = self._routed(index, self._batch.routed.copies_T[tokens])
         hidden_TD = self._model.attend_hidden(
-            self._batch.tokens_T[tokens], self._batch.position_T[tokens], attention
+            self._batch.tokens_T[tokens], self._batch.position_T[tokens], attention, routed
         )
         return StageRun(
             index=index,
-            is_attended=index in self._parents or self._group.size > 1,
+            has_gradient=(
+                index in self._parents or self._group.size > 1 or self._balance is not None
+            ),
             attention=attention,
             hidden_TD=hidden_TD,
+            routed=routed,
         )
+
+    def _routed(self, index: int, copies_T: Tensor) -> RoutedTokens:
+        stage, own = self._stages[index], self._parts[index].tokens
+        if not len(own):
+            copies_T = torch.zeros_like(copies_T)
+        if self._balance is None:
+            return RoutedTokens(copies_T=copies_T)
+        balance = self._balance.tokens(Span(stage.start, stage.stop), own)
+        return RoutedTokens(copies_T=copies_T, balance=balance)
 
 
 def stream_tokens(stages: Sequence[Stage]) -> StreamTokens:

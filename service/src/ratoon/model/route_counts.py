@@ -1,0 +1,110 @@
+"""How often the routers of a decoder choose each expert, and how sure they are of it.
+
+A packed token counts once for each rollout that it is part of, so that no sum depends on how
+rollouts are packed, cut or spread over ranks.
+
+T tokens, E experts, L layers with experts.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ratoon.model.router import Balance, Router
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteSums:
+    """`layers`: those with experts that ran, ascending; () of a dense model."""
+
+    layers: tuple[int, ...] = ()
+    # Of each, E + 2: choices of each expert, tokens, entropies in nats.
+    sums: tuple[tuple[float, ...], ...] = ()
+
+    def __add__(self, other: RouteSums) -> RouteSums:
+        if not (self.layers and other.layers):
+            return self if self.layers else other
+        assert self.layers == other.layers, "of one model"
+        pairs = zip(self.sums, other.sums, strict=True)
+        sums = tuple(tuple(map(operator.add, mine, theirs)) for mine, theirs in pairs)
+        return RouteSums(layers=self.layers, sums=sums)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedTokens:
+    """Tokens of one forward: how often each counts, int32 [T], and the loss of their choices."""
+
+    copies_T: Tensor
+    balance: Balance | None = None
+
+
+class RouteCounts:
+    """Owns the counts of one decoder's routers, on its device."""
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        self._counts = {
+            index: module.count
+            for index, layer in enumerate(layers)
+            for module in layer.modules()
+            if isinstance(module, Router)
+        }
+        for row, count in enumerate(self._counts.values()):
+            count.row = row
+
+    @property
+    def num_layers(self) -> int:
+        """Those with experts."""
+        return len(self._counts)
+
+    @contextmanager
+    def counting(self, tokens: RoutedTokens | None) -> Iterator[None]:
+        """Inside, a forward of these tokens is counted; None: nothing is."""
+        for count in self._counts.values():
+            if tokens is not None:
+                count.copies_T, count.balance = tokens.copies_T, tokens.balance
+        try:
+            yield
+        finally:
+            for count in self._counts.values():
+                count.copies_T = count.balance = None
+        if tokens is not None and tokens.balance is not None:
+            tokens.balance.settle()
+
+    @contextmanager
+    def balancing(self, tokens: RoutedTokens) -> Iterator[None]:
+        """Inside, the backward of a forward of these tokens has the gradient of their balance."""
+        for count in self._counts.values():
+            count.balance_behind = tokens.balance
+        try:
+            yield
+        finally:
+            for count in self._counts.values():
+                count.balance_behind = None
+
+    def clear(self) -> None:
+        """Forget what was counted."""
+        for count in self._counts.values():
+            count.sums_F = count.balance_loss = None
+
+    def balance_loss(self) -> float:
+        """Of all backwards since, without coefficients. Waits for the device."""
+        counts = self._counts.values()
+        losses = [count.balance_loss for count in counts if count.balance_loss is not None]
+        return float(torch.stack(losses).sum()) if losses else 0.0
+
+    def take(self) -> RouteSums:
+        """What was counted since, which is forgotten. Waits for the device."""
+        found = {
+            index: count.sums_F for index, count in self._counts.items() if count.sums_F is not None
+        }
+        self.clear()
+        if not found:
+            return RouteSums()
+        rows: list[list[float]] = torch.stack([*found.values()]).tolist()
+        return RouteSums(layers=tuple(found), sums=tuple(map(tuple, rows)))

@@ -1,0 +1,168 @@
+"""What reports say of routers: figures of the tokens of each rollout run alone by Hugging Face."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ratoon.model.spec import FolderBase
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.costs import DEFAULT_COSTS, CostModel
+from ratoon.rollout.packed import UpdatePlan
+from ratoon.rollout.plan import make_plan
+from ratoon.rollout.prefixes import sort_sequences
+from ratoon.train import prepare
+from ratoon.train.config import KlConfig, KlKind, LossKind, LossRequest, ReferenceKind
+from ratoon.train.loss.resolve import resolve_loss
+from ratoon.train.loss.spec import Loss
+from ratoon.train.report.step_report import RouterReport, StepReport
+from ratoon.train.trainer import Trainer
+from tests.equivalence import paths_of
+from tests.oracle import hf
+from tests.tiny_models import write_folder
+from tests.train.equivalence_runs import WHOLE, Pair, make_pair, random_batch_near
+from tests.train.rank_runs import ranked
+from tests.train.test_sequence_ranks import _together
+from tests.train.test_streaming import EAGER
+from tests.train.trainer_runs import make_batch, make_step, make_trainer
+
+NUM_EXPERTS, TOP_K = 4, 2
+# With a reference, which has routers of its own.
+REQUEST = LossRequest(
+    kind=LossKind.REINFORCE,
+    kl=KlConfig(kind=KlKind.K2, coefficient=0.1, reference=ReferenceKind.FROZEN),
+)
+
+
+@pytest.fixture(scope="module")
+def shared_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    root = tmp_path_factory.mktemp("routers")
+    return make_pair(write_folder(root / "base", "qwen3_moe"), scratch=root / "adapter")
+
+
+@pytest.fixture
+def pair(shared_pair: Pair) -> Iterator[Pair]:
+    yield shared_pair
+    shared_pair.discard()
+
+
+def _expected(model: nn.Module, batches: Sequence[RolloutBatch]) -> list[RouterReport]:
+    """By transformers' own routers; of layers with experts, in order."""
+    logits: list[list[torch.Tensor]] = []
+    for batch in batches:
+        for path in paths_of(batch):
+            if not path.mask.any():
+                continue
+            with torch.no_grad():
+                logits.append(hf.router_logits(model, path))
+    reports: list[RouterReport] = []
+    for index, of_layer in enumerate(zip(*logits, strict=True)):
+        logits_TE = torch.cat(of_layer)
+        p_TE = logits_TE.softmax(-1)
+        load_E = torch.bincount(p_TE.topk(TOP_K).indices.flatten(), minlength=NUM_EXPERTS)
+        reports.append(
+            RouterReport(
+                layer=index,
+                max_load=float(load_E.max()) / (len(logits_TE) * TOP_K / NUM_EXPERTS),
+                unused_experts=int((load_E == 0).sum()),
+                entropy=float(-(p_TE * p_TE.log()).sum(-1).mean()),
+            )
+        )
+    return reports
+
+
+def _loss(batch: RolloutBatch) -> Loss:
+    return resolve_loss(REQUEST, batch, has_frozen_reference=True)
+
+
+def _plan(
+    batch: RolloutBatch, budget: int, costs: CostModel = DEFAULT_COSTS, num_ranks: int = 1
+) -> UpdatePlan:
+    kept_S = prepare.has_trained_tokens(batch)
+    prefixes = sort_sequences(batch)
+    return make_plan(batch, prefixes, kept_S, budget, costs, num_ranks=num_ranks)
+
+
+def _run(
+    trainer: Trainer, batch: RolloutBatch, budget: int = WHOLE, costs: CostModel = DEFAULT_COSTS
+) -> StepReport:
+    plan = _plan(batch, budget, costs)
+    assert (costs is EAGER) == any(part.stages for part in plan.micro_batches)
+    return trainer.forward_backward(batch, _loss(batch), plan)
+
+
+def _assert_routers(report: StepReport, expected: Sequence[RouterReport]) -> None:
+    assert len(report.routers) == len(expected) > 0
+    for got, truth in zip(report.routers, expected, strict=True):
+        assert (got.layer, got.unused_experts) == (truth.layer, truth.unused_experts)
+        assert got.max_load == pytest.approx(truth.max_load, rel=1e-15)
+        assert got.entropy == pytest.approx(truth.entropy, rel=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("budget", "costs"), [(WHOLE, DEFAULT_COSTS), (40, DEFAULT_COSTS), (16, EAGER)]
+)
+@pytest.mark.parametrize("seed", range(2))
+def test_routers_count_each_rollout_alone_however_it_is_cut(
+    pair: Pair, seed: int, budget: int, costs: CostModel
+) -> None:
+    batch = random_batch_near(pair, seed)
+    report = _run(pair.trainer, batch, budget, costs)
+    assert report.unshared_tokens > report.packed_tokens
+    expected = _expected(pair.oracle.model, [batch])
+    assert len({each.max_load for each in expected} | {1.0}) == 3
+    _assert_routers(report, expected)
+
+
+def test_a_step_reports_its_window_and_no_other(pair: Pair) -> None:
+    batches = [random_batch_near(pair, seed) for seed in (2, 3)]
+    _run(pair.trainer, random_batch_near(pair, 4))
+    pair.trainer.discard_gradients()
+    for batch in batches:
+        _run(pair.trainer, batch, 40)
+    step = make_step(pair.trainer, _loss(batches[0]), learning_rate=0.0)
+    report = pair.trainer.optim_step(step)
+    _assert_routers(report, _expected(pair.oracle.model, batches))
+
+
+def test_a_pass_that_stops_half_way_leaves_no_counts(pair: Pair) -> None:
+    batch = random_batch_near(pair, 5)
+    plan = _plan(batch, 40)
+    assert len(plan.micro_batches) > 1
+
+    def fail(done: int, _planned: int, _tokens: int) -> None:
+        if done:
+            raise OSError("stopped")
+
+    with pytest.raises(OSError, match="stopped"):
+        pair.trainer.forward_backward(batch, _loss(batch), plan, on_progress=fail)
+    pair.discard()
+    _assert_routers(_run(pair.trainer, batch), _expected(pair.oracle.model, [batch]))
+
+
+@pytest.mark.parametrize("is_joint", [False, True])
+def test_routers_of_ranks_add_up(tmp_path: Path, is_joint: bool) -> None:
+    """Where ranks run micro-batches of their own, and where they run each together."""
+    base = FolderBase(folder=str(write_folder(tmp_path, "qwen3_moe")))
+    alone = make_trainer(base)
+    batch = make_batch(6)
+    with ranked(alone.spec, 2) as (many, _):
+        if is_joint:
+            plan = _together(_plan(batch, 16, EAGER), 2)
+        else:
+            plan = _plan(batch, 40, num_ranks=2)
+            assert {part.rank for part in plan.micro_batches} == {0, 1}
+        report = many.forward_backward(batch, _loss(batch), plan)
+    _assert_routers(report, _run(alone, batch).routers)
+
+
+def test_layers_without_experts_have_no_router(tmp_path: Path) -> None:
+    mixed = FolderBase(folder=str(write_folder(tmp_path / "mixed", "qwen3_moe_mixed")))
+    report = _run(make_trainer(mixed), make_batch(6))
+    assert [each.layer for each in report.routers] == [1]
+    dense = FolderBase(folder=str(write_folder(tmp_path / "dense", "qwen3")))
+    assert _run(make_trainer(dense), make_batch(6)).routers == ()
