@@ -24,6 +24,7 @@ from benchmarks.step.subjects import build_module
 from benchmarks.step.workload import QWEN3_1_7B, TINY, Group, ModelSize
 from harness.service import Service
 from ratoon.engine.crash_points import CrashPoint
+from ratoon.model.safetensors_files import plan_files, write_files, write_index
 from ratoon_client import Group as Rollouts
 from ratoon_client import Loss, Optim, RatoonClient, RatoonClientError, group, rollout
 from ratoon_client.policy_options import ModelDtype
@@ -245,6 +246,12 @@ def write_model(plan: Plan, device: str, folder: Path, seed: int) -> None:
     """Makes the model on the device, as that is faster, and frees it afterwards."""
     target = torch.device(device)
     module = build_module(plan.model, target, getattr(torch, plan.dtype), seed)
-    module.save_pretrained(folder)
-    del module
+    module.config.save_pretrained(folder)
+    # One that is tied is there once, by its first name.
+    tensors = dict(module.named_parameters())
+    files = plan_files(tensors)
+    write_files(folder, {file: {n: tensors[n] for n in names} for file, names in files.items()})
+    if len(files) > 1:
+        write_index(folder, files, tensors)
+    del module, tensors
     release(target)
