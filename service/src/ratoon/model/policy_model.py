@@ -197,6 +197,7 @@ class PolicyModel:
         return DecoderLayers(
             cast("Any", module).get_decoder().layers,
             wide_features=cast("int", self.config.intermediate_size),
+            adapter_rank=getattr(self.spec.tuning, "rank", 0),
             is_compiled=is_compiled,
             is_deterministic=self._deterministic,
             precision=self._precision,
