@@ -33,9 +33,9 @@ class Kept(StrEnum):
     """Of a decoder layer. ATTENTION: its input, attention's output and log-sum-exp, and the routes
     of its tokens; the rest runs again. NARROW: also the outputs of its products, but for the wide
     ones into the MLP or its experts. PRODUCTS: of those too, so that only elementwise operations
-    run again, and rows of experts are gathered again. Of an adapter's two products the first counts
-    as one, the second, which is cheap and wide, always runs again. HOST: as ATTENTION, but in the memory of the
-    host meanwhile."""
+    run again, and rows of experts are gathered again. Of an adapter the output of A is kept as that
+    of a product, its B always runs again: it costs little and is as wide as what it is added to.
+    HOST: as ATTENTION, but in the memory of the host meanwhile."""
 
     HOST = "host"
     ATTENTION = "attention"

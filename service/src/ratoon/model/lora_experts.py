@@ -27,20 +27,18 @@ class LoraExperts(nn.Module, BaseTunerLayer):
         """As peft makes a layer; the factors have the base's dtype and device, and no values."""
         super().__init__()
         self.base_layer = base_layer
+        # Not the class's: once peft sets it, a compiled layer would be compiled again.
+        self._disable_adapters = False
         hidden, features = base_layer.hidden_dim, base_layer.intermediate_dim
         like, scale = base_layer.down_proj, lora_alpha / r
         self.gate_proj = _Adapter(like, hidden, features, r, scale)
         self.up_proj = _Adapter(like, hidden, features, r, scale)
         self.down_proj = _Adapter(like, features, hidden, r, scale)
 
-    def forward(
-        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, D], experts [T, C] and their weights [T, C] -> [T, D]."""
         adapters = None if self.disable_adapters else (self.gate_proj, self.up_proj, self.down_proj)
-        return grouped_experts(
-            self.base_layer, hidden_states, top_k_index, top_k_weights, adapters
-        )
+        return grouped_experts(self.base_layer, hidden_states, top_k_index, top_k_weights, adapters)
 
 
 class _Adapter(nn.Module):
