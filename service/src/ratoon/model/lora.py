@@ -32,7 +32,7 @@ CONFIG_NAME = "adapter_config.json"
 _MEANING = ("r", "rank_pattern", "lora_alpha", "alpha_pattern", "use_rslora", "use_dora")
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
-# What peft finds experts by, all of whose projections are adapted.
+# By this name peft finds them.
 _EXPERTS = "experts"
 
 
@@ -57,16 +57,16 @@ def attach_adapter(module: PreTrainedModel, tuning: LoraTuning, name: str) -> Pe
         raise invalid("tuning.lora.rank", tuning.rank, "at least 1")
     if not (math.isfinite(tuning.alpha) and tuning.alpha > 0):
         raise invalid("tuning.lora.alpha", tuning.alpha, "a finite number above 0")
-    targets = resolve_targets(module, tuning.target_modules)
-    if _has_experts(module) and {*targets} >= {*_MLP}:
-        targets = [*({*targets} - {*_MLP}), _EXPERTS]
+    targets = _resolve_targets(module, tuning.target_modules)
+    if _has_experts(module) and not targets.isdisjoint(_MLP):
+        targets = targets - {*_MLP} | {_EXPERTS}
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=tuning.rank,
         lora_alpha=cast("int", tuning.alpha),
         lora_dropout=0.0,
         bias="none",
-        target_modules=targets,
+        target_modules=sorted(targets),
         init_lora_weights=False,
     )
     config._register_custom_module({Qwen3MoeExperts: LoraExperts})
@@ -75,42 +75,6 @@ def attach_adapter(module: PreTrainedModel, tuning: LoraTuning, name: str) -> Pe
     assert isinstance(model, PeftModel)
     config.base_model_name_or_path = name
     return model
-
-
-def resolve_targets(module: PreTrainedModel, requested: tuple[str, ...]) -> list[str]:
-    """Names of the projections to adapt, sorted; every one of attention and MLP, or of its experts,
-    where none is requested.
-
-    Experts are adapted as a whole, for neither vLLM nor peft takes an adapter of a part of them.
-    Where dense layers are beside them attention alone is, by name: peft tells the two kinds of
-    layers not apart.
-    """
-    linear = {n.rsplit(".", 1)[-1] for n, m in module.named_modules() if isinstance(m, nn.Linear)}
-    has_experts, has_dense = _has_experts(module), not linear.isdisjoint(_MLP)
-    if has_experts and not has_dense:
-        linear.update(_MLP)
-    elif has_experts:
-        linear.difference_update(_MLP)
-    available = sorted(linear.intersection(_ATTENTION + _MLP))
-    if has_experts and has_dense and not requested:
-        raise unsupported(
-            "tuning.lora.target_modules",
-            "none for a model with dense layers beside experts, whose MLPs no adapter reaches",
-            f"the projections of attention by name, of {', '.join(available)}",
-        )
-    for index, target in enumerate(requested):
-        if target not in available:
-            raise unsupported(
-                f"tuning.lora.target_modules[{index}]", target, f"one of {', '.join(available)}"
-            )
-    of_experts = {*requested}.intersection(_MLP) if has_experts else set[str]()
-    if 0 < len(of_experts) < len(_MLP):
-        raise unsupported(
-            "tuning.lora.target_modules",
-            f"{', '.join(sorted(of_experts))} alone of the projections of experts",
-            f"all of {', '.join(_MLP)}, or none of them",
-        )
-    return sorted(set(requested)) or available
 
 
 def check_adapter_config(adapter: PeftModel, folder: Path) -> None:
@@ -141,6 +105,37 @@ def export_config(adapter: PeftModel, folder: Path) -> None:
     # peft keeps a set, whose order differs between processes; files of equal weights are equal.
     cast("Any", config).target_modules = sorted(targets)
     config.save_pretrained(str(folder))
+
+
+def _resolve_targets(module: PreTrainedModel, requested: tuple[str, ...]) -> set[str]:
+    """Names of the projections to adapt; all of attention and MLP, or experts, by default.
+
+    Experts are adapted whole, for vLLM takes no adapter of a part of their projections. Where dense
+    layers are beside them attention alone is, by name: peft does not tell their MLPs from experts.
+    """
+    linear = {n.rsplit(".", 1)[-1] for n, m in module.named_modules() if isinstance(m, nn.Linear)}
+    of_experts = {*_MLP} if _has_experts(module) else set[str]()
+    # Of either kind, but not of both.
+    available = (linear ^ of_experts).intersection(_ATTENTION + _MLP)
+    shown_names = ", ".join(sorted(available))
+    if not requested and of_experts & linear:
+        raise unsupported(
+            "tuning.lora.target_modules",
+            "none for a model with dense layers beside experts, whose MLPs no adapter reaches",
+            f"the projections of attention by name, of {shown_names}",
+        )
+    for index, target in enumerate(requested):
+        if target not in available:
+            field = f"tuning.lora.target_modules[{index}]"
+            raise unsupported(field, target, f"one of {shown_names}")
+    part = of_experts.intersection(requested)
+    if part and part != of_experts:
+        raise unsupported(
+            "tuning.lora.target_modules",
+            f"{', '.join(sorted(part))} alone of the projections of experts",
+            f"all of {', '.join(_MLP)}, or none of them",
+        )
+    return {*requested} or available
 
 
 def _has_experts(module: nn.Module) -> bool:
