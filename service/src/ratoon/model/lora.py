@@ -96,14 +96,14 @@ def check_adapter_config(adapter: PeftModel, folder: Path) -> None:
 
 def export_config(adapter: PeftModel, folder: Path) -> None:
     """Write an adapter's configuration as peft does."""
-    config = copy.copy(adapter.peft_config["default"])
+    config = cast("Any", copy.copy(adapter.peft_config["default"]))
     config.inference_mode = True
-    targets = {*cast("set[str]", config.target_modules)}
+    targets: set[str] = {*config.target_modules}
     if _EXPERTS in targets:
-        # As each expert's projections are named in the files, where engines look for them.
+        # The file has their projections, as those of an MLP.
         targets = targets - {_EXPERTS} | {*_MLP}
     # peft keeps a set, whose order differs between processes; files of equal weights are equal.
-    cast("Any", config).target_modules = sorted(targets)
+    config.target_modules = sorted(targets)
     config.save_pretrained(str(folder))
 
 

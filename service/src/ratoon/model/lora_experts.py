@@ -6,7 +6,7 @@ experts themselves. The factors of all experts are one parameter: A [E, r, D], B
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
@@ -29,11 +29,12 @@ class LoraExperts(nn.Module, BaseTunerLayer):
         self.base_layer = base_layer
         # Not the class's: once peft sets it, a compiled layer would be compiled again.
         self._disable_adapters = False
-        hidden, features = base_layer.hidden_dim, base_layer.intermediate_dim
-        like, scale = base_layer.down_proj, lora_alpha / r
-        self.gate_proj = _Adapter(like, hidden, features, r, scale)
-        self.up_proj = _Adapter(like, hidden, features, r, scale)
-        self.down_proj = _Adapter(like, features, hidden, r, scale)
+        down_EDF = cast("Tensor", base_layer.down_proj)
+        _num_experts, hidden, features = down_EDF.shape
+        scale = lora_alpha / r
+        self.gate_proj = _Adapter(down_EDF, hidden, features, r, scale)
+        self.up_proj = _Adapter(down_EDF, hidden, features, r, scale)
+        self.down_proj = _Adapter(down_EDF, features, hidden, r, scale)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, D], experts [T, C] and their weights [T, C] -> [T, D]."""
