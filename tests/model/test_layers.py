@@ -301,9 +301,11 @@ def test_experts_are_part_of_the_graphs(
     [
         pytest.param("qwen3", FULL, marks=pytest.mark.more),
         ("qwen3_moe", FULL),
-        ("qwen3", LORA),
         ("qwen3_moe", LORA),
-        pytest.param("qwen3_moe", LORA_ATTENTION, marks=pytest.mark.more),
+        *(
+            pytest.param(*case, marks=pytest.mark.more)
+            for case in (("qwen3", LORA), ("qwen3_moe", LORA_ATTENTION))
+        ),
     ],
 )
 @pytest.mark.parametrize("kept", [Kept.ATTENTION, Kept.NARROW, Kept.PRODUCTS])
