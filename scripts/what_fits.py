@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import nn
 from torch.nn import Parameter
 from transformers import (
     AutoModelForCausalLM,
@@ -28,9 +27,10 @@ from transformers import (
 
 from ratoon.errors import RatoonError
 from ratoon.model.activation_plan import DecoderSizes
-from ratoon.model.lora import resolve_targets
+from ratoon.model.lora import attach_adapter
 from ratoon.model.policy_model import names_by_layer
 from ratoon.model.sizes import decoder_sizes
+from ratoon.model.spec import LoraTuning
 from ratoon.model.token_limits import token_limits
 from ratoon.train.config import OptimizerStates, Shard
 from ratoon.train.numerics import memory_of, plannable_bytes
@@ -45,6 +45,7 @@ GIB = 2**30
 # By the memory that torch reports of them, rounded down.
 GPUS = {"24 GB": 23.5, "48 GB": 44.0, "80 GB": 79.0, "141 GB": 139.5}
 LORA_RANK = 32
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 # Several of a kind, for models that one is not enough for.
 RANKS = (2, 4, 8)
 RANKS_GPUS = ("80 GB", "141 GB")
@@ -93,7 +94,7 @@ def table() -> list[str]:
     """The lines between the page's marks."""
     lines = ["| model | kept | " + " | ".join(GPUS) + " |", "|---|---|" + "---:|" * len(GPUS)]
     for name, config in MODELS.items():
-        for kept, cells in _rows(_without_weights(config), config):
+        for kept, cells in _rows(config):
             lines.append(f"| {name} | {kept} | {' | '.join(cells)} |")
     heads = [f"{count} x {gpu}" for gpu in RANKS_GPUS for count in RANKS]
     lines += ["", "Of several GPUs, by what they share out:", ""]
@@ -148,8 +149,9 @@ def table_together() -> list[str]:
     return lines
 
 
-def _rows(module: PreTrainedModel, config: PreTrainedConfig) -> Iterator[tuple[str, list[str]]]:
+def _rows(config: PreTrainedConfig) -> Iterator[tuple[str, list[str]]]:
     """What is kept, and a cell for each GPU; what `auto` takes is bold."""
+    module = _without_weights(config)
     trained, weight_bytes = _trained(module), _model_bytes(module)
     sizes = decoder_sizes(module)
     chosen = {gpu: _chosen(trained, weight_bytes, gib) for gpu, gib in GPUS.items()}
@@ -158,11 +160,20 @@ def _rows(module: PreTrainedModel, config: PreTrainedConfig) -> Iterator[tuple[s
         cells = {gpu: _cell(sizes, allocated, gib) for gpu, gib in GPUS.items()}
         bold = {gpu for gpu, cell in cells.items() if chosen[gpu] is kind and cell != NOTHING}
         yield f"`{kind}`", [f"**{c}**" if gpu in bold else c for gpu, c in cells.items()]
-    adapter = _adapter(module, resolve_targets(module, _lora_targets(config)))
-    allocated = weight_bytes + sum(p.nbytes for p in adapter.values())
-    allocated += needed_bytes(adapter, OptimizerStates.BF16_SPLIT)
-    module.requires_grad_(requires_grad=False)
-    yield "LoRA", [_cell(decoder_sizes(module), allocated, gib) for gib in GPUS.values()]
+    if sizes.is_routed:
+        yield "LoRA of attention", _lora_cells(config, ATTENTION)
+    yield "LoRA", _lora_cells(config, ())
+
+
+def _lora_cells(config: PreTrainedConfig, targets: tuple[str, ...]) -> list[str]:
+    module = _without_weights(config)
+    tuning = LoraTuning(rank=LORA_RANK, alpha=LORA_RANK, target_modules=targets)
+    with torch.device("meta"):
+        attach_adapter(module, tuning, "")
+    # The adapter is part of the module.
+    allocated = _model_bytes(module)
+    allocated += needed_bytes(_trained(module), OptimizerStates.BF16_SPLIT)
+    return [_cell(decoder_sizes(module), allocated, gib) for gib in GPUS.values()]
 
 
 def _chosen(trained: dict[str, Parameter], weight_bytes: int, gib: float) -> OptimizerStates | None:
@@ -187,28 +198,12 @@ def _without_weights(config: PreTrainedConfig) -> PreTrainedModel:
         return cast("Any", AutoModelForCausalLM).from_config(config, dtype=torch.bfloat16)
 
 
-def _adapter(module: PreTrainedModel, targets: list[str]) -> dict[str, Parameter]:
-    """The two factors of each adapted map, of which peft would also draw the values."""
-    shapes: dict[str, tuple[int, int]] = {}
-    for name, part in module.named_modules():
-        if isinstance(part, nn.Linear) and name.rsplit(".", 1)[-1] in targets:
-            shapes[f"{name}.A"] = (LORA_RANK, part.in_features)
-            shapes[f"{name}.B"] = (part.out_features, LORA_RANK)
-    with torch.device("meta"):
-        return {n: Parameter(torch.empty(s, dtype=torch.bfloat16)) for n, s in shapes.items()}
-
-
 def _trained(module: PreTrainedModel) -> dict[str, Parameter]:
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 
 def _model_bytes(module: PreTrainedModel) -> int:
     return sum(p.nbytes for p in module.parameters())
-
-
-def _lora_targets(config: PreTrainedConfig) -> tuple[str, ...]:
-    has_experts = bool(getattr(config, "num_experts", 0))
-    return ("k_proj", "o_proj", "q_proj", "v_proj") if has_experts else ()
 
 
 def main() -> None:

@@ -27,6 +27,7 @@ from tests.model.packing import Packed
 FULL = FullTuning()
 LORA = LoraTuning(rank=3, alpha=6.0)
 LORA_ATTENTION = dataclasses.replace(LORA, target_modules=("q_proj", "k_proj", "v_proj", "o_proj"))
+LORA_EXPERTS = dataclasses.replace(LORA, target_modules=("gate_proj", "up_proj", "down_proj"))
 TINY = PresetBase(name="tiny")
 
 

@@ -73,6 +73,27 @@ def test_bytes_of_a_routed_token_are_those_of_its_tensors() -> None:
     assert QWEN3_30B.working_bytes(Kept.NARROW) == working + 2 * 2 * 8 * 768
 
 
+def test_bytes_of_an_adapted_token_are_those_of_its_tensors() -> None:
+    """Rank 16: four projections of attention, three of each expert."""
+    adapted = dataclasses.replace(
+        QWEN3_30B, adapter_size=4 * 16, expert_adapter_size=8 * 3 * 16, head_is_trained=False
+    )
+    for kept, more in (
+        (Kept.ATTENTION, 0),
+        (Kept.NARROW, 2 * 4 * 16),
+        (Kept.PRODUCTS, 2 * (4 * 16 + 8 * 3 * 16)),
+    ):
+        assert adapted.kept_bytes(kept) == QWEN3_30B.kept_bytes(kept) + more
+        # Terms of gate and up; two more gradients of the rows of 8 experts.
+        terms = 2 * (2 * 8 * 768 + 2 * 8 * 2048)
+        assert adapted.working_bytes(kept) == QWEN3_30B.working_bytes(kept) + terms
+    of_attention = dataclasses.replace(adapted, expert_adapter_size=0)
+    assert of_attention.working_bytes(Kept.NARROW) == QWEN3_30B.working_bytes(Kept.NARROW)
+    dense = dataclasses.replace(QWEN3_8B, adapter_size=7 * 16)
+    terms = 2 * 2 * 12288
+    assert dense.working_bytes(Kept.NARROW) == QWEN3_8B.working_bytes(Kept.NARROW) + terms
+
+
 def test_peak_of_one_layer_by_hand() -> None:
     sizes = dataclasses.replace(SMALL, num_layers=1, vocab_size=1000)
     kept = 2 * (8 + 8 + 8 + 2 * 4 + 8 + 2 * 24) + 4 * 2

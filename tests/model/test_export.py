@@ -179,6 +179,42 @@ def test_files_of_equal_weights_are_equal(tmp_path: Path) -> None:
             assert content == (tmp_path / f"{name}-2" / file).read_bytes(), file
 
 
+def test_adapter_of_experts_is_the_same_function_to_peft(tmp_path: Path) -> None:
+    """By the names of the hub's experts, as peft and engines look for them; peft fuses them."""
+    from peft import PeftModel
+
+    folder = write_folder(tmp_path / "base", "qwen3_moe")
+    model = load(folder, tuning=LORA, dtype=ModelDtype.FLOAT32)
+    randomize(model, seed=6)
+    export(model, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert config["target_modules"] == [
+        "down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj",
+    ]  # fmt: skip
+    tensors = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    layer = "base_model.model.model.layers.1"
+    experts = f"{layer}.mlp.experts"
+    for name, shape in (
+        (f"{experts}.3.gate_proj.lora_A.weight", (3, 16)),
+        (f"{experts}.0.down_proj.lora_B.weight", (16, 3)),
+        (f"{layer}.self_attn.q_proj.lora_A.weight", (3, 16)),
+    ):
+        assert tensors[name].shape == shape
+    fused = model.named_trainable()[f"{experts}.up_proj.lora_B.weight"]
+    each = [tensors[f"{experts}.{expert}.up_proj.lora_B.weight"] for expert in range(4)]
+    assert torch.equal(torch.stack(each), fused)
+    assert len(tensors) == 2 * 2 * (4 + 4 * 3)
+
+    adapted = PeftModel.from_pretrained(cast(Any, reload(folder)), str(tmp_path / "out"))
+    sequence = branching_sequences(0)[0]
+    ours = hidden_of(model, pack([sequence])) @ model.lm_head_VD.T
+    theirs = adapted(input_ids=torch.tensor([sequence])).logits[0]
+    assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
+    with model.reference():
+        base = hidden_of(model, pack([sequence])) @ model.lm_head_VD.T
+    assert (ours - base).norm() > 0.1 * base.norm()
+
+
 def test_adapter_export_loads_bit_for_bit(tmp_path: Path) -> None:
     from peft import PeftModel
 

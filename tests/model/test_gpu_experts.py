@@ -16,6 +16,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
 )
 
 from ratoon.model.experts import EXPERTS_NAME, register_grouped_experts, sort_by_expert
+from ratoon.model.lora_experts import LoraExperts
 from ratoon.model.numbered import numbered
 from ratoon.model.router import RouteCount, Router, replace_routers, route
 
@@ -86,8 +87,20 @@ def _experts(implementation: str, dtype: torch.dtype, inner: int = F) -> Any:
     return module.to(torch.bfloat16).to(dtype)
 
 
-def _block() -> Any:
-    """A router and experts in bfloat16, as a decoder layer has them."""
+def _adapted(dtype: torch.dtype, rank: int) -> LoraExperts:
+    """Frozen experts with adapters, the same in any dtype, to its rounding to bfloat16."""
+    module = LoraExperts(_experts(EXPERTS_NAME, dtype), "default", r=rank, lora_alpha=2.0 * rank)
+    module.base_layer.requires_grad_(requires_grad=False)
+    generator = _generator(7)
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            value = torch.randn(parameter.shape, generator=generator, device=DEVICE)
+            parameter.data = (value * parameter.shape[-1] ** -0.5).bfloat16().to(dtype)
+    return module
+
+
+def _block(rank: int) -> Any:
+    """A router and experts in bfloat16, as a decoder layer has them; `rank` 0: without adapters."""
     register_grouped_experts()
     config = Qwen3MoeConfig(
         num_experts=NUM_EXPERTS, hidden_size=D, moe_intermediate_size=F, num_experts_per_tok=8
@@ -99,12 +112,15 @@ def _block() -> Any:
         for parameter in block.parameters():
             parameter.normal_(generator=generator).mul_(parameter.shape[-1] ** -0.5)
     replace_routers(block)
+    if rank:
+        block.requires_grad_(requires_grad=False)
+        block.experts = _adapted(torch.bfloat16, rank)
     return block.to(torch.bfloat16)
 
 
 def _run(module: Any, expert_TC: Tensor) -> dict[str, Tensor]:
     """The output and all gradients, of inputs that bfloat16 has."""
-    dtype = module.down_proj.dtype
+    dtype = next(module.parameters()).dtype
     shapes = ((len(expert_TC), D), expert_TC.shape, (len(expert_TC), D))
     generator = _generator(2)
     x_TD, weight_TC, dout_TD = (
@@ -113,9 +129,11 @@ def _run(module: Any, expert_TC: Tensor) -> dict[str, Tensor]:
     )
     x_TD.requires_grad_()
     weight_TC.requires_grad_()
-    is_ours = module.config._experts_implementation == EXPERTS_NAME
+    base = getattr(module, "base_layer", module)
+    is_ours = base.config._experts_implementation == EXPERTS_NAME
     out_TD = module(x_TD, expert_TC if is_ours else expert_TC.long(), weight_TC)
-    inputs = {"x": x_TD, "weight": weight_TC, **dict(module.named_parameters())}
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    inputs = {"x": x_TD, "weight": weight_TC, **trained}
     grads = torch.autograd.grad(out_TD, list(inputs.values()), dout_TD)
     return {"out": out_TD.detach(), **dict(zip(inputs, grads, strict=True))}
 
@@ -163,6 +181,20 @@ def test_widths_that_grouped_products_refuse_run_one_after_the_other() -> None:
         assert (ours[name].float() - exact).norm() <= 0.02 * exact.norm(), name
 
 
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("rank", [3, 16])
+@each_case
+def test_adapters_are_those_of_float32(case: Callable[[], Tensor], rank: int) -> None:
+    """By grouped products, and of a rank that these refuse; twice the same bits."""
+    expert_TC = case()
+    truth = _run(_adapted(torch.float32, rank), expert_TC)
+    ours, again = (_run(_adapted(torch.bfloat16, rank), expert_TC) for _ in range(2))
+    assert len(truth) == 3 + 6
+    for name, exact in truth.items():
+        assert (ours[name].float() - exact).norm() <= 0.02 * exact.norm(), name
+        assert torch.equal(ours[name], again[name]), name
+
+
 @each_case
 def test_rows_are_those_of_the_cpu(case: Callable[[], Tensor]) -> None:
     expert_TC = case()
@@ -198,9 +230,10 @@ def test_routes_are_those_of_the_cpu() -> None:
 
 
 @pytest.mark.usefixtures("deterministic_compiler")
-def test_a_compiled_block_repeats_its_bits_and_does_not_wait() -> None:
+@pytest.mark.parametrize("rank", [0, 16])
+def test_a_compiled_block_repeats_its_bits_and_does_not_wait(rank: int) -> None:
     """Router and experts, forward and backward, as one graph without a break."""
-    block = _block()
+    block = _block(rank)
     run = torch.compile(block, fullgraph=True)
     x_1TD = torch.randn(1, 3001, D, generator=_generator(5), device=DEVICE).bfloat16()
     (router,) = (m for m in block.modules() if isinstance(m, Router))
@@ -209,7 +242,7 @@ def test_a_compiled_block_repeats_its_bits_and_does_not_wait() -> None:
     def gradients() -> list[Tensor]:
         leaf_1TD = x_1TD.clone().requires_grad_()
         out_1TD = run(leaf_1TD)
-        inputs = [leaf_1TD, *block.parameters()]
+        inputs = [leaf_1TD, *(p for p in block.parameters() if p.requires_grad)]
         return [out_1TD, *torch.autograd.grad(out_1TD, inputs, x_1TD)]
 
     first = gradients()

@@ -18,9 +18,11 @@ from ratoon.model.activation_plan import Kept, max_tokens, peak_bytes, plan_acti
 from ratoon.model.layers import token_range
 from ratoon.model.offload import HostOffload
 from ratoon.model.policy_model import PolicyModel
-from ratoon.model.spec import ModelDtype
+from ratoon.model.spec import FullTuning, LoraTuning, ModelDtype
 from tests.model.builders import (
+    FULL,
     LORA,
+    LORA_ATTENTION,
     TINY,
     error_of,
     hidden_of,
@@ -101,12 +103,16 @@ def test_what_is_on_the_host_is_there_until_its_backward(
     assert bool(graphs) == is_compiled
 
 
-def test_what_is_kept_changes_no_bit_of_an_adapter(tmp_path: Path) -> None:
-    model = load(write_folder(tmp_path / "base", "qwen3"), tuning=LORA, dtype=ModelDtype.FLOAT32)
+@pytest.mark.parametrize("kept", Kept)
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe"])
+def test_what_is_kept_changes_no_bit_of_an_adapter(
+    tmp_path: Path, model_type: str, kept: Kept
+) -> None:
+    model = load(write_folder(tmp_path / "base", model_type), tuning=LORA, dtype=ModelDtype.FLOAT32)
     randomize(model, seed=3)
     packed = pack(branching_sequences(1))
     expected = _gradients(model, packed)
-    model.limit_activations(least_bytes(model, packed))
+    _keep(model, packed, kept)
     got = _gradients(model, packed)
     assert expected.keys() == got.keys() != set()
     for name, grad in expected.items():
@@ -246,8 +252,11 @@ def test_ranges_of_tokens_follow_one_another() -> None:
 
 
 @pytest.mark.more
-def test_adapters_are_part_of_the_graphs(tmp_path: Path, graphs: list[GraphModule]) -> None:
-    base = write_folder(tmp_path / "base", "qwen3")
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe"])
+def test_adapters_are_part_of_the_graphs(
+    tmp_path: Path, model_type: str, graphs: list[GraphModule]
+) -> None:
+    base = write_folder(tmp_path / "base", model_type)
     models = [
         load(base, tuning=LORA, dtype=ModelDtype.FLOAT32, compile_layers=is_compiled)
         for is_compiled in (False, True)
@@ -287,14 +296,29 @@ def test_experts_are_part_of_the_graphs(
     assert 0 < len(graphs) <= 2
 
 
-@pytest.mark.parametrize("model_type", [pytest.param("qwen3", marks=pytest.mark.more), "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("model_type", "tuning"),
+    [
+        pytest.param("qwen3", FULL, marks=pytest.mark.more),
+        ("qwen3_moe", FULL),
+        ("qwen3_moe", LORA),
+        *(
+            pytest.param(*case, marks=pytest.mark.more)
+            for case in (("qwen3", LORA), ("qwen3_moe", LORA_ATTENTION))
+        ),
+    ],
+)
 @pytest.mark.parametrize("kept", [Kept.ATTENTION, Kept.NARROW, Kept.PRODUCTS])
 def test_what_a_compiled_layer_keeps_is_what_is_planned(
-    tmp_path: Path, model_type: str, kept: Kept, graphs: list[GraphModule]
+    tmp_path: Path,
+    model_type: str,
+    tuning: FullTuning | LoraTuning,
+    kept: Kept,
+    graphs: list[GraphModule],
 ) -> None:
     """To the byte, beside parameters and the tables that all layers share."""
     folder = write_folder(tmp_path / "base", model_type)
-    model = load(folder, dtype=ModelDtype.FLOAT32, compile_layers=True)
+    model = load(folder, tuning=tuning, dtype=ModelDtype.FLOAT32, compile_layers=True)
     vars(model)["_plan_activations"] = lambda _: (kept,) * 2
     packed = pack(branching_sequences(0))
     with _saved_by_layers(model) as saved:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,15 @@ import torch
 
 from ratoon.errors import ErrorCode
 from ratoon.model.spec import LoraTuning, ModelDtype
-from tests.model.builders import LORA, LORA_ATTENTION, TINY, error_of, hidden_of, load
+from tests.model.builders import (
+    LORA,
+    LORA_ATTENTION,
+    LORA_EXPERTS,
+    TINY,
+    error_of,
+    hidden_of,
+    load,
+)
 from tests.model.packing import branching_sequences, pack
 from tests.tiny_models import write_folder
 
@@ -27,11 +36,36 @@ def test_default_targets_are_every_linear_map(tmp_path: Path) -> None:
     assert len(model.named_trainable()) == 2 * 2 * len(ATTENTION | MLP)
 
 
-def test_lora_without_targets_is_refused_where_experts_would_stay_as_they_are(
-    tmp_path: Path,
+@pytest.mark.parametrize("tuning", [LORA, replace(LORA, target_modules=(*MLP, *ATTENTION))])
+def test_default_targets_of_a_model_with_experts_are_these_too(
+    tmp_path: Path, tuning: LoraTuning
 ) -> None:
-    """Attention alone was adapted, and nothing said that nine tenths of the model were not."""
+    model = load(write_folder(tmp_path / "base", "qwen3_moe"), tuning=tuning)
+    trained = model.named_trainable()
+    assert targets(list(trained)) == ATTENTION | MLP
+    assert len(trained) == 2 * 2 * len(ATTENTION | MLP)
+    assert all((p.ndim == 3) == (".experts." in name) for name, p in trained.items())
+
+
+def test_experts_alone_are_adapted_by_name(tmp_path: Path) -> None:
+    model = load(write_folder(tmp_path / "base", "qwen3_moe"), tuning=LORA_EXPERTS)
+    assert targets(list(model.named_trainable())) == MLP
+
+
+def test_a_part_of_the_projections_of_experts_is_refused(tmp_path: Path) -> None:
+    """No engine takes an adapter that has but one of them."""
     folder = write_folder(tmp_path / "base", "qwen3_moe")
+    for part in (("gate_proj",), ("up_proj", "q_proj", "gate_proj"), ("down_proj", "o_proj")):
+        tuning = LoraTuning(rank=2, alpha=4.0, target_modules=part)
+        error = error_of(lambda t=tuning: load(folder, tuning=t))
+        assert (error.code, error.field) == (ErrorCode.UNSUPPORTED, "tuning.lora.target_modules")
+        assert "alone of the projections of experts" in error.got
+        assert "gate_proj, up_proj, down_proj" in error.expected
+
+
+def test_lora_without_targets_is_refused_where_mlps_would_stay_as_they_are(tmp_path: Path) -> None:
+    """Attention alone was adapted, and nothing said that nine tenths of the model were not."""
+    folder = write_folder(tmp_path / "base", "qwen3_moe_mixed")
     error = error_of(lambda: load(folder, tuning=LORA))
     assert (error.code, error.field) == (ErrorCode.UNSUPPORTED, "tuning.lora.target_modules")
     assert "experts" in error.message
@@ -58,10 +92,11 @@ def test_named_targets_are_the_only_ones() -> None:
         ("qwen3", "embed_tokens"),
         ("qwen3", "proj"),
         ("qwen3", "q_norm"),
-        ("qwen3_moe", "gate_proj"),
-        ("qwen3_moe", "down_proj"),
+        ("qwen3_moe", "experts"),
         ("qwen3_moe", "gate_up_proj"),
         ("qwen3_moe", "gate"),
+        ("qwen3_moe_mixed", "gate_proj"),
+        ("qwen3_moe_mixed", "down_proj"),
     ],
 )
 def test_other_targets_are_refused_by_index(tmp_path: Path, architecture: str, target: str) -> None:
@@ -90,10 +125,30 @@ def test_rank_and_alpha_out_of_range_are_refused(rank: int, alpha: float, field:
     assert (error.code, error.field) == (ErrorCode.INVALID_ARGUMENT, f"tuning.lora.{field}")
 
 
-def test_fresh_adapter_changes_nothing() -> None:
-    packed = pack(branching_sequences(0))
-    plain = hidden_of(load(TINY), packed)
-    assert torch.equal(hidden_of(load(TINY, tuning=LORA), packed), plain)
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
+def test_fresh_adapter_changes_nothing(tmp_path: Path, architecture: str) -> None:
+    packed, folder = pack(branching_sequences(0)), write_folder(tmp_path / "base", architecture)
+    plain = hidden_of(load(folder), packed)
+    assert torch.equal(hidden_of(load(folder, tuning=LORA), packed), plain)
+
+
+def test_factors_of_experts_begin_as_those_of_linear_maps(tmp_path: Path) -> None:
+    """A uniform on +-1/sqrt(fan in), another for each expert and layer, of the seed; B zero."""
+    folder = write_folder(tmp_path / "base", "qwen3_moe")
+    first, again, other = (
+        load(folder, tuning=LORA_EXPERTS, seed=seed).named_trainable() for seed in (1, 1, 2)
+    )
+    seen: set[float] = set()
+    for name, parameter in first.items():
+        assert torch.equal(parameter, again[name])
+        if ".lora_B." in name:
+            assert parameter.count_nonzero() == 0
+            continue
+        assert not torch.equal(parameter, other[name])
+        bound = parameter.shape[-1] ** -0.5
+        assert 0.8 * bound < parameter.abs().max() <= bound
+        seen |= {float(expert.detach().sum()) for expert in parameter}
+    assert len(seen) == 2 * 3 * 4
 
 
 def test_adapter_scale_is_alpha_over_rank() -> None:
@@ -114,8 +169,10 @@ def test_adapter_scale_is_alpha_over_rank() -> None:
     assert torch.allclose(layer(x_TD), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_adapter_has_the_dtype_of_its_base() -> None:
-    model = load(TINY, tuning=LORA, dtype=ModelDtype.BFLOAT16)
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
+def test_adapter_has_the_dtype_of_its_base(tmp_path: Path, architecture: str) -> None:
+    folder = write_folder(tmp_path / "base", architecture)
+    model = load(folder, tuning=LORA, dtype=ModelDtype.BFLOAT16)
     assert {p.dtype for p in model.named_trainable().values()} == {torch.bfloat16}
 
 

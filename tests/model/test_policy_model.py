@@ -15,10 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.export import export_weights
 from ratoon.model.policy_model import PolicyModel
-from ratoon.model.spec import ModelDtype
+from ratoon.model.spec import LoraTuning, ModelDtype
 from tests.model.builders import (
     LORA,
     LORA_ATTENTION,
+    LORA_EXPERTS,
     TINY,
     hidden_of,
     least_bytes,
@@ -97,10 +98,22 @@ def test_packed_run_equals_each_sequence_alone(
     assert_equal_run(load(folder), stock, branching_sequences(seed), tolerance=1e-10)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "llama", "qwen3_moe"])
-def test_packed_lora_run_equals_each_sequence_alone(tmp_path: Path, architecture: str) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "tuning"),
+    [
+        ("qwen3", LORA),
+        ("llama", LORA),
+        ("qwen3_moe", LORA),
+        ("qwen3_moe", LORA_ATTENTION),
+        ("qwen3_moe", LORA_EXPERTS),
+        ("qwen3_moe_mixed", LORA_ATTENTION),
+    ],
+)
+def test_packed_lora_run_equals_each_sequence_alone(
+    tmp_path: Path, architecture: str, tuning: LoraTuning
+) -> None:
     folder = write_folder(tmp_path / "base", architecture)
-    model = load(folder, tuning=LORA_ATTENTION if architecture == "qwen3_moe" else LORA)
+    model = load(folder, tuning=tuning)
     # B is zero at first, which would hide A's gradient.
     randomize(model, seed=5)
     (tmp_path / "adapter").mkdir()

@@ -25,7 +25,11 @@ def _digests(folder: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("architecture", "tuning"),
-    [*((architecture, FULL) for architecture in ARCHITECTURES), ("qwen3", LORA)],
+    [
+        *((architecture, FULL) for architecture in ARCHITECTURES),
+        ("qwen3", LORA),
+        ("qwen3_moe", LORA),
+    ],
 )
 def test_a_copy_is_written_as_the_weights_were_when_it_was_taken(
     tmp_path: Path, architecture: str, tuning: FullTuning | LoraTuning
@@ -49,7 +53,8 @@ def test_a_copy_is_written_as_the_weights_were_when_it_was_taken(
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 7])
 @pytest.mark.parametrize(
-    ("architecture", "tuning"), [("qwen3", FULL), ("qwen3_moe", FULL), ("qwen3", LORA)]
+    ("architecture", "tuning"),
+    [("qwen3", FULL), ("qwen3_moe", FULL), ("qwen3", LORA), ("qwen3_moe", LORA)],
 )
 def test_ranks_write_each_file_once_and_copy_what_they_write(
     tmp_path: Path,

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
+from tests.oracle.merged_lora import has_experts, merge
 from tests.oracle.paths import Path
 
 
@@ -33,10 +34,13 @@ def load(folder: FilePath, *, dtype: torch.dtype, attention: str = "eager") -> n
 def load_lora(
     folder: FilePath, adapter: FilePath, *, dtype: torch.dtype, attention: str = "eager"
 ) -> nn.Module:
-    """The folder's model with a trainable peft adapter; the base is frozen."""
+    """The folder's model with a trainable adapter, by peft but of experts; the base is frozen."""
     from peft import PeftModel
 
     base = cast(Any, load(folder, dtype=dtype, attention=attention))
+    if has_experts(adapter):
+        # peft trains more: it has gate and up as one map, whose factors are twice as wide.
+        return merge(base, adapter)
     return PeftModel.from_pretrained(
         base, str(adapter), is_trainable=True, autocast_adapter_dtype=False
     )

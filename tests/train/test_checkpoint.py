@@ -30,6 +30,7 @@ from ratoon.train.gradient_window import WindowState
 from ratoon.train.loss.resolve import resolve_loss, resolve_optim
 from ratoon.train.trainer import Trainer
 from tests import builders
+from tests.tiny_models import write_folder
 from tests.train.trainer_runs import make_trainer, weights_of
 
 STATES_NAME = states_name(0, 1)
@@ -60,17 +61,19 @@ def _equal(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("tuning", "dtype"),
+    ("architecture", "tuning", "dtype"),
     [
-        (FullTuning(), ModelDtype.FLOAT32),
-        (FullTuning(), ModelDtype.BFLOAT16),
-        (LoraTuning(rank=2, alpha=4.0), ModelDtype.FLOAT32),
+        ("qwen3", FullTuning(), ModelDtype.FLOAT32),
+        ("qwen3", FullTuning(), ModelDtype.BFLOAT16),
+        ("qwen3", LoraTuning(rank=2, alpha=4.0), ModelDtype.FLOAT32),
+        ("qwen3_moe", LoraTuning(rank=2, alpha=4.0), ModelDtype.BFLOAT16),
     ],
 )
 def test_continued_run_has_the_bits_of_an_uninterrupted_one(
-    base: FolderBase, tmp_path: Path, tuning: FullTuning | LoraTuning, dtype: ModelDtype
+    tmp_path: Path, architecture: str, tuning: FullTuning | LoraTuning, dtype: ModelDtype
 ) -> None:
     """Trap 10: moments and step count come back too, and the frozen reference is the first one."""
+    base = FolderBase(folder=str(write_folder(tmp_path / "base", architecture)))
     straight = make_trainer(base, tuning=tuning, dtype=dtype)
     for seed in range(2):
         _update(straight, seed)

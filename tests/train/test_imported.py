@@ -95,6 +95,27 @@ def test_an_exported_version_comes_back_bit_for_bit(
     update(trainer, 2)
 
 
+def test_an_adapter_of_experts_comes_back_byte_for_byte(tmp_path: Path) -> None:
+    base = FolderBase(folder=str(write_folder(tmp_path / "base", "qwen3_moe")))
+    trainer = trainer_of(base, OptimizerStates.BF16_SPLIT, LORA)
+    update(trainer, 0)
+    folder = export(trainer, tmp_path / "one")
+    other = trainer_of(base, OptimizerStates.BF16_SPLIT, LORA)
+    update(other, 1)
+    assert logprobs_of(other) != logprobs_of(trainer)
+    take(other, folder)
+    assert logprobs_of(other) == logprobs_of(trainer)
+    again = export(other, tmp_path / "two")
+    for path in folder.iterdir():
+        assert (again / path.name).read_bytes() == path.read_bytes()
+    path = folder / "adapter_model.safetensors"
+    name = "base_model.model.model.layers.0.mlp.experts.3.up_proj.lora_A.weight"
+    save_file({n: value for n, value in load_file(path).items() if n != name}, path)
+    with pytest.raises(RatoonError) as refused:
+        take(other, folder)
+    assert refused.value.field == f"model_folder[{name!r}]"
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_float32_values_of_any_architecture_become_the_masters(
     tmp_path: Path, architecture: str

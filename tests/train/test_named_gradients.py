@@ -104,6 +104,19 @@ def test_an_adapters_gradients_have_the_names_of_its_file(tmp_path: Path) -> Non
     assert {each.name for each in report.tensor_grad_norms} == {*names}
 
 
+def test_an_experts_factor_is_a_part_of_its_fused_one(tmp_path: Path) -> None:
+    tuning = LoraTuning(rank=2, alpha=4.0)
+    trainer = filled(write_folder(tmp_path / "base", "qwen3_moe"), tuning=tuning)
+    experts = "base_model.model.model.layers.1.mlp.experts"
+    names = (f"{experts}.2.up_proj.lora_B.weight", f"{experts}.0.down_proj.lora_A.weight")
+    assert {*names} < {*exported(trainer, tmp_path / "out")}
+    tensors = written(trainer, names, tmp_path / "g")
+    sums = trainer.ranks.own.gradients.sums()
+    assert tensors.keys() == {*names}
+    assert torch.equal(tensors[names[0]], sums[f"{experts}.up_proj.lora_B.weight"][2])
+    assert torch.equal(tensors[names[1]], sums[f"{experts}.down_proj.lora_A.weight"][0])
+
+
 def test_experts_are_one_tensor_in_the_report(tmp_path: Path) -> None:
     trainer = filled(write_folder(tmp_path / "base", "qwen3_moe"))
     step = make_step(trainer, make_loss(make_batch(1)), tensor_grad_norms=True)

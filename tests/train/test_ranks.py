@@ -23,6 +23,7 @@ from ratoon.train.numerics import device_model
 from ratoon.train.optim.parts import Part, parts_of, shared_out
 from ratoon.train.report.step_report import SkipReason, StepReport
 from ratoon.train.trainer import Trainer
+from tests.tiny_models import write_folder
 from tests.train.rank_runs import (
     FILE_BYTES,
     alone_of,
@@ -78,9 +79,13 @@ def test_ranks_of_different_devices_are_refused(
     assert caught.value.got == device_model(torch.device("cpu"))
 
 
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
 @_SHARDS
-def test_three_updates_of_an_adapter_are_those_of_one_rank(base: FolderBase, shard: Shard) -> None:
+def test_three_updates_of_an_adapter_are_those_of_one_rank(
+    tmp_path: Path, architecture: str, shard: Shard
+) -> None:
     """Asked for by name, its gradients are sharded as any; left to choose, only states are."""
+    base = FolderBase(folder=str(write_folder(tmp_path / "base", architecture)))
     alone = alone_of(base, tuning=_LORA)
     with ranked(alone.spec, 2, 100, shard) as (two, _):
         for seed in range(3):

@@ -167,9 +167,10 @@ def test_architectures_are_exact(tmp_path: Path, architecture: str) -> None:
     _check(pair, random_batch_near(pair, 3), GRPO, budget=14)
 
 
-def test_lora_is_exact(tmp_path: Path) -> None:
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
+def test_lora_is_exact(tmp_path: Path, architecture: str) -> None:
     pair = make_pair(
-        write_folder(tmp_path / "base", "qwen3"),
+        write_folder(tmp_path / "base", architecture),
         scratch=tmp_path / "adapter",
         tuning=LoraTuning(rank=3, alpha=6.0),
     )

@@ -19,7 +19,8 @@ Shard = Literal["states", "gradients", "weights"]
 class Lora:
     """Train an adapter; no `target_modules` means every linear projection of attention and MLP.
 
-    A model with experts needs them named: its experts are not adapted.
+    An expert has factors of its own for each of gate_proj, up_proj and down_proj, which are named
+    together or not at all.
     """
 
     rank: int

@@ -217,8 +217,8 @@ class LoraTuning(_message.Message):
     alpha: _builtins.float
     @_builtins.property
     def target_modules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Default: every linear projection of attention and MLP. Required for a model with experts, whose
-        experts are not adapted: q_proj, k_proj, v_proj, o_proj.
+        """Default: every linear projection of attention and MLP. An expert has factors of its own for
+        each of gate_proj, up_proj and down_proj, which are named together or not at all.
         """
 
     def __init__(

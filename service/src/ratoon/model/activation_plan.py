@@ -33,8 +33,9 @@ class Kept(StrEnum):
     """Of a decoder layer. ATTENTION: its input, attention's output and log-sum-exp, and the routes
     of its tokens; the rest runs again. NARROW: also the outputs of its products, but for the wide
     ones into the MLP or its experts. PRODUCTS: of those too, so that only elementwise operations
-    run again, and rows of experts are gathered again. HOST: as ATTENTION, but in the memory of the
-    host meanwhile."""
+    run again, and rows of experts are gathered again. Of an adapter the output of A is kept as that
+    of a product, its B always runs again: it costs little and is as wide as what it is added to.
+    HOST: as ATTENTION, but in the memory of the host meanwhile."""
 
     HOST = "host"
     ATTENTION = "attention"
@@ -46,6 +47,8 @@ class Kept(StrEnum):
 class DecoderSizes:
     """Sizes that decide the bytes. `mlp_size`: intermediate features that a token passes, of all
     its experts together. `num_experts`: of a layer; 1 and 1 per token where it is dense.
+    `adapter_size`: of adapters, the ranks that a token passes in a layer, those on its experts
+    aside, which are `expert_adapter_size`.
 
     `num_ranks` run a micro-batch together: bytes are then of one of its own tokens.
     """
@@ -61,6 +64,8 @@ class DecoderSizes:
     head_is_trained: bool
     num_experts: int = 1
     experts_per_token: int = 1
+    adapter_size: int = 0
+    expert_adapter_size: int = 0
     # Of gradients that stay in the parameters' own dtype until the end of the backward; 0 where
     # they are added to sums that are there already.
     layer_gradient_bytes: int = 0
@@ -90,9 +95,9 @@ class DecoderSizes:
         elements = self.hidden_size + heads
         if kept in (Kept.NARROW, Kept.PRODUCTS):
             elements += heads + 2 * self.num_kv_heads * self.head_dim + self.hidden_size
-            elements += self.router_size
+            elements += self.router_size + self.adapter_size
         if kept is Kept.PRODUCTS:
-            elements += 2 * self.mlp_size
+            elements += 2 * self.mlp_size + self.expert_adapter_size
         routes = self.experts_per_token * (self.element_bytes + _ROUTE_BYTES)
         other_bytes = 4 * self.num_heads + routes * self.is_routed
         return elements * self.element_bytes + other_bytes
@@ -101,12 +106,15 @@ class DecoderSizes:
         """Bytes of one token while the backward of one layer runs.
 
         The MLP's product, its gradient and those of gate and up; gate and up where they run again.
-        Of experts also the rows that go in, and the gradients of those that come out. Of several
-        ranks no less than attention's: what enters its backward twice, by tokens and by heads, and
-        gradients in float32.
+        Of experts also the rows that go in, and the gradients of those that come out. Adapters of
+        the MLP add terms of their own to gate and up, and to the gradient of the rows that go in.
+        Of several ranks no less than attention's: what enters its backward twice, by tokens and by
+        heads, and gradients in float32.
         """
-        wide = 4 if kept is Kept.PRODUCTS else 6
-        elements = wide * self.mlp_size + 4 * self.hidden_size + 2 * self.rows_size
+        is_adapted = bool(self.expert_adapter_size if self.is_routed else self.adapter_size)
+        wide = (4 if kept is Kept.PRODUCTS else 6) + 2 * is_adapted
+        rows = 2 + 2 * is_adapted
+        elements = wide * self.mlp_size + 4 * self.hidden_size + rows * self.rows_size
         if self.num_ranks > 1:
             keys = 2 * self.num_kv_heads * self.key_copies
             elements = max(elements, (10 * self.num_heads + 6 * keys) * self.head_dim)

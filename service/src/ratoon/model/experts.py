@@ -11,7 +11,7 @@ product.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -21,6 +21,9 @@ from transformers.integrations.moe import ExpertsInterface
 from ratoon.model.path_stacks import accumulation_dtype
 
 EXPERTS_NAME = "ratoon_grouped"
+
+# y_SF, x_SD, stop_E -> y_SF and what an adapter of the product from x to y adds to it.
+Adapter = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 # Grouped products on a GPU want rows of whole 16 bytes.
 _ROW_MULTIPLE = 8
@@ -34,19 +37,29 @@ def register_grouped_experts() -> None:
 
 
 def grouped_experts(
-    module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    module: Any,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    adapters: tuple[Adapter, Adapter, Adapter] | None = None,
 ) -> Tensor:
     """[T, D], experts [T, C] and their weights [T, C] -> the weighted sums of experts, [T, D].
 
     The weight multiplies before the product `down`, where a row is narrower than after it.
+    `adapters`: of the products gate, up and down.
     """
     order_S, place_TC, stop_E = sort_by_expert(top_k_index, module.num_experts)
     token_S = order_S // top_k_index.shape[1]
     x_SD = _to_rows(hidden_states, token_S, place_TC)
     weight_S1 = _to_rows(top_k_weights.reshape(-1, 1), order_S, place_TC.reshape(-1, 1))
     gate_SF, up_SF = grouped_linear(x_SD, module.gate_up_proj, stop_E).chunk(2, dim=-1)
+    if adapters is not None:
+        gate_SF, up_SF = adapters[0](gate_SF, x_SD, stop_E), adapters[1](up_SF, x_SD, stop_E)
     product_SF = module.act_fn(gate_SF) * up_SF * weight_S1
-    return _to_tokens(grouped_linear(product_SF, module.down_proj, stop_E), token_S, place_TC)
+    out_SD = grouped_linear(product_SF, module.down_proj, stop_E)
+    if adapters is not None:
+        out_SD = adapters[2](out_SD, product_SF, stop_E)
+    return _to_tokens(out_SD, token_S, place_TC)
 
 
 @torch.library.custom_op("ratoon::sort_by_expert", mutates_args=())

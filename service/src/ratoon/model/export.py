@@ -242,11 +242,7 @@ def exported_values(model: PolicyModel, values: dict[str, Tensor]) -> dict[str, 
 
     All are the values themselves or, of fused experts, dense views of them.
     """
-    if model.adapter is not None:
-        from ratoon.model.lora import adapter_tensors
-
-        return adapter_tensors(model.adapter, values)
-    return part_experts(values)
+    return part_experts(values) if model.adapter is None else _part_adapters(values)
 
 
 def part_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -264,6 +260,19 @@ def part_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         for expert, fused in enumerate(tensor.unbind()):
             for part, rows in zip(parts, fused.tensor_split(len(parts)), strict=True):
                 parted[f"{experts}.{expert}.{part}.weight"] = rows
+    return parted
+
+
+def _part_adapters(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """By the names of peft's files: without the adapter's own, and one for each expert."""
+    parted: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if tensor.ndim == 2:
+            parted[name.replace(".default.", ".")] = tensor
+            continue
+        experts, _, factor = name.rpartition(".experts.")
+        for expert, rows in enumerate(tensor.unbind()):
+            parted[f"{experts}.experts.{expert}.{factor}"] = rows
     return parted
 
 

@@ -43,17 +43,19 @@ class DecoderLayers:
         layers: Sequence[nn.Module],
         *,
         wide_features: int,
+        adapter_rank: int,
         is_compiled: bool,
         is_deterministic: bool,
         precision: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         """`wide_features`: outputs of the products that NARROW leaves out, beside those of experts;
-        `precision`: a context in which a layer that runs again has to be."""
+        `adapter_rank`: inputs of an adapter's second product, 0 without one; `precision`: a context
+        in which a layer that runs again has to be."""
         # None: everything that autograd keeps, where nothing is compiled.
         self.kept: tuple[Kept, ...] | None = None
         self._is_compiled = is_compiled
         self._is_deterministic = is_deterministic
-        self._contexts = {kept: _selective(kept, wide_features) for kept in Kept}
+        self._contexts = {kept: _selective(kept, wide_features, adapter_rank) for kept in Kept}
         self._contexts[Kept.HOST] = self._contexts[Kept.ATTENTION]
         self._offload: HostOffload | None = None
         self._precision = precision
@@ -197,14 +199,20 @@ def _compiled_again() -> Callable[[nn.Module, Tensor, Contexts, dict[str, Any]],
     return _compile(_run_again)
 
 
-def _selective(kept: Kept, wide_features: int) -> Contexts:
+def _selective(kept: Kept, wide_features: int, adapter_rank: int) -> Contexts:
     # As text: the compiler guards on it, where it would make a symbol of a number.
-    policy = partial(_policy, str(kept), str(wide_features))
+    policy = partial(_policy, str(kept), str(wide_features), str(adapter_rank))
     return partial(create_selective_checkpoint_contexts, policy)
 
 
 def _policy(
-    kept: str, wide_features: str, _context: Any, operation: Any, *args: Any, **_kwargs: Any
+    kept: str,
+    wide_features: str,
+    adapter_rank: str,
+    _context: Any,
+    operation: Any,
+    *args: Any,
+    **_kwargs: Any,
 ) -> CheckpointPolicy:
     """Which operations' results a layer of this kind keeps."""
     ops = torch.ops
@@ -215,6 +223,8 @@ def _policy(
         return CheckpointPolicy.PREFER_RECOMPUTE
     weight = args[2] if operation is ops.aten.addmm.default else args[1]
     is_grouped = operation is ops.ratoon.grouped_linear.default
+    if weight.shape[-1 if is_grouped else -2] == int(adapter_rank):
+        return CheckpointPolicy.PREFER_RECOMPUTE
     if kept == Kept.NARROW and (is_grouped or weight.shape[-1] == int(wide_features)):
         return CheckpointPolicy.PREFER_RECOMPUTE
     return CheckpointPolicy.MUST_SAVE

@@ -1,6 +1,7 @@
 """Low-rank adapters (Hu et al., 2021, arXiv:2106.09685) on the linear maps of a decoder, by peft.
 
-All that needs peft is here: other modules import this one late, for workers without adapters.
+All that needs peft is here and in `lora_experts`: other modules import this one late, for workers
+without adapters.
 
 A is random from (seed, name), B is zero, so that at first the adapter changes nothing. Adapters
 have the dtype of the base; the optimizer keeps its masters in float32.
@@ -15,11 +16,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from torch import Tensor, nn
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
 from transformers import PreTrainedModel
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from ratoon.errors import invalid, shown
+from ratoon.model.lora_experts import LoraExperts
 from ratoon.model.seeding import tensor_generator
 from ratoon.model.spec import LoraTuning
 from ratoon.model.support import unsupported
@@ -29,57 +32,49 @@ CONFIG_NAME = "adapter_config.json"
 _MEANING = ("r", "rank_pattern", "lora_alpha", "alpha_pattern", "use_rslora", "use_dora")
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
+# By this name peft finds them.
+_EXPERTS = "experts"
 
 
 def add_adapter(module: PreTrainedModel, tuning: LoraTuning, seed: int, name: str) -> PeftModel:
     """Put a fresh adapter on `module`, in place; `name` is what the adapter says that its base is.
 
+    Raises what `attach_adapter` raises.
+    """
+    model = attach_adapter(module, tuning, name)
+    _initialize(model, seed)
+    return model
+
+
+def attach_adapter(module: PreTrainedModel, tuning: LoraTuning, name: str) -> PeftModel:
+    """The same without values.
+
     Raises INVALID_ARGUMENT for a rank or alpha out of range, UNSUPPORTED for a target module that
-    is not a linear map of attention or MLP (the LM head, embeddings, fused experts), and for none
-    named where the model has experts.
+    is not a projection of attention, MLP or experts (the LM head, embeddings, a router), for a part
+    of the projections of experts, and for none named where experts are beside dense layers.
     """
     if tuning.rank < 1:
         raise invalid("tuning.lora.rank", tuning.rank, "at least 1")
     if not (math.isfinite(tuning.alpha) and tuning.alpha > 0):
         raise invalid("tuning.lora.alpha", tuning.alpha, "a finite number above 0")
+    targets = _resolve_targets(module, tuning.target_modules)
+    if _has_experts(module) and not targets.isdisjoint(_MLP):
+        targets = targets - {*_MLP} | {_EXPERTS}
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=tuning.rank,
         lora_alpha=cast("int", tuning.alpha),
         lora_dropout=0.0,
         bias="none",
-        target_modules=resolve_targets(module, tuning.target_modules),
+        target_modules=sorted(targets),
         init_lora_weights=False,
     )
+    config._register_custom_module({Qwen3MoeExperts: LoraExperts})
     with torch.random.fork_rng(devices=[]):
         model = get_peft_model(cast("Any", module), config, autocast_adapter_dtype=False)
     assert isinstance(model, PeftModel)
     config.base_model_name_or_path = name
-    _initialize(model, seed)
     return model
-
-
-def resolve_targets(module: PreTrainedModel, requested: tuple[str, ...]) -> list[str]:
-    """Names of the linear maps to adapt, sorted; every one of attention and MLP where none is
-    requested.
-
-    Experts are fused parameters and no linear maps: most of such a model would stay as it is, so
-    attention alone is adapted only by name.
-    """
-    has_experts = any(name.endswith(".experts") for name, _ in module.named_modules())
-    available = _available_targets(module, _ATTENTION if has_experts else _ATTENTION + _MLP)
-    if has_experts and not requested:
-        raise unsupported(
-            "tuning.lora.target_modules",
-            "none for a model with experts, which no adapter reaches",
-            f"the projections of attention by name, of {', '.join(available)}",
-        )
-    for index, target in enumerate(requested):
-        if target not in available:
-            raise unsupported(
-                f"tuning.lora.target_modules[{index}]", target, f"one of {', '.join(available)}"
-            )
-    return sorted(set(requested)) or available
 
 
 def check_adapter_config(adapter: PeftModel, folder: Path) -> None:
@@ -101,21 +96,50 @@ def check_adapter_config(adapter: PeftModel, folder: Path) -> None:
 
 def export_config(adapter: PeftModel, folder: Path) -> None:
     """Write an adapter's configuration as peft does."""
-    config = copy.copy(adapter.peft_config["default"])
+    config = cast("Any", copy.copy(adapter.peft_config["default"]))
     config.inference_mode = True
+    targets: set[str] = {*config.target_modules}
+    if _EXPERTS in targets:
+        # The file has their projections, as those of an MLP.
+        targets = targets - {_EXPERTS} | {*_MLP}
     # peft keeps a set, whose order differs between processes; files of equal weights are equal.
-    cast("Any", config).target_modules = sorted(cast("Any", config).target_modules)
+    config.target_modules = sorted(targets)
     config.save_pretrained(str(folder))
 
 
-def adapter_tensors(adapter: PeftModel, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Some of `named_trainable()`'s values by the names of peft's files."""
-    return get_peft_model_state_dict(adapter, state_dict=values, save_embedding_layers=False)
+def _resolve_targets(module: PreTrainedModel, requested: tuple[str, ...]) -> set[str]:
+    """Names of the projections to adapt; all of attention and MLP, or experts, by default.
 
-
-def _available_targets(module: PreTrainedModel, names: tuple[str, ...]) -> list[str]:
+    Experts are adapted whole, for vLLM takes no adapter of a part of their projections. Where dense
+    layers are beside them attention alone is, by name: peft does not tell their MLPs from experts.
+    """
     linear = {n.rsplit(".", 1)[-1] for n, m in module.named_modules() if isinstance(m, nn.Linear)}
-    return sorted(linear.intersection(names))
+    of_experts = {*_MLP} if _has_experts(module) else set[str]()
+    # Of either kind, but not of both.
+    available = (linear ^ of_experts).intersection(_ATTENTION + _MLP)
+    shown_names = ", ".join(sorted(available))
+    if not requested and of_experts & linear:
+        raise unsupported(
+            "tuning.lora.target_modules",
+            "none for a model with dense layers beside experts, whose MLPs no adapter reaches",
+            f"the projections of attention by name, of {shown_names}",
+        )
+    for index, target in enumerate(requested):
+        if target not in available:
+            field = f"tuning.lora.target_modules[{index}]"
+            raise unsupported(field, target, f"one of {shown_names}")
+    part = of_experts.intersection(requested)
+    if part and part != of_experts:
+        raise unsupported(
+            "tuning.lora.target_modules",
+            f"{', '.join(sorted(part))} alone of the projections of experts",
+            f"all of {', '.join(_MLP)}, or none of them",
+        )
+    return {*requested} or available
+
+
+def _has_experts(module: nn.Module) -> bool:
+    return any(isinstance(each, Qwen3MoeExperts) for each in module.modules())
 
 
 @torch.no_grad()
@@ -128,6 +152,6 @@ def _initialize(model: PeftModel, seed: int) -> None:
             parameter.zero_()
             continue
         assert ".lora_A." in name, name
-        bound = 1 / math.sqrt(parameter.shape[1])
+        bound = 1 / math.sqrt(parameter.shape[-1])
         uniform = torch.rand(parameter.shape, generator=tensor_generator(seed, name))
         parameter.copy_((2 * uniform - 1) * bound)

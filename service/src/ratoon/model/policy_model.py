@@ -23,7 +23,7 @@ from ratoon.model.route_counts import RouteCounts, RoutedTokens
 from ratoon.model.sequence_attention import SequenceAttention
 from ratoon.model.sequence_group import ALONE, SequenceGroup
 from ratoon.model.sizes import decoder_sizes
-from ratoon.model.spec import ModelDtype, ModelInfo, ModelSpec
+from ratoon.model.spec import LoraTuning, ModelDtype, ModelInfo, ModelSpec
 from ratoon.model.stage_plan import HeldTokens, StreamTokens, plan_forward
 from ratoon.model.streamed_attention import AttentionStream
 from ratoon.model.support import longest_sequence
@@ -208,9 +208,11 @@ class PolicyModel:
         )
 
     def _take_layers(self, module: PreTrainedModel, *, is_compiled: bool) -> DecoderLayers:
+        tuning = self.spec.tuning
         return DecoderLayers(
             cast("Any", module).get_decoder().layers,
             wide_features=cast("int", self.config.intermediate_size),
+            adapter_rank=tuning.rank if isinstance(tuning, LoraTuning) else 0,
             is_compiled=is_compiled,
             is_deterministic=self._deterministic,
             precision=self._precision,

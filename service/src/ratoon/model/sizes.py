@@ -22,6 +22,10 @@ def decoder_sizes(module: PreTrainedModel) -> DecoderSizes:
         routed_size = experts_per_token * config.moe_intermediate_size
         has_dense = config.decoder_sparse_step > 1 or config.mlp_only_layers
         mlp_size = max(routed_size, mlp_size) if has_dense else routed_size
+    layer = cast("Any", module).get_decoder().layers[0]
+    factors = [p for name, p in layer.named_parameters() if ".lora_A." in name]
+    adapter_size = sum(p.shape[0] for p in factors if p.ndim == 2)
+    adapter_rows = sum(p.shape[1] for p in factors if p.ndim == 3)
     return DecoderSizes(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
@@ -34,4 +38,6 @@ def decoder_sizes(module: PreTrainedModel) -> DecoderSizes:
         head_is_trained=weight.requires_grad,
         num_experts=num_experts,
         experts_per_token=experts_per_token,
+        adapter_size=adapter_size,
+        expert_adapter_size=experts_per_token * adapter_rows,
     )

@@ -36,9 +36,8 @@ class FullTuning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraTuning:
-    """Low-rank adapters (Hu et al., 2021); no target_modules: all of attention and MLP.
-
-    A model with experts needs them named.
+    """Low-rank adapters (Hu et al., 2021); no target_modules: all of attention and MLP, or of the
+    experts in its place.
     """
 
     rank: int

@@ -45,7 +45,7 @@ def create(
     lora_alpha: Annotated[float | None, typer.Option(help="Default: twice the rank.")] = None,
     lora_targets: Annotated[
         str | None,
-        typer.Option(help="Projections to adapt: q_proj,v_proj; needed for models with experts."),
+        typer.Option(help="Projections to adapt, as q_proj,v_proj. Default: all."),
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
     seed: Annotated[int, typer.Option(help="Of random weights.")] = 0,
