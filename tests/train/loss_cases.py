@@ -79,6 +79,7 @@ def make_loss(kind: LossKind, **changes: Any) -> Loss:
         "overlong": None,
         "drop_zero_variance_groups": False,
         "staleness": None,
+        "router_aux_loss_coefficient": 0.0,
     }
     return Loss(**(fields | changes))
 
