@@ -246,6 +246,7 @@ def write_model(plan: Plan, device: str, folder: Path, seed: int) -> None:
     """Makes the model on the device, as that is faster, and frees it afterwards."""
     target = torch.device(device)
     module = build_module(plan.model, target, getattr(torch, plan.dtype), seed)
+    module.config.architectures = [type(module).__name__]
     module.config.save_pretrained(folder)
     # One that is tied is there once, by its first name.
     tensors = dict(module.named_parameters())
