@@ -43,8 +43,8 @@ from ratoon_client import RatoonClient
 BEGIN = "<!-- loop with vLLM: written by benchmarks/stream/loop.py -->"
 END = "<!-- end of loop with vLLM -->"
 SMALL = ModelSize(
-    name="small", num_layers=8, hidden_size=384, num_heads=6, num_kv_heads=2, head_dim=64,
-    intermediate_size=1024, vocab_size=VOCAB_SIZE, ties_embeddings=True,
+    name="small", num_layers=4, hidden_size=128, num_heads=2, num_kv_heads=2, head_dim=64,
+    intermediate_size=512, vocab_size=VOCAB_SIZE, ties_embeddings=True,
 )  # fmt: skip
 QWEN3_0_6B = ModelSize(
     name="Qwen3-0.6B", num_layers=28, hidden_size=1024, num_heads=16, num_kv_heads=8, head_dim=128,
@@ -91,18 +91,20 @@ class Server(NamedTuple):
     transfer: str
 
 
+# With which so small a model learns more than one constant word, in a few minutes.
+_FOR_REWARD = ("--learning-rate", "2e-3")
 # A learning rate that does no harm in so few steps; what is learned is not looked at.
 _FOR_SECONDS = ("--learning-rate", "1e-6", "--evaluate-every", "10", "--held-out", "64")
 CASES = {
     case.name: case
     for case in (
-        Case(name="learns", size=SMALL, backend="reload", versions=120),
+        Case(name="learns", size=SMALL, backend="reload", versions=240, options=_FOR_REWARD),
         Case(
             name="control",
             size=SMALL,
             backend="reload",
-            versions=60,
-            options=("--shuffled-rewards",),
+            versions=120,
+            options=(*_FOR_REWARD, "--shuffled-rewards"),
         ),
         *(
             Case(
