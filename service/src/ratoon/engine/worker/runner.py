@@ -208,10 +208,11 @@ class TaskRunner:
             return ()
         if num_rollouts(task.paths.results / choices.old_logprobs) > batch.num_sequences:
             return ()
-        return (
+        warning = (
             "the Forward that loss.old_logprobs names is of the version trained here, and of these "
-            "rollouts alone: on_policy is the same without a Forward, unless a later pass names it",
+            "rollouts alone: on_policy is the same without a Forward, unless a later pass names it"
         )
+        return (warning,)
 
     def _forward(
         self,
