@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmarks.common.energy import joules_taken
+
 # (seconds, samples): work slower than this gets at most that many samples.
 _FEWER_SAMPLES = ((30.0, 1), (10.0, 2), (4.5, 3))
 
@@ -23,10 +25,14 @@ class OutOfTimeError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Seconds of each sample, and their peak of device memory in GiB; 0 on a CPU."""
+    """Seconds of each sample, and their peak of device memory in GiB; 0 on a CPU.
+
+    `joules`: of a sample in the mean; None where the device does not count them.
+    """
 
     samples: list[float]
     peak_gib: float
+    joules: float | None = None
 
     @property
     def seconds(self) -> float:
@@ -51,12 +57,15 @@ def measure(
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+    before = joules_taken(device)
     samples = [timed(work, device)]
     enough = [most for seconds, most in _FEWER_SAMPLES if samples[0] > seconds]
     num_samples = min([num_samples, *enough])
     while len(samples) < num_samples and time.monotonic() + samples[-1] < stop_at:
         samples.append(timed(work, device))
-    return Measured(samples=samples, peak_gib=peak_gib(device))
+    after = joules_taken(device)
+    taken = None if before is None or after is None else (after - before) / len(samples)
+    return Measured(samples=samples, peak_gib=peak_gib(device), joules=taken)
 
 
 def peak_gib(device: torch.device) -> float:

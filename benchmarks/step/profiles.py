@@ -105,8 +105,13 @@ def _profile_way(ways: Ways, way: Way, batch: RolloutBatch) -> Row:
 def _profile_update(run: Run, batch: RolloutBatch) -> Row:
     require_time(run.stop_at, 0.0)
     update = open_update(Ways(run, run.scale.model), ALGORITHM, batch)
-    old = update.old_logprobs()
-    return _profile(run, lambda: update.step(old), has_optimizer=True)
+    clipped: list[float] = []
+
+    def step() -> None:
+        report = update.step(None)
+        clipped.append(report.clip_fraction_low + report.clip_fraction_high)
+
+    return {**_profile(run, step, has_optimizer=True), "clip_fraction": max(clipped)}
 
 
 def _profile(run: Run, work: Callable[[], object], *, has_optimizer: bool) -> Row:

@@ -137,6 +137,10 @@ def update_table(rows: list[Row]) -> Table:
             row["optimizer_states"],
             *(f"{row[name]:.2f}" for name in phases),
             f"{row['seconds']:.2f}",
+            f"{row['on_policy_s']:.2f}" if "on_policy_s" in row else NOTHING,
+            _joules(row, "joules"),
+            _joules(row, "on_policy_joules"),
+            percent(row, "clip_fraction", 1) if "clip_fraction" in row else NOTHING,
             update_over_step(row),
             f"{row['num_micro_batches']}",
             f"{row['num_stages'] or NOTHING}",
@@ -151,13 +155,18 @@ def update_table(rows: list[Row]) -> Table:
         title="Whole updates",
         columns=[
             *("update", "states", "old log-probs s", "forward s", "backward s", "optimizer s"),
-            *("all s", "update / step", "micro-batches", "stages", "hardware MFU", "logical MFU"),
+            *("all s", "on policy s", "all J", "on policy J", "clipped"),
+            *("update / step", "micro-batches", "stages", "hardware MFU", "logical MFU"),
             "peak GiB",
         ],
         num_text_columns=2,
         rows=cells,
         notes=errors(rows),
     )
+
+
+def _joules(row: Row, name: str) -> str:
+    return NOTHING if row.get(name) is None else f"{row[name]:.0f}"
 
 
 def paper_table(rows: list[Row]) -> Table:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
@@ -88,6 +88,9 @@ def _measure_update(run: Run, size: ModelSize, algorithm: str, batch: RolloutBat
         reports.append(_run_phases(update))
 
     warm_up_s = timed(run_all, run.device)
+    on_policy = measure_samples(
+        lambda: update.step(None), run.device, num_samples=run.num_samples, stop_at=run.stop_at
+    )
     reports.clear()
     measured = measure_samples(
         run_all, run.device, num_samples=run.num_samples, stop_at=run.stop_at
@@ -104,6 +107,10 @@ def _measure_update(run: Run, size: ModelSize, algorithm: str, batch: RolloutBat
         "has_reference": has_reference,
         "warm_up_s": warm_up_s,
         "seconds": measured.seconds,
+        "joules": measured.joules,
+        "on_policy_s": on_policy.seconds,
+        "on_policy_joules": on_policy.joules,
+        "on_policy_samples": on_policy.samples,
         **middle,
         "hardware_mfu": update_flops(size, packed, passes) / measured.seconds / PEAK_FLOPS,
         "logical_mfu": update_flops(size, replicated, passes) / measured.seconds / PEAK_FLOPS,
@@ -137,23 +144,30 @@ class Update:
 
     trainer: Trainer
     batch: RolloutBatch
+    # With the old log-probs of a Forward; with the update's own.
     loss: Loss
+    on_policy: Loss
 
     def old_logprobs(self) -> ForwardArrays:
         """A Forward of the policy's present weights."""
         plan = self.trainer.plan_forward(self.batch)
         return self.trainer.forward(self.batch, plan, with_entropy=False, use_reference=False)
 
-    def step(self, old: ForwardArrays) -> StepReport:
-        """Plan, forward, backward and optimizer.
+    def step(self, old: ForwardArrays | None) -> StepReport:
+        """Plan, forward, backward and optimizer; `old` None: on policy, whatever steps went before.
+
+        Those of a Forward are for one step: on its batch again ever more tokens are clipped, and a
+        backward of zeros is faster.
 
         Raises:
             RuntimeError: The trainer skipped the step.
         """
         request = OptimRequest(learning_rate=LEARNING_RATE, max_grad_norm=1.0)
-        step = resolve_optim(request, self.loss.normalisation, self.trainer.spec.optimizer)
-        plan = self.trainer.prepare(self.batch, self.loss).plan
-        report = self.trainer.update(self.batch, self.loss, step, plan, old_logprobs_J=old.logprobs)
+        loss = self.on_policy if old is None else self.loss
+        step = resolve_optim(request, loss.normalisation, self.trainer.spec.optimizer)
+        plan = self.trainer.prepare(self.batch, loss).plan
+        old_J = None if old is None else old.logprobs
+        report = self.trainer.update(self.batch, loss, step, plan, old_logprobs_J=old_J)
         if report.skipped or not math.isfinite(cast("float", report.grad_norm)):
             raise RuntimeError(f"the step was skipped: {report.warnings}")
         return report
@@ -168,11 +182,14 @@ def open_update(ways: Ways, algorithm: str, batch: RolloutBatch) -> Update:
         kl=kl if has_reference else None,
         old_logprobs=OldLogprobs(kind=OldLogprobsKind.FROM_FORWARD, forward_operation_id="old"),
     )
-    loss = resolve_loss(request, batch, has_frozen_reference=has_reference)
+    own = replace(request, old_logprobs=OldLogprobs(kind=OldLogprobsKind.ON_POLICY))
+    loss, on_policy = (
+        resolve_loss(each, batch, has_frozen_reference=has_reference) for each in (request, own)
+    )
     is_large = sum(p.numel() for p in ways.module.parameters()) > MAX_FP32_PARAMETERS
     states = OptimizerStates.BF16_8BIT if is_large else OptimizerStates.FP32
     trainer = open_trainer(ways, states, has_reference=has_reference)
-    return Update(trainer=trainer, batch=batch, loss=loss)
+    return Update(trainer=trainer, batch=batch, loss=loss, on_policy=on_policy)
 
 
 def open_trainer(ways: Ways, states: OptimizerStates, *, has_reference: bool) -> Trainer:
@@ -210,7 +227,12 @@ def _run_phases(update: Update) -> dict[str, float]:
         "backward_s": report.seconds.backward,
         "optimizer_s": report.seconds.optimizer,
     }
-    return {**phases, "update_s": update_s, "total_s": sum(phases.values())}
+    return {
+        **phases,
+        "update_s": update_s,
+        "total_s": sum(phases.values()),
+        "clip_fraction": report.clip_fraction_low + report.clip_fraction_high,
+    }
 
 
 UPDATES = Section(cases=cases, measure=measure)

@@ -305,6 +305,9 @@ def test_updates_are_whole_and_change_the_weights() -> None:
         assert row["total_s"] == pytest.approx(sum(row[name] for name in phases))
         assert row["update_s"] > sum(row[name] for name in phases[1:])
         assert row["seconds"] == statistics.median(row["samples"])
+        assert row["on_policy_s"] == statistics.median(row["on_policy_samples"])
+        assert row["clip_fraction"] == 0, "old log-probs are of the weights that are trained"
+        assert row["joules"] is None, "a CPU does not count them"
     assert rows["grpo tiny"]["step"]["seconds"] > 0
     assert not rows["grpo tiny"]["has_reference"]
     assert rows["grpo-kl tiny"]["has_reference"]

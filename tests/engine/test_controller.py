@@ -259,7 +259,10 @@ async def test_old_logprobs_come_from_the_forward_that_is_named(machine: Machine
     await machine.update(1, 1)
     read = await machine.end(await machine.submit(2, forward(5), 5))
     for seq in (3, 4):
-        await machine.end(await machine.update(seq, 5, loss=from_forward(read)))
+        update = await machine.end(await machine.update(seq, 5, loss=from_forward(read)))
+        assert isinstance(update.result, StepResult)
+        # Of the first the Forward is of the version that it trains.
+        assert len(update.result.report.warnings) == (seq == 3)
     assert machine.weights == [([1.0], RATE), ([-2.0], RATE), ([-2.0], RATE)]
 
 

@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from ratoon.engine.files.paths import PolicyPaths, make_policy_folders, policy_paths
-from ratoon.engine.types import Command, ForwardBackwardCommand, ForwardCommand, ForwardResult
+from ratoon.engine.types import (
+    Command,
+    ForwardBackwardCommand,
+    ForwardCommand,
+    ForwardResult,
+    StepResult,
+)
 from ratoon.engine.worker.runner import TaskRunner
 from ratoon.engine.worker.tasks import NO_FORWARD, Choices, Task
 from ratoon.errors import RatoonError
@@ -28,13 +34,17 @@ def _never() -> bool:
 
 
 def _task(
-    operation_id: str, command: Command, paths: PolicyPaths, old_logprobs: str = NO_FORWARD
+    operation_id: str,
+    command: Command,
+    paths: PolicyPaths,
+    old_logprobs: str = NO_FORWARD,
+    old_version: int | None = None,
 ) -> Task:
     return Task(
         operation_id=operation_id,
         seq=0,
         command=command,
-        choices=Choices(old_logprobs=old_logprobs),
+        choices=Choices(old_logprobs=old_logprobs, old_version=old_version),
         paths=paths,
         started_at=None,
     )
@@ -54,6 +64,34 @@ def _forward_file(
     assert isinstance(result, ForwardResult)
     assert result.version == 0
     return f"{result.digest}.{with_entropy}"
+
+
+def test_a_forward_that_on_policy_spares_is_warned_about(tmp_path: Path) -> None:
+    """One of the same version and of these rollouts alone: not one that other parts have too."""
+    trainer = make_trainer(FolderBase(folder=str(write_folder(tmp_path / "base", "qwen3"))))
+    runner, paths = TaskRunner(trainer.spec, trainer), policy_paths(tmp_path, "p")
+    make_policy_folders(paths)
+    # Of one seed: the first three groups of the four.
+    whole, part = (batch_to_bytes(make_batch(2, num_groups=number)) for number in (4, 3))
+    digests = [hashlib.sha256(data).hexdigest() for data in (whole, part)]
+    for digest, data in zip(digests, (whole, part), strict=True):
+        paths.body(digest).write_bytes(data)
+    source = _forward_file(runner, digests[0], paths, with_entropy=True)
+
+    def spares(digest: str, old_version: int | None, share: float | None = None) -> bool:
+        loss = LossRequest(kind=LossKind.IPO, old_logprobs=FROM_FORWARD, top_entropy_share=share)
+        command = ForwardBackwardCommand(loss=loss, expected_version=None, body_digest=digest)
+        planned = runner.plan(_task("p.2", command, paths, source, old_version))
+        result = runner.run(planned, _no_progress, _never)
+        trainer.discard_gradients()
+        assert isinstance(result, StepResult)
+        return any("on_policy" in warning for warning in result.report.warnings)
+
+    assert spares(digests[0], 0)
+    assert not spares(digests[0], 1)
+    assert not spares(digests[0], None)
+    assert not spares(digests[0], 0, share=0.2)
+    assert not spares(digests[1], 0)
 
 
 def test_tokens_of_most_entropy_are_those_of_a_forward(tmp_path: Path) -> None:

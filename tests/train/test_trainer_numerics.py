@@ -17,11 +17,14 @@ from ratoon.rollout.plan import plan_from_dict, plan_to_dict
 from ratoon.rollout.validate import validate_groups
 from ratoon.train.config import (
     AdvantageKind,
+    CorrectionLevel,
+    CorrectionMode,
     DivideBy,
     LossKind,
     OldLogprobs,
     OldLogprobsKind,
     ReferenceKind,
+    RolloutCorrection,
     SharedTokens,
     TokenWeight,
 )
@@ -31,6 +34,7 @@ from tests import builders
 from tests.train.trainer_runs import (
     FROM_FORWARD,
     FROZEN,
+    ON_POLICY,
     assert_close,
     assert_equal,
     forward_backward,
@@ -120,6 +124,27 @@ def test_first_ratio_is_exactly_one_from_forward(
         trainer.discard_gradients()
         trainer.forward_backward(batch, make_loss(batch, kind), recorded)
         assert_equal(gradients_of(trainer), gradients)
+
+
+@pytest.mark.parametrize("level", CorrectionLevel)
+def test_an_update_on_policy_is_one_from_a_forward(
+    base: FolderBase, level: CorrectionLevel
+) -> None:
+    """Bit for bit, corrections of the sampler's log-probs too: it only runs no Forward."""
+    correction = RolloutCorrection(mode=CorrectionMode.TRUNCATE, level=level, low=0.0, high=1.01)
+    batch, digests = make_batch(9, num_groups=6), list[str]()
+    for old in (FROM_FORWARD, ON_POLICY):
+        trainer = make_trainer(base, dtype=ModelDtype.BFLOAT16, tokens=48)
+        loss = make_loss(batch, old_logprobs=old, correction=correction)
+        plan, arrays = trainer.prepare(batch, loss).plan, None
+        if old is FROM_FORWARD:
+            arrays = trainer.forward(batch, plan, with_entropy=False, use_reference=False).logprobs
+        step = make_step(trainer, loss)
+        report = trainer.update(batch, loss, step, plan, old_logprobs_J=arrays)
+        assert report.ratio_min == report.ratio_max == 1.0
+        assert report.correction_weight_mean != 1.0
+        digests.append(trainer.state_digest())
+    assert digests[0] == digests[1]
 
 
 def _ratio_spread(trainer: Trainer, batch: RolloutBatch, old_J: NDArray[np.floating]) -> float:

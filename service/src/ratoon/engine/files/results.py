@@ -96,6 +96,11 @@ def read_entropy(keys_path: Path, batch: RolloutBatch) -> NDArray[np.floating]:
     return _at_rollouts(output, output.entropy, batch, sources)
 
 
+def num_rollouts(keys_path: Path) -> int:
+    """Rollouts that the Forward ran. Raises what `read_old_logprobs` raises for lost files."""
+    return len(_read_keys(keys_path)) // _KEY_BYTES
+
+
 def _at_rollouts(
     output: ForwardOutput, column: Tensor, batch: RolloutBatch, sources: list[int]
 ) -> NDArray[np.floating]:
@@ -112,14 +117,11 @@ def _at_rollouts(
 
 def _read(keys_path: Path, batch: RolloutBatch) -> tuple[ForwardOutput, list[int]]:
     """The Forward's output, and the index in it of each of the batch's rollouts."""
-    data_path = keys_path.with_suffix("")
+    keys, data_path = _read_keys(keys_path), keys_path.with_suffix("")
     try:
-        keys, data = unseal_bytes(keys_path.read_bytes()), data_path.read_bytes()
+        data = data_path.read_bytes()
     except FileNotFoundError as err:
-        raise _refused("a Forward whose result has expired", "a Forward that is kept") from err
-    except DamagedFileError as err:
-        what = "a Forward whose rollouts are damaged"
-        raise _refused(what, "the bytes that were written") from err
+        raise _expired() from err
     if digest_bytes(data) != data_path.name:
         raise _refused("a Forward whose result is damaged", "the bytes that were written")
     output = ForwardOutput.FromString(data)
@@ -141,6 +143,16 @@ def _read(keys_path: Path, batch: RolloutBatch) -> tuple[ForwardOutput, list[int
     return output, sources
 
 
+def _read_keys(keys_path: Path) -> bytes:
+    try:
+        return unseal_bytes(keys_path.read_bytes())
+    except FileNotFoundError as err:
+        raise _expired() from err
+    except DamagedFileError as err:
+        what = "a Forward whose rollouts are damaged"
+        raise _refused(what, "the bytes that were written") from err
+
+
 def _rollout_keys(batch: RolloutBatch, *, is_reference: bool) -> list[bytes]:
     """One hash per rollout of all that decides its log-probs."""
     prompts = [
@@ -160,6 +172,10 @@ def _rollout_keys(batch: RolloutBatch, *, is_reference: bool) -> list[bytes]:
             hasher.update(batch.temperature[sequence : sequence + 1].tobytes())
             keys.append(hasher.digest())
     return keys
+
+
+def _expired() -> RatoonError:
+    return _refused("a Forward whose result has expired", "a Forward that is kept")
 
 
 def _refused(got: str, expected: str) -> RatoonError:

@@ -6,6 +6,7 @@ It changes no state, so a refused operation needs no repair.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from ratoon.engine.files.paths import drop_checkpoint_folder
 from ratoon.engine.journal.records import JournalState, OperationRecord
@@ -24,7 +25,7 @@ from ratoon.engine.types import (
     SaveCheckpointCommand,
     UpdateCommand,
 )
-from ratoon.engine.worker.tasks import NO_FORWARD, Choices
+from ratoon.engine.worker.tasks import Choices
 from ratoon.errors import ErrorCode, RatoonError, invalid
 
 
@@ -45,10 +46,10 @@ class TaskBuilder:
         match command:
             case UpdateCommand():
                 run.window.check_closed()
-                name = await self._forward_file(command)
-                return Choices(old_logprobs=name, next_version=run.max_version + 1)
+                choices = await self._of_forward(command)
+                return replace(choices, next_version=run.max_version + 1)
             case ForwardBackwardCommand():
-                return Choices(old_logprobs=await self._forward_file(command))
+                return await self._of_forward(command)
             case OptimStepCommand():
                 run.window.select(command.include_seqs)
                 return Choices(next_version=run.max_version + 1)
@@ -121,11 +122,11 @@ class TaskBuilder:
             case DiscardGradientsCommand() | SaveCheckpointCommand() | LoadCheckpointCommand():
                 return
 
-    async def _forward_file(self, command: UpdateCommand | ForwardBackwardCommand) -> str:
-        """Name of the file with the old log-probs that the command uses; "": none."""
+    async def _of_forward(self, command: UpdateCommand | ForwardBackwardCommand) -> Choices:
+        """Which old log-probs the command uses, and of which version, where that is known."""
         operation_id = named_forward(command)
         if not operation_id:
-            return NO_FORWARD
+            return Choices()
         run = self._run
         live = run.ledger.find(operation_id)
         record = live.record if live else await run.ports.journal.find_operation(operation_id)
@@ -133,7 +134,7 @@ class TaskBuilder:
             # A Forward without a key is not journaled; its files exist until they expire.
             for path in run.paths.results.iterdir():
                 if path.suffix and operation_id == run.policy_id + path.suffix:
-                    return path.name
+                    return Choices(old_logprobs=path.name)
         field, expected = "loss.old_logprobs.forward_operation_id", "a finished Forward"
         if record is None or record.policy_id != run.policy_id:
             raise invalid(field, operation_id, f"{expected} of this policy")
@@ -144,7 +145,7 @@ class TaskBuilder:
         name = forward_file_name(operation_id, record.result.digest)
         if not (run.paths.results / name).exists():
             raise invalid(field, "a Forward whose result has expired", expected)
-        return name
+        return Choices(old_logprobs=name, old_version=record.result.version)
 
 
 def forward_file_name(operation_id: str, digest: str) -> str:

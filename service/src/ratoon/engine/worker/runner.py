@@ -17,6 +17,7 @@ from ratoon.engine.files.disk import disk_refusal
 from ratoon.engine.files.model_folders import model_folder
 from ratoon.engine.files.results import (
     keep_result,
+    num_rollouts,
     read_entropy,
     read_old_logprobs,
     write_forward_output,
@@ -72,6 +73,8 @@ class _Inputs:
     loss: Loss | None
     old_logprobs_J: NDArray[np.floating] | None
     entropy_J: NDArray[np.floating] | None
+    # Of where the old log-probs are from.
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,8 +109,9 @@ class TaskRunner:
                 batch = _read_batch(task)
                 loss = resolve_loss(request, batch, has_frozen_reference=self._spec.keep_reference)
                 old, entropy = _read_forward(task, batch, entropy_share=request.top_entropy_share)
+                warnings = self._forward_warnings(task, batch) if entropy is None else ()
             case ForwardCommand():
-                batch, loss, old, entropy = _read_batch(task), None, None, None
+                batch, loss, old, entropy, warnings = _read_batch(task), None, None, None, ()
             case ImportWeightsCommand() as command:
                 return self._plan_import(task, command)
             case _:
@@ -118,7 +122,14 @@ class TaskRunner:
             trainer = self.trainer
             plan = trainer.prepare(batch, loss).plan if loss else trainer.plan_forward(batch)
         choices = replace(task.choices, plan=task.choices.plan or plan_to_dict(plan))
-        inputs = _Inputs(batch=batch, plan=plan, loss=loss, old_logprobs_J=old, entropy_J=entropy)
+        inputs = _Inputs(
+            batch=batch,
+            plan=plan,
+            loss=loss,
+            old_logprobs_J=old,
+            entropy_J=entropy,
+            warnings=warnings,
+        )
         return PlannedTask(task=replace(task, choices=choices), inputs=inputs)
 
     def run(
@@ -163,7 +174,7 @@ class TaskRunner:
         is_cancelled: IsCancelled,
     ) -> StepReport:
         inputs, loss = _with_loss(planned)
-        return self.trainer.update(
+        report = self.trainer.update(
             inputs.batch,
             loss,
             self._step(optim, loss.normalisation),
@@ -173,12 +184,13 @@ class TaskRunner:
             on_progress=on_progress,
             is_cancelled=is_cancelled,
         )
+        return replace(report, warnings=(*report.warnings, *inputs.warnings))
 
     def _forward_backward(
         self, planned: PlannedTask, on_progress: OnProgress, is_cancelled: IsCancelled
     ) -> StepReport:
         inputs, loss = _with_loss(planned)
-        return self.trainer.forward_backward(
+        report = self.trainer.forward_backward(
             inputs.batch,
             loss,
             inputs.plan,
@@ -187,6 +199,20 @@ class TaskRunner:
             on_progress=on_progress,
             is_cancelled=is_cancelled,
         )
+        return replace(report, warnings=(*report.warnings, *inputs.warnings))
+
+    def _forward_warnings(self, task: Task, batch: RolloutBatch) -> tuple[str, ...]:
+        """Of a Forward of this very version that no part of the batch but this one has."""
+        choices = task.choices
+        if choices.old_version != self.version:
+            return ()
+        if num_rollouts(task.paths.results / choices.old_logprobs) > batch.num_sequences:
+            return ()
+        warning = (
+            "the Forward that loss.old_logprobs names is of the version trained here, and of these "
+            "rollouts alone: on_policy is the same without a Forward, unless a later pass names it"
+        )
+        return (warning,)
 
     def _forward(
         self,

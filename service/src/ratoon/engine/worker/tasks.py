@@ -51,6 +51,8 @@ class Choices:
     plan: dict[str, object] | None = None
     # The results file that maps old log-probs to rollouts (`files.results`).
     old_logprobs: str = NO_FORWARD
+    # Version of the weights that those are of; None: there are none, or it is not known.
+    old_version: int | None = None
     # Version of the weights if they change; 0: they do not.
     next_version: int = 0
     # The checkpoint to load, or to save; size and time of the latter are not known yet.

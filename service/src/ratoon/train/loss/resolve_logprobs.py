@@ -42,8 +42,9 @@ def resolve_old_logprobs(request: LossRequest, batch: RolloutBatch) -> OldLogpro
             "loss.old_logprobs",
             "none",
             f"one: the clip of {request.kind} is narrower than the difference between a sampler's "
-            "numerics and the trainer's. Recommended: from_forward, with a correction for that "
-            "difference; sampler, given and on_policy are taken as they are",
+            "numerics and the trainer's. Recommended: on_policy where a batch is one update, else "
+            "from_forward, with a correction for that difference; sampler and given are taken as "
+            "they are",
         )
     default = OldLogprobsKind.SAMPLER if defaults.has_ratio else OldLogprobsKind.ON_POLICY
     old = request.old_logprobs or OldLogprobs(kind=default)

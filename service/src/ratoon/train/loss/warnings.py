@@ -65,5 +65,6 @@ def _advice(loss: Loss) -> str:
         return ""
     return (
         ": the numerics of sampler and trainer differ by more than the clip allows, perhaps; take "
-        "old_logprobs from_forward, and a correction for the difference"
+        "old_logprobs on_policy, or from_forward where a batch is several updates, and a "
+        "correction for the difference"
     )
