@@ -133,7 +133,7 @@ with RatoonClient(sys.argv[1], timeout_s=20.0) as client:
 def test_a_client_of_the_process_before_a_fork_says_so(url: str, wire: str):
     """It waited for a thread that the fork does not copy; over gRPC a new one does too."""
     command = [sys.executable, "-W", "ignore", "-c", FORKED, url]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     well = "Health(status='ok')"
     after_closing, first, second, closed, fresh = done.stdout.splitlines()
     assert after_closing == well
