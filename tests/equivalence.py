@@ -51,7 +51,18 @@ def _path(batch: RolloutBatch, group: int, sequence: int) -> Path:
         weights=column(batch.token_weights),
         truncated=bool(batch.truncated[sequence]),
         version=int(batch.policy_version[sequence]),
+        routes=_routes(batch, sequence, len(prompt) + int(stop - start)),
     )
+
+
+def _routes(batch: RolloutBatch, sequence: int, length: int) -> NDArray[np.int64] | None:
+    if batch.routed_experts is None or batch.route_first is None or batch.route_offsets is None:
+        return None
+    rows = batch.routed_experts[batch.route_offsets[sequence] : batch.route_offsets[sequence + 1]]
+    routes = np.full((length, *rows.shape[1:]), -1, np.int64)
+    first = int(batch.route_first[sequence])
+    routes[first : first + len(rows)] = rows
+    return routes
 
 
 def near_policy(

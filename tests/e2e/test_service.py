@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import grpc
 import grpc.aio
+import numpy as np
 import pytest
 import xxhash
 from safetensors import safe_open
@@ -28,12 +29,14 @@ from ratoon_client import (
     group,
     rollout,
 )
-from ratoon_proto.v1 import operation_pb2, service_pb2
+from ratoon_client.wire.encode import group_messages
+from ratoon_proto.v1 import operation_pb2, service_pb2, training_pb2
 from ratoon_proto.v1.service_pb2_grpc import PolicyServiceStub
 from tests.api import requests
 from tests.api.wires import GrpcWire, WireError, grpc_error, http_error
 from tests.e2e.conftest import WIRES, Wires, finished, next_seq
 from tests.running_service import MAX_BODY_BYTES, MAX_MESSAGE_BYTES, MIB, Service
+from tests.tiny_models import write_folder
 
 pytestmark = pytest.mark.e2e
 POLICY = "e2e"
@@ -65,6 +68,57 @@ async def test_an_update_over_each_wire_makes_a_version(
         retried = await other.call("Update", request)
         assert retried.operation_id == operation.operation_id
     assert await next_seq(wires, policy) == seq + 1
+
+
+@pytest.fixture(scope="module")
+def routed_policy(service: Service) -> str:
+    """Two layers of four experts, two of a token."""
+    assert service.config.models_root is not None
+    write_folder(service.config.models_root / "experts", "qwen3_moe")
+    spec = requests.spec("experts")
+    spec.model_folder = "experts"
+
+    async def create() -> None:
+        async with grpc.aio.insecure_channel(service.addresses.grpc) as channel:
+            wire = GrpcWire(channel=channel)
+            request = service_pb2.CreatePolicyRequest(spec=spec)
+            await finished(wire, await wire.call("CreatePolicy", request))
+
+    asyncio.run(create())
+    return "experts"
+
+
+@pytest.mark.parametrize("wire_name", ["gateway", "http"])
+async def test_recorded_routes_are_replayed_over_each_wire(
+    wires: Wires, routed_policy: str, wire_name: str
+) -> None:
+    """Two rollouts share all but where one of them was sent elsewhere; a retry has to agree."""
+    wire = wires.named(wire_name)
+    routes = np.zeros((5, 2, 2), np.uint16)
+    routes[:, :, 1] = 3
+    other = routes.copy()
+    other[2, 1] = [1, 2]
+    rollouts = [
+        rollout(response=[4, 5, 6], reward=reward, routed_experts=rows)
+        for reward, rows in ((1.0, routes), (0.0, other), (0.25, routes[:, :, ::-1]))
+    ]
+    batch = group_messages([group("g", [1, 2, 3], rollouts)])
+    seq = await next_seq(wires, routed_policy)
+    request = requests.update(seq=seq, policy_id=routed_policy, batch=batch)
+    request.loss.kind = training_pb2.LOSS_KIND_REINFORCE
+    operation = await finished(wire, await wire.call("Update", request))
+    report = operation.step.report
+    assert (report.unshared_tokens, report.packed_tokens) == (18, 10)
+    assert report.route_conflicts == 4
+    assert 0 < report.route_mismatch <= 1
+    assert (await wire.call("Update", request)).operation_id == operation.operation_id
+    first = request.batch.groups[0].rollouts[0].routed_experts
+    first.data = other.tobytes()
+    with pytest.raises(WireError, match=r"SEQ_CONFLICT|another"):
+        await wire.call("Update", request)
+    first.data = np.full_like(routes, 7).tobytes()
+    with pytest.raises(WireError, match=r"rollouts\[0\].routed_experts\[0\]\[0\]\[0\]"):
+        await wire.call("Update", request)
 
 
 async def test_weights_are_pulled_over_both_wires_alike(

@@ -283,7 +283,7 @@ def test_routes_are_counted_as_often_as_rollouts_have_the_token(dtype: torch.dty
             p_E = logits_E.detach().double().softmax(-1)
             entropy -= copies * float((p_E * p_E.log()).sum())
     assert router.count.sums_F is not None
-    *found_E, found_tokens, found_entropy = router.count.sums_F.tolist()
+    *found_E, found_tokens, found_entropy, _recorded, _other = router.count.sums_F.tolist()
     assert found_E == load_E.tolist()
     assert found_tokens == tokens
     assert found_entropy == pytest.approx(entropy, rel=1e-14 if dtype is torch.float64 else 1e-6)

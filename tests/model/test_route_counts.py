@@ -49,9 +49,9 @@ def test_layers_count_once_compiled_or_not(
         found.append(torch.tensor(sums.sums, dtype=torch.float64))
         assert model.routes.take().layers == ()
     modules_LF, compiled_LF = found
-    assert modules_LF[:, -2].tolist() == [2 * int(copies_T.sum())] * 2
-    assert modules_LF[:, :-2].sum(1).tolist() == [2 * 2 * int(copies_T.sum())] * 2
-    assert len(modules_LF[:, :-2].unique()) > 4
+    assert modules_LF[:, -4].tolist() == [2 * int(copies_T.sum())] * 2
+    assert modules_LF[:, :-4].sum(1).tolist() == [2 * 2 * int(copies_T.sum())] * 2
+    assert len(modules_LF[:, :-4].unique()) > 4
     torch.testing.assert_close(compiled_LF, modules_LF, rtol=1e-6, atol=0)
     assert len(graphs) == 1
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from tests.oracle.merged_lora import has_experts, merge
 from tests.oracle.paths import Path
@@ -58,7 +59,7 @@ def logprobs(model: nn.Module, path: Path) -> tuple[Tensor, Tensor]:
         return empty, empty
     ids = torch.as_tensor(path.tokens, dtype=torch.int64)[None]
     is_double = next(model.parameters()).dtype is torch.float64
-    with _DoublePrecision() if is_double else nullcontext():
+    with _DoublePrecision() if is_double else nullcontext(), _forced(model, path):
         logits = model(input_ids=ids, use_cache=False).logits[0]
     first = max(num_prompt - 1, 0)
     rows = logits[first : num_prompt + num_response - 1].to(torch.float64) / path.temperature
@@ -75,9 +76,37 @@ def router_logits(model: nn.Module, path: Path) -> list[Tensor]:
     """Of each layer with experts over all tokens of the path, [T, E] each."""
     ids = torch.as_tensor(path.tokens, dtype=torch.int64)[None]
     is_double = next(model.parameters()).dtype is torch.float64
-    with _DoublePrecision() if is_double else nullcontext():
+    with _DoublePrecision() if is_double else nullcontext(), _forced(model, path):
         out = model(input_ids=ids, use_cache=False, output_router_logits=True)
     return [logits_TE for logits_TE in out.router_logits if logits_TE is not None]
+
+
+@contextmanager
+def _forced(model: nn.Module, path: Path) -> Iterator[None]:
+    """Inside, routers choose the path's experts, and weigh them by their own probabilities."""
+    gates: list[Any] = [m for m in model.modules() if isinstance(m, Qwen3MoeTopKRouter)]
+    if path.routes is None:
+        yield
+        return
+    for layer, gate in enumerate(gates):
+        given_TC = torch.as_tensor(path.routes[:, layer])
+
+        def forward(x_TD: Tensor, gate: Any = gate, given_TC: Tensor = given_TC) -> Any:
+            logits_TE = nn.functional.linear(x_TD, gate.weight)
+            probs_TE = logits_TE.softmax(-1)
+            own_TC = probs_TE.topk(gate.top_k).indices
+            chosen_TC = torch.where(given_TC < 0, own_TC, given_TC)
+            weight_TC = probs_TE.gather(1, chosen_TC)
+            if gate.norm_topk_prob:
+                weight_TC = weight_TC / weight_TC.sum(-1, keepdim=True)
+            return logits_TE, weight_TC, chosen_TC
+
+        gate.forward = forward
+    try:
+        yield
+    finally:
+        for gate in gates:
+            del gate.forward
 
 
 def all_logprobs(model: nn.Module, paths: list[Path]) -> list[tuple[Tensor, Tensor]]:

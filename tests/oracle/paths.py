@@ -33,6 +33,9 @@ class Path:
     version: int
     # Of a Forward, float64 [R].
     entropy: NDArray[np.float64] | None = None
+    # Experts that its tokens visit in place of the routers' own, int64 [P + R, layers with experts,
+    # C]; -1: that token has none.
+    routes: NDArray[np.int64] | None = None
 
     @property
     def tokens(self) -> NDArray[np.int64]:

@@ -227,3 +227,25 @@ def test_offsets_out_of_order_are_refused() -> None:
         offsets[1] = offsets[-1] + 1
         changes: dict[str, Any] = {name: offsets}
         _assert_malformed(batch_to_bytes(replace(batch, **changes)))
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_routes_come_back_whole_or_are_refused(dtype: type[np.unsignedinteger]) -> None:
+    batch = random_batch(np.random.default_rng(5))
+    ends = np.arange(batch.num_sequences + 1, dtype=np.int64)
+    rows = np.arange(int(ends[-1]) * 6, dtype=dtype).reshape(-1, 2, 3)
+    changes: dict[str, Any] = {
+        "routed_experts": rows,
+        "route_first": ends[:-1] % 2,
+        "route_offsets": ends,
+    }
+    routed = replace(batch, **changes)
+    data = batch_to_bytes(routed)
+    _assert_equal(routed, batch_from_bytes(data))
+    assert batch_to_bytes(batch) != data
+    assert batch_to_bytes(replace(routed, routed_experts=rows + dtype(1))) != data
+    for name in changes:
+        broken: dict[str, Any] = {name: None}
+        _assert_malformed(batch_to_bytes(replace(routed, **broken)))
+    for wrong in (rows[:-1], rows[0], rows.astype(np.int32)):
+        _assert_malformed(batch_to_bytes(replace(routed, routed_experts=wrong)))

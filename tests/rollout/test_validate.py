@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.rollout.raw import RawGroup, RawRollout, SamplerLogprobsKind
+from ratoon.rollout.routes import RouteSizes
 from ratoon.rollout.validate import BatchLimits, validate_groups
 from tests.builders import group, limits, random_groups, rollout
 
@@ -370,3 +372,62 @@ def test_nothing_is_changed_in_what_was_sent(column: int) -> None:
     batch = validate_groups(groups, LIMITS)
     getattr(batch, _PER_TOKEN[column])[:] = 9
     np.testing.assert_array_equal(getattr(groups[0].rollouts[0], _PER_TOKEN[column]), before)
+
+
+ROUTED = replace(LIMITS, routes=RouteSizes(layers=2, num_experts=4, experts_per_token=2))
+_ROUTES = np.array([[[3, 0], [1, 2]], [[0, 1], [2, 3]], [[1, 0], [3, 2]]], np.uint8)
+
+
+def test_routes_are_kept_as_sets_of_the_tokens_that_have_some() -> None:
+    members = [
+        rollout([2, 3, 4], routed_experts=_ROUTES),
+        rollout([2]),
+        rollout([2, 3], routed_experts=_ROUTES[:2].astype(np.uint16), routed_experts_start=1),
+    ]
+    batch = validate_groups([group([1], members)], ROUTED)
+    assert batch.routed_experts is not None
+    assert batch.route_first is not None
+    assert batch.route_offsets is not None
+    assert batch.routed_experts.dtype == np.uint8
+    ascending = np.sort(_ROUTES, axis=2)
+    np.testing.assert_array_equal(batch.routed_experts, np.concatenate([ascending, ascending[:2]]))
+    assert batch.route_first.tolist() == [0, 0, 1]
+    assert batch.route_offsets.tolist() == [0, 3, 3, 5]
+    assert validate_groups([group([1], [rollout([2])])], ROUTED).routed_experts is None
+
+
+def _routes_with(place: tuple[int, ...], value: int) -> NDArray[np.uint8]:
+    routes = _ROUTES.copy()
+    routes[place] = value
+    return routes
+
+
+@pytest.mark.parametrize(
+    ("routes", "start", "field", "got", "expected"),
+    [
+        (_ROUTES, 2, "_start", "2 + 3 rows = 5", "at most 4"),
+        (_ROUTES, -1, "_start", "-1 + 3 rows = 2", "at most 4"),
+        (None, 1, "_start", "1", "0: there is no routed_experts"),
+        (_ROUTES[:, :1], 0, ".shape", "[3, 1, 2]", "2 layers with experts"),
+        (_ROUTES[:, :, :1], 0, ".shape", "[3, 2, 1]", "2 experts per token"),
+        (_ROUTES[0], 0, ".shape", "[2, 2]", "[tokens,"),
+        (_ROUTES.astype(np.int32), 0, ".dtype", "int32", "uint8 or uint16"),
+        (_routes_with((2, 1, 0), 4), 0, "[2][1][0]", "4", "[0, 4)"),
+        (_routes_with((1, 0, 0), 1), 0, "[1][0]", "[1, 1]", "each expert once"),
+    ],
+)
+def test_routes_that_no_router_could_take_are_refused(
+    routes: NDArray[Any] | None, start: int, field: str, got: str, expected: str
+) -> None:
+    bad = rollout([2, 3, 4], routed_experts=routes, routed_experts_start=start)
+    with pytest.raises(RatoonError) as caught:
+        validate_groups([group([1], [rollout([2]), bad])], ROUTED)
+    assert caught.value.code == ErrorCode.INVALID_ARGUMENT
+    assert caught.value.field == f"groups[0].rollouts[1].routed_experts{field}"
+    assert caught.value.got == got
+    assert expected in (caught.value.expected or "")
+
+
+def test_a_dense_policy_takes_no_routes() -> None:
+    with pytest.raises(RatoonError, match="the policy has no experts"):
+        validate_groups([group([1], [rollout([2], routed_experts=_ROUTES[:1])])], LIMITS)

@@ -237,7 +237,8 @@ def forward_backward(
             )
         ]
     if request.kl is not None and request.kl.reference is ReferenceKind.FROZEN:
-        frozen = hf.all_logprobs(pair.initial, paths)
+        # Which routes by itself.
+        frozen = hf.all_logprobs(pair.initial, [replace(path, routes=None) for path in paths])
         paths = [
             replace(path, reference=logprob.numpy())
             for path, (logprob, _) in zip(paths, frozen, strict=True)

@@ -227,6 +227,8 @@ REPORT_GAUGES: Mapping[str, tuple[Metric, tuple[str, ...]]] = {
             ("sampler_gap_max", "Largest distance of log-prob and the sampler's, nats."),
             ("entropy", "Mean entropy, nats."),
             ("router_aux_loss", "Mean balance loss of a rollout's routers, over all layers."),
+            ("route_mismatch", "Share of recorded routes that are not the routers' own."),
+            ("route_conflicts", "Tokens packed again because recorded routes differ."),
             ("ratio_mean", "Mean importance ratio."),
             ("correction_masked_fraction", "Tokens that the rollout correction masks."),
             ("correction_truncated_fraction", "Tokens whose weight it holds at its bound."),

@@ -20,6 +20,8 @@ FlagArray = NDArray[np.bool_]
 
 IntsLike = Sequence[int] | NDArray[np.integer[Any]]
 FloatsLike = Sequence[float] | NDArray[np.floating[Any]]
+RouteArray = NDArray[np.uint8] | NDArray[np.uint16]
+RoutesLike = Sequence[Sequence[Sequence[int]]] | NDArray[np.integer[Any]]
 FlagsLike = Sequence[bool] | Sequence[int] | NDArray[np.bool_] | NDArray[np.integer[Any]]
 
 _INT32 = np.iinfo(np.int32)
@@ -59,6 +61,23 @@ def flag_array(field: str, flags: FlagsLike) -> FlagArray:
     if array.dtype.kind not in "biu":
         raise InvalidArgumentError(field, f"dtype {array.dtype}", "booleans")
     return array.astype(np.bool_)
+
+
+def route_array(field: str, routes: RoutesLike) -> RouteArray:
+    """uint8 [tokens, layers, experts per token], uint16 where an expert is above 255."""
+    try:
+        array = np.asarray(routes)
+    except (ValueError, OverflowError, TypeError, RuntimeError) as err:
+        raise InvalidArgumentError(field, type(routes).__name__, "an array of experts") from err
+    if array.ndim != 3:
+        expected = "[tokens, layers, experts per token]"
+        raise InvalidArgumentError(field, f"{array.ndim} dimensions", expected)
+    if array.dtype.kind not in "iu":
+        raise InvalidArgumentError(field, f"dtype {array.dtype}", "integers")
+    least, most = (int(array.min()), int(array.max())) if array.size else (0, 0)
+    if least < 0 or most > np.iinfo(np.uint16).max:
+        raise InvalidArgumentError(field, least if least < 0 else most, "experts of 16 bits")
+    return array.astype(np.uint8 if most <= np.iinfo(np.uint8).max else np.uint16)
 
 
 def number(field: str, value: float) -> float:

@@ -33,6 +33,7 @@ _ARRAYS = frozenset(
         "reference_logprobs",
         "advantages",
         "token_weights",
+        "routed_experts",
     }
 )
 _SCALARS: dict[str, tuple[type, ...]] = {
@@ -40,6 +41,7 @@ _SCALARS: dict[str, tuple[type, ...]] = {
     "temperature": (int, float),
     "top_p": (int, float),
     "top_k": (int,),
+    "routed_experts_start": (int,),
     "policy_version": (int,),
     "truncated": (bool,),
     "sampler_logprobs_kind": (str,),

@@ -270,6 +270,9 @@ class StepReport:
     # Of models with experts, each layer that has some.
     routers: tuple[RouterReport, ...]
     router_aux_loss: float | None = None
+    # Of rollouts with `routed_experts`.
+    route_mismatch: float | None = None
+    route_conflicts: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,10 +12,13 @@ from ratoon_client.arrays import (
     FlagsLike,
     FloatsLike,
     IntsLike,
+    RouteArray,
+    RoutesLike,
     TokenArray,
     ValueArray,
     flag_array,
     number,
+    route_array,
     token_array,
     value_array,
 )
@@ -69,6 +72,9 @@ class Rollout:
     policy_version: int | None
     truncated: bool
     version_spans: tuple[VersionSpan, ...] = ()
+    # [tokens, layers with experts, experts per token], and the token of the first row.
+    routed_experts: RouteArray | None = None
+    routed_experts_start: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,11 +104,15 @@ def rollout(
     policy_version: int | None = None,
     truncated: bool = False,
     version_spans: Sequence[VersionSpan] = (),
+    routed_experts: RoutesLike | None = None,
+    routed_experts_start: int = 0,
 ) -> Rollout:
     """A rollout of `response` or of `segments`, with a `reward` or ready `advantages`.
 
     Per-token arrays have one value per response token, context segments included. `version_spans`:
-    where weights changed in flight; the first begins at token 0. Raises
+    where weights changed in flight; the first begins at token 0. `routed_experts`, integers
+    [tokens, layers with experts, experts per token]: where the sampler sent tokens of prompt and
+    response, from `routed_experts_start` on (vLLM's `CompletionOutput.routed_experts`). Raises
     InvalidArgumentError naming the argument that has no form on the wire.
     """
 
@@ -126,6 +136,10 @@ def rollout(
         policy_version=policy_version,
         truncated=truncated,
         version_spans=all_of("version_spans", version_spans, VersionSpan),
+        routed_experts=(
+            None if routed_experts is None else route_array("routed_experts", routed_experts)
+        ),
+        routed_experts_start=routed_experts_start,
     )
 
 

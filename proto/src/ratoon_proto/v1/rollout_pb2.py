@@ -26,7 +26,7 @@ from ratoon_proto.v1 import options_pb2 as ratoon__proto_dot_v1_dot_options__pb2
 from ratoon_proto.v1 import tensor_pb2 as ratoon__proto_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dratoon_proto/v1/rollout.proto\x12\tratoon.v1\x1a\x1dratoon_proto/v1/options.proto\x1a\x1cratoon_proto/v1/tensor.proto\"L\n\x07Segment\x12\x30\n\x06tokens\x18\x01 \x01(\x0b\x32\x11.ratoon.v1.TensorB\r\x88\xb5\x18\x01\x92\xb5\x18\x05int32\x12\x0f\n\x07trained\x18\x02 \x01(\x08\"9\n\x0bSegmentList\x12$\n\x08segments\x18\x01 \x03(\x0b\x32\x12.ratoon.v1.Segment:\x04\x88\xb5\x18\x01\"?\n\x0bVersionSpan\x12\x19\n\x0b\x66irst_token\x18\x01 \x01(\x05\x42\x04\x88\xb5\x18\x01\x12\x15\n\x07version\x18\x02 \x01(\x03\x42\x04\x88\xb5\x18\x01\"\xef\x05\n\x07Rollout\x12\x30\n\x08response\x18\x01 \x01(\x0b\x32\x11.ratoon.v1.TensorB\t\x92\xb5\x18\x05int32H\x00\x12*\n\x08segments\x18\x02 \x01(\x0b\x32\x16.ratoon.v1.SegmentListH\x00\x12.\n\tloss_mask\x18\x03 \x01(\x0b\x32\x11.ratoon.v1.TensorB\x08\x92\xb5\x18\x04\x62ool\x12\x38\n\x10sampler_logprobs\x18\x04 \x01(\x0b\x32\x11.ratoon.v1.TensorB\x0b\x92\xb5\x18\x07\x66loat32\x12\x34\n\x0cold_logprobs\x18\x05 \x01(\x0b\x32\x11.ratoon.v1.TensorB\x0b\x92\xb5\x18\x07\x66loat32\x12:\n\x12reference_logprobs\x18\x06 \x01(\x0b\x32\x11.ratoon.v1.TensorB\x0b\x92\xb5\x18\x07\x66loat32\x12\x10\n\x06reward\x18\x07 \x01(\x01H\x01\x12\x34\n\nadvantages\x18\x08 \x01(\x0b\x32\x11.ratoon.v1.TensorB\x0b\x92\xb5\x18\x07\x66loat32H\x01\x12\x35\n\rtoken_weights\x18\t \x01(\x0b\x32\x11.ratoon.v1.TensorB\x0b\x92\xb5\x18\x07\x66loat32\x12\x18\n\x0btemperature\x18\n \x01(\x01H\x02\x88\x01\x01\x12=\n\x15sampler_logprobs_kind\x18\x0b \x01(\x0e\x32\x1e.ratoon.v1.SamplerLogprobsKind\x12\x12\n\x05top_p\x18\x0c \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\r \x01(\x05H\x04\x88\x01\x01\x12\x1b\n\x0epolicy_version\x18\x0e \x01(\x03H\x05\x88\x01\x01\x12\x11\n\ttruncated\x18\x0f \x01(\x08\x12-\n\rversion_spans\x18\x10 \x03(\x0b\x32\x16.ratoon.v1.VersionSpanB\t\n\x07\x63ontentB\t\n\x07outcomeB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x11\n\x0f_policy_version\"z\n\x0cRolloutGroup\x12\x16\n\x08group_id\x18\x01 \x01(\tB\x04\x88\xb5\x18\x01\x12,\n\x06prompt\x18\x02 \x01(\x0b\x32\x11.ratoon.v1.TensorB\t\x92\xb5\x18\x05int32\x12$\n\x08rollouts\x18\x03 \x03(\x0b\x32\x12.ratoon.v1.Rollout\"=\n\x0cRolloutBatch\x12-\n\x06groups\x18\x01 \x03(\x0b\x32\x17.ratoon.v1.RolloutGroupB\x04\x88\xb5\x18\x01\"A\n\rUploadedBatch\x12\x17\n\tupload_id\x18\x01 \x01(\tB\x04\x88\xb5\x18\x01\x12\x17\n\tnum_parts\x18\x02 \x01(\x05\x42\x04\x88\xb5\x18\x01*\x80\x01\n\x13SamplerLogprobsKind\x12%\n!SAMPLER_LOGPROBS_KIND_UNSPECIFIED\x10\x00\x12#\n\x1fSAMPLER_LOGPROBS_KIND_PROCESSED\x10\x01\x12\x1d\n\x19SAMPLER_LOGPROBS_KIND_RAW\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dratoon_proto/v1/rollout.proto\x12\tratoon.v1\x1a\x1dratoon_proto/v1/options.proto\x1a\x1cratoon_proto/v1/tensor.proto\"L\n\x07Segment\x12\x30\n\x06tokens\x18\x01 \x01(\x0b\x32\x11.ratoon.v1.TensorB\r\x88\xb5\x18\x01\x92\xb5\x18\x05int32\x12\x0f\n\x07trained\x18\x02 \x01(\x08\"9\n\x0bSegmentList\x12$\n\x08segments\x18\x01 \x03(\x0b\x32\x12.ratoon.v1.Segment:\x04\x88\xb5\x18\x01\"?\n\x0bVersionSpan\x12\x19\n\x0b\x66irst_token\x18\x01 \x01(\x05\x42\x04\x88\xb5\x18\x01\x12\x15\n\x07version\x18\x02 \x01(\x03\x42\x04\x88\xb5\x18\x01\"\xb8\x06\n\x07Rollout\x12\x30\n\x08response\x18\x01 \x01(\x0b\x32\x11.ratoon.v1.TensorB\t\x92\xb5\x18\x05int32H\x00\x12*\n\x08segments\x18\x02 \x01(\x0b\x32\x16.ratoon.v1.SegmentListH\x00\x12.\n\tloss_mask\x18\x03 \x01(\x0b\x32\x11.ratoon.v1.TensorB\x08\x92\xb5\x18\x04\x62ool\x12\x38\n\x10sampler_logprobs\x18\x04 \x01(\x0b\x32\x11.ratoon.v1.TensorB\x0b\x92\xb5\x18\x07\x66loat32\x12\x34\n\x0cold_logprobs\x18\x05 \x01(\x0b\x32\x11.ratoon.v1.TensorB\x0b\x92\xb5\x18\x07\x66loat32\x12:\n\x12reference_logprobs\x18\x06 \x01(\x0b\x32\x11.ratoon.v1.TensorB\x0b\x92\xb5\x18\x07\x66loat32\x12\x10\n\x06reward\x18\x07 \x01(\x01H\x01\x12\x34\n\nadvantages\x18\x08 \x01(\x0b\x32\x11.ratoon.v1.TensorB\x0b\x92\xb5\x18\x07\x66loat32H\x01\x12\x35\n\rtoken_weights\x18\t \x01(\x0b\x32\x11.ratoon.v1.TensorB\x0b\x92\xb5\x18\x07\x66loat32\x12\x18\n\x0btemperature\x18\n \x01(\x01H\x02\x88\x01\x01\x12=\n\x15sampler_logprobs_kind\x18\x0b \x01(\x0e\x32\x1e.ratoon.v1.SamplerLogprobsKind\x12\x12\n\x05top_p\x18\x0c \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\r \x01(\x05H\x04\x88\x01\x01\x12\x1b\n\x0epolicy_version\x18\x0e \x01(\x03H\x05\x88\x01\x01\x12\x11\n\ttruncated\x18\x0f \x01(\x08\x12-\n\rversion_spans\x18\x10 \x03(\x0b\x32\x16.ratoon.v1.VersionSpan\x12)\n\x0erouted_experts\x18\x11 \x01(\x0b\x32\x11.ratoon.v1.Tensor\x12\x1c\n\x14routed_experts_start\x18\x12 \x01(\x05\x42\t\n\x07\x63ontentB\t\n\x07outcomeB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x11\n\x0f_policy_version\"z\n\x0cRolloutGroup\x12\x16\n\x08group_id\x18\x01 \x01(\tB\x04\x88\xb5\x18\x01\x12,\n\x06prompt\x18\x02 \x01(\x0b\x32\x11.ratoon.v1.TensorB\t\x92\xb5\x18\x05int32\x12$\n\x08rollouts\x18\x03 \x03(\x0b\x32\x12.ratoon.v1.Rollout\"=\n\x0cRolloutBatch\x12-\n\x06groups\x18\x01 \x03(\x0b\x32\x17.ratoon.v1.RolloutGroupB\x04\x88\xb5\x18\x01\"A\n\rUploadedBatch\x12\x17\n\tupload_id\x18\x01 \x01(\tB\x04\x88\xb5\x18\x01\x12\x17\n\tnum_parts\x18\x02 \x01(\x05\x42\x04\x88\xb5\x18\x01*\x80\x01\n\x13SamplerLogprobsKind\x12%\n!SAMPLER_LOGPROBS_KIND_UNSPECIFIED\x10\x00\x12#\n\x1fSAMPLER_LOGPROBS_KIND_PROCESSED\x10\x01\x12\x1d\n\x19SAMPLER_LOGPROBS_KIND_RAW\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -65,8 +65,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_UPLOADEDBATCH'].fields_by_name['upload_id']._serialized_options = b'\210\265\030\001'
   _globals['_UPLOADEDBATCH'].fields_by_name['num_parts']._loaded_options = None
   _globals['_UPLOADEDBATCH'].fields_by_name['num_parts']._serialized_options = b'\210\265\030\001'
-  _globals['_SAMPLERLOGPROBSKIND']._serialized_start=1316
-  _globals['_SAMPLERLOGPROBSKIND']._serialized_end=1444
+  _globals['_SAMPLERLOGPROBSKIND']._serialized_start=1389
+  _globals['_SAMPLERLOGPROBSKIND']._serialized_end=1517
   _globals['_SEGMENT']._serialized_start=105
   _globals['_SEGMENT']._serialized_end=181
   _globals['_SEGMENTLIST']._serialized_start=183
@@ -74,11 +74,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_VERSIONSPAN']._serialized_start=242
   _globals['_VERSIONSPAN']._serialized_end=305
   _globals['_ROLLOUT']._serialized_start=308
-  _globals['_ROLLOUT']._serialized_end=1059
-  _globals['_ROLLOUTGROUP']._serialized_start=1061
-  _globals['_ROLLOUTGROUP']._serialized_end=1183
-  _globals['_ROLLOUTBATCH']._serialized_start=1185
-  _globals['_ROLLOUTBATCH']._serialized_end=1246
-  _globals['_UPLOADEDBATCH']._serialized_start=1248
-  _globals['_UPLOADEDBATCH']._serialized_end=1313
+  _globals['_ROLLOUT']._serialized_end=1132
+  _globals['_ROLLOUTGROUP']._serialized_start=1134
+  _globals['_ROLLOUTGROUP']._serialized_end=1256
+  _globals['_ROLLOUTBATCH']._serialized_start=1258
+  _globals['_ROLLOUTBATCH']._serialized_end=1319
+  _globals['_UPLOADEDBATCH']._serialized_start=1321
+  _globals['_UPLOADEDBATCH']._serialized_end=1386
 # @@protoc_insertion_point(module_scope)

@@ -141,6 +141,8 @@ class Rollout(_message.Message):
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     TRUNCATED_FIELD_NUMBER: _builtins.int
     VERSION_SPANS_FIELD_NUMBER: _builtins.int
+    ROUTED_EXPERTS_FIELD_NUMBER: _builtins.int
+    ROUTED_EXPERTS_START_FIELD_NUMBER: _builtins.int
     reward: _builtins.float
     temperature: _builtins.float
     """Default 1."""
@@ -155,6 +157,8 @@ class Rollout(_message.Message):
     """The policy version that sampled this rollout. With version_spans: absent, or the oldest of them."""
     truncated: _builtins.bool
     """The response hit the length limit."""
+    routed_experts_start: _builtins.int
+    """The token of the first row, from 0 at the start of the prompt."""
     @_builtins.property
     def response(self) -> _tensor_pb2.Tensor:
         """int32 [R]."""
@@ -191,6 +195,13 @@ class Rollout(_message.Message):
         ascend from 0. Staleness is that of the oldest.
         """
 
+    @_builtins.property
+    def routed_experts(self) -> _tensor_pb2.Tensor:
+        """Of models with experts: which experts the sampler sent each token to (rollout routing replay).
+        uint8 or uint16 [tokens, layers with experts, experts per token], for tokens of the prompt and
+        the response; tokens without a row, as the last one of vLLM and SGLang, are routed by the policy.
+        """
+
     def __init__(
         self,
         *,
@@ -210,10 +221,12 @@ class Rollout(_message.Message):
         policy_version: _builtins.int | None = ...,
         truncated: _builtins.bool = ...,
         version_spans: _abc.Iterable[Global___VersionSpan] | None = ...,
+        routed_experts: _tensor_pb2.Tensor | None = ...,
+        routed_experts_start: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "advantages", b"advantages", "content", b"content", "loss_mask", b"loss_mask", "old_logprobs", b"old_logprobs", "outcome", b"outcome", "policy_version", b"policy_version", "reference_logprobs", b"reference_logprobs", "response", b"response", "reward", b"reward", "sampler_logprobs", b"sampler_logprobs", "segments", b"segments", "temperature", b"temperature", "token_weights", b"token_weights", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "advantages", b"advantages", "content", b"content", "loss_mask", b"loss_mask", "old_logprobs", b"old_logprobs", "outcome", b"outcome", "policy_version", b"policy_version", "reference_logprobs", b"reference_logprobs", "response", b"response", "reward", b"reward", "routed_experts", b"routed_experts", "sampler_logprobs", b"sampler_logprobs", "segments", b"segments", "temperature", b"temperature", "token_weights", b"token_weights", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "advantages", b"advantages", "content", b"content", "loss_mask", b"loss_mask", "old_logprobs", b"old_logprobs", "outcome", b"outcome", "policy_version", b"policy_version", "reference_logprobs", b"reference_logprobs", "response", b"response", "reward", b"reward", "sampler_logprobs", b"sampler_logprobs", "sampler_logprobs_kind", b"sampler_logprobs_kind", "segments", b"segments", "temperature", b"temperature", "token_weights", b"token_weights", "top_k", b"top_k", "top_p", b"top_p", "truncated", b"truncated", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "advantages", b"advantages", "content", b"content", "loss_mask", b"loss_mask", "old_logprobs", b"old_logprobs", "outcome", b"outcome", "policy_version", b"policy_version", "reference_logprobs", b"reference_logprobs", "response", b"response", "reward", b"reward", "routed_experts", b"routed_experts", "routed_experts_start", b"routed_experts_start", "sampler_logprobs", b"sampler_logprobs", "sampler_logprobs_kind", b"sampler_logprobs_kind", "segments", b"segments", "temperature", b"temperature", "token_weights", b"token_weights", "top_k", b"top_k", "top_p", b"top_p", "truncated", b"truncated", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__policy_version: _TypeAlias = _typing.Literal["policy_version"]  # noqa: Y015
     _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015

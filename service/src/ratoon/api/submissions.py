@@ -39,6 +39,7 @@ from ratoon.engine.types import (
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.model.spec import ModelInfo
 from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.routes import RouteSizes
 from ratoon.rollout.serial import batch_digest, batch_to_bytes
 from ratoon.rollout.validate import BatchLimits, validate_groups
 from ratoon.train.loss.resolve import check_optim, resolve_loss, resolve_optim
@@ -233,6 +234,11 @@ def _batch(groups: Groups, policy: Policy, limits: LimitsConfig) -> RolloutBatch
         max_groups=limits.max_groups,
         max_sequences=limits.max_sequences,
         max_tokens=limits.max_tokens,
+        routes=RouteSizes(
+            layers=info.route_layers,
+            num_experts=info.num_experts,
+            experts_per_token=info.experts_per_token,
+        ),
     )
     return validate_groups(raw_groups(groups, max_tokens=limits.max_tokens), bounds)
 

@@ -57,6 +57,7 @@ class PolicyModel:
         self.adapter = adapter
         self._frozen = frozen
         self._active = module
+        self._is_reference = False
         self._attention_backend = attention_backend
         self.sizes = decoder_sizes(module)
         self._deterministic = deterministic
@@ -93,7 +94,8 @@ class PolicyModel:
 
         `tokens_T` and `position_T` are int64 on the model's device; a position is the token's depth
         on its path. `layout` is of the same T tokens. Gradients flow to the parameters, if enabled:
-        then `routes` count the tokens as `routed` says, None: not at all.
+        then `routes` count the tokens as `routed` says, None: not at all. Its recorded experts are
+        those that the tokens visit, but in a reference, which routes by itself.
         """
         assert len(tokens_T) == layout.num_tokens, "one token a key"
         return self.attend_hidden(tokens_T, position_T, self._whole(layout), routed)
@@ -109,8 +111,10 @@ class PolicyModel:
         assert tokens_T.shape == position_T.shape, "one position a token"
         self._layers.kept = self._plan_activations(attention.held)
         decoder = cast("Any", self._active).get_decoder()
-        counted = routed if torch.is_grad_enabled() else None
-        with self._precision(), self.routes.counting(counted):
+        if self._is_reference and routed is not None:
+            routed = replace(routed, recorded_LTC=None)
+        routing = self.routes.routing(routed, is_counted=torch.is_grad_enabled())
+        with self._precision(), routing:
             output = decoder(
                 input_ids=tokens_T[None],
                 position_ids=position_T[None],
@@ -171,18 +175,15 @@ class PolicyModel:
         For LoRA that is the base (the adapter off), else the copy of the initial weights. Raises
         INVALID_ARGUMENT where none was kept.
         """
-        with torch.no_grad():
-            if self.adapter is not None:
-                with self.adapter.disable_adapter():
-                    yield
-            elif self._frozen is not None:
-                self._active = self._frozen
-                try:
-                    yield
-                finally:
-                    self._active = self.module
-            else:
-                raise invalid("reference", "none", "a policy created with reference base")
+        if self.adapter is None and self._frozen is None:
+            raise invalid("reference", "none", "a policy created with reference base")
+        adapter_off = nullcontext() if self.adapter is None else self.adapter.disable_adapter()
+        self._active, self._is_reference = self._frozen or self.module, True
+        try:
+            with torch.no_grad(), adapter_off:
+                yield
+        finally:
+            self._active, self._is_reference = self.module, False
 
     def info(self) -> ModelInfo:
         return ModelInfo(
@@ -191,6 +192,9 @@ class PolicyModel:
             vocab_size=self.lm_head_VD.shape[0],
             max_sequence_tokens=longest_sequence(self.config),
             attention_backend=self._attention_backend,
+            route_layers=self.routes.num_layers,
+            num_experts=self.sizes.num_experts,
+            experts_per_token=self.sizes.experts_per_token,
         )
 
     def _precision(self) -> Float64Math | nullcontext[None]:

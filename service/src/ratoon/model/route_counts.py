@@ -24,7 +24,7 @@ class RouteSums:
     """`layers`: those with experts that ran, ascending; () of a dense model."""
 
     layers: tuple[int, ...] = ()
-    # Of each, E + 2: choices of each expert, tokens, entropies in nats.
+    # Of each, E + 4, as `RouteCount.sums_F` has them.
     sums: tuple[tuple[float, ...], ...] = ()
 
     def __add__(self, other: RouteSums) -> RouteSums:
@@ -42,6 +42,8 @@ class RoutedTokens:
 
     copies_T: Tensor
     balance: Balance | None = None
+    # Recorded experts by layer with experts, as `RouteCount.recorded_TC`. None: of no token.
+    recorded_LTC: Tensor | None = None
 
 
 class RouteCounts:
@@ -63,18 +65,22 @@ class RouteCounts:
         return len(self._counts)
 
     @contextmanager
-    def counting(self, tokens: RoutedTokens | None) -> Iterator[None]:
-        """Inside, a forward of these tokens is counted; None: nothing is."""
+    def routing(self, tokens: RoutedTokens | None, *, is_counted: bool) -> Iterator[None]:
+        """Inside, a forward is of these tokens: it has their recorded experts, and is counted if
+        it `is_counted`. None: of any others."""
+        counted = tokens if is_counted else None
         for count in self._counts.values():
-            if tokens is not None:
-                count.copies_T, count.balance = tokens.copies_T, tokens.balance
+            if tokens is not None and tokens.recorded_LTC is not None:
+                count.recorded_TC = tokens.recorded_LTC[count.row]
+            if counted is not None:
+                count.copies_T, count.balance = counted.copies_T, counted.balance
         try:
             yield
         finally:
             for count in self._counts.values():
-                count.copies_T = count.balance = None
-        if tokens is not None and tokens.balance is not None:
-            tokens.balance.settle()
+                count.recorded_TC = count.copies_T = count.balance = None
+        if counted is not None and counted.balance is not None:
+            counted.balance.settle()
 
     @contextmanager
     def balancing(self, tokens: RoutedTokens) -> Iterator[None]:

@@ -39,7 +39,7 @@ class Balance(Protocol):
 
 
 class RouteCount:
-    """What one router chooses, added up on the device, and the loss that balances it.
+    """What one router is given and chooses, added up on the device, and the loss that balances it.
 
     The routing operation finds it by number, as a compiled layer takes in and gives out hidden
     states alone. Nothing is counted while `copies_T` is None.
@@ -50,23 +50,44 @@ class RouteCount:
         self.row = 0
         # How often each token of the forward under way counts.
         self.copies_T: Tensor | None = None
+        # Experts that its tokens visit in place of the router's own, ascending, int16; -1: that
+        # token has none. None: of no token.
+        self.recorded_TC: Tensor | None = None
         # Of the forward under way, and of the backward.
         self.balance: Balance | None = None
         self.balance_behind: Balance | None = None
         # Of `balance`, without its coefficient; float64 []. None: no backward yet.
         self.balance_loss: Tensor | None = None
-        # float64 [E + 2]: choices of each expert, tokens, entropies in nats. None: no forward yet.
+        # float64 [E + 4]: choices of each expert, tokens, entropies in nats, tokens with recorded
+        # experts, those of them that the router would send elsewhere. None: no forward yet.
         self.sums_F: Tensor | None = None
 
-    def add(self, probs_TE: Tensor, expert_TC: Tensor) -> None:
-        """Count the tokens of a forward; nothing waits for the device."""
+    def choose(self, probs_TE: Tensor, top_k: int) -> Tensor:
+        """expert_TC, by falling probability; counts the tokens. Nothing waits for the device."""
+        own_TC = _choose(probs_TE, top_k)
+        if self.recorded_TC is None:
+            self._add(probs_TE, own_TC, None)
+            return own_TC
+        recorded_TC = self.recorded_TC.long()
+        is_recorded_T1 = recorded_TC[:, :1] >= 0
+        given_TC = _by_probability(probs_TE, recorded_TC.clamp(min=0))
+        is_other_T = (own_TC.sort(-1).values != recorded_TC).any(-1) & is_recorded_T1[:, 0]
+        expert_TC = torch.where(is_recorded_T1, given_TC, own_TC)
+        self._add(probs_TE, expert_TC, torch.stack([is_recorded_T1[:, 0], is_other_T]))
+        return expert_TC
+
+    def _add(self, probs_TE: Tensor, expert_TC: Tensor, recorded_2T: Tensor | None) -> None:
         if self.copies_T is None:
             return
         copies_TC = self.copies_T.to(probs_TE.dtype)[:, None].expand_as(expert_TC)
         load_E = _by_expert(copies_TC, expert_TC, probs_TE).sum(0, dtype=torch.float64)
         copies_T = self.copies_T.double()
         entropy_T = torch.special.entr(probs_TE).sum(-1, dtype=torch.float64)
-        sums_F = torch.cat([load_E, torch.stack([copies_T.sum(), (copies_T * entropy_T).sum()])])
+        recorded_2 = copies_T.new_zeros(2)
+        if recorded_2T is not None:
+            recorded_2 = (copies_T * recorded_2T).sum(1)
+        tokens_2 = torch.stack([copies_T.sum(), (copies_T * entropy_T).sum()])
+        sums_F = torch.cat([load_E, tokens_2, recorded_2])
         self.sums_F = sums_F if self.sums_F is None else self.sums_F + sums_F
         if self.balance is not None:
             self.balance.add(expert_TC, probs_TE.shape[1])
@@ -112,14 +133,14 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """The `top_k` largest probabilities in falling order, and whose they are.
 
-    `number_1`: of the `RouteCount` that they are added to.
+    `number_1`: of the `RouteCount` that they are added to. Where that has recorded experts of a
+    token, theirs in place of the largest ones.
     The softmax is computed in float32 at least. Returns weight_TC in the dtype of the logits,
     which sum to 1 per token if `is_normalized`, and expert_TC as int16. Differentiable in the
     logits through the weights.
     """
     probs_TE = _softmax(logits_TE)
-    expert_TC = _choose(probs_TE, top_k)
-    cast("RouteCount", find(number_1)).add(probs_TE, expert_TC)
+    expert_TC = cast("RouteCount", find(number_1)).choose(probs_TE, top_k)
     weight_TC = _weights(probs_TE, expert_TC, is_normalized)
     return weight_TC.to(logits_TE.dtype), expert_TC.to(torch.int16)
 
@@ -168,6 +189,12 @@ def _softmax_backward(dprobs_TE: Tensor, probs_TE: Tensor) -> Tensor:
 def _choose(probs_TE: Tensor, top_k: int) -> Tensor:
     """expert_TC; by a stable sort, for topk leaves open which of equal ones it takes."""
     return probs_TE.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+
+
+def _by_probability(probs_TE: Tensor, expert_TC: Tensor) -> Tensor:
+    """Experts that ascend, sorted as `_choose` would have them."""
+    order_TC = probs_TE.gather(1, expert_TC).sort(dim=-1, descending=True, stable=True).indices
+    return expert_TC.gather(1, order_TC)
 
 
 def _by_expert(x_TC: Tensor, expert_TC: Tensor, like_TE: Tensor) -> Tensor:

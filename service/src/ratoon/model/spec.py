@@ -67,3 +67,7 @@ class ModelInfo:
     optimizer_states: str = ""
     # The same of `train.config.Shard`: what its ranks share out.
     shard: str = ""
+    # Layers with experts, and the experts of each; 0 of a dense model.
+    route_layers: int = 0
+    num_experts: int = 0
+    experts_per_token: int = 0

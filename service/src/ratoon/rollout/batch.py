@@ -49,6 +49,13 @@ class RolloutBatch:
     top_k: NDArray[np.int32]
     # int64 [J]; -1: not said. None: of each token its rollout's.
     token_version: NDArray[np.int64] | None = None
+    # Experts that the sampler recorded, uint8 or uint16 [N, L, C], ascending within a token, of N
+    # tokens in layers with experts; int64 [S]: the first token of each sequence, prompt and
+    # response, with a row; int64 [S + 1]: offsets of its rows, one token after the other. None,
+    # all of them: no rollout has any. Tokens without a row are routed by the policy.
+    routed_experts: NDArray[np.unsignedinteger] | None = None
+    route_first: NDArray[np.int64] | None = None
+    route_offsets: NDArray[np.int64] | None = None
 
     @property
     def num_groups(self) -> int:

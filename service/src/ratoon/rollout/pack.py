@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import Forest, PackedBatch
 from ratoon.rollout.paths import predecessors, response_tokens
+from ratoon.rollout.routes import packed_routes
 
 
 def pack(batch: RolloutBatch, forest: Forest, term_mask_J: NDArray[np.bool_]) -> PackedBatch:
@@ -43,6 +44,7 @@ def pack(batch: RolloutBatch, forest: Forest, term_mask_J: NDArray[np.bool_]) ->
         term_target=term_target,
         term_sequence=sequence[is_term],
         term_token=response.column[is_term],
+        routes=packed_routes(batch, forest),
     )
 
 

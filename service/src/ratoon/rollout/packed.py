@@ -132,3 +132,5 @@ class PackedBatch:
     term_target: NDArray[np.int64]
     term_sequence: NDArray[np.int64]
     term_token: NDArray[np.int64]
+    # int16 [L, T, C]: recorded experts by layer with experts, -1 of a token without; None: of none.
+    routes: NDArray[np.int16] | None = None

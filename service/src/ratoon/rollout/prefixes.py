@@ -12,18 +12,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.route_prefixes import split_by_routes
 from ratoon.rollout.stems import trie_events
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SortedPrefixes:
-    """All S sequences by temperature, then lexicographic by token id, ties in request order."""
+    """All S sequences by temperature, then lexicographic by token id, ties in request order.
+
+    Of a batch with recorded routes, those of equal tokens and routes beside each other.
+    """
 
     # int64 [S]: sequence indexes; int64 [S]: their inverse, place of each sequence.
     order: NDArray[np.int64]
     rank: NDArray[np.int64]
     # int64 [S]: tokens that order[i] shares with order[i - 1]; 0 for the first of a temperature.
     lcp: NDArray[np.int64]
+    # Where there are routes: the same by tokens alone.
+    by_tokens: SortedPrefixes | None = None
 
 
 def sort_sequences(batch: RolloutBatch) -> SortedPrefixes:
@@ -37,9 +43,28 @@ def sort_sequences(batch: RolloutBatch) -> SortedPrefixes:
     first = np.flatnonzero(np.diff(batch.temperature[order], prepend=np.float32(np.nan)))
     for start, stop in zip(first, [*first[1:], len(order)], strict=True):
         lcp[start:stop] = shared_with_previous(event_lcp, places[start:stop])
+    by_tokens = _ranked(order, lcp)
+    if batch.routed_experts is None:
+        return by_tokens
+    return _ranked(*split_by_routes(batch, order, lcp), by_tokens)
+
+
+def route_conflicts(prefixes: SortedPrefixes, sequences: NDArray[np.int64]) -> int:
+    """Tokens that `sequences` would share more, packed together, if all routes agreed."""
+
+    def shared(found: SortedPrefixes) -> int:
+        places = np.sort(found.rank[sequences])
+        return int(shared_with_previous(found.lcp, places).sum())
+
+    return 0 if prefixes.by_tokens is None else shared(prefixes.by_tokens) - shared(prefixes)
+
+
+def _ranked(
+    order: NDArray[np.int64], lcp: NDArray[np.int64], by_tokens: SortedPrefixes | None = None
+) -> SortedPrefixes:
     rank = np.empty(len(order), np.int64)
     rank[order] = np.arange(len(order))
-    return SortedPrefixes(order=order, rank=rank, lcp=lcp)
+    return SortedPrefixes(order=order, rank=rank, lcp=lcp, by_tokens=by_tokens)
 
 
 def shared_with_previous(lcp: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:

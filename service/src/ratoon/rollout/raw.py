@@ -48,6 +48,9 @@ class RawRollout:
     truncated: bool
     # (first response token, version) of each span, in order; none: `policy_version` alone.
     version_spans: tuple[tuple[int, int], ...] = ()
+    # [tokens, layers with experts, experts per token], from that token of the rollout's on.
+    routed_experts: NDArray[np.generic] | None = None
+    routed_experts_start: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -50,6 +51,10 @@ _ARRAYS: Mapping[str, tuple[str, str]] = {
     "top_p": ("<f4", "S"),
     "top_k": ("<i4", "S"),
     "token_version": ("<i8", "J"),
+    # Of three axes, and "<u2" where experts are above 255.
+    "routed_experts": ("|u1", "N"),
+    "route_first": ("<i8", "S"),
+    "route_offsets": ("<i8", "S+1"),
 }
 _OPTIONAL = frozenset(
     {
@@ -60,24 +65,31 @@ _OPTIONAL = frozenset(
         "advantages",
         "token_weights",
         "token_version",
+        "routed_experts",
+        "route_first",
+        "route_offsets",
     }
 )
+_DTYPES: Mapping[str, tuple[str, ...]] = {"routed_experts": ("|u1", "<u2")}
+_RANKS: Mapping[str, int] = {"routed_experts": 3}
+# dtype and shape of an array.
+_Form = tuple[str, tuple[int, ...]]
 
 
 def batch_to_bytes(batch: RolloutBatch) -> bytes:
     """The canonical bytes of `batch`."""
     arrays: dict[str, NDArray[Any]] = {
-        name: np.ascontiguousarray(value, dtype)
+        name: np.ascontiguousarray(value, value.dtype if name in _DTYPES else dtype)
         for name, (dtype, _) in _ARRAYS.items()
         if (value := getattr(batch, name)) is not None
     }
-    lengths = {name: len(array) for name, array in arrays.items()}
-    header = _encode_header(batch.group_ids, lengths)
+    forms = {name: (array.dtype.str, array.shape) for name, array in arrays.items()}
+    header = _encode_header(batch.group_ids, forms)
     parts: list[bytes | memoryview] = [_PREFIX.pack(_MAGIC, _VERSION, len(header)), header]
     size = _PREFIX.size + len(header)
     for array in arrays.values():
         padding = -size % _ALIGNMENT
-        parts += [bytes(padding), array.view(np.uint8).data]
+        parts += [bytes(padding), array.reshape(-1).view(np.uint8).data]
         size += padding + array.nbytes
     hasher = xxhash.xxh3_128()
     for part in parts:
@@ -97,8 +109,8 @@ def batch_from_bytes(data: bytes) -> RolloutBatch:
         raise _malformed("another checksum", "that of the bytes")
     if _PREFIX.size + header_size > len(body):
         raise _malformed(f"a header of {header_size} bytes", "one within the body")
-    group_ids, lengths = _decode_header(bytes(body[_PREFIX.size : _PREFIX.size + header_size]))
-    arrays = _read_arrays(body, _PREFIX.size + header_size, lengths)
+    group_ids, forms = _decode_header(bytes(body[_PREFIX.size : _PREFIX.size + header_size]))
+    arrays = _read_arrays(body, _PREFIX.size + header_size, forms)
     _check_axes(len(group_ids), arrays)
     absent = {name: None for name in _OPTIONAL if name not in arrays}
     return RolloutBatch(group_ids=tuple(group_ids), **arrays, **cast("Any", absent))
@@ -119,48 +131,56 @@ def _malformed(got: str, expected: str) -> RatoonError:
     )
 
 
-def _encode_header(group_ids: Sequence[str], lengths: Mapping[str, int]) -> bytes:
+def _encode_header(group_ids: Sequence[str], forms: Mapping[str, _Form]) -> bytes:
     arrays = [
-        {"name": name, "dtype": _ARRAYS[name][0], "shape": [length]}
-        for name, length in lengths.items()
+        {"name": name, "dtype": dtype, "shape": list(shape)}
+        for name, (dtype, shape) in forms.items()
     ]
     header = {"arrays": arrays, "group_ids": list(group_ids)}
     return json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
 
 
-def _decode_header(header: bytes) -> tuple[list[str], dict[str, int]]:
-    """Group ids, and the length of each array in the order in which they are written."""
+def _decode_header(header: bytes) -> tuple[list[str], dict[str, _Form]]:
+    """Group ids, and the form of each array in the order in which they are written."""
     try:
         fields: Any = json.loads(header)
         group_ids: list[str] = fields["group_ids"]
-        lengths: dict[str, int] = {array["name"]: array["shape"][0] for array in fields["arrays"]}
-        is_canonical = _encode_header(group_ids, lengths) == header
+        forms: dict[str, _Form] = {
+            array["name"]: (array["dtype"], tuple(array["shape"])) for array in fields["arrays"]
+        }
+        is_canonical = _encode_header(group_ids, forms) == header
     except (ValueError, KeyError, IndexError, TypeError, RecursionError) as err:
         raise _malformed("a header that cannot be read", "that of a batch") from err
-    is_known = list(lengths) == [
-        name for name in _ARRAYS if name in lengths or name not in _OPTIONAL
-    ]
+    is_known = list(forms) == [name for name in _ARRAYS if name in forms or name not in _OPTIONAL]
     if not (
         is_canonical
         and is_known
         and all(type(group_id) is str for group_id in group_ids)
-        and all(type(length) is int and length >= 0 for length in lengths.values())
+        and all(_is_form(name, *form) for name, form in forms.items())
     ):
         raise _malformed("another header", "the canonical one of a batch")
-    return group_ids, lengths
+    return group_ids, forms
+
+
+def _is_form(name: str, dtype: object, shape: tuple[object, ...]) -> bool:
+    return (
+        dtype in _DTYPES.get(name, (_ARRAYS[name][0],))
+        and len(shape) == _RANKS.get(name, 1)
+        and all(type(extent) is int and extent >= 0 for extent in shape)
+    )
 
 
 def _read_arrays(
-    body: memoryview, start: int, lengths: Mapping[str, int]
+    body: memoryview, start: int, forms: Mapping[str, _Form]
 ) -> dict[str, NDArray[Any]]:
     arrays: dict[str, NDArray[Any]] = {}
-    for name, length in lengths.items():
-        dtype = np.dtype(_ARRAYS[name][0])
+    for name, (kind, shape) in forms.items():
+        dtype, size = np.dtype(kind), math.prod(shape)
         aligned = start + -start % _ALIGNMENT
-        stop = aligned + length * dtype.itemsize
+        stop = aligned + size * dtype.itemsize
         if stop > len(body) or any(body[start:aligned]):
-            raise _malformed(f"{name} of {length} values", "what the body holds")
-        arrays[name] = np.frombuffer(body[aligned:stop], dtype).copy()
+            raise _malformed(f"{name} of {size} values", "what the body holds")
+        arrays[name] = np.frombuffer(body[aligned:stop], dtype).reshape(shape).copy()
         if dtype == np.bool_ and (arrays[name].view(np.uint8) > 1).any():
             raise _malformed(f"{name} with other bytes", "0 and 1")
         start = stop
@@ -177,7 +197,11 @@ def _check_axes(num_groups: int, arrays: Mapping[str, NDArray[Any]]) -> None:
         "J": len(arrays["response_tokens"]),
         "S+1": len(arrays["response_offsets"]),
         "S": len(arrays["response_offsets"]) - 1,
+        "N": len(arrays["routed_experts"]) if "routed_experts" in arrays else 0,
     }
+    route_arrays = {"routed_experts", "route_first", "route_offsets"}
+    if arrays.keys() & route_arrays not in (set[str](), route_arrays):
+        raise _malformed("part of the routes", "all of them or none")
     for name, array in arrays.items():
         axis = _ARRAYS[name][1]
         if len(array) != axes[axis]:
@@ -186,7 +210,10 @@ def _check_axes(num_groups: int, arrays: Mapping[str, NDArray[Any]]) -> None:
         ("group_offsets", axes["S"], 1),
         ("prompt_offsets", axes["prompt"], 0),
         ("response_offsets", axes["J"], 0),
+        ("route_offsets", axes["N"], 0),
     ):
+        if name not in arrays:
+            continue
         offsets = arrays[name]
         if not len(offsets) or offsets[0] != 0 or offsets[-1] != total:
             raise _malformed(f"{name} that do not span", f"0 to {total}")

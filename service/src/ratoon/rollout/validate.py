@@ -17,6 +17,7 @@ from ratoon.rollout.columns import check_logprobs, outcomes, sampling_settings, 
 from ratoon.rollout.fields import RequestFields, first_true
 from ratoon.rollout.ragged import offsets_of
 from ratoon.rollout.raw import RawGroup
+from ratoon.rollout.routes import DENSE, RouteSizes, recorded_routes
 from ratoon.rollout.segments import (
     bad_token_array,
     is_token_array,
@@ -38,6 +39,7 @@ class BatchLimits:
     max_groups: int
     max_sequences: int
     max_tokens: int
+    routes: RouteSizes = DENSE
 
 
 def validate_groups(groups: Sequence[RawGroup], limits: BatchLimits) -> RolloutBatch:
@@ -63,6 +65,8 @@ def validate_groups(groups: Sequence[RawGroup], limits: BatchLimits) -> RolloutB
     _check_trained(mask, prompt_length_S, fields)
     settings = sampling_settings(rollouts, fields)
     rewards, advantages = outcomes(rollouts, fields)
+    length_S = prompt_length_S + np.diff(fields.response_offsets)
+    routes = recorded_routes(rollouts, length_S, fields, limits.routes)
     batch = RolloutBatch(
         group_ids=tuple(group.group_id for group in groups),
         group_offsets=group_offsets,
@@ -82,6 +86,9 @@ def validate_groups(groups: Sequence[RawGroup], limits: BatchLimits) -> RolloutB
         truncated=settings.truncated,
         policy_version=settings.policy_version,
         token_version=settings.token_version,
+        routed_experts=routes.routed_experts,
+        route_first=routes.route_first,
+        route_offsets=routes.route_offsets,
         top_p=settings.top_p,
         top_k=settings.top_k,
     )

@@ -58,7 +58,10 @@ def to_device(packed: PackedBatch, device: torch.device) -> DeviceBatch:
             node_parent=forest.node_parent,
             device=device,
         ),
-        routed=RoutedTokens(copies_T=put(packed.copies, device)),
+        routed=RoutedTokens(
+            copies_T=put(packed.copies, device),
+            recorded_LTC=None if packed.routes is None else put(packed.routes, device),
+        ),
         row_index_R=put(packed.row_index, device),
         row_temperature_R=put(packed.row_temperature, device),
         target_token_M=put(packed.target_token, device),

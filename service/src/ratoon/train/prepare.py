@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ratoon.rollout import advantages as group_advantages
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
-from ratoon.rollout.prefixes import SortedPrefixes, sort_sequences
+from ratoon.rollout.prefixes import SortedPrefixes, route_conflicts, sort_sequences
 from ratoon.rollout.selection import (
     Counters,
     Selection,
@@ -81,6 +81,8 @@ class Prepared:
     not_run_S: NDArray[np.bool_]
     plan: UpdatePlan
     warnings: tuple[str, ...]
+    # Tokens that those run do not share because of their recorded routes alone.
+    route_conflicts: int = 0
 
     def of_rank(self, rank: int) -> Prepared:
         """What one rank runs of it."""
@@ -169,7 +171,8 @@ def _assemble(
     planned = planned_prefixes(prefixes, plan)
     counted = counters(columns.counted_J, batch, selection.kept_S)
     not_run_S = trained_lengths(batch, columns.counted_J) > 0
-    not_run_S[[s for part in plan.micro_batches for s in part.sequences]] = False
+    run = [s for part in plan.micro_batches for s in part.sequences]
+    not_run_S[run] = False
     comes_whole = loss.advantage not in (None, AdvantageKind.GIVEN)
     return Prepared(
         batch=batch,
@@ -182,6 +185,7 @@ def _assemble(
         not_run_S=not_run_S,
         plan=plan,
         warnings=_warnings(batch, loss, counted, plan),
+        route_conflicts=route_conflicts(prefixes, np.array(run, np.int64)),
     )
 
 
@@ -191,9 +195,9 @@ def _columns(
     advantage_J = _advantages(batch, loss)
     trained_J = trained_mask(batch, selection.kept_S)
     counted_J = trained_J
-    # Who owns a token that several sequences train is no question of what pays.
+    # Who owns a token that several sequences train is no question of what pays, nor of routes.
     if loss.shared_tokens is SharedTokens.ONCE:
-        counted_J = first_owner_mask(batch, prefixes, selection.kept_S)
+        counted_J = first_owner_mask(batch, prefixes.by_tokens or prefixes, selection.kept_S)
     weight_J = np.ones(len(trained_J), np.float64)
     if loss.token_weight is TokenWeight.PER_SEQUENCE:
         lengths_S = trained_lengths(batch, counted_J)

@@ -76,6 +76,8 @@ def _rollout(field: str, message: wire.Rollout, max_bytes: int) -> RawRollout:
             at_least(f"{field}.policy_version", message.policy_version, 0) if has_version else None
         ),
         truncated=message.truncated,
+        routed_experts=_routes(f"{field}.routed_experts", message),
+        routed_experts_start=message.routed_experts_start,
         version_spans=tuple((span.first_token, span.version) for span in message.version_spans),
     )
 
@@ -104,14 +106,26 @@ def _tokens(field: str, tensor: Tensor, max_bytes: int) -> NDArray[np.integer]:
     return cast("NDArray[np.integer]", _array(field, tensor, "tokens", max_bytes))
 
 
+def _routes(field: str, message: wire.Rollout) -> NDArray[Any] | None:
+    """As they were sent: the bytes are of the message, which is bounded itself."""
+    if not message.HasField("routed_experts"):
+        return None
+    tensor = message.routed_experts
+    return _decoded(field, tensor, len(tensor.data))
+
+
 def _array(field: str, tensor: Tensor, kind: str, max_bytes: int) -> NDArray[Any]:
-    try:
-        array = decode_tensor(tensor, max_bytes=max_bytes)
-    except CodecError as err:
-        raise invalid(f"{field}.{err.part}", err.got, err.expected) from err
+    array = _decoded(field, tensor, max_bytes)
     if array.dtype.kind not in _KINDS[kind]:
         expected = {"tokens": "int32 or int64", "values": "float32 or float64", "flags": "bool"}
         raise invalid(f"{field}.dtype", tensor.dtype, expected[kind])
     if array.ndim != 1:
         raise invalid(f"{field}.shape", f"{array.ndim} dimensions", "one dimension")
     return array
+
+
+def _decoded(field: str, tensor: Tensor, max_bytes: int) -> NDArray[Any]:
+    try:
+        return decode_tensor(tensor, max_bytes=max_bytes)
+    except CodecError as err:
+        raise invalid(f"{field}.{err.part}", err.got, err.expected) from err

@@ -39,6 +39,7 @@ class BatchSums(Merged):
     # The same by response token, each by the version that sampled it.
     dated_tokens: float = total()
     token_staleness: float = total()
+    route_conflicts: float = total()
 
 
 def of_batch(batch: RolloutBatch) -> BatchSums:
@@ -81,4 +82,5 @@ def of_prepared(prepared: Prepared, version: int) -> BatchSums:
         staleness_max=int(age.max(initial=0)),
         dated_tokens=len(token_age),
         token_staleness=int(token_age.sum()),
+        route_conflicts=prepared.route_conflicts,
     )

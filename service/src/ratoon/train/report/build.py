@@ -104,6 +104,7 @@ def _with_totals(report: StepReport, totals: Totals, divisor: float) -> StepRepo
     return replace(
         report,
         routers=_routers(totals.routes),
+        route_mismatch=_route_mismatch(totals.routes),
         num_groups=counters.groups,
         num_sequences=counters.sequences,
         trained_tokens=counters.tokens,
@@ -201,12 +202,13 @@ def _with_batch(report: StepReport, sums: BatchSums) -> StepReport:
         dropped_truncated=int(sums.dropped_truncated),
         dropped_zero_variance=int(sums.dropped_zero_variance),
         zero_advantage_sequences=int(sums.not_run),
+        route_conflicts=int(sums.route_conflicts),
     )
 
 
 def _routers(routes: RouteSums) -> tuple[RouterReport, ...]:
     reports: list[RouterReport] = []
-    for layer, (*load, tokens, entropy) in zip(routes.layers, routes.sums, strict=True):
+    for layer, (*load, tokens, entropy, _, _) in zip(routes.layers, routes.sums, strict=True):
         reports.append(
             RouterReport(
                 layer=layer,
@@ -216,6 +218,12 @@ def _routers(routes: RouteSums) -> tuple[RouterReport, ...]:
             )
         )
     return tuple(reports)
+
+
+def _route_mismatch(routes: RouteSums) -> float | None:
+    """Over layers, of tokens with recorded experts those whose router would take others."""
+    sums = [of_layer[-2:] for of_layer in routes.sums]
+    return _mean(sum(other for _, other in sums), sum(recorded for recorded, _ in sums))
 
 
 def _mean(total: float, count: float) -> float | None:

@@ -139,3 +139,5 @@ class StepReport:
     rank_gap: float | None = None
     routers: tuple[RouterReport, ...] = ()
     router_aux_loss: float | None = None
+    route_mismatch: float | None = None
+    route_conflicts: int = 0

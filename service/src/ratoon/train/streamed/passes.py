@@ -126,7 +126,7 @@ class StagedBatch:
         own = self._parts[index].tokens
         # One for nothing, where there is none: see `sequence_group`.
         tokens = slice(own.start, own.stop) if len(own) else slice(1)
-        routed = self._routed(index, self._batch.routed.copies_T[tokens])
+        routed = self._routed(index, tokens)
         hidden_TD = self._model.attend_hidden(
             self._batch.tokens_T[tokens], self._batch.position_T[tokens], attention, routed
         )
@@ -140,14 +140,17 @@ class StagedBatch:
             routed=routed,
         )
 
-    def _routed(self, index: int, copies_T: Tensor) -> RoutedTokens:
+    def _routed(self, index: int, tokens: slice) -> RoutedTokens:
         stage, own = self._stages[index], self._parts[index].tokens
+        whole = self._batch.routed
+        copies_T = whole.copies_T[tokens]
+        recorded_LTC = None if whole.recorded_LTC is None else whole.recorded_LTC[:, tokens]
         if not len(own):
             copies_T = torch.zeros_like(copies_T)
-        if self._balance is None:
-            return RoutedTokens(copies_T=copies_T)
-        balance = self._balance.tokens(Span(stage.start, stage.stop), own)
-        return RoutedTokens(copies_T=copies_T, balance=balance)
+        balance = None
+        if self._balance is not None:
+            balance = self._balance.tokens(Span(stage.start, stage.stop), own)
+        return RoutedTokens(copies_T=copies_T, balance=balance, recorded_LTC=recorded_LTC)
 
 
 def stream_tokens(stages: Sequence[Stage]) -> StreamTokens:
