@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,12 @@ def batch_of(*groups: tuple[list[int], list[list[int]]], temperature: float = 1.
 
 
 BATCH = batch_of(([1, 2], [[3, 4], [5]]), ([6], [[7, 8, 9], [3, 4]]))
+ROUTED = replace(
+    BATCH,
+    routed_experts=np.zeros((1, 1, 1), np.uint8),
+    route_first=np.zeros(4, np.int64),
+    route_offsets=np.array([0, 1, 1, 1, 1]),
+)
 LOGPROBS = -np.arange(1, 9, dtype=np.float32)
 
 
@@ -91,12 +98,14 @@ def test_a_mini_batch_in_another_order_gets_its_own(tmp_path: Path) -> None:
         batch_of(([1], [[3, 4]])),
         batch_of(([1, 2], [[3, 4]]), temperature=1.5),
         batch_of(([1, 2, 3], [[4]])),
+        ROUTED,
     ],
 )
 def test_a_rollout_that_the_forward_did_not_see_is_refused(
     tmp_path: Path, other: RolloutBatch
 ) -> None:
-    """The last one has the same tokens in all, cut elsewhere between prompt and response."""
+    """One has the same tokens in all, cut elsewhere between prompt and response; the last has the
+    same rollouts, sent to other experts."""
     with pytest.raises(RatoonError) as caught:
         read_old_logprobs(written(tmp_path), other)
     assert caught.value.code is ErrorCode.INVALID_ARGUMENT

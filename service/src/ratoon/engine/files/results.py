@@ -170,8 +170,18 @@ def _rollout_keys(batch: RolloutBatch, *, is_reference: bool) -> list[bytes]:
             hasher.update(batch.response_tokens[tokens].tobytes())
             hasher.update(batch.loss_mask[tokens].tobytes())
             hasher.update(batch.temperature[sequence : sequence + 1].tobytes())
+            if not is_reference:
+                hasher.update(_route_bytes(batch, sequence))
             keys.append(hasher.digest())
     return keys
+
+
+def _route_bytes(batch: RolloutBatch, sequence: int) -> bytes:
+    """Recorded routes, which a reference does not replay; b"" where there are none."""
+    if batch.routed_experts is None or batch.route_first is None or batch.route_offsets is None:
+        return b""
+    rows = batch.routed_experts[batch.route_offsets[sequence] : batch.route_offsets[sequence + 1]]
+    return batch.route_first[sequence].tobytes() + rows.tobytes() if len(rows) else b""
 
 
 def _expired() -> RatoonError:
