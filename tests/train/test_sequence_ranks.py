@@ -68,8 +68,8 @@ def _together(plan: UpdatePlan, size: int, num_groups: int = 1) -> UpdatePlan:
 
 
 def _weights(trainer: Trainer) -> dict[str, Tensor]:
-    parameters = trainer.model.named_trainable()
-    return {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    model = trainer.model
+    return {name: model.value_of(name).clone() for name in model.named_trainable()}
 
 
 def _update(
@@ -152,10 +152,13 @@ def test_adapters_and_groups_of_two_among_four(base: FolderBase) -> None:
         _assert_same_updates(alone, four, 2, KINDS, num_groups=2, kl=FROZEN)
 
 
-def test_gradients_are_sharded_over_groups_of_two_among_four(base: FolderBase) -> None:
+@pytest.mark.parametrize(
+    "shard", [Shard.GRADIENTS, pytest.param(Shard.WEIGHTS, marks=pytest.mark.more)]
+)
+def test_what_is_sharded_over_groups_of_two_among_four(base: FolderBase, shard: Shard) -> None:
     """The two of a group have the same backwards, each of its own tokens."""
     alone = make_trainer(base)
-    with ranked(alone.spec, 4, 100, Shard.GRADIENTS) as (four, _):
+    with ranked(alone.spec, 4, 100, shard) as (four, _):
         _assert_same_updates(alone, four, 2, KINDS, num_groups=2)
         _assert_same_updates(alone, four, 4, KINDS)
 
