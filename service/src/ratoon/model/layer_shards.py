@@ -169,9 +169,10 @@ class LayerShards:
         found: dict[str, _Parameter] = {}
         for name, parameter in layer.items():
             parameter.data = torch.empty(parameter.shape, dtype=self._dtype, device=self._device)
-            storage, flat = parameter.untyped_storage(), parameter.detach().view(-1)
-            # Of their own version counters: autograd is not to see what is written through them.
-            flat = torch.empty(0, dtype=self._dtype, device=self._device).set_(flat.data)
+            storage = parameter.untyped_storage()
+            # With a version counter of its own: autograd is not to see what is written through it.
+            flat = torch.empty(0, dtype=self._dtype, device=self._device)
+            flat.set_(storage, 0, (parameter.numel(),), (1,))
             parts = [
                 (rank, part)
                 for rank, own in enumerate(self._by_rank)

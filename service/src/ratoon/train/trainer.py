@@ -493,10 +493,13 @@ def load(spec: TrainerSpec) -> tuple[TrainerSpec, PolicyModel]:
         num_sharing=place.size if is_shared else 1,
     )
     layers = [] if model.adapter is not None else model.named_layers()
+    memory = device_memory(model.device)
+    if memory is not None and model.shards is not None:
+        memory = replace(memory, free=max(0, memory.free - model.shards.ring_bytes))
     states, shard = choose_layout(
         model.named_trainable(),
         layers,
-        device_memory(model.device),
+        memory,
         num_ranks=spec.num_workers,
         states=spec.optimizer_states,
         shard=spec.parallel.shard,
