@@ -62,7 +62,7 @@ def open_memory(handle: Handle, device: torch.device) -> Tensor:
     arguments = list(handle.arguments)
     if device.type == "cuda":
         # Mapped by the device that reads: the owner's would have to be set up here as well.
-        arguments[_DEVICE_ARGUMENT] = torch.cuda.current_device()
+        arguments[_DEVICE_ARGUMENT] = torch.empty(0, device=device).device.index
     return handle.opens(*arguments)
 
 
