@@ -10,7 +10,7 @@ Models are built without weights; nothing is measured here.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,7 +27,9 @@ from transformers import (
 
 from ratoon.errors import RatoonError
 from ratoon.model.activation_plan import DecoderSizes
+from ratoon.model.layer_shards import RING
 from ratoon.model.lora import attach_adapter
+from ratoon.model.parts import parts_of, shared_out
 from ratoon.model.policy_model import names_by_layer
 from ratoon.model.sizes import decoder_sizes
 from ratoon.model.spec import LoraTuning
@@ -109,23 +111,43 @@ def _rows_of_ranks(module: PreTrainedModel) -> Iterator[tuple[str, list[str]]]:
     """What is shared out, and a cell for each number of GPUs; what is taken by itself is bold."""
     trained, weight_bytes, sizes = _trained(module), _model_bytes(module), decoder_sizes(module)
     layers = names_by_layer(module, trained)
-    for shard in (Shard.STATES, Shard.GRADIENTS):
+    for shard in Shard:
         cells: list[str] = []
         for gpu in RANKS_GPUS:
-            memory = memory_of(int(GPUS[gpu] * GIB), weight_bytes)
+            total = int(GPUS[gpu] * GIB)
             for count in RANKS:
+                is_shared = shard is Shard.WEIGHTS
+                held = _shared_bytes(trained, layers, count) if is_shared else weight_bytes
+                memory = memory_of(total, held)
                 try:
                     states, _ = choose_layout(trained, layers, memory, num_ranks=count, shard=shard)
-                    _, taken = choose_layout(trained, layers, memory, num_ranks=count)
                 except RatoonError:
                     cells.append(NOTHING)
                     continue
-                sharded = layers if shard is Shard.GRADIENTS else ()
+                sharded = () if shard is Shard.STATES else layers
                 needed = needed_bytes(trained, states, count, sharded)
-                cell = _cell(sizes, weight_bytes + needed, GPUS[gpu])
-                is_bold = taken is shard and cell != NOTHING
+                cell = _cell(sizes, held + needed, GPUS[gpu])
+                # Weights are shared out where that is asked for by name.
+                is_bold = not is_shared and cell != NOTHING
+                if is_bold:
+                    _, taken = choose_layout(trained, layers, memory, num_ranks=count)
+                    is_bold = taken is shard
                 cells.append(f"**{cell}**" if is_bold else cell)
         yield shard, cells
+
+
+def _shared_bytes(
+    trained: dict[str, Parameter], layers: Sequence[Collection[str]], num_ranks: int
+) -> int:
+    """Of weights on the rank with the most: its parts of layers, those it reads, and all else."""
+    in_layers = {name for layer in layers for name in layer}
+    shares = shared_out(parts_of(trained), num_ranks)
+    share = max(
+        sum(part.num_elements for part in parts if part.parameter in in_layers) for parts in shares
+    )
+    read = RING * max(sum(trained[name].numel() for name in layer) for layer in layers)
+    outside = sum(p.numel() for name, p in trained.items() if name not in in_layers)
+    return (share + read + outside) * torch.bfloat16.itemsize
 
 
 def table_together() -> list[str]:

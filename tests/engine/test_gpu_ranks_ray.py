@@ -41,7 +41,7 @@ def engine(ray_cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) ->
     stop_engine(config)
 
 
-@pytest.mark.parametrize("shard", [Shard.STATES, Shard.GRADIENTS])
+@pytest.mark.parametrize("shard", list(Shard))
 def test_a_rank_that_dies_costs_no_bit(engine: Engine, shard: Shard) -> None:
     """One policy after the other, as each takes both GPUs; the first is not disturbed."""
     points = (None, CrashPoint.RANK_IN_PASS, CrashPoint.RANK_AFTER_STEP)

@@ -252,14 +252,15 @@ def test_a_policy_whose_rank_hangs_holds_no_other_up(
 
 @pytest.mark.more
 @pytest.mark.parametrize("harm", ["SIGKILL", "SIGSTOP"])
-def test_with_gradients_sharded_a_rank_that_is_lost_in_the_pass_costs_no_bit(
-    engine: Engine, harm: str
+@pytest.mark.parametrize("shard", [Shard.GRADIENTS, Shard.WEIGHTS])
+def test_where_more_is_sharded_a_rank_that_is_lost_in_the_pass_costs_no_bit(
+    engine: Engine, harm: str, shard: Shard
 ) -> None:
-    """The other rank waits for what it would have sent."""
-    layout = ParallelLayout(num_workers=2, shard=Shard.GRADIENTS)
+    """The other rank waits for what it would have sent, and may be reading its weights."""
+    layout = ParallelLayout(num_workers=2, shard=shard)
 
     async def main(client: EngineClient) -> None:
-        lost = f"sharded-{harm.lower()}"
+        lost = f"{shard}-{harm.lower()}"
         digests: dict[str, list[str]] = {f"{lost}-not": [], lost: []}
         trap: Path | None = None
         for name, found in digests.items():
@@ -272,7 +273,7 @@ def test_with_gradients_sharded_a_rank_that_is_lost_in_the_pass_costs_no_bit(
             policy = await client.get_policy(name)
             assert policy.state is PolicyState.READY
             assert policy.info is not None
-            assert policy.info.shard == Shard.GRADIENTS
+            assert policy.info.shard == shard
         assert trap is not None
         assert not trap.exists(), "the rank was lost"
         assert digests[lost] == digests[f"{lost}-not"]

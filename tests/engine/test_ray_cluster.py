@@ -10,6 +10,8 @@ from pydantic import ValidationError
 from sqlalchemy.exc import OperationalError
 
 from ratoon.config import load_config
+from ratoon.engine.cluster import placement
+from ratoon.engine.cluster.gpu_environment import visible_first
 from ratoon.engine.cluster.ray_cluster import RayCluster
 from ratoon.engine.journal import tables
 from ratoon.engine.settings import EngineSettings
@@ -36,15 +38,23 @@ def test_optimizer_states_of_the_config_reach_bfloat16_policies_alone(
         assert trainer.optimizer_states is expected
 
 
-async def test_sharded_weights_are_refused_before_anything_starts() -> None:
+async def test_sharded_weights_want_the_gpus_of_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "free_gpus_by_node", lambda: {"a": 2.0, "b": 1.0})
+    monkeypatch.setattr(placement, "_RELEASE_S", 0.0)
     settings = EngineSettings.from_config(load_config(None))
-    cluster, spec = RayCluster(replace(settings, device="cpu")), policy_spec("p")
-    for shard in (None, Shard.STATES, Shard.GRADIENTS):
-        await cluster.check(replace(spec, parallel=ParallelLayout(shard=shard)))
-    with pytest.raises(RatoonError) as caught:
-        await cluster.check(replace(spec, parallel=ParallelLayout(shard=Shard.WEIGHTS)))
-    assert (caught.value.code, caught.value.field) == (ErrorCode.UNSUPPORTED, "parallel.shard")
-    assert caught.value.expected == "states or gradients"
+    cluster, spec = RayCluster(replace(settings, device="cuda")), policy_spec("p")
+    for shard in (None, *Shard):
+        await cluster.check(replace(spec, parallel=ParallelLayout(num_workers=2, shard=shard)))
+    three = replace(spec, parallel=ParallelLayout(num_workers=3, shard=Shard.GRADIENTS))
+    await cluster.check(three)
+    with pytest.raises(RatoonError, match=r"3 GPUs of one node.*by node: 2, 1") as caught:
+        await cluster.check(replace(three, parallel=replace(three.parallel, shard=Shard.WEIGHTS)))
+    assert caught.value.code is ErrorCode.RESOURCE_EXHAUSTED
+
+
+def test_a_rank_that_reads_from_others_sees_its_own_gpu_first() -> None:
+    assert visible_first("2", ["0", "2", "5"]) == "2,0,5"
+    assert visible_first("0", ["0"]) == "0"
 
 
 def test_memory_of_the_host_reaches_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> FolderBase:
     return FolderBase(folder=str(write_folder(tmp_path_factory.mktemp("base"), "qwen3")))
 
 
-@pytest.fixture(params=[Shard.STATES, Shard.GRADIENTS])
+@pytest.fixture(
+    params=[Shard.STATES, Shard.GRADIENTS, pytest.param(Shard.WEIGHTS, marks=pytest.mark.more)]
+)
 def pair(base: FolderBase, request: pytest.FixtureRequest) -> Iterator[tuple[Trainer, Trainer]]:
     """A trainer of one rank and one of two, in float64."""
     alone = alone_of(base)

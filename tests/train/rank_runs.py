@@ -24,7 +24,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ratoon.model.spec import FolderBase
+from ratoon.model.parts import PART, parts_of
+from ratoon.model.spec import FolderBase, PresetBase
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.prefixes import SortedPrefixes, sort_sequences
@@ -32,7 +33,6 @@ from ratoon.train import prepare
 from ratoon.train.config import Shard
 from ratoon.train.copies import Copies, Meeting, open_meeting
 from ratoon.train.micro_batches import PassHooks, no_progress
-from ratoon.train.optim.parts import PART, parts_of
 from ratoon.train.planning import cpu_planner
 from ratoon.train.rank import Rank
 from ratoon.train.report.step_report import StepReport
@@ -44,6 +44,8 @@ from tests.train.trainer_runs import make_batch, make_loss, make_step, make_trai
 FILE_BYTES = 10_000
 # Of CUBLAS_WORKSPACE_CONFIG: it repeats its bits with a fixed workspace alone.
 REPEATABLE = ":4096:8"
+# Who cuts parameters into parts.
+_CUTTERS = ("ratoon.train.rank", "ratoon.model.loader")
 _FORK = multiprocessing.get_context("forkserver")
 _FORK.set_forkserver_preload(["ratoon.train.trainer", "tests.train.rank_runs"])
 
@@ -101,7 +103,8 @@ def _serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     own_parts = partial(parts_of, part_elements=part_elements)
     patch = pytest.MonkeyPatch()
-    patch.setattr("ratoon.train.rank.parts_of", own_parts)
+    for user in _CUTTERS:
+        patch.setattr(f"{user}.parts_of", own_parts)
     patch.setattr("ratoon.model.safetensors_files._MIN_FILE_BYTES", FILE_BYTES)
     if spec.device != "cpu":
         torch.cuda.set_device(number)
@@ -139,9 +142,9 @@ def ranked(
         for peer in peers:
             assert peer.result() == "loaded"
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                "ratoon.train.rank.parts_of", partial(parts_of, part_elements=part_elements)
-            )
+            for user in _CUTTERS:
+                own_parts = partial(parts_of, part_elements=part_elements)
+                patch.setattr(f"{user}.parts_of", own_parts)
             trainer = Trainer.create(spec, peers)
         yield trainer, peers
     finally:
@@ -175,9 +178,10 @@ def sequences_of(batch: RolloutBatch) -> tuple[RolloutBatch, SortedPrefixes, NDA
 
 
 def weights_of(trainer: Trainer) -> dict[str, Tensor]:
-    parameters = trainer.model.named_trainable()
-    return {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    """Copies, whole on this rank."""
+    model = trainer.model
+    return {name: model.value_of(name).clone() for name in model.named_trainable()}
 
 
-def alone_of(base: FolderBase, **options: object) -> Trainer:
+def alone_of(base: FolderBase | PresetBase, **options: object) -> Trainer:
     return make_trainer(base, tokens=32, **options)  # pyright: ignore[reportArgumentType]

@@ -14,7 +14,7 @@ from tests.train.rank_runs import REPEATABLE, ranked, update_over
 from tests.train.trainer_runs import make_batch, make_loss, make_step
 
 pytestmark = pytest.mark.multigpu
-_SHARDS = pytest.mark.parametrize("shard", [Shard.STATES, Shard.GRADIENTS])
+_SHARDS = pytest.mark.parametrize("shard", list(Shard))
 
 
 @pytest.fixture

@@ -13,16 +13,18 @@ from safetensors.torch import load_file
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model import safetensors_files
 from ratoon.model.export import export_weights
-from ratoon.model.spec import FolderBase, LoraTuning, ModelDtype
+from ratoon.model.layer_shards import RING, LayerShards
+from ratoon.model.parts import Part, parts_of, shared_out
+from ratoon.model.spec import FolderBase, LoraTuning, ModelDtype, PresetBase
 from ratoon.rollout.costs import CostModel
 from ratoon.rollout.plan import make_plan
 from ratoon.stream.manifest import WeightKind
 from ratoon.stream.versions import publish_version
-from ratoon.train.config import LossKind, NumericsGuard, OptimizerStates, Shard
+from ratoon.train.config import LossKind, NumericsGuard, OptimizerStates, ParallelLayout, Shard
+from ratoon.train.copies import Copies
 from ratoon.train.numerics import device_model
-from ratoon.train.optim.parts import Part, parts_of, shared_out
 from ratoon.train.report.step_report import SkipReason, StepReport
-from ratoon.train.trainer import Trainer
+from ratoon.train.trainer import Trainer, load
 from tests.tiny_models import write_folder
 from tests.train.rank_runs import (
     FILE_BYTES,
@@ -44,7 +46,11 @@ from tests.train.trainer_runs import (
 _LORA = LoraTuning(rank=2, alpha=4.0)
 # Calls cost nothing: what does not fit is streamed.
 _EAGER = CostModel(pair=1e-3, row=0.1, call=0.0, resident=0.0)
-_SHARDS = pytest.mark.parametrize("shard", [Shard.STATES, Shard.GRADIENTS])
+# By default, weights are shared out where checkpoints, imports and versions are compared by bits.
+_SHARDS = pytest.mark.parametrize(
+    "shard",
+    [Shard.STATES, Shard.GRADIENTS, pytest.param(Shard.WEIGHTS, marks=pytest.mark.more)],
+)
 
 
 @pytest.mark.parametrize("part_elements", [100, 1 << 25])
@@ -79,6 +85,16 @@ def test_ranks_of_different_devices_are_refused(
     assert caught.value.got == device_model(torch.device("cpu"))
 
 
+def test_weights_are_sharded_between_neighbours_alone(
+    base: FolderBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Copies, "are_neighbours", lambda _: False)
+    parallel = ParallelLayout(num_workers=2, shard=Shard.WEIGHTS)
+    with pytest.raises(RatoonError, match="of one node alone") as caught:
+        load(replace(alone_of(base).spec, parallel=parallel))
+    assert (caught.value.code, caught.value.field) == (ErrorCode.UNSUPPORTED, "parallel.shard")
+
+
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
 @_SHARDS
 def test_three_updates_of_an_adapter_are_those_of_one_rank(
@@ -93,6 +109,7 @@ def test_three_updates_of_an_adapter_are_those_of_one_rank(
             assert not update_over(two, seed, (0, 1)).skipped
         assert_close(weights_of(two), weights_of(alone))
         assert bool(two.ranks.own.gradients.shards()) == (shard is Shard.GRADIENTS)
+        assert (two.model.shards is not None) == (shard is Shard.WEIGHTS)
 
 
 def test_its_own_plans_give_every_rank_work(base: FolderBase) -> None:
@@ -187,7 +204,7 @@ def test_checkpoints_are_loaded_by_any_number_of_ranks(base: FolderBase, tmp_pat
         assert len(list((tmp_path / "four").glob("states-*-of-00004.safetensors"))) == 4
         update_over(trainer, 1, (3,))
         digests.append(trainer.state_digest())
-    with ranked(spec, 2) as (trainer, _):
+    with ranked(spec, 2, shard=Shard.WEIGHTS) as (trainer, _):
         trainer.load_checkpoint(tmp_path / "four")
         trainer.save_checkpoint(tmp_path / "two")
         update_over(trainer, 1, (1,))
@@ -221,13 +238,17 @@ def test_a_forward_is_that_of_one_rank(pair: tuple[Trainer, Trainer]) -> None:
     assert mine.report.entropy == one.report.entropy
 
 
-@pytest.mark.parametrize("adds", [False, True])
-def test_imported_weights_reach_every_rank(base: FolderBase, tmp_path: Path, adds: bool) -> None:
+@pytest.mark.parametrize(
+    ("adds", "shard"), [(False, Shard.STATES), (True, Shard.STATES), (True, Shard.WEIGHTS)]
+)
+def test_imported_weights_reach_every_rank(
+    base: FolderBase, tmp_path: Path, adds: bool, shard: Shard
+) -> None:
     spec = alone_of(base, dtype=ModelDtype.BFLOAT16).spec
     alone = Trainer.create(spec)
     (tmp_path / "weights").mkdir()
     export_weights(alone.model, tmp_path / "weights", None)
-    with ranked(spec, 2) as (two, _):
+    with ranked(spec, 2, shard=shard) as (two, _):
         for trainer, ranks in ((alone, (0,)), (two, (1,))):
             update_over(trainer, 0, ranks)
             weights = trainer.read_weights(tmp_path / "weights", "")
@@ -297,6 +318,30 @@ def test_a_rank_keeps_the_sums_of_its_share_of_layers(base: FolderBase) -> None:
         assert kept - outside == pytest.approx(in_layers / 4, abs=4 * 100)
 
 
+def test_a_rank_keeps_its_share_of_weights_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And two layers at most beside it, while a pass runs; of the reference the same again."""
+    spec = alone_of(PresetBase(name="tiny"), dtype=ModelDtype.BFLOAT16).spec
+    alone = Trainer.create(spec)
+    named = alone.model.named_trainable()
+    layers = [sum(named[name].nbytes for name in names) for names in alone.model.named_layers()]
+    seen: list[int] = []
+    enter = LayerShards.enter
+
+    def watched(shards: LayerShards, number: int, ahead: int | None) -> None:
+        enter(shards, number, ahead)
+        seen.append(shards.present_bytes)
+
+    monkeypatch.setattr(LayerShards, "enter", watched)
+    with ranked(spec, 4, 1024, Shard.WEIGHTS) as (four, _):
+        shards = four.model.shards
+        assert shards is not None
+        assert shards.owned_bytes == pytest.approx(2 * sum(layers) / 4, rel=0.02)
+        assert not update_over(four, 0, (0, 1, 2, 3)).skipped
+        assert max(seen) == shards.ring_bytes == RING * max(layers) < sum(layers)
+        kept = [p.untyped_storage().nbytes() for p in four.model.named_trainable().values()]
+        assert sum(kept) == sum(p.nbytes for p in named.values()) - sum(layers)
+
+
 def test_the_self_check_has_the_sums_to_itself(base: FolderBase) -> None:
     """It compares what rank 0 keeps, and leaves the sums of the update as they are."""
     digests: list[str] = []
@@ -325,20 +370,21 @@ def test_a_checkpoint_that_fails_stops_no_pass_beside_it(base: FolderBase, tmp_p
 
 
 @pytest.mark.parametrize("tuning", [None, _LORA])
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize(("num_ranks", "shard"), [(2, Shard.STATES), (3, Shard.WEIGHTS)])
 def test_a_version_is_written_by_shares(
     base: FolderBase,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     tuning: LoraTuning | None,
     num_ranks: int,
+    shard: Shard,
 ) -> None:
     """As the weights were when they were held, in the bytes that one rank writes."""
     monkeypatch.setattr(safetensors_files, "_MIN_FILE_BYTES", FILE_BYTES)
     for name in ("whole", "shared", "again"):
         (tmp_path / name).mkdir()
     options = {} if tuning is None else {"tuning": tuning}
-    with ranked(alone_of(base, **options).spec, num_ranks) as (trainer, _):
+    with ranked(alone_of(base, **options).spec, num_ranks, 100, shard) as (trainer, _):
         update_over(trainer, 0, tuple(range(num_ranks)))
         expected = export_weights(trainer.model, tmp_path / "whole", None)
         held = trainer.copy_weights()

@@ -68,8 +68,8 @@ def _together(plan: UpdatePlan, size: int, num_groups: int = 1) -> UpdatePlan:
 
 
 def _weights(trainer: Trainer) -> dict[str, Tensor]:
-    parameters = trainer.model.named_trainable()
-    return {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    model = trainer.model
+    return {name: model.value_of(name).clone() for name in model.named_trainable()}
 
 
 def _update(
@@ -133,16 +133,21 @@ def test_terms_of_a_reference_an_entropy_and_a_whole_sequence(base: FolderBase) 
 
 
 @pytest.mark.parametrize(
-    ("architecture", "num_heads", "size"),
-    [("qwen3_moe", 4, 2), ("llama", 4, 4), ("qwen3_untied", 6, 2)],
+    ("architecture", "num_heads", "size", "shard"),
+    [
+        ("qwen3_moe", 4, 2, Shard.STATES),
+        ("llama", 4, 4, Shard.STATES),
+        ("qwen3_untied", 6, 2, Shard.STATES),
+        pytest.param("qwen3_moe_mixed", 4, 2, Shard.WEIGHTS, marks=pytest.mark.more),
+    ],
 )
 def test_models_of_other_heads_and_with_experts(
-    tmp_path: Path, architecture: str, num_heads: int, size: int
+    tmp_path: Path, architecture: str, num_heads: int, size: int, shard: Shard
 ) -> None:
     """`llama` has one key head, and with six query heads a rank has one and a half groups."""
     base = FolderBase(folder=str(write_folder(tmp_path, architecture, num_heads=num_heads)))
     alone = make_trainer(base)
-    with ranked(alone.spec, size) as (many, _):
+    with ranked(alone.spec, size, 100, shard) as (many, _):
         _assert_same_updates(alone, many, size, KINDS[:2], kl=FROZEN)
 
 
@@ -152,10 +157,13 @@ def test_adapters_and_groups_of_two_among_four(base: FolderBase) -> None:
         _assert_same_updates(alone, four, 2, KINDS, num_groups=2, kl=FROZEN)
 
 
-def test_gradients_are_sharded_over_groups_of_two_among_four(base: FolderBase) -> None:
+@pytest.mark.parametrize(
+    "shard", [Shard.GRADIENTS, pytest.param(Shard.WEIGHTS, marks=pytest.mark.more)]
+)
+def test_what_is_sharded_over_groups_of_two_among_four(base: FolderBase, shard: Shard) -> None:
     """The two of a group have the same backwards, each of its own tokens."""
     alone = make_trainer(base)
-    with ranked(alone.spec, 4, 100, Shard.GRADIENTS) as (four, _):
+    with ranked(alone.spec, 4, 100, shard) as (four, _):
         _assert_same_updates(alone, four, 2, KINDS, num_groups=2)
         _assert_same_updates(alone, four, 4, KINDS)
 

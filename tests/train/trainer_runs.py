@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ratoon.model.spec import FolderBase, FullTuning, LoraTuning, ModelDtype, ModelSpec
+from ratoon.model.spec import FolderBase, FullTuning, LoraTuning, ModelDtype, ModelSpec, PresetBase
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.train.config import (
     AdamWConfig,
@@ -40,7 +40,7 @@ FROZEN = KlConfig(kind=KlKind.K3, coefficient=0.2, reference=ReferenceKind.FROZE
 
 
 def make_trainer(
-    base: FolderBase,
+    base: FolderBase | PresetBase,
     *,
     dtype: ModelDtype = ModelDtype.FLOAT64,
     tokens: int = 64,

@@ -291,6 +291,9 @@ class RatoonConfig(BaseSettings):
         return (env_settings, init_settings, _UnknownVariables(settings_cls))
 
 
+_VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+
+
 class _UnknownVariables(PydanticBaseSettingsSource):
     """Turns unknown RATOON_ variables into unknown fields, so that they are refused.
 
@@ -421,3 +424,19 @@ def interface_of(host: str) -> str | None:
         if any(address.address == host for address in addresses):
             return name
     return None
+
+
+def visible_gpus() -> str:
+    """Which GPUs of its machine this process sees; "": nobody has said."""
+    return os.environ.get(_VISIBLE_GPUS, "")
+
+
+def set_visible_gpus(gpus: str) -> None:
+    """See these, in their order: to be called before CUDA is used for the first time."""
+    os.environ[_VISIBLE_GPUS] = gpus
+
+
+def has_expandable_segments() -> bool:
+    """Whether torch is told to let its GPU memory grow in place."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    return any("expandable_segments:True" in os.environ.get(name, "") for name in names)

@@ -54,7 +54,8 @@ class Publish:
 class Parallel:
     """Devices of the policy, `num_workers` of them, and what they share out.
 
-    `shard` absent: the least that fits (on CPUs `states`); `weights` is not served yet.
+    `shard` absent: `states` or `gradients`, the first that fits (on CPUs `states`); `weights`, of
+    devices of one node, is asked for by name.
     `sequence_ranks` devices run one group together; absent: as each plan chooses.
     """
 

@@ -141,29 +141,33 @@ class _Shard:
 class _ShardEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Shard.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     SHARD_UNSPECIFIED: _Shard.ValueType  # 0
-    """The first of the others that leaves a quarter of a GPU for activations; on CPUs, and for LoRA,
-    states.
+    """The first of states and gradients that leaves a quarter of a GPU for activations; on CPUs, and
+    for LoRA, states.
     """
     SHARD_STATES: _Shard.ValueType  # 1
     """Nothing more: each device has all weights and all gradients."""
     SHARD_GRADIENTS: _Shard.ValueType  # 2
     """Gradients of the decoder's layers, too: each device has all weights."""
     SHARD_WEIGHTS: _Shard.ValueType  # 3
-    """Weights, too; not served yet."""
+    """Weights of the decoder's layers, too: devices of one node read them from each other. Of LoRA
+    those of the base, and nothing else.
+    """
 
 class Shard(_Shard, metaclass=_ShardEnumTypeWrapper):
     """What devices of one policy share out, beside their groups and the optimizer's states."""
 
 SHARD_UNSPECIFIED: Shard.ValueType  # 0
-"""The first of the others that leaves a quarter of a GPU for activations; on CPUs, and for LoRA,
-states.
+"""The first of states and gradients that leaves a quarter of a GPU for activations; on CPUs, and
+for LoRA, states.
 """
 SHARD_STATES: Shard.ValueType  # 1
 """Nothing more: each device has all weights and all gradients."""
 SHARD_GRADIENTS: Shard.ValueType  # 2
 """Gradients of the decoder's layers, too: each device has all weights."""
 SHARD_WEIGHTS: Shard.ValueType  # 3
-"""Weights, too; not served yet."""
+"""Weights of the decoder's layers, too: devices of one node read them from each other. Of LoRA
+those of the base, and nothing else.
+"""
 Global___Shard: _TypeAlias = Shard  # noqa: Y015
 
 class _PolicyState:

@@ -79,8 +79,12 @@ class WeightsCopy:
             shapes = {name: value.shape for name, value in own.items()}
             _check_host(sum(shape.numel() for shape in shapes.values()) * dtype.itemsize)
             self._values = _host_tensors(shapes, dtype, self._model.device)
+        shards = self._model.shards
         for name, value in own.items():
-            self._values[name].copy_(value, non_blocking=True)
+            if shards is not None and name in shards:
+                shards.read(name, self._values[name])
+            else:
+                self._values[name].copy_(value, non_blocking=True)
         if self._model.device.type == "cuda":
             torch.cuda.current_stream(self._model.device).synchronize()
 
@@ -309,7 +313,7 @@ def _on_meta(model: PolicyModel) -> dict[str, Tensor]:
 def _trained_values(model: PolicyModel, state: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
     trainable = model.named_trainable()
     if state is None:
-        return {name: parameter.detach() for name, parameter in trainable.items()}
+        return {name: model.value_of(name) for name in trainable}
     if state.keys() != trainable.keys():
         odd = sorted(state.keys() ^ trainable.keys())
         raise invalid("state", f"{len(odd)} other names, as {odd[0]}", "those of named_trainable()")

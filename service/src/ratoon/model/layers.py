@@ -25,6 +25,7 @@ from torch.utils.checkpoint import (
 )
 
 from ratoon.model.activation_plan import Kept
+from ratoon.model.layer_shards import LayerShards
 from ratoon.model.offload import HostOffload
 
 _MAX_GRAPHS = 64
@@ -47,10 +48,13 @@ class DecoderLayers:
         is_compiled: bool,
         is_deterministic: bool,
         precision: Callable[[], AbstractContextManager[Any]],
+        shards: LayerShards | None = None,
+        first_shard: int = 0,
     ) -> None:
         """`wide_features`: outputs of the products that NARROW leaves out, beside those of experts;
         `adapter_rank`: inputs of an adapter's second product, 0 without one; `precision`: a context
-        in which a layer that runs again has to be."""
+        in which a layer that runs again has to be. `shards`, where ranks share the weights out, has
+        them by number, of the first of these layers as `first_shard`."""
         # None: everything that autograd keeps, where nothing is compiled.
         self.kept: tuple[Kept, ...] | None = None
         self._is_compiled = is_compiled
@@ -59,10 +63,24 @@ class DecoderLayers:
         self._contexts[Kept.HOST] = self._contexts[Kept.ATTENTION]
         self._offload: HostOffload | None = None
         self._precision = precision
+        self._shards, self._first_shard = shards, first_shard
         for index, layer in enumerate(layers):
             cast("Any", layer).forward = partial(self._run, index, layer)
 
     def _run(self, index: int, layer: nn.Module, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        if self._shards is None:
+            return self._run_layer(index, layer, hidden_states, kwargs)
+        shards, number = self._shards, self._first_shard + index
+        shards.enter(number, number + 1)
+        output = self._run_layer(index, layer, hidden_states, kwargs)
+        if output.requires_grad:
+            # Once its gradient is whole, before the layer's backward and what runs again there.
+            output.register_hook(lambda _: shards.enter(number, number - 1))
+        return output
+
+    def _run_layer(
+        self, index: int, layer: nn.Module, hidden_states: Tensor, kwargs: dict[str, Any]
+    ) -> Tensor:
         kept = self.kept if torch.is_grad_enabled() else None
         if self._is_compiled and self._is_deterministic:
             rows = ((x, 1) for x in (hidden_states, *kwargs["position_embeddings"]))

@@ -18,7 +18,9 @@ from transformers.utils import logging as transformers_logging
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.model.attention import ATTENTION_NAME, register_tree_attention
 from ratoon.model.experts import EXPERTS_NAME, register_grouped_experts
-from ratoon.model.policy_model import PolicyModel
+from ratoon.model.layer_shards import LayerShards
+from ratoon.model.parts import parts_of, shared_out
+from ratoon.model.policy_model import PolicyModel, names_by_layer
 from ratoon.model.presets import build_preset
 from ratoon.model.router import replace_routers
 from ratoon.model.spec import LoraTuning, ModelDtype, ModelSpec, PresetBase
@@ -40,12 +42,16 @@ def load_model(
     deterministic: bool,
     keep_reference: bool = False,
     compile_layers: bool = False,
+    rank: int = 0,
+    num_sharing: int = 1,
 ) -> PolicyModel:
     """Build or load the model of `spec`.
 
     `attention_backend` is a name of the kernels' registry, "" for the best one. `keep_reference`
     copies the initial weights for `PolicyModel.reference` (LoRA needs no copy: its reference is the
-    base). `compile_layers` fuses their elementwise operations (by torch.compile, on GPUs).
+    base). `compile_layers` fuses their elementwise operations (by torch.compile, on GPUs). Of
+    `num_sharing` ranks, if more than one, each keeps its parts of the decoder layers' weights
+    alone, those of the frozen copy too.
 
     Raises INVALID_ARGUMENT (no such preset, unreadable folder, wrong adapter settings) and
     UNSUPPORTED (a model feature, an adapter target or an attention backend that is not served).
@@ -62,22 +68,53 @@ def load_model(
     backend = _select_backend(
         module.config, attention_backend, device, dtype, deterministic=deterministic
     )
-    adapter, frozen = None, None
+    adapter, frozen, shards = None, None, None
+    if num_sharing > 1:
+        has_copy = keep_reference and not isinstance(spec.tuning, LoraTuning)
+        shards, frozen = _share_out(module, rank, num_sharing, device, has_copy=has_copy)
     if isinstance(spec.tuning, LoraTuning):
         from ratoon.model.lora import add_adapter
 
         adapter = add_adapter(module, spec.tuning, spec.seed, name)
-    elif keep_reference:
-        frozen = copy.deepcopy(module).to(cast("Any", device))
+    elif keep_reference and frozen is None:
+        frozen = copy.deepcopy(module)
     return PolicyModel(
         spec=spec,
         module=module.to(cast("Any", device)),
         adapter=adapter,
-        frozen=frozen,
+        frozen=None if frozen is None else frozen.to(cast("Any", device)),
         attention_backend=backend,
         deterministic=deterministic,
         compile_layers=compile_layers,
+        shards=shards,
     )
+
+
+def _share_out(
+    module: PreTrainedModel, rank: int, num_ranks: int, device: torch.device, *, has_copy: bool
+) -> tuple[LayerShards, PreTrainedModel | None]:
+    """Leave of the decoder layers' weights this rank's parts; the copy of `module`, if wanted."""
+    named, layers = dict(module.named_parameters()), _layers_of(module)
+    in_layers = {name: parameter for layer in layers for name, parameter in layer.items()}
+    by_rank = [
+        [part for part in parts if part.parameter in in_layers]
+        for parts in shared_out(parts_of(named), num_ranks)
+    ]
+    frozen = None
+    if has_copy:
+        # In place of what is not to be copied, memory that nothing touches.
+        memo = {id(p): torch.nn.Parameter(torch.empty_like(p)) for p in in_layers.values()}
+        frozen = copy.deepcopy(module, memo)
+    shards = LayerShards(layers, by_rank, rank, device)
+    if frozen is not None:
+        shards.add_reference(_layers_of(frozen))
+    return shards, frozen
+
+
+def _layers_of(module: PreTrainedModel) -> list[dict[str, torch.nn.Parameter]]:
+    """The parameters of each decoder layer, by name."""
+    named = dict(module.named_parameters())
+    return [{name: named[name] for name in names} for names in names_by_layer(module, named)]
 
 
 def _load_folder(folder: Path, dtype: torch.dtype) -> PreTrainedModel:

@@ -18,6 +18,7 @@ from ratoon.errors import invalid
 from ratoon.model.activation_plan import Kept, max_tokens
 from ratoon.model.attention import PathAttention, TreeAttention
 from ratoon.model.float64 import Float64Math
+from ratoon.model.layer_shards import LayerShards
 from ratoon.model.layers import DecoderLayers
 from ratoon.model.route_counts import RouteCounts, RoutedTokens
 from ratoon.model.sequence_attention import SequenceAttention
@@ -50,11 +51,15 @@ class PolicyModel:
         attention_backend: str,
         deterministic: bool,
         compile_layers: bool,
+        shards: LayerShards | None = None,
     ) -> None:
-        """`adapter` wraps `module` in place; `frozen` is a copy of `module` that shares nothing."""
+        """`adapter` wraps `module` in place; `frozen` is a copy of `module` that shares nothing.
+        `shards`: of the weights of the decoder layers of `module`, and then of those of `frozen`.
+        """
         self.spec = spec
         self.module = module
         self.adapter = adapter
+        self.shards = shards
         self._frozen = frozen
         self._active = module
         self._is_reference = False
@@ -66,7 +71,7 @@ class PolicyModel:
         self.routes = RouteCounts(cast("Any", module).get_decoder().layers)
         if frozen is not None:
             frozen.eval().requires_grad_(requires_grad=False)
-            self._take_layers(frozen, is_compiled=compile_layers)
+            self._take_layers(frozen, is_compiled=compile_layers, is_frozen=True)
         self._device_bytes: int | None = None
         self._host_bytes = 0
 
@@ -164,6 +169,15 @@ class PolicyModel:
         owner = self.module if self.adapter is None else self.adapter
         return {name: p for name, p in owner.named_parameters() if p.requires_grad}
 
+    def value_of(self, name: str) -> Tensor:
+        """A trained parameter's values; read from all ranks where they share them out."""
+        parameter = self.named_trainable()[name].detach()
+        if self.shards is None or name not in self.shards:
+            return parameter
+        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        self.shards.read(name, whole)
+        return whole
+
     def named_layers(self) -> list[list[str]]:
         """Of `named_trainable()` the names of each decoder layer's."""
         return names_by_layer(self.module, self.named_trainable())
@@ -211,15 +225,20 @@ class PolicyModel:
             layout=layout, backend=self._attention_backend, deterministic=self._deterministic
         )
 
-    def _take_layers(self, module: PreTrainedModel, *, is_compiled: bool) -> DecoderLayers:
+    def _take_layers(
+        self, module: PreTrainedModel, *, is_compiled: bool, is_frozen: bool = False
+    ) -> DecoderLayers:
         tuning = self.spec.tuning
+        layers = cast("Any", module).get_decoder().layers
         return DecoderLayers(
-            cast("Any", module).get_decoder().layers,
+            layers,
             wide_features=cast("int", self.config.intermediate_size),
             adapter_rank=tuning.rank if isinstance(tuning, LoraTuning) else 0,
             is_compiled=is_compiled,
             is_deterministic=self._deterministic,
             precision=self._precision,
+            shards=self.shards,
+            first_shard=len(layers) if is_frozen else 0,
         )
 
 

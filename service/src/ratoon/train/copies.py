@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import cast
+from pathlib import Path
+from typing import ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -72,6 +73,16 @@ class Copy:
     peer: int
 
 
+def _machine() -> str:
+    """Of a boot of a machine, and of the processes there that see each other; "" if nothing says so
+    (macOS)."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return ""
+
+
 class Copies:
     """A process's place among the ranks, of which one alone exchanges nothing."""
 
@@ -81,6 +92,9 @@ class Copies:
         """`group`: of the ranks that exchange; None: all."""
         self.rank, self.size = rank, size
         self._group = group
+
+    # Of the ranks of the last meeting that this process has joined.
+    _machines: ClassVar[set[bytes]] = set()
 
     @classmethod
     def join(
@@ -96,9 +110,10 @@ class Copies:
             if store is None:
                 store = TCPStore(meeting.host, meeting.port, is_master=False, timeout=timeout)
             store = PrefixStore(meeting.name, store)
-            store.set(f"here/{rank}", "")
+            store.set(f"here/{rank}", _machine())
             everyone = [f"here/{one}" for one in range(meeting.size)]
             store.wait(everyone, timeout)
+            cls._machines = {bytes(store.get(one)) for one in everyone}
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
                 store=store,
@@ -123,6 +138,11 @@ class Copies:
         if not dist.is_initialized():
             return cls()
         return cls(dist.get_rank(), dist.get_world_size())
+
+    @classmethod
+    def are_neighbours(cls) -> bool:
+        """Whether all ranks are of one machine, and see each other's processes there."""
+        return not dist.is_initialized() or len(cls._machines) == 1
 
     def tell(self, peers: Iterable[int], word: int) -> dict[int, int]:
         """Tell some ranks a number and hear theirs, of which one that is gone has none.

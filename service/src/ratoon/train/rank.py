@@ -1,7 +1,8 @@
-"""One device's share of a policy: all of its weights, and what it does with them.
+"""One device's share of a policy: its weights, and what it does with them.
 
 A rank runs its micro-batches, and has the optimizer's states of its parts of the parameters. Its
-gradient sums are those of its micro-batches, or in decoder layers those of its parts. It decides
+gradient sums are those of its micro-batches, or in decoder layers those of its parts; so are its
+weights, where it reads the others' from their owners. It decides
 nothing: `trainer` asks the same of every rank (`rank_group`).
 """
 
@@ -17,8 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ratoon.model.export import WeightsCopy
+from ratoon.model.parts import parts_of
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.sequence_group import SequenceGroup
+from ratoon.model.shared_memory import Handle
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.prefixes import SortedPrefixes
@@ -32,7 +35,7 @@ from ratoon.train.optim.adamw import OptimizerState, block_norms
 from ratoon.train.optim.choice import make_optimizer
 from ratoon.train.optim.digest import StateDigest
 from ratoon.train.optim.gradients import GradientSums
-from ratoon.train.optim.parts import Shares, parts_of
+from ratoon.train.optim.parts import Shares
 from ratoon.train.optim.sharded_sums import ShardedSums
 from ratoon.train.optim.tensor_norms import PartNorm, part_norms
 from ratoon.train.passes import (
@@ -66,13 +69,17 @@ class Rank:
         self._groups = SequenceGroups(copies, ())
         self._parameters = model.named_trainable()
         self.shares = Shares(parts_of(self._parameters), copies)
+        # Where weights are shared out, adapters are not: they are small.
+        is_whole = spec.shard is Shard.STATES or (
+            spec.shard is Shard.WEIGHTS and model.adapter is not None
+        )
         self.gradients = (
             GradientSums(self._parameters)
-            if spec.shard is Shard.STATES
+            if is_whole
             else ShardedSums(self._parameters, model.named_layers(), self.shares, copies)
         )
         self.optimizer = make_optimizer(
-            self.shares.own(self._parameters), spec.optimizer, spec.kept_states, spec.model.seed
+            self._own_weights(), spec.optimizer, spec.kept_states, spec.model.seed
         )
         self._digest = StateDigest(model.device)
         # What a pass tells and asks while it runs.
@@ -91,9 +98,20 @@ class Rank:
         """Connect to the ranks that may run micro-batches with this one, groups of these sizes."""
         self._groups = SequenceGroups(self.copies, sizes)
 
+    def weight_handles(self) -> list[Handle]:
+        """Of the memory that has this rank's parts of the weights; none where it has all."""
+        return [] if self.model.shards is None else self.model.shards.handles()
+
+    def open_weights(self, by_rank: Sequence[Sequence[Handle]]) -> None:
+        """Map the parts of all ranks, which each of them has by now."""
+        if self.model.shards is not None:
+            self.model.shards.open(by_rank)
+
     def activation_bytes(self) -> int | None:
         """What this rank's device has for activations; None for a CPU: no limit."""
-        return activation_bytes(self.model.device, self.gradients.passing_bytes)
+        shards = self.model.shards
+        ring_bytes = 0 if shards is None else shards.ring_bytes
+        return activation_bytes(self.model.device, self.gradients.passing_bytes + ring_bytes)
 
     def limit_activations(self, device_bytes: int | None, host_bytes: int) -> None:
         """Lend activations so much of the device and of the host."""
@@ -105,6 +123,7 @@ class Rank:
         """Add the gradient of this rank's micro-batches to its sums."""
         own = prepared.of_rank(self.copies.rank)
         with (
+            self.reading(),
             self.gradients.of_pass(prepared.plan, self.hooks.is_cancelled),
             self._together(own.plan) as (group, hooks),
         ):
@@ -121,7 +140,7 @@ class Rank:
         """Log-probs and entropies of this rank's micro-batches; 0 for the others'."""
         own = plan.of_rank(self.copies.rank)
         reference = self.model.reference() if use_reference else nullcontext()
-        with reference, self._together(own) as (group, hooks):
+        with self.reading(), reference, self._together(own) as (group, hooks):
             return forward_pass(self.model, batch, prefixes, own, hooks, group)
 
     def clear(self) -> None:
@@ -148,7 +167,7 @@ class Rank:
     def step(self, norm: float, divisor: float, step: OptimStep) -> Stepped:
         """Step this rank's parts, and get the others' new weights. `norm`: after division."""
         changed = self.optimizer.apply(self._own_sums(), divisor, norm, step)
-        self.shares.hand_out(self._parameters)
+        self._hand_out()
         return Stepped(
             changed=None if changed is None else int(changed),
             peak_memory_bytes=peak_memory_bytes(self.model.device),
@@ -191,7 +210,7 @@ class Rank:
         assert self._read is not None
         self.optimizer.load(self._read)
         self._read = None
-        self.shares.hand_out(self._parameters)
+        self._hand_out()
 
     def take_values(self, values: Mapping[str, Tensor] | None, *, adds: bool) -> None:
         """Get this rank's parts of the `values` that rank 0 has, for `set_values`.
@@ -208,7 +227,38 @@ class Rank:
         self._values = {}
         if resets_optimizer:
             self.optimizer.reset()
-        self.shares.hand_out(self._parameters)
+        self._hand_out()
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """However it is left, this rank reads no weights of others any more."""
+        try:
+            yield
+        finally:
+            if self.model.shards is not None:
+                self.model.shards.settle()
+
+    def _own_weights(self) -> dict[str, Tensor]:
+        """This rank's parts of the trained weights, in order, live."""
+        shards = self.model.shards
+        if shards is None:
+            return self.shares.own(self._parameters)
+        whole = self.shares.own({n: p for n, p in self._parameters.items() if n not in shards})
+        own = whole | shards.own()
+        parts = self.shares.by_rank(self._parameters)[self.copies.rank]
+        return {part.name: own[part.name] for part in parts}
+
+    def _hand_out(self) -> None:
+        """Give all ranks what this one has changed of weights that each has whole.
+
+        Of the others it is in place, for whoever reads after all ranks have answered.
+        """
+        shards = self.model.shards
+        if shards is None:
+            self.shares.hand_out(self._parameters)
+            return
+        self.shares.hand_out({n: p for n, p in self._parameters.items() if n not in shards})
+        shards.wait()
 
     @contextmanager
     def _together(self, plan: UpdatePlan) -> Iterator[tuple[SequenceGroup, PassHooks]]:

@@ -23,6 +23,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon.model.parts import origin_of
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import ModelDtype
 from ratoon.rollout.packed import MicroBatch, UpdatePlan
@@ -30,7 +31,6 @@ from ratoon.rollout.plan import make_plan
 from ratoon.rollout.selection import trained_lengths
 from ratoon.train.micro_batches import PassHooks, no_progress
 from ratoon.train.optim.gradients import GradientSums
-from ratoon.train.optim.parts import origin_of
 from ratoon.train.passes import forward_backward_pass, forward_pass
 from ratoon.train.prepare import Prepared
 from ratoon.train.report.step_report import SelfCheckReport

@@ -35,6 +35,7 @@ from ratoon.rollout.selection import Counters
 from ratoon.rollout.sharing import planned_prefixes
 from ratoon.train import prepare
 from ratoon.train.checkpoint import Snapshot, check_digest, read_manifest
+from ratoon.train.config import Shard
 from ratoon.train.copies import Copies
 from ratoon.train.forward_arrays import ForwardArrays, check_forward_logprobs
 from ratoon.train.gradient_window import GradientWindow, Totals, WindowState
@@ -95,6 +96,8 @@ class Trainer:
         self.version = 0
         self.ranks = RankGroup(Rank(spec, model, copies or Copies()), peers)
         self.ranks.all("meet", self._group_sizes)
+        if spec.shard is Shard.WEIGHTS:
+            self.ranks.all("open_weights", self.ranks.all("weight_handles"))
         self._named = NamedGradients(model)
         self._num_trained = sum(p.numel() for p in model.named_trainable().values())
         self._rates = rates
@@ -415,7 +418,8 @@ class Trainer:
             return SelfCheckOutcome(report=None, warnings=())
         gradients = self.ranks.own.gradients
         run = partial(run_self_check, self.model, gradients, prepared, old_logprobs_J)
-        return run(version=self.version, is_cancelled=is_cancelled)
+        with self.ranks.own.reading():
+            return run(version=self.version, is_cancelled=is_cancelled)
 
     def _step(self, step: OptimStep, base: StepReport) -> StepReport:
         clock = DeviceClock(self.model.device)
@@ -469,6 +473,15 @@ def load(spec: TrainerSpec) -> tuple[TrainerSpec, PolicyModel]:
     """Configure torch for this process, load a policy's model, and choose what its spec leaves
     open."""
     configure_torch(spec)
+    place, is_shared = Copies.joined(), spec.parallel.shard is Shard.WEIGHTS
+    if is_shared and not place.are_neighbours():
+        raise RatoonError(
+            ErrorCode.UNSUPPORTED,
+            "parallel.shard: ranks read each other's weights, which those of one node alone can",
+            field="parallel.shard",
+            got=Shard.WEIGHTS.value,
+            expected="states or gradients on several nodes, or as many GPUs of one",
+        )
     model = load_model(
         spec.model,
         device=torch.device(spec.device),
@@ -476,12 +489,17 @@ def load(spec: TrainerSpec) -> tuple[TrainerSpec, PolicyModel]:
         deterministic=spec.deterministic,
         keep_reference=spec.keep_reference,
         compile_layers=torch.device(spec.device).type == "cuda",
+        rank=place.rank,
+        num_sharing=place.size if is_shared else 1,
     )
     layers = [] if model.adapter is not None else model.named_layers()
+    memory = device_memory(model.device)
+    if memory is not None and model.shards is not None:
+        memory = replace(memory, free=max(0, memory.free - model.shards.ring_bytes))
     states, shard = choose_layout(
         model.named_trainable(),
         layers,
-        device_memory(model.device),
+        memory,
         num_ranks=spec.num_workers,
         states=spec.optimizer_states,
         shard=spec.parallel.shard,

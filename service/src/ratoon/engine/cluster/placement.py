@@ -88,16 +88,20 @@ def on_gpu_node() -> Any:
     return "DEFAULT"
 
 
-async def check_free_gpus(num_gpus: int) -> None:
-    """Raises RESOURCE_EXHAUSTED where fewer GPUs are free.
+async def check_free_gpus(num_gpus: int, *, on_one_node: bool = False) -> None:
+    """Raises RESOURCE_EXHAUSTED where fewer GPUs are free, of the cluster or of every one node.
 
     A policy that has just ended may take a moment to release its own.
     """
     deadline = asyncio.get_running_loop().time() + _RELEASE_S
-    while sum((free := free_gpus_by_node()).values()) < num_gpus:
+    while _most(free := free_gpus_by_node(), on_one_node=on_one_node) < num_gpus:
         if asyncio.get_running_loop().time() >= deadline:
-            raise _no_gpus(num_gpus, free)
+            raise _no_gpus(num_gpus, free, on_one_node=on_one_node)
         await asyncio.sleep(_POLL_S)
+
+
+def _most(free: Mapping[str, float], *, on_one_node: bool) -> float:
+    return max(free.values(), default=0.0) if on_one_node else sum(free.values())
 
 
 def _group_name(policy_id: str) -> str:
@@ -122,12 +126,13 @@ def free_gpus_by_node() -> dict[str, float]:
     return found
 
 
-def _no_gpus(wanted: int, free: dict[str, float]) -> RatoonError:
+def _no_gpus(wanted: int, free: dict[str, float], *, on_one_node: bool = False) -> RatoonError:
     plural, total = "" if wanted == 1 else "s", sum(free.values())
     counts = ", ".join(f"{count:g}" for count in sorted(free.values(), reverse=True))
     by_node = f" (by node: {counts})" if len(free) > 1 else ""
+    where = " of one node, as its ranks read each other's weights" if on_one_node else ""
     return RatoonError(
         ErrorCode.RESOURCE_EXHAUSTED,
-        f"the policy wants {wanted} GPU{plural}, {total:g} are free{by_node}",
+        f"the policy wants {wanted} GPU{plural}{where}, {total:g} are free{by_node}",
         details={"resource": "GPU", "wanted": str(wanted), "free": f"{total:g}"},
     )

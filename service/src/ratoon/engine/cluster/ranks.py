@@ -23,14 +23,15 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ratoon.config import set_copy_interface
-from ratoon.engine.cluster.gpu_environment import GPU_ENVIRONMENT
+from ratoon.config import set_copy_interface, set_visible_gpus, visible_gpus
+from ratoon.engine.cluster.gpu_environment import GPU_ENVIRONMENT, visible_first
 from ratoon.engine.cluster.placement import bundles_of_ranks, find_group
 from ratoon.engine.cluster.ray_calls import ASKED_TIMES, START_S
 from ratoon.engine.crash_points import CrashPoint, make_reach
 from ratoon.engine.worker.tasks import WorkerLostError
 from ratoon.garbage import frozen_imports
 from ratoon.log import configure_logging, get_logger
+from ratoon.train.config import Shard
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -111,6 +112,16 @@ class RankActor:
             self._stopped = max(self._stopped, number)
 
     @ray.method(concurrency_group="control")
+    def own_gpu(self) -> str:
+        """Which of its machine's GPUs it has; "": none."""
+        return visible_gpus()
+
+    @ray.method(concurrency_group="control")
+    def see(self, gpus: Sequence[str]) -> None:
+        """See those of all ranks of this machine, before any is used."""
+        set_visible_gpus(visible_first(visible_gpus(), gpus))
+
+    @ray.method(concurrency_group="control")
     def ping(self) -> None:
         """Answer."""
 
@@ -161,6 +172,14 @@ class RayPeer:
     def await_start(self, timeout_s: float) -> None:
         """Wait until its process is up. Raises `WorkerLostError`."""
         self._get(self._actor.ping.remote(), timeout_s)
+
+    def own_gpu(self) -> str:
+        """Which of its machine's GPUs it has. Raises `WorkerLostError`."""
+        return cast("str", self._get(self._actor.own_gpu.remote(), self._max_silence_s))
+
+    def see(self, gpus: Sequence[str]) -> None:
+        """Have it see those of all ranks. Raises `WorkerLostError`."""
+        self._get(self._actor.see.remote(gpus), self._max_silence_s)
 
     def load(self, spec: TrainerSpec, meeting: Meeting) -> None:
         """Begin to; the first call waits for it, and raises what it raised."""
@@ -241,6 +260,7 @@ class Ranks:
         self._arguments = log_level, crash_points, compiled
         self._max_silence_s = max_silence_s
         self._peers: list[RayPeer] = []
+        self._own_gpu = visible_gpus()
 
     def join(self, spec: TrainerSpec, policy_id: str) -> list[RayPeer]:
         """Start the peers and join them, as rank 0; none for a spec of one rank.
@@ -265,6 +285,8 @@ class Ranks:
         deadline = time.monotonic() + START_S
         for peer in self._peers:
             peer.await_start(max(0.0, deadline - time.monotonic()))
+        if spec.parallel.shard is Shard.WEIGHTS and spec.device != "cpu":
+            self._see_all()
         address = str(cast("Any", ray).util.get_node_ip_address())
         meeting, store = open_meeting(address, spec.num_workers, self._max_silence_s)
         for peer in self._peers:
@@ -275,6 +297,14 @@ class Ranks:
         except CopyFailedError as err:
             raise WorkerLostError(str(err)) from err
         return self._peers
+
+    def _see_all(self) -> None:
+        """Have all ranks see all of their GPUs, for CUDA maps the memory of no other one. On
+        several machines the numbers mean nothing, and loading is refused."""
+        gpus = [self._own_gpu, *(peer.own_gpu() for peer in self._peers)]
+        for peer in self._peers:
+            peer.see(gpus)
+        set_visible_gpus(visible_first(self._own_gpu, gpus))
 
     def _start(self, num_workers: int, policy_id: str) -> list[ActorProxy[RankActor]]:
         """Start all ranks but 0, on the policy's GPUs if it has any."""

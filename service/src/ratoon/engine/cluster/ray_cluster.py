@@ -26,7 +26,7 @@ from ratoon.engine.settings import EngineSettings
 from ratoon.engine.types import PolicySpec, ReferencePolicy
 from ratoon.engine.worker.backends import BackendInfo, list_backends
 from ratoon.engine.worker.tasks import WorkerPort
-from ratoon.errors import ErrorCode, RatoonError, invalid
+from ratoon.errors import invalid
 from ratoon.model.spec import ModelDtype
 from ratoon.stream.files import make_folder, remove_leftovers
 from ratoon.train.config import OptimizerStates, Shard
@@ -57,16 +57,9 @@ class RayCluster:
         return worker_device(self._settings)
 
     async def check(self, spec: PolicySpec) -> None:
-        if spec.parallel.shard is Shard.WEIGHTS:
-            raise RatoonError(
-                ErrorCode.UNSUPPORTED,
-                "parallel.shard: each device of a policy has all weights",
-                field="parallel.shard",
-                got=spec.parallel.shard,
-                expected="states or gradients",
-            )
         if self.device != "cpu":
-            await check_free_gpus(spec.parallel.num_workers)
+            is_one_node = spec.parallel.shard is Shard.WEIGHTS
+            await check_free_gpus(spec.parallel.num_workers, on_one_node=is_one_node)
         elif spec.parallel.num_workers > _cores():
             expected = f"at most {_cores()}, the machine's cores"
             raise invalid("parallel.num_workers", spec.parallel.num_workers, expected)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ratoon.model.parts import origin_of
 from ratoon.train.config import OptimizerStates
 from ratoon.train.optim.adamw import OptimizerState
-from ratoon.train.optim.parts import origin_of
 from ratoon.train.optim.rounding import (
     BLOCK,
     decode_positive,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon.model.parts import parts_of, shared_out
 from ratoon.train.config import AdamWConfig, OptimizerStates, Shard
 from ratoon.train.numerics import DeviceMemory
 from ratoon.train.optim.adamw import MasterAdamW, Optimizer
@@ -15,7 +16,6 @@ from ratoon.train.optim.bf16_adamw import Bf16AdamW
 from ratoon.train.optim.bf16_state import initial_state
 from ratoon.train.optim.gradients import sum_bytes
 from ratoon.train.optim.layer_exchange import handed_bytes
-from ratoon.train.optim.parts import parts_of, shared_out
 
 # Of a GPU, for activations, where there is a choice between 32 and 8 bits of moments.
 _ACTIVATION_SHARE = 0.25
@@ -54,14 +54,13 @@ def choose_layout(
     gradients may be shared out. To be called when the model is on the device and neither gradient
     sums nor states are. Raises RESOURCE_EXHAUSTED where these do not fit.
     """
-    assert shard is not Shard.WEIGHTS, "refused when the policy was created"
     shards = (shard,) if shard else (Shard.STATES, Shard.GRADIENTS)
     if shard is None and (memory is None or num_ranks == 1 or not layers):
         shards = (Shard.STATES,)
     kinds = (states,) if states else (OptimizerStates.BF16_SPLIT, OptimizerStates.BF16_SPLIT_8BIT)
     if memory is None or len(shards) == len(kinds) == 1:
         return kinds[0], shards[0]
-    sharded = {Shard.STATES: (), Shard.GRADIENTS: layers}
+    sharded = {Shard.STATES: (), Shard.GRADIENTS: layers, Shard.WEIGHTS: layers}
     needed = {
         (kind, each): needed_bytes(parameters, kind, num_ranks, sharded[each])
         for each in shards

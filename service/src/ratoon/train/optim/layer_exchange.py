@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon.model.parts import Part
 from ratoon.train.copies import Copies, Copy, CopyFailedError
-from ratoon.train.optim.parts import Part
 from ratoon.train.optim.turns import Turn
 from ratoon.train.report.clock import Moment
 
@@ -222,8 +222,9 @@ class LayerExchange:
 
     def _room(self, turn: Turn) -> list[Tensor]:
         """For what another rank sends."""
-        own = _of(self._layers[turn.layer], self._parts[turn.layer][self._copies.rank])
-        return [torch.empty_like(part) for part in own]
+        layer = self._layers[turn.layer]
+        own = self._parts[turn.layer][self._copies.rank]
+        return [part.empty_like(layer[part.parameter]) for part in own]
 
 
 def _of(tensors: Mapping[str, Tensor], parts: Sequence[Part]) -> list[Tensor]:

@@ -1,77 +1,17 @@
-"""Which rank keeps the optimizer's states of which parts of the parameters, and steps these.
-
-A parameter is cut at multiples of `PART` elements, whatever the number of ranks: so a part's norm,
-digest and step have the same bits whoever has it.
-"""
+"""Which rank keeps the optimizer's states of which parts of the parameters, and steps these."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from ratoon.model.parts import PART, Part, shared_out
 from ratoon.train.copies import Copies, Copy
 
-# Few calls per step, of which each costs the host tens of microseconds, against what a step keeps
-# for a moment beside the states, and against parts that ranks can have as many of.
-PART = 1 << 25
-_AT = "@"
-
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """Elements [start, stop) of a parameter, whose name it has where that is all of it."""
-
-    name: str
-    start: int
-    stop: int
-
-    @property
-    def parameter(self) -> str:
-        return origin_of(self.name)[0]
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """The part of the parameter's own tensor, or of one like it: flat, unless it is all."""
-        if self.parameter == self.name:
-            return tensor
-        return tensor.detach().view(-1)[self.start : self.stop]
-
-
-def parts_of(parameters: Mapping[str, Tensor], part_elements: int = PART) -> list[Part]:
-    """All parts, in the order of the parameters."""
-    found: list[Part] = []
-    for parameter, tensor in parameters.items():
-        count = tensor.numel()
-        for start in range(0, count, part_elements):
-            name = parameter if count <= part_elements else f"{parameter}{_AT}{start}"
-            found.append(Part(name=name, start=start, stop=min(start + part_elements, count)))
-    return found
-
-
-def origin_of(name: str) -> tuple[str, int]:
-    """The parameter of a part, and the index of the part's first element in it."""
-    parameter, _, start = name.partition(_AT)
-    return parameter, int(start or 0)
-
-
-def shared_out(parts: Sequence[Part], num_ranks: int) -> list[list[Part]]:
-    """The parts of each rank, in order: each is of the rank that has the fewest elements yet.
-
-    So ranks have as many as one another, of a layer as of all, and what layer after layer crosses
-    between them goes to all at a time and not to one; a rank may have none.
-    """
-    shares: list[list[Part]] = [[] for _ in range(num_ranks)]
-    sizes = [0] * num_ranks
-    for part in parts:
-        rank = sizes.index(min(sizes))
-        shares[rank].append(part)
-        sizes[rank] += part.stop - part.start
-    return shares
 
 
 class Shares:

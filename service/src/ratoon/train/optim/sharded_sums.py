@@ -45,8 +45,9 @@ class ShardedSums(GradientSums):
         self._shards: dict[str, Tensor] = {}
         self._exchange: LayerExchange | None = None
         for index, layer in enumerate(self._layers):
-            for name, part in shares.own(layer).items():
-                self._shards[name] = torch.zeros_like(part, dtype=wide_dtype(part))
+            for part in self._parts[index][copies.rank]:
+                like = layer[part.parameter]
+                self._shards[part.name] = part.empty_like(like, wide_dtype(like)).zero_()
             for name, parameter in layer.items():
                 parameter.register_post_accumulate_grad_hook(partial(self._take, index, name))
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ratoon.model.parts import origin_of
 from ratoon.train.optim.adamw import block_norms
-from ratoon.train.optim.parts import origin_of
 from ratoon.train.report.step_report import TensorGradNorm
 
 
