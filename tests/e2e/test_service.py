@@ -113,10 +113,10 @@ async def test_recorded_routes_are_replayed_over_each_wire(
     assert 0 < report.route_mismatch <= 1
     assert (await wire.call("Update", request)).operation_id == operation.operation_id
     first = request.batch.groups[0].rollouts[0].routed_experts
-    first.data = other.tobytes()
-    with pytest.raises(WireError, match=r"SEQ_CONFLICT|another"):
+    first.data = other.astype(np.uint8).tobytes()
+    with pytest.raises(WireError, match="KEY_REUSED"):
         await wire.call("Update", request)
-    first.data = np.full_like(routes, 7).tobytes()
+    first.data = np.full(routes.shape, 7, np.uint8).tobytes()
     with pytest.raises(WireError, match=r"rollouts\[0\].routed_experts\[0\]\[0\]\[0\]"):
         await wire.call("Update", request)
 
