@@ -28,9 +28,9 @@ KINDS: tuple[Kind, ...] = ("flat", "tree", "single", "bare")
 Outcome = Literal["reward", "advantages", "none"]
 
 
-def limits(**changes: int) -> BatchLimits:
+def limits(**changes: Any) -> BatchLimits:
     """Generous limits; byte tokens by default."""
-    values = {
+    values: dict[str, Any] = {
         "vocab_size": 256,
         "max_sequence_tokens": 1 << 20,
         "max_groups": 1 << 12,

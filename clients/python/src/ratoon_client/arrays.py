@@ -20,7 +20,7 @@ FlagArray = NDArray[np.bool_]
 
 IntsLike = Sequence[int] | NDArray[np.integer[Any]]
 FloatsLike = Sequence[float] | NDArray[np.floating[Any]]
-RouteArray = NDArray[np.uint8] | NDArray[np.uint16]
+RouteArray = NDArray[np.uint8 | np.uint16]
 RoutesLike = Sequence[Sequence[Sequence[int]]] | NDArray[np.integer[Any]]
 FlagsLike = Sequence[bool] | Sequence[int] | NDArray[np.bool_] | NDArray[np.integer[Any]]
 

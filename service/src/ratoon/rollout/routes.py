@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,13 +63,13 @@ def recorded_routes(
                 raise invalid(f"{path}_start", got, f"0: there is no {NAME}")
             counts.append(0)
             continue
-        _check_form(given, path, sizes)
+        rows = _of_form(given, path, sizes)
         start, length = rollout.routed_experts_start, int(length_S[s])
-        if not 0 <= start <= length - len(given):
-            got = f"{start} + {len(given)} rows = {start + len(given)}"
+        if not 0 <= start <= length - len(rows):
+            got = f"{start} + {len(rows)} rows = {start + len(rows)}"
             raise invalid(f"{path}_start", got, f"at most {length}, the tokens of the rollout")
-        counts.append(len(given))
-        parts.append(_ascending(given, path, sizes.num_experts))
+        counts.append(len(rows))
+        parts.append(_ascending(rows, path, sizes.num_experts))
     if not sum(counts):
         return Routes()
     return Routes(
@@ -78,7 +79,9 @@ def recorded_routes(
     )
 
 
-def _check_form(given: NDArray[np.generic], path: str, sizes: RouteSizes) -> None:
+def _of_form(
+    given: NDArray[np.generic], path: str, sizes: RouteSizes
+) -> NDArray[np.unsignedinteger]:
     if not sizes.layers:
         raise invalid(path, "routes", "none: the policy has no experts")
     if given.dtype.kind != "u" or given.dtype.itemsize > 2:
@@ -87,6 +90,7 @@ def _check_form(given: NDArray[np.generic], path: str, sizes: RouteSizes) -> Non
     if given.ndim != 3 or given.shape[1:] != expected:
         text = f"[tokens, {expected[0]} layers with experts, {expected[1]} experts per token]"
         raise invalid(f"{path}.shape", list(given.shape), text)
+    return cast("NDArray[np.unsignedinteger]", given)
 
 
 def _ascending(
