@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -130,10 +131,10 @@ def adapter(engine: Engine, device: str) -> Iterator[Callable[..., VllmNcclAdapt
 def child_ids() -> list[int]:
     """Of children of this process that push."""
     return [
-        int(child)
-        for thread in Path("/proc/self/task").iterdir()
-        for child in (thread / "children").read_text().split()
-        if b"nccl_push" in Path(f"/proc/{child}/cmdline").read_bytes()
+        process.pid
+        for process in psutil.process_iter(["ppid", "cmdline"])
+        if process.info["ppid"] == os.getpid()
+        and any("nccl_push" in word for word in process.info["cmdline"] or ())
     ]
 
 
