@@ -291,9 +291,6 @@ class RatoonConfig(BaseSettings):
         return (env_settings, init_settings, _UnknownVariables(settings_cls))
 
 
-_VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
-
-
 class _UnknownVariables(PydanticBaseSettingsSource):
     """Turns unknown RATOON_ variables into unknown fields, so that they are refused.
 
@@ -424,6 +421,9 @@ def interface_of(host: str) -> str | None:
         if any(address.address == host for address in addresses):
             return name
     return None
+
+
+_VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 def visible_gpus() -> str:

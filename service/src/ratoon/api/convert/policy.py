@@ -64,9 +64,6 @@ class SpecDefaults:
     micro_batch_tokens: int | None
 
 
-_ROUTE_SIZES = ("route_layers", "num_experts", "experts_per_token")
-
-
 def policy_spec(message: wire.PolicySpec, defaults: SpecDefaults) -> PolicySpec:
     """Raises INVALID_ARGUMENT naming the field below `spec`."""
     deterministic = message.deterministic if message.HasField("deterministic") else True
@@ -200,6 +197,7 @@ def policy_message(policy: Policy, models_root: Path) -> wire.Policy:
     message = write(wire.Policy(), policy, skip=("spec", "info"))
     message.spec.CopyFrom(spec_message(policy.spec, models_root))
     if policy.info is not None:
-        # The sizes of routes are for the validation of rollouts alone.
-        write(message, policy.info, skip=_ROUTE_SIZES)
+        # These are for the validation of rollouts alone.
+        sizes_of_routes = ("route_layers", "num_experts", "experts_per_token")
+        write(message, policy.info, skip=sizes_of_routes)
     return message
