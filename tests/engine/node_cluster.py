@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -85,6 +86,9 @@ def beside() -> Iterator[Callable[[Callable[[Nodes], Awaitable[None]], Path], No
 
 def _run(main: Callable[[Nodes], Awaitable[None]], folder: Path) -> None:
     temp_dir = tempfile.mkdtemp(prefix="rt-", dir="/tmp")
+    # Where the cluster writes its address, for others to find: below a folder that exists.
+    os.environ["RAY_TMPDIR"] = temp_dir
+    Path(temp_dir, "ray").mkdir()
     head: dict[str, Any] = {
         "num_cpus": 1,
         "num_gpus": 0,

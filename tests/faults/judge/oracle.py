@@ -1,8 +1,8 @@
 """The accepted history run without faults: one plain trainer in this process, one call at a time.
 
 It computes how each operation must have ended and the bits of the weights. Of `ratoon.engine` it
-uses only the result types. A call that the journal has as cancelled counts as absent, as its caller
-was told.
+uses only the result types and the words of a warning. A call that the journal has as cancelled
+counts as absent, as its caller was told.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,7 @@ from ratoon.engine.files.paths import PolicyPaths
 from ratoon.engine.files.results import read_old_logprobs, write_forward_output
 from ratoon.engine.journal.records import OperationRecord
 from ratoon.engine.types import ForwardResult, ImportResult, StepResult
+from ratoon.engine.worker.runner import NEEDLESS_FORWARD
 from ratoon.model.export import export_weights
 from ratoon.model.spec import FolderBase
 from ratoon.rollout.batch import RolloutBatch
@@ -77,6 +78,7 @@ class Oracle:
         self._seqs: dict[int, int] = {}
         self._operations: dict[int, str] = {}
         self._results: dict[int, Path] = {}
+        self._forward_versions: dict[int, int] = {}
         self._max_version = 0
         self.digests: dict[int, str] = {}
         folder.mkdir(parents=True)
@@ -125,6 +127,7 @@ class Oracle:
             return self._failed("WINDOW_OPEN")
         batch = batch_of(call, self._seed)
         loss = _loss(call, self._operations, batch)
+        warnings = self._needless_forward(call)
         report = self.trainer.update(
             batch,
             loss,
@@ -132,14 +135,16 @@ class Oracle:
             self.trainer.prepare(batch, loss).plan,
             old_logprobs_J=self._old_logprobs(call, batch),
         )
-        return self._stepped(report)
+        return self._stepped(replace(report, warnings=(*report.warnings, *warnings)))
 
     def _forward_backward(self, call: Call) -> StepReport:
         batch = batch_of(call, self._seed)
         loss = _loss(call, self._operations, batch)
         plan = self.trainer.prepare(batch, loss).plan
         old = self._old_logprobs(call, batch)
-        return self.trainer.forward_backward(batch, loss, plan, old_logprobs_J=old)
+        report = self.trainer.forward_backward(batch, loss, plan, old_logprobs_J=old)
+        warnings = self._needless_forward(call)
+        return replace(report, warnings=(*report.warnings, *warnings))
 
     def _optim_step(self, call: Call) -> Expected:
         applied = [part for part in self._window if not part.has_failed]
@@ -185,6 +190,7 @@ class Oracle:
         )
         suffix = entry.record.operation_id.rpartition(".")[2]
         self._results[entry.call.number] = results / f"{digest}.{suffix}"
+        self._forward_versions[entry.call.number] = self.trainer.version
         result = ForwardResult(
             version=self.trainer.version,
             digest=digest,
@@ -235,6 +241,11 @@ class Oracle:
         if not call.from_forward:
             return None
         return read_old_logprobs(self._results[call.from_forward], batch)
+
+    def _needless_forward(self, call: Call) -> tuple[str, ...]:
+        """A Forward that a call names is of the batch that it trains, and of that alone."""
+        is_needless = self._forward_versions.get(call.from_forward) == self.trainer.version
+        return (NEEDLESS_FORWARD,) if is_needless else ()
 
     def _stepped(self, report: StepReport) -> Expected:
         version = self.trainer.version if report.skipped else self._next_version()

@@ -63,6 +63,11 @@ from ratoon.train.optim.resolve import resolve_optim
 from ratoon.train.report.step_report import StepReport
 from ratoon.train.spec import TrainerSpec
 
+NEEDLESS_FORWARD = (
+    "the Forward that loss.old_logprobs names is of the version trained here, and of these "
+    "rollouts alone: on_policy is the same without a Forward, unless a later pass names it"
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Inputs:
@@ -208,11 +213,7 @@ class TaskRunner:
             return ()
         if num_rollouts(task.paths.results / choices.old_logprobs) > batch.num_sequences:
             return ()
-        warning = (
-            "the Forward that loss.old_logprobs names is of the version trained here, and of these "
-            "rollouts alone: on_policy is the same without a Forward, unless a later pass names it"
-        )
-        return (warning,)
+        return (NEEDLESS_FORWARD,)
 
     def _forward(
         self,
