@@ -10,7 +10,7 @@ Models are built without weights; nothing is measured here.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,16 +27,15 @@ from transformers import (
 
 from ratoon.errors import RatoonError
 from ratoon.model.activation_plan import DecoderSizes
-from ratoon.model.layer_shards import RING
+from ratoon.model.loader import placed_bytes
 from ratoon.model.lora import attach_adapter
-from ratoon.model.parts import parts_of, shared_out
 from ratoon.model.policy_model import names_by_layer
 from ratoon.model.sizes import decoder_sizes
 from ratoon.model.spec import LoraTuning
 from ratoon.model.token_limits import token_limits
 from ratoon.train.config import OptimizerStates, Shard
-from ratoon.train.numerics import memory_of, plannable_bytes
-from ratoon.train.optim.choice import choose_layout, needed_bytes
+from ratoon.train.layout import Layout, choose_layout, needed_bytes
+from ratoon.train.numerics import plannable_bytes
 
 PAGE = Path(__file__).parents[1] / "docs" / "what-fits.md"
 BEGIN = "<!-- what fits: written by scripts/what_fits.py -->"
@@ -109,45 +108,31 @@ def table() -> list[str]:
 
 def _rows_of_ranks(module: PreTrainedModel) -> Iterator[tuple[str, list[str]]]:
     """What is shared out, and a cell for each number of GPUs; what is taken by itself is bold."""
-    trained, weight_bytes, sizes = _trained(module), _model_bytes(module), decoder_sizes(module)
+    trained, sizes = _trained(module), decoder_sizes(module)
     layers = names_by_layer(module, trained)
+    weights = {
+        count: {each: placed_bytes(module, count if each is Shard.WEIGHTS else 1) for each in Shard}
+        for count in RANKS
+    }
+
+    def layout(gpu: str, count: int, shards: Iterable[Shard]) -> Layout | None:
+        held = {shard: weights[count][shard] for shard in shards}
+        try:
+            return choose_layout(trained, layers, held, _total(gpu), num_ranks=count)
+        except RatoonError:
+            return None
+
+    def cell(gpu: str, count: int, shard: Shard) -> str:
+        own = layout(gpu, count, [shard])
+        if own is None:
+            return NOTHING
+        needed = needed_bytes(trained, own[0], count, () if shard is Shard.STATES else layers)
+        room = _cell(sizes, weights[count][shard] + needed, gpu)
+        is_taken = own == layout(gpu, count, Shard) and room != NOTHING
+        return f"**{room}**" if is_taken else room
+
     for shard in Shard:
-        cells: list[str] = []
-        for gpu in RANKS_GPUS:
-            total = int(GPUS[gpu] * GIB)
-            for count in RANKS:
-                is_shared = shard is Shard.WEIGHTS
-                held = _shared_bytes(trained, layers, count) if is_shared else weight_bytes
-                memory = memory_of(total, held)
-                try:
-                    states, _ = choose_layout(trained, layers, memory, num_ranks=count, shard=shard)
-                except RatoonError:
-                    cells.append(NOTHING)
-                    continue
-                sharded = () if shard is Shard.STATES else layers
-                needed = needed_bytes(trained, states, count, sharded)
-                cell = _cell(sizes, held + needed, GPUS[gpu])
-                # Weights are shared out where that is asked for by name.
-                is_bold = not is_shared and cell != NOTHING
-                if is_bold:
-                    _, taken = choose_layout(trained, layers, memory, num_ranks=count)
-                    is_bold = taken is shard
-                cells.append(f"**{cell}**" if is_bold else cell)
-        yield shard, cells
-
-
-def _shared_bytes(
-    trained: dict[str, Parameter], layers: Sequence[Collection[str]], num_ranks: int
-) -> int:
-    """Of weights on the rank with the most: its parts of layers, those it reads, and all else."""
-    in_layers = {name for layer in layers for name in layer}
-    shares = shared_out(parts_of(trained), num_ranks)
-    share = max(
-        sum(part.num_elements for part in parts if part.parameter in in_layers) for parts in shares
-    )
-    read = RING * max(sum(trained[name].numel() for name in layer) for layer in layers)
-    outside = sum(p.numel() for name, p in trained.items() if name not in in_layers)
-    return (share + read + outside) * torch.bfloat16.itemsize
+        yield shard, [cell(gpu, count, shard) for gpu in RANKS_GPUS for count in RANKS]
 
 
 def table_together() -> list[str]:
@@ -157,12 +142,12 @@ def table_together() -> list[str]:
     kind = OptimizerStates.BF16_SPLIT_8BIT
     for name in TOGETHER:
         module = _without_weights(MODELS[name])
-        trained, weight_bytes = _trained(module), _model_bytes(module)
+        trained, weight_bytes = _trained(module), placed_bytes(module)
         cells = [
             _cell(
                 decoder_sizes(module).over(size),
                 weight_bytes + needed_bytes(trained, kind, size),
-                GPUS[gpu],
+                gpu,
             )
             for gpu in ("80 GB", "141 GB")
             for size in GROUPS
@@ -174,12 +159,12 @@ def table_together() -> list[str]:
 def _rows(config: PreTrainedConfig) -> Iterator[tuple[str, list[str]]]:
     """What is kept, and a cell for each GPU; what `auto` takes is bold."""
     module = _without_weights(config)
-    trained, weight_bytes = _trained(module), _model_bytes(module)
+    trained, weight_bytes = _trained(module), placed_bytes(module)
     sizes = decoder_sizes(module)
-    chosen = {gpu: _chosen(trained, weight_bytes, gib) for gpu, gib in GPUS.items()}
+    chosen = {gpu: _chosen(trained, weight_bytes, gpu) for gpu in GPUS}
     for kind in STATES:
         allocated = weight_bytes + needed_bytes(trained, kind)
-        cells = {gpu: _cell(sizes, allocated, gib) for gpu, gib in GPUS.items()}
+        cells = {gpu: _cell(sizes, allocated, gpu) for gpu in GPUS}
         bold = {gpu for gpu, cell in cells.items() if chosen[gpu] is kind and cell != NOTHING}
         yield f"`{kind}`", [f"**{c}**" if gpu in bold else c for gpu, c in cells.items()]
     if sizes.is_routed:
@@ -193,22 +178,25 @@ def _lora_cells(config: PreTrainedConfig, targets: tuple[str, ...]) -> list[str]
     with torch.device("meta"):
         attach_adapter(module, tuning, "")
     # The adapter is part of the module.
-    allocated = _model_bytes(module)
-    allocated += needed_bytes(_trained(module), OptimizerStates.BF16_SPLIT)
-    return [_cell(decoder_sizes(module), allocated, gib) for gib in GPUS.values()]
+    allocated = placed_bytes(module) + needed_bytes(_trained(module), OptimizerStates.BF16_SPLIT)
+    return [_cell(decoder_sizes(module), allocated, gpu) for gpu in GPUS]
 
 
-def _chosen(trained: dict[str, Parameter], weight_bytes: int, gib: float) -> OptimizerStates | None:
+def _chosen(trained: dict[str, Parameter], weight_bytes: int, gpu: str) -> OptimizerStates | None:
     """What `auto` takes; None: nothing."""
     try:
-        return choose_layout(trained, [], memory_of(int(gib * GIB), weight_bytes))[0]
+        return choose_layout(trained, [], {Shard.STATES: weight_bytes}, _total(gpu))[0]
     except RatoonError:
         return None
 
 
-def _cell(sizes: DecoderSizes, allocated_bytes: int, gib: float) -> str:
+def _total(gpu: str) -> int:
+    return int(GPUS[gpu] * GIB)
+
+
+def _cell(sizes: DecoderSizes, allocated_bytes: int, gpu: str) -> str:
     """Packed tokens of a micro-batch that runs at once / that are held at a time in stages."""
-    budget = plannable_bytes(memory_of(int(gib * GIB), allocated_bytes))
+    budget = plannable_bytes(_total(gpu), allocated_bytes)
     limits = token_limits(sizes, budget, host_bytes=0)
     if limits.streamed < LEAST_TOKENS:
         return NOTHING
@@ -222,10 +210,6 @@ def _without_weights(config: PreTrainedConfig) -> PreTrainedModel:
 
 def _trained(module: PreTrainedModel) -> dict[str, Parameter]:
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
-
-
-def _model_bytes(module: PreTrainedModel) -> int:
-    return sum(p.nbytes for p in module.parameters())
 
 
 def main() -> None:

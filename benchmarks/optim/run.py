@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from benchmarks.common.timing import release
 from benchmarks.optim.task import Task, draw_batches
-from ratoon.model.loader import load_model
+from ratoon.model.loader import read_model
 from ratoon.model.spec import FullTuning, ModelDtype, ModelSpec, PresetBase
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.train.config import (
@@ -209,7 +209,7 @@ def _trainer(plan: Plan, kind: str, seed: int, device: torch.device) -> Trainer:
     configure_torch(spec)
     # Not compiled, which would take longer than so few updates of so small a model.
     initial = replace(spec.model, seed=_INITIAL_SEED)
-    model = load_model(initial, device=device, attention_backend="", deterministic=True)
+    model = read_model(initial).place(device)
     trainer = Trainer(spec, model)
     if kind == NEAREST:
         # Deliberately not a setting of the service.

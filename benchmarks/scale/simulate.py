@@ -18,7 +18,7 @@ from benchmarks.scale.groups import Batch, deal, num_calls, split, turns
 from benchmarks.step.workload import StepWork, step_flops
 from ratoon.model.activation_plan import Kept, largest_plan, most_tokens, streamed_tokens
 from ratoon.model.device_costs import H200_RATES, recompute_s
-from ratoon.train.numerics import memory_of, plannable_bytes
+from ratoon.train.numerics import plannable_bytes
 
 # Bytes per parameter of bf16 weights, float32 sums, and 8-bit moments in blocks of 256.
 _WEIGHTS, _SUMS, _MOMENTS = 2, 4, 2 + 8 / 256
@@ -77,7 +77,7 @@ def _layer_bytes(model: Model) -> float:
 def free_bytes(model: Model, layout: Layout, n: int, gpu: str, c: Values) -> int:
     """What one GPU has for activations, by the service's own reserve."""
     held = state_bytes(model, layout, n) + (1e9 * c["collectives"] if n > 1 else 0)
-    return plannable_bytes(memory_of(GPU_BYTES[gpu], math.ceil(held)))
+    return plannable_bytes(GPU_BYTES[gpu], math.ceil(held))
 
 
 def first_layout(model: Model, n: int, gpu: str, c: Values) -> Layout | None:

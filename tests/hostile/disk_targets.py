@@ -16,7 +16,7 @@ import xxhash
 from safetensors.torch import load_file, save_file
 
 from ratoon.engine.files.results import read_old_logprobs, write_forward_output
-from ratoon.model.loader import load_model
+from ratoon.model.loader import read_model
 from ratoon.model.spec import FolderBase, FullTuning, ModelDtype, ModelSpec, PresetBase
 from ratoon.stream.blobs import decode_manifest, encode_manifest
 from ratoon.stream.files import seal_bytes, seal_document, unseal_document
@@ -162,7 +162,7 @@ def bad_imports(folder: Path) -> Callable[[random.Random], None]:
     """A folder of weights that a caller names."""
     base = FolderBase(folder=str(write_folder(folder / "base", "qwen3")))
     spec = ModelSpec(base=base, tuning=FullTuning(), dtype=ModelDtype.FLOAT32, seed=0)
-    model = load_model(spec, device=torch.device("cpu"), attention_backend="", deterministic=True)
+    model = read_model(spec).place(torch.device("cpu"))
     path = Path(base.folder) / "model.safetensors"
     save_file({name: tensor.bfloat16() for name, tensor in load_file(path).items()}, path)
     whole = path.read_bytes()

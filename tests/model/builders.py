@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ratoon.errors import RatoonError
 from ratoon.model.activation_plan import Kept, peak_bytes
-from ratoon.model.loader import load_model
+from ratoon.model.loader import read_model
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import (
     FolderBase,
@@ -49,12 +49,10 @@ def load(
         dtype=dtype,
         seed=seed,
     )
-    return load_model(
-        spec,
-        device=torch.device(device),
+    return read_model(spec, keep_reference=keep_reference).place(
+        torch.device(device),
         attention_backend=attention_backend,
         deterministic=deterministic,
-        keep_reference=keep_reference,
         compile_layers=compile_layers,
     )
 

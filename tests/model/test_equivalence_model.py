@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ratoon.model.loader import load_model
+from ratoon.model.loader import read_model
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import FolderBase, FullTuning, ModelDtype, ModelSpec
 from ratoon.rollout.batch import RolloutBatch
@@ -59,7 +59,7 @@ def models_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _load(folder: Path, dtype: ModelDtype = ModelDtype.FLOAT64) -> PolicyModel:
     base = FolderBase(folder=str(folder))
     spec = ModelSpec(base=base, tuning=FullTuning(), dtype=dtype, seed=0)
-    return load_model(spec, device=CPU, attention_backend="", deterministic=True)
+    return read_model(spec).place(CPU)
 
 
 def _groups(seed: int, **knobs: Any) -> list[RawGroup]:

@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ratoon.errors import ErrorCode, RatoonError
 from ratoon.train.config import AdamWConfig, OptimizerStates, Shard
-from ratoon.train.numerics import DeviceMemory
+from ratoon.train.layout import choose_layout
 from ratoon.train.optim import bf16_state
 from ratoon.train.optim.adamw import Optimizer, OptimizerState
-from ratoon.train.optim.choice import choose_layout, make_optimizer
+from ratoon.train.optim.choice import make_optimizer
 from ratoon.train.optim.rounding import join_float32, split_float32
 from tests.train.optimizer_runs import (
     CONFIG,
@@ -108,7 +107,7 @@ def _error(kind: OptimizerStates, rate: float, num_steps: int) -> tuple[float, f
 @pytest.mark.parametrize("num_steps", [100, 400])
 def test_updates_at_rl_learning_rates_arrive(num_steps: int) -> None:
     """The default of a CPU took 1e-6 as noise where it had no masters: 3.1 times the update."""
-    kind, _ = choose_layout(make_parameters(), [], None)
+    kind, _ = choose_layout(make_parameters(), [], {Shard.STATES: 0}, None)
     error, cosine = _error(kind, 1e-6, num_steps)
     assert error < 1e-3
     assert cosine > 0.999999
@@ -179,78 +178,3 @@ def test_a_decay_below_half_an_ulp_counts() -> None:
         moved.append(_masters(optimizer.state(), "a").double())
     mean = (moved[0] - moved[1]).mean().item()
     assert mean == pytest.approx(20 * 1e-8 * 1.5, rel=0.25)
-
-
-def _of_size(num_elements: int) -> dict[str, nn.Parameter]:
-    return {"a": nn.Parameter(torch.empty(num_elements, dtype=torch.bfloat16, device="meta"))}
-
-
-_PARAMETERS = 256 << 20
-
-
-@pytest.mark.parametrize(
-    ("free", "kind"),
-    [
-        # float32 gradient, remainder, and moments; a quarter of the whole beside them.
-        ((4 + 2 + 8 + 4) * _PARAMETERS, OptimizerStates.BF16_SPLIT),
-        ((4 + 2 + 8 + 4) * _PARAMETERS - 1, OptimizerStates.BF16_SPLIT_8BIT),
-        (int((4 + 2 + 2 + 8 / 256) * _PARAMETERS), OptimizerStates.BF16_SPLIT_8BIT),
-    ],
-)
-def test_auto_takes_the_first_that_fits(free: int, kind: OptimizerStates) -> None:
-    memory = DeviceMemory(total=16 * _PARAMETERS, free=free)
-    assert choose_layout(_of_size(_PARAMETERS), [], memory) == (kind, Shard.STATES)
-
-
-def test_auto_never_gives_up_masters() -> None:
-    free = int((4 + 2 + 2 + 8 / 256) * _PARAMETERS) - 1
-    with pytest.raises(RatoonError, match="bf16_8bit") as caught:
-        choose_layout(_of_size(_PARAMETERS), [], DeviceMemory(total=16 * _PARAMETERS, free=free))
-    assert caught.value.code is ErrorCode.RESOURCE_EXHAUSTED
-    assert caught.value.field == "optimizer_states"
-    assert str(free) in caught.value.message
-
-
-_LAYERS = 8
-_TOTAL = 10**10
-
-
-def _model(per_layer: int) -> tuple[dict[str, torch.Tensor], list[list[str]]]:
-    """Parameters, half of them outside of layers."""
-    layers = [[f"layer.{index}"] for index in range(_LAYERS)]
-    sizes = {name: per_layer for (name,) in layers} | {"head": _LAYERS * per_layer}
-    return {
-        name: torch.empty(size, dtype=torch.bfloat16, device="meta") for name, size in sizes.items()
-    }, layers
-
-
-@pytest.mark.parametrize(
-    ("free", "expected"),
-    [
-        # Beside a quarter of the whole; bytes per parameter: sum, and half of what is kept.
-        (4 + (2 + 8) / 2, (OptimizerStates.BF16_SPLIT, Shard.STATES)),
-        (4 + (2 + 2 + 8 / 256) / 2, (OptimizerStates.BF16_SPLIT_8BIT, Shard.STATES)),
-        # Half of the parameters are in layers: half of their sums; five layers pass at most.
-        (3 + (2 + 2 + 8 / 256) / 2 + 4.5 / 8, (OptimizerStates.BF16_SPLIT_8BIT, Shard.GRADIENTS)),
-    ],
-)
-def test_auto_shares_out_gradients_where_states_are_not_enough(
-    free: float, expected: tuple[OptimizerStates, Shard]
-) -> None:
-    per_layer = 1 << 25
-    parameters, layers = _model(per_layer)
-    num_bytes = math.ceil(free * 2 * _LAYERS * per_layer) + _TOTAL // 4
-    memory = DeviceMemory(total=_TOTAL, free=num_bytes)
-    assert choose_layout(parameters, layers, memory, num_ranks=2) == expected
-    # Whatever it is, it can be asked for, and what cannot be sharded is not.
-    states, shard = expected
-    asked = choose_layout(parameters, layers, memory, num_ranks=2, states=states, shard=shard)
-    assert asked == expected
-    assert choose_layout(parameters, [], memory, num_ranks=2)[1] is Shard.STATES
-    assert choose_layout(parameters, layers, None, num_ranks=2)[1] is Shard.STATES
-
-
-def test_a_refusal_has_the_bytes_of_each_layout() -> None:
-    parameters, layers = _model(1 << 25)
-    with pytest.raises(RatoonError, match=r"states bf16_split [0-9]+, .*gradients bf16_split_8bit"):
-        choose_layout(parameters, layers, DeviceMemory(total=_TOTAL, free=10**6), num_ranks=2)

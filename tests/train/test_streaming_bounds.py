@@ -21,7 +21,7 @@ from torch import Tensor
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.activation_plan import Kept, peak_bytes
 from ratoon.model.attention import PathAttention
-from ratoon.model.loader import load_model
+from ratoon.model.loader import read_model
 from ratoon.model.offload import HostOffload
 from ratoon.model.path_stacks import PathStacks
 from ratoon.model.policy_model import PolicyModel
@@ -276,10 +276,7 @@ def test_compiled_layers_leave_all_that_waits_on_the_host(tmp_path: Path) -> Non
     base = FolderBase(folder=str(write_folder(tmp_path / "base", "qwen3")))
     plain, batch = make_trainer(base, dtype=ModelDtype.FLOAT32), _batch(is_deep=True)
     with eager_graphs() as graphs, pytest.MonkeyPatch.context() as patch:
-        model = load_model(
-            plain.spec.model, device=plain.model.device, attention_backend="", deterministic=True,
-            keep_reference=False, compile_layers=True,
-        )  # fmt: skip
+        model = read_model(plain.spec.model).place(plain.model.device, compile_layers=True)
         trainer, sizes = Trainer(plain.spec, model), model.sizes
         with _lent(trainer, batch, 92, 0.0) as offload:
             expected = _gradients(trainer, batch, 92)

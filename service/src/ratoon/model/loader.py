@@ -7,25 +7,30 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import SafetensorError
+from torch.nn import Parameter
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.model.attention import ATTENTION_NAME, register_tree_attention
 from ratoon.model.experts import EXPERTS_NAME, register_grouped_experts
-from ratoon.model.layer_shards import LayerShards
-from ratoon.model.parts import parts_of, shared_out
+from ratoon.model.layer_shards import RING, LayerShards
+from ratoon.model.parts import Part, parts_of, shared_out
 from ratoon.model.policy_model import PolicyModel, names_by_layer
 from ratoon.model.presets import build_preset
 from ratoon.model.router import replace_routers
 from ratoon.model.spec import LoraTuning, ModelDtype, ModelSpec, PresetBase
 from ratoon.model.support import read_config, unsupported
 from ratoon_kernels import BackendUnavailableError, select_backend
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 TORCH_DTYPES = {
     ModelDtype.FLOAT32: torch.float32,
@@ -34,27 +39,69 @@ TORCH_DTYPES = {
 }
 
 
-def load_model(
-    spec: ModelSpec,
-    *,
-    device: torch.device,
-    attention_backend: str,
-    deterministic: bool,
-    keep_reference: bool = False,
-    compile_layers: bool = False,
-    rank: int = 0,
-    num_sharing: int = 1,
-) -> PolicyModel:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostModel:
+    """A model that was read, on the host. `num_copies` 2: its initial weights are to stay, for
+    `PolicyModel.reference`."""
+
+    spec: ModelSpec
+    module: PreTrainedModel
+    adapter: PeftModel | None
+    num_copies: int
+
+    def placed_bytes(self, num_sharing: int = 1) -> int:
+        """What a device has of its weights once it is placed; of `num_sharing`, the one with the
+        most."""
+        return placed_bytes(self.module, num_sharing, self.num_copies)
+
+    def place(
+        self,
+        device: torch.device,
+        *,
+        attention_backend: str = "",
+        deterministic: bool = True,
+        compile_layers: bool = False,
+        rank: int = 0,
+        num_sharing: int = 1,
+    ) -> PolicyModel:
+        """The policy's model on a device. It takes the module, so this one is spent.
+
+        `attention_backend` is a name of the kernels' registry, "" for the best one.
+        `compile_layers` fuses their elementwise operations (by torch.compile, on GPUs). Of
+        `num_sharing` ranks, if more than one, each keeps its parts of the decoder layers' weights
+        alone, those of the copy too. Raises UNSUPPORTED where no backend serves the model.
+        """
+        module, shards, frozen = self.module, None, None
+        backend = _select_backend(
+            module.config,
+            attention_backend,
+            device,
+            TORCH_DTYPES[self.spec.dtype],
+            deterministic=deterministic,
+        )
+        if num_sharing > 1:
+            has_copy = self.num_copies > 1
+            shards, frozen = _share_out(module, rank, num_sharing, device, has_copy=has_copy)
+        elif self.num_copies > 1:
+            frozen = copy.deepcopy(module)
+        return PolicyModel(
+            spec=self.spec,
+            module=module.to(cast("Any", device)),
+            adapter=self.adapter,
+            frozen=None if frozen is None else frozen.to(cast("Any", device)),
+            attention_backend=backend,
+            deterministic=deterministic,
+            compile_layers=compile_layers,
+            shards=shards,
+        )
+
+
+def read_model(spec: ModelSpec, *, keep_reference: bool = False) -> HostModel:
     """Build or load the model of `spec`.
 
-    `attention_backend` is a name of the kernels' registry, "" for the best one. `keep_reference`
-    copies the initial weights for `PolicyModel.reference` (LoRA needs no copy: its reference is the
-    base). `compile_layers` fuses their elementwise operations (by torch.compile, on GPUs). Of
-    `num_sharing` ranks, if more than one, each keeps its parts of the decoder layers' weights
-    alone, those of the frozen copy too.
-
+    `keep_reference` copies the initial weights (LoRA needs no copy: its reference is the base).
     Raises INVALID_ARGUMENT (no such preset, unreadable folder, wrong adapter settings) and
-    UNSUPPORTED (a model feature, an adapter target or an attention backend that is not served).
+    UNSUPPORTED (a model feature or an adapter target that is not served).
     """
     register_tree_attention()
     register_grouped_experts()
@@ -65,56 +112,67 @@ def load_model(
         folder = Path(spec.base.folder)
         module, name = _load_folder(folder, dtype), folder.name
     _cast_parameters(module, dtype)
-    backend = _select_backend(
-        module.config, attention_backend, device, dtype, deterministic=deterministic
-    )
-    adapter, frozen, shards = None, None, None
-    if num_sharing > 1:
-        has_copy = keep_reference and not isinstance(spec.tuning, LoraTuning)
-        shards, frozen = _share_out(module, rank, num_sharing, device, has_copy=has_copy)
+    adapter = None
     if isinstance(spec.tuning, LoraTuning):
         from ratoon.model.lora import add_adapter
 
         adapter = add_adapter(module, spec.tuning, spec.seed, name)
-    elif keep_reference and frozen is None:
-        frozen = copy.deepcopy(module)
-    return PolicyModel(
-        spec=spec,
-        module=module.to(cast("Any", device)),
-        adapter=adapter,
-        frozen=None if frozen is None else frozen.to(cast("Any", device)),
-        attention_backend=backend,
-        deterministic=deterministic,
-        compile_layers=compile_layers,
-        shards=shards,
-    )
+    num_copies = 2 if keep_reference and adapter is None else 1
+    return HostModel(spec=spec, module=module, adapter=adapter, num_copies=num_copies)
+
+
+def placed_bytes(module: PreTrainedModel, num_sharing: int = 1, num_copies: int = 1) -> int:
+    """Of a module's weights on a device; of `num_sharing`, on the one with the most.
+
+    Where these share layers out: its parts of them, those that it reads, and all else.
+    """
+    total = num_copies * sum(p.nbytes for p in module.parameters())
+    if num_sharing == 1:
+        return total
+    layers = _shared_layers(module)
+    sizes = [sum(p.nbytes for p in layer.values()) for layer in layers]
+    (itemsize,) = {p.itemsize for layer in layers for p in layer.values()}
+    parts = _shared_parts(module, num_sharing)
+    most = max(sum(part.num_elements for part in own) for own in parts) * itemsize
+    return total - num_copies * (sum(sizes) - most) + RING * max(sizes)
 
 
 def _share_out(
     module: PreTrainedModel, rank: int, num_ranks: int, device: torch.device, *, has_copy: bool
 ) -> tuple[LayerShards, PreTrainedModel | None]:
     """Leave of the decoder layers' weights this rank's parts; the copy of `module`, if wanted."""
-    named, layers = dict(module.named_parameters()), _layers_of(module)
-    in_layers = {name: parameter for layer in layers for name, parameter in layer.items()}
-    by_rank = [
-        [part for part in parts if part.parameter in in_layers]
-        for parts in shared_out(parts_of(named), num_ranks)
-    ]
-    frozen = None
+    layers, by_rank, frozen = _shared_layers(module), _shared_parts(module, num_ranks), None
     if has_copy:
         # In place of what is not to be copied, memory that nothing touches.
-        memo = {id(p): torch.nn.Parameter(torch.empty_like(p)) for p in in_layers.values()}
+        shared = [p for layer in layers for p in layer.values()]
+        memo = {id(p): Parameter(torch.empty_like(p)) for p in shared}
         frozen = copy.deepcopy(module, memo)
     shards = LayerShards(layers, by_rank, rank, device)
     if frozen is not None:
-        shards.add_reference(_layers_of(frozen))
+        shards.add_reference(_shared_layers(frozen))
     return shards, frozen
 
 
-def _layers_of(module: PreTrainedModel) -> list[dict[str, torch.nn.Parameter]]:
-    """The parameters of each decoder layer, by name."""
-    named = dict(module.named_parameters())
+def _shared_layers(module: PreTrainedModel) -> list[dict[str, Parameter]]:
+    """The parameters of each decoder layer that ranks may share out, by name: not an adapter's."""
+    named = _shareable(module)
     return [{name: named[name] for name in names} for names in names_by_layer(module, named)]
+
+
+def _shared_parts(module: PreTrainedModel, num_ranks: int) -> list[list[Part]]:
+    """Each rank's parts of them, which are those that it steps where they are trained."""
+    shared = {name for layer in _shared_layers(module) for name in layer}
+    return [
+        [part for part in parts if part.parameter in shared]
+        for parts in shared_out(parts_of(_shareable(module)), num_ranks)
+    ]
+
+
+def _shareable(module: PreTrainedModel) -> dict[str, Parameter]:
+    """All but an adapter's, beside which nothing is trained."""
+    named = dict(module.named_parameters())
+    is_frozen = not all(p.requires_grad for p in named.values())
+    return {name: p for name, p in named.items() if not (is_frozen and p.requires_grad)}
 
 
 def _load_folder(folder: Path, dtype: torch.dtype) -> PreTrainedModel:

@@ -166,8 +166,7 @@ class PolicyModel:
 
     def named_trainable(self) -> dict[str, Parameter]:
         """The trained parameters by name, in the module's own order; a tied one is there once."""
-        owner = self.module if self.adapter is None else self.adapter
-        return {name: p for name, p in owner.named_parameters() if p.requires_grad}
+        return trained_parameters(self.module, self.adapter)
 
     def value_of(self, name: str) -> Tensor:
         """A trained parameter's values; read from all ranks where they share them out."""
@@ -240,6 +239,14 @@ class PolicyModel:
             shards=self.shards,
             first_shard=len(layers) if is_frozen else 0,
         )
+
+
+def trained_parameters(
+    module: PreTrainedModel, adapter: PeftModel | None = None
+) -> dict[str, Parameter]:
+    """By name, in the module's own order; of an adapter, if there is one, named as it does."""
+    owner = module if adapter is None else adapter
+    return {name: p for name, p in owner.named_parameters() if p.requires_grad}
 
 
 def names_by_layer(module: PreTrainedModel, parameters: Mapping[str, Parameter]) -> list[list[str]]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import resource
-from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any, cast
 
@@ -63,42 +63,32 @@ def device_model(device: torch.device) -> str:
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceMemory:
-    """Bytes of a GPU that is the policy's own: all of it, and what is not allocated yet.
+def total_bytes(device: torch.device) -> int | None:
+    """Memory of a device that is the policy's own; None for a CPU: no limit."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.get_device_properties(device).total_memory
+
+
+def free_bytes(total: int, allocated: int) -> int:
+    """Of a GPU of `total` bytes, beside what is allocated; below zero: that does not fit.
 
     Not what happens to be free: what is kept by it decides bits, which a replay must find again.
     """
-
-    total: int
-    free: int
+    return math.floor(total * (1 - _UNPLANNED_SHARE)) - allocated
 
 
-def device_memory(device: torch.device) -> DeviceMemory | None:
-    """None for a CPU: no limit."""
-    if device.type != "cuda":
-        return None
-    total = torch.cuda.get_device_properties(device).total_memory
-    return memory_of(total, torch.cuda.memory_allocated(device))
-
-
-def memory_of(total_bytes: int, allocated_bytes: int) -> DeviceMemory:
-    """What a GPU of so many bytes has free beside what is allocated of it."""
-    free = total_bytes * (1 - _UNPLANNED_SHARE) - allocated_bytes
-    return DeviceMemory(total=total_bytes, free=max(0, int(free)))
-
-
-def plannable_bytes(memory: DeviceMemory) -> int:
+def plannable_bytes(total: int, allocated: int) -> int:
     """What activations are planned within, once all else is allocated."""
-    return memory.free // _BUDGET_STEP * _BUDGET_STEP
+    return max(0, free_bytes(total, allocated) // _BUDGET_STEP * _BUDGET_STEP)
 
 
 def activation_bytes(device: torch.device, passing_bytes: int = 0) -> int | None:
-    """The same of a GPU that is there, less what passes beside them; None for a CPU: no limit."""
-    memory = device_memory(device)
-    if memory is None:
+    """The same of a GPU as it is, less what passes beside them; None for a CPU: no limit."""
+    total = total_bytes(device)
+    if total is None:
         return None
-    return plannable_bytes(replace(memory, free=max(0, memory.free - passing_bytes)))
+    return plannable_bytes(total, torch.cuda.memory_allocated(device) + passing_bytes)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -20,12 +20,10 @@ from pathlib import Path
 from weakref import WeakValueDictionary
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.model.device_costs import DeviceRates
-from ratoon.model.loader import load_model
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import ModelInfo
 from ratoon.rollout.batch import RolloutBatch
@@ -40,17 +38,16 @@ from ratoon.train.copies import Copies
 from ratoon.train.forward_arrays import ForwardArrays, check_forward_logprobs
 from ratoon.train.gradient_window import GradientWindow, Totals, WindowState
 from ratoon.train.imported import ImportedWeights, read_weights
+from ratoon.train.layout import load
 from ratoon.train.loss.spec import Loss, Normalisation, OptimStep
 from ratoon.train.micro_batches import PassHooks, never_cancelled, no_progress
 from ratoon.train.named_gradients import NamedGradients
 from ratoon.train.numerics import (
-    configure_torch,
-    device_memory,
     numerics_fingerprint,
     peak_memory_bytes,
 )
 from ratoon.train.optim.adamw import norm_of_blocks
-from ratoon.train.optim.choice import choose_layout, rounding_warning
+from ratoon.train.optim.choice import rounding_warning
 from ratoon.train.optim.digest import digest_of_sums
 from ratoon.train.optim.step_guard import WARNINGS, reason_in_norm, reason_in_sums
 from ratoon.train.optim.tensor_norms import tensor_norms
@@ -117,8 +114,8 @@ class Trainer:
         """Configure torch for this process and load the model, as the `peers` have done theirs.
 
         With peers, all ranks are processes that have joined. In `rates_folder` are the rates of
-        GPUs that were measured. Raises what `load_model` raises, `choose_layout` where the spec
-        leaves the choice, and UNSUPPORTED where ranks have different devices.
+        GPUs that were measured. Raises what `load` raises, and UNSUPPORTED where ranks have
+        different devices.
         """
         # Of a GPU that nothing is on yet.
         rates = rates_of(spec, rates_folder)
@@ -467,42 +464,3 @@ class Trainer:
         norm = norm_of_blocks(lambda exactly: in_order(self.ranks.all("norms", exactly)))
         norm /= divisor
         return math.inf if norm > self.ranks.own.optimizer.max_norm else norm
-
-
-def load(spec: TrainerSpec) -> tuple[TrainerSpec, PolicyModel]:
-    """Configure torch for this process, load a policy's model, and choose what its spec leaves
-    open."""
-    configure_torch(spec)
-    place, is_shared = Copies.joined(), spec.parallel.shard is Shard.WEIGHTS
-    if is_shared and not place.are_neighbours():
-        raise RatoonError(
-            ErrorCode.UNSUPPORTED,
-            "parallel.shard: ranks read each other's weights, which those of one node alone can",
-            field="parallel.shard",
-            got=Shard.WEIGHTS.value,
-            expected="states or gradients on several nodes, or as many GPUs of one",
-        )
-    model = load_model(
-        spec.model,
-        device=torch.device(spec.device),
-        attention_backend=spec.attention_backend,
-        deterministic=spec.deterministic,
-        keep_reference=spec.keep_reference,
-        compile_layers=torch.device(spec.device).type == "cuda",
-        rank=place.rank,
-        num_sharing=place.size if is_shared else 1,
-    )
-    layers = [] if model.adapter is not None else model.named_layers()
-    memory = device_memory(model.device)
-    if memory is not None and model.shards is not None:
-        memory = replace(memory, free=max(0, memory.free - model.shards.ring_bytes))
-    states, shard = choose_layout(
-        model.named_trainable(),
-        layers,
-        memory,
-        num_ranks=spec.num_workers,
-        states=spec.optimizer_states,
-        shard=spec.parallel.shard,
-    )
-    parallel = replace(spec.parallel, shard=shard)
-    return replace(spec, optimizer_states=states, parallel=parallel), model

@@ -57,7 +57,7 @@ class RankActor:
     def __init__(self, log_level: str, crash_points: Path | None, compiled: Path) -> None:
         configure_logging(log_level)
         with frozen_imports():
-            from ratoon.train.trainer import load
+            from ratoon.train.layout import load
 
         self._load_model = load
         self._compiled = compiled
@@ -285,7 +285,7 @@ class Ranks:
         deadline = time.monotonic() + START_S
         for peer in self._peers:
             peer.await_start(max(0.0, deadline - time.monotonic()))
-        if spec.parallel.shard is Shard.WEIGHTS and spec.device != "cpu":
+        if spec.parallel.shard in (Shard.WEIGHTS, None) and spec.device != "cpu":
             self._see_all()
         address = str(cast("Any", ray).util.get_node_ip_address())
         meeting, store = open_meeting(address, spec.num_workers, self._max_silence_s)
@@ -300,7 +300,7 @@ class Ranks:
 
     def _see_all(self) -> None:
         """Have all ranks see all of their GPUs, for CUDA maps the memory of no other one. On
-        several machines the numbers mean nothing, and loading is refused."""
+        several machines the numbers mean nothing, and none reads another's weights."""
         gpus = [self._own_gpu, *(peer.own_gpu() for peer in self._peers)]
         for peer in self._peers:
             peer.see(gpus)

@@ -1,0 +1,158 @@
+"""What each device of a policy holds: chosen by sizes, while the model is on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon.model.loader import read_model
+from ratoon.model.parts import parts_of, shared_out
+from ratoon.model.policy_model import PolicyModel, names_by_layer, trained_parameters
+from ratoon.train.config import OptimizerStates, Shard
+from ratoon.train.copies import Copies
+from ratoon.train.numerics import configure_torch, free_bytes, total_bytes
+from ratoon.train.optim.bf16_state import initial_state
+from ratoon.train.optim.gradients import sum_bytes
+from ratoon.train.optim.layer_exchange import handed_bytes
+from ratoon.train.spec import TrainerSpec
+
+# What is kept, and what ranks share out.
+Layout = tuple[OptimizerStates, Shard]
+# Of a GPU, for activations, where there is a choice between 32 and 8 bits of moments.
+_ACTIVATION_SHARE = 0.25
+
+
+def load(spec: TrainerSpec) -> tuple[TrainerSpec, PolicyModel]:
+    """Configure torch for this process, load a policy's model, and choose what its spec leaves
+    open: by sizes alone, so that all ranks choose alike.
+
+    Raises what `read_model`, `choose_layout` and `HostModel.place` raise, and UNSUPPORTED where
+    ranks are to share out weights and are not neighbours.
+    """
+    configure_torch(spec)
+    place, device = Copies.joined(), torch.device(spec.device)
+    read = read_model(spec.model, keep_reference=spec.keep_reference)
+    sharing = {
+        shard: spec.num_workers if shard is Shard.WEIGHTS else 1
+        for shard in _possible_shards(spec, place, has_adapter=read.adapter is not None)
+    }
+    trained = trained_parameters(read.module, read.adapter)
+    states, shard = choose_layout(
+        trained,
+        [] if read.adapter is not None else names_by_layer(read.module, trained),
+        {shard: read.placed_bytes(ranks) for shard, ranks in sharing.items()},
+        total_bytes(device),
+        num_ranks=spec.num_workers,
+        states=spec.optimizer_states,
+    )
+    model = read.place(
+        device,
+        attention_backend=spec.attention_backend,
+        deterministic=spec.deterministic,
+        compile_layers=device.type == "cuda",
+        rank=place.rank,
+        num_sharing=sharing[shard],
+    )
+    parallel = replace(spec.parallel, shard=shard)
+    return replace(spec, optimizer_states=states, parallel=parallel), model
+
+
+def _possible_shards(spec: TrainerSpec, place: Copies, *, has_adapter: bool) -> list[Shard]:
+    """What the ranks of a policy may share out, least first: what is named, or what there is."""
+    if spec.num_workers == 1:
+        return [Shard.STATES]
+    named = spec.parallel.shard
+    if named is Shard.WEIGHTS and not place.are_neighbours():
+        raise RatoonError(
+            ErrorCode.UNSUPPORTED,
+            "parallel.shard: ranks read each other's weights, which those of one node alone can",
+            field="parallel.shard",
+            got=Shard.WEIGHTS.value,
+            expected="states or gradients on several nodes, or as many GPUs of one",
+        )
+    if named is not None:
+        return [named]
+    # The gradients of adapters are small.
+    refused = {Shard.GRADIENTS} if has_adapter else set[Shard]()
+    if not place.are_neighbours():
+        refused.add(Shard.WEIGHTS)
+    return [shard for shard in Shard if shard not in refused]
+
+
+def choose_layout(
+    parameters: Mapping[str, Tensor],
+    layers: Sequence[Collection[str]],
+    weight_bytes: Mapping[Shard, int],
+    total: int | None,
+    *,
+    num_ranks: int = 1,
+    states: OptimizerStates | None = None,
+) -> Layout:
+    """What a model that trains `parameters` keeps, if `states` is None, and what its ranks share
+    out of what they may.
+
+    A model of bfloat16 keeps exact masters in any case. Moments are float32, or of 8 bits before
+    more is shared out. It is the first of these that leaves a quarter of the GPU for activations,
+    or where none does that which leaves most; on a CPU (`total` None) the first of all.
+
+    `weight_bytes`: what the GPU, of `total` bytes, has of the model's weights, by what may be
+    shared out, least first. `layers`: the names of each decoder layer's parameters, if these are
+    trained. Raises RESOURCE_EXHAUSTED where nothing fits.
+    """
+    kinds = (states,) if states else (OptimizerStates.BF16_SPLIT, OptimizerStates.BF16_SPLIT_8BIT)
+    if total is None:
+        return kinds[0], next(iter(weight_bytes))
+    sharded = {Shard.STATES: (), Shard.GRADIENTS: layers, Shard.WEIGHTS: layers}
+    taken = {
+        (kind, shard): held + needed_bytes(parameters, kind, num_ranks, sharded[shard])
+        for shard, held in weight_bytes.items()
+        for kind in kinds
+    }
+    for choice, num_bytes in taken.items():
+        if free_bytes(total, num_bytes) >= total * _ACTIVATION_SHARE:
+            return choice
+    fewest = min(taken, key=taken.__getitem__)
+    if free_bytes(total, taken[fewest]) >= 0:
+        return fewest
+    shard = fewest[1]
+    least = needed_bytes(parameters, OptimizerStates.BF16_8BIT, num_ranks, sharded[shard])
+    least += weight_bytes[shard]
+    each = ", ".join(f"{shard} {kind} {size}" for (kind, shard), size in taken.items())
+    raise RatoonError(
+        ErrorCode.RESOURCE_EXHAUSTED,
+        f"optimizer_states: weights, gradients and masters need {taken[fewest]} bytes, the GPU has "
+        f"{free_bytes(total, 0)} (bytes by what {num_ranks} ranks share out: {each}); bf16_8bit, "
+        f"which keeps no masters, would need {least} and has to be asked for by name",
+        field="optimizer_states",
+        got=str(taken[fewest]),
+        expected=f"at most {free_bytes(total, 0)}",
+    )
+
+
+def needed_bytes(
+    parameters: Mapping[str, Tensor],
+    kind: OptimizerStates,
+    num_ranks: int = 1,
+    sharded_layers: Sequence[Collection[str]] = (),
+) -> int:
+    """Of gradient sums and of what the rank with the most keeps beside the weights.
+
+    `sharded_layers`: those of whose gradients a rank has its parts' sums alone; with what passes.
+    """
+    weights = {name: p.detach().to("meta") for name, p in parameters.items()}
+    shares = shared_out(parts_of(weights), num_ranks)
+    own = max(shares, key=lambda parts: sum(part.stop - part.start for part in parts))
+    parts = {part.name: part.of(weights[part.parameter]) for part in own}
+    fields = initial_state(parts, kind).tensors().values()
+    kept = [(parts[name], tensor) for tensors in fields for name, tensor in tensors.items()]
+    states = sum(tensor.nbytes for weight, tensor in kept if tensor is not weight)
+    layers = [{name: weights[name] for name in layer} for layer in sharded_layers]
+    sharded = {name for layer in layers for name in layer}
+    summed = [weight for name, weight in weights.items() if name not in sharded]
+    summed += [parts[part.name] for part in own if part.parameter in sharded]
+    passing = handed_bytes(layers, num_ranks)
+    return states + passing + sum(sum_bytes(weight) * weight.numel() for weight in summed)
