@@ -10,6 +10,7 @@ from ratoon.model.spec import FolderBase
 from ratoon.train.config import Shard
 from ratoon.train.trainer import Trainer
 from tests.tiny_models import write_folder
+from tests.train.equivalence_runs import Pair, make_pair
 from tests.train.rank_runs import alone_of, ranked
 
 
@@ -26,3 +27,16 @@ def pair(base: FolderBase, request: pytest.FixtureRequest) -> Iterator[tuple[Tra
     alone = alone_of(base)
     with ranked(alone.spec, 2, shard=request.param) as (two, _):
         yield alone, two
+
+
+@pytest.fixture(scope="session")
+def _expert_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    root = tmp_path_factory.mktemp("experts")
+    return make_pair(write_folder(root / "base", "qwen3_moe"), scratch=root / "adapter")
+
+
+@pytest.fixture
+def expert_pair(_expert_pair: Pair) -> Iterator[Pair]:
+    """Of a model with experts."""
+    yield _expert_pair
+    _expert_pair.discard()

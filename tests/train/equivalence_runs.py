@@ -19,6 +19,10 @@ from torch import Tensor
 from ratoon.model.export import export_weights
 from ratoon.model.spec import FolderBase, FullTuning, LoraTuning, ModelDtype, ModelSpec
 from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.costs import DEFAULT_COSTS, CostModel
+from ratoon.rollout.packed import UpdatePlan
+from ratoon.rollout.plan import make_plan
+from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.raw import RawGroup, RawRollout
 from ratoon.rollout.validate import validate_groups
 from ratoon.train import prepare
@@ -53,6 +57,8 @@ from tests.oracle.adamw import OracleTrainer, Sums
 from tests.oracle.paths import Correction, OracleLoss, Overlong, default_loss
 
 WHOLE = 1 << 20
+# Calls cost nothing, so whatever does not fit is streamed and every small prefix stays apart.
+EAGER = CostModel(pair=1e-3, row=0.1, call=0.0, resident=0.0)
 ADAMW = AdamWConfig(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 VOCAB_SIZE = 64
 
@@ -201,6 +207,14 @@ def oracle_loss(request: LossRequest, batch: RolloutBatch) -> OracleLoss:
         max_versions=None if request.staleness is None else request.staleness.max_versions,
         **fields,
     )
+
+
+def plan_of(
+    batch: RolloutBatch, budget: int, costs: CostModel = DEFAULT_COSTS, *, num_ranks: int = 1
+) -> UpdatePlan:
+    """Micro-batches of so many tokens of all that is trained."""
+    kept_S, prefixes = prepare.has_trained_tokens(batch), sort_sequences(batch)
+    return make_plan(batch, prefixes, kept_S, budget, costs, num_ranks=num_ranks)
 
 
 def forward_backward(

@@ -162,6 +162,16 @@ def spread_over(plan: UpdatePlan, ranks: tuple[int, ...]) -> UpdatePlan:
     )
 
 
+def together(plan: UpdatePlan, size: int, num_groups: int = 1) -> UpdatePlan:
+    """The same cuts, in turn on groups of so many ranks."""
+    parts = enumerate(plan.micro_batches)
+    return replace(
+        plan,
+        sequence_ranks=size,
+        micro_batches=tuple(replace(part, rank=index % num_groups * size) for index, part in parts),
+    )
+
+
 def update_over(
     trainer: Trainer, seed: int, ranks: tuple[int, ...] = (0,), **changes: Any
 ) -> StepReport:

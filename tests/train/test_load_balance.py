@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,10 +14,6 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.spec import FolderBase, LoraTuning
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.costs import DEFAULT_COSTS, CostModel
-from ratoon.rollout.packed import UpdatePlan
-from ratoon.rollout.plan import make_plan
-from ratoon.rollout.prefixes import sort_sequences
-from ratoon.train import prepare
 from ratoon.train.config import LossKind, LossRequest, SharedTokens, TokenWeight
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.loss.spec import Loss
@@ -26,19 +21,19 @@ from tests.equivalence import assert_close, paths_of, relative_errors
 from tests.oracle import hf
 from tests.tiny_models import write_folder
 from tests.train.equivalence_runs import (
+    EAGER,
     WHOLE,
     Pair,
     default_divisor,
     make_pair,
     oracle_loss,
+    plan_of,
     random_batch_near,
 )
-from tests.train.rank_runs import ranked
-from tests.train.test_sequence_ranks import _together
-from tests.train.test_streaming import EAGER
+from tests.train.rank_runs import ranked, together
+from tests.train.recorded_routes import NUM_EXPERTS, TOP_K, routed
 from tests.train.trainer_runs import make_batch, make_step, make_trainer
 
-NUM_EXPERTS, TOP_K = 4, 2
 COEFFICIENT = 0.75
 REQUESTS = {
     "of_tokens": LossRequest(kind=LossKind.REINFORCE),
@@ -49,28 +44,9 @@ REQUESTS = {
 CUTS = [(WHOLE, DEFAULT_COSTS), (40, DEFAULT_COSTS), (16, EAGER), (1, EAGER)]
 
 
-@pytest.fixture(scope="module")
-def shared_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    root = tmp_path_factory.mktemp("balance")
-    return make_pair(write_folder(root / "base", "qwen3_moe"), scratch=root / "adapter")
-
-
-@pytest.fixture
-def pair(shared_pair: Pair) -> Iterator[Pair]:
-    yield shared_pair
-    shared_pair.discard()
-
-
 def _loss(request: LossRequest, batch: RolloutBatch) -> Loss:
     request = replace(request, router_aux_loss_coefficient=COEFFICIENT)
     return resolve_loss(request, batch, has_frozen_reference=True)
-
-
-def _plan(
-    batch: RolloutBatch, budget: int, costs: CostModel = DEFAULT_COSTS, num_ranks: int = 1
-) -> UpdatePlan:
-    kept_S, prefixes = prepare.has_trained_tokens(batch), sort_sequences(batch)
-    return make_plan(batch, prefixes, kept_S, budget, costs, num_ranks=num_ranks)
 
 
 def _balance_alone(model: nn.Module, batch: RolloutBatch, weight_S: list[float]) -> float:
@@ -80,9 +56,13 @@ def _balance_alone(model: nn.Module, batch: RolloutBatch, weight_S: list[float])
         if not weight:
             continue
         loss = torch.zeros((), dtype=torch.float64)
-        for logits_TE in hf.router_logits(model, path):
+        for layer, logits_TE in enumerate(hf.router_logits(model, path)):
             p_TE = logits_TE.softmax(-1)
-            chosen = p_TE.topk(TOP_K).indices.flatten()
+            chosen_TC = p_TE.topk(TOP_K).indices
+            if path.routes is not None:
+                given_TC = torch.from_numpy(path.routes[:, layer])
+                chosen_TC = torch.where(given_TC >= 0, given_TC, chosen_TC)
+            chosen = chosen_TC.flatten()
             f_E = torch.bincount(chosen, minlength=NUM_EXPERTS).double()
             f_E = f_E * NUM_EXPERTS / (TOP_K * len(p_TE))
             loss = loss + (f_E * p_TE.mean(0)).sum()
@@ -110,17 +90,17 @@ def _weights(request: LossRequest, batch: RolloutBatch) -> list[float]:
 @pytest.mark.parametrize(("budget", "costs"), CUTS)
 @pytest.mark.parametrize("name", REQUESTS)
 def test_loss_and_gradients_are_those_of_each_rollout_alone(
-    pair: Pair, name: str, budget: int, costs: CostModel
+    expert_pair: Pair, name: str, budget: int, costs: CostModel
 ) -> None:
-    request, batch = REQUESTS[name], random_batch_near(pair, 1)
-    plan = _plan(batch, budget, costs)
+    request, batch = REQUESTS[name], random_batch_near(expert_pair, 1)
+    plan = plan_of(batch, budget, costs)
     assert (costs is EAGER) == any(part.stages for part in plan.micro_batches)
-    report = pair.trainer.forward_backward(batch, _loss(request, batch), plan)
+    report = expert_pair.trainer.forward_backward(batch, _loss(request, batch), plan)
     assert report.unshared_tokens > report.packed_tokens
-    sums = pair.oracle.forward_backward(paths_of(batch), oracle_loss(request, batch))
+    sums = expert_pair.oracle.forward_backward(paths_of(batch), oracle_loss(request, batch))
     weight_S = _weights(request, batch)
-    total = _balance_alone(pair.oracle.model, batch, weight_S)
-    assert_close(pair.gradient_errors(), pair.tolerance)
+    total = _balance_alone(expert_pair.oracle.model, batch, weight_S)
+    assert_close(expert_pair.gradient_errors(), expert_pair.tolerance)
     # Two layers, of 1 each where their load is even.
     assert report.router_aux_loss == pytest.approx(total / sum(weight_S), rel=1e-10)
     assert report.router_aux_loss is not None
@@ -129,20 +109,37 @@ def test_loss_and_gradients_are_those_of_each_rollout_alone(
     assert report.loss == pytest.approx(report.policy_gradient_loss + balance, rel=1e-10)
 
 
-def test_the_gradient_without_it_is_another(pair: Pair) -> None:
-    batch = random_batch_near(pair, 1)
-    with_it, without = (_gradients(pair, batch, coefficient) for coefficient in (COEFFICIENT, 0.0))
+@pytest.mark.parametrize(("budget", "costs"), [(WHOLE, DEFAULT_COSTS), (16, EAGER)])
+def test_with_recorded_routes_it_counts_those(
+    expert_pair: Pair, budget: int, costs: CostModel
+) -> None:
+    request, batch = REQUESTS["of_tokens"], routed(random_batch_near(expert_pair, 1))
+    plan = plan_of(batch, budget, costs)
+    report = expert_pair.trainer.forward_backward(batch, _loss(request, batch), plan)
+    assert report.route_mismatch
+    expert_pair.oracle.forward_backward(paths_of(batch), oracle_loss(request, batch))
+    weight_S = _weights(request, batch)
+    total = _balance_alone(expert_pair.oracle.model, batch, weight_S)
+    assert_close(expert_pair.gradient_errors(), expert_pair.tolerance)
+    assert report.router_aux_loss == pytest.approx(total / sum(weight_S), rel=1e-10)
+
+
+def test_the_gradient_without_it_is_another(expert_pair: Pair) -> None:
+    batch = random_batch_near(expert_pair, 1)
+    with_it, without = (
+        _gradients(expert_pair, batch, coefficient) for coefficient in (COEFFICIENT, 0.0)
+    )
     errors = relative_errors(with_it, without)
     assert max(error for name, error in errors.items() if ".gate." in name) > 0.1
 
 
-def _gradients(pair: Pair, batch: RolloutBatch, coefficient: float) -> dict[str, Tensor]:
+def _gradients(expert_pair: Pair, batch: RolloutBatch, coefficient: float) -> dict[str, Tensor]:
     request = replace(REQUESTS["of_tokens"], router_aux_loss_coefficient=coefficient)
     loss = resolve_loss(request, batch, has_frozen_reference=True)
-    report = pair.trainer.forward_backward(batch, loss, _plan(batch, WHOLE))
+    report = expert_pair.trainer.forward_backward(batch, loss, plan_of(batch, WHOLE))
     assert (report.router_aux_loss is None) == (coefficient == 0)
-    found = {name: grad.clone() for name, grad in pair.gradients().items()}
-    pair.discard()
+    found = {name: grad.clone() for name, grad in expert_pair.gradients().items()}
+    expert_pair.discard()
     return found
 
 
@@ -151,30 +148,30 @@ def test_an_adapter_gets_its_gradient(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "base", "qwen3_moe")
     pair = make_pair(folder, scratch=tmp_path / "adapter", tuning=tuning)
     request, batch = REQUESTS["of_tokens"], random_batch_near(pair, 2)
-    pair.trainer.forward_backward(batch, _loss(request, batch), _plan(batch, 16, EAGER))
+    pair.trainer.forward_backward(batch, _loss(request, batch), plan_of(batch, 16, EAGER))
     pair.oracle.forward_backward(paths_of(batch), oracle_loss(request, batch))
     _balance_alone(pair.oracle.model, batch, _weights(request, batch))
     assert_close(pair.gradient_errors(), pair.tolerance)
 
 
-def test_rollouts_without_an_advantage_are_run(pair: Pair) -> None:
-    batch = random_batch_near(pair, 3)
+def test_rollouts_without_an_advantage_are_run(expert_pair: Pair) -> None:
+    batch = random_batch_near(expert_pair, 3)
     batch = replace(batch, advantages=np.zeros_like(batch.advantages))
     loss = _loss(REQUESTS["of_tokens"], batch)
-    prepared = pair.trainer.prepare(batch, loss)
+    prepared = expert_pair.trainer.prepare(batch, loss)
     assert not prepared.not_run_S.any()
-    report = pair.trainer.forward_backward(batch, loss, prepared.plan)
-    total = _balance_alone(pair.oracle.model, batch, _weights(REQUESTS["of_tokens"], batch))
+    report = expert_pair.trainer.forward_backward(batch, loss, prepared.plan)
+    total = _balance_alone(expert_pair.oracle.model, batch, _weights(REQUESTS["of_tokens"], batch))
     assert report.policy_gradient_loss == 0
     assert report.loss > 0
     assert report.router_aux_loss == pytest.approx(total / report.trained_tokens, rel=1e-10)
     # The experts of the last layer have none.
     got, expected = (
         {name: grad for name, grad in side.gradients().items() if ".gate." in name}
-        for side in (pair, pair.oracle)
+        for side in (expert_pair, expert_pair.oracle)
     )
     assert len(got) == 2
-    assert_close(relative_errors(got, expected), pair.tolerance)
+    assert_close(relative_errors(got, expected), expert_pair.tolerance)
 
 
 @pytest.mark.parametrize("budget", [16, 60])
@@ -185,8 +182,8 @@ def test_ranks_balance_as_one(tmp_path: Path, is_joint: bool, budget: int) -> No
     batch = make_batch(6, max_response=14)
     loss = _loss(REQUESTS["of_tokens"], batch)
     costs = EAGER if budget == 16 else DEFAULT_COSTS
-    plan = _plan(batch, budget, costs)
-    many_plan = _together(plan, 2) if is_joint else _plan(batch, budget, costs, num_ranks=2)
+    plan = plan_of(batch, budget, costs)
+    many_plan = together(plan, 2) if is_joint else plan_of(batch, budget, costs, num_ranks=2)
     step = make_step(alone, loss)
     with ranked(alone.spec, 2) as (many, _):
         found = many.update(batch, loss, step, many_plan)

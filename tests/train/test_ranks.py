@@ -16,7 +16,6 @@ from ratoon.model.export import export_weights
 from ratoon.model.layer_shards import RING, LayerShards
 from ratoon.model.parts import Part, parts_of, shared_out
 from ratoon.model.spec import FolderBase, LoraTuning, ModelDtype, PresetBase
-from ratoon.rollout.costs import CostModel
 from ratoon.rollout.plan import make_plan
 from ratoon.stream.manifest import WeightKind
 from ratoon.stream.versions import publish_version
@@ -26,6 +25,7 @@ from ratoon.train.numerics import device_model
 from ratoon.train.report.step_report import SkipReason, StepReport
 from ratoon.train.trainer import Trainer, load
 from tests.tiny_models import write_folder
+from tests.train.equivalence_runs import EAGER
 from tests.train.rank_runs import (
     FILE_BYTES,
     alone_of,
@@ -44,8 +44,6 @@ from tests.train.trainer_runs import (
 )
 
 _LORA = LoraTuning(rank=2, alpha=4.0)
-# Calls cost nothing: what does not fit is streamed.
-_EAGER = CostModel(pair=1e-3, row=0.1, call=0.0, resident=0.0)
 # By default, weights are shared out where checkpoints, imports and versions are compared by bits.
 _SHARDS = pytest.mark.parametrize(
     "shard",
@@ -295,7 +293,7 @@ def test_streamed_micro_batches_and_ranks_with_more_of_them_than_others(
     for seed in range(3):
         batch = make_batch(seed, num_groups=8)
         loss = make_loss(batch, kind=(LossKind.GRPO, LossKind.GSPO)[seed % 2])
-        cuts = make_plan(*sequences_of(batch), 16, _EAGER)
+        cuts = make_plan(*sequences_of(batch), 16, EAGER)
         assert any(part.stages for part in cuts.micro_batches)
         for trainer, ranks in zip(pair, ((0,), (1, 0, 0, 0)), strict=True):
             step = make_step(trainer, loss)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,10 +12,6 @@ from torch import nn
 from ratoon.model.spec import FolderBase
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.costs import DEFAULT_COSTS, CostModel
-from ratoon.rollout.packed import UpdatePlan
-from ratoon.rollout.plan import make_plan
-from ratoon.rollout.prefixes import sort_sequences
-from ratoon.train import prepare
 from ratoon.train.config import KlConfig, KlKind, LossKind, LossRequest, ReferenceKind
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.loss.spec import Loss
@@ -24,30 +20,16 @@ from ratoon.train.trainer import Trainer
 from tests.equivalence import paths_of
 from tests.oracle import hf
 from tests.tiny_models import write_folder
-from tests.train.equivalence_runs import WHOLE, Pair, make_pair, random_batch_near
-from tests.train.rank_runs import ranked
-from tests.train.test_sequence_ranks import _together
-from tests.train.test_streaming import EAGER
+from tests.train.equivalence_runs import EAGER, WHOLE, Pair, plan_of, random_batch_near
+from tests.train.rank_runs import ranked, together
+from tests.train.recorded_routes import NUM_EXPERTS, TOP_K
 from tests.train.trainer_runs import make_batch, make_step, make_trainer
 
-NUM_EXPERTS, TOP_K = 4, 2
 # With a reference, which has routers of its own.
 REQUEST = LossRequest(
     kind=LossKind.REINFORCE,
     kl=KlConfig(kind=KlKind.K2, coefficient=0.1, reference=ReferenceKind.FROZEN),
 )
-
-
-@pytest.fixture(scope="module")
-def shared_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    root = tmp_path_factory.mktemp("routers")
-    return make_pair(write_folder(root / "base", "qwen3_moe"), scratch=root / "adapter")
-
-
-@pytest.fixture
-def pair(shared_pair: Pair) -> Iterator[Pair]:
-    yield shared_pair
-    shared_pair.discard()
 
 
 def _expected(model: nn.Module, batches: Sequence[RolloutBatch]) -> list[RouterReport]:
@@ -79,18 +61,10 @@ def _loss(batch: RolloutBatch) -> Loss:
     return resolve_loss(REQUEST, batch, has_frozen_reference=True)
 
 
-def _plan(
-    batch: RolloutBatch, budget: int, costs: CostModel = DEFAULT_COSTS, num_ranks: int = 1
-) -> UpdatePlan:
-    kept_S = prepare.has_trained_tokens(batch)
-    prefixes = sort_sequences(batch)
-    return make_plan(batch, prefixes, kept_S, budget, costs, num_ranks=num_ranks)
-
-
 def _run(
     trainer: Trainer, batch: RolloutBatch, budget: int = WHOLE, costs: CostModel = DEFAULT_COSTS
 ) -> StepReport:
-    plan = _plan(batch, budget, costs)
+    plan = plan_of(batch, budget, costs)
     assert (costs is EAGER) == any(part.stages for part in plan.micro_batches)
     return trainer.forward_backward(batch, _loss(batch), plan)
 
@@ -108,30 +82,30 @@ def _assert_routers(report: StepReport, expected: Sequence[RouterReport]) -> Non
 )
 @pytest.mark.parametrize("seed", range(2))
 def test_routers_count_each_rollout_alone_however_it_is_cut(
-    pair: Pair, seed: int, budget: int, costs: CostModel
+    expert_pair: Pair, seed: int, budget: int, costs: CostModel
 ) -> None:
-    batch = random_batch_near(pair, seed)
-    report = _run(pair.trainer, batch, budget, costs)
+    batch = random_batch_near(expert_pair, seed)
+    report = _run(expert_pair.trainer, batch, budget, costs)
     assert report.unshared_tokens > report.packed_tokens
-    expected = _expected(pair.oracle.model, [batch])
+    expected = _expected(expert_pair.oracle.model, [batch])
     assert len({each.max_load for each in expected} | {1.0}) == 3
     _assert_routers(report, expected)
 
 
-def test_a_step_reports_its_window_and_no_other(pair: Pair) -> None:
-    batches = [random_batch_near(pair, seed) for seed in (2, 3)]
-    _run(pair.trainer, random_batch_near(pair, 4))
-    pair.trainer.discard_gradients()
+def test_a_step_reports_its_window_and_no_other(expert_pair: Pair) -> None:
+    batches = [random_batch_near(expert_pair, seed) for seed in (2, 3)]
+    _run(expert_pair.trainer, random_batch_near(expert_pair, 4))
+    expert_pair.trainer.discard_gradients()
     for batch in batches:
-        _run(pair.trainer, batch, 40)
-    step = make_step(pair.trainer, _loss(batches[0]), learning_rate=0.0)
-    report = pair.trainer.optim_step(step)
-    _assert_routers(report, _expected(pair.oracle.model, batches))
+        _run(expert_pair.trainer, batch, 40)
+    step = make_step(expert_pair.trainer, _loss(batches[0]), learning_rate=0.0)
+    report = expert_pair.trainer.optim_step(step)
+    _assert_routers(report, _expected(expert_pair.oracle.model, batches))
 
 
-def test_a_pass_that_stops_half_way_leaves_no_counts(pair: Pair) -> None:
-    batch = random_batch_near(pair, 5)
-    plan = _plan(batch, 40)
+def test_a_pass_that_stops_half_way_leaves_no_counts(expert_pair: Pair) -> None:
+    batch = random_batch_near(expert_pair, 5)
+    plan = plan_of(batch, 40)
     assert len(plan.micro_batches) > 1
 
     def fail(done: int, _planned: int, _tokens: int) -> None:
@@ -139,9 +113,9 @@ def test_a_pass_that_stops_half_way_leaves_no_counts(pair: Pair) -> None:
             raise OSError("stopped")
 
     with pytest.raises(OSError, match="stopped"):
-        pair.trainer.forward_backward(batch, _loss(batch), plan, on_progress=fail)
-    pair.discard()
-    _assert_routers(_run(pair.trainer, batch), _expected(pair.oracle.model, [batch]))
+        expert_pair.trainer.forward_backward(batch, _loss(batch), plan, on_progress=fail)
+    expert_pair.discard()
+    _assert_routers(_run(expert_pair.trainer, batch), _expected(expert_pair.oracle.model, [batch]))
 
 
 @pytest.mark.parametrize("is_joint", [False, True])
@@ -152,9 +126,9 @@ def test_routers_of_ranks_add_up(tmp_path: Path, is_joint: bool) -> None:
     batch = make_batch(6)
     with ranked(alone.spec, 2) as (many, _):
         if is_joint:
-            plan = _together(_plan(batch, 16, EAGER), 2)
+            plan = together(plan_of(batch, 16, EAGER), 2)
         else:
-            plan = _plan(batch, 40, num_ranks=2)
+            plan = plan_of(batch, 40, num_ranks=2)
             assert {part.rank for part in plan.micro_batches} == {0, 1}
         report = many.forward_backward(batch, _loss(batch), plan)
     _assert_routers(report, _run(alone, batch).routers)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ratoon.model.spec import FolderBase, LoraTuning
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.costs import CostModel
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.plan import make_plan
 from ratoon.rollout.prefixes import sort_sequences
@@ -36,12 +35,11 @@ from ratoon.train.report.step_report import StepReport
 from ratoon.train.trainer import Trainer
 from ratoon_kernels.token_logprobs import reference
 from tests.tiny_models import write_folder
+from tests.train.equivalence_runs import EAGER
 from tests.train.trainer_runs import gradients_of, make_batch, make_loss, make_trainer
 
 FROZEN = KlConfig(kind=KlKind.K3, coefficient=0.2, reference=ReferenceKind.FROZEN)
-# Whatever does not fit is streamed.
 WHOLE, BUDGET = 1 << 16, 60
-EAGER = CostModel(pair=1e-3, row=0.1, call=0.0, resident=0.0)
 NO_RATIO = (LossKind.REINFORCE, LossKind.CROSS_ENTROPY)
 CHANGES: list[dict[str, Any]] = [
     {"kind": LossKind.GRPO, "kl": FROZEN, "entropy_coefficient": 0.01},

@@ -35,8 +35,8 @@ from ratoon.train.micro_batches import PassHooks, never_cancelled, no_progress
 from ratoon.train.report.step_report import StepReport
 from ratoon.train.trainer import Trainer
 from tests.tiny_models import write_folder
-from tests.train.rank_runs import PipePeer, ranked
-from tests.train.test_streaming import EAGER
+from tests.train.equivalence_runs import EAGER
+from tests.train.rank_runs import PipePeer, ranked, together
 from tests.train.trainer_runs import (
     FROZEN,
     assert_close,
@@ -55,16 +55,6 @@ _WHOLE_SEQUENCES = RolloutCorrection(
 def _plan(batch: RolloutBatch, loss: Loss, budget: int, costs: CostModel) -> UpdatePlan:
     kept_S = prepare.select(batch, loss, 0).kept_S & prepare.has_trained_tokens(batch)
     return make_plan(batch, sort_sequences(batch), kept_S, budget, costs)
-
-
-def _together(plan: UpdatePlan, size: int, num_groups: int = 1) -> UpdatePlan:
-    """The same cuts, in turn on groups of so many ranks."""
-    parts = enumerate(plan.micro_batches)
-    return replace(
-        plan,
-        sequence_ranks=size,
-        micro_batches=tuple(replace(part, rank=index % num_groups * size) for index, part in parts),
-    )
 
 
 def _weights(trainer: Trainer) -> dict[str, Tensor]:
@@ -96,7 +86,7 @@ def _assert_same_updates(
         loss = make_loss(batch, kind, **fields)
         plan = _plan(batch, loss, budget, costs)
         assert costs is DEFAULT_COSTS or any(part.stages for part in plan.micro_batches)
-        joint = _together(plan, size, num_groups)
+        joint = together(plan, size, num_groups)
         one, many_report = _update(alone, batch, loss, plan), _update(many, batch, loss, joint)
         assert not one.skipped
         assert many_report.loss == pytest.approx(one.loss, rel=1e-9, abs=1e-12)
@@ -179,7 +169,7 @@ def test_fewer_tokens_than_ranks(base: FolderBase) -> None:
             sizes = [stage.num_tokens for part in plan.micro_batches for stage in part.stages]
             assert min(sizes, default=plan.packed_tokens) < 4 or seed
             _update(alone, batch, loss, plan)
-            _update(four, batch, loss, _together(plan, 4))
+            _update(four, batch, loss, together(plan, 4))
             assert_close(_weights(four), _weights(alone))
 
 
@@ -192,7 +182,7 @@ def test_a_forward_is_that_of_one_device(base: FolderBase) -> None:
             for use_reference in (False, True):
                 options: dict[str, Any] = {"with_entropy": True, "use_reference": use_reference}
                 one = alone.forward(batch, plan, **options)
-                mine = two.forward(batch, _together(plan, 2), **options)
+                mine = two.forward(batch, together(plan, 2), **options)
                 assert mine.entropy is not None
                 assert one.entropy is not None
                 assert np.allclose(mine.logprobs, one.logprobs, rtol=1e-12, atol=1e-12)
@@ -209,7 +199,7 @@ def test_the_same_again_has_the_same_bits(base: FolderBase) -> None:
                 batch = make_batch(seed)
                 loss = make_loss(batch, kind)
                 plan = _plan(batch, loss, *((40, DEFAULT_COSTS), (16, EAGER))[seed])
-                _update(four, batch, loss, _together(plan, 4))
+                _update(four, batch, loss, together(plan, 4))
             digests.append(four.state_digest())
     assert digests[0] == digests[1]
 
@@ -233,7 +223,7 @@ def test_a_self_check_runs_on_one_rank(base: FolderBase) -> None:
     with ranked(replace(spec, parallel=ParallelLayout(sequence_ranks=2)), 2) as (two, _):
         batch = make_batch(0)
         loss = make_loss(batch)
-        report = _update(two, batch, loss, _together(two.prepare(batch, loss).plan, 2))
+        report = _update(two, batch, loss, together(two.prepare(batch, loss).plan, 2))
         assert report.self_check is not None
         assert not report.self_check.exceeds_limits
 
@@ -270,7 +260,7 @@ def test_a_cancelled_update_leaves_every_rank_as_it_was(base: FolderBase, budget
     with ranked(make_trainer(base).spec, 2) as (two, _):
         batch, before = make_batch(7), two.state_digest()
         loss = make_loss(batch, kl=FROZEN)
-        plan = _together(_plan(batch, loss, budget, EAGER), 2)
+        plan = together(_plan(batch, loss, budget, EAGER), 2)
         with pytest.raises(RatoonError) as caught:
             _update(two, batch, loss, plan, is_cancelled=_cancelled_after(2))
         assert caught.value.code is ErrorCode.CANCELLED
@@ -287,7 +277,7 @@ def test_a_rank_that_is_told_to_stop_stops_the_other(base: FolderBase) -> None:
     with ranked(make_trainer(base).spec, 2) as (two, (peer,)):
         batch = make_batch(7)
         loss = make_loss(batch)
-        plan = _together(_plan(batch, loss, 40, DEFAULT_COSTS), 2)
+        plan = together(_plan(batch, loss, 40, DEFAULT_COSTS), 2)
         for is_cancelled in (_yes, never_cancelled):
             hooks = PassHooks(on_progress=no_progress, is_cancelled=is_cancelled)
             peer.start("__setattr__", ("hooks", hooks), {}).result()
@@ -336,7 +326,7 @@ def test_the_error_of_one_rank_is_the_callers_and_changes_nothing(
     with ranked(make_trainer(base).spec, 2) as (two, (peer,)):
         batch, before = make_batch(6), two.state_digest()
         loss = make_loss(batch)
-        plan = _together(_plan(batch, loss, 16, DEFAULT_COSTS), 2)
+        plan = together(_plan(batch, loss, 16, DEFAULT_COSTS), 2)
         assert len(plan.micro_batches) > 2
         on_progress = _progress_of_leader(peer, failing, fail)
         with pytest.raises(BrokenError):
@@ -351,7 +341,7 @@ def test_a_rank_that_is_gone_is_an_error_and_no_wait(base: FolderBase) -> None:
     with ranked(make_trainer(base).spec, 2) as (two, (peer,)):
         batch = make_batch(0)
         loss = make_loss(batch)
-        plan = _together(_plan(batch, loss, 40, DEFAULT_COSTS), 2)
+        plan = together(_plan(batch, loss, 40, DEFAULT_COSTS), 2)
         _update(two, batch, loss, plan)
         peer.kill()
         with pytest.raises(Exception, match=r"copy between ranks|gone|pipe"):

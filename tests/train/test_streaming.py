@@ -41,6 +41,7 @@ from tests.oracle import hf
 from tests.rollout.stages import num_ancestors
 from tests.tiny_models import write_folder
 from tests.train.equivalence_runs import (
+    EAGER,
     WHOLE,
     Pair,
     assert_same_report,
@@ -51,8 +52,6 @@ from tests.train.equivalence_runs import (
     random_batch_near,
 )
 
-# Calls cost nothing, so whatever does not fit is streamed and every small prefix stays apart.
-EAGER = CostModel(pair=1e-3, row=0.1, call=0.0, resident=0.0)
 # Prefixes of up to 6 tokens are joined to the one above.
 JOINING = replace(EAGER, call=6.0)
 GIVEN_OLD = OldLogprobs(kind=OldLogprobsKind.GIVEN)
