@@ -301,10 +301,9 @@ def test_experts_are_part_of_the_graphs(
     [
         pytest.param("qwen3", FULL, marks=pytest.mark.more),
         ("qwen3_moe", FULL),
-        ("qwen3_moe", LORA),
         *(
             pytest.param(*case, marks=pytest.mark.more)
-            for case in (("qwen3", LORA), ("qwen3_moe", LORA_ATTENTION))
+            for case in (("qwen3", LORA), ("qwen3_moe", LORA), ("qwen3_moe", LORA_ATTENTION))
         ),
     ],
 )

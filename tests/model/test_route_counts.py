@@ -31,7 +31,17 @@ def _hidden(model: PolicyModel, packed: Packed, copies_T: Tensor | None) -> Tens
     return model.forward_hidden(packed.tokens_T, packed.position_T, packed.layout, routed)
 
 
-@pytest.mark.parametrize("kept", [None, *Kept])
+_KEPT = pytest.mark.parametrize(
+    "kept",
+    [
+        None,
+        Kept.NARROW,
+        *(pytest.param(kept, marks=pytest.mark.more) for kept in Kept if kept is not Kept.NARROW),
+    ],
+)
+
+
+@_KEPT
 def test_layers_count_once_compiled_or_not(
     tmp_path: Path, kept: Kept | None, graphs: list[GraphModule]
 ) -> None:
@@ -78,7 +88,7 @@ class _Given:
         return self.grad_LTE[row].to(probs_TE.dtype)
 
 
-@pytest.mark.parametrize("kept", [None, *Kept])
+@_KEPT
 def test_a_balance_has_its_gradient_once_compiled_or_not(
     tmp_path: Path, kept: Kept | None, graphs: list[GraphModule]
 ) -> None:
