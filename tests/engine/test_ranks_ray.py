@@ -139,23 +139,20 @@ def test_two_ranks_train_as_one(engine: Engine, undisturbed: list[str]) -> None:
 
 @pytest.mark.more
 def test_two_ranks_that_run_micro_batches_together_train_as_one(engine: Engine) -> None:
-    """And as others, of which one dies while the other waits for what it sends."""
+    """And as others, of which one dies or hangs while the other waits for what it sends."""
     together = ParallelLayout(num_workers=2, sequence_ranks=2)
-    layouts = {"one-rank": ONE_DEVICE, "together": together, "parted": together}
+    harms = {"one-rank": "", "together": "", "parted": "2 SIGKILL", "hung": "2 SIGSTOP"}
 
     async def main(client: EngineClient) -> None:
-        trap = engine.config.data_root / FOLDER_NAME / CrashPoint.RANK_IN_PASS
         found: list[tuple[str, Path]] = []
-        for name, parallel in layouts.items():
-            await _create(client, name, parallel=parallel)
-            if name == "parted":
-                trap.parent.mkdir(exist_ok=True)
-                trap.write_text("2")
+        for name, harm in harms.items():
+            await _create(client, name, parallel=ONE_DEVICE if name == "one-rank" else together)
+            trap = _trap(engine, CrashPoint.RANK_IN_PASS, harm) if harm else None
             for seq in (1, 2):
                 await _run(client, name, seq, update(0), random_batch(seq, 4))
             found.append(await _weights(client, name))
-        assert not trap.exists(), "the rank was killed"
-        assert found[1][0] == found[2][0]
+            assert trap is None or not trap.exists(), "the rank was lost"
+        assert found[1][0] == found[2][0] == found[3][0]
         theirs, ours = (load_file(path) for _, path in found[:2])
         for name, tensor in ours.items():
             gap = np.linalg.norm(tensor - theirs[name])

@@ -22,7 +22,7 @@ from ratoon.engine.worker.tasks import (
     WorkerLostError,
 )
 from ratoon.engine.worker.worker import WorkerCore, WorkerOrderError
-from ratoon.errors import ErrorCode, RatoonError
+from ratoon.errors import CopyFailedError, ErrorCode, RatoonError
 from tests.engine.fake_trainer import FakeTrainer, Faults, number_body
 from tests.engine.harness import (
     DISCARD,
@@ -284,6 +284,20 @@ def test_what_leaves_the_trainer_in_doubt_loses_the_worker(
     task = bench.update(2, 2)
     with pytest.raises(WorkerLostError, match=reason):
         bench.core.apply(1, task)
+    assert_lost(bench)
+
+
+def test_so_does_a_broken_way_to_another_rank(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the trainer is as it was: it exchanges nothing any more."""
+
+    def broken(*_args: object, **_options: object) -> None:
+        raise CopyFailedError("a copy between ranks failed")
+
+    monkeypatch.setattr(FakeTrainer, "update", broken)
+    with pytest.raises(WorkerLostError, match="between ranks"):
+        bench.core.apply(1, bench.update(1, 1))
     assert_lost(bench)
 
 

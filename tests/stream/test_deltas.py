@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -166,6 +167,20 @@ def test_a_process_apart_writes_the_same_delta(versions: Versions, tmp_path: Pat
     assert write_delta_apart(apart, folders[0], parent, folders[1], []) is None
     with pytest.raises(ChildProcessError, match=r"ended with 1: FileExistsError: .*apart\.bin"):
         write_delta_apart(apart, folders[0], parent, folders[1], [file])
+
+
+def test_an_encoder_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs = tmp_path / "python"
+    hangs.write_text("#!/bin/sh\nexec sleep 600\n")
+    hangs.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(hangs))
+    monkeypatch.setattr(deltas, "_START_S", 0.1)
+    file = WeightFile(name=NAME, size_bytes=10, digest="")
+    parent = WeightManifest(
+        policy_id="p", version=7, kind=WeightKind.FULL, files=(file,), created_at=0.0
+    )
+    with pytest.raises(ChildProcessError, match="not ended within"):
+        write_delta_apart(tmp_path / "delta", tmp_path, parent, tmp_path, [file])
 
 
 def test_a_version_that_was_cut_gives_no_delta(versions: Versions) -> None:

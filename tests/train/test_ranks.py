@@ -273,6 +273,8 @@ def test_an_import_that_one_rank_cannot_add_changes_none(base: FolderBase, tmp_p
                 two.read_weights(tmp_path / "weights", ""), adds=True, resets_optimizer=False
             )
         assert two.state_digest() == before
+        # Nor does memory of it stay, on any rank.
+        assert two.ranks.all("__getattribute__", "_values") == [{}, {}]
 
 
 def test_a_step_that_is_skipped_changes_no_rank(pair: tuple[Trainer, Trainer]) -> None:

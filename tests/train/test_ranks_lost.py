@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
-from ratoon.errors import ErrorCode, RatoonError
+from ratoon.errors import CopyFailedError, ErrorCode, RatoonError
 from ratoon.model.spec import FolderBase
 from ratoon.train.config import Shard
-from ratoon.train.copies import Copies, CopyFailedError, open_meeting
+from ratoon.train.copies import Copies, open_meeting
 from ratoon.train.gradient_window import WindowState
 from ratoon.train.planning import cpu_planner
 from ratoon.train.trainer import Trainer

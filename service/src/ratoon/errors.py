@@ -51,6 +51,10 @@ class ErrorCode(StrEnum):
     INTERNAL = "INTERNAL"
 
 
+class CopyFailedError(Exception):
+    """A rank is gone or unreachable: ranks may hold different states, and exchange no more."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorRow:
     """How one code looks on each wire; `grpc` is the name of a `grpc.StatusCode`."""

@@ -34,6 +34,9 @@ DELTA_FORMAT = 1
 RUN_BYTES = 4 * 2**20
 # A delta that is not smaller than this share of the files that it makes is not kept.
 _MAX_SHARE = 0.5
+# What an encoder may take to start, and bytes a second that the slowest encodes.
+_START_S = 60.0
+_LEAST_RATE = 20e6
 # A mean gap above which two bytes per gap compress better than one.
 _LONG_GAP = 350
 _NUM_THREADS = min(os.cpu_count() or 1, 16)
@@ -158,9 +161,18 @@ def write_delta_apart(
         "files": [asdict(file) for file in files],
     }
     command = [sys.executable, "-P", "-m", "ratoon.stream.deltas"]
-    done = subprocess.run(  # nosec B603
-        command, input=json.dumps(request), capture_output=True, text=True, check=False
-    )
+    bound_s = _START_S + sum(file.size_bytes for file in files) / _LEAST_RATE
+    try:
+        done = subprocess.run(  # nosec B603
+            command,
+            input=json.dumps(request),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=bound_s,
+        )
+    except subprocess.TimeoutExpired as err:
+        raise ChildProcessError(f"the encoder has not ended within {bound_s:.0f} s") from err
     if done.returncode:
         last = "".join(done.stderr.splitlines()[-1:])
         raise ChildProcessError(f"the encoder ended with {done.returncode}: {last}")

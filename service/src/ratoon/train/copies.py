@@ -24,12 +24,10 @@ from torch.distributed import (
     TCPStore,  # pyright: ignore[reportPrivateImportUsage]
 )
 
+from ratoon.errors import CopyFailedError
+
 # Of a word: as long as one rank may be ahead of another. One that dies is noticed at once.
 _TOLD_S = 7 * 86_400.0
-
-
-class CopyFailedError(Exception):
-    """A rank is gone or unreachable, so that ranks may hold different states."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -212,6 +212,10 @@ class Rank:
         self._read = None
         self._hand_out()
 
+    def let_go(self) -> None:
+        """Of what was read or taken, and is not wanted after all."""
+        self._read, self._values = None, {}
+
     def take_values(self, values: Mapping[str, Tensor] | None, *, adds: bool) -> None:
         """Get this rank's parts of the `values` that rank 0 has, for `set_values`.
 

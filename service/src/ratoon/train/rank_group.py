@@ -5,22 +5,30 @@ The leader is rank 0, in whose process all decisions are taken; the others are p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.train.micro_batches import PassHooks
+from ratoon.train.micro_batches import PassHooks, never_cancelled
 from ratoon.train.rank import Rank
+
+# In a pass, whether other ranks live.
+_ASKED_S = 1.0
 
 
 class Pending(Protocol):
     """A call under way in another process."""
 
     def has_failed(self) -> bool:
-        """Whether it is known by now to have raised. Does not wait."""
+        """Whether it is known by now to have raised, or its rank to be lost. Does not wait.
+
+        A rank that is found to be lost is ended, so that none waits for it.
+        """
         ...
 
     def result(self) -> Any:
@@ -81,19 +89,23 @@ class RankGroup:
     def run(self, hooks: PassHooks, name: str, *args: object, **options: object) -> list[Any]:
         """The same of a pass. It ends early on all ranks where it is cancelled or fails on one."""
         pending = [peer.start(name, args, options) for peer in self._peers]
-        is_over = False
+        is_over, asking = False, threading.Lock()
 
-        def is_cancelled() -> bool:
+        def is_stopped(is_cancelled: Callable[[], bool]) -> bool:
             nonlocal is_over
-            if not is_over and (any(c.has_failed() for c in pending) or hooks.is_cancelled()):
-                is_over = True
-                # Now: this rank's own pass may wait for theirs before it ends.
-                for peer in self._peers:
-                    peer.stop()
-            return is_over
+            with asking:
+                if not is_over and (any(c.has_failed() for c in pending) or is_cancelled()):
+                    is_over = True
+                    # Now: this rank's own pass may wait for theirs before it ends.
+                    for peer in self._peers:
+                        peer.stop()
+                return is_over
 
-        self.own.hooks = PassHooks(on_progress=hooks.on_progress, is_cancelled=is_cancelled)
-        return self._join(pending, name, args, options, is_pass=True)
+        stops = partial(is_stopped, hooks.is_cancelled)
+        self.own.hooks = PassHooks(on_progress=hooks.on_progress, is_cancelled=stops)
+        # This rank asks between micro-batches, but may wait for a silent one within one.
+        with _repeated(partial(is_stopped, never_cancelled)) if pending else nullcontext():
+            return self._join(pending, name, args, options, is_pass=True)
 
     def _all(
         self, own: tuple[object, ...], name: str, *args: object, **options: object
@@ -145,6 +157,24 @@ class HeldWeights:
         for each in self.ranks.all("write_weights", str(folder)):
             digests |= each
         return digests
+
+
+@contextmanager
+def _repeated(is_stopped: Callable[[], bool]) -> Iterator[None]:
+    """Inside, another thread asks it every second, until it is so."""
+    is_left = threading.Event()
+
+    def ask() -> None:
+        while not is_left.wait(_ASKED_S) and not is_stopped():
+            pass
+
+    thread = threading.Thread(target=ask, name="ratoon-ranks", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_left.set()
+        thread.join()
 
 
 def _is_cancelled(error: Exception) -> bool:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 import operator
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, reduce
 from itertools import count
@@ -349,8 +350,9 @@ class Trainer:
         `read_manifest` and `read_states` raise, INTERNAL where the digest is another.
         """
         manifest = read_manifest(folder, self.spec.kept_states, self.spec.model)
-        sums = self.ranks.all("read_states", str(folder), manifest)
-        check_digest(folder, manifest, digest_of_sums(sums, manifest.num_steps))
+        with self._let_go_of():
+            sums = self.ranks.all("read_states", str(folder), manifest)
+            check_digest(folder, manifest, digest_of_sums(sums, manifest.num_steps))
         self.discard_gradients()
         self.ranks.all("take_states")
         self.version = manifest.version
@@ -369,7 +371,8 @@ class Trainer:
         has changed then.
         """
         self._check_closed()
-        self.ranks.lead(weights.values, "take_values", adds=adds)
+        with self._let_go_of():
+            self.ranks.lead(weights.values, "take_values", adds=adds)
         key = f"import {self.version + 1}"
         self.ranks.all("set_values", key, adds=adds, resets_optimizer=resets_optimizer)
         self.version += 1
@@ -397,6 +400,15 @@ class Trainer:
         ranks = self.ranks.all("sums_of", parameters)
         sums = [reduce(operator.add, each) for each in zip(*ranks, strict=True)]
         self._named.write(path, names, dict(zip(parameters, sums, strict=True)))
+
+    @contextmanager
+    def _let_go_of(self) -> Iterator[None]:
+        """On no rank stays what was read or taken, if one of them refuses it."""
+        try:
+            yield
+        except Exception:
+            self.ranks.all("let_go")
+            raise
 
     def _check_closed(self) -> None:
         if not self.is_window_empty:

@@ -29,6 +29,7 @@ from ratoon.engine.cluster.placement import bundles_of_ranks, find_group
 from ratoon.engine.cluster.ray_calls import ASKED_TIMES, START_S
 from ratoon.engine.crash_points import CrashPoint, make_reach
 from ratoon.engine.worker.tasks import WorkerLostError
+from ratoon.errors import CopyFailedError
 from ratoon.garbage import frozen_imports
 from ratoon.log import configure_logging, get_logger
 from ratoon.train.config import Shard
@@ -186,6 +187,11 @@ class RayPeer:
         reference = self._actor.load.remote(spec, meeting, self._number)
         self._load = _Pending(self, cast("ObjectRef[object]", reference))
 
+    def raise_failed_load(self) -> None:
+        """Raise what loading is known by now to have raised."""
+        if self._load is not None and self._load.has_failed():
+            self._load.result()
+
     def wait(self, reference: ObjectRef[object]) -> object:
         """A call's result. Raises what the call raised, and `WorkerLostError`."""
         while not self._is_lost and not _is_over(reference, self._max_silence_s / ASKED_TIMES):
@@ -267,7 +273,7 @@ class Ranks:
 
         They load the model meanwhile. Raises `WorkerLostError` where one does not come.
         """
-        from ratoon.train.copies import Copies, CopyFailedError, open_meeting
+        from ratoon.train.copies import Copies, open_meeting
 
         for peer in self._peers:
             peer.end()
@@ -295,6 +301,8 @@ class Ranks:
         try:
             Copies.join(meeting, 0, torch.device(spec.device), store)
         except CopyFailedError as err:
+            for peer in self._peers:
+                peer.raise_failed_load()
             raise WorkerLostError(str(err)) from err
         return self._peers
 

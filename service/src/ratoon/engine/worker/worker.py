@@ -52,7 +52,7 @@ from ratoon.engine.worker.trainer_port import (
     TrainerPort,
     WeightsCopyPort,
 )
-from ratoon.errors import ErrorCode, RatoonError
+from ratoon.errors import CopyFailedError, ErrorCode, RatoonError
 from ratoon.log import get_logger
 from ratoon.stream.manifest import WeightKind, WeightManifest
 from ratoon.stream.versions import publish_version
@@ -163,7 +163,7 @@ class WorkerCore:
             self._digest = trainer.state_digest() if request.digests else ""
         except (RatoonError, UnusableCheckpointError):
             raise
-        except WorkerLostError as err:
+        except (WorkerLostError, CopyFailedError) as err:
             raise self._lost(str(err)) from err
         except Exception as err:
             self._is_lost = True
@@ -352,8 +352,8 @@ class WorkerCore:
             return call()
         except RatoonError:
             raise
-        except WorkerLostError as err:
-            # One of its ranks.
+        except (WorkerLostError, CopyFailedError) as err:
+            # One of its ranks, or the way to it.
             raise self._lost(str(err)) from err
         except Exception as err:  # noqa: BLE001 - whatever it is, the caller must hear of it
             _LOG.exception("failed", what=what)

@@ -17,9 +17,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from ratoon.errors import ErrorCode, RatoonError
+from ratoon.errors import CopyFailedError, ErrorCode, RatoonError
 from ratoon.model.parts import Part
-from ratoon.train.copies import Copies, Copy, CopyFailedError
+from ratoon.train.copies import Copies, Copy
 from ratoon.train.optim.turns import Turn
 from ratoon.train.report.clock import Moment
 
