@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo import config as dynamo_config
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention as torch_flex
 
@@ -209,6 +210,22 @@ def test_buckets_are_few_and_pad_at_most_an_eighth() -> None:
         assert length <= bucket <= max(1024, length * 9 / 8 + 1)
         assert flex.bucket_of(bucket) == bucket
     assert len(set(buckets)) <= 1 + 8 * 8
+    of_parts = [flex.bucket_of(length, 2) for length in lengths]
+    for length, bucket in zip(lengths, of_parts, strict=True):
+        assert bucket % 128 == 0
+        assert length <= bucket <= max(1024, length * 3 / 2 + 1)
+    assert len(set(of_parts)) <= 1 + 8 * 2
+
+
+def test_a_process_has_more_kernels_than_torch_compiles_by_itself(
+    kernels: CompileCounterWithBackend,
+) -> None:
+    forest = NAMED["single_tokens"]
+    layout, problem = forest.layout(), _problem(forest.num_tokens)
+    with dynamo_config.patch(recompile_limit=2, accumulated_recompile_limit=2):
+        for scale in (0.4, 0.5, 0.6):
+            _attention(layout, scale)(problem.q_TNH, problem.k_TKH, problem.v_TKH)
+    assert kernels.frame_count == 3
 
 
 def test_too_many_kernels_are_an_error_and_not_a_slow_path(

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ratoon.errors import RatoonError
+from ratoon.rollout import balance
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.costs import DEFAULT_COSTS, CostModel, SequenceSizes, measure
 from ratoon.rollout.forest import build_forest
@@ -235,6 +236,24 @@ def test_many_uneven_groups_are_within_two_percent(budget: int) -> None:
     plan = _plan(batch, 4, replace(DEFAULT_COSTS, call=5.0), budget)
     assert plan.rank_gap < 0.02
     assert plan.packed_tokens < 1.05 * _plan(batch, 1, DEFAULT_COSTS, budget).packed_tokens
+
+
+def _uneven(num_groups: int) -> RolloutBatch:
+    rng = np.random.default_rng(0)
+    prompts = rng.lognormal(4, 1, num_groups)
+    lengths = [np.maximum(1, rng.lognormal(3, 1, 12)).astype(int).tolist() for _ in prompts]
+    return _groups(*((int(p), each) for p, each in zip(prompts, lengths, strict=True)))
+
+
+@pytest.mark.parametrize(("num_tried", "gap"), [(balance._MAX_ATOMS, 0.003), (16, 0.01)])
+def test_moves_are_looked_for_among_as_many_atoms_at_most(
+    monkeypatch: pytest.MonkeyPatch, num_tried: int, gap: float
+) -> None:
+    monkeypatch.setattr(balance, "_MAX_ATOMS", num_tried)
+    batch, costs = _uneven(60), replace(DEFAULT_COSTS, call=5.0)
+    assert _plan(batch, 8, costs, 2000).rank_gap < gap
+    monkeypatch.setattr(balance.Balancer, "_moves", lambda _self, _longest: [])
+    assert _plan(batch, 8, costs, 2000).rank_gap > 2 * gap
 
 
 def test_one_rank_journals_no_rank() -> None:

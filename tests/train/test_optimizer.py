@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -134,6 +135,7 @@ def test_bfloat16_gradients_add_up_in_float32() -> None:
     """256 + 1 is 256 in bf16: summing micro-batches there would lose all but the first."""
     parameter = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     gradients = GradientSums({"a": parameter})
+    assert gradients.passing_bytes == 0
     _backward(parameter, 256.0)
     for _ in range(4):
         _backward(parameter, 1.0)
@@ -150,7 +152,10 @@ def test_bfloat16_gradients_add_up_in_float32() -> None:
 def test_wide_gradients_add_up_in_place_and_are_zero_where_nothing_flowed() -> None:
     used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     gradients = GradientSums({"used": used, "unused": unused})
+    # What the first backward makes, and nothing has until then.
+    assert gradients.passing_bytes == 16
     _backward(used, 1.5)
+    assert gradients.passing_bytes == 8
     _backward(used, 2.0)
     sums = gradients.sums()
     assert sums["used"].tolist() == [3.5, 3.5]
@@ -158,6 +163,16 @@ def test_wide_gradients_add_up_in_place_and_are_zero_where_nothing_flowed() -> N
     assert used.grad is sums["used"]
     gradients.clear()
     assert used.grad is None
+
+
+def test_a_step_keeps_no_gradient_of_a_part() -> None:
+    whole = nn.Parameter(torch.ones(4))
+    optimizer = MasterAdamW({"a@0": whole.detach()[:2]}, _CONFIG)
+    sums = torch.ones(2)
+    optimizer.step({"a@0": sums}, 1.0, _step())
+    is_kept = weakref.ref(sums)
+    del sums
+    assert is_kept() is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -31,12 +31,15 @@ from ratoon_kernels.tree_attention.block_plan import BlockPlan, block_plan, plan
 from ratoon_kernels.tree_attention.operands import Operands, Upstream
 
 TILE_SIZE: Final = 128
-# Eight buckets from one power of two to the next: at most an eighth of the rows is padding.
+# Of a whole forest eight buckets from one power of two to the next: at most an eighth of the rows
+# is padding. Of a part two: it has two lengths, and kernels are of pairs.
 _BUCKETS_PER_OCTAVE: Final = 8
+_BUCKETS_OF_PARTS: Final = 2
 _SMALLEST_BUCKET: Final = TILE_SIZE * _BUCKETS_PER_OCTAVE
-# Kernels of one process: buckets times head counts, head_dims, dtypes and scales, and twice that
-# where some calls differentiate and some do not.
-MAX_KERNELS: Final = 64
+# Kernels of one process: buckets, or pairs of them, times head counts, head_dims, dtypes and
+# scales, and twice that, as some calls differentiate and some do not. More than there are: all
+# pairs of parts up to `MAX_TOKENS` are 2 x 17 x 17.
+MAX_KERNELS: Final = 4096
 _DTYPES: Final = (torch.bfloat16, torch.float16)
 _HEAD_DIMS: Final = (64, 128)
 _LEAST_CAPABILITY: Final = (8, 0)
@@ -117,10 +120,10 @@ def partial_backward(
     return dq_QNH.float()
 
 
-def bucket_of(num_rows: int) -> int:
+def bucket_of(num_rows: int, per_octave: int = _BUCKETS_PER_OCTAVE) -> int:
     """Returns the padded length: a power of two, or one of the steps on the way to the next."""
     octave = (num_rows - 1) // _SMALLEST_BUCKET
-    step = TILE_SIZE << max(octave.bit_length() - 1, 0)
+    step = (_SMALLEST_BUCKET // per_octave) << max(octave.bit_length() - 1, 0)
     return max(-(-num_rows // step) * step, _SMALLEST_BUCKET)
 
 
@@ -232,8 +235,10 @@ def _dispatch_keys() -> tuple[torch._C.DispatchKeySet, torch._C.DispatchKeySet]:
 def _padded_inputs(operands: Operands) -> list[Tensor]:
     """Returns copies of q, k and v of the buckets' lengths, with zeros behind them."""
     inputs: list[Tensor] = []
+    is_part = len(operands.queries) != len(operands.keys)
+    per_octave = _BUCKETS_OF_PARTS if is_part else _BUCKETS_PER_OCTAVE
     for x in (operands.q_QNH, operands.k_SKH, operands.v_SKH):
-        padded = x.new_empty((bucket_of(len(x)), *x.shape[1:]))
+        padded = x.new_empty((bucket_of(len(x), per_octave), *x.shape[1:]))
         padded[: len(x)] = x
         padded[len(x) :] = 0
         inputs.append(padded)
@@ -253,7 +258,10 @@ def _attend(operands: Operands, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor
     made = block_plan(operands, grid)
     heads_first = [x.transpose(0, 1)[None] for x in (q, k, v)]
     limits = dynamo_config.patch(
-        recompile_limit=MAX_KERNELS, fail_on_recompile_limit_hit=True, suppress_errors=False
+        recompile_limit=MAX_KERNELS,
+        accumulated_recompile_limit=MAX_KERNELS,
+        fail_on_recompile_limit_hit=True,
+        suppress_errors=False,
     )
     with limits:
         try:

@@ -52,7 +52,9 @@ class SharedMemory:
             from torch.multiprocessing.reductions import reduce_tensor
 
             opens, arguments = reduce_tensor(self.tensor)
-            return Handle(opens, tuple(arguments))
+            # What is there by now: readers need no event of this process.
+            torch.cuda.synchronize(self.tensor.device)
+            return Handle(opens, (*arguments[:-1], False))
         tensor = self.tensor
         return Handle(_map, (os.getpid(), self._descriptor, tensor.numel(), tensor.dtype))
 

@@ -17,6 +17,8 @@ GOOD_ENOUGH = 2e-3
 _MAX_MOVES_PER_RANK = 8
 # Moves that are tried, the most promising first, before the longest rank stays as it is.
 _MAX_TRIES = 6
+# Atoms of the longest rank, and as many of all others, that moves are looked for among.
+_MAX_ATOMS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +120,10 @@ class Balancer:
         atoms, rank_A, cost_R = self._atoms, self._rank_A, self._cost_R
         count_GR = np.zeros((int(atoms.group[-1]) + 1, len(cost_R)), np.int64)
         np.add.at(count_GR, (atoms.group, rank_A), 1)
-        own, others = np.flatnonzero(rank_A == longest), np.flatnonzero(rank_A != longest)
+        own, others = (
+            _sampled(np.flatnonzero(is_one), atoms.cost)
+            for is_one in (rank_A == longest, rank_A != longest)
+        )
         ranks = np.delete(np.arange(len(cost_R)), longest)
         to, back = np.append(rank_A[others], ranks), np.append(others, np.full(len(ranks), -1))
 
@@ -144,6 +149,15 @@ class Balancer:
         return list(
             zip(own[rows].tolist(), to[columns].tolist(), back[columns].tolist(), strict=True)
         )
+
+
+def _sampled(atoms: NDArray[np.int64], cost_A: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Of too many, those evenly spaced in the order of their costs; ascending."""
+    if len(atoms) <= _MAX_ATOMS:
+        return atoms
+    order = np.argsort(cost_A[atoms], kind="stable")
+    evenly = np.linspace(0, len(atoms) - 1, _MAX_ATOMS).round().astype(np.int64)
+    return np.sort(atoms[order[evenly]])
 
 
 def _cost(filled: Sequence[Filled]) -> float:

@@ -39,6 +39,18 @@ class _Open:
     parts: list[Part] = field(default_factory=list[Part])
     work: Work = field(default_factory=lambda: Work(tokens=0, pairs=0, rows=0))
     last: int = -1
+    # Places of the first so many parts, ascending.
+    _sorted: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    _num_sorted: int = 0
+
+    def around(self, first: int, last: int) -> NDArray[np.int64]:
+        """Places in [first, last], and the nearest on either side, ascending."""
+        added = [part.places for part in self.parts[self._num_sorted :]]
+        # Of two ascending runs, mostly, which a stable sort merges.
+        self._sorted = np.sort(np.concatenate([self._sorted, *added]), kind="stable")
+        self._num_sorted = len(self.parts)
+        start, stop = np.searchsorted(self._sorted, [first, last])
+        return self._sorted[max(0, int(start) - 1) : int(stop) + 1]
 
 
 class Filler:
@@ -87,13 +99,17 @@ class Filler:
             return part.work
         first = int(part.places[0])
         if first < current.last:
-            places = [*(each.places for each in current.parts), part.places]
-            return self._known.sizes.work(np.sort(np.concatenate(places)))
-        shared = self._known.shared(current.last, first)
+            # What is further away shares with its neighbours as before.
+            around = current.around(first, int(part.places[-1]))
+            work_of = self._known.sizes.work
+            added = work_of(np.sort(np.concatenate([around, part.places])))
+            shared = work_of(around)
+        else:
+            added, shared = part.work, self._known.shared(current.last, first)
         return Work(
-            tokens=current.work.tokens + part.work.tokens - shared.tokens,
-            pairs=current.work.pairs + part.work.pairs - shared.pairs,
-            rows=current.work.rows + part.work.rows - shared.rows,
+            tokens=current.work.tokens + added.tokens - shared.tokens,
+            pairs=current.work.pairs + added.pairs - shared.pairs,
+            rows=current.work.rows + added.rows - shared.rows,
         )
 
     def _close(self, current: _Open) -> list[Filled]:

@@ -218,6 +218,9 @@ class MasterAdamW(Optimizer):
         for name, master in self._masters.items():
             master.grad = sums[name]
         self._adamw.step()
+        for master in self._masters.values():
+            # Of a part it is no parameter's own, and would outlive the sums.
+            master.grad = None
 
     def state(self) -> OptimizerState:
         moments = {name: self._moments(master) for name, master in self._masters.items()}

@@ -30,8 +30,10 @@ class GradientSums:
 
     @property
     def passing_bytes(self) -> int:
-        """Most that gradients take at a time beside their sums, but for what is freed at once."""
-        return 0
+        """Most that gradients will take beside what is there of sums, but for what is freed at
+        once: sums that the first backward makes."""
+        made = (p for n, p in self._parameters.items() if n not in self._buffers)
+        return sum(parameter.nbytes for parameter in made if parameter.grad is None)
 
     def sums(self) -> dict[str, Tensor]:
         """The live sums by name, zeros where nothing flowed; changing them changes the sums."""

@@ -81,6 +81,8 @@ class LayerExchange:
         self._is_stopped = Event()
         self._other_is_stopped = False
         self._error: Exception | None = None
+        # Of what was done to the sums before, which the thread adds to.
+        self._begun = Moment(self._device)
         # Of no use to a process that ends.
         self._thread = Thread(target=self._run, name="gradients", daemon=True)
         self._thread.start()
@@ -162,6 +164,7 @@ class LayerExchange:
     def _run(self) -> None:
         """The thread. It goes through all turns whatever happens: others wait for it there."""
         with self._on_own_stream():
+            self._begun.wait()
             for step in self._steps:
                 try:
                     self._run_step(step)

@@ -53,7 +53,7 @@ class ShardedSums(GradientSums):
 
     @property
     def passing_bytes(self) -> int:
-        return handed_bytes(self._layers, self._copies.size)
+        return super().passing_bytes + handed_bytes(self._layers, self._copies.size)
 
     def shards(self) -> dict[str, Tensor]:
         """This rank's parts of all layers."""
