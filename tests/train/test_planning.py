@@ -167,6 +167,18 @@ def test_no_budget_between_the_candidates_is_much_cheaper(
     assert _seconds(planner.plan(batch, prefixes, kept_S), planner, batch) < 1.015 * least
 
 
+def test_no_micro_batch_has_more_tokens_than_attention_serves() -> None:
+    batch = _groups(4, 3000, 8, 1000)
+    prefixes, kept_S = sort_sequences(batch), np.ones(batch.num_sequences, np.bool_)
+    sizes = None, QWEN3_8B, 100 * GIB, 0
+    found: list[int] = []
+    for most in (None, 16_000):
+        planner = device_planner(*sizes, rates=H200_RATES, layers_are_trained=True, max_tokens=most)
+        plan = planner.plan(batch, prefixes, kept_S)
+        found.append(max(part.packed_tokens for part in plan.micro_batches))
+    assert found[0] > 16_000 >= found[1]
+
+
 def test_planners_spread_over_their_ranks() -> None:
     batch = _groups(6, 100, 4, 300)
     kept_S = np.ones(batch.num_sequences, np.bool_)

@@ -5,7 +5,7 @@ What a backend cannot serve is an error with its reason, never another result.
 
 from ratoon_kernels.errors import BackendUnavailableError, KernelArgumentError
 from ratoon_kernels.layout import TreeLayout, build_layout
-from ratoon_kernels.registry import BackendStatus, list_backends, select_backend
+from ratoon_kernels.registry import BackendStatus, list_backends, max_tokens, select_backend
 from ratoon_kernels.span import Span
 from ratoon_kernels.token_logprobs.one_pass import token_logprobs_forward_backward
 from ratoon_kernels.token_logprobs.op import token_logprobs
@@ -26,6 +26,7 @@ __all__ = [
     "TreeLayout",
     "build_layout",
     "list_backends",
+    "max_tokens",
     "merge_partials",
     "select_backend",
     "token_logprobs",

@@ -94,6 +94,11 @@ def select_backend(
     raise BackendUnavailableError(op, requested or "any", "; ".join(refusals))
 
 
+def max_tokens(backend: str) -> int | None:
+    """Returns the most packed tokens that a backend of tree attention serves; None: any number."""
+    return tree_attention.MAX_TOKENS.get(backend)
+
+
 @functools.cache
 def _log_choice(op: str, name: str) -> None:
     _logger.info("kernel backend chosen: op=%s backend=%s", op, name)

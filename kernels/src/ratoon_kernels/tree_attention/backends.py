@@ -9,7 +9,7 @@ from torch import Tensor
 from ratoon_kernels.backend import Backend
 from ratoon_kernels.layout import TreeLayout
 from ratoon_kernels.span import Span
-from ratoon_kernels.tree_attention import cuda, flash, flex, reference
+from ratoon_kernels.tree_attention import block_plan, cuda, flash, flex, reference
 from ratoon_kernels.tree_attention.operands import Operands, Upstream
 
 OP: Final = "tree_attention"
@@ -55,4 +55,8 @@ BACKENDS: Final[Mapping[str, TreeAttentionBackend]] = MappingProxyType(
         "flex": flex,
         "reference": reference,
     }
+)
+# Tokens at a time, queries or keys, of the backends that do not serve any number.
+MAX_TOKENS: Final[Mapping[str, int]] = MappingProxyType(
+    {"flash": block_plan.MAX_TOKENS, "flex": block_plan.MAX_TOKENS}
 )

@@ -17,6 +17,12 @@ class TokenLimits:
     # stacks of keys, values and the gradients of these.
     streamed: int
 
+    def at_most(self, tokens: int | None) -> TokenLimits:
+        """None: the same."""
+        if tokens is None:
+            return self
+        return TokenLimits(at_once=min(self.at_once, tokens), streamed=min(self.streamed, tokens))
+
 
 # Of a CPU, whose memory nothing counts.
 NO_LIMITS = TokenLimits(at_once=2**62, streamed=2**62)

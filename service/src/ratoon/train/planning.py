@@ -119,21 +119,26 @@ def device_planner(
     layers_are_trained: bool,
     num_ranks: int = 1,
     group_sizes: Sequence[int] = (1,),
+    max_tokens: int | None = None,
 ) -> Planner:
     """Of a device of these `rates` that lends so many bytes to activations, and of its host.
+
+    `max_tokens`: that attention serves at a time; None: any number.
 
     `micro_batch_tokens`, of each device; None: each plan has the cheapest, between keeping all and
     keeping the least that fits.
     """
 
     def of(sizes: DecoderSizes) -> Planner:
-        limits = token_limits(sizes, device_bytes, host_bytes)
+        limits = token_limits(sizes, device_bytes, host_bytes).at_most(max_tokens)
         costs = device_costs(sizes, rates, layers_are_trained=layers_are_trained)
         candidates = (
             candidate_tokens(sizes, device_bytes, limits.at_once)
             if micro_batch_tokens is None
             else (min(micro_batch_tokens * sizes.num_ranks, max(1, limits.at_once)),)
         )
+        if max_tokens is not None:
+            candidates = tuple(sorted({min(tokens, max_tokens) for tokens in candidates}))
         return Planner(
             candidates=candidates,
             costs=with_recompute(costs, sizes, rates, device_bytes, host_bytes),

@@ -65,6 +65,7 @@ from ratoon.train.report.step_report import PhaseSeconds, StepReport
 from ratoon.train.report.usage import UsageMeter
 from ratoon.train.self_check import SelfCheckOutcome, is_due, run_self_check
 from ratoon.train.spec import TrainerSpec
+from ratoon_kernels import max_tokens
 
 
 class Trainer:
@@ -147,6 +148,7 @@ class Trainer:
                 layers_are_trained=self.model.adapter is None,
                 num_ranks=self.ranks.size,
                 group_sizes=self._group_sizes,
+                max_tokens=max_tokens(self.model.info().attention_backend),
             )
 
     def info(self) -> ModelInfo:
