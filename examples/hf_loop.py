@@ -47,11 +47,11 @@ def reward(prompt: str, response: Sequence[int]) -> float:
 class Sampler:
     """A module that generates, and that a receiver writes to."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, version: int) -> None:
         # generate() is typed as a tensor.
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder)
         self.lock = threading.Lock()
-        self.version = 0
+        self.version = version
 
     @torch.inference_mode()
     def sample(self, prompt: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,8 +88,9 @@ def run(
     with RatoonClient(url) as client:
         client.create_policy(policy_id, preset="tiny", seed=7).result()
         session = client.policy(policy_id)
-        # Version 0, and the model's configuration with it.
-        sampler = Sampler(client.pull_weights(policy_id, folder / "start").folder)
+        # Version 0, or where an earlier run ended, and the model's configuration with it.
+        pulled = client.pull_weights(policy_id, folder / "start")
+        sampler = Sampler(pulled.folder, pulled.version)
         adapter = ModuleAdapter(sampler.model, lock=sampler.lock)
         receiver = client.weight_receiver(policy_id, folder / "mirror", adapter)
         for step in range(num_updates):

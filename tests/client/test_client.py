@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -16,9 +19,11 @@ from ratoon_client import (
     AsyncRatoonClient,
     InvalidArgumentError,
     RatoonClient,
+    ReceiverEvent,
     UnusableClientError,
+    WeightManifest,
 )
-from tests.client.conftest import serving
+from tests.client.conftest import CONFIG, serving
 from tests.client.fake_service import FakeService
 from tests.client.samples import LOSS, OPTIM, one_group
 
@@ -155,6 +160,37 @@ async def test_an_asynchronous_client_of_another_process_says_so(
         assert (await client.health()).is_ok
 
 
+def test_arguments_of_wrong_types_are_refused_by_field(
+    service: FakeService, client: RatoonClient, root: Path
+):
+    """They were a TypeError of protobuf's."""
+    any_client, session = cast("Any", client), cast("Any", client.policy("p"))
+    calls: list[tuple[str, Callable[[], object]]] = [
+        ("version", lambda: any_client.pull_weights("p", root, version="1")),
+        ("version", lambda: any_client.weight_manifest("p", 1.5)),
+        ("version", lambda: any_client.ack_weights("p", "r", version="1")),
+        ("offset", lambda: any_client.fetch_weights("p", "0" * 32, offset="0", length=1)),
+        (
+            "expected_version",
+            lambda: session.update(one_group(), loss=LOSS, optim=OPTIM, expected_version="1"),
+        ),
+        ("with_entropy", lambda: session.forward(one_group(), with_entropy="yes")),
+        ("checkpoint_id", lambda: session.save_checkpoint(5)),
+        ("include_seqs", lambda: session.optim_step(optim=OPTIM, include_seqs=[1.5])),
+        ("include_seqs", lambda: session.optim_step(optim=OPTIM, include_seqs=1)),
+        ("policy_id", lambda: any_client.get_policy(5)),
+        ("policy_id", any_client.policy(5).next_seq),
+        ("policy_id", lambda: any_client.create_policy(5, preset="tiny")),
+        ("operation_id", lambda: any_client.cancel_operation(5)),
+        ("part_index", lambda: any_client.upload_part("p", "u", "0", one_group())),
+    ]
+    for field, call in calls:
+        with pytest.raises(InvalidArgumentError) as caught:
+            call()
+        assert caught.value.field == field
+    assert set(service.calls) <= {"GetPolicy", "GetServerInfo"}
+
+
 def test_closing_ends_the_threads(url: str):
     before = set(threading.enumerate())
     client = RatoonClient(url)
@@ -162,6 +198,50 @@ def test_closing_ends_the_threads(url: str):
     client.close()
     left = [thread for thread in set(threading.enumerate()) - before if thread.is_alive()]
     assert not [thread.name for thread in left if thread.name.startswith(("ratoon", "asyncio"))]
+
+
+def test_a_call_on_the_clients_own_thread_is_refused(service: FakeService, root: Path):
+    """It waited for itself, for ever and with it all other threads."""
+    service.publish(1, {"a": b"1"})
+    with serving(service, "grpc") as url, RatoonClient(url, config=CONFIG) as client:
+        waits: list[Callable[[], Any]] = [lambda: client.get_policy("p"), client.close]
+        for call in waits:
+            receiver = client.weight_receiver("p", root, on_event=lambda _, call=call: call())
+            with pytest.raises(UnusableClientError, match="on the client's own thread"):
+                _ended(receiver.sync_once)
+            service.publish(2, {"a": b"2"})
+        assert client.health().is_ok
+
+
+def test_a_watch_that_is_collected_on_the_clients_own_thread_ends(service: FakeService, root: Path):
+    """The collector ran its end there, and that waited for itself."""
+    service.publish(1, {"a": b"1"})
+    with serving(service, "grpc") as url, RatoonClient(url, config=CONFIG) as client:
+        cycle: list[object] = [client.watch_weights("p")]
+        cycle.append(cycle)
+        assert next(cast("Iterator[WeightManifest]", cycle[0])).version == 1
+        del cycle
+
+        def collect(_: ReceiverEvent) -> None:
+            gc.collect()
+
+        receiver = client.weight_receiver("p", root, on_event=collect)
+        _ended(receiver.sync_once)
+        assert client.health().is_ok
+
+
+def _ended(call: Callable[[], object]) -> None:
+    """The call, on a thread that may be left where it hangs."""
+    ends: Future[object] = Future()
+
+    def run() -> None:
+        try:
+            ends.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - raised by `ends.result`
+            ends.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    ends.result(20.0)
 
 
 async def test_both_clients_have_the_same_calls(url: str):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ratoon.config import LimitsConfig
 from ratoon_client import (
     ClientConfig,
     ImportResult,
@@ -101,6 +102,20 @@ def test_a_gap_is_named_and_not_waited_for_again(
     service.faults = []
     service.is_holding = False
     assert handle.result(5.0, progress=is_drawn).version == 1
+
+
+def test_a_poll_is_longer_than_the_service_waits_behind_a_gap(
+    service: FakeService, client: RatoonClient
+):
+    """A service that counts from each poll would never have waited so long."""
+    service.polls_until_done = 1
+    client.policy("p").update(one_group(), loss=LOSS, optim=OPTIM).wait()
+    (wait_s, *_) = [
+        request.wait_s
+        for _, request in service.requests
+        if isinstance(request, service_pb2.GetOperationRequest)
+    ]
+    assert LimitsConfig().gap_wait_s < wait_s < LimitsConfig().max_wait_s
 
 
 @pytest.mark.parametrize("seconds", [math.nan, -0.1, "1", True, [1.0]])

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import pytest
+from google.protobuf.message import Message
 
 from ratoon_client import RatoonApiError, RatoonClient, TransportError
+from tests.client.conftest import CONFIG
 from tests.client.fake_service import FakeService, Fault, LostAnswerError, RefusalError
 from tests.client.samples import LOSS, OPTIM, bad_group, one_group
 
@@ -84,7 +87,7 @@ def test_errors_of_validation_name_the_field(client: RatoonClient):
 def test_a_refusal_that_may_pass_is_tried_within_the_timeout(
     service: FakeService, client: RatoonClient, hasty_client: RatoonClient
 ):
-    refusal = RefusalError("RESOURCE_EXHAUSTED", retryable=True, wanted="2", free="1")
+    refusal = RefusalError("UNAVAILABLE", retryable=True, wanted="2", free="1")
     service.faults = [Fault(name="Update", error=refusal) for _ in range(2)]
     client.policy("p").update(one_group(), loss=LOSS, optim=OPTIM)
     assert service.calls["Update"] == 3
@@ -103,6 +106,11 @@ def test_nobody_there_is_a_transport_error_after_the_timeout(wire: str):
         pytest.raises(TransportError, match=r"127\.0\.0\.1:9"),
     ):
         client.list_policies()
+    with RatoonClient(f"{scheme}127.0.0.1:9", timeout_s=0.3) as client:
+        start = time.monotonic()
+        with pytest.raises(TransportError):
+            client.weight_manifest("p")
+        assert time.monotonic() - start < 10.0
 
 
 def test_a_proxy_without_routes_is_asked_again():
@@ -137,12 +145,44 @@ def test_a_hung_service_is_left_after_the_attempts_timeout(service: FakeService,
         assert time.monotonic() - start >= 0.2
 
 
+def test_reads_that_have_their_turn_are_waited_for(service: FakeService, url: str, root: Path):
+    """Behind an update, or a publication, each try ended before the answer."""
+    service.publish(1, {"a": b"1"})
+    with RatoonClient(url, config=CONFIG) as client:
+        client.pull_weights("p", root)
+    handle = service.handle
+
+    def late(name: str, request: Message) -> Message:
+        time.sleep(0.3)
+        return handle(name, request)
+
+    service.handle = late
+    service.calls.clear()
+    with RatoonClient(url, timeout_s=0.2) as client:
+        assert client.weight_manifest("p").version == 1
+        assert client.gradient_manifest("p", ["a"]).version == 3
+        assert client.pull_weights("p", root).version == 1
+    assert service.calls == {"GetWeightManifest": 2, "GetGradientManifest": 1}
+
+
 def test_a_try_waits_as_long_as_the_service_asks(service: FakeService, client: RatoonClient):
     refused = RefusalError("RESOURCE_EXHAUSTED", retryable=True, retry_after_s="1")
     service.faults = [Fault(name="GetPolicy", error=refused)]
     start = time.monotonic()
     assert client.get_policy("p").next_seq == 1
     assert time.monotonic() - start >= 1.0
+
+
+def test_what_is_exhausted_with_no_time_to_come_back_is_said_at_once(
+    service: FakeService, client: RatoonClient
+):
+    """It was tried again for a minute, which said nothing and freed no GPU."""
+    refused = RefusalError("RESOURCE_EXHAUSTED", retryable=True, resource="policies")
+    service.faults = [Fault(name="CreatePolicy", error=refused)]
+    with pytest.raises(RatoonApiError) as caught:
+        client.create_policy("q", preset="tiny")
+    assert (caught.value.retryable, caught.value.details) == (True, {"resource": "policies"})
+    assert service.calls["CreatePolicy"] == 1
 
 
 def test_a_wait_past_the_timeout_is_not_begun(service: FakeService, client: RatoonClient):

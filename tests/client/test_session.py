@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -51,12 +53,28 @@ def test_a_session_starts_where_the_policy_is(service: FakeService, client: Rato
     assert session.optim_step(optim=OPTIM).seq == 42
 
 
-def test_a_seq_given_by_the_caller_is_used_and_counted(client: RatoonClient):
+def test_a_seq_given_by_the_caller_is_used_and_leaves_no_gap(client: RatoonClient):
+    """Calls after one far ahead went behind the gap."""
     session = client.policy("p")
     assert session.discard_gradients(seq=3).seq == 3
-    assert session.next_seq() == 4
+    assert [session.discard_gradients().seq for _ in range(3)] == [1, 2, 4]
     assert session.discard_gradients(seq=1).seq == 1
-    assert session.next_seq() == 4
+    assert session.discard_gradients(seq=5).seq == 5
+    assert session.next_seq() == 6
+
+
+def test_a_seq_that_another_has_taken_is_an_error_that_helps(client: RatoonClient):
+    session = client.policy("p")
+    session.next_seq()
+    client.discard_gradients("p", seq=1)
+    with pytest.raises(RatoonApiError, match=r"KEY_REUSED: .*resync\(\)") as caught:
+        session.update(one_group(), loss=LOSS, optim=OPTIM)
+    assert (caught.value.code, caught.value.field) == ("KEY_REUSED", "key.seq")
+    session.resync()
+    assert session.update(one_group(), loss=LOSS, optim=OPTIM).seq == 2
+    with pytest.raises(RatoonApiError) as own:
+        session.discard_gradients(seq=2)
+    assert "resync" not in str(own.value)
 
 
 def test_after_a_lost_answer_the_same_call_is_the_same_operation(
@@ -73,10 +91,16 @@ def test_after_a_lost_answer_the_same_call_is_the_same_operation(
 
 def _update_without_an_answer(service: FakeService, session: PolicySession) -> None:
     """Group `a`; the service has taken it."""
-    lost = [Fault(name="Update", error=LostAnswerError(), is_after=True) for _ in range(1000)]
-    service.faults = list(lost)
-    with pytest.raises(TransportError):
+    with _lost_answers(service, "Update"), pytest.raises(TransportError):
         session.update(one_group("a"), loss=LOSS, optim=OPTIM)
+
+
+@contextmanager
+def _lost_answers(service: FakeService, name: str) -> Iterator[None]:
+    """Calls of the block are taken, and not answered."""
+    lost = Fault(name=name, error=LostAnswerError(), is_after=True)
+    service.faults = [lost for _ in range(1000)]
+    yield
     service.faults = []
 
 
@@ -118,6 +142,28 @@ def test_under_server_sequencing_too_a_call_again_is_the_same_operation(
         with pytest.raises(RatoonApiError):
             session.update(bad_group(), loss=LOSS, optim=OPTIM)
         assert session.update(one_group("b"), loss=LOSS, optim=OPTIM).seq == 3
+
+
+def test_an_optim_step_after_other_calls_is_another_step(service: FakeService, url: str):
+    """It was the one that was not answered: a step less, and its gradients went into the next."""
+    service.policies["p"].sequencing = policy_pb2.SEQUENCING_SERVER
+    with RatoonClient(url, config=replace(CONFIG, timeout_s=0.5)) as client:
+        session = client.policy("p")
+        session.forward_backward(one_group("a"), loss=LOSS)
+        with _lost_answers(service, "OptimStep"), pytest.raises(TransportError):
+            session.optim_step(optim=OPTIM)
+        # Again, with nothing in between, it is the same step.
+        with _lost_answers(service, "OptimStep"), pytest.raises(TransportError):
+            session.optim_step(optim=OPTIM)
+        with _lost_answers(service, "Update"), pytest.raises(TransportError):
+            session.update(one_group("c"), loss=LOSS, optim=OPTIM)
+        assert service.steps == 2
+        session.forward_backward(one_group("b"), loss=LOSS)
+        assert session.optim_step(optim=OPTIM).seq == 5
+        assert service.steps == 3
+        # What has a batch says itself which call it is, whatever other threads have sent since.
+        assert session.update(one_group("c"), loss=LOSS, optim=OPTIM).seq == 3
+        assert service.steps == 3
 
 
 async def test_tasks_of_one_loop_share_a_session(url: str):

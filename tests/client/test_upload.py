@@ -53,9 +53,17 @@ def test_a_batch_over_the_threshold_is_uploaded_and_is_the_same_batch(
 def test_a_batch_that_the_service_would_refuse_is_cut_to_its_limit(
     service: FakeService, client: RatoonClient
 ):
-    groups = [group for number in range(6) for group in one_group(f"g{number}", num_tokens=50)]
+    groups = [group for number in range(6) for group in one_group(f"g{number}", num_tokens=3000)]
     largest = max(message.ByteSize() for message in group_messages(groups))
     service.max_body_bytes = 4 * largest
     handle = client.policy("p").update(groups, loss=LOSS, optim=OPTIM)
     assert handle.result().report.num_groups == 6
     assert service.calls["UploadPart"] == 3
+
+
+def test_a_small_batch_goes_without_asking_what_the_service_takes(
+    service: FakeService, client: RatoonClient
+):
+    """It is asked before the first call, when a service that has just started may be slow."""
+    client.policy("p").update(one_group(), loss=LOSS, optim=OPTIM)
+    assert service.calls == {"GetPolicy": 1, "Update": 1}

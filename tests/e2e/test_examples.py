@@ -38,6 +38,9 @@ def test_a_transformers_sampler_learns_with_the_newest_weights(
     assert max(abs(report.sampler_kl or 0.0) for report in reports) < 1e-4
     rewards = [report.reward_mean or 0.0 for report in reports]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
+    # A second run goes on where this one ended, and says so of its samples.
+    _, (again,) = hf_loop.run(url, policy_id="hf-loop", num_updates=1, folder=tmp_path / "again")
+    assert again.staleness_max == 0
 
 
 def test_the_page_on_custom_losses_runs(service: Service, capsys: pytest.CaptureFixture[str]):

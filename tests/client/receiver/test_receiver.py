@@ -230,6 +230,21 @@ async def test_failures_are_told_and_the_next_version_does_not_wait(
         await following
 
 
+async def test_following_goes_on_where_the_service_has_no_room(
+    service: FakeService, client: AsyncRatoonClient, root: Path
+):
+    """As for the copy that is published: a call ends with that, but room may come."""
+    refused = RefusalError("RESOURCE_EXHAUSTED", retryable=True)
+    service.faults = [Fault(name="GetWeightManifest", error=refused)]
+    events = Events()
+    following = asyncio.create_task(client.weight_receiver("p", root, on_event=events).follow())
+    await events.until(lambda: events.versions == [1])
+    assert len(events.failures) == 1
+    following.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await following
+
+
 async def test_following_ends_with_its_policy(client: AsyncRatoonClient, root: Path):
     with pytest.raises(RatoonApiError, match="POLICY_NOT_FOUND"):
         await client.weight_receiver("nobody", root).follow()

@@ -48,7 +48,7 @@ from ratoon_client.weights.pull import KEEP_VERSIONS, PulledWeights, pull_weight
 from ratoon_client.weights.receiver import AsyncWeightReceiver, ReceiverEvent, log_event
 from ratoon_client.wire import rpcs
 from ratoon_client.wire.decode import decode
-from ratoon_client.wire.encode import group_messages, policy_spec_message
+from ratoon_client.wire.encode import group_messages, policy_spec_message, request_message
 from ratoon_proto.v1 import service_pb2
 
 # How long a version is held for a receiver that says nothing more.
@@ -111,20 +111,20 @@ class AsyncRatoonClient:
     ) -> AsyncOperationHandle[Policy]:
         """Build a policy. The same options again are the same operation, others POLICY_EXISTS."""
         spec = policy_spec_message(policy_id, options)
-        request = service_pb2.CreatePolicyRequest(spec=spec)
+        request = request_message(service_pb2.CreatePolicyRequest, spec=spec)
         return AsyncOperationHandle(
             self._caller, await self._caller.call(rpcs.CREATE_POLICY, request)
         )
 
     async def delete_policy(self, policy_id: str) -> AsyncOperationHandle[None]:
         """Never retried: a second one could meet a policy of that id made in between."""
-        request = service_pb2.DeletePolicyRequest(policy_id=policy_id)
+        request = request_message(service_pb2.DeletePolicyRequest, policy_id=policy_id)
         return AsyncOperationHandle(
             self._caller, await self._caller.call(rpcs.DELETE_POLICY, request)
         )
 
     async def get_policy(self, policy_id: str) -> Policy:
-        request = service_pb2.GetPolicyRequest(policy_id=policy_id)
+        request = request_message(service_pb2.GetPolicyRequest, policy_id=policy_id)
         return decode(await self._caller.call(rpcs.GET_POLICY, request), Policy)
 
     async def list_policies(self) -> list[Policy]:
@@ -225,7 +225,8 @@ class AsyncRatoonClient:
         self, policy_id: str, upload_id: str, part_index: int, groups: Sequence[Group]
     ) -> int:
         """One part of a batch; gives its serialized bytes. Large calls do this by themselves."""
-        request = service_pb2.UploadPartRequest(
+        request = request_message(
+            service_pb2.UploadPartRequest,
             policy_id=policy_id,
             upload_id=upload_id,
             part_index=part_index,
@@ -235,7 +236,7 @@ class AsyncRatoonClient:
 
     async def operation(self, operation_id: str) -> AsyncOperationHandle[OperationResult]:
         """The handle of an operation that somebody else started."""
-        request = service_pb2.GetOperationRequest(operation_id=operation_id)
+        request = request_message(service_pb2.GetOperationRequest, operation_id=operation_id)
         return AsyncOperationHandle(
             self._caller, await self._caller.call(rpcs.GET_OPERATION, request)
         )
@@ -243,7 +244,9 @@ class AsyncRatoonClient:
     async def get_operation(self, operation_id: str, *, wait_s: float = 0.0) -> Operation:
         """The operation once it has ended, or as it stands after `wait_s` seconds."""
         check_seconds("wait_s", wait_s)
-        request = service_pb2.GetOperationRequest(operation_id=operation_id, wait_s=wait_s)
+        request = request_message(
+            service_pb2.GetOperationRequest, operation_id=operation_id, wait_s=wait_s
+        )
         message = await self._caller.call(
             rpcs.GET_OPERATION,
             request,
@@ -254,7 +257,7 @@ class AsyncRatoonClient:
 
     async def cancel_operation(self, operation_id: str) -> Operation:
         """Stop it before its optimizer step; one that has ended stays as it is."""
-        request = service_pb2.CancelOperationRequest(operation_id=operation_id)
+        request = request_message(service_pb2.CancelOperationRequest, operation_id=operation_id)
         return decode(await self._caller.call(rpcs.CANCEL_OPERATION, request), Operation)
 
     async def save_checkpoint(
@@ -302,7 +305,7 @@ class AsyncRatoonClient:
         return await call.send(self._caller, calls.operation_key(seq, request_id))
 
     async def list_checkpoints(self, policy_id: str) -> list[Checkpoint]:
-        request = service_pb2.ListCheckpointsRequest(policy_id=policy_id)
+        request = request_message(service_pb2.ListCheckpointsRequest, policy_id=policy_id)
         answer = await self._caller.call(rpcs.LIST_CHECKPOINTS, request)
         return [decode(checkpoint, Checkpoint) for checkpoint in answer.checkpoints]
 
@@ -317,18 +320,27 @@ class AsyncRatoonClient:
         """The files of a version; None is the newest published.
 
         Waits up to `wait_s` seconds for a version that is not published yet, or until the newest is
-        another than `known_version`.
+        another than `known_version`; without that also for a publication under way, ten minutes.
         """
         check_seconds("wait_s", wait_s)
-        request = service_pb2.GetWeightManifestRequest(
-            policy_id=policy_id, version=version, known_version=known_version, wait_s=wait_s
+        request = request_message(
+            service_pb2.GetWeightManifestRequest,
+            policy_id=policy_id,
+            version=version,
+            known_version=known_version,
+            wait_s=wait_s,
         )
-        message = await self._caller.call(
-            rpcs.GET_WEIGHT_MANIFEST,
-            request,
-            timeout_s=wait_s + self._config.timeout_s,
-            attempt_timeout_s=wait_s + self._config.attempt_timeout_s,
-        )
+        if known_version is None:
+            message = await self._caller.call_in_turn(
+                rpcs.GET_WEIGHT_MANIFEST, request, wait_s=wait_s
+            )
+        else:
+            message = await self._caller.call(
+                rpcs.GET_WEIGHT_MANIFEST,
+                request,
+                timeout_s=wait_s + self._config.timeout_s,
+                attempt_timeout_s=wait_s + self._config.attempt_timeout_s,
+            )
         return decode(message, WeightManifest)
 
     async def watch_weights(
@@ -368,7 +380,8 @@ class AsyncRatoonClient:
         next call, at most `hold_s` seconds.
         """
         check_seconds("hold_s", hold_s)
-        request = service_pb2.AckWeightsRequest(
+        request = request_message(
+            service_pb2.AckWeightsRequest,
             policy_id=policy_id,
             receiver_id=receiver_id,
             version=version,
@@ -379,12 +392,16 @@ class AsyncRatoonClient:
         return answer.published_version if answer.HasField("published_version") else None
 
     async def gradient_manifest(self, policy_id: str, names: Sequence[str]) -> GradientManifest:
-        """Gradient sums of the open window as a file, of tensors named as in published weights."""
+        """Gradient sums of the open window as a file, of tensors named as in published weights.
+
+        The service reads them between two operations, which is waited for, ten minutes a try.
+        """
         names = all_of("names", names, str)
-        request = service_pb2.GetGradientManifestRequest(policy_id=policy_id, names=names)
-        return decode(
-            await self._caller.call(rpcs.GET_GRADIENT_MANIFEST, request), GradientManifest
+        request = request_message(
+            service_pb2.GetGradientManifestRequest, policy_id=policy_id, names=names
         )
+        message = await self._caller.call_in_turn(rpcs.GET_GRADIENT_MANIFEST, request)
+        return decode(message, GradientManifest)
 
     async def fetch_file(self, policy_id: str, file: WeightFile) -> bytes:
         """A whole file of a manifest in memory, verified; of gradients, `safetensors.numpy.load`

@@ -26,18 +26,22 @@ from ratoon_client.wire.rpcs import GET_SERVER_INFO, RequestT, ResponseT, Rpc
 from ratoon_proto.v1 import service_pb2
 
 T = TypeVar("T")
+# The longest that a read waits for an operation or a publication under way.
+TURN_S = 600.0
 _FIRST_WAIT_S = 0.05
 _MAX_WAIT_S = 2.0
 _LEAST_ATTEMPT_S = 0.5
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether the same request may succeed later: the service says so, or it has said nothing.
+    """Whether the same request may succeed soon: the service says so, or it has said nothing.
 
-    Not where a wait ended behind a missing seq: that is for the caller to send.
+    Not where a wait ended behind a missing seq, which is for the caller to send, nor for want of a
+    GPU, a policy or memory, for which the service knows no time.
     """
     if isinstance(error, RatoonApiError):
-        return error.retryable and error.code != "SEQ_GAP"
+        is_soon = error.code != "RESOURCE_EXHAUSTED" or error.retry_after_s > 0
+        return error.retryable and error.code != "SEQ_GAP" and is_soon
     return isinstance(error, TransportError) and not isinstance(error, TlsError)
 
 
@@ -123,6 +127,18 @@ class Caller:
         return await retried(
             lambda left_s: self.transport.call(rpc, request, timeout_s=min(left_s, attempt_s)),
             timeout_s=total_s,
+        )
+
+    async def call_in_turn(
+        self, rpc: Rpc[RequestT, ResponseT], request: RequestT, *, wait_s: float = 0.0
+    ) -> ResponseT:
+        """A read that waits on the service, for an operation or a publication to end.
+
+        Each try has `wait_s` and `TURN_S`; the client's timeout bounds when the last one begins.
+        """
+        return await retried(
+            lambda _: self.transport.call(rpc, request, timeout_s=wait_s + TURN_S),
+            timeout_s=wait_s + self.config.timeout_s,
         )
 
 

@@ -28,9 +28,9 @@ from ratoon_client.upload import batch_source
 from ratoon_client.wire import rpcs
 from ratoon_client.wire.encode import (
     group_messages,
-    import_message,
     loss_message,
     optim_message,
+    request_message,
 )
 from ratoon_proto.v1 import operation_pb2, rollout_pb2, service_pb2
 
@@ -45,6 +45,10 @@ class Call(Generic[ResultT]):
     rpc: rpcs.Rpc[Any, operation_pb2.Operation]
     request: Any
 
+    @property
+    def has_batch(self) -> bool:
+        return "source" in self.request.DESCRIPTOR.oneofs_by_name
+
     async def send(self, caller: Caller, key: Key | None) -> AsyncOperationHandle[ResultT]:
         if key is not None:
             self.request.key.CopyFrom(key)
@@ -57,7 +61,7 @@ def operation_key(seq: int | None, request_id: str | None) -> Key | None:
         raise InvalidArgumentError("request_id", "seq and request_id", "one of them")
     if seq is not None:
         check_type("seq", seq, Integral)
-        return Key(seq=seq)
+        return request_message(Key, seq=seq)
     if request_id is not None:
         check_type("request_id", request_id, str)
         return Key(request_id=request_id)
@@ -73,7 +77,8 @@ async def update(
     optim: Optim,
     expected_version: int | None,
 ) -> Call[StepResult]:
-    request = service_pb2.UpdateRequest(
+    request = request_message(
+        service_pb2.UpdateRequest,
         policy_id=policy_id,
         loss=loss_message(loss),
         optim=optim_message(optim),
@@ -91,8 +96,11 @@ async def forward_backward(
     loss: Loss,
     expected_version: int | None,
 ) -> Call[StepResult]:
-    request = service_pb2.ForwardBackwardRequest(
-        policy_id=policy_id, loss=loss_message(loss), expected_version=expected_version
+    request = request_message(
+        service_pb2.ForwardBackwardRequest,
+        policy_id=policy_id,
+        loss=loss_message(loss),
+        expected_version=expected_version,
     )
     await _set_source(caller, request, groups)
     return Call(rpc=rpcs.FORWARD_BACKWARD, request=request)
@@ -107,7 +115,8 @@ async def forward(
     use_reference: bool,
     expected_version: int | None,
 ) -> Call[ForwardResult]:
-    request = service_pb2.ForwardRequest(
+    request = request_message(
+        service_pb2.ForwardRequest,
         policy_id=policy_id,
         with_entropy=with_entropy,
         use_reference=use_reference,
@@ -120,7 +129,8 @@ async def forward(
 def optim_step(
     policy_id: str, *, optim: Optim, expected_version: int | None, include_seqs: Sequence[int]
 ) -> Call[StepResult]:
-    request = service_pb2.OptimStepRequest(
+    request = request_message(
+        service_pb2.OptimStepRequest,
         policy_id=policy_id,
         optim=optim_message(optim),
         expected_version=expected_version,
@@ -130,17 +140,21 @@ def optim_step(
 
 
 def discard_gradients(policy_id: str) -> Call[None]:
-    request = service_pb2.DiscardGradientsRequest(policy_id=policy_id)
+    request = request_message(service_pb2.DiscardGradientsRequest, policy_id=policy_id)
     return Call(rpc=rpcs.DISCARD_GRADIENTS, request=request)
 
 
 def save_checkpoint(policy_id: str, checkpoint_id: str) -> Call[Checkpoint]:
-    request = service_pb2.SaveCheckpointRequest(policy_id=policy_id, checkpoint_id=checkpoint_id)
+    request = request_message(
+        service_pb2.SaveCheckpointRequest, policy_id=policy_id, checkpoint_id=checkpoint_id
+    )
     return Call(rpc=rpcs.SAVE_CHECKPOINT, request=request)
 
 
 def load_checkpoint(policy_id: str, checkpoint_id: str) -> Call[Checkpoint]:
-    request = service_pb2.LoadCheckpointRequest(policy_id=policy_id, checkpoint_id=checkpoint_id)
+    request = request_message(
+        service_pb2.LoadCheckpointRequest, policy_id=policy_id, checkpoint_id=checkpoint_id
+    )
     return Call(rpc=rpcs.LOAD_CHECKPOINT, request=request)
 
 
@@ -152,14 +166,13 @@ def import_weights(
     reset_optimizer: bool,
     expected_version: int | None,
 ) -> Call[ImportResult]:
-    request = import_message(
-        {
-            "policy_id": policy_id,
-            "model_folder": folder,
-            "mode": mode,
-            "reset_optimizer": reset_optimizer,
-            "expected_version": expected_version,
-        }
+    request = request_message(
+        service_pb2.ImportWeightsRequest,
+        policy_id=policy_id,
+        model_folder=folder,
+        mode=mode,
+        reset_optimizer=reset_optimizer,
+        expected_version=expected_version,
     )
     return Call(rpc=rpcs.IMPORT_WEIGHTS, request=request)
 

@@ -24,8 +24,9 @@ from ratoon_client.wire.rpcs import CANCEL_OPERATION, GET_OPERATION, WATCH_OPERA
 from ratoon_proto.v1 import operation_pb2, service_pb2
 
 ResultT = TypeVar("ResultT")
-# Of one long poll, in seconds; well below what proxies cut.
-POLL_S = 20.0
+# Of one long poll, in seconds: more than the 30 that a service waits behind a missing seq, which it
+# may count anew for each poll, and less than the 60 after which proxies cut.
+POLL_S = 40.0
 
 
 class AsyncOperationHandle(Generic[ResultT]):

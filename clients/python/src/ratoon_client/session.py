@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import xxhash
@@ -28,18 +29,29 @@ from ratoon_client.results import (
     StepResult,
 )
 from ratoon_client.rollouts import Group
+from ratoon_client.wire.encode import request_message
 from ratoon_client.wire.rpcs import GET_POLICY
 from ratoon_proto.v1 import policy_pb2, service_pb2
 
 ResultT = TypeVar("ResultT")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Said:
+    """A call without its key."""
+
+    digest: bytes
+    has_batch: bool
+
+
 class AsyncPolicySession:
     """Under client sequencing it counts seqs, under server sequencing it makes a request_id a call.
 
     After a TransportError it is unknown whether the call was accepted. The session keeps its key:
-    the same call again is the same operation. Under client sequencing another call is refused with
-    KEY_REUSED then; `resync` forgets keys, and asks the service for the next free seq.
+    the same call again is the same operation; of calls without a batch, which are alike each time,
+    under server sequencing only until another one is accepted. Under client sequencing another call
+    is refused with KEY_REUSED then; `resync` forgets keys, and asks the service for the next free
+    seq.
     """
 
     def __init__(self, caller: Caller, policy_id: str) -> None:
@@ -47,9 +59,11 @@ class AsyncPolicySession:
         self._policy_id = policy_id
         self._lock = asyncio.Lock()
         self._next_seq: int | None = None
+        # By calls with seqs of their own, beyond the next.
+        self._taken: set[int] = set()
         self._is_server_sequenced = False
-        # By what they said, of calls that may have been accepted without an answer.
-        self._unanswered: dict[bytes, str] = {}
+        # Of calls that may have been accepted without an answer.
+        self._unanswered: dict[_Said, str] = {}
 
     @property
     def policy_id(self) -> str:
@@ -64,6 +78,7 @@ class AsyncPolicySession:
         """Forget what was counted and ask the service. Gives the next seq."""
         async with self._lock:
             self._next_seq = None
+            self._taken.clear()
             self._unanswered.clear()
             return await self._known_seq()
 
@@ -196,28 +211,56 @@ class AsyncPolicySession:
             if self._is_server_sequenced and seq is None:
                 return await self._send_by_request_id(call)
             taken = next_seq if seq is None else seq
-            handle = await call.send(self._caller, calls.operation_key(taken, None))
-            self._next_seq = max(next_seq, taken + 1)
+            try:
+                handle = await call.send(self._caller, calls.operation_key(taken, None))
+            except RatoonApiError as error:
+                if seq is None and error.code == "KEY_REUSED":
+                    raise _counted_elsewhere(error) from error
+                raise
+            if taken >= next_seq:
+                self._taken.add(taken)
+            while self._next_seq in self._taken:
+                self._taken.remove(self._next_seq)
+                self._next_seq += 1
             return handle
 
     async def _send_by_request_id(self, call: calls.Call[ResultT]) -> AsyncOperationHandle[ResultT]:
         said = call.rpc.name.encode() + call.request.SerializeToString(deterministic=True)
-        digest = xxhash.xxh3_128_digest(said)
-        request_id = self._unanswered.setdefault(digest, uuid.uuid4().hex)
+        this = _Said(digest=xxhash.xxh3_128_digest(said), has_batch=call.has_batch)
+        request_id = self._unanswered.setdefault(this, uuid.uuid4().hex)
         try:
             handle = await call.send(self._caller, calls.Key(request_id=request_id))
         except RatoonApiError as error:
             # A try before the last may have been taken, unless it is refused whenever it comes.
             if not error.retryable:
-                del self._unanswered[digest]
+                del self._unanswered[this]
             raise
-        del self._unanswered[digest]
+        del self._unanswered[this]
+        # The next OptimStep after other calls is another step, whatever became of the last one.
+        self._unanswered = {one: key for one, key in self._unanswered.items() if one.has_batch}
         return handle
 
     async def _known_seq(self) -> int:
         if self._next_seq is None:
-            request = service_pb2.GetPolicyRequest(policy_id=self._policy_id)
+            request = request_message(service_pb2.GetPolicyRequest, policy_id=self._policy_id)
             policy = await self._caller.call(GET_POLICY, request)
             self._is_server_sequenced = policy.spec.sequencing == policy_pb2.SEQUENCING_SERVER
             self._next_seq = 0 if self._is_server_sequenced else policy.next_seq
         return self._next_seq
+
+
+def _counted_elsewhere(error: RatoonApiError) -> RatoonApiError:
+    """Another call has the seq that the session has counted to: with what to do."""
+    text = (
+        "another producer took it, as ratoonctl does, or a call of this session that was not"
+        " answered: resync() asks the service for the next free seq"
+    )
+    return RatoonApiError(
+        error.code,
+        f"{error.message}; {text}",
+        field=error.field,
+        got=error.got,
+        expected=error.expected,
+        retryable=error.retryable,
+        details=error.details,
+    )

@@ -13,6 +13,8 @@ from ratoon_client.caller import Caller
 from ratoon_client.wire.rpcs import UPLOAD_PART
 from ratoon_proto.v1 import rollout_pb2, service_pb2
 
+# Every service takes it whole: it need not be asked.
+_SMALL_BYTES = 64 * 1024
 BatchSource = rollout_pb2.RolloutBatch | rollout_pb2.UploadedBatch
 
 
@@ -21,9 +23,11 @@ async def batch_source(
 ) -> BatchSource:
     """The groups themselves, or, where client or service want them cut, the upload of them."""
     config = caller.config
+    size_bytes = sum(group.ByteSize() for group in groups)
+    if size_bytes <= min(config.upload_above_bytes, _SMALL_BYTES):
+        return rollout_pb2.RolloutBatch(groups=groups)
     # A body in base64 is a third larger than its bytes.
     most_bytes = (await caller.limits()).max_body_bytes // 2
-    size_bytes = sum(group.ByteSize() for group in groups)
     if size_bytes <= min(config.upload_above_bytes, most_bytes):
         return rollout_pb2.RolloutBatch(groups=groups)
     part_bytes = min(config.part_bytes, most_bytes)

@@ -6,6 +6,8 @@ import asyncio
 import os
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Iterator
+from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from ratoon_client.caller import check_process, closed
@@ -35,14 +37,11 @@ class LoopThread:
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """The coroutine's result, in the calling thread. Raises UnusableClientError."""
         try:
-            check_process(self._process)
-            with self._stopping:
-                if self._is_stopped:
-                    raise closed()
-                future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+            self._check_thread()
         except UnusableClientError:
             coroutine.close()
             raise
+        future = self._begin(coroutine)
         try:
             return future.result()
         except BaseException:
@@ -58,8 +57,9 @@ class LoopThread:
                 except StopAsyncIteration:
                     return
         finally:
-            if self.is_running:
-                self.run(items.aclose())
+            # Not waited for: a watch may be collected on the loop's own thread.
+            with suppress(UnusableClientError):
+                self._begin(items.aclose())
 
     def stop(self) -> None:
         """Threads that still wait for something get CancelledError."""
@@ -71,6 +71,25 @@ class LoopThread:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    def _begin(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        try:
+            check_process(self._process)
+            with self._stopping:
+                if self._is_stopped:
+                    raise closed()
+                return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        except UnusableClientError:
+            coroutine.close()
+            raise
+
+    def _check_thread(self) -> None:
+        """A wait on the loop's own thread would have no end."""
+        if threading.current_thread() is self._thread:
+            raise UnusableClientError(
+                "a blocking call on the client's own thread, which runs adapters and on_event: make"
+                " it on another thread, or with another client"
+            )
 
 
 async def _next(items: AsyncGenerator[T, None]) -> T:

@@ -29,7 +29,11 @@ def save(
     checkpoint_id: Annotated[str, typer.Argument(help="Default: from seq and version.")] = "",
     seq: Seq = None,
 ) -> None:
-    """Save model, optimizer, version and seq, and wait for it."""
+    """Save model, optimizer, version and seq, and wait for it.
+
+    Takes the policy's next seq: a session that trains it meanwhile has KEY_REUSED then, until its
+    resync(), unless the policy has sequencing "server".
+    """
     with open_client(context) as client:
         saved = client.policy(policy_id).save_checkpoint(checkpoint_id, seq=seq).result()
     show(context, saved, dict(zip(_COLUMNS, _row(saved), strict=True)))
@@ -37,7 +41,11 @@ def save(
 
 @cli.command()
 def load(context: typer.Context, policy_id: str, checkpoint_id: str, seq: Seq = None) -> None:
-    """Go back to a checkpoint, and wait for it."""
+    """Go back to a checkpoint, and wait for it.
+
+    Takes the policy's next seq: a session that trains it meanwhile has KEY_REUSED then, until its
+    resync(), unless the policy has sequencing "server".
+    """
     with open_client(context) as client:
         client.policy(policy_id).load_checkpoint(checkpoint_id, seq=seq).result()
         policy = client.get_policy(policy_id)

@@ -44,7 +44,11 @@ def update(
     seq: Annotated[int | None, typer.Option(help="Default: the policy's next.")] = None,
     wait: Annotated[bool, typer.Option(help="Until the operation has ended.")] = True,
 ) -> None:
-    """One update of a policy on the groups of a file."""
+    """One update of a policy on the groups of a file.
+
+    Takes the policy's next seq: a session that trains it meanwhile has KEY_REUSED then, until its
+    resync(), unless the policy has sequencing "server".
+    """
     groups = _read(file, byte_tokens=byte_tokens)
     loss_config = Loss(
         cast("LossKind", loss),

@@ -83,7 +83,11 @@ def import_weights(
     ] = None,
     seq: Annotated[int | None, typer.Option(help="Default: the policy's next.")] = None,
 ) -> None:
-    """Give a policy the weights of a folder on the server, and wait for it."""
+    """Give a policy the weights of a folder on the server, and wait for it.
+
+    Takes the policy's next seq: a session that trains it meanwhile has KEY_REUSED then, until its
+    resync(), unless the policy has sequencing "server".
+    """
     with open_client(context) as client:
         handle = client.policy(policy_id).import_weights(
             folder,

@@ -25,6 +25,7 @@ from ratoon_client.weights.partial import PartialFile
 from ratoon_client.weights.published import published_folder, take_published
 from ratoon_client.weights.threads import in_thread
 from ratoon_client.wire.decode import decode
+from ratoon_client.wire.encode import request_message
 from ratoon_client.wire.rpcs import GET_WEIGHT_MANIFEST
 from ratoon_proto.v1 import service_pb2
 
@@ -113,8 +114,10 @@ def _settle(folder: VersionsFolder, version: int, *, is_latest: bool, keep: int 
 
 
 async def _manifest(caller: Caller, policy_id: str, version: int | None) -> WeightManifest:
-    request = service_pb2.GetWeightManifestRequest(policy_id=policy_id, version=version)
-    manifest = decode(await caller.call(GET_WEIGHT_MANIFEST, request), WeightManifest)
+    request = request_message(
+        service_pb2.GetWeightManifestRequest, policy_id=policy_id, version=version
+    )
+    manifest = decode(await caller.call_in_turn(GET_WEIGHT_MANIFEST, request), WeightManifest)
     check_manifest(manifest, policy_id=policy_id, version=version)
     return manifest
 

@@ -281,6 +281,6 @@ def _own_id(root: Path) -> str:
 
 
 def _may_pass(error: BaseException) -> bool:
-    if isinstance(error, RatoonApiError) and error.code == "WEIGHTS_NOT_FOUND":
-        return True
+    if isinstance(error, RatoonApiError):
+        return error.retryable or error.code == "WEIGHTS_NOT_FOUND"
     return isinstance(error, IntegrityError | EngineError | OSError) or may_pass(error)

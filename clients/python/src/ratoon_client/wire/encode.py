@@ -21,10 +21,11 @@ from ratoon_client.policy_options import (
     Publish,
 )
 from ratoon_client.rollouts import Group, Rollout
+from ratoon_client.wire.rpcs import RequestT
 from ratoon_proto.codec import encode_array
 from ratoon_proto.fields import FieldError
 from ratoon_proto.fill import fill
-from ratoon_proto.v1 import policy_pb2, rollout_pb2, service_pb2, training_pb2
+from ratoon_proto.v1 import policy_pb2, rollout_pb2, training_pb2
 
 _OPTION_TYPES: Mapping[str, type] = MappingProxyType(
     {
@@ -93,21 +94,22 @@ def optim_message(optim: Optim) -> training_pb2.OptimStepConfig:
     return message
 
 
-def import_message(values: Mapping[str, Any]) -> service_pb2.ImportWeightsRequest:
-    message = service_pb2.ImportWeightsRequest()
+def request_message(kind: type[RequestT], /, **values: Any) -> RequestT:
+    """Of fields by name, None: absent. Raises InvalidArgumentError for other types."""
+    message = kind()
     _fill(message, values, "")
     return message
 
 
 def policy_spec_message(policy_id: str, options: PolicyOptions) -> policy_pb2.PolicySpec:
-    message = policy_pb2.PolicySpec(policy_id=policy_id)
+    message = policy_pb2.PolicySpec()
     for name, value in options.items():
         if name not in PolicyOptions.__annotations__:
             names = ", ".join(PolicyOptions.__annotations__)
             raise InvalidArgumentError(name, "an unknown option", f"one of {names}")
         if name in _OPTION_TYPES:
             check_type(name, value, _OPTION_TYPES[name])
-    _fill(message, options, "")
+    _fill(message, {"policy_id": policy_id, **options}, "")
     return message
 
 
