@@ -195,28 +195,33 @@ class Controller:
 
         A publication under way is waited for: what an operation that has ended made can be read.
         Waits up to `wait_s` seconds until it is there; with `known_version` until the newest is
-        another. Versions of a failed policy stay readable. Raises WEIGHTS_NOT_FOUND,
+        another. A call has a version published once: where that fails, it waits for another one.
+        Versions of a failed policy stay readable. Raises WEIGHTS_NOT_FOUND,
         POLICY_NOT_READY, POLICY_FAILED where it would wait for a failed policy, and UNAVAILABLE
         where the wait would not end before the service does.
         """
         run, clock = self._run, asyncio.get_running_loop().time
         deadline = clock() + min(wait_s, run.limits.max_wait_s)
+        asked: int | None = None
         while True:
             if not run.failure:
                 self._check_ready()
-                if self._publisher.is_wanted(version):
+                if self._publisher.is_wanted(version, asked):
+                    if self._is_over:
+                        raise draining()
+                    asked = run.version
                     await self._turns.publish()
                 if known_version is None and self._publisher.is_under_way(version):
                     await self._publisher.landed()
-            left_s = deadline - clock()
+            left_s: float | None = deadline - clock()
             if left_s <= 0 or self._publisher.is_there(version, known_version):
                 async with self._lock:  # Not during a rollback of versions, or a start.
                     # Lost with its worker, a publication is begun again by the start after it.
                     is_begun = known_version is None and self._publisher.is_begun(version)
                     if run.failure or not is_begun:
                         return await self._publisher.manifest(version)
-                continue
-            if run.failure:
+                left_s = None
+            elif run.failure:
                 raise policy_not_ready(run.policy_id, run.state, run.failure)
             if self._is_over:
                 raise draining()

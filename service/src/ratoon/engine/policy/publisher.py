@@ -71,10 +71,15 @@ class Publisher(Awaited):
             case PublishKind.ON_REQUEST:
                 return False
 
-    def is_wanted(self, version: int | None) -> bool:
-        """Whether a read of `version` (None: the newest) triggers its publication."""
+    def is_wanted(self, version: int | None, asked: int | None = None) -> bool:
+        """Whether a read of `version` (None: the newest) triggers its publication.
+
+        `asked`: the version that the same read has asked for. Refused since, it is not tried again.
+        """
         current = self._run.version
         if current in self._run.published or current == self._under_way:
+            return False
+        if current == asked and self._refused is not None and self._refused[0] == current:
             return False
         if self._run.spec.publish.kind is PublishKind.ON_REQUEST:
             return version in (None, current)
@@ -167,6 +172,7 @@ class Publisher(Awaited):
         if landing is not None:
             landing.cancel()
             await asyncio.wait([landing])  # Its cancel is not this task's.
+            self.wake()
 
     def abandon(self) -> None:
         """The same, without waiting."""

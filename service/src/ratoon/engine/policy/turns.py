@@ -223,9 +223,10 @@ class TurnLoop:
                     live.is_started = True
         self._report()
         if step is None:
+            wait_s = None if self._is_paused else self._checkpointer.wait_s()
             with contextlib.suppress(TimeoutError):
                 # `asyncio.wait_for` of Python 3.11 loses a cancel that comes with the wake-up.
-                async with asyncio.timeout(self._checkpointer.wait_s()):
+                async with asyncio.timeout(wait_s):
                     await self._wake.wait()
             return False
         await step[1]()
