@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ratoon.engine.policy import controller
 from ratoon.engine.types import (
     CheckpointInfo,
     ForwardResult,
@@ -335,3 +336,16 @@ async def test_forward_backward_command_hashes_differ_from_update(machine: Machi
     with pytest.raises(RatoonError) as caught:
         await machine.submit(1, optim_step(), 1)
     assert caught.value.code is ErrorCode.KEY_REUSED
+
+
+async def test_a_submission_does_not_wait_for_a_long_recovery(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its body is in memory, and that of each retry is another."""
+    monkeypatch.setattr(controller, "_QUEUE_S", 0.01)
+    async with machine.controller._lock:
+        with pytest.raises(RatoonError, match="ask again") as caught:
+            await machine.update(1, 1)
+    assert caught.value.code is ErrorCode.UNAVAILABLE
+    assert machine.bodies == set()
+    assert (await machine.end(await machine.update(1, 1))).state is OperationState.DONE

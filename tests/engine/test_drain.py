@@ -8,9 +8,12 @@ import time
 
 import pytest
 
-from ratoon.engine.types import OperationState
+from ratoon.config import CheckpointConfig
+from ratoon.engine.types import OperationState, PublishConfig, PublishKind, Recovery
 from ratoon.errors import ErrorCode, RatoonError
+from tests.engine.conftest import MakeMachine
 from tests.engine.harness import Machine
+from tests.engine.test_publication import Gate
 
 
 async def _running(machine: Machine, number: float) -> tuple[threading.Event, str]:
@@ -84,3 +87,37 @@ async def test_a_drain_ends_with_its_grace(machine: Machine) -> None:
     hold.set()
     await machine.restart_controller()
     assert (await machine.controller.get_operation(running, 10.0)).state is OperationState.DONE
+
+
+async def test_a_read_asks_a_drained_service_for_no_version(make_machine: MakeMachine) -> None:
+    """It waited for a turn, and no turn comes."""
+    publish = PublishConfig(kind=PublishKind.ON_REQUEST, every_n=1)
+    machine = await make_machine(publish=publish).start()
+    await machine.controller.drain(1.0)
+    with pytest.raises(RatoonError, match="draining") as caught:
+        await machine.controller.weight_manifest(None)
+    assert caught.value.code is ErrorCode.UNAVAILABLE
+
+
+async def test_a_checkpoint_that_is_due_does_not_keep_a_paused_loop_busy(
+    make_machine: MakeMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    often = CheckpointConfig(every_operations=1, every_s=0, every_bytes=0)
+    machine = await make_machine(recovery=Recovery.REPLAY, checkpoints=often).start()
+    gate, loop, looks = Gate(monkeypatch), machine.controller._turns, list[None]()
+    take_one = loop._take_one
+
+    async def counted() -> bool:
+        looks.append(None)
+        return await take_one()
+
+    hold, running = await _running(machine, 1.0)
+    draining = asyncio.create_task(machine.controller.drain(10.0))
+    await asyncio.sleep(0)
+    monkeypatch.setattr(loop, "_take_one", counted)
+    hold.set()
+    assert (await machine.controller.get_operation(running, 10.0)).state is OperationState.DONE
+    await asyncio.sleep(0.05)
+    assert len(looks) < 5
+    gate.opened.set()
+    await draining

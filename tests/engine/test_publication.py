@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from ratoon.engine.crash_points import CrashPoint
+from ratoon.engine.journal.records import JournalAwayError
+from ratoon.engine.policy import turns
 from ratoon.engine.types import OperationState, PublishConfig, PublishKind, Recovery
 from ratoon.engine.worker.tasks import WorkerLostError
 from ratoon.errors import ErrorCode, RatoonError
@@ -18,7 +20,7 @@ from ratoon.metrics import PUBLISH_FAILURES, PUBLISH_SECONDS, Sample
 from ratoon.stream.manifest import WeightManifest
 from tests.engine.conftest import MakeMachine
 from tests.engine.fake_trainer import FakeCopy
-from tests.engine.harness import Machine
+from tests.engine.harness import Machine, started
 from tests.until import until
 
 
@@ -165,6 +167,55 @@ async def test_a_version_whose_rank_dies_is_made_again(
     assert len(machine.worker.trainers) == 2
     assert (await machine.end(await machine.update(2, 2))).state is OperationState.DONE
     assert machine.metrics.changes.count(PUBLISH_FAILURES.sample(1)) == 0
+
+
+async def test_a_read_sleeps_while_a_stopped_publication_waits_for_the_running_turn(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "_AWAY_S", 0.0)
+    ask, publisher = machine.journal.ask, machine.controller._turns._publisher
+    landed, refused, looks = publisher.landed, list[str](), list[None]()
+
+    async def away(name: str, call: Callable[[], Any]) -> Any:
+        if name == "set_published" and not refused:
+            refused.append(name)
+            raise JournalAwayError("away")
+        return await ask(name, call)
+
+    async def counted(timeout_s: float | None = None) -> None:
+        looks.append(None)
+        await landed(timeout_s)
+
+    gate, hold = Gate(monkeypatch), machine.faults.holds.setdefault(2.0, threading.Event())
+    monkeypatch.setattr(machine.journal, "ask", away)
+    await machine.end(await machine.update(1, 1))
+    running = await machine.update(2, 2)
+    await started(machine, running)
+    gate.opened.set()
+    await until(lambda: refused)
+    monkeypatch.setattr(publisher, "landed", counted)
+    read = asyncio.create_task(machine.controller.weight_manifest(1))
+    await asyncio.sleep(0.05)
+    assert not read.done()
+    assert len(looks) < 5
+    hold.set()
+    assert (await read).version == 1
+    assert (await machine.end(running)).state is OperationState.DONE
+    assert (await machine.controller.weight_manifest(None)).version == 2
+
+
+async def test_a_read_does_not_outlast_its_controller(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    await machine.end(await machine.update(1, 1))
+    read = asyncio.create_task(machine.controller.weight_manifest(None))
+    await asyncio.to_thread(gate.begun.wait, 60.0)
+    assert not read.done()
+    machine.controller.abandon()
+    with pytest.raises(RatoonError, match="draining"):
+        await read
+    gate.opened.set()
 
 
 async def test_a_read_does_not_wait_for_a_version_whose_step_has_not_ended(

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
-from sqlalchemy import text
+from psycopg import sql
+from sqlalchemy import Table, text
 
+from ratoon.engine.journal import sealed
 from ratoon.engine.journal.sealed import DamagedRowError
-from ratoon.engine.journal.tables import open_database
+from ratoon.engine.journal.tables import OPERATIONS, await_database, open_database
 from ratoon.engine.types import CheckpointInfo, SeqKey
 from ratoon.errors import RatoonError
+from tests.engine.postgres import PostgresServer
 from tests.engine.stores import Stores, journaled
 
 PAGE_BYTES = 4096
@@ -67,6 +71,31 @@ def test_a_row_that_is_not_what_was_written_is_refused_by_name(
     with pytest.raises(RatoonError, match=rf"{row} is damaged") as caught:
         open_database(database_url)
     assert caught.value.field == "database_url"
+
+
+def test_a_postgresql_server_sends_rows_in_portions_and_may_go_away_between_them(
+    postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A whole table is no journal that cannot be read, nor one for a memory to hold."""
+    url = postgres.create_database()
+    opened = Stores(url).with_policy()
+    fill(opened)
+    opened.engine.dispose()
+    monkeypatch.setattr(sealed, "_PORTION_ROWS", 7)
+    ends = [sql.SQL("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = {}")]
+    num_read, verify = 0, sealed.verified
+
+    def verified(table: Table, row: Mapping[str, Any]) -> dict[str, Any]:
+        nonlocal num_read
+        if table is OPERATIONS and ends:
+            postgres.execute(ends.pop().format(sql.Literal(url.rpartition("/")[2])))
+        num_read += table is OPERATIONS
+        return verify(table, row)
+
+    monkeypatch.setattr(sealed, "verified", verified)
+    await_database(url).dispose()
+    # At most a portion, then all 41 by another session.
+    assert 41 < num_read <= 41 + 7
 
 
 def test_a_write_to_a_damaged_row_does_not_make_it_whole(stores: Stores) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+from sqlalchemy import event
 
 from ratoon.engine.journal.checkpoints import Checkpoint, Covered
 from ratoon.engine.journal.records import (
@@ -156,3 +159,27 @@ def test_lives_whose_policy_is_gone_are_found(stores: Stores) -> None:
     (found,) = stores.store.orphaned_lifecycle_operations()
     assert (found.operation_id, found.state) == ("gone.delete", JournalState.ACCEPTED)
     assert replace(found, created_at=1.0) == ended
+
+
+def test_what_is_kept_is_found_without_reading_what_was_freed(tmp_path: Path) -> None:
+    """Sweeps and checkpoints took longer with each operation that a policy had ever had."""
+    stores = Stores(f"sqlite:///{tmp_path / 'journal.sqlite'}").with_policy()
+    asked: list[tuple[str, Any]] = []
+
+    def note(_connection: object, _cursor: object, statement: str, values: Any, *_: object) -> None:
+        if "FROM operations" in statement:
+            asked.append((statement, values))
+
+    listen: Callable[..., None] = event.listen
+    listen(stores.engine, "before_cursor_execute", note)
+    stores.store.results_in_use("p")
+    stores.store.bodies_in_use("p")
+    stores.fenced.cover(stores.token, "p", None, 2)
+    with stores.engine.begin() as connection:
+        plans = [
+            connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", values).all()
+            for statement, values in asked.copy()
+        ]
+    assert len(plans) == 4
+    assert all("USING INDEX operations_kept" in str(plan) for plan in plans), plans
+    stores.engine.dispose()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -58,6 +59,34 @@ async def test_who_waits_requests_what_is_published_on_request(make_machine: Mak
     assert machine.run.published == ()
     assert (await machine.controller.weight_manifest(None, None, PATIENCE_S)).version == 1
     wait = await waiting(machine, 1)
+    await machine.update(2, 2)
+    assert (await wait).version == 2
+
+
+async def test_who_waits_has_a_version_published_once(
+    make_machine: MakeMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one could not be, weights were copied again and again, as fast as the disk refused."""
+    publish = PublishConfig(kind=PublishKind.ON_REQUEST, every_n=1)
+    machine = await make_machine(publish=publish).start()
+    await machine.controller.weight_manifest(None)
+    await machine.end(await machine.update(1, 1))
+    real, asked, is_full = machine.worker.publish, list[int](), True
+
+    async def full(*args: Any) -> WeightManifest:
+        asked.append(args[1])
+        if is_full:
+            raise RatoonError(ErrorCode.RESOURCE_EXHAUSTED, "disk full")
+        return await real(*args)
+
+    monkeypatch.setattr(machine.worker, "publish", full)
+    wait = await waiting(machine, 0)
+    await asyncio.sleep(0.1)
+    assert asked == [1]
+    # The next call tries it again, and the same one another version.
+    assert (await machine.controller.weight_manifest(None, 0, 0.1)).version == 0
+    assert asked == [1, 1]
+    is_full = False
     await machine.update(2, 2)
     assert (await wait).version == 2
 

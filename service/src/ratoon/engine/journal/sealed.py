@@ -27,9 +27,13 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import DBAPIError
 
+from ratoon.engine.journal.connections import is_server_away
 from ratoon.errors import ErrorCode, RatoonError
 
 DIGEST = "row_digest"
+# Rows that a server sends at a time: a whole table would fill the memory, and take the time of a
+# statement.
+_PORTION_ROWS = 500
 
 
 class DamagedRowError(Exception):
@@ -67,7 +71,7 @@ def update_rows(
         update_row(connection, table, verified(table, row), columns)
 
 
-def verified(table: Table, row: RowMapping) -> dict[str, Any]:
+def verified(table: Table, row: RowMapping | Mapping[str, Any]) -> dict[str, Any]:
     """The row's values without its digest. Raises `DamagedRowError`."""
     values = {name: value for name, value in row.items() if name != DIGEST}
     if row[DIGEST] != _digest(table, values):
@@ -77,12 +81,19 @@ def verified(table: Table, row: RowMapping) -> dict[str, Any]:
 
 
 def check_all(connection: Connection, *tables: Table) -> None:
-    """Read every row. Raises INTERNAL naming the first damaged one, or why reading failed."""
+    """Read every row, in portions. Raises INTERNAL naming the first damaged one, or why not.
+
+    Raises `OperationalError` where the server goes away meanwhile.
+    """
+    portions = {"yield_per": _PORTION_ROWS}
     try:
         for table in tables:
-            for row in connection.execute(select(table)).mappings():
-                verified(table, row)
+            names = table.c.keys()
+            for row in connection.execute(select(table), execution_options=portions):
+                verified(table, dict(zip(names, row, strict=True)))
     except (DamagedRowError, DBAPIError) as err:
+        if isinstance(err, DBAPIError) and is_server_away(err):
+            raise
         fault = str(err.orig) if isinstance(err, DBAPIError) else str(err)
         raise RatoonError(
             ErrorCode.INTERNAL,

@@ -190,9 +190,10 @@ class SqlStore:
             return {r.operation_id: r.body_digest for r in kept if r.body_digest}
 
     def results_in_use(self, policy_id: str) -> frozenset[str]:
-        """Digests of Forward results that stored choices refer to."""
+        """Digests of Forward results that stored choices refer to; they go with the command."""
+        is_kept = OPERATIONS.c.command.is_not(None)
         with self._engine.begin() as connection:
-            kept = select_operations(connection, policy_id, OPERATIONS.c.choices.is_not(None))
+            kept = select_operations(connection, policy_id, is_kept)
             names = {r.choices.old_logprobs for r in kept if r.choices is not None}
             return frozenset(name.partition(".")[0] for name in names if name)
 
@@ -262,6 +263,7 @@ def _life(policy_id: str, kind: OperationKind) -> ColumnElement[bool]:
     """Matches the policy's CreatePolicy, or its open DeletePolicy."""
     return and_(
         OPERATIONS.c.policy_id == policy_id,
+        OPERATIONS.c.seq.is_(None),  # For the index.
         OPERATIONS.c.kind == kind,
         or_(
             OPERATIONS.c.kind == OperationKind.CREATE_POLICY,

@@ -86,7 +86,15 @@ OPERATIONS = Table(
     UniqueConstraint("policy_id", "seq"),
     UniqueConstraint("policy_id", "request_id"),
 )
-Index("operations_by_state", OPERATIONS.c.policy_id, OPERATIONS.c.state)
+# Those that may run or be replayed: few, however many a policy has had.
+_IS_KEPT = OPERATIONS.c.command.is_not(None)
+Index(
+    "operations_kept",
+    OPERATIONS.c.policy_id,
+    OPERATIONS.c.seq,
+    sqlite_where=_IS_KEPT,
+    postgresql_where=_IS_KEPT,
+)
 
 CHECKPOINTS = Table(
     "checkpoints",

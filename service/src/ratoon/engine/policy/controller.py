@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncGenerator
 from functools import partial
 
 from ratoon.engine.files.disk import full_disk_refused, is_disk_full
@@ -51,6 +52,9 @@ from ratoon.engine.types import (
 from ratoon.engine.worker.tasks import FencedError, WorkerLostError
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.stream.manifest import GradientManifest, WeightManifest
+
+# How long a submission, whose body is in memory, waits for a recovery: less than a client's try.
+_QUEUE_S = 20.0
 
 
 class Controller:
@@ -126,15 +130,15 @@ class Controller:
         """Accept an operation durably, or return the first one's handle for a retry.
 
         Raises POLICY_NOT_READY, INVALID_ARGUMENT, KEY_REUSED, RESOURCE_EXHAUSTED (then nothing is
-        accepted, and no seq is taken), and UNAVAILABLE where the journal does not answer: the
-        operation may have been accepted, which a retry finds out.
+        accepted, and no seq is taken), and UNAVAILABLE where a recovery takes long, or where the
+        journal does not answer: the operation may have been accepted, which a retry finds out.
         """
         self._check_taking()
         await self._admission.check(submission)
         operation_id = new_operation_id(self._run.policy_id)
         refusal = await self._admission.hold(operation_id, submission)
         try:
-            async with self._lock:
+            async with self._queue():
                 self._check_taking()
                 first = await self._first(submission)
                 if first is None and refusal is not None:
@@ -195,28 +199,33 @@ class Controller:
 
         A publication under way is waited for: what an operation that has ended made can be read.
         Waits up to `wait_s` seconds until it is there; with `known_version` until the newest is
-        another. Versions of a failed policy stay readable. Raises WEIGHTS_NOT_FOUND,
+        another. A call has a version published once: where that fails, it waits for another one.
+        Versions of a failed policy stay readable. Raises WEIGHTS_NOT_FOUND,
         POLICY_NOT_READY, POLICY_FAILED where it would wait for a failed policy, and UNAVAILABLE
         where the wait would not end before the service does.
         """
         run, clock = self._run, asyncio.get_running_loop().time
         deadline = clock() + min(wait_s, run.limits.max_wait_s)
+        asked: int | None = None
         while True:
             if not run.failure:
                 self._check_ready()
-                if self._publisher.is_wanted(version):
+                if self._publisher.is_wanted(version, asked):
+                    if self._is_over:
+                        raise draining()
+                    asked = run.version
                     await self._turns.publish()
                 if known_version is None and self._publisher.is_under_way(version):
                     await self._publisher.landed()
-            left_s = deadline - clock()
+            left_s: float | None = deadline - clock()
             if left_s <= 0 or self._publisher.is_there(version, known_version):
                 async with self._lock:  # Not during a rollback of versions, or a start.
                     # Lost with its worker, a publication is begun again by the start after it.
                     is_begun = known_version is None and self._publisher.is_begun(version)
                     if run.failure or not is_begun:
                         return await self._publisher.manifest(version)
-                continue
-            if run.failure:
+                left_s = None
+            elif run.failure:
                 raise policy_not_ready(run.policy_id, run.state, run.failure)
             if self._is_over:
                 raise draining()
@@ -272,6 +281,19 @@ class Controller:
         ttl_s = self._run.limits.result_ttl_s
         await asyncio.to_thread(self._uploads.drop_expired)
         await asyncio.to_thread(drop_expired_results, self._run.paths, ttl_s, protected)
+
+    @contextlib.asynccontextmanager
+    async def _queue(self) -> AsyncGenerator[None, None]:
+        """Hold the queue's lock. Raises UNAVAILABLE after `_QUEUE_S`."""
+        try:
+            async with asyncio.timeout(_QUEUE_S):
+                await self._lock.acquire()
+        except TimeoutError:
+            raise _read_again() from None
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     async def _first(self, submission: Submission) -> OperationRecord | None:
         """The operation that this submission retries, if any."""

@@ -9,9 +9,7 @@ the choices are made anew.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
 from dataclasses import replace
-from typing import TypeVar
 
 from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.journal.checkpoints import Checkpoint
@@ -20,6 +18,7 @@ from ratoon.engine.policy import telemetry
 from ratoon.engine.policy.builder import TaskBuilder
 from ratoon.engine.policy.checkpointer import Checkpointer
 from ratoon.engine.policy.ledger import LiveOperation
+from ratoon.engine.policy.lost_workers import LostWorkers
 from ratoon.engine.policy.publisher import Publisher
 from ratoon.engine.policy.run import PolicyRun
 from ratoon.engine.policy.window import Window
@@ -34,15 +33,11 @@ from ratoon.engine.types import (
     OptimStepCommand,
     StepResult,
 )
-from ratoon.engine.worker.tasks import Choices, Outcome, Task, WorkerLostError
-from ratoon.errors import ErrorCode, RatoonError
+from ratoon.engine.worker.tasks import Choices, Outcome, Task
+from ratoon.errors import RatoonError
 from ratoon.log import get_logger
 
-T = TypeVar("T")
-
 _LOG = get_logger("executor")
-# Workers in a row that may be lost to one operation.
-MAX_LOSSES = 4
 
 _JOURNAL_STATE = {
     OperationState.DONE: JournalState.APPLIED,
@@ -59,8 +54,7 @@ class Executor:
 
     def __init__(self, run: PolicyRun, publisher: Publisher, checkpointer: Checkpointer) -> None:
         self._run = run
-        # The last operation that lost a worker, and the reason of each loss.
-        self._losses: tuple[str, tuple[str, ...]] = ("", ())
+        self._lost_workers = LostWorkers()
         self._checkpointer = checkpointer
         self._builder = TaskBuilder(run)
         self._publisher = publisher
@@ -109,7 +103,8 @@ class Executor:
         except RatoonError as error:
             outcome = Outcome.unrun(live.operation_id, OperationState.FAILED, error)
         else:
-            outcome = await self._counted(live, run.ports.worker.forward(run.token, task))
+            call = run.ports.worker.forward(run.token, task)
+            outcome = await self._lost_workers.counted(live.operation_id, call)
         await run.bodies.release(live.operation_id, live.record.body_digest)
         self._settle(live, _JOURNAL_STATE[outcome.state], outcome.result)
 
@@ -133,31 +128,15 @@ class Executor:
             selected = run.window.select(command.include_seqs)
             if selected != run.window.applied:
                 await self._restore(selected)
-        return await self._counted(live, run.ports.worker.apply(run.token, task))
+        call = run.ports.worker.apply(run.token, task)
+        return await self._lost_workers.counted(live.operation_id, call)
 
     async def _task(self, live: LiveOperation) -> Task:
         """Raises `RatoonError` where the operation may not run."""
-        self._check_losses(live)
+        self._lost_workers.check(live.operation_id)
         choices = await self._builder.choose(live.record)
         live.set_record(replace(live.record, choices=choices))
         return live.record.to_task(self._run.paths)
-
-    async def _counted(self, live: LiveOperation, call: Awaitable[T]) -> T:
-        """Await the worker's answer, and count a loss of the worker against the operation."""
-        try:
-            return await call
-        except WorkerLostError as err:
-            losing_id, reasons = self._losses
-            reasons = reasons if losing_id == live.operation_id else ()
-            self._losses = live.operation_id, (*reasons, str(err))
-            raise
-
-    def _check_losses(self, live: LiveOperation) -> None:
-        """Raises WORKER_LOST where too many workers were lost to the operation."""
-        losing_id, reasons = self._losses
-        if losing_id == live.operation_id and len(reasons) >= MAX_LOSSES:
-            message = f"{len(reasons)} workers in a row were lost to it, the last: {reasons[-1]}"
-            raise RatoonError(ErrorCode.WORKER_LOST, message)
 
     async def _skip(
         self, live: LiveOperation, state: OperationState, error: RatoonError

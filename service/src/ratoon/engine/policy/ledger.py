@@ -30,8 +30,8 @@ class Awaited:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def wait_change(self, timeout_s: float) -> None:
-        """Wait for a change, at most until the timeout."""
+    async def wait_change(self, timeout_s: float | None) -> None:
+        """Wait for a change, at most until the timeout; None: for ever."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()

@@ -18,6 +18,7 @@ from ratoon import metrics
 from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.policy import telemetry
 from ratoon.engine.policy.ledger import Awaited
+from ratoon.engine.policy.lost_workers import LostWorkers
 from ratoon.engine.policy.receivers import Receivers
 from ratoon.engine.policy.run import PolicyRun
 from ratoon.engine.types import Acknowledgement, OperationResult, PublishKind, StepResult
@@ -50,6 +51,14 @@ class Publisher(Awaited):
         # The version that is held or lands, and the one that could not be published.
         self._under_way: int | None = None
         self._refused: tuple[int, RatoonError] | None = None
+        # The version whose publication was stopped, until it ends.
+        self._stopped: int | None = None
+        self._lost_workers = LostWorkers()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the last publication was stopped, and has not ended since."""
+        return self._stopped is not None
 
     def is_due(self, version: int) -> bool:
         """Whether the policy publishes this version without being asked."""
@@ -62,10 +71,15 @@ class Publisher(Awaited):
             case PublishKind.ON_REQUEST:
                 return False
 
-    def is_wanted(self, version: int | None) -> bool:
-        """Whether a read of `version` (None: the newest) triggers its publication."""
+    def is_wanted(self, version: int | None, asked: int | None = None) -> bool:
+        """Whether a read of `version` (None: the newest) triggers its publication.
+
+        `asked`: the version that the same read has asked for. Refused since, it is not tried again.
+        """
         current = self._run.version
         if current in self._run.published or current == self._under_way:
+            return False
+        if current == asked and self._refused is not None and self._refused[0] == current:
             return False
         if self._run.spec.publish.kind is PublishKind.ON_REQUEST:
             return version in (None, current)
@@ -112,11 +126,17 @@ class Publisher(Awaited):
             await self.publish()
 
     async def publish(self) -> None:
-        """Begin to publish the current version, if it is not. Raises `WorkerLostError`."""
+        """Begin to publish the current version, if it is not. Raises `WorkerLostError`.
+
+        One that was stopped before is waited for, alone, and what stops it again is raised: so the
+        turn loop counts and delays the restarts, and no operation beside it can be the cause.
+        """
         version = self._run.version
         if version not in self._run.published and version != self._under_way:
             await self._hold(version)
             self.begin()
+            if version == self._stopped:
+                await self._landed_well()
 
     async def hold(self, version: int, result: OperationResult) -> OperationResult:
         """Copy the weights of the `version` that an operation has made, where that is due.
@@ -152,6 +172,7 @@ class Publisher(Awaited):
         if landing is not None:
             landing.cancel()
             await asyncio.wait([landing])  # Its cancel is not this task's.
+            self.wake()
 
     def abandon(self) -> None:
         """The same, without waiting."""
@@ -193,11 +214,12 @@ class Publisher(Awaited):
 
     async def _hold(self, version: int) -> RatoonError | None:
         """Hold a version once the one before is published; returns why that cannot be."""
-        run = self._run
+        run, name = self._run, str(version)
         await self._landed_well()
         self._under_way = version
         try:
-            await run.ports.worker.hold(run.token, version)
+            self._lost_workers.check(name)
+            await self._lost_workers.counted(name, run.ports.worker.hold(run.token, version))
         except RatoonError as error:
             self._refuse(version, error)
             return error
@@ -216,8 +238,9 @@ class Publisher(Awaited):
         run, started = self._run, time.perf_counter()
         run.reach(CrashPoint.ENGINE_BEFORE_PUBLISH)
         root, deltas = str(run.paths.weights), run.spec.publish.deltas
+        call = run.ports.worker.publish(run.token, version, root, run.ports.now(), deltas)
         try:
-            await run.ports.worker.publish(run.token, version, root, run.ports.now(), deltas)
+            await self._lost_workers.counted(str(version), call)
         except RatoonError as error:
             self._refuse(version, error)
             return
@@ -240,7 +263,8 @@ class Publisher(Awaited):
             kept = there[-run.spec.keep_versions :]
             published = tuple(one for one in there if one in kept or one in held)
             await run.ports.journal.set_published(run.token, run.policy_id, published)
-            run.published, self._under_way = published, None
+            run.published, self._under_way, self._stopped = published, None, None
+            self._lost_workers = LostWorkers()
         run.send(telemetry.versions(run.policy_id, run.version, published))
         run.send(telemetry.receiver_lags(run.policy_id, self.receivers.lags(version)))
         self.wake()
@@ -252,7 +276,7 @@ class Publisher(Awaited):
         policy_id = self._run.policy_id
         _LOG.error("publish failed", policy_id=policy_id, version=version, error=error.message)
         self._run.send([metrics.PUBLISH_FAILURES.sample(1)])
-        self._refused, self._under_way = (version, error), None
+        self._refused, self._under_way, self._stopped = (version, error), None, None
 
     def _over(self, landing: asyncio.Task[None]) -> None:
         self.wake()
@@ -264,6 +288,7 @@ class Publisher(Awaited):
         # Where there is a newer controller, which is fine, the next turn ends this one.
         if isinstance(error, Exception) and not isinstance(error, FencedError):
             _LOG.error("publication stopped", reason=f"{type(error).__name__}: {error}")
+            self._stopped = self._under_way
             self.on_stopped()
 
     def _not_published(self, field: str, version: int | None) -> RatoonError:

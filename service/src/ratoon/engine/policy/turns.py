@@ -16,9 +16,10 @@ from ratoon.engine.journal.records import JournalAwayError
 from ratoon.engine.policy import telemetry
 from ratoon.engine.policy.breakers import NumbersFailedError, note_end
 from ratoon.engine.policy.checkpointer import Checkpointer
-from ratoon.engine.policy.executor import MAX_LOSSES, Executor
+from ratoon.engine.policy.executor import Executor
 from ratoon.engine.policy.gradients import GradientReads
 from ratoon.engine.policy.ledger import LiveOperation
+from ratoon.engine.policy.lost_workers import MAX_LOSSES
 from ratoon.engine.policy.publisher import Publisher
 from ratoon.engine.policy.replay import RecoveryStoppedError
 from ratoon.engine.policy.run import PolicyRun
@@ -30,7 +31,7 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import get_logger
 
 _LOG = get_logger("turns")
-# More than the number of workers that one operation may lose.
+# More than the number of workers that one operation, or one version, may lose.
 _MAX_FAILURES = MAX_LOSSES + 1
 _BACKOFF_S = 0.2
 _AWAY_S = 1.0
@@ -138,8 +139,8 @@ class TurnLoop:
         failures, failure, last = 0, "", ""
         while failures < _MAX_FAILURES:
             try:
-                if self._must_restart:
-                    await self._own()
+                if self._must_restart and await self._own():
+                    failures = 0
                 if await self._take_one():
                     failures = 0
             except FencedError as err:
@@ -195,12 +196,15 @@ class TurnLoop:
         except Exception as err:  # noqa: BLE001 - Ray does not end it; deleting the policy does
             _LOG.error("worker not released", policy_id=run.policy_id, reason=str(err))
 
-    async def _own(self) -> None:
+    async def _own(self) -> bool:
+        """Start from journal and worker; returns whether that has ended a stopped publication."""
         async with self._lock:
             await self._checkpointer.stop()
             await self._publisher.stop()
+            was_stopped = self._publisher.is_stopped
             await start_policy(self._run, self._executor, self._publisher, self._checkpointer)
             self._must_restart = False
+            return was_stopped and not self._publisher.is_stopped
 
     async def _take_one(self) -> bool:
         """Run one thing, or wait for a wake-up; returns whether anything ran."""
@@ -219,9 +223,10 @@ class TurnLoop:
                     live.is_started = True
         self._report()
         if step is None:
+            wait_s = None if self._is_paused else self._checkpointer.wait_s()
             with contextlib.suppress(TimeoutError):
                 # `asyncio.wait_for` of Python 3.11 loses a cancel that comes with the wake-up.
-                async with asyncio.timeout(self._checkpointer.wait_s()):
+                async with asyncio.timeout(wait_s):
                     await self._wake.wait()
             return False
         await step[1]()

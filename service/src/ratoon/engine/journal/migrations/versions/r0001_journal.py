@@ -77,7 +77,14 @@ def _operations() -> None:
         sa.UniqueConstraint("policy_id", "seq"),
         sa.UniqueConstraint("policy_id", "request_id"),
     )
-    op.create_index("operations_by_state", "operations", ["policy_id", "state"])
+    is_kept = sa.text("command IS NOT NULL")
+    op.create_index(
+        "operations_kept",
+        "operations",
+        ["policy_id", "seq"],
+        sqlite_where=is_kept,
+        postgresql_where=is_kept,
+    )
 
 
 def _checkpoints() -> None:
