@@ -19,7 +19,7 @@ from ratoon.engine.cluster.ray_calls import ask
 from ratoon.engine.cluster.ray_worker import RayWorker
 from ratoon.engine.cluster.worker_process import end_spare, make_spare
 from ratoon.engine.engine import Engine
-from ratoon.engine.files.paths import require_known
+from ratoon.engine.files.paths import POLICIES, require_known
 from ratoon.engine.journal.journal import Journal
 from ratoon.engine.journal.tables import await_database
 from ratoon.engine.settings import EngineSettings
@@ -43,6 +43,7 @@ def open_engine(settings: EngineSettings) -> Engine:
     journal = Journal(await_database(settings.database_url))
     known = [row.spec.policy_id for row in journal.store.policies()]
     require_known(settings.data_root, known)
+    remove_leftovers(settings.data_root / POLICIES)
     return Engine(settings, journal, RayCluster(settings))
 
 

@@ -182,7 +182,8 @@ class FencedStore:
     ) -> tuple[OperationRecord, ...]:
         """Fail open operations and those applied past the checkpoint; returns what changed.
 
-        Later checkpoints have what was rolled back: callers may load them, no recovery begins there.
+        Later checkpoints have what was rolled back: callers may load them, no recovery begins at
+        one.
         """
         with self._engine.begin() as connection:
             policy = _fence(connection, policy_id, token)
