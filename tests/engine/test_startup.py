@@ -86,7 +86,7 @@ async def test_a_lost_worker_for_which_there_is_no_gpu_is_waited_for(
     make_machine: MakeMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until a node comes back: more often than a controller that fails would try."""
-    monkeypatch.setattr(turns, "_NO_ROOM_S", 0.001)
+    monkeypatch.setattr(turns, "_WAITING_S", 0.001)
     machine = await make_machine(recovery=Recovery.REPLAY).start()
     refusals = [
         RatoonError(ErrorCode.RESOURCE_EXHAUSTED, "no GPU", details={"resource": "GPU"})

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from ratoon.engine.files.disk import is_waiting_for_capacity
+from ratoon.engine.files.disk import is_waited_for
 from ratoon.engine.journal.records import JournalAwayError
 from ratoon.engine.policy import telemetry
 from ratoon.engine.policy.breakers import NumbersFailedError, note_end
@@ -34,7 +34,7 @@ _LOG = get_logger("turns")
 _MAX_FAILURES = MAX_LOSSES + 1
 _BACKOFF_S = 0.2
 _AWAY_S = 1.0
-_NO_ROOM_S = 2.0
+_WAITING_S = 2.0
 
 Step = Callable[[], Awaitable[None]]
 
@@ -98,6 +98,7 @@ class TurnLoop:
                 await self._task
         await self._checkpointer.stop()
         await self._publisher.stop()
+        await self._run.archive.stop()
         self._end_requests(policy_not_ready(self._run.policy_id, self._run.state))
 
     def abandon(self) -> None:
@@ -106,6 +107,7 @@ class TurnLoop:
             self._task.cancel()
         self._checkpointer.abandon()
         self._publisher.abandon()
+        self._run.archive.abandon()
         self._end_requests(policy_not_ready(self._run.policy_id, self._run.state))
 
     def wake(self) -> None:
@@ -159,11 +161,11 @@ class TurnLoop:
                 # Whatever the error, restart from the journal and the worker.
                 if is_cancelled():
                     raise
-                if is_waiting_for_capacity(err):
-                    # The policy is fine: it continues once there is capacity.
-                    _LOG.error("no room", policy_id=self._run.policy_id, reason=str(err))
+                if is_waited_for(err):
+                    # The policy is fine: it continues once that is there.
+                    _LOG.error("waiting", policy_id=self._run.policy_id, reason=str(err))
                     self._must_restart = True
-                    await asyncio.sleep(_NO_ROOM_S)
+                    await asyncio.sleep(_WAITING_S)
                     continue
                 _LOG.exception("turn failed", policy_id=self._run.policy_id, failures=failures)
                 self._must_restart, failures = True, failures + 1
