@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
+import ray
 from pydantic import ValidationError
 from sqlalchemy.exc import OperationalError
 
@@ -15,6 +16,7 @@ from ratoon.config import RatoonConfig, load_config
 from ratoon.engine.cluster import placement
 from ratoon.engine.cluster.gpu_environment import visible_first
 from ratoon.engine.cluster.ray_cluster import RayCluster, open_engine
+from ratoon.engine.files.disk import is_waited_for
 from ratoon.engine.files.paths import make_policy_folders
 from ratoon.engine.journal import tables
 from ratoon.engine.settings import EngineSettings
@@ -76,6 +78,20 @@ def test_what_an_interrupted_delete_left_goes_at_the_next_start(
     assert (left / "checkpoints").is_dir()
     open_engine(settings)
     assert list((tmp_path / "policies").iterdir()) == []
+
+
+def test_a_cluster_whose_gpus_are_not_up_is_none_of_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` takes a CPU then, which a policy of a GPU must not come back on."""
+    settings, free = EngineSettings.from_config(load_config(None)), {"GPU": 1.0}
+    monkeypatch.setattr(ray, "cluster_resources", lambda: free)
+    for device in ("auto", "cpu", "cuda"):
+        RayCluster(replace(settings, device=device)).require_gpu()
+    free.clear()
+    for device in ("cpu", "cuda"):  # As the operator says; a lack of GPUs is told later.
+        RayCluster(replace(settings, device=device)).require_gpu()
+    with pytest.raises(RatoonError) as caught:
+        RayCluster(replace(settings, device="auto")).require_gpu()
+    assert is_waited_for(caught.value)
 
 
 def test_a_rank_that_reads_from_others_sees_its_own_gpu_first() -> None:

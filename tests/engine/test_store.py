@@ -218,7 +218,7 @@ def test_a_policy_being_deleted_stays_so(stores: Stores) -> None:
     """A controller or a failed start that wrote its state last made a restart forget the delete."""
     deletion = life_record("p", "p.delete", OperationKind.DELETE_POLICY)
     stores.store.mark_deleting("p", deletion)
-    stores.store.fail_policy("p", "gone")
+    stores.fenced.fail(stores.token, "p", "gone")
     stores.fenced.set_policy(stores.token, "p", PolicyState.READY, INFO)
     policy = stores.store.policy("p")
     assert policy is not None

@@ -14,7 +14,7 @@ from typing import cast
 import ray
 from prometheus_client import disable_created_metrics
 
-from ratoon.engine.cluster.placement import check_free_gpus, on_gpu_node, worker_device
+from ratoon.engine.cluster.placement import check_free_gpus, no_gpus, on_gpu_node, worker_device
 from ratoon.engine.cluster.ray_calls import ask
 from ratoon.engine.cluster.ray_worker import RayWorker
 from ratoon.engine.cluster.worker_process import end_spare, make_spare
@@ -64,6 +64,10 @@ class RayCluster:
         elif spec.parallel.num_workers > _cores():
             expected = f"at most {_cores()}, the machine's cores"
             raise invalid("parallel.num_workers", spec.parallel.num_workers, expected)
+
+    def require_gpu(self) -> None:
+        if self._settings.device == "auto" and self.device == "cpu":
+            raise no_gpus(1, {})
 
     def worker(self, policy_id: str, num_workers: int) -> WorkerPort:
         num_gpus = 0 if self.device == "cpu" else num_workers

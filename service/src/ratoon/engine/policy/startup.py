@@ -106,7 +106,10 @@ async def start_policy(
     await checkpointer.start()
     if standing.is_rebased:
         await checkpointer.take_now()
-    await journal.set_policy(run.token, run.policy_id, PolicyState.READY, standing.info)
+    info = standing.info
+    if info is not None:
+        info = replace(info, uses_gpu=run.trainer.device != "cpu")
+    await journal.set_policy(run.token, run.policy_id, PolicyState.READY, info)
     run.state, run.failure = PolicyState.READY, ""
     run.send(telemetry.versions(run.policy_id, run.version, run.published))
     if standing.info is not None:

@@ -23,7 +23,7 @@ from ratoon.engine.policy.publisher import Publisher
 from ratoon.engine.policy.replay import RecoveryStoppedError
 from ratoon.engine.policy.run import PolicyRun
 from ratoon.engine.policy.startup import start_policy
-from ratoon.engine.refusals import operation_not_found, policy_not_ready
+from ratoon.engine.refusals import not_up, operation_not_found, policy_not_ready
 from ratoon.engine.types import PolicyState
 from ratoon.engine.worker.tasks import FencedError, WorkerLostError
 from ratoon.errors import ErrorCode, RatoonError
@@ -80,8 +80,8 @@ class TurnLoop:
             await self._give_up(str(err))
             return
         except WorkerLostError as err:
-            # The next caller starts again, with another worker.
-            raise policy_not_ready(self._run.policy_id, self._run.state) from err
+            # The next start takes another worker.
+            raise not_up(self._run.policy_id, f"its worker was lost: {err}") from err
         self._task = asyncio.get_running_loop().create_task(self._loop())
 
     async def stop(self, grace_s: float) -> None:
@@ -186,6 +186,14 @@ class TurnLoop:
         run.state, run.failure = PolicyState.FAILED, failure
         self._end_requests(policy_not_ready(run.policy_id, run.state, failure))
         self._publisher.wake()
+        await self.fail(failure)
+
+    async def fail(self, failure: str) -> None:
+        """Journal why the policy failed, and end its worker, unless both are another controller's.
+
+        A later start tries again.
+        """
+        run = self._run
         try:
             await run.ports.journal.fail(run.token, run.policy_id, failure)
         except FencedError:
