@@ -22,6 +22,7 @@ class Store(LocalBlobs):
     """That may be away."""
 
     is_away = False
+    num_asked = 0
 
     @property
     def path(self) -> Path:
@@ -39,7 +40,28 @@ class Store(LocalBlobs):
         self._ask()
         super().put_folder(key, source)
 
+    def get(self, key: str, digest: str) -> bytes:
+        self._ask()
+        return super().get(key, digest)
+
+    def get_folder(self, key: str, target: Path) -> None:
+        self._ask()
+        super().get_folder(key, target)
+
+    def names(self, key: str) -> tuple[str, ...]:
+        self._ask()
+        return super().names(key)
+
+    def folder_names(self, key: str) -> tuple[str, ...]:
+        self._ask()
+        return super().folder_names(key)
+
+    def remove_leftovers(self, key: str) -> None:
+        self._ask()
+        super().remove_leftovers(key)
+
     def _ask(self) -> None:
+        self.num_asked += 1
         if self.is_away:
             raise RatoonError(ErrorCode.UNAVAILABLE, "the object store is away")
 

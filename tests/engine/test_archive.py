@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import threading
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ratoon.engine.files.archive import ArchivedBodyFiles, BlobArchive, open_archive
 from ratoon.engine.files.paths import make_policy_folders, policy_paths
+from ratoon.engine.policy import turns
 from ratoon.engine.types import LoadCheckpointCommand, OperationState
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.stream.blobs import FOLDER_MANIFEST
@@ -17,6 +21,7 @@ from tests.engine.archived_machine import ArchivedMachine, Store
 from tests.engine.fake_trainer import number_body as body_of
 from tests.engine.harness import DISCARD, RATE, code_of, digest_of, load, save
 from tests.stream.s3 import running_s3
+from tests.until import until
 
 POLICY = "p"
 
@@ -122,15 +127,86 @@ async def test_what_is_needed_no_more_leaves_the_archive(tmp_path: Path, store: 
         await bodies.hold(f"p.{number}", digest_of(number), body_of(number))
         bodies.land(f"p.{number}")
     await bodies.release("p.1.0", digest_of(1.0))
-    assert store.names("policies/p/bodies") == (digest_of(2.0),)
-    store.is_away = True
+    await until(lambda: store.names("policies/p/bodies") == (digest_of(2.0),))
+    store.is_away, num_asked = True, store.num_asked
     await bodies.release("p.2.0", digest_of(2.0))
+    await until(lambda: store.num_asked > num_asked)
+    await archive.stop()
     store.is_away = False
     again = ArchivedBodyFiles(paths, archive)
     await again.reconcile({}, ())
+    await archive.stop()
     assert store.names("policies/p/bodies") == (digest_of(2.0),)
     await again.reconcile({}, await again.names())
-    assert store.names("policies/p/bodies") == ()
+    await until(lambda: store.names("policies/p/bodies") == ())
+
+
+async def test_nobody_waits_while_the_store_deletes(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+):
+    """A store that was away held the turn loop for 30 s with each body; and what is being deleted
+    has a copy again before it is acknowledged again."""
+    paths = policy_paths(tmp_path / "disk", POLICY)
+    make_policy_folders(paths)
+    bodies = ArchivedBodyFiles(paths, BlobArchive(store, paths))
+    delete, put, answers = store.delete, store.put, threading.Event()
+    doomed: list[str] = []
+
+    def hold(holder: str, number: float) -> Coroutine[Any, Any, None]:
+        return bodies.hold(holder, digest_of(number), body_of(number))
+
+    def slow_delete(key: str) -> None:
+        doomed.append(key)
+        answers.wait()
+        delete(key)
+
+    def slow_put(key: str, data: bytes) -> None:
+        if key.endswith(digest_of(9.0)):
+            answers.wait()
+        put(key, data)
+
+    monkeypatch.setattr(store, "delete", slow_delete)
+    monkeypatch.setattr(store, "put", slow_put)
+    for number in (1.0, 2.0, 3.0):
+        await hold(f"p.{number}", number)
+    arriving = asyncio.create_task(hold("p.9", 9.0))
+    try:
+        async with asyncio.timeout(20):
+            for number in (1.0, 2.0, 3.0):
+                await bodies.release(f"p.{number}", digest_of(number))
+            await until(lambda: bool(doomed))
+            again = asyncio.create_task(hold("p.4", 1.0))
+            await hold("p.5", 2.0)
+        assert not again.done()
+    finally:
+        answers.set()
+    await asyncio.gather(again, arriving)
+    kept = {digest_of(number) for number in (1.0, 2.0, 9.0)}
+    await until(lambda: {*store.names("policies/p/bodies")} == kept)
+    assert doomed == [f"policies/p/bodies/{digest_of(number)}" for number in (1.0, 3.0)]
+
+
+async def test_a_store_that_is_away_stops_no_policy(
+    machine: ArchivedMachine, store: Store, monkeypatch: pytest.MonkeyPatch
+):
+    """Every start of a controller asked it what it has: after five attempts all was FAILED."""
+    monkeypatch.setattr(turns, "_BACKOFF_S", 0.001)
+    monkeypatch.setattr(turns, "_WAITING_S", 0.001)
+    await machine.end(await machine.update(1, 1.0))
+    store.is_away, machine.worker.is_dead = True, True
+    machine.controller._turns.restart()
+    ended = await machine.end(await machine.submit(2, DISCARD, 0))
+    assert ended.state is OperationState.DONE
+    await machine.restart_controller()
+    # What recovery lacks here is waited for, for as long as it takes.
+    machine.paths.body(digest_of(1.0)).unlink()
+    num_asked, machine.worker.is_dead = store.num_asked, True
+    machine.controller._turns.restart()
+    discarded = await machine.submit(3, DISCARD, 0)
+    await until(lambda: store.num_asked > num_asked + 2 * turns._MAX_FAILURES)
+    store.is_away = False
+    assert (await machine.end(discarded)).state is OperationState.DONE
+    assert machine.weights == [([1.0], RATE)]
 
 
 async def test_a_damaged_copy_of_a_checkpoint_is_not_there(tmp_path: Path, store: Store):

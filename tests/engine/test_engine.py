@@ -27,6 +27,7 @@ from ratoon.engine.types import (
     Submission,
 )
 from ratoon.engine.worker.backends import BackendInfo
+from ratoon.engine.worker.tasks import Loaded, LoadRequest, WorkerLostError
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.train.spec import TrainerSpec
 from tests.engine.fake_trainer import Faults, number_body
@@ -46,6 +47,9 @@ class LocalCluster:
 
     async def check(self, spec: PolicySpec) -> None:
         """There is room."""
+
+    def require_gpu(self) -> None:
+        """There is none to require."""
 
     def trainer(self, spec: PolicySpec) -> TrainerSpec:
         return trainer_spec(spec)
@@ -291,6 +295,52 @@ async def test_a_policy_that_is_deleted_while_it_starts_is_deleted(
         await house.update("a", 1)
     assert caught.value.code is ErrorCode.POLICY_NOT_FOUND
     await house.done("b", 1)
+
+
+async def test_who_waits_for_a_policy_that_loses_a_worker_as_it_comes_back_is_answered(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was FAILED, and started again by the next call that changes it; a poll was none."""
+    monkeypatch.setattr(lifecycle, "_BACKOFF_S", 0.0)
+    worker = house.cluster.workers["a"]
+    hold = worker._faults.holds[1.0] = threading.Event()
+    operation = await house.update("a", 1)
+    await house.crash()
+    worker.is_dead = True
+    hold.set()
+    load, losses = LocalWorker.load, [WorkerLostError("the OOM killer took it")]
+
+    async def lost_once(self: LocalWorker, token: int, request: LoadRequest) -> Loaded:
+        if losses:
+            raise losses.pop()
+        return await load(self, token, request)
+
+    monkeypatch.setattr(LocalWorker, "load", lost_once)
+    await house.engine.recover()
+    assert (await house.end(operation)).state is OperationState.FAILED  # `recovery: fail`
+    assert losses == []
+    assert (await house.engine.policy("a")).state is PolicyState.READY
+
+
+async def test_a_policy_that_loses_each_worker_as_it_comes_back_is_failed(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifecycle, "_BACKOFF_S", 0.0)
+    worker = house.cluster.workers["a"]
+
+    async def lost(*_: object) -> Loaded:
+        raise WorkerLostError("the OOM killer took it")
+
+    await house.crash()
+    worker.is_dead = True
+    with monkeypatch.context() as patched:
+        patched.setattr(worker, "load", lost)
+        await house.engine.recover()
+        await until(lambda: worker.is_released)
+    policy = await house.engine.policy("a")
+    assert policy.state is PolicyState.FAILED
+    assert policy.failure.endswith("its worker was lost: the OOM killer took it")
+    await house.done("a", 1)  # Which starts it again.
 
 
 async def test_callers_that_ask_for_backends_at_once_share_one_process(house: House) -> None:

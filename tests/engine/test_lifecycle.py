@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from ratoon.config import LimitsConfig
+from ratoon.engine import lifecycle
 from ratoon.engine.files.archive import NoArchive
 from ratoon.engine.files.paths import make_policy_folders, policy_paths
 from ratoon.engine.journal import journal as store_calls
@@ -20,6 +22,7 @@ from ratoon.engine.journal.journal import Journal
 from ratoon.engine.journal.records import JournalAwayError, PolicyRow
 from ratoon.engine.journal.tables import open_database
 from ratoon.engine.lifecycle import Lifecycle
+from ratoon.engine.refusals import not_up
 from ratoon.engine.types import (
     EmptyResult,
     Operation,
@@ -29,6 +32,7 @@ from ratoon.engine.types import (
     PolicySpec,
     PolicyState,
 )
+from ratoon.engine.worker.tasks import FencedError
 from ratoon.errors import ErrorCode, RatoonError, exhausted
 from ratoon.train.config import ParallelLayout
 from tests.engine.fake_trainer import INFO
@@ -37,7 +41,7 @@ from tests.until import until
 
 
 class FakeFleet:
-    """Processes by policy id; `hold` keeps starts waiting, `fails` makes them fail.
+    """Processes by policy id; `hold` keeps starts waiting, `faults` makes one each fail.
 
     While it `is_stuck` nothing ends.
     """
@@ -45,9 +49,9 @@ class FakeFleet:
     def __init__(self, fenced: FencedStore) -> None:
         self.fenced = fenced
         self.running: set[str] = set()
-        self.released: set[str] = set()
         self.hold: asyncio.Event | None = None
-        self.fails = False
+        self.faults: list[Exception] = []
+        self.has_gpu = True
         self.drained: list[tuple[str, float]] = []
         self.is_stuck = False
 
@@ -58,8 +62,8 @@ class FakeFleet:
     async def start(self, spec: PolicySpec) -> None:
         if self.hold is not None:
             await self.hold.wait()
-        if self.fails:
-            raise RatoonError(ErrorCode.UNSUPPORTED, "sliding window")
+        if self.faults:
+            raise self.faults.pop(0)
         token = self.fenced.acquire(spec.policy_id)
         self.fenced.set_policy(token, spec.policy_id, PolicyState.READY, INFO)
         self.running.add(spec.policy_id)
@@ -69,8 +73,12 @@ class FakeFleet:
             raise RatoonError(ErrorCode.UNAVAILABLE, "the processes do not end")
         self.running.discard(policy_id)
 
-    async def release(self, policy_id: str) -> None:
-        self.released.add(policy_id)
+    def require_gpu(self) -> None:
+        if not self.has_gpu:
+            raise no_gpu()
+
+    async def fail(self, policy_id: str, failure: str) -> None:
+        self.fenced.fail(self.fenced.acquire(policy_id), policy_id, failure)
 
     async def drain(self, policy_id: str, grace_s: float) -> None:
         self.drained.append((policy_id, grace_s))
@@ -83,6 +91,7 @@ class Town:
         self.store = self.journal.store
         self.fleet = FakeFleet(self.journal.fenced)
         self.limits = LimitsConfig(max_policies=max_policies)
+        self.archive = NoArchive()
         self.lifecycle = self.new()
 
     def new(self) -> Lifecycle:
@@ -93,7 +102,7 @@ class Town:
             limits=self.limits,
             data_root=self.root,
             paths_of=partial(policy_paths, self.root),
-            archive_of=lambda _: NoArchive(),
+            archive_of=lambda _: self.archive,
             now=time.time,
         )
 
@@ -132,13 +141,12 @@ async def test_the_same_spec_again_is_the_same_operation(town: Town) -> None:
 
 
 async def test_a_policy_that_cannot_be_loaded_is_gone_and_may_be_tried_again(town: Town) -> None:
-    town.fleet.fails = True
+    town.fleet.faults.append(RatoonError(ErrorCode.UNSUPPORTED, "sliding window"))
     failed = await town.end(await town.lifecycle.create_policy(policy_spec("a")))
     assert failed.state is OperationState.FAILED
     with pytest.raises(RatoonError) as caught:
         await town.lifecycle.policy("a")
     assert caught.value.code is ErrorCode.POLICY_NOT_FOUND
-    town.fleet.fails = False
     again = await town.end(await town.lifecycle.create_policy(policy_spec("a")))
     assert again.state is OperationState.DONE
     assert again.operation_id != failed.operation_id
@@ -201,14 +209,99 @@ async def test_a_new_engine_finishes_what_the_old_one_acknowledged(town: Town) -
     await until(lambda: town.fleet.running == {"a", "b"})
 
 
-async def test_a_policy_that_does_not_come_back_is_failed_and_has_no_worker(town: Town) -> None:
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is tried again is tried at once."""
+    monkeypatch.setattr(lifecycle, "_BACKOFF_S", 0.0)
+    monkeypatch.setattr(lifecycle, "_WAITING_S", 0.0)
+
+
+def no_gpu() -> RatoonError:
+    return RatoonError(ErrorCode.RESOURCE_EXHAUSTED, "no GPU", details={"resource": "GPU"})
+
+
+def worker_lost() -> RatoonError:
+    return not_up("a", "its worker was lost: the OOM killer took it")
+
+
+def store_away() -> RatoonError:
+    return RatoonError(ErrorCode.UNAVAILABLE, "the object store: away")
+
+
+async def come_back(town: Town, *faults: Exception) -> None:
+    """The next engine, of which as many starts fail, until it is through with a policy."""
     await town.end(await town.lifecycle.create_policy(policy_spec("a")))
-    town.fleet.fails = True
+    town.fleet.faults += faults
+    town.fleet.running.clear()
     town.lifecycle = town.new()
     await town.lifecycle.recover()
-    await until(lambda: town.fleet.released)
-    assert (await town.lifecycle.policy("a")).state is PolicyState.FAILED
-    assert town.fleet.released == {"a"}
+    await until(lambda: not town.lifecycle._tasks)
+    assert town.fleet.faults == []
+
+
+@pytest.mark.usefixtures("at_once")
+async def test_what_passes_keeps_no_policy_from_coming_back(town: Town) -> None:
+    """One lost worker, or a GPU node that was not up yet, failed it until somebody called."""
+    passing = [worker_lost(), ConnectionError("reset"), *(worker_lost() for _ in range(2))]
+    waited = [error() for error in (no_gpu, store_away) for _ in range(9)]
+    await come_back(town, *passing[:2], *waited, *passing[2:])
+    assert town.fleet.running == {"a"}
+    assert (await town.lifecycle.policy("a")).state is PolicyState.READY
+
+
+@pytest.mark.usefixtures("at_once")
+async def test_a_policy_that_does_not_come_back_is_failed_and_says_why(town: Town) -> None:
+    await come_back(town, *(worker_lost() for _ in range(5)))
+    row = await town.lifecycle.policy("a")
+    assert (row.state, town.fleet.running) == (PolicyState.FAILED, set())
+    assert row.failure.startswith("its controller failed 5 times in a row")
+    assert row.failure.endswith("the OOM killer took it")
+    await come_back(town, RatoonError(ErrorCode.UNSUPPORTED, "sliding window"))
+    assert (await town.lifecycle.policy("a")).failure == "sliding window"
+
+
+@pytest.mark.usefixtures("at_once")
+async def test_an_engine_that_was_overtaken_fails_no_policy_of_the_other(town: Town) -> None:
+    await come_back(town, FencedError("token 1 of a is not the newest"))
+    row = await town.lifecycle.policy("a")
+    assert (row.state, row.failure, town.fleet.running) == (PolicyState.READY, "", set())
+
+
+@pytest.mark.usefixtures("at_once")
+async def test_a_policy_of_a_gpu_does_not_come_back_on_a_cpu(town: Town) -> None:
+    """A cluster whose GPU nodes were not up yet looked like one of CPUs."""
+    await town.end(await town.lifecycle.create_policy(policy_spec("a")))
+    await town.end(await town.lifecycle.create_policy(policy_spec("b")))
+    info, fenced = replace(INFO, uses_gpu=True), town.fleet.fenced
+    fenced.set_policy(fenced.acquire("a"), "a", PolicyState.READY, info)
+    town.fleet.running.clear()
+    town.fleet.has_gpu = False
+    town.lifecycle = town.new()
+    await town.lifecycle.recover()
+    await until(lambda: len(town.lifecycle._tasks) == 1)
+    assert town.fleet.running == {"b"}
+    town.fleet.has_gpu = True
+    await until(lambda: town.fleet.running == {"a", "b"})
+
+
+@pytest.mark.usefixtures("at_once")
+async def test_a_failed_create_ends_once_it_is_cleaned_up(town: Town) -> None:
+    """A store that was away as it cleaned up left it running, and the policy in nobody's hands."""
+    faults = [store_away() for _ in range(3)]
+
+    class AwayAtFirst(NoArchive):
+        async def forget(self) -> None:
+            if faults:
+                raise faults.pop()
+
+    town.archive = AwayAtFirst()
+    town.lifecycle = town.new()
+    town.fleet.faults.append(store_away())
+    failed = await town.end(await town.lifecycle.create_policy(policy_spec("a")))
+    assert (failed.state, faults) == (OperationState.FAILED, [])
+    assert town.store.policies() == ()
+    again = await town.end(await town.lifecycle.create_policy(policy_spec("a")))
+    assert again.state is OperationState.DONE
 
 
 async def stuck_delete(town: Town) -> None:

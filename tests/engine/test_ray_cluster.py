@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import psycopg
 import pytest
+import ray
 from pydantic import ValidationError
 from sqlalchemy.exc import OperationalError
 
-from ratoon.config import load_config
+from ratoon.config import RatoonConfig, load_config
 from ratoon.engine.cluster import placement
 from ratoon.engine.cluster.gpu_environment import visible_first
-from ratoon.engine.cluster.ray_cluster import RayCluster
+from ratoon.engine.cluster.ray_cluster import RayCluster, open_engine
+from ratoon.engine.files.disk import is_waited_for
+from ratoon.engine.files.paths import make_policy_folders
 from ratoon.engine.journal import tables
 from ratoon.engine.settings import EngineSettings
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.spec import ModelDtype
+from ratoon.stream.files import remove_folder
 from ratoon.train.config import OptimizerStates, ParallelLayout, Shard
 from tests.engine.harness import policy_spec
+from tests.engine.local_ports import Crash
 
 
 @pytest.mark.parametrize("kind", list(OptimizerStates))
@@ -50,6 +57,41 @@ async def test_sharded_weights_want_the_gpus_of_one_node(monkeypatch: pytest.Mon
     with pytest.raises(RatoonError, match=r"3 GPUs of one node.*by node: 2, 1") as caught:
         await cluster.check(replace(three, parallel=replace(three.parallel, shard=Shard.WEIGHTS)))
     assert caught.value.code is ErrorCode.RESOURCE_EXHAUSTED
+
+
+def test_what_an_interrupted_delete_left_goes_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed DeletePolicy left all files under a temporary name, for ever."""
+    settings = EngineSettings.from_config(RatoonConfig(data_root=tmp_path))
+    paths = settings.paths("p")
+    make_policy_folders(paths)
+
+    def killed(_folder: Path) -> None:
+        raise Crash
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", killed)
+        with pytest.raises(Crash):
+            remove_folder(paths.root)
+    (left,) = (tmp_path / "policies").iterdir()
+    assert (left / "checkpoints").is_dir()
+    open_engine(settings)
+    assert list((tmp_path / "policies").iterdir()) == []
+
+
+def test_a_cluster_whose_gpus_are_not_up_is_none_of_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` takes a CPU then, which a policy of a GPU must not come back on."""
+    settings, free = EngineSettings.from_config(load_config(None)), {"GPU": 1.0}
+    monkeypatch.setattr(ray, "cluster_resources", lambda: free)
+    for device in ("auto", "cpu", "cuda"):
+        RayCluster(replace(settings, device=device)).require_gpu()
+    free.clear()
+    for device in ("cpu", "cuda"):  # As the operator says; a lack of GPUs is told later.
+        RayCluster(replace(settings, device=device)).require_gpu()
+    with pytest.raises(RatoonError) as caught:
+        RayCluster(replace(settings, device="auto")).require_gpu()
+    assert is_waited_for(caught.value)
 
 
 def test_a_rank_that_reads_from_others_sees_its_own_gpu_first() -> None:

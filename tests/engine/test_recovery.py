@@ -11,6 +11,7 @@ import pytest
 
 from ratoon.config import CheckpointConfig
 from ratoon.engine.crash_points import CrashPoint
+from ratoon.engine.policy import turns
 from ratoon.engine.types import (
     FailedResult,
     OnChangedNumerics,
@@ -25,7 +26,6 @@ from tests.engine.harness import (
     NO_CHECKPOINTS,
     RATE,
     Machine,
-    code_of,
     digest_of,
     forward,
     from_forward,
@@ -254,17 +254,39 @@ async def test_a_checkpoint_of_another_state_is_unusable(make_machine: MakeMachi
     assert counted(machine, CHECKPOINTS).count("unusable") == 1
 
 
-async def test_a_roll_back_passes_over_a_damaged_checkpoint(make_machine: MakeMachine) -> None:
+async def test_a_roll_back_passes_over_a_damaged_checkpoint_for_good(
+    make_machine: MakeMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was the base of the next recovery where it could be read again: a double step."""
     machine = await make_machine().start()
     await machine.update(1, 1)
     await machine.submit(2, save("older"), 0)
     await machine.update(3, 3)
     await machine.end(await machine.submit(4, save("newer"), 0))
+    state = machine.paths.checkpoint("newer") / "state.json"
+    text = state.read_text()
     damage(machine, "newer")
+    monkeypatch.setattr(turns, "_BACKOFF_S", 0.001)
+    machine.journal.lost.add("before roll_back")
+    machine.worker.is_dead = True
+    await machine.end(await machine.update(5, 5))
+    lost = await machine.end(await machine.update(3, 3))
+    assert isinstance(lost.result, FailedResult)
+    assert lost.result.error["details"] == {
+        "version": "1",
+        "checkpoint_id": "older",
+        "retired_version": "2",
+    }
+    state.write_text(text)
+    await machine.end(await machine.update(6, 3))
     await lose_worker(machine)
     assert machine.weights == [([1.0], RATE)]
-    assert code_of(await machine.end(await machine.update(3, 3))) == ErrorCode.WORKER_LOST
-    assert counted(machine, RECOVERIES) == ["rolled_back"]
+    assert (await machine.end(lost)).result == lost.result
+    assert set(counted(machine, RECOVERIES)) == {"rolled_back"}
+    # Its caller may still ask for it by name.
+    loaded = await machine.end(await machine.submit(7, load("newer"), 0))
+    assert loaded.state is OperationState.DONE
+    assert machine.weights == [([1.0], RATE), ([3.0], RATE)]
 
 
 async def test_a_damaged_body_fails_its_operation_by_name(make_machine: MakeMachine) -> None:

@@ -86,7 +86,7 @@ async def test_what_was_accepted_ends_once_a_full_disk_has_room(
 ) -> None:
     """The end of an operation cannot be journaled for longer than five tries take."""
     machine = on_small_disk
-    monkeypatch.setattr("ratoon.engine.policy.turns._NO_ROOM_S", 0.02)
+    monkeypatch.setattr("ratoon.engine.policy.turns._WAITING_S", 0.02)
     monkeypatch.setattr("ratoon.engine.policy.turns._BACKOFF_S", 0.001)
     refused: list[str] = []
     for name in ("end", "acquire"):

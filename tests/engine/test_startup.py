@@ -59,7 +59,9 @@ async def test_what_was_chosen_at_first_is_that_of_every_recovery(
 ) -> None:
     """On a larger GPU others would fit: a checkpoint would be of another kind, replay have other
     bits."""
-    open_spec = replace(harness.trainer_spec(harness.policy_spec()), optimizer_states=None)
+    open_spec = replace(
+        harness.trainer_spec(harness.policy_spec()), optimizer_states=None, device="cuda:0"
+    )
     assert open_spec.parallel.shard is None
     monkeypatch.setattr(harness, "trainer_spec", lambda _spec: open_spec)
     machine = make_machine(recovery=Recovery.REPLAY)
@@ -79,6 +81,8 @@ async def test_what_was_chosen_at_first_is_that_of_every_recovery(
     await machine.restart_controller()
     chosen = OptimizerStates(INFO.optimizer_states), Shard(INFO.shard)
     assert asked == [(None, None), chosen, chosen]
+    info = machine.journal.store.history("p").policy.info
+    assert info == replace(INFO, uses_gpu=True)
     assert machine.weights == [([1.0], RATE), ([2.0], RATE)]
 
 
@@ -86,7 +90,7 @@ async def test_a_lost_worker_for_which_there_is_no_gpu_is_waited_for(
     make_machine: MakeMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until a node comes back: more often than a controller that fails would try."""
-    monkeypatch.setattr(turns, "_NO_ROOM_S", 0.001)
+    monkeypatch.setattr(turns, "_WAITING_S", 0.001)
     machine = await make_machine(recovery=Recovery.REPLAY).start()
     refusals = [
         RatoonError(ErrorCode.RESOURCE_EXHAUSTED, "no GPU", details={"resource": "GPU"})
@@ -318,6 +322,9 @@ async def test_a_controller_that_was_replaced_applies_nothing_more(
     assert old_run.state is PolicyState.FAILED
     with pytest.raises(FencedError):
         await machine.worker.publish(old_run.token, 0, str(machine.paths.weights), 0.0)
+    await old.fail("gone")
+    assert machine.journal.store.history("p").policy.state is PolicyState.READY
+    assert not machine.worker.is_released
     machine.controller = new
     await machine.end(await machine.update(1, 2))
     assert machine.weights == [([2.0], RATE)]

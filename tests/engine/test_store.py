@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from sqlalchemy.exc import IntegrityError
 
+from ratoon.engine.journal.checkpoints import NO_RECOVERY
 from ratoon.engine.journal.records import (
     JournalState,
     RollBack,
@@ -136,8 +137,12 @@ def test_a_roll_back_fails_what_is_past_the_checkpoint_and_retires_versions(
     stores.applied(4, 2, OperationKind.OPTIM_STEP)
     stores.applied(5, 2, OperationKind.FORWARD)
     stores.accept(6)
+    later = replace(checkpoint, checkpoint_id="d", seq=8)
+    stores.accept(8, OperationKind.SAVE_CHECKPOINT)
+    stores.end(8, 2, result=later, checkpoint=journaled(later), frees_window=False)
     stores.accept(9)
-    assert stores.store.history("p").checkpoints == (journaled(checkpoint),)
+    known = journaled(checkpoint), journaled(later)
+    assert stores.store.history("p").checkpoints == known
     changed = stores.fenced.roll_back(stores.token, "p", roll_back_to(3, 2))
     assert [record.seq for record in changed] == [2, 4, 6, 9]
     states = {
@@ -164,6 +169,8 @@ def test_a_roll_back_fails_what_is_past_the_checkpoint_and_retires_versions(
         "checkpoint_id": "c",
         "retired_version": "2",
     }
+    known = journaled(checkpoint), journaled(replace(later, replay_from_seq=NO_RECOVERY))
+    assert stores.store.history("p").checkpoints == known
     policy = stores.store.policy("p")
     assert policy is not None
     assert (policy.version, policy.max_version, policy.next_seq) == (1, 2, 10)
@@ -211,7 +218,7 @@ def test_a_policy_being_deleted_stays_so(stores: Stores) -> None:
     """A controller or a failed start that wrote its state last made a restart forget the delete."""
     deletion = life_record("p", "p.delete", OperationKind.DELETE_POLICY)
     stores.store.mark_deleting("p", deletion)
-    stores.store.fail_policy("p", "gone")
+    stores.fenced.fail(stores.token, "p", "gone")
     stores.fenced.set_policy(stores.token, "p", PolicyState.READY, INFO)
     policy = stores.store.policy("p")
     assert policy is not None

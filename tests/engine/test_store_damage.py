@@ -102,7 +102,7 @@ def test_a_write_to_a_damaged_row_does_not_make_it_whole(stores: Stores) -> None
     with stores.engine.begin() as connection:
         connection.execute(text("UPDATE policies SET version = 7"))
     with pytest.raises(DamagedRowError):
-        stores.store.fail_policy("p", "gone")
+        stores.fenced.fail(stores.token, "p", "gone")
     with pytest.raises(DamagedRowError):
         stores.fenced.set_published(stores.token, "p", (1,))
     with stores.engine.begin() as connection:

@@ -193,7 +193,9 @@ class CheckpointInfo(_message.Message):
     seq: _builtins.int
     """The seq of the SaveCheckpoint."""
     replay_from_seq: _builtins.int
-    """First operation of the window open at `seq`, which recovery runs again."""
+    """First operation of the window open at `seq`, which recovery runs again. 0: a rollback went back
+    past this checkpoint, so that no recovery begins at it; LoadCheckpoint does.
+    """
     size_bytes: _builtins.int
     @_builtins.property
     def created_at(self) -> _timestamp_pb2.Timestamp: ...

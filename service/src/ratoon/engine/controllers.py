@@ -31,6 +31,10 @@ class Cluster(Protocol):
         """Raises UNSUPPORTED, and RESOURCE_EXHAUSTED with the wanted and free amounts."""
         ...
 
+    def require_gpu(self) -> None:
+        """Raises RESOURCE_EXHAUSTED where a policy would now get a CPU for want of GPUs."""
+        ...
+
     def trainer(self, spec: PolicySpec) -> TrainerSpec:
         """What the policy's worker is to load."""
         ...
@@ -101,9 +105,15 @@ class Controllers:
             kept.abandon()
         await self._cluster.end_worker(policy_id)
 
-    async def release(self, policy_id: str) -> None:
-        """End the policy's worker, if any, and release its resources."""
-        await self._cluster.end_worker(policy_id)
+    def require_gpu(self) -> None:
+        """See `Cluster.require_gpu`."""
+        self._cluster.require_gpu()
+
+    async def fail(self, policy_id: str, failure: str) -> None:
+        """Mark a policy failed that did not start, and end its worker, unless it is another's."""
+        kept = self._kept.get(policy_id)
+        if kept is not None:
+            await kept.controller.fail(failure)
 
     async def drain(self, policy_id: str, grace_s: float) -> None:
         """Let the policy's running operation finish within `grace_s` seconds; start no other."""

@@ -22,7 +22,7 @@ from ratoon.engine.policy import telemetry
 from ratoon.engine.policy.claims import Claims
 from ratoon.engine.policy.controller import Controller
 from ratoon.engine.policy.run import PolicyRun, Ports
-from ratoon.engine.refusals import operation_not_found, policy_not_ready
+from ratoon.engine.refusals import not_up, operation_not_found, policy_not_ready
 from ratoon.engine.settings import EngineSettings
 from ratoon.engine.types import (
     Acknowledgement,
@@ -30,6 +30,7 @@ from ratoon.engine.types import (
     Operation,
     Policy,
     PolicySpec,
+    PolicyState,
     Submission,
 )
 from ratoon.engine.worker.backends import BackendInfo
@@ -234,6 +235,8 @@ class Engine:
         controller = await self._controllers.find(policy_id)
         if controller is None:
             row = await self._lifecycle.policy(policy_id)
+            if row.state is PolicyState.READY:
+                raise not_up(policy_id, "it waits for a GPU, or for its turn")
             raise policy_not_ready(policy_id, row.state, row.failure)
         return controller
 

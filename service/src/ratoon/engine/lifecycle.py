@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from ratoon.config import LimitsConfig
 from ratoon.engine.files.archive import Archive
-from ratoon.engine.files.disk import disk_refusal
+from ratoon.engine.files.disk import disk_refusal, is_waited_for
 from ratoon.engine.files.paths import PolicyPaths, remove_policy_files
 from ratoon.engine.journal.codec import hash_text, to_text
 from ratoon.engine.journal.journal import Journal, until_room, until_there
@@ -38,6 +39,7 @@ from ratoon.engine.types import (
     PolicySpec,
     PolicyState,
 )
+from ratoon.engine.worker.tasks import FencedError
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import get_logger
 from ratoon.metrics import POLICY_LABEL, Gone, MetricsSink
@@ -45,6 +47,10 @@ from ratoon.metrics import POLICY_LABEL, Gone, MetricsSink
 _LOG = get_logger("lifecycle")
 # How long a caller that waits is held while its policy's controller is away.
 _AWAY_S = 0.5
+# Starts in a row that may fail; what is only waited for does not count.
+_MAX_FAILURES = 5
+_BACKOFF_S = 0.2
+_WAITING_S = 2.0
 
 
 class Fleet(Protocol):
@@ -65,8 +71,12 @@ class Fleet(Protocol):
         """End the policy's controller and worker, where they exist."""
         ...
 
-    async def release(self, policy_id: str) -> None:
-        """End the policy's worker, if any, and release its resources."""
+    def require_gpu(self) -> None:
+        """Raises RESOURCE_EXHAUSTED where a policy would now get a CPU for want of GPUs."""
+        ...
+
+    async def fail(self, policy_id: str, failure: str) -> None:
+        """Mark a policy failed that did not start, and end its worker, unless it is another's."""
         ...
 
     async def drain(self, policy_id: str, grace_s: float) -> None:
@@ -119,7 +129,7 @@ class Lifecycle:
                     live = await self._resume_delete(policy_id)
                     self._spawn(self._delete(policy_id, live))
                 case PolicyState.READY | PolicyState.FAILED:
-                    self._spawn(self._bring_back(row.spec))
+                    self._spawn(self._bring_back(row))
 
     async def drain(self, grace_s: float) -> None:
         """Refuse new work, and let running operations finish within `grace_s` seconds."""
@@ -275,7 +285,7 @@ class Lifecycle:
         except Exception as err:  # noqa: BLE001 - whatever it is, the caller must hear of it
             error = _typed(err)
             _LOG.error("create failed", policy_id=policy_id, error=error.message)
-            await self._forget(policy_id, keep_operation_id=live.operation_id)
+            await self._forget_at_last(live)
             await self._end(live, JournalState.FAILED, FailedResult(error=error.to_dict()))
             return
         row = await until_room(lambda: self._journal.policy(policy_id))
@@ -293,6 +303,16 @@ class Lifecycle:
         else:
             await self._end(live, JournalState.APPLIED, EmptyResult())
 
+    async def _forget_at_last(self, live: LiveOperation) -> None:
+        """The same, for as long as it takes: no caller can delete what is being created."""
+        policy_id = live.record.policy_id
+        while True:
+            try:
+                return await self._forget(policy_id, keep_operation_id=live.operation_id)
+            except Exception:  # noqa: BLE001 - the object store is away, or a process does not end
+                _LOG.exception("not cleaned up", policy_id=policy_id)
+                await asyncio.sleep(_WAITING_S)
+
     async def _forget(self, policy_id: str, *, keep_operation_id: str) -> None:
         """Delete a policy's processes, files and rows, all but the record of this operation."""
         await self._fleet.stop(policy_id)
@@ -305,14 +325,33 @@ class Lifecycle:
         )
         self._metrics.send([Gone(labels={POLICY_LABEL: policy_id})])
 
-    async def _bring_back(self, spec: PolicySpec) -> None:
-        try:
-            await until_room(lambda: self._fleet.start(spec))
-        except Exception as err:  # noqa: BLE001 - one must not keep the others from coming back
-            _LOG.exception("policy did not come back", policy_id=spec.policy_id)
-            failure = _typed(err).message
-            await until_room(lambda: self._journal.fail_policy(spec.policy_id, failure))
-            await self._fleet.release(spec.policy_id)
+    async def _bring_back(self, row: PolicyRow) -> None:
+        """Start a policy again. What may pass is tried again, what stays fails the policy."""
+        policy_id, failures, failure = row.spec.policy_id, 0, ""
+        again: PolicyRow | None = row
+        while again is not None and again.state is not PolicyState.DELETING:
+            try:
+                await until_room(partial(self._start_again, again))
+                return
+            except FencedError as err:  # Policy and worker are another engine's.
+                _LOG.warning("fenced", policy_id=policy_id, reason=str(err))
+                return
+            except Exception as err:  # noqa: BLE001 - one must not keep the others from coming back
+                is_waited = is_waited_for(err)
+                failures += not is_waited
+                _LOG.exception("policy did not come back", policy_id=policy_id, failures=failures)
+                failure = _failed_for_good(err, failures)
+            if failure:
+                await self._fleet.fail(policy_id, failure)
+                return
+            await asyncio.sleep(_WAITING_S if is_waited else _BACKOFF_S * 2**failures)
+            again = await until_room(lambda: self._journal.policy(policy_id))
+
+    async def _start_again(self, row: PolicyRow) -> None:
+        """Start a policy; one of a GPU not without one."""
+        if row.info is not None and row.info.uses_gpu:
+            self._fleet.require_gpu()
+        await self._fleet.start(row.spec)
 
     async def _resume_create(self, policy_id: str) -> LiveOperation:
         kind = OperationKind.CREATE_POLICY
@@ -385,6 +424,16 @@ class Lifecycle:
 
 def _view(record: OperationRecord) -> Operation:
     return record.to_operation(progress=NO_PROGRESS, blocked_by_seq=0)
+
+
+def _failed_for_good(error: Exception, failures: int) -> str:
+    """Why a policy that did not start again is failed; "": it is tried again."""
+    message = _typed(error).message
+    if isinstance(error, RatoonError) and not error.retryable:
+        return message
+    if failures < _MAX_FAILURES:
+        return ""
+    return f"its controller failed {failures} times in a row, the last time with {message}"
 
 
 def _typed(error: Exception) -> RatoonError:

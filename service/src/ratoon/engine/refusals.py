@@ -34,6 +34,16 @@ def policy_not_ready(policy_id: str, state: PolicyState, failure: str = "") -> R
     )
 
 
+def not_up(policy_id: str, reason: str) -> RatoonError:
+    """The policy has not started yet, which is tried again."""
+    return RatoonError(
+        ErrorCode.POLICY_NOT_READY,
+        f"policy {policy_id} is not up yet: {reason}",
+        field="policy_id",
+        expected="ready",
+    )
+
+
 def disk_fault(what: str, error: OSError) -> RatoonError:
     """Files could not be written: RESOURCE_EXHAUSTED where there is no room, else UNAVAILABLE."""
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)

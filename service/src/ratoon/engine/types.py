@@ -306,7 +306,10 @@ class ForwardResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointInfo:
-    """`replay_from_seq`: first operation of the window open at `seq`. Times in Unix seconds."""
+    """`replay_from_seq`: first operation of the window open at `seq`; 0: no recovery begins here.
+
+    Times in Unix seconds.
+    """
 
     checkpoint_id: str
     version: int

@@ -67,6 +67,8 @@ class ModelInfo:
     optimizer_states: str = ""
     # The same of `train.config.Shard`: what its ranks share out.
     shard: str = ""
+    # Whether it was loaded on a GPU; its policy says it.
+    uses_gpu: bool = False
     # Layers with experts, and the experts of each; 0 of a dense model.
     route_layers: int = 0
     num_experts: int = 0

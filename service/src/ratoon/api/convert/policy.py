@@ -197,7 +197,7 @@ def policy_message(policy: Policy, models_root: Path) -> wire.Policy:
     message = write(wire.Policy(), policy, skip=("spec", "info"))
     message.spec.CopyFrom(spec_message(policy.spec, models_root))
     if policy.info is not None:
-        # These are for the validation of rollouts alone.
-        sizes_of_routes = ("route_layers", "num_experts", "experts_per_token")
-        write(message, policy.info, skip=sizes_of_routes)
+        # These are for the validation of rollouts alone, and for a start.
+        own = ("route_layers", "num_experts", "experts_per_token", "uses_gpu")
+        write(message, policy.info, skip=own)
     return message

@@ -54,7 +54,7 @@ async def place(policy_id: str, num_gpus: int) -> PlacementGroup:
         group = placement_group(bundles, strategy=strategy, name=name, lifetime="detached")
     if not await asyncio.to_thread(group.wait, _PLACEMENT_S):
         remove_placement_group(group)
-        raise _no_gpus(num_gpus, free_gpus_by_node())
+        raise no_gpus(num_gpus, free_gpus_by_node())
     return group
 
 
@@ -96,7 +96,7 @@ async def check_free_gpus(num_gpus: int, *, on_one_node: bool = False) -> None:
     deadline = asyncio.get_running_loop().time() + _RELEASE_S
     while _most(free := free_gpus_by_node(), on_one_node=on_one_node) < num_gpus:
         if asyncio.get_running_loop().time() >= deadline:
-            raise _no_gpus(num_gpus, free, on_one_node=on_one_node)
+            raise no_gpus(num_gpus, free, on_one_node=on_one_node)
         await asyncio.sleep(_POLL_S)
 
 
@@ -126,7 +126,8 @@ def free_gpus_by_node() -> dict[str, float]:
     return found
 
 
-def _no_gpus(wanted: int, free: dict[str, float], *, on_one_node: bool = False) -> RatoonError:
+def no_gpus(wanted: int, free: dict[str, float], *, on_one_node: bool = False) -> RatoonError:
+    """The refusal of so many; `free`: by node."""
     plural, total = "" if wanted == 1 else "s", sum(free.values())
     counts = ", ".join(f"{count:g}" for count in sorted(free.values(), reverse=True))
     by_node = f" (by node: {counts})" if len(free) > 1 else ""

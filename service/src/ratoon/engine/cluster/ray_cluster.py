@@ -14,12 +14,12 @@ from typing import cast
 import ray
 from prometheus_client import disable_created_metrics
 
-from ratoon.engine.cluster.placement import check_free_gpus, on_gpu_node, worker_device
+from ratoon.engine.cluster.placement import check_free_gpus, no_gpus, on_gpu_node, worker_device
 from ratoon.engine.cluster.ray_calls import ask
 from ratoon.engine.cluster.ray_worker import RayWorker
 from ratoon.engine.cluster.worker_process import end_spare, make_spare
 from ratoon.engine.engine import Engine
-from ratoon.engine.files.paths import require_known
+from ratoon.engine.files.paths import POLICIES, require_known
 from ratoon.engine.journal.journal import Journal
 from ratoon.engine.journal.tables import await_database
 from ratoon.engine.settings import EngineSettings
@@ -43,6 +43,7 @@ def open_engine(settings: EngineSettings) -> Engine:
     journal = Journal(await_database(settings.database_url))
     known = [row.spec.policy_id for row in journal.store.policies()]
     require_known(settings.data_root, known)
+    remove_leftovers(settings.data_root / POLICIES)
     return Engine(settings, journal, RayCluster(settings))
 
 
@@ -63,6 +64,10 @@ class RayCluster:
         elif spec.parallel.num_workers > _cores():
             expected = f"at most {_cores()}, the machine's cores"
             raise invalid("parallel.num_workers", spec.parallel.num_workers, expected)
+
+    def require_gpu(self) -> None:
+        if self._settings.device == "auto" and self.device == "cpu":
+            raise no_gpus(1, {})
 
     def worker(self, policy_id: str, num_workers: int) -> WorkerPort:
         num_gpus = 0 if self.device == "cpu" else num_workers

@@ -1,8 +1,8 @@
 """A second copy of a policy's bodies and checkpoints, from which an empty disk is restored.
 
 With an archive, an operation is acknowledged, and a checkpoint journaled, only after its copy is
-durable. What the journal no longer needs is deleted from both places, from the archive by the next
-start at the latest. Forward results and published weights have no copy.
+durable. What the journal no longer needs is deleted from both places, from the archive in the
+background or else by the next start. Forward results and published weights have no copy.
 
     policies/<policy_id>/{bodies,checkpoints}
 """
@@ -10,7 +10,7 @@ start at the latest. Forward results and published weights have no copy.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from ratoon.engine.files.paths import BodyFiles, PolicyPaths
@@ -25,18 +25,30 @@ if TYPE_CHECKING:
 _LOG = get_logger("archive")
 # Per call to the store, with its retries.
 _TIMEOUT_S = 30.0
+# That wait, of a policy.
+_MAX_DELETIONS = 65_536
 
 
 class Archive(Protocol):
-    """All but the drops raise UNAVAILABLE where the store does not answer."""
+    """Raises UNAVAILABLE where the store does not answer; drops and start leave it to the next."""
 
     async def start(self) -> None:
         """Remove what interrupted writers left."""
         ...
 
+    async def stop(self) -> None:
+        """Begin no more deletions, and wait for the one under way."""
+        ...
+
+    def abandon(self) -> None:
+        """The same, without waiting."""
+        ...
+
     async def keep_body(self, digest: str, body: bytes) -> None: ...
 
-    async def drop_body(self, digest: str) -> None: ...
+    def drop_body(self, digest: str) -> None:
+        """Delete it in the background."""
+        ...
 
     async def restore_bodies(self, digests: Collection[str]) -> None:
         """Restore bodies that the disk lacks and the archive has."""
@@ -48,7 +60,9 @@ class Archive(Protocol):
         """Copy a checkpoint that is not journaled yet, replacing any of the same name."""
         ...
 
-    async def drop_checkpoint(self, checkpoint_id: str) -> None: ...
+    def drop_checkpoint(self, checkpoint_id: str) -> None:
+        """Delete it in the background."""
+        ...
 
     async def restore_checkpoint(self, checkpoint_id: str) -> None:
         """Restore a missing checkpoint, if the archive has it whole; "": there is none."""
@@ -67,10 +81,16 @@ class NoArchive:
     async def start(self) -> None:
         """Nothing."""
 
+    async def stop(self) -> None:
+        """Nothing."""
+
+    def abandon(self) -> None:
+        """Nothing."""
+
     async def keep_body(self, digest: str, body: bytes) -> None:
         """Nothing."""
 
-    async def drop_body(self, digest: str) -> None:
+    def drop_body(self, digest: str) -> None:
         """Nothing."""
 
     async def restore_bodies(self, digests: Collection[str]) -> None:
@@ -82,7 +102,7 @@ class NoArchive:
     async def keep_checkpoint(self, checkpoint_id: str) -> None:
         """Nothing."""
 
-    async def drop_checkpoint(self, checkpoint_id: str) -> None:
+    def drop_checkpoint(self, checkpoint_id: str) -> None:
         """Nothing."""
 
     async def restore_checkpoint(self, checkpoint_id: str) -> None:
@@ -104,17 +124,27 @@ class BlobArchive:
         self._bodies = f"policies/{paths.root.name}/bodies"
         self._checkpoints = f"policies/{paths.root.name}/checkpoints"
 
+        self._deletions = _Deletions()
+
     async def start(self) -> None:
-        await asyncio.to_thread(self._blobs.remove_leftovers, self._checkpoints)
+        try:
+            await asyncio.to_thread(self._blobs.remove_leftovers, self._checkpoints)
+        except RatoonError as error:
+            _left_behind(error.message)
+
+    async def stop(self) -> None:
+        await self._deletions.stop()
+
+    def abandon(self) -> None:
+        self._deletions.abandon()
 
     async def keep_body(self, digest: str, body: bytes) -> None:
-        await asyncio.to_thread(self._blobs.put, f"{self._bodies}/{digest}", body)
+        key = f"{self._bodies}/{digest}"
+        await self._deletions.spare(key)
+        await asyncio.to_thread(self._blobs.put, key, body)
 
-    async def drop_body(self, digest: str) -> None:
-        try:
-            await asyncio.to_thread(self._blobs.delete, f"{self._bodies}/{digest}")
-        except RatoonError as error:
-            _left_behind(error)
+    def drop_body(self, digest: str) -> None:
+        self._deletions.add(f"{self._bodies}/{digest}", self._blobs.delete)
 
     async def restore_bodies(self, digests: Collection[str]) -> None:
         await asyncio.to_thread(self._restore_bodies, digests)
@@ -132,6 +162,7 @@ class BlobArchive:
         return frozenset(await asyncio.to_thread(self._blobs.names, self._bodies))
 
     async def keep_checkpoint(self, checkpoint_id: str) -> None:
+        await self._deletions.spare(self._key(checkpoint_id))
         await asyncio.to_thread(self._keep_checkpoint, checkpoint_id)
 
     def _keep_checkpoint(self, checkpoint_id: str) -> None:
@@ -143,11 +174,8 @@ class BlobArchive:
             self._blobs.delete_folder(key)
             self._blobs.put_folder(key, folder)
 
-    async def drop_checkpoint(self, checkpoint_id: str) -> None:
-        try:
-            await asyncio.to_thread(self._blobs.delete_folder, self._key(checkpoint_id))
-        except RatoonError as error:
-            _left_behind(error)
+    def drop_checkpoint(self, checkpoint_id: str) -> None:
+        self._deletions.add(self._key(checkpoint_id), self._blobs.delete_folder)
 
     async def restore_checkpoint(self, checkpoint_id: str) -> None:
         if not checkpoint_id or self._paths.checkpoint(checkpoint_id).exists():
@@ -183,6 +211,61 @@ class BlobArchive:
         return f"{self._checkpoints}/{checkpoint_id}"
 
 
+class _Deletions:
+    """Deletes from a store in the background, one key at a time.
+
+    Once the store does not answer, what is waiting is left to the next start.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, Callable[[str], None]] = {}
+        # Held while `_key` is being deleted.
+        self._lock = asyncio.Lock()
+        self._key = ""
+        self._task: asyncio.Task[None] | None = None
+
+    def add(self, key: str, delete: Callable[[str], None]) -> None:
+        if len(self._waiting) >= _MAX_DELETIONS:
+            _left_behind("too much is waiting")
+            return
+        self._waiting[key] = delete
+        if self._task is None or self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def spare(self, key: str) -> None:
+        """Do not delete the key; on return it is not being deleted either."""
+        self._waiting.pop(key, None)
+        if key == self._key:
+            async with self._lock:
+                pass
+
+    async def stop(self) -> None:
+        """Delete nothing more; on return nothing is being deleted."""
+        self.abandon()
+        async with self._lock:
+            pass
+
+    def abandon(self) -> None:
+        """The same, without waiting."""
+        self._waiting.clear()
+
+    async def _run(self) -> None:
+        while self._waiting:
+            async with self._lock:
+                # Stopped or spared while this waited for the lock.
+                key = self._key = next(iter(self._waiting), "")
+                if not key:
+                    return
+                delete = self._waiting.pop(key)
+                try:
+                    await asyncio.to_thread(delete, key)
+                except Exception as err:  # noqa: BLE001 - whatever it is, the copy may stay
+                    self._waiting.clear()
+                    _left_behind(str(err))
+                finally:
+                    self._key = ""
+
+
 class ArchivedBodyFiles(BodyFiles):
     """`BodyFiles` whose bodies are in the archive before `hold` returns."""
 
@@ -190,38 +273,39 @@ class ArchivedBodyFiles(BodyFiles):
         super().__init__(paths)
         self._archive = archive
         self._archived: set[str] = set()
-        # Serialises changes of both places.
-        self._both = asyncio.Lock()
 
     async def hold(self, holder: str, digest: str, body: bytes) -> None:
-        async with self._both:
-            await super().hold(holder, digest, body)
-            if digest in self._archived:
-                return
-            try:
-                await self._archive.keep_body(digest, body)
-            except BaseException:
-                await super().release(holder, digest)
-                raise
-            self._archived.add(digest)
+        await super().hold(holder, digest, body)
+        if digest in self._archived:
+            return
+        try:
+            await self._archive.keep_body(digest, body)
+        except BaseException:
+            await super().release(holder, digest)
+            raise
+        self._archived.add(digest)
 
     async def release(self, holder: str, digest: str) -> None:
-        async with self._both:
-            await super().release(holder, digest)
-            if not self.is_held(digest):
-                self._archived.discard(digest)
-                await self._archive.drop_body(digest)
+        await super().release(holder, digest)
+        if not self.is_held(digest):
+            self._archived.discard(digest)
+            self._archive.drop_body(digest)
 
     async def names(self) -> frozenset[str]:
-        return await super().names() | await self._archive.body_names()
+        here = await super().names()
+        try:
+            return here | await self._archive.body_names()
+        except RatoonError as error:
+            _left_behind(error.message)
+            return here
 
     async def reconcile(self, digests: Mapping[str, str], listed: Collection[str]) -> None:
-        async with self._both:
-            await self._archive.restore_bodies(digests.values())
-            await super().reconcile(digests, listed)
-            self._archived = {digest for digest in self._archived if self.is_held(digest)}
-            for digest in await self._archive.body_names() & frozenset(listed) - self.held():
-                await self._archive.drop_body(digest)
+        await self._archive.restore_bodies(digests.values())
+        await super().reconcile(digests, listed)
+        held = self.held()
+        self._archived &= held
+        for digest in frozenset(listed) - held:
+            self._archive.drop_body(digest)
 
 
 def open_archive(storage_url: str, paths: PolicyPaths) -> Archive:
@@ -244,6 +328,6 @@ def open_store(storage_url: str) -> ObjectStore:
     return ObjectStore(storage_url, timeout_s=_TIMEOUT_S)
 
 
-def _left_behind(error: RatoonError) -> None:
+def _left_behind(reason: str) -> None:
     """Log it; the next start deletes what is left."""
-    _LOG.warning("not deleted from the archive", error=error.message)
+    _LOG.warning("not deleted from the archive", error=reason)

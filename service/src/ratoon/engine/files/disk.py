@@ -12,7 +12,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ratoon.errors import RatoonError, exhausted
+from ratoon.errors import ErrorCode, RatoonError, exhausted
 
 # Space comes back when bodies and versions are deleted, or an operator frees some.
 _RETRY_S = 10.0
@@ -81,9 +81,11 @@ def is_disk_full(error: Exception) -> bool:
     return isinstance(error, RatoonError) and error.details.get("resource") == _DISK
 
 
-def is_waiting_for_capacity(error: BaseException) -> bool:
-    """Whether `error` means waiting for disk space or a GPU that others will free."""
-    return isinstance(error, RatoonError) and error.details.get("resource") in (_DISK, "GPU")
+def is_waited_for(error: BaseException) -> bool:
+    """Whether what is missing comes by itself: disk space or a GPU that others free, a store."""
+    if not isinstance(error, RatoonError):
+        return False
+    return error.code is ErrorCode.UNAVAILABLE or error.details.get("resource") in (_DISK, "GPU")
 
 
 @contextmanager

@@ -25,6 +25,8 @@ from ratoon.stream.files import (
 )
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
+# Below the data root. What is left there of a folder being removed has a temporary name.
+POLICIES = "policies"
 _NAME = re.compile(r"[a-zA-Z0-9_-][a-zA-Z0-9._-]{0,127}")
 
 
@@ -72,7 +74,7 @@ def policy_paths(
 ) -> PolicyPaths:
     """Raises INVALID_ARGUMENT for an id that is no plain name."""
     name = safe_name("policy_id", policy_id)
-    root = data_root / "policies" / name
+    root = data_root / POLICIES / name
     weights = root / "weights" if weights_root is None else weights_root / name
     models_root = models_root or data_root / "models"
     return PolicyPaths(root=root, weights=weights, models_root=models_root)
@@ -111,7 +113,7 @@ def require_known(data_root: Path, policy_ids: Collection[str]) -> None:
     A policy's row is written before its first file and deleted after its last, so the journal must
     have been replaced by an empty or older one.
     """
-    folder = data_root / "policies"
+    folder = data_root / POLICIES
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set[str]()
     unknown = sorted(name for name in names - {*policy_ids} if not name.startswith("."))
     if unknown:

@@ -12,6 +12,8 @@ from ratoon.engine.types import CheckpointInfo
 from ratoon.errors import invalid
 
 AUTOMATIC_PREFIX = "auto-"
+# `replay_from_seq` of a checkpoint past which its policy was rolled back.
+NO_RECOVERY = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from sqlalchemy import Connection, Engine, and_, delete, or_, select
 from sqlalchemy.exc import IntegrityError
 
 from ratoon.engine.journal.checkpoints import (
+    NO_RECOVERY,
     Checkpoint,
     Covered,
     first_uncovered_seq,
@@ -179,7 +180,11 @@ class FencedStore:
     def roll_back(
         self, token: int, policy_id: str, roll_back: RollBack
     ) -> tuple[OperationRecord, ...]:
-        """Fail open operations and those applied past the checkpoint; returns what changed."""
+        """Fail open operations and those applied past the checkpoint; returns what changed.
+
+        Later checkpoints have what was rolled back: callers may load them, no recovery begins at
+        one.
+        """
         with self._engine.begin() as connection:
             policy = _fence(connection, policy_id, token)
             is_sequenced = OPERATIONS.c.kind.not_in(LIFECYCLE_KINDS)
@@ -199,6 +204,8 @@ class FencedStore:
             for record in changed:
                 columns = to_columns(record)
                 set_operation(connection, columns.pop("operation_id"), **columns)
+            is_past = and_(CHECKPOINTS.c.policy_id == policy_id, CHECKPOINTS.c.seq > roll_back.seq)
+            update_rows(connection, CHECKPOINTS, is_past, {"replay_from_seq": NO_RECOVERY})
             max_version = max(policy["max_version"], roll_back.version)
             columns = {"version": roll_back.version, "max_version": max_version}
             update_row(connection, POLICIES, policy, columns)

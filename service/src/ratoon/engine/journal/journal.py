@@ -116,7 +116,6 @@ class Journal:
 
     # Policies and their lifecycle operations.
     insert_policy = _awaited(SqlStore.insert_policy)
-    fail_policy = _awaited(SqlStore.fail_policy)
     mark_deleting = _awaited(SqlStore.mark_deleting)
     remove_policy = _awaited(SqlStore.remove_policy)
     end_lifecycle_operation = _awaited(SqlStore.end_lifecycle_operation)

@@ -102,13 +102,6 @@ class SqlStore:
         with closing(self._engine.raw_connection()) as connection:
             connection.cursor().execute("SELECT 1")
 
-    def fail_policy(self, policy_id: str, failure: str) -> None:
-        """Mark a policy failed whose controller did not start; one being deleted stays so."""
-        with self._engine.begin() as connection:
-            policy = select_policy(connection, policy_id)
-            if policy is not None and policy.state is not PolicyState.DELETING:
-                set_policy(connection, policy_id, state=PolicyState.FAILED, failure=failure)
-
     def mark_deleting(self, policy_id: str, record: OperationRecord) -> None:
         """Refuse the policy's further work; `record` is its DeletePolicy.
 

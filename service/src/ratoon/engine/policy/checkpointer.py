@@ -241,12 +241,12 @@ async def drop_unknown_checkpoints(run: PolicyRun, known: Collection[str]) -> No
     for name in {*here}.difference(known):
         await asyncio.to_thread(drop_checkpoint_folder, run.paths, name)
     for name in archived.difference(known):
-        await run.archive.drop_checkpoint(name)
+        run.archive.drop_checkpoint(name)
 
 
 async def _drop(run: PolicyRun, checkpoint_id: str) -> None:
     await asyncio.to_thread(drop_checkpoint_folder, run.paths, checkpoint_id)
-    await run.archive.drop_checkpoint(checkpoint_id)
+    run.archive.drop_checkpoint(checkpoint_id)
 
 
 def _clock() -> float:

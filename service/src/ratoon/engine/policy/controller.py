@@ -92,6 +92,10 @@ class Controller:
         """Own the policy and begin to take turns. Raises `RatoonError` where it cannot load."""
         await self._turns.start()
 
+    async def fail(self, failure: str) -> None:
+        """See `TurnLoop.fail`."""
+        await self._turns.fail(failure)
+
     async def close(self, grace_s: float) -> None:
         """Refuse new work, cancel open operations, and stop: the policy is being deleted."""
         self._run.state = PolicyState.DELETING

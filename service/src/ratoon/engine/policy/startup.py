@@ -106,7 +106,10 @@ async def start_policy(
     await checkpointer.start()
     if standing.is_rebased:
         await checkpointer.take_now()
-    await journal.set_policy(run.token, run.policy_id, PolicyState.READY, standing.info)
+    info = standing.info
+    if info is not None:
+        info = replace(info, uses_gpu=run.trainer.device != "cpu")
+    await journal.set_policy(run.token, run.policy_id, PolicyState.READY, info)
     run.state, run.failure = PolicyState.READY, ""
     run.send(telemetry.versions(run.policy_id, run.version, run.published))
     if standing.info is not None:
@@ -178,11 +181,13 @@ async def _recover(run: PolicyRun, history: PolicyHistory, status: WorkerStatus)
 
 
 async def _roll_back(run: PolicyRun, history: PolicyHistory) -> tuple[Loaded, int]:
-    """Fail everything past the newest usable checkpoint, and load that."""
+    """Load the newest usable checkpoint, and fail everything past it.
+
+    A crash in between leaves a worker that disagrees with the journal, unless nothing was lost.
+    """
     last_seq = history.policy.next_seq - 1
     # Nothing is replayed, so missing bodies do not matter.
     for base in bases(run, history, 1):
-        await _fail_past(run, history, base)
         request = LoadRequest(
             trainer=run.trainer,
             source=base.source,
@@ -192,9 +197,12 @@ async def _roll_back(run: PolicyRun, history: PolicyHistory) -> tuple[Loaded, in
         )
         await run.archive.restore_checkpoint(base.checkpoint_id)
         try:
-            return await run.ports.worker.load(run.token, request), last_seq
+            loaded = await run.ports.worker.load(run.token, request)
         except UnusableCheckpointError as error:
             unusable(run, error)
+        else:
+            await _fail_past(run, history, base)
+            return loaded, last_seq
     raise AssertionError("initial weights can be used")
 
 

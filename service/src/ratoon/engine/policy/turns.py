@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from ratoon.engine.files.disk import is_waiting_for_capacity
+from ratoon.engine.files.disk import is_waited_for
 from ratoon.engine.journal.records import JournalAwayError
 from ratoon.engine.policy import telemetry
 from ratoon.engine.policy.breakers import NumbersFailedError, note_end
@@ -24,7 +24,7 @@ from ratoon.engine.policy.publisher import Publisher
 from ratoon.engine.policy.replay import RecoveryStoppedError
 from ratoon.engine.policy.run import PolicyRun
 from ratoon.engine.policy.startup import start_policy
-from ratoon.engine.refusals import operation_not_found, policy_not_ready
+from ratoon.engine.refusals import not_up, operation_not_found, policy_not_ready
 from ratoon.engine.types import PolicyState
 from ratoon.engine.worker.tasks import FencedError, WorkerLostError
 from ratoon.errors import ErrorCode, RatoonError
@@ -35,7 +35,7 @@ _LOG = get_logger("turns")
 _MAX_FAILURES = MAX_LOSSES + 1
 _BACKOFF_S = 0.2
 _AWAY_S = 1.0
-_NO_ROOM_S = 2.0
+_WAITING_S = 2.0
 
 Step = Callable[[], Awaitable[None]]
 
@@ -81,8 +81,8 @@ class TurnLoop:
             await self._give_up(str(err))
             return
         except WorkerLostError as err:
-            # The next caller starts again, with another worker.
-            raise policy_not_ready(self._run.policy_id, self._run.state) from err
+            # The next start takes another worker.
+            raise not_up(self._run.policy_id, f"its worker was lost: {err}") from err
         self._task = asyncio.get_running_loop().create_task(self._loop())
 
     async def stop(self, grace_s: float) -> None:
@@ -99,6 +99,7 @@ class TurnLoop:
                 await self._task
         await self._checkpointer.stop()
         await self._publisher.stop()
+        await self._run.archive.stop()
         self._end_requests(policy_not_ready(self._run.policy_id, self._run.state))
 
     def abandon(self) -> None:
@@ -107,6 +108,7 @@ class TurnLoop:
             self._task.cancel()
         self._checkpointer.abandon()
         self._publisher.abandon()
+        self._run.archive.abandon()
         self._end_requests(policy_not_ready(self._run.policy_id, self._run.state))
 
     def wake(self) -> None:
@@ -160,11 +162,11 @@ class TurnLoop:
                 # Whatever the error, restart from the journal and the worker.
                 if is_cancelled():
                     raise
-                if is_waiting_for_capacity(err):
-                    # The policy is fine: it continues once there is capacity.
-                    _LOG.error("no room", policy_id=self._run.policy_id, reason=str(err))
+                if is_waited_for(err):
+                    # The policy is fine: it continues once that is there.
+                    _LOG.error("waiting", policy_id=self._run.policy_id, reason=str(err))
                     self._must_restart = True
-                    await asyncio.sleep(_NO_ROOM_S)
+                    await asyncio.sleep(_WAITING_S)
                     continue
                 _LOG.exception("turn failed", policy_id=self._run.policy_id, failures=failures)
                 self._must_restart, failures = True, failures + 1
@@ -185,6 +187,14 @@ class TurnLoop:
         run.state, run.failure = PolicyState.FAILED, failure
         self._end_requests(policy_not_ready(run.policy_id, run.state, failure))
         self._publisher.wake()
+        await self.fail(failure)
+
+    async def fail(self, failure: str) -> None:
+        """Journal why the policy failed, and end its worker, unless both are another controller's.
+
+        A later start tries again.
+        """
+        run = self._run
         try:
             await run.ports.journal.fail(run.token, run.policy_id, failure)
         except FencedError:
