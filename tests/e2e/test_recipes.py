@@ -108,7 +108,7 @@ def test_every_recipe_runs(service: Service, sampler: str, tmp_path: Path) -> No
     code = "\n".join(blocks)
     for address, own in (
         ("grpc://127.0.0.1:8443", f"grpc://{service.addresses.grpc}"),
-        ("http://127.0.0.1:8001", sampler),
+        ("http://127.0.0.1:8100", sampler),
     ):
         assert code.count(address) == 1
         code = code.replace(address, own)
