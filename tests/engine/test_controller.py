@@ -98,7 +98,7 @@ async def test_the_caller_that_goes_away_does_not_stop_the_update(machine: Machi
 
 
 async def test_short_waits_behind_a_gap_add_up(make_machine: MakeMachine) -> None:
-    """Each of them was refused at its own end, and a client's polls never waited for `gap_wait_s`."""
+    """Each of them was refused at its own end, and polls never waited for `gap_wait_s`."""
     machine = await make_machine(limits={"gap_wait_s": 0.3}).start()
     operation = await machine.update(2, 2)
     begin = time.monotonic()
