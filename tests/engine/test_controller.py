@@ -97,6 +97,23 @@ async def test_the_caller_that_goes_away_does_not_stop_the_update(machine: Machi
     assert machine.weights == [([1.0], RATE)]
 
 
+async def test_a_seq_far_ahead_is_refused_and_one_that_may_come_is_not(
+    make_machine: MakeMachine,
+) -> None:
+    """A slip of a caller, 2**62, was queued for ever."""
+    machine = await make_machine(limits={"max_open_operations": 3}).start()
+    await machine.update(2, 2)
+    for seq in (5, 2**62):
+        with pytest.raises(RatoonError) as caught:
+            await machine.update(seq, seq)
+        assert (caught.value.code, caught.value.field) == (ErrorCode.INVALID_ARGUMENT, "key.seq")
+        assert caught.value.expected == "at most 4, as 1 has not arrived"
+    far = await machine.update(4, 4)
+    await machine.end(await machine.update(1, 1))
+    await machine.update(3, 3)
+    assert (await machine.end(far)).state is OperationState.DONE
+
+
 async def test_short_waits_behind_a_gap_add_up(make_machine: MakeMachine) -> None:
     """Each of them was refused at its own end, and polls never waited for `gap_wait_s`."""
     machine = await make_machine(limits={"gap_wait_s": 0.3}).start()
