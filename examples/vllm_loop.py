@@ -441,7 +441,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--url", default="grpc://127.0.0.1:8443", help="the service")
-    add("--vllm", default="http://127.0.0.1:8001", help="the engine")
+    add("--vllm", default="http://127.0.0.1:8100", help="the engine")
     add("--vllm-backend", choices=tuple(BACKENDS), default="reload", help="how it takes versions")
     add("--device", default="cuda:0", help="for nccl: a GPU that the engine has not")
     add("--policy", default="vllm-loop")

@@ -74,6 +74,36 @@ def test_commands_end_with_the_name_of_the_variable(
     assert "RATOON_AUHT__REQUIRED" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("http: [8000", "expected ',' or ']'"),
+        ("- http", "expected names with their values"),
+        ("8000: http", "expected names with their values"),
+        ("\xe9", "can't decode"),
+        ("log_level: verbose", "'DEBUG', 'INFO', 'WARNING', 'ERROR' or 'CRITICAL'"),
+    ],
+)
+def test_a_file_that_holds_no_settings_is_said(text: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "ratoon.yaml"
+    file.write_bytes(text.encode("latin-1"))
+    done = CliRunner().invoke(cli, ["keys", "list", "--config", str(file)])
+    assert done.exit_code == 2
+    assert done.stderr.startswith("config: ")
+    assert said in done.stderr
+
+
+def test_a_list_in_the_environment_is_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RATOON_HTTP__ALLOWED_HOSTS", '["ratoon"]')
+    monkeypatch.setenv("RATOON_LOG_LEVEL", "debug")
+    config = load_config(None)
+    assert (config.http.allowed_hosts, config.log_level) == (("ratoon",), "DEBUG")
+    monkeypatch.setenv("RATOON_HTTP__ALLOWED_HOSTS", "ratoon")
+    done = CliRunner().invoke(cli, ["serve"])
+    assert done.exit_code == 2
+    assert "a list or a section is written as JSON" in done.stderr
+
+
 def test_variables_of_the_projects_other_parts_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     own = {value for name, value in vars(client_config).items() if name.endswith("_VARIABLE")}
     # A setting, which both read.

@@ -70,6 +70,17 @@ def test_every_setting_is_listed_with_its_default() -> None:
     assert all(row[2] for row in _rows(SETTINGS, "| setting | default |"))
 
 
+def test_engines_listen_where_the_service_does_not() -> None:
+    """Ray's proxy shares its port: the kernel would split requests between it and an engine."""
+    texts = [path.read_text(encoding="utf-8") for path in (*PAGES, *ROOT.glob("examples/*.py"))]
+    engine = re.compile(r"(?:--port |(?:vllm|sampler)\W.*http://127\.0\.0\.1:)(\d+)", re.IGNORECASE)
+    found = [int(port) for text in texts for port in engine.findall(text)]
+    assert len(found) > 10
+    own = RatoonConfig()
+    service = {own.http.port, own.grpc.port, own.serve.http_port, own.serve.grpc_port}
+    assert service.isdisjoint(found)
+
+
 def test_variables_that_are_no_settings_are_listed() -> None:
     for name in OTHER_VARIABLES:
         assert f"`{name}`" in SETTINGS

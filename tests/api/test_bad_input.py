@@ -211,10 +211,14 @@ CASES: dict[str, tuple[Update, str]] = {
 async def test_bad_batch_is_refused_whole(api: Api, wire_name: str, case: str) -> None:
     await api.create_policy()
     request, field = CASES[case]
+    if wire_name == "http":
+        # `key` is two plain fields there.
+        field = field.removeprefix("key.")
     wire = api.wire(wire_name)
     with pytest.raises(WireError) as caught:
         await wire.call("Update", request)
     detail = caught.value.detail
+    assert wire_name == "grpc" or "key." not in detail.message
     assert detail.code == "INVALID_ARGUMENT", detail
     assert detail.field == field, detail
     assert field in detail.message

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import gzip
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import cast
 
+import httpx
 import pytest
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
@@ -13,11 +15,15 @@ from starlette.types import Receive, Scope, Send
 
 from harness.attacks import http as attacks
 from harness.attacks.http import Connection, Target
+from ratoon.api.contract import NAMES_BYTES, SMALL_BYTES
 from ratoon.api.http import calls
-from ratoon.api.http.edge_budget import SMALL_BODY_BYTES, EdgeBounds, EdgeBudget
+from ratoon.api.http.app import create_app
+from ratoon.api.http.edge_budget import EdgeBounds, EdgeBudget
+from ratoon.config import LimitsConfig
 from tests.api.conftest import Api
 from tests.api.open_gate import OPEN_GATE
 from tests.api.served import served, target_at
+from tests.api.wires import http_error
 from tests.until import until
 
 MIB = 2**20
@@ -151,6 +157,7 @@ async def test_headers_beyond_a_hundred_are_refused() -> None:
         ("POST", "/held/nothing", 64 * 1024),
         ("POST", BATCH, MIB),
         ("PUT", "/v1/policies/p/uploads/u/parts/0", MIB),
+        ("POST", "/v1/policies/p/gradients", MIB),
     ],
 )
 async def test_of_a_body_no_more_is_passed_on_than_its_route_reads(
@@ -161,15 +168,42 @@ async def test_of_a_body_no_more_is_passed_on_than_its_route_reads(
     app.is_greedy = True
     async with served(app, max_body_bytes=MIB) as port:
         await attacks.endless_body(target_at(port), method, path, 8 * MIB)
+        await until(lambda: app.num_body_bytes >= most)
         app.release.set()
         await asyncio.sleep(0.1)
     # One byte more says that it was too large.
     assert app.num_body_bytes in (most, most + 1)
 
 
+@pytest.mark.parametrize(
+    ("coding", "is_chunked"), [("identity", False), ("identity", True), ("gzip", False)]
+)
+async def test_a_body_over_its_routes_bound_is_refused_at_once(
+    api: Api, coding: str, is_chunked: bool
+) -> None:
+    """The connection passes on one byte more than the bound, and the rest was waited for."""
+    pad = b" " * MIB
+    data = gzip.compress(pad) if coding == "gzip" else pad
+    app = create_app(api.service, LimitsConfig(max_body_pause_s=2.0), gate=OPEN_GATE)
+
+    async def chunks() -> AsyncIterator[bytes]:
+        yield data
+
+    async with served(app) as port, httpx.AsyncClient() as client:
+        answer = await client.post(
+            f"http://127.0.0.1:{port}/v1/policies",
+            content=chunks() if is_chunked else data,
+            headers={"Content-Type": "application/json", "Content-Encoding": coding},
+        )
+    detail = http_error(answer).detail
+    assert (answer.status_code, detail.code) == (413, "BODY_TOO_LARGE")
+    assert detail.expected == "at most 65536 bytes"
+    assert "parts" not in detail.message
+
+
 def test_routes_that_take_a_batch_are_known(api: Api) -> None:
     """Bytes beyond a route's bound are not passed on: one that is missing would never be whole."""
-    budget = EdgeBudget(EdgeBounds(max_body_bytes=MIB))
+    budget = EdgeBudget(EdgeBounds(max_body_bytes=4 * MIB))
     found: dict[str, bool] = {}
     routers = (calls.router(api.service, OPEN_GATE),)
     for route in (route for router in routers for route in router.routes):
@@ -177,7 +211,8 @@ def test_routes_that_take_a_batch_are_known(api: Api) -> None:
             model = cast("type[BaseModel]", route.body_field.field_info.annotation)
             has_batch = bool({"batch", "groups"} & model.model_fields.keys())
             method = next(iter(route.methods or ()))
-            assert budget.body_bound(method, route.path) == (MIB if has_batch else SMALL_BODY_BYTES)
+            small = NAMES_BYTES if "names" in model.model_fields else SMALL_BYTES
+            assert budget.body_bound(method, route.path) == (4 * MIB if has_batch else small)
             found[route.name] = has_batch
     assert sum(found.values()) == 4
     assert len(found) > 4

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from ratoon.auth.scopes import Scope
+from ratoon.config import LimitsConfig
 from ratoon_proto.v1 import service_pb2, weights_pb2
 from tests.api import requests
 from tests.api.conftest import Api
-from tests.api.guarded import Guarded, refusal
+from tests.api.guarded import Guarded, guarded_service, refusal
 from tests.api.wires import WireError
 
 NAMES = ("model.norm.weight", "model.layers.0.mlp.up_proj.weight")
@@ -45,10 +48,26 @@ async def test_tensors_are_named(api: Api, wire_name: str) -> None:
     with pytest.raises(WireError) as caught:
         await api.wire(wire_name).call("GetGradientManifest", asked())
     assert (caught.value.detail.code, caught.value.detail.field) == ("INVALID_ARGUMENT", "names")
-    names = [f"model.layers.{number}.mlp.up_proj.weight" for number in range(3000)]
-    with pytest.raises(WireError) as caught:
-        await api.wire(wire_name).call("GetGradientManifest", asked(*names))
-    assert caught.value.detail.code == "BODY_TOO_LARGE"
+
+
+async def test_many_tensors_are_named_in_one_call(api: Api, tmp_path: Path) -> None:
+    """A model of 48 layers with 128 experts each has 18,432 matrices of experts."""
+    names = [
+        f"model.layers.{layer}.mlp.experts.{expert}.{kind}_proj.weight"
+        for layer in range(48)
+        for expert in range(128)
+        for kind in ("gate", "down", "up")
+    ]
+    await api.create_policy()
+    async with guarded_service(api.service, LimitsConfig(), tmp_path / "own") as guarded:
+        key = guarded.key(Scope.TRAIN)
+        for wire in ("http", "grpc"):
+            manifest = await guarded.wire(wire, key).call("GetGradientManifest", asked(*names))
+            assert manifest.file.size_bytes == len("\n".join(names))
+            with pytest.raises(WireError) as caught:
+                await guarded.wire(wire, key).call("GetGradientManifest", asked(*names * 2))
+            assert caught.value.detail.code == "BODY_TOO_LARGE"
+            assert caught.value.detail.message.endswith("ask for fewer names at a time")
 
 
 async def test_gradients_are_for_those_who_train(

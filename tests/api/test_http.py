@@ -330,3 +330,22 @@ async def test_openapi_examples_are_accepted(api: Api) -> None:
         f"{url}/uploads/batch-17/parts/0", json=schemas["UploadPartRequest"]["examples"][0]
     )
     assert part.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "known"),
+    [
+        ("GET", f"/v1/operations/{requests.POLICY}.1?wait=30", "one of wait_s"),
+        ("GET", f"/v1/operations/{requests.POLICY}.1/events?wait=30", "no parameter"),
+        ("GET", "/v1/policies/p/files/" + "0" * 32 + "?offset=0&length=1&wait=30", None),
+        ("POST", "/v1/operations/p.1/cancel?wait=30", "no parameter"),
+        ("GET", "/v1/policies/p/weights/latest?wait=30", "one of known_version, wait_s"),
+        ("GET", "/metrics?wait=30", "no parameter"),
+    ],
+)
+async def test_an_unknown_parameter_is_refused(
+    api: Api, method: str, path: str, known: str | None
+) -> None:
+    detail = http_error(await api.http.client.request(method, path)).detail
+    assert (detail.code, detail.field, detail.got) == ("INVALID_ARGUMENT", "wait", "'30'")
+    assert detail.expected == (known or "one of length, offset")

@@ -7,12 +7,14 @@ import json
 import zlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
 import zstandard
 
+from ratoon.api.contract import check_size
 from ratoon.api.http.inflate import Inflater
 from ratoon.errors import ErrorCode, RatoonError
 from tests.api import requests
@@ -25,6 +27,10 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     "zstd": zstandard.ZstdCompressor(write_checksum=True).compress,
 }
 coding = pytest.fixture(params=list(COMPRESS))(lambda request: request.param)
+
+
+def at_most(num_bytes: int) -> Callable[[int], None]:
+    return partial(check_size, "Update", bound=num_bytes)
 
 
 def _body(count: int = 2) -> bytes:
@@ -112,7 +118,7 @@ def test_a_bomb_is_given_up_without_memory(coding: str) -> None:
     for _ in range(3):
         _peak_bytes()
         before = _peak_bytes()
-        pieces = Inflater(coding, max_bytes=256 * MIB).pieces(bomb)
+        pieces = Inflater(coding, check_size=at_most(256 * MIB)).pieces(bomb)
         with pytest.raises(RatoonError) as caught:
             deque(pieces, maxlen=0)
         growths.append(_peak_bytes() - before)
@@ -123,7 +129,7 @@ def test_a_bomb_is_given_up_without_memory(coding: str) -> None:
 
 def test_what_shrinks_as_batches_do_is_inflated_whole(coding: str) -> None:
     data = json.dumps(list(range(400_000))).encode()
-    inflater = Inflater(coding, max_bytes=16 * MIB)
+    inflater = Inflater(coding, check_size=at_most(16 * MIB))
     packed = COMPRESS[coding](data)
     pieces = [
         p for i in range(0, len(packed), 65_536) for p in inflater.pieces(packed[i : i + 65_536])

@@ -61,14 +61,14 @@ def test_objects_are_counted_in_the_bytes(rpc: str, groups: bytes) -> None:
     parse = deserializer(rpc, LIMITS)
     data = _request(rpc, groups)
     with pytest.raises(RatoonError) as caught:
-        sized(parse(data), LIMITS.max_body_bytes)
+        sized(parse(data), "Update", LIMITS.max_body_bytes)
     assert caught.value.code is ErrorCode.BODY_TOO_LARGE
 
 
 @pytest.mark.parametrize("data", [b"\x0b", b"\x1a\x05\x0a", b"\x1a\x80", b"\xff" * 12, b"\x1a"])
 def test_bytes_that_are_no_message_are_malformed(data: bytes) -> None:
     with pytest.raises(RatoonError) as caught:
-        sized(deserializer("Update", LIMITS)(data), 100)
+        sized(deserializer("Update", LIMITS)(data), "Update", 100)
     assert caught.value.code is ErrorCode.MALFORMED_BODY
 
 
@@ -82,7 +82,7 @@ def test_what_is_within_bounds_is_parsed_as_it_is(rpc: str) -> None:
         "UploadPart": service_pb2.UploadPartRequest(groups=batch.groups),
     }[rpc]
     parsed = deserializer(rpc, LIMITS)(message.SerializeToString())
-    assert sized(parsed, LIMITS.max_body_bytes) == message
+    assert sized(parsed, "Update", LIMITS.max_body_bytes) == message
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,14 @@ def test_wrong_arguments_exit_2_and_make_nothing(tmp_path: Path, arguments: list
     assert KeyFile(tmp_path).keys() == {}
 
 
+def test_a_damaged_file_of_keys_is_said(tmp_path: Path) -> None:
+    (tmp_path / "access").mkdir()
+    (tmp_path / "access" / "keys.json").write_text("{")
+    listed = _run("list")
+    assert listed.exit_code == 2
+    assert "the API keys cannot be read" in listed.stderr
+
+
 def test_limits_are_kept_and_listed(tmp_path: Path) -> None:
     options = ("--rate", "2.5", "--burst", "9", "--tokens-per-day", "1000")
     assert _run("create", "--scope", "train", *options).exit_code == 0

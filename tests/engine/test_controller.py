@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,37 @@ async def test_the_caller_that_goes_away_does_not_stop_the_update(machine: Machi
     assert machine.weights == [([1.0], RATE)]
 
 
+async def test_a_seq_far_ahead_is_refused_and_one_that_may_come_is_not(
+    make_machine: MakeMachine,
+) -> None:
+    """A slip of a caller, 2**62, was queued for ever."""
+    machine = await make_machine(limits={"max_open_operations": 3}).start()
+    await machine.update(2, 2)
+    for seq in (5, 2**62):
+        with pytest.raises(RatoonError) as caught:
+            await machine.update(seq, seq)
+        assert (caught.value.code, caught.value.field) == (ErrorCode.INVALID_ARGUMENT, "key.seq")
+        assert caught.value.expected == "at most 4, as 1 has not arrived"
+    far = await machine.update(4, 4)
+    await machine.end(await machine.update(1, 1))
+    await machine.update(3, 3)
+    assert (await machine.end(far)).state is OperationState.DONE
+
+
+async def test_short_waits_behind_a_gap_add_up(make_machine: MakeMachine) -> None:
+    """Each of them was refused at its own end, and polls never waited for `gap_wait_s`."""
+    machine = await make_machine(limits={"gap_wait_s": 0.3}).start()
+    operation = await machine.update(2, 2)
+    begin = time.monotonic()
+    for _ in range(2):
+        seen = await machine.controller.get_operation(operation.operation_id, 0.05)
+        assert (seen.state, seen.blocked_by_seq) == (OperationState.QUEUED, 1)
+    for least_s in (0.3, 0.55):
+        with pytest.raises(RatoonError, match="which has not arrived"):
+            await machine.controller.get_operation(operation.operation_id, 0.3)
+        assert time.monotonic() - begin >= least_s
+
+
 async def test_a_wait_behind_a_gap_names_the_missing_seq(make_machine: MakeMachine) -> None:
     machine = await make_machine(limits={"gap_wait_s": 0.05}).start()
     operation = await machine.update(3, 3)
@@ -108,7 +140,7 @@ async def test_a_wait_behind_a_gap_names_the_missing_seq(make_machine: MakeMachi
     assert caught.value.details == {"missing_seq": "1"}
     await machine.update(1, 1)
     with pytest.raises(RatoonError) as caught:
-        await machine.controller.get_operation(operation.operation_id, 0.02)
+        await machine.controller.get_operation(operation.operation_id, 20.0)
     assert caught.value.details == {"missing_seq": "2"}
     await machine.update(2, 2)
     assert (await machine.end(operation)).state is OperationState.DONE

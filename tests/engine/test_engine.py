@@ -349,6 +349,25 @@ async def test_callers_that_ask_for_backends_at_once_share_one_process(house: Ho
     assert house.cluster.num_backends == 1
 
 
+async def test_a_worker_that_imports_torch_holds_no_caller_up(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that asked for the limits waited for its import, for 40 s after a restart."""
+    found = (BackendInfo(op="o", name="n", available=True, unavailable_reason=""),)
+    imported = asyncio.Event()
+
+    async def late() -> tuple[BackendInfo, ...]:
+        await imported.wait()
+        return found
+
+    monkeypatch.setattr("ratoon.engine.engine._BACKENDS_S", 0.01)
+    monkeypatch.setattr(house.cluster, "backends", late)
+    async with asyncio.timeout(5.0):
+        assert await house.engine.backends() == ()
+    imported.set()
+    assert await house.engine.backends() == found
+
+
 async def test_thousands_wait_for_one_operation(house: House) -> None:
     faults = house.cluster.workers["a"]._faults
     hold = faults.holds[1.0] = threading.Event()

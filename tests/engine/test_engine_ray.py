@@ -40,6 +40,7 @@ from ratoon.engine.types import (
     StepResult,
     Submission,
 )
+from ratoon.engine.worker.backends import BackendInfo
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon_proto.codec import decode_tensor
 from ratoon_proto.v1.training_pb2 import ForwardOutput
@@ -266,7 +267,10 @@ def test_counters_equal_the_journal(engine: Engine) -> None:
 
 def test_backends_are_those_of_the_worker(engine: Engine) -> None:
     async def main(client: EngineClient) -> None:
-        backends = {(backend.op, backend.name): backend for backend in await client.backends()}
+        found: tuple[BackendInfo, ...] = ()
+        while not found:  # Its worker may still import torch.
+            found = await client.backends()
+        backends = {(backend.op, backend.name): backend for backend in found}
         assert backends["tree_attention", "reference"].available
         assert backends["tree_attention", "reference"].unavailable_reason == ""
 

@@ -53,7 +53,7 @@ QUOTA_HELP = "Tokens of accepted work, each rollout alone; all policies and proc
 def _read_config(path: Path | None) -> RatoonConfig:
     try:
         return load_config(path)
-    except (ValidationError, OSError) as err:
+    except (ValueError, OSError) as err:
         typer.echo(f"config: {err}", err=True)
         raise typer.Exit(2) from err
 
@@ -193,7 +193,12 @@ def create_key(
 @keys.command("list")
 def list_keys(config: ConfigOption = None) -> None:
     """Every key that was made, without its secret."""
-    found = KeyFile(_read_config(config).data_root.absolute()).keys().values()
+    file = KeyFile(_read_config(config).data_root.absolute())
+    try:
+        found = file.keys().values()
+    except RatoonError as err:
+        typer.echo(err.message, err=True)
+        raise typer.Exit(2) from err
     table = Table(
         "id", "scope", "policies", "state", "created", "expires", "limits", "note", box=None
     )

@@ -12,16 +12,17 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import psutil
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
+    SettingsError,
 )
 
 MIB = 2**20
@@ -258,7 +259,10 @@ class RatoonConfig(BaseSettings):
     # "": only data_root; or s3://BUCKET/PREFIX, which gets a copy of all that recovery needs.
     # Credentials, region and endpoint come from the usual AWS variables.
     storage_url: str = ""
-    log_level: str = "INFO"
+    log_level: Annotated[
+        Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"],
+        BeforeValidator(lambda name: name.upper() if isinstance(name, str) else name),
+    ] = "INFO"
     # For tests: processes kill themselves at the points named in data_root/crash-points
     # (docs/operations.md).
     crash_points: bool = False
@@ -329,12 +333,26 @@ def _is_of_kubernetes(name: str, value: str) -> bool:
 def load_config(path: Path | None) -> RatoonConfig:
     """Read `path` (YAML; None: defaults) and the environment.
 
-    Raises `pydantic.ValidationError` naming the field, `OSError` where the file cannot be read.
+    Raises `ValueError` naming the field, as `pydantic.ValidationError` is one; or the file, where
+    it is no YAML of names and values. `OSError` where it cannot be read.
     """
-    data: dict[str, Any] = {}
-    if path is not None:
-        data = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    return RatoonConfig(**data)
+    data = {} if path is None else _read_yaml(path)
+    try:
+        return RatoonConfig(**data)
+    except SettingsError as err:
+        raise ValueError(f"{err}: a list or a section is written as JSON there") from err
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as err:
+        raise ValueError(f"{path}: {err}") from err
+    if data is None:
+        return {}
+    if not isinstance(data, dict) or not all(isinstance(name, str) for name in data):
+        raise ValueError(f"{path}: got {str(data)[:64]}, expected names with their values")
+    return cast("dict[str, Any]", data)
 
 
 def public_hosts(config: RatoonConfig) -> list[str]:

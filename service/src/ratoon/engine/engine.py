@@ -40,6 +40,8 @@ from ratoon.stream.manifest import GradientManifest, WeightManifest
 
 # How long a call waits while a newly started engine reads its policies.
 _RECOVER_S = 5.0
+# How long it waits for the backends of a newly started worker.
+_BACKENDS_S = 1.0
 # A controller's errors for an operation that it does not have, or no longer answers for.
 _NOT_HERE = (
     ErrorCode.OPERATION_NOT_FOUND,
@@ -190,10 +192,15 @@ class Engine:
         self._lifecycle.check_well()
 
     async def backends(self) -> tuple[BackendInfo, ...]:
-        """Kernel backends on the workers' device; determined once."""
+        """Kernel backends on the workers' device, determined once; none before that.
+
+        It takes a process that imports torch: a caller who wants the limits waits `_BACKENDS_S`.
+        """
         if self._backends is None or (self._backends.done() and self._backends.exception()):
             self._backends = asyncio.get_running_loop().create_task(self._cluster.backends())
-        return await asyncio.shield(self._backends)
+        finding = self._backends
+        await asyncio.wait({finding}, timeout=_BACKENDS_S)
+        return finding.result() if finding.done() else ()
 
     async def record_metrics(self, changes: Sequence[Change]) -> None:
         """Add changes that other processes have counted."""

@@ -2,8 +2,8 @@
 
 A handler runs before its message is read, so that the servicer authorizes the caller first. The
 message's length is known before gRPC is asked for it; its bytes are taken from a budget that the
-call keeps until its answer is with gRPC. Calls without a batch are limited to `SMALL_BYTES`
-instead, and Health's message is not read.
+call keeps until its answer is with gRPC. Calls of at most `SMALL_BYTES` take nothing from it, and
+Health's message is not read.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from ratoon.api.contract import BATCHES
+from ratoon.api.contract import BATCHES, SMALL_BYTES, body_bound, check_size
 from ratoon.api.grpc.front import Call, Front
 from ratoon.api.grpc.status import set_status
 from ratoon.config import LimitsConfig
 from ratoon.errors import ErrorCode, RatoonError, exhausted
 
-SMALL_BYTES = 64 * 1024
 # Per process: batches being read or validated, and file chunks waiting for their readers.
 BATCH_BYTES = 256 * 2**20
 UNSENT_BYTES = 128 * 2**20
@@ -134,9 +133,9 @@ class Intake(grpc.aio.ServerInterceptor):
             raise _too_slow(limits.max_body_pause_s) from err
         if length is None:
             raise RatoonError(ErrorCode.MALFORMED_BODY, "no request came")
-        is_batch = request.rpc in BATCHES
-        _check_length(length, self._max_message_bytes if is_batch else SMALL_BYTES)
-        if is_batch:
+        bound = body_bound(request.rpc, self._max_message_bytes)
+        check_size(request.rpc, length, bound)
+        if bound > SMALL_BYTES:
             await request.held.enter_async_context(self._batches.hold(caller, length))
         return await self._whole(request)
 
@@ -222,17 +221,6 @@ async def _answered(handler: Any, request: Request, context: Any) -> None:
     if context.code() in (None, 0, grpc.StatusCode.OK):
         # Not cancellable: gRPC cannot take back what it has begun to send.
         await context.write(answer)
-
-
-def _check_length(length: int, most: int) -> None:
-    if length > most:
-        raise RatoonError(
-            ErrorCode.BODY_TOO_LARGE,
-            f"the request has {length} bytes, the limit of this call is {most}: "
-            "send a batch in parts (UploadPart)",
-            got=f"{length} bytes",
-            expected=f"at most {most} bytes",
-        )
 
 
 def _too_slow(seconds: float) -> RatoonError:

@@ -46,7 +46,7 @@ class _Outcome:
 class PolicyServicer:
     """Has the service, its gate, and a method per RPC of the same name.
 
-    `max_body_bytes` bounds a request's serialized size.
+    `max_body_bytes` bounds the serialized size of a request with a batch.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class PolicyServicer:
         with self._measured(rpc.call) as outcome:
             try:
                 with self._authorized(rpc.call, context) as authorized:
-                    message = await self._message(request, authorized)
+                    message = await self._message(rpc, request, authorized)
                     call = getattr(self._service, rpc.call)
                     answer = await self._gate.run(authorized, call, message)
             except Exception as error:  # noqa: BLE001 - the border of the process
@@ -84,7 +84,7 @@ class PolicyServicer:
         with self._measured(rpc.call) as outcome:
             try:
                 with self._authorized(rpc.call, context) as authorized:
-                    message = await self._message(request, authorized)
+                    message = await self._message(rpc, request, authorized)
                     call = getattr(self._service, rpc.call)
                     async with aclosing(self._gate.stream(authorized, call, message)) as answers:
                         async for answer in answers:
@@ -96,12 +96,12 @@ class PolicyServicer:
                     yield rpc.response()
 
     async def _message(
-        self, request: Message | Refused | Request, authorized: AuthorizedCall
+        self, rpc: _Rpc, request: Message | Refused | Request, authorized: AuthorizedCall
     ) -> Message:
         """The request, read now if it has not arrived yet."""
         if isinstance(request, Request):
             request = cast("Message | Refused", await request.read(authorized.caller.name))
-        return sized(request, self._max_body_bytes)
+        return sized(request, rpc.name, self._max_body_bytes)
 
     @contextmanager
     def _measured(self, method: str) -> Generator[_Outcome, None, None]:

@@ -15,7 +15,7 @@ from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
-from ratoon.api.contract import BATCHES, SERVICE
+from ratoon.api.contract import BATCHES, SERVICE, body_bound, check_size
 from ratoon.api.counts import MalformedError, MessageCounter
 from ratoon.config import LimitsConfig
 from ratoon.errors import ErrorCode, RatoonError
@@ -90,19 +90,11 @@ def _serialize(message: Message) -> bytes:
     return message.SerializeToString()
 
 
-def sized(request: RequestT | Refused, max_bytes: int) -> RequestT:
+def sized(request: RequestT | Refused, rpc: str, max_bytes: int) -> RequestT:
     """The request. Raises MALFORMED_BODY, BODY_TOO_LARGE."""
     if isinstance(request, Refused):
         raise request.error
-    size_bytes = request.ByteSize()
-    if size_bytes > max_bytes:
-        raise RatoonError(
-            ErrorCode.BODY_TOO_LARGE,
-            f"the request has {size_bytes} bytes, the limit is {max_bytes}: "
-            "send the batch in parts (UploadPart)",
-            got=f"{size_bytes} bytes",
-            expected=f"at most {max_bytes} bytes",
-        )
+    check_size(rpc, request.ByteSize(), body_bound(rpc, max_bytes))
     return request
 
 

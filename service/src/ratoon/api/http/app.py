@@ -9,7 +9,7 @@ import asyncio
 import json
 from collections.abc import Iterable
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
@@ -24,6 +24,7 @@ from ratoon.api.http.local_names import LocalNames
 from ratoon.api.http.meter import RequestMeter
 from ratoon.api.service import PolicyService
 from ratoon.config import LimitsConfig
+from ratoon.errors import invalid, shown
 
 _MAX_PARSING = 2
 
@@ -63,7 +64,7 @@ def create_app(
     if allowed_hosts is not None:
         app.add_middleware(LocalNames, allowed=allowed_hosts)
     for router in routers:
-        app.include_router(router)
+        app.include_router(router, dependencies=[Depends(_only_known_parameters)])
     return app
 
 
@@ -81,6 +82,16 @@ def _document(app: FastAPI) -> Route:
         return Response(await asyncio.shield(body), media_type="application/json")
 
     return Route("/openapi.json", openapi, include_in_schema=False)
+
+
+async def _only_known_parameters(request: Request) -> None:
+    """Raises INVALID_ARGUMENT: FastAPI ignores other parameters, as in `?wait=30`."""
+    route = request.scope["route"]
+    known = sorted(field.alias for field in route.dependant.query_params)
+    for name, value in request.query_params.items():
+        if name not in known:
+            expected = f"one of {', '.join(known)}" if known else "no parameter"
+            raise invalid(shown(name)[1:-1], shown(value), expected)
 
 
 def _operation_name(route: APIRoute) -> str:

@@ -9,18 +9,14 @@ from dataclasses import dataclass, field
 from ipaddress import IPv6Address, ip_address, ip_network
 from typing import Protocol
 
+from ratoon.api.contract import body_bound, rpc_at
 from ratoon.errors import RatoonError, exhausted
 
 MIB = 2**20
 # The most of a file that an answer holds, and what a reader has `stalled_s` for.
 CHUNK_BYTES = 16 * MIB
-# Bodies of calls without a batch.
-SMALL_BODY_BYTES = 64 * 1024
 _RETRY_S = 1.0
 WITHOUT_BODY = frozenset({"GET", "HEAD", "DELETE", "OPTIONS", "TRACE", "CONNECT"})
-_BATCH = re.compile(
-    r"/v1/policies/[^/]+/(update|forward_backward|forward|uploads/[^/]+/parts/[^/]+)"
-)
 _FILE = re.compile(r"/v1/policies/[^/]+/(weights/[^/]+/)?files/[^/]+")
 
 
@@ -153,8 +149,7 @@ class EdgeBudget:
         """Maximum body size; unknown paths count as calls without a batch."""
         if method in WITHOUT_BODY:
             return 0
-        most = self.bounds.max_body_bytes
-        return most if _BATCH.fullmatch(path) else min(most, SMALL_BODY_BYTES)
+        return body_bound(rpc_at(path), self.bounds.max_body_bytes)
 
     def _has_room(self, host: _Host) -> bool:
         crowd = None

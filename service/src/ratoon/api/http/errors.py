@@ -61,9 +61,12 @@ def error_response(error: RatoonError, headers: dict[str, str] | None = None) ->
     if error.code is ErrorCode.REQUEST_TIMEOUT:
         # A caller that did not send the rest of this request will send no other.
         all_headers["Connection"] = "close"
-    return JSONResponse(
-        {"error": to_json(detail_of(error))}, status_code=row.http, headers=all_headers
-    )
+    detail = detail_of(error)
+    # In JSON a key is two plain fields.
+    plain = detail.field.removeprefix("key.")
+    detail.message = detail.message.replace(detail.field, plain, 1)
+    detail.field = plain
+    return JSONResponse({"error": to_json(detail)}, status_code=row.http, headers=all_headers)
 
 
 def install(app: FastAPI) -> None:

@@ -1,8 +1,8 @@
 """Inflates compressed bodies piece by piece.
 
-Beyond the decoder's window only one piece, of at most some MiB, is held. A body that exceeds
-`max_bytes` inflated, or grows more than `MAX_RATIO` times after `FREE_BYTES`, is refused before
-more of it is made.
+Beyond the decoder's window only one piece, of at most some MiB, is held. A body that is over
+its call's bound inflated, or grows more than `MAX_RATIO` times after `FREE_BYTES`, is refused
+before more of it is made.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class _Decoder(Protocol):
 
 
 class Inflater:
-    """One body. `coding` is one of `CODINGS`."""
+    """One body. `coding` is one of `CODINGS`; `check_size` refuses a number of bytes inflated."""
 
-    def __init__(self, coding: str, *, max_bytes: int) -> None:
+    def __init__(self, coding: str, *, check_size: Callable[[int], None]) -> None:
         self._coding = coding
-        self._max_bytes = max_bytes
+        self._check_total = check_size
         self._decoder = CODINGS[coding]()
         self._num_in = 0
         self._num_out = 0
@@ -58,8 +58,7 @@ class Inflater:
             raise self._malformed()
 
     def _check_size(self) -> None:
-        if self._num_out > self._max_bytes:
-            raise too_large(self._num_out, self._max_bytes)
+        self._check_total(self._num_out)
         if self._num_out > max(FREE_BYTES, MAX_RATIO * self._num_in):
             raise RatoonError(
                 ErrorCode.BODY_TOO_LARGE,
@@ -119,13 +118,3 @@ class _Zstd:
 
 
 CODINGS: Mapping[str, Callable[[], _Decoder]] = {"gzip": _Gzip, "zstd": _Zstd}
-
-
-def too_large(num_bytes: int, max_bytes: int) -> RatoonError:
-    return RatoonError(
-        ErrorCode.BODY_TOO_LARGE,
-        f"the body has at least {num_bytes} bytes, the limit is {max_bytes}: "
-        "send the batch in parts",
-        got=f"{num_bytes} bytes",
-        expected=f"at most {max_bytes} bytes",
-    )

@@ -1,21 +1,23 @@
 """Limits a body's size and time while it is read.
 
-At most `max_body_bytes` of a body are held, whatever Content-Length said and however it is
+At most its call's bound of a body is held, whatever Content-Length said and however it is
 compressed. A compressed one is inflated piece by piece, and refused if it grows as no batch does.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import cast
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ratoon.api.contract import body_bound, check_size, rpc_at
 from ratoon.api.http.edge_budget import WITHOUT_BODY
 from ratoon.api.http.errors import error_response
-from ratoon.api.http.inflate import CODINGS, Inflater, too_large
+from ratoon.api.http.inflate import CODINGS, Inflater
 from ratoon.config import LimitsConfig
 from ratoon.errors import ErrorCode, RatoonError
 
@@ -42,21 +44,31 @@ class BodyLimit:
         headers = MutableHeaders(scope=scope)
         _check_place(scope, headers)
         length, coding = headers.get("content-length", "0"), _coding(headers)
-        if length.isdecimal() and int(length) > self._limits.max_body_bytes:
-            raise too_large(int(length), self._limits.max_body_bytes)
+        rpc = rpc_at(scope["path"])
+        bound = body_bound(rpc, self._limits.max_body_bytes)
+        check = partial(check_size, rpc, bound=bound)
+        if length.isdecimal():
+            check(int(length))
         inflater = None
         if coding != "identity":
-            inflater = Inflater(coding, max_bytes=self._limits.max_body_bytes)
+            inflater = Inflater(coding, check_size=check)
             del headers["content-encoding"]
             if "content-length" in headers:
                 del headers["content-length"]
-        return _Body(receive, self._limits, inflater)
+        return _Body(receive, self._limits, inflater, check)
 
 
 class _Body:
     """One request's body as it arrives."""
 
-    def __init__(self, receive: Receive, limits: LimitsConfig, inflater: Inflater | None) -> None:
+    def __init__(
+        self,
+        receive: Receive,
+        limits: LimitsConfig,
+        inflater: Inflater | None,
+        check_size: Callable[[int], None],
+    ) -> None:
+        self._check_size = check_size
         self._receive = receive
         self._limits = limits
         self._inflater = inflater
@@ -102,8 +114,7 @@ class _Body:
         if message["type"] != "http.request":
             return message
         self._num_bytes += len(message.get("body", b""))
-        if self._num_bytes > self._limits.max_body_bytes:
-            raise too_large(self._num_bytes, self._limits.max_body_bytes)
+        self._check_size(self._num_bytes)
         self._is_whole = not message.get("more_body", False)
         return message
 

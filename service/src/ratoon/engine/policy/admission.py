@@ -158,8 +158,8 @@ class Admission:
     ) -> OperationRecord:
         """Journal and queue a new operation, whose body is held.
 
-        Raises RESOURCE_EXHAUSTED, BODY_TOO_LARGE over a quota, and `JournalUnknownError` where the
-        journal did not answer.
+        Raises RESOURCE_EXHAUSTED, BODY_TOO_LARGE over a quota, INVALID_ARGUMENT for a seq too far
+        ahead, and `JournalUnknownError` where the journal did not answer.
         """
         run = self._run
         seq = self._seq(submission.key)
@@ -231,6 +231,11 @@ class Admission:
         check_room(name, "open_operations", num_open, 1, limits.max_open_operations)
         name, wanted = f"policy {run.policy_id}: bytes of open operations", len(submission.body)
         check_room(name, "queued_bytes", used, wanted, limits.max_queued_bytes)
+        seq, free = self._seq(submission.key), run.sequencer.next_free
+        if seq > free + limits.max_open_operations:
+            # More would have to come before it than may wait: a slip, which would wait for ever.
+            most = free + limits.max_open_operations
+            raise invalid("key.seq", seq, f"at most {most}, as {free} has not arrived")
 
     def _record(
         self, operation_id: str, submission: Submission, seq: int, payload: str

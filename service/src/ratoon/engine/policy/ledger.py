@@ -46,6 +46,8 @@ class LiveOperation(Awaited):
     # Its turn has come: it can only be asked to stop.
     is_started: bool = False
     cancel_requested: bool = False
+    # A missing seq that it is waited for behind, and since when (the loop's time).
+    _gap: tuple[int, float] = (0, 0.0)
 
     @property
     def operation_id(self) -> str:
@@ -54,6 +56,12 @@ class LiveOperation(Awaited):
     @property
     def is_final(self) -> bool:
         return self.record.state.is_final
+
+    def waits_since(self, missing_seq: int, now: float) -> float:
+        """When it was first waited for behind this seq; `now`, where it was not."""
+        if self._gap[0] != missing_seq:
+            self._gap = (missing_seq, now)
+        return self._gap[1]
 
     def set_record(self, record: OperationRecord) -> None:
         self.record = record

@@ -41,27 +41,30 @@ class OperationViews:
     async def get(self, operation_id: str, wait_s: float) -> Operation:
         """The operation once it has ended, or after `wait_s` seconds.
 
-        Raises OPERATION_NOT_FOUND, SEQ_GAP where the wait ends behind a missing seq, and
-        UNAVAILABLE where it would not end before the service does.
+        Raises OPERATION_NOT_FOUND, SEQ_GAP where it was waited for behind a missing seq for
+        `gap_wait_s`, in however many calls, and UNAVAILABLE where the wait would not end before the
+        service does.
         """
         live = self._run.ledger.find(operation_id)
         if live is None:
             return await self._ended_or_later(operation_id, wait_s)
         clock, limits = asyncio.get_running_loop().time, self._run.limits
         begin = clock()
-        wait_s = min(wait_s, limits.max_wait_s)
-        deadline, gap_deadline = begin + wait_s, begin + min(wait_s, limits.gap_wait_s)
+        deadline = begin + min(wait_s, limits.max_wait_s)
         while not live.is_final and clock() < deadline:
             if self._is_over:
                 raise draining()
             missing = self._missing(live)
-            if missing and clock() >= gap_deadline:
+            if not missing:
+                await live.wait_change(deadline - clock())
+                continue
+            gap_ends = live.waits_since(missing, clock()) + limits.gap_wait_s
+            if gap_ends <= begin:
+                # Who asks again is held as well: it may be arriving by now.
+                gap_ends = min(begin + limits.gap_wait_s, deadline)
+            await live.wait_change(min(gap_ends, deadline) - clock())
+            if clock() >= gap_ends and self._missing(live) == missing:
                 raise seq_gap(live.record.seq, missing)
-            until = gap_deadline if missing else deadline
-            await live.wait_change(until - clock())
-        missing = self._missing(live)
-        if missing and wait_s > 0:
-            raise seq_gap(live.record.seq, missing)
         return await self.of(live)
 
     async def watch(self, seen: Operation, wait_s: float) -> Operation:
