@@ -21,9 +21,10 @@ from ratoon.stream.manifest import WeightKind
 from ratoon.stream.versions import publish_version
 from ratoon.train.config import LossKind, NumericsGuard, OptimizerStates, ParallelLayout, Shard
 from ratoon.train.copies import Copies
+from ratoon.train.layout import load
 from ratoon.train.numerics import device_model
 from ratoon.train.report.step_report import SkipReason, StepReport
-from ratoon.train.trainer import Trainer, load
+from ratoon.train.trainer import Trainer
 from tests.tiny_models import write_folder
 from tests.train.equivalence_runs import EAGER
 from tests.train.rank_runs import (
