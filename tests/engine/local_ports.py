@@ -146,7 +146,8 @@ class LocalWorker:
     async def release(self) -> None:
         self.is_dead = self.is_released = True
 
-    async def fence(self, token: int) -> WorkerStatus:
+    async def fence(self, token: int, *, on_one_node: bool = False) -> WorkerStatus:
+        self.on_one_node = on_one_node
         if not self.is_dead:
             self.core.fence(token)
         return await self._run(self.core.status)

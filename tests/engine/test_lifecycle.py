@@ -51,7 +51,7 @@ class FakeFleet:
         self.running: set[str] = set()
         self.hold: asyncio.Event | None = None
         self.faults: list[Exception] = []
-        self.has_gpu = True
+        self.has_gpu = self.makes_controllers = True
         self.drained: list[tuple[str, float]] = []
         self.is_stuck = False
 
@@ -77,8 +77,10 @@ class FakeFleet:
         if not self.has_gpu:
             raise no_gpu()
 
-    async def fail(self, policy_id: str, failure: str) -> None:
-        self.fenced.fail(self.fenced.acquire(policy_id), policy_id, failure)
+    async def fail(self, policy_id: str, failure: str) -> bool:
+        if self.makes_controllers:
+            self.fenced.fail(self.fenced.acquire(policy_id), policy_id, failure)
+        return self.makes_controllers
 
     async def drain(self, policy_id: str, grace_s: float) -> None:
         self.drained.append((policy_id, grace_s))
@@ -250,7 +252,11 @@ async def test_what_passes_keeps_no_policy_from_coming_back(town: Town) -> None:
 
 
 @pytest.mark.usefixtures("at_once")
-async def test_a_policy_that_does_not_come_back_is_failed_and_says_why(town: Town) -> None:
+@pytest.mark.parametrize("makes_controllers", [True, False])
+async def test_a_policy_that_does_not_come_back_is_failed_and_says_why(
+    town: Town, *, makes_controllers: bool
+) -> None:
+    town.fleet.makes_controllers = makes_controllers
     await come_back(town, *(worker_lost() for _ in range(5)))
     row = await town.lifecycle.policy("a")
     assert (row.state, town.fleet.running) == (PolicyState.FAILED, set())

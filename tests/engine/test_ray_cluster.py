@@ -14,7 +14,7 @@ from sqlalchemy.exc import OperationalError
 
 from ratoon.config import RatoonConfig, load_config
 from ratoon.engine.cluster import placement
-from ratoon.engine.cluster.gpu_environment import visible_first
+from ratoon.engine.cluster.gpu_environment import seen_by_ranks
 from ratoon.engine.cluster.ray_cluster import RayCluster, open_engine
 from ratoon.engine.files.disk import is_waited_for
 from ratoon.engine.files.paths import make_policy_folders
@@ -94,9 +94,10 @@ def test_a_cluster_whose_gpus_are_not_up_is_none_of_cpus(monkeypatch: pytest.Mon
     assert is_waited_for(caught.value)
 
 
-def test_a_rank_that_reads_from_others_sees_its_own_gpu_first() -> None:
-    assert visible_first("2", ["0", "2", "5"]) == "2,0,5"
-    assert visible_first("0", ["0"]) == "0"
+def test_a_rank_sees_its_own_gpu_first_and_those_of_its_node() -> None:
+    assert seen_by_ranks([("a", "0"), ("a", "2"), ("a", "5")]) == ["0,2,5", "2,0,5", "5,0,2"]
+    # Numbers are of a node, and a number that is there twice is of no GPU.
+    assert seen_by_ranks([("a", "0"), ("a", "1"), ("b", "0"), ("b", "1")]) == ["0", "1", "0", "1"]
 
 
 def test_memory_of_the_host_reaches_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:

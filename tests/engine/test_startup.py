@@ -32,7 +32,7 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.train.config import OptimizerStates, Shard
 from tests.engine import harness
 from tests.engine.conftest import MakeMachine
-from tests.engine.fake_trainer import INFO
+from tests.engine.fake_trainer import INFO, FakeTrainer
 from tests.engine.harness import DISCARD, RATE, Machine, code_of, forward, save, started
 from tests.engine.local_ports import Crash
 
@@ -98,7 +98,8 @@ async def test_a_lost_worker_for_which_there_is_no_gpu_is_waited_for(
     ]
     fence = machine.worker.fence
 
-    async def fence_once_there_is_room(token: int) -> WorkerStatus:
+    async def fence_once_there_is_room(token: int, *, on_one_node: bool) -> WorkerStatus:
+        assert not on_one_node
         if refusals:
             raise refusals.pop()
         return await fence(token)
@@ -109,6 +110,20 @@ async def test_a_lost_worker_for_which_there_is_no_gpu_is_waited_for(
     assert (await machine.end(await machine.update(2, 2))).state is OperationState.DONE
     assert refusals == []
     assert machine.weights == [([1.0], RATE), ([2.0], RATE)]
+
+
+async def test_ranks_that_read_weights_come_back_on_one_node(
+    make_machine: MakeMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though nobody named it: it was chosen, where they were on one."""
+    open_spec = harness.trainer_spec(harness.policy_spec())
+    monkeypatch.setattr(harness, "trainer_spec", lambda _spec: open_spec)
+    monkeypatch.setattr(FakeTrainer, "info", lambda _: replace(INFO, shard="weights"))
+    machine = await make_machine(recovery=Recovery.REPLAY).start()
+    assert not machine.worker.on_one_node
+    machine.worker.is_dead = True
+    await machine.end(await machine.update(1, 1))
+    assert machine.worker.on_one_node
 
 
 async def test_an_operation_whose_acceptance_was_lost_runs_once(machine: Machine) -> None:

@@ -54,8 +54,8 @@ class Publish:
 class Parallel:
     """Devices of the policy, `num_workers` of them, and what they share out.
 
-    `shard` absent: `states` or `gradients`, the first that fits (on CPUs `states`); `weights`, of
-    devices of one node, is asked for by name.
+    `shard` absent: the first of `states`, `gradients` and `weights` that leaves a quarter of a GPU
+    for activations, or what leaves most (on CPUs `states`; `weights` on one node alone).
     `sequence_ranks` devices run one group together; absent: as each plan chooses.
     """
 

@@ -13,7 +13,7 @@ from ratoon_client.caller import Caller
 from ratoon_client.wire.rpcs import UPLOAD_PART
 from ratoon_proto.v1 import rollout_pb2, service_pb2
 
-# Every service takes it whole: it need not be asked.
+# Services take it whole, unless their max_body_bytes is some 128 KiB or less: they are not asked.
 _SMALL_BYTES = 64 * 1024
 BatchSource = rollout_pb2.RolloutBatch | rollout_pb2.UploadedBatch
 

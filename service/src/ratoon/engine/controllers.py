@@ -109,11 +109,15 @@ class Controllers:
         """See `Cluster.require_gpu`."""
         self._cluster.require_gpu()
 
-    async def fail(self, policy_id: str, failure: str) -> None:
-        """Mark a policy failed that did not start, and end its worker, unless it is another's."""
+    async def fail(self, policy_id: str, failure: str) -> bool:
+        """Mark a policy failed that did not start, and end its worker, unless it is another's.
+
+        Returns whether it has a controller; without one nothing is done.
+        """
         kept = self._kept.get(policy_id)
         if kept is not None:
             await kept.controller.fail(failure)
+        return kept is not None
 
     async def drain(self, policy_id: str, grace_s: float) -> None:
         """Let the policy's running operation finish within `grace_s` seconds; start no other."""

@@ -75,8 +75,11 @@ class Fleet(Protocol):
         """Raises RESOURCE_EXHAUSTED where a policy would now get a CPU for want of GPUs."""
         ...
 
-    async def fail(self, policy_id: str, failure: str) -> None:
-        """Mark a policy failed that did not start, and end its worker, unless it is another's."""
+    async def fail(self, policy_id: str, failure: str) -> bool:
+        """Mark a policy failed that did not start, and end its worker, unless it is another's.
+
+        Returns whether it has a controller; without one nothing is done.
+        """
         ...
 
     async def drain(self, policy_id: str, grace_s: float) -> None:
@@ -342,7 +345,9 @@ class Lifecycle:
                 _LOG.exception("policy did not come back", policy_id=policy_id, failures=failures)
                 failure = _failed_for_good(err, failures)
             if failure:
-                await self._fleet.fail(policy_id, failure)
+                if not await self._fleet.fail(policy_id, failure):
+                    token = await self._journal.acquire(policy_id)
+                    await self._journal.fail(token, policy_id, failure)
                 return
             await asyncio.sleep(_WAITING_S if is_waited else _BACKOFF_S * 2**failures)
             again = await until_room(lambda: self._journal.policy(policy_id))

@@ -14,7 +14,12 @@ from ratoon.model.parts import parts_of, shared_out
 from ratoon.model.policy_model import PolicyModel, names_by_layer, trained_parameters
 from ratoon.train.config import OptimizerStates, Shard
 from ratoon.train.copies import Copies
-from ratoon.train.numerics import configure_torch, free_bytes, total_bytes
+from ratoon.train.numerics import (
+    configure_torch,
+    free_bytes,
+    gpus_reach_each_other,
+    total_bytes,
+)
 from ratoon.train.optim.bf16_state import initial_state
 from ratoon.train.optim.gradients import sum_bytes
 from ratoon.train.optim.layer_exchange import handed_bytes
@@ -66,19 +71,21 @@ def _possible_shards(spec: TrainerSpec, place: Copies, *, has_adapter: bool) -> 
     if spec.num_workers == 1:
         return [Shard.STATES]
     named = spec.parallel.shard
-    if named is Shard.WEIGHTS and not place.are_neighbours():
+    can_read = place.are_neighbours() and gpus_reach_each_other(torch.device(spec.device))
+    if named is Shard.WEIGHTS and not can_read:
         raise RatoonError(
             ErrorCode.UNSUPPORTED,
-            "parallel.shard: ranks read each other's weights, which those of one node alone can",
+            "parallel.shard: ranks read each other's weights, which those of one node alone can, "
+            "whose GPUs have access to each other",
             field="parallel.shard",
             got=Shard.WEIGHTS.value,
-            expected="states or gradients on several nodes, or as many GPUs of one",
+            expected="states or gradients, or as many GPUs of one node, with peer access",
         )
     if named is not None:
         return [named]
     # The gradients of adapters are small.
     refused = {Shard.GRADIENTS} if has_adapter else set[Shard]()
-    if not place.are_neighbours():
+    if not can_read:
         refused.add(Shard.WEIGHTS)
     return [shard for shard in Shard if shard not in refused]
 

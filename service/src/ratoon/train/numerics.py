@@ -6,6 +6,7 @@ import math
 import platform
 import resource
 from importlib.metadata import version
+from itertools import permutations
 from typing import Any, cast
 
 import numpy as np
@@ -68,6 +69,15 @@ def total_bytes(device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
     return torch.cuda.get_device_properties(device).total_memory
+
+
+def gpus_reach_each_other(device: torch.device) -> bool:
+    """Whether each GPU that this process sees has access to the memory of every other one; so it is
+    on a CPU. All ranks of a node see the same."""
+    if device.type != "cuda":
+        return True
+    pairs = permutations(range(torch.cuda.device_count()), 2)
+    return all(torch.cuda.can_device_access_peer(one, other) for one, other in pairs)
 
 
 def free_bytes(total: int, allocated: int) -> int:

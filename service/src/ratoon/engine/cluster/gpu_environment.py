@@ -12,6 +12,10 @@ GPU_ENVIRONMENT = {
 }
 
 
-def visible_first(own: str, of_ranks: Sequence[str]) -> str:
-    """What a rank sees where it reads the memory of others' GPUs: its own first, then theirs."""
-    return ",".join([own, *(gpus for gpus in of_ranks if gpus != own)])
+def seen_by_ranks(places: Sequence[tuple[str, str]]) -> list[str]:
+    """What each rank sees, by the node and the GPU of each: on one node, where they may read each
+    other's weights, all, its own first. Elsewhere a number may be of several GPUs."""
+    gpus = [gpu for _, gpu in places]
+    if len({node for node, _ in places}) > 1:
+        return gpus
+    return [",".join([own, *(gpu for gpu in gpus if gpu != own)]) for own in gpus]

@@ -43,18 +43,22 @@ def worker_device(settings: EngineSettings) -> str:
     return "cuda:0" if settings.device == "cuda" else settings.device
 
 
-async def place(policy_id: str, num_gpus: int) -> PlacementGroup:
-    """Reserve the GPUs, or find them reserved. Raises RESOURCE_EXHAUSTED."""
+async def place(policy_id: str, num_gpus: int, *, on_one_node: bool = False) -> PlacementGroup:
+    """Reserve the GPUs, of one node if they have to be, or find them reserved.
+
+    Raises RESOURCE_EXHAUSTED.
+    """
     group = find_group(policy_id)
     if group is None:
         bundles = [{"GPU": 1.0} for _ in range(num_gpus)]
         # "PACK" alone would fill a node that has fewer first.
         fits_one = max(free_gpus_by_node().values(), default=0.0) >= num_gpus
-        strategy, name = "STRICT_PACK" if fits_one else "PACK", _group_name(policy_id)
+        strategy = "STRICT_PACK" if fits_one or on_one_node else "PACK"
+        name = _group_name(policy_id)
         group = placement_group(bundles, strategy=strategy, name=name, lifetime="detached")
     if not await asyncio.to_thread(group.wait, _PLACEMENT_S):
         remove_placement_group(group)
-        raise no_gpus(num_gpus, free_gpus_by_node())
+        raise no_gpus(num_gpus, free_gpus_by_node(), on_one_node=on_one_node)
     return group
 
 

@@ -24,7 +24,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ratoon.config import set_copy_interface, set_visible_gpus, visible_gpus
-from ratoon.engine.cluster.gpu_environment import GPU_ENVIRONMENT, visible_first
+from ratoon.engine.cluster.gpu_environment import GPU_ENVIRONMENT, seen_by_ranks
 from ratoon.engine.cluster.placement import bundles_of_ranks, find_group
 from ratoon.engine.cluster.ray_calls import ASKED_TIMES, START_S
 from ratoon.engine.crash_points import CrashPoint, make_reach
@@ -113,14 +113,14 @@ class RankActor:
             self._stopped = max(self._stopped, number)
 
     @ray.method(concurrency_group="control")
-    def own_gpu(self) -> str:
-        """Which of its machine's GPUs it has; "": none."""
-        return visible_gpus()
+    def place(self) -> tuple[str, str]:
+        """Its node, and which of its GPUs it has; "": none."""
+        return _place()
 
     @ray.method(concurrency_group="control")
-    def see(self, gpus: Sequence[str]) -> None:
-        """See those of all ranks of this machine, before any is used."""
-        set_visible_gpus(visible_first(visible_gpus(), gpus))
+    def see(self, gpus: str) -> None:
+        """See these, before any is used."""
+        set_visible_gpus(gpus)
 
     @ray.method(concurrency_group="control")
     def ping(self) -> None:
@@ -174,12 +174,12 @@ class RayPeer:
         """Wait until its process is up. Raises `WorkerLostError`."""
         self._get(self._actor.ping.remote(), timeout_s)
 
-    def own_gpu(self) -> str:
-        """Which of its machine's GPUs it has. Raises `WorkerLostError`."""
-        return cast("str", self._get(self._actor.own_gpu.remote(), self._max_silence_s))
+    def place(self) -> tuple[str, str]:
+        """Its node, and which of its GPUs it has. Raises `WorkerLostError`."""
+        return cast("tuple[str, str]", self._get(self._actor.place.remote(), self._max_silence_s))
 
-    def see(self, gpus: Sequence[str]) -> None:
-        """Have it see those of all ranks. Raises `WorkerLostError`."""
+    def see(self, gpus: str) -> None:
+        """Have it see these. Raises `WorkerLostError`."""
         self._get(self._actor.see.remote(gpus), self._max_silence_s)
 
     def load(self, spec: TrainerSpec, meeting: Meeting) -> None:
@@ -253,6 +253,10 @@ class RayPeer:
             raise WorkerLostError(f"rank {self._number} is lost: {err}") from err
 
 
+def _place() -> tuple[str, str]:
+    return str(ray.get_runtime_context().get_node_id()), visible_gpus()
+
+
 def _is_over(reference: ObjectRef[object], wait_s: float) -> bool:
     return bool(cast("Any", ray).wait([reference], timeout=wait_s)[0])
 
@@ -266,7 +270,8 @@ class Ranks:
         self._arguments = log_level, crash_points, compiled
         self._max_silence_s = max_silence_s
         self._peers: list[RayPeer] = []
-        self._own_gpu = visible_gpus()
+        # As Ray has given it to this process.
+        self._place = _place()
 
     def join(self, spec: TrainerSpec, policy_id: str) -> list[RayPeer]:
         """Start the peers and join them, as rank 0; none for a spec of one rank.
@@ -307,12 +312,13 @@ class Ranks:
         return self._peers
 
     def _see_all(self) -> None:
-        """Have all ranks see all of their GPUs, for CUDA maps the memory of no other one. On
-        several machines the numbers mean nothing, and none reads another's weights."""
-        gpus = [self._own_gpu, *(peer.own_gpu() for peer in self._peers)]
-        for peer in self._peers:
+        """Have all ranks of one node see all of their GPUs, for CUDA maps the memory of no other
+        one."""
+        places = [self._place, *(peer.place() for peer in self._peers)]
+        own, *others = seen_by_ranks(places)
+        for peer, gpus in zip(self._peers, others, strict=True):
             peer.see(gpus)
-        set_visible_gpus(visible_first(self._own_gpu, gpus))
+        set_visible_gpus(own)
 
     def _start(self, num_workers: int, policy_id: str) -> list[ActorProxy[RankActor]]:
         """Start all ranks but 0, on the policy's GPUs if it has any."""

@@ -40,8 +40,8 @@ class RayWorker:
         # Whether it has answered yet: it is given longer to come up.
         self._is_up = False
 
-    async def fence(self, token: int) -> WorkerStatus:
-        worker = self._handle = self._handle or await self._find_or_make()
+    async def fence(self, token: int, *, on_one_node: bool = False) -> WorkerStatus:
+        worker = self._handle = self._handle or await self._find_or_make(on_one_node=on_one_node)
         await self._ask(worker, worker.fence.remote(token))
         return await self._ask(worker, worker.status.remote())
 
@@ -71,14 +71,14 @@ class RayWorker:
             raise WorkerLostError(f"policy {self._policy_id} has no worker")
         return self._handle
 
-    async def _find_or_make(self) -> Worker:
+    async def _find_or_make(self, *, on_one_node: bool) -> Worker:
         """The policy's worker, found or started. Raises RESOURCE_EXHAUSTED."""
         found = await find_worker(self._policy_id, self._settings.namespace)
         if found is not None:
             return found
         options: dict[str, object] = {}
         if self._num_gpus:
-            group = await place(self._policy_id, self._num_gpus)
+            group = await place(self._policy_id, self._num_gpus, on_one_node=on_one_node)
             options["num_gpus"] = 1
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
                 group, placement_group_bundle_index=0

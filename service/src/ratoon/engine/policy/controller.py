@@ -103,6 +103,7 @@ class Controller:
             with contextlib.suppress(Exception):  # The policy and its journal go anyway.
                 await self.cancel_operation(live.operation_id)
         await self._turns.stop(grace_s)
+        await self._run.archive.stop()
         for live in self._run.ledger.open_operations():
             live.fail(cancelled(live.operation_id), self._run.ports.now())
             self._run.ledger.settle(live)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ratoon import metrics
 from ratoon.engine.files.paths import make_policy_folders, policy_leftovers
@@ -147,11 +148,14 @@ def _with_chosen(trainer: TrainerSpec, info: ModelInfo | None) -> TrainerSpec:
 
 async def _fence(run: PolicyRun) -> WorkerStatus:
     worker = run.ports.worker
+    # By name, or chosen where all GPUs were of one node.
+    on_one_node = run.trainer.parallel.shard is Shard.WEIGHTS
+    fence = partial(worker.fence, run.token, on_one_node=on_one_node)
     try:
-        return await worker.fence(run.token)
+        return await fence()
     except WorkerLostError:
         await worker.replace()
-        return await worker.fence(run.token)
+        return await fence()
 
 
 async def _recover(run: PolicyRun, history: PolicyHistory, status: WorkerStatus) -> _Standing:

@@ -99,7 +99,7 @@ class TurnLoop:
                 await self._task
         await self._checkpointer.stop()
         await self._publisher.stop()
-        await self._run.archive.stop()
+        self._run.archive.abandon()
         self._end_requests(policy_not_ready(self._run.policy_id, self._run.state))
 
     def abandon(self) -> None:
@@ -184,6 +184,8 @@ class TurnLoop:
         _LOG.error("policy stopped", policy_id=run.policy_id, reason=failure)
         await self._checkpointer.stop()
         await self._publisher.stop()
+        # What is not deleted by now another controller may need.
+        run.archive.abandon()
         run.state, run.failure = PolicyState.FAILED, failure
         self._end_requests(policy_not_ready(run.policy_id, run.state, failure))
         self._publisher.wake()
@@ -212,8 +214,13 @@ class TurnLoop:
             await self._checkpointer.stop()
             await self._publisher.stop()
             was_stopped = self._publisher.is_stopped
-            await start_policy(self._run, self._executor, self._publisher, self._checkpointer)
+            # Before: what it begins to publish may stop before it ends.
             self._must_restart = False
+            try:
+                await start_policy(self._run, self._executor, self._publisher, self._checkpointer)
+            except BaseException:
+                self._must_restart = True
+                raise
             return was_stopped and not self._publisher.is_stopped
 
     async def _take_one(self) -> bool:

@@ -201,10 +201,11 @@ class WorkerPort(Protocol):
     a newer fencing token. `apply` raises nothing else: a task's failure is part of its outcome.
     """
 
-    async def fence(self, token: int) -> WorkerStatus:
+    async def fence(self, token: int, *, on_one_node: bool = False) -> WorkerStatus:
         """Raise the fencing token, let the running task end, and return the worker's status.
 
-        Starts a worker where there is none. Raises RESOURCE_EXHAUSTED where there is no capacity.
+        Starts a worker where there is none, on GPUs of one node if they have to be. Raises
+        RESOURCE_EXHAUSTED where there is no capacity.
         """
         ...
 
