@@ -291,7 +291,8 @@ class RpcWorker:
         """A bare one in its place holds as good as nothing."""
         await self.replace()
 
-    async def fence(self, token: int) -> Any:
+    async def fence(self, token: int, *, on_one_node: bool = False) -> Any:
+        del on_one_node
         await self._ask("fence", token)
         return await self._ask("status")
 
