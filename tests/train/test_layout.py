@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.model.loader import read_model
+from ratoon.model.loader import placed_bytes, read_model
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import FolderBase, LoraTuning, ModelDtype, PresetBase
 from ratoon.train.config import OptimizerStates, ParallelLayout, Shard
@@ -140,7 +140,8 @@ def test_a_device_has_the_weights_that_are_counted(
         counted, num_parts = 0, 0
         for rank in range(num_sharing):
             read = read_model(spec, keep_reference=num_copies > 1)
-            counted, num_parts = read.placed_bytes(num_sharing), len([*read.module.parameters()])
+            counted = placed_bytes(read.module, num_sharing, read.num_copies)
+            num_parts = len([*read.module.parameters()])
             placed = read.place(torch.device("cpu"), rank=rank, num_sharing=num_sharing)
             held.append(_held_bytes(placed, num_copies))
         room = 0 if num_sharing == 1 else 2 * 128 * num_copies * num_parts

@@ -49,11 +49,6 @@ class HostModel:
     adapter: PeftModel | None
     num_copies: int
 
-    def placed_bytes(self, num_sharing: int = 1) -> int:
-        """What a device has of its weights once it is placed; of `num_sharing`, the one with the
-        most."""
-        return placed_bytes(self.module, num_sharing, self.num_copies)
-
     def place(
         self,
         device: torch.device,

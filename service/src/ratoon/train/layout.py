@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.model.loader import read_model
+from ratoon.model.loader import placed_bytes, read_model
 from ratoon.model.parts import parts_of, shared_out
 from ratoon.model.policy_model import PolicyModel, names_by_layer, trained_parameters
 from ratoon.train.config import OptimizerStates, Shard
@@ -49,7 +49,10 @@ def load(spec: TrainerSpec) -> tuple[TrainerSpec, PolicyModel]:
     states, shard = choose_layout(
         trained,
         [] if read.adapter is not None else names_by_layer(read.module, trained),
-        {shard: read.placed_bytes(ranks) for shard, ranks in sharing.items()},
+        {
+            shard: placed_bytes(read.module, ranks, read.num_copies)
+            for shard, ranks in sharing.items()
+        },
         total_bytes(device),
         num_ranks=spec.num_workers,
         states=spec.optimizer_states,
