@@ -6,6 +6,7 @@ import asyncio
 import errno
 import threading
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from ratoon.config import CheckpointConfig
 from ratoon.engine.files.paths import PolicyPaths
 from ratoon.engine.journal.records import PolicyHistory
 from ratoon.engine.policy import startup, turns
+from ratoon.engine.policy.run import PolicyRun
 from ratoon.engine.types import (
     FailedResult,
     Operation,
@@ -35,6 +37,7 @@ from tests.engine.conftest import MakeMachine
 from tests.engine.fake_trainer import INFO, FakeTrainer
 from tests.engine.harness import DISCARD, RATE, Machine, code_of, forward, save, started
 from tests.engine.local_ports import Crash
+from tests.until import until
 
 
 @pytest.mark.parametrize("lost", ["before end", "end", "set_published"])
@@ -110,6 +113,28 @@ async def test_a_lost_worker_for_which_there_is_no_gpu_is_waited_for(
     assert (await machine.end(await machine.update(2, 2))).state is OperationState.DONE
     assert refusals == []
     assert machine.weights == [([1.0], RATE), ([2.0], RATE)]
+
+
+async def test_a_restart_that_is_asked_for_during_another_is_one_more(
+    make_machine: MakeMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a publication that it began, and that has stopped before it ends."""
+    machine, known = make_machine(recovery=Recovery.REPLAY), list[bool]()
+    start_policy = startup.start_policy
+
+    async def noted(run: PolicyRun, *others: Any) -> None:
+        await start_policy(run, *others)
+        known.append(machine.controller._turns.is_known)
+        if len(known) == 2:
+            machine.controller._turns.restart()
+
+    monkeypatch.setattr(turns, "start_policy", noted)
+    await machine.start()
+    machine.controller._turns.restart()
+    await until(lambda: len(known) == 3)
+    # Memory matches the journal once it is over, not while it reads.
+    assert known[1:] == [False, False]
+    await until(lambda: machine.controller._turns.is_known)
 
 
 async def test_ranks_that_read_weights_come_back_on_one_node(

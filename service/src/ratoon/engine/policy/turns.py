@@ -61,6 +61,8 @@ class TurnLoop:
         self._lock = lock
         self._wake = asyncio.Event()
         self._must_restart = False
+        # How often others have asked for it.
+        self._restarts = 0
         self._is_paused = False
         self._prefers_between = False
         self._publications: list[asyncio.Future[None]] = []
@@ -128,6 +130,7 @@ class TurnLoop:
     def restart(self) -> None:
         """Read the journal again before the next turn, as memory may differ from it."""
         self._must_restart = True
+        self._restarts += 1
         self.wake()
 
     async def publish(self) -> None:
@@ -214,13 +217,10 @@ class TurnLoop:
             await self._checkpointer.stop()
             await self._publisher.stop()
             was_stopped = self._publisher.is_stopped
-            # Before: what it begins to publish may stop before it ends.
-            self._must_restart = False
-            try:
-                await start_policy(self._run, self._executor, self._publisher, self._checkpointer)
-            except BaseException:
-                self._must_restart = True
-                raise
+            restarts = self._restarts
+            await start_policy(self._run, self._executor, self._publisher, self._checkpointer)
+            # What it has begun to publish may have stopped by now.
+            self._must_restart = self._restarts != restarts
             return was_stopped and not self._publisher.is_stopped
 
     async def _take_one(self) -> bool:
