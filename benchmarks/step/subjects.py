@@ -17,13 +17,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from benchmarks.step import varlen as step_varlen
-from benchmarks.step.workload import ModelSize, SeededBatch
+from benchmarks.step.workload import ModelSize, RoutedSize, SeededBatch
 from ratoon.model.activation_plan import Kept
 from ratoon.model.attention import ATTENTION_NAME, TreeAttention, register_tree_attention
+from ratoon.model.experts import EXPERTS_NAME, register_grouped_experts
 from ratoon.model.policy_model import PolicyModel
+from ratoon.model.router import replace_routers
 from ratoon.model.spec import FullTuning, ModelDtype, ModelSpec, PresetBase
 from ratoon.model.stage_plan import ForwardPlan, HeldTokens, least_plan, plan_forward
 from ratoon.train.device_batch import DeviceBatch, put
@@ -40,7 +48,9 @@ STREAMED = "-waves-of-"
 MAX_RECOMPILES = 64
 _PLANS = "_plan_activations"
 LayerCalls = list[Callable[..., Any]]
-_COMPARED = re.compile(r"layers\.(\d+)\.(self_attn\.[qv]_proj|mlp\.down_proj)\.weight")
+_COMPARED = re.compile(
+    r"layers\.(\d+)\.((self_attn\.[qv]_proj|mlp\.down_proj)\.weight|mlp\.experts\.down_proj)"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,26 +76,42 @@ def build_module(
 ) -> PreTrainedModel:
     """A model with random weights, made on the device; leaves the global random state alone."""
     register_tree_attention()
-    config = Qwen3Config(
-        vocab_size=size.vocab_size,
-        hidden_size=size.hidden_size,
-        intermediate_size=size.intermediate_size,
-        num_hidden_layers=size.num_layers,
-        num_attention_heads=size.num_heads,
-        num_key_value_heads=size.num_kv_heads,
-        head_dim=size.head_dim,
-        max_position_embeddings=2**21,
-        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
-        tie_word_embeddings=size.ties_embeddings,
-        attention_dropout=0.0,
-    )
+    register_grouped_experts()
+    config = _config(size)
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), device:
         torch.manual_seed(seed)
         module = cast("Any", AutoModelForCausalLM).from_config(
             config, dtype=dtype, attn_implementation=ATTENTION_NAME
         )
+    if config._experts_implementation == EXPERTS_NAME:
+        replace_routers(module)
     return cast("PreTrainedModel", module)
+
+
+def _config(size: ModelSize) -> PreTrainedConfig:
+    settings: dict[str, Any] = {
+        "vocab_size": size.vocab_size,
+        "hidden_size": size.hidden_size,
+        "num_hidden_layers": size.num_layers,
+        "num_attention_heads": size.num_heads,
+        "num_key_value_heads": size.num_kv_heads,
+        "head_dim": size.head_dim,
+        "max_position_embeddings": 2**21,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        "tie_word_embeddings": size.ties_embeddings,
+        "attention_dropout": 0.0,
+    }
+    if not isinstance(size, RoutedSize):
+        return Qwen3Config(intermediate_size=size.intermediate_size, **settings)
+    settings["experts_implementation"] = size.implementation
+    return Qwen3MoeConfig(
+        moe_intermediate_size=size.intermediate_size // size.experts_per_token,
+        num_experts=size.num_experts,
+        num_experts_per_tok=size.experts_per_token,
+        norm_topk_prob=True,
+        **settings,
+    )
 
 
 def open_policy(

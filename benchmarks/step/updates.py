@@ -85,7 +85,7 @@ def _measure_update(run: Run, size: ModelSize, algorithm: str, batch: RolloutBat
     reports: list[dict[str, float]] = []
 
     def run_all() -> None:
-        reports.append(_run_phases(update))
+        reports.append(run_phases(update))
 
     warm_up_s = timed(run_all, run.device)
     on_policy = measure_samples(
@@ -173,8 +173,10 @@ class Update:
         return report
 
 
-def open_update(ways: Ways, algorithm: str, batch: RolloutBatch) -> Update:
-    """An update by an algorithm of `Scale.updates`, with optimizer states that fit the GPU."""
+def open_update(
+    ways: Ways, algorithm: str, batch: RolloutBatch, states: OptimizerStates | None = None
+) -> Update:
+    """An update by an algorithm of `Scale.updates`; `states` None: those that fit the GPU."""
     has_reference = algorithm.endswith(WITH_KL)
     kl = KlConfig(kind=KlKind.K3, coefficient=KL_COEFFICIENT, reference=ReferenceKind.FROZEN)
     request = LossRequest(
@@ -187,8 +189,8 @@ def open_update(ways: Ways, algorithm: str, batch: RolloutBatch) -> Update:
         resolve_loss(each, batch, has_frozen_reference=has_reference) for each in (request, own)
     )
     is_large = sum(p.numel() for p in ways.module.parameters()) > MAX_FP32_PARAMETERS
-    states = OptimizerStates.BF16_8BIT if is_large else OptimizerStates.FP32
-    trainer = open_trainer(ways, states, has_reference=has_reference)
+    fitting = OptimizerStates.BF16_8BIT if is_large else OptimizerStates.FP32
+    trainer = open_trainer(ways, states or fitting, has_reference=has_reference)
     return Update(trainer=trainer, batch=batch, loss=loss, on_policy=on_policy)
 
 
@@ -215,7 +217,7 @@ def open_trainer(ways: Ways, states: OptimizerStates, *, has_reference: bool) ->
     return trainer
 
 
-def _run_phases(update: Update) -> dict[str, float]:
+def run_phases(update: Update) -> dict[str, float]:
     """Old log-probs, then an update with them; seconds per phase and in total."""
     old = update.old_logprobs()
     reports: list[StepReport] = []

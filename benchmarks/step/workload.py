@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ratoon.model.experts import EXPERTS_NAME
 from ratoon.model.stage_plan import HeldTokens
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.forest import build_forest
@@ -50,6 +51,28 @@ class ModelSize:
         d, h = self.hidden_size, self.head_dim
         attention = d * h * (2 * self.num_heads + 2 * self.num_kv_heads) + 2 * h
         return self.num_layers * (attention + 3 * d * self.intermediate_size + 2 * d)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedSize(ModelSize):
+    """A Qwen3-MoE decoder: `intermediate_size` has the experts of one token side by side.
+
+    Attributes:
+        num_experts: Of a layer.
+        experts_per_token: Those that each token passes.
+        implementation: Transformers' name of what runs experts; with one of its own, its router
+            decides, too.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    implementation: str = EXPERTS_NAME
+
+    @property
+    def layer_parameters(self) -> int:
+        """Those of a token: with its own experts and the router."""
+        router = self.num_layers * self.hidden_size * self.num_experts
+        return super(RoutedSize, self).layer_parameters + router
 
 
 QWEN3_8B = ModelSize(
