@@ -142,9 +142,12 @@ def _run(client: RatoonClient, case: Case, plan: Plan, args: argparse.Namespace)
     }
     session = client.policy(POLICY)
     batch = [rollouts(plan, 1, args.seed + number) for number in range(num_groups)]
-    for _ in range(NUM_LEFT_OUT + (args.updates or case.num_updates)):
+    # What only compiles needs no more groups than there are devices.
+    few = batch[: case.parallel.num_workers]
+    num_updates = args.updates or case.num_updates
+    for groups in (*[few] * NUM_LEFT_OUT, *[batch] * num_updates):
         begin = time.monotonic()
-        update = session.update(batch, loss=Loss("grpo"), optim=Optim(learning_rate=1e-6))
+        update = session.update(groups, loss=Loss("grpo"), optim=Optim(learning_rate=1e-6))
         report = update.result(PATIENCE_S).report
         phases = asdict(report.seconds)
         row["updates"].append(

@@ -242,7 +242,8 @@ def _update(ways: Ways, batch: RolloutBatch) -> Row:
         "num_micro_batches": len(plan.micro_batches),
         "num_stages": sum(len(part.stages) for part in plan.micro_batches),
         "peak_gib": peak_gib(run.device),
-        "samples": phases,
+        "phases": phases,
+        "samples": [each["update_s"] for each in phases],
     }
 
 

@@ -53,6 +53,8 @@ def _run_pytest(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProc
     command = [
         *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
         *("-o", "addopts=", "--import-mode=importlib", "--confcutdir", folder),
+        # Which the names of tests are below.
+        *("--rootdir", folder),
         *("-p", "tests.conftest", "--gpu-report", path, *arguments, folder),
     ]
     done = subprocess.run(

@@ -278,7 +278,7 @@ async def test_a_policy_that_is_deleted_while_it_starts_is_deleted(
     await house.crash()
     entered, never = asyncio.Event(), asyncio.Event()
 
-    async def hang(_token: int, *, on_one_node: bool) -> object:
+    async def hang(_token: int, **_options: object) -> object:
         entered.set()
         return await never.wait()
 

@@ -42,30 +42,33 @@ def engine(ray_cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.mark.parametrize("shard", list(Shard))
-def test_a_rank_that_dies_costs_no_bit(engine: Engine, shard: Shard) -> None:
-    """One policy after the other, as each takes both GPUs; the first is not disturbed."""
-    points = (None, CrashPoint.RANK_IN_PASS, CrashPoint.RANK_AFTER_STEP)
+def test_ranks_that_die_cost_no_bit(engine: Engine, shard: Shard) -> None:
+    """One in its pass and one behind its step; the policy before it, as each takes both GPUs, is
+    not disturbed."""
+    traps = {2: CrashPoint.RANK_IN_PASS, 3: CrashPoint.RANK_AFTER_STEP}
     parallel = ParallelLayout(num_workers=2, shard=shard)
 
-    async def main(client: EngineClient) -> None:
-        digests: list[list[str]] = []
-        for point in points:
-            name = f"{shard}-{point or 'undisturbed'}"
-            created = replace(_SPEC, policy_id=name, parallel=parallel)
-            await done(client, await client.create_policy(created))
-            trap = engine.config.data_root / FOLDER_NAME / str(point)
-            if point is not None:
+    async def digests(client: EngineClient, name: str, traps: dict[int, CrashPoint]) -> list[str]:
+        created = replace(_SPEC, policy_id=name, parallel=parallel)
+        await done(client, await client.create_policy(created))
+        found: list[str] = []
+        for seq in range(1, 4):
+            trap = None
+            if seq in traps:
+                trap = engine.config.data_root / FOLDER_NAME / traps[seq]
                 trap.parent.mkdir(exist_ok=True)
-                trap.write_text("2")
-            digests.append([])
-            for seq in range(1, 4):
-                call = submission(seq, update(0), random_batch(seq, 4), name)
-                await done(client, await client.submit(call))
-                manifest = await client.weight_manifest(name, None)
-                digests[-1] += [file.digest for file in manifest.files if "model" in file.name]
-            assert not trap.exists(), "the rank was killed"
-            await done(client, await client.delete_policy(name))
-        assert digests[1:] == [digests[0]] * 2
-        assert len(set(digests[0])) == len(digests[0]) > 0
+                trap.write_text("1")
+            call = submission(seq, update(0), random_batch(seq, 4), name)
+            await done(client, await client.submit(call))
+            assert trap is None or not trap.exists(), "the rank was killed"
+            manifest = await client.weight_manifest(name, None)
+            found += [file.digest for file in manifest.files if "model" in file.name]
+        await done(client, await client.delete_policy(name))
+        return found
+
+    async def main(client: EngineClient) -> None:
+        undisturbed = await digests(client, f"{shard}-undisturbed", {})
+        assert await digests(client, f"{shard}-disturbed", traps) == undisturbed
+        assert len(set(undisturbed)) == len(undisturbed) > 0
 
     engine.run(main)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.journal.records import JournalAwayError
-from ratoon.engine.policy import turns
+from ratoon.engine.policy import publisher, turns
 from ratoon.engine.types import OperationState, PublishConfig, PublishKind, Recovery
 from ratoon.engine.worker.tasks import WorkerLostError
 from ratoon.errors import ErrorCode, RatoonError
@@ -62,6 +63,26 @@ async def test_the_next_operation_runs_while_a_version_is_written(
     assert machine.run.published == (1, 2)
     names = [change.metric for change in machine.metrics.changes if isinstance(change, Sample)]
     assert names.count(PUBLISH_SECONDS.name) == 3
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+async def test_on_a_cpu_the_next_operation_gives_way_to_it(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    await machine.landed()
+    monkeypatch.setattr(publisher, "_HEAD_START", 1e9)
+    machine.run.trainer = replace(machine.run.trainer, device=device)
+    gate = Gate(monkeypatch)
+    await machine.end(await machine.update(1, 1))
+    await asyncio.to_thread(gate.begun.wait, 60.0)
+    second = await machine.forward_backward(2, 2)
+    if device == "cpu":
+        await asyncio.sleep(0.05)
+        now = await machine.controller.get_operation(second.operation_id, 0.0)
+        assert not now.state.is_final
+        gate.opened.set()
+    assert (await machine.end(second)).state is OperationState.DONE
+    gate.opened.set()
 
 
 async def test_what_is_written_is_the_version_not_what_came_after(

@@ -22,7 +22,9 @@ from safetensors.numpy import load_file
 from ratoon.config import CheckpointConfig, RatoonConfig, RayConfig, WorkerConfig
 from ratoon.engine.client import EngineClient
 from ratoon.engine.cluster.bootstrap import start_engine, stop_engine
+from ratoon.engine.cluster.ray_worker import RayWorker
 from ratoon.engine.crash_points import FOLDER_NAME, CrashPoint
+from ratoon.engine.settings import EngineSettings
 from ratoon.engine.types import (
     Command,
     FailedResult,
@@ -320,6 +322,23 @@ def test_a_network_that_is_cut_between_ranks_costs_no_bit(
         await done(client, second)
         assert (await _weights(client, "cut"))[0] == undisturbed[1]
         await _gone(first)
+
+    engine.run(main)
+
+
+@pytest.mark.more
+def test_ranks_start_beside_their_worker_and_end_with_it(engine: Engine) -> None:
+    """Before there is a model to load."""
+    settings = EngineSettings.from_config(engine.config)
+
+    async def main(_client: EngineClient) -> None:
+        others = _processes()
+        worker = RayWorker("ahead", settings, 2, on_gpus=False)
+        await worker.fence(1)
+        await until(lambda: len(_processes() - others) == 2)
+        both = _processes() - others
+        await worker.release()
+        await _gone(both)
 
     engine.run(main)
 

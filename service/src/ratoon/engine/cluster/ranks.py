@@ -270,11 +270,18 @@ class Ranks:
         self._arguments = log_level, crash_points, compiled
         self._max_silence_s = max_silence_s
         self._peers: list[RayPeer] = []
+        # For the load to come.
+        self._started: list[RayPeer] = []
         # As Ray has given it to this process.
         self._place = _place()
 
+    def start(self, num_workers: int, policy_id: str) -> None:
+        """Start the peers of the next load, so that they import while this process does."""
+        actors = enumerate(self._actors(num_workers, policy_id), 1)
+        self._started = [RayPeer(actor, rank, self._max_silence_s) for rank, actor in actors]
+
     def join(self, spec: TrainerSpec, policy_id: str) -> list[RayPeer]:
-        """Start the peers and join them, as rank 0; none for a spec of one rank.
+        """Start the peers, unless they are, and join them as rank 0; none for a spec of one rank.
 
         They load the model meanwhile. Raises `WorkerLostError` where one does not come.
         """
@@ -288,11 +295,9 @@ class Ranks:
             return []
         import torch
 
-        self._peers = [
-            RayPeer(actor, rank, self._max_silence_s)
-            for rank, actor in enumerate(self._start(spec.num_workers, policy_id), 1)
-        ]
-
+        if not self._started:
+            self.start(spec.num_workers, policy_id)
+        self._peers, self._started = self._started, []
         deadline = time.monotonic() + START_S
         for peer in self._peers:
             peer.await_start(max(0.0, deadline - time.monotonic()))
@@ -320,7 +325,7 @@ class Ranks:
             peer.see(gpus)
         set_visible_gpus(own)
 
-    def _start(self, num_workers: int, policy_id: str) -> list[ActorProxy[RankActor]]:
+    def _actors(self, num_workers: int, policy_id: str) -> list[ActorProxy[RankActor]]:
         """Start all ranks but 0, on the policy's GPUs if it has any."""
         remote = cast(
             "Callable[..., Callable[[type[RankActor]], ActorClass[RankActor]]]", ray.remote

@@ -70,11 +70,12 @@ class RayCluster:
             raise no_gpus(1, {})
 
     def worker(self, policy_id: str, num_workers: int) -> WorkerPort:
-        num_gpus = 0 if self.device == "cpu" else num_workers
-        return cast("WorkerPort", RayWorker(policy_id, self._settings, num_gpus))
+        on_gpus = self.device != "cpu"
+        worker = RayWorker(policy_id, self._settings, num_workers, on_gpus=on_gpus)
+        return cast("WorkerPort", worker)
 
     async def end_worker(self, policy_id: str) -> None:
-        await RayWorker(policy_id, self._settings, 0).release()
+        await RayWorker(policy_id, self._settings, 1, on_gpus=False).release()
 
     async def close(self) -> None:
         await end_spare(self._settings.namespace)

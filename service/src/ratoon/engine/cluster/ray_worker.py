@@ -31,11 +31,14 @@ T = TypeVar("T")
 class RayWorker:
     """`WorkerPort` by name: methods not defined here are forwarded to the worker."""
 
-    def __init__(self, policy_id: str, settings: EngineSettings, num_gpus: int) -> None:
-        """`num_gpus`: those of all ranks."""
+    def __init__(
+        self, policy_id: str, settings: EngineSettings, num_workers: int, *, on_gpus: bool
+    ) -> None:
+        """`num_workers`: ranks; `on_gpus`: each has a GPU of its own."""
         self._policy_id = policy_id
         self._settings = settings
-        self._num_gpus = num_gpus
+        self._num_workers = num_workers
+        self._on_gpus = on_gpus
         self._handle: Worker | None = None
         # Whether it has answered yet: it is given longer to come up.
         self._is_up = False
@@ -77,14 +80,14 @@ class RayWorker:
         if found is not None:
             return found
         options: dict[str, object] = {}
-        if self._num_gpus:
-            group = await place(self._policy_id, self._num_gpus, on_one_node=on_one_node)
+        if self._on_gpus:
+            group = await place(self._policy_id, self._num_workers, on_one_node=on_one_node)
             options["num_gpus"] = 1
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
                 group, placement_group_bundle_index=0
             )
             options["runtime_env"] = {"env_vars": GPU_ENVIRONMENT}
-        return make_worker(self._policy_id, self._settings, **options)
+        return make_worker(self._policy_id, self._num_workers, self._settings, **options)
 
     async def _ask(self, worker: Worker, reference: ObjectRef[T]) -> T:
         max_silence_s = self._settings.max_silence_s if self._is_up else START_S

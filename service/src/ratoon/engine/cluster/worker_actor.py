@@ -48,25 +48,30 @@ class WorkerActor:
     def __init__(
         self,
         policy_id: str,
+        num_workers: int,
         log_level: str,
         crash_points: Path | None,
         compiled: Path,
         max_silence_s: float,
     ) -> None:
-        """`policy_id` "": none yet (a spare). `compiled`: where compiled kernels are kept, and the
-        rates of GPUs that were measured. `max_silence_s`: after which another rank is lost.
+        """`policy_id` "": none yet (a spare). `num_workers`: its ranks. `compiled`: where compiled
+        kernels are kept, and the rates of GPUs that were measured. `max_silence_s`: after which
+        another rank is lost.
         """
         configure_logging(log_level)
         started = time.perf_counter()
         with frozen_imports():
             from ratoon.engine.cluster.ranks import Ranks
+
+            self._ranks = Ranks(log_level, crash_points, compiled, max_silence_s)
+            self._ranks.start(num_workers, policy_id)
+
             from ratoon.engine.worker.worker import WorkerCore
             from ratoon.train.trainer import Trainer
 
         self._policy_id, self._taking = policy_id, threading.Lock()
         self._create_trainer = Trainer.create
         self._compiled = compiled
-        self._ranks = Ranks(log_level, crash_points, compiled, max_silence_s)
         self._cache: CompileCache | None = None
         _LOG.info("worker started", imports_s=round(time.perf_counter() - started, 3))
         self._core = WorkerCore(self._create, make_reach(crash_points))

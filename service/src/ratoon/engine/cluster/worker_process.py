@@ -31,14 +31,16 @@ _SPARE = "ratoon-spare-worker"
 _SPARE_S = 60.0
 
 
-def make_worker(policy_id: str, settings: EngineSettings, **options: object) -> Worker:
-    """Start a policy's process; `options` are those of its actor."""
-    return _make(_name(policy_id), policy_id, settings, options)
+def make_worker(
+    policy_id: str, num_workers: int, settings: EngineSettings, **options: object
+) -> Worker:
+    """Start a policy's process, that of its first rank; `options` are those of its actor."""
+    return _make(_name(policy_id), policy_id, num_workers, settings, options)
 
 
 def make_spare(settings: EngineSettings) -> Worker:
     """The spare, which may be some policy's by now."""
-    return _make(_SPARE, "", settings, {})
+    return _make(_SPARE, "", 1, settings, {})
 
 
 def find_spare(namespace: str) -> Worker | None:
@@ -79,7 +81,11 @@ def _find(name: str, namespace: str) -> Worker | None:
 
 
 def _make(
-    name: str, policy_id: str, settings: EngineSettings, options: dict[str, object]
+    name: str,
+    policy_id: str,
+    num_workers: int,
+    settings: EngineSettings,
+    options: dict[str, object],
 ) -> Worker:
     # Ray accepts concurrency groups here, but its types do not say so.
     remote = cast(
@@ -90,6 +96,7 @@ def _make(
     )
     return actor.remote(
         policy_id,
+        num_workers,
         settings.log_level,
         settings.crash_points,
         settings.compiled,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 
@@ -273,10 +274,13 @@ class TurnLoop:
         return None
 
     async def _run_sequenced(self, live: LiveOperation) -> None:
+        started = time.perf_counter()
         await self._executor.run_sequenced(live)
+        operation_s = time.perf_counter() - started
         self._run.sequencer.advance()
         async with self._lock:
             await note_end(self._run, live.record)
+        await self._publisher.get_ahead(operation_s)
 
     async def _pass_over(self, operation_id: str) -> None:
         record = await self._run.ports.journal.find_operation(operation_id)
