@@ -328,11 +328,12 @@ def format_tables(result: Mapping[str, Any]) -> list[str]:
 def markdown(result: Mapping[str, Any], result_link: str) -> Iterator[str]:
     """Lines of the document's section."""
     size, group = result["model"], FULL.paper
+    stale = f" STALE: {result['stale']}." if "stale" in result else ""
     yield (
         f"\n{result['gpu']}, torch {result['versions']['torch']}, commit {result['commit'][:12]}: "
         f"{size['num_layers']} layers of {size['name']} in bfloat16, {group.prompt} prompt tokens "
         f"and {len(group.responses)} responses, forward and backward, with the memory of "
-        f"`{result['optimizer_states']}` held. [Raw samples]({result_link}).\n"
+        f"`{result['optimizer_states']}` held.{stale} [Raw samples]({result_link}).\n"
     )
     goals = [[name, f"{result[name]:.3f}", WANTED[name]] for name in WANTED if name in result]
     yield from markdown_table(["", "measured", "wanted"], goals)

@@ -135,9 +135,14 @@ def test_bfloat16_gradients_add_up_in_float32() -> None:
     """256 + 1 is 256 in bf16: summing micro-batches there would lose all but the first."""
     parameter = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     gradients = GradientSums({"a": parameter})
-    assert gradients.passing_bytes == 0
+    assert gradients.passing_bytes == 12
     _backward(parameter, 256.0)
-    for _ in range(4):
+    assert gradients.sum_of("a").tolist() == [256.0] * 3
+    # There is no sum of its own yet.
+    assert gradients.passing_bytes == 12
+    _backward(parameter, 1.0)
+    assert gradients.passing_bytes == 0
+    for _ in range(3):
         _backward(parameter, 1.0)
     sums = gradients.sums()["a"]
     assert sums.dtype is torch.float32
@@ -146,7 +151,11 @@ def test_bfloat16_gradients_add_up_in_float32() -> None:
     gradients.clear()
     assert gradients.sums()["a"].tolist() == [0.0] * 3
     _backward(parameter, 2.0)
-    assert gradients.sums()["a"].tolist() == [2.0] * 3
+    sums = gradients.sums()["a"]
+    assert (sums.tolist(), sums.dtype) == ([2.0] * 3, torch.float32)
+    sums.neg_()
+    _backward(parameter, 1.0)
+    assert gradients.sums()["a"].tolist() == [-1.0] * 3
 
 
 def test_wide_gradients_add_up_in_place_and_are_zero_where_nothing_flowed() -> None:

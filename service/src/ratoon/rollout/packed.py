@@ -95,6 +95,11 @@ class UpdatePlan:
     # `MicroBatch.rank`, so that the same ranks meet in all.
     sequence_ranks: int = 1
 
+    @property
+    def is_one_backward(self) -> bool:
+        """Whether each parameter gets one gradient at most: nothing is cut."""
+        return len(self.micro_batches) <= 1 and not any(part.stages for part in self.micro_batches)
+
     def of_rank(self, rank: int) -> UpdatePlan:
         """The plan with the micro-batches of `rank` alone, of which there may be none.
 

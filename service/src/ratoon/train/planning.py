@@ -29,6 +29,9 @@ CPU_TOKENS = 16_384
 
 # Ranks are put together only where otherwise the longest is above their mean by this share of it.
 _IDLE = 0.02
+# What is modelled as dearer by less is run whole where it can be: costs are no more exact, and what
+# was measured of the recorded group speaks for it.
+_WHOLE = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +41,8 @@ class Planner:
     `num_ranks`: ranks, each with a device like the others', that share an update. Every
     `sequence_ranks` of them run their micro-batches together; candidates, costs and limits are of
     so many. `wider`: the same of more of them, fewest first, tried where a plan does not fit or
-    leaves ranks idle.
+    leaves ranks idle. `only`: of what the device has where a whole batch is the first backward of a
+    window and has no sums beside it; None: as much.
     """
 
     candidates: tuple[int, ...]
@@ -47,12 +51,23 @@ class Planner:
     num_ranks: int = 1
     sequence_ranks: int = 1
     wider: tuple[Planner, ...] = ()
+    only: Planner | None = None
 
     def plan(
-        self, batch: RolloutBatch, prefixes: SortedPrefixes, is_run_S: NDArray[np.bool_]
+        self,
+        batch: RolloutBatch,
+        prefixes: SortedPrefixes,
+        is_run_S: NDArray[np.bool_],
+        *,
+        is_first: bool = True,
     ) -> UpdatePlan:
-        """Cuts of the sequences `is_run_S`, bool [S]."""
+        """Cuts of the sequences `is_run_S`, bool [S]. `is_first`: the window has no gradients."""
         best = self._draft(batch, prefixes, is_run_S)
+        if self.only is not None and is_first:
+            only = self.only._draft(batch, prefixes, is_run_S)
+            is_good = not best.fits or only.cost <= (1 + _WHOLE) * best.cost
+            if only.fits and only.plan.is_one_backward and is_good:
+                best = only
         for wider in self.wider:
             if best.fits and best.plan.rank_gap <= _IDLE:
                 break
@@ -120,10 +135,12 @@ def device_planner(
     num_ranks: int = 1,
     group_sizes: Sequence[int] = (1,),
     max_tokens: int | None = None,
+    is_only: bool = False,
 ) -> Planner:
     """Of a device of these `rates` that lends so many bytes to activations, and of its host.
 
-    `max_tokens`: that attention serves at a time; None: any number.
+    `max_tokens`: that attention serves at a time; None: any number. `is_only`: of plans of one
+    micro-batch (`Planner.only`).
 
     `micro_batch_tokens`, of each device; None: each plan has the cheapest, between keeping all and
     keeping the least that fits.
@@ -131,12 +148,16 @@ def device_planner(
 
     def of(sizes: DecoderSizes) -> Planner:
         limits = token_limits(sizes, device_bytes, host_bytes).at_most(max_tokens)
-        costs = device_costs(sizes, rates, layers_are_trained=layers_are_trained)
+        costs = device_costs(
+            sizes, rates, layers_are_trained=layers_are_trained, adds_up=not is_only
+        )
         candidates = (
             candidate_tokens(sizes, device_bytes, limits.at_once)
             if micro_batch_tokens is None
             else (min(micro_batch_tokens * sizes.num_ranks, max(1, limits.at_once)),)
         )
+        if is_only:
+            candidates = candidates[-1:]
         if max_tokens is not None:
             candidates = tuple(sorted({min(tokens, max_tokens) for tokens in candidates}))
         return Planner(

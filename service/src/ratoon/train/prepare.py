@@ -89,12 +89,18 @@ class Prepared:
         return replace(self, plan=self.plan.of_rank(rank))
 
 
-def prepare(batch: RolloutBatch, loss: Loss, *, version: int, planner: Planner) -> Prepared:
-    """Decide all, cuts included. Raises STALE_ROLLOUTS where the loss refuses stale rollouts."""
+def prepare(
+    batch: RolloutBatch, loss: Loss, *, version: int, planner: Planner, is_first: bool = True
+) -> Prepared:
+    """Decide all, cuts included. `is_first`: the window has no gradients yet.
+
+    Raises STALE_ROLLOUTS where the loss refuses stale rollouts.
+    """
     prefixes = sort_sequences(batch)
     selection = select(batch, loss, version)
     columns = _columns(batch, loss, prefixes, selection)
-    plan = planner.plan(batch, prefixes, _has_gradient(batch, loss, columns))
+    is_run_S = _has_gradient(batch, loss, columns)
+    plan = planner.plan(batch, prefixes, is_run_S, is_first=is_first)
     return _assemble(batch, loss, prefixes, selection, columns, plan)
 
 

@@ -57,6 +57,15 @@ class Stepped:
     peak_memory_bytes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnlyBackward:
+    """Where no sums are beside it: the device's bytes for activations, and those of a layer's
+    gradients, which stay until the end of the backward."""
+
+    device_bytes: int
+    layer_gradient_bytes: int
+
+
 class Rank:
     """Not thread-safe, but for `write_states` and `write_weights`.
 
@@ -89,6 +98,9 @@ class Rank:
         self._read: OptimizerState | None = None
         self._values: dict[str, Tensor] = {}
         self._weights_copy = WeightsCopy(model, copies.rank, copies.size)
+        # To activations, of the device and of the host.
+        self._lent: tuple[int | None, int] = None, 0
+        self._only: OnlyBackward | None = None
 
     def device_model(self) -> str:
         """What this rank's device is called."""
@@ -107,22 +119,36 @@ class Rank:
         if self.model.shards is not None:
             self.model.shards.open(by_rank)
 
-    def activation_bytes(self) -> int | None:
-        """What this rank's device has for activations; None for a CPU: no limit."""
-        shards = self.model.shards
-        ring_bytes = 0 if shards is None else shards.ring_bytes
-        return activation_bytes(self.model.device, self.gradients.passing_bytes + ring_bytes)
+    def activation_bytes(self, *, is_only: bool = False) -> int | None:
+        """What this rank's device has for activations; None for a CPU: no limit.
 
-    def limit_activations(self, device_bytes: int | None, host_bytes: int) -> None:
-        """Lend activations so much of the device and of the host."""
+        `is_only`: of a window's only backward, whose gradients are its sums.
+        """
+        shards = self.model.shards
+        beside = 0 if shards is None else shards.ring_bytes
+        beside += 0 if is_only else self.gradients.passing_bytes
+        return activation_bytes(self.model.device, beside)
+
+    def limit_activations(
+        self, device_bytes: int | None, host_bytes: int, only: OnlyBackward | None = None
+    ) -> None:
+        """Lend activations so much of the device and of the host. `only`: to those of a window's
+        only backward; None: as much."""
         self.model.limit_activations(device_bytes, host_bytes=host_bytes)
+        self._lent, self._only = (device_bytes, host_bytes), only
 
     def forward_backward(
-        self, prepared: Prepared, forward_logprobs_J: NDArray[np.floating] | None
+        self,
+        prepared: Prepared,
+        forward_logprobs_J: NDArray[np.floating] | None,
+        *,
+        is_only: bool = False,
     ) -> PassTotals:
-        """Add the gradient of this rank's micro-batches to its sums."""
+        """Add the gradient of this rank's micro-batches to its sums. `is_only`: there are none
+        yet, and no parameter gets more than one gradient."""
         own = prepared.of_rank(self.copies.rank)
         with (
+            self._lending(is_only=is_only),
             self.reading(),
             self.gradients.of_pass(prepared.plan, self.hooks.is_cancelled),
             self._together(own.plan) as (group, hooks),
@@ -232,6 +258,23 @@ class Rank:
         if resets_optimizer:
             self.optimizer.reset()
         self._hand_out()
+
+    @contextmanager
+    def _lending(self, *, is_only: bool) -> Iterator[None]:
+        """Inside, a window's only backward has what is lent to it."""
+        if not is_only or self._only is None:
+            yield
+            return
+        device_bytes, host_bytes = self._lent
+        self.model.limit_activations(
+            self._only.device_bytes,
+            host_bytes=host_bytes,
+            layer_gradient_bytes=self._only.layer_gradient_bytes,
+        )
+        try:
+            yield
+        finally:
+            self.model.limit_activations(device_bytes, host_bytes=host_bytes)
 
     @contextmanager
     def reading(self) -> Iterator[None]:

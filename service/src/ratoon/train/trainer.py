@@ -55,7 +55,7 @@ from ratoon.train.optim.tensor_norms import tensor_norms
 from ratoon.train.passes import ForwardColumns, PassTotals
 from ratoon.train.planning import cpu_planner, device_planner, group_sizes
 from ratoon.train.prepare import Prepared
-from ratoon.train.rank import Rank
+from ratoon.train.rank import OnlyBackward, Rank
 from ratoon.train.rank_group import HeldWeights, Peer, RankGroup
 from ratoon.train.rates import rates_of
 from ratoon.train.report import batch_sums
@@ -130,26 +130,41 @@ class Trainer:
     def limit_activations(self) -> None:
         """Lend a GPU's memory to activations, as much as there is; plans are within it from now on.
 
-        To be called once all that stays (weights, gradient sums, optimizer states) is there.
+        To be called once all that stays (weights, optimizer states) is there. Gradient sums have
+        their room, but for a window's only backward on one device, which has none.
         """
-        host_bytes = self.spec.host_activation_bytes
+        host_bytes, sizes = self.spec.host_activation_bytes, self.model.sizes
         # The same for all: what is kept decides bits.
         free = [each for each in self.ranks.all("activation_bytes") if each is not None]
         device_bytes = min(free, default=None)
-        self.ranks.all("limit_activations", device_bytes, host_bytes)
-        if device_bytes is not None:
-            assert self._rates is not None
-            self._planner = device_planner(
-                self.spec.micro_batch_tokens,
-                self.model.sizes,
-                device_bytes,
-                host_bytes,
-                rates=self._rates,
-                layers_are_trained=self.model.adapter is None,
-                num_ranks=self.ranks.size,
-                group_sizes=self._group_sizes,
-                max_tokens=max_tokens(self.model.info().attention_backend),
-            )
+        if device_bytes is None:
+            self.ranks.all("limit_activations", None, host_bytes)
+            return
+        assert self._rates is not None
+        planner = partial(
+            device_planner,
+            self.spec.micro_batch_tokens,
+            rates=self._rates,
+            layers_are_trained=self.model.adapter is None,
+            num_ranks=self.ranks.size,
+            group_sizes=self._group_sizes,
+            max_tokens=max_tokens(self.model.info().attention_backend),
+        )
+        self._planner, only = planner(sizes, device_bytes, host_bytes), self._only_backward()
+        if only is not None:
+            sizes = replace(sizes, layer_gradient_bytes=only.layer_gradient_bytes)
+            alone = planner(sizes, only.device_bytes, host_bytes, is_only=True)
+            self._planner = replace(self._planner, only=alone)
+        self.ranks.all("limit_activations", device_bytes, host_bytes, only)
+
+    def _only_backward(self) -> OnlyBackward | None:
+        """What a window's only backward has; None where several ranks share it."""
+        device_bytes = self.ranks.own.activation_bytes(is_only=True)
+        if self.ranks.size > 1 or device_bytes is None:
+            return None
+        named = self.model.named_trainable()
+        layers = [sum(named[n].nbytes for n in names) for names in self.model.named_layers()]
+        return OnlyBackward(device_bytes=device_bytes, layer_gradient_bytes=max(layers, default=0))
 
     def info(self) -> ModelInfo:
         kept = {"optimizer_states": self.spec.kept_states.value, "shard": self.spec.shard.value}
@@ -193,12 +208,14 @@ class Trainer:
         coefficient = loss.router_aux_loss_coefficient
         if coefficient and not self.model.routes.num_layers:
             raise invalid("loss.router_aux_loss_coefficient", coefficient, "0: there is no router")
-        return prepare.prepare(batch, loss, version=self.version, planner=self._planner)
+        run = partial(prepare.prepare, version=self.version, planner=self._planner)
+        return run(batch, loss, is_first=self.is_window_empty)
 
     def plan_forward(self, batch: RolloutBatch) -> UpdatePlan:
         """Cuts of a Forward: the same as of an update that drops nothing."""
         is_run_S = prepare.has_trained_tokens(batch)
-        return self._planner.plan(batch, sort_sequences(batch), is_run_S)
+        is_first = self.is_window_empty
+        return self._planner.plan(batch, sort_sequences(batch), is_run_S, is_first=is_first)
 
     def forward_backward(
         self,
@@ -229,9 +246,11 @@ class Trainer:
             prepared = prepare.keep_top_entropy(prepared, entropy_J)
         plan_s = time.perf_counter() - started
         self_check = self._self_check(prepared, old_logprobs_J, is_cancelled)
+        is_only = self.ranks.size == 1 and self.is_window_empty and plan.is_one_backward
         self._window.begin(loss)
         hooks = PassHooks(on_progress=on_progress, is_cancelled=is_cancelled)
-        ranks = self.ranks.run(hooks, "forward_backward", prepared, old_logprobs_J)
+        run = partial(self.ranks.run, hooks, "forward_backward")
+        ranks = run(prepared, old_logprobs_J, is_only=is_only)
         done = PassTotals.over(ranks)
         totals = Totals(
             counters=prepared.counters,

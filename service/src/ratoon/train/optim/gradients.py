@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,24 +17,26 @@ _WIDE = (torch.float32, torch.float64)
 class GradientSums:
     """Owns the gradients of `parameters` by name.
 
-    float32 and float64 parameters sum in their own `.grad`. For narrower ones autograd's gradient
-    of each backward is added to a float32 buffer as soon as it is whole, and let go.
+    float32 and float64 parameters sum in their own `.grad`. Of a narrower one the gradient of its
+    first backward is the sum, as it is, until a second one comes or somebody asks: from then on the
+    sum is float32. So an update of one backward has no float32 sums beside its activations.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = dict(parameters)
-        self._buffers: dict[str, Tensor] = {}
+        # Of narrow parameters: the gradient of the only backward, or the float32 sum.
+        self._first: dict[str, Tensor] = {}
+        self._sums: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
             if parameter.dtype not in _WIDE:
-                self._buffers[name] = torch.zeros_like(parameter, dtype=torch.float32)
-                parameter.register_post_accumulate_grad_hook(_adder(self._buffers[name]))
+                parameter.register_post_accumulate_grad_hook(partial(self._add, name))
 
     @property
     def passing_bytes(self) -> int:
         """Most that gradients will take beside what is there of sums, but for what is freed at
-        once: sums that the first backward makes."""
-        made = (p for n, p in self._parameters.items() if n not in self._buffers)
-        return sum(parameter.nbytes for parameter in made if parameter.grad is None)
+        once: sums that backwards make."""
+        made = (p for name, p in self._parameters.items() if name not in self._sums)
+        return sum(sum_bytes(p) * p.numel() for p in made if p.grad is None)
 
     def sums(self) -> dict[str, Tensor]:
         """The live sums by name, zeros where nothing flowed; changing them changes the sums."""
@@ -45,13 +48,7 @@ class GradientSums:
 
     def whole_sums(self) -> dict[str, Tensor]:
         """Of whole parameters, as all are here; of this rank's gradients alone."""
-        for name, parameter in self._parameters.items():
-            if name not in self._buffers and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        return {
-            name: self._buffers[name] if name in self._buffers else _grad(parameter)
-            for name, parameter in self._parameters.items()
-        }
+        return {name: self._whole_sum(name, p) for name, p in self._parameters.items()}
 
     def of_pass(
         self, plan: UpdatePlan, is_cancelled: Callable[[], bool]
@@ -61,18 +58,43 @@ class GradientSums:
         return nullcontext()
 
     def sum_of(self, name: str) -> Tensor:
-        """The live sum of one parameter, zeros where nothing flowed; changes nothing."""
-        if name in self._buffers:
-            return self._buffers[name]
+        """The sum of one parameter, zeros where nothing flowed; changes nothing."""
+        if name in self._sums:
+            return self._sums[name]
+        if name in self._first:
+            return _widened(self._first[name])
         parameter = self._parameters[name]
-        return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        if parameter.grad is not None:
+            return parameter.grad
+        return torch.zeros_like(parameter, dtype=wide_dtype(parameter))
 
     def clear(self) -> None:
         """Forget all sums."""
-        for buffer in self._buffers.values():
-            buffer.zero_()
+        self._first.clear()
+        self._sums.clear()
         for parameter in self._parameters.values():
             parameter.grad = None
+
+    def _whole_sum(self, name: str, parameter: nn.Parameter) -> Tensor:
+        if parameter.dtype in _WIDE:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            return parameter.grad
+        if name not in self._sums:
+            self._sums[name] = self.sum_of(name)
+            self._first.pop(name, None)
+        return self._sums[name]
+
+    def _add(self, name: str, parameter: Tensor) -> None:
+        """Take the gradient of a backward, once it is whole."""
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        if name in self._sums:
+            self._sums[name].add_(gradient)
+        elif name in self._first:
+            self._sums[name] = _widened(self._first.pop(name)).add_(gradient)
+        else:
+            self._first[name] = gradient
 
 
 def sum_bytes(parameter: Tensor) -> int:
@@ -85,14 +107,5 @@ def wide_dtype(parameter: Tensor) -> torch.dtype:
     return torch.promote_types(parameter.dtype, torch.float32)
 
 
-def _adder(buffer: Tensor) -> Callable[[Tensor], None]:
-    def add(parameter: Tensor) -> None:
-        buffer.add_(_grad(parameter))
-        parameter.grad = None
-
-    return add
-
-
-def _grad(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
+def _widened(gradient: Tensor) -> Tensor:
+    return gradient.to(wide_dtype(gradient), memory_format=torch.contiguous_format)

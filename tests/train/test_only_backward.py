@@ -1,0 +1,103 @@
+"""A window's only backward has the room of the sums that it does not need."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ratoon.model.activation_plan import max_tokens
+from ratoon.model.device_costs import H200_RATES
+from ratoon.model.spec import FullTuning, ModelDtype, ModelSpec, PresetBase
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.packed import UpdatePlan
+from ratoon.train import rank
+from ratoon.train.config import AdamWConfig
+from ratoon.train.spec import TrainerSpec
+from ratoon.train.trainer import Trainer
+from tests.train.trainer_runs import assert_close, make_batch, make_loss, make_step, weights_of
+
+_BATCH = make_batch(0, num_groups=40)
+_SPEC = TrainerSpec(
+    model=ModelSpec(
+        base=PresetBase(name="tiny"), tuning=FullTuning(), dtype=ModelDtype.FLOAT64, seed=0
+    ),
+    optimizer=AdamWConfig(),
+    deterministic=True,
+    micro_batch_tokens=None,
+    keep_reference=False,
+    attention_backend="",
+    device="cpu",
+    num_threads=1,
+)
+
+
+@pytest.fixture
+def large() -> Trainer:
+    return Trainer.create(_SPEC)
+
+
+@pytest.fixture
+def small(large: Trainer, monkeypatch: pytest.MonkeyPatch) -> Trainer:
+    """On a device that holds `_BATCH` at once, but not beside gradient sums."""
+    model = Trainer.create(_SPEC).model
+    named, sizes = model.named_trainable(), model.sizes
+    layers = [sum(named[name].nbytes for name in names) for names in model.named_layers()]
+    beside_its_own = replace(sizes, layer_gradient_bytes=max(layers))
+    tokens = large.plan_forward(_BATCH).packed_tokens
+    room = next(n for n in range(0, 1 << 30, 1 << 16) if max_tokens(beside_its_own, n) >= tokens)
+    sums = sum(parameter.nbytes for parameter in named.values())
+    assert 0 < max_tokens(sizes, room - sums) < tokens
+    monkeypatch.setattr(rank, "activation_bytes", lambda _device, beside: room - beside)
+    trainer = Trainer(_SPEC, model, rates=H200_RATES)
+    trainer.limit_activations()
+    return trainer
+
+
+def _plan(trainer: Trainer, batch: RolloutBatch = _BATCH) -> UpdatePlan:
+    return trainer.prepare(batch, make_loss(batch)).plan
+
+
+def _run(trainer: Trainer, batch: RolloutBatch) -> list[int | None]:
+    """A forward-backward; the most tokens that activations have room for while it runs."""
+    room: list[int | None] = []
+    trainer.forward_backward(
+        batch,
+        make_loss(batch),
+        _plan(trainer, batch),
+        on_progress=lambda *_: room.append(trainer.model.max_tokens()),
+    )
+    return room
+
+
+def test_it_runs_whole_and_what_follows_in_its_window_is_cut(small: Trainer) -> None:
+    tokens, room = _plan(small).packed_tokens, small.model.max_tokens()
+    assert room is not None
+    assert room < tokens
+    for _ in range(2):
+        assert _plan(small).is_one_backward
+        assert small.plan_forward(_BATCH) == _plan(small)
+        assert min(n for n in _run(small, _BATCH) if n is not None) >= tokens
+        assert small.model.max_tokens() == room
+        assert not _plan(small).is_one_backward
+        assert small.plan_forward(_BATCH) == _plan(small)
+        assert set(_run(small, _BATCH)) == {room}
+        small.discard_gradients()
+
+
+@pytest.mark.parametrize("num_passes", [1, pytest.param(2, marks=pytest.mark.more)])
+def test_weights_are_those_of_a_device_that_holds_all(
+    large: Trainer, small: Trainer, num_passes: int
+) -> None:
+    for trainer in (large, small):
+        for seed in range(num_passes):
+            _run(trainer, make_batch(seed, num_groups=40))
+        trainer.optim_step(make_step(trainer, make_loss(_BATCH)))
+    assert_close(weights_of(small), weights_of(large))
+
+
+@pytest.mark.more
+def test_a_batch_that_has_no_room_even_so_is_cut(small: Trainer) -> None:
+    batch = make_batch(1, num_groups=120)
+    assert not _plan(small, batch).is_one_backward
+    assert set(_run(small, batch)) == {small.model.max_tokens()}
