@@ -158,9 +158,10 @@ class Trainer:
         self.ranks.all("limit_activations", device_bytes, host_bytes, only)
 
     def _only_backward(self) -> OnlyBackward | None:
-        """What a window's only backward has; None where several ranks share it."""
+        """What a window's only backward has; None where several ranks share it, or sums are those
+        of an adapter, which take little."""
         device_bytes = self.ranks.own.activation_bytes(is_only=True)
-        if self.ranks.size > 1 or device_bytes is None:
+        if self.ranks.size > 1 or self.model.adapter is not None or device_bytes is None:
             return None
         named = self.model.named_trainable()
         layers = [sum(named[n].nbytes for n in names) for names in self.model.named_layers()]
