@@ -1,6 +1,6 @@
 """Benchmarks steps with routed experts: ours, replicated rollouts, and transformers' experts.
 
-As many layers as fit with all that full tuning keeps; forward and backward leave that memory alone.
+As many layers as keep all products beside what full tuning keeps; steps leave that memory alone.
 Ways that are compared have recorded routes: rounding would send a token elsewhere in another way.
 
     python -m benchmarks.step.experts --out benchmarks/results/h200/experts.json
@@ -19,7 +19,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,17 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.common.command import is_for_gpu, make_parser
-from benchmarks.common.document import aligned, link, markdown_table, write_section
+from benchmarks.common.document import (
+    FIGURE_COLUMNS,
+    aligned,
+    link,
+    markdown_table,
+    write_section,
+)
 from benchmarks.common.timing import peak_gib, release
 from benchmarks.kernels.attention_timing import CudaClock, HostClock, measure_gemm
 from benchmarks.step.profiles import Kind, in_order, kinds_of, profiled_step
-from benchmarks.step.run import FULL, SMALL, Row, Run, Scale, figures_or_refusal
+from benchmarks.step.run import FULL, SMALL, Row, Run, figures_or_refusal
 from benchmarks.step.subjects import REPLICATED, run_step
 from benchmarks.step.updates import open_update, run_phases
 from benchmarks.step.ways import Plan, Ways, compare_ways, load_packed, measure_way
@@ -49,7 +55,7 @@ from ratoon.train.layout import needed_bytes
 BEGIN = "<!-- experts: written by benchmarks/step/experts.py -->"
 END = "<!-- end of experts -->"
 STATES = OptimizerStates.BF16_SPLIT_8BIT
-# Of 48: with 18, layers are run again for the backward that 16 keep.
+# Of 48 layers; all products of the recorded group are kept of these.
 QWEN3_30B_A3B = RoutedSize(
     name="Qwen3-30B-A3B", num_layers=16, hidden_size=2048, num_heads=32, num_kv_heads=4,
     head_dim=128, intermediate_size=8 * 768, vocab_size=151_936, ties_embeddings=False,
@@ -88,15 +94,6 @@ PARTS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
-    """What is measured, in full or for a CPU."""
-
-    size: RoutedSize
-    scale: Scale
-    cuts: tuple[int, ...]
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--seed", type=int, default=0)
@@ -120,29 +117,25 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         # As in a worker of the service.
         for name, value in GPU_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-    subject = (
-        Subject(size=QWEN3_30B_A3B, scale=FULL, cuts=(2, 4))
-        if is_gpu
-        else Subject(size=TINY_ROUTED, scale=SMALL, cuts=(2,))
-    )
+    size = QWEN3_30B_A3B if is_gpu else TINY_ROUTED
     if args.layers is not None:
-        subject = replace(subject, size=replace(subject.size, num_layers=args.layers))
+        size = replace(size, num_layers=args.layers)
     run = Run(
         device=torch.device(args.device),
-        scale=subject.scale,
+        scale=FULL if is_gpu else SMALL,
         num_samples=args.samples,
         stop_at=time.monotonic() + args.budget_s,
         seed=args.seed,
     )
     clock = CudaClock() if is_gpu else HostClock()
     payload: dict[str, Any] = {
-        "model": asdict(subject.size),
+        "model": asdict(size),
         "optimizer_states": str(STATES),
         "peak_flops": PEAK_FLOPS,
         "gemm": measure_gemm(run.device, clock),
         "rows": [],
     }
-    for row in _rows(run, subject):
+    for row in _rows(run, size):
         payload["rows"].append(row)
         print(json.dumps({k: v for k, v in row.items() if k != "kernels"}), file=sys.stderr)
         if args.out is not None:
@@ -151,38 +144,34 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     return {**describe_gpu(run.seed), **headline(payload), **payload}
 
 
-def _rows(run: Run, subject: Subject) -> Iterator[Row]:
+def _rows(run: Run, size: RoutedSize) -> Iterator[Row]:
     """Each row once it is measured."""
-    size, ours = subject.size, subject.scale.ours
-    batch = make_batch((subject.scale.paper,), size.vocab_size, run.seed)
+    scale, ours = run.scale, run.scale.ours
+    batch = make_batch((scale.paper,), size.vocab_size, run.seed)
     ways = Ways(run, size)
     even = with_routes(batch, size, POPULARITY["even"], run.seed)
     with _reserved(ways):
-        order = [ours, subject.scale.baseline]
-        for row in compare_ways(ways, even, order, Plan(cuts=subject.cuts)):
+        # The fastest cut of a dense model is the largest.
+        plan = Plan(cuts=scale.cuts[-2:])
+        for row in compare_ways(ways, even, [ours, scale.baseline], plan):
             yield {"routing": "even", **row}
         zipf = with_routes(batch, size, POPULARITY["zipf"], run.seed)
         for routing, routed in (("zipf", zipf), ("own", batch)):
-            yield {"routing": routing, "how": ours.how, **_one(ways, routed)}
+            yield {"routing": routing, "how": ours.how, **_attempt(_one, ways, routed)}
         yield {"routing": "even", "how": PROFILE, **_attempt(_profile, ways, even)}
     yield {"routing": "even", "how": UPDATE, **_attempt(_update, ways, even)}
     del ways
     release(run.device)
     ways = Ways(run, replace(size, implementation=OF_TRANSFORMERS))
     with _reserved(ways):
-        yield {"routing": "own", "how": TRANSFORMERS, **_one(ways, batch)}
+        yield {"routing": "own", **_attempt(_one, ways, batch), "how": TRANSFORMERS}
 
 
 def _one(ways: Ways, batch: RolloutBatch) -> Row:
     """Figures of our way with the experts and routes of these."""
-
-    def measure_one() -> Row:
-        row, _ = measure_way(ways, ways.run.scale.ours, batch, Plan(cuts=()))
-        sums = ways.policy(ways.run.scale.ours).routes.take().sums
-        return {**row, "load": load_of(sums), "how": row["how"]}
-
-    row = _attempt(lambda _ways, _batch: measure_one(), ways, batch)
-    return {name: value for name, value in row.items() if name != "how"}
+    ours = ways.run.scale.ours
+    row, _ = measure_way(ways, ours, batch, Plan(cuts=()))
+    return {**row, "load": load_of(ways.policy(ours).routes.take().sums)}
 
 
 def _attempt(
@@ -314,15 +303,12 @@ def headline(payload: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def format_tables(result: Mapping[str, Any]) -> list[str]:
-    """Lines of text: goals, rows, parts."""
-    goals = [[name, f"{result[name]:.3f}", WANTED[name]] for name in WANTED if name in result]
-    lines = aligned([["", "measured", "wanted"], *goals]) if goals else []
-    lines += ["", *aligned([list(COLUMNS), *_cells(result)], 2)]
-    for row in result["rows"]:
-        if row["how"] == PROFILE and "parts_ms" in row:
-            parts = [[name, f"{ms:.1f}"] for name, ms in row["parts_ms"].items()]
-            lines += ["", *aligned([["part", "ms"], *parts])]
-    return lines
+    """Lines of text."""
+    return [
+        line
+        for columns, cells, num_text in _tables(result)
+        for line in ("", *aligned([list(columns), *cells], num_text))
+    ]
 
 
 def markdown(result: Mapping[str, Any], result_link: str) -> Iterator[str]:
@@ -335,15 +321,20 @@ def markdown(result: Mapping[str, Any], result_link: str) -> Iterator[str]:
         f"and {len(group.responses)} responses, forward and backward, with the memory of "
         f"`{result['optimizer_states']}` held.{stale} [Raw samples]({result_link}).\n"
     )
+    for number, (columns, cells, num_text) in enumerate(_tables(result)):
+        yield from [""] * (number > 0)
+        yield from markdown_table(columns, cells, num_text)
+
+
+def _tables(result: Mapping[str, Any]) -> Iterator[tuple[Sequence[str], list[list[str]], int]]:
+    """Goals, rows and parts: columns, cells, and how many columns are text."""
     goals = [[name, f"{result[name]:.3f}", WANTED[name]] for name in WANTED if name in result]
-    yield from markdown_table(["", "measured", "wanted"], goals)
-    yield ""
-    yield from markdown_table(COLUMNS, _cells(result), 2)
+    yield FIGURE_COLUMNS, goals, 1
+    yield COLUMNS, _cells(result), 2
     for row in result["rows"]:
         if row["how"] == PROFILE and "parts_ms" in row:
             parts = [[name, f"{ms:.1f}"] for name, ms in row["parts_ms"].items()]
-            yield ""
-            yield from markdown_table(["part of a step", "ms"], parts)
+            yield ("part of a step", "ms"), parts, 1
 
 
 COLUMNS = ("way", "routing", "busiest expert", "seconds", "hardware MFU", "peak GiB")
