@@ -101,3 +101,22 @@ def test_a_batch_that_has_no_room_even_so_is_cut(small: Trainer) -> None:
     batch = make_batch(1, num_groups=120)
     assert not _plan(small, batch).is_one_backward
     assert set(_run(small, batch)) == {small.model.max_tokens()}
+
+
+def test_a_step_tells_what_its_forwards_were_planned_to_hold(
+    small: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a whole micro-batch: what was there before, and activations; no sums."""
+    monkeypatch.setattr(rank, "allocated_bytes", lambda _device: 1 << 40)
+    plan = _plan(small)
+    report = small.update(_BATCH, make_loss(_BATCH), make_step(small, make_loss(_BATCH)), plan)
+    assert plan.is_one_backward
+    assert report.planned_memory_bytes == (1 << 40) + small.model.planned_bytes
+    assert small.model.planned_bytes > 0
+
+
+def test_a_cpu_has_no_plan_of_its_memory(large: Trainer) -> None:
+    report = large.update(
+        _BATCH, make_loss(_BATCH), make_step(large, make_loss(_BATCH)), _plan(large)
+    )
+    assert report.planned_memory_bytes is None

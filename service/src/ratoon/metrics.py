@@ -160,6 +160,11 @@ TOKEN_RATE = _gauge(
     "ratoon_tokens_per_second", "Replicated tokens per second, newest batch.", POLICY_LABEL
 )
 PEAK_MEMORY = _gauge("ratoon_peak_memory_bytes", "Most memory that a step has taken.", POLICY_LABEL)
+PLANNED_MEMORY = _gauge(
+    "ratoon_planned_memory_bytes",
+    "Most memory of a GPU that the step was planned to take.",
+    POLICY_LABEL,
+)
 SELF_CHECKS = _counter(
     "ratoon_self_checks_total",
     "Rollouts run packed and alone: within the limits of rounding, or exceeded.",
@@ -277,6 +282,7 @@ METRICS: tuple[Metric, ...] = (
     ROUTER_ENTROPY,
     TOKEN_RATE,
     PEAK_MEMORY,
+    PLANNED_MEMORY,
     SELF_CHECKS,
     SELF_CHECK_LOGPROB_MAX,
     SELF_CHECK_LOGPROB_MEAN,

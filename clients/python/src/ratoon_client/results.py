@@ -223,6 +223,8 @@ class StepReport:
     hardware_mfu: float | None = None
     logical_mfu: float | None = None
     peak_memory_bytes: int
+    # Of an optimizer step; absent on a CPU.
+    planned_memory_bytes: int | None = None
     staleness_mean: float | None = None
     staleness_max: int | None = None
     dropped_stale: int

@@ -73,6 +73,8 @@ class PolicyModel:
             frozen.eval().requires_grad_(requires_grad=False)
             self._take_layers(frozen, is_compiled=compile_layers, is_frozen=True)
         self._device_bytes: int | None = None
+        # Most that a forward was planned to hold for its backward; whoever asks sets it back.
+        self.planned_bytes = 0
         self._host_bytes = 0
 
     @property
@@ -217,7 +219,9 @@ class PolicyModel:
         if self._device_bytes is None or not torch.is_grad_enabled():
             return None
         sizes = self.sizes.over(held.num_ranks)
-        return plan_forward(sizes, held, self._device_bytes, self._host_bytes).kept
+        plan = plan_forward(sizes, held, self._device_bytes, self._host_bytes)
+        self.planned_bytes = max(self.planned_bytes, plan.peak_bytes)
+        return plan.kept
 
     def _whole(self, layout: TreeLayout) -> TreeAttention:
         return TreeAttention(

@@ -101,6 +101,11 @@ def activation_bytes(device: torch.device, passing_bytes: int = 0) -> int | None
     return plannable_bytes(total, torch.cuda.memory_allocated(device) + passing_bytes)
 
 
+def allocated_bytes(device: torch.device) -> int | None:
+    """What tensors have of a GPU; None for a CPU."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """Most memory held so far: of the device for a GPU, resident in this process for a CPU."""
     if device.type == "cuda":

@@ -30,7 +30,12 @@ from ratoon.train.config import Shard
 from ratoon.train.copies import Copies
 from ratoon.train.loss.spec import OptimStep
 from ratoon.train.micro_batches import PassHooks, never_cancelled, no_progress
-from ratoon.train.numerics import activation_bytes, device_model, peak_memory_bytes
+from ratoon.train.numerics import (
+    activation_bytes,
+    allocated_bytes,
+    device_model,
+    peak_memory_bytes,
+)
 from ratoon.train.optim.adamw import OptimizerState, block_norms
 from ratoon.train.optim.choice import make_optimizer
 from ratoon.train.optim.digest import StateDigest
@@ -51,10 +56,12 @@ from ratoon.train.spec import TrainerSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stepped:
-    """`changed`: bfloat16 weights of the rank's parts with other bits, where that was asked for."""
+    """`changed`: bfloat16 weights of the rank's parts with other bits, where that was asked for.
+    `planned_memory_bytes`: None for a CPU."""
 
     changed: int | None
     peak_memory_bytes: int
+    planned_memory_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +108,8 @@ class Rank:
         # To activations, of the device and of the host.
         self._lent: tuple[int | None, int] = None, 0
         self._only: OnlyBackward | None = None
+        # Most that a forward-backward was planned to hold of the device; None for a CPU.
+        self.planned_memory_bytes: int | None = None
 
     def device_model(self) -> str:
         """What this rank's device is called."""
@@ -124,10 +133,7 @@ class Rank:
 
         `is_only`: of a window's only backward, whose gradients are its sums.
         """
-        shards = self.model.shards
-        beside = 0 if shards is None else shards.ring_bytes
-        beside += 0 if is_only else self.gradients.passing_bytes
-        return activation_bytes(self.model.device, beside)
+        return activation_bytes(self.model.device, self._passing_bytes(is_only=is_only))
 
     def limit_activations(
         self, device_bytes: int | None, host_bytes: int, only: OnlyBackward | None = None
@@ -148,6 +154,7 @@ class Rank:
         yet, and no parameter gets more than one gradient."""
         own = prepared.of_rank(self.copies.rank)
         with (
+            self._planned(is_only=is_only),
             self._lending(is_only=is_only),
             self.reading(),
             self.gradients.of_pass(prepared.plan, self.hooks.is_cancelled),
@@ -197,6 +204,7 @@ class Rank:
         return Stepped(
             changed=None if changed is None else int(changed),
             peak_memory_bytes=peak_memory_bytes(self.model.device),
+            planned_memory_bytes=self.planned_memory_bytes,
         )
 
     def digest_sums(self) -> tuple[int, int]:
@@ -258,6 +266,23 @@ class Rank:
         if resets_optimizer:
             self.optimizer.reset()
         self._hand_out()
+
+    def _passing_bytes(self, *, is_only: bool) -> int:
+        """What a forward-backward takes beside activations and what is there before it."""
+        shards = self.model.shards
+        ring_bytes = 0 if shards is None else shards.ring_bytes
+        return ring_bytes + (0 if is_only else self.gradients.passing_bytes)
+
+    @contextmanager
+    def _planned(self, *, is_only: bool) -> Iterator[None]:
+        """Notes what the plans of the forwards inside come to."""
+        allocated = allocated_bytes(self.model.device)
+        passing = self._passing_bytes(is_only=is_only)
+        self.model.planned_bytes = 0
+        yield
+        if allocated is not None:
+            planned = allocated + passing + self.model.planned_bytes
+            self.planned_memory_bytes = max(self.planned_memory_bytes or 0, planned)
 
     @contextmanager
     def _lending(self, *, is_only: bool) -> Iterator[None]:

@@ -458,6 +458,7 @@ class Trainer:
         totals, warnings, norms = self._window.totals, base.warnings, ()
         grad_norm, changed = None, None
         peaks = [peak_memory_bytes(self.model.device)]
+        planned = [self.ranks.own.planned_memory_bytes]
         reason = reason_in_sums(totals.sums, divisor, self.spec.guard)
         if divisor:
             self.ranks.all("add_up")
@@ -471,6 +472,7 @@ class Trainer:
             assert grad_norm is not None
             stepped = self.ranks.all("step", grad_norm, divisor, step)
             peaks = [each.peak_memory_bytes for each in stepped]
+            planned = [each.planned_memory_bytes for each in stepped]
             if step.changed_share and all(each.changed is not None for each in stepped):
                 changed = sum(each.changed for each in stepped) / self._num_trained
             self.version += 1
@@ -488,6 +490,7 @@ class Trainer:
             skip_reason=reason,
             warnings=warnings,
             peak_memory_bytes=max(peaks),
+            planned_memory_bytes=max((each for each in planned if each is not None), default=None),
         )
         return report_builder.step_report(base, totals, divisor, seconds=clock.seconds())
 

@@ -122,6 +122,7 @@ def _batch(policy_id: str, report: StepReport) -> list[Change]:
             (metrics.RANK_GAP, report.rank_gap),
             (metrics.TOKEN_RATE, report.tokens_per_second),
             (metrics.PEAK_MEMORY, report.peak_memory_bytes),
+            (metrics.PLANNED_MEMORY, report.planned_memory_bytes),
         ),
     ]
 

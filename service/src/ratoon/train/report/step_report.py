@@ -97,6 +97,7 @@ class StepReport:
     hardware_mfu: float | None = None
     logical_mfu: float | None = None
     peak_memory_bytes: int = 0
+    planned_memory_bytes: int | None = None
     staleness_mean: float | None = None
     staleness_max: int | None = None
     dropped_stale: int = 0
