@@ -38,7 +38,7 @@ test: env-dev ## run the tests of the product, in some twelve minutes on two cor
 test-more: env-dev ## run the rest: outages, power cuts, installs, demos, broken builds, long fuzz
 	@$(PYTEST) -m "more and not slow and not gpu and not multigpu" $(ARGS)
 
-test-gpu: env-dev ## run the tests that need an NVIDIA GPU, and write their report
+test-gpu: env-dev ## run the tests that need an NVIDIA GPU, and write their report; ARGS="-n 12": 12 workers over all GPUs
 	@$(BIN)/pytest -m gpu --gpu-report benchmarks/results/h200/tests.json $(ARGS)
 
 test-multigpu: env-dev ## run the tests that need two NVIDIA GPUs, and write their report

@@ -35,6 +35,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput") and "multigpu" not in config.option.markexpr:
+        _take_one_gpu(vars(config)["workerinput"]["workerid"])
     path = config.getoption("--gpu-report")
     if path is not None:
         from tests.benchmarks.gpu_report import CollectedInWorker, GpuReport
@@ -44,6 +46,14 @@ def pytest_configure(config: pytest.Config) -> None:
         else:
             is_again = bool(config.getoption("--gpu-report-again"))
             config.pluginmanager.register(GpuReport(path, is_again=is_again))
+
+
+def _take_one_gpu(worker: str) -> None:
+    """Workers of pytest-xdist, `gw0` and so on, take the GPUs in turn; before CUDA is there."""
+    num_gpus = torch.cuda.device_count()
+    if num_gpus > 1:
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_gpus)))
+        os.environ["CUDA_VISIBLE_DEVICES"] = seen.split(",")[int(worker[2:]) % num_gpus]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,9 +1,11 @@
 """Times updates of one policy on one device and on several, through the service on one machine.
 
-The model has random weights, made here; the policies of all cases start from the same, and get the
-same rollouts. Cases can be measured in several runs into one file, on the same commit and GPUs.
+The model has random weights, made here; all policies start from the same, and get the same
+rollouts. Policies can be measured in several runs into one file, on the same commit and GPUs.
 
     python -m benchmarks.service.ranks --out benchmarks/results/h200x2/ranks.json --root /dev/shm
+    python -m benchmarks.service.ranks --model Qwen3-30B-A3B --layers 36 \\
+        --out benchmarks/results/h200x2/experts.json --root /dev/shm
     python -m benchmarks.service.ranks --draft --device cpu
 """
 
@@ -20,51 +22,81 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.common.command import is_for_gpu, make_parser, names
 from benchmarks.common.document import aligned
+from benchmarks.common.forests import PAPER_LENGTHS
 from benchmarks.service.run import MODEL, SMALL, Plan, rollouts, write_model
 from benchmarks.service.start import FULL, PATIENCE_S, POLICY, settings_of
-from benchmarks.step.workload import Group
+from benchmarks.step.workload import QWEN3_8B, QWEN3_30B_A3B, TINY, TINY_ROUTED, Group, RoutedSize
 from harness.gpu_results import describe_gpu, write_result
 from harness.service import Service
-from ratoon_client import Loss, Optim, Parallel, RatoonClient
+from ratoon_client import Group as Rollouts
+from ratoon_client import Loss, Optim, Parallel, PolicySession, RatoonClient
+from ratoon_client import group as make_group
+from ratoon_client.policy_options import Shard
 
-# The first update of a policy compiles.
+# The first update of each kind compiles.
 NUM_LEFT_OUT = 1
 GIB = 2**30
-LONG = Group(prompt=131_072, responses=(1024,) * 8)
-SHORT = Group(prompt=48, responses=(6,) * 8)
+# Rewards are the advantages, also in a group of one rollout.
+_LOSS = Loss("grpo", advantage="none")
+SIZES = {size.name: size for size in (QWEN3_8B, QWEN3_30B_A3B, TINY, TINY_ROUTED)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """A policy of `parallel`, and what each of its updates has."""
+class Work:
+    """What updates have: groups of these rollouts.
 
-    name: str
-    parallel: Parallel
-    is_long: bool = False
-    num_updates: int = 3
+    Attributes:
+        num_groups: None: as many as the command says.
+        is_alone: Each rollout is a group of its own, with a prompt of its own: nothing is shared.
+        num_updates: Besides the first.
+    """
+
+    group: Group
+    num_groups: int | None = None
+    is_alone: bool = False
+    num_updates: int = 2
 
 
+def _long(prompt: int) -> Work:
+    return Work(group=Group(prompt=prompt, responses=(1024,) * 8), num_groups=1, num_updates=1)
+
+
+_PAPER = Group(prompt=5059, responses=PAPER_LENGTHS)
+GROUPS, GROUP, ALONE, LONG = "groups", "one group", "replicated", "131,072 x 8"
+WORKS = {
+    GROUPS: Work(group=_PAPER),
+    GROUP: Work(group=_PAPER, num_groups=1),
+    ALONE: Work(group=_PAPER, is_alone=True),
+    LONG: _long(131_072),
+    "262,144 x 8": _long(262_144),
+    "524,288 x 8": _long(524_288),
+}
+ONE, STATES, GRADIENTS, WEIGHTS, TOGETHER = "one", "states", "gradients", "weights", "together"
+_SHARDS: dict[str, Shard] = {STATES: "states", GRADIENTS: "gradients", WEIGHTS: "weights"}
+# Of a dense model; those of one with experts share out more, and have no long prompts.
 CASES = (
-    Case(name="one", parallel=Parallel(num_workers=1), num_updates=2),
-    Case(name="states", parallel=Parallel(num_workers=2, shard="states", sequence_ranks=1)),
-    Case(name="gradients", parallel=Parallel(num_workers=2, shard="gradients", sequence_ranks=1)),
-    Case(name="long one", parallel=Parallel(num_workers=1), is_long=True, num_updates=2),
-    Case(
-        name="long together",
-        parallel=Parallel(num_workers=2, sequence_ranks=2),
-        is_long=True,
-        num_updates=2,
-    ),
+    *((ONE, work) for work in (GROUPS, GROUP, LONG)),
+    *((STATES, work) for work in (GROUPS, GROUP)),
+    (GRADIENTS, GROUPS),
+    *((TOGETHER, work) for work in (GROUP, LONG)),
 )
-# What a result says first: of which cases, and what the goal is.
+ROUTED_CASES = tuple((WEIGHTS, work) for work in (GROUPS, ALONE))
+# What a result says first, and what is wanted of it.
 WANTED = {
-    "speedup": ">= 1.94",
-    "service_speedup": ">= 1.85",
-    "seconds_per_group": "<= 4.9",
+    "speedup": ">= 0.97 of the GPUs (two), 0.95 (four)",
+    "service_speedup": ">= 0.925 of the GPUs (two), 0.9 (four)",
+    "seconds_per_group": "H100, two: <= 4.9",
     "exposed_ms": "",
-    "ulysses_speedup": ">= 1.85",
+    "ulysses_speedup": "two GPUs: >= 1.85",
+    "group_speedup": "",
+    "group_ulysses_speedup": "",
+    "hardware_mfu": "",
+    "over_replicated": "Qwen3-30B-A3B: > 3.82",
+    "peak_over_planned": "0.9 to 1.1",
 }
 
 
@@ -72,24 +104,54 @@ def main(arguments: list[str] | None = None) -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--root", type=Path, help="work below this folder: /dev/shm, say")
-    parser.add_argument("--groups", type=int, default=8, help="of an update that is not long")
-    parser.add_argument("--updates", type=int, help="of a case, instead of its own number")
+    parser.add_argument("--model", choices=SIZES, help="Qwen3-8B on a GPU")
+    parser.add_argument("--layers", type=int, help="of the model, instead of its own number")
+    parser.add_argument("--workers", type=int, default=2, help="devices of what has several")
+    parser.add_argument("--groups", type=int, default=8, help="of an update with several")
+    parser.add_argument("--updates", type=int, help="besides the first, instead of a work's own")
     parser.add_argument(
         "--states", default="auto", help="`worker.optimizer_states`; one GPU of 80 GB: bf16_8bit"
     )
-    parser.add_argument("--cases", type=names, default=tuple(case.name for case in CASES))
+    parser.add_argument("--cases", type=_cases, help="`POLICY:WORK,...`, both by name")
     args = parser.parse_args(arguments)
     if args.report is not None:
-        rows = json.loads(args.report.read_text(encoding="utf-8"))["cases"]
+        result = json.loads(args.report.read_text(encoding="utf-8"))
     else:
-        rows = _measure(args)
-    print("\n".join(format_tables(rows)))
+        result = _measure(args)
+    print("\n".join(format_tables(result["cases"])))
 
 
-def _measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rows of the file's cases, and of those that are measured now."""
+def _cases(text: str) -> tuple[tuple[str, str], ...]:
+    pairs = [case.partition(":") for case in names(text)]
+    return tuple((policy, WORKS_BY_NAME[work]) for policy, _, work in pairs)
+
+
+# Without what an argument's list cannot have.
+WORKS_BY_NAME = {name.replace(",", "").replace(" ", "-"): name for name in WORKS}
+
+
+def parallel_of(policy: str, num_workers: int) -> Parallel:
+    """What is shared out in a policy of that name."""
+    if policy == ONE:
+        return Parallel(num_workers=1)
+    if policy == TOGETHER:
+        return Parallel(num_workers=num_workers, sequence_ranks=num_workers)
+    return Parallel(num_workers=num_workers, shard=_SHARDS[policy], sequence_ranks=1)
+
+
+def _plan_of(args: argparse.Namespace) -> Plan:
     plan = FULL if is_for_gpu(args) else SMALL
-    rows = {row["name"]: row for row in _measured_before(args)}
+    size = plan.model if args.model is None else SIZES[args.model]
+    layers = size.num_layers if args.layers is None else args.layers
+    return replace(plan, model=replace(size, num_layers=layers))
+
+
+def _measure(args: argparse.Namespace) -> dict[str, Any]:
+    """The file's cases, and those that are measured now."""
+    plan = _plan_of(args)
+    cases = args.cases or (ROUTED_CASES if isinstance(plan.model, RoutedSize) else CASES)
+    rows = {(row["policy"], row["work"]): row for row in _measured_before(args)}
+    result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="rt-", dir=args.root) as folder:
         root = Path(folder)
         write_model(plan, args.device, root / "models" / MODEL, args.seed)
@@ -101,13 +163,19 @@ def _measure(args: argparse.Namespace) -> list[dict[str, Any]]:
             Service(root, **settings) as service,
             RatoonClient(service.grpc, timeout_s=PATIENCE_S) as client,
         ):
-            for case in (case for case in CASES if case.name in args.cases):
-                rows[case.name] = _run(client, case, plan, args)
-                if args.out is not None:
-                    cases = list(rows.values())
-                    payload = {**figures(cases), "plan": asdict(plan), "cases": cases}
-                    write_result(args.out, payload, seed=args.seed)
-    return list(rows.values())
+            for policy in dict.fromkeys(policy for policy, _ in cases):
+                parallel = parallel_of(policy, args.workers)
+                created = _create(client, plan, parallel, args.seed)
+                for work in (work for each, work in cases if each == policy):
+                    row = {"policy": policy, "work": work, **created}
+                    row |= _run(client.policy(POLICY), WORKS[work], plan, parallel, args)
+                    rows[policy, work] = row
+                    found = list(rows.values())
+                    result = {**figures(found), "plan": asdict(plan), "cases": found}
+                    if args.out is not None:
+                        write_result(args.out, result, seed=args.seed)
+                client.delete_policy(POLICY).result(PATIENCE_S)
+    return result
 
 
 def _measured_before(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -119,40 +187,38 @@ def _measured_before(args: argparse.Namespace) -> list[dict[str, Any]]:
     return before["cases"] if all(before[name] == now[name] for name in same) else []
 
 
-def _run(client: RatoonClient, case: Case, plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
-    num_groups = 1 if case.is_long else args.groups
-    if case.is_long:
-        plan = replace(plan, group=LONG if plan is FULL else SHORT)
+def _create(client: RatoonClient, plan: Plan, parallel: Parallel, seed: int) -> dict[str, Any]:
     begin = time.monotonic()
     client.create_policy(
         POLICY,
         model_folder=MODEL,
         dtype=plan.dtype,
-        seed=args.seed,
-        parallel=case.parallel,
+        seed=seed,
+        parallel=parallel,
         recovery="fail",
     ).result(PATIENCE_S)
-    row: dict[str, Any] = {
-        "name": case.name,
-        "parallel": asdict(case.parallel),
-        "groups": num_groups,
-        "optimizer_states": client.get_policy(POLICY).optimizer_states,
-        "create_s": time.monotonic() - begin,
-        "updates": [],
-    }
-    session = client.policy(POLICY)
-    batch = [rollouts(plan, 1, args.seed + number) for number in range(num_groups)]
+    create_s = time.monotonic() - begin
+    states = client.get_policy(POLICY).optimizer_states
+    return {"parallel": asdict(parallel), "optimizer_states": states, "create_s": create_s}
+
+
+def _run(
+    session: PolicySession, work: Work, plan: Plan, parallel: Parallel, args: argparse.Namespace
+) -> dict[str, Any]:
+    num_groups = work.num_groups or args.groups
+    batch = work_batch(work, plan, num_groups, args.seed)
     # What only compiles needs no more groups than there are devices.
-    few = batch[: case.parallel.num_workers]
-    num_updates = args.updates or case.num_updates
-    for groups in (*[few] * NUM_LEFT_OUT, *[batch] * num_updates):
+    few = work_batch(work, plan, min(num_groups, parallel.num_workers), args.seed)
+    updates: list[dict[str, Any]] = []
+    for groups in (*[few] * NUM_LEFT_OUT, *[batch] * (args.updates or work.num_updates)):
         begin = time.monotonic()
-        update = session.update(groups, loss=Loss("grpo"), optim=Optim(learning_rate=1e-6))
+        update = session.update(groups, loss=_LOSS, optim=Optim(learning_rate=1e-6))
         report = update.result(PATIENCE_S).report
+        seconds = time.monotonic() - begin
         phases = asdict(report.seconds)
-        row["updates"].append(
+        updates.append(
             {
-                "seconds": time.monotonic() - begin,
+                "seconds": seconds,
                 "trained_s": phases["forward"] + phases["backward"] + phases["optimizer"],
                 **{f"{name}_s": value for name, value in phases.items()},
                 "rank_seconds": report.rank_seconds,
@@ -161,43 +227,76 @@ def _run(client: RatoonClient, case: Case, plan: Plan, args: argparse.Namespace)
                 "packed_tokens": report.packed_tokens,
                 "hardware_mfu": report.hardware_mfu,
                 "peak_gib": report.peak_memory_bytes / GIB,
+                "planned_gib": (report.planned_memory_bytes or 0) / GIB,
                 "loss": report.loss,
                 "grad_norm": report.grad_norm,
             }
         )
-        print(json.dumps({"case": case.name, **row["updates"][-1]}), file=sys.stderr, flush=True)
-    client.delete_policy(POLICY).result(PATIENCE_S)
-    return row
+        print(json.dumps(updates[-1]), file=sys.stderr, flush=True)
+    samples = [update["seconds"] for update in updates[NUM_LEFT_OUT:]]
+    return {"groups": num_groups, "updates": updates, "samples": samples}
 
 
-def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """Of medians; None where a case is missing. `exposed_ms` is what the step of two devices takes
-    longer than half of one's: gradients to their owners, and new weights from there.
+def work_batch(work: Work, plan: Plan, num_groups: int, seed: int) -> list[Rollouts]:
+    """Of a draft that is tiny, tiny groups."""
+    if plan.model.vocab_size < 1000:
+        short = Group(prompt=max(8, work.group.prompt // 4096), responses=(6,) * 4)
+        work = replace(work, group=short)
+    plan = replace(plan, group=work.group)
+    groups = [rollouts(plan, 1, seed + number) for number in range(num_groups)]
+    if not work.is_alone:
+        return groups
+    rng = np.random.default_rng(seed)
+    return [
+        make_group(
+            f"{one.group_id}-{number}",
+            rng.integers(0, plan.model.vocab_size, plan.group.prompt),
+            [rollout],
+        )
+        for one in groups
+        for number, rollout in enumerate(one.rollouts)
+    ]
+
+
+def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of medians; those alone whose cases are there. Several devices are the fastest sharing's.
+
+    `exposed_ms` is what the step of several devices takes longer than its share of one's: gradients
+    to their owners, and new weights from there. `seconds_per_group` is of one device.
     """
-    cases = {row["name"]: row for row in rows}
+    cases = {(row["policy"], row["work"]): row for row in rows}
+    sharings = [
+        cases[each, GROUPS] for each in (STATES, GRADIENTS, WEIGHTS) if (each, GROUPS) in cases
+    ]
+    best = min(sharings, key=lambda row: median(row, "trained_s"), default=None)
+    found: dict[str, Any] = {}
 
-    def ratio(slow: str, fast: str, name: str) -> float | None:
-        if slow not in cases or fast not in cases:
-            return None
-        return median(cases[slow], name) / median(cases[fast], name)
+    def ratio(
+        name: str, slow: Mapping[str, Any] | None, fast: Mapping[str, Any] | None, of: str
+    ) -> None:
+        if slow is not None and fast is not None:
+            found[name] = median(slow, of) / median(fast, of)
 
-    exposed_ms = seconds_per_group = None
-    # A GPU of 80 GB has little room left where states alone are shared out.
-    both = "states" if "states" in cases else "gradients"
-    if "one" in cases and both in cases:
-        alone, two = (median(cases[name], "optimizer_s") for name in ("one", both))
-        exposed_ms = 1e3 * (two - alone / 2)
-    if "gradients" in cases:
-        two = cases["gradients"]
-        # Each of the two devices has half of the groups.
-        seconds_per_group = 2 * median(two, "trained_s") / two["groups"]
-    return {
-        "speedup": ratio("one", both, "trained_s"),
-        "service_speedup": ratio("one", both, "seconds"),
-        "seconds_per_group": seconds_per_group,
-        "exposed_ms": exposed_ms,
-        "ulysses_speedup": ratio("long one", "long together", "trained_s"),
-    }
+    alone = cases.get((ONE, GROUPS))
+    ratio("speedup", alone, best, "trained_s")
+    ratio("service_speedup", alone, best, "seconds")
+    if best is not None:
+        workers = best["parallel"]["num_workers"]
+        found["seconds_per_group"] = workers * median(best, "trained_s") / best["groups"]
+        if alone is not None:
+            own = median(alone, "optimizer_s") / workers
+            found["exposed_ms"] = 1e3 * (median(best, "optimizer_s") - own)
+    ratio("ulysses_speedup", cases.get((ONE, LONG)), cases.get((TOGETHER, LONG)), "trained_s")
+    group = cases.get((ONE, GROUP))
+    ratio("group_speedup", group, cases.get((STATES, GROUP)), "trained_s")
+    ratio("group_ulysses_speedup", group, cases.get((TOGETHER, GROUP)), "trained_s")
+    if best is not None:
+        if all(update["hardware_mfu"] is not None for update in best["updates"]):
+            found["hardware_mfu"] = median(best, "hardware_mfu")
+        ratio("over_replicated", cases.get((best["policy"], ALONE)), best, "trained_s")
+        if planned := median(best, "planned_gib"):
+            found["peak_over_planned"] = median(best, "peak_gib") / planned
+    return found
 
 
 def median(row: Mapping[str, Any], name: str) -> float:
@@ -207,11 +306,11 @@ def median(row: Mapping[str, Any], name: str) -> float:
 
 def format_tables(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     columns = ("seconds", "trained_s", "optimizer_s", "peak_gib")
-    cells = [[row["name"], *(f"{median(row, name):.3g}" for name in columns)] for row in rows]
-    first = [
-        [name, "–" if value is None else f"{value:.3g}", WANTED[name]]
-        for name, value in figures(rows).items()
+    cells = [
+        [f"{row['policy']}, {row['work']}", *(f"{median(row, name):.3g}" for name in columns)]
+        for row in rows
     ]
+    first = [[name, f"{value:.3g}", WANTED[name]] for name, value in figures(rows).items()]
     return [*aligned([["", "measured", "wanted"], *first]), "", *aligned([["", *columns], *cells])]
 
 

@@ -43,7 +43,13 @@ from benchmarks.step.run import FULL, SMALL, Row, Run, figures_or_refusal
 from benchmarks.step.subjects import REPLICATED, run_step
 from benchmarks.step.updates import open_update, run_phases
 from benchmarks.step.ways import Plan, Ways, compare_ways, load_packed, measure_way
-from benchmarks.step.workload import PEAK_FLOPS, RoutedSize, make_batch
+from benchmarks.step.workload import (
+    PEAK_FLOPS,
+    QWEN3_30B_A3B,
+    TINY_ROUTED,
+    RoutedSize,
+    make_batch,
+)
 from harness.gpu_results import describe_gpu, write_result
 from ratoon.engine.cluster.gpu_environment import GPU_ENVIRONMENT
 from ratoon.model.policy_model import trained_parameters
@@ -55,17 +61,8 @@ from ratoon.train.layout import needed_bytes
 BEGIN = "<!-- experts: written by benchmarks/step/experts.py -->"
 END = "<!-- end of experts -->"
 STATES = OptimizerStates.BF16_SPLIT_8BIT
-# Of 48 layers; all products of the recorded group are kept of these.
-QWEN3_30B_A3B = RoutedSize(
-    name="Qwen3-30B-A3B", num_layers=16, hidden_size=2048, num_heads=32, num_kv_heads=4,
-    head_dim=128, intermediate_size=8 * 768, vocab_size=151_936, ties_embeddings=False,
-    num_experts=128, experts_per_token=8,
-)  # fmt: skip
-TINY_ROUTED = RoutedSize(
-    name="tiny", num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=8,
-    intermediate_size=2 * 24, vocab_size=67, ties_embeddings=False, num_experts=8,
-    experts_per_token=2,
-)  # fmt: skip
+# Of 48; all products of the recorded group are kept of these.
+NUM_LAYERS = 16
 OF_TRANSFORMERS = "grouped_mm"
 # Rows that are no way to run a step.
 PROFILE, UPDATE, TRANSFORMERS = "profile", "update", "experts of transformers"
@@ -117,7 +114,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         # As in a worker of the service.
         for name, value in GPU_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-    size = QWEN3_30B_A3B if is_gpu else TINY_ROUTED
+    size = replace(QWEN3_30B_A3B, num_layers=NUM_LAYERS) if is_gpu else TINY_ROUTED
     if args.layers is not None:
         size = replace(size, num_layers=args.layers)
     run = Run(

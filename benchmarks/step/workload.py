@@ -79,6 +79,11 @@ QWEN3_8B = ModelSize(
     name="Qwen3-8B", num_layers=36, hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128,
     intermediate_size=12_288, vocab_size=151_936, ties_embeddings=False,
 )  # fmt: skip
+QWEN3_30B_A3B = RoutedSize(
+    name="Qwen3-30B-A3B", num_layers=48, hidden_size=2048, num_heads=32, num_kv_heads=4,
+    head_dim=128, intermediate_size=8 * 768, vocab_size=151_936, ties_embeddings=False,
+    num_experts=128, experts_per_token=8,
+)  # fmt: skip
 QWEN3_1_7B = ModelSize(
     name="Qwen3-1.7B", num_layers=28, hidden_size=2048, num_heads=16, num_kv_heads=8, head_dim=128,
     intermediate_size=6144, vocab_size=151_936, ties_embeddings=True,
@@ -87,6 +92,11 @@ QWEN3_1_7B = ModelSize(
 TINY = ModelSize(
     name="tiny", num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=8,
     intermediate_size=48, vocab_size=67, ties_embeddings=False,
+)  # fmt: skip
+TINY_ROUTED = RoutedSize(
+    name="tiny with experts", num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=8,
+    intermediate_size=2 * 24, vocab_size=67, ties_embeddings=False, num_experts=8,
+    experts_per_token=2,
 )  # fmt: skip
 
 
