@@ -22,6 +22,7 @@ from benchmarks.step.workload import (
     ModelSize,
     StepWork,
     make_batch,
+    mfu,
     packed_batch,
     packed_work,
     replicated_work,
@@ -101,6 +102,7 @@ def _measure_update(run: Run, size: ModelSize, algorithm: str, batch: RolloutBat
     passes = 2 if has_reference else 1
     packed, replicated = packed_work(packed_batch(batch)), replicated_work(batch)
     middle = min(reports, key=lambda phases: abs(phases["total_s"] - measured.seconds))
+    planned = trainer.ranks.own.planned_memory_bytes
     return {
         "step": step,
         "optimizer_states": str(trainer.spec.optimizer_states),
@@ -114,7 +116,10 @@ def _measure_update(run: Run, size: ModelSize, algorithm: str, batch: RolloutBat
         **middle,
         "hardware_mfu": update_flops(size, packed, passes) / measured.seconds / PEAK_FLOPS,
         "logical_mfu": update_flops(size, replicated, passes) / measured.seconds / PEAK_FLOPS,
+        # Of forward and backward beside all that the trainer keeps.
+        "trained_mfu": mfu(size, packed, middle["forward_s"] + middle["backward_s"]),
         "peak_gib": measured.peak_gib,
+        **({} if planned is None else {"planned_gib": planned / 2**30}),
         "num_micro_batches": len(plan.micro_batches),
         "num_stages": sum(len(part.stages) for part in plan.micro_batches),
         "packed_tokens": plan.packed_tokens,
