@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     from tests.two_workers import TwoWorkers
 
 
+# As in a worker: libraries that are imported ask whether there is a GPU, and who has asked CUDA
+# itself can fork no process that uses one.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     help_text = "write what became of every GPU test to this result file (JSON)"
     parser.addoption("--gpu-report", type=Path, metavar="PATH", help=help_text)

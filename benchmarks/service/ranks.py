@@ -112,6 +112,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--states", default="auto", help="`worker.optimizer_states`; one GPU of 80 GB: bf16_8bit"
     )
+    parser.add_argument(
+        "--host-gib", type=int, default=64, help="of the host, lent to each device's activations"
+    )
     parser.add_argument("--cases", type=_cases, help="`POLICY:WORK,...`, both by name")
     args = parser.parse_args(arguments)
     if args.report is not None:
@@ -143,7 +146,8 @@ def _plan_of(args: argparse.Namespace) -> Plan:
     plan = FULL if is_for_gpu(args) else SMALL
     size = plan.model if args.model is None else SIZES[args.model]
     layers = size.num_layers if args.layers is None else args.layers
-    return replace(plan, model=replace(size, num_layers=layers))
+    model = replace(size, num_layers=layers)
+    return replace(plan, model=model, host_gib=args.host_gib if plan is FULL else 0)
 
 
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -168,7 +172,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
                 created = _create(client, plan, parallel, args.seed)
                 for work in (work for each, work in cases if each == policy):
                     row = {"policy": policy, "work": work, **created}
-                    row |= _run(client.policy(POLICY), WORKS[work], plan, parallel, args)
+                    row |= _run(client.policy(POLICY), WORKS[work], plan, args)
                     rows[policy, work] = row
                     found = list(rows.values())
                     result = {**figures(found), "plan": asdict(plan), "cases": found}
@@ -203,16 +207,14 @@ def _create(client: RatoonClient, plan: Plan, parallel: Parallel, seed: int) -> 
 
 
 def _run(
-    session: PolicySession, work: Work, plan: Plan, parallel: Parallel, args: argparse.Namespace
+    session: PolicySession, work: Work, plan: Plan, args: argparse.Namespace
 ) -> dict[str, Any]:
     num_groups = work.num_groups or args.groups
     batch = work_batch(work, plan, num_groups, args.seed)
-    # What only compiles needs no more groups than there are devices.
-    few = work_batch(work, plan, min(num_groups, parallel.num_workers), args.seed)
     updates: list[dict[str, Any]] = []
-    for groups in (*[few] * NUM_LEFT_OUT, *[batch] * (args.updates or work.num_updates)):
+    for _ in range(NUM_LEFT_OUT + (args.updates or work.num_updates)):
         begin = time.monotonic()
-        update = session.update(groups, loss=_LOSS, optim=Optim(learning_rate=1e-6))
+        update = session.update(batch, loss=_LOSS, optim=Optim(learning_rate=1e-6))
         report = update.result(PATIENCE_S).report
         seconds = time.monotonic() - begin
         phases = asdict(report.seconds)

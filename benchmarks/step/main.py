@@ -99,6 +99,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=5, help="of each figure, at most")
     parser.add_argument("--budget-s", type=float, default=540.0, help="seconds, set-up included")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--host-gib", type=int, default=64, help="lent to activations in section updates"
+    )
     args = parser.parse_args(arguments)
     if args.cases is not None:
         if len(args.only) != 1:
@@ -122,6 +125,7 @@ def _measure(args: argparse.Namespace) -> None:
         num_samples=args.samples,
         stop_at=start + args.budget_s,
         seed=args.seed,
+        host_bytes=args.host_gib * 2**30,
     )
     if args.out is not None and args.out.is_file() and not args.new:
         payload = merged_payload(json.loads(args.out.read_text(encoding="utf-8")), run)

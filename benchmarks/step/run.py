@@ -170,6 +170,7 @@ class Run:
         num_samples: Per figure, if the budget allows.
         stop_at: `time.monotonic()` after which nothing new starts.
         seed: For weights, tokens and rewards.
+        host_bytes: Lent to the activations of whole updates, as by `worker.host_activation_bytes`.
     """
 
     device: torch.device
@@ -177,6 +178,7 @@ class Run:
     num_samples: int
     stop_at: float
     seed: int
+    host_bytes: int = 0
 
     @property
     def is_out_of_time(self) -> bool:

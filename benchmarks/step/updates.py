@@ -107,6 +107,7 @@ def _measure_update(run: Run, size: ModelSize, algorithm: str, batch: RolloutBat
         "step": step,
         "optimizer_states": str(trainer.spec.optimizer_states),
         "has_reference": has_reference,
+        "host_gib": run.host_bytes / 2**30,
         "warm_up_s": warm_up_s,
         "seconds": measured.seconds,
         "joules": measured.joules,
@@ -216,6 +217,7 @@ def open_trainer(ways: Ways, states: OptimizerStates, *, has_reference: bool) ->
         device=str(run.device),
         num_threads=1,
         optimizer_states=states if is_narrow else OptimizerStates.FP32,
+        host_activation_bytes=run.host_bytes,
     )
     trainer = Trainer(spec, policy, rates=run.rates)
     trainer.limit_activations()

@@ -11,6 +11,7 @@ from ratoon.model.activation_plan import (
     LOGIT_BYTES,
     DecoderSizes,
     Kept,
+    fetched_at,
     max_tokens,
     peak_bytes,
     plan_activations,
@@ -202,6 +203,41 @@ def test_what_fits_neither_device_nor_again_goes_to_the_host() -> None:
     plan = plan_activations(sizes, tokens, tokens, deepest, 36 * layer)
     assert plan == (Kept.HOST,) * 34 + (Kept.ATTENTION,) * 2
     assert max_tokens(sizes, 100 * GIB, 100 * GIB) > 1.3 * max_tokens(sizes, 100 * GIB)
+
+
+def test_the_host_takes_products_that_would_run_again() -> None:
+    """Of the recorded group on one H200, beside 8-bit moments: 13 layers ran gate and up again."""
+    tokens, device = 41_323, int(103.5 * GIB)
+    sizes = dataclasses.replace(QWEN3_8B, layer_gradient_bytes=2 * 6_945_767_424 // 36)
+    layer = tokens * sizes.kept_bytes(Kept.AWAY)
+    alone = plan_activations(sizes, tokens, tokens, device)
+    assert alone.count(Kept.NARROW) == 13
+    plan = plan_activations(sizes, tokens, tokens, device, 100 * layer)
+    assert sizes.away_stride == 3
+    away = [index for index, kept in enumerate(plan) if kept is Kept.AWAY]
+    assert away == [*range(0, 3 * len(away), 3)]
+    assert set(plan) == {Kept.AWAY, Kept.PRODUCTS}
+    assert peak_bytes(sizes, plan, tokens, tokens) <= device
+    # No more of them than that takes, no more than the host has room for.
+    fewer = tuple(Kept.PRODUCTS if index == away[-1] else k for index, k in enumerate(plan))
+    assert peak_bytes(sizes, fewer, tokens, tokens) > device
+    little = plan_activations(sizes, tokens, tokens, device, 3 * layer - 1)
+    assert little.count(Kept.AWAY) == 2
+    assert 0 < little.count(Kept.NARROW) < 13
+    most = peak_bytes(sizes, (Kept.PRODUCTS,) * 36, tokens, tokens)
+    assert plan_activations(sizes, tokens, tokens, most, 100 * layer) == (Kept.PRODUCTS,) * 36
+
+
+def test_a_peak_counts_what_comes_back_while_it_is_due() -> None:
+    sizes = dataclasses.replace(QWEN3_8B, num_layers=12)
+    plan = tuple(Kept.AWAY if index in (0, 3) else Kept.PRODUCTS for index in range(12))
+    assert fetched_at(sizes, plan) == 5
+    assert fetched_at(sizes, (Kept.HOST, Kept.HOST, Kept.ATTENTION)) == 1
+    assert fetched_at(sizes, (Kept.PRODUCTS,) * 12) is None
+    # By the layer that they come back at, six others have left.
+    tokens = 1000
+    here = peak_bytes(dataclasses.replace(sizes, num_layers=10), (Kept.PRODUCTS,) * 10, tokens, 1)
+    assert peak_bytes(sizes, plan, tokens, 1) == here
 
 
 def test_max_tokens_is_the_last_number_that_has_a_plan() -> None:

@@ -42,6 +42,7 @@ def test_running_again_by_hand() -> None:
     }
     assert again == {
         Kept.PRODUCTS: 0,
+        Kept.AWAY: 0,
         Kept.NARROW: pytest.approx(wide, rel=1e-12),
         Kept.ATTENTION: pytest.approx(wide + attention, rel=1e-12),
         Kept.HOST: pytest.approx(wide + attention, rel=1e-12),

@@ -12,6 +12,8 @@ from tests.model.gpu_policies import DEVICE, Step, make_policy
 
 pytestmark = pytest.mark.gpu
 
+# Of the others: what is away is that of PRODUCTS.
+KINDS = tuple(kept for kept in Kept if kept is not Kept.AWAY)
 SMALL = star(300, 5, 90)
 LARGE = star(2048, 15, 960)
 
@@ -37,7 +39,7 @@ def test_compiled_gradients_are_those_of_the_modules() -> None:
     exact = step.gradients(make_policy(is_compiled=False, dtype=torch.float32, backend="reference"))
     modules = step.gradients(make_policy(is_compiled=False))
     policy = make_policy(is_compiled=True)
-    for kept in Kept:
+    for kept in KINDS:
         _keep(policy, kept, SMALL.num_tokens)
         for name, grad in step.gradients(policy).items():
             error = (grad.float() - exact[name]).norm()
@@ -45,7 +47,7 @@ def test_compiled_gradients_are_those_of_the_modules() -> None:
             assert 0 < error <= bound, (kept, name, float(error / bound))
 
 
-@pytest.mark.parametrize("kept", Kept)
+@pytest.mark.parametrize("kept", KINDS)
 def test_the_predicted_peak_is_within_a_tenth(kept: Kept) -> None:
     policy, step = make_policy(is_compiled=True, layers=12, hidden=1024), Step(LARGE)
     predicted = _keep(policy, kept, LARGE.num_tokens)
@@ -87,3 +89,23 @@ def test_a_step_does_not_wait_for_the_device() -> None:
         step.run(policy)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_products_that_are_away_leave_their_room_and_no_bit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy, step = make_policy(is_compiled=True, layers=12, hidden=1024), Step(LARGE)
+    _keep(policy, Kept.PRODUCTS, LARGE.num_tokens)
+    expected = step.gradients(policy)
+    plan = tuple(Kept.AWAY if index in (0, 4) else Kept.PRODUCTS for index in range(12))
+    predicted = peak_bytes(policy.sizes, plan, LARGE.num_tokens, LARGE.num_tokens)
+    monkeypatch.setattr(policy, "_plan_activations", lambda _held: plan)
+    got = step.gradients(policy)
+    assert all(torch.equal(got[name], grad) for name, grad in expected.items())
+    del got, expected
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step.gradients(policy)
+    measured = torch.cuda.max_memory_allocated() - before
+    assert 0.85 * predicted < measured < 1.05 * predicted

@@ -74,8 +74,8 @@ def _whole_host(sizes: DecoderSizes, tokens: int) -> int:
 
 def _bytes_by_place(sizes: DecoderSizes, tokens: int, kept: tuple[Kept, ...]) -> tuple[int, int]:
     """Device and host, while it waits."""
-    on_device = sum(sizes.kept_bytes(kind) for kind in kept if kind is not Kept.HOST)
-    on_host = kept.count(Kept.HOST) * sizes.kept_bytes(Kept.HOST)
+    on_device = sum(sizes.kept_bytes(kind) for kind in kept if not kind.is_on_host)
+    on_host = sum(sizes.kept_bytes(kind) for kind in kept if kind.is_on_host)
     return tokens * (sizes.stay_bytes + on_device), tokens * on_host
 
 

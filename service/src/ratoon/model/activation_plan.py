@@ -6,7 +6,8 @@ but an error. No torch here.
 Attention is never run twice: its output and log-sum-exp are always kept. A byte that holds the
 output of a product saves as many operations wherever it is (D for each of its elements), so layers
 go up one step at a time, from the last one on: its memory is free again when the others' backward
-needs room to work in.
+needs room to work in. What is lent of the host's memory saves running again: some of the lower
+layers keep all products there, so far apart that they are copied while those between are run.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ LOGIT_BYTES = 640 * 2**20
 DLOGIT_BYTES = 1280 * 2**20
 # Of the layers whose activations are on the host: on the device while one runs backward.
 _LAYERS_UNDER_WAY = 2
+# Operations of layers' products that a GPU of Hopper's kind does while a byte goes to the host:
+# 653 TFLOP/s, and 51 GB/s, as measured on H100 and H200 machines.
+_OPERATIONS_A_BYTE = 12_800
 # Of one expert of one token, beside its weight: which it is, its row, and whose row that is.
 _ROUTE_BYTES = 2 + 4 + 4
 
@@ -35,12 +39,21 @@ class Kept(StrEnum):
     ones into the MLP or its experts. PRODUCTS: of those too, so that only elementwise operations
     run again, and rows of experts are gathered again. Of an adapter the output of A is kept as that
     of a product, its B always runs again: it costs little and is as wide as what it is added to.
-    HOST: as ATTENTION, but in the memory of the host meanwhile."""
+    HOST: as ATTENTION, but in the memory of the host meanwhile. AWAY: as PRODUCTS, but there."""
 
     HOST = "host"
     ATTENTION = "attention"
     NARROW = "narrow"
     PRODUCTS = "products"
+    AWAY = "away"
+
+    @property
+    def is_on_host(self) -> bool:
+        return self in (Kept.HOST, Kept.AWAY)
+
+
+# Each takes more of the device than the one before.
+_STEPS = (Kept.HOST, Kept.ATTENTION, Kept.NARROW, Kept.PRODUCTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,10 +106,10 @@ class DecoderSizes:
         """Bytes of one token in one layer from forward to backward, on the device or the host."""
         heads = self.num_heads * self.head_dim
         elements = self.hidden_size + heads
-        if kept in (Kept.NARROW, Kept.PRODUCTS):
+        if kept in (Kept.NARROW, Kept.PRODUCTS, Kept.AWAY):
             elements += heads + 2 * self.num_kv_heads * self.head_dim + self.hidden_size
             elements += self.router_size + self.adapter_size
-        if kept is Kept.PRODUCTS:
+        if kept in (Kept.PRODUCTS, Kept.AWAY):
             elements += 2 * self.mlp_size + self.expert_adapter_size
         routes = self.experts_per_token * (self.element_bytes + _ROUTE_BYTES)
         other_bytes = 4 * self.num_heads + routes * self.is_routed
@@ -112,13 +125,34 @@ class DecoderSizes:
         heads, and gradients in float32.
         """
         is_adapted = bool(self.expert_adapter_size if self.is_routed else self.adapter_size)
-        wide = (4 if kept is Kept.PRODUCTS else 6) + 2 * is_adapted
+        has_products = kept in (Kept.PRODUCTS, Kept.AWAY)
+        wide = (4 if has_products else 6) + 2 * is_adapted
         rows = 2 + 2 * is_adapted
         elements = wide * self.mlp_size + 4 * self.hidden_size + rows * self.rows_size
         if self.num_ranks > 1:
             keys = 2 * self.num_kv_heads * self.key_copies
             elements = max(elements, (10 * self.num_heads + 6 * keys) * self.head_dim)
         return elements * self.element_bytes
+
+    def weights_again(self, kept: Kept) -> int:
+        """Of one layer, those that a token passes twice, as their products run again."""
+        weights = 0
+        if kept not in (Kept.PRODUCTS, Kept.AWAY):
+            weights += 2 * self.hidden_size * self.mlp_size
+        if kept in (Kept.ATTENTION, Kept.HOST):
+            weights += self.attention_weights
+        return weights
+
+    @property
+    def attention_weights(self) -> int:
+        """Of one layer: projections to queries, keys, values, and of the output."""
+        return self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+
+    @property
+    def away_stride(self) -> int:
+        """Layers in whose forward the products of one of them go to the host."""
+        weights = self.attention_weights + 3 * self.hidden_size * self.mlp_size
+        return -(-self.kept_bytes(Kept.AWAY) * _OPERATIONS_A_BYTE // (2 * weights))
 
     @property
     def is_routed(self) -> bool:
@@ -176,19 +210,29 @@ def peak_bytes(sizes: DecoderSizes, kept: tuple[Kept, ...], tokens: int, rows: i
     assert len(kept) == sizes.num_layers
     # The last layer's output, its norm, their gradient; the rows that predict.
     resident = (3 * tokens + rows) * sizes.hidden_size * sizes.element_bytes
-    resident += sum(tokens * sizes.kept_bytes(layer) for layer in kept if layer is not Kept.HOST)
+    resident += sum(tokens * sizes.kept_bytes(layer) for layer in kept if not layer.is_on_host)
     peak = resident + sizes.head_bytes(rows)
     resident += sizes.head_gradient_bytes
-    # Of the layers on the host, which come from there when the first of them runs backward.
-    under_way = min(kept.count(Kept.HOST), _LAYERS_UNDER_WAY)
-    fetched = under_way * tokens * sizes.kept_bytes(Kept.HOST)
-    for layer in reversed(kept):
-        beside = fetched if layer is Kept.HOST else 0
+    # Of the layers on the host, which come from there before the first of them runs backward.
+    on_host = [index for index, layer in enumerate(kept) if layer.is_on_host]
+    of_layer = max((sizes.kept_bytes(kept[index]) for index in on_host), default=0)
+    fetched = min(len(on_host), _LAYERS_UNDER_WAY) * tokens * of_layer
+    comes_at = fetched_at(sizes, kept)
+    for index, layer in reversed([*enumerate(kept)]):
+        beside = fetched if comes_at is not None and index <= comes_at else 0
         peak = max(peak, resident + beside + tokens * sizes.working_bytes(layer))
         resident += sizes.layer_gradient_bytes
-        if layer is not Kept.HOST:
+        if not layer.is_on_host:
             resident -= tokens * sizes.kept_bytes(layer)
     return peak
+
+
+def fetched_at(sizes: DecoderSizes, kept: tuple[Kept, ...]) -> int | None:
+    """The layer before whose backward the first of those on the host comes back; None: all stay."""
+    last = max((index for index, layer in enumerate(kept) if layer.is_on_host), default=None)
+    if last is None or kept[last] is Kept.HOST:
+        return last
+    return min(last + sizes.away_stride, sizes.num_layers) - 1
 
 
 def plan_activations(
@@ -285,7 +329,47 @@ def _largest_plan(
         return peak_bytes(sizes, plan, tokens, rows) > device_bytes
 
     found = bisect_left(steps, True, key=is_too_much) - 1
-    return None if found < 0 else _after_steps(num_layers, steps[found])
+    if found < 0:
+        return None
+    plan = _after_steps(num_layers, steps[found])
+    if Kept.HOST in plan:
+        return plan
+    return _with_products_away(sizes, tokens, rows, device_bytes, host_bytes, plan)
+
+
+def _with_products_away(
+    sizes: DecoderSizes,
+    tokens: int,
+    rows: int,
+    device_bytes: int,
+    host_bytes: int,
+    plan: tuple[Kept, ...],
+) -> tuple[Kept, ...]:
+    """`plan`, or one with as few layers AWAY as run the least again."""
+    num_layers, stride = sizes.num_layers, sizes.away_stride
+    most = host_bytes // max(1, tokens * sizes.kept_bytes(Kept.AWAY))
+    best, steps = plan, range(num_layers, 3 * num_layers + 1)
+
+    def again(plan: tuple[Kept, ...]) -> int:
+        return sum(map(sizes.weights_again, plan))
+
+    for count in range(1, min(most, num_layers // stride) + 1):
+        if not again(best):
+            break
+        # From the lowest on: they come back last, when the others' room is free.
+        away = range(0, count * stride, stride)
+
+        def at(step: int, away: range = away) -> tuple[Kept, ...]:
+            below = enumerate(_after_steps(num_layers, step))
+            return tuple(Kept.AWAY if index in away else kept for index, kept in below)
+
+        def is_too_much(step: int) -> bool:
+            return peak_bytes(sizes, at(step), tokens, rows) > device_bytes
+
+        found = bisect_left(steps, True, key=is_too_much) - 1
+        if found >= 0 and again(at(steps[found])) < again(best):
+            best = at(steps[found])
+    return best
 
 
 def _on_host(sizes: DecoderSizes, tokens: int, host_bytes: int) -> int:
@@ -295,7 +379,6 @@ def _on_host(sizes: DecoderSizes, tokens: int, host_bytes: int) -> int:
 
 def _after_steps(num_layers: int, step: int) -> tuple[Kept, ...]:
     """All layers up one step after the other, from the last one on each time."""
-    order = tuple(Kept)
     whole, rest = divmod(step, num_layers)
-    upper = order[min(whole + 1, len(order) - 1)]
-    return (order[whole],) * (num_layers - rest) + (upper,) * rest
+    upper = _STEPS[min(whole + 1, len(_STEPS) - 1)]
+    return (_STEPS[whole],) * (num_layers - rest) + (upper,) * rest

@@ -92,7 +92,7 @@ def device_costs(
     num_ranks = sizes.num_ranks
     layers, heads = sizes.num_layers, sizes.num_heads * sizes.head_dim
     mlp_weights = 3 * sizes.hidden_size * sizes.mlp_size
-    other_weights = _attention_weights(sizes) + sizes.hidden_size * sizes.router_size
+    other_weights = sizes.attention_weights + sizes.hidden_size * sizes.router_size
     weights = layers * (other_weights + mlp_weights)
     all_mlp_weights = mlp_weights * sizes.num_experts // sizes.experts_per_token
     head_weights = sizes.vocab_size * sizes.hidden_size
@@ -124,14 +124,7 @@ def device_costs(
 
 def recompute_s(sizes: DecoderSizes, rates: DeviceRates, kept: tuple[Kept, ...]) -> float:
     """Seconds a token to run again what the layers do not keep."""
-    wide = 2 * sizes.hidden_size * sizes.mlp_size
-    weights = 0
-    for layer in kept:
-        if layer is not Kept.PRODUCTS:
-            weights += wide
-        if layer in (Kept.ATTENTION, Kept.HOST):
-            weights += _attention_weights(sizes)
-    return 2 * weights / rates.linear_flops
+    return 2 * sum(map(sizes.weights_again, kept)) / rates.linear_flops
 
 
 def with_recompute(
@@ -152,9 +145,3 @@ def with_recompute(
         host_tokens=num_ranks * (host_bytes // (sizes.num_layers * sizes.kept_bytes(Kept.HOST))),
     )
     return replace(costs, recompute=recompute)
-
-
-def _attention_weights(sizes: DecoderSizes) -> int:
-    """Of one layer: projections to queries, keys, values, and of the output."""
-    heads = 2 * sizes.num_heads + 2 * sizes.num_kv_heads
-    return sizes.hidden_size * sizes.head_dim * heads

@@ -57,10 +57,13 @@ class DecoderLayers:
         them by number, of the first of these layers as `first_shard`."""
         # None: everything that autograd keeps, where nothing is compiled.
         self.kept: tuple[Kept, ...] | None = None
+        # The layer before whose backward the first of those that are AWAY comes back.
+        self.fetched_at: int | None = None
         self._is_compiled = is_compiled
         self._is_deterministic = is_deterministic
         self._contexts = {kept: _selective(kept, wide_features, adapter_rank) for kept in Kept}
         self._contexts[Kept.HOST] = self._contexts[Kept.ATTENTION]
+        self._contexts[Kept.AWAY] = self._contexts[Kept.PRODUCTS]
         self._offload: HostOffload | None = None
         self._precision = precision
         self._shards, self._first_shard = shards, first_shard
@@ -93,22 +96,30 @@ class DecoderLayers:
         contexts = self._contexts[kept[index]]
         with self._where(kept, index, layer, kwargs):
             if self._is_compiled:
-                return _compiled_again()(layer, hidden_states, contexts, kwargs)
-            # Autograd saves the input alone here; the rest is in the cache of what runs again.
-            contexts = partial(self._in_precision, contexts)
-            return _run_again(layer, hidden_states, contexts, kwargs)
+                output = _compiled_again()(layer, hidden_states, contexts, kwargs)
+            else:
+                # Autograd saves the input alone here; the rest is in the cache of what runs again.
+                contexts = partial(self._in_precision, contexts)
+                output = _run_again(layer, hidden_states, contexts, kwargs)
+        if self._offload is not None and Kept.AWAY in kept:
+            if index == self.fetched_at:
+                output.register_hook(self._offload.fetcher())
+            if index == len(kept) - 1:
+                self._offload.end()
+        return output
 
     def _where(
         self, kept: Sequence[Kept], index: int, layer: nn.Module, kwargs: dict[str, Any]
     ) -> AbstractContextManager[Any]:
         """Inside, what autograd saves goes where it is to wait."""
-        if kept[index] is not Kept.HOST:
+        if not kept[index].is_on_host:
             return nullcontext()
         parameters = list(layer.parameters())
         if self._offload is None:
             self._offload = HostOffload(parameters[0].device)
         resident = (*parameters, *kwargs["position_embeddings"])
-        is_last = Kept.HOST not in kept[index + 1 :]
+        # Those that are AWAY have the time of the layers behind them to leave.
+        is_last = kept[index] is Kept.HOST and Kept.HOST not in kept[index + 1 :]
         return self._offload.layer(index, resident, is_last=is_last)
 
     def _in_precision(

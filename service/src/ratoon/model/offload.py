@@ -13,7 +13,7 @@ again only once the host saw them done, and the host is a whole forward ahead.)
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -89,13 +89,14 @@ class HostOffload:
     def layer(self, index: int, resident: Iterable[Tensor], *, is_last: bool) -> Iterator[None]:
         """Inside, what is saved goes to the host, but for `resident`: it is there anyway.
 
-        Layers of a forward come one after the other, from 0 on; `is_last`: no other follows.
+        Layers of a forward come one after the other, from 0 on; `is_last`: no other follows, else
+        `end` is called behind one that does.
         """
         stays = {tensor.untyped_storage().data_ptr() for tensor in resident}
         known: dict[tuple[int, int], _Saved] = {}
         layer = _Layer(below=self._last() if self._last is not None and index > 0 else None)
         weakref.finalize(layer, self._let_go, layer.saved, layer.chunks).atexit = False
-        self._last = None if is_last else weakref.ref(layer)
+        self._last = weakref.ref(layer)
 
         def pack(tensor: Tensor) -> Tensor | _Packed:
             size = tensor.numel() * tensor.element_size()
@@ -117,8 +118,23 @@ class HostOffload:
         self._leave(self._leaving)
         self._leaving = layer.saved
         if is_last:
-            self._leave(self._leaving)
-            self._leaving = []
+            self.end()
+
+    def end(self) -> None:
+        """Nothing of the forward is on the device any more."""
+        self._leave(self._leaving)
+        self._leaving, self._last = [], None
+
+    def fetcher(self) -> Callable[[object], None]:
+        """What has the newest layer come back, if its forward is still there."""
+        newest = self._last
+
+        def fetch(_: object) -> None:
+            layer = None if newest is None else newest()
+            for saved in () if layer is None else layer.saved:
+                self._fetch(saved)
+
+        return fetch
 
     def _send(self, tensor: Tensor, layer: _Layer) -> _Saved:
         whole = tensor.detach().view(-1).view(torch.uint8)

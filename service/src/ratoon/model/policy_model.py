@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ratoon.errors import invalid
-from ratoon.model.activation_plan import Kept, max_tokens
+from ratoon.model.activation_plan import Kept, fetched_at, max_tokens
 from ratoon.model.attention import PathAttention, TreeAttention
 from ratoon.model.float64 import Float64Math
 from ratoon.model.layer_shards import LayerShards
@@ -116,7 +116,8 @@ class PolicyModel:
     ) -> Tensor:
         """The same of any tokens, [T, D]; `attention` knows what each of them attends."""
         assert tokens_T.shape == position_T.shape, "one position a token"
-        self._layers.kept = self._plan_activations(attention.held)
+        kept = self._layers.kept = self._plan_activations(attention.held)
+        self._layers.fetched_at = None if kept is None else fetched_at(self.sizes, kept)
         decoder = cast("Any", self._active).get_decoder()
         if self._is_reference and routed is not None:
             routed = replace(routed, recorded_LTC=None)

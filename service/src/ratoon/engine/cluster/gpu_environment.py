@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 # With a workspace of this size cuBLAS is reproducible, and deterministic torch requires it.
-# Expandable segments fragment less when most memory is in use.
+# Expandable segments fragment less when most memory is in use. Which GPUs there are is asked of the
+# driver's library: with CUDA itself, as libraries ask it where flash-attn is installed, a process
+# has chosen its GPUs before its ranks are told to see all.
 GPU_ENVIRONMENT = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
 
 
