@@ -17,7 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.command import is_for_gpu, make_parser, names
-from benchmarks.common.document import aligned
+from benchmarks.common.document import (
+    FIGURE_COLUMNS,
+    aligned,
+    link,
+    markdown_table,
+    write_section,
+)
 from benchmarks.common.forests import PAPER_LENGTHS
 from benchmarks.service.run import MODEL, SMALL, Plan, rollouts, write_model
 from benchmarks.service.start import FULL, PATIENCE_S, POLICY, settings_of
@@ -89,7 +95,7 @@ ROUTED_CASES = tuple((WEIGHTS, work) for work in (GROUPS, ALONE))
 WANTED = {
     "speedup": ">= 0.97 of the GPUs (two), 0.95 (four)",
     "service_speedup": ">= 0.925 of the GPUs (two), 0.9 (four)",
-    "seconds_per_group": "H100, two: <= 4.9",
+    "seconds_per_group": "Qwen3-8B, two H100: <= 4.9",
     "exposed_ms": "",
     "ulysses_speedup": "two GPUs: >= 1.85",
     "group_speedup": "",
@@ -103,6 +109,7 @@ WANTED = {
 def main(arguments: list[str] | None = None) -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--markdown", type=Path, help="with --report: fill in this document")
     parser.add_argument("--root", type=Path, help="work below this folder: /dev/shm, say")
     parser.add_argument("--model", choices=SIZES, help="Qwen3-8B on a GPU")
     parser.add_argument("--layers", type=int, help="of the model, instead of its own number")
@@ -122,6 +129,11 @@ def main(arguments: list[str] | None = None) -> None:
     else:
         result = _measure(args)
     print("\n".join(format_tables(result["cases"])))
+    if args.report is not None and args.markdown is not None:
+        name = f"{args.report.parent.name}/{args.report.stem}"
+        begin = f"<!-- {name}: written by benchmarks/service/ranks.py -->"
+        lines = markdown(result, link(args.report, args.markdown))
+        write_section(args.markdown, begin, f"<!-- end of {name} -->", lines)
 
 
 def _cases(text: str) -> tuple[tuple[str, str], ...]:
@@ -307,13 +319,54 @@ def median(row: Mapping[str, Any], name: str) -> float:
 
 
 def format_tables(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    columns = ("seconds", "trained_s", "optimizer_s", "peak_gib")
-    cells = [
-        [f"{row['policy']}, {row['work']}", *(f"{median(row, name):.3g}" for name in columns)]
-        for row in rows
-    ]
-    first = [[name, f"{value:.3g}", WANTED[name]] for name, value in figures(rows).items()]
-    return [*aligned([["", "measured", "wanted"], *first]), "", *aligned([["", *columns], *cells])]
+    """Lines of text."""
+    first, second = (aligned([list(columns), *cells]) for columns, cells in _tables(rows))
+    return [*first, "", *second]
+
+
+def markdown(result: Mapping[str, Any], result_link: str) -> Iterator[str]:
+    """Lines of the document's section."""
+    model = result["plan"]["model"]
+    notes = f" {result['notes']}" if "notes" in result else ""
+    stale = f" STALE: {result['stale']}." if "stale" in result else ""
+    yield (
+        f"\n{result['num_gpus']} {result['gpu']}, torch {result['versions']['torch']}, commit "
+        f"{result['commit'][:12]}: {model['name']}, {model['num_layers']} layers, in "
+        f"{result['plan']['dtype']}, `{result['cases'][0]['optimizer_states']}`.{notes}{stale} "
+        f"[Raw samples]({result_link}).\n"
+    )
+    for number, (columns, cells) in enumerate(_tables(result["cases"])):
+        yield from [""] * (number > 0)
+        yield from markdown_table(columns, cells)
+
+
+def _tables(
+    rows: Sequence[Mapping[str, Any]],
+) -> Iterator[tuple[Sequence[str], list[list[str]]]]:
+    """Goals, and the medians of each case: columns and cells."""
+    found = figures(rows).items()
+    yield FIGURE_COLUMNS, [[name, f"{value:.3g}", WANTED[name]] for name, value in found]
+    names = ("seconds", "trained_s", "optimizer_s", "hardware_mfu", "peak_gib", "planned_gib")
+    columns = ("policy, its updates", "groups", *names)
+    yield (
+        columns,
+        [
+            [
+                f"{row['policy']}, {row['work']}",
+                str(row["groups"]),
+                *(
+                    "" if (value := _median_or_none(row, name)) is None else f"{value:.3g}"
+                    for name in names
+                ),
+            ]
+            for row in rows
+        ],
+    )
+
+
+def _median_or_none(row: Mapping[str, Any], name: str) -> float | None:
+    values = [update[name] for update in row["updates"]]
+    return None if None in values else median(row, name)
 
 
 if __name__ == "__main__":
