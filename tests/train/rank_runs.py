@@ -130,12 +130,16 @@ def _serve(
 
 @contextmanager
 def ranked(
-    spec: TrainerSpec, num_ranks: int, part_elements: int = PART, shard: Shard = Shard.STATES
+    spec: TrainerSpec,
+    num_ranks: int,
+    part_elements: int = PART,
+    shard: Shard = Shard.STATES,
+    timeout_s: float = 60.0,
 ) -> Iterator[tuple[Trainer, list[PipePeer]]]:
     """A trainer of so many ranks, and the peers among them; parts of so many elements."""
     parallel = replace(spec.parallel, num_workers=num_ranks, shard=shard)
     spec = replace(spec, parallel=parallel)
-    meeting, store = open_meeting("127.0.0.1", num_ranks, timeout_s=60.0)
+    meeting, store = open_meeting("127.0.0.1", num_ranks, timeout_s)
     peers = [PipePeer(spec, meeting, one, part_elements) for one in range(1, num_ranks)]
     try:
         if peers:

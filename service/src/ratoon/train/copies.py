@@ -25,9 +25,12 @@ from torch.distributed import (
 )
 
 from ratoon.errors import CopyFailedError
+from ratoon.train.lines import Lines, accept_all, connect
 
 # Of a word: as long as one rank may be ahead of another. One that dies is noticed at once.
 _TOLD_S = 7 * 86_400.0
+# In the store: the port at which rank 0 waits for the others' lines.
+_LINE = "line"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +74,17 @@ class Copy:
     peer: int
 
 
+def _connected(meeting: Meeting, rank: int, store: Store) -> Lines:
+    """Raises `OSError`, `RuntimeError`."""
+    if rank:
+        store.wait([_LINE], timedelta(seconds=meeting.timeout_s))
+        port = int(bytes(store.get(_LINE)))
+        return connect(meeting.host, port, meeting.name, meeting.timeout_s)
+    with socket.create_server((meeting.host, 0)) as listener:
+        store.set(_LINE, str(listener.getsockname()[1]))
+        return accept_all(listener, meeting.name, meeting.size - 1, meeting.timeout_s)
+
+
 def _machine() -> str:
     """Of a boot of a machine, and of the processes there that see each other; "" if nothing says so
     (macOS)."""
@@ -93,6 +107,7 @@ class Copies:
 
     # Of the ranks of the last meeting that this process has joined.
     _machines: ClassVar[set[bytes]] = set()
+    _lines: ClassVar[Lines] = Lines()
 
     @classmethod
     def join(
@@ -112,6 +127,7 @@ class Copies:
             everyone = [f"here/{one}" for one in range(meeting.size)]
             store.wait(everyone, timeout)
             cls._machines = {bytes(store.get(one)) for one in everyone}
+            cls._lines = _connected(meeting, rank, store)
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
                 store=store,
@@ -121,12 +137,13 @@ class Copies:
                 # Now: NCCL's first exchange would need all ranks, and may be one of a few.
                 device_id=device if device.type == "cuda" else None,
             )
-        except RuntimeError as err:
+        except (RuntimeError, OSError) as err:
             raise CopyFailedError(f"rank {rank} could not join the others: {err}") from err
 
     @classmethod
     def leave(cls) -> None:
         """Be alone again."""
+        cls._lines.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -141,6 +158,11 @@ class Copies:
     def are_neighbours(cls) -> bool:
         """Whether all ranks are of one machine, and see each other's processes there."""
         return not dist.is_initialized() or len(cls._machines) == 1
+
+    @classmethod
+    def is_cut(cls) -> bool:
+        """Whether a rank is gone, or its machine silent, as far as rank 0 or this one can tell."""
+        return cls._lines.is_cut()
 
     def tell(self, peers: Iterable[int], word: int) -> dict[int, int]:
         """Tell some ranks a number and hear theirs, of which one that is gone has none.

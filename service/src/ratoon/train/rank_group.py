@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from ratoon.errors import ErrorCode, RatoonError
+from ratoon.errors import CopyFailedError, ErrorCode, RatoonError
 from ratoon.train.micro_batches import PassHooks, never_cancelled
 from ratoon.train.rank import Rank
 
@@ -137,6 +137,9 @@ class RankGroup:
                 # A write that fails must not stop the pass that runs beside it.
                 for peer in self._peers if is_pass else ():
                     peer.stop()
+                if is_pass and isinstance(err, CopyFailedError):
+                    # Others may wait for the one that is gone: what is left of the group ends.
+                    raise
         if errors:
             raise next((err for err in errors if not _is_cancelled(err)), errors[0])
         return results

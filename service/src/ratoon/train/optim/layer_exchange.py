@@ -7,6 +7,7 @@ that was stopped or is gone: each goes through all turns, and says so where it h
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ _AHEAD = 2
 _ASK_S = 0.2
 # For the others to end a pass that was stopped: they ask between micro-batches.
 _END_S = 600.0
+_SILENT = "another rank is gone, or its machine does not answer"
 # What ranks tell one another before each turn: a rank's gradients follow; they do not, as nothing
 # flowed or as it has none in this turn; nor will any others, as it was stopped.
 _SENDS, _NOTHING, _STOPPED = 1, 0, -1
@@ -127,7 +129,11 @@ class LayerExchange:
 
         Raises `CopyFailedError` where they do not: no exchange is possible any more.
         """
-        self._thread.join(_END_S)
+        deadline = time.monotonic() + _END_S
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            self._thread.join(_ASK_S)
+            if self._thread.is_alive() and self._copies.is_cut():
+                raise CopyFailedError(_SILENT)
         if self._thread.is_alive():
             raise CopyFailedError(f"other ranks have not ended a pass within {_END_S:g} s")
 
@@ -157,6 +163,8 @@ class LayerExchange:
     def _check(self) -> None:
         if self._error is not None:
             raise self._error
+        if self._copies.is_cut():
+            raise CopyFailedError(_SILENT)
         if self._other_is_stopped:
             raise _cancelled("as another rank was stopped")
 
