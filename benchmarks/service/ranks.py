@@ -72,14 +72,14 @@ def _long(prompt: int) -> Work:
 
 
 _PAPER = Group(prompt=5059, responses=PAPER_LENGTHS)
-GROUPS, GROUP, ALONE, LONG = "groups", "one group", "replicated", "131,072 x 8"
+GROUPS, GROUP, ALONE, LONG = "groups", "group", "replicated", "131072x8"
 WORKS = {
     GROUPS: Work(group=_PAPER),
     GROUP: Work(group=_PAPER, num_groups=1),
     ALONE: Work(group=_PAPER, is_alone=True),
     LONG: _long(131_072),
-    "262,144 x 8": _long(262_144),
-    "524,288 x 8": _long(524_288),
+    "262144x8": _long(262_144),
+    "524288x8": _long(524_288),
 }
 ONE, STATES, GRADIENTS, WEIGHTS, TOGETHER = "one", "states", "gradients", "weights", "together"
 _SHARDS: dict[str, Shard] = {STATES: "states", GRADIENTS: "gradients", WEIGHTS: "weights"}
@@ -137,12 +137,13 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _cases(text: str) -> tuple[tuple[str, str], ...]:
+    """Raises ValueError where one is none."""
     pairs = [case.partition(":") for case in names(text)]
-    return tuple((policy, WORKS_BY_NAME[work]) for policy, _, work in pairs)
-
-
-# Without what an argument's list cannot have.
-WORKS_BY_NAME = {name.replace(",", "").replace(" ", "-"): name for name in WORKS}
+    cases = tuple((policy, work) for policy, _, work in pairs)
+    known = {ONE, TOGETHER, *_SHARDS}
+    if not all(policy in known and work in WORKS for policy, work in cases):
+        raise ValueError(f"not of {sorted(known)} and {[*WORKS]}")
+    return cases
 
 
 def parallel_of(policy: str, num_workers: int) -> Parallel:

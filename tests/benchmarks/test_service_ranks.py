@@ -20,7 +20,6 @@ from benchmarks.service.ranks import (
     WANTED,
     WEIGHTS,
     WORKS,
-    WORKS_BY_NAME,
     figures,
     format_tables,
     parallel_of,
@@ -102,4 +101,3 @@ def test_what_is_alone_has_the_same_responses_and_shares_no_prompt() -> None:
 def test_devices_of_a_sequence_are_those_of_its_policy() -> None:
     assert parallel_of(TOGETHER, 4).sequence_ranks == parallel_of(STATES, 4).num_workers == 4
     assert (parallel_of(ONE, 4).num_workers, parallel_of(WEIGHTS, 4).shard) == (1, "weights")
-    assert WORKS_BY_NAME["131072-x-8"] == LONG
