@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.step.run import FULL
-from benchmarks.step.workload import PEAK_FLOPS, QWEN3_8B, ModelSize
+from benchmarks.step.workload import PEAK_FLOPS, QWEN3_8B, QWEN3_30B_A3B, ModelSize, RoutedSize
 from harness.environment import ROOT
 from ratoon.config import LimitsConfig
 from ratoon.model.activation_plan import DecoderSizes
@@ -30,23 +30,19 @@ _RESULTS = "benchmarks/results/"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """`size` has the experts of one token in its `intermediate_size`; `experts` says of how many.
-
-    Attributes:
-        experts: Of a layer, and of a token; (1, 1) for a dense model.
-    """
+    """A model as the simulation sees it."""
 
     size: ModelSize
-    experts: tuple[int, int] = (1, 1)
 
     @property
     def num_parameters(self) -> int:
         """All of them, embedding, head, routers and experts that a token does not pass included."""
-        size, (experts, active) = self.size, self.experts
-        other = 3 * size.hidden_size * size.intermediate_size * (experts - active) // active
-        router = size.hidden_size * experts if experts > 1 else 0
+        size, other = self.size, 0
+        if isinstance(size, RoutedSize):
+            own, visited = 3 * size.hidden_size * size.intermediate_size, size.experts_per_token
+            other = own * (size.num_experts - visited) // visited
         embeddings = 2 * size.vocab_size * size.hidden_size
-        return size.layer_parameters + size.num_layers * (other + router) + embeddings
+        return size.layer_parameters + size.num_layers * other + embeddings
 
     @property
     def sizes(self) -> DecoderSizes:
@@ -67,13 +63,7 @@ class Model:
 
 MODELS = (
     Model(size=QWEN3_8B),
-    Model(
-        size=ModelSize(
-            name="Qwen3-30B-A3B", num_layers=48, hidden_size=2048, num_heads=32, num_kv_heads=4,
-            head_dim=128, intermediate_size=8 * 768, vocab_size=151_936, ties_embeddings=False,
-        ),
-        experts=(128, 8),
-    ),
+    Model(size=QWEN3_30B_A3B),
     Model(
         size=ModelSize(
             name="Llama-3.1-70B", num_layers=80, hidden_size=8192, num_heads=64, num_kv_heads=8,
@@ -81,11 +71,11 @@ MODELS = (
         ),
     ),
     Model(
-        size=ModelSize(
+        size=RoutedSize(
             name="Qwen3-235B-A22B", num_layers=94, hidden_size=4096, num_heads=64, num_kv_heads=4,
             head_dim=128, intermediate_size=8 * 1536, vocab_size=151_936, ties_embeddings=False,
+            num_experts=128, experts_per_token=8,
         ),
-        experts=(128, 8),
     ),
 )  # fmt: skip
 
@@ -106,15 +96,19 @@ Values = Mapping[str, float]
 
 def constants(planning: Mapping[str, Any]) -> list[Constant]:
     """All of them; `planning` is what `main.time_planning` measured."""
-    step, start, floor = (
+    step, experts, start, streams, floor = (
         json.loads((ROOT / _RESULTS / name).read_text(encoding="utf-8"))
-        for name in ("h200/step.json", "h200/start.json", "cpu/floor.json")
+        for name in (
+            *("h200/step.json", "h200/experts.json", "h200/start.json"),
+            *("h100/streams.json", "cpu/floor.json"),
+        )
     )
     paper = next(row for row in step["paper"] if row["how"] == "cuda")
     update = next(row for row in step["updates"] if row["case"] == "grpo Qwen3-8B")
     parameters_8b = MODELS[0].num_parameters
     first = start["starts"]["warm"]["first_update"]
     waves = next(row for row in step["paper"] if row["how"] == "cuda-waves-of-8")
+    written_s = streams["visible_s"] - streams["trainer_stall_s"]
     log_lengths = np.log(FULL.paper.responses)
 
     def measured(name: str, value: float, unit: str, source: str) -> Constant:
@@ -137,8 +131,8 @@ def constants(planning: Mapping[str, Any]) -> list[Constant]:
     return [
         measured("mfu", paper["hardware_mfu"], "of the peak",
                  "h200/step.json, `paper`, `cuda`: Qwen3-8B; assumed of 70B"),
-        cited("mfu_experts", 0.28, "of the peak",
-              "NeMo AutoModel, Qwen3-30B-A3B on H100 (277 TFLOP/s); ours is not measured"),
+        measured("mfu_experts", experts["hardware_mfu"], "of the peak",
+                 "h200/experts.json: 16 layers of Qwen3-30B-A3B; assumed of all, and of 235B"),
         measured("streamed", waves["seconds"] / paper["seconds"] - 1, "of forward and backward",
                  "h200/step.json, `paper`: `cuda-waves-of-8` over `cuda`, less 1"),
         cited("peak", PEAK_FLOPS / 1e12, "TFLOP/s", "data sheet of H100 and H200, bf16"),
@@ -152,8 +146,8 @@ def constants(planning: Mapping[str, Any]) -> list[Constant]:
                  "cpu/scale.json, `planning`: a journaled body"),
         measured("call_ms", floor["overhead_ms"], "ms per update",
                  "cpu/floor.json: a call, three transactions; on a CPU"),
-        measured("write", 2 * parameters_8b / first["publish_s"] / 1e9, "GB/s per process",
-                 "h200/start.json, warm: 8B published into memory"),
+        measured("write", streams["version_gb"] / written_s, "GB/s per process",
+                 "h100/streams.json: 8B written into memory, once it is on the host"),
         noted("all_to_all", 254, "GB/s per GPU", "two H100, NVLink, 256 MiB; assumed of 8"),
         noted("all_gather", 230, "GB/s per GPU", "two H100, NVLink, 256 MiB; assumed of 8"),
         cited("between", 43, "GB/s per GPU",
@@ -165,7 +159,8 @@ def constants(planning: Mapping[str, Any]) -> list[Constant]:
         cited("ray_ms", 0.1, "ms per call",
               "Ray enhancement 31: 400 actors called in turn with 10 bytes take 40.5 ms"),
         assumed("storage", 5, "GB/s per node", "a shared folder or an object store"),
-        assumed("to_host", 50, "GB/s per GPU", "PCIe 5 x16 (64 GB/s) into pinned memory"),
+        measured("to_host", 2 * parameters_8b / first["publish_s"] / 1e9, "GB/s per GPU",
+                 "h200/start.json, warm: 8B into pinned memory"),
         cited("hbm", H200_RATES.memory_bytes / 1e12, "TB/s",
               "data sheet of the H200, less what is not reached (`ratoon/model/device_costs.py`)"),
         cited("collectives", 3.3, "GB per GPU",

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from benchmarks.scale.constants import GPU_BYTES, NODE, Model, Values
 from benchmarks.scale.groups import Batch, deal, num_calls, split, turns
-from benchmarks.step.workload import StepWork, step_flops
+from benchmarks.step.workload import RoutedSize, StepWork, step_flops
 from ratoon.model.activation_plan import Kept, largest_plan, most_tokens, streamed_tokens
 from ratoon.model.device_costs import H200_RATES, recompute_s
 from ratoon.train.numerics import plannable_bytes
@@ -195,7 +195,8 @@ class _Run:
 
 
 def _run(model: Model, batch: Batch, n: int, layout: Layout, c: Values, options: Options) -> _Run:
-    rate = (c["mfu"] if model.experts == (1, 1) else c["mfu_experts"]) * 1e12 * c["peak"]
+    is_routed = isinstance(model.size, RoutedSize)
+    rate = c["mfu_experts" if is_routed else "mfu"] * 1e12 * c["peak"]
     compute_s = float(_flops(model, batch).sum()) / rate / n
     again_s = _again_s(model, n, layout, rate, c)
     cuts = [batch]
