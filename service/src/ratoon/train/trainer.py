@@ -40,6 +40,7 @@ from ratoon.train.forward_arrays import ForwardArrays, check_forward_logprobs
 from ratoon.train.gradient_window import GradientWindow, Totals, WindowState
 from ratoon.train.imported import ImportedWeights, read_weights
 from ratoon.train.layout import load
+from ratoon.train.lending import lend_activations
 from ratoon.train.loss.spec import Loss, Normalisation, OptimStep
 from ratoon.train.micro_batches import PassHooks, never_cancelled, no_progress
 from ratoon.train.named_gradients import NamedGradients
@@ -53,9 +54,9 @@ from ratoon.train.optim.digest import digest_of_sums
 from ratoon.train.optim.step_guard import WARNINGS, reason_in_norm, reason_in_sums
 from ratoon.train.optim.tensor_norms import tensor_norms
 from ratoon.train.passes import ForwardColumns, PassTotals
-from ratoon.train.planning import cpu_planner, device_planner, group_sizes
+from ratoon.train.planning import cpu_planner, group_sizes
 from ratoon.train.prepare import Prepared
-from ratoon.train.rank import OnlyBackward, Rank
+from ratoon.train.rank import Rank
 from ratoon.train.rank_group import HeldWeights, Peer, RankGroup
 from ratoon.train.rates import rates_of
 from ratoon.train.report import batch_sums
@@ -65,7 +66,6 @@ from ratoon.train.report.step_report import PhaseSeconds, StepReport
 from ratoon.train.report.usage import UsageMeter
 from ratoon.train.self_check import SelfCheckOutcome, is_due, run_self_check
 from ratoon.train.spec import TrainerSpec
-from ratoon_kernels import max_tokens
 
 
 class Trainer:
@@ -128,44 +128,13 @@ class Trainer:
         return trainer
 
     def limit_activations(self) -> None:
-        """Lend a GPU's memory to activations, as much as there is; plans are within it from now on.
+        """Lend a GPU's memory to activations (`lend_activations`); plans are within it from now on.
 
-        To be called once all that stays (weights, optimizer states) is there. Gradient sums have
-        their room, but for a window's only backward on one device, which has none.
+        To be called once all that stays is there.
         """
-        host_bytes, sizes = self.spec.host_activation_bytes, self.model.sizes
-        # The same for all: what is kept decides bits.
-        free = [each for each in self.ranks.all("activation_bytes") if each is not None]
-        device_bytes = min(free, default=None)
-        if device_bytes is None:
-            self.ranks.all("limit_activations", None, host_bytes)
-            return
-        assert self._rates is not None
-        planner = partial(
-            device_planner,
-            self.spec.micro_batch_tokens,
-            rates=self._rates,
-            layers_are_trained=self.model.adapter is None,
-            num_ranks=self.ranks.size,
-            group_sizes=self._group_sizes,
-            max_tokens=max_tokens(self.model.info().attention_backend),
+        self._planner = lend_activations(
+            self.spec, self.model, self.ranks, self._group_sizes, self._rates
         )
-        self._planner, only = planner(sizes, device_bytes, host_bytes), self._only_backward()
-        if only is not None:
-            sizes = replace(sizes, layer_gradient_bytes=only.layer_gradient_bytes)
-            alone = planner(sizes, only.device_bytes, host_bytes, is_only=True)
-            self._planner = replace(self._planner, only=alone)
-        self.ranks.all("limit_activations", device_bytes, host_bytes, only)
-
-    def _only_backward(self) -> OnlyBackward | None:
-        """What a window's only backward has; None where several ranks share it, or sums are those
-        of an adapter, which take little."""
-        device_bytes = self.ranks.own.activation_bytes(is_only=True)
-        if self.ranks.size > 1 or self.model.adapter is not None or device_bytes is None:
-            return None
-        named = self.model.named_trainable()
-        layers = [sum(named[n].nbytes for n in names) for names in self.model.named_layers()]
-        return OnlyBackward(device_bytes=device_bytes, layer_gradient_bytes=max(layers, default=0))
 
     def info(self) -> ModelInfo:
         kept = {"optimizer_states": self.spec.kept_states.value, "shard": self.spec.shard.value}
