@@ -29,9 +29,8 @@ help:
 demo: env ## train a tiny policy on this machine through the public client
 	@$(BIN)/ratoon demo $(ARGS)
 
-# Three workers on two cores, as tests wait for half of their time (tests/workers.py); a single test is
-# quicker with .venv/bin/pytest itself.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --no-loadscope-reorder
+# Two workers, see tests/two_workers.py; a single test is quicker with .venv/bin/pytest itself.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --no-loadscope-reorder
 
 test: env-dev ## run the tests of the product, in some twelve minutes on two cores
 	@$(PYTEST) $(ARGS)

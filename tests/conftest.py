@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from xdist.remote import Producer
 
     from tests.running_service import Service
-    from tests.workers import UnitScheduling
+    from tests.two_workers import TwoWorkers
 
 
 # As in a worker: libraries that are imported ask whether there is a GPU, and who has asked CUDA
@@ -63,7 +63,7 @@ def _take_one_gpu(worker: str) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):
-        from tests.workers import services_first
+        from tests.two_workers import services_first
 
         services_first(items)
 
@@ -80,10 +80,10 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> UnitScheduling:
-    from tests.workers import UnitScheduling
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> TwoWorkers:
+    from tests.two_workers import TwoWorkers
 
-    return UnitScheduling(config, log)
+    return TwoWorkers(config, log)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
-"""How tests are shared out between the three workers of `make test` and `make test-more`.
+"""How tests are shared out between the two workers of `make test` and `make test-more`.
 
 Tests that share the session's Ray cluster are one unit, so that there is one cluster; tests that
-start services of their own are a second unit. These two are the longest and begin at once, each in
-a worker. The rest goes by file to whichever worker is free. Within a file tests keep their
+start services of their own are a second unit. These two are the longest and begin at once, one in
+each worker. The rest goes by file to whichever worker is free. Within a file tests keep their
 order.
 """
 
@@ -31,7 +31,7 @@ def unit_of(nodeid: str) -> str:
     return nodeid.split("::", 1)[0]
 
 
-class UnitScheduling(LoadScopeScheduling):
+class TwoWorkers(LoadScopeScheduling):
     """Work units are files, but for the two units of services."""
 
     def _split_scope(self, nodeid: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.workers import unit_of
+from tests.two_workers import unit_of
 
 
 def test_all_that_share_a_cluster_are_of_one_worker(request: pytest.FixtureRequest) -> None:
