@@ -106,7 +106,7 @@ def test_what_is_on_the_host_is_there_until_its_backward(
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_products_that_are_away_change_no_bit_and_come_back_before_they_are_asked_for(
+def test_products_that_are_away_change_no_gradient_and_come_back_before_they_are_asked_for(
     is_compiled: bool, graphs: list[GraphModule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load(TINY, dtype=ModelDtype.FLOAT32, compile_layers=is_compiled)
