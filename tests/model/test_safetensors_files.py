@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 from pathlib import Path
@@ -125,7 +126,7 @@ def test_a_disk_that_is_full_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(module, "_BLOCK_BYTES", 64)
     monkeypatch.setattr(module, "_MIN_FILE_BYTES", 90)
     before = len(list(Path("/proc/self/fd").iterdir()))
-    write, calls = os.pwrite, iter(range(100))
+    write, calls = os.pwrite, itertools.count()
 
     def full(descriptor: int, content: memoryview, offset: int) -> int:
         if next(calls) == 4:
