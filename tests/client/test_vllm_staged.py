@@ -66,7 +66,7 @@ def engine_url(engine: StagingEngine) -> Iterator[str]:
 
 @pytest.fixture
 def vllm(engine_url: str) -> Iterator[StagedVllmAdapter]:
-    with StagedVllmAdapter(engine_url, load_s=WAIT_S, call_s=5.0) as adapter:
+    with StagedVllmAdapter(engine_url, load_s=WAIT_S, call_s=WAIT_S) as adapter:
         yield adapter
 
 

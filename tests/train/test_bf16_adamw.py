@@ -66,6 +66,17 @@ def test_a_steps_own_betas_and_eps_are_as_the_policys_would_be(kind: OptimizerSt
     assert not _same(copied(by_step.state()), copied(by_policy.state()))
 
 
+@pytest.mark.parametrize("kind", list(OptimizerStates))
+def test_gradients_of_an_only_backward_step_as_their_float32_sums(kind: OptimizerStates) -> None:
+    narrow, wide = (_optimizer(kind) for _ in range(2))
+    for number in range(3):
+        gradients = {name: g.bfloat16() for name, g in make_gradients(number).items()}
+        sums = {name: gradient.float() for name, gradient in gradients.items()}
+        outcomes = [o.step(g, 2.0, optim_step()) for o, g in ((narrow, gradients), (wide, sums))]
+        assert outcomes[0].grad_norm == outcomes[1].grad_norm
+    assert _same(copied(narrow.state()), copied(wide.state()))
+
+
 def _same(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
     return one.keys() == two.keys() and all(
         one[name].dtype == two[name].dtype and torch.equal(one[name], two[name]) for name in one

@@ -63,6 +63,25 @@ def test_steps_repeat_their_bits(kind: OptimizerStates) -> None:
 
 
 @pytest.mark.parametrize("kind", list(OptimizerStates))
+def test_gradients_of_an_only_backward_step_as_their_float32_sums(kind: OptimizerStates) -> None:
+    """The norm too, bit for bit: ranks that have added theirs up take the same steps."""
+    narrow, wide = (_optimizer(kind, _DEVICE) for _ in range(2))
+    for number in range(3):
+        gradients = {name: g.cuda().bfloat16() for name, g in make_gradients(number).items()}
+        sums = {name: gradient.float() for name, gradient in gradients.items()}
+        outcomes = [o.step(g, 2.0, optim_step()) for o, g in ((narrow, gradients), (wide, sums))]
+        assert outcomes[0].grad_norm == outcomes[1].grad_norm
+    theirs = copied(wide.state())
+    for name, tensor in copied(narrow.state()).items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+def test_the_norm_of_a_large_bfloat16_gradient_is_that_of_its_float32_copy() -> None:
+    gradients = [_GRADIENTS["bfloat16"](), torch.randn(4097, device=_DEVICE).bfloat16()]
+    assert global_norm(gradients) == global_norm([gradient.float() for gradient in gradients])
+
+
+@pytest.mark.parametrize("kind", list(OptimizerStates))
 @pytest.mark.parametrize("adds", [False, True])
 def test_weights_that_are_set_are_those_of_the_cpu(kind: OptimizerStates, adds: bool) -> None:
     """Bit for bit, rounding too: a policy may be replayed elsewhere."""

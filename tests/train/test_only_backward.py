@@ -13,8 +13,10 @@ from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.train import rank
 from ratoon.train.config import AdamWConfig
+from ratoon.train.planning import cpu_planner
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
+from tests.train.rank_runs import ranked, sequences_of
 from tests.train.trainer_runs import assert_close, make_batch, make_loss, make_step, weights_of
 
 _BATCH = make_batch(0, num_groups=40)
@@ -40,18 +42,22 @@ def large() -> Trainer:
 @pytest.fixture
 def small(large: Trainer, monkeypatch: pytest.MonkeyPatch) -> Trainer:
     """On a device that holds `_BATCH` at once, but not beside gradient sums."""
-    model = Trainer.create(_SPEC).model
-    named, sizes = model.named_trainable(), model.sizes
-    layers = [sum(named[name].nbytes for name in names) for names in model.named_layers()]
+    trainer = Trainer.create(_SPEC)
+    _lend(trainer, large.plan_forward(_BATCH).packed_tokens, monkeypatch)
+    return trainer
+
+
+def _lend(trainer: Trainer, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lend it the memory of devices that hold so many tokens, but not beside gradient sums."""
+    named, sizes = trainer.model.named_trainable(), trainer.model.sizes
+    layers = [sum(named[name].nbytes for name in names) for names in trainer.model.named_layers()]
     beside_its_own = replace(sizes, layer_gradient_bytes=max(layers))
-    tokens = large.plan_forward(_BATCH).packed_tokens
     room = next(n for n in range(0, 1 << 30, 1 << 16) if max_tokens(beside_its_own, n) >= tokens)
     sums = sum(parameter.nbytes for parameter in named.values())
     assert 0 < max_tokens(sizes, room - sums) < tokens
     monkeypatch.setattr(rank, "activation_bytes", lambda _device, beside: room - beside)
-    trainer = Trainer(_SPEC, model, rates=H200_RATES)
+    monkeypatch.setattr(trainer, "_rates", H200_RATES)
     trainer.limit_activations()
-    return trainer
 
 
 def _plan(trainer: Trainer, batch: RolloutBatch = _BATCH) -> UpdatePlan:
@@ -94,6 +100,24 @@ def test_weights_are_those_of_a_device_that_holds_all(
             _run(trainer, make_batch(seed, num_groups=40))
         trainer.optim_step(make_step(trainer, make_loss(_BATCH)))
     assert_close(weights_of(small), weights_of(large))
+
+
+def test_so_are_those_of_ranks_that_run_one_backward_each(
+    large: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = cpu_planner(1 << 30, num_ranks=2).plan(*sequences_of(_BATCH)).micro_batches
+    tokens = max(part.packed_tokens for part in parts)
+    with ranked(_SPEC, 2) as (trainer, _):
+        _lend(trainer, tokens, monkeypatch)
+        plan, room = _plan(trainer), trainer.model.max_tokens()
+        assert plan.is_one_backward
+        assert {part.rank for part in plan.micro_batches} == {0, 1}
+        assert room is not None
+        assert room < tokens <= min(n for n in _run(trainer, _BATCH) if n is not None)
+        _run(large, _BATCH)
+        for each in (trainer, large):
+            each.optim_step(make_step(each, make_loss(_BATCH)))
+        assert_close(weights_of(trainer), weights_of(large))
 
 
 @pytest.mark.more

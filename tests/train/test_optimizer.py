@@ -138,10 +138,12 @@ def test_bfloat16_gradients_add_up_in_float32() -> None:
     assert gradients.passing_bytes == 12
     _backward(parameter, 256.0)
     assert gradients.sum_of("a").tolist() == [256.0] * 3
-    # There is no sum of its own yet.
+    # There is no sum of its own yet, nor does a step need one.
+    assert gradients.sums_of_step()["a"].dtype is torch.bfloat16
     assert gradients.passing_bytes == 12
     _backward(parameter, 1.0)
     assert gradients.passing_bytes == 0
+    assert gradients.sums_of_step() == gradients.sums()
     for _ in range(3):
         _backward(parameter, 1.0)
     sums = gradients.sums()["a"]

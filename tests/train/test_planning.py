@@ -239,6 +239,18 @@ def test_ranks_are_put_together_for_fewer_groups_than_ranks() -> None:
     assert costs[0] / 4 < costs[2] < costs[1] < costs[0] < 4.5 * costs[2]
 
 
+def test_ranks_that_run_a_group_together_have_the_room_of_sums_that_they_do_not_need() -> None:
+    batch = _groups(1, 60_000, 2, 100)
+    small, large = _joint_planner(2, 15), _joint_planner(2, 40)
+    cut, whole = _plan_of(small, batch), _plan_of(small.with_only(large), batch)
+    assert (cut.sequence_ranks, cut.is_one_backward) == (2, False)
+    assert (whole.sequence_ranks, whole.is_one_backward) == (2, True)
+    assert whole == _plan_of(large, batch)
+    kept_S = np.ones(batch.num_sequences, np.bool_)
+    later = small.with_only(large).plan(batch, sort_sequences(batch), kept_S, is_first=False)
+    assert later == cut
+
+
 def test_ranks_that_are_to_run_together_always_do() -> None:
     parallel = ParallelLayout(num_workers=4, sequence_ranks=2)
     planner = _joint_planner(4, 60, parallel)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import combinations
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from ratoon.train.optim.rounding import (
     encode_positive,
     encode_signed,
     mix,
+    random_words,
     round_bf16,
 )
 
@@ -23,8 +25,14 @@ _DRAWS = 1 << 16
 _FORMATS = ((encode_signed, decode_signed), (encode_positive, decode_positive))
 
 
+def _drawn(key: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """For a weight and its moments, of elements in a row, in the step that `key` names."""
+    origin, keys = torch.tensor([3, 5]).int(), torch.tensor([key, ~key]).int()
+    return random_words(torch.arange(count, dtype=torch.int32), origin, keys)
+
+
 def _words(key: int, count: int) -> Tensor:
-    return mix(mix(torch.arange(count, dtype=torch.int32)) ^ key)
+    return _drawn(key, count)[1]
 
 
 def _bits(value: int) -> float:
@@ -138,17 +146,34 @@ def test_scales_are_of_their_own_block_alone() -> None:
         assert torch.equal(decode(*encode(x, _words(6, 2 * BLOCK))), x)
 
 
-def test_words_are_a_bijection_whose_bits_are_even_and_independent() -> None:
+@pytest.mark.parametrize("which", [0, 1])
+def test_words_are_a_bijection_whose_bits_are_even_and_independent(which: int) -> None:
     count = 1 << 17
-    words = _words(7, count)
+    words = _drawn(7, count)[which]
     assert len(words.unique()) == count
     bits = ((words[:, None] >> torch.arange(32)) & 1).double() * 2 - 1
     assert bits.mean(dim=0).abs().max() < 5 / math.sqrt(count)
     products = (bits.T @ bits) / count - torch.eye(32)
     assert products.abs().max() < 6 / math.sqrt(count)
-    # One key's words say nothing of another's, nor an element's of the next.
-    for other in (_words(8, count), words.roll(1)):
+    # One step's words say nothing of another's, nor an element's of the next.
+    for other in (_drawn(8, count)[which], words.roll(1)):
         assert ((bits[:, 15] * (((other >> 15) & 1) * 2 - 1)).mean()).abs() < 5 / math.sqrt(count)
+
+
+def _draws(key: int, count: int) -> list[Tensor]:
+    """The four highest bits of what decides each rounding of an element with codes."""
+    weight, first, second = _drawn(key, count)
+    return [(weight >> 12) & 15, (first >> 16) & 15, (second >> 16) & 15]
+
+
+def test_draws_of_an_element_and_of_its_next_step_are_independent() -> None:
+    """All pairs of values are equally frequent: chi-squared of 255 degrees of freedom."""
+    count = 1 << 17
+    draws = [*_draws(9, count), *_draws(10, count), *(d.roll(1) for d in _draws(9, count))]
+    for one, two in combinations(draws, 2):
+        found = torch.bincount(one * 16 + two, minlength=256).double()
+        expected = count / 256
+        assert ((found - expected) ** 2 / expected).sum() < 255 + 5 * math.sqrt(2 * 255)
 
 
 def test_mix_is_the_finaliser_of_murmurhash3() -> None:

@@ -50,7 +50,7 @@ def _published(service: FakeService) -> None:
 
 @pytest.fixture
 async def client(url: str) -> AsyncIterator[AsyncRatoonClient]:
-    async with AsyncRatoonClient(url, timeout_s=5.0) as client:
+    async with AsyncRatoonClient(url, timeout_s=WAIT_S) as client:
         yield client
 
 
@@ -67,11 +67,11 @@ def engine_url(engine: FakeEngine) -> Iterator[str]:
 
 @pytest.fixture
 def vllm(engine_url: str) -> Iterator[VllmAdapter]:
-    with VllmAdapter(engine_url, drain_s=2.0, load_s=2.0, call_s=2.0) as adapter:
+    with VllmAdapter(engine_url, drain_s=WAIT_S, load_s=WAIT_S, call_s=WAIT_S) as adapter:
         yield adapter
 
 
 @pytest.fixture
 def sglang(engine_url: str) -> Iterator[SglangAdapter]:
-    with SglangAdapter(engine_url, load_s=2.0, call_s=2.0) as adapter:
+    with SglangAdapter(engine_url, load_s=WAIT_S, call_s=WAIT_S) as adapter:
         yield adapter

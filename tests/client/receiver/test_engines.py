@@ -19,7 +19,7 @@ from ratoon_client.weights.committed import COMMITTED_NAME
 from tests.client.conftest import versions
 from tests.client.fake_engine import FILE, ROOT, START, FakeEngine, HangError, serving_engine
 from tests.client.fake_service import FakeService
-from tests.client.receiver.conftest import model, publish
+from tests.client.receiver.conftest import WAIT_S, model, publish
 
 
 async def test_an_engine_gets_the_version_in_one_pause(
@@ -138,7 +138,7 @@ async def test_an_engine_that_never_answers_is_given_up(
     engine_url: str,
     path: str,
 ):
-    with VllmAdapter(engine_url, drain_s=0.2, load_s=0.2, call_s=2.0) as vllm:
+    with VllmAdapter(engine_url, drain_s=0.2, load_s=0.2, call_s=WAIT_S) as vllm:
         receiver = client.weight_receiver("p", root, vllm)
         await receiver.sync_once()
         publish(service, 2)
@@ -154,7 +154,7 @@ async def test_an_engine_that_dies_gets_the_version_when_it_is_back(
     client: AsyncRatoonClient, root: Path, engine: FakeEngine
 ):
     with serving_engine(engine) as url:
-        vllm = VllmAdapter(url, call_s=2.0)
+        vllm = VllmAdapter(url, call_s=WAIT_S)
         receiver = client.weight_receiver("p", root, vllm)
         engine.faults["/collective_rpc"] = [ConnectionError(), ConnectionError()]
         with pytest.raises(EngineError, match="left paused"):

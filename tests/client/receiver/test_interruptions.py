@@ -191,7 +191,7 @@ def test_a_client_that_is_closed_in_mid_load_waits_for_its_end(
             may_end.wait(WAIT_S)
 
     engine.on_call = hold
-    client = RatoonClient(url, timeout_s=5.0)
+    client = RatoonClient(url, timeout_s=WAIT_S)
     with ThreadPoolExecutor(2) as pool:
         following = pool.submit(client.weight_receiver("p", root, vllm).follow)
         assert loading.wait(WAIT_S)

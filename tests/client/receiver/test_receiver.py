@@ -253,7 +253,7 @@ async def test_following_ends_with_its_policy(client: AsyncRatoonClient, root: P
 def test_the_blocking_receiver_does_the_same(
     service: FakeService, url: str, root: Path, engine: FakeEngine, vllm: VllmAdapter
 ):
-    with RatoonClient(url, timeout_s=5.0) as client:
+    with RatoonClient(url, timeout_s=WAIT_S) as client:
         receiver = client.weight_receiver("p", root, vllm)
         received = receiver.sync_once()
         assert received is not None

@@ -97,8 +97,9 @@ class UpdatePlan:
 
     @property
     def is_one_backward(self) -> bool:
-        """Whether each parameter gets one gradient at most: nothing is cut."""
-        return len(self.micro_batches) <= 1 and not any(part.stages for part in self.micro_batches)
+        """Whether each parameter gets one gradient at most, on each rank."""
+        ranks = [part.rank for part in self.micro_batches]
+        return len({*ranks}) == len(ranks) and not any(part.stages for part in self.micro_batches)
 
     def of_rank(self, rank: int) -> UpdatePlan:
         """The plan with the micro-batches of `rank` alone, of which there may be none.

@@ -8,8 +8,9 @@ from functools import partial
 
 from ratoon.model.device_costs import DeviceRates
 from ratoon.model.policy_model import PolicyModel
+from ratoon.train.config import Shard
 from ratoon.train.planning import Planner, cpu_planner, device_planner
-from ratoon.train.rank import OnlyBackward, Rank
+from ratoon.train.rank import OnlyBackward
 from ratoon.train.rank_group import RankGroup
 from ratoon.train.spec import TrainerSpec
 from ratoon_kernels import max_tokens
@@ -25,13 +26,12 @@ def lend_activations(
     """Lend a GPU's memory to activations, as much as there is; the plans are within it.
 
     To be called once all that stays (weights, optimizer states) is there. Gradient sums have their
-    room, but for a window's only backward on one device, which has none. `rates`: None for CPUs,
+    room, but for a window's only backward on each device, which has none. `rates`: None for CPUs,
     of which nothing is counted.
     """
     host_bytes, sizes = spec.host_activation_bytes, model.sizes
     # The same for all: what is kept decides bits.
-    free = [each for each in ranks.all("activation_bytes") if each is not None]
-    device_bytes = min(free, default=None)
+    device_bytes = _least(ranks.all("activation_bytes"))
     if device_bytes is None:
         ranks.all("limit_activations", None, host_bytes)
         return cpu_planner(spec.micro_batch_tokens, num_ranks=ranks.size, group_sizes=group_sizes)
@@ -46,21 +46,24 @@ def lend_activations(
         max_tokens=max_tokens(model.info().attention_backend),
     )
     found = planner(sizes, device_bytes, host_bytes)
-    only = _only_backward(model, ranks.own) if ranks.size == 1 else None
-    if only is not None:
+    # Adapters have small sums, and those of shared out gradients are always there.
+    only = None
+    if model.adapter is None and spec.shard is Shard.STATES:
+        only_bytes = _least(ranks.all("activation_bytes", is_only=True))
+        assert only_bytes is not None
+        only = OnlyBackward(device_bytes=only_bytes, layer_gradient_bytes=_largest_layer(model))
         sizes = replace(sizes, layer_gradient_bytes=only.layer_gradient_bytes)
-        alone = planner(sizes, only.device_bytes, host_bytes, is_only=True)
-        found = replace(found, only=alone)
+        alone = planner(sizes, only_bytes, host_bytes, is_only=True)
+        found = found.with_only(alone)
     ranks.all("limit_activations", device_bytes, host_bytes, only)
     return found
 
 
-def _only_backward(model: PolicyModel, own: Rank) -> OnlyBackward | None:
-    """What a window's only backward has; None where sums are those of an adapter, which take
-    little, or nothing is counted."""
-    device_bytes = own.activation_bytes(is_only=True)
-    if model.adapter is not None or device_bytes is None:
-        return None
+def _least(bytes_by_rank: Sequence[int | None]) -> int | None:
+    return min((each for each in bytes_by_rank if each is not None), default=None)
+
+
+def _largest_layer(model: PolicyModel) -> int:
+    """Bytes of the most parameters that a layer trains."""
     named = model.named_trainable()
-    layers = [sum(named[n].nbytes for n in names) for names in model.named_layers()]
-    return OnlyBackward(device_bytes=device_bytes, layer_gradient_bytes=max(layers, default=0))
+    return max((sum(named[n].nbytes for n in names) for names in model.named_layers()), default=0)

@@ -52,6 +52,7 @@ def numerics_fingerprint(spec: TrainerSpec, attention_backend: str) -> dict[str,
         # A plain string: to read torch's own class, the engine would import torch.
         "torch": str(torch.__version__),
         "transformers": version("transformers"),
+        "ratoon": version("ratoon"),
         "kernels": version("ratoon-kernels"),
         "numpy": np.__version__,
     }

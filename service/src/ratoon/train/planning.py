@@ -41,8 +41,8 @@ class Planner:
     `num_ranks`: ranks, each with a device like the others', that share an update. Every
     `sequence_ranks` of them run their micro-batches together; candidates, costs and limits are of
     so many. `wider`: the same of more of them, fewest first, tried where a plan does not fit or
-    leaves ranks idle. `only`: of what the device has where a whole batch is the first backward of a
-    window and has no sums beside it; None: as much.
+    leaves ranks idle. `only`: of what a device has where it runs one backward, the window's first,
+    and has no sums beside it; None: as much.
     """
 
     candidates: tuple[int, ...]
@@ -62,18 +62,34 @@ class Planner:
         is_first: bool = True,
     ) -> UpdatePlan:
         """Cuts of the sequences `is_run_S`, bool [S]. `is_first`: the window has no gradients."""
+        best = self._best(batch, prefixes, is_run_S, is_first=is_first)
+        for wider in self.wider:
+            if best.fits and best.plan.rank_gap <= _IDLE:
+                break
+            other = wider._best(batch, prefixes, is_run_S, is_first=is_first)
+            best = min(best, other, key=lambda draft: (not draft.fits, draft.cost))
+        return best.plan
+
+    def with_only(self, only: Planner) -> Planner:
+        """With the planners of a window's only backward, of as many ranks together as these."""
+        wider = zip(self.wider, only.wider, strict=True)
+        return replace(self, only=only, wider=tuple(w.with_only(o) for w, o in wider))
+
+    def _best(
+        self,
+        batch: RolloutBatch,
+        prefixes: SortedPrefixes,
+        is_run_S: NDArray[np.bool_],
+        *,
+        is_first: bool,
+    ) -> DraftedPlan:
         best = self._draft(batch, prefixes, is_run_S)
         if self.only is not None and is_first:
             only = self.only._draft(batch, prefixes, is_run_S)
             is_good = not best.fits or only.cost <= (1 + _WHOLE) * best.cost
             if only.fits and only.plan.is_one_backward and is_good:
-                best = only
-        for wider in self.wider:
-            if best.fits and best.plan.rank_gap <= _IDLE:
-                break
-            other = wider._draft(batch, prefixes, is_run_S)
-            best = min(best, other, key=lambda draft: (not draft.fits, draft.cost))
-        return best.plan
+                return only
+        return best
 
     def _draft(
         self, batch: RolloutBatch, prefixes: SortedPrefixes, is_run_S: NDArray[np.bool_]

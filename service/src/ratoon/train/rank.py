@@ -153,9 +153,10 @@ class Rank:
         """Add the gradient of this rank's micro-batches to its sums. `is_only`: there are none
         yet, and no parameter gets more than one gradient."""
         own = prepared.of_rank(self.copies.rank)
+        only = self._only if is_only else None
         with (
-            self._planned(is_only=is_only),
-            self._lending(is_only=is_only),
+            self._planned(only),
+            self._lending(only),
             self.reading(),
             self.gradients.of_pass(prepared.plan, self.hooks.is_cancelled),
             self._together(own.plan) as (group, hooks),
@@ -186,7 +187,8 @@ class Rank:
 
     def add_up(self) -> None:
         """Make the sums of this rank's parts those over all ranks; only a step may follow."""
-        self.shares.add_up(self.gradients.whole_sums())
+        if self.copies.size > 1:
+            self.shares.add_up(self.gradients.whole_sums())
 
     def norms(self, exactly: bool) -> dict[str, float]:
         """`block_norms` of the parts that were added up, of one block each."""
@@ -274,10 +276,10 @@ class Rank:
         return ring_bytes + (0 if is_only else self.gradients.passing_bytes)
 
     @contextmanager
-    def _planned(self, *, is_only: bool) -> Iterator[None]:
+    def _planned(self, only: OnlyBackward | None) -> Iterator[None]:
         """Notes what the plans of the forwards inside come to."""
         allocated = allocated_bytes(self.model.device)
-        passing = self._passing_bytes(is_only=is_only)
+        passing = self._passing_bytes(is_only=only is not None)
         self.model.planned_bytes = 0
         yield
         if allocated is not None:
@@ -285,16 +287,16 @@ class Rank:
             self.planned_memory_bytes = max(self.planned_memory_bytes or 0, planned)
 
     @contextmanager
-    def _lending(self, *, is_only: bool) -> Iterator[None]:
+    def _lending(self, only: OnlyBackward | None) -> Iterator[None]:
         """Inside, a window's only backward has what is lent to it."""
-        if not is_only or self._only is None:
+        if only is None:
             yield
             return
         device_bytes, host_bytes = self._lent
         self.model.limit_activations(
-            self._only.device_bytes,
+            only.device_bytes,
             host_bytes=host_bytes,
-            layer_gradient_bytes=self._only.layer_gradient_bytes,
+            layer_gradient_bytes=only.layer_gradient_bytes,
         )
         try:
             yield
@@ -340,4 +342,4 @@ class Rank:
             yield group, replace(self.hooks, is_cancelled=lambda: group.any(is_cancelled()))
 
     def _own_sums(self) -> dict[str, Tensor]:
-        return self.shares.own(self.gradients.whole_sums()) | self.gradients.shards()
+        return self.shares.own(self.gradients.sums_of_step()) | self.gradients.shards()

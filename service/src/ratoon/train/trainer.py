@@ -216,7 +216,7 @@ class Trainer:
             prepared = prepare.keep_top_entropy(prepared, entropy_J)
         plan_s = time.perf_counter() - started
         self_check = self._self_check(prepared, old_logprobs_J, is_cancelled)
-        is_only = self.ranks.size == 1 and self.is_window_empty and plan.is_one_backward
+        is_only = self.is_window_empty and plan.is_one_backward
         self._window.begin(loss)
         hooks = PassHooks(on_progress=on_progress, is_cancelled=is_cancelled)
         run = partial(self.ranks.run, hooks, "forward_backward")

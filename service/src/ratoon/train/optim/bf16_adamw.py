@@ -39,7 +39,7 @@ from ratoon.train.optim.bf16_state import (
     write_moments,
     write_weights,
 )
-from ratoon.train.optim.rounding import mix, split_float32
+from ratoon.train.optim.rounding import random_words, split_float32
 
 # Indices are int32.
 _MAX_ELEMENTS = 1 << 31
@@ -90,7 +90,7 @@ class Bf16AdamW(Optimizer):
     def apply(
         self, sums: Mapping[str, Tensor], divisor: float, norm: float, step: OptimStep
     ) -> Tensor | None:
-        """`sums` (float32) stay."""
+        """`sums`, float32 or bfloat16, stay."""
         clip = min(1.0, step.max_grad_norm / (norm + CLIP_EPSILON))
         number = self._live.num_steps + 1
         numbers = _numbers(step.adamw(self._config), step, clip / divisor, number)
@@ -164,18 +164,18 @@ def _step_views(
     Returns, where that is asked for, how many weights have other bits: int32, of each row or of
     all. It is no part of every step, as it makes a kernel of its own: 20% to 80% more time.
 
-    `gradient`: float32 [n] or [n / BLOCK, BLOCK] as the weight, not yet divided; `scalars`:
+    `gradient`: [n] or [n / BLOCK, BLOCK] as the weight, not yet divided; `scalars`:
     `_numbers`, and two keys of the step. Decay is part of the update and not a factor of its own:
     a weight is rounded once, and a decay below half an ulp still counts.
     """
     numbers, keys = scalars
-    scale, decay, step_size, root_correction, beta1_rest, beta2, beta2_rest, eps = numbers.unbind()
+    scale, decay, step_size, root_factor, beta1_rest, beta2, beta2_rest, eps = numbers.unbind()
     m, v = read_moments(moments)
-    g = gradient * scale
+    g = gradient.float() * scale
     m = m + beta1_rest * (g - m)
     v = (v * beta2 + beta2_rest * g * g).clamp(max=_MAX_SQUARE)
     weight = read_weights(weights)
-    update = decay * weight + step_size * m / (v.sqrt() / root_correction + eps)
+    update = decay * weight + step_size * m / (v.sqrt() * root_factor + eps)
     words = None
     if is_rounded(weights, moments):
         words = _words(gradient.shape, origin, keys)
@@ -185,12 +185,9 @@ def _step_views(
 
 
 def _words(shape: torch.Size, origin: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Random ones for each element of a weight: functions of its origin, its index and two keys."""
+    """Random ones for each element of a weight, whose origin is known, in a step of two keys."""
     index = torch.arange(shape.numel(), dtype=torch.int32, device=origin.device)
-    index = index.view(shape) + origin[2]
-    first = mix(mix(index ^ origin[0]) ^ mix(keys[0] ^ origin[1]))
-    second = mix(first + keys[1])
-    return first, second, mix(second + keys[1])
+    return random_words(index.view(shape) + origin[2], origin[:2], keys)
 
 
 def _numbers(
@@ -201,7 +198,7 @@ def _numbers(
         gradient_scale,
         step.learning_rate * step.weight_decay,
         step.learning_rate / (1.0 - config.beta1**number),
-        math.sqrt(1.0 - config.beta2**number),
+        1.0 / math.sqrt(1.0 - config.beta2**number),
         1.0 - config.beta1,
         config.beta2,
         1.0 - config.beta2,

@@ -50,6 +50,12 @@ class GradientSums:
         """Of whole parameters, as all are here; of this rank's gradients alone."""
         return {name: self._whole_sum(name, p) for name, p in self._parameters.items()}
 
+    def sums_of_step(self) -> dict[str, Tensor]:
+        """As `whole_sums`, but as narrow as they are; not to be changed."""
+        wide = {n: p for n, p in self._parameters.items() if n not in self._first}
+        found = self._first | {name: self._whole_sum(name, p) for name, p in wide.items()}
+        return {name: found[name] for name in self._parameters}
+
     def of_pass(
         self, plan: UpdatePlan, is_cancelled: Callable[[], bool]
     ) -> AbstractContextManager[None]:
@@ -94,7 +100,7 @@ class GradientSums:
         elif name in self._first:
             self._sums[name] = _widened(self._first.pop(name)).add_(gradient)
         else:
-            self._first[name] = gradient
+            self._first[name] = gradient.contiguous()
 
 
 def sum_bytes(parameter: Tensor) -> int:
@@ -108,4 +114,4 @@ def wide_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def _widened(gradient: Tensor) -> Tensor:
-    return gradient.to(wide_dtype(gradient), memory_format=torch.contiguous_format)
+    return gradient.to(wide_dtype(gradient))

@@ -28,6 +28,21 @@ _SIGNED_FLOOR = 1.25 * 2.0**-16
 _POSITIVE_FLOOR = 1.125 * 2.0**-32
 # Smallest normal float32: devices differ in how they divide by what is below.
 _TINY = 2.0**-126
+# The odd number next to 2**32 over the golden ratio, as int32.
+_GAMMA = -0x61C88647
+
+
+def random_words(index: Tensor, origin: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """For a weight, its first and its second moment: functions of an element and a step.
+
+    `index`: int32, of elements in their parameter; `origin`, `keys`: int32 [2], of the parameter
+    and of the step. The moments share a word: one reads its low bits, the other its high ones; of
+    two 8-bit codes these overlap, the first's highest 8 and the second's lowest.
+
+    Source: SplitMix (Steele, Lea and Flood, OOPSLA 2014) of 32 bits, a stream for each seed.
+    """
+    moments = mix(index * _GAMMA + mix(keys[0] ^ origin[1]) + origin[0])
+    return mix(moments + keys[1]), moments, moments >> (32 - _FRACTION_BITS)
 
 
 def mix(words: Tensor) -> Tensor:
@@ -72,31 +87,28 @@ def encode_signed(x: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
 
     `x`: float32 [n] or [n / BLOCK, BLOCK].
     """
-    y, scales = _scaled(x)
-    magnitude = y.abs()
+    magnitude, scales = _scaled(x.abs())
     draw = words & _FRACTION
     code = ((magnitude.view(torch.int32) + draw) >> _FRACTION_BITS) - _SIGNED_BOTTOM
     # Below the smallest code but zero the grid is zero and that one.
     is_up = draw.to(torch.float32) < magnitude * ((1 << _FRACTION_BITS) / _SIGNED_FLOOR)
     code = torch.where(magnitude < _SIGNED_FLOOR, is_up.to(torch.int32), code)
-    code = torch.where(y < 0, code + 128, code)
-    return code.to(torch.uint8), scales
+    sign = (x.view(torch.int32) >> 24) & 128
+    return (code | sign).to(torch.uint8), scales
 
 
 def decode_signed(codes: Tensor, scales: Tensor) -> Tensor:
     """The float32 values of `encode_signed`."""
     code = codes.to(torch.int32)
     magnitude = code & 127
-    y = ((magnitude + _SIGNED_BOTTOM) << _FRACTION_BITS).view(torch.float32)
-    y = torch.where(magnitude == 0, 0.0, y)
-    return _unscaled(torch.where(code >= 128, -y, y), scales)
+    bits = ((magnitude + _SIGNED_BOTTOM) << _FRACTION_BITS) | ((code & 128) << 24)
+    return _unscaled(torch.where(magnitude == 0, 0.0, bits.view(torch.float32)), scales)
 
 
 def encode_positive(x: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
     """As `encode_signed`, of values >= 0."""
     y, scales = _scaled(x)
-    y = y.clamp(min=_POSITIVE_FLOOR)
-    bits = y.view(torch.int32) + (words & _FRACTION)
+    bits = y.clamp(min=_POSITIVE_FLOOR).view(torch.int32) + (words & _FRACTION)
     code = (bits >> _FRACTION_BITS) - _POSITIVE_BOTTOM
     return code.to(torch.uint8), scales
 
@@ -107,15 +119,15 @@ def decode_positive(codes: Tensor, scales: Tensor) -> Tensor:
     return _unscaled(bits.view(torch.float32), scales)
 
 
-def _scaled(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`x` over its block's largest magnitude, in [-1, 1]; a block below `_TINY` is zero."""
-    blocks = x.view(-1, BLOCK)
-    scales = blocks.abs().amax(dim=1)
+def _scaled(magnitude: Tensor) -> tuple[Tensor, Tensor]:
+    """Each over its block's largest, in [0, 1]; a block below `_TINY` is zero."""
+    blocks = magnitude.view(-1, BLOCK)
+    scales = blocks.amax(dim=1)
     is_zero = scales < _TINY
-    divisor = torch.where(is_zero, 1.0, scales)
-    # A division that is off by an ulp must not pass the largest code.
-    y = (blocks / divisor[:, None]).clamp(-1.0, 1.0)
-    return y.view(x.shape), torch.where(is_zero, 0.0, scales)
+    # One division a block; a product that is off by an ulp must not pass the largest code.
+    factors = 1.0 / torch.where(is_zero, 1.0, scales)
+    y = (blocks * factors[:, None]).clamp(max=1.0)
+    return y.view(magnitude.shape), torch.where(is_zero, 0.0, scales)
 
 
 def _unscaled(y: Tensor, scales: Tensor) -> Tensor:
