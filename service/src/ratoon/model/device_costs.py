@@ -82,7 +82,7 @@ def device_costs(
 ) -> CostModel:
     """Costs where every product is kept; `with_recompute` adds what memory makes of them.
 
-    `adds_up`: gradients are added to sums, else they are the sums, which are widened once.
+    `adds_up`: gradients are added to sums, else they are the sums.
 
     A weight costs 2 FLOPs a token forward, 2 for the gradient of its input and 2 for its own where
     it is trained; of experts, those that a token visits. `layers_are_trained` False: of adapters,
@@ -99,9 +99,9 @@ def device_costs(
     element = sizes.element_bytes
     elementwise = _HIDDEN_PASSES * sizes.hidden_size + _MLP_PASSES * sizes.mlp_size
     elementwise += _ROW_PASSES * sizes.rows_size
-    # A gradient is written, read, and added to a sum in float32 or written as one; the embedding's
+    # A gradient is written, read, and added to a sum in float32, unless it is one; the embedding's
     # like the head's.
-    gradient_bytes = 2 * element + (8 if adds_up else 4)
+    gradient_bytes = 2 * element + (8 if adds_up else 0)
     trained = layers * (other_weights + all_mlp_weights) * layers_are_trained
     trained += 2 * head_weights * sizes.head_is_trained
     # Of a resident token: keys and values read forward and backward, their gradients added to.
