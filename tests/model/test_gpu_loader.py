@@ -23,6 +23,9 @@ from tests.tiny_models import write_folder
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic_compiler")]
 
+# Clocks, some tenths of a second.
+_LONG = 500_000_000
+
 
 def _gradients(model: PolicyModel) -> dict[str, Tensor]:
     """Of all that a layer keeps at the least, in float32 on the host."""
@@ -53,7 +56,8 @@ def test_what_a_gpu_has_is_what_is_written(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_copy_on_the_host_is_of_when_it_was_taken(tmp_path: Path) -> None:
-    """In pinned memory, which is used again, while the weights on the GPU change."""
+    """In pinned memory, which is used again. Weights that change behind `settle` wait for it, and
+    the host for nothing."""
     folder = write_folder(tmp_path / "base", "qwen3")
     model = load(folder, dtype=ModelDtype.BFLOAT16, device="cuda")
     copy = WeightsCopy(model)
@@ -63,8 +67,14 @@ def test_a_copy_on_the_host_is_of_when_it_was_taken(tmp_path: Path) -> None:
         for each in (written, copied):
             each.mkdir()
         export_weights(model, written, None)
+        assert copy._stream is not None
+        with torch.cuda.stream(copy._stream):
+            torch.cuda._sleep(_LONG)
         copy.take()
+        # The first one has its memory registered, which may take longer.
+        assert number == 0 or not any(event.query() for event in copy._arrivals.values())
         assert all(value.is_pinned() for value in copy._values.values())
+        copy.settle()
         randomize(model, 10 + number)
         copy.write(copied)
         for path in written.iterdir():

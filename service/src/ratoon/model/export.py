@@ -10,9 +10,9 @@ import functools
 import mmap
 import shutil
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -58,13 +58,17 @@ class WeightsCopy:
     """A copy on the host of what a model trains, in memory that is used again for the next copy.
 
     Of several ranks, which have the same model, each copies and writes its share of the files.
-    `take` runs between two steps, `write` on any thread beside later ones.
+    `take` runs between two steps, `write` on any thread beside later ones. A GPU copies beside what
+    comes next, so that `settle` is called before weights change.
     """
 
     def __init__(self, model: PolicyModel, rank: int = 0, num_ranks: int = 1) -> None:
         self._model = model
         self._rank, self._num_ranks = rank, num_ranks
         self._values: dict[str, Tensor] = {}
+        self._stream = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
+        # By file: its tensors are on the host.
+        self._arrivals: dict[str, torch.cuda.Event] = {}
 
     @torch.no_grad()
     def take(self) -> None:
@@ -73,20 +77,31 @@ class WeightsCopy:
         Raises RESOURCE_EXHAUSTED where the host has no memory for a first copy.
         """
         trainable = self._model.named_trainable()
-        own = {name: trainable[name] for name in self._parameters}
+        own = [name for names in self._parameters.values() for name in names]
         if own and not self._values:
             dtype = TORCH_DTYPES[self._model.spec.dtype]
-            shapes = {name: value.shape for name, value in own.items()}
+            shapes = {name: trainable[name].shape for name in own}
             _check_host(sum(shape.numel() for shape in shapes.values()) * dtype.itemsize)
             self._values = _host_tensors(shapes, dtype, self._model.device)
         shards = self._model.shards
-        for name, value in own.items():
-            if shards is not None and name in shards:
-                shards.read(name, self._values[name])
-            else:
-                self._values[name].copy_(value, non_blocking=True)
-        if self._model.device.type == "cuda":
-            torch.cuda.current_stream(self._model.device).synchronize()
+        with self._beside():
+            for file, names in self._parameters.items():
+                for name in names:
+                    if shards is not None and name in shards:
+                        shards.read(name, self._values[name])
+                    else:
+                        self._values[name].copy_(trainable[name], non_blocking=True)
+                if self._stream is not None:
+                    self._arrivals[file] = torch.cuda.Event(blocking=True)
+                    self._arrivals[file].record()
+        if self._stream is not None and shards is not None:
+            # Other ranks change what this one has read of theirs.
+            self._stream.synchronize()
+
+    def settle(self) -> None:
+        """Have what runs next on this thread's stream of the device wait until all is copied."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._model.device).wait_stream(self._stream)
 
     def write(self, folder: Path) -> dict[str, str]:
         """As `export_weights`, of the values copied last: this rank's files.
@@ -95,7 +110,21 @@ class WeightsCopy:
         """
         if self._rank == 0:
             _export_rest(self._model, folder, self._files)
-        return _export_files(self._model, folder, self._values, self._own_files)
+        return _export_files(self._model, folder, self._values, self._own_files, self._wait)
+
+    def _wait(self, file: str) -> None:
+        if self._stream is not None:
+            self._arrivals[file].synchronize()
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Copies inside begin once what was asked of the device is done, which waits for none."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._model.device))
+        with torch.cuda.stream(self._stream):
+            yield
 
     @cached_property
     def _files(self) -> dict[str, list[str]]:
@@ -103,22 +132,25 @@ class WeightsCopy:
 
     @cached_property
     def _own_files(self) -> dict[str, list[str]]:
+        """In the order in which they are written, the largest first."""
         like = exported_like(self._model)
         sizes = [sum(like[name].nbytes for name in names) for names in self._files.values()]
         owners = _owners(sizes, self._num_ranks)
-        files = zip(self._files.items(), owners, strict=True)
-        return {name: names for (name, names), owner in files if owner == self._rank}
+        files = zip(sizes, owners, self._files.items(), strict=True)
+        own = [(size, file) for size, owner, file in files if owner == self._rank]
+        return dict(file for _, file in sorted(own, key=lambda each: -each[0]))
 
     @cached_property
-    def _parameters(self) -> list[str]:
-        """Those that are in files of this rank, if only in part."""
-        if self._num_ranks == 1:
-            return list(self._model.named_trainable())
-        tensors = exported_tensors(self._model)
-        names = (
-            tensors[name].parameter for of_file in self._own_files.values() for name in of_file
-        )
-        return list(dict.fromkeys(names))
+    def _parameters(self) -> dict[str, list[str]]:
+        """Those that are in files of this rank, if only in part, by the first such file."""
+        tensors, found = exported_tensors(self._model), dict[str, str]()
+        for file, names in self._own_files.items():
+            for name in names:
+                found.setdefault(tensors[name].parameter, file)
+        by_file: dict[str, list[str]] = {file: [] for file in self._own_files}
+        for parameter, file in found.items():
+            by_file[file].append(parameter)
+        return by_file
 
 
 def export_weights(
@@ -156,12 +188,13 @@ def _export_files(
     folder: Path,
     values: dict[str, Tensor],
     files: Mapping[str, Sequence[str]],
+    wait: Callable[[str], None] = lambda _file: None,
 ) -> dict[str, str]:
-    """Write some files, of which the `values` are at least those that they need."""
+    """Write some files, of which the `values` are at least those that they need, once `wait`ed for
+    each."""
     tensors = exported_values(model, values)
-    return write_files(
-        folder, {file: {name: tensors[name] for name in names} for file, names in files.items()}
-    )
+    content = {file: {name: tensors[name] for name in names} for file, names in files.items()}
+    return write_files(folder, content, wait)
 
 
 def _export_rest(model: PolicyModel, folder: Path, files: Mapping[str, Sequence[str]]) -> None:
@@ -219,8 +252,13 @@ def _pinned(num_bytes: int) -> Tensor:
             threads.submit(part.fill, 0)
     cuda, address = cast("Any", torch.cuda).cudart(), memory.ctypes.data
     torch.cuda.check_error(cuda.cudaHostRegister(address, num_bytes, 0))
-    # Before the pages go; at its end the process loses both.
-    weakref.finalize(pages, cuda.cudaHostUnregister, address).atexit = False
+
+    def unregister() -> None:
+        torch.cuda.synchronize()
+        cuda.cudaHostUnregister(address)
+
+    # Before the pages go, which a copy may be on its way to; at its end the process loses both.
+    weakref.finalize(pages, unregister).atexit = False
     return torch.from_numpy(memory)
 
 

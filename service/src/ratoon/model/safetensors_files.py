@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
@@ -75,8 +75,14 @@ def write_index(
     (folder / INDEX_NAME).write_text(text + "\n", encoding="utf-8")
 
 
-def write_files(folder: Path, files: Mapping[str, Mapping[str, Tensor]]) -> dict[str, str]:
+def write_files(
+    folder: Path,
+    files: Mapping[str, Mapping[str, Tensor]],
+    wait: Callable[[str], None] = lambda _file: None,
+) -> dict[str, str]:
     """Write tensors of floats, by name, into files, by name; returns the files' digests.
+
+    A thread of its own calls `wait` before it reads a file's tensors, the largest file's first.
 
     A digest is the xxh3-128, 32 hexadecimal digits, of what was given, not of what can be read.
     Files that are there are written over in place, so that their pages are used again. Raises
@@ -85,6 +91,7 @@ def write_files(folder: Path, files: Mapping[str, Mapping[str, Tensor]]) -> dict
     staging = _Staging()
 
     def write(name: str) -> str:
+        wait(name)
         return _write_whole(folder / name, files[name], staging)
 
     # The largest first: what is left at the end is small.

@@ -201,6 +201,7 @@ class Rank:
 
     def step(self, norm: float, divisor: float, step: OptimStep) -> Stepped:
         """Step this rank's parts, and get the others' new weights. `norm`: after division."""
+        self._weights_copy.settle()
         changed = self.optimizer.apply(self._own_sums(), divisor, norm, step)
         self._hand_out()
         return Stepped(
@@ -244,6 +245,7 @@ class Rank:
     def take_states(self) -> None:
         """Become what was read, and get the others' weights."""
         assert self._read is not None
+        self._weights_copy.settle()
         self.optimizer.load(self._read)
         self._read = None
         self._hand_out()
@@ -263,6 +265,7 @@ class Rank:
 
     def set_values(self, key: str, *, adds: bool, resets_optimizer: bool) -> None:
         """Replace the weights by the values, or add them, on all ranks; as `set_weights` does."""
+        self._weights_copy.settle()
         self.optimizer.set_weights(self._values, adds=adds, key=key)
         self._values = {}
         if resets_optimizer:
