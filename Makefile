@@ -32,7 +32,7 @@ demo: env ## train a tiny policy on this machine through the public client
 # Two workers, see tests/two_workers.py; a single test is quicker with .venv/bin/pytest itself.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --no-loadscope-reorder
 
-test: env-dev ## run the tests of the product, in some twelve minutes on two cores
+test: env-dev ## run the tests of the product, in ten minutes on two cores
 	@$(PYTEST) $(ARGS)
 
 test-more: env-dev ## run the rest: outages, power cuts, installs, demos, broken builds, long fuzz

@@ -153,6 +153,7 @@ def test_a_session_goes_with_its_link(tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.more
 def test_a_ray_of_our_own_is_small_closed_and_leaves_nothing(tmp_path: Path) -> None:
     """Each service left its sockets and logs in /tmp, for good."""
     code = (

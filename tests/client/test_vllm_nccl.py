@@ -163,7 +163,9 @@ async def test_versions_are_pushed_by_one_group(
     assert child_ids() not in ([], [first])
 
 
-@pytest.mark.parametrize("path", PUSH)
+@pytest.mark.parametrize(
+    "path", [PUSH[0], *(pytest.param(path, marks=pytest.mark.more) for path in PUSH[1:])]
+)
 async def test_an_engine_that_answers_500_gets_the_old_version(
     adapter: Callable[..., VllmNcclAdapter],
     engine: Engine,
@@ -242,6 +244,7 @@ async def test_an_engine_that_says_that_it_joined_is_waited_for_until_the_deadli
     assert engine.taken("calls") == ["/is_paused", JOIN]
 
 
+@pytest.mark.more
 async def test_an_engine_that_hangs_in_mid_update_stays_paused_until_its_restart(
     adapter: Callable[..., VllmNcclAdapter],
     engine: Engine,

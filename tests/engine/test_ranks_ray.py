@@ -280,6 +280,7 @@ def test_where_more_is_sharded_a_rank_that_is_lost_in_the_pass_costs_no_bit(
     engine.run(main)
 
 
+@pytest.mark.more
 def test_a_slow_rank_is_waited_for_and_one_without_memory_costs_its_operation_alone(
     engine: Engine, undisturbed: list[str]
 ) -> None:

@@ -42,6 +42,7 @@ def busy(ray_cluster: RayCluster) -> Any:
     return actor
 
 
+@pytest.mark.more
 async def test_an_actor_that_computes_for_longer_than_it_may_be_silent_is_waited_for(
     busy: Any,
 ) -> None:
@@ -49,7 +50,9 @@ async def test_an_actor_that_computes_for_longer_than_it_may_be_silent_is_waited
     assert await ask_living(took, busy.ping.remote, _SILENCE_S) == "done"
 
 
-@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGSTOP, pytest.param(signal.SIGKILL, marks=pytest.mark.more)]
+)
 async def test_an_actor_that_hangs_or_dies_is_lost(busy: Any, number: int) -> None:
     with pytest.raises(ActorLostError) as caught:
         await ask_living(busy.end_by.remote(number), busy.ping.remote, _SILENCE_S)

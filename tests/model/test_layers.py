@@ -105,7 +105,7 @@ def test_what_is_on_the_host_is_there_until_its_backward(
     assert bool(graphs) == is_compiled
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("is_compiled", [pytest.param(False, marks=pytest.mark.more), True])
 def test_products_that_are_away_change_no_gradient_and_come_back_before_they_are_asked_for(
     is_compiled: bool, graphs: list[GraphModule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,7 +255,7 @@ def test_compiled_layers_share_one_graph_a_kind(graphs: list[GraphModule]) -> No
             assert error < 1e-5, (kept, name)
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("deterministic", [True, pytest.param(False, marks=pytest.mark.more)])
 def test_a_deterministic_graph_is_of_a_range_of_tokens_from_the_first_on(
     deterministic: bool, graphs: list[GraphModule]
 ) -> None:
@@ -342,7 +342,14 @@ def test_experts_are_part_of_the_graphs(
         ),
     ],
 )
-@pytest.mark.parametrize("kept", [Kept.ATTENTION, Kept.NARROW, Kept.PRODUCTS])
+@pytest.mark.parametrize(
+    "kept",
+    [
+        pytest.param(Kept.ATTENTION, marks=pytest.mark.more),
+        pytest.param(Kept.NARROW, marks=pytest.mark.more),
+        Kept.PRODUCTS,
+    ],
+)
 def test_what_a_compiled_layer_keeps_is_what_is_planned(
     tmp_path: Path,
     model_type: str,

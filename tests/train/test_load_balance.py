@@ -174,7 +174,7 @@ def test_rollouts_without_an_advantage_are_run(expert_pair: Pair) -> None:
     assert_close(relative_errors(got, expected), expert_pair.tolerance)
 
 
-@pytest.mark.parametrize("budget", [16, 60])
+@pytest.mark.parametrize("budget", [16, pytest.param(60, marks=pytest.mark.more)])
 @pytest.mark.parametrize("is_joint", [False, True])
 def test_ranks_balance_as_one(tmp_path: Path, is_joint: bool, budget: int) -> None:
     """Each with micro-batches of its own; and each a share of the tokens of all nodes."""

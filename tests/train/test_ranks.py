@@ -156,7 +156,7 @@ def test_every_loss_in_a_window_of_two_calls(
 
 
 @pytest.mark.parametrize("kind", list(OptimizerStates))
-@pytest.mark.parametrize("tuning", [None, _LORA])
+@pytest.mark.parametrize("tuning", [None, pytest.param(_LORA, marks=pytest.mark.more)])
 @_SHARDS
 def test_a_shared_out_step_has_the_bits_of_a_whole_one(
     base: FolderBase, kind: OptimizerStates, tuning: LoraTuning | None, shard: Shard

@@ -310,7 +310,10 @@ def test_tokens_counted_once_stay_with_their_owner(base: FolderBase) -> None:
         assert not alarms(report)
 
 
-@pytest.mark.parametrize("dtype", EVERY_DTYPE)
+@pytest.mark.parametrize(
+    "dtype",
+    [EVERY_DTYPE[0], *(pytest.param(one, marks=pytest.mark.more) for one in EVERY_DTYPE[1:])],
+)
 def test_a_streamed_micro_batch_is_compared_as_it_is_run(
     base: FolderBase, monkeypatch: Patch, dtype: ModelDtype
 ) -> None:

@@ -271,6 +271,7 @@ def test_prefixes_wait_on_the_host_and_change_no_bit(
         assert torch.equal(found[name], grad), name
 
 
+@pytest.mark.more
 def test_compiled_layers_leave_all_that_waits_on_the_host(tmp_path: Path) -> None:
     """And nothing of a wave; the same bits as where the host has no room and all is kept alike."""
     base = FolderBase(folder=str(write_folder(tmp_path / "base", "qwen3")))

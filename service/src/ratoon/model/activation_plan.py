@@ -208,22 +208,23 @@ class DecoderSizes:
 def peak_bytes(sizes: DecoderSizes, kept: tuple[Kept, ...], tokens: int, rows: int) -> int:
     """Most bytes at any time of a forward and backward, beyond weights and what else stays."""
     assert len(kept) == sizes.num_layers
+    kinds = {*kept}
+    kept_bytes = {kind: tokens * sizes.kept_bytes(kind) for kind in kinds}
+    on_device = {kind: 0 if kind.is_on_host else kept_bytes[kind] for kind in kinds}
+    working_bytes = {kind: tokens * sizes.working_bytes(kind) for kind in kinds}
     # The last layer's output, its norm, their gradient; the rows that predict.
     resident = (3 * tokens + rows) * sizes.hidden_size * sizes.element_bytes
-    resident += sum(tokens * sizes.kept_bytes(layer) for layer in kept if not layer.is_on_host)
+    resident += sum(on_device[kind] for kind in kept)
     peak = resident + sizes.head_bytes(rows)
     resident += sizes.head_gradient_bytes
     # Of the layers on the host, which come from there before the first of them runs backward.
-    on_host = [index for index, layer in enumerate(kept) if layer.is_on_host]
-    of_layer = max((sizes.kept_bytes(kept[index]) for index in on_host), default=0)
-    fetched = min(len(on_host), _LAYERS_UNDER_WAY) * tokens * of_layer
+    on_host = [kept_bytes[kind] for kind in kept if kind.is_on_host]
+    fetched = min(len(on_host), _LAYERS_UNDER_WAY) * max(on_host, default=0)
     comes_at = fetched_at(sizes, kept)
-    for index, layer in reversed([*enumerate(kept)]):
+    for index, kind in reversed([*enumerate(kept)]):
         beside = fetched if comes_at is not None and index <= comes_at else 0
-        peak = max(peak, resident + beside + tokens * sizes.working_bytes(layer))
-        resident += sizes.layer_gradient_bytes
-        if not layer.is_on_host:
-            resident -= tokens * sizes.kept_bytes(layer)
+        peak = max(peak, resident + beside + working_bytes[kind])
+        resident += sizes.layer_gradient_bytes - on_device[kind]
     return peak
 
 
