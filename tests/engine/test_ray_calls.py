@@ -30,6 +30,8 @@ class Busy:
     @ray.method
     def end_by(self, number: int) -> None:
         os.kill(os.getpid(), number)
+        # Another thread may be the first that it reaches.
+        time.sleep(100 * _SILENCE_S)
 
 
 @pytest.fixture
