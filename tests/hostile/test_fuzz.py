@@ -41,7 +41,7 @@ def test_the_corpus_is_taken():
         decode(operation, Operation)
 
 
-@pytest.mark.parametrize("num_inputs", [1_000, pytest.param(20_000, marks=pytest.mark.more)])
+@pytest.mark.parametrize("num_inputs", [2_000, pytest.param(20_000, marks=pytest.mark.more)])
 def test_hostile_inputs_are_refused_by_name_and_nothing_else(num_inputs: int):
     counts = _alone(partial(fuzz, seed=0, num_inputs=num_inputs))
     assert (counts.crashes, counts.server_errors) == (0, 0), counts.findings

@@ -102,7 +102,7 @@ def test_weights_are_those_of_a_device_that_holds_all(
     assert_close(weights_of(small), weights_of(large))
 
 
-def test_so_are_those_of_ranks_that_run_one_backward_each(
+def test_ranks_that_run_one_backward_each_have_that_room_too(
     large: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts = cpu_planner(1 << 30, num_ranks=2).plan(*sequences_of(_BATCH)).micro_batches

@@ -185,7 +185,7 @@ def _step_views(
 
 
 def _words(shape: torch.Size, origin: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Random ones for each element of a weight, whose origin is known, in a step of two keys."""
+    """Random ones for each element of a weight, by its `Views.origin` and two keys of a change."""
     index = torch.arange(shape.numel(), dtype=torch.int32, device=origin.device)
     return random_words(index.view(shape) + origin[2], origin[:2], keys)
 

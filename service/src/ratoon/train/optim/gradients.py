@@ -52,9 +52,10 @@ class GradientSums:
 
     def sums_of_step(self) -> dict[str, Tensor]:
         """As `whole_sums`, but as narrow as they are; not to be changed."""
-        wide = {n: p for n, p in self._parameters.items() if n not in self._first}
-        found = self._first | {name: self._whole_sum(name, p) for name, p in wide.items()}
-        return {name: found[name] for name in self._parameters}
+        return {
+            name: self._first[name] if name in self._first else self._whole_sum(name, p)
+            for name, p in self._parameters.items()
+        }
 
     def of_pass(
         self, plan: UpdatePlan, is_cancelled: Callable[[], bool]
