@@ -82,6 +82,8 @@ WORKS = {
     "524288x8": _long(524_288),
 }
 ONE, STATES, GRADIENTS, WEIGHTS, TOGETHER = "one", "states", "gradients", "weights", "together"
+# As `states`, of half the devices.
+HALF = "half"
 _SHARDS: dict[str, Shard] = {STATES: "states", GRADIENTS: "gradients", WEIGHTS: "weights"}
 # Of a dense model; those of one with experts share out more, and have no long prompts.
 CASES = (
@@ -95,6 +97,7 @@ ROUTED_CASES = tuple((WEIGHTS, work) for work in (GROUPS, ALONE))
 WANTED = {
     "speedup": ">= 0.97 of the GPUs (two), 0.95 (four)",
     "service_speedup": ">= 0.925 of the GPUs (two), 0.9 (four)",
+    "half_speedup": "",
     "seconds_per_group": "Qwen3-8B, two H100: <= 4.9",
     "exposed_ms": "",
     "ulysses_speedup": "two GPUs: >= 1.85",
@@ -140,7 +143,7 @@ def _cases(text: str) -> tuple[tuple[str, str], ...]:
     """Raises ValueError where one is none."""
     pairs = [case.partition(":") for case in names(text)]
     cases = tuple((policy, work) for policy, _, work in pairs)
-    known = {ONE, TOGETHER, *_SHARDS}
+    known = {ONE, HALF, TOGETHER, *_SHARDS}
     if not all(policy in known and work in WORKS for policy, work in cases):
         raise ValueError(f"not of {sorted(known)} and {[*WORKS]}")
     return cases
@@ -150,6 +153,8 @@ def parallel_of(policy: str, num_workers: int) -> Parallel:
     """What is shared out in a policy of that name."""
     if policy == ONE:
         return Parallel(num_workers=1)
+    if policy == HALF:
+        return parallel_of(STATES, num_workers // 2)
     if policy == TOGETHER:
         return Parallel(num_workers=num_workers, sequence_ranks=num_workers)
     return Parallel(num_workers=num_workers, shard=_SHARDS[policy], sequence_ranks=1)
@@ -295,6 +300,7 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     alone = cases.get((ONE, GROUPS))
     ratio("speedup", alone, best, "trained_s")
     ratio("service_speedup", alone, best, "seconds")
+    ratio("half_speedup", alone, cases.get((HALF, GROUPS)), "trained_s")
     if best is not None:
         workers = best["parallel"]["num_workers"]
         found["seconds_per_group"] = workers * median(best, "trained_s") / best["groups"]

@@ -2,8 +2,8 @@
 
 A small policy learns the demo's task from random weights, and a control of it, whose rewards are
 shuffled, does not; the geometries of Qwen3-0.6B and 8B, with random weights, are for seconds. The
-trainer has the first GPU, vLLM the last. Where that is the same one, it is enough for all cases
-but those of 8B and NCCL. vLLM may be another Python's.
+trainer has the first GPU that is visible, vLLM the last. Where that is the same one, it is enough
+for all cases but those of 8B and NCCL. vLLM may be another Python's.
 
     python -m benchmarks.stream.loop --out benchmarks/results/h100x2/loop.json --vllm-python PYTHON
     python -m benchmarks.stream.loop --report FILE --markdown docs/vllm_loop.md
@@ -111,7 +111,7 @@ CASES = {
                 name=f"0.6B {backend}",
                 size=QWEN3_0_6B,
                 backend=backend,
-                versions=20,
+                versions=50,
                 options=_FOR_SECONDS,
             )
             for backend in ("ratoon", "nccl", "reload")
@@ -158,7 +158,11 @@ def measure(args: argparse.Namespace, root: Path) -> Iterator[dict[str, Any]]:
     cases = [CASES[name] for name in args.cases]
     for size in {case.size: None for case in cases}:
         _write_model(size, root / "models" / size.name, args.seed)
-    trainer = {"CUDA_VISIBLE_DEVICES": "0", "RATOON_WEIGHTS_ROOT": str(root / "weights"), **NCCL}
+    trainer = {
+        "CUDA_VISIBLE_DEVICES": _gpus()[0],
+        "RATOON_WEIGHTS_ROOT": str(root / "weights"),
+        **NCCL,
+    }
     settings = {
         "crash_points": False,
         "worker": {"device": "cuda", "num_threads": 8},
@@ -186,6 +190,12 @@ def measure(args: argparse.Namespace, root: Path) -> Iterator[dict[str, Any]]:
             ]
             yield _run(case, command, {**os.environ, **trainer}, logs / policy)
             client.delete_policy(policy).result(PATIENCE_S)
+
+
+def _gpus() -> list[str]:
+    """That this process sees, by CUDA's names."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",") if visible else [*map(str, range(torch.cuda.device_count()))]
 
 
 def _write_model(size: ModelSize, folder: Path, seed: int) -> None:
@@ -218,7 +228,7 @@ def _vllm(
         *("--weight-transfer-config", json.dumps({"backend": transfer})),
     ]
     path = {"PYTHONPATH": args.vllm_path} if args.vllm_path else {}
-    device = {"CUDA_VISIBLE_DEVICES": str(torch.cuda.device_count() - 1)}
+    device = {"CUDA_VISIBLE_DEVICES": _gpus()[-1]}
     with (logs / f"vllm-{size.name}-{transfer}.log").open("wb") as log:
         process = subprocess.Popen(
             command,

@@ -12,6 +12,7 @@ from benchmarks.service.ranks import (
     GRADIENTS,
     GROUP,
     GROUPS,
+    HALF,
     LONG,
     ONE,
     ROUTED_CASES,
@@ -81,7 +82,12 @@ def test_figures_of_experts_are_against_rollouts_that_share_nothing() -> None:
     found = figures(_ROUTED_ROWS)
     assert found["over_replicated"] == 4.5
     assert {(row["policy"], row["work"]) for row in _ROUTED_ROWS} == {*ROUTED_CASES}
-    assert {*found, *figures(_ROWS)} == {*WANTED}
+    assert {*found, *figures(_ROWS), "half_speedup"} == {*WANTED}
+
+
+def test_half_the_devices_are_beside_the_fastest_sharing_of_all() -> None:
+    found = figures([*_ROWS, _row(HALF, GROUPS, 12.4)])
+    assert found == {**figures(_ROWS), "half_speedup": 2.5}
 
 
 def test_figures_wait_for_their_cases() -> None:
@@ -100,4 +106,5 @@ def test_what_is_alone_has_the_same_responses_and_shares_no_prompt() -> None:
 
 def test_devices_of_a_sequence_are_those_of_its_policy() -> None:
     assert parallel_of(TOGETHER, 4).sequence_ranks == parallel_of(STATES, 4).num_workers == 4
+    assert parallel_of(HALF, 4) == parallel_of(STATES, 2)
     assert (parallel_of(ONE, 4).num_workers, parallel_of(WEIGHTS, 4).shard) == (1, "weights")

@@ -1,4 +1,4 @@
-"""A policy on two GPUs through Ray: whichever rank dies where, the same bits."""
+"""A policy on all GPUs through Ray: whichever rank dies where, the same bits."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import ray
+import torch
 
 from ratoon.config import CheckpointConfig, RatoonConfig, RayConfig, WorkerConfig
 from ratoon.engine.client import EngineClient
@@ -43,10 +44,10 @@ def engine(ray_cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.mark.parametrize("shard", list(Shard))
 def test_ranks_that_die_cost_no_bit(engine: Engine, shard: Shard) -> None:
-    """One in its pass and one behind its step; the policy before it, as each takes both GPUs, is
+    """One in its pass and one behind its step; the policy before it, as each takes all GPUs, is
     not disturbed."""
     traps = {2: CrashPoint.RANK_IN_PASS, 3: CrashPoint.RANK_AFTER_STEP}
-    parallel = ParallelLayout(num_workers=2, shard=shard)
+    parallel = ParallelLayout(num_workers=torch.cuda.device_count(), shard=shard)
 
     async def digests(client: EngineClient, name: str, traps: dict[int, CrashPoint]) -> list[str]:
         created = replace(_SPEC, policy_id=name, parallel=parallel)
