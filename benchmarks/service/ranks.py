@@ -58,7 +58,7 @@ class Work:
     Attributes:
         num_groups: None: as many as the command says.
         is_alone: Each rollout is a group of its own, with a prompt of its own: nothing is shared.
-        num_updates: Besides the first.
+        num_updates: Besides the first; 0: figures are the first one's, and what compiles counts.
     """
 
     group: Group
@@ -67,8 +67,9 @@ class Work:
     num_updates: int = 2
 
 
-def _long(prompt: int) -> Work:
-    return Work(group=Group(prompt=prompt, responses=(1024,) * 8), num_groups=1, num_updates=1)
+def _long(prompt: int, num_updates: int = 1) -> Work:
+    group = Group(prompt=prompt, responses=(1024,) * 8)
+    return Work(group=group, num_groups=1, num_updates=num_updates)
 
 
 _PAPER = Group(prompt=5059, responses=PAPER_LENGTHS)
@@ -79,7 +80,7 @@ WORKS = {
     ALONE: Work(group=_PAPER, is_alone=True),
     LONG: _long(131_072),
     "262144x8": _long(262_144),
-    "524288x8": _long(524_288),
+    "524288x8": _long(524_288, num_updates=0),
 }
 ONE, STATES, GRADIENTS, WEIGHTS, TOGETHER = "one", "states", "gradients", "weights", "together"
 # As `states`, of half the devices.
@@ -253,7 +254,7 @@ def _run(
             }
         )
         print(json.dumps(updates[-1]), file=sys.stderr, flush=True)
-    samples = [update["seconds"] for update in updates[NUM_LEFT_OUT:]]
+    samples = [update["seconds"] for update in _counting(updates)]
     return {"groups": num_groups, "updates": updates, "samples": samples}
 
 
@@ -321,8 +322,12 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def median(row: Mapping[str, Any], name: str) -> float:
-    """Of a case's updates, without those that are left out."""
-    return statistics.median(update[name] for update in row["updates"][NUM_LEFT_OUT:])
+    """Of a case's updates that count."""
+    return statistics.median(update[name] for update in _counting(row["updates"]))
+
+
+def _counting(updates: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    return updates[NUM_LEFT_OUT:] or updates
 
 
 def format_tables(rows: Sequence[Mapping[str, Any]]) -> list[str]:
