@@ -136,6 +136,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--vllm-path", default="", help="its PYTHONPATH")
     parser.add_argument("--root", type=Path, default=Path("/dev/shm"), help="work below it")
     parser.add_argument("--logs", type=Path, help="keep the servers' and the loops' output here")
+    parser.add_argument(
+        "--states", default="auto", help="`worker.optimizer_states`; 8B on 80 GB: bf16_8bit"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
     if args.report is not None:
@@ -165,7 +168,7 @@ def measure(args: argparse.Namespace, root: Path) -> Iterator[dict[str, Any]]:
     }
     settings = {
         "crash_points": False,
-        "worker": {"device": "cuda", "num_threads": 8},
+        "worker": {"device": "cuda", "num_threads": 8, "optimizer_states": args.states},
         "weights_root": str(root / "weights"),
         "ray": {"num_cpus": 8, "temp_folder": str(root / "ray")},
     }
