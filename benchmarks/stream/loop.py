@@ -324,9 +324,10 @@ COLUMNS = {
 def write_markdown(result: Mapping[str, Any], path: Path, result_link: str) -> None:
     """Replaces the section between a document's two markers. Raises `ValueError`."""
     share = "share one GPU" if result["num_gpus"] == 1 else "have a GPU each"
+    notes = f" {result['notes']}" if "notes" in result else ""
     where = (
         f"{result['gpu']}, trainer and vLLM {share}, torch {result['versions']['torch']}, "
-        f"commit {result['commit'][:12]}. [Raw events]({result_link})."
+        f"commit {result['commit'][:12]}.{notes} [Raw events]({result_link})."
     )
     cells = map(_cells, result["cases"])
     write_section(path, BEGIN, END, [f"\n{where}\n", *markdown_table([*COLUMNS.values()], cells)])

@@ -25,7 +25,7 @@ Result = dict[str, Any]
 
 COMMIT = re.compile(r"[0-9a-f]{40}(-dirty)?")
 # Their raw output stands in the place of samples.
-WITHOUT_SAMPLES = ("tests.json", "sanitizer.json", "start.json")
+WITHOUT_SAMPLES = ("tests.json", "sanitizer.json", "start.json", "start_1.7b.json")
 GPU_MARKERS = {"gpu"}
 FIGURES = ("fwd", "bwd")
 

@@ -170,8 +170,14 @@ def test_trainer_and_sampler_have_a_gpu_each(
     monkeypatch.setattr(loop, "RatoonClient", Stub)
     monkeypatch.setattr(subprocess, "Popen", Stub)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     args = argparse.Namespace(
-        cases=loop.DEFAULT, logs=None, seed=0, vllm_python="python", vllm_path="site"
+        cases=loop.DEFAULT,
+        logs=None,
+        seed=0,
+        states="auto",
+        vllm_python="python",
+        vllm_path="site",
     )
     assert len(list(loop.measure(args, tmp_path))) == len(loop.DEFAULT)
 

@@ -147,7 +147,11 @@ def test_a_file_of_many_runs_with_long_stretches_that_stay(versions: Versions) -
     assert versions.path.stat().st_size < 1000
 
 
-def test_a_process_apart_writes_the_same_delta(versions: Versions, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_parts", [1, 2, 5])
+def test_processes_apart_write_the_same_delta(
+    versions: Versions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_parts: int
+) -> None:
+    """Of two runs, which are one part, or two, or two and some without any."""
     random = np.random.default_rng(0)
     old = [("F32", random.bytes(4 * 5000)), ("BF16", random.bytes(2 * 3000))]
     new = [(dtype, flipped(data, 2, range(7, 2000, 9), seed=1)) for dtype, data in old]
@@ -161,12 +165,20 @@ def test_a_process_apart_writes_the_same_delta(versions: Versions, tmp_path: Pat
         files=(replace(file, digest=digest_bytes(before)),),
         created_at=0.0,
     )
-    apart, folders = tmp_path / "apart.bin", (versions.root / "before", versions.root / "after")
+    monkeypatch.setattr(deltas, "_NUM_PROCESSES", num_parts)
+    monkeypatch.setattr(deltas, "_LEAST_BYTES", 1)
+    (tmp_path / "apart").mkdir()
+    apart = tmp_path / "apart" / "delta.bin"
+    folders = versions.root / "before", versions.root / "after"
     assert write_delta_apart(apart, folders[0], parent, folders[1], [file]) == versions.share
     assert apart.read_bytes() == versions.path.read_bytes()
+    assert [*apart.parent.iterdir()] == [apart]
+    apart.unlink()
     assert write_delta_apart(apart, folders[0], parent, folders[1], []) is None
-    with pytest.raises(ChildProcessError, match=r"ended with 1: FileExistsError: .*apart\.bin"):
+    (folders[0] / NAME).write_bytes(before[:-1])
+    with pytest.raises(ChildProcessError, match=r"ended with 1: OSError: .* was cut"):
         write_delta_apart(apart, folders[0], parent, folders[1], [file])
+    assert not [*apart.parent.iterdir()]
 
 
 def test_an_encoder_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,17 +10,16 @@ import errno
 import json
 import math
 import os
+import shutil
 import subprocess  # nosec B404 - of this package's own module
 import sys
-import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby, islice
+from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import zstandard
@@ -30,7 +29,7 @@ from ratoon.stream.files import seal_bytes
 from ratoon.stream.manifest import WeightFile, WeightKind, WeightManifest
 
 DELTA_FORMAT = 1
-# What a thread reads, compares and compresses at a time.
+# What is read, compared and compressed at a time.
 RUN_BYTES = 4 * 2**20
 # A delta that is not smaller than this share of the files that it makes is not kept.
 _MAX_SHARE = 0.5
@@ -39,13 +38,13 @@ _START_S = 60.0
 _LEAST_RATE = 20e6
 # A mean gap above which two bytes per gap compress better than one.
 _LONG_GAP = 350
-_NUM_THREADS = min(os.cpu_count() or 1, 16)
+_NUM_PROCESSES = min(os.cpu_count() or 1, 16)
+# Of the files, for each process: it takes a quarter of a second to start.
+_LEAST_BYTES = 256 * 2**20
 _LENGTH_BYTES = 8
 # What is compared at a time; no word is longer.
 _GROUP_BYTES = 8
 
-T = TypeVar("T")
-R = TypeVar("R")
 Array = NDArray[Any]
 
 
@@ -81,22 +80,69 @@ class _Pair:
     parent_digest: str
     runs: tuple[_Run, ...]
 
+    @property
+    def has_changed(self) -> bool:
+        return self.file.digest != self.parent_digest
 
-class _Reader(threading.local):
-    """A thread's own memory for a run of either version, and its compressor."""
+
+class _Reader:
+    """Memory for a run of either version."""
 
     def __init__(self) -> None:
         self._buffers = [np.empty(RUN_BYTES + _GROUP_BYTES, np.uint8) for _ in range(2)]
-        self.compress = zstandard.ZstdCompressor(level=1).compress
 
-    def read(self, descriptors: Sequence[int], run: _Run) -> list[Array]:
+    def read(self, files: Sequence[BinaryIO], run: _Run) -> list[Array]:
         """The run before and after, uint8 [its bytes and zeros, whole groups]."""
         size = run.stop - run.start
-        for descriptor, buffer in zip(descriptors, self._buffers, strict=True):
-            if os.preadv(descriptor, [buffer[:size].data], run.start) != size:
+        for file, buffer in zip(files, self._buffers, strict=True):
+            if os.preadv(file.fileno(), [buffer[:size].data], run.start) != size:
                 raise OSError(errno.EIO, "a file of a version was cut")
             buffer[size : size + _GROUP_BYTES] = 0
         return [buffer[: size + -size % _GROUP_BYTES] for buffer in self._buffers]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Source:
+    """What a delta is made from."""
+
+    before: Path
+    parent: WeightManifest
+    after: Path
+    files: tuple[WeightFile, ...]
+
+    def pairs(self) -> list[_Pair]:
+        """Of both versions, whether they have changed or not."""
+        parents = {(file.name, file.size_bytes): file for file in self.parent.files}
+        pairs: list[_Pair] = []
+        for file in self.files:
+            known = parents.get((file.name, file.size_bytes))
+            if known is None or not file.name.endswith(".safetensors"):
+                continue
+            paths = self.before / file.name, self.after / file.name
+            with paths[0].open("rb") as old, paths[1].open("rb") as new:
+                length = new.read(_LENGTH_BYTES)
+                header = new.read(int.from_bytes(length, "little"))
+                is_alike = old.read(_LENGTH_BYTES + len(header)) == length + header
+            if is_alike:
+                pairs.append(
+                    _Pair(
+                        before=paths[0],
+                        after=paths[1],
+                        file=file,
+                        parent_digest=known.digest,
+                        runs=tuple(_runs(header)),
+                    )
+                )
+        return pairs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """Consecutive runs of a delta, whose streams are in `path`; `runs` by the file's name."""
+
+    path: Path
+    num_changed: int
+    runs: dict[str, list[dict[str, Any]]]
 
 
 def write_delta(
@@ -107,61 +153,42 @@ def write_delta(
     Returns the share of words that changed, None where no file could be compared. There is nothing
     at `path` where no file has changed, or most of it. Raises `OSError`.
     """
-    pairs = _pairs(before, parent, after, files)
-    num_words = sum(run.num_words for pair in pairs for run in pair.runs)
-    if not num_words:
-        return None
-    pairs = [pair for pair in pairs if pair.file.digest != pair.parent_digest]
-    limit = _MAX_SHARE * sum(pair.file.size_bytes for pair in pairs)
-    num_changed = 0
-    entries: list[dict[str, Any]] = []
-    reader = _Reader()
-
-    def encode(source: tuple[Sequence[int], _Run]) -> _Encoded:
-        return _encode(reader, *source)
-
-    with path.open("xb") as out, ExitStack() as opened, ThreadPoolExecutor(_NUM_THREADS) as threads:
-        sources: list[tuple[Sequence[int], _Run]] = []
-        for pair in pairs:
-            both = [opened.enter_context(p.open("rb")) for p in (pair.before, pair.after)]
-            descriptors = [each.fileno() for each in both]
-            sources += [(descriptors, run) for run in pair.runs]
-        encoded_runs = _in_order(threads, encode, sources)
-        for pair in pairs:
-            runs: list[dict[str, Any]] = []
-            for encoded in islice(encoded_runs, len(pair.runs)):
-                num_changed += encoded.num_changed
-                # The share is counted to the end.
-                if encoded.entry is not None and out.tell() < limit:
-                    runs.append(encoded.entry)
-                    out.writelines(encoded.streams)
-            entries.append(_entry(pair, runs))
-        header = {"format": DELTA_FORMAT, "parent_version": parent.version, "files": entries}
-        sealed = seal_bytes(json.dumps(header, separators=(",", ":")).encode())
-        out.write(sealed + len(sealed).to_bytes(_LENGTH_BYTES, "little"))
-        is_of_use = out.tell() < limit
-    if not is_of_use:
-        path.unlink()
-    return num_changed / num_words
+    source = _Source(before=before, parent=parent, after=after, files=tuple(files))
+    with _part_paths(path, 1) as paths:
+        return _join(path, source, [_write_part(paths[0], source, 0, 1)])
 
 
 def write_delta_apart(
     path: Path, before: Path, parent: WeightManifest, after: Path, files: Sequence[WeightFile]
 ) -> float | None:
-    """As `write_delta`, by a process of its own: its threads share no interpreter lock with the
-    caller's, who trains meanwhile.
+    """As `write_delta`, by processes of their own, at most one a core: encoding holds Python's
+    interpreter lock for much of its time, which the caller, who trains meanwhile, needs too.
 
-    Raises `ChildProcessError` with how the process ended, and what it said last.
+    Raises `ChildProcessError` with how a process ended, and what it said last.
     """
-    request = {
-        "path": str(path),
+    source = _Source(before=before, parent=parent, after=after, files=tuple(files))
+    size_bytes = sum(file.size_bytes for file in files)
+    num_parts = max(1, min(_NUM_PROCESSES, size_bytes // _LEAST_BYTES))
+    bound_s = _START_S + size_bytes / _LEAST_RATE
+    described = {
         "before": str(before),
         "parent": asdict(parent),
         "after": str(after),
         "files": [asdict(file) for file in files],
     }
+
+    def encode(number: int, path: Path) -> _Part:
+        own = {"path": str(path), "number": number, "num_parts": num_parts}
+        return _Part(path=path, **_ask_encoder({**described, **own}, bound_s))
+
+    with _part_paths(path, num_parts) as paths:
+        with ThreadPoolExecutor(num_parts) as threads:
+            parts = list(threads.map(encode, range(num_parts), paths))
+        return _join(path, source, parts)
+
+
+def _ask_encoder(request: dict[str, Any], bound_s: float) -> dict[str, Any]:
     command = [sys.executable, "-P", "-m", "ratoon.stream.deltas"]
-    bound_s = _START_S + sum(file.size_bytes for file in files) / _LEAST_RATE
     try:
         done = subprocess.run(  # nosec B603
             command,
@@ -180,58 +207,89 @@ def write_delta_apart(
 
 
 def _main() -> None:
-    """The process of `write_delta_apart`."""
+    """The process of a part."""
     request = json.load(sys.stdin)
     parent = WeightManifest(**request["parent"])
-    share = write_delta(
-        Path(request["path"]),
-        Path(request["before"]),
-        replace(parent, kind=WeightKind(parent.kind), files=_weight_files(parent.files)),
-        Path(request["after"]),
-        _weight_files(request["files"]),
+    source = _Source(
+        before=Path(request["before"]),
+        parent=replace(parent, kind=WeightKind(parent.kind), files=_weight_files(parent.files)),
+        after=Path(request["after"]),
+        files=_weight_files(request["files"]),
     )
-    sys.stdout.write(json.dumps(share))
+    part = _write_part(Path(request["path"]), source, request["number"], request["num_parts"])
+    json.dump({"num_changed": part.num_changed, "runs": part.runs}, sys.stdout)
+
+
+@contextmanager
+def _part_paths(path: Path, num_parts: int) -> Generator[list[Path]]:
+    paths = [path.with_name(f"{path.name}.{number}") for number in range(num_parts)]
+    try:
+        yield paths
+    finally:
+        for each in paths:
+            each.unlink(missing_ok=True)
+
+
+def _write_part(path: Path, source: _Source, number: int, num_parts: int) -> _Part:
+    """The part of that number, of as many with about as many runs each."""
+    pairs = [pair for pair in source.pairs() if pair.has_changed]
+    limit = _limit(pairs)
+    runs = [(pair, run) for pair in pairs for run in pair.runs]
+    own = runs[len(runs) * number // num_parts : len(runs) * (number + 1) // num_parts]
+    compressor, reader = zstandard.ZstdCompressor(level=1), _Reader()
+    entries: dict[str, list[dict[str, Any]]] = {}
+    num_changed = 0
+    with path.open("xb") as out:
+        for pair in pairs:
+            of_pair = [run for each, run in own if each is pair]
+            with pair.before.open("rb") as old, pair.after.open("rb") as new:
+                for run in of_pair:
+                    before, after = reader.read([old, new], run)
+                    encoded = _encode(before, after, run, compressor)
+                    num_changed += encoded.num_changed
+                    # The share is counted to the end.
+                    if encoded.entry is not None and out.tell() < limit:
+                        entries.setdefault(pair.file.name, []).append(encoded.entry)
+                        out.writelines(encoded.streams)
+    return _Part(path=path, num_changed=num_changed, runs=entries)
+
+
+def _join(path: Path, source: _Source, parts: Sequence[_Part]) -> float | None:
+    """The delta of its parts, in their order; as `write_delta`."""
+    pairs = source.pairs()
+    num_words = sum(run.num_words for pair in pairs for run in pair.runs)
+    changed = [pair for pair in pairs if pair.has_changed]
+    files = [_entry(pair, parts) for pair in changed]
+    header = {"format": DELTA_FORMAT, "parent_version": source.parent.version, "files": files}
+    sealed = seal_bytes(json.dumps(header, separators=(",", ":")).encode())
+    with path.open("xb") as out:
+        for part in parts:
+            with part.path.open("rb") as streams:
+                shutil.copyfileobj(streams, out, RUN_BYTES)
+        out.write(sealed + len(sealed).to_bytes(_LENGTH_BYTES, "little"))
+        is_of_use = out.tell() < _limit(changed)
+    if not is_of_use:
+        path.unlink()
+    return sum(part.num_changed for part in parts) / num_words if num_words else None
+
+
+def _limit(pairs: Sequence[_Pair]) -> float:
+    """Bytes of a delta that is of no use."""
+    return _MAX_SHARE * sum(pair.file.size_bytes for pair in pairs)
 
 
 def _weight_files(entries: Iterable[Any]) -> tuple[WeightFile, ...]:
     return tuple(WeightFile(**entry) for entry in entries)
 
 
-def _entry(pair: _Pair, runs: list[dict[str, Any]]) -> dict[str, Any]:
+def _entry(pair: _Pair, parts: Iterable[_Part]) -> dict[str, Any]:
     return {
         "name": pair.file.name,
         "size_bytes": pair.file.size_bytes,
         "digest": pair.file.digest,
         "parent_digest": pair.parent_digest,
-        "runs": runs,
+        "runs": [run for part in parts for run in part.runs.get(pair.file.name, ())],
     }
-
-
-def _pairs(
-    before: Path, parent: WeightManifest, after: Path, files: Sequence[WeightFile]
-) -> list[_Pair]:
-    parents = {(file.name, file.size_bytes): file for file in parent.files}
-    pairs: list[_Pair] = []
-    for file in files:
-        known = parents.get((file.name, file.size_bytes))
-        if known is None or not file.name.endswith(".safetensors"):
-            continue
-        paths = before / file.name, after / file.name
-        with paths[0].open("rb") as old, paths[1].open("rb") as new:
-            length = new.read(_LENGTH_BYTES)
-            header = new.read(int.from_bytes(length, "little"))
-            is_alike = old.read(_LENGTH_BYTES + len(header)) == length + header
-        if is_alike:
-            pairs.append(
-                _Pair(
-                    before=paths[0],
-                    after=paths[1],
-                    file=file,
-                    parent_digest=known.digest,
-                    runs=tuple(_runs(header)),
-                )
-            )
-    return pairs
 
 
 def _runs(header: bytes) -> Iterator[_Run]:
@@ -251,22 +309,23 @@ def _runs(header: bytes) -> Iterator[_Run]:
             yield _Run(start=start, stop=stop, word_bytes=word_bytes)
 
 
-def _encode(reader: _Reader, descriptors: Sequence[int], run: _Run) -> _Encoded:
-    before, after = reader.read(descriptors, run)
+def _encode(
+    before: Array, after: Array, run: _Run, compressor: zstandard.ZstdCompressor
+) -> _Encoded:
     changed, old, new = _changed(before, after, run.word_bytes)
     if not len(changed):
         return _Encoded(entry=None, streams=(), num_changed=0)
     gap_bytes = 1 if len(changed) * _LONG_GAP > run.num_words else 2
     words = [*_planes(_digits(changed, gap_bytes)), *_planes(_differences(old, new))]
     entry: dict[str, Any] = {"start": run.start, "stop": run.stop}
-    streams = tuple(reader.compress(plane) for plane in words)
+    streams = tuple(compressor.compress(plane) for plane in words)
     if sum(map(len, streams)) < run.stop - run.start:
         entry |= {"encoding": "sparse", "word_bytes": run.word_bytes, "gap_bytes": gap_bytes}
         entry |= {"num_changed": len(changed)}
     else:
         entry |= {"encoding": "dense"}
         whole = after[: run.stop - run.start]
-        streams = (min(whole.tobytes(), reader.compress(whole.data), key=len),)
+        streams = (min(whole.tobytes(), compressor.compress(whole.data), key=len),)
     entry |= {"streams": [len(stream) for stream in streams]}
     return _Encoded(entry=entry, streams=streams, num_changed=len(changed))
 
@@ -305,19 +364,6 @@ def _differences(old: Array, new: Array) -> Array:
 def _planes(words: Array) -> Array:
     """The lowest bytes of all words, then the next ones, uint8 [bytes of a word, n]."""
     return np.ascontiguousarray(words.view(np.uint8).reshape(len(words), -1).T)
-
-
-def _in_order(
-    threads: ThreadPoolExecutor, work: Callable[[T], R], items: Iterable[T]
-) -> Iterator[R]:
-    """As `threads.map`, and holds no more results than threads have made ahead."""
-    ahead: deque[Future[R]] = deque()
-    for item in items:
-        ahead.append(threads.submit(work, item))
-        if len(ahead) > 2 * _NUM_THREADS:
-            yield ahead.popleft().result()
-    while ahead:
-        yield ahead.popleft().result()
 
 
 if __name__ == "__main__":
