@@ -140,7 +140,7 @@ def train_seed(plan: Plan, seed: int, device_name: str) -> list[Run]:
     baseline: dict[str, Tensor] = {}
     for rate, kind in plan.runs(seed):
         start = time.perf_counter()
-        # Each kind compiles its own steps, and one process can hold only so many.
+        # Layers are compiled anew, and one process can hold only so many.
         torch.compiler.reset()
         trainer = _trainer(plan, kind, seed, device)
         before = _exact_weights(trainer)

@@ -1,5 +1,6 @@
 """What layers keep and run again, compiled or not: the gradients and which operations run."""
 
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -9,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ratoon.errors import ErrorCode
+from ratoon.model import layers
 from ratoon.model.activation_plan import Kept, max_tokens, peak_bytes, plan_activations
 from ratoon.model.layers import token_range
 from ratoon.model.offload import HostOffload
@@ -253,6 +257,27 @@ def test_compiled_layers_share_one_graph_a_kind(graphs: list[GraphModule]) -> No
         for name, grad in expected.items():
             error = (got[name] - grad).norm() / grad.norm()
             assert error < 1e-5, (kept, name)
+
+
+@pytest.mark.more
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for a CPU by g++")
+def test_graphs_of_one_start_are_there_for_the_next() -> None:
+    """Those that keep some of their results too, which torch has to be told how to recognise."""
+    packed, found = pack(branching_sequences(0)), []
+    with fresh_cache():
+        for _ in range(2):
+            layers._compiled_again.cache_clear()
+            torch.compiler.reset()
+            counters.clear()
+            options: Any = {"compile_layers": True, "deterministic": False}
+            model = load(TINY, dtype=ModelDtype.FLOAT32, **options)
+            _keep(model, packed, Kept.NARROW)
+            _gradients(model, packed)
+            found.append(Counter(counters["aot_autograd"]))
+    layers._compiled_again.cache_clear()
+    torch.compiler.reset()
+    assert found[0]["autograd_cache_saved"] == found[0]["total"] > 0
+    assert found[1]["autograd_cache_hit"] == found[1]["total"] == found[0]["total"]
 
 
 @pytest.mark.parametrize("deterministic", [True, pytest.param(False, marks=pytest.mark.more)])

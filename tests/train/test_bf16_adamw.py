@@ -10,7 +10,7 @@ import math
 import statistics
 from dataclasses import replace
 from functools import cache
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.parts import parts_of
 from ratoon.train.config import AdamWConfig, OptimizerStates
-from ratoon.train.optim import bf16_adamw, bf16_state
+from ratoon.train.optim import bf16_state
 from ratoon.train.optim.bf16_adamw import Bf16AdamW
 from ratoon.train.optim.choice import make_optimizer
 from ratoon.train.optim.rounding import decode_positive, decode_signed
@@ -236,36 +236,6 @@ def test_parts_change_no_bit(kind: OptimizerStates) -> None:
         return {name: parameter.detach() for name, parameter in parameters.items()}
 
     assert _same(run(5120), run(1 << 25))
-
-
-@pytest.mark.parametrize("kind", list(OptimizerStates))
-@pytest.mark.more
-def test_shapes_of_parameters_share_compiled_steps(
-    kind: OptimizerStates, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A compiler that looked at the shape of the whole, beyond the part that it was given, compiled
-    anew for each, and at the ninth gave up: a model with many shapes could not be stepped."""
-    graphs: list[Any] = []
-
-    def backend(graph: Any, _inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    torch.compiler.reset()
-    shapes = [(64, 256), (16, 512), (256, 17), (100,), (1, 4096), (2, 128), (1, 1), (96, 256)]
-    shapes += [(257, 256), (3, 256, 7), (2, 2, 2, 1024), (128,), (4096,), (16, 16, 16)]
-    parameters = {
-        str(shape): nn.Parameter(torch.ones(shape, dtype=torch.bfloat16)) for shape in shapes
-    }
-    parts = parts_of(parameters, 1 << 14)
-    own = {one.name: one.of(parameters[one.parameter]) for one in parts}
-    optimizer = Bf16AdamW(own, CONFIG, kind, 0)
-    compiled = torch.compile(bf16_adamw._step_views, dynamic=True, fullgraph=True, backend=backend)
-    monkeypatch.setattr(optimizer, "_step_views", compiled)
-    sums = {name: torch.ones(tensor.shape) for name, tensor in own.items()}
-    assert not optimizer.step(sums, 1.0, optim_step()).skipped
-    # With codes and without, and of each one for a single row or element.
-    assert len(graphs) <= 4
 
 
 @pytest.mark.parametrize("kind", list(OptimizerStates))

@@ -1,4 +1,4 @@
-"""Optimizer steps on a GPU: compiled and fused ones against those of the CPU, and their bits."""
+"""Optimizer steps on a GPU: those of kernels against those of the CPU, and their bits."""
 
 from __future__ import annotations
 
@@ -31,12 +31,6 @@ from tests.train.optimizer_runs import (
 pytestmark = pytest.mark.gpu
 
 _DEVICE = torch.device("cuda")
-
-
-@pytest.fixture(autouse=True)
-def _no_compiled_steps() -> None:
-    """A policy has one kind of states; all of them in one process are more graphs than are kept."""
-    torch.compiler.reset()
 
 
 def _optimizer(
@@ -109,7 +103,7 @@ def test_weights_that_change_are_counted(kind: OptimizerStates) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_step_of_masters_equals_that_of_the_cpu(dtype: torch.dtype) -> None:
-    """Compiled for bfloat16 parameters, torch's fused one for those that are their own masters."""
+    """Ours for bfloat16 parameters, torch's fused one for those that are their own masters."""
     cpu = torch.device("cpu")
     one, two = (
         _run(_optimizer(OptimizerStates.FP32, device, dtype), device, range(4))
@@ -123,7 +117,7 @@ def test_step_of_masters_equals_that_of_the_cpu(dtype: torch.dtype) -> None:
 def test_split_masters_step_as_float32_ones_bit_for_bit(
     kind: OptimizerStates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two kernels that the compiler made of one formula, under the same moments."""
+    """Two kernels of one formula, under the same moments."""
     split = _optimizer(kind, _DEVICE)
     _run(split, _DEVICE, range(6))
     other = OptimizerStates.FP32
@@ -141,7 +135,7 @@ def test_split_masters_step_as_float32_ones_bit_for_bit(
 
 
 @pytest.mark.parametrize("kind", [*WITHOUT_MASTERS, OptimizerStates.BF16_SPLIT_8BIT])
-def test_compiled_step_takes_the_roundings_of_the_cpu(kind: OptimizerStates) -> None:
+def test_a_step_takes_the_roundings_of_the_cpu(kind: OptimizerStates) -> None:
     """The same words: what differs is where float32 results differ in their last bits."""
     gpu = _run(_optimizer(kind, _DEVICE), _DEVICE, range(1))
     cpu = _run(_optimizer(kind, torch.device("cpu")), torch.device("cpu"), range(1))

@@ -354,9 +354,9 @@ def test_too_little_memory_is_a_warning(
     plain = watched(base, every=0)
     calls: list[int] = []
 
-    def starved(*args: Any) -> Any:
+    def starved(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
-        totals = passes.forward_backward_pass(*args)
+        totals = passes.forward_backward_pass(*args, **kwargs)
         if len(calls) == 2:
             raise error
         return totals

@@ -14,9 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cache, partial
+from inspect import getsource
 from typing import Any, cast
 
 import torch
+import xxhash
 from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -230,8 +232,12 @@ def _compiled_again() -> Callable[[nn.Module, Tensor, Contexts, dict[str, Any]],
 
 def _selective(kept: Kept, wide_features: int, adapter_rank: int) -> Contexts:
     # As text: the compiler guards on it, where it would make a symbol of a number.
-    policy = partial(_policy, str(kept), str(wide_features), str(adapter_rank))
-    return partial(create_selective_checkpoint_contexts, policy)
+    named = str(kept), str(wide_features), str(adapter_rank)
+    contexts = partial(create_selective_checkpoint_contexts, partial(_policy, *named))
+    # Without it torch keeps no graph that has this for the next start.
+    text = getsource(_policy) + getsource(_always_kept) + " ".join(named)
+    cast("Any", contexts).cache_hash = xxhash.xxh3_128_hexdigest(text.encode())
+    return contexts
 
 
 def _policy(

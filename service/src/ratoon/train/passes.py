@@ -6,7 +6,7 @@ The host does not wait for any result before the end of a pass.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 
@@ -72,25 +72,34 @@ class PassTotals:
         )
 
 
+# Response tokens [L], and their log-probs [L] on the device.
+OnLogprobs = Callable[[NDArray[np.int64], Tensor], None]
+
+
+def not_kept(_tokens: NDArray[np.int64], _logprobs: Tensor) -> None:
+    """Log-probs that nobody asks for."""
+
+
 def forward_backward_pass(
     model: PolicyModel,
     prepared: Prepared,
     forward_logprobs_J: NDArray[np.floating] | None,
     hooks: PassHooks,
     group: SequenceGroup = ALONE,
+    on_logprobs: OnLogprobs = not_kept,
 ) -> PassTotals:
     """Add the gradient of the loss sum of every micro-batch to the parameters' gradients.
 
     Of several ranks in `group` each adds what its own tokens make of it, and none what others do.
-    `forward_logprobs_J` [J]: old log-probs of `from_forward`, else None. Raises `RatoonError`
-    CANCELLED between micro-batches, with part of the gradients added, and INTERNAL where the plan
-    is of another batch.
+    `forward_logprobs_J` [J]: old log-probs of `from_forward`, else None. `on_logprobs` is told
+    those of this pass, each once. Raises `RatoonError` CANCELLED between micro-batches, with part
+    of the gradients added, and INTERNAL where the plan is of another batch.
     """
     sums: list[Tensor] = []
     rows, clock = 0, DeviceClock(model.device)
     model.routes.clear()
     for item in packed_micro_batches(model.device, prepared, prepared.columns.trained_J, hooks):
-        sums += _train(model, prepared, item, forward_logprobs_J, clock, group)
+        sums += _train(model, prepared, item, forward_logprobs_J, clock, group, on_logprobs)
         rows += _counted_rows(item, group)
     seconds = clock.seconds()
     balance, total = model.routes.balance_loss(), LossSums.total(sums)
@@ -111,6 +120,7 @@ def _train(
     forward_logprobs_J: NDArray[np.floating] | None,
     clock: DeviceClock,
     group: SequenceGroup,
+    on_logprobs: OnLogprobs,
 ) -> list[Tensor]:
     """Add the gradient of the loss sum of one micro-batch; `sums_F` of each of its losses."""
     packed, device = item.packed, model.device
@@ -125,6 +135,7 @@ def _train(
             term_sequence=packed.term_sequence[terms],
             term_token=packed.term_token[terms],
         )
+        on_logprobs(part.term_token, logprob_L)
         part_L = None if reference_L is None else reference_L[put(terms, device)]
         columns = _term_columns(prepared, part, forward_logprobs_J, part_L, logprob_L)
         return compute_loss(prepared.loss, columns, logprob_L, entropy_L)

@@ -15,12 +15,14 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 
 import numpy as np
 import torch
 import xxhash
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.parts import origin_of
@@ -31,7 +33,7 @@ from ratoon.rollout.plan import make_plan
 from ratoon.rollout.selection import trained_lengths
 from ratoon.train.micro_batches import PassHooks, no_progress
 from ratoon.train.optim.gradients import GradientSums
-from ratoon.train.passes import forward_backward_pass, forward_pass
+from ratoon.train.passes import forward_backward_pass
 from ratoon.train.prepare import Prepared
 from ratoon.train.report.step_report import SelfCheckReport
 
@@ -97,9 +99,9 @@ def run_self_check(
 ) -> SelfCheckOutcome:
     """Compare one rollout of `prepared`, packed against alone. `gradients` must be empty.
 
-    `forward_logprobs_J` as for `forward_backward_pass`. It takes the time of two forwards and one
-    backward of the micro-batch and of the rollout; no memory beyond what the micro-batch takes
-    anyway. Raises `RatoonError` CANCELLED; whatever it raises, `gradients` is empty again.
+    `forward_logprobs_J` as for `forward_backward_pass`. It takes the time of a forward and backward
+    of the micro-batch and of the rollout; no memory beyond what the micro-batch takes anyway.
+    Raises `RatoonError` CANCELLED; whatever it raises, `gradients` is empty again.
     """
     started = time.perf_counter()
     sequence = sample_rollout(prepared, model.spec.seed, version)
@@ -107,15 +109,9 @@ def run_self_check(
         return SelfCheckOutcome(report=None, warnings=())
     runs = _runs(prepared, sequence)
     hooks = PassHooks(on_progress=no_progress, is_cancelled=is_cancelled)
+    run = partial(_run, model, forward_logprobs_J, hooks)
     try:
-        gap = _logprob_gap(model, runs, hooks)
-        report = SelfCheckReport(
-            sequence=sequence,
-            tokens=len(gap),
-            logprob_max_difference=float(gap.max()),
-            logprob_mean_difference=float(gap.mean()),
-        )
-        report = _with_gradients(report, model, gradients, runs, forward_logprobs_J, hooks)
+        report = _compared(run, runs, gradients, sequence)
     except (torch.OutOfMemoryError, RatoonError) as err:
         if isinstance(err, RatoonError) and err.code is not ErrorCode.RESOURCE_EXHAUSTED:
             raise
@@ -155,8 +151,6 @@ def _runs(prepared: Prepared, sequence: int) -> _Runs:
     counted_J = prepared.columns.counted_J & is_its_J
     of_it = replace(
         prepared,
-        # A forward alone takes its terms from the batch.
-        batch=replace(batch, loss_mask=trained_J),
         columns=replace(prepared.columns, trained_J=trained_J, counted_J=counted_J),
     )
     packed = replace(plan, micro_batches=(_micro_batch_of(plan, sequence),))
@@ -168,32 +162,48 @@ def _micro_batch_of(plan: UpdatePlan, sequence: int) -> MicroBatch:
     return next(part for part in plan.micro_batches if sequence in part.sequences)
 
 
-def _logprob_gap(model: PolicyModel, runs: _Runs, hooks: PassHooks) -> NDArray[np.float64]:
-    """|packed - alone| of each trained token of the rollout."""
-    packed_J, alone_J = (
-        forward_pass(model, run.batch, run.prefixes, run.plan, hooks).logprob_J.astype(np.float64)
-        for run in (runs.packed, runs.alone)
-    )
-    return np.abs(packed_J - alone_J)[runs.packed.columns.trained_J]
-
-
-def _with_gradients(
-    report: SelfCheckReport,
+def _run(
     model: PolicyModel,
-    gradients: GradientSums,
-    runs: _Runs,
     forward_logprobs_J: NDArray[np.floating] | None,
     hooks: PassHooks,
+    prepared: Prepared,
+) -> NDArray[np.float64]:
+    """The log-probs of the rollout's trained tokens, whose gradients are added up."""
+    tokens: list[NDArray[np.int64]] = []
+    logprobs: list[Tensor] = []
+
+    def keep(tokens_L: NDArray[np.int64], logprob_L: Tensor) -> None:
+        tokens.append(tokens_L)
+        logprobs.append(logprob_L.detach())
+
+    forward_backward_pass(model, prepared, forward_logprobs_J, hooks, on_logprobs=keep)
+    # A token that did not run is no number, and so is its difference.
+    logprob_J = np.full(len(prepared.columns.trained_J), np.nan)
+    logprob_J[np.concatenate(tokens)] = torch.cat(logprobs).double().cpu().numpy()
+    return logprob_J[prepared.columns.trained_J]
+
+
+def _compared(
+    run: Callable[[Prepared], NDArray[np.float64]],
+    runs: _Runs,
+    gradients: GradientSums,
+    sequence: int,
 ) -> SelfCheckReport:
-    """`report` with the gradients' differences, relative to the gradient of the rollout alone."""
-    forward_backward_pass(model, runs.alone, forward_logprobs_J, hooks)
+    """Gradients relative to that of the rollout alone."""
+    alone_J = run(runs.alone)
     norms = _norms(gradients)
     total = math.hypot(*norms.values())
     for tensor in gradients.sums().values():
         tensor.neg_()
-    forward_backward_pass(model, runs.packed, forward_logprobs_J, hooks)
+    gap_J = np.abs(run(runs.packed) - alone_J)
     gaps = _norms(gradients)
     total_gap = math.hypot(*gaps.values())
+    report = SelfCheckReport(
+        sequence=sequence,
+        tokens=len(gap_J),
+        logprob_max_difference=float(gap_J.max()),
+        logprob_mean_difference=float(gap_J.mean()),
+    )
     if total == 0 and total_gap == 0:
         return report
     errors = {

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -39,15 +38,10 @@ from ratoon.train.optim.bf16_state import (
     write_moments,
     write_weights,
 )
-from ratoon.train.optim.rounding import random_words, split_float32
+from ratoon.train.optim.rounding import MAX_SQUARE, random_words, split_float32
 
-# Indices are int32.
-_MAX_ELEMENTS = 1 << 31
-# Second moments end here, where rounding them up is still finite.
-_MAX_SQUARE = 1e38
-# No product and sum are merged into one instruction (FMA): which are merged depends on the rest of
-# the kernel, so that two kernels of one formula would differ in their last bits.
-_AS_WRITTEN: dict[str, str | int | bool | Callable[..., object]] = {"emulate_precision_casts": True}
+# Indices are int32, beyond the end of the last elements too.
+_MAX_ELEMENTS = (1 << 31) - (1 << 16)
 
 
 _StepViews = Callable[
@@ -76,12 +70,11 @@ class Bf16AdamW(Optimizer):
         self._views = [views_of(self._live, name, weight, seed) for name, weight in weights.items()]
         devices = {weight.device for weight in weights.values()}
         self._device = devices.pop() if devices else torch.device("cpu")
-        # Compiled, a step touches each element once; on a CPU that is not worth a compiler.
+        self._step_views: _StepViews = _step_views
         if self._device.type == "cuda":
-            compiled = torch.compile(_step_views, dynamic=True, fullgraph=True, options=_AS_WRITTEN)
-            self._step_views = cast("_StepViews", compiled)
-        else:
-            self._step_views = _step_views
+            from ratoon.train.optim.step_kernel import step_weight
+
+            self._step_views = step_weight
 
     @property
     def max_norm(self) -> float:
@@ -100,13 +93,19 @@ class Bf16AdamW(Optimizer):
             self._upload(torch.tensor(keys, dtype=torch.int32)),
         )
         counts: list[Tensor] = []
-        for views in self._views:
-            gradient = sums[views.name].view(views.weights[0].shape).data
-            changed = self._step_views(
-                gradient, views.weights, views.moments, scalars, views.origin, step.changed_share
-            )
-            if changed is not None:
-                counts.append(changed.view(-1))
+        with torch.cuda.device_of(scalars[0]):
+            for views in self._views:
+                gradient = sums[views.name].view(views.weights[0].shape)
+                changed = self._step_views(
+                    gradient,
+                    views.weights,
+                    views.moments,
+                    scalars,
+                    views.origin,
+                    step.changed_share,
+                )
+                if changed is not None:
+                    counts.append(changed.view(-1))
         self._live = replace(self._live, num_steps=number)
         return torch.cat(counts).sum() if counts else None
 
@@ -159,10 +158,10 @@ def _step_views(
     origin: Tensor,
     is_counted: bool,
 ) -> Tensor | None:
-    """One step of AdamW for one weight, in float32, in place.
+    """One step of AdamW for one weight, in float32, in place; a GPU's is `step_kernel.step_weight`.
 
     Returns, where that is asked for, how many weights have other bits: int32, of each row or of
-    all. It is no part of every step, as it makes a kernel of its own: 20% to 80% more time.
+    all.
 
     `gradient`: [n] or [n / BLOCK, BLOCK] as the weight, not yet divided; `scalars`:
     `_numbers`, and two keys of the step. Decay is part of the update and not a factor of its own:
@@ -173,7 +172,7 @@ def _step_views(
     m, v = read_moments(moments)
     g = gradient.float() * scale
     m = m + beta1_rest * (g - m)
-    v = (v * beta2 + beta2_rest * g * g).clamp(max=_MAX_SQUARE)
+    v = (v * beta2 + beta2_rest * g * g).clamp(max=MAX_SQUARE)
     weight = read_weights(weights)
     update = decay * weight + step_size * m / (v.sqrt() * root_factor + eps)
     words = None

@@ -1,7 +1,7 @@
 """What is kept of bfloat16 parameters for AdamW, by kind, and how a step reads and writes it.
 
 It is a few flat tensors per weight. How many there are and their dtypes say what they are, so that
-one function steps all kinds and a compiler makes one kernel for each.
+one function steps all kinds.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Words = tuple[Tensor, Tensor, Tensor] | None
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Views:
     """A weight and what is kept beside it: flat views, or of rows of BLOCK where the moments are
-    codes: a compiler then has the maxima of the blocks and all else in one loop.
+    codes.
 
     `weights`: the bfloat16 weight alone; or its bits (int16) and the remainder (int16) or master
     (float32). `moments`: first and second, and the two scales where they are codes.
@@ -114,12 +114,10 @@ def views_of(state: OptimizerState, name: str, weight: Tensor, seed: int) -> Vie
     parameter, start = origin_of(name)
     origin = [*keys_of(f"{seed}/{parameter}", 2), start]
     shape = (-1, BLOCK) if scales else (-1,)
-    # `.data` is no view: of a view, the compiler would look at the shape of the whole too, and
-    # compile anew for each kind of it.
     return Views(
         name=name,
-        weights=tuple(tensor.view(shape).data for tensor in weights),
-        moments=(*(tensor.view(shape).data for tensor in moments), *(s.data for s in scales)),
+        weights=tuple(tensor.view(shape) for tensor in weights),
+        moments=(*(tensor.view(shape) for tensor in moments), *scales),
         origin=torch.tensor(origin, dtype=torch.int32, device=weight.device),
     )
 
@@ -161,8 +159,6 @@ def read_moments(moments: Tensors) -> tuple[Tensor, Tensor]:
     m, v, *scales = moments
     if not scales:
         return m.float(), v.float()
-    # So that a compiler knows the length of a row.
-    assert m.shape[1] == BLOCK
     return decode_signed(m, scales[0]), decode_positive(v, scales[1])
 
 

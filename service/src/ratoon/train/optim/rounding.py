@@ -18,18 +18,22 @@ from torch import Tensor
 # Elements that share one scale in an 8-bit tensor.
 BLOCK = 256
 
-_FRACTION_BITS = 20
-_FRACTION = (1 << _FRACTION_BITS) - 1
+FRACTION_BITS = 20
+FRACTION = (1 << FRACTION_BITS) - 1
 # 1.0 has the largest code: its exponent is 127, of 8 codes each, less the top of the code 0.
-_SIGNED_BOTTOM = (127 << 3) - 127
-_POSITIVE_BOTTOM = (127 << 3) - 255
+SIGNED_BOTTOM = (127 << 3) - 127
+POSITIVE_BOTTOM = (127 << 3) - 255
 # The floats of the smallest codes; of the signed ones that is 1, for 0 is zero.
-_SIGNED_FLOOR = 1.25 * 2.0**-16
-_POSITIVE_FLOOR = 1.125 * 2.0**-32
+SIGNED_FLOOR = 1.25 * 2.0**-16
+POSITIVE_FLOOR = 1.125 * 2.0**-32
 # Smallest normal float32: devices differ in how they divide by what is below.
-_TINY = 2.0**-126
+TINY = 2.0**-126
 # The odd number next to 2**32 over the golden ratio, as int32.
-_GAMMA = -0x61C88647
+GAMMA = -0x61C88647
+# Of the finaliser of MurmurHash3, as int32.
+MIX = (-0x7A143595, -0x3D4D51CB)
+# Second moments end here, where rounding them up is still finite.
+MAX_SQUARE = 1e38
 
 
 def random_words(index: Tensor, origin: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -41,8 +45,8 @@ def random_words(index: Tensor, origin: Tensor, keys: Tensor) -> tuple[Tensor, T
 
     Source: SplitMix (Steele, Lea and Flood, OOPSLA 2014) of 32 bits, a stream for each seed.
     """
-    moments = mix(index * _GAMMA + mix(keys[0] ^ origin[1]) + origin[0])
-    return mix(moments + keys[1]), moments, moments >> (32 - _FRACTION_BITS)
+    moments = mix(index * GAMMA + mix(keys[0] ^ origin[1]) + origin[0])
+    return mix(moments + keys[1]), moments, moments >> (32 - FRACTION_BITS)
 
 
 def mix(words: Tensor) -> Tensor:
@@ -50,8 +54,8 @@ def mix(words: Tensor) -> Tensor:
 
     The finaliser of MurmurHash3 (Appleby); int32 products wrap, and its shifts are logical ones.
     """
-    words = (words ^ ((words >> 16) & 0xFFFF)) * -0x7A143595
-    words = (words ^ ((words >> 13) & 0x7FFFF)) * -0x3D4D51CB
+    words = (words ^ ((words >> 16) & 0xFFFF)) * MIX[0]
+    words = (words ^ ((words >> 13) & 0x7FFFF)) * MIX[1]
     return words ^ ((words >> 16) & 0xFFFF)
 
 
@@ -88,11 +92,11 @@ def encode_signed(x: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
     `x`: float32 [n] or [n / BLOCK, BLOCK].
     """
     magnitude, scales = _scaled(x.abs())
-    draw = words & _FRACTION
-    code = ((magnitude.view(torch.int32) + draw) >> _FRACTION_BITS) - _SIGNED_BOTTOM
+    draw = words & FRACTION
+    code = ((magnitude.view(torch.int32) + draw) >> FRACTION_BITS) - SIGNED_BOTTOM
     # Below the smallest code but zero the grid is zero and that one.
-    is_up = draw.to(torch.float32) < magnitude * ((1 << _FRACTION_BITS) / _SIGNED_FLOOR)
-    code = torch.where(magnitude < _SIGNED_FLOOR, is_up.to(torch.int32), code)
+    is_up = draw.to(torch.float32) < magnitude * ((1 << FRACTION_BITS) / SIGNED_FLOOR)
+    code = torch.where(magnitude < SIGNED_FLOOR, is_up.to(torch.int32), code)
     sign = (x.view(torch.int32) >> 24) & 128
     return (code | sign).to(torch.uint8), scales
 
@@ -101,29 +105,29 @@ def decode_signed(codes: Tensor, scales: Tensor) -> Tensor:
     """The float32 values of `encode_signed`."""
     code = codes.to(torch.int32)
     magnitude = code & 127
-    bits = ((magnitude + _SIGNED_BOTTOM) << _FRACTION_BITS) | ((code & 128) << 24)
+    bits = ((magnitude + SIGNED_BOTTOM) << FRACTION_BITS) | ((code & 128) << 24)
     return _unscaled(torch.where(magnitude == 0, 0.0, bits.view(torch.float32)), scales)
 
 
 def encode_positive(x: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
     """As `encode_signed`, of values >= 0."""
     y, scales = _scaled(x)
-    bits = y.clamp(min=_POSITIVE_FLOOR).view(torch.int32) + (words & _FRACTION)
-    code = (bits >> _FRACTION_BITS) - _POSITIVE_BOTTOM
+    bits = y.clamp(min=POSITIVE_FLOOR).view(torch.int32) + (words & FRACTION)
+    code = (bits >> FRACTION_BITS) - POSITIVE_BOTTOM
     return code.to(torch.uint8), scales
 
 
 def decode_positive(codes: Tensor, scales: Tensor) -> Tensor:
     """The float32 values of `encode_positive`."""
-    bits = (codes.to(torch.int32) + _POSITIVE_BOTTOM) << _FRACTION_BITS
+    bits = (codes.to(torch.int32) + POSITIVE_BOTTOM) << FRACTION_BITS
     return _unscaled(bits.view(torch.float32), scales)
 
 
 def _scaled(magnitude: Tensor) -> tuple[Tensor, Tensor]:
-    """Each over its block's largest, in [0, 1]; a block below `_TINY` is zero."""
+    """Each over its block's largest, in [0, 1]; a block below `TINY` is zero."""
     blocks = magnitude.view(-1, BLOCK)
     scales = blocks.amax(dim=1)
-    is_zero = scales < _TINY
+    is_zero = scales < TINY
     # One division a block; a product that is off by an ulp must not pass the largest code.
     factors = 1.0 / torch.where(is_zero, 1.0, scales)
     y = (blocks * factors[:, None]).clamp(max=1.0)
