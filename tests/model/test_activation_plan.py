@@ -228,6 +228,12 @@ def test_the_host_takes_products_that_would_run_again() -> None:
     assert plan_activations(sizes, tokens, tokens, most, 100 * layer) == (Kept.PRODUCTS,) * 36
 
 
+def test_gpus_of_a_host_share_what_it_takes() -> None:
+    """Two are bound by their own links still."""
+    strides = [dataclasses.replace(QWEN3_8B, num_on_host=n).away_stride for n in (1, 2, 4, 8)]
+    assert strides == [3, 3, 5, 10]
+
+
 def test_a_peak_counts_what_comes_back_while_it_is_due() -> None:
     sizes = dataclasses.replace(QWEN3_8B, num_layers=12)
     plan = tuple(Kept.AWAY if index in (0, 3) else Kept.PRODUCTS for index in range(12))

@@ -114,6 +114,7 @@ def test_three_updates_of_an_adapter_are_those_of_one_rank(
 def test_its_own_plans_give_every_rank_work(base: FolderBase) -> None:
     alone = alone_of(base)
     with ranked(alone.spec, 3) as (trainer, _):
+        assert [one.model.sizes.num_on_host for one in (alone, trainer)] == [1, 3]
         for seed in range(2):
             batch = make_batch(seed)
             loss = make_loss(batch)

@@ -26,9 +26,11 @@ LOGIT_BYTES = 640 * 2**20
 DLOGIT_BYTES = 1280 * 2**20
 # Of the layers whose activations are on the host: on the device while one runs backward.
 _LAYERS_UNDER_WAY = 2
-# Operations of layers' products that a GPU of Hopper's kind does while a byte goes to the host:
-# 653 TFLOP/s, and 51 GB/s, as measured on H100 and H200 machines.
-_OPERATIONS_A_BYTE = 12_800
+# What a GPU of Hopper's kind does of layers' products a second, and bytes that go to the host
+# meanwhile: of each GPU, and of all of a host, as measured on machines of one to four of them.
+_OPERATIONS = 653e12
+_LINK_BYTES = 51e9
+_HOST_BYTES = 120e9
 # Of one expert of one token, beside its weight: which it is, its row, and whose row that is.
 _ROUTE_BYTES = 2 + 4 + 4
 
@@ -63,7 +65,8 @@ class DecoderSizes:
     `adapter_size`: of adapters, the ranks that a token passes in a layer, those on its experts
     aside, which are `expert_adapter_size`.
 
-    `num_ranks` run a micro-batch together: bytes are then of one of its own tokens.
+    `num_ranks` run a micro-batch together: bytes are then of one of its own tokens. `num_on_host`
+    ranks of one policy share a host, and copy to it at the same time.
     """
 
     num_layers: int
@@ -83,6 +86,7 @@ class DecoderSizes:
     # they are added to sums that are there already.
     layer_gradient_bytes: int = 0
     num_ranks: int = 1
+    num_on_host: int = 1
 
     def over(self, num_ranks: int) -> DecoderSizes:
         """The same where so many ranks run a micro-batch together; they divide the query heads."""
@@ -152,7 +156,8 @@ class DecoderSizes:
     def away_stride(self) -> int:
         """Layers in whose forward the products of one of them go to the host."""
         weights = self.attention_weights + 3 * self.hidden_size * self.mlp_size
-        return -(-self.kept_bytes(Kept.AWAY) * _OPERATIONS_A_BYTE // (2 * weights))
+        copy_s = self.kept_bytes(Kept.AWAY) / min(_LINK_BYTES, _HOST_BYTES / self.num_on_host)
+        return math.ceil(copy_s * _OPERATIONS / (2 * weights))
 
     @property
     def is_routed(self) -> bool:

@@ -6,6 +6,7 @@ backend's algorithm or buckets, and Gloo proves on a CPU what NCCL does on GPUs.
 
 from __future__ import annotations
 
+import math
 import secrets
 import socket
 from collections.abc import Iterable, Sequence
@@ -158,6 +159,11 @@ class Copies:
     def are_neighbours(cls) -> bool:
         """Whether all ranks are of one machine, and see each other's processes there."""
         return not dist.is_initialized() or len(cls._machines) == 1
+
+    @classmethod
+    def num_on_host(cls) -> int:
+        """Ranks of one machine, if machines have about as many each."""
+        return math.ceil(dist.get_world_size() / len(cls._machines)) if dist.is_initialized() else 1
 
     @classmethod
     def is_cut(cls) -> bool:

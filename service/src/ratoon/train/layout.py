@@ -65,6 +65,7 @@ def load(spec: TrainerSpec) -> tuple[TrainerSpec, PolicyModel]:
         rank=place.rank,
         num_sharing=sharing[shard],
     )
+    model.sizes = replace(model.sizes, num_on_host=place.num_on_host())
     parallel = replace(spec.parallel, shard=shard)
     return replace(spec, optimizer_states=states, parallel=parallel), model
 
