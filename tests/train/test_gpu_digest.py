@@ -20,12 +20,6 @@ pytestmark = pytest.mark.gpu
 _DEVICE, _HOST = torch.device("cuda"), torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def _nothing_compiled() -> None:
-    """A policy has one kind of states; all of them in one process are more graphs than are kept."""
-    torch.compiler.reset()
-
-
 def _state(kind: OptimizerStates) -> OptimizerState:
     parameters = {n: nn.Parameter(p.detach().to(_DEVICE)) for n, p in make_parameters().items()}
     optimizer = make_optimizer(parameters, CONFIG, kind, 0)

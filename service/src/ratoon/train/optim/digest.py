@@ -12,8 +12,6 @@ the block: so few of them need to be kept.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
@@ -35,14 +33,10 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
 class StateDigest:
-    """Digests on one device, through which a state that lies elsewhere is moved in parts."""
+    """Digests on one device, through which a state that lies elsewhere is moved, by tensors."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._device_sums: Any = device_sums
-        # Compiled, each element is read once; a CPU has numpy for it, and no need of a compiler.
-        if device.type == "cuda":
-            self._device_sums = torch.compile(device_sums, dynamic=True, fullgraph=True)
         # On the device: those of places, and those of blocks by the names of their tensors.
         self._places = odd_words("place", BLOCK).to(device)
         self._blocks: dict[tuple[str, ...], Tensor] = {}
@@ -61,26 +55,17 @@ class StateDigest:
             words = [_words(tensor) for tensor in tensors]
             blocks = self._blocks_of(names, -(-len(words[0]) // BLOCK))
             if self._device.type == "cuda":
-                found.extend(self._sums_by_parts(words, blocks))
+                found.extend(self._sums_of_blocks(words, blocks))
             else:
                 found.append(host_sums(words, self._places, blocks))
         one, two = torch.cat(found).sum(dim=0).tolist() if found else (0, 0)
         return _added(listed, (one, two))
 
-    def _sums_by_parts(self, words: Sequence[Tensor], blocks: Tensor) -> Iterator[Tensor]:
-        """`device_sums` of whole blocks, and of what is left."""
-        count = len(words[0])
-        whole = count - count % BLOCK
-        starts = [*([0] if whole else []), *([whole] if whole < count else [])]
-        for start, stop in pairwise([*starts, count]):
-            # `.data` is no view: of a view, the compiler would look at the shape of the whole too.
-            parts = tuple(
-                tensor[start:stop].to(self._device).view(-1, min(BLOCK, stop - start)).data
-                for tensor in words
-            )
-            places = self._places[:, : parts[0].shape[1]].contiguous().data
-            of_part = blocks[..., start // BLOCK : -(-stop // BLOCK)].contiguous().data
-            yield self._device_sums(parts, places, of_part)
+    def _sums_of_blocks(self, words: Sequence[Tensor], blocks: Tensor) -> Iterator[Tensor]:
+        from ratoon.train.optim.digest_kernel import block_sums
+
+        for tensor, of_tensor in zip(words, blocks, strict=True):
+            yield block_sums(tensor.to(self._device), self._places, of_tensor)
 
     def _blocks_of(self, names: tuple[str, ...], count: int) -> Tensor:
         if names not in self._blocks:
@@ -96,24 +81,12 @@ def odd_words(name: str, count: int) -> Tensor:
     return torch.from_numpy((words | 1).view(np.int64))
 
 
-def device_sums(parts: Sequence[Tensor], places: Tensor, blocks: Tensor) -> Tensor:
-    """Both sums over the words of each of k parts, int64 [k, 2]; a tensor's are those of its parts
-    added up.
-
-    `parts`: integers [r, w], the bits of r blocks; `places` [2, w] and `blocks` [k, 2, r]: the
-    multipliers, int64.
-    """
-    sums: list[Tensor] = []
-    for number, part in enumerate(parts):
-        wide = part.to(torch.int64)
-        for which in range(2):
-            of_blocks = (wide * places[which]).sum(dim=-1)
-            sums.append((of_blocks * blocks[number, which]).sum())
-    return torch.stack(sums).view(-1, 2)
-
-
 def host_sums(words: Sequence[Tensor], places: Tensor, blocks: Tensor) -> Tensor:
-    """`device_sums` of whole tensors [n], where numpy reads each word once without a compiler."""
+    """Both sums over the words of each of k tensors, int64 [k, 2], by numpy.
+
+    `words`: integers [n], the bits of blocks and what is left; `places` [2, BLOCK] and `blocks`
+    [k, 2, r]: the multipliers, int64.
+    """
     sums = np.empty((len(words), 2), np.int64)
     for number, tensor in enumerate(words):
         array, of_blocks = tensor.numpy(), np.zeros(blocks.shape[1:], np.int64)
