@@ -203,12 +203,17 @@ class LayerShards:
             copied.record(self._stream)
             return copied
 
-    @staticmethod
     @torch.no_grad()
-    def _copy(layer: Mapping[str, _Parameter], sources: Sequence[Mapping[str, Tensor]]) -> None:
-        for parameter in layer.values():
-            for target, (rank, name) in zip(parameter.targets, parameter.parts, strict=True):
-                target.copy_(sources[rank][name], non_blocking=True)
+    def _copy(
+        self, layer: Mapping[str, _Parameter], sources: Sequence[Mapping[str, Tensor]]
+    ) -> None:
+        """Own parts, then the next rank's, and so on: else all would read of one at once."""
+        for distance in range(len(sources)):
+            rank = (self._rank + distance) % len(sources)
+            for parameter in layer.values():
+                for target, (owner, name) in zip(parameter.targets, parameter.parts, strict=True):
+                    if owner == rank:
+                        target.copy_(sources[rank][name], non_blocking=True)
 
     def _let_go(self, number: int) -> None:
         """Give its memory back, which what compute does next may overwrite."""
