@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ratoon.stream.deltas import write_delta
+from ratoon.stream.deltas import write_delta_apart
 from ratoon.stream.files import digest_file
 from ratoon.stream.manifest import WeightFile, WeightKind, WeightManifest
 from ratoon_client.weights.deltas import read_delta, rebuild
@@ -71,7 +71,7 @@ def _measure(root: Path, parent: WeightManifest, file: WeightFile, repeats: int)
 
     def encode() -> None:
         nonlocal changed_share
-        share = write_delta(delta, root / "before", parent, root / "after", [file])
+        share = write_delta_apart(delta, root / "before", parent, root / "after", [file])
         assert share is not None
         changed_share = share
 
