@@ -50,6 +50,9 @@ _ADAPTER_NAME = "adapter_model.safetensors"
 # Of experts that are one parameter [E, F, D]: what lies one after the other in the features F.
 _FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
+# Elements of a tensor that is copied together with others: a GPU takes some 250 copies before it
+# has the host wait, and most tensors of a model are those of norms.
+_SMALL = 1 << 19
 _PAGE_BYTES = 4096
 _NUM_THREADS = 8
 
@@ -65,7 +68,9 @@ class WeightsCopy:
     def __init__(self, model: PolicyModel, rank: int = 0, num_ranks: int = 1) -> None:
         self._model = model
         self._rank, self._num_ranks = rank, num_ranks
+        # Small ones first, one after the other.
         self._values: dict[str, Tensor] = {}
+        self._small: list[str] = []
         self._stream = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
         # By file: its tensors are on the host.
         self._arrivals: dict[str, torch.cuda.Event] = {}
@@ -76,17 +81,25 @@ class WeightsCopy:
 
         Raises RESOURCE_EXHAUSTED where the host has no memory for a first copy.
         """
-        trainable = self._model.named_trainable()
+        trainable, shards = self._model.named_trainable(), self._model.shards
         own = [name for names in self._parameters.values() for name in names]
         if own and not self._values:
             dtype = TORCH_DTYPES[self._model.spec.dtype]
-            shapes = {name: trainable[name].shape for name in own}
+            whole = [name for name in own if shards is None or name not in shards]
+            self._small = [name for name in whole if trainable[name].numel() < _SMALL]
+            shapes = {name: trainable[name].shape for name in (*self._small, *own)}
             _check_host(sum(shape.numel() for shape in shapes.values()) * dtype.itemsize)
             self._values = _host_tensors(shapes, dtype, self._model.device)
-        shards = self._model.shards
+        small = {*self._small}
         with self._beside():
+            if self._small:
+                gathered = torch.cat([trainable[name].reshape(-1) for name in self._small])
+                first = self._values[self._small[0]]
+                first.as_strided(gathered.shape, (1,)).copy_(gathered, non_blocking=True)
             for file, names in self._parameters.items():
                 for name in names:
+                    if name in small:
+                        continue
                     if shards is not None and name in shards:
                         shards.read(name, self._values[name])
                     else:
