@@ -6,6 +6,7 @@ reads it. Nobody relies on a delta: what it makes must have the digests of the v
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import math
@@ -15,7 +16,7 @@ import subprocess  # nosec B404 - of this package's own module
 import sys
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -36,13 +37,8 @@ _MAX_SHARE = 0.5
 # What an encoder may take to start, and bytes a second that the slowest encodes.
 _START_S = 60.0
 _LEAST_RATE = 20e6
-# Encoders make and free arrays of megabytes all the time: glibc is to keep what they free, as pages
-# that come back have to be zeroed first. A third of the time.
-_MALLOC = {
-    "MALLOC_MMAP_THRESHOLD_": str(2**28),
-    "MALLOC_TRIM_THRESHOLD_": str(2**30),
-    "MALLOC_TOP_PAD_": str(2**26),
-}
+# Of mallopt(3): M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD.
+_MALLOC = {-1: 2**30, -2: 2**26, -3: 2**25}
 # A mean gap above which two bytes per gap compress better than one.
 _LONG_GAP = 350
 _NUM_PROCESSES = min(os.cpu_count() or 1, 16)
@@ -203,7 +199,6 @@ def _ask_encoder(request: dict[str, Any], bound_s: float) -> dict[str, Any]:
             capture_output=True,
             text=True,
             check=False,
-            env={**os.environ, **_MALLOC},
             timeout=bound_s,
         )
     except subprocess.TimeoutExpired as err:
@@ -215,7 +210,15 @@ def _ask_encoder(request: dict[str, Any], bound_s: float) -> dict[str, Any]:
 
 
 def _main() -> None:
-    """The process of a part."""
+    """The process of a part.
+
+    It makes and frees arrays of megabytes all the time: glibc keeps them for it, as pages that come
+    back have to be zeroed first, which takes a third of the time.
+    """
+    with suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        for parameter, value in _MALLOC.items():
+            libc.mallopt(parameter, value)
     request = json.load(sys.stdin)
     parent = WeightManifest(**request["parent"])
     source = _Source(
