@@ -50,8 +50,8 @@ _ADAPTER_NAME = "adapter_model.safetensors"
 # Of experts that are one parameter [E, F, D]: what lies one after the other in the features F.
 _FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
-# Elements of a tensor that is copied together with others: a GPU takes some 250 copies before it
-# has the host wait, and most tensors of a model are those of norms.
+# Elements of a tensor that is copied together with others, such as those of norms: a GPU takes some
+# hundreds of copies, and then has the host wait.
 _SMALL = 1 << 19
 _PAGE_BYTES = 4096
 _NUM_THREADS = 8

@@ -213,7 +213,7 @@ def _main() -> None:
     """The process of a part.
 
     It makes and frees arrays of megabytes all the time: glibc keeps them for it, as pages that come
-    back have to be zeroed first, which takes a third of the time.
+    back have to be zeroed first.
     """
     with suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
