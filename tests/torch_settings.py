@@ -18,8 +18,6 @@ class TorchSettings:
     fills_empty: bool
     float32_products: str
     compiles_deterministic: bool
-    mixes_reductions: bool
-    pads_shapes: bool
 
     @classmethod
     def of_this_process(cls) -> TorchSettings:
@@ -29,8 +27,6 @@ class TorchSettings:
             fills_empty=cast("Any", torch.utils.deterministic).fill_uninitialized_memory,
             float32_products=torch.get_float32_matmul_precision(),
             compiles_deterministic=cast("Any", inductor_config).deterministic,
-            mixes_reductions=cast("Any", inductor_config).triton.mix_order_reduction,
-            pads_shapes=cast("Any", inductor_config).shape_padding,
         )
 
     def restore(self) -> None:
@@ -39,5 +35,3 @@ class TorchSettings:
         cast("Any", torch.utils.deterministic).fill_uninitialized_memory = self.fills_empty
         torch.set_float32_matmul_precision(self.float32_products)
         cast("Any", inductor_config).deterministic = self.compiles_deterministic
-        cast("Any", inductor_config).triton.mix_order_reduction = self.mixes_reductions
-        cast("Any", inductor_config).shape_padding = self.pads_shapes

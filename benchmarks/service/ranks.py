@@ -126,6 +126,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--host-gib", type=int, default=64, help="of the host, lent to each device's activations"
     )
+    parser.add_argument(
+        "--free-order",
+        action="store_true",
+        help="policies that need not repeat their bits, as other trainers' need not",
+    )
     parser.add_argument("--cases", type=_cases, help="`POLICY:WORK,...`, both by name")
     args = parser.parse_args(arguments)
     if args.report is not None:
@@ -188,7 +193,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         ):
             for policy in dict.fromkeys(policy for policy, _ in cases):
                 parallel = parallel_of(policy, args.workers)
-                created = _create(client, plan, parallel, args.seed)
+                created = _create(client, plan, parallel, args)
                 for work in (work for each, work in cases if each == policy):
                     row = {"policy": policy, "work": work, **created}
                     row |= _run(client.policy(POLICY), WORKS[work], plan, args)
@@ -210,19 +215,27 @@ def _measured_before(args: argparse.Namespace) -> list[dict[str, Any]]:
     return before["cases"] if all(before[name] == now[name] for name in same) else []
 
 
-def _create(client: RatoonClient, plan: Plan, parallel: Parallel, seed: int) -> dict[str, Any]:
-    begin = time.monotonic()
+def _create(
+    client: RatoonClient, plan: Plan, parallel: Parallel, args: argparse.Namespace
+) -> dict[str, Any]:
+    begin, is_deterministic = time.monotonic(), not args.free_order
     client.create_policy(
         POLICY,
         model_folder=MODEL,
         dtype=plan.dtype,
-        seed=seed,
+        seed=args.seed,
+        deterministic=is_deterministic,
         parallel=parallel,
         recovery="fail",
     ).result(PATIENCE_S)
     create_s = time.monotonic() - begin
     states = client.get_policy(POLICY).optimizer_states
-    return {"parallel": asdict(parallel), "optimizer_states": states, "create_s": create_s}
+    return {
+        "parallel": asdict(parallel),
+        "deterministic": is_deterministic,
+        "optimizer_states": states,
+        "create_s": create_s,
+    }
 
 
 def _run(
@@ -341,11 +354,14 @@ def markdown(result: Mapping[str, Any], result_link: str) -> Iterator[str]:
     model = result["plan"]["model"]
     notes = f" {result['notes']}" if "notes" in result else ""
     stale = f" STALE: {result['stale']}." if "stale" in result else ""
+    # Before it was written down, policies were what they are by default.
+    is_free = not result["cases"][0].get("deterministic", True)
+    order = ", `deterministic: false`" if is_free else ""
     yield (
         f"\n{result['num_gpus']} {result['gpu']}, torch {result['versions']['torch']}, commit "
         f"{result['commit'][:12]}: {model['name']}, {model['num_layers']} layers, in "
-        f"{result['plan']['dtype']}, `{result['cases'][0]['optimizer_states']}`.{notes}{stale} "
-        f"[Raw samples]({result_link}).\n"
+        f"{result['plan']['dtype']}, `{result['cases'][0]['optimizer_states']}`{order}."
+        f"{notes}{stale} [Raw samples]({result_link}).\n"
     )
     for number, (columns, cells) in enumerate(_tables(result["cases"])):
         yield from [""] * (number > 0)

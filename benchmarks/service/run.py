@@ -11,6 +11,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -24,7 +25,7 @@ from benchmarks.step.subjects import build_module
 from benchmarks.step.workload import QWEN3_1_7B, TINY, Group, ModelSize
 from harness.service import Service
 from ratoon.engine.crash_points import CrashPoint
-from ratoon.model.safetensors_files import plan_files, write_files, write_index
+from ratoon.model.safetensors_files import FileContent, plan_files, write_files, write_index
 from ratoon_client import Group as Rollouts
 from ratoon_client import Loss, Optim, RatoonClient, RatoonClientError, group, rollout
 from ratoon_client.policy_options import ModelDtype
@@ -263,6 +264,12 @@ def _write_model(plan: Plan, device: str, folder: Path, seed: int) -> None:
     # One that is tied is there once, by its first name.
     tensors = dict(module.named_parameters())
     files = plan_files(tensors)
-    write_files(folder, {file: {n: tensors[n] for n in names} for file, names in files.items()})
+
+    def write(file: str) -> None:
+        on_host = {name: tensors[name].detach().cpu() for name in files[file]}
+        write_files(folder, {file: FileContent.of(on_host)})
+
+    with ThreadPoolExecutor(plan.num_threads) as threads:
+        list(threads.map(write, files))
     if len(files) > 1:
         write_index(folder, files, tensors)

@@ -172,7 +172,7 @@ def _advantages(batch: RolloutBatch) -> Tensor:
 
 def _load_replicated(trainer: Trainer) -> Any:
     with tempfile.TemporaryDirectory() as folder:
-        export_weights(trainer.model, Path(folder), None)
+        export_weights(trainer.model, Path(folder))
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="sdpa"
         )

@@ -34,9 +34,8 @@ from ratoon.model.policy_model import PolicyModel
 from ratoon.model.router import replace_routers
 from ratoon.model.spec import FullTuning, ModelDtype, ModelSpec, PresetBase
 from ratoon.model.stage_plan import ForwardPlan, HeldTokens, least_plan, plan_forward
-from ratoon.train.device_batch import DeviceBatch, put
-from ratoon.train.loss.compute import LossOutput
-from ratoon.train.loss.row_loss import LossOfTerms
+from ratoon.train.device_batch import DeviceBatch, put_index
+from ratoon.train.loss.compute import LossGradients
 from ratoon.train.loss.sums import pack_sums
 from ratoon.train.numerics import activation_bytes
 from ratoon.train.passes import train_rows
@@ -179,30 +178,32 @@ def run_step(
 
 
 def _run_at_once(policy: PolicyModel, seeded: SeededBatch) -> Tensor:
-    logprob_L, loss_of = _seeded_loss(seeded)
-    train_rows(policy, seeded.packed, seeded.batch, loss_of, DeviceClock(policy.device))
-    return logprob_L
+    loss = _SeededLoss(seeded.weight_L, torch.zeros_like(seeded.weight_L))
+    train_rows(policy, seeded.packed, seeded.batch, loss, DeviceClock(policy.device))
+    return loss.logprob_L
 
 
 def _run_streamed(policy: PolicyModel, seeded: SeededBatch) -> Tensor:
-    logprob_L, loss_of = _seeded_loss(seeded)
+    loss = _SeededLoss(seeded.weight_L, torch.zeros_like(seeded.weight_L))
     staged = StagedBatch(policy, seeded.packed, seeded.batch, seeded.stages, lambda: None)
-    staged.forward_backward(loss_of, DeviceClock(policy.device), is_of_rows=True)
-    return logprob_L
+    staged.forward_backward(loss, DeviceClock(policy.device), is_of_rows=True)
+    return loss.logprob_L
 
 
-def _seeded_loss(seeded: SeededBatch) -> tuple[Tensor, LossOfTerms]:
-    """A loss whose gradients are the batch's weights, and the tensor it writes log-probs to."""
-    found_L = torch.zeros_like(seeded.weight_L)
-    no_sums = pack_sums({}, None, torch.zeros(0))
+@dataclass(frozen=True)
+class _SeededLoss:
+    """A loss whose gradients are the batch's weights; it keeps the log-probs that it is told."""
 
-    def loss_of(terms: NDArray[np.int64], logprob_L: Tensor, _entropy_L: Tensor) -> LossOutput:
-        index_L = put(terms, found_L.device)
-        found_L[index_L] = logprob_L
-        weight_L = seeded.weight_L[index_L]
-        return LossOutput(grad_logprob_L=weight_L, grad_entropy_L=None, sums_F=no_sums)
+    weight_L: Tensor
+    logprob_L: Tensor
 
-    return found_L, loss_of
+    def of(self, terms: NDArray[np.int64], _logprob_L: Tensor, _entropy_L: Tensor) -> LossGradients:
+        index_L = put_index(terms, self.weight_L.device)
+        return LossGradients(grad_logprob_L=self.weight_L[index_L], grad_entropy_L=None)
+
+    def sums(self, terms: NDArray[np.int64], logprob_L: Tensor, _entropy_L: Tensor) -> Tensor:
+        self.logprob_L[put_index(terms, self.weight_L.device)] = logprob_L
+        return pack_sums({}, None, torch.zeros(0))
 
 
 def compared_values(

@@ -148,7 +148,7 @@ class TrainedHere:
         folder = self._folder / f"version-{self._trainer.version}"
         if not folder.exists():
             folder.mkdir(parents=True)
-            export_weights(self._trainer.model, folder, None)
+            export_weights(self._trainer.model, folder)
 
     def _batch(self, groups: list[Group]) -> RolloutBatch:
         limits = builders.limits(vocab_size=self._trainer.info().vocab_size)

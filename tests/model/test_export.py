@@ -10,14 +10,13 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
-from ratoon.errors import ErrorCode
 from ratoon.model.export import export_weights, exported_values
 from ratoon.model.policy_model import PolicyModel
-from ratoon.model.safetensors_files import WEIGHTS_NAME, write_files
+from ratoon.model.safetensors_files import WEIGHTS_NAME, FileContent, write_files
 from ratoon.model.spec import ModelDtype, PresetBase
 from ratoon.stream.files import digest_file
 from tests.model.builders import (
@@ -25,7 +24,6 @@ from tests.model.builders import (
     LORA,
     LORA_ATTENTION,
     TINY,
-    error_of,
     hidden_of,
     load,
     randomize,
@@ -34,10 +32,10 @@ from tests.model.packing import branching_sequences, pack
 from tests.tiny_models import ARCHITECTURES, write_folder
 
 
-def export(model: PolicyModel, folder: Path, state: dict[str, Tensor] | None = None) -> list[str]:
+def export(model: PolicyModel, folder: Path) -> list[str]:
     """The names of the files, sorted."""
     folder.mkdir()
-    digests = export_weights(model, folder, state)
+    digests = export_weights(model, folder)
     names = sorted(path.name for path in folder.iterdir())
     assert digests == {n: digest_file(folder / n) for n in names if n.endswith(".safetensors")}
     return names
@@ -123,7 +121,7 @@ def test_experts_are_written_one_by_one_as_transformers_does(tmp_path: Path) -> 
     (tmp_path / "theirs").mkdir()
     state = dict(model.module.state_dict())
     theirs = revert_weight_conversion(model.module, state)
-    write_files(tmp_path / "theirs", {WEIGHTS_NAME: theirs})
+    write_files(tmp_path / "theirs", {WEIGHTS_NAME: FileContent.of(theirs)})
     assert written.read_bytes() == (tmp_path / "theirs" / "model.safetensors").read_bytes()
 
 
@@ -137,36 +135,6 @@ def test_what_is_written_is_no_copy(tmp_path: Path) -> None:
     for value in exported.values():
         assert value.is_contiguous()
         assert value.untyped_storage().data_ptr() in memory
-
-
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
-def test_given_state_is_what_is_written(tmp_path: Path, architecture: str) -> None:
-    """Float32 masters of a bfloat16 model: written rounded, the module left as it is."""
-    folder = write_folder(tmp_path / "base", architecture)
-    model = load(folder, dtype=ModelDtype.BFLOAT16)
-    before = {name: p.detach().clone() for name, p in model.named_trainable().items()}
-    generator = torch.Generator().manual_seed(9)
-    state = {name: torch.randn(p.shape, generator=generator) for name, p in before.items()}
-    export(model, tmp_path / "out", state)
-    loaded = dict(reload(tmp_path / "out").named_parameters())
-    assert loaded.keys() == state.keys()
-    for name, value in loaded.items():
-        assert torch.equal(value, state[name].to(torch.bfloat16)), name
-    for name, parameter in model.named_trainable().items():
-        assert torch.equal(parameter, before[name]), name
-
-
-def test_state_of_other_names_or_shapes_is_refused(tmp_path: Path) -> None:
-    model = load(TINY)
-    state: dict[str, Tensor] = dict(model.named_trainable())
-    missing = {name: state[name] for name in list(state)[1:]}
-    extra = state | {"lm_head.weight": torch.zeros(260, 128)}
-    bent = state | {"model.norm.weight": torch.zeros(127)}
-    for number, wrong in enumerate((missing, extra, bent)):
-        error = error_of(lambda w=wrong, n=number: export(model, tmp_path / str(n), w))
-        assert error.code is ErrorCode.INVALID_ARGUMENT
-        assert error.field.startswith("state")
-        assert list((tmp_path / str(number)).iterdir()) == []
 
 
 def test_files_of_equal_weights_are_equal(tmp_path: Path) -> None:

@@ -8,14 +8,11 @@ from typing import Any, cast
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
-from ratoon.model import safetensors_files
 from ratoon.model.activation_plan import Kept
 from ratoon.model.export import WeightsCopy, export_weights
 from ratoon.model.policy_model import PolicyModel
-from ratoon.model.safetensors_files import write_files
 from ratoon.model.spec import FullTuning, LoraTuning, ModelDtype
 from tests.model.builders import FULL, LORA, hidden_of, load, randomize
 from tests.model.packing import branching_sequences, pack
@@ -41,20 +38,6 @@ def _gradients(model: PolicyModel) -> dict[str, Tensor]:
     return grads
 
 
-def test_what_a_gpu_has_is_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through memory of each thread's own, which is smaller than what goes through it."""
-    monkeypatch.setattr(safetensors_files, "_CHUNK_BYTES", 10_000)
-    generator = torch.Generator("cuda").manual_seed(0)
-    tensors = {
-        str(size): torch.randn(size, 77, generator=generator, device="cuda")
-        for size in range(1, 90)
-    }
-    write_files(tmp_path, {"model.safetensors": tensors})
-    found = load_file(tmp_path / "model.safetensors")
-    assert found.keys() == tensors.keys()
-    assert all(torch.equal(found[name], tensor.cpu()) for name, tensor in tensors.items())
-
-
 def test_a_copy_on_the_host_is_of_when_it_was_taken(tmp_path: Path) -> None:
     """In pinned memory, which is used again. Weights that change behind `settle` wait for it, and
     the host for nothing."""
@@ -66,7 +49,7 @@ def test_a_copy_on_the_host_is_of_when_it_was_taken(tmp_path: Path) -> None:
         written, copied = tmp_path / f"written-{number}", tmp_path / f"copied-{number}"
         for each in (written, copied):
             each.mkdir()
-        export_weights(model, written, None)
+        export_weights(model, written)
         assert copy._stream is not None
         with torch.cuda.stream(copy._stream):
             torch.cuda._sleep(_LONG)

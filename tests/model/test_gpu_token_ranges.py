@@ -51,10 +51,15 @@ def _step(tokens: int) -> Step:
     return Step(star(tokens // 4, 3, tokens // 4))
 
 
-def _bits(run: Run, order: Iterable[int]) -> dict[int, dict[str, Tensor]]:
-    """As a new process would find them, that runs these in this order."""
+def _bits(run: Run, order: Iterable[int], first_as: int = 0) -> dict[int, dict[str, Tensor]]:
+    """As a new process would find them, that runs these in this order; `first_as` so many tokens
+    once the first, before."""
     torch.compiler.reset()
     policy = make_policy(is_compiled=True, layers=2, hidden=1024, is_deterministic=True)
+    order = tuple(order)
+    if first_as:
+        with policy.run_as(first_as):
+            run(policy, order[0])
     return {
         tokens: {name: value.cpu() for name, value in run(policy, tokens).items()}
         for tokens in order
@@ -74,7 +79,9 @@ def test_bits_do_not_depend_on_what_ran_before(name: str) -> None:
     """A worker that replays from a checkpoint begins with another number of tokens."""
     run, order = RUNS[name]
     up, down = _bits(run, order), _bits(run, reversed(order))
+    after = _bits(run, order, first_as=max(order))
     for tokens in order:
         for parameter, value in up[tokens].items():
             assert value.count_nonzero() > 0, (tokens, parameter)
             assert torch.equal(value, down[tokens][parameter]), (tokens, parameter)
+            assert torch.equal(value, after[tokens][parameter]), (tokens, parameter)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ratoon.errors import ErrorCode
 from ratoon.model import layers
 from ratoon.model.activation_plan import Kept, max_tokens, peak_bytes, plan_activations
-from ratoon.model.layers import token_range
+from ratoon.model.layers import most_tokens
 from ratoon.model.offload import HostOffload
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import FullTuning, LoraTuning, ModelDtype
@@ -261,35 +261,40 @@ def test_compiled_layers_share_one_graph_a_kind(graphs: list[GraphModule]) -> No
 
 @pytest.mark.more
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for a CPU by g++")
-def test_graphs_of_one_start_are_there_for_the_next() -> None:
+def test_graphs_of_one_start_are_there_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that keep some of their results too, which torch has to be told how to recognise."""
+    # More on a CPU, and the compiler would make a graph narrower than its range.
+    monkeypatch.setattr(layers, "_MOST_TOKENS", (61,))
     packed, found = pack(branching_sequences(0)), []
     with fresh_cache():
         for _ in range(2):
-            layers._compiled_again.cache_clear()
-            torch.compiler.reset()
-            counters.clear()
-            options: Any = {"compile_layers": True, "deterministic": False}
-            model = load(TINY, dtype=ModelDtype.FLOAT32, **options)
-            _keep(model, packed, Kept.NARROW)
-            _gradients(model, packed)
-            found.append(Counter(counters["aot_autograd"]))
-    layers._compiled_again.cache_clear()
-    torch.compiler.reset()
+            with _compiled_anew():
+                counters.clear()
+                model = load(TINY, dtype=ModelDtype.FLOAT32, compile_layers=True)
+                _keep(model, packed, Kept.NARROW)
+                _gradients(model, packed)
+                found.append(Counter(counters["aot_autograd"]))
     assert found[0]["autograd_cache_saved"] == found[0]["total"] > 0
     assert found[1]["autograd_cache_hit"] == found[1]["total"] == found[0]["total"]
 
 
-@pytest.mark.parametrize("deterministic", [True, pytest.param(False, marks=pytest.mark.more)])
-def test_a_deterministic_graph_is_of_a_range_of_tokens_from_the_first_on(
-    deterministic: bool, graphs: list[GraphModule]
-) -> None:
+@contextmanager
+def _compiled_anew() -> Iterator[None]:
+    """Inside nothing is compiled yet, as in a new process; nor is it afterwards."""
+    layers._compiled_again.cache_clear()
+    torch.compiler.reset()
+    yield
+    layers._compiled_again.cache_clear()
+    torch.compiler.reset()
+
+
+def test_a_graph_is_of_a_range_of_tokens_from_the_first_on(graphs: list[GraphModule]) -> None:
     """Else what a process meets first, and then second, would decide how all others are summed."""
-    model = load(TINY, dtype=ModelDtype.FLOAT32, compile_layers=True, deterministic=deterministic)
+    model = load(TINY, dtype=ModelDtype.FLOAT32, compile_layers=True)
     with torch.no_grad():
         for count in (5, 9):
             hidden_of(model, pack([[1, *range(2, count)], [1, 0]]))
-    assert list(map(_is_of_a_range, graphs)) == [deterministic, True]
+    assert list(map(_is_of_a_range, graphs)) == [True]
 
 
 def _is_of_a_range(graph: GraphModule) -> bool:
@@ -299,16 +304,62 @@ def _is_of_a_range(graph: GraphModule) -> bool:
 
 
 def test_ranges_of_tokens_follow_one_another() -> None:
-    assert token_range(1) is None
+    assert most_tokens(1) == most_tokens(1, at_least=9) == 1
     least, num_ranges = 2, 0
     while least < 2**24:
-        bounds = token_range(least)
-        assert bounds is not None
-        assert bounds[0] == least
-        assert token_range(bounds[1]) == bounds
-        least = bounds[1] + 1
+        most = most_tokens(least)
+        assert most_tokens(most) == most_tokens(2, at_least=most) == most
+        assert most_tokens(most, at_least=least) == most
+        least = most + 1
         num_ranges += 1
     assert num_ranges == 8
+
+
+def test_fewer_tokens_run_by_the_graph_of_more_where_they_are_told_to(
+    graphs: list[GraphModule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers, "_MOST_TOKENS", (13, 61))
+    model = load(TINY, dtype=ModelDtype.FLOAT32, compile_layers=True)
+    few, many = pack([[*range(8)]]), pack(branching_sequences(0))
+    with torch.no_grad():
+        with model.run_as(len(many.tokens_T)):
+            hidden_of(model, few)
+        with pytest.raises(MemoryError), model.run_as(len(many.tokens_T)):
+            raise MemoryError
+        hidden_of(model, many)
+        assert len(graphs) == 1
+        hidden_of(model, few)
+        assert len(graphs) == 2
+
+
+def test_fewer_tokens_keep_what_more_do_where_they_are_told_to() -> None:
+    model = load(TINY, dtype=ModelDtype.FLOAT32)
+    few, many = pack([[*range(8)]]), pack(branching_sequences(0))
+    plan, found = _keep(model, many, Kept.ATTENTION), []
+    for tokens in (0, len(many.tokens_T)):
+        with model.run_as(tokens):
+            _gradients(model, few)
+            found.append(model._layers.kept)
+    assert found == [(Kept.PRODUCTS,) * model.sizes.num_layers, plan]
+
+
+@pytest.mark.more
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for a CPU by g++")
+def test_bits_do_not_depend_on_what_ran_as_more_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "_MOST_TOKENS", (13, 61))
+    model = load(TINY, dtype=ModelDtype.FLOAT32, compile_layers=True)
+    few, many = pack([[*range(8)]]), pack(branching_sequences(0))
+    _keep(model, many, Kept.ATTENTION)
+    found: list[list[dict[str, Tensor]]] = []
+    for order in ((few, many), (few,), (many,)):
+        with fresh_cache(), _compiled_anew():
+            if len(order) > 1:
+                with model.run_as(len(many.tokens_T)):
+                    _gradients(model, few)
+            found.append([_gradients(model, packed) for packed in order])
+    together, *apart = found
+    for got, (expected,) in zip(together, apart, strict=True):
+        assert all(torch.equal(got[name], grad) for name, grad in expected.items())
 
 
 @pytest.mark.more
@@ -352,8 +403,7 @@ def test_experts_are_part_of_the_graphs(
         assert sum(int(grad.count_nonzero()) for grad in compiled.values()) > 1000
         for name, grad in modules.items():
             assert (compiled[name] - grad).norm() <= 1e-5 * grad.norm(), name
-    # The second for any number of nodes, whose table the first took for one of a fixed size.
-    assert 0 < len(graphs) <= 2
+    assert len(graphs) == 1
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def test_packed_lora_run_equals_each_sequence_alone(
     # B is zero at first, which would hide A's gradient.
     randomize(model, seed=5)
     (tmp_path / "adapter").mkdir()
-    export_weights(model, tmp_path / "adapter", None)
+    export_weights(model, tmp_path / "adapter")
     stock = load_stock(folder, dtype=torch.float64, adapter=tmp_path / "adapter")
     assert_equal_run(model, stock, branching_sequences(0), tolerance=1e-10)
 

@@ -18,6 +18,7 @@ from ratoon.model import safetensors_files as module
 from ratoon.model.safetensors_files import (
     INDEX_NAME,
     WEIGHTS_NAME,
+    FileContent,
     plan_files,
     write_files,
     write_index,
@@ -47,7 +48,8 @@ def _write(folder: Path, tensors: dict[str, Tensor]) -> dict[str, str]:
     if len(files) > 1:
         write_index(folder, files, tensors)
     return write_files(
-        folder, {file: {n: tensors[n] for n in names} for file, names in files.items()}
+        folder,
+        {file: FileContent.of({n: tensors[n] for n in names}) for file, names in files.items()},
     )
 
 
@@ -60,12 +62,12 @@ def _assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> 
         assert torch.equal(*bits), name
 
 
-@pytest.mark.parametrize(("chunk_bytes", "block_bytes"), [(1, 1), (5, 2), (2**20, 7)])
+@pytest.mark.parametrize(("block_bytes", "max_parts"), [(1, 1), (7, 2), (50, 1), (2**20, 3)])
 def test_the_library_reads_what_was_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int, block_bytes: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int, max_parts: int
 ) -> None:
-    monkeypatch.setattr(module, "_CHUNK_BYTES", chunk_bytes)
     monkeypatch.setattr(module, "_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(module, "_MAX_PARTS", max_parts)
     tensors = _tensors()
     digests = _write(tmp_path, tensors)
     assert digests == {WEIGHTS_NAME: digest_file(tmp_path / WEIGHTS_NAME)}
@@ -126,25 +128,30 @@ def test_a_disk_that_is_full_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(module, "_BLOCK_BYTES", 64)
     monkeypatch.setattr(module, "_MIN_FILE_BYTES", 90)
     before = len(list(Path("/proc/self/fd").iterdir()))
-    write, calls = os.pwrite, itertools.count()
+    calls = itertools.count()
 
-    def full(descriptor: int, content: memoryview, offset: int) -> int:
+    def full(descriptor: int, parts: list[memoryview], offset: int) -> int:
         if next(calls) == 4:
             raise OSError(errno.ENOSPC, "full")
         # As a disk does that is nearly full: less than it was given.
-        return write(descriptor, content[: max(1, len(content) // 2)], offset)
+        return os.pwrite(descriptor, parts[0][: max(1, len(parts[0]) // 2)], offset)
 
-    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(os, "pwritev", full)
     with pytest.raises(OSError, match="full"):
         _write(tmp_path, _tensors())
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
+@pytest.mark.parametrize("num_bytes", [3, 50])
 def test_what_is_written_in_pieces_is_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: int
 ) -> None:
-    write = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda d, content, offset: write(d, content[:3], offset))
+    """Of a tensor, and of several and a part of the next."""
+
+    def some(descriptor: int, parts: list[memoryview], offset: int) -> int:
+        return os.pwrite(descriptor, b"".join(parts)[:num_bytes], offset)
+
+    monkeypatch.setattr(os, "pwritev", some)
     tensors = _tensors()
     _write(tmp_path, tensors)
     _assert_same_bits(load_file(tmp_path / WEIGHTS_NAME), tensors)

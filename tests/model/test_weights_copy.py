@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ratoon.errors import ErrorCode
 from ratoon.model import export, safetensors_files
@@ -43,7 +45,7 @@ def test_a_copy_is_written_as_the_weights_were_when_it_was_taken(
         written, copied = tmp_path / f"written-{number}", tmp_path / f"copied-{number}"
         written.mkdir()
         copied.mkdir()
-        export_weights(model, written, None)
+        export_weights(model, written)
         copy.take()
         randomize(model, 10 + number)
         copy.write(copied)
@@ -70,7 +72,7 @@ def test_ranks_write_each_file_once_and_copy_what_they_write(
     whole, shared = tmp_path / "whole", tmp_path / "shared"
     whole.mkdir()
     shared.mkdir()
-    expected = export_weights(model, whole, None)
+    expected = export_weights(model, whole)
     copies = [WeightsCopy(model, rank, num_ranks) for rank in range(num_ranks)]
     for copy in copies:
         copy.take()
@@ -84,6 +86,30 @@ def test_ranks_write_each_file_once_and_copy_what_they_write(
         assert [len(each) for each in digests] == [1] + [0] * (num_ranks - 1)
     elif architecture == "qwen3":
         assert sum(held) == sum(value.nbytes for value in model.named_trainable().values())
+
+
+class _Operations(TorchDispatchMode):
+    """Counts what is asked of torch."""
+
+    num_calls = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        self.num_calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_second_version_is_written_without_a_word_to_torch(tmp_path: Path) -> None:
+    """Each of ten thousands of experts' tensors would take the lock that a step's launches need."""
+    model = load(write_folder(tmp_path / "base", "qwen3_moe"))
+    copy = WeightsCopy(model)
+    for number, wanted in ((1, 1), (2, 0)):
+        copy.take()
+        with _Operations() as operations:
+            (tmp_path / str(number)).mkdir()
+            copy.write(tmp_path / str(number))
+        assert min(operations.num_calls, 1) == wanted
 
 
 def test_files_are_shared_out_by_their_bytes() -> None:

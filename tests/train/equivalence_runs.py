@@ -124,7 +124,7 @@ def make_pair(
     initial = hf.load(folder, dtype=torch_dtype, attention=attention)
     if is_lora:
         scratch.mkdir()
-        export_weights(trainer.model, scratch, None)
+        export_weights(trainer.model, scratch)
         model = hf.load_lora(folder, scratch, dtype=torch_dtype, attention=attention)
     else:
         model = hf.load(folder, dtype=torch_dtype, attention=attention)

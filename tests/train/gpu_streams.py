@@ -6,6 +6,7 @@ same, however the group is cut.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -20,7 +21,7 @@ from ratoon.rollout.packed import PackedBatch, Stage
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.validate import validate_groups
 from ratoon.train.device_batch import put, run_model, to_device
-from ratoon.train.loss.compute import LossOutput
+from ratoon.train.loss.compute import LossGradients
 from ratoon.train.loss.sums import pack_sums
 from ratoon.train.report.clock import DeviceClock
 from ratoon.train.streamed.passes import StagedBatch
@@ -62,6 +63,19 @@ def cut_stages(packed: PackedBatch, wave: int) -> tuple[Stage, ...]:
     return tuple(stages)
 
 
+@dataclass(frozen=True)
+class _Seeds:
+    """A loss that is nothing but its gradients."""
+
+    weight_L: Tensor
+
+    def of(self, terms: np.ndarray, *_: object) -> LossGradients:
+        return LossGradients(grad_logprob_L=self.weight_L[put(terms, DEVICE)], grad_entropy_L=None)
+
+    def sums(self, *_: object) -> Tensor:
+        return pack_sums({}, None, torch.zeros(0))
+
+
 def stream_gradients(
     policy: PolicyModel, packed: PackedBatch, stages: tuple[Stage, ...], *, is_of_rows: bool = True
 ) -> dict[str, Tensor]:
@@ -71,16 +85,8 @@ def stream_gradients(
     policy.module.zero_grad(set_to_none=True)
     batch = to_device(packed, DEVICE)
     if stages:
-
-        def loss_of(terms: np.ndarray, *_: Tensor) -> LossOutput:
-            return LossOutput(
-                grad_logprob_L=weight_L[put(terms, DEVICE)],
-                grad_entropy_L=None,
-                sums_F=pack_sums({}, None, torch.zeros(0)),
-            )
-
         staged = StagedBatch(policy, packed, batch, stages, lambda: None)
-        staged.forward_backward(loss_of, DeviceClock(DEVICE), is_of_rows=is_of_rows)
+        staged.forward_backward(_Seeds(weight_L), DeviceClock(DEVICE), is_of_rows=is_of_rows)
     else:
         logprob_M = run_model(policy, batch).logprob_M
         seed_M = torch.zeros_like(logprob_M).index_add_(0, batch.term_target_L, weight_L)

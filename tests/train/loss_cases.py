@@ -85,7 +85,7 @@ def make_loss(kind: LossKind, **changes: Any) -> Loss:
 
 
 def summed(output: LossOutput) -> LossSums:
-    return LossSums.total([output.sums_F])
+    return LossSums.total([output.sums()])
 
 
 def small_batch(**changes: Any) -> RolloutBatch:

@@ -55,7 +55,7 @@ def update(trainer: Trainer, seed: int) -> None:
 
 def export(trainer: Trainer, folder: Path) -> Path:
     folder.mkdir()
-    export_weights(trainer.model, folder, None)
+    export_weights(trainer.model, folder)
     return folder
 
 

@@ -43,7 +43,7 @@ def filled(base: Path, *, dtype: ModelDtype = ModelDtype.FLOAT32, **options: Any
 def exported(trainer: Trainer, folder: Path) -> tuple[str, ...]:
     """Names of the tensors in exported weights, and the folder that has them."""
     folder.mkdir()
-    export_weights(trainer.model, folder, None)
+    export_weights(trainer.model, folder)
     (file,) = folder.glob("*.safetensors")
     return tuple(load_file(file))
 

@@ -154,7 +154,7 @@ def test_published_weights_are_the_parameters(
     for folder in ("copied", "own"):
         (tmp_path / folder).mkdir()
     trainer.copy_weights().write(tmp_path / "copied")
-    export_weights(trainer.model, tmp_path / "own", None)
+    export_weights(trainer.model, tmp_path / "own")
     copied, own = (
         load_file(tmp_path / folder / "model.safetensors") for folder in ("copied", "own")
     )

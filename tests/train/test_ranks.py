@@ -247,7 +247,7 @@ def test_imported_weights_reach_every_rank(
     spec = alone_of(base, dtype=ModelDtype.BFLOAT16).spec
     alone = Trainer.create(spec)
     (tmp_path / "weights").mkdir()
-    export_weights(alone.model, tmp_path / "weights", None)
+    export_weights(alone.model, tmp_path / "weights")
     with ranked(spec, 2, shard=shard) as (two, _):
         for trainer, ranks in ((alone, (0,)), (two, (1,))):
             update_over(trainer, 0, ranks)
@@ -264,7 +264,7 @@ def test_an_import_that_one_rank_cannot_add_changes_none(base: FolderBase, tmp_p
     far = Trainer.create(spec)
     last = list(far.model.named_trainable().values())[-1]
     last.data.fill_(1.2e38)
-    export_weights(far.model, tmp_path / "weights", None)
+    export_weights(far.model, tmp_path / "weights")
     with ranked(spec, 2) as (two, _):
         two.import_weights(
             two.read_weights(tmp_path / "weights", ""), adds=False, resets_optimizer=False
@@ -388,7 +388,7 @@ def test_a_version_is_written_by_shares(
     options = {} if tuning is None else {"tuning": tuning}
     with ranked(alone_of(base, **options).spec, num_ranks, 100, shard) as (trainer, _):
         update_over(trainer, 0, tuple(range(num_ranks)))
-        expected = export_weights(trainer.model, tmp_path / "whole", None)
+        expected = export_weights(trainer.model, tmp_path / "whole")
         held = trainer.copy_weights()
         update_over(trainer, 1, tuple(range(num_ranks)))
         assert held.write(tmp_path / "shared") == expected

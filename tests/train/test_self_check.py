@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,12 @@ import pytest
 import torch
 
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon.model import layers
+from ratoon.model.loader import read_model
 from ratoon.model.spec import FolderBase, FullTuning, LoraTuning, ModelDtype, PresetBase
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.forest import build_forest
+from ratoon.rollout.ragged import sequence_lengths
 from ratoon.rollout.waves import cut_into_stages
 from ratoon.train import passes, self_check
 from ratoon.train.config import KlConfig, KlKind, LossKind, ReferenceKind, SharedTokens
@@ -24,9 +28,11 @@ from ratoon.train.passes import train_rows
 from ratoon.train.report.step_report import SelfCheckReport, StepReport
 from ratoon.train.self_check import LIMITS, sample_rollout
 from ratoon.train.trainer import Trainer
+from tests.model.compiled import eager_graphs
 from tests.tiny_models import write_folder
 from tests.train.test_equivalence_mutations import _mask_off_by_one, _packed_index_as_position
 from tests.train.trainer_runs import (
+    FROZEN,
     assert_equal,
     gradients_of,
     make_batch,
@@ -138,13 +144,14 @@ def test_a_fault_of_the_backward_alone_is_seen(base: FolderBase, monkeypatch: Pa
     """Log-probs are right and one gradient is not: only the self-check's gradient tells."""
     trainer = watched(base, dtype=ModelDtype.FLOAT32, tokens=1000)
 
-    def scaled(model: Any, packed: Any, batch: Any, loss_of: Any, clock: Any) -> Any:
-        def scaled_loss(*args: Any) -> Any:
-            loss = loss_of(*args)
-            return replace(loss, grad_logprob_L=loss.grad_logprob_L * 1.01)
+    def scaled(model: Any, packed: Any, batch: Any, loss: Any, clock: Any) -> Any:
+        def scaled_of(*args: Any) -> Any:
+            found = loss.of(*args)
+            return replace(found, grad_logprob_L=found.grad_logprob_L * 1.01)
 
         is_packed = len(batch.tokens_T) > 40
-        return train_rows(model, packed, batch, scaled_loss if is_packed else loss_of, clock)
+        given: Any = SimpleNamespace(of=scaled_of, sums=loss.sums) if is_packed else loss
+        return train_rows(model, packed, batch, given, clock)
 
     monkeypatch.setattr(passes, "train_rows", scaled)
     report = run(trainer, make_batch(50), LossKind.GRPO)
@@ -234,6 +241,28 @@ def test_everything_else_has_the_same_bits(
         _checkpoint(trainer, tmp_path / name) for trainer, name in ((with_it, "1"), (without, "0"))
     ]
     assert saved[0] == saved[1]
+
+
+@pytest.mark.parametrize("kl", [None, pytest.param(FROZEN, marks=pytest.mark.more)])
+def test_nothing_is_compiled_for_it(
+    base: FolderBase, monkeypatch: Patch, kl: KlConfig | None
+) -> None:
+    """Though alone, the rollout is of another range of tokens than packed."""
+    monkeypatch.setattr(layers, "_MOST_TOKENS", (61, 1021))
+    batch, num_graphs = make_batch(50, max_response=30), list[int]()
+    spec = make_trainer(base, dtype=ModelDtype.FLOAT32, tokens=1000).spec
+    for every in (0, 1):
+        with eager_graphs() as graphs:
+            read = read_model(spec.model, keep_reference=True)
+            model = read.place(torch.device(spec.device), compile_layers=True)
+            trainer = Trainer(replace(spec, self_check_every=every), model)
+            report = run(trainer, batch, LossKind.GRPO, kl=kl)
+            num_graphs.append(len(graphs))
+    alone = sequence_lengths(batch)[self_check_of(report).sequence]
+    assert alone < 61 < report.packed_tokens
+    assert not alarms(report)
+    # Of the policy, and of the reference.
+    assert num_graphs == [1 + (kl is not None)] * 2
 
 
 def _checkpoint(trainer: Trainer, folder: Path) -> dict[str, bytes]:

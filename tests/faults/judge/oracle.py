@@ -260,7 +260,7 @@ class Oracle:
 
     def _export(self) -> None:
         with tempfile.TemporaryDirectory(dir=self._folder) as folder:
-            export_weights(self.trainer.model, Path(folder), None)
+            export_weights(self.trainer.model, Path(folder))
             self.digests[self.trainer.version] = digest_file(Path(folder) / WEIGHTS_FILE)
 
     def _clear(self) -> None:

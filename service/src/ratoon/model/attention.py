@@ -41,6 +41,11 @@ class PathAttention(LayerAttention, Protocol):
         """What compiled code sees of it that has T elements, one a token of the forward."""
         ...
 
+    @property
+    def tables(self) -> tuple[Tensor, ...]:
+        """What else it sees of any number of rows, be it one, which decides nothing."""
+        ...
+
     def at_layer(self, index: int, /) -> LayerAttention:
         """Of one layer, for code compiled once for all: it does not ask for the index."""
         ...
@@ -73,6 +78,11 @@ class TreeAttention:
     def per_token(self) -> tuple[Tensor]:
         """See `PathAttention.per_token`."""
         return (self.layout.end_T,)
+
+    @property
+    def tables(self) -> tuple[Tensor, ...]:
+        """See `PathAttention.tables`; a backend reads one of them."""
+        return (self.layout.node_table_M4, self.layout.schedule_table)
 
     @property
     def held(self) -> HeldTokens:

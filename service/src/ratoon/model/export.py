@@ -10,7 +10,7 @@ import functools
 import mmap
 import shutil
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -25,10 +25,10 @@ import psutil
 import torch
 from torch import Tensor
 
-from ratoon.errors import ErrorCode, RatoonError, invalid
+from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.loader import TORCH_DTYPES, quiet_transformers
 from ratoon.model.policy_model import PolicyModel
-from ratoon.model.safetensors_files import plan_files, write_files, write_index
+from ratoon.model.safetensors_files import FileContent, plan_files, write_files, write_index
 from ratoon.model.spec import PresetBase
 from ratoon.model.tokenizer import byte_tokenizer
 
@@ -117,13 +117,12 @@ class WeightsCopy:
             torch.cuda.current_stream(self._model.device).wait_stream(self._stream)
 
     def write(self, folder: Path) -> dict[str, str]:
-        """As `export_weights`, of the values copied last: this rank's files.
-
-        Rank 0 writes what else there is.
-        """
+        """Write this rank's files of the values copied last, over those that are there; rank 0
+        writes what else there is. Returns the digests of the weight files by name."""
         if self._rank == 0:
-            _export_rest(self._model, folder, self._files)
-        return _export_files(self._model, folder, self._values, self._own_files, self._wait)
+            for name, content in self._rest.items():
+                (folder / name).write_bytes(content)
+        return write_files(folder, self._content, self._wait)
 
     def _wait(self, file: str) -> None:
         if self._stream is not None:
@@ -142,6 +141,19 @@ class WeightsCopy:
     @cached_property
     def _files(self) -> dict[str, list[str]]:
         return _planned_files(self._model)
+
+    # The same for each version: a model of many experts has ten thousands of tensors to name.
+    @cached_property
+    def _content(self) -> dict[str, FileContent]:
+        tensors = exported_values(self._model, self._values)
+        return {
+            file: FileContent.of({name: tensors[name] for name in names})
+            for file, names in self._own_files.items()
+        }
+
+    @cached_property
+    def _rest(self) -> dict[str, bytes]:
+        return _rest_of(self._model, self._files)
 
     @cached_property
     def _own_files(self) -> dict[str, list[str]]:
@@ -166,18 +178,14 @@ class WeightsCopy:
         return by_file
 
 
-def export_weights(
-    model: PolicyModel, folder: Path, state: Mapping[str, Tensor] | None
-) -> dict[str, str]:
-    """Write the weights to `folder`, whose weight files, if any, are written over.
+def export_weights(model: PolicyModel, folder: Path) -> dict[str, str]:
+    """Write the weights as they are now to `folder`, whose weight files, if any, are written over.
 
-    `state` gives values by the names of `named_trainable()`, each cast to the model's dtype; None
-    takes the module's own. Returns the digests of the weight files by name. Raises INVALID_ARGUMENT
-    where names or shapes are not the model's.
+    Returns the digests of the weight files by name.
     """
-    values, files = _trained_values(model, state), _planned_files(model)
-    _export_rest(model, folder, files)
-    return _export_files(model, folder, values, files)
+    copy = WeightsCopy(model)
+    copy.take()
+    return copy.write(folder)
 
 
 def _planned_files(model: PolicyModel) -> dict[str, list[str]]:
@@ -196,35 +204,21 @@ def _owners(sizes: Sequence[int], num_ranks: int) -> list[int]:
     return [middle * num_ranks // (2 * total + 1) for middle in middles]
 
 
-def _export_files(
-    model: PolicyModel,
-    folder: Path,
-    values: dict[str, Tensor],
-    files: Mapping[str, Sequence[str]],
-    wait: Callable[[str], None] = lambda _file: None,
-) -> dict[str, str]:
-    """Write some files, of which the `values` are at least those that they need, once `wait`ed for
-    each."""
-    tensors = exported_values(model, values)
-    content = {file: {name: tensors[name] for name in names} for file, names in files.items()}
-    return write_files(folder, content, wait)
+def _rest_of(model: PolicyModel, files: Mapping[str, Sequence[str]]) -> dict[str, bytes]:
+    """Configuration and tokenizer, and the index of several weight files, by name."""
+    with TemporaryDirectory() as aside:
+        folder = Path(aside)
+        if model.adapter is not None:
+            from ratoon.model.lora import export_config
 
-
-def _export_rest(model: PolicyModel, folder: Path, files: Mapping[str, Sequence[str]]) -> None:
-    """Write configuration and tokenizer, and the index of several weight files."""
-    if model.adapter is not None:
-        from ratoon.model.lora import export_config
-
-        export_config(model.adapter, folder)
-        return
-    with quiet_transformers(), TemporaryDirectory() as aside:
-        # In `folder`, it would remove files that are to be written over.
-        cast("Any", model.module).save_pretrained(aside, state_dict={})
-        for path in Path(aside).iterdir():
-            shutil.copyfile(path, folder / path.name)
-    if len(files) > 1:
-        write_index(folder, files, exported_like(model))
-    _export_tokenizer(model, folder)
+            export_config(model.adapter, folder)
+        else:
+            with quiet_transformers():
+                cast("Any", model.module).save_pretrained(folder, state_dict={})
+            if len(files) > 1:
+                write_index(folder, files, exported_like(model))
+            _export_tokenizer(model, folder)
+        return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def _check_host(num_bytes: int) -> None:
@@ -359,20 +353,6 @@ def _imported(model: PolicyModel, name: str, like: Tensor, tensors: Mapping[str,
 
 def _on_meta(model: PolicyModel) -> dict[str, Tensor]:
     return {name: p.detach().to("meta") for name, p in model.named_trainable().items()}
-
-
-def _trained_values(model: PolicyModel, state: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-    trainable = model.named_trainable()
-    if state is None:
-        return {name: model.value_of(name) for name in trainable}
-    if state.keys() != trainable.keys():
-        odd = sorted(state.keys() ^ trainable.keys())
-        raise invalid("state", f"{len(odd)} other names, as {odd[0]}", "those of named_trainable()")
-    dtype = TORCH_DTYPES[model.spec.dtype]
-    for name, parameter in trainable.items():
-        if state[name].shape != parameter.shape:
-            raise invalid(f"state[{name}]", tuple(state[name].shape), str(tuple(parameter.shape)))
-    return {name: state[name].detach().to(dtype) for name in trainable}
 
 
 def _export_tokenizer(model: PolicyModel, folder: Path) -> None:

@@ -1,8 +1,8 @@
 """How the decoder layers of a model run: compiled or not, and what each keeps for its backward.
 
 What is kept, and whether a layer is compiled, changes no result beyond the rounding of fused
-elementwise operations; without either, the bits are those of the layer itself. In deterministic
-mode the bits of compiled layers do not depend on what the process ran before.
+elementwise operations; without either, the bits are those of the layer itself. Those of compiled
+layers do not depend on what the process ran before.
 
 What runs again is chosen by operation (torch's selective activation checkpointing): attention and
 routing never do, a matrix product unless it is kept. Compiled, each kind is one graph for all
@@ -11,7 +11,7 @@ layers, and what runs again is fused into the backward's kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cache, partial
 from inspect import getsource
@@ -27,12 +27,13 @@ from torch.utils.checkpoint import (
 )
 
 from ratoon.model.activation_plan import Kept
+from ratoon.model.attention import PathAttention
 from ratoon.model.layer_shards import LayerShards
 from ratoon.model.offload import HostOffload
 
 _MAX_GRAPHS = 64
-# In deterministic mode a graph is of up to so many tokens, the next of up to the next number; past
-# the last, of up to four times as many each. Primes: no other size of a model equals one.
+# A graph is of up to so many tokens, the next of up to the next number; past the last, of up to
+# four times as many each. Primes: no other size of a model equals one.
 _MOST_TOKENS = (4093, 16_381, 65_521, 262_139)
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -48,7 +49,6 @@ class DecoderLayers:
         wide_features: int,
         adapter_rank: int,
         is_compiled: bool,
-        is_deterministic: bool,
         precision: Callable[[], AbstractContextManager[Any]],
         shards: LayerShards | None = None,
         first_shard: int = 0,
@@ -62,7 +62,6 @@ class DecoderLayers:
         # The layer before whose backward the first of those that are AWAY comes back.
         self.fetched_at: int | None = None
         self._is_compiled = is_compiled
-        self._is_deterministic = is_deterministic
         self._contexts = {kept: _selective(kept, wide_features, adapter_rank) for kept in Kept}
         self._contexts[Kept.HOST] = self._contexts[Kept.ATTENTION]
         self._contexts[Kept.AWAY] = self._contexts[Kept.PRODUCTS]
@@ -87,22 +86,23 @@ class DecoderLayers:
         self, index: int, layer: nn.Module, hidden_states: Tensor, kwargs: dict[str, Any]
     ) -> Tensor:
         kept = self.kept if torch.is_grad_enabled() else None
-        if self._is_compiled and self._is_deterministic:
-            rows = ((x, 1) for x in (hidden_states, *kwargs["position_embeddings"]))
-            _mark_tokens(*rows, *((x, 0) for x in kwargs["ratoon_tree"].per_token))
+        most = most_tokens(hidden_states.shape[1], kwargs.pop("ratoon_at_least", 0))
+        if self._is_compiled:
+            rows = (hidden_states, kwargs["position_ids"], *kwargs["position_embeddings"])
+            _mark_sizes(most, rows, kwargs["ratoon_tree"])
         # What differs from layer to layer is picked before anything is compiled.
         kwargs["ratoon_tree"] = kwargs["ratoon_tree"].at_layer(index)
         if kept is None:
             run = _compiled_plain() if self._is_compiled else _run_plain
-            return run(layer, hidden_states, kwargs)
+            return run(layer, hidden_states, str(most), kwargs)
         contexts = self._contexts[kept[index]]
         with self._where(kept, index, layer, kwargs):
             if self._is_compiled:
-                output = _compiled_again()(layer, hidden_states, contexts, kwargs)
+                output = _compiled_again()(layer, hidden_states, str(most), contexts, kwargs)
             else:
                 # Autograd saves the input alone here; the rest is in the cache of what runs again.
                 contexts = partial(self._in_precision, contexts)
-                output = _run_again(layer, hidden_states, contexts, kwargs)
+                output = _run_again(layer, hidden_states, str(most), contexts, kwargs)
         if self._offload is not None and Kept.AWAY in kept:
             if index == self.fetched_at:
                 output.register_hook(self._offload.fetcher())
@@ -151,15 +151,19 @@ class _Both(AbstractContextManager[None]):
         self._stack.__exit__(*error)
 
 
-def _run_plain(layer: nn.Module, hidden_states: Tensor, kwargs: dict[str, Any]) -> Tensor:
+def _run_plain(
+    layer: nn.Module, hidden_states: Tensor, most: str, kwargs: dict[str, Any]
+) -> Tensor:
+    # The compiler guards on texts that are read: no graph runs tokens of another one's range.
+    torch._check(hidden_states.shape[1] <= int(most))
     return type(layer).forward(layer, hidden_states, **kwargs)
 
 
 def _run_again(
-    layer: nn.Module, hidden_states: Tensor, contexts: Contexts, kwargs: dict[str, Any]
+    layer: nn.Module, hidden_states: Tensor, most: str, contexts: Contexts, kwargs: dict[str, Any]
 ) -> Tensor:
     def run(hidden_states: Tensor) -> Tensor:
-        return type(layer).forward(layer, hidden_states, **kwargs)
+        return _run_plain(layer, hidden_states, most, kwargs)
 
     return cast(
         "Tensor",
@@ -173,43 +177,42 @@ def _run_again(
     )
 
 
-def token_range(num_tokens: int) -> tuple[int, int] | None:
-    """The least and the most tokens of the graph that runs so many in deterministic mode.
+def most_tokens(num_tokens: int, at_least: int = 0) -> int:
+    """The most tokens of the graph that runs so many, or that runs `at_least`, if these are more.
 
-    None: one token, which the compiler makes a graph of its own in any case.
+    One token has a graph of its own, as the compiler gives it one in any case.
     """
     if num_tokens < 2:
-        return None
-    least, most = 2, _MOST_TOKENS[0]
-    for most in _MOST_TOKENS:
-        if num_tokens <= most:
-            break
-        least = most + 1
+        return 1
+    num_tokens = max(num_tokens, at_least)
+    most = next((most for most in _MOST_TOKENS if num_tokens <= most), _MOST_TOKENS[-1])
     while most < num_tokens:
-        least, most = most + 1, 4 * most
-    return least, most
+        most *= 4
+    return most
 
 
-def _mark_tokens(*dims: tuple[Tensor, int]) -> None:
-    """Have the next graph compiled for a whole range of T, the size of these, whatever it is now.
+def _mark_sizes(most: int, rows: Iterable[Tensor], attention: PathAttention) -> None:
+    """Have the next graph compiled for up to `most` tokens, whatever the sizes are now.
 
     The compiler takes sizes for hints of how to cut sums, and the first ones that it meets for all
     that come after. A process that replays from a checkpoint meets others first than the one whose
     bits it has to find again: so the hint is the range's. It is the most of it, so that what the
     compiler finds of the hint, such as that an offset fits 32 bits, is so of the whole range.
     """
-    found = token_range(dims[0][0].shape[dims[0][1]])
-    if found is None:
-        return
-    least, most = found
-    for tensor, dim in dims:
-        torch._dynamo.mark_dynamic(tensor, dim, hint_override=most, min=least, max=most)
+    if most > 1:
+        for row in rows:
+            torch._dynamo.mark_dynamic(row, 1, hint_override=most, min=2, max=most)
+        # Of the same number, whose bounds are above: a layout may be run by graphs of two ranges.
+        for each in attention.per_token:
+            torch._dynamo.mark_dynamic(each, 0, hint_override=most)
+    for table in attention.tables:
+        torch._dynamo.decorators.mark_unbacked(table, 0)
 
 
 def configure_compiler() -> None:
     """Settings of torch's compiler that layers need; of the whole process."""
     settings = cast("Any", torch._dynamo.config)
-    # Each kind, for a whole forest or a stage of one, of one number of tokens and then of any.
+    # Each kind, for a whole forest or a stage of one, of each range of tokens.
     settings.recompile_limit = max(settings.recompile_limit, _MAX_GRAPHS)
     # The scale of attention is checked, and no symbol then: where a process has two models, say.
     settings.specialize_float = True
@@ -217,16 +220,18 @@ def configure_compiler() -> None:
 
 def _compile(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
     configure_compiler()
-    return torch.compile(run, fullgraph=True)
+    # Both decide by the number of tokens, and a graph is for a range of it.
+    options: Any = {"triton.mix_order_reduction": False, "shape_padding": False}
+    return torch.compile(run, fullgraph=True, options=options)
 
 
 @cache
-def _compiled_plain() -> Callable[[nn.Module, Tensor, dict[str, Any]], Tensor]:
+def _compiled_plain() -> Callable[[nn.Module, Tensor, str, dict[str, Any]], Tensor]:
     return _compile(_run_plain)
 
 
 @cache
-def _compiled_again() -> Callable[[nn.Module, Tensor, Contexts, dict[str, Any]], Tensor]:
+def _compiled_again() -> Callable[[nn.Module, Tensor, str, Contexts, dict[str, Any]], Tensor]:
     return _compile(_run_again)
 
 

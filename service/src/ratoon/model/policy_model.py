@@ -76,6 +76,8 @@ class PolicyModel:
         # Most that a forward was planned to hold for its backward; whoever asks sets it back.
         self.planned_bytes = 0
         self._host_bytes = 0
+        # Tokens by which smaller forwards are run, too.
+        self._at_least = 0
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -128,6 +130,7 @@ class PolicyModel:
                 position_ids=position_T[None],
                 use_cache=False,
                 ratoon_tree=attention,
+                ratoon_at_least=self._at_least,
             )
         return output.last_hidden_state[0]
 
@@ -201,6 +204,16 @@ class PolicyModel:
         finally:
             self._active, self._is_reference = self.module, False
 
+    @contextmanager
+    def run_as(self, num_tokens: int) -> Iterator[None]:
+        """Inside, fewer tokens run as so many do: by the same compiled graphs, and what layers keep
+        is the same, but of stages."""
+        self._at_least = num_tokens
+        try:
+            yield
+        finally:
+            self._at_least = 0
+
     def info(self) -> ModelInfo:
         return ModelInfo(
             num_parameters=sum(p.numel() for p in self.module.parameters()),
@@ -219,6 +232,8 @@ class PolicyModel:
     def _plan_activations(self, held: HeldTokens) -> tuple[Kept, ...] | None:
         if self._device_bytes is None or not torch.is_grad_enabled():
             return None
+        if held.stream is None:
+            held = replace(held, tokens=max(held.tokens, self._at_least))
         sizes = self.sizes.over(held.num_ranks)
         plan = plan_forward(sizes, held, self._device_bytes, self._host_bytes)
         self.planned_bytes = max(self.planned_bytes, plan.peak_bytes)
@@ -239,7 +254,6 @@ class PolicyModel:
             wide_features=cast("int", self.config.intermediate_size),
             adapter_rank=tuning.rank if isinstance(tuning, LoraTuning) else 0,
             is_compiled=is_compiled,
-            is_deterministic=self._deterministic,
             precision=self._precision,
             shards=self.shards,
             first_shard=len(layers) if is_frozen else 0,

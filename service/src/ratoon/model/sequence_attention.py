@@ -41,6 +41,11 @@ class SequenceAttention:
         """See `PathAttention.per_token`."""
         return ()
 
+    @property
+    def tables(self) -> tuple[()]:
+        """See `PathAttention.tables`."""
+        return ()
+
     def at_layer(self, _index: int) -> SequenceAttention:
         """See `PathAttention.at_layer`."""
         return self

@@ -114,6 +114,11 @@ class StageAttention:
         """See `PathAttention.per_token`."""
         return ()
 
+    @property
+    def tables(self) -> tuple[()]:
+        """See `PathAttention.tables`."""
+        return ()
+
     def at_layer(self, index: int) -> LayerStage:
         """See `PathAttention.at_layer`."""
         if index not in self._layers:

@@ -80,6 +80,13 @@ def put(array: NDArray[np.generic], device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
+def put_index(values: NDArray[np.int64], device: torch.device) -> slice | Tensor:
+    """What picks these of a tensor's rows: a slice where each follows the one before."""
+    if len(values) and (np.diff(values) == 1).all():
+        return slice(int(values[0]), int(values[-1]) + 1)
+    return put(values, device)
+
+
 def run_model(model: PolicyModel, batch: DeviceBatch) -> TokenOutputs:
     """One forward; gradients flow where they are enabled."""
     hidden_TD = model.forward_hidden(batch.tokens_T, batch.position_T, batch.layout, batch.routed)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ratoon.errors import invalid
 from ratoon.model.export import ExportedTensor, exported_tensors, exported_values
 from ratoon.model.policy_model import PolicyModel
-from ratoon.model.safetensors_files import write_files
+from ratoon.model.safetensors_files import FileContent, write_files
 from ratoon.train.optim.gradients import sum_bytes
 
 _MAX_SHOWN = 80
@@ -52,7 +52,7 @@ class NamedGradients:
             is_fused = len(parts) > 1
             for name in parts.keys() & {*names}:
                 values[name] = parts[name].clone() if is_fused else parts[name]
-        write_files(path.parent, {path.name: values})
+        write_files(path.parent, {path.name: FileContent.of(values)})
 
     def by_parameter(self) -> dict[str, str]:
         """What a parameter is called: as its tensor; a fused one, of several, by its own name."""

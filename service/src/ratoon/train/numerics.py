@@ -29,10 +29,6 @@ def configure_torch(spec: TrainerSpec) -> None:
     torch.set_float32_matmul_precision("highest")
     # Kernels that the compiler picks by timing could be others, with other sums, in a next process.
     cast("Any", inductor_config).deterministic = spec.deterministic
-    if spec.deterministic:
-        # Both decide by the number of tokens; a graph of `layers` is for a range of them.
-        cast("Any", inductor_config).triton.mix_order_reduction = False
-        cast("Any", inductor_config).shape_padding = False
 
 
 def numerics_fingerprint(spec: TrainerSpec, attention_backend: str) -> dict[str, str]:

@@ -6,7 +6,7 @@ The host does not wait for any result before the end of a pass.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 
@@ -21,13 +21,13 @@ from ratoon.model.sequence_group import ALONE, SequenceGroup
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import PackedBatch, UpdatePlan
 from ratoon.rollout.prefixes import SortedPrefixes
-from ratoon.train.config import OldLogprobsKind, ReferenceKind
+from ratoon.train.batch_loss import BatchLoss, OnLogprobs, not_kept
+from ratoon.train.config import ReferenceKind
 from ratoon.train.device_batch import DeviceBatch, TokenOutputs, put, run_model, to_device
 from ratoon.train.load_balance import load_balance
-from ratoon.train.loss.compute import LossOutput, compute_loss, is_of_single_tokens
+from ratoon.train.loss.compute import is_of_single_tokens
 from ratoon.train.loss.row_loss import LossOfTerms, RowLoss, RowTerms, run_row_loss, whole_batch
 from ratoon.train.loss.sums import LossSums
-from ratoon.train.loss.terms import TermColumns
 from ratoon.train.micro_batches import (
     PackedMicroBatch,
     PassHooks,
@@ -39,6 +39,7 @@ from ratoon.train.report.clock import DeviceClock
 from ratoon.train.streamed.heads import add_up
 from ratoon.train.streamed.passes import StagedBatch
 from ratoon_kernels import Span
+from ratoon_kernels.precision import accumulation_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,14 +71,6 @@ class PassTotals:
             backward_s=longest.backward_s,
             rank_seconds=tuple(done.forward_s + done.backward_s for done in ranks),
         )
-
-
-# Response tokens [L], and their log-probs [L] on the device.
-OnLogprobs = Callable[[NDArray[np.int64], Tensor], None]
-
-
-def not_kept(_tokens: NDArray[np.int64], _logprobs: Tensor) -> None:
-    """Log-probs that nobody asks for."""
 
 
 def forward_backward_pass(
@@ -122,43 +115,33 @@ def _train(
     group: SequenceGroup,
     on_logprobs: OnLogprobs,
 ) -> list[Tensor]:
-    """Add the gradient of the loss sum of one micro-batch; `sums_F` of each of its losses."""
+    """Add the gradient of the loss sum of one micro-batch; the sums of each of its losses."""
     packed, device = item.packed, model.device
     batch = to_device(packed, device)
     balance = load_balance(model, prepared, packed, group)
     reference_L = _reference(model, prepared, item, batch, group)
 
-    def loss_of(terms: NDArray[np.int64], logprob_L: Tensor, entropy_L: Tensor) -> LossOutput:
-        part = replace(
-            packed,
-            term_target=packed.term_target[terms],
-            term_sequence=packed.term_sequence[terms],
-            term_token=packed.term_token[terms],
-        )
-        on_logprobs(part.term_token, logprob_L)
-        part_L = None if reference_L is None else reference_L[put(terms, device)]
-        columns = _term_columns(prepared, part, forward_logprobs_J, part_L, logprob_L)
-        return compute_loss(prepared.loss, columns, logprob_L, entropy_L)
-
+    like = torch.empty(0, dtype=accumulation_dtype(model.lm_head_VD.dtype), device=device)
+    loss = BatchLoss(prepared, packed, forward_logprobs_J, reference_L, on_logprobs, like)
     is_of_rows = is_of_single_tokens(prepared.loss)
     if item.stages or group.size > 1:
         staged = StagedBatch(model, packed, batch, item.stages, item.check, group, balance)
-        return staged.forward_backward(loss_of, clock, is_of_rows=is_of_rows)
+        return staged.forward_backward(loss, clock, is_of_rows=is_of_rows)
     if balance is not None:
         whole = Span(0, packed.forest.num_tokens)
         balanced = balance.tokens(whole, whole)
         batch = replace(batch, routed=replace(batch.routed, balance=balanced))
     with model.routes.balancing(batch.routed):
         if is_of_rows:
-            return train_rows(model, packed, batch, loss_of, clock).sums
-        return [_train_in_two_phases(model, packed, batch, loss_of, clock)]
+            return train_rows(model, packed, batch, loss, clock).sums
+        return [_train_in_two_phases(model, packed, batch, loss, clock)]
 
 
 def train_rows(
     model: PolicyModel,
     packed: PackedBatch,
     batch: DeviceBatch,
-    loss_of: LossOfTerms,
+    loss: LossOfTerms,
     clock: DeviceClock,
 ) -> RowLoss:
     """Add the gradient of a loss of single tokens to the parameters' gradients."""
@@ -166,7 +149,7 @@ def train_rows(
     clock.lap("forward")
     hidden_RD = hidden_TD.index_select(0, batch.row_index_R)
     part, terms = whole_batch(packed), RowTerms(packed)
-    done = run_row_loss(model.lm_head_VD, hidden_RD.detach(), batch, part, terms, loss_of)
+    done = run_row_loss(model.lm_head_VD, hidden_RD.detach(), batch, part, terms, loss)
     torch.autograd.backward([hidden_RD], [done.dhidden_RD])
     clock.lap("backward")
     return done
@@ -176,14 +159,15 @@ def _train_in_two_phases(
     model: PolicyModel,
     packed: PackedBatch,
     batch: DeviceBatch,
-    loss_of: LossOfTerms,
+    loss: LossOfTerms,
     clock: DeviceClock,
 ) -> Tensor:
-    """The same of any loss: all log-probs first. Returns `LossOutput.sums_F`."""
+    """The same of any loss: all log-probs first. Returns the sums of the loss."""
     outputs = run_model(model, batch)
     logprob_L = outputs.logprob_M.detach()[batch.term_target_L]
     entropy_L = outputs.entropy_R.detach()[batch.term_row_L]
-    output = loss_of(np.arange(len(packed.term_target)), logprob_L, entropy_L)
+    every = np.arange(len(packed.term_target))
+    output = loss.of(every, logprob_L, entropy_L)
     clock.lap("forward")
     seeds = [_scatter(output.grad_logprob_L, batch.term_target_L, outputs.logprob_M)]
     heads = [outputs.logprob_M]
@@ -192,7 +176,7 @@ def _train_in_two_phases(
         heads.append(outputs.entropy_R)
     torch.autograd.backward(heads, seeds)
     clock.lap("backward")
-    return output.sums_F
+    return loss.sums(every, logprob_L, entropy_L)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,53 +279,6 @@ def _reference(
     with torch.no_grad(), model.reference():
         outputs = add_up(_outputs(model, item, batch, group), group)
         return outputs.logprob_M[batch.term_target_L]
-
-
-def _term_columns(
-    prepared: Prepared,
-    packed: PackedBatch,
-    forward_logprobs_J: NDArray[np.floating] | None,
-    reference_L: Tensor | None,
-    like_L: Tensor,
-) -> TermColumns:
-    """Columns of the batch at the micro-batch's terms, floats in the dtype of `like_L`."""
-    batch, columns = prepared.batch, prepared.columns
-
-    def take(column_J: NDArray[np.generic]) -> Tensor:
-        return put(column_J[packed.term_token], like_L.device)
-
-    def take_float(column_J: NDArray[np.floating] | None) -> Tensor | None:
-        return None if column_J is None else take(column_J).to(like_L.dtype)
-
-    sequence_L = put(packed.term_sequence, like_L.device)
-    is_usable_S = ~batch.sampler_is_raw[packed.forest.sequences]
-    if batch.sampler_logprobs is None:
-        is_usable_S = np.zeros_like(is_usable_S)
-    return TermColumns(
-        sequence_L=sequence_L,
-        num_sequences=len(packed.forest.sequences),
-        counted_C=put(np.flatnonzero(columns.counted_J[packed.term_token]), like_L.device),
-        weight_L=take(columns.weight_J).to(like_L.dtype),
-        advantage_L=take(columns.advantage_J).to(like_L.dtype),
-        old_L=take_float(_old_logprobs(prepared, forward_logprobs_J)),
-        sampler_L=take_float(batch.sampler_logprobs),
-        sampler_usable_L=put(is_usable_S[packed.term_sequence], like_L.device),
-        reference_L=None if reference_L is None else reference_L.to(like_L.dtype),
-    )
-
-
-def _old_logprobs(
-    prepared: Prepared, forward_logprobs_J: NDArray[np.floating] | None
-) -> NDArray[np.floating] | None:
-    """Old log-probs [J]; None: there are none, or they are the current ones."""
-    old = prepared.loss.old_logprobs
-    if old is None or old.kind is OldLogprobsKind.ON_POLICY:
-        return None
-    if old.kind is OldLogprobsKind.SAMPLER:
-        return prepared.batch.sampler_logprobs
-    if old.kind is OldLogprobsKind.GIVEN:
-        return prepared.batch.old_logprobs
-    return forward_logprobs_J
 
 
 def _scatter(grad_L: Tensor, index_L: Tensor, like: Tensor) -> Tensor:

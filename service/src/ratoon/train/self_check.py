@@ -5,8 +5,9 @@ It leaves weights, moments, window and random numbers as they were, bit for bit,
 rollout by policy seed, version and batch, so that a replay picks the same.
 
 Both runs go through the update's own passes, with the loss terms of the one rollout: as a part of
-its micro-batch of the plan, and as the only sequence of another. The gradient of the one is negated
-in the window's own sums and that of the other added, so that no gradient is ever held twice.
+its micro-batch of the plan, and as the only sequence of another, whose layers run as those of the
+first, so that nothing is compiled for it. The gradient of the one is negated in the window's own
+sums and that of the other added, so that no gradient is ever held twice.
 """
 
 from __future__ import annotations
@@ -77,10 +78,11 @@ class SelfCheckOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Runs:
-    """One rollout's terms, to be run in its micro-batch and alone."""
+    """One rollout's terms, to be run in its micro-batch and alone, as so many tokens are."""
 
     packed: Prepared
     alone: Prepared
+    tokens: int
 
 
 def is_due(version: int, every: int) -> bool:
@@ -111,7 +113,8 @@ def run_self_check(
     hooks = PassHooks(on_progress=no_progress, is_cancelled=is_cancelled)
     run = partial(_run, model, forward_logprobs_J, hooks)
     try:
-        report = _compared(run, runs, gradients, sequence)
+        with model.run_as(runs.tokens):
+            report = _compared(run, runs, gradients, sequence)
     except (torch.OutOfMemoryError, RatoonError) as err:
         if isinstance(err, RatoonError) and err.code is not ErrorCode.RESOURCE_EXHAUSTED:
             raise
@@ -153,9 +156,15 @@ def _runs(prepared: Prepared, sequence: int) -> _Runs:
         prepared,
         columns=replace(prepared.columns, trained_J=trained_J, counted_J=counted_J),
     )
-    packed = replace(plan, micro_batches=(_micro_batch_of(plan, sequence),))
+    micro_batch = _micro_batch_of(plan, sequence)
+    packed = replace(plan, micro_batches=(micro_batch,))
     alone = make_plan(batch, prepared.prefixes, is_it_S, plan.micro_batch_tokens)
-    return _Runs(packed=replace(of_it, plan=packed), alone=replace(of_it, plan=alone))
+    return _Runs(
+        packed=replace(of_it, plan=packed),
+        alone=replace(of_it, plan=alone),
+        # Stages have graphs of their own, and it may not fit at once.
+        tokens=0 if micro_batch.stages else micro_batch.packed_tokens,
+    )
 
 
 def _micro_batch_of(plan: UpdatePlan, sequence: int) -> MicroBatch:

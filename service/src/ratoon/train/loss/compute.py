@@ -30,15 +30,22 @@ from ratoon.train.loss.terms import PolicyInputs, RatioInputs, TermColumns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LossOutput:
-    """Gradients of the loss sum, [L] each; `grad_entropy_L` None: no entropy bonus.
-
-    `sums_F`: float64, as `LossSums.total` takes them, on the device of the log-probs.
-    """
+class LossGradients:
+    """Of the loss sum, [L] each; `grad_entropy_L` None: no entropy bonus."""
 
     grad_logprob_L: Tensor
     grad_entropy_L: Tensor | None
-    sums_F: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossOutput(LossGradients):
+    """A loss with what its report is made of, by more operations than the gradients."""
+
+    counted: CountedTerms
+
+    def sums(self) -> Tensor:
+        """float64 [F], as `LossSums.total` takes it, on the device of the log-probs."""
+        return sum_terms(self.counted)
 
 
 def is_of_single_tokens(loss: Loss) -> bool:
@@ -101,8 +108,10 @@ def compute_loss(
     grad_logprob_L, grad_entropy_L = _gradients((weight_C * term_C).sum(), logprob_L, entropy_L)
     has_ratio = LOSS_DEFAULTS[loss.kind].has_ratio
     has_no_clip = isinstance(loss.objective, LinearObjective | SapoObjective)
-    sums_F = sum_terms(
-        CountedTerms(
+    return LossOutput(
+        grad_logprob_L=grad_logprob_L,
+        grad_entropy_L=grad_entropy_L if loss.entropy_coefficient != 0 else None,
+        counted=CountedTerms(
             weight_C=weight_C,
             loss_C=term_C,
             policy_gradient_C=gradient_term_C,
@@ -117,12 +126,7 @@ def compute_loss(
             policy=policy,
             clip_keeps_gradient=isinstance(loss.objective, CispoObjective),
             correction=correction,
-        )
-    )
-    return LossOutput(
-        grad_logprob_L=grad_logprob_L,
-        grad_entropy_L=grad_entropy_L if loss.entropy_coefficient != 0 else None,
-        sums_F=sums_F,
+        ),
     )
 
 

@@ -29,7 +29,7 @@ class CorrectionTerms:
     masked_L: Tensor
     truncated_L: Tensor
 
-    def at(self, index_C: Tensor) -> CorrectionTerms:
+    def at(self, index_C: Tensor | slice) -> CorrectionTerms:
         return CorrectionTerms(
             weight_L=self.weight_L[index_C],
             masked_L=self.masked_L[index_C],

@@ -7,8 +7,8 @@ log-prob alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,12 +16,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ratoon.rollout.packed import PackedBatch
-from ratoon.train.device_batch import DeviceBatch, TokenOutputs, put
-from ratoon.train.loss.compute import LossOutput
+from ratoon.train.device_batch import DeviceBatch, TokenOutputs, put, put_index
+from ratoon.train.loss.compute import LossGradients
 from ratoon_kernels import token_logprobs_forward_backward
 
-# Terms (int64 [n], indexes of the packed batch's), their log-probs and entropies -> their loss.
-LossOfTerms = Callable[[NDArray[np.int64], Tensor, Tensor], LossOutput]
+
+class LossOfTerms(Protocol):
+    """The loss of any of a packed batch's terms: int64 [n], ascending indexes of them, with their
+    log-probs and entropies."""
+
+    def of(
+        self, terms: NDArray[np.int64], logprob_L: Tensor, entropy_L: Tensor, /
+    ) -> LossGradients:
+        """Its gradients."""
+        ...
+
+    def sums(self, terms: NDArray[np.int64], logprob_L: Tensor, entropy_L: Tensor, /) -> Tensor:
+        """What it adds to the report, as `LossOutput.sums`; asked once for each term."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +52,7 @@ class RowLoss:
 
     outputs: TokenOutputs
     dhidden_RD: Tensor
-    # `LossOutput.sums_F` of each run of rows.
+    # As of `LossOutput`, where the part has a term.
     sums: list[Tensor]
 
 
@@ -78,14 +90,14 @@ def run_row_loss(
     batch: DeviceBatch,
     part: RowPart,
     terms: RowTerms,
-    loss_of: LossOfTerms,
+    loss: LossOfTerms,
 ) -> RowLoss:
     """Loss and gradients of a part of `batch`, whose hidden states, [R, D] of its rows, enter.
 
     The gradient of the LM head, where it is trained, is added to its parameter's.
     """
     rows, targets_M = part.rows, put(part.targets, hidden_RD.device)
-    seeds = _Seeds(part, terms, loss_of)
+    seeds = _Seeds(part, terms, loss)
     found = token_logprobs_forward_backward(
         hidden_RD,
         lm_head_VD,
@@ -98,34 +110,28 @@ def run_row_loss(
     if lm_head_VD.requires_grad:
         # Through a view: a gradient that comes straight from here would be copied.
         torch.autograd.backward([lm_head_VD.view_as(lm_head_VD)], [found.dlm_head_VD])
-    return RowLoss(
-        outputs=TokenOutputs(logprob_M=found.logprob_M, entropy_R=found.entropy_R),
-        dhidden_RD=found.dhidden_RD,
-        sums=seeds.sums,
-    )
+    outputs = TokenOutputs(logprob_M=found.logprob_M, entropy_R=found.entropy_R)
+    return RowLoss(outputs=outputs, dhidden_RD=found.dhidden_RD, sums=seeds.sums(outputs))
 
 
 class _Seeds:
     """Gradients of a part's log-probs and entropies, filled in as rows are run."""
 
-    def __init__(self, part: RowPart, terms: RowTerms, loss_of: LossOfTerms) -> None:
-        self.sums: list[Tensor] = []
+    def __init__(self, part: RowPart, terms: RowTerms, loss: LossOfTerms) -> None:
         self._part = part
         self._terms = terms
-        self._loss_of = loss_of
+        self._loss = loss
         self._dlogprob_M: Tensor | None = None
         self._dentropy_R: Tensor | None = None
 
     def of_rows(
         self, rows: slice, logprob_M: Tensor, entropy_R: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
-        first, device = self._part.rows.start, logprob_M.device
+        first = self._part.rows.start
         terms = self._terms.of(first + rows.start, first + rows.stop)
         if len(terms):
-            target_M = np.searchsorted(self._part.targets, self._terms.target(terms))
-            target_L, row_L = put(target_M, device), put(self._terms.row(terms) - first, device)
-            loss = self._loss_of(terms, logprob_M[target_L], entropy_R[row_L])
-            self.sums.append(loss.sums_F)
+            target_L, row_L = self._places(terms, logprob_M.device)
+            loss = self._loss.of(terms, logprob_M[target_L], entropy_R[row_L])
             if self._dlogprob_M is None:
                 self._dlogprob_M = torch.zeros_like(logprob_M)
             _add_terms(self._dlogprob_M, target_L, loss.grad_logprob_L)
@@ -135,7 +141,26 @@ class _Seeds:
                 _add_terms(self._dentropy_R, row_L, loss.grad_entropy_L)
         return self._dlogprob_M, self._dentropy_R
 
+    def sums(self, outputs: TokenOutputs) -> list[Tensor]:
+        """Of all terms at once, which takes fewer operations than of each run of rows."""
+        terms = self._terms.of(self._part.rows.start, self._part.rows.stop)
+        if not len(terms):
+            return []
+        target_L, row_L = self._places(terms, outputs.logprob_M.device)
+        return [self._loss.sums(terms, outputs.logprob_M[target_L], outputs.entropy_R[row_L])]
 
-def _add_terms(sums: Tensor, index_L: Tensor, grad_L: Tensor) -> None:
-    """Sum the terms' gradients at what they share."""
-    sums.index_add_(0, index_L, grad_L)
+    def _places(
+        self, terms: NDArray[np.int64], device: torch.device
+    ) -> tuple[slice | Tensor, slice | Tensor]:
+        """Where their log-probs and entropies are among the part's."""
+        target = np.searchsorted(self._part.targets, self._terms.target(terms))
+        row = self._terms.row(terms) - self._part.rows.start
+        return put_index(target, device), put_index(row, device)
+
+
+def _add_terms(sums: Tensor, index_L: slice | Tensor, grad_L: Tensor) -> None:
+    """Sum the terms' gradients at what they share; no two of a range do."""
+    if isinstance(index_L, slice):
+        sums[index_L] += grad_L
+    else:
+        sums.index_add_(0, index_L, grad_L)

@@ -23,8 +23,8 @@ class TermColumns:
     # int64 [L], ascending: index of the term's sequence in 0 .. num_sequences - 1.
     sequence_L: Tensor
     num_sequences: int
-    # int64 [C]: indexes of the terms that count, ascending.
-    counted_C: Tensor
+    # int64 [C]: indexes of the terms that count, ascending, or the range of them.
+    counted_C: Tensor | slice
     # [L]: 1 or 1 / (the path's counted tokens); unused where the term does not count.
     weight_L: Tensor
     # [L]: advantage, or the signed token weight of cross_entropy.
@@ -36,6 +36,24 @@ class TermColumns:
     sampler_usable_L: Tensor
     # [L]; None: no KL term.
     reference_L: Tensor | None
+
+    def at(self, terms: Tensor | slice, counted_C: Tensor | slice) -> TermColumns:
+        """Those of some terms, of which `counted_C` count."""
+
+        def pick(column_L: Tensor | None) -> Tensor | None:
+            return None if column_L is None else column_L[terms]
+
+        return TermColumns(
+            sequence_L=self.sequence_L[terms],
+            num_sequences=self.num_sequences,
+            counted_C=counted_C,
+            weight_L=self.weight_L[terms],
+            advantage_L=self.advantage_L[terms],
+            old_L=pick(self.old_L),
+            sampler_L=pick(self.sampler_L),
+            sampler_usable_L=self.sampler_usable_L[terms],
+            reference_L=pick(self.reference_L),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

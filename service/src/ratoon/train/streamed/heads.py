@@ -81,7 +81,7 @@ class RowHead:
         packed: PackedBatch,
         batch: DeviceBatch,
         parts: Sequence[StagePart],
-        loss_of: LossOfTerms,
+        loss: LossOfTerms,
         clock: DeviceClock,
         group: SequenceGroup,
     ) -> None:
@@ -91,7 +91,7 @@ class RowHead:
         self._batch = batch
         self._parts = parts
         self._terms = RowTerms(packed)
-        self._loss_of = loss_of
+        self._loss = loss
         self._clock = clock
         # Hidden states of the rows of open stages, and their gradients.
         self._rows: dict[int, tuple[Tensor, Tensor]] = {}
@@ -103,7 +103,7 @@ class RowHead:
             return
         hidden_RD = _rows_of(run, self._batch, self._parts[run.index])
         done = run_row_loss(
-            self._lm_head_VD, hidden_RD.detach(), self._batch, own, self._terms, self._loss_of
+            self._lm_head_VD, hidden_RD.detach(), self._batch, own, self._terms, self._loss
         )
         self.sums += done.sums
         self._rows[run.index] = hidden_RD, done.dhidden_RD
@@ -126,7 +126,7 @@ class TwoPhaseHead:
         packed: PackedBatch,
         batch: DeviceBatch,
         parts: Sequence[StagePart],
-        loss_of: LossOfTerms,
+        loss: LossOfTerms,
         clock: DeviceClock,
         group: SequenceGroup,
     ) -> None:
@@ -136,7 +136,7 @@ class TwoPhaseHead:
         self._lm_head_VD = lm_head_VD
         self._batch = batch
         self._parts = parts
-        self._loss_of = loss_of
+        self._loss = loss
         self._clock = clock
         self._results = _zeros(batch, lm_head_VD)
         # Their gradients.
@@ -184,14 +184,16 @@ class TwoPhaseHead:
         results, seeds = self._results, self._seeds
         index_L = put(part.terms, self._lm_head_VD.device)
         target_L, row_L = self._batch.term_target_L[index_L], self._batch.term_row_L[index_L]
-        loss = self._loss_of(part.terms, results.logprob_M[target_L], results.entropy_R[row_L])
+        outputs = results.logprob_M[target_L], results.entropy_R[row_L]
+        loss = self._loss.of(part.terms, *outputs)
         seeds.logprob_M.index_add_(0, target_L, loss.grad_logprob_L)
         if loss.grad_entropy_L is not None:
             self._has_entropy = True
             seeds.entropy_R.index_add_(0, row_L, loss.grad_entropy_L)
+        sums_F = self._loss.sums(part.terms, *outputs)
         # All ranks have the same.
         if self._group.index == 0:
-            self.sums.append(loss.sums_F)
+            self.sums.append(sums_F)
 
 
 def add_up(outputs: TokenOutputs, group: SequenceGroup) -> TokenOutputs:

@@ -72,11 +72,11 @@ class StagedBatch:
         return head.results
 
     def forward_backward(
-        self, loss_of: LossOfTerms, clock: DeviceClock, *, is_of_rows: bool
+        self, loss: LossOfTerms, clock: DeviceClock, *, is_of_rows: bool
     ) -> list[Tensor]:
         """Add the gradient of the loss of all terms to the parameters' gradients.
 
-        `is_of_rows`: `loss_of` may be asked for any of the terms, those of a few rows; else it is
+        `is_of_rows`: `loss` may be asked for any of the terms, those of a few rows; else it is
         for all terms of whole sequences.
 
         Returns:
@@ -89,7 +89,7 @@ class StagedBatch:
             self._packed,
             self._batch,
             self._parts,
-            loss_of,
+            loss,
             clock,
             self._group,
         )
