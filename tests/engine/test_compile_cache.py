@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess  # nosec B404 - of this Python
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,3 +65,21 @@ def test_what_a_process_uses_is_never_removed(tmp_path: Path) -> None:
 def test_torchs_compiler_goes_there(tmp_path: Path) -> None:
     cache = CompileCache(tmp_path, TORCH_2)
     assert cache_dir() == str(cache.folder / "inductor")
+
+
+def test_a_compiler_that_was_started_is_imported_by_no_compilation() -> None:
+    """In a process of its own, as this one may have compiled."""
+    code = """if True:
+        import sys
+        import torch
+        from ratoon.engine.worker.compile_cache import start_compiler
+
+        start_compiler()
+        before = {*sys.modules}
+        torch._dynamo.lookup_backend("inductor")
+        import torch._inductor.async_compile
+        import torch._inductor.compile_fx
+
+        assert not [name for name in {*sys.modules} - before if "_inductor." in name]
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -16,7 +16,7 @@ import torch
 
 from ratoon.rollout.pack import pack
 from ratoon.rollout.selection import trained_mask
-from ratoon.train import passes, prepare
+from ratoon.train import batch_loss, prepare
 from ratoon.train.config import KlConfig, KlKind, LossKind, ReferenceKind
 from ratoon.train.loss import row_loss
 from ratoon.train.loss.compute import compute_loss
@@ -89,7 +89,7 @@ def _mean_of_each_micro_batch(patch: Patch) -> None:
         output = compute_loss(loss, columns, logprob_L, entropy_L)
         return replace(output, grad_logprob_L=output.grad_logprob_L * 10 / len(logprob_L))
 
-    patch.setattr("ratoon.train.passes.compute_loss", compute_mean)
+    patch.setattr("ratoon.train.batch_loss.compute_loss", compute_mean)
 
 
 def _shared_tokens_counted_once(patch: Patch) -> None:
@@ -111,13 +111,13 @@ def _temperature_of_one(patch: Patch) -> None:
 
 def _one_sequence_a_micro_batch(patch: Patch) -> None:
     """Sequence ratios over the micro-batch as if it were one sequence."""
-    term_columns = passes._term_columns
+    term_columns = batch_loss._columns
 
     def one_sequence(*args: Any) -> Any:
         columns = term_columns(*args)
         return replace(columns, sequence_L=torch.zeros_like(columns.sequence_L), num_sequences=1)
 
-    patch.setattr(passes, "_term_columns", one_sequence)
+    patch.setattr(batch_loss, "_columns", one_sequence)
 
 
 @pytest.mark.more

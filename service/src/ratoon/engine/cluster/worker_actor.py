@@ -77,8 +77,11 @@ class WorkerActor:
         self._core = WorkerCore(self._create, make_reach(crash_points))
 
     def _create(self, spec: TrainerSpec) -> Trainer:
-        from ratoon.engine.worker.compile_cache import CompileCache
+        from ratoon.engine.worker.compile_cache import CompileCache, start_compiler
 
+        if spec.device != "cpu":
+            # While weights are loaded; nothing is compiled before.
+            threading.Thread(target=start_compiler, daemon=True).start()
         peers = self._ranks.join(spec, self._policy_id)
         trainer = self._create_trainer(spec, peers, self._compiled)
         # Nothing is compiled on a CPU.

@@ -10,6 +10,7 @@ import fcntl
 import os
 from collections.abc import Mapping
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 
 from ratoon.config import set_compile_cache
@@ -38,6 +39,14 @@ class CompileCache:
     def close(self) -> None:
         """Allow others to remove the folder."""
         os.close(self._lock)
+
+
+def start_compiler() -> None:
+    """What torch does at a first compilation: imports of a second, and processes that compile."""
+    from torch._inductor.async_compile import maybe_warm_pool
+
+    maybe_warm_pool()
+    import_module("torch._inductor.compile_fx")
 
 
 def _locked(folder: Path) -> int:
