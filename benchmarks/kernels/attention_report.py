@@ -29,6 +29,8 @@ COLUMNS = (
     *("shape", "backend", "fwd ms", "bwd ms", "fwd TFLOP/s", "bwd TFLOP/s"),
     *("x flash", "x FA2 replicated", "peak GiB"),
 )
+# Of a loop without pauses, where it was measured.
+SUSTAINED_COLUMNS = ("sustained TFLOP/s", "J / TFLOP")
 NUM_TEXT_COLUMNS = 2
 NOTHING = "–"
 BEGIN = "<!-- attention results: written by benchmarks/kernels/attention.py -->"
@@ -52,6 +54,12 @@ class Table:
         self.rows = rows
         self._measured = {(r["shape"], r["backend"]): r for r in rows if "error" not in r}
         self.shapes = list(dict.fromkeys(row["shape"] for row in rows))
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """What has figures."""
+        is_sustained = any("joules" in row for row in self.rows)
+        return (*COLUMNS, *(SUSTAINED_COLUMNS if is_sustained else ()))
 
     def row(self, shape: str, backend: str) -> Row | None:
         return self._measured.get((shape, backend))
@@ -82,7 +90,8 @@ def targets(rows: list[Row]) -> list[Target]:
 
 def format_table(result: dict[str, Any]) -> str:
     """The table for a terminal, with its provenance."""
-    lines = aligned([list(COLUMNS), *_cells(Table(result["rows"]))], NUM_TEXT_COLUMNS)
+    table = Table(result["rows"])
+    lines = aligned([list(table.columns), *_cells(table)], NUM_TEXT_COLUMNS)
     lines.insert(1, "-" * max(map(len, lines)))
     notes = [_provenance(result), *_errors(result["rows"]), *_target_lines(result["rows"])]
     return "\n".join([*lines, "", *notes])
@@ -104,7 +113,8 @@ def _markdown(result: dict[str, Any], link: str, image: str) -> Iterator[str]:
     yield f"\n{_provenance(result)} [Raw samples]({link}).\n"
     if image:
         yield f"![TFLOP/s of unmasked work, by shape and backend]({image})\n"
-    yield from markdown_table(COLUMNS, _cells(Table(result["rows"])), NUM_TEXT_COLUMNS)
+    table = Table(result["rows"])
+    yield from markdown_table(table.columns, _cells(table), NUM_TEXT_COLUMNS)
     yield ""
     yield from (f"- {line}" for line in _errors(result["rows"]))
     yield from (f"- {line}" for line in _target_lines(result["rows"]))
@@ -114,9 +124,9 @@ def _cells(table: Table) -> Iterator[list[str]]:
     for row in table.rows:
         shape, backend = row["shape"], row["backend"]
         if "error" in row:
-            yield [shape, backend, *[NOTHING] * (len(COLUMNS) - NUM_TEXT_COLUMNS)]
+            yield [shape, backend, *[NOTHING] * (len(table.columns) - NUM_TEXT_COLUMNS)]
             continue
-        yield [
+        cells = [
             shape,
             backend,
             *(f"{row[name]:.2f}" for name in ("fwd_ms", "bwd_ms")),
@@ -124,6 +134,14 @@ def _cells(table: Table) -> Iterator[list[str]]:
             *(_ratio(table.speedup(shape, backend, over)) for over in (FLASH, FA2)),
             f"{row['peak_gib']:.2f}" if "peak_gib" in row else NOTHING,
         ]
+        yield [*cells, *_sustained_cells(row)][: len(table.columns)]
+
+
+def _sustained_cells(row: Row) -> list[str]:
+    if "joules" not in row:
+        return [NOTHING, NOTHING]
+    tflop = (row["fwd_tflops"] * row["fwd_ms"] + row["bwd_tflops"] * row["bwd_ms"]) / 1e3
+    return [f"{1e3 * tflop / row['sustained_ms']:.0f}", f"{row['joules'] / tflop:.2f}"]
 
 
 def _ratio(value: float | None) -> str:

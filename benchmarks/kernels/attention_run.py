@@ -32,6 +32,7 @@ from benchmarks.kernels.attention_timing import (
     Samples,
     fastest,
     measure_memory,
+    measure_sustained,
     sample_rounds,
 )
 
@@ -126,6 +127,7 @@ def _prepare(
     if run.is_gpu:
         details |= asdict(measure_memory(subject, tensors))
         details["workspace_limit_gib"] = _fp32_gradient_bytes(tensors) / 2**30
+        details |= measure_sustained(subject, tensors)
     return subject, details
 
 

@@ -17,6 +17,8 @@ from typing import Any, Protocol
 
 import torch
 
+from benchmarks.common.energy import joules_taken
+from benchmarks.common.timing import synchronise
 from benchmarks.kernels.attention_inputs import Tensors
 from benchmarks.kernels.attention_subjects import Subject
 
@@ -24,6 +26,8 @@ FLUSH_BYTES = 256 * 2**20
 BUSY_CYCLES = 2_000_000
 MIN_SAMPLES = 5
 MAX_SAMPLES = 50
+# Without pauses: longer than the clock takes to come down, and than the counter is coarse.
+SUSTAINED_S = 1.5
 GEMM_SAMPLES = 10
 GEMM_SIZES = {"cuda": 8192, "cpu": 256}
 
@@ -141,6 +145,35 @@ def measure_memory(subject: Subject, tensors: Tensors) -> Memory:
         forward_workspace_gib=forward_workspace / 2**30,
         backward_workspace_gib=backward_workspace / 2**30,
     )
+
+
+def measure_sustained(subject: Subject, tensors: Tensors) -> dict[str, float]:
+    """`sustained_ms` and `joules` of a forward and backward, one after the other without pauses.
+
+    Nothing where the device counts no joules, or inputs are loaded part by part.
+    """
+    device = tensors.q_TNH.device
+    if len(subject.parts) > 1 or joules_taken(device) is None:
+        return {}
+    (part,) = subject.parts
+    call = subject.load(tensors if subject.is_packed else tensors.gather(part.source_T), part)
+
+    def run(count: int) -> float:
+        start = time.perf_counter()
+        for _ in range(count):
+            call.forward()
+            call.backward()
+        synchronise(device)
+        return time.perf_counter() - start
+
+    run(2)
+    count = max(1, round(SUSTAINED_S / run(1)))
+    before = joules_taken(device)
+    seconds = run(count)
+    after = joules_taken(device)
+    assert before is not None
+    assert after is not None
+    return {"sustained_ms": 1e3 * seconds / count, "joules": (after - before) / count}
 
 
 def measure_gemm(device: torch.device, clock: Clock) -> dict[str, Any]:

@@ -85,6 +85,15 @@ def test_table_shows_ratios_reasons_and_misses() -> None:
     assert "STALE: kernel changed" in format_table({**_result(ROWS), "stale": "kernel changed"})
 
 
+def test_joules_have_columns_where_they_were_counted() -> None:
+    """7 + 17.5 TFLOP, in 35 ms and by 24.5 joules."""
+    first = _row("short", "cuda", 10.0, 30.0, sustained_ms=35.0, joules=24.5)
+    lines = format_table(_result([first, *ROWS[4:]])).splitlines()
+    assert lines[0].endswith("J / TFLOP")
+    assert lines[2].split()[-2:] == ["700", "1.00"]
+    assert all(line.split()[-2:] == ["–", "–"] for line in lines[3:6])
+
+
 def test_markdown_replaces_its_own_section_alone(tmp_path: Path) -> None:
     path = tmp_path / "doc.md"
     path.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
