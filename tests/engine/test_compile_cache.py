@@ -74,7 +74,7 @@ def test_a_compiler_that_was_started_is_imported_by_no_compilation() -> None:
         import torch
         from ratoon.engine.worker.compile_cache import start_compiler
 
-        start_compiler()
+        start_compiler().join()
         before = {*sys.modules}
         torch._dynamo.lookup_backend("inductor")
         import torch._inductor.async_compile

@@ -73,13 +73,16 @@ class RankActor:
         """Join the others and load the model."""
         import torch
 
-        from ratoon.engine.worker.compile_cache import CompileCache
+        from ratoon.engine.worker.compile_cache import CompileCache, start_compiler
         from ratoon.train.copies import Copies
         from ratoon.train.micro_batches import PassHooks
         from ratoon.train.numerics import numerics_fingerprint
         from ratoon.train.rank import Rank
 
         started, device = time.perf_counter(), torch.device(spec.device)
+        if device.type == "cuda":
+            # While weights are loaded; nothing is compiled before.
+            start_compiler()
         set_copy_interface(meeting.host)
         Copies.join(meeting, number, device)
         spec, model = self._load_model(spec)

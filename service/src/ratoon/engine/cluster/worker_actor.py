@@ -81,7 +81,7 @@ class WorkerActor:
 
         if spec.device != "cpu":
             # While weights are loaded; nothing is compiled before.
-            threading.Thread(target=start_compiler, daemon=True).start()
+            start_compiler()
         peers = self._ranks.join(spec, self._policy_id)
         trainer = self._create_trainer(spec, peers, self._compiled)
         # Nothing is compiled on a CPU.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib import import_module
@@ -41,8 +42,14 @@ class CompileCache:
         os.close(self._lock)
 
 
-def start_compiler() -> None:
-    """What torch does at a first compilation: imports of a second, and processes that compile."""
+def start_compiler() -> threading.Thread:
+    """Begin what torch does at a first compilation: imports of a second, and processes."""
+    thread = threading.Thread(target=_import_compiler, name="compiler", daemon=True)
+    thread.start()
+    return thread
+
+
+def _import_compiler() -> None:
     from torch._inductor.async_compile import maybe_warm_pool
 
     maybe_warm_pool()
