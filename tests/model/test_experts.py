@@ -19,6 +19,7 @@ from ratoon.model.experts import (
     _to_rows,
     _to_tokens,
     _weight_gradient,
+    gated_linear,
     grouped_experts,
     grouped_linear,
     sort_by_expert,
@@ -303,6 +304,8 @@ def test_operations_are_what_torch_expects_of_them() -> None:
         # As the gradient of the rows is computed.
         dy_SF = torch.randn(14, 2 * F, dtype=dtype)
         check(grouped_linear, (dy_SF, leaves["gate_up"].detach().mT, stop_E))
+        gates = dy_SF.clone().requires_grad_(), torch.rand(14, 1, dtype=dtype, requires_grad=True)
+        check(gated_linear, (*gates, leaves["down"], stop_E))
         check(_weight_gradient, (dy_SF, x_SD.detach(), stop_E))
     check(sort_by_expert, (case.expert_TC, case.num_experts))
 

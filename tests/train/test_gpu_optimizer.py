@@ -16,6 +16,7 @@ from ratoon.train.optim import bf16_state
 from ratoon.train.optim.adamw import Optimizer, global_norm
 from ratoon.train.optim.bf16_adamw import Bf16AdamW
 from ratoon.train.optim.choice import make_optimizer
+from ratoon.train.optim.gradients import add_terms
 from ratoon.train.optim.rounding import decode_positive, decode_signed, join_float32
 from tests.train.optimizer_runs import (
     CONFIG,
@@ -54,6 +55,22 @@ def test_steps_repeat_their_bits(kind: OptimizerStates) -> None:
     runs = [_run(_optimizer(kind, _DEVICE), _DEVICE, range(3)) for _ in range(2)]
     for name, tensor in runs[0].items():
         assert torch.equal(tensor, runs[1][name]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("num_terms", [1, 2, 4])
+@pytest.mark.parametrize("num_elements", [1, 4096, 100_003])
+def test_terms_are_added_one_after_the_other(
+    num_elements: int, num_terms: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    total = torch.randn(num_elements, device=_DEVICE)
+    terms = [torch.randn(num_elements, device=_DEVICE).to(dtype) for _ in range(num_terms)]
+    expected = total.clone()
+    for term in terms:
+        expected += term
+    add_terms(total, terms)
+    assert torch.equal(total, expected)
 
 
 @pytest.mark.parametrize("kind", list(OptimizerStates))

@@ -148,12 +148,14 @@ def test_a_device_has_the_weights_that_are_counted(
         assert counted <= max(held) <= counted + room
 
 
-@pytest.mark.parametrize(("tuning", "small"), [(None, 7_240_000), (_LORA, 2_190_000)])
+@pytest.mark.parametrize(
+    ("preset", "tuning", "small"), [("small", None, 72_000_000), ("tiny", _LORA, 2_190_000)]
+)
 def test_what_is_left_open_is_as_little_as_there_is_room_for(
-    monkeypatch: pytest.MonkeyPatch, tuning: LoraTuning | None, small: int
+    monkeypatch: pytest.MonkeyPatch, preset: str, tuning: LoraTuning | None, small: int
 ) -> None:
     """`small`: bytes of a GPU for which the weights of a whole model are too many."""
-    spec = _spec(PresetBase(name="tiny"), tuning)
+    spec = _spec(PresetBase(name=preset), tuning)
     for total, expected in ((10 * small, Shard.STATES), (small, Shard.WEIGHTS)):
         monkeypatch.setattr("ratoon.train.layout.total_bytes", lambda _, total=total: total)
         chosen, model = load(spec)

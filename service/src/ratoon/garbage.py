@@ -1,8 +1,9 @@
-"""Keeps the garbage collector from what a process loads at start, most of which stays anyway."""
+"""Keeps the garbage collector from what a process loads or compiles, most of which stays anyway."""
 
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 
@@ -20,3 +21,29 @@ def frozen_imports() -> Generator[None, None, None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@contextmanager
+def frozen_graphs() -> Generator[None, None, None]:
+    """What torch compiles inside is kept from later collections.
+
+    The layers of one model make 300,000 objects: a collection of all of them holds up whoever
+    launches kernels for 0.1 to 0.3 s.
+    """
+    before = _num_graphs()
+    yield
+    if _num_graphs() > before:
+        gc.collect()
+        gc.freeze()
+
+
+def collect_all() -> None:
+    """Collect what was frozen, too, such as the layers of a model that is let go of."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+
+
+def _num_graphs() -> int:
+    utils = sys.modules.get("torch._dynamo.utils")
+    return 0 if utils is None else utils.counters["stats"]["unique_graphs"]

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from transformers.activations import SiLUActivation
 from transformers.integrations.moe import ExpertsInterface
 
 from ratoon.model.path_stacks import accumulation_dtype
@@ -24,6 +25,9 @@ EXPERTS_NAME = "ratoon_grouped"
 
 # y_SF, x_SD, stop_E -> y_SF and what an adapter of the product from x to y adds to it.
 Adapter = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+# Those whose activation `gated_linear` is of.
+_SILU = (torch.nn.SiLU, SiLUActivation)
 
 # Grouped products on a GPU want rows of whole 16 bytes.
 _ROW_MULTIPLE = 8
@@ -52,7 +56,11 @@ def grouped_experts(
     token_S = order_S // top_k_index.shape[1]
     x_SD = _to_rows(hidden_states, token_S, place_TC)
     weight_S1 = _to_rows(top_k_weights.reshape(-1, 1), order_S, place_TC.reshape(-1, 1))
-    gate_SF, up_SF = grouped_linear(x_SD, module.gate_up_proj, stop_E).chunk(2, dim=-1)
+    gate_up_SG = grouped_linear(x_SD, module.gate_up_proj, stop_E)
+    if adapters is None and type(module.act_fn) in _SILU:
+        out_SD = gated_linear(gate_up_SG, weight_S1, module.down_proj, stop_E)
+        return _to_tokens(out_SD, token_S, place_TC)
+    gate_SF, up_SF = gate_up_SG.chunk(2, dim=-1)
     if adapters is not None:
         gate_SF, up_SF = adapters[0](gate_SF, x_SD, stop_E), adapters[1](up_SF, x_SD, stop_E)
     product_SF = module.act_fn(gate_SF) * up_SF * weight_S1
@@ -198,3 +206,69 @@ def _differentiate(ctx: Any, dy_SF: Tensor) -> tuple[Tensor | None, Tensor | Non
 
 
 grouped_linear.register_autograd(_differentiate, setup_context=_setup_context)
+
+
+@torch.library.custom_op("ratoon::gated_linear", mutates_args=())
+def gated_linear(gate_up_SG: Tensor, weight_S1: Tensor, down_EDF: Tensor, stop_E: Tensor) -> Tensor:
+    """y_SD: `grouped_linear` of the SiLU of each row's gate times the rest of it times a weight.
+
+    `gate_up_SG`: gates in the first half. Differentiable in all but stop_E; the products between
+    are made again in the backward, with what else it makes of gates.
+    """
+    return grouped_linear(_gated(gate_up_SG, weight_S1), down_EDF, stop_E)
+
+
+@gated_linear.register_fake
+def _(gate_up_SG: Tensor, _weight_S1: Tensor, down_EDF: Tensor, _stop_E: Tensor) -> Tensor:
+    return gate_up_SG.new_empty((gate_up_SG.shape[0], down_EDF.shape[1]))
+
+
+def _gated(gate_up_SG: Tensor, weight_S1: Tensor) -> Tensor:
+    if _has_gate_kernels(gate_up_SG):
+        from ratoon.model.gate_kernel import gate_rows
+
+        return gate_rows(gate_up_SG, weight_S1)
+    gate_SF, up_SF = gate_up_SG.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate_SF) * up_SF * weight_S1
+
+
+@torch.library.custom_op("ratoon::gated_gradients", mutates_args=())
+def _gated_gradients(
+    dproduct_SF: Tensor, gate_up_SG: Tensor, weight_S1: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The products again, and the gradients of gates and weights."""
+    if _has_gate_kernels(gate_up_SG):
+        from ratoon.model.gate_kernel import differentiate_rows
+
+        return differentiate_rows(dproduct_SF, gate_up_SG, weight_S1)
+    gate_SF, up_SF = gate_up_SG.chunk(2, dim=-1)
+    silu_SF, sigmoid_SF = torch.nn.functional.silu(gate_SF), gate_SF.sigmoid()
+    drow_SF = dproduct_SF * weight_S1
+    dgate_SF = drow_SF * up_SF * sigmoid_SF * (1 + gate_SF * (1 - sigmoid_SF))
+    dgate_up_SG = torch.cat([dgate_SF, drow_SF * silu_SF], dim=-1)
+    dweight_S1 = (dproduct_SF * silu_SF * up_SF).sum(-1, keepdim=True)
+    return silu_SF * up_SF * weight_S1, dgate_up_SG, dweight_S1
+
+
+@_gated_gradients.register_fake
+def _(dproduct_SF: Tensor, gate_up_SG: Tensor, weight_S1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        dproduct_SF.new_empty(dproduct_SF.shape),
+        gate_up_SG.new_empty(gate_up_SG.shape),
+        weight_S1.new_empty(weight_S1.shape),
+    )
+
+
+def _has_gate_kernels(gate_up_SG: Tensor) -> bool:
+    return gate_up_SG.is_cuda and gate_up_SG.dtype is torch.bfloat16
+
+
+def _differentiate_gated(ctx: Any, dy_SD: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
+    gate_up_SG, weight_S1, down_EDF, stop_E = ctx.saved_tensors
+    dproduct_SF = grouped_linear(dy_SD, down_EDF.mT, stop_E)
+    product_SF, dgate_up_SG, dweight_S1 = _gated_gradients(dproduct_SF, gate_up_SG, weight_S1)
+    ddown_EDF = _weight_gradient(dy_SD, product_SF, stop_E) if ctx.needs_input_grad[2] else None
+    return dgate_up_SG, dweight_S1, ddown_EDF, None
+
+
+gated_linear.register_autograd(_differentiate_gated, setup_context=_setup_context)

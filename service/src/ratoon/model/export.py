@@ -122,7 +122,7 @@ class WeightsCopy:
         if self._rank == 0:
             for name, content in self._rest.items():
                 (folder / name).write_bytes(content)
-        return write_files(folder, self._content, self._wait)
+        return write_files(folder, self._content, self._wait, self._model.sizes.num_on_host)
 
     def _wait(self, file: str) -> None:
         if self._stream is not None:

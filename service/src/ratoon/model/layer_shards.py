@@ -13,16 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 
-from ratoon.model.parts import Part
+from ratoon.model.parts import Part, Places
 from ratoon.model.shared_memory import Handle, SharedMemory, open_memory
 
-# Elements: parts begin where kernels like it.
-_ALIGNMENT = 128
 # Layers that are there at a time: the one that runs, and the next one.
 RING = 2
 
@@ -56,7 +53,7 @@ class LayerShards:
         self._device = device
         named = {name: p for layer in layers for name, p in layer.items()}
         (self._dtype,) = {p.dtype for p in named.values()}
-        self._places = [_places(parts) for parts in self._by_rank]
+        self._places = [Places.of(parts) for parts in self._by_rank]
         self._owned = [self._keep(named)]
         self._shapes = {name: p.shape for name, p in named.items()}
         self._layers = [self._emptied(layer) for layer in layers]
@@ -94,7 +91,7 @@ class LayerShards:
 
     def own(self) -> dict[str, Tensor]:
         """This rank's parts by their names, live: shaped as `Part.of` would have them."""
-        views = _views(self._owned[0].tensor, self._places[self._rank])
+        views = self._places[self._rank].views(self._owned[0].tensor)
         return {
             name: view.view(self._shapes[name]) if name in self._shapes else view
             for name, view in views.items()
@@ -108,9 +105,8 @@ class LayerShards:
         """Map the memory of all ranks, all of which have their parts by now."""
         self._sources = [
             [
-                _views(
-                    memory.tensor if rank == self._rank else open_memory(each, self._device),
-                    self._places[rank],
+                self._places[rank].views(
+                    memory.tensor if rank == self._rank else open_memory(each, self._device)
                 )
                 for rank, each in enumerate(handles)
             ]
@@ -159,7 +155,7 @@ class LayerShards:
     def _keep(self, named: Mapping[str, nn.Parameter]) -> SharedMemory:
         places = self._places[self._rank]
         memory = SharedMemory(places.size, self._dtype, self._device)
-        views = _views(memory.tensor, places)
+        views = places.views(memory.tensor)
         for part in self._by_rank[self._rank]:
             views[part.name].copy_(part.of(named[part.parameter]).detach().reshape(-1))
         return memory
@@ -222,23 +218,3 @@ class LayerShards:
             torch.cuda.current_stream(self._device).wait_event(event)
         for parameter in self._layers[number].values():
             parameter.storage.resize_(0)
-
-
-@dataclass(frozen=True, slots=True)
-class _Places:
-    """Where a rank's parts begin in its memory of `size` elements: [start, stop) by name."""
-
-    bounds: dict[str, tuple[int, int]]
-    size: int
-
-
-def _places(parts: Sequence[Part]) -> _Places:
-    rooms = [-(-part.num_elements // _ALIGNMENT) * _ALIGNMENT for part in parts]
-    starts = [*accumulate(rooms, initial=0)]
-    pairs = zip(parts, starts, strict=False)
-    bounds = {part.name: (start, start + part.num_elements) for part, start in pairs}
-    return _Places(bounds, starts[-1])
-
-
-def _views(memory: Tensor, places: _Places) -> dict[str, Tensor]:
-    return {name: memory[start:stop] for name, (start, stop) in places.bounds.items()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from torch import Tensor
 # for a moment beside the states, and against parts that ranks can have as many of.
 PART = 1 << 25
 _AT = "@"
+# Elements: parts begin where kernels like it.
+_ALIGNMENT = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +47,27 @@ class Part:
         """As `of` makes it of `tensor`, whose values need not be there, without values."""
         shape = tensor.shape if self.parameter == self.name else torch.Size([self.num_elements])
         return torch.empty(shape, dtype=dtype or tensor.dtype, device=tensor.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where parts begin in memory of `size` elements: [start, stop) by name."""
+
+    bounds: dict[str, tuple[int, int]]
+    size: int
+
+    @classmethod
+    def of(cls, parts: Sequence[Part]) -> Places:
+        """One after the other."""
+        rooms = [-(-part.num_elements // _ALIGNMENT) * _ALIGNMENT for part in parts]
+        starts = [*accumulate(rooms, initial=0)]
+        pairs = zip(parts, starts, strict=False)
+        bounds = {part.name: (start, start + part.num_elements) for part, start in pairs}
+        return cls(bounds, starts[-1])
+
+    def views(self, memory: Tensor) -> dict[str, Tensor]:
+        """The parts by name, flat, of memory at least as large."""
+        return {name: memory[start:stop] for name, (start, stop) in self.bounds.items()}
 
 
 def parts_of(parameters: Mapping[str, Tensor], part_elements: int = PART) -> list[Part]:

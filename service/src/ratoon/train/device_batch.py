@@ -74,10 +74,13 @@ def to_device(packed: PackedBatch, device: torch.device) -> DeviceBatch:
 def put(array: NDArray[np.generic], device: torch.device) -> Tensor:
     """A host array as a tensor on `device`, same dtype; nothing waits for a GPU."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
-    if device.type == "cuda":
-        # Only from pinned memory is a copy asynchronous; torch holds it until the copy is done.
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+    if device.type != "cuda":
+        return tensor.to(device)
+    # Only from pinned memory is a copy asynchronous; torch holds it until the copy is done. This
+    # thread alone fills it: torch's own would each wait for a core, while a version is written.
+    pinned = torch.empty_like(tensor, pin_memory=True)
+    np.copyto(pinned.numpy(), tensor.numpy())
+    return pinned.to(device, non_blocking=True)
 
 
 def put_index(values: NDArray[np.int64], device: torch.device) -> slice | Tensor:

@@ -23,6 +23,7 @@ from ratoon.train.numerics import (
 from ratoon.train.optim.bf16_state import initial_state
 from ratoon.train.optim.gradients import sum_bytes
 from ratoon.train.optim.layer_exchange import handed_bytes
+from ratoon.train.optim.outbox import outbox_bytes
 from ratoon.train.spec import TrainerSpec
 
 # What is kept, and what ranks share out.
@@ -118,6 +119,12 @@ def choose_layout(
     if total is None:
         return kinds[0], next(iter(weight_bytes))
     sharded = {Shard.STATES: (), Shard.GRADIENTS: layers, Shard.WEIGHTS: layers}
+    if Shard.WEIGHTS in weight_bytes:
+        like = [{name: parameters[name] for name in layer} for layer in layers]
+        weight_bytes = {
+            **weight_bytes,
+            Shard.WEIGHTS: weight_bytes[Shard.WEIGHTS] + outbox_bytes(like),
+        }
     taken = {
         (kind, shard): held + needed_bytes(parameters, kind, num_ranks, sharded[shard])
         for shard, held in weight_bytes.items()

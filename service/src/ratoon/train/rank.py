@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ratoon.garbage import frozen_graphs
 from ratoon.model.export import WeightsCopy
 from ratoon.model.parts import parts_of
 from ratoon.model.policy_model import PolicyModel
@@ -92,7 +93,13 @@ class Rank:
         self.gradients = (
             GradientSums(self._parameters)
             if is_whole
-            else ShardedSums(self._parameters, model.named_layers(), self.shares, copies)
+            else ShardedSums(
+                self._parameters,
+                model.named_layers(),
+                self.shares,
+                copies,
+                are_neighbours=model.shards is not None,
+            )
         )
         self.optimizer = make_optimizer(
             self._own_weights(), spec.optimizer, spec.kept_states, spec.model.seed
@@ -119,14 +126,21 @@ class Rank:
         """Connect to the ranks that may run micro-batches with this one, groups of these sizes."""
         self._groups = SequenceGroups(self.copies, sizes)
 
-    def weight_handles(self) -> list[Handle]:
-        """Of the memory that has this rank's parts of the weights; none where it has all."""
-        return [] if self.model.shards is None else self.model.shards.handles()
+    def handles(self) -> list[Handle]:
+        """Of the memory that other ranks read: this rank's parts of the weights, and where it puts
+        gradients; none where it has all weights."""
+        shards, outbox = self.model.shards, self.gradients.outbox
+        weights = [] if shards is None else shards.handles()
+        return weights if outbox is None else [*weights, outbox.handle()]
 
-    def open_weights(self, by_rank: Sequence[Sequence[Handle]]) -> None:
-        """Map the parts of all ranks, which each of them has by now."""
-        if self.model.shards is not None:
-            self.model.shards.open(by_rank)
+    def open_memory(self, by_rank: Sequence[Sequence[Handle]]) -> None:
+        """Map what all ranks have handles of, who have their parts by now."""
+        shards, outbox = self.model.shards, self.gradients.outbox
+        if outbox is not None:
+            outbox.open([own[-1] for own in by_rank])
+            by_rank = [own[:-1] for own in by_rank]
+        if shards is not None:
+            shards.open(by_rank)
 
     def activation_bytes(self, *, is_only: bool = False) -> int | None:
         """What this rank's device has for activations; None for a CPU: no limit.
@@ -155,6 +169,7 @@ class Rank:
         own = prepared.of_rank(self.copies.rank)
         only = self._only if is_only else None
         with (
+            frozen_graphs(),
             self._planned(only),
             self._lending(only),
             self.reading(),
@@ -174,7 +189,7 @@ class Rank:
         """Log-probs and entropies of this rank's micro-batches; 0 for the others'."""
         own = plan.of_rank(self.copies.rank)
         reference = self.model.reference() if use_reference else nullcontext()
-        with self.reading(), reference, self._together(own) as (group, hooks):
+        with frozen_graphs(), self.reading(), reference, self._together(own) as (group, hooks):
             return forward_pass(self.model, batch, prefixes, own, hooks, group)
 
     def clear(self) -> None:

@@ -96,7 +96,7 @@ class Trainer:
         self.ranks = RankGroup(Rank(spec, model, copies or Copies()), peers)
         self.ranks.all("meet", self._group_sizes)
         if spec.shard is Shard.WEIGHTS:
-            self.ranks.all("open_weights", self.ranks.all("weight_handles"))
+            self.ranks.all("open_memory", self.ranks.all("handles"))
         self._named = NamedGradients(model)
         self._num_trained = sum(p.numel() for p in model.named_trainable().values())
         self._rates = rates

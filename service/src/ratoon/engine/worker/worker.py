@@ -53,6 +53,7 @@ from ratoon.engine.worker.trainer_port import (
     WeightsCopyPort,
 )
 from ratoon.errors import CopyFailedError, ErrorCode, RatoonError
+from ratoon.garbage import collect_all
 from ratoon.log import get_logger
 from ratoon.stream.manifest import WeightKind, WeightManifest
 from ratoon.stream.versions import publish_version
@@ -151,7 +152,7 @@ class WorkerCore:
             self._held = self._published = None
         # Layers have reference cycles: without this an earlier trainer would stay on the device,
         # and the memory that is free decides what is kept for a backward.
-        gc.collect()
+        collect_all()
         started = time.perf_counter()
         try:
             trainer = self._create_trainer(request.trainer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ratoon.rollout.packed import UpdatePlan
+from ratoon.train.optim.outbox import Outbox
 
 _WIDE = (torch.float32, torch.float64)
 
@@ -30,6 +31,9 @@ class GradientSums:
         for name, parameter in self._parameters.items():
             if parameter.dtype not in _WIDE:
                 parameter.register_post_accumulate_grad_hook(partial(self._add, name))
+
+    # What other ranks of a node take gradients from; none here.
+    outbox: Outbox | None = None
 
     @property
     def passing_bytes(self) -> int:
@@ -97,11 +101,23 @@ class GradientSums:
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
         if name in self._sums:
-            self._sums[name].add_(gradient)
+            add_terms(self._sums[name], [gradient])
         elif name in self._first:
-            self._sums[name] = _widened(self._first.pop(name)).add_(gradient)
+            self._sums[name] = _widened(self._first.pop(name))
+            add_terms(self._sums[name], [gradient])
         else:
             self._first[name] = gradient.contiguous()
+
+
+def add_terms(total: Tensor, terms: Sequence[Tensor]) -> None:
+    """Add each of the terms, of the shape of `total`, in order."""
+    if total.is_cuda and all(each.is_contiguous() for each in (total, *terms)):
+        from ratoon.train.optim.sum_kernel import add_each
+
+        add_each(total, terms)
+        return
+    for term in terms:
+        total.add_(term)
 
 
 def sum_bytes(parameter: Tensor) -> int:

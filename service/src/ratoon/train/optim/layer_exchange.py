@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from queue import Empty, Full, Queue
@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from ratoon.errors import CopyFailedError, ErrorCode, RatoonError
 from ratoon.model.parts import Part
 from ratoon.train.copies import Copies, Copy
+from ratoon.train.optim.gradients import add_terms
+from ratoon.train.optim.outbox import Outbox
 from ratoon.train.optim.turns import Turn
 from ratoon.train.report.clock import Moment
 
@@ -32,8 +34,9 @@ _ASK_S = 0.2
 _END_S = 600.0
 _SILENT = "another rank is gone, or its machine does not answer"
 # What ranks tell one another before each turn: a rank's gradients follow; they do not, as nothing
-# flowed or as it has none in this turn; nor will any others, as it was stopped.
-_SENDS, _NOTHING, _STOPPED = 1, 0, -1
+# flowed or as it has none in this turn; nor will any others, as it was stopped. And behind a turn,
+# of those that go by an outbox: they were taken from there.
+_SENDS, _NOTHING, _STOPPED, _TAKEN = 1, 0, -1, 2
 
 
 def handed_bytes(layers: Sequence[Mapping[str, Tensor]], num_ranks: int) -> int:
@@ -69,9 +72,12 @@ class LayerExchange:
         copies: Copies,
         steps: Sequence[tuple[Turn, ...]],
         is_cancelled: Callable[[], bool],
+        outbox: Outbox | None = None,
     ) -> None:
-        """`parts`: of each layer those of each rank; `shards`: this rank's sums, by part."""
+        """`parts`: of each layer those of each rank; `shards`: this rank's sums, by part; `outbox`:
+        by which gradients go, None: by messages."""
         self._layers, self._parts, self._shards = layers, parts, shards
+        self._outbox = outbox
         self._copies, self._steps, self._is_cancelled = copies, steps, is_cancelled
         self._device = next(p.device for layer in layers for p in layer.values())
         # Of the backward: the layer that it is in, its number among all, and what it has of it.
@@ -194,26 +200,55 @@ class LayerExchange:
         owners = [] if mine is None else self._owners(mine)
         senders = [turn for turn in step if turn is not mine and self._parts[turn.layer][rank]]
         peers = sorted({*owners, *(turn.rank for turn in senders)})
-        heard = self._copies.tell(peers, word)
-        self._other_is_stopped |= _STOPPED in heard.values()
-        terms = {turn.rank: self._room(turn) for turn in senders if heard.get(turn.rank) == _SENDS}
-        sends: list[Copy] = []
+        terms: dict[int, list[Tensor]] = {}
         if mine is not None and gradients is not None:
             terms[rank] = _of(gradients, self._parts[mine.layer][rank])
-            for peer in owners:
-                if peer in heard:
-                    theirs = _of(gradients, self._parts[mine.layer][peer])
-                    sends += [Copy(tensor, peer) for tensor in theirs]
-        receives = [Copy(tensor, peer) for peer in terms if peer != rank for tensor in terms[peer]]
-        self._copies.exchange(sends, receives)
-        for turn in step:
-            if turn.rank in terms:
-                for part, term in zip(self._parts[turn.layer][rank], terms[turn.rank], strict=True):
-                    self._shards[part.name].add_(term)
-        # Another stream may use their memory from here on.
-        Moment(self._device).wait()
+            if self._outbox is not None:
+                self._outbox.put(mine.layer, gradients)
+        heard = self._copies.tell(peers, word)
+        self._other_is_stopped |= _STOPPED in heard.values()
+        senders = [turn for turn in senders if heard.get(turn.rank) == _SENDS]
+        try:
+            terms |= {turn.rank: self._room(turn) for turn in senders}
+            if self._outbox is None:
+                self._copies.exchange(
+                    [] if mine is None else self._messages(mine.layer, gradients, heard),
+                    [Copy(tensor, turn.rank) for turn in senders for tensor in terms[turn.rank]],
+                )
+            else:
+                for turn in senders:
+                    self._outbox.take(turn.layer, turn.rank, terms[turn.rank])
+            self._add([(turn.layer, terms[turn.rank]) for turn in step if turn.rank in terms])
+            # Another stream may use their memory from here on.
+            Moment(self._device).wait()
+        finally:
+            if self._outbox is not None:
+                heard = self._copies.tell(heard, _TAKEN)
         if len(heard) < len(peers):
             raise CopyFailedError(f"ranks {sorted({*peers} - heard.keys())} are gone")
+
+    def _messages(
+        self, layer: int, gradients: Mapping[str, Tensor] | None, peers: Collection[int]
+    ) -> list[Copy]:
+        """Each peer's parts of a layer's gradients, where there are any."""
+        if gradients is None:
+            return []
+        others = [peer for peer in sorted(peers) if self._parts[layer][peer]]
+        return [
+            Copy(tensor, peer)
+            for peer in others
+            for tensor in _of(gradients, self._parts[layer][peer])
+        ]
+
+    def _add(self, terms: Sequence[tuple[int, list[Tensor]]]) -> None:
+        """What there is of layers, for this rank's parts of them, in order."""
+        by_layer: dict[int, list[list[Tensor]]] = {}
+        for layer, of_parts in terms:
+            by_layer.setdefault(layer, []).append(of_parts)
+        for layer, of_ranks in by_layer.items():
+            parts = self._parts[layer][self._copies.rank]
+            for part, *of_part in zip(parts, *of_ranks, strict=True):
+                add_terms(self._shards[part.name], of_part)
 
     def _next(self, slot: int) -> dict[str, Tensor] | None:
         """What the backward hands over for a slot; None where it has left it out."""

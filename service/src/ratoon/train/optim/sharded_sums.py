@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.train.copies import Copies
-from ratoon.train.optim.gradients import GradientSums, wide_dtype
+from ratoon.train.optim.gradients import GradientSums, add_terms, wide_dtype
 from ratoon.train.optim.layer_exchange import LayerExchange, handed_bytes
+from ratoon.train.optim.outbox import Outbox
 from ratoon.train.optim.parts import Shares
 from ratoon.train.optim.turns import turns_of
 
@@ -35,8 +36,11 @@ class ShardedSums(GradientSums):
         layers: Sequence[Collection[str]],
         shares: Shares,
         copies: Copies,
+        *,
+        are_neighbours: bool,
     ) -> None:
-        """`layers`: names of the parameters of each."""
+        """`layers`: names of the parameters of each; `are_neighbours`: ranks map each other's
+        memory, that of `outbox`, before the first pass."""
         sharded = {name for layer in layers for name in layer}
         super().__init__({n: p for n, p in parameters.items() if n not in sharded})
         self._layers = [{name: parameters[name] for name in layer} for layer in layers]
@@ -44,6 +48,7 @@ class ShardedSums(GradientSums):
         self._parts = [shares.by_rank(layer) for layer in layers]
         self._shards: dict[str, Tensor] = {}
         self._exchange: LayerExchange | None = None
+        self.outbox = Outbox(self._layers, self._parts, copies.rank) if are_neighbours else None
         for index, layer in enumerate(self._layers):
             for part in self._parts[index][copies.rank]:
                 like = layer[part.parameter]
@@ -87,7 +92,13 @@ class ShardedSums(GradientSums):
         """
         steps = turns_of(plan, self._copies.size, len(self._layers))
         self._exchange = exchange = LayerExchange(
-            self._layers, self._parts, self._shards, self._copies, steps, is_cancelled
+            self._layers,
+            self._parts,
+            self._shards,
+            self._copies,
+            steps,
+            is_cancelled,
+            self.outbox,
         )
         try:
             yield
@@ -108,4 +119,4 @@ class ShardedSums(GradientSums):
             return
         for part in self._parts[layer][self._copies.rank]:
             if part.parameter == name:
-                self._shards[part.name].add_(part.of(gradient))
+                add_terms(self._shards[part.name], [part.of(gradient)])
