@@ -194,8 +194,14 @@ def sequences_of(batch: RolloutBatch) -> tuple[RolloutBatch, SortedPrefixes, NDA
 
 def weights_of(trainer: Trainer) -> dict[str, Tensor]:
     """Copies, whole on this rank."""
-    model = trainer.model
-    return {name: model.value_of(name).clone() for name in model.named_trainable()}
+    model, found = trainer.model, dict[str, Tensor]()
+    for name, parameter in model.named_trainable().items():
+        found[name] = torch.empty_like(parameter)
+        if model.shards is not None and name in model.shards:
+            model.shards.read(name, found[name])
+        else:
+            found[name].copy_(parameter.detach())
+    return found
 
 
 def alone_of(base: FolderBase | PresetBase, **options: object) -> Trainer:

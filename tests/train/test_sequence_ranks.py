@@ -36,7 +36,7 @@ from ratoon.train.report.step_report import StepReport
 from ratoon.train.trainer import Trainer
 from tests.tiny_models import write_folder
 from tests.train.equivalence_runs import EAGER
-from tests.train.rank_runs import PipePeer, ranked, together
+from tests.train.rank_runs import PipePeer, ranked, together, weights_of
 from tests.train.trainer_runs import (
     FROZEN,
     assert_close,
@@ -55,11 +55,6 @@ _WHOLE_SEQUENCES = RolloutCorrection(
 def _plan(batch: RolloutBatch, loss: Loss, budget: int, costs: CostModel) -> UpdatePlan:
     kept_S = prepare.select(batch, loss, 0).kept_S & prepare.has_trained_tokens(batch)
     return make_plan(batch, sort_sequences(batch), kept_S, budget, costs)
-
-
-def _weights(trainer: Trainer) -> dict[str, Tensor]:
-    model = trainer.model
-    return {name: model.value_of(name).clone() for name in model.named_trainable()}
 
 
 def _update(
@@ -98,7 +93,7 @@ def _assert_same_updates(
         assert [s > 0 for s in many_report.rank_seconds] == [
             rank - rank % size in busy for rank in range(size * num_groups)
         ]
-        assert_close(_weights(many), _weights(alone))
+        assert_close(weights_of(many), weights_of(alone))
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -170,7 +165,7 @@ def test_fewer_tokens_than_ranks(base: FolderBase) -> None:
             assert min(sizes, default=plan.packed_tokens) < 4 or seed
             _update(alone, batch, loss, plan)
             _update(four, batch, loss, together(plan, 4))
-            assert_close(_weights(four), _weights(alone))
+            assert_close(weights_of(four), weights_of(alone))
 
 
 def test_a_forward_is_that_of_one_device(base: FolderBase) -> None:
@@ -215,7 +210,7 @@ def test_its_own_plan_puts_ranks_together_for_one_group(base: FolderBase) -> Non
         assert plan_from_dict(plan_to_dict(plan)) == plan
         _update(two, batch, loss, plan)
         _update(alone, batch, loss, alone.prepare(batch, loss).plan)
-        assert_close(_weights(two), _weights(alone))
+        assert_close(weights_of(two), weights_of(alone))
 
 
 def test_a_self_check_runs_on_one_rank(base: FolderBase) -> None:

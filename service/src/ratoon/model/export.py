@@ -62,7 +62,8 @@ class WeightsCopy:
 
     Of several ranks, which have the same model, each copies and writes its share of the files.
     `take` runs between two steps, `write` on any thread beside later ones. A GPU copies beside what
-    comes next, so that `settle` is called before weights change.
+    comes next, so that `settle` is called before weights change; and on all ranks, before those of
+    any of them do, `finish`.
     """
 
     def __init__(self, model: PolicyModel, rank: int = 0, num_ranks: int = 1) -> None:
@@ -107,8 +108,10 @@ class WeightsCopy:
                 if self._stream is not None:
                     self._arrivals[file] = torch.cuda.Event(blocking=True)
                     self._arrivals[file].record()
-        if self._stream is not None and shards is not None:
-            # Other ranks change what this one has read of theirs.
+
+    def finish(self) -> None:
+        """Wait until nothing of other ranks' is copied any more: they may change it then."""
+        if self._stream is not None and self._model.shards is not None:
             self._stream.synchronize()
 
     def settle(self) -> None:

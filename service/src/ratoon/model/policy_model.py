@@ -174,15 +174,6 @@ class PolicyModel:
         """The trained parameters by name, in the module's own order; a tied one is there once."""
         return trained_parameters(self.module, self.adapter)
 
-    def value_of(self, name: str) -> Tensor:
-        """A trained parameter's values; read from all ranks where they share them out."""
-        parameter = self.named_trainable()[name].detach()
-        if self.shards is None or name not in self.shards:
-            return parameter
-        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-        self.shards.read(name, whole)
-        return whole
-
     def named_layers(self) -> list[list[str]]:
         """Of `named_trainable()` the names of each decoder layer's."""
         return names_by_layer(self.module, self.named_trainable())

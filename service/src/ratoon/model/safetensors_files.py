@@ -30,7 +30,6 @@ _MIN_FILE_BYTES = 250 * 10**6
 
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16"}
 _ALIGNMENT = 8
-# Of a machine.
 _NUM_THREADS = min(os.cpu_count() or 1, 16)
 # Of what a thread writes at a time. For each it takes Python's interpreter lock, which who launches
 # kernels meanwhile takes for each of them: 30 µs a time.
@@ -102,8 +101,8 @@ def write_files(
     """Write files by name; returns their digests.
 
     A thread of its own calls `wait` before it reads a file's tensors, the largest file's first.
-    `num_writers`: of one machine that write at the same time. They have as many threads as one:
-    with a thread for each core, those that launch kernels would wait for one.
+    `num_writers`: of one machine that write at the same time. Each of several has half the threads:
+    with one for each core, those that launch kernels would wait for a core.
 
     A digest is the xxh3-128, 32 hexadecimal digits, of what was given, not of what can be read.
     Files that are there are written over in place, so that their pages are used again. Raises
@@ -116,7 +115,8 @@ def write_files(
 
     # The largest first: what is left at the end is small.
     names = sorted(files, key=lambda name: -files[name].num_bytes)
-    with ThreadPoolExecutor(max(1, _NUM_THREADS // num_writers)) as threads:
+    num_threads = _NUM_THREADS if num_writers == 1 else max(1, _NUM_THREADS // 2)
+    with ThreadPoolExecutor(num_threads) as threads:
         try:
             return dict(zip(names, threads.map(write, names), strict=True))
         except BaseException:

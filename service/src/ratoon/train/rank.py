@@ -206,7 +206,8 @@ class Rank:
             self.shares.add_up(self.gradients.whole_sums())
 
     def norms(self, exactly: bool) -> dict[str, float]:
-        """`block_norms` of the parts that were added up, of one block each."""
+        """`block_norms` of the parts that were added up, of one block each; before a step."""
+        self._weights_copy.finish()
         sums = self._own_sums()
         return dict(zip(sums, block_norms(sums.values(), exactly=exactly), strict=True))
 
@@ -253,6 +254,7 @@ class Rank:
 
     def read_states(self, folder: str, manifest: Manifest) -> tuple[int, int]:
         """Read this rank's parts of a checkpoint, for `take_states`; their `digest_sums`."""
+        self._weights_copy.finish()
         like, place = self.optimizer.state(), (self.copies.rank, self.copies.size)
         self._read = read_states(Path(folder), manifest, like, *place)
         return self._digest.sums(self._read)
@@ -274,6 +276,7 @@ class Rank:
 
         Raises INVALID_ARGUMENT where they are to be added and a sum is not finite.
         """
+        self._weights_copy.finish()
         self._values = self.shares.deal(values)
         if adds:
             self.optimizer.check_sums(self._values)

@@ -161,6 +161,6 @@ class _Seeds:
 def _add_terms(sums: Tensor, index_L: slice | Tensor, grad_L: Tensor) -> None:
     """Sum the terms' gradients at what they share; no two of a range do."""
     if isinstance(index_L, slice):
-        sums[index_L] += grad_L
+        sums[index_L].add_(grad_L)
     else:
         sums.index_add_(0, index_L, grad_L)
