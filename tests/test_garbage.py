@@ -1,0 +1,46 @@
+"""What the garbage collector looks at no more, and what it finds all the same."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import torch
+from torch import Tensor
+
+from ratoon.garbage import collect_all, frozen_graphs
+
+
+class _Cycle:
+    def __init__(self) -> None:
+        self.own = self
+
+
+def test_what_is_compiled_is_looked_at_no_more() -> None:
+    torch.compiler.reset()
+
+    @torch.compile(backend="eager")
+    def double(x: Tensor) -> Tensor:
+        return x + x
+
+    before = gc.get_freeze_count()
+    with frozen_graphs():
+        double(torch.ones(2))
+    frozen = gc.get_freeze_count()
+    assert frozen > before
+    with frozen_graphs():
+        double(torch.ones(2))
+        kept = _Cycle()
+    assert gc.get_freeze_count() <= frozen
+    assert any(one is kept for one in gc.get_objects())
+
+
+def test_what_was_frozen_is_collected_once_it_is_let_go_of() -> None:
+    cycle = _Cycle()
+    is_there = weakref.ref(cycle)
+    gc.freeze()
+    del cycle
+    gc.collect()
+    assert is_there() is not None
+    collect_all()
+    assert is_there() is None
