@@ -1,4 +1,4 @@
-"""The Triton kernels of gated rows: a gate's SiLU times its row times a weight, and back.
+"""The Triton kernel of gated rows: a gate's SiLU times its row times a weight, and back.
 
 What a compiler makes of the backward reads all of it twice, and computes both halves of a
 gradient for each element of either: 2.4 ms for 330,000 rows of 768 features, on an H200 that
@@ -21,52 +21,48 @@ _BLOCK = 256
 _WARPS = 4
 
 
-def gate_rows(gate_up_SG: Tensor, weight_S: Tensor) -> Tensor:
-    """As `experts.gated_rows`, computed in float32; all contiguous."""
-    rows, features = gate_up_SG.shape[0], gate_up_SG.shape[1] // 2
-    product_SF = gate_up_SG.new_empty((rows, features))
-    kernel: Any = _gate
-    with torch.cuda.device_of(gate_up_SG):
-        kernel[_grid(rows)](
-            gate_up_SG,
-            weight_S,
-            product_SF,
-            rows,
-            FEATURES=features,
-            ROWS=_ROWS,
-            BLOCK=_BLOCK,
-            num_warps=_WARPS,
-        )
+def gate_rows(gate_up_SG: Tensor, weight_S1: Tensor) -> Tensor:
+    """[S, F], computed in float32: of each row of [S, 2 F] the SiLU of its first half times the
+    other times its weight; all contiguous."""
+    product_SF = gate_up_SG.new_empty((gate_up_SG.shape[0], gate_up_SG.shape[1] // 2))
+    _launch(gate_up_SG, weight_S1, product_SF, None, None, None)
     return product_SF
 
 
 def differentiate_rows(
-    dproduct_SF: Tensor, gate_up_SG: Tensor, weight_S: Tensor
+    dproduct_SF: Tensor, gate_up_SG: Tensor, weight_S1: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `experts.gated_gradients`, computed in float32; all contiguous."""
-    rows, features = dproduct_SF.shape
+    """The same again, and the gradients of both where it has that of `dproduct_SF`."""
     product_SF, dgate_up_SG = torch.empty_like(dproduct_SF), torch.empty_like(gate_up_SG)
-    dweight_S = torch.empty_like(weight_S)
-    kernel: Any = _differentiate
+    dweight_S1 = torch.empty_like(weight_S1)
+    _launch(gate_up_SG, weight_S1, product_SF, dproduct_SF, dgate_up_SG, dweight_S1)
+    return product_SF, dgate_up_SG, dweight_S1
+
+
+def _launch(
+    gate_up_SG: Tensor,
+    weight_S1: Tensor,
+    product_SF: Tensor,
+    dproduct_SF: Tensor | None,
+    dgate_up_SG: Tensor | None,
+    dweight_S1: Tensor | None,
+) -> None:
+    num_rows, features = product_SF.shape
+    kernel: Any = _gate_rows
     with torch.cuda.device_of(gate_up_SG):
-        kernel[_grid(rows)](
-            dproduct_SF,
+        kernel[(triton.cdiv(num_rows, _ROWS),)](
             gate_up_SG,
-            weight_S,
+            weight_S1,
             product_SF,
+            dproduct_SF,
             dgate_up_SG,
-            dweight_S,
-            rows,
+            dweight_S1,
+            num_rows,
             FEATURES=features,
             ROWS=_ROWS,
             BLOCK=_BLOCK,
             num_warps=_WARPS,
         )
-    return product_SF, dgate_up_SG, dweight_S
-
-
-def _grid(rows: int) -> tuple[int]:
-    return (triton.cdiv(rows, _ROWS),)
 
 
 @triton.jit
@@ -75,40 +71,16 @@ def _read(values, index, is_there):
 
 
 @triton.jit
-def _sigmoid(value):
-    return 1 / (1 + tl.exp(-value))
+def _write(values, index, is_there, value):
+    tl.store(values + index, value.to(values.dtype.element_ty), mask=is_there)
 
 
 @triton.jit
-def _gate(
+def _gate_rows(
     gate_up,
     weights,
     products,
-    num_rows,
-    FEATURES: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    is_row = row < num_rows
-    weight = _read(weights, row, is_row)[:, None]
-    for start in range(0, FEATURES, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        is_there = is_row[:, None] & (column < FEATURES)[None, :]
-        index = row[:, None] * (2 * FEATURES) + column[None, :]
-        gate = _read(gate_up, index, is_there)
-        up = _read(gate_up, index + FEATURES, is_there)
-        product = gate * _sigmoid(gate) * up * weight
-        place = row[:, None] * FEATURES + column[None, :]
-        tl.store(products + place, product.to(products.dtype.element_ty), mask=is_there)
-
-
-@triton.jit
-def _differentiate(
     dproducts,
-    gate_up,
-    weights,
-    products,
     dgate_up,
     dweights,
     num_rows,
@@ -123,20 +95,19 @@ def _differentiate(
     for start in range(0, FEATURES, BLOCK):
         column = start + tl.arange(0, BLOCK)
         is_there = is_row[:, None] & (column < FEATURES)[None, :]
-        index = row[:, None] * (2 * FEATURES) + column[None, :]
         place = row[:, None] * FEATURES + column[None, :]
-        gate = _read(gate_up, index, is_there)
-        up = _read(gate_up, index + FEATURES, is_there)
-        dproduct = _read(dproducts, place, is_there)
-        sigmoid = _sigmoid(gate)
+        of_gate = place + row[:, None] * FEATURES
+        gate = _read(gate_up, of_gate, is_there)
+        up = _read(gate_up, of_gate + FEATURES, is_there)
+        sigmoid = 1 / (1 + tl.exp(-gate))
         silu = gate * sigmoid
-        dweight += dproduct * silu * up
-        drow = dproduct * weight
-        dgate = drow * up * sigmoid * (1 + gate * (1 - sigmoid))
-        dup = drow * silu
-        product = silu * up * weight
-        kind = products.dtype.element_ty
-        tl.store(products + place, product.to(kind), mask=is_there)
-        tl.store(dgate_up + index, dgate.to(kind), mask=is_there)
-        tl.store(dgate_up + index + FEATURES, dup.to(kind), mask=is_there)
-    tl.store(dweights + row, tl.sum(dweight, axis=1).to(dweights.dtype.element_ty), mask=is_row)
+        _write(products, place, is_there, silu * up * weight)
+        if dproducts is not None:
+            dproduct = _read(dproducts, place, is_there)
+            dweight += dproduct * silu * up
+            drow = dproduct * weight
+            dsilu = sigmoid * (1 + gate * (1 - sigmoid))
+            _write(dgate_up, of_gate, is_there, drow * up * dsilu)
+            _write(dgate_up, of_gate + FEATURES, is_there, drow * silu)
+    if dproducts is not None:
+        _write(dweights, row, is_row, tl.sum(dweight, axis=1))
