@@ -126,7 +126,7 @@ def _rows_of_ranks(module: PreTrainedModel) -> Iterator[tuple[str, list[str]]]:
         own = layout(gpu, count, [shard])
         if own is None:
             return NOTHING
-        needed = needed_bytes(trained, own[0], count, () if shard is Shard.STATES else layers)
+        needed = needed_bytes(trained, own[0], count, shard, layers)
         room = _cell(sizes, weights[count][shard] + needed, gpu)
         is_taken = own == layout(gpu, count, Shard) and room != NOTHING
         return f"**{room}**" if is_taken else room

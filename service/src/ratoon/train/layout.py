@@ -118,15 +118,8 @@ def choose_layout(
     kinds = (states,) if states else (OptimizerStates.BF16_SPLIT, OptimizerStates.BF16_SPLIT_8BIT)
     if total is None:
         return kinds[0], next(iter(weight_bytes))
-    sharded = {Shard.STATES: (), Shard.GRADIENTS: layers, Shard.WEIGHTS: layers}
-    if Shard.WEIGHTS in weight_bytes:
-        like = [{name: parameters[name] for name in layer} for layer in layers]
-        weight_bytes = {
-            **weight_bytes,
-            Shard.WEIGHTS: weight_bytes[Shard.WEIGHTS] + outbox_bytes(like),
-        }
     taken = {
-        (kind, shard): held + needed_bytes(parameters, kind, num_ranks, sharded[shard])
+        (kind, shard): held + needed_bytes(parameters, kind, num_ranks, shard, layers)
         for shard, held in weight_bytes.items()
         for kind in kinds
     }
@@ -137,7 +130,7 @@ def choose_layout(
     if free_bytes(total, taken[fewest]) >= 0:
         return fewest
     shard = fewest[1]
-    least = needed_bytes(parameters, OptimizerStates.BF16_8BIT, num_ranks, sharded[shard])
+    least = needed_bytes(parameters, OptimizerStates.BF16_8BIT, num_ranks, shard, layers)
     least += weight_bytes[shard]
     each = ", ".join(f"{shard} {kind} {size}" for (kind, shard), size in taken.items())
     raise RatoonError(
@@ -155,11 +148,13 @@ def needed_bytes(
     parameters: Mapping[str, Tensor],
     kind: OptimizerStates,
     num_ranks: int = 1,
-    sharded_layers: Sequence[Collection[str]] = (),
+    shard: Shard = Shard.STATES,
+    layers: Sequence[Collection[str]] = (),
 ) -> int:
     """Of gradient sums and of what the rank with the most keeps beside the weights.
 
-    `sharded_layers`: those of whose gradients a rank has its parts' sums alone; with what passes.
+    `layers`: those of whose gradients a rank has its parts' sums alone, but with STATES; with what
+    passes.
     """
     weights = {name: p.detach().to("meta") for name, p in parameters.items()}
     shares = shared_out(parts_of(weights), num_ranks)
@@ -168,9 +163,10 @@ def needed_bytes(
     fields = initial_state(parts, kind).tensors().values()
     kept = [(parts[name], tensor) for tensors in fields for name, tensor in tensors.items()]
     states = sum(tensor.nbytes for weight, tensor in kept if tensor is not weight)
-    layers = [{name: weights[name] for name in layer} for layer in sharded_layers]
-    sharded = {name for layer in layers for name in layer}
+    cut = () if shard is Shard.STATES else layers
+    like = [{name: weights[name] for name in layer} for layer in cut]
+    sharded = {name for layer in like for name in layer}
     summed = [weight for name, weight in weights.items() if name not in sharded]
     summed += [parts[part.name] for part in own if part.parameter in sharded]
-    passing = handed_bytes(layers, num_ranks)
+    passing = handed_bytes(like, num_ranks) + (outbox_bytes(like) if shard is Shard.WEIGHTS else 0)
     return states + passing + sum(sum_bytes(weight) * weight.numel() for weight in summed)
