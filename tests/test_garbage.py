@@ -36,9 +36,11 @@ def test_what_is_compiled_is_looked_at_no_more() -> None:
 
 
 def test_what_was_frozen_is_collected_once_it_is_let_go_of() -> None:
+    torch.compiler.reset()
     cycle = _Cycle()
     is_there = weakref.ref(cycle)
-    gc.freeze()
+    with frozen_graphs():
+        torch.compile(torch.abs, backend="eager")(torch.ones(2))
     del cycle
     gc.collect()
     assert is_there() is not None

@@ -38,7 +38,10 @@ def frozen_graphs() -> Generator[None, None, None]:
 
 
 def collect_all() -> None:
-    """Collect what was frozen, too, such as the layers of a model that is let go of."""
+    """Collect what was frozen with graphs, too, such as the layers of a model that is let go of."""
+    if not _num_graphs():
+        gc.collect()
+        return
     gc.unfreeze()
     gc.collect()
     gc.freeze()
