@@ -210,10 +210,10 @@ grouped_linear.register_autograd(_differentiate, setup_context=_setup_context)
 
 @torch.library.custom_op("ratoon::gated_linear", mutates_args=())
 def gated_linear(gate_up_SG: Tensor, weight_S1: Tensor, down_EDF: Tensor, stop_E: Tensor) -> Tensor:
-    """y_SD: `grouped_linear` of the SiLU of each row's gate times the rest of it times a weight.
+    """y_SD: `grouped_linear` of silu(gate) * up * weight.
 
-    `gate_up_SG`: gates in the first half. Differentiable in all but stop_E; the products between
-    are made again in the backward, with what else it makes of gates.
+    `gate_up_SG`: [S, 2 F], of each row gate and up. Differentiable in all but stop_E; the products
+    between are made again in the backward, with the gradients of gate and up.
     """
     return grouped_linear(_gated(gate_up_SG, weight_S1), down_EDF, stop_E)
 

@@ -1,8 +1,8 @@
 """The Triton kernel of gated rows: a gate's SiLU times its row times a weight, and back.
 
 What a compiler makes of the backward reads all of it twice, and computes both halves of a
-gradient for each element of either: 2.4 ms for 330,000 rows of 768 features, on an H200 that
-reads and writes them in 0.7.
+gradient for each element of either: 2.4 ms on an H200 for 330,000 rows of 768 features, 3 GB to
+read and write once.
 
 Imported where there is a GPU: triton comes with torch's CUDA wheels alone.
 
