@@ -60,8 +60,8 @@ def test_bytes_of_a_token_are_those_of_its_tensors() -> None:
 
 def test_bytes_of_a_routed_token_are_those_of_its_tensors() -> None:
     # Input 2048, output of attention 4096, 32 fp32 log-sum-exps; of 8 experts the weight, the
-    # number (int16), the row and whose it is (int32).
-    attention = 2 * (2048 + 4096) + 4 * 32 + 8 * (2 + 2 + 4 + 4)
+    # number (int16) and the row (int32).
+    attention = 2 * (2048 + 4096) + 4 * 32 + 8 * (2 + 2 + 4)
     assert QWEN3_30B.kept_bytes(Kept.ATTENTION) == attention
     # q 4096, k and v 512 each, output projection 2048, logits of 128 experts.
     narrow = attention + 2 * (4096 + 2 * 512 + 2048 + 128)

@@ -16,13 +16,13 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from ratoon.model import experts
 from ratoon.model.experts import (
-    _to_rows,
-    _to_tokens,
     _weight_gradient,
     gated_linear,
     grouped_experts,
     grouped_linear,
     sort_by_expert,
+    to_rows,
+    to_tokens,
 )
 from ratoon.model.numbered import numbered
 from ratoon.model.router import RouteCount, Router, route
@@ -135,30 +135,31 @@ def test_an_expert_without_rows_has_a_gradient_of_zeros(case: Case) -> None:
 
 @each_case
 def test_rows_are_sorted_by_expert_and_then_by_token(case: Case) -> None:
-    order_S, place_TC, stop_E = sort_by_expert(case.expert_TC, case.num_experts)
+    place_TC, stop_E = sort_by_expert(case.expert_TC, case.num_experts)
     choices = sorted(enumerate(case.expert_TC.flatten().tolist()), key=lambda item: item[1])
-    assert order_S.tolist() == [index for index, _ in choices]
-    assert torch.equal(place_TC.flatten()[order_S], torch.arange(len(choices)))
+    assert place_TC.flatten()[[index for index, _ in choices]].tolist() == [*range(len(choices))]
     sorted_S = [expert for _, expert in choices]
     assert stop_E.tolist() == [sum(e <= expert for e in sorted_S) for expert in range(len(stop_E))]
-    assert {x.dtype for x in (order_S, place_TC, stop_E)} == {torch.int32}
+    assert {x.dtype for x in (place_TC, stop_E)} == {torch.int32}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_of_a_token_add_up_in_its_order(dtype: torch.dtype) -> None:
-    """Forward and, for the gradient of what was gathered, backward; rounded once."""
+    """Forward and, for the gradient of what went to rows, backward; rounded once."""
     case = _random(13, 6, 4)
-    order_S, place_TC, _stop_E = sort_by_expert(case.expert_TC, case.num_experts)
-    token_S = order_S // 4
+    place_TC, _stop_E = sort_by_expert(case.expert_TC, case.num_experts)
     generator = torch.Generator().manual_seed(3)
-    x_SD = torch.randn(len(order_S), D, generator=generator).to(dtype)
+    x_SD = torch.randn(place_TC.numel(), D, generator=generator).to(dtype)
     expected_TD = torch.zeros(13, D)
     for column in place_TC.T:
         expected_TD += x_SD[column].float()
     expected_TD = expected_TD.to(dtype)
-    assert torch.equal(_to_tokens(x_SD, token_S, place_TC), expected_TD)
-    x_TD = torch.zeros(13, D, dtype=dtype, requires_grad=True)
-    _to_rows(x_TD, token_S, place_TC).backward(x_SD)
+    assert torch.equal(to_tokens(x_SD, place_TC), expected_TD)
+    x_TD = torch.randn(13, D, generator=generator).to(dtype).requires_grad_()
+    rows_SD = to_rows(x_TD, place_TC)
+    for column in place_TC.T:
+        assert torch.equal(rows_SD[column], x_TD)
+    rows_SD.backward(x_SD)
     assert x_TD.grad is not None
     assert torch.equal(x_TD.grad, expected_TD)
 
@@ -178,11 +179,11 @@ def test_grouped_products_are_asked_for_what_the_loop_computes(
     monkeypatch: pytest.MonkeyPatch, case: Case, capability: tuple[int, int]
 ) -> None:
     """As on a GPU, here by torch's own of the CPU, which wants the same of strides and widths."""
-    order_S, _place_TC, stop_E = sort_by_expert(case.expert_TC, case.num_experts)
+    place_TC, stop_E = sort_by_expert(case.expert_TC, case.num_experts)
     generator = torch.Generator().manual_seed(7)
     x_SD, weight_EFD, dy_SF = (
         torch.randn(shape, generator=generator).bfloat16()
-        for shape in ((len(order_S), 16), (case.num_experts, 24, 16), (len(order_S), 24))
+        for shape in ((place_TC.numel(), 16), (case.num_experts, 24, 16), (place_TC.numel(), 24))
     )
 
     def products() -> list[Tensor]:
@@ -294,7 +295,7 @@ def test_operations_are_what_torch_expects_of_them() -> None:
     """Schema, fake results, autograd registration, and all of it under a compiler."""
     check: Any = torch.library.opcheck
     case, count = CASES["no_rows_first_and_last"], RouteCount()
-    _order_S, _place_TC, stop_E = sort_by_expert(case.expert_TC, case.num_experts)
+    place_TC, stop_E = sort_by_expert(case.expert_TC, case.num_experts)
     for dtype in (torch.float32, torch.float64):
         leaves = _leaves(case, dtype)
         logits_TE = torch.randn(7, 5, dtype=dtype, requires_grad=True)
@@ -307,6 +308,8 @@ def test_operations_are_what_torch_expects_of_them() -> None:
         gates = dy_SF.clone().requires_grad_(), torch.rand(14, 1, dtype=dtype, requires_grad=True)
         check(gated_linear, (*gates, leaves["down"], stop_E))
         check(_weight_gradient, (dy_SF, x_SD.detach(), stop_E))
+        check(to_tokens, (x_SD, place_TC))
+        check(to_rows, (leaves["x"], place_TC))
     check(sort_by_expert, (case.expert_TC, case.num_experts))
 
 

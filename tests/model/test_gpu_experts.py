@@ -15,7 +15,13 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
     Qwen3MoeSparseMoeBlock,
 )
 
-from ratoon.model.experts import EXPERTS_NAME, register_grouped_experts, sort_by_expert
+from ratoon.model.experts import (
+    EXPERTS_NAME,
+    register_grouped_experts,
+    sort_by_expert,
+    to_rows,
+    to_tokens,
+)
 from ratoon.model.lora_experts import LoraExperts
 from ratoon.model.numbered import numbered
 from ratoon.model.router import RouteCount, Router, replace_routers, route
@@ -201,6 +207,16 @@ def test_rows_are_those_of_the_cpu(case: Callable[[], Tensor]) -> None:
     found = sort_by_expert(expert_TC, NUM_EXPERTS)
     expected = sort_by_expert(expert_TC.cpu(), NUM_EXPERTS)
     assert all(torch.equal(x.cpu(), y) for x, y in zip(found, expected, strict=True))
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("features", [1, 96, 2048, 4096])
+@each_case
+def test_rows_move_as_on_the_cpu(case: Callable[[], Tensor], features: int) -> None:
+    place_TC, _stop_E = sort_by_expert(case(), NUM_EXPERTS)
+    for move, count in ((to_rows, len(place_TC)), (to_tokens, place_TC.numel())):
+        x = torch.randn(count, features, generator=_generator(8), device=DEVICE).bfloat16()
+        assert torch.equal(move(x, place_TC).cpu(), move(x.cpu(), place_TC.cpu()))
 
 
 def test_routes_are_those_of_the_cpu() -> None:

@@ -31,8 +31,8 @@ _LAYERS_UNDER_WAY = 2
 _OPERATIONS = 653e12
 _LINK_BYTES = 51e9
 _HOST_BYTES = 120e9
-# Of one expert of one token, beside its weight: which it is, its row, and whose row that is.
-_ROUTE_BYTES = 2 + 4 + 4
+# Of one expert of one token, beside its weight: which it is, and its row.
+_ROUTE_BYTES = 2 + 4
 
 
 class Kept(StrEnum):

@@ -1,9 +1,9 @@
 """Routed experts as an implementation of transformers' interface: rows sorted by expert, and one
 product for all experts.
 
-A token has a row for each expert that it visits. Rows are gathered by a stable sort and added up
-again in the order of the token's experts, and each of the two is the other's backward: nothing is
-added in an order that is left open, and no float by atomics.
+A token has a row for each expert that it visits. Tokens are copied to rows, whose places are those
+of a stable sort, and rows are added up again in the order of the token's experts; each of the two
+is the other's backward: nothing is added in an order that is left open, and no float by atomics.
 
 T tokens, E experts, C experts of a token, S = T * C rows, D features of the model, F features of a
 product.
@@ -12,7 +12,7 @@ product.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from transformers.activations import SiLUActivation
 from transformers.integrations.moe import ExpertsInterface
 
 from ratoon.model.path_stacks import accumulation_dtype
+from ratoon.model.router import in_any_order
 
 EXPERTS_NAME = "ratoon_grouped"
 
@@ -52,14 +53,13 @@ def grouped_experts(
     The weight multiplies before the product `down`, where a row is narrower than after it.
     `adapters`: of the products gate, up and down.
     """
-    order_S, place_TC, stop_E = sort_by_expert(top_k_index, module.num_experts)
-    token_S = order_S // top_k_index.shape[1]
-    x_SD = _to_rows(hidden_states, token_S, place_TC)
-    weight_S1 = _to_rows(top_k_weights.reshape(-1, 1), order_S, place_TC.reshape(-1, 1))
+    place_TC, stop_E = sort_by_expert(top_k_index, module.num_experts)
+    x_SD = to_rows(hidden_states, place_TC)
+    weight_S1 = to_rows(top_k_weights.reshape(-1, 1), place_TC.reshape(-1, 1))
     gate_up_SG = grouped_linear(x_SD, module.gate_up_proj, stop_E)
     if adapters is None and type(module.act_fn) in _SILU:
         out_SD = gated_linear(gate_up_SG, weight_S1, module.down_proj, stop_E)
-        return _to_tokens(out_SD, token_S, place_TC)
+        return to_tokens(out_SD, place_TC)
     gate_SF, up_SF = gate_up_SG.chunk(2, dim=-1)
     if adapters is not None:
         gate_SF, up_SF = adapters[0](gate_SF, x_SD, stop_E), adapters[1](up_SF, x_SD, stop_E)
@@ -67,77 +67,88 @@ def grouped_experts(
     out_SD = grouped_linear(product_SF, module.down_proj, stop_E)
     if adapters is not None:
         out_SD = adapters[2](out_SD, product_SF, stop_E)
-    return _to_tokens(out_SD, token_S, place_TC)
+    return to_tokens(out_SD, place_TC)
 
 
 @torch.library.custom_op("ratoon::sort_by_expert", mutates_args=())
-def sort_by_expert(expert_TC: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def sort_by_expert(expert_TC: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """The rows of each expert in the order of their tokens, one expert after the other.
 
-    Returns int32: order_S, for each row its index among the T * C choices; place_TC, for each
-    choice its row; stop_E, where the rows of each expert stop.
+    Returns int32: place_TC, for each choice its row; stop_E, where the rows of each expert stop.
     """
     sorted_S, order_S = expert_TC.flatten().sort(stable=True)
     experts_E = torch.arange(num_experts, dtype=expert_TC.dtype, device=expert_TC.device)
     # No histogram: those wait for the GPU, or count by atomics.
     stop_E = torch.searchsorted(sorted_S, experts_E, right=True, out_int32=True)
-    order_S = order_S.int()
-    return order_S, order_S.argsort().int().view(expert_TC.shape), stop_E
+    return _inverse(order_S).view(expert_TC.shape), stop_E
 
 
 @sort_by_expert.register_fake
-def _(expert_TC: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def _(expert_TC: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     def empty(*shape: int) -> Tensor:
         return expert_TC.new_empty(shape, dtype=torch.int32)
 
-    return empty(expert_TC.numel()), empty(*expert_TC.shape), empty(num_experts)
+    return empty(*expert_TC.shape), empty(num_experts)
 
 
-class _ToRows(torch.autograd.Function):
-    """x_SD = x_TD[token_S]; its gradient adds up as `_ToTokens` does."""
-
-    @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, token_S: Tensor, place_TC: Tensor) -> Tensor:
-        ctx.save_for_backward(place_TC)
-        return x_TD[token_S]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (place_TC,) = ctx.saved_tensors
-        return _add_up(grads[0], place_TC), None, None
+def _inverse(place_S: Tensor) -> Tensor:
+    """Of a permutation; int32."""
+    rank_S = torch.arange(len(place_S), dtype=torch.int32, device=place_S.device)
+    with in_any_order():
+        return torch.empty_like(rank_S).scatter_(0, place_S.long(), rank_S)
 
 
-class _ToTokens(torch.autograd.Function):
-    """The sum of each token's rows; its gradient is gathered as `_ToRows` does."""
+@torch.library.custom_op("ratoon::to_rows", mutates_args=())
+def to_rows(x_TD: Tensor, place_TC: Tensor) -> Tensor:
+    """x_SD: each token at all of its places. The gradient adds up as `to_tokens` does."""
+    if _has_kernels(x_TD):
+        from ratoon.model.row_kernel import spread_rows
 
-    @staticmethod
-    def forward(ctx: Any, x_SD: Tensor, token_S: Tensor, place_TC: Tensor) -> Tensor:
-        ctx.save_for_backward(token_S)
-        return _add_up(x_SD, place_TC)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (token_S,) = ctx.saved_tensors
-        return grads[0][token_S], None, None
+        return spread_rows(x_TD, place_TC)
+    return x_TD[_inverse(place_TC.flatten()) // place_TC.shape[1]]
 
 
-def _to_rows(x_TD: Tensor, token_S: Tensor, place_TC: Tensor) -> Tensor:
-    return cast("Tensor", _ToRows.apply(x_TD, token_S, place_TC))
+@to_rows.register_fake
+def _(x_TD: Tensor, place_TC: Tensor) -> Tensor:
+    return x_TD.new_empty((place_TC.numel(), x_TD.shape[1]))
 
 
-def _to_tokens(x_SD: Tensor, token_S: Tensor, place_TC: Tensor) -> Tensor:
-    return cast("Tensor", _ToTokens.apply(x_SD, token_S, place_TC))
+@torch.library.custom_op("ratoon::to_tokens", mutates_args=())
+def to_tokens(x_SD: Tensor, place_TC: Tensor) -> Tensor:
+    """x_TD: the sum of each token's rows, one after the other in float32 at least.
 
+    The gradient is that of `to_rows`, and the other way around.
+    """
+    if _has_kernels(x_SD):
+        from ratoon.model.row_kernel import add_rows
 
-def _add_up(x_SD: Tensor, place_TC: Tensor) -> Tensor:
-    """One row after the other, in float32 at least: the compiler makes one kernel of it."""
+        return add_rows(x_SD, place_TC)
     first_T, *others = place_TC.unbind(1)
     sum_TD = x_SD[first_T].to(accumulation_dtype(x_SD.dtype))
     for place_T in others:
         sum_TD = sum_TD + x_SD[place_T]
-    # Not a cast to what it is already: torch 2.11 compiles a function that returns one into one
-    # whose gradient is zero.
-    return sum_TD if sum_TD.dtype is x_SD.dtype else sum_TD.to(x_SD.dtype)
+    return sum_TD.to(x_SD.dtype)
+
+
+@to_tokens.register_fake
+def _(x_SD: Tensor, place_TC: Tensor) -> Tensor:
+    return x_SD.new_empty((place_TC.shape[0], x_SD.shape[1]))
+
+
+def _save_places(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:  # noqa: ARG001
+    ctx.save_for_backward(inputs[1])
+
+
+def _back_to_tokens(ctx: Any, dx_SD: Tensor) -> tuple[Tensor, None]:
+    return to_tokens(dx_SD, *ctx.saved_tensors), None
+
+
+def _back_to_rows(ctx: Any, dx_TD: Tensor) -> tuple[Tensor, None]:
+    return to_rows(dx_TD, *ctx.saved_tensors), None
+
+
+to_rows.register_autograd(_back_to_tokens, setup_context=_save_places)
+to_tokens.register_autograd(_back_to_rows, setup_context=_save_places)
 
 
 @torch.library.custom_op("ratoon::grouped_linear", mutates_args=())
@@ -224,7 +235,7 @@ def _(gate_up_SG: Tensor, _weight_S1: Tensor, down_EDF: Tensor, _stop_E: Tensor)
 
 
 def _gated(gate_up_SG: Tensor, weight_S1: Tensor) -> Tensor:
-    if _has_gate_kernels(gate_up_SG):
+    if _has_kernels(gate_up_SG):
         from ratoon.model.gate_kernel import gate_rows
 
         return gate_rows(gate_up_SG, weight_S1)
@@ -237,7 +248,7 @@ def _gated_gradients(
     dproduct_SF: Tensor, gate_up_SG: Tensor, weight_S1: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The products again, and the gradients of gates and weights."""
-    if _has_gate_kernels(gate_up_SG):
+    if _has_kernels(gate_up_SG):
         from ratoon.model.gate_kernel import differentiate_rows
 
         return differentiate_rows(dproduct_SF, gate_up_SG, weight_S1)
@@ -259,8 +270,9 @@ def _(dproduct_SF: Tensor, gate_up_SG: Tensor, weight_S1: Tensor) -> tuple[Tenso
     )
 
 
-def _has_gate_kernels(gate_up_SG: Tensor) -> bool:
-    return gate_up_SG.is_cuda and gate_up_SG.dtype is torch.bfloat16
+def _has_kernels(x: Tensor) -> bool:
+    """Whether there are Triton kernels for it; else torch's own operations."""
+    return x.is_cuda and x.dtype is torch.bfloat16
 
 
 def _differentiate_gated(ctx: Any, dy_SD: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:

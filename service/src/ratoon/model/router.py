@@ -189,7 +189,11 @@ def _softmax_backward(dprobs_TE: Tensor, probs_TE: Tensor) -> Tensor:
 
 
 def _choose(probs_TE: Tensor, top_k: int) -> Tensor:
-    """expert_TC; by a stable sort, for topk leaves open which of equal ones it takes."""
+    """expert_TC; as a stable sort has them, for topk leaves open which of equal ones it takes."""
+    if probs_TE.is_cuda and probs_TE.dtype is torch.float32:
+        from ratoon.model.route_kernel import choose_experts
+
+        return choose_experts(probs_TE, top_k)
     return probs_TE.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
 
 
@@ -202,12 +206,12 @@ def _by_probability(probs_TE: Tensor, expert_TC: Tensor) -> Tensor:
 def _by_expert(x_TC: Tensor, expert_TC: Tensor, like_TE: Tensor) -> Tensor:
     """Each value at its expert, zeros elsewhere."""
     x_TE = torch.zeros_like(like_TE)
-    with _in_any_order():
+    with in_any_order():
         return x_TE.scatter_(1, expert_TC.long(), x_TC.to(x_TE.dtype))
 
 
 @contextmanager
-def _in_any_order() -> Iterator[None]:
+def in_any_order() -> Iterator[None]:
     """Inside, torch takes our word for it that nothing is written twice, as the experts of a token
     differ. Else it sorts what is scattered on a GPU, and waits for it."""
     is_deterministic = torch.are_deterministic_algorithms_enabled()
