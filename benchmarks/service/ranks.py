@@ -363,7 +363,8 @@ def markdown(result: Mapping[str, Any], result_link: str) -> Iterator[str]:
         f"{result['plan']['dtype']}, `{result['cases'][0]['optimizer_states']}`{order}."
         f"{notes}{stale} [Raw samples]({result_link}).\n"
     )
-    for number, (columns, cells) in enumerate(_tables(result["cases"])):
+    tables = [table for table in _tables(result["cases"]) if table[1]]
+    for number, (columns, cells) in enumerate(tables):
         yield from [""] * (number > 0)
         yield from markdown_table(columns, cells)
 
