@@ -7,6 +7,7 @@ the documented form, and never a 5xx.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from ratoon.api.http.app import create_app
 from ratoon.api.service import PolicyService
 from ratoon.config import LimitsConfig
 from ratoon.errors import RatoonError
+from ratoon.stream.manifest import WeightManifest
 from ratoon_proto.v1 import service_pb2
 from tests.api import requests
 from tests.api.fake_engine import FakeEngine
@@ -38,12 +40,21 @@ EXCLUDED = [
 ]
 
 
+class _EndingEngine(FakeEngine):
+    """What it sends of versions ends: a caller in this process cannot leave before."""
+
+    async def watch_weights(
+        self, policy_id: str, known_version: int | None
+    ) -> AsyncIterator[WeightManifest]:
+        yield await self.weight_manifest(policy_id, None, known_version, LIMITS.max_wait_s)
+
+
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> PolicyService:
     folder: Path = tmp_path_factory.mktemp("fuzz")
     (folder / "model.safetensors").write_bytes(b"0123456789")
     return PolicyService(
-        engine=FakeEngine(folder=folder, gap_wait_s=0.001),
+        engine=_EndingEngine(folder=folder, gap_wait_s=0.001),
         limits=LIMITS,
         defaults=SpecDefaults(models_root=folder, micro_batch_tokens=4096),
         device="cpu",
