@@ -93,10 +93,9 @@ def test_report_holds_every_outcome(tmp_path: Path) -> None:
     assert len(red_tests(report)) == 3
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "2")])
-def test_a_part_of_the_gpu_tests_is_not_green(tmp_path: Path, workers: tuple[str, ...]) -> None:
+def test_a_part_of_the_gpu_tests_is_not_green(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(TESTS)
-    report = _report(tmp_path, "-m", "gpu or multigpu", "-k", "test_good", *workers)
+    report = _report(tmp_path, "-m", "gpu or multigpu", "-k", "test_good")
     assert [test["outcome"] for test in report["tests"]] == ["passed"]
     assert len(report["not_run"]) == 4
     assert len(red_tests(report)) == 4

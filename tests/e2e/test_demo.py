@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -33,44 +32,26 @@ class Demo:
         return float(self.line["last"])
 
 
-@pytest.fixture(scope="module")
-def demos() -> tuple[Demo, Demo]:
-    """One as it is, one that shuffles its rewards; side by side, each on cores of its own."""
-    cores = sorted(os.sched_getaffinity(0))
-    half = max(len(cores) // 2, 1)
-    true = _start(cores[:half], "--seed", "0")
-    shuffled = _start(cores[-half:], "--seed", "0", "--shuffle-rewards")
-    return _end(true), _end(shuffled)
-
-
-def _start(cores: list[int], *options: str) -> subprocess.Popen[str]:
-    own = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)  # What is started has them too.
-    try:
-        return subprocess.Popen(
-            [Path(sys.executable).with_name("ratoon"), "demo", *options],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    finally:
-        os.sched_setaffinity(0, own)
-
-
-def _end(demo: subprocess.Popen[str]) -> Demo:
-    output, errors = demo.communicate(timeout=HANG_S)
-    lines = output.strip().splitlines()
-    assert lines, errors[-4000:]
+def _run(*options: str) -> Demo:
+    done = subprocess.run(
+        [Path(sys.executable).with_name("ratoon"), "demo", "--seed", "0", *options],
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        check=False,
+    )
+    lines = done.stdout.strip().splitlines()
+    assert lines, done.stderr[-4000:]
     found = LAST_LINE.fullmatch(lines[-1])
-    assert found, output[-4000:] + errors[-4000:]
-    return Demo(demo.returncode, output, found)
+    assert found, done.stdout[-4000:] + done.stderr[-4000:]
+    return Demo(done.returncode, done.stdout, found)
 
 
 @pytest.mark.e2e
 @pytest.mark.more
 @pytest.mark.timeout(HANG_S + 60)
-def test_demo_learns(demos: tuple[Demo, Demo]) -> None:
-    demo, _ = demos
+def test_demo_learns() -> None:
+    demo = _run()
     assert demo.status == 0, demo.output
     assert "wrong:" not in demo.output
     assert float(demo.line["first"]) <= 0.3
@@ -84,10 +65,10 @@ def test_demo_learns(demos: tuple[Demo, Demo]) -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.timeout(HANG_S + 60)
-def test_demo_with_shuffled_rewards_fails(demos: tuple[Demo, Demo]) -> None:
-    _, demo = demos
+def test_demo_with_shuffled_rewards_fails() -> None:
+    demo = _run("--shuffle-rewards")
     assert demo.status == 1, demo.output
     assert "wrong: the reward ended below 0.75" in demo.output
     assert demo.last_reward < 0.6

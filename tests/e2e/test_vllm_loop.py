@@ -98,7 +98,10 @@ def test_samples_that_are_too_old_are_dropped_and_told(service: Service, tmp_pat
 
 @pytest.mark.e2e
 @pytest.mark.more
-@pytest.mark.parametrize("control", [False, True], ids=["rewards", "shuffled"])
+@pytest.mark.parametrize(
+    "control",
+    [pytest.param(False, id="rewards"), pytest.param(True, id="shuffled", marks=pytest.mark.slow)],
+)
 def test_it_learns_from_rewards_and_not_from_shuffled_ones(
     service: Service, tmp_path: Path, control: bool
 ) -> None:

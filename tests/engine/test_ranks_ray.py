@@ -188,7 +188,6 @@ _LOSSES = [
     *((point, "SIGKILL") for point in CrashPoint if point.startswith("rank-")),
     # While the others copy: the test after this one.
     (CrashPoint.RANK_IN_PASS, "SIGSTOP"),
-    (CrashPoint.RANK_BEFORE_CHECKPOINT, "SIGSTOP"),
     (CrashPoint.WORKER_IN_APPLY, "SIGSTOP"),
 ]
 # Where others cannot go on.
@@ -250,8 +249,9 @@ def test_a_policy_whose_rank_hangs_holds_no_other_up(
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("harm", ["SIGKILL", "SIGSTOP"])
-@pytest.mark.parametrize("shard", [Shard.GRADIENTS, Shard.WEIGHTS])
+@pytest.mark.parametrize(
+    ("harm", "shard"), [("SIGSTOP", Shard.GRADIENTS), ("SIGKILL", Shard.WEIGHTS)]
+)
 def test_where_more_is_sharded_a_rank_that_is_lost_in_the_pass_costs_no_bit(
     engine: Engine, harm: str, shard: Shard
 ) -> None:

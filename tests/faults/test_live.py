@@ -10,7 +10,7 @@ from ratoon.engine.crash_points import CrashPoint
 from tests.faults.venues.live import run_live
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_a_rank_that_is_killed_loses_and_doubles_nothing(model_folder: Path) -> None:
     """At any time, and between its step and its worker's hearing of it."""
     only = ("rank", CrashPoint.RANK_AFTER_STEP)
