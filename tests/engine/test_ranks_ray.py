@@ -188,15 +188,23 @@ _LOSSES = [
     *((point, "SIGKILL") for point in CrashPoint if point.startswith("rank-")),
     # While the others copy: the test after this one.
     (CrashPoint.RANK_IN_PASS, "SIGSTOP"),
+    (CrashPoint.RANK_BEFORE_CHECKPOINT, "SIGSTOP"),
     (CrashPoint.WORKER_IN_APPLY, "SIGSTOP"),
 ]
 # Where others cannot go on.
 _OFTEN = (CrashPoint.RANK_AFTER_STEP, "SIGKILL")
+_SELDOM = (CrashPoint.RANK_BEFORE_CHECKPOINT, "SIGSTOP")
+
+
+def _how_often(loss: tuple[CrashPoint, str]) -> tuple[pytest.MarkDecorator, ...]:
+    if loss == _OFTEN:
+        return ()
+    return (pytest.mark.slow if loss == _SELDOM else pytest.mark.more,)
 
 
 @pytest.mark.parametrize(
     ("point", "harm"),
-    [pytest.param(*loss, marks=() if loss == _OFTEN else pytest.mark.more) for loss in _LOSSES],
+    [pytest.param(*loss, marks=_how_often(loss)) for loss in _LOSSES],
 )
 def test_a_rank_that_is_lost_costs_no_bit_and_leaves_no_process(
     engine: Engine, undisturbed: list[str], point: CrashPoint, harm: str
@@ -250,7 +258,13 @@ def test_a_policy_whose_rank_hangs_holds_no_other_up(
 
 @pytest.mark.more
 @pytest.mark.parametrize(
-    ("harm", "shard"), [("SIGSTOP", Shard.GRADIENTS), ("SIGKILL", Shard.WEIGHTS)]
+    ("harm", "shard"),
+    [
+        ("SIGSTOP", Shard.GRADIENTS),
+        ("SIGKILL", Shard.WEIGHTS),
+        pytest.param("SIGKILL", Shard.GRADIENTS, marks=pytest.mark.slow),
+        pytest.param("SIGSTOP", Shard.WEIGHTS, marks=pytest.mark.slow),
+    ],
 )
 def test_where_more_is_sharded_a_rank_that_is_lost_in_the_pass_costs_no_bit(
     engine: Engine, harm: str, shard: Shard
