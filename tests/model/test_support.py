@@ -89,6 +89,17 @@ def test_supported_folder_is_read(tmp_path: Path, architecture: str) -> None:
             )
             for factor in (0.5, float("inf"), "4")
         ),
+        *(
+            ("llama", {"rope_parameters": {"rope_theta": theta}}, "rope_parameters.rope_theta", got)
+            for theta, got in ((0, "0"), (-1.0, "-1.0"), (float("nan"), "nan"), ("x", "x"))
+        ),
+        (
+            "qwen3",
+            {"rope_parameters": None, "rope_theta": None},
+            "rope_parameters.rope_theta",
+            "None",
+        ),
+        ("qwen3", {"partial_rotary_factor": 0.5}, "rope_parameters.partial_rotary_factor", "0.5"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value)[:20],
 )
