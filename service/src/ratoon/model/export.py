@@ -31,7 +31,7 @@ from ratoon.model.loader import TORCH_DTYPES, quiet_transformers
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.safetensors_files import FileContent, plan_files, write_files, write_index
 from ratoon.model.spec import PresetBase
-from ratoon.model.tokenizer import byte_tokenizer
+from ratoon.model.tokenizer import write_tokenizer
 
 # Of a folder base: what is copied beside the weights, where the folder has it.
 _COPIED_FILES = (
@@ -364,7 +364,7 @@ def _on_meta(model: PolicyModel) -> dict[str, Tensor]:
 
 def _export_tokenizer(model: PolicyModel, folder: Path) -> None:
     if isinstance(model.spec.base, PresetBase):
-        byte_tokenizer().save_pretrained(folder)
+        write_tokenizer(folder)
         return
     base = Path(model.spec.base.folder)
     for name in _COPIED_FILES:
