@@ -19,7 +19,7 @@ from ratoon.errors import ErrorCode
 from ratoon.model.export import export_weights
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import ModelDtype, PresetBase
-from tests.model.builders import error_of, hidden_of, load
+from tests.model.builders import FULL, LORA, error_of, hidden_of, load
 from tests.model.folder_words import SCALINGS, THETA, WORDS, read_config, say, write_config
 from tests.model.packing import pack
 from tests.tiny_models import ARCHITECTURES, write_folder
@@ -201,9 +201,10 @@ def test_version_does_not_say_where_its_base_was(tmp_path: Path) -> None:
     """transformers 4 wrote the path of the folder that a model was loaded from."""
     folder = folder_of(tmp_path, "llama", "old", "default")
     write_config(folder, read_config(folder) | {"_name_or_path": str(folder)})
-    version = publish(load(folder), tmp_path / "version")
-    for path in version.iterdir():
-        assert str(tmp_path).encode() not in path.read_bytes(), path.name
+    for name, tuning in (("full", FULL), ("lora", LORA)):
+        version = publish(load(folder, tuning=tuning), tmp_path / name)
+        for path in version.iterdir():
+            assert str(tmp_path).encode() not in path.read_bytes(), path.name
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,9 @@ def check_config(config: PreTrainedConfig) -> None:
             raise unsupported(f"config.{field}", value, "0: dropout is not reproducible")
     if getattr(config, "is_causal", True) is not True:
         raise unsupported("config.is_causal", config.is_causal, "true")
+    vocab, pad = cast("int", config.vocab_size), cast("int | None", config.pad_token_id)
+    if pad is not None and not -vocab <= pad < vocab:
+        raise unsupported("config.pad_token_id", pad, f"a token below {vocab}, or null")
     _check_window(config)
     _check_rope(config)
 
