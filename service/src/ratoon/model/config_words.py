@@ -30,11 +30,11 @@ def check_words(said: Mapping[str, Any], config: PreTrainedConfig) -> None:
     earlier, new = said.get("rope_scaling") or {}, said.get("rope_parameters") or {}
     if earlier and new:
         _check_equal("config.rope_scaling", _filled(earlier, config), _filled(new, config))
-    read_theta = config.rope_parameters["rope_theta"]
+    read = config.rope_parameters["rope_theta"]
     for name, words in (("", said), ("rope_scaling.", earlier), ("rope_parameters.", new)):
         theta, kind, first_kind = (words.get(word) for word in ("rope_theta", "rope_type", "type"))
-        if theta not in (None, read_theta):
-            raise invalid(f"config.{name}rope_theta", theta, f"{read_theta}, as it says elsewhere")
+        if theta not in (None, read):
+            raise invalid(f"config.{name}rope_theta", theta, f"{read}, which transformers reads")
         if None not in (kind, first_kind) and kind != first_kind:
             raise invalid(f"config.{name}rope_type", kind, f"{first_kind}, as its type says")
     experts, num_experts = said.get("num_local_experts"), said.get("num_experts")
