@@ -21,6 +21,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+# It is the padding, too, as in many folders of the hub.
+EOS_TOKEN = 7
 # All have grouped queries; qwen3 and mistral tie the embeddings. And there is qwen3_moe_mixed.
 ARCHITECTURES = ("qwen3", "qwen3_untied", "qwen2", "llama", "mistral", "qwen3_moe")
 
@@ -53,9 +55,9 @@ def _config(architecture: str, vocab_size: int, num_heads: int) -> PretrainedCon
         "num_key_value_heads": num_heads // 2,
         "max_position_embeddings": 32_768,
         "tie_word_embeddings": False,
-        "pad_token_id": None,
+        "pad_token_id": EOS_TOKEN,
         "bos_token_id": None,
-        "eos_token_id": None,
+        "eos_token_id": EOS_TOKEN,
     }
     if architecture == "qwen3":
         return Qwen3Config(**{**common, "head_dim": 8, "tie_word_embeddings": True})

@@ -36,7 +36,7 @@ from benchmarks.step.subjects import build_module
 from benchmarks.step.workload import QWEN3_8B, ModelSize
 from harness.gpu_results import ROOT, write_result
 from harness.service import Service
-from ratoon.model.tokenizer import VOCAB_SIZE, byte_tokenizer
+from ratoon.model.tokenizer import VOCAB_SIZE, write_tokenizer
 from ratoon.ports import free_port
 from ratoon_client import RatoonClient
 
@@ -207,7 +207,7 @@ def _write_model(size: ModelSize, folder: Path, seed: int) -> None:
     module.save_pretrained(folder)
     del module
     release(torch.device("cuda"))
-    byte_tokenizer().save_pretrained(folder)
+    write_tokenizer(folder)
     path = folder / "tokenizer.json"
     tokenizer = json.loads(path.read_text(encoding="utf-8"))
     vocab = tokenizer["model"]["vocab"]

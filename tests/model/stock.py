@@ -23,6 +23,8 @@ def load_stock(folder: Path, *, dtype: torch.dtype, adapter: Path | None = None)
     model = cast(Any, AutoModelForCausalLM).from_pretrained(
         folder, dtype=dtype, attn_implementation="sdpa", experts_implementation="eager"
     )
+    # A sequence has no padding: all of its tokens have gradients.
+    model.get_input_embeddings().padding_idx = None
     if adapter is not None and has_experts(adapter):
         model = merge(model, adapter)
     elif adapter is not None:

@@ -204,6 +204,34 @@ def test_adapter_export_loads_bit_for_bit(tmp_path: Path) -> None:
     assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
 
 
+# The fields of peft's first LoraConfig; up to peft 0.13 any other field was a TypeError of its
+# readers.
+EARLY_FIELDS = {
+    "base_model_name_or_path", "bias", "fan_in_fan_out", "inference_mode", "init_lora_weights",
+    "lora_alpha", "lora_dropout", "modules_to_save", "peft_type", "r", "target_modules",
+    "task_type",
+}  # fmt: skip
+
+
+def test_adapter_is_described_in_words_that_every_peft_knows(tmp_path: Path) -> None:
+    from peft import LoraConfig
+
+    export(load(TINY, tuning=LORA), tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert written.keys() == EARLY_FIELDS
+    read = LoraConfig.from_pretrained(str(tmp_path / "out")).to_dict()
+    own = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=LORA.rank,
+        lora_alpha=cast(Any, LORA.alpha),
+        base_model_name_or_path="tiny",
+        inference_mode=True,
+        init_lora_weights=False,
+        target_modules=sorted(written["target_modules"]),
+    )
+    assert read == own.to_dict()
+
+
 def test_export_says_nothing_of_the_server(tmp_path: Path) -> None:
     """Paths of the server's disk stay there."""
     folder = write_folder(tmp_path / "secret-place", "qwen3")

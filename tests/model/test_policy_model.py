@@ -184,6 +184,34 @@ def test_longest_sequence_is_that_of_yarn(
     assert load(folder).info().max_sequence_tokens == expected
 
 
+def said_padding(folder: Path, token: int | None) -> Path:
+    config = json.loads((folder / "config.json").read_text())
+    changes = {"pad_token_id": token, "eos_token_id": token, "bos_token_id": token}
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return folder
+
+
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "qwen3_moe_mixed"])
+def test_token_that_is_also_padding_is_trained_as_any_other(
+    tmp_path: Path, architecture: str
+) -> None:
+    """Nothing is padded here, and many folders pad with a token that is trained, such as eos:
+    transformers' embedding gave it no gradient."""
+    sequences = branching_sequences(0)
+    folder = write_folder(tmp_path / "base", architecture)
+    stock = load_stock(said_padding(folder, None), dtype=torch.float64)
+    model = load(said_padding(folder, sequences[0][1]), keep_reference=True)
+    assert_equal_run(model, stock, sequences, tolerance=1e-10)
+
+
+def test_padding_of_presets_is_trained_as_any_other_token(tmp_path: Path) -> None:
+    model = load(TINY)
+    export_weights(model, tmp_path)
+    stock = load_stock(said_padding(tmp_path, None), dtype=torch.float64)
+    padded = [[256, *sequence, 256] for sequence in branching_sequences(0)]
+    assert_equal_run(model, stock, padded, tolerance=1e-10)
+
+
 def test_packed_run_equals_in_float32(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "base", "qwen3")
     stock = load_stock(folder, dtype=torch.float32)

@@ -89,6 +89,18 @@ def test_supported_folder_is_read(tmp_path: Path, architecture: str) -> None:
             )
             for factor in (0.5, float("inf"), "4")
         ),
+        *(
+            ("llama", {"rope_parameters": {"rope_theta": theta}}, "rope_parameters.rope_theta", got)
+            for theta, got in ((0, "0"), (-1.0, "-1.0"), (float("nan"), "nan"), ("x", "x"))
+        ),
+        (
+            "qwen3",
+            {"rope_parameters": None, "rope_theta": None},
+            "rope_parameters.rope_theta",
+            "None",
+        ),
+        ("mistral", {"pad_token_id": 64}, "pad_token_id", "64"),
+        ("qwen3", {"partial_rotary_factor": 0.5}, "rope_parameters.partial_rotary_factor", "0.5"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value)[:20],
 )
@@ -110,6 +122,9 @@ def test_unsupported_configuration_is_refused_by_field(
         ("llama", {"attention_dropout": 0}),
         ("qwen3_moe", {"router_aux_loss_coef": 0.01}),
         ("llama", {"attn_logit_softcapping": None}),
+        ("llama", {"pad_token_id": -1}),
+        ("llama", {"pad_token_id": 63}),
+        ("llama", {"partial_rotary_factor": 1.0}),
     ],
 )
 def test_what_changes_nothing_is_accepted(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -10,14 +12,22 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from ratoon.model.presets import preset_config
-from ratoon.model.tokenizer import BOS_TOKEN, EOS_TOKEN, PAD_TOKEN, VOCAB_SIZE, byte_tokenizer
+from ratoon.model.tokenizer import (
+    BOS_TOKEN,
+    EOS_TOKEN,
+    PAD_TOKEN,
+    SEPARATOR_TOKEN,
+    VOCAB_SIZE,
+    byte_tokenizer,
+    write_tokenizer,
+)
 
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """As a sampler gets it: beside the preset's config, which transformers looks at too."""
     folder = tmp_path_factory.mktemp("tokenizer")
-    byte_tokenizer().save_pretrained(folder)
+    write_tokenizer(folder)
     preset_config("tiny").save_pretrained(folder)
     return cast(Any, AutoTokenizer).from_pretrained(folder, local_files_only=True)
 
@@ -50,3 +60,13 @@ def test_special_tokens_are_known_and_skipped(loaded: Any) -> None:
     )
     ids = [BOS_TOKEN, *b"7*8=56", EOS_TOKEN, PAD_TOKEN]
     assert loaded.decode(ids, skip_special_tokens=True) == "7*8=56"
+
+
+def test_files_are_in_words_that_transformers_4_knows(loaded: Any) -> None:
+    """transformers 4 has no class TokenizersBackend, and takes extra_special_tokens for a mapping:
+    a preset's versions had no tokenizer there."""
+    settings = json.loads((Path(loaded.name_or_path) / "tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert settings["additional_special_tokens"] == ["<|sep|>"]
+    assert "extra_special_tokens" not in settings
+    assert SEPARATOR_TOKEN in loaded.all_special_ids

@@ -29,6 +29,8 @@ def load(folder: FilePath, *, dtype: torch.dtype, attention: str = "eager") -> n
     model = auto.from_pretrained(
         folder, dtype=dtype, attn_implementation=attention, experts_implementation="eager"
     )
+    # No rollout is padded: every token that is there is one, also where it is the padding's.
+    model.get_input_embeddings().padding_idx = None
     return model.to(dtype)
 
 

@@ -26,11 +26,12 @@ import torch
 from torch import Tensor
 
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon.model.config_words import write_both_words
 from ratoon.model.loader import TORCH_DTYPES, quiet_transformers
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.safetensors_files import FileContent, plan_files, write_files, write_index
 from ratoon.model.spec import PresetBase
-from ratoon.model.tokenizer import byte_tokenizer
+from ratoon.model.tokenizer import write_tokenizer
 
 # Of a folder base: what is copied beside the weights, where the folder has it.
 _COPIED_FILES = (
@@ -218,6 +219,9 @@ def _rest_of(model: PolicyModel, files: Mapping[str, Sequence[str]]) -> dict[str
         else:
             with quiet_transformers():
                 cast("Any", model.module).save_pretrained(folder, state_dict={})
+            base = model.spec.base
+            said_by = None if isinstance(base, PresetBase) else Path(base.folder)
+            write_both_words(folder / "config.json", said_by, model.config)
             if len(files) > 1:
                 write_index(folder, files, exported_like(model))
             _export_tokenizer(model, folder)
@@ -360,7 +364,7 @@ def _on_meta(model: PolicyModel) -> dict[str, Tensor]:
 
 def _export_tokenizer(model: PolicyModel, folder: Path) -> None:
     if isinstance(model.spec.base, PresetBase):
-        byte_tokenizer().save_pretrained(folder)
+        write_tokenizer(folder)
         return
     base = Path(model.spec.base.folder)
     for name in _COPIED_FILES:

@@ -107,6 +107,8 @@ def read_model(spec: ModelSpec, *, keep_reference: bool = False) -> HostModel:
         folder = Path(spec.base.folder)
         module, name = _load_folder(folder, dtype), folder.name
     _cast_parameters(module, dtype)
+    # Nothing is padded: a token that is also the padding is trained as any other.
+    cast("Any", module.get_input_embeddings()).padding_idx = None
     adapter = None
     if isinstance(spec.tuning, LoraTuning):
         from ratoon.model.lora import add_adapter

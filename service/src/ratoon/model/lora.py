@@ -9,7 +9,6 @@ have the dtype of the base; the optimizer keeps its masters in float32.
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from pathlib import Path
@@ -28,6 +27,21 @@ from ratoon.model.spec import LoraTuning
 from ratoon.model.support import unsupported
 
 CONFIG_NAME = "adapter_config.json"
+# The fields that LoRA had in the first peft, which are all that an adapter here sets.
+_EARLY_FIELDS = (
+    "base_model_name_or_path",
+    "bias",
+    "fan_in_fan_out",
+    "inference_mode",
+    "init_lora_weights",
+    "lora_alpha",
+    "lora_dropout",
+    "modules_to_save",
+    "peft_type",
+    "r",
+    "target_modules",
+    "task_type",
+)
 # Of its configuration: what decides how its tensors enter the model.
 _MEANING = ("r", "rank_pattern", "lora_alpha", "alpha_pattern", "use_rslora", "use_dora")
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -95,16 +109,20 @@ def check_adapter_config(adapter: PeftModel, folder: Path) -> None:
 
 
 def export_config(adapter: PeftModel, folder: Path) -> None:
-    """Write an adapter's configuration as peft does."""
-    config = cast("Any", copy.copy(adapter.peft_config["default"]))
-    config.inference_mode = True
-    targets: set[str] = {*config.target_modules}
+    """Write an adapter's configuration by the fields that every peft knows.
+
+    Earlier versions of peft fail on fields of later ones, all of which have their defaults here.
+    """
+    config = adapter.peft_config["default"]
+    fields = {name: value for name, value in config.to_dict().items() if name in _EARLY_FIELDS}
+    targets: set[str] = {*fields["target_modules"]}
     if _EXPERTS in targets:
         # The file has their projections, as those of an MLP.
         targets = targets - {_EXPERTS} | {*_MLP}
     # peft keeps a set, whose order differs between processes; files of equal weights are equal.
-    config.target_modules = sorted(targets)
-    config.save_pretrained(str(folder))
+    fields |= {"inference_mode": True, "target_modules": sorted(targets)}
+    text = json.dumps(fields, indent=2, sort_keys=True)
+    (folder / CONFIG_NAME).write_text(text, encoding="utf-8")
 
 
 def _resolve_targets(module: PreTrainedModel, requested: tuple[str, ...]) -> set[str]:

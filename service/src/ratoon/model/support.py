@@ -15,6 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 
 from ratoon.errors import ErrorCode, RatoonError, invalid
+from ratoon.model.config_words import check_words
 
 # Architecture and its model_type. No remote code: the classes are those of transformers.
 SUPPORTED_ARCHITECTURES = {
@@ -77,6 +78,7 @@ def read_config(folder: Path) -> PreTrainedConfig:
             "model_folder", f"a config.json that is wrong ({err})", "a valid one"
         ) from err
     check_config(config)
+    check_words(raw, config)
     return config
 
 
@@ -90,6 +92,9 @@ def check_config(config: PreTrainedConfig) -> None:
             raise unsupported(f"config.{field}", value, "0: dropout is not reproducible")
     if getattr(config, "is_causal", True) is not True:
         raise unsupported("config.is_causal", config.is_causal, "true")
+    vocab, pad = cast("int", config.vocab_size), cast("int | None", config.pad_token_id)
+    if pad is not None and not -vocab <= pad < vocab:
+        raise unsupported("config.pad_token_id", pad, f"a token below {vocab}, or null")
     _check_window(config)
     _check_rope(config)
 
@@ -164,6 +169,12 @@ def _check_rope(config: PreTrainedConfig) -> None:
         value = rope.get(name)
         if value is not None and not _is_length(value):
             raise unsupported(f"config.rope_parameters.{name}", value, "a finite number >= 1")
+    theta, share = rope.get("rope_theta"), rope.get("partial_rotary_factor")
+    if not (isinstance(theta, int | float) and math.isfinite(theta) and theta > 0):
+        raise unsupported("config.rope_parameters.rope_theta", theta, "a finite number > 0")
+    if share not in (None, 1):
+        # transformers 5 would rotate all of a head without a word, other engines a part.
+        raise unsupported("config.rope_parameters.partial_rotary_factor", share, "1, or none")
 
 
 def _is_length(value: object) -> bool:

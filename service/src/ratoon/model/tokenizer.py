@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -24,8 +27,21 @@ CHAT_TEMPLATE = (
 )
 
 
+def write_tokenizer(folder: Path) -> None:
+    """Write the tokenizer's files as `AutoTokenizer` of transformers 4 and of 5 reads them.
+
+    transformers 5 knows the names that 4 has for two settings; 4 fails on those of 5.
+    """
+    byte_tokenizer().save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+    path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """The tokenizer; `save_pretrained` writes what `AutoTokenizer` reads."""
+    """The tokenizer; `write_tokenizer` writes it for others."""
     vocab = {character: byte for byte, character in enumerate(_byte_characters())}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
