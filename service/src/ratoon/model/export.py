@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import mmap
-import shutil
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,29 +25,15 @@ import torch
 from torch import Tensor
 
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.model.loader import TORCH_DTYPES, quiet_transformers
+from ratoon.model.folder_model import quiet_transformers
+from ratoon.model.loader import TORCH_DTYPES
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.safetensors_files import FileContent, plan_files, write_files, write_index
 from ratoon.model.spec import PresetBase
+from ratoon.model.stored_weights import part_experts
 from ratoon.model.tokenizer import byte_tokenizer
 
-# Of a folder base: what is copied beside the weights, where the folder has it.
-_COPIED_FILES = (
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-)
-
 _ADAPTER_NAME = "adapter_model.safetensors"
-# Of experts that are one parameter [E, F, D]: what lies one after the other in the features F.
-_FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 # Elements of a tensor that is copied together with others, such as those of norms: a GPU takes some
 # hundreds of copies, and then has the host wait.
@@ -297,24 +282,6 @@ def exported_values(model: PolicyModel, values: dict[str, Tensor]) -> dict[str, 
     return part_experts(values) if model.adapter is None else _part_adapters(values)
 
 
-def part_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Fused experts as a view for each projection of each expert, as the hub has them.
-
-    What has such a name and another shape stays as it is.
-    """
-    parted: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        experts, _, leaf = name.rpartition(".")
-        parts = _FUSED_EXPERTS.get(leaf, ())
-        if not parts or tensor.ndim != 3 or tensor.shape[1] % len(parts):
-            parted[name] = tensor
-            continue
-        for expert, fused in enumerate(tensor.unbind()):
-            for part, rows in zip(parts, fused.tensor_split(len(parts)), strict=True):
-                parted[f"{experts}.{expert}.{part}.weight"] = rows
-    return parted
-
-
 def _part_adapters(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """By the names of peft's files: without the adapter's own, and one for each expert."""
     parted: dict[str, Tensor] = {}
@@ -362,7 +329,5 @@ def _export_tokenizer(model: PolicyModel, folder: Path) -> None:
     if isinstance(model.spec.base, PresetBase):
         byte_tokenizer().save_pretrained(folder)
         return
-    base = Path(model.spec.base.folder)
-    for name in _COPIED_FILES:
-        if (base / name).is_file():
-            shutil.copyfile(base / name, folder / name)
+    for name, content in model.base_files.items():
+        (folder / name).write_bytes(content)

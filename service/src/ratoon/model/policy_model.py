@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -52,14 +53,17 @@ class PolicyModel:
         deterministic: bool,
         compile_layers: bool,
         shards: LayerShards | None = None,
+        base_files: Mapping[str, bytes] = MappingProxyType({}),
     ) -> None:
         """`adapter` wraps `module` in place; `frozen` is a copy of `module` that shares nothing.
         `shards`: of the weights of the decoder layers of `module`, and then of those of `frozen`.
+        `base_files` are published beside the weights, by name.
         """
         self.spec = spec
         self.module = module
         self.adapter = adapter
         self.shards = shards
+        self.base_files = base_files
         self._frozen = frozen
         self._active = module
         self._is_reference = False
