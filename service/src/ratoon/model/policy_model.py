@@ -28,7 +28,7 @@ from ratoon.model.sizes import decoder_sizes
 from ratoon.model.spec import LoraTuning, ModelDtype, ModelInfo, ModelSpec
 from ratoon.model.stage_plan import HeldTokens, StreamTokens, plan_forward
 from ratoon.model.streamed_attention import AttentionStream
-from ratoon.model.support import longest_sequence
+from ratoon.model.support import attention_window, longest_sequence
 from ratoon_kernels import TreeLayout
 
 if TYPE_CHECKING:
@@ -219,6 +219,7 @@ class PolicyModel:
             route_layers=self.routes.num_layers,
             num_experts=self.sizes.num_experts,
             experts_per_token=self.sizes.experts_per_token,
+            sliding_window=attention_window(self.config) or 0,
         )
 
     def _precision(self) -> Float64Math | nullcontext[None]:
