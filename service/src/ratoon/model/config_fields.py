@@ -115,9 +115,14 @@ FIELD_RULES: Mapping[str, Rule] = {
     "router_aux_loss_coef": _number(0, 1e6),
     "dtype": _or_null(_word("float32", "bfloat16", "float16", "float64")),
 }
-# Without a layer type's name before them.
 _FACTOR = _number(1, 2**16)
+_FINITE = _number(-1e300, 1e300)
 _ROTATIONS = _number(1e-3, 1e6)
+# What transformers does not look at.
+_PLAIN = Rule(
+    expected="a finite number, a flag, a text or null, for all layers",
+    holds=lambda value: value is None or isinstance(value, str | bool) or _FINITE.holds(value),
+)
 _ROPE_RULES: Mapping[str, Rule] = {
     "rope_theta": _number(2, 1e12),
     "partial_rotary_factor": _or_null(_number(1, 1)),
@@ -232,11 +237,9 @@ def read_rope(raw: Mapping[str, object], max_positions: int) -> dict[str, Any]:
     for name, value in rope.items():
         if name == "factor" and is_implied:
             continue
-        rule = _ROPE_RULES.get(name)
-        if rule is not None and not rule.holds(value):
+        rule = _ROPE_RULES.get(name, _PLAIN)
+        if not rule.holds(value):
             raise _no_rope(name, value, rule.expected)
-        if rule is None and isinstance(value, list | dict):
-            raise _no_rope(name, value, "one number for all layers")
     for name in _ROPE_NEEDS[rope_type]:
         if name not in rope:
             raise _no_rope(name, "nothing", f"a number, which {rope_type} needs")

@@ -117,17 +117,17 @@ def read_config(folder: ModelFolder) -> FolderConfig:
     own, others = _judged(raw, family)
     own["architectures"] = [architecture]
     try:
-        config = family(**own)
-        read = FolderConfig(config=config, others=others)
-        # What a version's export does with them.
-        published = copy.deepcopy(config)
-        read.add_others(published)
-        cast("Any", published).validate()
-        published.to_json_string()
+        read = FolderConfig(config=family(**own), others=others)
+        if others:
+            # What a version's export does with them.
+            published = copy.deepcopy(read.config)
+            read.add_others(published)
+            cast("Any", published).validate()
+            published.to_json_string()
     except Exception as err:
         got = f"a config.json that is wrong ({shown(str(err))})"
         raise invalid(FIELD, got, "a valid one") from err
-    _check_window(config)
+    _check_window(read.config)
     return read
 
 
@@ -202,7 +202,7 @@ def _looked_at(
     """The fields that keep their rules, and those that nothing is known of."""
     looked_at: dict[str, Any] = {}
     others: dict[str, object] = {}
-    left_out = {*_FIELDS_LEFT_OUT, *ROPE_FIELDS, *GenerationConfig().to_dict()} - {*declared}
+    left_out = {*_FIELDS_LEFT_OUT, *ROPE_FIELDS, *vars(GenerationConfig())} - {*declared}
     for name, value in raw.items():
         _check_off(name, value, declared)
         if name in FIELD_RULES and (name in declared or name in _LOOKED_AT_ANYWHERE):
